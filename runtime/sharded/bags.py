@@ -20,6 +20,7 @@ from sennit.runtime.sharded.placement import alone
 from sennit.runtime.sharded.pooled import Exchange, Outgoing
 from sennit.runtime.sharded.replicated import SparseAllReduce
 from sennit.runtime.sharded.slices import Slices
+from sennit.runtime.sharded.wire import Wire
 from sennit.transport.errors import ArgumentError
 
 
@@ -110,7 +111,7 @@ class Pools:
             settings.slices,
             engines.sharded,
             engines.number_of,
-            settings.group,
+            settings.wire,
         )
         self._local = Exchange(
             settings.tables,
@@ -119,9 +120,9 @@ class Pools:
             Slices(count=settings.slices.count, rank=0, world_size=1),
             engines.replicated,
             engines.replica_of,
-            settings.group,
+            Wire(rank=0, world_size=1, group=None),
         )
-        self._sparse = SparseAllReduce(engines.replicated, settings.slices, settings.group)
+        self._sparse = SparseAllReduce(engines.replicated, settings.slices, settings.wire)
 
     def outgoing(self, ids: Ids) -> tuple[Outgoing, Outgoing]:
         """Ids for the owners of shards, and those of replicated tables. Not collective."""

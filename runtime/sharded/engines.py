@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from torch import Tensor
 
 from sennit.runtime.kernels.engine import EmbeddingEngine
@@ -15,6 +14,7 @@ from sennit.runtime.sharded.initial import fill
 from sennit.runtime.sharded.placement import Placement
 from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.tables import Shard, Table, shard_name, shard_spec
+from sennit.runtime.sharded.wire import Wire
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +27,7 @@ class Settings:
     seed: int
     implementation_name: str
     threads: int
-    group: dist.ProcessGroup | None
+    wire: Wire
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

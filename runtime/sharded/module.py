@@ -20,6 +20,7 @@ from sennit.runtime.sharded.placement import Placement, place
 from sennit.runtime.sharded.rates import TableRates
 from sennit.runtime.sharded.slices import DEFAULT_SLICES, Slices
 from sennit.runtime.sharded.tables import Table, check_tables, shard_name, shards_of
+from sennit.runtime.sharded.wire import Wire
 from sennit.transport.errors import ConfigError, SennitError
 
 
@@ -76,6 +77,7 @@ class ShardedTables(nn.Module):
         self._divisor = world_size if gradients == "mean" else 1
         self._features = features_of(self.tables)
         check_agreement(self._described(gradients, seed), group)
+        self._wire = Wire(rank=self.slices.rank, world_size=world_size, group=group)
         settings = Settings(
             tables=self.tables,
             placement=placement,
@@ -83,7 +85,7 @@ class ShardedTables(nn.Module):
             seed=seed,
             implementation_name=implementation_name,
             threads=threads,
-            group=group,
+            wire=self._wire,
         )
         self._engines = [Engines(settings, numbers) for numbers in groups_of(self.tables)]
         names = [[self.tables[number].name for number in numbers] for numbers in groups_of(self.tables)]
@@ -103,6 +105,11 @@ class ShardedTables(nn.Module):
     def feature_names(self) -> tuple[str, ...]:
         """The names of the outputs, in the model's order."""
         return tuple(name for name, _ in self._features)
+
+    @property
+    def sent_bytes(self) -> dict[str, int]:
+        """Bytes that this rank has given other ranks so far, by what they were: ids, sums, gradients and so on."""
+        return dict(self._wire.sent_bytes)
 
     def check(self) -> None:
         """Raises `GradientError` on all ranks if the last backward pass had gradients that are not finite.

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sennit.runtime.kernels.engine import EmbeddingEngine
@@ -21,6 +20,7 @@ from sennit.runtime.sharded.routes import Columns, Part, Sum, routes
 from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.split import dealt
 from sennit.runtime.sharded.tables import Shard, Table
+from sennit.runtime.sharded.wire import Wire
 from sennit.transport.tree import combinations
 
 
@@ -35,10 +35,10 @@ class Exchange:
         slices: Slices,
         engine: EmbeddingEngine,
         table_of_shard: dict[Shard, int],
-        group: dist.ProcessGroup | None,
+        wire: Wire,
     ) -> None:
         """`chosen`: numbers of the features. `table_of_shard`: this rank's shards in the engine."""
-        self._tables, self._slices, self._group = tables, slices, group
+        self._tables, self._slices = tables, slices
         self._table_of = [tables[number] for _, number in features_of(tables)]
         self.routes = routes(tables, placement, chosen)
         own = slices.rank
@@ -50,6 +50,7 @@ class Exchange:
             sums=self.routes.sums[own],
             gradients=self.routes.gradients[own],
         )
+        self._wire = wire
         self.features = sorted({part.feature for parts in self.routes.parts for part in parts})
         self._sum_places = [(rank, one) for rank, sums in enumerate(self.routes.sums) for one in sums]
         wide = any(self._table_of[feature].rows > 1 << 31 for feature in self.features)
@@ -88,11 +89,11 @@ class Exchange:
         mine = sources[self._slices.rank].sample_count
         send = [len(parts) * mine for parts in self.routes.parts]
         receive = [self.owner.part_count * source.sample_count for source in sources]
-        lengths = self._moved(outgoing.lengths, receive, send)
-        values = self._moved(outgoing.values, counts, outgoing.counts)
+        lengths = self._wire.all_to_all("lengths", outgoing.lengths, receive, send)
+        values = self._wire.all_to_all("ids", outgoing.values, counts, outgoing.counts)
         weights = None
         if outgoing.weights is not None:
-            weights = self._moved(outgoing.weights, counts, outgoing.counts)
+            weights = self._wire.all_to_all("weights", outgoing.weights, counts, outgoing.counts)
         return self.owner.arrive(sources, lengths, values, weights)
 
     def answers(self, arrived: Arrived) -> Tensor:
@@ -101,7 +102,7 @@ class Exchange:
         mine = samples[self._slices.rank]
         send = [self.owner.answer_size(count) for count in samples]
         receive = [mine * sum(self._columns(one.feature, one.column) for one in sums) for sums in self.routes.sums]
-        return self._moved(self.owner.answer(arrived), receive, send)
+        return self._wire.all_to_all("sums", self.owner.answer(arrived), receive, send)
 
     def bags(self, answers: Tensor, samples: int) -> dict[int, Tensor]:
         """Sums of whole bags by feature, [samples, dim]: where a table is whole, views of `answers`. Not collective."""
@@ -125,7 +126,7 @@ class Exchange:
         mine = samples[self._slices.rank]
         send = [mine * sum(self._columns(*one) for one in places) for places in self.routes.gradients]
         receive = [self.owner.gradient_size(count) for count in samples]
-        return self._moved(self.packed(gradients), receive, send)
+        return self._wire.all_to_all("gradients", self.packed(gradients), receive, send)
 
     def packed(self, gradients: dict[int, Tensor]) -> Tensor:
         """The gradients of bags in the order of the wire. Not collective."""
@@ -140,13 +141,6 @@ class Exchange:
 
     def _columns(self, feature: int, column: int) -> int:
         return self._table_of[feature].column_range(column).size
-
-    def _moved(self, source: Tensor, receive: Sequence[int], send: Sequence[int]) -> Tensor:
-        if self._slices.world_size == 1 or not self.features:
-            return source
-        output = source.new_empty(sum(receive))
-        dist.all_to_all_single(output, source, list(receive), list(send), group=self._group)
-        return output
 
 
 class Outgoing:

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.spec import Pooling
 from sennit.runtime.sharded.slices import Slices
+from sennit.runtime.sharded.wire import Wire
 from sennit.transport.tree import Span
 
 
@@ -24,9 +24,9 @@ class SparseAllReduce:
     travels: sums of rows where few rows are used often, lookups where bags are long.
     """
 
-    def __init__(self, engine: EmbeddingEngine, slices: Slices, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, engine: EmbeddingEngine, slices: Slices, wire: Wire) -> None:
         """`engine`: this rank's replicas of the tables."""
-        self._engine, self._slices, self._group = engine, slices, group
+        self._engine, self._slices, self._wire = engine, slices, wire
         self._nodes = [slices.nodes_of(rank) for rank in range(slices.world_size)]
         self._dims = [spec.dim for spec in engine.specs]
 
@@ -41,7 +41,7 @@ class SparseAllReduce:
                 counts[block.table] += block.lookup_count
             sizes = [len(batch.lengths), len(batch.values), len(gradient), self._sum_floats(counts)]
             own = torch.tensor([*sizes, len(batch.table_of_block)])
-            everyone = self._gathered(own, [len(own)] * self._slices.world_size).view(-1, len(own))
+            everyone = self._wire.all_gather("counts", own, [len(own)] * self._slices.world_size).view(-1, len(own))
             bags, lookups, floats, floats_of_sums = everyone.sum(0).tolist()[:4]
             if floats_of_sums < floats + bags + lookups:
                 batch, gradient = self._sums(batch, gradient)
@@ -58,21 +58,21 @@ class SparseAllReduce:
         """The lookups of all ranks, and the gradients of their results. `of_rank`: the sizes of what each gives."""
         blocks = torch.tensor([batch.table_of_block, batch.bags_of_block, batch.slice_of_block]).flatten()
         widths = [3 * sizes[4] for sizes in of_rank]
-        everyone = [part.view(3, -1) for part in torch.split(self._gathered(blocks, widths), widths)]
+        everyone = [part.view(3, -1) for part in torch.split(self._wire.all_gather("counts", blocks, widths), widths)]
         table_of_block, bags_of_block, slice_of_block = torch.cat(everyone, 1).tolist()
         weights = None
         if batch.weights is not None:
-            weights = self._gathered(batch.weights, [size[1] for size in of_rank])
+            weights = self._wire.all_gather("weights", batch.weights, [size[1] for size in of_rank])
         whole = Batch(
             table_of_block=tuple(table_of_block),
             bags_of_block=tuple(bags_of_block),
             slice_of_block=tuple(slice_of_block),
-            lengths=self._gathered(batch.lengths, [size[0] for size in of_rank]),
-            values=self._gathered(batch.values, [size[1] for size in of_rank]),
+            lengths=self._wire.all_gather("lengths", batch.lengths, [size[0] for size in of_rank]),
+            values=self._wire.all_gather("ids", batch.values, [size[1] for size in of_rank]),
             weights=weights,
             pooling=batch.pooling,
         )
-        return whole, self._gathered(gradient, [size[2] for size in of_rank])
+        return whole, self._wire.all_gather("gradients", gradient, [size[2] for size in of_rank])
 
     def _sums(self, batch: Batch, gradient: Tensor) -> tuple[Batch, Tensor]:
         """The sums of rows of all ranks, as lookups of sequences with their gradients."""
@@ -87,11 +87,13 @@ class SparseAllReduce:
                 rows.append(found.rows)
                 sums.append(found.sums.reshape(-1))
         widths = [len(nodes) * tables for nodes in self._nodes]
-        all_counts = self._gathered(counts.flatten(), widths)
+        all_counts = self._wire.all_gather("counts", counts.flatten(), widths)
         of_rank = [part.view(-1, tables) for part in torch.split(all_counts, widths)]
         dims = torch.tensor(self._dims)
-        all_rows = self._gathered(_cat(rows, torch.int64), [int(part.sum()) for part in of_rank])
-        all_sums = self._gathered(_cat(sums, torch.float32), [int((part * dims).sum()) for part in of_rank])
+        all_rows = self._wire.all_gather("ids", _cat(rows, torch.int64), [int(part.sum()) for part in of_rank])
+        all_sums = self._wire.all_gather(
+            "gradients", _cat(sums, torch.float32), [int((part * dims).sum()) for part in of_rank]
+        )
         nodes = [node for of_one in self._nodes for node in of_one]
         merged = Batch(
             table_of_block=tuple(range(tables)) * len(nodes),
@@ -102,11 +104,6 @@ class SparseAllReduce:
             pooling=Pooling.NONE,
         )
         return merged, all_sums
-
-    def _gathered(self, own: Tensor, sizes: Sequence[int]) -> Tensor:
-        output = own.new_empty(sum(sizes))
-        dist.all_gather(list(torch.split(output, list(sizes))), own, group=self._group)
-        return output
 
 
 def _of_slices(batch: Batch, gradient: Tensor, node: Span, dims: Sequence[int]) -> tuple[Batch, Tensor]:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sennit.runtime.kernels.batch import Batch
@@ -29,6 +28,7 @@ from sennit.runtime.sharded.lookups import Lookups, lookups_of
 from sennit.runtime.sharded.placement import EVERYWHERE
 from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.tables import Range, Shard
+from sennit.runtime.sharded.wire import Wire
 
 
 class Part(NamedTuple):
@@ -78,7 +78,8 @@ class RowExchange:
         peers: Sequence[int],
     ) -> None:
         """`number_of`: this rank's shards in the engine. `peers`: all ranks; for replicated tables this one alone."""
-        self._tables, self._slices, self._group = settings.tables, settings.slices, settings.group
+        self._tables, self._slices = settings.tables, settings.slices
+        self._wire = settings.wire if len(peers) > 1 else Wire(rank=0, world_size=1, group=None)
         self.engine, self._number_of = engine, number_of
         self._peers = list(peers)
         self._me = self._peers.index(settings.slices.rank)
@@ -105,20 +106,23 @@ class RowExchange:
         counts = [[end - start for _, _, start, end in self._requests(nodes, rank)] for rank in self._world]
         flat = [count for of_rank in counts for count in of_rank]
         sizes = [len(of_node) * len(mine) for of_node in self._nodes]
-        told = self._moved(torch.tensor(flat, dtype=torch.int64), sizes, [len(of_rank) for of_rank in counts])
+        told = self._wire.all_to_all(
+            "counts", torch.tensor(flat, dtype=torch.int64), sizes, [len(of_rank) for of_rank in counts]
+        )
         asked = [part.tolist() for part in torch.split(told, sizes)]
         wanted = [
             nodes[node].distinct[part.table][start:end] - self._tables[part.table].row_range(part.row).low
             for rank in self._world
             for node, part, start, end in self._requests(nodes, rank)
         ]
-        ids = self._moved(
+        ids = self._wire.all_to_all(
+            "ids",
             torch.cat(wanted) if wanted else torch.empty(0, dtype=torch.int64),
             [sum(of_rank) for of_rank in asked],
             [sum(of_rank) for of_rank in counts],
         )
         batch, answers = self._batch(ids, asked)
-        found = self._moved(self.engine.lookup(batch), self._own_sizes(nodes), answers)
+        found = self._wire.all_to_all("rows", self.engine.lookup(batch), self._own_sizes(nodes), answers)
         return Fetched(rows=self._assembled(nodes, found), batch=batch, sizes=answers)
 
     def by_lookup(self, nodes: Sequence[Node], fetched: Fetched) -> dict[int, Tensor]:
@@ -156,7 +160,9 @@ class RowExchange:
             sums[node][part.table][start:end, columns.low : columns.high].reshape(-1)
             for node, part, start, end, columns in self._answers(nodes)
         ]
-        return self._moved(torch.cat(parts) if parts else torch.empty(0), fetched.sizes, self._own_sizes(nodes))
+        return self._wire.all_to_all(
+            "gradients", torch.cat(parts) if parts else torch.empty(0), fetched.sizes, self._own_sizes(nodes)
+        )
 
     @property
     def _world(self) -> range:
@@ -245,13 +251,6 @@ class RowExchange:
             else:
                 rows[number][part.table][first:end, columns.low : columns.high] = values
         return rows
-
-    def _moved(self, source: Tensor, receive: Sequence[int], send: Sequence[int]) -> Tensor:
-        if len(self._peers) == 1 or not self._numbers:
-            return source
-        output = source.new_empty(sum(receive))
-        dist.all_to_all_single(output, source, list(receive), list(send), group=self._group)
-        return output
 
 
 def slice_ranges(slices: Slices, global_batch: int) -> list[list[tuple[int, int, int]]]:

@@ -76,7 +76,7 @@ class Sequences:
         self._replicated = RowExchange(
             settings, engines.replicated, engines.replica_of, engines.replicated_features, own
         )
-        self._sparse = SparseAllReduce(engines.replicated, settings.slices, settings.group)
+        self._sparse = SparseAllReduce(engines.replicated, settings.slices, settings.wire)
 
     def fetch(self, ids: Ids, global_batch: int) -> Step:
         """Gets the rows of this rank's ids."""

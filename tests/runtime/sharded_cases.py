@@ -232,3 +232,19 @@ def takes_all_forms(rank: int, world: int) -> None:
     combined = module(Features(lengths=torch.tensor([[1] * 8, [2] * 8]), values=torch.cat([users, items.flatten()])))
     for other in (keyed, combined):
         assert all(torch.equal(plain[name], other[name]) for name in ("user", "item"))
+
+
+def counts_bytes(rank: int, world: int, kind: str, placement: str) -> tuple[int, int]:
+    """Bytes of a step with ids as in real data, and those if each lookup sent id, row and gradient."""
+    pooling = Pooling.NONE if kind == "sequences" else Pooling.SUM
+    tables = [Table(name=f"t{n}", rows=100_000, dim=64, row_shards=world, pooling=pooling) for n in range(2)]
+    module = (ShardedEmbeddings if kind == "sequences" else ShardedEmbeddingBags)(tables, rate=1, placement=placement)
+    generator = torch.Generator().manual_seed(rank)
+    places = torch.cumsum(torch.arange(1, 100_001, dtype=torch.float64) ** -1.2, 0)
+    draws = torch.rand(2, 512, 20, generator=generator, dtype=torch.float64) * places[-1]
+    ids = torch.searchsorted(places, draws) * 48_271 % 100_000
+    found = module({"t0": ids[0], "t1": ids[1]})
+    torch.autograd.backward(list(found.values()), [torch.ones_like(vectors) for vectors in found.values()])
+    own = module.tables[0].row_range(rank)
+    elsewhere = int(((ids < own.low) | (ids >= own.high)).sum())
+    return sum(module.sent_bytes.values()), elsewhere * (8 + 2 * 4 * 64)
