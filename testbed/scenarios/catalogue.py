@@ -112,6 +112,48 @@ def _same_bits() -> tuple[Variant, ...]:
     )
 
 
+def _coded_bits(codec: str, operation: Operation) -> Scenario:
+    """An AllReduce with a codec has one algorithm."""
+    reduces = operation is Operation.ALLREDUCE
+    layouts = ("a", "ab", "abc", "abcd", "abcde", "aaaa", "aabb", "aaabb", "aaaabbbb", "abcdefgh")
+    return Scenario(
+        name=f"same-bits-{codec}" if reduces else f"same-bits-{codec}-alltoall",
+        title=f"{'an AllReduce of 8 leaves' if reduces else 'AlltoAll'} in {codec}, rounded at random by one seed: "
+        "hosts, worlds, loss, paths and ports, the bits of the definition",
+        topology=Topology(hosts=8),
+        impairment=Impairment(loss_fraction=0.01),
+        workload=Workload(
+            operation=operation,
+            size_bytes=LEAF_BYTES,
+            repetitions=10,
+            rounds=1,
+            leaves=LEAVES if reduces else None,
+            codec=codec,
+        ),
+        variants=(
+            *(
+                Variant(transport="auto", layout=layout, loss_fraction=loss)
+                for layout in layouts
+                for loss in (0.0, 0.01, 0.05)
+                if loss == 0.01 or len(set(layout)) > 1
+            ),
+            Variant(layout="abcd", impairment_seed=2),
+            Variant(layout="abcd", paths=1),
+            Variant(layout="aaaa"),
+            Variant(layout="aaaaaaaa", transport="shm"),
+        ),
+        goals=_exact(operation),
+        short={
+            "workload": {"repetitions": 2},
+            "variants": (
+                Variant(layout="abcd", loss_fraction=0.05),
+                Variant(transport="auto", layout="aab"),
+                Variant(layout="aa", transport="shm"),
+            ),
+        },
+    )
+
+
 def _planes() -> list[Scenario]:
     return [
         Scenario(
@@ -281,6 +323,11 @@ def _all() -> dict[str, Scenario]:
         *_planes(),
         *_peers(),
         *_others(),
+        *(
+            _coded_bits(codec, operation)
+            for codec in ("fp8", "int8")
+            for operation in (Operation.ALLREDUCE, Operation.ALLTOALL)
+        ),
     ]
     return {scenario.name: scenario for scenario in scenarios}
 

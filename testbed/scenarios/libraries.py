@@ -62,6 +62,13 @@ class SennitGroup:
         from sennit.transport.plan import Plan
 
         world, rank, elements = self._group.world, self._group.rank, payload.elements
+        if payload.codec is not None and payload.operation is Operation.ALLTOALL:
+            payload.got[:] = self._group.alltoall(payload.given, codec=payload.codec)
+            return
+        if payload.codec is not None:
+            rows = payload.given.reshape(-1, elements)
+            payload.got[:] = self._group.allreduce(rows, leaves=payload.leaves, codec=payload.codec)
+            return
         if payload.scattered:
             payload.got[:] = self._group.allgather(self._group.reduce_scatter(payload.given))
             return

@@ -19,6 +19,7 @@ from sennit.testbed.topology.fabric import HOSTS_MAX, PLANES_MAX
 from sennit.testbed.topology.netem import why_not
 from sennit.testbed.topology.planes import MTU_MAX_BYTES, MTU_MIN_BYTES
 from sennit.testbed.topology.switch import NEEDS as TOPOLOGY_NEEDS
+from sennit.transport.codecs import COLLECTIVE_CODECS
 
 NO_IMPAIRMENT: Final = Impairment()
 NOT_COUNTED_BY_NETEM: Final = frozenset(
@@ -134,6 +135,8 @@ class Workload:
     """Deadline of one operation."""
     leaves: int | None = None
     """AllReduce over a tree of that many leaves (docs/reference/plans.md), whatever the world. None: one a rank."""
+    codec: str | None = None
+    """Numbers travel coded, rounded at random by seed: a name of `COLLECTIVE_CODECS`. AllReduce of leaves, AlltoAll."""
     timeline: bool = False
     """Samples progress and planes every millisecond, for stalls and plots. Costs some speed."""
 
@@ -149,6 +152,14 @@ class Workload:
         _require(
             self.leaves is None or (self.operation is Operation.ALLREDUCE and self.duration_s == 0),
             f"leaves {self.leaves}; allowed: with allreduce and no duration",
+        )
+        _require(
+            self.codec is None or self.codec in COLLECTIVE_CODECS,
+            f"codec {self.codec!r}; allowed: {', '.join(COLLECTIVE_CODECS)}",
+        )
+        _require(
+            self.codec is None or self.leaves is not None or self.operation is Operation.ALLTOALL,
+            f"codec {self.codec} with {self.operation}; allowed: with leaves or alltoall",
         )
 
 
@@ -247,7 +258,8 @@ class Scenario:
             Library.GLOO not in self.libraries or self.topology.hosts == 2,
             f"{self.name}: gloo with {self.topology.hosts} hosts; allowed: 2, where a sum has one order",
         )
-        ranks_max = min(self.topology.hosts, self.workload.leaves or 0)
+        exchanges = self.workload.operation is Operation.ALLTOALL and self.workload.codec is not None
+        ranks_max = min(self.topology.hosts, self.topology.hosts if exchanges else self.workload.leaves or 0)
         for variant in self.variants:
             _require(
                 len(variant.layout) <= ranks_max,
@@ -258,7 +270,8 @@ class Scenario:
                 f"{self.name}: scattered over {len(variant.layout)} ranks; allowed: as many as leaves",
             )
         _require(
-            self.workload.leaves is None or Library.GLOO not in self.libraries, f"{self.name}: gloo knows no leaves"
+            (self.workload.leaves or self.workload.codec) is None or Library.GLOO not in self.libraries,
+            f"{self.name}: gloo knows neither leaves nor codecs",
         )
         _require(
             self.hostile is None or self.topology.strangers > 0, f"{self.name}: hostile packets need a stranger's host"

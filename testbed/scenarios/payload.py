@@ -8,12 +8,16 @@ repetition cannot pass as correct. Each rank can compute all ranks' inputs, and 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from sennit.testbed.scenarios.model import ELEMENT_BYTES, Operation
+from sennit.transport import codec_reference
+from sennit.transport.algorithms.exchange_coded import RANK_SHIFT
+from sennit.transport.codecs import COLLECTIVE_CODECS, Codec
 from sennit.transport.tree import balanced, leaves_of
 
 Floats: TypeAlias = npt.NDArray[np.float32]
@@ -28,14 +32,26 @@ def random_input(seed: int, rank: int, elements: int) -> Floats:
 
 
 def expected_sum(seed: int, world: int, elements: int) -> Floats:
-    """The sum of all ranks' inputs over the tree that the transport promises (docs/reference/plans.md)."""
+    """The sum of all ranks' inputs."""
+    return summed(random_input(seed, peer, elements) for peer in range(world))
+
+
+def summed(leaves: Iterable[Floats]) -> Floats:
+    """Over the tree that the transport promises (docs/reference/plans.md)."""
+    rows = list(leaves)
     stack: list[Floats] = []
-    for peer, combinations in enumerate(balanced(world)):
-        stack.append(random_input(seed, peer, elements))
+    for row, combinations in zip(rows, balanced(len(rows)), strict=True):
+        stack.append(row)
         for _ in range(combinations):
             right = stack.pop()
-            stack[-1] += right
+            stack[-1] = stack[-1] + right
     return stack[0]
+
+
+def recoded(codec: Codec, values: Floats, first_index: int) -> Floats:
+    """Coded and decoded, by the reference in NumPy."""
+    coded = codec_reference.encode(codec, values.view(np.uint8), first_index=first_index)
+    return codec_reference.decode(codec, coded, values.size).view(np.float32)
 
 
 class Payload:
@@ -51,8 +67,11 @@ class Payload:
         seed: int,
         leaves: int | None = None,
         scattered: bool = False,
+        codec: str | None = None,
     ) -> None:
         self.operation = operation
+        self.codec = None if codec is None else Codec(kind=COLLECTIVE_CODECS[codec], stochastic=True, seed=seed)
+        self._seed, self._rank, self._world = seed, rank, world
         self.leaves = leaves
         self.scattered = scattered
         self.elements = size_bytes // ELEMENT_BYTES // world * world
@@ -103,6 +122,8 @@ class Payload:
     def wrong_elements(self, repetition: int) -> int:
         """Elements of the result that differ in any bit from the expected ones."""
         got = self.got[: self._expected.size].reshape(self._expected.shape).view(np.uint32)
+        if self.codec is not None:
+            return int((got != self._coded(self.codec, repetition).reshape(got.shape).view(np.uint32)).sum())
         expected = self._expected.view(np.uint32)
         turn = self._turn(repetition, expected.shape[1])
         split = expected.shape[1] - turn
@@ -113,6 +134,19 @@ class Payload:
     def digest(self) -> str:
         """SHA-256 of the result's bytes."""
         return hashlib.sha256(self.got[: self._expected.size].view(np.uint8).data).hexdigest()
+
+    def _coded(self, codec: Codec, repetition: int) -> Floats:
+        """What the definitions say (docs/reference/plans.md, "Codecs"). Codes of rotated numbers are others."""
+        turn = self._turn(repetition, self._base.shape[1])
+        if self.leaves is None:
+            part, found = self.elements // self._world, []
+            for peer in range(self._world):
+                block = random_input(self._seed, peer, self.elements).reshape(self._world, part)[self._rank]
+                found.append(recoded(codec, np.roll(block, -turn), (peer << RANK_SHIFT) + self._rank * part))
+            return np.concatenate(found)
+        rows = [np.roll(random_input(self._seed, leaf, self.elements), -turn) for leaf in range(self.leaves)]
+        total = summed([recoded(codec, row, leaf * self.elements) for leaf, row in enumerate(rows)])
+        return recoded(codec, total, self.leaves * self.elements)
 
     @staticmethod
     def _turn(repetition: int, elements: int) -> int:

@@ -260,6 +260,8 @@ class _Stage:
         command = {"do": "prepare", "operation": workload.operation, "size_bytes": size_bytes, "seed": self._seen.seed}
         if workload.leaves is not None:
             command |= {"leaves": workload.leaves, "scattered": self._variant.scattered}
+        if workload.codec is not None:
+            command |= {"codec": workload.codec}
         silent = self._scenario.victims() if crew.happened else ()
         crew.ask(command, timeout_s=PREPARE_TIMEOUT_S, silent=silent)
 

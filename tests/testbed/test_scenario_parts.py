@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import re
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from sennit.testbed.scenarios.model import (
     Variant,
     Workload,
 )
-from sennit.testbed.scenarios.payload import Payload, expected_sum
+from sennit.testbed.scenarios.payload import Payload, expected_sum, random_input, recoded, summed
 from sennit.testbed.scenarios.stage import Observations, Recovery, Run
 from sennit.transport import wire
 
@@ -146,6 +147,44 @@ def test_the_same_leaves_have_one_digest_however_many_ranks_give_them(seed: int)
             assert payload.wrong_elements(0) == 0
             digests.add(payload.digest())
     assert len(digests) == 1
+
+
+@pytest.mark.parametrize("codec", ["fp8", "int8"])
+def test_coded_payload_accepts_the_bits_of_the_definition_only(codec: str, seed: int) -> None:
+    digests = set()
+    for world in (1, 3, 8):
+        for rank in range(world):
+            payload = Payload(
+                Operation.ALLREDUCE, rank=rank, world=world, size_bytes=SIZE_BYTES, seed=seed, leaves=8, codec=codec
+            )
+            coder = payload.codec
+            assert coder is not None
+            for repetition in (1, 0):
+                payload.fill(repetition, last=False)
+                turned = [np.roll(random_input(seed, leaf, payload.elements), -131 * repetition) for leaf in range(8)]
+                rows = [recoded(coder, row, leaf * payload.elements) for leaf, row in enumerate(turned)]
+                payload.got[:] = summed(rows)
+                assert payload.wrong_elements(repetition) > 0  # the sum is not coded
+                payload.got[:] = recoded(coder, summed(rows), 8 * payload.elements)
+                assert payload.wrong_elements(repetition) == 0
+            payload.got[9:10].view(np.uint32)[0] ^= 1
+            assert payload.wrong_elements(0) == 1
+            payload.got[9:10].view(np.uint32)[0] ^= 1
+            digests.add(payload.digest())
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"codec": "zip", "leaves": 8}, "codec 'zip'; allowed: fp16"),
+        ({"codec": "int8"}, "codec int8 with allreduce; allowed: with leaves or alltoall"),
+        ({"codec": "int8", "operation": Operation.INCAST}, "codec int8 with incast"),
+    ],
+)
+def test_codecs_of_workloads_are_checked(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        Workload(**fields)
 
 
 def test_same_bits_runs_every_algorithm_in_every_world() -> None:
