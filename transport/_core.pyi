@@ -110,6 +110,9 @@ class Communicator:
         need to open it. They ascend, include this rank, and are the same on all of them.
         """
 
+    def shm_why_unnamed(self) -> str:
+        """Why this rank's segment has no name in /dev/shm. Empty if it has one, or if there is none."""
+
     def shm_accept(self, rank: int, offer: bytes) -> bool:
         """Opens a peer's segment. Returns False if it cannot be reached."""
 

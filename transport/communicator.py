@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import warnings
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -164,6 +165,13 @@ class Communicator(ArrayCollectives):
             watch=watch,
         )
         self._core = connection.endpoint
+        if why := self._core.shm_why_unnamed():
+            warnings.warn(
+                f"{why}. Ranks share memory without a name there, which other pid namespaces cannot open. A larger one "
+                "(docker run --shm-size=1g) avoids this",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         self.routes = connection.routes
         self.ranks_here = connection.ranks_here
         constants = connection.calibration

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A /dev/shm that is too small, or is full later, in a mount namespace: the error says so.
+"""A /dev/shm that is too small is done without. One that is full later: the error says so. In a mount namespace.
 
 Symmetric memory does not live there. But ranks meet there, and blocks for large messages are reserved before it is
 known where their data will be.
@@ -16,12 +16,30 @@ pytest.importorskip("sennit.transport._core", reason="the native core is not bui
 
 pytestmark = [pytest.mark.root, pytest.mark.needs("root")]
 
-OFFER = """
-from sennit.transport import _core
-try:
-    _core.Communicator(0, 8, timeout_s=1.0, seed=1).shm_offer()
-except OSError as error:
-    print(error)
+SMALL = """
+import os, tempfile
+store = tempfile.mkdtemp() + "/store"
+child = os.fork()
+rank = 0 if child else 1
+
+import warnings
+import numpy as np
+from sennit.transport.communicator import Communicator
+from sennit.transport.store import FileStore
+
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("default")
+    for number in range(2):
+        with Communicator(rank=rank, world=2, store=FileStore(f"{store}{number}"), timeout_s=30.0) as group:
+            sums = [group.allreduce(np.ones(elements)).sum() / elements for elements in (4, 1 << 18)]
+            # A sleeping rank is woken by the bell.
+            group.barrier()
+            names = [name for name in os.listdir("/dev/shm") if name.startswith("sennit-")]
+            way = group.routes[1 - rank]
+if child:
+    os.waitpid(child, 0)
+print(rank, sums == [2.0, 2.0], way, names, len(caught), *(warning.message for warning in caught), flush=True)
+os._exit(0)
 """
 
 FILL = """
@@ -69,14 +87,21 @@ def run(script: str, *, mib: int) -> str:
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout
 
 
-def test_the_error_has_the_size_that_is_needed_and_what_is_there() -> None:
-    printed = run(OFFER, mib=1)
-    assert printed.startswith("/dev/shm is too small for the inboxes of this host's 8 ranks: "), printed
-    sizes, _, reason = printed.partition("ranks: ")[2].partition(" free: ")
-    needed, _, there = sizes.partition(" needed, ")
-    assert int(needed.removesuffix(" MiB")) > 8
-    assert there == "1 MiB of 1 MiB"
-    assert reason.startswith("No space left on device")
+@pytest.mark.parametrize("transport", ["auto", "shm"])
+def test_where_it_is_too_small_ranks_share_memory_without_a_name_and_say_so_once(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SENNIT_TRANSPORT", transport)
+    printed = run(SMALL, mib=1)
+    lines = sorted(printed.splitlines())
+    assert len(lines) == 2, printed
+    for rank, line in enumerate(lines):
+        told, _, warning = line.partition(" 1 ")
+        assert told == f"{rank} True shm []", printed
+        assert warning.startswith("/dev/shm is too small for the inboxes of this host's 2 ranks: "), printed
+        sizes, _, reason = warning.partition("ranks: ")[2].partition(" free: ")
+        assert sizes.partition(" needed, ")[2] == "1 MiB of 1 MiB"
+        assert reason.startswith("No space left on device. Ranks share memory without a name there")
 
 
 @pytest.mark.parametrize("memory", ["np.ones", "symmetric_empty"])

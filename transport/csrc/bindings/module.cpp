@@ -165,6 +165,9 @@ class PyCommunicator {
   nb::bytes shm_offer(const std::vector<uint32_t>& ranks_here) {
     return from_bytes(guarded([&] { return usable()->shm_offer(ranks_here); }));
   }
+  std::string shm_why_unnamed() {
+    return guarded([&] { return usable()->shm_why_unnamed(); });
+  }
   bool shm_accept(uint32_t rank, const nb::bytes& offer) {
     const std::vector<std::byte> bytes = to_bytes(offer);
     return guarded([&] { return usable()->shm_accept(rank, bytes); });
@@ -441,6 +444,7 @@ NB_MODULE(_core, m) {
            "it.")
       .def("shm_accept", &PyCommunicator::shm_accept, "rank"_a, "offer"_a,
            "Opens a peer's segment; False when it cannot be reached.")
+      .def("shm_why_unnamed", &PyCommunicator::shm_why_unnamed, "Why its segment has no name in /dev/shm, or empty.")
       .def("udp_open", &PyCommunicator::udp_open, "rails"_a, nb::kw_only(), "path_count"_a, "path_policy"_a,
            "congestion"_a, "window_bytes"_a, "ports"_a = std::pair<uint16_t, uint16_t>(0, 0), "seed"_a = 0,
            "Opens the sockets on the rails, (address, address of the other family or \"\"); what all peers need to "

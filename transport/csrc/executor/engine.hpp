@@ -88,6 +88,8 @@ class Engine final : public OperationHost {
   // `ranks_here`: see ShmPort.
   std::vector<std::byte> shm_offer(std::span<const uint32_t> ranks_here = {});
   bool shm_accept(uint32_t peer, std::span<const std::byte> offer);
+  // Why the segment that was offered has no name in /dev/shm; empty if it has one, or if there is none.
+  std::string shm_why_unnamed() const { return shm_ ? shm_->why_unnamed() : ""; }
   std::vector<std::byte> udp_open(const UdpConfig& config);
   std::vector<std::byte> verbs_open(const VerbsConfig& config);
   // The part of the network's offer for one peer. A route's info is both parts, the peer's for this rank last.

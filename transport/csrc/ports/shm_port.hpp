@@ -18,12 +18,13 @@ namespace sennit {
 class ShmPort final : public Port {
  public:
   // `ranks_here`: the ranks of this host, in order, with this one; the same on all of them. Empty: the whole group.
-  // Throws std::system_error if /dev/shm cannot hold the segment.
+  // Throws std::system_error if there is no memory for the segment.
   ShmPort(uint32_t rank, uint32_t world, CounterPage* counter_page = nullptr,
           uint64_t peer_timeout_us = flow::FlowConfig{}.peer_timeout_us, std::span<const uint32_t> ranks_here = {});
   ~ShmPort() override;
 
   std::vector<std::byte> offer() const { return segment_.offer(); }
+  const std::string& why_unnamed() const { return segment_.why_unnamed(); }
   // Opens the segment of a peer of this host. False: there is no common memory with that rank.
   bool accept(uint32_t peer, std::span<const std::byte> offer);
   // Makes the lane to an accepted peer.

@@ -85,14 +85,29 @@ int reserve(int fd, uint64_t offset, uint64_t size_bytes) {
   return posix_fallocate(fd, static_cast<off_t>(offset), static_cast<off_t>(size_bytes));
 }
 
+// Where peers find a segment.
+struct Offer {
+  uint64_t nonce;
+  // Of one without a name: else there is only the nonce.
+  int32_t process, descriptor, bell, reserved;
+};
+
+std::string descriptor_path(int32_t process, int32_t descriptor) {
+  return "/proc/" + std::to_string(process) + "/fd/" + std::to_string(descriptor);
+}
+
 // Reserves what peers may write to at any time: running out of pages later would be a SIGBUS. The blocks get theirs
 // with the first large message of a peer, because clearing them takes longer than all the rest of making a group. But
-// all ranks of this host must find room for them now.
-void reserve_inboxes(int fd, uint64_t stride, uint32_t own, uint32_t inbox_count) {
+// all ranks of this host must find room for them in /dev/shm now.
+void reserve_inboxes(int fd, uint64_t stride, uint32_t own, uint32_t inbox_count, bool is_named) {
   const uint32_t peers = std::max(1u, inbox_count - 1);
   int error = reserve(fd, 0, sizeof(ShmSegmentHeader));
   for (uint32_t peer = 0; peer < inbox_count && error == 0; ++peer) {
     if (peer != own || inbox_count == 1) error = reserve(fd, inbox_offset(stride, peer), ALWAYS_BYTES);
+  }
+  if (!is_named) {
+    if (error != 0) fail("no memory for the inboxes of this host's ranks", error);
+    return;
   }
   struct statvfs folder {};
   struct stat reserved {};
@@ -139,6 +154,22 @@ uint64_t this_process_id() {
 }
 
 ShmSegment ShmSegment::create(uint32_t rank, uint32_t own, uint32_t inbox_count, uint64_t nonce) {
+  std::string why;
+  try {
+    return make(rank, own, inbox_count, nonce, true);
+  } catch (const std::system_error& error) {
+    why = error.what();
+  }
+  ShmSegment segment = create_unnamed(rank, own, inbox_count, nonce);
+  segment.why_unnamed_ = std::move(why);
+  return segment;
+}
+
+ShmSegment ShmSegment::create_unnamed(uint32_t rank, uint32_t own, uint32_t inbox_count, uint64_t nonce) {
+  return make(rank, own, inbox_count, nonce, false);
+}
+
+ShmSegment ShmSegment::make(uint32_t rank, uint32_t own, uint32_t inbox_count, uint64_t nonce, bool is_named) {
   const uint32_t peers = std::max(1u, inbox_count - 1);
   const uint64_t blocks =
       std::clamp<uint64_t>(BULK_BUDGET_BYTES / peers / BULK_BLOCK_BYTES, BULK_BLOCKS_MIN, BULK_BLOCKS_MAX);
@@ -148,23 +179,20 @@ ShmSegment ShmSegment::create(uint32_t rank, uint32_t own, uint32_t inbox_count,
   segment.size_bytes_ = round_up(inbox_offset(stride, inbox_count), PAGE_BYTES);
   static std::once_flag swept;
   std::call_once(swept, remove_orphans);
+  segment.is_named_ = is_named;
   std::string path = path_of(nonce);
-  segment.fd_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
-  if (segment.fd_ < 0) fail("cannot create a file in /dev/shm", errno);
-  segment.path_ = std::move(path);
+  segment.fd_ = is_named ? ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600)
+                         : memfd_create("sennit-segment", MFD_CLOEXEC);
+  if (segment.fd_ < 0) fail(is_named ? "cannot create a file in /dev/shm" : "cannot create a memfd", errno);
+  if (is_named) segment.path_ = std::move(path);
   if (ftruncate(segment.fd_, static_cast<off_t>(segment.size_bytes_)) != 0)
     fail("cannot size the shared-memory segment", errno);
-  reserve_inboxes(segment.fd_, stride, own, inbox_count);
+  reserve_inboxes(segment.fd_, stride, own, inbox_count, is_named);
   void* base = mmap(nullptr, segment.size_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, segment.fd_, 0);
   if (base == MAP_FAILED) fail("cannot map the shared-memory segment", errno);
   segment.base_ = static_cast<std::byte*>(base);
   lock(segment.fd_);
-  const std::string bell = bell_of(segment.path_);
-  if (mkfifo(bell.c_str(), 0600) != 0) fail("cannot create a FIFO in /dev/shm", errno);
-  // Open both ways, so that it neither waits for a peer nor sees an end of file when the last peer closes it.
-  segment.bell_fd_ = ::open(bell.c_str(), O_RDWR | O_NONBLOCK | O_CLOEXEC);
-  if (segment.bell_fd_ < 0) fail("cannot open a FIFO in /dev/shm", errno);
-  lock(segment.bell_fd_);
+  segment.make_bell();
   auto* header = new (segment.base_) ShmSegmentHeader{};
   header->rank = rank;
   header->inbox_count = inbox_count;
@@ -177,15 +205,37 @@ ShmSegment ShmSegment::create(uint32_t rank, uint32_t own, uint32_t inbox_count,
   return segment;
 }
 
+void ShmSegment::make_bell() {
+  int ends[2] = {-1, -1};
+  if (is_named_ ? mkfifo(bell_of(path_).c_str(), 0600) != 0 : pipe2(ends, O_CLOEXEC) != 0)
+    fail("cannot create a bell for the shared-memory segment", errno);
+  const std::string path = is_named_ ? bell_of(path_) : descriptor_path(getpid(), ends[0]);
+  // Open both ways, so that it neither waits for a peer nor sees an end of file when the last peer closes it.
+  bell_fd_ = ::open(path.c_str(), O_RDWR | O_NONBLOCK | O_CLOEXEC);
+  const int error = errno;
+  for (const int end : ends)
+    if (end >= 0) close(end);
+  if (bell_fd_ < 0) fail("cannot open the bell of the shared-memory segment", error);
+  if (is_named_) lock(bell_fd_);
+}
+
 ShmSegment ShmSegment::open(std::span<const std::byte> offer, uint32_t rank, uint32_t inbox_count) {
-  uint64_t nonce = 0;
-  if (offer.size() != sizeof nonce) return {};
-  std::memcpy(&nonce, offer.data(), sizeof nonce);
+  Offer given{};
+  const bool is_named = offer.size() == sizeof given.nonce;
+  if (!is_named && offer.size() != sizeof given) return {};
+  std::memcpy(&given, offer.data(), offer.size());
+  const uint64_t nonce = given.nonce;
+  const std::string path = is_named ? path_of(nonce) : descriptor_path(given.process, given.descriptor);
+  const std::string bell = is_named ? bell_of(path) : descriptor_path(given.process, given.bell);
+  // What /proc has are links.
+  const int flags = O_CLOEXEC | O_NONBLOCK | (is_named ? O_NOFOLLOW : 0);
   ShmSegment segment;
-  segment.fd_ = ::open(path_of(nonce).c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+  segment.fd_ = ::open(path.c_str(), O_RDWR | flags);
   if (segment.fd_ < 0) return {};
   struct stat info {};
-  if (fstat(segment.fd_, &info) != 0 || info.st_size < static_cast<off_t>(sizeof(ShmSegmentHeader))) return {};
+  if (fstat(segment.fd_, &info) != 0 || !S_ISREG(info.st_mode) ||
+      info.st_size < static_cast<off_t>(sizeof(ShmSegmentHeader)))
+    return {};
   segment.size_bytes_ = static_cast<size_t>(info.st_size);
   void* base = mmap(nullptr, segment.size_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, segment.fd_, 0);
   if (base == MAP_FAILED) return {};
@@ -197,7 +247,7 @@ ShmSegment ShmSegment::open(std::span<const std::byte> offer, uint32_t rank, uin
       inbox_offset(header.inbox_stride, inbox_count) > segment.size_bytes_) {
     return {};
   }
-  segment.bell_fd_ = ::open(bell_of(path_of(nonce)).c_str(), O_WRONLY | O_NONBLOCK | O_CLOEXEC | O_NOFOLLOW);
+  segment.bell_fd_ = ::open(bell.c_str(), O_WRONLY | flags);
   if (segment.bell_fd_ < 0 || fstat(segment.bell_fd_, &info) != 0 || !S_ISFIFO(info.st_mode)) return {};
   return segment;
 }
@@ -211,7 +261,9 @@ ShmSegment& ShmSegment::operator=(ShmSegment&& other) noexcept {
     size_bytes_ = std::exchange(other.size_bytes_, 0);
     fd_ = std::exchange(other.fd_, -1);
     bell_fd_ = std::exchange(other.bell_fd_, -1);
+    is_named_ = other.is_named_;
     path_ = std::exchange(other.path_, {});
+    why_unnamed_ = std::exchange(other.why_unnamed_, {});
     mine_ = std::exchange(other.mine_, false);
   }
   return *this;
@@ -249,8 +301,9 @@ bool ShmInbox::owner_alive() const { return fd < 0 || has_owner(*segment, fd); }
 int ShmInbox::reserve_blocks() const { return fd < 0 ? 0 : reserve(fd, bulk_offset, bulk_blocks * BULK_BLOCK_BYTES); }
 
 std::vector<std::byte> ShmSegment::offer() const {
-  std::vector<std::byte> bytes(sizeof(uint64_t));
-  std::memcpy(bytes.data(), &header().nonce, sizeof(uint64_t));
+  const Offer given{header().nonce, getpid(), fd_, bell_fd_, 0};
+  std::vector<std::byte> bytes(is_named_ ? sizeof given.nonce : sizeof given);
+  std::memcpy(bytes.data(), &given, bytes.size());
   return bytes;
 }
 

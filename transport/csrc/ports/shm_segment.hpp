@@ -6,6 +6,9 @@
 // proves that two ranks share memory. Containers with the same host name or boot id, but another /dev/shm, fail this
 // test and use a network port.
 //
+// If /dev/shm has no room, the segment is a memfd and its bell a pipe. Peers open both as /proc/PID/fd/FD. That needs
+// the same pid namespace, which a file does not, so a file comes first.
+//
 // The owner sleeps on a futex word of the segment. A futex cannot be polled. So an owner that also waits for sockets
 // sleeps in poll(2), and the bell is among the descriptors: a FIFO beside the segment, with the same lifetime.
 #pragma once
@@ -86,9 +89,10 @@ struct ShmInbox {
 class ShmSegment {
  public:
   // Makes this rank's segment with an inbox for each rank of this host. This rank's own, number `own`, stays without
-  // memory, and so do the blocks until ShmInbox::reserve_blocks. Throws std::system_error (ENOSPC: no room for all that
-  // the ranks of this host will need).
+  // memory, and so do the blocks until ShmInbox::reserve_blocks. If /dev/shm has no room for all that the ranks of this
+  // host will need, it has no name there. Throws std::system_error.
   static ShmSegment create(uint32_t rank, uint32_t own, uint32_t inbox_count, uint64_t nonce);
+  static ShmSegment create_unnamed(uint32_t rank, uint32_t own, uint32_t inbox_count, uint64_t nonce);
   // Opens a peer's segment from its offer. Returns an empty object if it cannot be reached.
   static ShmSegment open(std::span<const std::byte> offer, uint32_t rank, uint32_t inbox_count);
 
@@ -102,6 +106,8 @@ class ShmSegment {
   ShmInbox inbox(uint32_t number) const;
   std::vector<std::byte> offer() const;  // what peers need to open it
   void unlink();
+  // Why it has no name in /dev/shm; empty if it has one.
+  const std::string& why_unnamed() const { return why_unnamed_; }
   // Makes the owner look into the inbox of `from_rank`. True if it did not already. The caller publishes its news, then
   // makes a sequentially consistent fence.
   bool ask_to_watch(uint32_t from_rank) const;
@@ -115,13 +121,17 @@ class ShmSegment {
   bool owner_alive() const;
 
  private:
+  static ShmSegment make(uint32_t rank, uint32_t own, uint32_t inbox_count, uint64_t nonce, bool is_named);
+  void make_bell();
   void reset() noexcept;
 
   std::byte* base_ = nullptr;
   size_t size_bytes_ = 0;
   int fd_ = -1;
   int bell_fd_ = -1;
+  bool is_named_ = false;
   std::string path_;  // not empty while the name exists and is ours
+  std::string why_unnamed_;
   bool mine_ = false;
 };
 

@@ -359,7 +359,45 @@ TEST_CASE("an offer that is foreign, stale or short opens no shared memory") {
   CHECK(a.accept(1, b.offer()));
 }
 
+TEST_CASE("a segment without a name is opened by what its offer says, and by nothing else") {
+  const auto pid = static_cast<uint64_t>(getpid());
+  const ShmSegment segment = ShmSegment::create_unnamed(1, 1, 2, 0xCAFE0000u + pid);
+  const ShmSegment other = ShmSegment::create_unnamed(1, 1, 2, 0xCAFF0000u + pid);
+  const std::vector<std::byte> offer = segment.offer(), strange = other.offer();
+  const ShmSegment opened = ShmSegment::open(offer, 1, 2);
+  REQUIRE(static_cast<bool>(opened));
+  new (segment.inbox(0).header) ShmInboxHeader{};
+  segment.inbox(0).header->control_head = 77;
+  CHECK(opened.inbox(0).header->control_head == 77);
+  CHECK(segment.inbox(0).reserve_blocks() == 0);
+  std::memset(opened.inbox(0).bulk, 1, opened.inbox(0).bulk_blocks * BULK_BLOCK_BYTES);
+  // The bell of another segment, and descriptors that are no segment.
+  pollfd bell{segment.bell_fd(), POLLIN, 0};
+  CHECK(poll(&bell, 1, 0) == 0);
+  segment.header().sleeping = static_cast<uint32_t>(Sleep::poll);
+  opened.wake_owner();
+  CHECK(poll(&bell, 1, 0) == 1);
+  segment.silence_bell();
+  CHECK(poll(&bell, 1, 0) == 0);
+  const auto opens = [&](size_t at, const std::byte* from, size_t size_bytes) {
+    std::vector<std::byte> wrong = offer;
+    std::memcpy(wrong.data() + at, from, size_bytes);
+    return static_cast<bool>(ShmSegment::open(wrong, 1, 2));
+  };
+  CHECK(opens(8, offer.data() + 8, 12));
+  CHECK_FALSE(opens(12, strange.data() + 12, 4));  // the other memory
+  CHECK_FALSE(opens(12, offer.data() + 16, 4));    // the bell in place of the memory
+  CHECK_FALSE(opens(16, offer.data() + 12, 4));    // and the other way round
+  const int32_t none = -1;
+  CHECK_FALSE(opens(8, reinterpret_cast<const std::byte*>(&none), 4));
+  CHECK_FALSE(static_cast<bool>(ShmSegment::open(offer, 0, 2)));
+  CHECK_FALSE(static_cast<bool>(ShmSegment::open(std::span(offer).first(20), 1, 2)));
+}
+
 TEST_CASE("a process that dies is noticed, a process that lives is not") {
+  bool is_named = true;
+  SUBCASE("with a segment in /dev/shm") {}
+  SUBCASE("with one without a name") { is_named = false; }
   int pipe_fds[2];
   REQUIRE(pipe(pipe_fds) == 0);
   int hold[2];
@@ -368,7 +406,9 @@ TEST_CASE("a process that dies is noticed, a process that lives is not") {
   REQUIRE(child >= 0);
   if (child == 0) {
     close(hold[1]);
-    ShmSegment segment = ShmSegment::create(1, 1, 2, 0xABCD0000u + static_cast<uint64_t>(getpid()));
+    const uint64_t own_nonce = 0xABCD0000u + static_cast<uint64_t>(getpid());
+    ShmSegment segment =
+        is_named ? ShmSegment::create(1, 1, 2, own_nonce) : ShmSegment::create_unnamed(1, 1, 2, own_nonce);
     const std::vector<std::byte> offer = segment.offer();
     if (write(pipe_fds[1], offer.data(), offer.size()) != static_cast<ssize_t>(offer.size())) _exit(1);
     char byte;
@@ -376,8 +416,8 @@ TEST_CASE("a process that dies is noticed, a process that lives is not") {
     _exit(0);
   }
   close(hold[0]);
-  std::vector<std::byte> offer(8);
-  REQUIRE(read(pipe_fds[0], offer.data(), 8) == 8);
+  std::vector<std::byte> offer(is_named ? 8 : 24);
+  REQUIRE(read(pipe_fds[0], offer.data(), offer.size()) == static_cast<ssize_t>(offer.size()));
   ShmSegment segment = ShmSegment::open(offer, 1, 2);
   REQUIRE(static_cast<bool>(segment));
   CHECK(segment.owner_alive());
@@ -385,6 +425,7 @@ TEST_CASE("a process that dies is noticed, a process that lives is not") {
   int status = 0;
   REQUIRE(waitpid(child, &status, 0) == child);
   CHECK_FALSE(segment.owner_alive());
+  if (!is_named) return;
   // The child ended without clean-up, so its name remains. In a group every rank unlinks once all are connected.
   uint64_t nonce = 0;
   std::memcpy(&nonce, offer.data(), 8);
