@@ -18,7 +18,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, KernelParam, mangle_type
 
-from sennit.runtime.kernels import triton_operator, triton_products, triton_tiles
+import sennit.runtime.kernels.triton_tiles as triton_tiles
+from sennit.runtime.kernels import triton_operator, triton_products
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.layout import allocate
 from sennit.runtime.kernels.optimizers import Decay, Optimizer, OptimizerSpec
