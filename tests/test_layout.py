@@ -44,7 +44,7 @@ LONG_FILES: dict[str, str] = {}
 
 
 def sources(*suffixes: str) -> Iterator[Path]:
-    for folder in [*MAY_IMPORT, "tests"]:
+    for folder in [*MAY_IMPORT, "examples", "tests"]:
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix in (suffixes or SOURCE_SUFFIXES) and "__pycache__" not in path.parts:
                 yield path

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from sennit.runtime.data.samples import Column as Column
     from sennit.runtime.data.samples import Samples as Samples
     from sennit.runtime.data.sources import Source as Source
+    from sennit.runtime.data.sources import load as load
 
 __getattr__ = exporter(
     __name__,
@@ -39,5 +40,6 @@ __getattr__ = exporter(
         "Column": "samples",
         "Samples": "samples",
         "Source": "sources",
+        "load": "sources",
     },
 )

@@ -55,14 +55,14 @@ class Order:
 
     sample_count: int
     seed: int
-    split: str
+    split: str = "random"
     """How evaluation rows are chosen: "random" or "last"."""
 
     eval_fraction: float
     batch_size: int
     """Samples per global batch."""
 
-    epochs: int
+    epochs: int = 1
     max_steps: int | None = None
     train_count: int = field(init=False)
     eval_count: int = field(init=False)

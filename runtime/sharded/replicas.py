@@ -9,6 +9,7 @@ replicas.loss(losses).backward()            # parameter.grad: the gradient of th
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,7 +25,7 @@ from sennit.runtime.sharded.agreement import check_agreement
 from sennit.runtime.sharded.cutting import CutArguments, join
 from sennit.runtime.sharded.gradients import Held, Layout, SliceSums, places_of
 from sennit.runtime.sharded.slices import DEFAULT_SLICES, Slices
-from sennit.transport.errors import ArgumentError, ConfigError
+from sennit.transport.errors import ArgumentError, ConfigError, SennitError
 
 
 class SlicedReplicas(nn.Module):
@@ -124,6 +125,19 @@ class SlicedReplicas(nn.Module):
             yield
         finally:
             self._synchronised = before
+
+    def digest(self) -> str:
+        """SHA-256 of all parameters and buffers with their names. Collective; raises `SennitError` if ranks differ."""
+        found = hashlib.sha256()
+        for name, tensor in _state(self.module):
+            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            found.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+        everyone: list[Any] = [None] * self.slices.world_size
+        dist.all_gather_object(everyone, found.hexdigest(), group=self._group)
+        for rank, other in enumerate(everyone):
+            if other != everyone[0]:
+                raise SennitError(f"parameters or buffers of rank {rank} differ from those of rank 0")
+        return found.hexdigest()
 
     def _current_layout(self) -> Layout:
         """The module may have got other parameters, or frozen some."""

@@ -105,7 +105,7 @@ def train(rank: int, world: int, autocast: str = "", no_sync: bool = False, tran
     assert torch.equal(torch.get_rng_state(), state)
     if scaler.is_enabled():
         assert scaler.get_scale() < 2.0**20  # The first steps overflowed, on all ranks.
-    found.append(digest(*replicas.parameters()))
+    found += [digest(*replicas.parameters()), replicas.digest()]
     assert all(torch.isfinite(parameter).all() for parameter in replicas.parameters())
     return found
 
@@ -340,6 +340,12 @@ def refusals(rank: int, world: int) -> None:
     squares = replicas(x * float("nan") if last else x).square()
     replicas.loss(replicas.each_slice(torch.mean, squares)).backward()
     assert all(parameter.grad.isnan().all() for parameter in replicas.parameters())
+    # Parameters that one rank changed by itself.
+    replicas.digest()
+    with torch.no_grad():
+        next(replicas.parameters()).add_(last)
+    with pytest.raises(SennitError, match=f"parameters or buffers of rank {world - 1} differ from those of rank 0"):
+        replicas.digest()
 
 
 class Counting(nn.Module):

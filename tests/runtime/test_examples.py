@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples print the same with any number of ranks, and use the public names alone."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from sennit.runtime.data import Source
+from sennit.runtime.data.errors import MissingPackage
+from sennit.runtime.data.sources import check
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+MAX_LINES = 120
+DEADLINE_S = 120.0
+UDP = {"SENNIT_TRANSPORT": "udp", "SENNIT_INTERFACES": "lo"}
+# Example -> its data set, and arguments for a short run.
+SHORT = {
+    "dcnv2": ("flights", "--samples=8192"),
+    "deepfm": ("flights", "--samples=4096"),
+    "two_tower": ("movielens", "--steps=20"),
+    "torchrec_dlrm": (None, "--steps=20"),
+}
+
+
+def run(name: str, ranks: int, *arguments: str, **environment: str) -> str:
+    """What an example prints."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [*launcher, str(EXAMPLES / f"{name}.py"), *arguments]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run(command, env=variables, timeout=DEADLINE_S, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_all_examples_are_run() -> None:
+    assert set(NAMES) == SHORT.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4 * DEADLINE_S)
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_prints_the_same_with_any_number_of_ranks(name: str) -> None:
+    data, *arguments = SHORT[name]
+    if name == "torchrec_dlrm" and importlib.util.find_spec("torchrec") is None:
+        pytest.skip("the package torchrec is not installed")
+    if data is not None:
+        try:
+            check(Source(data=data))
+        except MissingPackage as error:
+            pytest.skip(str(error))
+    alone = run(name, 1, *arguments)
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)$", alone, re.MULTILINE)]
+    assert losses[-1] < losses[0]
+    assert re.search(r"weights [0-9a-f]{64}\n$", alone)
+    assert run(name, 2, *arguments) == alone
+    assert run(name, 3, *arguments, **UDP) == alone
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_is_short_and_imports_public_names(name: str) -> None:
+    text = (EXAMPLES / f"{name}.py").read_text()
+    assert len(text.splitlines()) <= MAX_LINES
+    ours = [
+        (node.module, alias.name)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("sennit")
+        for alias in node.names
+    ]
+    assert ours
+    for module, imported in ours:
+        room = importlib.import_module(module)
+        assert hasattr(room, "__path__"), f"{module} is a file inside a room"
+        assert hasattr(room, imported)
