@@ -287,6 +287,14 @@ def without(group: Communicator, seed: int) -> None:
     assert "allreduce of float32 (sum), 10000 elements" in str(caught.value)
 
 
+def no_common_slot(group: Communicator, seed: int) -> None:
+    """The last rank has no codec, and none of its messages has a slot that the others wait for."""
+    codec = Codec(kind=CodecKind.INT8, between_hosts=True) if group.rank < group.world - 1 else None
+    with pytest.raises((errors.MismatchError, errors.PeerError), match="int8 in blocks of 64 between hosts") as caught:
+        group.reduce_scatter(np.ones(3_000_000, np.float32), codec=codec)
+    assert "reduce_scatter of float32 (sum), 3000000 elements" in str(caught.value)
+
+
 def killed(group: Communicator, seed: int) -> None:
     """The last rank dies without a word. The others raise an error that names it, and do not hang."""
     codec = Codec(kind=CodecKind.INT8, between_hosts=len(group.selection.hosts.spans) > 1)
@@ -304,7 +312,19 @@ def killed(group: Communicator, seed: int) -> None:
 
 SCENARIOS = {
     scenario.__name__: scenario
-    for scenario in (allreduces, leaves, exchanges, between, lossless, new_counts, survive, mismatch, without, killed)
+    for scenario in (
+        allreduces,
+        leaves,
+        exchanges,
+        between,
+        lossless,
+        new_counts,
+        survive,
+        mismatch,
+        without,
+        no_common_slot,
+        killed,
+    )
 }
 
 if __name__ == "__main__":

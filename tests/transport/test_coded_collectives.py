@@ -75,6 +75,10 @@ def test_a_rank_without_codec_is_refused(tmp_path: Path) -> None:
     run_ranks("without", 2, "shm", tmp_path, seed=0, worker=WORKER)
 
 
+def test_a_rank_is_refused_whose_messages_nobody_waits_for(tmp_path: Path) -> None:
+    run_ranks("no_common_slot", 3, "auto", tmp_path, seed=0, hosts="abb", worker=WORKER)
+
+
 @pytest.mark.parametrize(("transport", "hosts"), [("shm", "aaa"), ("udp", "aa"), ("auto", "aab"), ("auto", "abb")])
 def test_a_rank_that_dies_is_named(transport: str, hosts: str, tmp_path: Path) -> None:
     run_ranks("killed", len(hosts), transport, tmp_path, seed=0, hosts=hosts, worker=WORKER)

@@ -26,7 +26,6 @@ constexpr uint64_t SHARED_PART_BYTES = 262'144;
 constexpr uint64_t FOLD_STEP_ELEMENTS = 64;
 // Half of the smallest first-level cache: the result, and one of the places where it goes.
 constexpr uint64_t SENT_BACK_BYTES = 8'192;
-constexpr uint32_t KEY_SLOT_BITS = 20;
 
 uint64_t length_before(const std::byte* place) {
   uint64_t length;

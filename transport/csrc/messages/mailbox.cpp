@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <unordered_map>
 
 #include "messages/signature.hpp"
 #include "sennit/core.h"
@@ -254,7 +255,8 @@ bool Mailbox::on_eager(uint32_t peer, const MessageHeader& header, uint32_t flag
   if (receive == KeyIndex::NONE) {
     const uint64_t size_bytes = flags == EAGER_DATA ? header.size_bytes : 0;
     if (!has_room(peer, sizeof(Arrival) + size_bytes)) return false;
-    arrived_.push(peer, header.key, arrivals_.add({header, flags, std::vector<std::byte>(data, data + size_bytes)}));
+    arrived_.push(peer, header.key,
+                  arrivals_.add({header, peer, flags, std::vector<std::byte>(data, data + size_bytes)}));
     peers_[peer].arrival_bytes += sizeof(Arrival) + size_bytes;
     return true;
   }
@@ -271,7 +273,7 @@ bool Mailbox::on_eager(uint32_t peer, const MessageHeader& header, uint32_t flag
 void Mailbox::on_advert(uint32_t peer, const MessageHeader& header, uint64_t advert_id) {
   const uint32_t send = pending_.pop(peer, header.key);
   if (send == KeyIndex::NONE) {
-    advertised_.push(peer, header.key, adverts_.add({header, advert_id}));
+    advertised_.push(peer, header.key, adverts_.add({header, peer, advert_id}));
     return;
   }
   --pending_count_;
@@ -328,8 +330,26 @@ bool Mailbox::progress(uint64_t now_us) {
   if (now_us >= next_look_us_) {
     next_look_us_ = now_us + LOOK_US;
     expect_peers(now_us);
+    compare_operations();
   }
   return moved;
+}
+
+// A message may be for a slot that the operation does not have here, so that nothing ever waits for it. If it is of
+// another operation, no slot has to meet.
+void Mailbox::compare_operations() {
+  std::unordered_map<uint64_t, MessageHeader> running;
+  const auto add = [&](const MessageHeader& header) {
+    if (!is_p2p(header.key)) running.emplace(header.key >> KEY_SLOT_BITS, header);
+  };
+  receives_.for_each([&](const Receive& receive) { add(receive.header); });
+  sends_.for_each([&](const Send& send) { add(send.header); });
+  const auto compare = [&](uint32_t peer, const MessageHeader& theirs) {
+    const auto ours = running.find(theirs.key >> KEY_SLOT_BITS);
+    if (ours != running.end() && ours->second.signature != theirs.signature) check(peer, theirs, ours->second, true);
+  };
+  arrivals_.for_each([&](const Arrival& arrival) { compare(arrival.peer, arrival.header); });
+  adverts_.for_each([&](const Advert& advert) { compare(advert.peer, advert.header); });
 }
 
 void Mailbox::expect_peers(uint64_t now_us) {

@@ -22,6 +22,8 @@
 namespace sennit {
 
 inline constexpr uint64_t P2P_KEY = uint64_t{1} << 63;
+// The slot in the key of a collective's message. Above it is the operation.
+inline constexpr uint32_t KEY_SLOT_BITS = 20;
 
 // The poster of a message, told when it is complete. Called during progress or during the posting call.
 class MailboxClient {
@@ -105,11 +107,12 @@ class Mailbox final : public LaneSink {
   };
   struct Arrival {  // an eager message without a receive yet
     MessageHeader header;
-    uint32_t flags;
+    uint32_t peer, flags;
     std::vector<std::byte> data;
   };
   struct Advert {
     MessageHeader header;
+    uint32_t peer;
     uint64_t id;
   };
   // Records by number. The number of a removed record is used again.
@@ -166,6 +169,7 @@ class Mailbox final : public LaneSink {
   void fail(MailboxFailure failure);
   bool fail_by_revocation(uint32_t peer);
   void expect_peers(uint64_t now_us);
+  void compare_operations();
   bool is_alone() const;
 
   const uint32_t rank_;
