@@ -30,6 +30,13 @@ def program(page: Path, name: str) -> str:
     return found[1]
 
 
+def of_readme(number: int, *, lines: int) -> str:
+    """A block of Python of the README, which has at most so many lines."""
+    block: str = re.findall(BLOCK, (ROOT / "README.md").read_text(), re.DOTALL)[number]
+    assert len([line for line in block.splitlines() if line.strip()]) <= lines
+    return block
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "route"), [({}, "shm"), ({"SENNIT_TRANSPORT": "udp", "SENNIT_INTERFACES": "lo"}, "udp")]
@@ -52,8 +59,19 @@ def test_survivors_name_the_rank_that_is_gone(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_program_of_the_readme(tmp_path: Path) -> None:
-    found = re.search(BLOCK, (ROOT / "README.md").read_text(), re.DOTALL)
-    assert found
-    assert len([line for line in found[1].splitlines() if line.strip()]) <= 15
-    (tmp_path / "program.py").write_text(found[1])
+    (tmp_path / "program.py").write_text(of_readme(1, lines=15))
     assert sorted(torchrun(tmp_path, "program.py", 2)) == ["0 1.0 [0.0, 10.0]", "1 1.0 [1.0, 11.0]"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * DEADLINE_S)
+def test_the_model_of_the_readme_has_the_same_digests_with_any_number_of_ranks(tmp_path: Path) -> None:
+    printed = []
+    for ranks in (1, 2, 3):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        (folder / "program.py").write_text(of_readme(0, lines=24))
+        printed += torchrun(folder, "program.py", ranks)
+    assert len(printed) == 6
+    (line,) = set(printed)
+    assert re.fullmatch(r"loss 0\.\d{6}, digests [0-9a-f]{16} [0-9a-f]{16}", line)
