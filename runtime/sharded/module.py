@@ -19,7 +19,7 @@ from sennit.runtime.sharded.features import Ids, features_of, ids_of
 from sennit.runtime.sharded.placement import Placement, place
 from sennit.runtime.sharded.rates import TableRates
 from sennit.runtime.sharded.slices import DEFAULT_SLICES, Slices
-from sennit.runtime.sharded.tables import Table, check_tables, shard_name, shards_of
+from sennit.runtime.sharded.tables import Table, check_tables, output_names, shard_name, shards_of
 from sennit.runtime.sharded.wire import Wire
 from sennit.transport.errors import ConfigError, SennitError
 
@@ -104,7 +104,7 @@ class ShardedTables(nn.Module):
     @property
     def feature_names(self) -> tuple[str, ...]:
         """The names of the outputs, in the model's order."""
-        return tuple(name for name, _ in self._features)
+        return output_names(self.tables)
 
     @property
     def sent_bytes(self) -> dict[str, int]:

@@ -43,7 +43,7 @@ class Table:
     rows: int
     dim: int
     features: tuple[str, ...] = ()
-    """The features that look ids up in it. Empty: one feature, with the table's name."""
+    """The features that look ids up in it. Empty: one feature, with the table's name. Tables may share a feature."""
 
     pooling: Pooling = Pooling.SUM
     """Of `ShardedEmbeddingBags`. `ShardedEmbeddings` takes `NONE`."""
@@ -140,11 +140,19 @@ def shard_bytes(tables: Sequence[Table], shard: Shard) -> int:
     return spec.row_count * spec.dim * spec.precision.dtype.itemsize + 4 * floats
 
 
+def output_names(tables: Sequence[Table]) -> tuple[str, ...]:
+    """The name of each feature's output, in the model's order: FEATURE, or FEATURE@TABLE if several tables have it."""
+    named = Counter(feature for table in tables for feature in table.features)
+    return tuple(
+        feature if named[feature] == 1 else f"{feature}@{table.name}" for table in tables for feature in table.features
+    )
+
+
 def check_tables(tables: Sequence[Table]) -> None:
-    """Raises `ConfigError` unless names are unique."""
+    """Raises `ConfigError` unless names of tables and of outputs are unique."""
     for what, names in (
         ("table", [table.name for table in tables]),
-        ("feature", [feature for table in tables for feature in table.features]),
+        ("output", output_names(tables)),
     ):
         twice = [name for name, count in Counter(names).items() if count > 1]
         if twice:
