@@ -42,6 +42,7 @@ class ShardedEmbeddingBags(ShardedTables):
     def _counts_told(self) -> int:
         return len(self._engines)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, features: Any, *, global_batch: int | None = None) -> dict[str, Tensor]:
         """Float32 [B, dim] by feature: the pooled rows of this rank's B samples.
 

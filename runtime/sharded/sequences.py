@@ -33,6 +33,7 @@ class ShardedEmbeddings(ShardedTables):
         super().__init__(*arguments, **options)
         self._sequences = [Sequences(engines) for engines in self._engines]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, features: Any, *, global_batch: int | None = None) -> dict[str, Tensor]:
         """Float32 [ids, dim] by feature: the row of each id of this rank's samples, in the order of the ids.
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -183,3 +184,48 @@ def beside_ddp(rank: int, world: int) -> None:
     assert weight.grad is not None
     updated = next(part["user/0.0"] for part in everyone if part)
     torch.testing.assert_close(updated, weight.detach() - 0.1 * weight.grad)
+
+
+class Simple(nn.Module):
+    """A layer on bags and on a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        sgd = OptimizerSpec(kind=Optimizer.SGD)
+        self.bags = ShardedEmbeddingBags([Table(name="user", rows=20, dim=4, optimizer=sgd)], rate=0.1)
+        self.rows = ShardedEmbeddings([Table(name="item", rows=9, dim=4, pooling=Pooling.NONE)], rate=0.1)
+        self.top = nn.Linear(8, 2)
+
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        vectors = torch.cat([self.bags({"user": users})["user"], self.rows({"item": items})["item"]], 1)
+        found: Tensor = self.top(vectors).relu()
+        return found
+
+
+def compiled_or_sharded(rank: int, world: int, how: str) -> str:
+    """Three steps of a model that is compiled, or whose dense part FSDP2 shards, end as those of DDP."""
+    digests = []
+    for changed in (False, True):
+        model: Any = Simple()
+        tables = (model.bags, model.rows)
+        if changed and how == "fsdp2":
+            fully_shard(model)
+        else:
+            model = DistributedDataParallel(model)
+        called = torch.compile(model, backend="aot_eager") if changed and how == "compile" else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(3):
+            ids = torch.arange(8) + 8 * rank + number
+            with warnings.catch_warnings():
+                # Dynamo looks at the gradients of what goes into a graph, which are no leaves.
+                warnings.filterwarnings("ignore", message="The .grad attribute", category=UserWarning)
+                loss = called(ids % 20, ids % 9).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        for part in tables:
+            part.check()
+        digests.append(" ".join(part.digest() for part in tables))
+    assert digests[0] == digests[1]
+    return digests[0]

@@ -53,3 +53,9 @@ def test_a_checkpoint_of_other_shards_is_refused(kept_world: Callable[..., Any])
 
 def test_ddp_leaves_tables_alone(kept_world: Callable[..., Any]) -> None:
     kept_world(2).run(CASES, "beside_ddp")
+
+
+@pytest.mark.parametrize("how", ["compile", "fsdp2"])
+def test_a_model_with_tables_can_be_compiled_and_sharded_by_fsdp2(kept_world: Callable[..., Any], how: str) -> None:
+    found = kept_world(2).run(CASES, "compiled_or_sharded", how=how)
+    assert found[0] == found[1]
