@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 def instruction_sets() -> list[str]: ...
 def is_sound(
@@ -87,9 +87,9 @@ class Operator:
         pooling: int,
         slices: Sequence[int],
         gradient: int,
-        into: Sequence[tuple[int, int]],
+        make_room: Callable[[int, int], tuple[int, int]],
         /,
-    ) -> list[int]: ...
+    ) -> None: ...
     @property
     def instruction_set(self) -> str: ...
     @property

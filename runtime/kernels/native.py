@@ -84,24 +84,15 @@ class NativeOperator:
         return [BadGradients(table=table, row_count=count, first_row=first) for table, count, first in bad]
 
     def sum_rows(self, tables: Sequence[TableMemory], batch: Batch, gradient: Tensor) -> list[RowSums]:
-        most = [0] * len(tables)
-        for block in batch.blocks():
-            most[block.table] += block.lookup_count
-        found = []
-        for number, table in enumerate(tables):
-            row_count = min(most[number], table.spec.row_count)
-            found.append((torch.empty(row_count, dtype=torch.int64), torch.empty(row_count, table.spec.dim)))
-        counts = self._operator(tables).sum_rows(
-            *_arguments(batch),
-            batch.slice_of_block or (),
-            gradient.data_ptr(),
-            [(rows.data_ptr(), sums.data_ptr()) for rows, sums in found],
-        )
-        return [
-            RowSums(table=number, rows=rows[:count], sums=sums[:count])
-            for number, ((rows, sums), count) in enumerate(zip(found, counts, strict=True))
-            if count
-        ]
+        found: list[RowSums] = []
+
+        def room(table: int, count: int) -> tuple[int, int]:
+            sums = torch.empty(count, tables[table].spec.dim)
+            found.append(RowSums(table=table, rows=torch.empty(count, dtype=torch.int64), sums=sums))
+            return found[-1].rows.data_ptr(), sums.data_ptr()
+
+        self._operator(tables).sum_rows(*_arguments(batch), batch.slice_of_block or (), gradient.data_ptr(), room)
+        return found
 
     @property
     def scratch_bytes(self) -> int:

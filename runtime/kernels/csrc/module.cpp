@@ -148,16 +148,16 @@ NB_MODULE(_kernels, module) {
       .def("sum_rows",
            [](Operator& self, const std::vector<std::uint32_t>& tables, const std::vector<std::size_t>& bags,
               Address lengths, Address values, std::uintptr_t weights, int pooling, std::vector<std::uint16_t> slices,
-              std::uintptr_t gradient, const std::vector<std::pair<std::uintptr_t, std::uintptr_t>>& into) {
+              std::uintptr_t gradient, const nb::callable& make_room) {
              const nb::gil_scoped_release release;
              const Call call = call_of(self, tables, bags, lengths, values, weights, pooling, std::move(slices));
-             std::vector<RowSums> sums;
-             for (const auto& [rows, of_rows] : into)
-               sums.push_back({pointer<std::int64_t>(rows), pointer<float>(of_rows)});
-             self.sum_rows(call.batch, call.blocks, pointer<const float>(gradient), sums);
-             std::vector<std::size_t> counts;
-             for (const RowSums& table : sums) counts.push_back(table.count);
-             return counts;
+             self.sum_rows(call.batch, call.blocks, pointer<const float>(gradient),
+                           [&](std::uint32_t table, std::size_t count) -> RowSums {
+                             const nb::gil_scoped_acquire acquire;
+                             const auto [rows, sums] =
+                                 nb::cast<std::pair<std::uintptr_t, std::uintptr_t>>(make_room(table, count));
+                             return {pointer<std::int64_t>(rows), pointer<float>(sums)};
+                           });
            })
       .def_prop_ro("instruction_set", &Operator::instruction_set)
       .def_prop_ro("scratch_bytes", &Operator::scratch_bytes);

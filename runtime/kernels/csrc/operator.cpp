@@ -124,14 +124,14 @@ std::vector<BadTable> Operator::update(const Batch& batch, const std::vector<Blo
 }
 
 void Operator::sum_rows(const Batch& batch, const std::vector<Block>& blocks, const float* gradient,
-                        std::span<RowSums> sums) {
-  run(batch, blocks, gradient, {}, sums);
+                        const MakeRoom& make_room) {
+  run(batch, blocks, gradient, {}, make_room);
 }
 
 // A key is the number of a vector of the gradient within the batch: a bag, or a lookup for sequences. With weights keys
 // are lookups, and a list gives the bag of each.
 std::vector<BadTable> Operator::run(const Batch& batch, const std::vector<Block>& blocks, const float* gradient,
-                                    const Step& step, std::span<RowSums> sums) {
+                                    const Step& step, const MakeRoom& make_room) {
   const bool is_sequence = batch.pooling == Pooling::none;
   std::vector<Part> parts;
   std::vector<std::size_t> part_of(tables_.size(), SIZE_MAX);
@@ -178,7 +178,7 @@ std::vector<BadTable> Operator::run(const Batch& batch, const std::vector<Block>
 
   // One thread processes one table after another. This needs less memory, and the sorted entries are still cached.
   const std::size_t at_once = threads_ == 1 ? 1 : parts.size();
-  const Call call{batch, blocks, step, gradients, sums};
+  const Call call{batch, blocks, step, gradients, make_room};
   for (std::size_t n = 0; n < parts.size(); n += at_once) take_turn(call, std::span(parts).subspan(n, at_once));
 
   std::vector<BadTable> bad;
@@ -207,7 +207,7 @@ void Operator::take_turn(const Call& call, std::span<Part> parts) {
   std::vector<Piece> pieces;
   std::vector<CutRun> runs;
   for (Part& part : parts) cut(part, pieces, runs);
-  if (optimizer_ == Optimizer::none) count_rows(pieces, call.sums);
+  if (optimizer_ == Optimizer::none) count_rows(pieces, call.make_room);
 
   std::size_t stride = 0, levels = 0, cut_pieces = 0;
   for (const Piece& piece : pieces) {
@@ -312,19 +312,22 @@ void Operator::cut_run(Part& part, std::span<const Entry> run, std::size_t level
   cut_run(part, {middle, run.end()}, level - 1, pieces);
 }
 
-// Numbers the rows of each table.
-void Operator::count_rows(std::span<Piece> pieces, std::span<RowSums> sums) {
-  const Piece* before = nullptr;
-  for (Piece& piece : pieces) {
-    if (piece.entries.empty()) continue;
-    const bool is_same = before != nullptr && before->part == piece.part;
-    std::size_t& count = sums[piece.part->number].count;
-    // Pieces of one row have the same number.
-    piece.first_row = count - (is_same && before->entries.back().row() == piece.entries.front().row());
-    count = piece.first_row;
-    for (std::size_t n = 0; n < piece.entries.size(); n++)
-      count += n == 0 || piece.entries[n].row() != piece.entries[n - 1].row();
-    before = &piece;
+// Numbers the rows of each table, and makes room for their sums.
+void Operator::count_rows(std::span<Piece> pieces, const MakeRoom& make_room) {
+  std::size_t count = 0;
+  for (std::size_t n = 0; n < pieces.size(); n++) {
+    Piece& piece = pieces[n];
+    const bool is_first = n == 0 || pieces[n - 1].part != piece.part;
+    if (is_first) count = 0;
+    if (!piece.entries.empty()) {
+      // Pieces of one row have the same number.
+      if (!is_first && pieces[n - 1].entries.back().row() == piece.entries.front().row()) count--;
+      piece.first_row = count++;
+      for (std::size_t at = 1; at < piece.entries.size(); at++)
+        count += piece.entries[at].row() != piece.entries[at - 1].row();
+    }
+    if (count != 0 && (n + 1 == pieces.size() || pieces[n + 1].part != piece.part))
+      piece.part->sums = make_room(piece.part->number, count);
   }
 }
 
@@ -347,8 +350,8 @@ RowUpdate Operator::job(const Call& call, const Piece& piece, float* sums) const
   RowUpdate update{part.table,           optimizer_,     &call.step, piece.entries.data(),
                    piece.entries.size(), part.gradients, sums};
   if (optimizer_ == Optimizer::none) {
-    update.rows = call.sums[part.number].rows + piece.first_row;
-    update.row_sums = call.sums[part.number].sums + piece.first_row * part.table->dim;
+    update.rows = part.sums.rows + piece.first_row;
+    update.row_sums = part.sums.sums + piece.first_row * part.table->dim;
   }
   return update;
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
@@ -25,12 +26,14 @@ class Scratch {
   std::size_t size_bytes_ = 0;
 };
 
-// Where the sums of a table's rows go: room for as many rows as it has lookups, or in all if that is less.
+// Where the sums of a table's rows go.
 struct RowSums {
-  std::int64_t* rows;
-  float* sums;
-  std::size_t count = 0;
+  std::int64_t* rows;  // [count], rising.
+  float* sums;         // [count, dim].
 };
+
+// Makes room for the sums of `count` rows of a table.
+using MakeRoom = std::function<RowSums(std::uint32_t table, std::size_t count)>;
 
 struct BadTable {
   std::uint32_t table;
@@ -64,8 +67,8 @@ class Operator {
                        float* result) const;
   std::vector<BadTable> update(const Batch& batch, const std::vector<Block>& blocks, const float* gradient,
                                const Step& step);
-  // For an operator with `Optimizer::none`: `sums` has one entry per table; those with lookups are filled.
-  void sum_rows(const Batch& batch, const std::vector<Block>& blocks, const float* gradient, std::span<RowSums> sums);
+  // For an operator with `Optimizer::none`. `make_room` is called once for each table with lookups, in their order.
+  void sum_rows(const Batch& batch, const std::vector<Block>& blocks, const float* gradient, const MakeRoom& make_room);
 
   // Bytes that updates have needed so far, without tables and batch.
   std::size_t scratch_bytes() const {
@@ -78,8 +81,8 @@ class Operator {
     const Batch& batch;
     const std::vector<Block>& blocks;
     const Step& step;
-    Gradients gradients;      // Including the shifts of all blocks.
-    std::span<RowSums> sums;  // Per table; for `Optimizer::none`.
+    Gradients gradients;        // Including the shifts of all blocks.
+    const MakeRoom& make_room;  // For `Optimizer::none`.
   };
   // A table that a call updates, and its blocks.
   struct Part {
@@ -90,6 +93,7 @@ class Operator {
     Gradients gradients{};
     std::span<const Entry> sorted{};
     BadRows bad{};
+    RowSums sums{};
   };
   // Entries that a worker takes at a time: whole rows, or a node of the tree of one row, whose sum goes to `sum`.
   struct Piece {
@@ -108,13 +112,13 @@ class Operator {
   std::vector<Block> pieces_of(const Batch& batch, const std::vector<Block>& blocks) const;
   unsigned workers_for(std::size_t lookups) const;
   std::vector<BadTable> run(const Batch& batch, const std::vector<Block>& blocks, const float* gradient,
-                            const Step& step, std::span<RowSums> sums);
+                            const Step& step, const MakeRoom& make_room);
   void take_turn(const Call& call, std::span<Part> parts);
   static Gradients gradients_of(const Call& call, const Part& part);
   std::span<const Entry> sort(const Call& call, const Part& part, Entry* one, Entry* other) const;
   void cut(Part& part, std::vector<Piece>& pieces, std::vector<CutRun>& runs) const;
   static void cut_run(Part& part, std::span<const Entry> run, std::size_t level, std::vector<Piece>& pieces);
-  static void count_rows(std::span<Piece> pieces, std::span<RowSums> sums);
+  static void count_rows(std::span<Piece> pieces, const MakeRoom& make_room);
   RowUpdate job(const Call& call, const Piece& piece, float* sums) const;
 
   const Kernels& kernels_;

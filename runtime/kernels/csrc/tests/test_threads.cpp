@@ -93,14 +93,16 @@ Left run(const Shape& shape, unsigned threads) {
     step.epsilon = 1e-8f;
     step.max_gradient = 5.0f;
     step.max_norm = 3.0f;
-    std::vector<std::vector<std::int64_t>> rows(tables.size(), std::vector<std::int64_t>(row_count));
-    std::vector<std::vector<float>> of_rows(tables.size(), std::vector<float>(row_count * shape.dim));
-    std::vector<RowSums> sums;
-    for (std::size_t n = 0; n < tables.size(); n++) sums.push_back({rows[n].data(), of_rows[n].data()});
-    summing.sum_rows(batch, blocks, gradient.data(), sums);
+    std::vector<std::vector<std::int64_t>> rows(tables.size());
+    std::vector<std::vector<float>> sums(tables.size());
+    summing.sum_rows(batch, blocks, gradient.data(), [&](std::uint32_t table, std::size_t count) -> RowSums {
+      rows[table].resize(count);
+      sums[table].resize(count * shape.dim);
+      return {rows[table].data(), sums[table].data()};
+    });
     for (std::size_t n = 0; n < tables.size(); n++) {
-      left.rows.insert(left.rows.end(), rows[n].begin(), rows[n].begin() + sums[n].count);
-      left.sums.insert(left.sums.end(), of_rows[n].begin(), of_rows[n].begin() + sums[n].count * shape.dim);
+      left.rows.insert(left.rows.end(), rows[n].begin(), rows[n].end());
+      left.sums.insert(left.sums.end(), sums[n].begin(), sums[n].end());
     }
     for (const BadTable& bad : op.update(batch, blocks, gradient.data(), step)) left.bad.push_back(bad);
     left.results.insert(left.results.end(), result.begin(), result.end());
