@@ -244,6 +244,27 @@ def new_counts(group: Communicator, seed: int) -> None:
             call(CODECS[0], 200_000)
 
 
+def other_counts(group: Communicator, seed: int) -> None:
+    """The last rank gives more than the first one expects of it. All ranks raise, and one of the two is named."""
+    codec = Codec(kind=CodecKind[os.environ["CODEC"]])
+    sent = [100] * group.world
+    if group.rank == group.world - 1:
+        sent[0] = int(os.environ["GIVES"])
+    given = np.arange(sum(sent), dtype=np.float32)
+    received = [sent[group.rank] if peer == group.rank else 100 for peer in range(group.world)]
+
+    def exchange() -> None:
+        group.alltoall(given, send_counts=sent, recv_counts=received, codec=codec)
+        group.barrier()  # for ranks that have nothing to do with the two
+
+    with pytest.raises((errors.MismatchError, errors.PeerError), match=f"rank (0|{group.world - 1}) ") as caught:
+        exchange()
+    text = str(caught.value)
+    if group.rank == 0 and codec.kind is CodecKind.LOSSLESS:
+        assert f"rank {group.world - 1} " in text, text
+        assert "says that its codes have" in text or "that are no lossless codes of 100 elements" in text, text
+
+
 def survive(group: Communicator, seed: int) -> None:
     given = np.ones(1_000, np.float32)
     if group.rank == 0:
@@ -319,6 +340,7 @@ SCENARIOS = {
         between,
         lossless,
         new_counts,
+        other_counts,
         survive,
         mismatch,
         without,

@@ -46,6 +46,14 @@ def test_lossless_exchanges_give_every_bit(transport: str, world: int, tmp_path:
     run_ranks("lossless", world, transport, tmp_path, seed=world, worker=WORKER)
 
 
+@pytest.mark.parametrize("gives", [0, 99, 101, 200_000])
+@pytest.mark.parametrize("codec", ["INT8", "LOSSLESS"])
+@pytest.mark.parametrize(("transport", "world"), [("shm", 3), ("udp", 2)])
+def test_counts_that_differ_are_refused(transport: str, world: int, codec: str, gives: int, tmp_path: Path) -> None:
+    variables = [{"CODEC": codec, "GIVES": str(gives)}]
+    run_ranks("other_counts", world, transport, tmp_path, seed=0, worker=WORKER, variables=variables)
+
+
 @pytest.mark.parametrize(("transport", "world"), [("shm", 3), ("udp", 2)])
 def test_new_counts_compile_no_plan(transport: str, world: int, tmp_path: Path) -> None:
     run_ranks("new_counts", world, transport, tmp_path, seed=world, worker=WORKER)
