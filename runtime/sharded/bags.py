@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.kernels.spec import Pooling
+from sennit.runtime.sharded.accumulation import Steps
 from sennit.runtime.sharded.engines import Engines
 from sennit.runtime.sharded.features import Ids
 from sennit.runtime.sharded.module import ShardedTables
@@ -96,7 +97,7 @@ class ShardedEmbeddingBags(ShardedTables):
             lengths = step.lengths.get(feature)
             scaled[feature] = own if lengths is None else (torch.ones(()) / lengths) * own
         for number, (pools, arrivals) in enumerate(zip(self._pools, step.arrivals, strict=True)):
-            self._bad = pools.update(arrivals, scaled, rate=self.optimizer.rate(number)) or self._bad
+            self._bad = pools.update(arrivals, scaled, rate=self._rate(number)) or self._bad
 
 
 class Pools:
@@ -123,6 +124,8 @@ class Pools:
             engines.replica_of,
             Wire(rank=0, world_size=1, group=None),
         )
+        self._steps = Steps(engines.sharded, settings.slices.count)
+        self._replica_steps = Steps(engines.replicated, settings.slices.count)
         self._sparse = SparseAllReduce(engines.replicated, settings.slices, settings.wire)
 
     def outgoing(self, ids: Ids) -> tuple[Outgoing, Outgoing]:
@@ -144,23 +147,17 @@ class Pools:
         found = self._exchange.bags(self._exchange.answers(arrivals.sharded), samples)
         return found | self._local.bags(self._local.owner.answer(arrivals.replicated), samples)
 
-    def update(self, arrivals: Arrivals, gradients: dict[int, Tensor], *, rate: float) -> GradientError | None:
-        """Takes one step from the gradients of `bags`. Returns what is wrong with gradients of this rank's rows."""
-        error = None
+    def update(self, arrivals: Arrivals, gradients: dict[int, Tensor], *, rate: float | None) -> GradientError | None:
+        """Takes one step from the gradients of `bags`, or keeps them for it where `rate` is None.
+
+        Returns what is wrong with gradients of this rank's rows.
+        """
         arrived = self._exchange.return_gradients(arrivals.sharded, gradients)
-        try:
-            self._exchange.owner.update(arrivals.sharded, arrived, rate=rate)
-        except GradientError as bad:
-            error = bad
+        error = self._steps.add(*self._exchange.owner.by_slice(arrivals.sharded, arrived), rate=rate)
         if not self._local.features:
             return error
-        try:
-            self._sparse.update(
-                *self._local.owner.by_slice(arrivals.replicated, self._local.packed(gradients)), rate=rate
-            )
-        except GradientError as bad:
-            error = bad
-        return error
+        own = self._local.owner.by_slice(arrivals.replicated, self._local.packed(gradients))
+        return self._replica_steps.add(*self._sparse.of_all(*own), rate=rate) or error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -95,6 +96,24 @@ class ShardedTables(nn.Module):
         # sends it around.
         self._anchor = [torch.empty(0, requires_grad=True)]
         self._bad: GradientError | None = None
+        self._synchronised = True
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes made inside update no row: the next one from outside takes one step with all of them.
+
+        Their gradients are added up as those of one batch, M passes of V slices each as M · V slices. The same bits in
+        every world. Gradients travel in each pass.
+        """
+        before, self._synchronised = self._synchronised, False
+        try:
+            yield
+        finally:
+            self._synchronised = before
+
+    def _rate(self, group: int) -> float | None:
+        """The learning rate of this backward pass; None if it takes no step."""
+        return self.optimizer.rate(group) if self._synchronised else None
 
     @property
     def _counts_told(self) -> int:

@@ -123,10 +123,6 @@ class Owner:
                 tree_sum([next(blocks) for _ in range(one.node.low, one.node.high)], next(outputs))
         return answer
 
-    def update(self, arrived: Arrived, gradient: Tensor, *, rate: float) -> None:
-        """Takes one step, from the flat gradient: for each source and gradient [samples, columns]."""
-        self.engine.update(*self.by_slice(arrived, gradient), rate=rate)
-
     def by_slice(self, arrived: Arrived, gradient: Tensor) -> tuple[Batch, Tensor]:
         """The batch and its gradient with the slice of each block (docs/reference/embedding.md, rule 4)."""
         batch, gradient = arrived.batch, self._by_block(arrived, gradient)

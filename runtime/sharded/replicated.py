@@ -17,7 +17,7 @@ from sennit.transport.tree import Span
 
 
 class SparseAllReduce:
-    """Updates replicated tables: all ranks take the same step, from the gradients of all.
+    """What replicated tables are updated with: the gradients of all ranks, so that all take the same step.
 
     A rank gives either the sums of its slices' rows, of which the canonical tree makes the rest; or its lookups with
     the gradient of their result, from which all ranks make all sums. Both have the same bits. What is fewer bytes
@@ -30,10 +30,10 @@ class SparseAllReduce:
         self._nodes = [slices.nodes_of(rank) for rank in range(slices.world_size)]
         self._dims = [spec.dim for spec in engine.specs]
 
-    def update(self, batch: Batch, gradient: Tensor, *, rate: float) -> None:
-        """Takes one step on all ranks, from this rank's lookups and the gradient of their result. Collective.
+    def of_all(self, batch: Batch, gradient: Tensor) -> tuple[Batch, Tensor]:
+        """What all ranks update their replicas with, from this rank's lookups and the gradient of their result.
 
-        Raises `GradientError` on all ranks if a row's gradient is not finite.
+        Collective. All ranks get the same.
         """
         if self._slices.world_size > 1:
             counts = [0] * len(self._dims)
@@ -47,7 +47,7 @@ class SparseAllReduce:
                 batch, gradient = self._sums(batch, gradient)
             else:
                 batch, gradient = self._everything(batch, gradient, everyone.tolist())
-        self._engine.update(batch, gradient, rate=rate)
+        return batch, gradient
 
     def _sum_floats(self, lookups: Sequence[int]) -> int:
         """Floats of the sums of rows, at most."""

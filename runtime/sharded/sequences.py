@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.kernels.spec import Pooling
+from sennit.runtime.sharded.accumulation import Steps
 from sennit.runtime.sharded.engines import Engines
 from sennit.runtime.sharded.features import Ids
 from sennit.runtime.sharded.module import ShardedTables
@@ -63,7 +64,7 @@ class ShardedEmbeddings(ShardedTables):
         if self._divisor != 1:
             scaled = {feature: gradient / self._divisor for feature, gradient in scaled.items()}
         for number, (sequences, step) in enumerate(zip(self._sequences, steps, strict=True)):
-            self._bad = sequences.update(step, scaled, rate=self.optimizer.rate(number)) or self._bad
+            self._bad = sequences.update(step, scaled, rate=self._rate(number)) or self._bad
 
 
 class Sequences:
@@ -77,6 +78,8 @@ class Sequences:
         self._replicated = RowExchange(
             settings, engines.replicated, engines.replica_of, engines.replicated_features, own
         )
+        self._steps = Steps(engines.sharded, settings.slices.count)
+        self._replica_steps = Steps(engines.replicated, settings.slices.count)
         self._sparse = SparseAllReduce(engines.replicated, settings.slices, settings.wire)
 
     def fetch(self, ids: Ids, global_batch: int) -> Step:
@@ -94,21 +97,17 @@ class Sequences:
         found = self._sharded.by_lookup(step.sharded, step.rows)
         return found | self._replicated.by_lookup(step.replicated, step.replicas)
 
-    def update(self, step: Step, gradients: dict[int, Tensor], *, rate: float) -> GradientError | None:
-        """Takes one step from gradients of `by_lookup`. Returns what is wrong with those of this rank's rows."""
-        error = None
+    def update(self, step: Step, gradients: dict[int, Tensor], *, rate: float | None) -> GradientError | None:
+        """Takes one step from the gradients of `by_lookup`, or keeps them for it where `rate` is None.
+
+        Returns what is wrong with gradients of this rank's rows.
+        """
         arrived = self._sharded.sums(step.sharded, step.rows, gradients)
-        try:
-            self._sharded.engine.update(step.rows.batch, arrived, rate=rate)
-        except GradientError as bad:
-            error = bad
-        if self._replicated.has_tables:
-            own = self._replicated.sums(step.replicated, step.replicas, gradients)
-            try:
-                self._sparse.update(step.replicas.batch, own, rate=rate)
-            except GradientError as bad:
-                error = bad
-        return error
+        error = self._steps.add(step.rows.batch, arrived, rate=rate)
+        if not self._replicated.has_tables:
+            return error
+        own = self._replicated.sums(step.replicated, step.replicas, gradients)
+        return self._replica_steps.add(*self._sparse.of_all(step.replicas.batch, own), rate=rate) or error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 from typing import Any
@@ -66,9 +67,17 @@ def own_part(whole: Features, first: int, end: int) -> Features:
 
 
 def trained(
-    rank: int, world: int, placement: Any, samples: int = 27, kind: str = "bags", implementation: str = "native"
+    rank: int,
+    world: int,
+    placement: Any,
+    samples: int = 27,
+    kind: str = "bags",
+    implementation: str = "native",
+    passes: int = 1,
 ) -> tuple[str, list[str]]:
-    """Steps whose gradients are elementwise functions of the outputs. `kind`: bags, weighted or sequences.
+    """Backward passes whose gradients are elementwise functions of the outputs, so many `passes` in a step.
+
+    `kind`: bags, weighted or sequences.
 
     Returns the digest of the tables, and one of each sample's last outputs.
     """
@@ -82,8 +91,9 @@ def trained(
     for step in range(4):
         whole = features(step, samples, weighted=kind == "weighted")
         part = own_part(whole, *module.slices.samples(rank, samples))
-        outputs = list(module(part, global_batch=samples).values())
-        torch.autograd.backward(outputs, [vector.detach() * 0.5 + 0.25 for vector in outputs])
+        with contextlib.nullcontext() if step % passes == passes - 1 else module.no_sync():
+            outputs = list(module(part, global_batch=samples).values())
+            torch.autograd.backward(outputs, [vector.detach() * 0.5 + 0.25 for vector in outputs])
     module.check()
     of_sample = [hashlib.sha256() for _ in range(part.lengths.shape[1])]
     for feature, vectors in enumerate(outputs):
@@ -248,3 +258,22 @@ def counts_bytes(rank: int, world: int, kind: str, placement: str) -> tuple[int,
     own = module.tables[0].row_range(rank)
     elsewhere = int(((ids < own.low) | (ids >= own.high)).sum())
     return sum(module.sent_bytes.values()), elsewhere * (8 + 2 * 4 * 64)
+
+
+def accumulates(rank: int, world: int, kind: str, placement: str) -> None:
+    """Two passes in one step are a step of SGD with the sum of both gradients."""
+    pooling = Pooling.NONE if kind == "sequences" else Pooling.SUM
+    table = Table(name="user", rows=10, dim=4, pooling=pooling, optimizer=OptimizerSpec(kind=Optimizer.SGD))
+    made = ShardedEmbeddings if kind == "sequences" else ShardedEmbeddingBags
+    module = made([table], rate=0.5, placement=placement, gradients="sum")
+    before = rows_of(module, world)
+    with module.no_sync():
+        found = module({"user": torch.arange(8) % 5})["user"]
+        found.backward(torch.full_like(found, 2))
+    assert torch.equal(rows_of(module, world), before)
+    found = module({"user": torch.full((8,), 9)})["user"]
+    assert torch.equal(found.detach(), before[9].expand(8, 4))
+    found.backward(torch.ones_like(found))
+    counts = torch.bincount(torch.arange(8) % 5, minlength=10) * 2 + torch.bincount(torch.full((8,), 9), minlength=10)
+    torch.testing.assert_close(rows_of(module, world), before - 0.5 * world * counts.unsqueeze(1))
+    module.check()

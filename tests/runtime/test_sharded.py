@@ -77,3 +77,19 @@ def test_a_row_that_is_used_often_travels_once(kept_world: Callable[..., Any], k
     found = kept_world(2).run(CASES, "counts_bytes", kind=kind, placement="row_wise")
     sent, naive = (sum(part) for part in zip(*found, strict=True))
     assert sent <= 0.35 * naive, sent / naive
+
+
+@pytest.mark.parametrize("placement", ["table_wise", "data_parallel"])
+@pytest.mark.parametrize("kind", ["bags", "sequences"])
+def test_backward_passes_accumulate(kept_world: Callable[..., Any], kind: str, placement: str) -> None:
+    kept_world(2).run(CASES, "accumulates", kind=kind, placement=placement)
+
+
+@pytest.mark.parametrize("kind", ["bags", "weighted", "sequences"])
+def test_accumulated_gradients_have_the_same_bits_in_every_world(kept_world: Callable[..., Any], kind: str) -> None:
+    found = {
+        digest
+        for world, placement in ((1, "table_wise"), (2, "row_wise"), (3, "data_parallel"), (3, MIXED))
+        for digest, _ in kept_world(world).run(CASES, "trained", placement=placement, kind=kind, passes=2)
+    }
+    assert len(found) == 1

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several backward passes for one optimizer step of the rows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from sennit.runtime.kernels.batch import MAX_SLICES, Batch
+from sennit.runtime.kernels.checks import GradientError
+from sennit.runtime.kernels.engine import EmbeddingEngine
+from sennit.transport.errors import ArgumentError
+
+
+class Steps:
+    """The steps of an engine. Backward passes before the last one of a step are kept.
+
+    Pass p of a step has the slices p · V and on. So a step sums M passes as one batch of M · V slices, and the sums of
+    V slices of one pass are a node of the tree.
+    """
+
+    def __init__(self, engine: EmbeddingEngine, slices: int) -> None:
+        self._engine, self._slices = engine, slices
+        self._kept: list[tuple[Batch, Tensor]] = []
+
+    def add(self, batch: Batch, gradient: Tensor, *, rate: float | None) -> GradientError | None:
+        """Takes the step with all passes since the last one at learning rate `rate`; None: keeps this pass.
+
+        Returns the error if rows had gradients that are not finite. They are left as they were.
+        """
+        first = len(self._kept) * self._slices
+        if first + self._slices > MAX_SLICES:
+            raise ArgumentError(
+                f"more than {len(self._kept)} backward passes of {self._slices} slices in a step; allowed: "
+                f"{MAX_SLICES:,} slices in all"
+            )
+        if first:
+            assert batch.slice_of_block is not None
+            batch = dataclasses.replace(batch, slice_of_block=tuple(first + number for number in batch.slice_of_block))
+        self._kept.append((batch, gradient))
+        if rate is None:
+            return None
+        kept, self._kept = self._kept, []
+        try:
+            self._engine.update(*(kept[0] if len(kept) == 1 else _joined(kept)), rate=rate)
+        except GradientError as bad:
+            return bad
+        return None
+
+
+def _joined(passes: list[tuple[Batch, Tensor]]) -> tuple[Batch, Tensor]:
+    batches = [batch for batch, _ in passes]
+    first = batches[0]
+    if any((batch.weights is None) != (first.weights is None) for batch in batches):
+        raise ArgumentError("weights in some of the backward passes of a step; allowed: in all or none")
+    weights = [batch.weights for batch in batches if batch.weights is not None]
+    return Batch(
+        table_of_block=tuple(table for batch in batches for table in batch.table_of_block),
+        bags_of_block=tuple(bags for batch in batches for bags in batch.bags_of_block),
+        slice_of_block=tuple(number for batch in batches for number in batch.slice_of_block or ()),
+        lengths=torch.cat([batch.lengths for batch in batches]),
+        values=torch.cat([batch.values for batch in batches]),
+        weights=torch.cat(weights) if weights else None,
+        pooling=first.pooling,
+    ), torch.cat([gradient for _, gradient in passes])
