@@ -81,6 +81,8 @@ def ids_of(given: Any, tables: Sequence[Table]) -> Ids:
         ids = _of_mapping(given, features)
     elif callable(getattr(given, "keys", None)):
         ids = _of_keyed(given, features)
+    elif not all(isinstance(getattr(given, part, None), Tensor) for part in ("lengths", "values")):
+        raise ArgumentError(f"ids are a {type(given).__name__}; allowed: a mapping, Features, a KeyedJaggedTensor")
     else:
         names = getattr(given, "names", None)
         ids = _in_order(given.lengths, given.values, getattr(given, "weights", None), names, features)
@@ -93,6 +95,8 @@ def _of_mapping(given: Mapping[str, Tensor], features: Sequence[tuple[str, int]]
         if name not in given:
             raise ArgumentError(f"no ids for feature {name}; given: {', '.join(map(str, given))}")
         ids = given[name]
+        if not isinstance(ids, Tensor):
+            raise ArgumentError(f"feature {name} is a {type(ids).__name__}; allowed: a tensor of int32 or int64")
         if ids.ndim not in (1, 2) or ids.dtype not in _INTEGERS:
             raise ArgumentError(
                 f"feature {name} is {ids.dtype} of shape {tuple(ids.shape)}; allowed: int32 or int64, [samples] or "
@@ -115,7 +119,7 @@ def _of_keyed(given: Any, features: Sequence[tuple[str, int]]) -> Ids:
     if not names or len(lengths) % len(names):
         raise ArgumentError(f"{len(lengths)} lengths for {len(names)} keys")
     weights = given.weights_or_none() if hasattr(given, "weights_or_none") else None
-    return _in_order(lengths.view(len(names), -1), given.values(), weights, names, features)
+    return _in_order(lengths.view(len(names), len(lengths) // len(names)), given.values(), weights, names, features)
 
 
 def _in_order(
@@ -143,6 +147,8 @@ def _in_order(
         raise ArgumentError(
             f"weights are {weights.dtype} of shape {tuple(weights.shape)}; allowed: float32 of ({len(values)},)"
         )
+    if weights is not None and weights.requires_grad:
+        raise ArgumentError("weights require gradients, which there are not yet; give weights.detach()")
     if names is None or list(names) == [name for name, _ in features]:
         lengths = lengths.contiguous()
         return Ids(lengths=lengths, values=values.contiguous(), counts=counts, given_lengths=lengths, weights=weights)

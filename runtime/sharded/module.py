@@ -228,7 +228,7 @@ class ShardedTables(nn.Module):
                 ids = ids_of(given, self.tables)
                 batch = self.slices.global_batch(ids.sample_count, global_batch)
                 mine = [list(row) for row in counts(ids)]
-            except SennitError as bad:
+            except Exception as bad:  # Of any type: the other ranks wait for this one.
                 error = bad
         arriving = exchange_headers(error, batch, mine, self._group)
         assert ids is not None

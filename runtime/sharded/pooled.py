@@ -109,7 +109,8 @@ class Exchange:
         found: dict[tuple[int, int], list[tuple[Sum, Tensor]]] = {}
         sizes = [samples * self._columns(one.feature, one.column) for _, one in self._sum_places]
         for (_, one), values in zip(self._sum_places, torch.split(answers, sizes), strict=True):
-            found.setdefault((one.feature, one.column), []).append((one, values.view(samples, -1)))
+            sums = values.view(samples, self._columns(one.feature, one.column))
+            found.setdefault((one.feature, one.column), []).append((one, sums))
         result = {}
         for feature in self.features:
             table = self._table_of[feature]

@@ -69,6 +69,16 @@ class Table:
         def refuse(what: str, allowed: str) -> None:
             raise ConfigError(f"table {self.name}: {what} {getattr(self, what)}; allowed: {allowed}")
 
+        for what, kind in (
+            ("pooling", Pooling),
+            ("precision", Precision),
+            ("optimizer", OptimizerSpec),
+            ("rounding", Rounding),
+            ("bounds", Bounds),
+            ("features", tuple),
+        ):
+            if not isinstance(getattr(self, what), kind):
+                refuse(what, f"a {kind.__name__}")
         if not self.features:
             object.__setattr__(self, "features", (self.name,))
         if self.rows < 1:

@@ -15,7 +15,14 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from sennit.runtime.kernels import Optimizer, OptimizerSpec, Pooling
-from sennit.runtime.sharded import ShardedEmbeddingBags, ShardedEmbeddings, Slices, Table
+from sennit.runtime.sharded import (
+    Features,
+    PeerInputError,
+    ShardedEmbeddingBags,
+    ShardedEmbeddings,
+    Slices,
+    Table,
+)
 from sennit.transport.errors import ArgumentError, ConfigError
 
 SGD = OptimizerSpec(kind=Optimizer.SGD)
@@ -163,6 +170,52 @@ def missing_key(rank: int, world: int, placement: str) -> None:
 def all_bags_empty(rank: int, world: int, placement: str) -> None:
     empty: dict[str, list[list[int]]] = {"f1": [[]] * 8, "f2": [[]] * 8}
     check_bags([table("t1", "f1"), table("t2", "f2", pooling=MEAN)], Jagged(empty), placement, ["f1", "f2"])
+
+
+def fewer_samples_than_slices(rank: int, world: int, placement: str) -> None:
+    """Ranks without a sample take part, and so does a batch without any."""
+    tables = [table("t1", "f1", column_shards=2), table("t2", "f2", pooling=MEAN)]
+    for count in (1, 5):
+        batch = Jagged({"f1": BAGS["f1"][:count], "f2": [[1, 2]] * count})
+        check_bags(tables, batch, placement, ["f1", "f2"])
+    module = ShardedEmbeddingBags(tables, rate=RATE, placement=placement)
+    before = module.digest()
+    for nothing in (Jagged({"f1": [], "f2": []}), dict.fromkeys(["f1", "f2"], torch.zeros(0, dtype=torch.int64))):
+        found = module(nothing)
+        assert [tuple(vectors.shape) for vectors in found.values()] == [(0, 4), (0, 4)]
+        torch.autograd.backward([vectors.sum() for vectors in found.values()])
+    assert module.digest() == before
+
+
+class Failing(Jagged):
+    def values(self) -> Tensor:
+        raise RuntimeError("the loader failed")
+
+
+def wrong_input(rank: int, world: int, placement: str) -> None:
+    """What one rank gives wrong, of whatever kind, is raised on all ranks, and the next call is as if nothing was."""
+    module = ShardedEmbeddingBags([table("t1", "f1")], rate=RATE, placement=placement)
+    own = own_samples(Jagged(BAGS))
+    good = Jagged({"f1": BAGS["f1"]}).part(own.start, own.stop)
+    ids = torch.zeros(own.stop - own.start, dtype=torch.int64)
+    lengths, weights = torch.ones(1, len(ids), dtype=torch.int32), torch.ones(len(ids), requires_grad=True)
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (None, ArgumentError, "ids are a NoneType; allowed: a mapping"),
+        (ids, ArgumentError, "ids are a Tensor; allowed: a mapping"),
+        ({"f1": ids.tolist()}, ArgumentError, "feature f1 is a list; allowed: a tensor"),
+        (Failing(good.bags), RuntimeError, "the loader failed"),
+        (Features(lengths=lengths, values=ids, weights=weights), ArgumentError, "weights require gradients"),
+    ]
+    bad = rank == world - 1
+    for wrong, error, match in cases:
+        expected, message = (error, match) if bad else (PeerInputError, f"the input of rank {world - 1} is wrong")
+        with pytest.raises(expected, match=message):
+            module(wrong if bad else good, global_batch=8)
+        module(good, global_batch=8)
+    options: list[dict[str, Any]] = [{"features": "f1"}, {"pooling": "mean"}, {"optimizer": "adam"}, {"bounds": None}]
+    for wrong in options:
+        with pytest.raises(ConfigError, match=f"table t: {next(iter(wrong))} .*; allowed: "):
+            Table(name="t", rows=10, dim=4, **wrong)
 
 
 def sequences(rank: int, world: int, placement: str) -> None:

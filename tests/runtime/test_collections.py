@@ -21,6 +21,8 @@ CASES = (
     "other_keys",
     "missing_key",
     "all_bags_empty",
+    "fewer_samples_than_slices",
+    "wrong_input",
     "sequences",
 )
 
