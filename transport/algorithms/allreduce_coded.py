@@ -15,7 +15,7 @@ Shares and chunks begin where blocks do, so that chunks have the codes of the wh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
@@ -70,7 +70,6 @@ def allreduce_coded(
         coding=coding,
         result_buffer=result,
         chunk_elements=chunk_elements,
-        gather=True,
     )
     add_coded_fold(builder, fold)
     return builder.build()
@@ -99,8 +98,6 @@ class CodedFold:
     result_buffer: int
     """The last of the caller's buffers."""
     chunk_elements: int
-    gather: bool
-    """Whether every rank gets every share's result, coded. Else each owner has its own, as it was folded."""
 
 
 def add_coded_fold(builder: PlanBuilder, fold: CodedFold) -> None:
@@ -112,7 +109,7 @@ class _Writer:
     def __init__(self, builder: PlanBuilder, fold: CodedFold) -> None:
         self._builder, self._leaves, self._rank, self._elements = builder, fold.leaves, fold.rank, fold.elements
         self._world, self._dtype, self._op, self._coding = fold.leaves.world, fold.dtype, fold.op, fold.coding
-        self._result, self._scratch, self._is_gathered = fold.result_buffer, fold.result_buffer + 1, fold.gather
+        self._result, self._scratch = fold.result_buffer, fold.result_buffer + 1
         rank, world = self._rank, self._world
         most = chunk_limit(fold.coding, fold.chunk_elements)
         self._shares = fold.shares
@@ -132,8 +129,8 @@ class _Writer:
         # What the ranks give to a chunk of the own share.
         self._places = [sum(map(len, self._nodes[:peer])) * self._room for peer in range(world + 1)]
         self._fold = self._ring(CHUNKS_IN_WORK, self._places[-1])
-        self._summed = self._ring(CHUNKS_IN_WORK, self._room * fold.gather)
-        self._results = self._ring(CHUNKS_IN_WORK, self._coded_room * fold.gather)
+        self._summed = self._ring(CHUNKS_IN_WORK, self._room)
+        self._results = self._ring(CHUNKS_IN_WORK, self._coded_room)
         # The leaves of a rank that has several.
         leaf_count = len(self._leaves.given(rank))
         self._decoded = self._ring(2, 0 if self._is_leaf(rank) else leaf_count * self._room)
@@ -160,7 +157,7 @@ class _Writer:
                     self._contribute(peer, turn)
             if turn < len(self._chunks[self._rank]):
                 self._collect(turn)
-            if self._is_gathered and turn >= GATHER_LAG_CHUNKS:
+            if turn >= GATHER_LAG_CHUNKS:
                 self._gather(turn - GATHER_LAG_CHUNKS)
 
     def _contribute(self, owner: int, turn: int) -> None:
@@ -263,9 +260,6 @@ class _Writer:
             else:
                 size_bytes = len(self._nodes[peer]) * chunk.size_bytes * _SUM_BYTES
                 steps.append(self._builder.recv(peer, 2 * turn, self._scratch, place, size_bytes, after=before))
-        if not self._is_gathered:
-            self._fold_here(chunk, offset, steps, users)
-            return
         summed, free, readers = self._summed.take()
         fold = self._builder.reduce(
             self._give(chunk, offset),
@@ -279,23 +273,6 @@ class _Writer:
         )
         users.append(fold)
         self._folded[turn] = Operand(self._scratch, summed), fold, readers
-
-    def _fold_here(self, chunk: Range, offset: int, steps: Sequence[int], users: list[int]) -> None:
-        """Folds a chunk straight into the result. Of narrow types, decoded numbers count as partial sums."""
-        places = self._give(chunk, offset)
-        item_bytes = self._dtype.item_bytes
-        users.append(
-            self._builder.reduce(
-                places if self._dtype is _SUM else [replace(place, is_partial=True) for place in places],
-                self._result,
-                (chunk.offset - self._shares[self._rank].offset) * item_bytes,
-                chunk.size_bytes * item_bytes,
-                dtype=self._dtype,
-                op=self._op,
-                program=combinations(tuple(node for nodes in self._nodes for node in nodes), self._leaves.count),
-                after=steps,
-            )
-        )
 
     def _give(self, chunk: Range, offset: int) -> list[Operand]:
         """Where the values of all nodes are, in the order of the tree."""
