@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """TorchRec's DLRM, whose EmbeddingBagCollection is replaced by sharded tables with the same bits for all ranks.
 
-    pip install --no-deps torchrec  # and what it needs: fbgemm-gpu-cpu and others
+    pip install --no-deps torchrec==1.9.0 fbgemm-gpu-cpu==1.8.0  # and what they import, except torch
     torchrun --standalone --nproc-per-node 2 examples/torchrec_dlrm.py
 
 What stays: TorchRec's table configurations, its KeyedJaggedTensor, its dense, interaction and over architectures. What
