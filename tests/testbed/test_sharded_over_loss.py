@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model on sharded tables, trained over networks that lose packets: the digest of one rank alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("pyroute2", reason="missing capability tc-bpf: pyroute2 is not installed")
+
+from sennit.testbed.topology import Impairment, Planes
+
+pytestmark = [pytest.mark.root, pytest.mark.needs("backend", "tc-bpf", "nsenter"), pytest.mark.timeout(180)]
+
+WORKER = Path(__file__).with_name("sharded_worker.py")
+DEADLINE_S = 90.0
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of one rank's run."""
+    store = tmp_path_factory.mktemp("alone") / "store"
+    command = [sys.executable, str(WORKER), "0", "1", str(store), "table_wise"]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=DEADLINE_S).stdout
+
+
+@pytest.mark.parametrize(
+    ("world", "loss_fraction", "placement"), [(2, 0.01, "row_wise"), (3, 0.05, "column_wise"), (4, 0.01, "grid")]
+)
+def test_loss_changes_no_bit_of_a_model(
+    tmp_path: Path, alone: str, world: int, loss_fraction: float, placement: str, seed: int
+) -> None:
+    with Planes(hosts=world, planes=2) as planes, contextlib.ExitStack() as stack:
+        planes.impair(Impairment(loss_fraction=loss_fraction, reorder_fraction=0.05, reorder_depth=16, seed=seed))
+        ranks = []
+        for rank in range(world):
+            command = [sys.executable, str(WORKER), str(rank), str(world), str(tmp_path / "store"), placement]
+            environment = {**os.environ, **planes.environment(rank), "SENNIT_TIMEOUT_S": f"{DEADLINE_S}"}
+            errors = stack.enter_context((tmp_path / f"rank{rank}").open("w"))
+            process = planes.popen(rank, command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+            stack.callback(process.kill)
+            ranks.append(process)
+        for rank, process in enumerate(ranks):
+            output, _ = process.communicate(timeout=DEADLINE_S)
+            assert output == alone, (tmp_path / f"rank{rank}").read_text()[-4000:]
+        switches = [planes.counters(host, plane) for host in range(world) for plane in range(2)]
+        assert sum(switch.dropped for switch in switches) > 0
