@@ -22,7 +22,9 @@ from sennit import extras
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from sennit.transport.codecs import Codec
     from sennit.transport.communicator import Communicator
+    from sennit.transport.elements import Dtype
     from sennit.transport.plan import Plan
 
 BACKEND_NAME: Final = "sennit"
@@ -41,7 +43,22 @@ class Options:
     plan_cache_bytes: int = 16 << 20
     """Bytes of compiled plans that a group keeps. The least recently used go first. Room for thousands of shapes."""
 
+    codec: Codec | None = None
+    """Every `all_reduce` of float32, float16 and bfloat16 tensors in host memory sends these codes, as
+    `all_reduce_coded` does. Rounding is to nearest, because nobody gives a call its seed.
+    """
+
     def __post_init__(self) -> None:
+        if self.codec is not None:
+            from sennit.transport.elements import Dtype
+            from sennit.transport.errors import ArgumentError
+
+            self.codec.coding(Dtype.F32)
+            if self.codec.stochastic:
+                raise ArgumentError(
+                    "stochastic rounding for all calls of a group, which have no seeds; allowed: to nearest, or "
+                    "all_reduce_coded and coded_hook"
+                )
         if self.plan_cache_bytes < 0:
             raise ValueError(f"plan_cache_bytes {self.plan_cache_bytes}; allowed: 0 or more")
 
@@ -176,7 +193,7 @@ def _backend_of(
 
     backend: dist.Backend = load_extension().SennitBackend(
         communicator=communicator,
-        compile_plan=PlanCompiler(communicator),
+        compile_plan=PlanCompiler(communicator, options.codec),
         shrink=shrink,
         timeout=timeout,
         group_name=name,
@@ -221,8 +238,9 @@ def load_extension() -> Any:
 class PlanCompiler:
     """Compiles plans that the C++ plan cache does not have."""
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, codec: Codec | None = None) -> None:
         self._rank, self._world, self._selection = communicator.rank, communicator.world, communicator.selection
+        self._codec = codec
 
     def __call__(
         self,
@@ -248,6 +266,7 @@ class PlanCompiler:
         from sennit.transport.signature import Kind
 
         world, rank = self._world, self._rank
+        floats = (Dtype.F16, Dtype.BF16, Dtype.F32)
         moved: dict[str, Any] = {"world": world, "rank": rank, "item_bytes": item_bytes, "type_code": type_code}
 
         def reduced() -> dict[str, Any]:
@@ -255,6 +274,8 @@ class PlanCompiler:
 
         plan: Plan
         match Kind(kind):
+            case Kind.ALLREDUCE if self._codec is not None and not on_device and type_code in floats:
+                plan = self._coded(**reduced(), elements=counts[0], codec=self._codec)
             case Kind.ALLREDUCE:
                 plan = self._selection.allreduce(**reduced(), elements=counts[0], on_device=on_device)
             case Kind.REDUCE:
@@ -289,3 +310,12 @@ class PlanCompiler:
                 plan = plan if kind == Kind.P2P else cut_messages(plan)
             plan = for_device(plan)
         return plan.encode()
+
+    def _coded(self, *, dtype: Dtype, codec: Codec, **what: Any) -> Plan:
+        from sennit.transport import algorithms
+
+        coding = codec.coding(dtype)
+        if codec.between_hosts:
+            hosts = self._selection.hosts
+            return algorithms.allreduce_between_hosts(dtype=dtype, coding=coding, in_place=True, hosts=hosts, **what)
+        return algorithms.allreduce_coded(dtype=dtype, coding=coding, in_place=True, **what)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from sennit.runtime.backend import all_reduce_coded, coded_hook
+from sennit.runtime.backend import Options, all_reduce_coded, coded_hook
 from sennit.transport import codec_reference
 from sennit.transport.codecs import Codec, CodecKind
 from sennit.transport.errors import ArgumentError
@@ -186,3 +186,34 @@ def differs(rank: int, world: int) -> None:
         model(made(rank, 300).reshape(1, 300)).sum().backward()
     assert "seed 5" in str(caught.value), caught.value
     assert "seed 6" in str(caught.value), caught.value
+
+
+def of_a_group(rank: int, world: int) -> None:
+    """All sums of a group with a codec are those of `all_reduce_coded`, and what has no codec stays exact."""
+    codec = Codec(kind=CodecKind.INT8, block=64)
+    group = dist.new_group(backend="sennit", pg_options=Options(codec=codec))
+    for size in (1, 1_000, 100_003):
+        for dtype in (torch.float32, torch.bfloat16):
+            for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+                tensor = made(rank, size).to(dtype)
+                expected = tensor.clone()
+                dist.all_reduce(tensor, op, group=group)
+                all_reduce_coded(expected, codec, op)
+                assert torch.equal(tensor, expected)
+    numbers = torch.arange(5) + 1_000_003 * rank
+    dist.all_reduce(numbers, group=group)
+    assert torch.equal(numbers, world * torch.arange(5) + 1_000_003 * (world * (world - 1) // 2))
+    exact = torch.full((3,), 1.0001, dtype=torch.float64)
+    dist.all_reduce(exact, group=group)
+    assert torch.equal(exact, torch.full((3,), 1.0001, dtype=torch.float64) * world)
+    dist.destroy_process_group(group)
+    for wrong, match in ((INT8, "stochastic rounding for all calls"), (Codec(kind=CodecKind.LOSSLESS), "LOSSLESS")):
+        with pytest.raises(ArgumentError, match=match):
+            Options(codec=wrong)
+
+
+def groups_differ(rank: int, world: int) -> None:
+    codec = Codec(kind=(CodecKind.BF16, CodecKind.FP16)[rank])
+    group = dist.new_group(backend="sennit", pg_options=Options(codec=codec))
+    with pytest.raises(dist.DistBackendError, match="as bf16, .* as fp16"):
+        dist.all_reduce(torch.ones(100), group=group)

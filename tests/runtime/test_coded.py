@@ -55,3 +55,12 @@ def test_feedback_and_a_codec_between_hosts_are_refused_together() -> None:
 
 def test_a_model_learns_with_four_bits_a_gradient(kept_world: Callable[..., Any]) -> None:
     assert max(kept_world(2).run(CASES, "converges")) < 1e-3
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_group_may_have_a_codec_for_all_its_sums(kept_world: Callable[..., Any], size: int) -> None:
+    kept_world(size).run(CASES, "of_a_group")
+
+
+def test_ranks_whose_groups_have_other_codecs_are_refused(new_world: Callable[..., Any]) -> None:
+    new_world(2).run(CASES, "groups_differ")
