@@ -70,7 +70,7 @@ def main() -> None:
 
     # Row shards belong to the model, as the width does. With 8 of them a table can lie on up to 8 ranks.
     tables = [
-        Table(name=column.name, rows=column.row_count, dim=16, row_shards=min(8, column.row_count), optimizer=ADAM)
+        Table(name=column.name, rows=column.row_count, dim=16, row_shards=8, optimizer=ADAM)
         for column in samples.columns
     ]
     # `placement` says who has which shard. It decides time and memory, and no bit: try "table_wise" or "data_parallel".
@@ -85,7 +85,7 @@ def main() -> None:
     def logits_and_labels(batch_number: int) -> tuple[Tensor, Tensor]:
         """Of the samples in this rank's slices. All ranks call it: ids and rows travel between them."""
         rows = order.rows(batch_number)
-        own = rows[slice(*replicas.slices.samples(rank, len(rows)))]
+        own = rows[replicas.slices.own_samples(len(rows))]
         batch = samples.batch(own, range(len(tables)))
         vectors = embeddings(batch, global_batch=len(rows))
         return replicas(batch.dense, vectors, global_batch=len(rows)), batch.labels

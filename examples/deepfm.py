@@ -82,7 +82,7 @@ def main() -> None:
 
     for step in range(steps):
         rows = order.rows(order.training_batch(step))
-        own = rows[slice(*replicas.slices.samples(rank, BATCH))]
+        own = rows[replicas.slices.own_samples(BATCH)]
         batch = samples.batch(own, range(len(tables)))
         vectors = embeddings(batch)
         with torch.autocast("cpu", torch.bfloat16):

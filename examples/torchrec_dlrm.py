@@ -95,7 +95,7 @@ def main() -> None:
     replicas = SlicedReplicas(model)
     optimizer = torch.optim.Adam(replicas.parameters(), lr=0.003)
 
-    own = slice(*replicas.slices.samples(dist.get_rank(), BATCH))
+    own = replicas.slices.own_samples(BATCH)
     for step in range(steps):
         dense, features, labels = global_batch(step)
         vectors = embeddings(part(features, own.start, own.stop))  # keys in any order; others than ours are left out

@@ -79,7 +79,7 @@ def main() -> None:
 
     def own(rows: Tensor) -> Tensor:
         """Those in this rank's slices. Sizes of slices differ by one if `rows` are no multiple of 8."""
-        return rows[slice(*replicas.slices.samples(rank, len(rows)))]
+        return rows[replicas.slices.own_samples(len(rows))]
 
     def towers(rows: Tensor) -> tuple[Tensor, Tensor]:
         """Vectors of the own part of `rows`. All ranks call it: ids and rows travel between them."""

@@ -66,6 +66,10 @@ class Slices:
         span = self.of(rank)
         return Span(self.first_sample(span.low, global_batch), self.first_sample(span.high, global_batch))
 
+    def own_samples(self, global_batch: int) -> slice:
+        """The samples of this rank, to index those of all ranks with."""
+        return slice(*self.samples(self.rank, global_batch))
+
     def global_batch(self, local_batch: int, given: int | None = None) -> int:
         """The samples of all ranks, from those of this rank.
 

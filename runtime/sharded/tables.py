@@ -60,7 +60,10 @@ class Table:
     """None: uniform within 1 / sqrt(rows), as in the reference code of DLRM (Naumov et al. 2019)."""
 
     row_shards: int = 1
-    """Rows are cut into so many ranges. A bag's sum is a sum in each, and the canonical tree over them."""
+    """Rows are cut into so many ranges. A bag's sum is a sum in each, and the canonical tree over them.
+
+    With fewer rows than shards some shards are empty.
+    """
 
     column_shards: int = 1
     """Columns are cut into so many ranges. Each has its own row-wise optimizer states."""
@@ -85,8 +88,8 @@ class Table:
             refuse("rows", "1 or more")
         if self.dim < 1:
             refuse("dim", "1 or more")
-        if not 1 <= self.row_shards <= min(self.rows, MAX_SHARDS):
-            refuse("row_shards", f"1 to {min(self.rows, MAX_SHARDS)}")
+        if not 1 <= self.row_shards <= MAX_SHARDS:
+            refuse("row_shards", f"1 to {MAX_SHARDS}")
         if not 1 <= self.column_shards <= min(self.dim, MAX_SHARDS):
             refuse("column_shards", f"1 to {min(self.dim, MAX_SHARDS)}")
         if -(-self.dim // self.column_shards) > MAX_DIM:

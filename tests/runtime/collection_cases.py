@@ -78,7 +78,7 @@ def rows_of(module: ShardedEmbeddingBags | ShardedEmbeddings, number: int) -> Te
 def own_samples(batch: Jagged) -> slice:
     count = len(next(iter(batch.bags.values())))
     slices = Slices(rank=dist.get_rank(), world_size=dist.get_world_size())
-    return slice(*slices.samples(slices.rank, count))
+    return slices.own_samples(count)
 
 
 def look_up(module: Any, batch: Jagged) -> dict[str, Tensor]:

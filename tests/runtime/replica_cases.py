@@ -54,7 +54,7 @@ def batch(step: int, count: int, ids: int = 30) -> tuple[Tensor, Tensor, Tensor]
 
 
 def mine(replicas: SlicedReplicas, count: int) -> slice:
-    return slice(*replicas.slices.samples(replicas.slices.rank, count))
+    return replicas.slices.own_samples(count)
 
 
 def digest(*tensors: Tensor) -> str:

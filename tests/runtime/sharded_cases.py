@@ -28,7 +28,7 @@ TABLES = (
     Table(
         name="genre", rows=17, dim=8, row_shards=3, column_shards=4, features=("liked", "seen"), pooling=Pooling.MEAN
     ),
-    Table(name="city", rows=50, dim=16, column_shards=8, precision=Precision.BF16),
+    Table(name="city", rows=5, dim=16, row_shards=8, column_shards=8, precision=Precision.BF16),
 )
 
 
@@ -117,7 +117,7 @@ def like_torch(rank: int, world: int, placement: str, kind: str) -> None:
     values = torch.randint(0, 200, (int(lengths.sum()),), generator=generator)
     whole = Features(lengths=lengths, values=values)
     rows = rows_of(module, world)
-    mine = slice(*module.slices.samples(rank, samples))
+    mine = module.slices.own_samples(samples)
     weight = torch.nn.Parameter(rows.clone())
     offsets = torch.cumsum(lengths[0], 0) - lengths[0]
     if kind == "none":

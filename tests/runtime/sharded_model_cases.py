@@ -68,7 +68,7 @@ class Run:
             (torch.rand(SAMPLES, count, generator=generator) ** 3 * rows).to(torch.int64)
             for rows, count in ((500, 7), (90, 40), (60, 3))
         )
-        own = slice(*self.bags.slices.samples(self.rank, SAMPLES))
+        own = self.bags.slices.own_samples(SAMPLES)
         vectors = self.bags({"user": users[own], "item": items[own]}, global_batch=SAMPLES)
         rows = self.sequences({"watched": watched[own]}, global_batch=SAMPLES)["watched"].view(-1, 3, DIM)
         losses = self.replicas(dense[own], vectors["user"], vectors["item"], rows, labels[own], global_batch=SAMPLES)
