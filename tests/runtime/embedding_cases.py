@@ -220,6 +220,12 @@ def _sliced_cases() -> Iterator[Case]:
                 *(BlockShape(table=1, bags=40, most=most, slice=at) for at in (1, 2, 4, 511, 512, 40_000, 65_535)),
             ),
         )
+    # More lookups of a row in a slice than two chunks have.
+    yield Case(
+        name="slices of one row",
+        tables=(table("one", 1, 32),),
+        blocks=tuple(BlockShape(table=0, bags=40, most=4, slice=at) for at in (0, 1, 3)),
+    )
     yield Case(
         name="slices skewed",
         tables=(table("heads", 3000, 16),),
