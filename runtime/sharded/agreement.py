@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sennit.runtime.kernels.checks import GradientError
-from sennit.runtime.sharded.features import IdError
+from sennit.runtime.kernels.checks import GradientError, IdError
 from sennit.transport.errors import ArgumentError, ConfigError
 
 

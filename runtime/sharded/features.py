@@ -10,15 +10,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from sennit.runtime.kernels.checks import IdError as IdError
 from sennit.runtime.kernels.spec import Bounds
 from sennit.runtime.sharded.tables import Table
 from sennit.transport.errors import ArgumentError
 
 _INTEGERS: Final = (torch.int32, torch.int64)
-
-
-class IdError(ArgumentError, IndexError):
-    """An id is outside its table. The message names rank, feature, position, id and range."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

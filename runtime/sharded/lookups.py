@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.spec import Pooling
+from sennit.runtime.sharded.blocks import joined
 from sennit.runtime.sharded.features import Ids
 
 
@@ -24,8 +25,7 @@ class Lookups:
 
     def gathered(self, of_feature: dict[int, Tensor]) -> Tensor:
         """Values of each lookup, [lookups, n] by feature, in the order of the batch; flat."""
-        parts = [of_feature[feature][piece].reshape(-1) for feature, piece in self.pieces]
-        return torch.cat(parts) if parts else torch.empty(0)
+        return joined([of_feature[feature][piece].reshape(-1) for feature, piece in self.pieces], torch.float32)
 
 
 def lookups_of(
@@ -51,8 +51,8 @@ def lookups_of(
             table_of_block=tuple(table for table, *_ in blocks),
             bags_of_block=tuple(end - first for *_, first, end in blocks),
             slice_of_block=tuple(number for _, _, number, _, _ in blocks),
-            lengths=torch.cat(lengths) if lengths else ids.lengths.new_empty(0),
-            values=torch.cat(values) if values else ids.values.new_empty(0),
+            lengths=joined(lengths, ids.lengths.dtype),
+            values=joined(values, ids.values.dtype),
             pooling=Pooling.NONE,
         ),
         pieces=tuple(pieces),

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.engine import EmbeddingEngine
+from sennit.runtime.sharded.blocks import chosen_blocks, joined
 from sennit.runtime.sharded.routes import Block, Columns, Part, Sum, blocks_of
 from sennit.runtime.sharded.tables import Shard, Table
+from sennit.transport.tree import balanced
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +58,7 @@ class Owner:
         self._blocks = blocks_of(sums, tables)
         self._table_of_block = [table_of_shard[block.shard] for block in self._blocks]
         self._dim_of_block = [engine.specs[table].dim for table in self._table_of_block]
-        self._part_of_block = [_part(parts, block) for block in self._blocks]
+        self._part_of_block = [self._parts.index(Part(block.feature, block.shard.row)) for block in self._blocks]
         self._gradient_of_block = [
             self._gradients.index(Columns(block.feature, block.shard.column)) for block in self._blocks
         ]
@@ -91,10 +93,12 @@ class Owner:
             by_part = torch.split(lengths, bags)
             counts = [int(part.sum()) for part in by_part]
             order = [place * len(self._parts) + part for place in range(len(sources)) for part in self._part_of_block]
-            lengths = _joined(by_part, order)
-            values = _joined(torch.split(values, counts), order)
+            lengths = joined([by_part[part] for part in order], lengths.dtype)
+            ids = torch.split(values, counts)
+            values = joined([ids[part] for part in order], values.dtype)
             if weights is not None:
-                weights = _joined(torch.split(weights, counts), order)
+                of_ids = torch.split(weights, counts)
+                weights = joined([of_ids[part] for part in order], weights.dtype)
         return Arrived(
             sources=tuple(sources),
             batch=Batch(
@@ -115,49 +119,29 @@ class Owner:
             return found
         sizes = [source.sample_count * dim for source in arrived.sources for dim in self._dim_of_block]
         blocks = iter(torch.split(found, sizes))
-        answer = found.new_empty(sum(self.answer_size(source.sample_count) for source in arrived.sources))
-        out_sizes = [source.sample_count * dim for source in arrived.sources for dim in self._dim_of_sum]
-        outputs = iter(torch.split(answer, out_sizes))
-        for _ in arrived.sources:
-            for one in self._sums:
-                tree_sum([next(blocks) for _ in range(one.node.low, one.node.high)], next(outputs))
-        return answer
+        sums = [
+            folded([next(blocks) for _ in range(*one.node)], balanced(one.node.high - one.node.low))
+            for _ in arrived.sources
+            for one in self._sums
+        ]
+        return joined(sums, found.dtype)
 
     def by_slice(self, arrived: Arrived, gradient: Tensor) -> tuple[Batch, Tensor]:
         """The batch and its gradient with the slice of each block (docs/reference/embedding.md, rule 4)."""
         batch, gradient = arrived.batch, self._by_block(arrived, gradient)
-        places = [
-            (source.first_slice + number, block)
+        slices = [
+            source.first_slice + number
             for source in arrived.sources
-            for block in range(len(self._blocks))
+            for _ in self._blocks
             for number in range(len(source.sizes))
         ]
-        order = list(range(len(places)))
         if self._has_shared_tables:
             # Two features of a table: slices rise only where both features take turns.
-            order.sort(key=places.__getitem__)
-            dims = [self._dim_of_block[block] for _, block in places]
-            gradient = _joined(
-                torch.split(gradient, [bags * dim for bags, dim in zip(batch.bags_of_block, dims, strict=True)]), order
-            )
-            lengths = torch.split(batch.lengths, list(batch.bags_of_block))
-            counts = [int(part.sum()) for part in lengths]
-            weights = batch.weights
-            batch = dataclasses.replace(
-                batch,
-                lengths=_joined(lengths, order),
-                values=_joined(torch.split(batch.values, counts), order),
-                weights=None if weights is None else _joined(torch.split(weights, counts), order),
-            )
-        return (
-            dataclasses.replace(
-                batch,
-                table_of_block=tuple(self._table_of_block[places[place][1]] for place in order),
-                bags_of_block=tuple(batch.bags_of_block[place] for place in order),
-                slice_of_block=tuple(places[place][0] for place in order),
-            ),
-            gradient,
-        )
+            order = sorted(range(len(slices)), key=slices.__getitem__)
+            dims = [spec.dim for spec in self.engine.specs]
+            batch, gradient = chosen_blocks(batch, gradient, order, dims)
+            slices.sort()
+        return dataclasses.replace(batch, slice_of_block=tuple(slices)), gradient
 
     def _by_block(self, arrived: Arrived, gradient: Tensor) -> Tensor:
         """The gradient as the engine takes it: what row shards share is there for each of them."""
@@ -171,35 +155,19 @@ class Owner:
             for place in range(len(arrived.sources))
             for number in self._gradient_of_block
         ]
-        return _joined(parts, order)
+        return joined([parts[number] for number in order], gradient.dtype)
 
 
-def tree_sum(terms: Sequence[Tensor], out: Tensor) -> None:
-    """Adds terms in the canonical tree (docs/reference/plans.md, rule 1) over 0 … n - 1. May overwrite terms."""
-    if len(terms) == 1:
-        out.copy_(terms[0])
-        return
-    torch.add(_folded(terms[: _left(terms)]), _folded(terms[_left(terms) :]), out=out)
-
-
-def _folded(terms: Sequence[Tensor]) -> Tensor:
-    if len(terms) == 1:
-        return terms[0]
-    return _folded(terms[: _left(terms)]).add_(_folded(terms[_left(terms) :]))
-
-
-def _left(terms: Sequence[Tensor]) -> int:
-    """The terms of the left half: the largest power of two below their number."""
-    return 1 << ((len(terms) - 1).bit_length() - 1)
-
-
-def _part(parts: Sequence[Part], block: Block) -> int:
-    return list(parts).index(Part(block.feature, block.shard.row))
+def folded(terms: Sequence[Tensor], program: Sequence[int]) -> Tensor:
+    """Adds terms in the order of a `program` of `transport.tree`. Writes over the terms."""
+    stack: list[Tensor] = []
+    for term, count in zip(terms, program, strict=True):
+        stack.append(term)
+        for _ in range(count):
+            right = stack.pop()
+            stack[-1].add_(right)
+    return stack[0]
 
 
 def _table(blocks: Sequence[Block], one: Sum) -> int:
     return next(block.shard.table for block in blocks if block.feature == one.feature)
-
-
-def _joined(parts: Sequence[Tensor], order: Sequence[int]) -> Tensor:
-    return torch.cat([parts[number] for number in order])

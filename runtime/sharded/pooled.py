@@ -8,13 +8,15 @@ in its order, and what comes back is the result.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sennit.runtime.kernels.engine import EmbeddingEngine
+from sennit.runtime.sharded.blocks import joined
 from sennit.runtime.sharded.features import Ids, features_of
-from sennit.runtime.sharded.owner import Arrived, Owner, Source
+from sennit.runtime.sharded.owner import Arrived, Owner, Source, folded
 from sennit.runtime.sharded.placement import Placement
 from sennit.runtime.sharded.routes import Columns, Part, Sum, routes
 from sennit.runtime.sharded.slices import Slices
@@ -25,7 +27,7 @@ from sennit.transport.tree import combinations
 
 
 class Exchange:
-    """The pooled lookups of the features whose tables are in one engine. Every method is collective."""
+    """The pooled lookups of the features whose tables are in one engine. Exchanges are collective."""
 
     def __init__(
         self,
@@ -66,16 +68,16 @@ class Exchange:
             if table.row_shards == 1:
                 by_part[Part(feature, 0)] = (ids.lengths[feature], values_of[feature], weights)
                 continue
-            borders = [table.row_range(row).low for row in range(table.row_shards)] + [table.rows]
-            for row, part in enumerate(dealt(ids.lengths[feature], values_of[feature], borders, weights)):
+            for row, part in enumerate(dealt(ids.lengths[feature], values_of[feature], table.row_borders, weights)):
                 by_part[Part(feature, row)] = part
         chosen = [[by_part[part] for part in parts] for parts in self.routes.parts]
         flat = [part for parts in chosen for part in parts]
+        weighted = [weights for *_, weights in flat if weights is not None]
         return Outgoing(
             counts=[sum(len(part[1]) for part in parts) for parts in chosen],
-            lengths=_cat([part[0] for part in flat], torch.int32),
-            values=_cat([part[1] for part in flat], self._id_dtype),
-            weights=None if weights_of is None else _cat([part[2] for part in flat], torch.float32),
+            lengths=joined([part[0] for part in flat], torch.int32),
+            values=joined([part[1] for part in flat], self._id_dtype),
+            weights=None if weights_of is None else joined(weighted, torch.float32),
         )
 
     def source(self, rank: int, global_batch: int) -> Source:
@@ -114,14 +116,14 @@ class Exchange:
         result = {}
         for feature in self.features:
             table = self._table_of[feature]
-            columns = [_folded(found[feature, column], table.row_shards) for column in range(table.column_shards)]
+            columns = [_whole(found[feature, column], table.row_shards) for column in range(table.column_shards)]
             result[feature] = columns[0] if len(columns) == 1 else torch.cat(columns, 1)
         return result
 
     def return_gradients(self, arrived: Arrived, gradients: dict[int, Tensor]) -> Tensor:
         """Sends gradients of bags, [samples, dim] by feature, to the owners of their rows.
 
-        Returns those for this rank's shards, flat, as `Owner.update` takes them.
+        Returns those for this rank's shards, flat, as `Owner.by_slice` takes them.
         """
         samples = [source.sample_count for source in arrived.sources]
         mine = samples[self._slices.rank]
@@ -134,7 +136,7 @@ class Exchange:
         flat = [
             self._part_of_gradient(one, gradients[one.feature]) for places in self.routes.gradients for one in places
         ]
-        return _cat(flat, torch.float32)
+        return joined(flat, torch.float32)
 
     def _part_of_gradient(self, one: Columns, gradient: Tensor) -> Tensor:
         columns = self._table_of[one.feature].column_range(one.column)
@@ -144,35 +146,20 @@ class Exchange:
         return self._table_of[feature].column_range(column).size
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Outgoing:
     """A rank's ids, in the order of the wire."""
 
-    def __init__(self, *, counts: list[int], lengths: Tensor, values: Tensor, weights: Tensor | None) -> None:
-        """`counts`: ids for each rank."""
-        self.counts, self.lengths, self.values, self.weights = counts, lengths, values, weights
+    counts: list[int]
+    """Ids for each rank."""
+
+    lengths: Tensor
+    values: Tensor
+    weights: Tensor | None
 
 
-def _folded(sums: Sequence[tuple[Sum, Tensor]], row_shards: int) -> Tensor:
-    """Adds the sums of nodes in the canonical tree."""
+def _whole(sums: Sequence[tuple[Sum, Tensor]], row_shards: int) -> Tensor:
+    """The sum over all row shards, from those of nodes."""
     ordered = sorted(sums, key=lambda entry: entry[0].node)
-    if len(ordered) == 1:
-        return ordered[0][1]
-    stack: list[Tensor] = []
     program = combinations(tuple(one.node for one, _ in ordered), row_shards)
-    for (_, values), count in zip(ordered, program, strict=True):
-        stack.append(values)
-        for _ in range(count):
-            right = stack.pop()
-            stack[-1] = stack[-1] + right
-    return stack[0]
-
-
-def _cat(parts: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
-    """One tensor of `dtype`, from parts that may have others."""
-    given = [part for part in parts if part is not None]
-    output = torch.empty(sum(len(part) for part in given), dtype=dtype)
-    place = 0
-    for part in given:
-        output[place : place + len(part)].copy_(part)
-        place += len(part)
-    return output
+    return folded([values for _, values in ordered], program)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data-parallel tables: every rank has all rows. Only the rows that a step used travel, as sums of their gradients."""
+"""Data-parallel tables: every rank has all rows. What a step used travels, so that all ranks take the same step."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.spec import Pooling
+from sennit.runtime.sharded.blocks import chosen_blocks, joined
 from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.wire import Wire
 from sennit.transport.tree import Span
@@ -81,8 +82,7 @@ class SparseAllReduce:
         counts = torch.zeros(len(own_nodes), tables, dtype=torch.int64)
         rows, sums = [], []
         for number, node in enumerate(own_nodes):
-            of_node = (batch, gradient) if len(own_nodes) == 1 else _of_slices(batch, gradient, node, self._dims)
-            for found in self._engine.sum_rows(*of_node):
+            for found in self._engine.sum_rows(*self._of_node(batch, gradient, node)):
                 counts[number, found.table] = len(found.rows)
                 rows.append(found.rows)
                 sums.append(found.sums.reshape(-1))
@@ -90,9 +90,9 @@ class SparseAllReduce:
         all_counts = self._wire.all_gather("counts", counts.flatten(), widths)
         of_rank = [part.view(-1, tables) for part in torch.split(all_counts, widths)]
         dims = torch.tensor(self._dims)
-        all_rows = self._wire.all_gather("ids", _cat(rows, torch.int64), [int(part.sum()) for part in of_rank])
+        all_rows = self._wire.all_gather("ids", joined(rows, torch.int64), [int(part.sum()) for part in of_rank])
         all_sums = self._wire.all_gather(
-            "gradients", _cat(sums, torch.float32), [int((part * dims).sum()) for part in of_rank]
+            "gradients", joined(sums, torch.float32), [int((part * dims).sum()) for part in of_rank]
         )
         nodes = [node for of_one in self._nodes for node in of_one]
         merged = Batch(
@@ -105,31 +105,10 @@ class SparseAllReduce:
         )
         return merged, all_sums
 
-
-def _of_slices(batch: Batch, gradient: Tensor, node: Span, dims: Sequence[int]) -> tuple[Batch, Tensor]:
-    """The blocks of these slices with their gradient. `dims`: columns of each table."""
-    assert batch.slice_of_block is not None
-    chosen = [place for place, number in enumerate(batch.slice_of_block) if node.low <= number < node.high]
-    lengths = torch.split(batch.lengths, list(batch.bags_of_block))
-    counts = [int(part.sum()) for part in lengths]
-    vectors = counts if batch.pooling is Pooling.NONE else batch.bags_of_block
-    sizes = [count * dims[table] for count, table in zip(vectors, batch.table_of_block, strict=True)]
-
-    def of(whole: Tensor, parts: Sequence[int]) -> Tensor:
-        split = torch.split(whole, list(parts))
-        return _cat([split[place] for place in chosen], whole.dtype)
-
-    part = Batch(
-        table_of_block=tuple(batch.table_of_block[place] for place in chosen),
-        bags_of_block=tuple(batch.bags_of_block[place] for place in chosen),
-        slice_of_block=tuple(batch.slice_of_block[place] for place in chosen),
-        lengths=_cat([lengths[place] for place in chosen], batch.lengths.dtype),
-        values=of(batch.values, counts),
-        weights=None if batch.weights is None else of(batch.weights, counts),
-        pooling=batch.pooling,
-    )
-    return part, of(gradient, sizes)
-
-
-def _cat(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    return torch.cat(list(parts)) if parts else torch.empty(0, dtype=dtype)
+    def _of_node(self, batch: Batch, gradient: Tensor, node: Span) -> tuple[Batch, Tensor]:
+        """The blocks of the node's slices."""
+        assert batch.slice_of_block is not None
+        if node == self._slices.own:
+            return batch, gradient
+        places = [place for place, number in enumerate(batch.slice_of_block) if node.low <= number < node.high]
+        return chosen_blocks(batch, gradient, places, self._dims)

@@ -62,17 +62,14 @@ class Routes:
     """By rank: the gradients that are sent to it."""
 
 
-def routes(tables: Sequence[Table], placement: Placement, chosen: Sequence[int] | None = None) -> Routes:
-    """The routes of the `chosen` features (numbers; None: all) that are not replicated. All ranks have the same."""
+def routes(tables: Sequence[Table], placement: Placement, chosen: Sequence[int]) -> Routes:
+    """The routes of the `chosen` features, by number. None of their tables is replicated. All ranks have the same."""
     features = features_of(tables)
-    numbers = range(len(features)) if chosen is None else chosen
     parts, sums, gradients = [], [], []
     for rank in range(placement.world_size):
         own_parts, own_sums, own_gradients = [], [], []
-        for feature in numbers:
+        for feature in chosen:
             number = features[feature][1]
-            if number in placement.replicated:
-                continue
             rows: set[int] = set()
             for column in range(tables[number].column_shards):
                 of_column = [

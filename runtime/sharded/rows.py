@@ -22,6 +22,7 @@ from sennit.runtime.kernels.ids import distinct as distinct_rows
 from sennit.runtime.kernels.layout import TableMemory
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
 from sennit.runtime.kernels.spec import Pooling, TableSpec
+from sennit.runtime.sharded.blocks import joined
 from sennit.runtime.sharded.engines import Settings
 from sennit.runtime.sharded.features import Ids, features_of
 from sennit.runtime.sharded.lookups import Lookups, lookups_of
@@ -117,7 +118,7 @@ class RowExchange:
         ]
         ids = self._wire.all_to_all(
             "ids",
-            torch.cat(wanted) if wanted else torch.empty(0, dtype=torch.int64),
+            joined(wanted, torch.int64),
             [sum(of_rank) for of_rank in asked],
             [sum(of_rank) for of_rank in counts],
         )
@@ -160,9 +161,7 @@ class RowExchange:
             sums[node][part.table][start:end, columns.low : columns.high].reshape(-1)
             for node, part, start, end, columns in self._answers(nodes)
         ]
-        return self._wire.all_to_all(
-            "gradients", torch.cat(parts) if parts else torch.empty(0), fetched.sizes, self._own_sizes(nodes)
-        )
+        return self._wire.all_to_all("gradients", joined(parts, torch.float32), fetched.sizes, self._own_sizes(nodes))
 
     @property
     def _world(self) -> range:
@@ -179,7 +178,7 @@ class RowExchange:
             spec = self._tables[table]
             rows, places[table] = distinct_rows(torch.cat(values_of))
             distinct[table] = rows
-            starts = torch.tensor([spec.row_range(row).low for row in range(spec.row_shards)] + [spec.rows])
+            starts = torch.tensor(spec.row_borders)
             borders[table] = torch.searchsorted(rows, starts).tolist()
         return Node(lookups=lookups, distinct=distinct, borders=borders, places=places)
 
@@ -234,12 +233,14 @@ class RowExchange:
 
     def _assembled(self, nodes: Sequence[Node], found: Tensor) -> list[dict[int, Tensor]]:
         """Puts rows together from their row and column shards."""
-        whole = {table for table in self._numbers if self._tables[table].row_shards == 1}
-        whole = {table for table in whole if self._tables[table].column_shards == 1}
-        rows: list[dict[int, Tensor]] = [
-            {table: torch.empty(len(node.distinct[table]), self._tables[table].dim) for table in self._numbers}
-            if not whole.issuperset(self._numbers)
-            else {}
+        shards = {table: (self._tables[table].row_shards, self._tables[table].column_shards) for table in self._numbers}
+        whole = {table for table, counts in shards.items() if counts == (1, 1)}
+        rows = [
+            {
+                table: torch.empty(len(node.distinct[table]), self._tables[table].dim)
+                for table in self._numbers
+                if table not in whole
+            }
             for node in nodes
         ]
         start = 0

@@ -99,6 +99,11 @@ class Table:
         """The rows of a row shard."""
         return Range(shard * self.rows // self.row_shards, (shard + 1) * self.rows // self.row_shards)
 
+    @property
+    def row_borders(self) -> list[int]:
+        """Where each row shard begins, and the end of the last one."""
+        return [self.row_range(row).low for row in range(self.row_shards)] + [self.rows]
+
     def column_range(self, shard: int) -> Range:
         """The columns of a column shard."""
         return Range(shard * self.dim // self.column_shards, (shard + 1) * self.dim // self.column_shards)

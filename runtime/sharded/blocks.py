@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of a batch in another order, and parts put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sennit.runtime.kernels.batch import Batch
+from sennit.runtime.kernels.spec import Pooling
+
+
+def joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """One tensor of `dtype` from flat parts, which may have others. Without parts it is empty."""
+    output = torch.empty(sum(len(part) for part in parts), dtype=dtype)
+    place = 0
+    for part in parts:
+        output[place : place + len(part)].copy_(part)
+        place += len(part)
+    return output
+
+
+def chosen_blocks(batch: Batch, gradient: Tensor, places: Sequence[int], dims: Sequence[int]) -> tuple[Batch, Tensor]:
+    """The blocks at `places`, in this order, with the gradient of their result. `dims`: columns of each table."""
+    lengths = torch.split(batch.lengths, list(batch.bags_of_block))
+    counts = [int(part.sum()) for part in lengths]
+    vectors = counts if batch.pooling is Pooling.NONE else batch.bags_of_block
+    sizes = [count * dims[table] for count, table in zip(vectors, batch.table_of_block, strict=True)]
+
+    def of(whole: Tensor, parts: Sequence[int]) -> Tensor:
+        split = torch.split(whole, list(parts))
+        return joined([split[place] for place in places], whole.dtype)
+
+    slices = batch.slice_of_block
+    part = Batch(
+        table_of_block=tuple(batch.table_of_block[place] for place in places),
+        bags_of_block=tuple(batch.bags_of_block[place] for place in places),
+        slice_of_block=None if slices is None else tuple(slices[place] for place in places),
+        lengths=joined([lengths[place] for place in places], batch.lengths.dtype),
+        values=of(batch.values, counts),
+        weights=None if batch.weights is None else of(batch.weights, counts),
+        pooling=batch.pooling,
+    )
+    return part, of(gradient, sizes)
