@@ -5,7 +5,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 import typer
 from rich.console import Console
@@ -105,6 +105,22 @@ def collectives(
         report.plot(result, plot_path)
 
 
+def _run_ranks(bench: Any, json_path: Path | None, **settings: Any) -> None:
+    """Runs a benchmark whose ranks are processes of this machine, with these settings of its module."""
+    from sennit.runtime.training.launch import RankFailure
+
+    try:
+        chosen = bench.Settings(**settings)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    try:
+        report = bench.run(chosen)
+    except RankFailure as error:
+        fail(error)
+    bench.render(report, stdout_console())
+    _write(json_path, report.as_json())
+
+
 @app.command("group", epilog="Example: sennit bench group --world 64 --against gloo --transport udp")
 def bench_group(
     against: Annotated[list[str] | None, typer.Option(help="peer: gloo")] = None,
@@ -114,19 +130,9 @@ def bench_group(
     json_path: Figures = None,
 ) -> None:
     """Time the making of a group up to its first AllReduce; count bytes read from the store, and memory."""
-    from sennit.runtime.training.launch import RankFailure
     from sennit.testbed.bench import group
 
-    try:
-        settings = group.Settings(transport=transport, world=world, against=tuple(against or ("gloo",)), rounds=rounds)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    try:
-        report = group.run(settings)
-    except RankFailure as error:
-        fail(error)
-    group.render(report, stdout_console())
-    _write(json_path, report.as_json())
+    _run_ranks(group, json_path, transport=transport, world=world, against=tuple(against or ("gloo",)), rounds=rounds)
 
 
 @app.command("slices", epilog="Example: sennit bench slices --slices 8 --batch 1024")
@@ -138,19 +144,9 @@ def bench_slices(
     json_path: Figures = None,
 ) -> None:
     """Time the dense step in slices beside one slice a rank, and beside DDP."""
-    from sennit.runtime.training.launch import RankFailure
     from sennit.testbed.bench import slices as bench
 
-    try:
-        settings = bench.Settings(world=world, slices=slices, local_batch=batch, rounds=rounds)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    try:
-        report = bench.run(settings)
-    except RankFailure as error:
-        fail(error)
-    bench.render(report, stdout_console())
-    _write(json_path, report.as_json())
+    _run_ranks(bench, json_path, world=world, slices=slices, local_batch=batch, rounds=rounds)
 
 
 @app.command("sharded", epilog="Example: sennit bench sharded --zipf 1.2")
@@ -164,19 +160,9 @@ def bench_sharded(
     json_path: Figures = None,
 ) -> None:
     """Time a training step on sharded tables by placement, beside TorchRec if it is installed."""
-    from sennit.runtime.training.launch import RankFailure
     from sennit.testbed.bench import sharded as bench
 
-    try:
-        settings = bench.Settings(world=world, local_batch=batch, rows=rows, pooling=pooling, zipf=zipf, rounds=rounds)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    try:
-        report = bench.run(settings)
-    except RankFailure as error:
-        fail(error)
-    bench.render(report, stdout_console())
-    _write(json_path, report.as_json())
+    _run_ranks(bench, json_path, world=world, local_batch=batch, rows=rows, pooling=pooling, zipf=zipf, rounds=rounds)
 
 
 @app.command("offload", epilog="Example: sennit bench offload --end-to-end")

@@ -20,20 +20,15 @@ from rich.table import Table as Lines
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 
-from sennit.runtime.model.model import DenseModel
 from sennit.runtime.sharded import Features, ShardedEmbeddingBags, SlicedReplicas, Table
 from sennit.runtime.training import launch
-from sennit.testbed.bench import machine
+from sennit.testbed.bench import machine, slices
 from sennit.testbed.bench.report import format_seconds
 from sennit.testbed.bench.results import quantile
 from sennit.testbed.bench.sharded_torchrec import torchrec_step
 from sennit.transport.errors import Unsupported
 
-DENSE_COUNT: Final = 13
-BOTTOM: Final = (512, 256)
-TOP: Final = (512, 512, 256)
 RATE: Final = 0.01
-WARM_STEPS: Final = 3
 TIMEOUT_S: Final = 600.0
 SHARDINGS: Final = ("table_wise", "row_wise", "column_wise", "grid", "data_parallel")
 TORCHREC: Final = "torchrec"
@@ -43,17 +38,12 @@ Step = Callable[[Tensor, Features, Tensor], float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What to run."""
+class Settings(slices.Settings):
+    """What to run: the dense step of `sennit bench slices`, with tables."""
 
-    world: int = 2
-    """Ranks, all on this machine, a power of two."""
-
-    slices: int = 8
-    local_batch: int = 1_024
-    tables: int = 26
+    tables: int = slices.TABLES
     rows: int = 100_000
-    dim: int = 64
+    dim: int = slices.WIDTH
     pooling: int = 20
     """Ids of each bag."""
 
@@ -61,14 +51,6 @@ class Settings:
     """The exponent of the ids' distribution; None: uniform."""
 
     rounds: int = 15
-    """Timed steps of each."""
-
-    def __post_init__(self) -> None:
-        if self.slices % self.world or self.local_batch * self.world % self.slices:
-            raise ValueError(
-                f"{self.world} ranks, {self.slices} slices, {self.local_batch * self.world} samples in all; allowed: "
-                "each divides the next"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,26 +83,23 @@ class Report:
 
 
 class Dense(nn.Module):
-    """The dense part of a user's model, with its loss."""
+    """The dense part of a user's model, with its loss. Takes a vector of each table."""
 
     def __init__(self, tables: int, dim: int) -> None:
         super().__init__()
-        self.model = DenseModel(dense_count=DENSE_COUNT, table_count=tables, dim=dim, bottom=BOTTOM, top=TOP, seed=1)
+        self.model = slices.WithLoss(tables, dim)
 
     def forward(self, dense: Tensor, labels: Tensor, *vectors: Tensor) -> Tensor:
-        logits = self.model(dense, torch.stack(vectors))
-        return nn.functional.binary_cross_entropy_with_logits(logits, labels)
+        loss: Tensor = self.model(dense, torch.stack(vectors), labels)
+        return loss
 
 
 def run(settings: Settings) -> Report:
     """Raises `launch.RankFailure` if a rank fails, or if peers disagree."""
     _store, address = launch.serve_store(0, timeout_s=TIMEOUT_S)
     by_rank = launch.run_ranks(_take_turns, settings, settings.world, address=address, store_timeout_s=TIMEOUT_S)
-    seconds, absent = [rank[0] for rank in by_rank], by_rank[0][1]
-    slowest = {
-        peer: [max(steps) for steps in zip(*(rank[peer] for rank in seconds), strict=True)] for peer in seconds[0]
-    }
-    return Report(settings=settings, machine=machine.describe(), seconds=slowest, absent=absent)
+    seconds, absent = slices.slowest([rank[0] for rank in by_rank]), by_rank[0][1]
+    return Report(settings=settings, machine=machine.describe(), seconds=seconds, absent=absent)
 
 
 def _take_turns(settings: Settings, rank: int, world: int, store: Store) -> tuple[dict[str, list[float]], str | None]:
@@ -135,14 +114,14 @@ def _take_turns(settings: Settings, rank: int, world: int, store: Store) -> tupl
         absent = str(missing)
     generator = torch.Generator().manual_seed(rank)
     seconds: dict[str, list[float]] = {peer: [] for peer in steps}
-    for number in range(WARM_STEPS + settings.rounds):
+    for number in range(slices.WARM_STEPS + settings.rounds):
         batch = _batch(settings, generator)
         losses = {}
         for peer, step in steps.items():
             dist.barrier()
             start = time.perf_counter()
             losses[peer] = step(*batch)
-            if number >= WARM_STEPS:
+            if number >= slices.WARM_STEPS:
                 seconds[peer].append(time.perf_counter() - start)
         # Column shards have their own optimizer states, so their weights differ a little after the first step.
         expected = losses[SHARDINGS[0]]
@@ -191,7 +170,7 @@ def _batch(settings: Settings, generator: torch.Generator) -> tuple[Tensor, Feat
         # The hot rows are not neighbours, as hashed ids are not.
         values = values.clamp(max=settings.rows - 1) * 48_271 % settings.rows
     lengths = torch.full((settings.tables, batch), settings.pooling, dtype=torch.int32)
-    dense = torch.randn(batch, DENSE_COUNT, generator=generator)
+    dense = torch.randn(batch, slices.DENSE_COUNT, generator=generator)
     labels = torch.randint(2, (batch,), generator=generator).float()
     return dense, Features(lengths=lengths, values=values), labels
 

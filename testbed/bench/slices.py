@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -50,6 +50,7 @@ class Settings:
     """Timed steps of each."""
 
     def __post_init__(self) -> None:
+        """Raises ValueError unless ranks, slices and samples divide each other."""
         if self.slices % self.world or self.local_batch * self.world % self.slices:
             raise ValueError(
                 f"{self.world} ranks, {self.slices} slices, {self.local_batch * self.world} samples in all; allowed: "
@@ -81,11 +82,11 @@ class Report:
 
 
 class WithLoss(nn.Module):
-    """dense [B, 13], vectors [26, B, 64], labels [B] -> mean loss."""
+    """dense [B, 13], vectors [tables, B, width], labels [B] -> mean loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, tables: int = TABLES, width: int = WIDTH) -> None:
         super().__init__()
-        self.dense = DenseModel(dense_count=DENSE_COUNT, table_count=TABLES, dim=WIDTH, bottom=BOTTOM, top=TOP, seed=1)
+        self.dense = DenseModel(dense_count=DENSE_COUNT, table_count=tables, dim=width, bottom=BOTTOM, top=TOP, seed=1)
 
     def forward(self, dense: Tensor, vectors: Tensor, labels: Tensor) -> Tensor:
         return nn.functional.binary_cross_entropy_with_logits(self.dense(dense, vectors), labels)
@@ -95,10 +96,12 @@ def run(settings: Settings) -> Report:
     """Raises `launch.RankFailure` if a rank fails, or if the three disagree."""
     _store, address = launch.serve_store(0, timeout_s=TIMEOUT_S)
     by_rank = launch.run_ranks(_take_turns, settings, settings.world, address=address, store_timeout_s=TIMEOUT_S)
-    slowest = {
-        peer: [max(steps) for steps in zip(*(rank[peer] for rank in by_rank), strict=True)] for peer in by_rank[0]
-    }
-    return Report(settings=settings, machine=machine.describe(), seconds=slowest)
+    return Report(settings=settings, machine=machine.describe(), seconds=slowest(by_rank))
+
+
+def slowest(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+    """Seconds of each step of the slowest rank, by peer; from those of each rank."""
+    return {peer: [max(steps) for steps in zip(*(rank[peer] for rank in by_rank), strict=True)] for peer in by_rank[0]}
 
 
 def _take_turns(settings: Settings, rank: int, world: int, store: Store) -> dict[str, list[float]]:
