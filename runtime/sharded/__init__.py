@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sennit.runtime.sharded.placement import place as place
     from sennit.runtime.sharded.placement import placed as placed
     from sennit.runtime.sharded.replicas import SlicedReplicas as SlicedReplicas
+    from sennit.runtime.sharded.sent import Sent as Sent
     from sennit.runtime.sharded.sequences import ShardedEmbeddings as ShardedEmbeddings
     from sennit.runtime.sharded.slices import Slices as Slices
     from sennit.runtime.sharded.tables import Table as Table
@@ -36,6 +37,7 @@ __getattr__ = exporter(
         "place": "placement",
         "placed": "placement",
         "ShardedEmbeddings": "sequences",
+        "Sent": "sent",
         "Slices": "slices",
         "Table": "tables",
     },

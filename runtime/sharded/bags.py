@@ -28,6 +28,9 @@ from sennit.transport.errors import ArgumentError
 class ShardedEmbeddingBags(ShardedTables):
     """Embedding tables in shards on all ranks; each feature's ids of a sample are pooled.
 
+    A call returns float32 [B, dim] by feature: the pooled rows of this rank's B samples. What comes from a whole table
+    is a view of what arrived, without a copy.
+
     The backward pass updates the rows that were used, with the tables' own optimizers (Mudigere et al., ISCA 2022,
     section 4.1): a gradient of a table never exists. Weights have the same bits in any world, with any placement and
     transport, if `gradients` is "sum" and the rest of the model works slice by slice (`SlicedReplicas`).
@@ -43,22 +46,7 @@ class ShardedEmbeddingBags(ShardedTables):
     def _counts_told(self) -> int:
         return len(self._engines)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(self, features: Any, *, global_batch: int | None = None) -> dict[str, Tensor]:
-        """Float32 [B, dim] by feature: the pooled rows of this rank's B samples.
-
-        `features`: ids, in any form of `ids_of`. `global_batch`: the samples of all ranks; needed only where slices
-        differ in size. A feature of a whole table is a view of what arrived, without a copy.
-
-        Raises `IdError`, `ArgumentError`; the other ranks then raise `PeerInputError`, which names the rank. Raises
-        `GradientError` on all ranks if the step before had gradients that are not finite.
-        """
-        step = self._sent(features, global_batch)
-        found: tuple[Tensor, ...] = _Lookup.apply(self._anchor[0], self, step)  # type: ignore[no-untyped-call]
-        return dict(zip(self.feature_names, found, strict=True))
-
-    def _sent(self, given: Any, global_batch: int | None) -> _Step:
-        """Sends ids to their owners."""
+    def _send(self, given: Any, global_batch: int | None) -> _Step:
         outgoing: list[tuple[Outgoing, Outgoing]] = []
 
         def prepared(ids: Ids) -> list[list[int]]:
@@ -176,17 +164,3 @@ class _Step:
     samples: int
     lengths: dict[int, Tensor]
     """Float32 [samples, 1], of features whose table takes means; at least 1."""
-
-
-class _Lookup(torch.autograd.Function):
-    """Pooled rows by feature. Its backward pass is the optimizer step."""
-
-    @staticmethod
-    def forward(context: Any, anchor: Tensor, tables: ShardedEmbeddingBags, step: _Step) -> tuple[Tensor, ...]:
-        context.tables, context.step = tables, step
-        return tables._look_up(step)
-
-    @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        context.tables._update(context.step, gradients)
-        return torch.empty(0), None, None

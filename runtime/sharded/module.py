@@ -19,10 +19,11 @@ from sennit.runtime.sharded.engines import Engines, Held, Settings, groups_of
 from sennit.runtime.sharded.features import Ids, features_of, ids_of
 from sennit.runtime.sharded.placement import Placement, place
 from sennit.runtime.sharded.rates import TableRates
+from sennit.runtime.sharded.sent import Sent
 from sennit.runtime.sharded.slices import DEFAULT_SLICES, Slices
 from sennit.runtime.sharded.tables import Table, check_tables, output_names, shard_name, shards_of
 from sennit.runtime.sharded.wire import Wire
-from sennit.transport.errors import ConfigError, SennitError
+from sennit.transport.errors import ArgumentError, ConfigError, SennitError
 
 
 class ShardedTables(nn.Module):
@@ -97,6 +98,56 @@ class ShardedTables(nn.Module):
         self._anchor = [torch.empty(0, requires_grad=True)]
         self._bad: GradientError | None = None
         self._synchronised = True
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, features: Any, *, global_batch: int | None = None) -> dict[str, Tensor]:
+        """The float32 result of each feature, by its name (`feature_names`).
+
+        `features`: ids of this rank's B samples, in any form of `ids_of`, or a batch that was sent (`send`).
+        `global_batch`: the samples of all ranks; needed only where slices differ in size.
+
+        Raises `IdError`, `ArgumentError`; the other ranks then raise `PeerInputError`, which names the rank. Raises
+        `GradientError` on all ranks if the step before had gradients that are not finite.
+        """
+        if not isinstance(features, Sent):
+            features = self.send(features, global_batch=global_batch)
+        elif global_batch is not None:
+            raise ArgumentError("global_batch for a batch that was sent; allowed: in send")
+        step = features.take(self, "looked up")
+        if torch.is_grad_enabled():
+            found: tuple[Tensor, ...] = _Lookup.apply(self._anchor[0], self, step)  # type: ignore[no-untyped-call]
+        else:
+            found = self._look_up(step)
+            self._release(step)
+        return dict(zip(self.feature_names, found, strict=True))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def send(self, features: Any, *, global_batch: int | None = None) -> Sent:
+        """Sends ids to the owners of their rows, for a later call of this module. Collective.
+
+        Owners can then fetch rows while earlier batches are computed. Several batches may be sent before the first is
+        looked up. Arguments and errors are those of a call.
+        """
+        return Sent(self, self._send(features, global_batch))
+
+    def drop(self, sent: Sent) -> None:
+        """Forgets a sent batch that will not be looked up. Raises `ArgumentError` for any other."""
+        self._release(sent.take(self, "dropped"))
+
+    def _send(self, given: Any, global_batch: int | None) -> Any:
+        """Sends ids to their owners. Returns what the methods below take as `step`."""
+        raise NotImplementedError
+
+    def _look_up(self, step: Any) -> tuple[Tensor, ...]:
+        """The result of each feature. Collective."""
+        raise NotImplementedError
+
+    def _update(self, step: Any, gradients: Sequence[Tensor]) -> None:
+        """Takes the optimizer step from the gradients of `_look_up`. Collective."""
+        raise NotImplementedError
+
+    def _release(self, step: Any) -> None:
+        """Ends a step without an update. Not collective."""
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -244,6 +295,20 @@ class ShardedTables(nn.Module):
         for shard in shards_of(self.tables):
             described[f"owner of {shard_name(self.tables, shard)}"] = str(self.placement.owner_of[shard])
         return described
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows or sums of rows, by feature. Its backward pass is the optimizer step."""
+
+    @staticmethod
+    def forward(context: Any, anchor: Tensor, tables: ShardedTables, step: Any) -> tuple[Tensor, ...]:
+        context.tables, context.step = tables, step
+        return tables._look_up(step)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        context.tables._update(context.step, gradients)
+        return torch.empty(0), None, None
 
 
 def _hash(held: Held) -> str:

@@ -56,15 +56,12 @@ class Node:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fetched:
-    """Rows that came, and what this rank looked up for others."""
-
-    rows: list[dict[int, Tensor]]
-    """By node and table: float32 [distinct, dim]."""
+class Asked:
+    """What all ranks asked this one for."""
 
     batch: Batch
     sizes: list[int]
-    """Floats for each rank, of what this rank looked up."""
+    """Floats of the answer to each rank."""
 
 
 class RowExchange:
@@ -101,8 +98,8 @@ class RowExchange:
         """What this rank looks up, by node. Not collective."""
         return [self._node(ids, slices) for slices in slice_ranges(self._slices, global_batch)]
 
-    def fetch(self, nodes: Sequence[Node]) -> Fetched:
-        """Gets the rows of all nodes from their owners."""
+    def ask(self, nodes: Sequence[Node]) -> Asked:
+        """Asks the owners for the rows of all nodes."""
         mine = self._parts[self._me]
         counts = [[end - start for _, _, start, end in self._requests(nodes, rank)] for rank in self._world]
         flat = [count for of_rank in counts for count in of_rank]
@@ -123,30 +120,30 @@ class RowExchange:
             [sum(of_rank) for of_rank in counts],
         )
         batch, answers = self._batch(ids, asked)
-        found = self._wire.all_to_all("rows", self.engine.lookup(batch), self._own_sizes(nodes), answers)
-        return Fetched(rows=self._assembled(nodes, found), batch=batch, sizes=answers)
+        return Asked(batch=batch, sizes=answers)
 
-    def by_lookup(self, nodes: Sequence[Node], fetched: Fetched) -> dict[int, Tensor]:
-        """The row of each lookup: float32 [lookups, dim] by feature."""
+    def by_lookup(self, nodes: Sequence[Node], asked: Asked) -> dict[int, Tensor]:
+        """Gets the rows, and returns that of each lookup: float32 [lookups, dim] by feature."""
+        found = self._wire.all_to_all("rows", self.engine.lookup(asked.batch), self._own_sizes(nodes), asked.sizes)
         pieces: dict[int, list[Tensor]] = {feature: [] for of_table in self._features.values() for feature in of_table}
-        for node, rows in zip(nodes, fetched.rows, strict=True):
+        for node, rows in zip(nodes, self._assembled(nodes, found), strict=True):
             for number, table in enumerate(self._numbers):
                 own = [
                     piece
                     for block, piece in zip(node.lookups.batch.table_of_block, node.lookups.pieces, strict=True)
                     if block == number
                 ]
-                found = rows[table].index_select(0, node.places[table])
+                chosen = rows[table].index_select(0, node.places[table])
                 if len(self._features[table]) == 1:
-                    pieces[own[0][0]].append(found)
+                    pieces[own[0][0]].append(chosen)
                     continue
                 sizes = [piece.stop - piece.start for _, piece in own]
-                for (feature, _), part in zip(own, torch.split(found, sizes), strict=True):
+                for (feature, _), part in zip(own, torch.split(chosen, sizes), strict=True):
                     pieces[feature].append(part)
         return {feature: parts[0] if len(parts) == 1 else torch.cat(parts) for feature, parts in pieces.items()}
 
-    def sums(self, nodes: Sequence[Node], fetched: Fetched, gradients: dict[int, Tensor]) -> Tensor:
-        """Sends the sum of each row's gradients in each node to its owner. Returns those for `fetched.batch`, flat.
+    def sums(self, nodes: Sequence[Node], asked: Asked, gradients: dict[int, Tensor]) -> Tensor:
+        """Sends the sum of each row's gradients in each node to its owner. Returns those for `asked.batch`, flat.
 
         `gradients`: float32 [lookups, dim] by feature.
         """
@@ -161,7 +158,7 @@ class RowExchange:
             sums[node][part.table][start:end, columns.low : columns.high].reshape(-1)
             for node, part, start, end, columns in self._answers(nodes)
         ]
-        return self._wire.all_to_all("gradients", joined(parts, torch.float32), fetched.sizes, self._own_sizes(nodes))
+        return self._wire.all_to_all("gradients", joined(parts, torch.float32), asked.sizes, self._own_sizes(nodes))
 
     @property
     def _world(self) -> range:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+from collections import deque
 from typing import Any
 
 import pytest
@@ -17,7 +18,15 @@ from torch import Tensor
 
 from sennit.runtime.kernels import Bounds, Optimizer, OptimizerSpec, Pooling, Precision
 from sennit.runtime.kernels.checks import GradientError
-from sennit.runtime.sharded import Features, PeerInputError, ShardedEmbeddingBags, ShardedEmbeddings, Table, placed
+from sennit.runtime.sharded import (
+    Features,
+    PeerInputError,
+    Sent,
+    ShardedEmbeddingBags,
+    ShardedEmbeddings,
+    Table,
+    placed,
+)
 from sennit.runtime.sharded.module import ShardedTables
 from sennit.transport.errors import ArgumentError, ConfigError
 
@@ -74,10 +83,11 @@ def trained(
     kind: str = "bags",
     implementation: str = "native",
     passes: int = 1,
+    ahead: int = 0,
 ) -> tuple[str, list[str]]:
     """Backward passes whose gradients are elementwise functions of the outputs, so many `passes` in a step.
 
-    `kind`: bags, weighted or sequences.
+    `kind`: bags, weighted or sequences. `ahead`: how many later batches are sent before one is looked up.
 
     Returns the digest of the tables, and one of each sample's last outputs.
     """
@@ -88,11 +98,14 @@ def trained(
     made = ShardedEmbeddings if kind == "sequences" else ShardedEmbeddingBags
     module = made(tables, rate=0.1, placement=placement, gradients="sum", implementation_name=implementation)
     outputs: list[Tensor] = []
+    sent: deque[Sent] = deque()
     for step in range(4):
-        whole = features(step, samples, weighted=kind == "weighted")
-        part = own_part(whole, *module.slices.samples(rank, samples))
+        while step + len(sent) <= min(step + ahead, 3):
+            whole = features(step + len(sent), samples, weighted=kind == "weighted")
+            part = own_part(whole, *module.slices.samples(rank, samples))
+            sent.append(module.send(part, global_batch=samples))
         with contextlib.nullcontext() if step % passes == passes - 1 else module.no_sync():
-            outputs = list(module(part, global_batch=samples).values())
+            outputs = list(module(sent.popleft()).values())
             torch.autograd.backward(outputs, [vector.detach() * 0.5 + 0.25 for vector in outputs])
     module.check()
     of_sample = [hashlib.sha256() for _ in range(part.lengths.shape[1])]
@@ -171,6 +184,30 @@ def refuses(rank: int, world: int) -> None:
         module({"user": torch.zeros(8, dtype=torch.int64)})
     assert module.digest() == before
     assert len(module(good)["user"]) == 8
+
+
+def misuses_sent_batches(rank: int, world: int, kind: str) -> None:
+    """A sent batch is for one call of its module, or for `drop`."""
+    made = ShardedEmbeddings if kind == "sequences" else ShardedEmbeddingBags
+    table = Table(name="user", rows=10, dim=4, pooling=Pooling.NONE if kind == "sequences" else Pooling.SUM)
+    module, other = made([table], rate=1), made([table], rate=1)
+    before = module.digest()
+    first, second, third = (module.send({"user": torch.arange(8) + step}) for step in range(3))
+    for use in (other, other.drop):
+        with pytest.raises(ArgumentError, match="another module sent"):
+            use(first)
+    with pytest.raises(ArgumentError, match="global_batch for a batch that was sent"):
+        module(first, global_batch=8 * world)
+    module.drop(second)
+    with torch.no_grad():
+        assert torch.equal(module(third)["user"], module({"user": torch.arange(8) + 2})["user"])
+    module(first)["user"].sum()
+    for sent, fate in ((first, "looked up"), (second, "dropped"), (third, "looked up")):
+        with pytest.raises(ArgumentError, match=f"to be looked up, but it was {fate} before"):
+            module(sent)
+        with pytest.raises(ArgumentError, match=f"to be dropped, but it was {fate} before"):
+            module.drop(sent)
+    assert module.digest() == before
 
 
 def disagrees(rank: int, world: int) -> None:

@@ -36,6 +36,22 @@ def test_weights_have_the_same_bits_in_every_world(
     assert [sample for _, samples in found for sample in samples] == outputs
 
 
+@pytest.mark.parametrize("placement", ["row_wise", MIXED], ids=str)
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_batches_can_be_sent_ahead(
+    kept_world: Callable[..., Any], alone: tuple[str, list[Any]], placement: Any, ahead: int
+) -> None:
+    kind, (digest, outputs) = alone
+    found = kept_world(2).run(CASES, "trained", placement=placement, kind=kind, ahead=ahead)
+    assert [one for one, _ in found] == [digest] * 2
+    assert [sample for _, samples in found for sample in samples] == outputs
+
+
+@pytest.mark.parametrize("kind", ["bags", "sequences"])
+def test_a_sent_batch_is_used_once_by_its_module(kept_world: Callable[..., Any], kind: str) -> None:
+    kept_world(2).run(CASES, "misuses_sent_batches", kind=kind)
+
+
 @pytest.mark.parametrize("placement", SHARDINGS)
 @pytest.mark.parametrize("kind", ["sum", "mean", "none"])
 def test_a_step_is_that_of_torch(kept_world: Callable[..., Any], kind: str, placement: str) -> None:

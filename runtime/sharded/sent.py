@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A batch whose ids are with the owners of their rows, before it is looked up."""
+
+from __future__ import annotations
+
+from sennit.transport.errors import ArgumentError
+
+
+class Sent:
+    """What `send` of a module of sharded tables returns, for one call of the module, or for `drop`."""
+
+    def __init__(self, module: object, step: object) -> None:
+        self._module, self._step = module, step
+        self._fate: str | None = None
+
+    def take(self, module: object, fate: str) -> object:
+        """The batch, for `module` to do with it what `fate` says. Raises `ArgumentError` if that may not be."""
+        if module is not self._module:
+            raise ArgumentError("a batch that another module sent; allowed: one of this module")
+        if self._fate is not None:
+            raise ArgumentError(
+                f"a sent batch is to be {fate}, but it was {self._fate} before; allowed: one of them, once"
+            )
+        self._fate = fate
+        step, self._step = self._step, None
+        return step
