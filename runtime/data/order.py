@@ -5,6 +5,8 @@ A run is one sequence of batches. Each epoch has training batches, cut from its 
 and then the evaluation rows in batches. The last epoch may end early. The settings alone determine the samples of batch
 `n` of rank `r`, whether they are in the rank's own memory or come from feeders.
 
+A global batch is cut by the slices of the model (docs/reference/sharded.md), and a rank has the samples of its slices.
+
 Permutations are keyed bijections (`KeyedPermutation`), so nobody holds a list of all rows, however many there are.
 """
 
@@ -22,11 +24,13 @@ from torch import Tensor
 from sennit.offload.permutation import KeyedPermutation
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.samples import held_back
+from sennit.transport.tree import leaves_of
 
-ORDER_VERSION: Final = 2
+ORDER_VERSION: Final = 3
 """Incremented when the same settings give another order, so that no run resumes in the middle of a different order."""
 
 
+SLICES_MAX: Final = 1 << 15
 _ROWS_AT_ONCE: Final = 1 << 20
 
 
@@ -40,6 +44,7 @@ class OrderSettings:
     batch_size: int
     epochs: int
     max_steps: int | None
+    slices: int = 8
 
     def order(self, name: str, sample_count: int) -> Order:
         """The order of a data set's samples."""
@@ -64,12 +69,17 @@ class Order:
 
     epochs: int = 1
     max_steps: int | None = None
+    slices: int = 8
+    """The slices of the model that a global batch is cut by, a power of two. A world has at most as many ranks."""
+
     train_count: int = field(init=False)
     eval_count: int = field(init=False)
 
     def __post_init__(self) -> None:
         if self.split not in ("random", "last"):
             raise DataError(f"split {self.split!r}; allowed: random, last")
+        if not 1 <= self.slices <= SLICES_MAX or self.slices & (self.slices - 1):
+            raise DataError(f"{self.slices} slices; allowed: a power of two, 1 to {SLICES_MAX:,}")
         eval_count = held_back(self.sample_count, self.eval_fraction)
         object.__setattr__(self, "eval_count", eval_count)
         object.__setattr__(self, "train_count", self.sample_count - eval_count)
@@ -124,9 +134,11 @@ class Order:
         return min(self.batch_size, self.eval_count - (-1 - place) * self.batch_size)
 
     def counts(self, number: int, world_size: int) -> list[int]:
-        """The number of samples of each rank, as torch.tensor_split cuts them: the first ranks may get one more."""
-        least, more = divmod(self.size(number), world_size)
-        return [least + (rank < more) for rank in range(world_size)]
+        """The number of samples of each rank, those of its slices. Slices of a batch differ by one sample at most, and
+        are empty where the batch has fewer samples.
+        """
+        parts = [self._samples(number, rank, world_size) for rank in range(world_size)]
+        return [end - begin for begin, end in parts]
 
     def rows(self, number: int) -> Tensor:
         """The sample numbers of the global batch, int64."""
@@ -134,9 +146,7 @@ class Order:
 
     def part(self, number: int, rank: int, world_size: int) -> Tensor:
         """The sample numbers of this rank's part of the global batch."""
-        counts = self.counts(number, world_size)
-        begin = sum(counts[:rank])
-        return self._rows(number, begin, begin + counts[rank])
+        return self._rows(number, *self._samples(number, rank, world_size))
 
     def is_training(self) -> Tensor:
         """Bool [sample_count]: True for training samples, False for evaluation samples."""
@@ -144,6 +154,13 @@ class Order:
         for begin in range(self.train_count, self.sample_count, _ROWS_AT_ONCE):
             mask[self._split_rows(np.arange(begin, min(begin + _ROWS_AT_ONCE, self.sample_count)))] = False
         return mask
+
+    def _samples(self, number: int, rank: int, world_size: int) -> tuple[int, int]:
+        """The first of a rank's samples among those of the global batch, and the first behind them."""
+        if world_size > self.slices:
+            raise DataError(f"{world_size} ranks; allowed: at most {self.slices}, the slices of a global batch")
+        span, size = leaves_of(rank, world_size, self.slices), self.size(number)
+        return span.low * size // self.slices, span.high * size // self.slices
 
     def _rows(self, number: int, begin: int, end: int) -> Tensor:
         """A part of a global batch."""

@@ -68,6 +68,9 @@ def command(
     epochs: Annotated[int, typer.Option(help="passes over the training samples")] = _DEFAULT.epochs,
     steps: Annotated[int | None, typer.Option(help="stop after this many steps")] = None,
     batch_size: Annotated[int, typer.Option(help="samples per step, all ranks together")] = _DEFAULT.batch_size,
+    slices: Annotated[
+        int, typer.Option(help="slices of a global batch: a power of two, at least as many as ranks")
+    ] = _DEFAULT.slices,
     dim: Annotated[int, typer.Option(help="embedding dimension")] = _DEFAULT.embedding_dim,
     tensor_train: Annotated[
         str | None,
@@ -149,6 +152,7 @@ def command(
             epochs=epochs,
             max_steps=steps,
             batch_size=batch_size,
+            slices=slices,
             embedding_dim=dim,
             tensor_train=None if tensor_train is None else TensorTrainRule.parse(tensor_train),
             bottom=_widths("bottom", bottom),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sennit.offload.ingest.target import IngestTarget
 from sennit.runtime.backend.process_group import BACKEND_NAME
-from sennit.runtime.data.order import OrderSettings
+from sennit.runtime.data.order import SLICES_MAX, OrderSettings
 from sennit.runtime.data.sources import Source
 from sennit.runtime.model.optimizer import DENSE_OPTIMIZERS
 from sennit.runtime.model.schedule import RateSchedule
@@ -45,6 +45,9 @@ class TrainingConfig:
 
     batch_size: int = 2048
     """Samples per step over all ranks together, so that the run is the same at any world size."""
+
+    slices: int = 8
+    """Slices of the global batch, a power of two. They belong to the model (docs/reference/sharded.md)."""
 
     embedding_dim: int = 16
     """The width of every table, of the bottom MLP's output and of the interaction."""
@@ -148,6 +151,9 @@ class TrainingConfig:
         _in_range("seed", self.seed, 0, 2**63 - 1)
         _in_range("epochs", self.epochs, 1, 100_000)
         _in_range("batch size", self.batch_size, 1, 2**24)
+        _in_range("slices", self.slices, 1, SLICES_MAX)
+        if self.slices & (self.slices - 1):
+            raise ConfigError(f"slices {self.slices}; allowed: powers of two, 1 to {SLICES_MAX:,}")
         _in_range("embedding dimension", self.embedding_dim, 1, 4096)
         for name, widths in (("bottom", self.bottom), ("top", self.top)):
             for width in widths:
@@ -216,17 +222,11 @@ class TrainingConfig:
         return OrderSettings(**{one.name: getattr(self, one.name) for one in fields(OrderSettings)})
 
     def check_world(self, world_size: int) -> None:
-        """Raises unless the global batch can be cut evenly.
-
-        In an elastic run, whose world may change, parts may differ by one.
-        """
-        _in_range("number of ranks", world_size, 1, min(4096, self.batch_size))
-        if self.elastic:
-            _in_range("number of ranks", world_size, self.min_ranks, 4096)
-        elif self.batch_size % world_size:
+        """Raises unless every rank gets a slice of the global batch and a sample."""
+        _in_range("number of ranks", world_size, self.min_ranks if self.elastic else 1, min(4096, self.batch_size))
+        if world_size > self.slices:
             raise ConfigError(
-                f"batch size {self.batch_size} cannot be cut into {world_size} equal parts; "
-                f"allowed: multiples of {world_size}"
+                f"number of ranks {world_size}; allowed: at most {self.slices}, the slices of a global batch (--slices)"
             )
 
 

@@ -128,7 +128,7 @@ class ElasticRun:
 
     def _is_awaited(self) -> bool:
         """Whether a newcomer waits and there is work for one more rank. The answer is the same on all ranks."""
-        if dist.get_world_size() >= self._config.batch_size:
+        if dist.get_world_size() >= min(self._config.slices, self._config.batch_size):
             return False
         waiting = torch.tensor([waiting_count() if dist.get_rank() == 0 else 0])
         dist.broadcast(waiting, src=0)

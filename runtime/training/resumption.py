@@ -34,7 +34,7 @@ from sennit.runtime.training.trainer import Trainer
 from sennit.transport.errors import ConfigError, SennitError
 
 FIXED: Final = {
-    "order": ("seed", "split", "eval_fraction", "batch_size"),
+    "order": ("seed", "split", "eval_fraction", "batch_size", "slices"),
     "model": ("embedding_dim", "bottom", "top", "tensor_train"),
     "optimizer": ("dense_optimizer",),
 }

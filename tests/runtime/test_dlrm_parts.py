@@ -191,8 +191,10 @@ def test_what_happens_in_a_whole_phase_is_a_part_of_it(monkeypatch: pytest.Monke
 def test_optimizers_and_configurations_are_checked() -> None:
     with pytest.raises(ConfigError, match="dense optimizer 'lion'; allowed: adagrad, adam, sgd"):
         dense_optimizer("lion", nn.Linear(1, 1).parameters(), rate=1)
-    with pytest.raises(ConfigError, match="batch size 10 cannot be cut into 3 equal parts; allowed: multiples of 3"):
-        TrainingConfig(batch_size=10).check_world(3)
+    with pytest.raises(ConfigError, match="number of ranks 9; allowed: at most 8, the slices of a global batch"):
+        TrainingConfig(batch_size=10).check_world(9)
+    with pytest.raises(ConfigError, match="slices 6; allowed: powers of two, 1 to 32,768"):
+        TrainingConfig(slices=6)
     with pytest.raises(ConfigError, match="dense rate -1; allowed: above 0"):
         TrainingConfig(dense_rate=-1)
     with pytest.raises(ConfigError, match="clip norm 0; allowed: above 0"):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from sennit.offload.permutation import KeyedPermutation
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.order import Order
+from sennit.runtime.sharded.slices import Slices
 
 orders = st.builds(
     Order,
@@ -25,6 +27,7 @@ orders = st.builds(
     batch_size=st.integers(1, 28),
     epochs=st.integers(1, 3),
     max_steps=st.one_of(st.none(), st.integers(1, 40)),
+    slices=st.sampled_from([1, 2, 8, 32]),
 )
 
 
@@ -107,12 +110,19 @@ def test_batches_are_numbered_as_a_run_meets_them(order: Order) -> None:
 
 
 @given(order=orders, world_size=st.integers(1, 5), number=st.integers(0, 500))
-def test_ranks_have_the_parts_of_tensor_split(order: Order, world_size: int, number: int) -> None:
+def test_ranks_have_the_samples_of_their_slices(order: Order, world_size: int, number: int) -> None:
+    """As the library cuts a batch, and slice by slice the same at any world size."""
     number %= order.batch_count
-    parts = torch.tensor_split(order.rows(number), world_size)
-    assert order.counts(number, world_size) == [len(part) for part in parts]
-    for rank, part in enumerate(parts):
-        assert torch.equal(order.part(number, rank, world_size), part)
+    world_size = min(world_size, order.slices)
+    rows = order.rows(number)
+    by_slice = [order.part(number, one, order.slices) for one in range(order.slices)]
+    for rank in range(world_size):
+        slices = Slices(count=order.slices, rank=rank, world_size=world_size)
+        part = order.part(number, rank, world_size)
+        assert torch.equal(part, rows[slices.own_samples(len(rows))])
+        assert torch.equal(part, torch.cat(by_slice[slices.own.low : slices.own.high]))
+        assert order.counts(number, world_size)[rank] == len(part)
+    assert sum(order.counts(number, world_size)) == len(rows)
 
 
 def test_any_order_of_asking_gives_the_same(seed: int) -> None:
@@ -127,6 +137,10 @@ def test_what_is_in_no_run_is_named() -> None:
     order = Order(name="small", sample_count=20, seed=1, split="last", eval_fraction=0.1, batch_size=6, epochs=1)
     with pytest.raises(DataError, match="batch 4; allowed: 0 to 3"):
         order.rows(4)
+    with pytest.raises(DataError, match="9 ranks; allowed: at most 8, the slices of a global batch"):
+        order.part(0, 0, 9)
+    with pytest.raises(DataError, match="0 slices; allowed: a power of two, 1 to 32,768"):
+        replace(order, slices=0)
     with pytest.raises(DataError, match="small: 18 training samples do not fill one batch of 19"):
         Order(name="small", sample_count=20, seed=1, split="last", eval_fraction=0.1, batch_size=19, epochs=1)
     with pytest.raises(DataError, match="split 'first'; allowed: random, last"):

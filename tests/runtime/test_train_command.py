@@ -86,7 +86,7 @@ def test_coded_runs_train_like_plain_ones(tmp_path: Path, options: list[str], sa
     ("arguments", "message"),
     [
         (["--data", "criteo"], "error: data set 'criteo'; allowed: flights, movielens, adult, synthetic"),
-        ([*TINY, "--ranks", "3"], "error: batch size 64 cannot be cut into 3 equal parts; allowed: multiples of 3"),
+        ([*TINY, "--ranks", "3", "--slices", "2"], "error: number of ranks 3; allowed: at most 2, the slices"),
         ([*TINY, "--json", "/dev/null/report.json"], "error: --json: [Errno"),
         ([*TINY, "--table-memory", "1MiB"], "error: --table-store and --table-memory are given together"),
         ([*TINY, "--table-store", "/tmp", "--table-memory", "1M"], "error: --table-memory: size '1M': expected"),

@@ -134,7 +134,7 @@ def test_the_store_answers_on_more_than_the_loopback_address(capsys: pytest.Capt
     ("arguments", "message"),
     [
         (["--elastic", "--backend", "gloo"], "error: an elastic run over 'gloo'; allowed: 'sennit'"),
-        (["--elastic", "--min-ranks", "3", "--ranks", "2"], "error: number of ranks 2; allowed: 3 to 4096"),
+        (["--elastic", "--min-ranks", "3", "--ranks", "2"], "error: number of ranks 2; allowed: 3 to 2048"),
         (["--elastic", "--batch-size", "4", "--ranks", "5"], "error: number of ranks 5; allowed: 1 to 4"),
         (["--join", "127.0.0.1:1"], "error: --port and --join are for elastic runs"),
         (["--elastic", "--join", "nowhere"], "error: address 'nowhere'; allowed: HOST:PORT"),
