@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -79,6 +79,8 @@ class EmbeddingEngine:
         """Ids out of range in lookups, by table."""
         self.rows_skipped: Counter[str] = Counter()
         """Rows that updates skipped because their gradient was not finite, by table or core."""
+        self.on_update: Callable[[Batch], None] | None = None
+        """Called with the checked batch of each update, before any row changes."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -159,6 +161,8 @@ class EmbeddingEngine:
         batch, _ = resolve(batch, self.specs, self.bounds)
         check_gradient(batch, gradient, self.specs)
         constants = self.optimizer.constants(step=self.step + 1, rate=rate)
+        if self.on_update is not None:
+            self.on_update(batch)
         self.step += 1
         update = Update(kind=self.optimizer.kind, constants=constants, rounding=self.rounding, seed=self.seed)
         bad = self._tables.update(batch, gradient, update)

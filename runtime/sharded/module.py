@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.kernels.spec import Pooling
 from sennit.runtime.sharded.agreement import check_agreement, exchange_headers
+from sennit.runtime.sharded.changes import ChangedRows
 from sennit.runtime.sharded.engines import Engines, Held, Settings, groups_of
 from sennit.runtime.sharded.features import Ids, features_of, ids_of
 from sennit.runtime.sharded.placement import Placement, place
@@ -98,6 +99,7 @@ class ShardedTables(nn.Module):
         self._anchor = [torch.empty(0, requires_grad=True)]
         self._bad: GradientError | None = None
         self._synchronised = True
+        self._changes: list[ChangedRows] = []
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, features: Any, *, global_batch: int | None = None) -> dict[str, Tensor]:
@@ -194,6 +196,21 @@ class ShardedTables(nn.Module):
         for engines in self._engines:
             yield from engines.held
 
+    def track_changes(self) -> None:
+        """From now on `changed_rows` knows which rows change: a byte of memory for each row that this rank holds."""
+        if not self._changes:
+            self._changes = [ChangedRows(one) for pair in self._engines for one in (pair.sharded, pair.replicated)]
+
+    def changed_rows(self, *, clear: bool = True) -> dict[str, Tensor]:
+        """Int64 [n], rising, by shard: the rows that changed since `track_changes` or the last call with `clear`.
+
+        A shard that this rank holds and that is not there (a tensor train) counts as changed in all its parts. After
+        `load_state_dict` all rows have changed. Raises `ArgumentError` without `track_changes`.
+        """
+        if not self._changes:
+            raise ArgumentError("changed_rows without track_changes; allowed: after it")
+        return {name: rows for changes in self._changes for name, rows in changes.rows(clear=clear)}
+
     def digest(self) -> str:
         """SHA-256 of all weights and optimizer states. Collective; the same on all ranks, whoever holds what.
 
@@ -233,6 +250,8 @@ class ShardedTables(nn.Module):
         error_msgs: list[str],
     ) -> None:
         """Takes over the shards that this rank holds. A state may have those of other ranks, too."""
+        for changes in self._changes:
+            changes.mark_all()
         for key, tensor in self._saved():
             given = state_dict.get(prefix + key)
             if given is None:

@@ -314,3 +314,46 @@ def accumulates(rank: int, world: int, kind: str, placement: str) -> None:
     counts = torch.bincount(torch.arange(8) % 5, minlength=10) * 2 + torch.bincount(torch.full((8,), 9), minlength=10)
     torch.testing.assert_close(rows_of(module, world), before - 0.5 * world * counts.unsqueeze(1))
     module.check()
+
+
+def tracks_changes(rank: int, world: int, placement: str, optimizer: str) -> None:
+    """The rows that updates used are those that were used, and no byte of any other row changes."""
+    kind = OptimizerSpec(kind=Optimizer(optimizer), weight_decay=0.01)
+    tables = [
+        Table(name=name, rows=200, dim=6, row_shards=8, column_shards=2, optimizer=kind) for name in ("user", "item")
+    ]
+    module = ShardedEmbeddingBags(tables, rate=0.5, placement=placement, gradients="sum")
+    with pytest.raises(ArgumentError, match="changed_rows without track_changes"):
+        module.changed_rows()
+    take_step(module, torch.arange(4), torch.arange(4))
+    module.track_changes()
+    assert not any(len(rows) for rows in module.changed_rows().values())
+    for used in ((3, 50, 51, 199), (0, 50, 120 + rank, 0)):
+        before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        users = torch.tensor(used)
+        with module.no_sync():
+            take_step(module, users, torch.full((4,), 7))
+        take_step(module, torch.full((4,), 77), torch.full((4,), 7))
+        assert module.changed_rows(clear=False).keys() == {held.name for held in module.held()}
+        changed = module.changed_rows()
+        everyone: list[Any] = [None] * world
+        dist.all_gather_object(everyone, set(users.tolist()))
+        expected = {"user": set().union(*everyone, {77}), "item": {7}}
+        for name, rows in changed.items():
+            table, shard = name.split("/")
+            low, high = tables[0].row_range(int(shard.split(".")[0]))
+            assert rows.tolist() == sorted(row - low for row in expected[table] if low <= row < high)
+        for name, tensor in module.state_dict().items():
+            if name != "steps":
+                differs = (tensor != before[name]).reshape(len(tensor), -1).any(1)
+                assert set(differs.nonzero().flatten().tolist()) <= set(changed[name.rpartition(".")[0]].tolist())
+                if name.endswith("weight"):
+                    assert int(differs.sum()) == len(changed[name.rpartition(".")[0]])
+        assert not any(len(rows) for rows in module.changed_rows().values())
+    module.load_state_dict(module.state_dict())
+    assert all(len(rows) == 25 for rows in module.changed_rows().values())
+
+
+def take_step(module: ShardedEmbeddingBags, users: Tensor, items: Tensor) -> None:
+    found = module({"user": users, "item": items})
+    torch.autograd.backward(list(found.values()), [torch.ones_like(vectors) for vectors in found.values()])

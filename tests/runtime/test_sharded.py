@@ -109,3 +109,9 @@ def test_accumulated_gradients_have_the_same_bits_in_every_world(kept_world: Cal
         for digest, _ in kept_world(world).run(CASES, "trained", placement=placement, kind=kind, passes=2)
     }
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("placement", ["row_wise", "data_parallel"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "row_wise_adagrad", "adam", "partial_row_wise_adam", "lamb"])
+def test_it_is_known_which_rows_changed(kept_world: Callable[..., Any], optimizer: str, placement: str) -> None:
+    kept_world(2).run(CASES, "tracks_changes", placement=placement, optimizer=optimizer)

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rows of an engine's tables have been updated since somebody last asked. Incremental checkpoints ask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from sennit.runtime.kernels.batch import Batch
+from sennit.runtime.kernels.engine import EmbeddingEngine
+from sennit.runtime.kernels.tensor_train import TensorTrainSpec
+
+
+class ChangedRows:
+    """A byte for each row. No optimizer changes a row that a step did not use, so the rows of updates are enough.
+
+    Rows of a tensor train are no memory of their own, so it is left out: all of its cores count as changed.
+    """
+
+    def __init__(self, engine: EmbeddingEngine) -> None:
+        """Follows the updates of `engine` from now on."""
+        self._names = [spec.name for spec in engine.specs]
+        self._is_changed = {
+            number: torch.zeros(spec.row_count, dtype=torch.bool)
+            for number, spec in enumerate(engine.specs)
+            if not isinstance(spec, TensorTrainSpec)
+        }
+        engine.on_update = self._mark
+
+    def _mark(self, batch: Batch) -> None:
+        for block in batch.blocks():
+            if block.table in self._is_changed:
+                ids = batch.values[block.lookups].to(torch.int64)
+                self._is_changed[block.table].index_fill_(0, ids, True)
+
+    def mark_all(self) -> None:
+        """All rows have changed, by other means than an update."""
+        for is_changed in self._is_changed.values():
+            is_changed.fill_(True)
+
+    def rows(self, *, clear: bool) -> Iterator[tuple[str, Tensor]]:
+        """Int64 [n] by table, rising. With `clear` none counts as changed afterwards."""
+        for number, is_changed in self._is_changed.items():
+            yield self._names[number], is_changed.nonzero().flatten()
+            if clear:
+                is_changed.zero_()
