@@ -86,7 +86,7 @@ def main() -> None:
         """Of the samples in this rank's slices. All ranks call it: ids and rows travel between them."""
         rows = order.rows(batch_number)
         own = rows[replicas.slices.own_samples(len(rows))]
-        batch = samples.batch(own, range(len(tables)))
+        batch = samples.batch(own)
         vectors = embeddings(batch, global_batch=len(rows))
         return replicas(batch.dense, vectors, global_batch=len(rows)), batch.labels
 

@@ -83,7 +83,7 @@ def main() -> None:
     for step in range(steps):
         rows = order.rows(order.training_batch(step))
         own = rows[replicas.slices.own_samples(BATCH)]
-        batch = samples.batch(own, range(len(tables)))
+        batch = samples.batch(own)
         vectors = embeddings(batch)
         with torch.autocast("cpu", torch.bfloat16):
             logits = replicas(batch.dense, vectors)

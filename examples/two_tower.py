@@ -83,7 +83,7 @@ def main() -> None:
 
     def towers(rows: Tensor) -> tuple[Tensor, Tensor]:
         """Vectors of the own part of `rows`. All ranks call it: ids and rows travel between them."""
-        vectors = embeddings(samples.batch(own(rows), range(len(tables))), global_batch=len(rows))
+        vectors = embeddings(samples.batch(own(rows)), global_batch=len(rows))
         users, films = replicas(vectors, global_batch=len(rows))
         return users, films
 

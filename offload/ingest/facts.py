@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, Self
 
@@ -58,11 +58,6 @@ class Facts:
             )
         if self.plan.keep:
             raise PlanError("a plan that leaves out rows; allowed: one that keeps them all, so that batches are full")
-
-    def plan_for(self, table_order: Sequence[int]) -> FeaturePlan:
-        """The plan with the tables in this order."""
-        sparse = tuple(self.plan.sparse[table] for table in table_order)
-        return FeaturePlan(schema=self.plan.schema, columns=self.plan.columns, dense=self.plan.dense, sparse=sparse)
 
     def difference(self, other: Facts) -> str | None:
         """The first difference, as text for people; None if there is none."""

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from sennit.offload.ingest.facts import TableFacts
@@ -31,11 +30,11 @@ class BatchSource(Protocol):
     preprocessing: Preprocessing | None
     """The preprocessing fitted to the training rows; None if only the feeders know it."""
 
-    def begin(self, number: int, table_order: Sequence[int]) -> None:
-        """Sets the first batch that will be taken, and the order of tables in all batches."""
+    def begin(self, number: int) -> None:
+        """Sets the first batch that will be taken."""
 
     def take(self, number: int) -> CombinedBatch:
-        """This rank's part of the batch."""
+        """This rank's part of the batch, with the tables in the order of `tables`."""
 
     def release(self, number: int) -> None:
         """Says that the batch is used up. Its tensors may be overwritten from now on."""
@@ -62,13 +61,12 @@ class MemorySource:
         self.preprocessing: Preprocessing | None = data.preprocessing
         self._samples = data.samples
         self._rank, self._world_size = rank, world_size
-        self._table_order: Sequence[int] = range(len(self.tables))
 
-    def begin(self, number: int, table_order: Sequence[int]) -> None:
-        self._table_order = table_order
+    def begin(self, number: int) -> None:
+        pass
 
     def take(self, number: int) -> CombinedBatch:
-        return self._samples.batch(self.order.part(number, self._rank, self._world_size), self._table_order)
+        return self._samples.batch(self.order.part(number, self._rank, self._world_size))
 
     def release(self, number: int) -> None:
         pass

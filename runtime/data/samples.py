@@ -6,7 +6,6 @@ A batch is then a few tensor gathers, with no Python per sample.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -125,9 +124,9 @@ class Samples:
     def __len__(self) -> int:
         return self.labels.shape[0]
 
-    def batch(self, rows: Tensor, table_order: Sequence[int]) -> CombinedBatch:
-        """The samples `rows`, with the tables in this order (the exchange needs its own)."""
-        gathered = [self.columns[table].gather(rows) for table in table_order]
+    def batch(self, rows: Tensor) -> CombinedBatch:
+        """The samples `rows`."""
+        gathered = [column.gather(rows) for column in self.columns]
         return CombinedBatch(
             dense=self.dense[rows],
             labels=self.labels[rows],

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -73,11 +72,10 @@ class FedSource:
         self.preprocessing = _preprocessing(self.facts)
         self.dense_count = len(self.facts.dense_names)
 
-    def begin(self, number: int, table_order: Sequence[int]) -> None:
+    def begin(self, number: int) -> None:
         counts = self.order.counts(0, self._world_size)
-        plan = self.facts.plan_for(table_order)
         try:
-            layout = BatchLayout(plan=plan, batch_rows=max(counts), slots=SLOTS)
+            layout = BatchLayout(plan=self.facts.plan, batch_rows=max(counts), slots=SLOTS)
             receiver = self._target.receiver(
                 layout,
                 self._local_rank,

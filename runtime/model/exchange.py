@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The three AlltoAll exchanges of a step: ids to the tables' owners, pooled vectors back, gradients again.
 
-Order is what makes them cheap. Tables in a batch are grouped by owner, so each owner's part is one range. The owner
+Order is what makes them cheap. Tables are sent grouped by owner, so each owner's part is one range. The owner
 looks bags up in the order in which they arrived (source rank, table, sample), which is the order of its reply. A rank
 then receives [table, sample, dim] without rearranging. Only at the end are tables brought from the order of owners into
 the global order.
@@ -55,7 +55,7 @@ class Exchange:
         self._wire_place = torch.tensor(placement.wire_place)
 
     def send_ids(self, batch: CombinedBatch, sample_counts: Sequence[int]) -> Batch:
-        """Sends every owner its part of this rank's batch (tables in wire order). Collective.
+        """Sends every owner its part of this rank's batch. Collective.
 
         Returns a block of bags for each source rank and each table that this rank owns. `sample_counts`: samples of
         each rank's batch, known to all. Lengths go first, then the ids they count.
@@ -65,13 +65,19 @@ class Exchange:
             send_bags = [count * batch.sample_count for count in self._table_counts]
             receive_bags = [mine * count for count in sample_counts]
             lengths = batch.lengths.new_empty(sum(receive_bags))
-            given = batch.lengths.flatten()
+            # Batches have the model's order of tables.
+            order = self.placement.wire_order
+            in_order = batch.lengths[list(order)]
+            tables = torch.split(batch.values, batch.lengths.sum(1).tolist())
+            given = in_order.flatten()
             even = self._is_even(sample_counts)
             self._move(lengths, given, receive_bags, send_bags, self._id_codec, even=even)
-            send_ids = [int(part.sum()) for part in torch.split(batch.lengths, self._table_counts)]
+            send_ids = [int(part.sum()) for part in torch.split(in_order, self._table_counts)]
             receive_ids = [int(part.sum()) for part in torch.split(lengths, receive_bags)]
             values = batch.values.new_empty(sum(receive_ids))
-            self._move(values, batch.values, receive_ids, send_ids, self._id_codec, even=False)
+            self._move(
+                values, torch.cat([tables[table] for table in order]), receive_ids, send_ids, self._id_codec, even=False
+            )
             return Batch(
                 table_of_block=tuple(range(mine)) * len(sample_counts),
                 bags_of_block=tuple(count for count in sample_counts for _ in range(mine)),

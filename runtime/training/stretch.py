@@ -53,7 +53,7 @@ def _train(
 ) -> RunReport | Holding:
     config, source, first = trainer.config, trainer.source, trainer.rank == 0
     begin(trainer)
-    source.begin(trainer.order.next_batch(trainer.step), trainer.placement.wire_order)
+    source.begin(trainer.order.next_batch(trainer.step))
     first_step = trainer.step
     if changes:
         changes[-1] = replace(changes[-1], step=first_step)

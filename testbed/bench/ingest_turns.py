@@ -48,8 +48,8 @@ def main(data: str, turns: int, steps: int, targets: list[str]) -> None:
             source = fed[name] = FedSource(
                 target, config.order_settings, rank=0, world_size=1, local_rank=0, local_ranks=1, timeout_s=TIMEOUT_S
             )
-        trainer = trainers[name] = Trainer(config, source)
-        source.begin(0, trainer.placement.wire_order)
+        trainers[name] = Trainer(config, source)
+        source.begin(0)
     names = list(trainers)
     for name in names:  # steps that pay one-time costs
         _turn(trainers[name], steps)

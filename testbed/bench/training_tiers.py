@@ -126,7 +126,7 @@ def _trainer(samples: Samples, load: Load, home: TableStore | None, seed: int) -
     )
     source = MemorySource(prepared(samples, config.order_settings), rank=0, world_size=1)
     trainer = Trainer(config, source)
-    source.begin(0, trainer.placement.wire_order)
+    source.begin(0)
     return trainer
 
 

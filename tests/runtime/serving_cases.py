@@ -85,7 +85,7 @@ def train_and_predict(rank: int, world: int, *, seed: int, folder: str) -> list[
     memory = MemorySource(data, rank=rank, world_size=world)
     run = Trainer(config, memory)
     resumption.begin(run)
-    memory.begin(0, run.placement.wire_order)
+    memory.begin(0)
     for _ in range(run.step_count):
         run.train_step()
     resumption.save(run)
@@ -95,7 +95,7 @@ def train_and_predict(rank: int, world: int, *, seed: int, folder: str) -> list[
     fresh["city"][0] = "nowhere"
     raw = sources.load(write(path / str(rank), fresh, "fresh.parquet"), seed=seed)
     samples = data.preprocessing.apply(raw).samples()
-    batch = samples.batch(torch.arange(40), run.placement.wire_order)
+    batch = samples.batch(torch.arange(40))
     counts = [40] * world
     with torch.no_grad():
         bags = run.embedding.announce(run.exchange.send_ids(batch, counts))

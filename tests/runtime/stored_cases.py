@@ -52,7 +52,7 @@ def trainer(seed: int, folder: str | None, memory_bytes: int) -> Trainer:
         prepared(samples(seed), config.order_settings), rank=dist.get_rank(), world_size=dist.get_world_size()
     )
     made = Trainer(config, source)
-    source.begin(0, made.placement.wire_order)
+    source.begin(0)
     return made
 
 

@@ -28,9 +28,9 @@ def two_tables() -> Samples:
 
 
 def test_batch_keeps_sample_order_and_empty_bags() -> None:
-    batch = two_tables().batch(torch.tensor([2, 1, 0]), [1, 0])
-    assert batch.lengths.tolist() == [[3, 0, 2], [1, 1, 1]]
-    assert batch.values.tolist() == [2, 3, 4, 0, 1, 7, 8, 9]
+    batch = two_tables().batch(torch.tensor([2, 1, 0]))
+    assert batch.lengths.tolist() == [[1, 1, 1], [3, 0, 2]]
+    assert batch.values.tolist() == [7, 8, 9, 2, 3, 4, 0, 1]
     assert batch.labels.tolist() == [1.0, 1.0, 0.0]
     assert batch.dense.tolist() == [[4.0, 5.0], [2.0, 3.0], [0.0, 1.0]]
     assert batch.sample_count == 3

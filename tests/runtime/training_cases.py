@@ -53,7 +53,7 @@ def trainer(seed: int, tensor_train: str | None = None, data_seed: int | None = 
     data = prepared(samples(seed if data_seed is None else data_seed), config.order_settings)
     source = MemorySource(data, rank=dist.get_rank(), world_size=dist.get_world_size())
     made = Trainer(config, source)
-    source.begin(0, made.placement.wire_order)
+    source.begin(0)
     return made
 
 
