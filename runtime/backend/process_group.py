@@ -125,6 +125,14 @@ def _name_groups(process_group: type[dist.ProcessGroup]) -> None:
 
 def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
     """The communicator of a group (default: the default group): routes, counters, `describe()`."""
+    found = communicator_or_names(group)
+    if isinstance(found, list):
+        raise ValueError(f"the group's backends are {found}; allowed: groups of backend {BACKEND_NAME!r}")
+    return found
+
+
+def communicator_or_names(group: dist.ProcessGroup | None) -> Communicator | list[str]:
+    """The communicator of a group; of a group of other backends, their names."""
     import torch
     import torch.distributed as dist
 
@@ -142,7 +150,7 @@ def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
             found: Communicator = backend.communicator
             return found
         names.append(backend.name())
-    raise ValueError(f"the group's backends are {names}; allowed: groups of backend {BACKEND_NAME!r}")
+    return names
 
 
 def _create(group: Any, options: Options | None) -> dist.Backend:

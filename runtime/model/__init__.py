@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from sennit.runtime.model.exchange import Exchange as Exchange
     from sennit.runtime.model.model import DenseModel as DenseModel
     from sennit.runtime.model.optimizer import dense_optimizer as dense_optimizer
-    from sennit.runtime.model.phases import PhaseClock as PhaseClock
     from sennit.runtime.model.schedule import RateSchedule as RateSchedule
     from sennit.runtime.model.sharding import Placement as Placement
     from sennit.runtime.model.sharding import place as place
@@ -29,7 +28,6 @@ __getattr__ = exporter(
         "Exchange": "exchange",
         "DenseModel": "model",
         "dense_optimizer": "optimizer",
-        "PhaseClock": "phases",
         "RateSchedule": "schedule",
         "Placement": "sharding",
         "place": "sharding",

@@ -19,8 +19,8 @@ from torch import Tensor
 from sennit.runtime.backend import communicator
 from sennit.runtime.data.combined import CombinedBatch
 from sennit.runtime.kernels.batch import Batch
-from sennit.runtime.model.phases import PhaseClock
 from sennit.runtime.model.sharding import Placement
+from sennit.runtime.sharded.phases import PhaseClock
 from sennit.transport.codecs import EXCHANGE_CODECS, Codec, CodecKind
 
 

@@ -25,7 +25,7 @@ from sennit.runtime.memory.cache import LOCATION_BYTES, NOTE_BYTES, WAYS
 from sennit.runtime.memory.layout import DTYPES, Arrays, StoreLayout
 from sennit.runtime.memory.tiered import PrefetchedBatch, TieredTables, layout_of
 from sennit.runtime.model.embedding import ROW_WISE_ADAGRAD, fill, stream, table_specs
-from sennit.runtime.model.phases import PhaseClock
+from sennit.runtime.sharded.phases import PhaseClock
 from sennit.transport.errors import ArgumentError, ConfigError, DeviceError
 from sennit.transport.sizes import format_size
 

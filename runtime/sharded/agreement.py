@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sennit.runtime.backend.process_group import communicator_or_names
 from sennit.runtime.kernels.checks import GradientError, IdError
+from sennit.transport.codecs import Codec
 from sennit.transport.errors import ArgumentError, ConfigError
 
 
@@ -49,6 +51,13 @@ def check_agreement(
                 if key not in warned:
                     raise ConfigError(f"{what}; all ranks must have the same")
                 warnings.warn(f"{what}; bits may differ", stacklevel=3)
+
+
+def check_codec(codec: Codec | None, group: dist.ProcessGroup | None) -> None:
+    """Raises `ConfigError` for a codec in a group of another backend than sennit."""
+    names = communicator_or_names(group) if codec is not None else None
+    if isinstance(names, list):
+        raise ConfigError(f"a codec over {', '.join(dict.fromkeys(names))}; allowed: backend sennit, or codec=None")
 
 
 def exchange_headers(

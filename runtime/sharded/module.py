@@ -14,16 +14,18 @@ from torch import Tensor, nn
 
 from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.kernels.spec import Pooling
-from sennit.runtime.sharded.agreement import check_agreement, exchange_headers
+from sennit.runtime.sharded.agreement import check_agreement, check_codec, exchange_headers
 from sennit.runtime.sharded.changes import ChangedRows
 from sennit.runtime.sharded.engines import Engines, Held, Settings, groups_of
 from sennit.runtime.sharded.features import Ids, features_of, ids_of
+from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.sharded.placement import Placement, place
 from sennit.runtime.sharded.rates import TableRates
 from sennit.runtime.sharded.sent import Sent
 from sennit.runtime.sharded.slices import DEFAULT_SLICES, Slices
 from sennit.runtime.sharded.tables import Table, check_tables, output_names, shard_name, shards_of
 from sennit.runtime.sharded.wire import Wire
+from sennit.transport.codecs import Codec
 from sennit.transport.errors import ArgumentError, ConfigError, SennitError
 
 
@@ -48,6 +50,8 @@ class ShardedTables(nn.Module):
         group: dist.ProcessGroup | None = None,
         implementation_name: str = "native",
         threads: int = 1,
+        codec: Codec | None = None,
+        clock: PhaseClock | None = None,
     ) -> None:
         """`rate`: the learning rate of all tables; a scheduler may change it (`optimizer`).
 
@@ -56,6 +60,8 @@ class ShardedTables(nn.Module):
         `gradients`: "mean" if every rank's loss is the mean over its own samples, as with DDP; then gradients are
         averaged over ranks. "sum" if the losses of all ranks add up to the loss.
         `seed`: of initial values and of stochastic rounding.
+        `codec`: of sums, rows and gradients that travel (docs/reference/sharded.md, "Codecs").
+        `clock`: measures the phases of a step.
 
         Collective. Raises `ConfigError` on all ranks if they do not describe the same model.
         """
@@ -79,8 +85,9 @@ class ShardedTables(nn.Module):
         self._group = group
         self._divisor = world_size if gradients == "mean" else 1
         self._features = features_of(self.tables)
-        check_agreement(self._described(gradients, seed), group)
-        self._wire = Wire(rank=self.slices.rank, world_size=world_size, group=group)
+        check_agreement(self._described(gradients, seed) | {"codec": str(codec)}, group)
+        check_codec(codec, group)
+        self._wire = Wire(rank=self.slices.rank, world_size=world_size, group=group, codec=codec, clock=clock)
         settings = Settings(
             tables=self.tables,
             placement=placement,
@@ -119,7 +126,8 @@ class ShardedTables(nn.Module):
         if torch.is_grad_enabled():
             found: tuple[Tensor, ...] = _Lookup.apply(self._anchor[0], self, step)  # type: ignore[no-untyped-call]
         else:
-            found = self._look_up(step)
+            with self._wire.phase("lookup"):
+                found = self._look_up(step)
             self._release(step)
         return dict(zip(self.feature_names, found, strict=True))
 
@@ -130,7 +138,8 @@ class ShardedTables(nn.Module):
         Owners can then fetch rows while earlier batches are computed. Several batches may be sent before the first is
         looked up. Arguments and errors are those of a call.
         """
-        return Sent(self, self._send(features, global_batch))
+        with self._wire.phase("input exchange"):
+            return Sent(self, self._send(features, global_batch))
 
     def drop(self, sent: Sent) -> None:
         """Forgets a sent batch that will not be looked up. Raises `ArgumentError` for any other."""
@@ -322,11 +331,13 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, anchor: Tensor, tables: ShardedTables, step: Any) -> tuple[Tensor, ...]:
         context.tables, context.step = tables, step
-        return tables._look_up(step)
+        with tables._wire.phase("lookup"):
+            return tables._look_up(step)
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        context.tables._update(context.step, gradients)
+        with context.tables._wire.phase("sparse update"):
+            context.tables._update(context.step, gradients)
         return torch.empty(0), None, None
 
 

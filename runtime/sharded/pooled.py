@@ -57,6 +57,11 @@ class Exchange:
         self._sum_places = [(rank, one) for rank, sums in enumerate(self.routes.sums) for one in sums]
         wide = any(self._table_of[feature].rows > 1 << 31 for feature in self.features)
         self._id_dtype = torch.int64 if wide else torch.int32
+        self._codec = wire.codec_of(
+            table.column_range(column).size
+            for table in map(self._table_of.__getitem__, self.features)
+            for column in range(table.column_shards)
+        )
 
     def outgoing(self, ids: Ids) -> Outgoing:
         """This rank's ids by destination. Not collective."""
@@ -104,7 +109,7 @@ class Exchange:
         mine = samples[self._slices.rank]
         send = [self.owner.answer_size(count) for count in samples]
         receive = [mine * sum(self._columns(one.feature, one.column) for one in sums) for sums in self.routes.sums]
-        return self._wire.all_to_all("sums", self.owner.answer(arrived), receive, send)
+        return self._wire.all_to_all("sums", self.owner.answer(arrived), receive, send, codec=self._codec)
 
     def bags(self, answers: Tensor, samples: int) -> dict[int, Tensor]:
         """Sums of whole bags by feature, [samples, dim]: where a table is whole, views of `answers`. Not collective."""
@@ -129,7 +134,7 @@ class Exchange:
         mine = samples[self._slices.rank]
         send = [mine * sum(self._columns(*one) for one in places) for places in self.routes.gradients]
         receive = [self.owner.gradient_size(count) for count in samples]
-        return self._wire.all_to_all("gradients", self.packed(gradients), receive, send)
+        return self._wire.all_to_all("gradients", self.packed(gradients), receive, send, codec=self._codec)
 
     def packed(self, gradients: dict[int, Tensor]) -> Tensor:
         """The gradients of bags in the order of the wire. Not collective."""

@@ -74,10 +74,12 @@ class RowExchange:
         number_of: Mapping[Shard, int],
         features: Sequence[int],
         peers: Sequence[int],
+        wire: Wire,
     ) -> None:
-        """`number_of`: this rank's shards in the engine. `peers`: all ranks; for replicated tables this one alone."""
+        """`number_of`: this rank's shards in the engine. `peers`: the ranks of the `wire`; for replicated tables this
+        one alone."""
         self._tables, self._slices = settings.tables, settings.slices
-        self._wire = settings.wire if len(peers) > 1 else Wire(rank=0, world_size=1, group=None)
+        self._wire = wire
         self.engine, self._number_of = engine, number_of
         self._peers = list(peers)
         self._me = self._peers.index(settings.slices.rank)
@@ -89,6 +91,11 @@ class RowExchange:
         self._parts = [_parts_on(settings, self._numbers, rank) for rank in peers]
         self._nodes = [settings.slices.nodes_of(rank) for rank in peers]
         self._summer = summer(settings, self._numbers)
+        self._codec = self._wire.codec_of(
+            settings.tables[table].column_range(column).size
+            for table in self._numbers
+            for column in range(settings.tables[table].column_shards)
+        )
 
     @property
     def has_tables(self) -> bool:
@@ -124,7 +131,8 @@ class RowExchange:
 
     def by_lookup(self, nodes: Sequence[Node], asked: Asked) -> dict[int, Tensor]:
         """Gets the rows, and returns that of each lookup: float32 [lookups, dim] by feature."""
-        found = self._wire.all_to_all("rows", self.engine.lookup(asked.batch), self._own_sizes(nodes), asked.sizes)
+        answer = self.engine.lookup(asked.batch)
+        found = self._wire.all_to_all("rows", answer, self._own_sizes(nodes), asked.sizes, codec=self._codec)
         pieces: dict[int, list[Tensor]] = {feature: [] for of_table in self._features.values() for feature in of_table}
         for node, rows in zip(nodes, self._assembled(nodes, found), strict=True):
             for number, table in enumerate(self._numbers):
@@ -158,7 +166,8 @@ class RowExchange:
             sums[node][part.table][start:end, columns.low : columns.high].reshape(-1)
             for node, part, start, end, columns in self._answers(nodes)
         ]
-        return self._wire.all_to_all("gradients", joined(parts, torch.float32), asked.sizes, self._own_sizes(nodes))
+        own = joined(parts, torch.float32)
+        return self._wire.all_to_all("gradients", own, asked.sizes, self._own_sizes(nodes), codec=self._codec)
 
     @property
     def _world(self) -> range:

@@ -17,6 +17,7 @@ from sennit.runtime.sharded.features import Ids
 from sennit.runtime.sharded.module import ShardedTables
 from sennit.runtime.sharded.replicated import SparseAllReduce
 from sennit.runtime.sharded.rows import Asked, Node, RowExchange
+from sennit.runtime.sharded.wire import Wire
 from sennit.transport.errors import ArgumentError
 
 
@@ -64,9 +65,12 @@ class Sequences:
         settings = engines.settings
         self._slices = settings.slices
         world, own = range(settings.slices.world_size), (settings.slices.rank,)
-        self._sharded = RowExchange(settings, engines.sharded, engines.number_of, engines.features, world)
+        self._sharded = RowExchange(
+            settings, engines.sharded, engines.number_of, engines.features, world, settings.wire
+        )
+        alone = Wire(rank=0, world_size=1, group=None)
         self._replicated = RowExchange(
-            settings, engines.replicated, engines.replica_of, engines.replicated_features, own
+            settings, engines.replicated, engines.replica_of, engines.replicated_features, own, alone
         )
         self._steps = Steps(engines.sharded, settings.slices.count)
         self._replica_steps = Steps(engines.replicated, settings.slices.count)

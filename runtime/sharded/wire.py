@@ -1,38 +1,114 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exchanges of sharded tables, and how many bytes they send."""
+"""The exchanges of sharded tables: coded if a codec is given, and how many bytes they send."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sennit.runtime.backend import communicator
+from sennit.runtime.sharded.phases import PhaseClock, phase
+from sennit.transport.codecs import Codec, CodecKind
+
+# What a sum, a row or a gradient counts as; all else is input.
+_PHASES: Final = {"sums": "AlltoAll forward", "rows": "AlltoAll forward", "gradients": "AlltoAll backward"}
+_LARGEST_BLOCK: Final = 4_096
+
+
+def row_codec(codec: Codec, widths: Iterable[int]) -> Codec:
+    """The codec with blocks inside rows of these `widths`, so that what lies beside a row does not change its bits.
+
+    A block of INT8 is a row if all widths are equal, else their greatest common divisor (4,096 elements at most). FP8
+    has the greatest common divisor with its own block. Blocks of MX4 have 32 elements, whatever the widths.
+    """
+    width = math.gcd(*widths)
+    if codec.kind in (CodecKind.FP8_E4M3, CodecKind.FP8_E5M2):
+        width = math.gcd(width, codec.block or 0)
+    elif codec.kind is not CodecKind.INT8:
+        return codec
+    block = next((size for size in range(min(width, _LARGEST_BLOCK), 0, -1) if width % size == 0), codec.block)
+    return dataclasses.replace(codec, block=block)
+
 
 class Wire:
     """AlltoAll and AllGather of flat tensors with counts, among the ranks of a group. A rank alone sends nothing."""
 
-    def __init__(self, *, rank: int, world_size: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        group: dist.ProcessGroup | None,
+        codec: Codec | None = None,
+        clock: PhaseClock | None = None,
+    ) -> None:
+        """`codec`: of floats in AlltoAll; LOSSLESS codes integers, too. A group of backend sennit."""
         self._rank, self._world_size, self._group = rank, world_size, group
+        self._codec, self._clock = codec, clock
+        self._lossless = codec if codec is not None and codec.kind is CodecKind.LOSSLESS else None
+        self._coded_calls = 0
         self.sent_bytes: Counter[str] = Counter()
-        """Bytes that this rank gave other ranks, by kind: "lengths", "ids", "rows", "gradients" and so on."""
+        """Bytes that this rank gave other ranks, by kind: "lengths", "ids", "rows", "gradients" and so on. What
+        LOSSLESS coded counts as it was before."""
 
-    def all_to_all(self, kind: str, source: Tensor, receive: Sequence[int], send: Sequence[int]) -> Tensor:
-        """Sends `send[r]` elements of `source` to rank r. Returns `receive[r]` elements of each rank."""
-        if self._world_size == 1:
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Counts time to a phase, if there is a clock."""
+        return phase(self._clock, name)
+
+    def codec_of(self, widths: Iterable[int]) -> Codec | None:
+        """What codes floats of rows of these widths."""
+        return None if self._codec is None else row_codec(self._codec, widths)
+
+    def all_to_all(
+        self, kind: str, source: Tensor, receive: Sequence[int], send: Sequence[int], *, codec: Codec | None = None
+    ) -> Tensor:
+        """Sends `send[r]` elements of `source` to rank r. Returns `receive[r]` elements of each rank.
+
+        With `codec` (`codec_of`) all are coded and decoded, also those that stay here.
+        """
+        codec = self._lossless if codec is None else codec
+        if codec is None and self._world_size == 1:
             return source
-        output = source.new_empty(sum(receive))
-        dist.all_to_all_single(output, source, list(receive), list(send), group=self._group)
-        self.sent_bytes[kind] += (sum(send) - send[self._rank]) * source.element_size()
+        with self.phase(_PHASES.get(kind, "input exchange")):
+            if codec is None:
+                output = source.new_empty(sum(receive))
+                dist.all_to_all_single(output, source, list(receive), list(send), group=self._group)
+            else:
+                output = self._coded(source, receive, send, codec)
+        others = [count for rank, count in enumerate(send) if rank != self._rank]
+        if codec is None or codec.kind is CodecKind.LOSSLESS:
+            self.sent_bytes[kind] += sum(others) * source.element_size()
+        else:
+            self.sent_bytes[kind] += sum(map(codec.coded_bytes, others))
         return output
+
+    def _coded(self, source: Tensor, receive: Sequence[int], send: Sequence[int], codec: Codec) -> Tensor:
+        """With stochastic rounding each call has a seed of its own."""
+        seed = (codec.seed + self._coded_calls) % (1 << 64)
+        self._coded_calls += 1
+        return torch.from_numpy(
+            communicator(self._group).alltoall(
+                source.detach().numpy(),
+                send_counts=send,
+                recv_counts=receive,
+                codec=dataclasses.replace(codec, seed=seed),
+            )
+        )
 
     def all_gather(self, kind: str, own: Tensor, sizes: Sequence[int]) -> Tensor:
         """Returns the elements of all ranks, `sizes[r]` of rank r."""
         if self._world_size == 1:
             return own
-        output = own.new_empty(sum(sizes))
-        dist.all_gather(list(torch.split(output, list(sizes))), own, group=self._group)
+        with self.phase("AllGather"):
+            output = own.new_empty(sum(sizes))
+            dist.all_gather(list(torch.split(output, list(sizes))), own, group=self._group)
         self.sent_bytes[kind] += own.nbytes * (self._world_size - 1)
         return output

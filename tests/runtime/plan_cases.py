@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from sennit.runtime.backend.process_group import Options, PlanCompiler
 from sennit.runtime.model.exchange import Exchange
-from sennit.runtime.model.phases import PhaseClock
 from sennit.runtime.model.sharding import Placement
+from sennit.runtime.sharded.phases import PhaseClock
 from sennit.transport.signature import Kind
 
 

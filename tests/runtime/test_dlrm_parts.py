@@ -18,9 +18,9 @@ from sennit.runtime.model.embedding import embedding_engine, table_bytes
 from sennit.runtime.model.memory_limits import available_bytes, shared_limits
 from sennit.runtime.model.model import DenseModel
 from sennit.runtime.model.optimizer import dense_optimizer
-from sennit.runtime.model.phases import PhaseClock
 from sennit.runtime.model.sharding import cost, place
 from sennit.runtime.model.tensor_train import TensorTrainRule, table_spec
+from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.fingerprint import line
 from sennit.runtime.training.metrics import quality

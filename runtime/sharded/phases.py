@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 
 class PhaseClock:
@@ -43,3 +43,8 @@ class PhaseClock:
             current = self._open[-1]
             self.seconds[current] = self.seconds.get(current, 0.0) + now - self._since
         self._since = now
+
+
+def phase(clock: PhaseClock | None, name: str) -> AbstractContextManager[None]:
+    """A phase of a clock. Without one nothing is measured."""
+    return nullcontext() if clock is None else clock.phase(name)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+# Torch types its collectives thinly:
+# mypy: disable-error-code="no-untyped-call,arg-type"
+"""Sharded tables with codecs: run on each rank by test_sharded_codecs.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sennit.runtime.backend import communicator
+from sennit.runtime.kernels import Optimizer, OptimizerSpec, Pooling
+from sennit.runtime.sharded import PhaseClock, ShardedEmbeddingBags, ShardedEmbeddings, Table
+from sennit.transport.codecs import EXCHANGE_CODECS, Codec, CodecKind
+from sennit.transport.errors import ConfigError
+from tests.runtime.sharded_cases import ADAM, rows_of
+
+CODED_TABLES = (
+    Table(name="user", rows=400, dim=32, column_shards=2),
+    Table(name="item", rows=300, dim=48, features=("bought", "seen"), optimizer=ADAM),
+    Table(name="genre", rows=17, dim=16, pooling=Pooling.MEAN),
+)
+
+
+def coded(
+    rank: int, world: int, codec: str | None, placement: Any = "table_wise", kind: str = "bags"
+) -> tuple[str, dict[str, int]]:
+    """Three steps with a codec: the digest, and the bytes sent by kind, and "all" of the transport."""
+    before = communicator().counters().get("shm_bytes_sent", 0)
+    tables: tuple[Table, ...] = CODED_TABLES
+    if kind == "sequences":
+        tables = tuple(dataclasses.replace(table, pooling=Pooling.NONE) for table in tables)
+    made = ShardedEmbeddings if kind == "sequences" else ShardedEmbeddingBags
+    chosen = None if codec is None else Codec(kind=EXCHANGE_CODECS[codec])
+    clock = PhaseClock()
+    module = made(tables, rate=0.1, placement=placement, gradients="sum", codec=chosen, clock=clock)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        part = module.slices.own_samples(24)
+        ids = {
+            name: (torch.rand(24, 9, generator=generator) * rows).to(torch.int32)[part]
+            for name, rows in (("user", 400), ("bought", 300), ("seen", 300), ("genre", 17))
+        }
+        outputs = list(module(ids).values())
+        torch.autograd.backward(outputs, [vector.detach() * 0.5 + 0.25 for vector in outputs])
+    module.check()
+    assert {"input exchange", "lookup", "sparse update"} <= clock.seconds.keys()
+    if world > 1 and placement == "table_wise":
+        assert {"AlltoAll forward", "AlltoAll backward"} <= clock.seconds.keys()
+    assert all(seconds >= 0 for seconds in clock.seconds.values())
+    sent = communicator().counters().get("shm_bytes_sent", 0) - before
+    return module.digest(), module.sent_bytes | {"all": sent}
+
+
+def coded_as_defined(rank: int, world: int) -> None:
+    """What comes back, and the gradient of a row, are those of coding a row as one block."""
+    dim = 24
+    plain, module = (
+        ShardedEmbeddingBags(
+            [Table(name="user", rows=64, dim=dim, optimizer=OptimizerSpec(kind=Optimizer.SGD))],
+            rate=1.0, gradients="sum", codec=codec,
+        )
+        for codec in (None, Codec(kind=CodecKind.INT8))
+    )  # fmt: skip
+    row = Codec(kind=CodecKind.INT8, block=dim)
+
+    def through(values: Tensor) -> Tensor:
+        flat = values.detach().contiguous().numpy()
+        return torch.from_numpy(row.decode(row.encode(flat), flat.size)).view(values.shape)
+
+    ids = {"user": torch.arange(16).view(8, 2) + 16 * rank}
+    expected = plain(ids)["user"].detach()
+    found = module(ids)["user"]
+    assert torch.equal(found.detach(), through(expected))
+    assert not torch.equal(found.detach(), expected)
+    before = rows_of(module, world)
+    gradient = torch.randn(8, dim, generator=torch.Generator().manual_seed(rank))
+    found.backward(gradient)
+    after = rows_of(module, world)[16 * rank : 16 * rank + 16].view(8, 2, dim)
+    start = before[16 * rank : 16 * rank + 16].view(8, 2, dim)
+    assert torch.equal(after, start - through(gradient).unsqueeze(1))
+
+
+def refuses_codecs(rank: int, world: int) -> None:
+    table = Table(name="user", rows=10, dim=4)
+    codec = Codec(kind=CodecKind.INT8) if rank else None
+    with pytest.raises(ConfigError, match=r"codec: rank 0 has None, rank 1 has Codec\(kind=<CodecKind.INT8"):
+        ShardedEmbeddingBags([table], rate=1, codec=codec)
+
+
+def refuses_gloo(rank: int, world: int) -> None:
+    with pytest.raises(ConfigError, match="a codec over gloo; allowed: backend sennit"):
+        ShardedEmbeddingBags([Table(name="user", rows=10, dim=4)], rate=1, codec=Codec(kind=CodecKind.BF16))
