@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from sharded_cases import ADAM, rows_of  # type: ignore[import-not-found]
 from torch import Tensor
 
 from sennit.runtime.backend import communicator
@@ -17,7 +18,6 @@ from sennit.runtime.kernels import Optimizer, OptimizerSpec, Pooling
 from sennit.runtime.sharded import PhaseClock, ShardedEmbeddingBags, ShardedEmbeddings, Table
 from sennit.transport.codecs import EXCHANGE_CODECS, Codec, CodecKind
 from sennit.transport.errors import ConfigError
-from tests.runtime.sharded_cases import ADAM, rows_of
 
 CODED_TABLES = (
     Table(name="user", rows=400, dim=32, column_shards=2),
