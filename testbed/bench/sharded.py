@@ -90,7 +90,7 @@ class Dense(nn.Module):
         self.model = slices.WithLoss(tables, dim)
 
     def forward(self, dense: Tensor, labels: Tensor, *vectors: Tensor) -> Tensor:
-        loss: Tensor = self.model(dense, torch.stack(vectors), labels)
+        loss: Tensor = self.model(dense, vectors, labels)
         return loss
 
 

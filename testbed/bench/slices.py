@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
 
-from sennit.runtime.model.model import DenseModel
+from sennit.runtime.model.dlrm import DLRM
+from sennit.runtime.model.inputs import ModelInputs, TableInput
 from sennit.runtime.sharded import Along, SlicedReplicas
 from sennit.runtime.training import launch
 from sennit.testbed.bench import machine
@@ -82,14 +83,22 @@ class Report:
 
 
 class WithLoss(nn.Module):
-    """dense [B, 13], vectors [tables, B, width], labels [B] -> mean loss."""
+    """dense [B, 13], a vector [B, width] of each table, labels [B] -> mean loss."""
 
     def __init__(self, tables: int = TABLES, width: int = WIDTH) -> None:
         super().__init__()
-        self.dense = DenseModel(dense_count=DENSE_COUNT, table_count=tables, dim=width, bottom=BOTTOM, top=TOP, seed=1)
+        self.inputs = ModelInputs(
+            dense_count=DENSE_COUNT,
+            tables=tuple(TableInput(str(number), width) for number in range(tables)),
+            bottom=BOTTOM,
+            top=TOP,
+            seed=1,
+        )
+        self.dense = DLRM(self.inputs)
 
-    def forward(self, dense: Tensor, vectors: Tensor, labels: Tensor) -> Tensor:
-        return nn.functional.binary_cross_entropy_with_logits(self.dense(dense, vectors), labels)
+    def forward(self, dense: Tensor, vectors: Iterable[Tensor], labels: Tensor) -> Tensor:
+        logits = self.dense(dense, dict(zip(self.inputs.names, vectors, strict=True)))
+        return nn.functional.binary_cross_entropy_with_logits(logits, labels)
 
 
 def run(settings: Settings) -> Report:

@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from sennit.runtime.kernels import Optimizer, OptimizerSpec, Pooling, Precision
+from sennit.runtime.model import ModelInputs, TableInput, build
 from sennit.runtime.sharded import ShardedEmbeddingBags, ShardedEmbeddings, SlicedReplicas, Table
 
 DIM = 16
@@ -229,3 +230,38 @@ def compiled_or_sharded(rank: int, world: int, how: str) -> str:
         digests.append(" ".join(part.digest() for part in tables))
     assert digests[0] == digests[1]
     return digests[0]
+
+
+def trained_by_name(rank: int, world: int, name: str, placement: str) -> str:
+    """Three steps of a model of `sennit train`, on uneven slices."""
+    torch.set_num_threads(1)
+    tables = [
+        Table(name="user", rows=300, dim=8, row_shards=4),
+        Table(name="item", rows=40, dim=8, row_shards=4, pooling=Pooling.MEAN),
+    ]
+    inputs = ModelInputs(
+        dense_count=3, tables=tuple(TableInput(table.name, table.dim) for table in tables), bottom=(6,), top=(10, 5)
+    )
+    embeddings = ShardedEmbeddingBags(tables, rate=0.05, gradients="sum", placement=placement)
+    replicas = SlicedReplicas(build(name, inputs))
+    optimizer = torch.optim.Adam(replicas.parameters(), lr=0.01, foreach=False)
+    first = replicas.digest()
+    for number in range(3):
+        generator = torch.Generator().manual_seed(number)
+        dense = torch.randn(SAMPLES, 3, generator=generator)
+        labels = torch.randint(0, 2, (SAMPLES,), generator=generator).to(torch.float32)
+        ids = {
+            table.name: (torch.rand(SAMPLES, 3, generator=generator) * table.rows).to(torch.int64) for table in tables
+        }
+        own = embeddings.slices.own_samples(SAMPLES)
+        vectors = embeddings({feature: all_ids[own] for feature, all_ids in ids.items()}, global_batch=SAMPLES)
+        logits = replicas(dense[own], vectors, global_batch=SAMPLES)
+        losses = replicas.each_slice(
+            functional.binary_cross_entropy_with_logits, logits, labels[own], reduction="sum", global_batch=SAMPLES
+        )
+        optimizer.zero_grad()
+        replicas.loss(losses, SAMPLES).backward()
+        optimizer.step()
+    embeddings.check()
+    assert replicas.digest() != first
+    return f"{embeddings.digest()} {replicas.digest()}"

@@ -16,7 +16,6 @@ from sennit.runtime.data.seeds import numpy_stream
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.runtime.model.embedding import embedding_engine, table_bytes
 from sennit.runtime.model.memory_limits import available_bytes, shared_limits
-from sennit.runtime.model.model import DenseModel
 from sennit.runtime.model.optimizer import dense_optimizer
 from sennit.runtime.model.sharding import cost, place
 from sennit.runtime.model.tensor_train import TensorTrainRule, table_spec
@@ -115,25 +114,6 @@ def test_initial_rows_depend_on_seed_and_name_only(seed: int) -> None:
     assert torch.equal(both.weight("a"), alone.weight("a"))
     assert bool((alone.weight("a").abs() <= 1 / 3).all())
     assert not torch.equal(both.weight("x")[:9], alone.weight("a"))
-
-
-def test_interaction_equals_its_definition(seed: int) -> None:
-    model = DenseModel(dense_count=3, table_count=4, dim=5, bottom=(6,), top=(7,), seed=seed)
-    dense, pooled = torch.randn(8, 3), torch.randn(4, 8, 5)
-    first = model.bottom(dense)
-    vectors = [first, *pooled]
-    pairs = [(vectors[i] * vectors[j]).sum(1) for i in range(5) for j in range(i)]
-    expected = model.top(torch.cat((first, torch.stack(pairs, 1)), 1)).squeeze(1)
-    torch.testing.assert_close(model(dense, pooled), expected)
-
-
-def test_initial_weights_depend_on_seed_and_name_only() -> None:
-    shape = {"dense_count": 3, "table_count": 2, "dim": 4, "bottom": (6,), "top": (7,)}
-    torch.manual_seed(1)
-    one = DenseModel(**shape, seed=5)  # type: ignore[arg-type]
-    torch.manual_seed(2)
-    two = DenseModel(**shape, seed=5)  # type: ignore[arg-type]
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("levels", [3, 50, 100_000])

@@ -59,3 +59,13 @@ def test_ddp_leaves_tables_alone(kept_world: Callable[..., Any]) -> None:
 def test_a_model_with_tables_can_be_compiled_and_sharded_by_fsdp2(kept_world: Callable[..., Any], how: str) -> None:
     found = kept_world(2).run(CASES, "compiled_or_sharded", how=how)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", ["dlrm", "dcnv2", "deepfm"])
+def test_models_of_the_trainer_have_the_same_bits_in_every_world(kept_world: Callable[..., Any], name: str) -> None:
+    found = {
+        digest
+        for world, placement in ((1, "table_wise"), (2, "row_wise"), (3, "row_wise"), (3, "table_wise"))
+        for digest in kept_world(world).run(CASES, "trained_by_name", name=name, placement=placement)
+    }
+    assert len(found) == 1

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepFM: a factorisation machine and an MLP on the same vectors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from sennit.runtime.model.inputs import ModelInputs, in_order
+from sennit.runtime.model.mlp import initialise, mlp
+
+
+class DeepFM(nn.Module):
+    """Guo et al., "DeepFM: A Factorization-Machine based Neural Network for CTR Prediction", IJCAI 2017.
+
+    The logit is the sum of a first-order part, of the dot products of all pairs of fields, and of an MLP on all fields.
+    A field is the vector of a table, or a dense feature times a vector of its own. Tables hold vectors alone, so the
+    first-order part is linear in their columns and in the dense features. `inputs.top` are the widths of the MLP; there
+    is no bottom MLP.
+    """
+
+    def __init__(self, inputs: ModelInputs) -> None:
+        """Raises `ConfigError` if tables differ in dim."""
+        super().__init__()
+        dim = inputs.common_dim("deepfm")
+        self._names = inputs.names
+        self.dense_vectors = nn.Parameter(torch.empty(inputs.dense_count, dim)) if inputs.dense_count else None
+        self.first_order = nn.Linear(inputs.width, 1)
+        self.deep = mlp([(inputs.dense_count + len(inputs.tables)) * dim, *inputs.top, 1], last_relu=False)
+        initialise(self, inputs.seed)
+
+    def forward(self, dense: Tensor, vectors: dict[str, Tensor]) -> Tensor:
+        """dense [B, D] and vectors [B, dim] by table -> logits [B]."""
+        fields = torch.stack(in_order(vectors, self._names), 1)
+        linear = self.first_order(torch.cat([dense, fields.flatten(1)], 1))
+        if self.dense_vectors is not None:
+            fields = torch.cat([dense.unsqueeze(2) * self.dense_vectors, fields], 1)
+        # Rendle 2010: the square of the sum holds each pair twice, and each field with itself.
+        pairs = 0.5 * (fields.sum(1).square() - fields.square().sum(1)).sum(1)
+        logits: Tensor = linear.squeeze(1) + pairs + self.deep(fields.flatten(1)).squeeze(1)
+        return logits

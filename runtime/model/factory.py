@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models by name: those of sennit, and a user's by `package.module:factory` (docs/reference/models.md)."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from sennit.runtime.data.seeds import derive
+from sennit.runtime.model.dcnv2 import DCNv2
+from sennit.runtime.model.deepfm import DeepFM
+from sennit.runtime.model.dlrm import DLRM
+from sennit.runtime.model.hints import hint
+from sennit.runtime.model.inputs import ModelInputs
+from sennit.transport.errors import ConfigError
+
+MODELS: Final[dict[str, Callable[[ModelInputs], nn.Module]]] = {"dlrm": DLRM, "dcnv2": DCNv2, "deepfm": DeepFM}
+
+
+def build(name: str, inputs: ModelInputs) -> nn.Module:
+    """A new model: one of `MODELS`, or what the user's factory returns for `inputs`.
+
+    A factory runs with torch's default generator as (seed, "model") say, so all ranks and all runs get the same
+    weights. The model is called twice without gradients, which also initialises lazy modules. Raises `ConfigError` that
+    says what about the factory or its model is wrong; errors of the user's own code go on as they are, with a note.
+    """
+    if name in MODELS:
+        return MODELS[name](inputs)
+    # Apart, because a module that draws numbers when it is imported does so once.
+    with _random_numbers(inputs.seed):
+        make = find(name)
+    with _random_numbers(inputs.seed):
+        with _noted(f"in {name}, called with {inputs}"):
+            model = make(inputs)
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model {name} returned {_described(model)}; allowed: a torch.nn.Module")
+        _check_results(name, model, inputs)
+    return model
+
+
+def find(name: str) -> Callable[[ModelInputs], Any]:
+    """The callable that makes the model `name`. Imports a user's module. Raises `ConfigError`."""
+    if name in MODELS:
+        return MODELS[name]
+    module_name, colon, path = name.partition(":")
+    if not colon or not all(part.isidentifier() for part in (*module_name.split("."), *path.split("."))):
+        allowed = f"{', '.join(MODELS)}, or package.module:factory"
+        raise ConfigError(f"model {name!r}; allowed: {allowed}{hint(name, MODELS)}")
+    found: Any = _import(name, module_name)
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(f"model {name}: {module_name} has no {path}{hint(part, dir(found))}")
+        found = getattr(found, part)
+    if isinstance(found, nn.Module):
+        raise ConfigError(f"model {name} is a module already; allowed: a function or class that makes one")
+    if not callable(found):
+        raise ConfigError(f"model {name} is {_described(found)}; allowed: a function or class that makes a module")
+    _check_signature(name, found)
+    return found  # type: ignore[no-any-return]
+
+
+def _import(name: str, module_name: str) -> Any:
+    # As `python -m` does it. It stays there: the module may import others later.
+    if not sys.flags.safe_path and not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
+    # A file that was written a moment ago may not be in the folder's listing that Python keeps.
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(module_name)
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}"
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
+            cause = f"there is no module {error.name} in {os.getcwd()} or among installed packages"
+        raise ConfigError(f"model {name}: {module_name} cannot be imported: {cause}") from error
+
+
+def _check_signature(name: str, factory: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):
+        return  # Not every callable written in C has one.
+    try:
+        signature.bind(object())
+    except TypeError as error:
+        raise ConfigError(f"model {name} has the arguments {signature}, but gets one, ModelInputs: {error}") from None
+
+
+def _check_results(name: str, model: nn.Module, inputs: ModelInputs) -> None:
+    """Runs the model on zeros, as for evaluation, so that nothing of it changes."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    # One sample alone, because `squeeze()` would drop that dimension, too.
+    for samples in (2, 1):
+        dense = torch.zeros(samples, inputs.dense_count)
+        vectors = {table.name: torch.zeros(samples, table.dim) for table in inputs.tables}
+        shapes = {table: tuple(vector.shape) for table, vector in vectors.items()}
+        with torch.no_grad(), _noted(f"in model {name}, called with dense {tuple(dense.shape)} and vectors {shapes}"):
+            logits = model(dense, vectors)
+        if not isinstance(logits, Tensor) or logits.shape != (samples,) or not logits.is_floating_point():
+            raise ConfigError(
+                f"model {name} returned {_described(logits)} for {samples} samples; allowed: a float tensor of shape "
+                f"({samples},), one logit for each sample"
+            )
+    for module, was_training in modes.items():
+        module.training = was_training
+
+
+@contextlib.contextmanager
+def _random_numbers(seed: int) -> Iterator[None]:
+    """Inside, torch's default generator begins where the seed says. Outside, nothing has changed."""
+    state = torch.get_rng_state()
+    torch.default_generator.manual_seed(derive(seed, "model"))
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+@contextlib.contextmanager
+def _noted(where: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(where)
+        raise
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of {str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"

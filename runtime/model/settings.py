@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of each table of a run, from a TOML file (docs/reference/models.md).
+
+[defaults]
+dim = 32
+row_shards = 8
+[tables.user]
+precision = "fp16"
+optimizer = { kind = "adam", beta2 = 0.99 }
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any, Final, Self
+
+from sennit.offload.ingest.facts import TableFacts
+from sennit.runtime.kernels.optimizers import Decay, Optimizer, OptimizerSpec
+from sennit.runtime.kernels.spec import MAX_DIM, Bounds, Pooling, Precision, Rounding
+from sennit.runtime.model.hints import few, hint
+from sennit.runtime.model.initial import Normal, Uniform, Zeros
+from sennit.runtime.model.toml_file import (
+    Check,
+    choice,
+    entries,
+    integer,
+    names_of,
+    number,
+    read_toml,
+    refused,
+    section,
+    with_kind,
+)
+from sennit.runtime.sharded.tables import MAX_SHARDS, Initial, Table
+from sennit.transport.errors import ConfigError
+
+
+def _limit(place: str, value: Any) -> float | None:
+    return None if value == float("inf") else number("above 0; inf: no limit", lambda most: most > 0)(place, value)
+
+
+_OPTIMIZER: Final[dict[str, Check]] = {
+    "kind": choice(names_of(Optimizer)),
+    "epsilon": number("0 or more", lambda epsilon: epsilon >= 0),
+    "beta1": number("0 to below 1", lambda beta: 0 <= beta < 1),
+    "beta2": number("0 to below 1", lambda beta: 0 <= beta < 1),
+    "weight_decay": number("0 or more", lambda decay: decay >= 0),
+    "decay": choice(names_of(Decay)),
+    "max_gradient": _limit,
+    "max_gradient_norm": _limit,
+}
+_INITIAL: Final = {"uniform": Uniform, "normal": Normal, "zeros": Zeros}
+_ABOVE_0: Final = number("above 0", lambda value: value > 0)
+
+
+def _optimizer(place: str, value: Any) -> dict[str, Any]:
+    """Some arguments of `OptimizerSpec`. Other sections may have the others."""
+    return section(place, with_kind(place, value), _OPTIMIZER)
+
+
+def _initial(place: str, value: Any) -> Initial | None:
+    content = with_kind(place, value)
+    make: type[Uniform | Normal | Zeros] = choice(_INITIAL)(f"{place}: kind", content.get("kind"))
+    found = section(place, content, {"kind": lambda _, kind: kind} | {one.name: _ABOVE_0 for one in fields(make)})
+    del found["kind"]
+    if make is Uniform and not found:
+        return None  # Within 1 / sqrt(rows), as `Table` has it.
+    if make is Normal and not found:
+        raise ConfigError(f"{place}: normal without deviation; allowed: a deviation above 0")
+    return make(**found)
+
+
+_TABLE: Final[dict[str, Check]] = {
+    "dim": integer(1, MAX_DIM * MAX_SHARDS),
+    "precision": choice(names_of(Precision)),
+    "pooling": choice(names_of(Pooling, Pooling.NONE)),
+    "optimizer": _optimizer,
+    "rounding": choice(names_of(Rounding)),
+    "bounds": choice(names_of(Bounds)),
+    "row_shards": integer(1, MAX_SHARDS),
+    "column_shards": integer(1, MAX_SHARDS),
+    "initial": _initial,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableSettings:
+    """What a table has if no file says otherwise: what the options of `sennit train` ask for."""
+
+    dim: int
+    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    row_shards: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SettingsFile:
+    """A checked file. Which tables there are is known with the data."""
+
+    source: str
+    """The file's name, for errors."""
+
+    defaults: Mapping[str, Any]
+    """Arguments of `Table`, those of the optimizer as a dictionary."""
+
+    tables: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Raises `ConfigError` that names file, table, key, value and what is allowed."""
+
+        def sections(place: str, value: Any) -> dict[str, Any]:
+            return {name: section(f"{path}: table {name}", one, _TABLE) for name, one in entries(place, value).items()}
+
+        checks = {"defaults": lambda place, value: section(place, value, _TABLE), "tables": sections}
+        found = {"defaults": {}, "tables": {}} | section(str(path), read_toml(path), checks)
+        return cls(source=str(path), **found)
+
+
+def tables_of(facts: Sequence[TableFacts], settings: SettingsFile | None, defaults: TableSettings) -> tuple[Table, ...]:
+    """A table for each column of ids, in the data's order.
+
+    What a table's own section does not say is as in `[defaults]`, and then as in `defaults`. So is each option of the
+    optimizer. Raises `ConfigError` for tables that the data has not, and for settings that do not go together.
+    """
+    if settings is None:
+        settings = SettingsFile(source="", defaults={}, tables={})
+    known = [table.name for table in facts]
+    for name in settings.tables:
+        if name not in known:
+            raise ConfigError(
+                f"{settings.source}: table {name}, which the data has not; allowed: {few(known)}{hint(name, known)}"
+            )
+    return tuple(_table(table, settings, defaults) for table in facts)
+
+
+def _table(table: TableFacts, settings: SettingsFile, defaults: TableSettings) -> Table:
+    options: dict[str, Any] = {"dim": defaults.dim, "row_shards": defaults.row_shards}
+    optimizer = defaults.optimizer
+    for layer in (settings.defaults, settings.tables.get(table.name, {})):
+        options |= layer
+        optimizer = replace(optimizer, **layer.get("optimizer", {}))
+    try:
+        return Table(name=table.name, rows=table.row_count, **options | {"optimizer": optimizer})
+    except ConfigError as error:
+        raise ConfigError(f"{settings.source}: {error}" if settings.source else str(error)) from None
+
+
+def as_json(tables: Sequence[Table]) -> list[dict[str, Any]]:
+    """All settings of tables, for the manifest of a checkpoint: what a file or an option said, and defaults."""
+    return [_described(table) for table in tables]
+
+
+def _described(table: Table) -> dict[str, Any]:
+    found = {one.name: _plain(getattr(table, one.name)) for one in fields(table)}
+    initial = Uniform(table.rows**-0.5) if table.initial is None else table.initial
+    if not isinstance(initial, Uniform | Normal | Zeros):
+        raise refused(f"table {table.name}: initial", initial, "Uniform, Normal, Zeros")
+    found["initial"] = {"kind": type(initial).__name__.lower()} | asdict(initial)
+    found["optimizer"] = {one.name: _plain(getattr(table.optimizer, one.name)) for one in fields(table.optimizer)}
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.name.lower()
+    return list(value) if isinstance(value, tuple) else value

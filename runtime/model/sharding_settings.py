@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the shards of tables lie, by the name of a sharding or from a TOML file (docs/reference/models.md).
+
+default = "table_wise"            # or a plan: [shards]
+[tables]                          #            "user/0.0" = 1
+user = "row_wise"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from sennit.runtime.model.hints import few, hint
+from sennit.runtime.model.toml_file import Check, choice, entries, integer, read_toml, section
+from sennit.runtime.sharded.placement import EVERYWHERE, SHARDINGS, Placement, place, placed
+from sennit.runtime.sharded.tables import Table
+from sennit.transport.errors import ConfigError
+
+MAX_RANK: Final = 4095
+_NAME: Final = choice({name: name for name in SHARDINGS})
+# Sharding -> the settings of a table of which one has to be above 1 if several ranks are to have a part of it.
+_NEEDS: Final = {
+    "row_wise": ("row_shards",),
+    "table_row_wise": ("row_shards",),
+    "column_wise": ("column_shards",),
+    "table_column_wise": ("column_shards",),
+    "grid": ("row_shards", "column_shards"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharding:
+    """Which rank has which shard, said in a way that fits any number of ranks. Or a plan, for one number."""
+
+    default: str = "table_wise"
+    """The sharding of tables that are not in `tables`."""
+
+    tables: Mapping[str, str] = field(default_factory=dict)
+    shards: Mapping[str, int] | None = None
+    """A plan: the rank of each shard by its name; -1 is every rank."""
+
+    source: str = "--sharding"
+    """Where it comes from, for errors."""
+
+    def placement(self, tables: Sequence[Table], world_size: int, **options: Any) -> Placement:
+        """The owner of each shard. `options`: those of `sharded.place`.
+
+        Raises `ConfigError` if it is of another model, or if a table that is to be spread over ranks has one shard.
+        """
+        try:
+            if self.shards is not None:
+                return placed(tables, world_size, self.shards)
+            return place(tables, world_size, self._names(tables, world_size, options.get("local_ranks")), **options)
+        except ConfigError as error:
+            raise ConfigError(f"{self.source}: {error}") from None
+
+    def _names(self, tables: Sequence[Table], world_size: int, local_ranks: int | None) -> dict[str, str]:
+        known = [table.name for table in tables]
+        for name in self.tables:
+            if name not in known:
+                raise ConfigError(f"table {name}, which the model has not; allowed: {few(known)}{hint(name, known)}")
+        names = {table.name: self.tables.get(table.name, self.default) for table in tables}
+        whole: dict[str, list[str]] = {}
+        for table in tables:
+            name = names[table.name]
+            ranks = local_ranks if local_ranks is not None and name.startswith("table_") else world_size
+            needs = _NEEDS.get(name, ())
+            if needs and ranks > 1 and all(getattr(table, need) == 1 for need in needs):
+                whole.setdefault(name, []).append(table.name)
+        for name, useless in whole.items():
+            needs = _NEEDS[name]
+            raise ConfigError(
+                f"{name} for {few(useless)}, but one rank would have all of it: the table is a single shard. Give it "
+                f"{' or '.join(needs)} in the file of --tables, such as {needs[0]} = 8, or another sharding, such as "
+                f"table_wise. {' and '.join(needs)} belong to the model: another number gives other weights"
+            )
+        return names
+
+
+def sharding_of(text: str) -> Sharding:
+    """The sharding of this name, or of this file. Raises `ConfigError`."""
+    if text in SHARDINGS:
+        return Sharding(default=text)
+    if not text.endswith(".toml"):
+        allowed = f"{', '.join(SHARDINGS)}, or a file whose name ends in .toml"
+        raise ConfigError(f"--sharding {text!r}; allowed: {allowed}{hint(text, SHARDINGS)}")
+
+    checks = {"default": _NAME, "tables": _all(_NAME), "shards": _all(integer(EVERYWHERE, MAX_RANK))}
+    found = section(text, read_toml(Path(text)), checks)
+    if "shards" in found and len(found) > 1:
+        raise ConfigError(f"{text}: shards with default or tables; allowed: one of them (a plan has all shards)")
+    return Sharding(source=text, **found)
+
+
+def _all(check: Check) -> Check:
+    """Checks each value of a section whose keys are names."""
+    return lambda place, value: {name: check(f"{place}: {name}", one) for name, one in entries(place, value).items()}
