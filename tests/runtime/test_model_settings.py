@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -272,3 +273,23 @@ def test_a_table_of_one_shard_cannot_be_spread(name: str, setting: str) -> None:
         sharding_of(name).placement(model(**{key: 2}), 2)
     if name.startswith("table_"):
         sharding_of(name).placement(model(), 2, local_ranks=1)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
+
+
+def test_files_of_the_page_are_right(tmp_path: Path) -> None:
+    texts = re.findall(r"^```toml\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    paths = [tmp_path / f"{number}.toml" for number in range(len(texts))]
+    for path, text in zip(paths, texts, strict=True):
+        path.write_text(text)
+    settings, names, plan = paths
+    facts = [TableFacts(name=name, row_count=50, mean_length=1) for name in ("tailnum", "carrier", "hour")]
+    tailnum, carrier, hour = tables_of(facts, SettingsFile.read(settings), TableSettings(dim=4))
+    assert (hour.dim, tailnum.precision, tailnum.optimizer.kind) == (16, Precision.FP16, Optimizer.ADAM)
+    assert (carrier.row_shards, carrier.column_shards, carrier.optimizer.max_gradient) == (8, 2, 1)
+    model = [tailnum, carrier, hour]
+    shardings = {"tailnum": "row_wise", "carrier": "data_parallel"}
+    assert sharding_of(str(names)).placement(model, 2) == place(model, 2, shardings)
+    small = [Table(name="tailnum", rows=50, dim=4, row_shards=2), Table(name="carrier", rows=9, dim=4)]
+    assert sharding_of(str(plan)).placement(small, 2).shards_on(1)

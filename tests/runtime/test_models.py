@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -294,3 +295,17 @@ def test_errors_of_a_users_model_are_left_as_they_are(own_module: str) -> None:
 def test_a_factory_is_found_without_a_model(own_module: str) -> None:
     assert find("dcnv2") is DCNv2
     assert find(f"{own_module}:nothing")(inputs()) is None
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
+
+
+def test_programs_of_the_page_are_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    names = [re.findall(r"^(?:class|def) (\w+)", program, re.MULTILINE) for program in programs]
+    assert names == [["WideAndDeep"], ["low_rank"]]
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for number, (program, (name,)) in enumerate(zip(programs, names, strict=True)):
+        (tmp_path / f"page_{number}.py").write_text(program)
+        made = build(f"page_{number}:{name}", inputs(dims=(30, 2)))
+        assert len(list(made.parameters())) > 2
