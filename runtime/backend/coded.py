@@ -29,14 +29,24 @@ _OPS: Final = {op.name: op for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODU
 
 
 def all_reduce_coded(
-    tensor: torch.Tensor, codec: Codec, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None
+    tensor: torch.Tensor,
+    codec: Codec,
+    op: Any = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    *,
+    lost: torch.Tensor | None = None,
 ) -> None:
     """Reduces `tensor` in place, as `dist.all_reduce`; numbers travel coded and are summed in float32.
+
+    `lost` is error feedback, float32, as many elements as the tensor, which is float32, too. It is added to the tensor
+    first, and then holds what coding took away.
 
     All ranks give equal codecs; for stochastic rounding, a new seed with each call. Waits for the result. Raises
     ArgumentError, before anything is sent, for a codec without fixed size, and for tensors that are not of float32,
     float16 or bfloat16, contiguous and in host memory.
     """
+    if lost is not None:
+        tensor.copy_(_with_lost(tensor, lost, codec, group))
     _post(tensor, codec, op, group, background=False).wait()
 
 
@@ -59,7 +69,9 @@ class CodedHook:
         gradients = bucket.buffer()
         codec = replace(self._codec, seed=(self._codec.seed + self._calls) % (1 << 64))
         self._calls += 1
-        sent = self._with_lost(bucket, gradients, codec) if self._feedback else gradients
+        sent = gradients
+        if self._feedback:
+            sent = _with_lost(gradients.detach().float(), self._lost_of(bucket), codec, self._group)
         operation = _post(sent, codec, dist.ReduceOp.AVG, self._group, background=True)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
 
@@ -108,15 +120,6 @@ class CodedHook:
             for name, lost in state["lost"].items()
         }
 
-    def _with_lost(self, bucket: dist.GradBucket, gradients: torch.Tensor, codec: Codec) -> torch.Tensor:
-        """Adds what was lost before, and keeps what coding takes now. It is the same that the collective takes."""
-        given = gradients.detach().float()
-        lost = self._lost_of(bucket)
-        total = given + lost
-        first_index = communicator(self._group).rank * given.numel()
-        codec.encode(given.numpy(), first_index=first_index, residual=lost.numpy())
-        return total
-
     def _lost_of(self, bucket: dist.GradBucket) -> torch.Tensor:
         parameters = bucket.parameters()
         key = tuple(map(id, parameters))
@@ -145,6 +148,14 @@ def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Parameters by their names outside of DDP."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     return inner.named_parameters()
+
+
+def _with_lost(given: torch.Tensor, lost: torch.Tensor, codec: Codec, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Returns given + lost, and keeps in `lost` what coding takes of it now: the same that the collective takes."""
+    total = given + lost
+    first_index = communicator(group).rank * given.numel()
+    codec.encode(given.numpy(), first_index=first_index, residual=lost.numpy())
+    return total
 
 
 def _post(

@@ -15,12 +15,11 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from sennit.runtime.backend import all_reduce_leaves
 from sennit.runtime.sharded.cutting import CUT_NODE
+from sennit.runtime.sharded.reduction import Reduction
 from sennit.runtime.sharded.slices import Slices
 from sennit.transport.errors import ArgumentError, MismatchError, Unsupported
 from sennit.transport.tree import Span
@@ -134,10 +133,10 @@ class SliceSums:
     """The gradients of one forward pass. One backward pass after another fills it and empties it."""
 
     def __init__(
-        self, layout: Layout, sizes: Sequence[int], held: Held, group: dist.ProcessGroup | None, *, synchronised: bool
+        self, layout: Layout, sizes: Sequence[int], held: Held, reduction: Reduction, *, synchronised: bool
     ) -> None:
         """`sizes`: samples in each slice of this rank. `synchronised`: the backward pass sums over ranks."""
-        self._layout, self._sizes, self._held, self._group = layout, sizes, held, group
+        self._layout, self._sizes, self._held, self._reduction = layout, sizes, held, reduction
         self._synchronised = synchronised
         self._nodes = layout.slices.nodes_of(layout.slices.rank)
         self._row_of = {(node.low, node.high - node.low): row for row, node in enumerate(self._nodes)}
@@ -275,12 +274,7 @@ class SliceSums:
         rows = self._rows_of(torch.float32)
         rows[:, layout.counts_start : end] = 0
         rows[0, layout.counts_start : end] = counts
-        totals = {
-            dtype: all_reduce_leaves(
-                self._rows_of(dtype), layout.slices.count, group=self._group, partial=True, dtype=dtype
-            )
-            for dtype in layout.lengths
-        }
+        totals = {dtype: self._reduction.total(layout, dtype, self._rows_of(dtype)) for dtype in layout.lengths}
         layout.free_rows = self._rows
         counted = totals[torch.float32][layout.counts_start : end].tolist()
         self._check_sizes([int(size) for size in counted[len(layout.parameters) :]])

@@ -19,12 +19,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from sennit.runtime.backend import all_reduce_leaves
 from sennit.runtime.data.seeds import derive
-from sennit.runtime.sharded.agreement import check_agreement
+from sennit.runtime.sharded.agreement import check_agreement, check_codec
 from sennit.runtime.sharded.cutting import CutArguments, join
 from sennit.runtime.sharded.gradients import Held, Layout, SliceSums, places_of
+from sennit.runtime.sharded.phases import PhaseClock
+from sennit.runtime.sharded.reduction import Reduction, Residuals
 from sennit.runtime.sharded.slices import DEFAULT_SLICES, Slices
+from sennit.transport.codecs import Codec
 from sennit.transport.errors import ArgumentError, ConfigError, SennitError
 
 
@@ -37,13 +39,23 @@ class SlicedReplicas(nn.Module):
     """
 
     def __init__(
-        self, module: nn.Module, *, slices: int = DEFAULT_SLICES, seed: int = 0, group: dist.ProcessGroup | None = None
+        self,
+        module: nn.Module,
+        *,
+        slices: int = DEFAULT_SLICES,
+        seed: int = 0,
+        group: dist.ProcessGroup | None = None,
+        codec: Codec | None = None,
+        clock: PhaseClock | None = None,
     ) -> None:
         """Collective. Parameters and buffers become those of rank 0.
 
         `slices`: V, a power of two. `seed`: of the random numbers that `module` draws from torch's default generator.
-        `group`: of backend sennit. Raises on all ranks `ConfigError` if they disagree on V, the seed, or the
-        names, shapes or types of parameters and buffers, and `ArgumentError` if one of these is not in host memory.
+        `codec`: of the AllReduce of gradients, with error feedback; bits then depend on the ranks.
+        `clock`: measures the phase "AllReduce".
+
+        Raises on all ranks `ConfigError` if they disagree on V, the seed, the codec, or the names, shapes or types of
+        parameters and buffers, and `ArgumentError` if one of these is not in host memory.
         """
         super().__init__()
         self.module = module
@@ -53,12 +65,20 @@ class SlicedReplicas(nn.Module):
         self._synchronised = True
         self._held = Held()
         self._places = places_of(module)
-        check_agreement(_description(module, slices, seed), group, warned=("threads", "processor"))
+        described = _description(module, slices, seed) | {"codec": str(codec)}
+        check_agreement(described, group, warned=("threads", "processor"))
+        check_codec(codec, group)
         _refuse_devices(module)
         self.slices = Slices(count=slices, rank=dist.get_rank(group), world_size=dist.get_world_size(group))
+        self._reduction = Reduction(self.slices, group, codec, clock)
         self._layout = Layout(self._places, self.slices)
         self._norms = [(name, part) for name, part in module.named_modules() if isinstance(part, _NormBase)]
         _broadcast(module, group)
+
+    @property
+    def residuals(self) -> Residuals | None:
+        """What coding took from the last gradients of this rank; None without a codec. Save its `state_dict`."""
+        return self._reduction.residuals
 
     def forward(self, *args: Any, global_batch: int | None = None, **kwargs: Any) -> Any:
         """Returns what `module` returns for this rank's samples: tensors by dimension 0, 0-dim tensors [own slices].
@@ -71,7 +91,7 @@ class SlicedReplicas(nn.Module):
         cut = CutArguments((args, kwargs), self.slices, global_batch)
         sums = None
         if torch.is_grad_enabled() and (parameters := self._current_layout()).parameters:
-            sums = SliceSums(parameters, cut.sizes, self._held, self._group, synchronised=self._synchronised)
+            sums = SliceSums(parameters, cut.sizes, self._held, self._reduction, synchronised=self._synchronised)
         buffers = [(name, buffer, buffer._version) for name, buffer in self.module.named_buffers()]
         outputs = []
         for number, (arguments, options) in cut:
@@ -110,7 +130,7 @@ class SlicedReplicas(nn.Module):
     def global_loss(self, losses: Tensor, divisor: float | None = None) -> Tensor:
         """Collective: the loss of all slices, a 0-dim tensor with the same bits on every rank and in every world."""
         self._check_losses(losses)
-        total = all_reduce_leaves(losses.detach(), self.slices.count, group=self._group)
+        total = self._reduction.leaves(losses.detach())
         return total / (self.slices.count if divisor is None else divisor)
 
     @contextlib.contextmanager

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums of gradients over ranks: with the same bits in every world, or coded, with error feedback."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sennit.runtime.backend import all_reduce_coded, all_reduce_leaves
+from sennit.runtime.sharded.phases import PhaseClock, phase
+from sennit.runtime.sharded.slices import Slices
+from sennit.transport.codecs import Codec, CodecKind
+from sennit.transport.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sennit.runtime.sharded.gradients import Layout
+
+# The types that codecs take. Their sums are made in float32.
+_CODED = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Residuals:
+    """What coding took from this rank's sums of gradients, and the next step adds (error feedback; `coded_hook`)."""
+
+    def __init__(self, slices: Slices) -> None:
+        self.calls = 0
+        """Coded AllReduces so far. They decide the seeds of stochastic rounding."""
+        self._slices = slices
+        self._layout: Layout | None = None
+        self._of_layout: dict[torch.dtype, Tensor] = {}
+        self._of_name: dict[str, Tensor] = {}
+
+    def of(self, layout: Layout, dtype: torch.dtype) -> Tensor:
+        """Float32, flat, as a row of the layout: to be written to."""
+        if layout is not self._layout:
+            self._of_name = self._named()
+            self._layout, self._of_layout = layout, {}
+        if dtype not in self._of_layout:
+            lost = self._of_layout[dtype] = torch.zeros(layout.lengths[dtype])
+            for index, (name, parameter) in enumerate(zip(layout.names, layout.parameters, strict=True)):
+                before = self._of_name.get(name)
+                if parameter.dtype is dtype and before is not None and before.shape == parameter.shape:
+                    layout.piece(lost, index).copy_(before)
+        return self._of_layout[dtype]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank needs to go on after a restart: copies, float32, by parameter names. Ranks differ."""
+        return {
+            "rank": self._slices.rank,
+            "world": self._slices.world_size,
+            "calls": self.calls,
+            "lost": {name: lost.clone() for name, lost in self._named().items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a `state_dict`. That of another rank or of a world of another size gives `calls` alone.
+
+        What was lost there is then forgotten: less than a rounding of each gradient, once.
+        """
+        is_own = (state["rank"], state["world"]) == (self._slices.rank, self._slices.world_size)
+        self.calls = int(state["calls"])
+        self._of_name = {name: lost.detach().float().clone() for name, lost in state["lost"].items()} if is_own else {}
+        self._layout, self._of_layout = None, {}
+
+    def _named(self) -> dict[str, Tensor]:
+        layout = self._layout
+        if layout is None:
+            return self._of_name
+        return self._of_name | {
+            name: layout.piece(self._of_layout[parameter.dtype], index)
+            for index, (name, parameter) in enumerate(zip(layout.names, layout.parameters, strict=True))
+            if parameter.dtype in self._of_layout
+        }
+
+
+class Reduction:
+    """AllReduce of rows of gradients."""
+
+    def __init__(
+        self, slices: Slices, group: dist.ProcessGroup | None, codec: Codec | None, clock: PhaseClock | None
+    ) -> None:
+        """Raises `ConfigError` for a codec that cannot sum, or of which no rank knows what it lost."""
+        if codec is not None and (codec.between_hosts or codec.kind is CodecKind.LOSSLESS):
+            what = "LOSSLESS" if codec.kind is CodecKind.LOSSLESS else "a codec between hosts alone"
+            raise ConfigError(f"{what} for gradients, which are summed with error feedback; allowed: all others")
+        self._slices, self._group, self._codec, self._clock = slices, group, codec, clock
+        self.residuals = None if codec is None else Residuals(slices)
+
+    def leaves(self, rows: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+        """The sum over all slices in the canonical tree. With `dtype`, that of the result, rows are sums of nodes."""
+        with phase(self._clock, "AllReduce"):
+            return all_reduce_leaves(
+                rows, self._slices.count, group=self._group, partial=dtype is not None, dtype=dtype
+            )
+
+    def total(self, layout: Layout, dtype: torch.dtype, rows: Tensor) -> Tensor:
+        """The sum over all ranks of [nodes, elements], in the `dtype` of parameters.
+
+        With a codec a rank adds its nodes up, and codes one vector. Counts are not coded.
+        """
+        if self._codec is None or self.residuals is None or dtype not in _CODED:
+            return self.leaves(rows, dtype=dtype)
+        own = rows[0].clone()
+        for row in rows[1:]:
+            own.add_(row)
+        end = layout.counts_start if dtype is torch.float32 else len(own)
+        codec = dataclasses.replace(self._codec, seed=(self._codec.seed + self.residuals.calls) % (1 << 64))
+        self.residuals.calls += 1
+        lost = self.residuals.of(layout, dtype)
+        with phase(self._clock, "AllReduce"):
+            all_reduce_coded(own[:end], codec, group=self._group, lost=lost[:end])
+        if end < len(own):
+            own[end:] = self.leaves(rows[:, end:], dtype=dtype)
+        return own.to(dtype)
