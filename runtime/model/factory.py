@@ -75,7 +75,7 @@ def _import(name: str, module_name: str) -> Any:
     importlib.invalidate_caches()
     try:
         return importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # A script may end itself.
         cause = f"{type(error).__name__}: {error}"
         if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
             cause = f"there is no module {error.name} in {os.getcwd()} or among installed packages"

@@ -238,6 +238,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     name = f"own_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(OWN)
     (tmp_path / f"{name}_broken.py").write_text("import sys\n1 / 0\n")
+    (tmp_path / f"{name}_ends.py").write_text("raise SystemExit(2)\n")
     (tmp_path / f"{name}_needs.py").write_text("import no_such_package\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", ["/no such folder"])
@@ -271,6 +272,7 @@ def test_a_factory_of_a_user(own_module: str) -> None:
         ("OWN.inner:make", "there is no module "),
         ("OWN_broken:make", "OWN_broken cannot be imported: ZeroDivisionError: division by zero"),
         ("OWN_needs:make", "OWN_needs cannot be imported: ModuleNotFoundError: No module named 'no_such_package'"),
+        ("OWN_ends:make", "OWN_ends cannot be imported: SystemExit: 2"),
         ("OWN:Liner", "OWN has no Liner; did you mean Linear?"),
         ("OWN:number", "is a int; allowed: a function or class"),
         ("OWN:instance", "is a module already; allowed: a function or class"),
