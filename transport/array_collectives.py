@@ -22,7 +22,7 @@ from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.errors import ArgumentError
 from sennit.transport.plan import ANY_PEER, Plan
 from sennit.transport.selection import Selection, size_class
-from sennit.transport.tree import given_spans
+from sennit.transport.tree import check_rows, given_spans
 
 if TYPE_CHECKING:
     from sennit.transport.codecs import Codec
@@ -197,15 +197,7 @@ class ArrayCollectives(ABC):
         `given` has `rows` rows of `elements` elements: of `dtype`, or with `partial` of its accumulator's type. The
         result goes to `output`: `elements` elements of `dtype`.
         """
-        spans = given_spans(self.rank, self.world, leaves, partial=partial)
-        if rows != len(spans):
-            what = ", ".join(f"{span.low}..{span.high - 1}" for span in spans)
-            if not partial:
-                what = f"{spans[0].low}..{spans[-1].high - 1}"
-            raise ArgumentError(
-                f"rank {self.rank} of {self.world} gives {rows} {'partial sums' if partial else 'leaves'} of a tree of "
-                f"{leaves} leaves; allowed: {len(spans)}, of leaves {what}"
-            )
+        check_rows(rows, self.rank, self.world, leaves, partial=partial)
         plan = _Call(
             self.selection.allreduce, self, leaves=leaves, partial=partial, elements=elements, dtype=dtype, op=op
         )

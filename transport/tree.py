@@ -87,6 +87,20 @@ def given_spans(rank: int, world: int, leaves: int, *, partial: bool = False) ->
     return cover(span, leaves) if partial else [Span(leaf, leaf + 1) for leaf in range(*span)]
 
 
+def check_rows(rows: int, rank: int, world: int, leaves: int, *, partial: bool) -> None:
+    """Raises ArgumentError if `rank` gives another number of rows than its leaves or partial sums."""
+    spans = given_spans(rank, world, leaves, partial=partial)
+    if rows == len(spans):
+        return
+    what = ", ".join(f"{span.low}..{span.high - 1}" for span in spans)
+    if not partial:
+        what = f"{spans[0].low}..{spans[-1].high - 1}"
+    raise ArgumentError(
+        f"rank {rank} of {world} gives {rows} {'partial sums' if partial else 'leaves'} of a tree of {leaves} leaves; "
+        f"allowed: {len(spans)}, of leaves {what}"
+    )
+
+
 def _are_halves(left: Span, right: Span, leaves: int) -> bool:
     whole = Span(left.low, right.high)
     return left.high == right.low == whole.low + _full_size(whole) // 2 and is_node(whole, leaves)

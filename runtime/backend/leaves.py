@@ -15,10 +15,13 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from sennit.runtime.backend.process_group import communicator
+from sennit.runtime.backend.gathering import all_gather_parts
+from sennit.runtime.backend.process_group import communicator_or_names
+from sennit.transport.arithmetic import run_program
 from sennit.transport.array_collectives import DTYPES
 from sennit.transport.elements import Dtype, ReduceOp, accumulator
 from sennit.transport.errors import ArgumentError
+from sennit.transport.tree import check_rows, combinations, given_spans
 
 # torch's names are NumPy's, and these.
 _TYPES: Final = DTYPES | {"bfloat16": Dtype.BF16, "complex32": Dtype.C32}
@@ -42,6 +45,8 @@ def all_reduce_leaves(
     types. The result has the shape of a row, and the leaves' type. AVG divides by `leaves`. Waits until the result is
     there. Raises ArgumentError, before anything is sent, if the rows are not those of this rank, if the operation is
     not defined for the type, or if the tensor is not in host memory.
+
+    Over another backend than sennit all rows go to all ranks, which fold them here: slow, for comparisons.
     """
     if tensor.device.type != "cpu":
         raise ArgumentError(f"a tensor on {tensor.device}; allowed: cpu")
@@ -54,17 +59,50 @@ def all_reduce_leaves(
     if op.name not in _OPS:
         raise ArgumentError(f"reduce op {op.name}; allowed: {', '.join(_OPS)}")
     result = torch.empty(tensor.shape[1:], dtype=result_type)
-    communicator(group).reduce_leaves(
+    rows = tensor.shape[0] if tensor.ndim else 0
+    backend = communicator_or_names(group)
+    if isinstance(backend, list):
+        folded = _folded_here(_bytes(tensor), rows, summed, _OPS[op.name], leaves, group, partial=partial)
+        _bytes(result)[:] = folded
+        return result
+    backend.reduce_leaves(
         _bytes(tensor),
         _bytes(result),
         summed,
         _OPS[op.name],
-        rows=tensor.shape[0] if tensor.ndim else 0,
+        rows=rows,
         elements=result.numel(),
         leaves=leaves,
         partial=partial,
     )
     return result
+
+
+def _folded_here(
+    own: npt.NDArray[np.uint8],
+    rows: int,
+    dtype: Dtype,
+    op: ReduceOp,
+    leaves: int,
+    group: dist.ProcessGroup | None,
+    *,
+    partial: bool,
+) -> npt.NDArray[np.uint8]:
+    """The bytes of the result, from this rank's `rows` and those of all others."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    check_rows(rows, rank, world, leaves, partial=partial)
+    spans = [given_spans(other, world, leaves, partial=partial) for other in range(world)]
+    row_bytes = len(own) // rows
+    given = all_gather_parts(torch.from_numpy(own), [len(of_rank) * row_bytes for of_rank in spans], group)
+    nodes = tuple(span for of_rank in spans for span in of_rank)
+    return run_program(
+        [row.numpy() for row in given.view(len(nodes), row_bytes)],
+        combinations(nodes, leaves),
+        dtype,
+        op,
+        partial=[partial] * len(nodes),
+        divisor=leaves,
+    )
 
 
 def _known(dtype: torch.dtype) -> Dtype:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sennit.runtime.backend import communicator
+from sennit.runtime.backend.gathering import all_gather_parts
 from sennit.runtime.sharded.phases import PhaseClock, phase
 from sennit.transport.codecs import Codec, CodecKind
 
@@ -108,7 +109,6 @@ class Wire:
         if self._world_size == 1:
             return own
         with self.phase("AllGather"):
-            output = own.new_empty(sum(sizes))
-            dist.all_gather(list(torch.split(output, list(sizes))), own, group=self._group)
+            output = all_gather_parts(own, sizes, self._group)
         self.sent_bytes[kind] += own.nbytes * (self._world_size - 1)
         return output

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sennit.runtime.backend import communicator
 from sennit.runtime.kernels import Optimizer, OptimizerSpec, Pooling
-from sennit.runtime.sharded import PhaseClock, ShardedEmbeddingBags, ShardedEmbeddings, Table
+from sennit.runtime.sharded import PhaseClock, ShardedEmbeddingBags, ShardedEmbeddings, SlicedReplicas, Table
 from sennit.transport.codecs import EXCHANGE_CODECS, Codec, CodecKind
 from sennit.transport.errors import ConfigError
 
@@ -95,3 +95,5 @@ def refuses_codecs(rank: int, world: int) -> None:
 def refuses_gloo(rank: int, world: int) -> None:
     with pytest.raises(ConfigError, match="a codec over gloo; allowed: backend sennit"):
         ShardedEmbeddingBags([Table(name="user", rows=10, dim=4)], rate=1, codec=Codec(kind=CodecKind.BF16))
+    with pytest.raises(ConfigError, match="a codec over gloo; allowed: backend sennit"):
+        SlicedReplicas(torch.nn.Linear(2, 2), codec=Codec(kind=CodecKind.BF16))

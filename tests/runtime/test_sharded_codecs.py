@@ -56,7 +56,3 @@ def test_a_row_is_a_block(kept_world: Callable[..., Any]) -> None:
 
 def test_ranks_with_different_codecs_are_refused(kept_world: Callable[..., Any]) -> None:
     kept_world(2).run(CASES, "refuses_codecs")
-
-
-def test_a_codec_needs_the_backend(new_world: Callable[..., Any]) -> None:
-    new_world(1, backend="gloo").run(CASES, "refuses_gloo")
