@@ -3,11 +3,17 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor, nn
 
+from sennit.runtime.data.seeds import torch_stream
 from sennit.runtime.model.inputs import ModelInputs, in_order
 from sennit.runtime.model.mlp import initialise, mlp
+
+DEVIATION: Final = 0.05
+"""Of the vectors of dense features. There are as many products as pairs, so larger ones begin with a large loss."""
 
 
 class DeepFM(nn.Module):
@@ -28,6 +34,9 @@ class DeepFM(nn.Module):
         self.first_order = nn.Linear(inputs.width, 1)
         self.deep = mlp([(inputs.dense_count + len(inputs.tables)) * dim, *inputs.top, 1], last_relu=False)
         initialise(self, inputs.seed)
+        if self.dense_vectors is not None:
+            with torch.no_grad():
+                self.dense_vectors.normal_(0, DEVIATION, generator=torch_stream(inputs.seed, "dense", "dense_vectors"))
 
     def forward(self, dense: Tensor, vectors: dict[str, Tensor]) -> Tensor:
         """dense [B, D] and vectors [B, dim] by table -> logits [B]."""
