@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from sennit.runtime.sharded.replicated import SparseAllReduce
 from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.wire import Wire
 from sennit.transport.errors import ArgumentError
+
+_KINDS: Final = ("no weights", "weights", "weights that require gradients")
 
 
 class ShardedEmbeddingBags(ShardedTables):
@@ -44,7 +46,7 @@ class ShardedEmbeddingBags(ShardedTables):
 
     @property
     def _counts_told(self) -> int:
-        return len(self._engines)
+        return len(self._engines) + 1
 
     def _send(self, given: Any, global_batch: int | None) -> _Step:
         outgoing: list[tuple[Outgoing, Outgoing]] = []
@@ -54,15 +56,20 @@ class ShardedEmbeddingBags(ShardedTables):
                 if ids.weights is not None and self.tables[table].pooling is Pooling.MEAN:
                     raise ArgumentError(f"weights for feature {name}, whose table takes means; allowed: sums")
             outgoing.extend(pools.outgoing(ids) for pools in self._pools)
-            return [[there.counts[rank] for there, _ in outgoing] for rank in range(self.slices.world_size)]
+            kind = _kind_of(ids.weights)
+            return [[*(there.counts[rank] for there, _ in outgoing), kind] for rank in range(self.slices.world_size)]
 
         ids, batch, arriving = self._agreed(given, global_batch, prepared)
+        for rank, (*_, kind) in enumerate(arriving):
+            if kind != (own := _kind_of(ids.weights)):
+                kinds = f"{_KINDS[own]} on rank {self.slices.rank}, {_KINDS[kind]} on rank {rank}"
+                raise ArgumentError(f"{kinds}; all ranks must give the same")
         return _Step(
             arrivals=[
                 pools.send(one, [row[number] for row in arriving], batch)
                 for number, (pools, one) in enumerate(zip(self._pools, outgoing, strict=True))
             ],
-            samples=ids.sample_count,
+            ids=ids,
             lengths={
                 feature: ids.given_lengths[feature].clamp(min=1).to(torch.float32).unsqueeze(1)
                 for feature, (_, table) in enumerate(self._features)
@@ -73,19 +80,30 @@ class ShardedEmbeddingBags(ShardedTables):
     def _look_up(self, step: _Step) -> tuple[Tensor, ...]:
         found: dict[int, Tensor] = {}
         for pools, arrivals in zip(self._pools, step.arrivals, strict=True):
-            found |= pools.bags(arrivals, step.samples)
+            found |= pools.bags(arrivals, step.ids.sample_count)
         for feature, lengths in step.lengths.items():
             found[feature] = found[feature] / lengths
         return tuple(found[feature] for feature in range(len(self._features)))
 
-    def _update(self, step: _Step, gradients: Sequence[Tensor]) -> None:
+    def _weights(self, step: _Step) -> Tensor | None:
+        return step.ids.weights if _kind_of(step.ids.weights) == 2 else None
+
+    def _update(self, step: _Step, gradients: Sequence[Tensor]) -> Tensor | None:
         scaled: dict[int, Tensor] = {}
         for feature, gradient in enumerate(gradients):
             own = gradient if self._divisor == 1 else gradient / self._divisor
             lengths = step.lengths.get(feature)
             scaled[feature] = own if lengths is None else (torch.ones(()) / lengths) * own
+        ids = step.ids if self._weights(step) is not None else None
+        of_weights: dict[int, Tensor] = {}
         for number, (pools, arrivals) in enumerate(zip(self._pools, step.arrivals, strict=True)):
-            self._bad = pools.update(arrivals, scaled, rate=self._rate(number)) or self._bad
+            bad, found = pools.update(arrivals, scaled, rate=self._rate(number), weighted=ids)
+            self._bad = bad or self._bad
+            of_weights |= found
+        if ids is None:
+            return None
+        # A weight belongs to this rank's own loss.
+        return torch.cat([of_weights[feature] for feature in range(len(self._features))]).mul_(self._divisor)
 
 
 class Pools:
@@ -135,17 +153,25 @@ class Pools:
         found = self._exchange.bags(self._exchange.answers(arrivals.sharded), samples)
         return found | self._local.bags(self._local.owner.answer(arrivals.replicated), samples)
 
-    def update(self, arrivals: Arrivals, gradients: dict[int, Tensor], *, rate: float | None) -> GradientError | None:
+    def update(
+        self, arrivals: Arrivals, gradients: dict[int, Tensor], *, rate: float | None, weighted: Ids | None
+    ) -> tuple[GradientError | None, dict[int, Tensor]]:
         """Takes one step from the gradients of `bags`, or keeps them for it where `rate` is None.
 
-        Returns what is wrong with gradients of this rank's rows.
+        Returns what is wrong with gradients of this rank's rows, and the gradients of the weights of the `weighted` ids
+        of this rank, [ids] by feature.
         """
         arrived = self._exchange.return_gradients(arrivals.sharded, gradients)
+        own = self._local.packed(gradients)
+        of_weights = {}
+        if weighted is not None:
+            of_weights = self._exchange.weight_gradients(weighted, arrivals.sharded, arrived)
+            of_weights |= self._local.weight_gradients(weighted, arrivals.replicated, own)
         error = self._steps.add(*self._exchange.owner.by_slice(arrivals.sharded, arrived), rate=rate)
-        if not self._local.features:
-            return error
-        own = self._local.owner.by_slice(arrivals.replicated, self._local.packed(gradients))
-        return self._replica_steps.add(*self._sparse.of_all(*own), rate=rate) or error
+        if self._local.features:
+            by_slice = self._local.owner.by_slice(arrivals.replicated, own)
+            error = self._replica_steps.add(*self._sparse.of_all(*by_slice), rate=rate) or error
+        return error, of_weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,6 +187,11 @@ class _Step:
     """A forward pass that a backward one may follow."""
 
     arrivals: list[Arrivals]
-    samples: int
+    ids: Ids
     lengths: dict[int, Tensor]
     """Float32 [samples, 1], of features whose table takes means; at least 1."""
+
+
+def _kind_of(weights: Tensor | None) -> int:
+    """What `_KINDS` calls it."""
+    return 0 if weights is None else 1 + weights.requires_grad

@@ -29,7 +29,7 @@ class Features:
     """Int32 or int64 [lengths.sum()]: ids, feature after feature, and sample after sample in a feature."""
 
     weights: Tensor | None = None
-    """Float32, a weight for each id: rows are multiplied by it."""
+    """Float32, a weight for each id: rows are multiplied by it. It may require gradients."""
 
     names: tuple[str, ...] | None = None
     """Names of the features; None: all of the model, in its order."""
@@ -144,8 +144,6 @@ def _in_order(
         raise ArgumentError(
             f"weights are {weights.dtype} of shape {tuple(weights.shape)}; allowed: float32 of ({len(values)},)"
         )
-    if weights is not None and weights.requires_grad:
-        raise ArgumentError("weights require gradients, which there are not yet; give weights.detach()")
     if names is None or list(names) == [name for name, _ in features]:
         lengths = lengths.contiguous()
         return Ids(lengths=lengths, values=values.contiguous(), counts=counts, given_lengths=lengths, weights=weights)

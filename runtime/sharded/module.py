@@ -124,7 +124,7 @@ class ShardedTables(nn.Module):
             raise ArgumentError("global_batch for a batch that was sent; allowed: in send")
         step = features.take(self, "looked up")
         if torch.is_grad_enabled():
-            found: tuple[Tensor, ...] = _Lookup.apply(self._anchor[0], self, step)  # type: ignore[no-untyped-call]
+            found: tuple[Tensor, ...] = _Lookup.apply(self._anchor[0], self, step, self._weights(step))  # type: ignore[no-untyped-call]
         else:
             with self._wire.phase("lookup"):
                 found = self._look_up(step)
@@ -153,9 +153,16 @@ class ShardedTables(nn.Module):
         """The result of each feature. Collective."""
         raise NotImplementedError
 
-    def _update(self, step: Any, gradients: Sequence[Tensor]) -> None:
-        """Takes the optimizer step from the gradients of `_look_up`. Collective."""
+    def _update(self, step: Any, gradients: Sequence[Tensor]) -> Tensor | None:
+        """Takes the optimizer step from the gradients of `_look_up`. Collective.
+
+        Returns the gradients of `_weights`, if they require any.
+        """
         raise NotImplementedError
+
+    def _weights(self, step: Any) -> Tensor | None:
+        """The weights of this rank's ids, if they require gradients."""
+        return None
 
     def _release(self, step: Any) -> None:
         """Ends a step without an update. Not collective."""
@@ -329,16 +336,18 @@ class _Lookup(torch.autograd.Function):
     """Rows or sums of rows, by feature. Its backward pass is the optimizer step."""
 
     @staticmethod
-    def forward(context: Any, anchor: Tensor, tables: ShardedTables, step: Any) -> tuple[Tensor, ...]:
+    def forward(
+        context: Any, anchor: Tensor, tables: ShardedTables, step: Any, weights: Tensor | None
+    ) -> tuple[Tensor, ...]:
         context.tables, context.step = tables, step
         with tables._wire.phase("lookup"):
             return tables._look_up(step)
 
     @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None, Tensor | None]:
         with context.tables._wire.phase("sparse update"):
-            context.tables._update(context.step, gradients)
-        return torch.empty(0), None, None
+            of_weights = context.tables._update(context.step, gradients)
+        return torch.empty(0), None, None, of_weights
 
 
 def _hash(held: Held) -> str:

@@ -126,6 +126,15 @@ class Owner:
         ]
         return joined(sums, found.dtype)
 
+    def weight_gradient(self, arrived: Arrived, gradient: Tensor) -> tuple[Tensor, list[int]]:
+        """The gradients of the weights that arrived: float32, flat: for each source and block [ids].
+
+        Also how many there are for each source. `gradient`: that of the answer's bags. Rows are read as they are now.
+        """
+        bags = [source.sample_count * len(self._blocks) for source in arrived.sources]
+        counts = [int(part.sum()) for part in torch.split(arrived.batch.lengths, bags)]
+        return self.engine.weight_gradient(arrived.batch, self._by_block(arrived, gradient)), counts
+
     def by_slice(self, arrived: Arrived, gradient: Tensor) -> tuple[Batch, Tensor]:
         """The batch and its gradient with the slice of each block (docs/reference/embedding.md, rule 4)."""
         batch, gradient = arrived.batch, self._by_block(arrived, gradient)

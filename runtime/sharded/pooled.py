@@ -18,12 +18,12 @@ from sennit.runtime.sharded.blocks import joined
 from sennit.runtime.sharded.features import Ids, features_of
 from sennit.runtime.sharded.owner import Arrived, Owner, Source, folded
 from sennit.runtime.sharded.placement import Placement
-from sennit.runtime.sharded.routes import Columns, Part, Sum, routes
+from sennit.runtime.sharded.routes import Columns, Part, Sum, blocks_of, routes
 from sennit.runtime.sharded.slices import Slices
-from sennit.runtime.sharded.split import dealt
+from sennit.runtime.sharded.split import dealt, dealt_order
 from sennit.runtime.sharded.tables import Shard, Table
 from sennit.runtime.sharded.wire import Wire
-from sennit.transport.tree import combinations
+from sennit.transport.tree import balanced, combinations
 
 
 class Exchange:
@@ -66,7 +66,7 @@ class Exchange:
     def outgoing(self, ids: Ids) -> Outgoing:
         """This rank's ids by destination. Not collective."""
         values_of = torch.split(ids.values, ids.counts)
-        weights_of = None if ids.weights is None else torch.split(ids.weights, ids.counts)
+        weights_of = None if ids.weights is None else torch.split(ids.weights.detach(), ids.counts)
         by_part: dict[Part, tuple[Tensor, Tensor, Tensor | None]] = {}
         for feature in self.features:
             table, weights = self._table_of[feature], None if weights_of is None else weights_of[feature]
@@ -135,6 +135,40 @@ class Exchange:
         send = [mine * sum(self._columns(*one) for one in places) for places in self.routes.gradients]
         receive = [self.owner.gradient_size(count) for count in samples]
         return self._wire.all_to_all("gradients", self.packed(gradients), receive, send, codec=self._codec)
+
+    def weight_gradients(self, ids: Ids, arrived: Arrived, gradient: Tensor) -> dict[int, Tensor]:
+        """The gradients of this rank's weights by feature, [ids]. `gradient`: what `return_gradients` returned.
+
+        An owner gives one for each column shard; they are added up here, in the tree over column shards. So bits do not
+        depend on owners.
+        """
+        values_of = torch.split(ids.values, ids.counts)
+        order_of: dict[int, Tensor] = {}
+        counts: dict[Part, int] = {}
+        for feature in self.features:
+            order_of[feature], of_rows = dealt_order(values_of[feature], self._table_of[feature].row_borders)
+            counts |= {Part(feature, row): count for row, count in enumerate(of_rows)}
+        blocks = [blocks_of(sums, self._tables) for sums in self.routes.sums]
+        sizes = [[counts[Part(block.feature, block.shard.row)] for block in of_rank] for of_rank in blocks]
+        own, send = self.owner.weight_gradient(arrived, gradient)
+        found = torch.split(
+            self._wire.all_to_all("weight gradients", own, list(map(sum, sizes)), send),
+            [size for of_rank in sizes for size in of_rank],
+        )
+        piece_of = {
+            (block.feature, block.shard.row, block.shard.column): piece
+            for block, piece in zip([block for of_rank in blocks for block in of_rank], found, strict=True)
+        }
+        result = {}
+        for feature, order in order_of.items():
+            table = self._table_of[feature]
+            program = balanced(table.column_shards)
+            rows = [
+                folded([piece_of[feature, row, column] for column in range(table.column_shards)], program)
+                for row in range(table.row_shards)
+            ]
+            result[feature] = torch.empty(len(order)).scatter_(0, order, torch.cat(rows))
+        return result
 
     def packed(self, gradients: dict[int, Tensor]) -> Tensor:
         """The gradients of bags in the order of the wire. Not collective."""

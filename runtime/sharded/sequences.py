@@ -50,7 +50,7 @@ class ShardedEmbeddings(ShardedTables):
             found |= sequences.by_lookup(one)
         return tuple(found[feature] for feature in range(len(self._features)))
 
-    def _update(self, step: Sequence[Step], gradients: Sequence[Tensor]) -> None:
+    def _update(self, step: Sequence[Step], gradients: Sequence[Tensor]) -> None:  # There are no weights.
         scaled = dict(enumerate(gradients))
         if self._divisor != 1:
             scaled = {feature: gradient / self._divisor for feature, gradient in scaled.items()}

@@ -22,6 +22,12 @@ def dealt(
     counts = of_shards.sum(1).tolist()
     own: Sequence[Tensor | None] = [None] * len(counts)
     if weights is not None:
-        shard = torch.bucketize(values, torch.tensor(borders[1:-1], dtype=values.dtype), right=True)
-        own = torch.split(weights[torch.sort(shard, stable=True).indices], counts)
+        own = torch.split(weights[dealt_order(values, borders)[0]], counts)
     return list(zip(of_shards, torch.split(ids, counts), own, strict=True))
+
+
+def dealt_order(values: Tensor, borders: Sequence[int]) -> tuple[Tensor, list[int]]:
+    """Where each dealt id stands in `values`, shard after shard, and how many ids each shard has."""
+    shard = torch.bucketize(values, torch.tensor(borders[1:-1], dtype=values.dtype), right=True)
+    counts: list[int] = torch.bincount(shard, minlength=len(borders) - 1).tolist()
+    return torch.sort(shard, stable=True).indices, counts

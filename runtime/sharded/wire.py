@@ -20,7 +20,12 @@ from sennit.runtime.sharded.phases import PhaseClock, phase
 from sennit.transport.codecs import Codec, CodecKind
 
 # What a sum, a row or a gradient counts as; all else is input.
-_PHASES: Final = {"sums": "AlltoAll forward", "rows": "AlltoAll forward", "gradients": "AlltoAll backward"}
+_PHASES: Final = {
+    "sums": "AlltoAll forward",
+    "rows": "AlltoAll forward",
+    "gradients": "AlltoAll backward",
+    "weight gradients": "AlltoAll backward",
+}
 _LARGEST_BLOCK: Final = 4_096
 
 

@@ -198,13 +198,13 @@ def wrong_input(rank: int, world: int, placement: str) -> None:
     own = own_samples(Jagged(BAGS))
     good = Jagged({"f1": BAGS["f1"]}).part(own.start, own.stop)
     ids = torch.zeros(own.stop - own.start, dtype=torch.int64)
-    lengths, weights = torch.ones(1, len(ids), dtype=torch.int32), torch.ones(len(ids), requires_grad=True)
+    lengths, weights = torch.ones(1, len(ids), dtype=torch.int32), torch.ones(len(ids), dtype=torch.float64)
     cases: list[tuple[Any, type[Exception], str]] = [
         (None, ArgumentError, "ids are a NoneType; allowed: a mapping"),
         (ids, ArgumentError, "ids are a Tensor; allowed: a mapping"),
         ({"f1": ids.tolist()}, ArgumentError, "feature f1 is a list; allowed: a tensor"),
         (Failing(good.bags), RuntimeError, "the loader failed"),
-        (Features(lengths=lengths, values=ids, weights=weights), ArgumentError, "weights require gradients"),
+        (Features(lengths=lengths, values=ids, weights=weights), ArgumentError, "weights are torch.float64"),
     ]
     bad = rank == world - 1
     for wrong, error, match in cases:

@@ -29,17 +29,15 @@ def test_leaves_are_folded_as_defined(gloo: World) -> None:
 @pytest.mark.parametrize("kind", ["bags", "weighted", "sequences"])
 @pytest.mark.parametrize("placement", ["table_wise", "grid", "data_parallel"])
 def test_tables_have_the_same_bits(gloo: World, kept_world: Callable[..., Any], placement: str, kind: str) -> None:
-    arguments = {"placement": placement, "kind": kind}
-    expected = kept_world(1).run("sharded_cases.py", "trained", **arguments)[0][0]
-    found = gloo.run("sharded_cases.py", "trained", **arguments)
+    expected = kept_world(1).run("sharded_cases.py", "trained", placement=placement, kind=kind)[0][0]
+    found = gloo.run("sharded_cases.py", "trained", placement=placement, kind=kind)
     assert [digest for digest, _ in found] == [expected] * gloo.size
 
 
 @pytest.mark.parametrize("autocast", ["", "bfloat16"])
 def test_replicas_have_the_same_bits(gloo: World, kept_world: Callable[..., Any], autocast: str) -> None:
-    arguments = {"autocast": autocast, "no_sync": not autocast}
-    expected = kept_world(1).run("replica_cases.py", "train", **arguments)[0]
-    assert gloo.run("replica_cases.py", "train", **arguments) == [expected] * gloo.size
+    expected = kept_world(1).run("replica_cases.py", "train", autocast=autocast, no_sync=not autocast)
+    assert gloo.run("replica_cases.py", "train", autocast=autocast, no_sync=not autocast) == expected * gloo.size
 
 
 def test_codecs_are_refused_by_name(gloo: World) -> None:
