@@ -38,14 +38,14 @@ class EmbeddingEngine:
         rounding: Rounding = Rounding.STOCHASTIC,
         seed: int = 0,
         device: torch.device | str = "cpu",
-        memory: Sequence[TableMemory] | None = None,
+        memory: Sequence[TableMemory | None] | None = None,
         threads: int = 1,
     ) -> None:
         """Makes tables of zeros; fill `weight(name)`. `seed`, 64 bits, is for stochastic rounding.
 
-        `memory`: existing memory of the tables, in their order. `threads`: how many threads of the native
-        implementation share each call; results do not depend on it. A table may be a tensor train (`TensorTrainSpec`).
-        Each of its cores is then a table, with the name in its spec.
+        `memory`: existing memory of the tables, in their order; None for those that get their own. `threads`: how many
+        threads of the native implementation share each call; results do not depend on it. A table may be a tensor train
+        (`TensorTrainSpec`). Each of its cores is then a table, with the name in its spec.
         """
         self.specs = tuple(tables)
         self.optimizer, self.bounds, self.rounding, self.seed = optimizer, bounds, rounding, seed

@@ -72,23 +72,21 @@ class TensorTrainTables:
         operator: Implementation,
         of_cores: Implementation,
         products: Products,
-        memory: Sequence[TableMemory] | None = None,
+        memory: Sequence[TableMemory | None] | None = None,
     ) -> None:
         """`of_cores` is a separate operator, because operators keep facts about their tables between calls.
 
-        `memory` is existing memory of the tables; none may be a tensor train then.
+        `memory` is existing memory of tables, of none of the tensor trains; None: it is allocated.
         """
         self._operator, self._of_cores, self._products, self._device = operator, of_cores, products, device
         self.trains = {n: spec for n, spec in enumerate(specs) if isinstance(spec, TensorTrainSpec)}
-        if memory is not None and self.trains:
-            raise ConfigError(f"table {next(iter(self.trains.values())).name}: a tensor train in memory of its user")
-        self.tables = (
-            tuple(
-                self._rows_of(spec, 0) if number in self.trains else allocate(spec, optimizer, device)
-                for number, spec in enumerate(specs)
-            )
-            if memory is None
-            else tuple(memory)
+        given = [None] * len(specs) if memory is None else list(memory)
+        for number, train in self.trains.items():
+            if given[number] is not None:
+                raise ConfigError(f"table {train.name}: a tensor train in memory of its user")
+        self.tables = tuple(
+            self._rows_of(spec, 0) if number in self.trains else own or allocate(spec, optimizer, device)
+            for number, (spec, own) in enumerate(zip(specs, given, strict=True))
         )
         """The memory for each spec. For a tensor train, the rows of the present batch, in float32."""
         self.cores = tuple(allocate(core, optimizer, device) for train in self.trains.values() for core in train.cores)

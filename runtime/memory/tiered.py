@@ -44,12 +44,94 @@ def layout_of(tables: Sequence[TableSpec], optimizer: OptimizerSpec) -> StoreLay
     )
 
 
+def tables_of(batch: Batch) -> Tensor:
+    """Int64 [lookups]: the table of each lookup."""
+    counts = torch.tensor([block.lookup_count for block in batch.blocks()], dtype=torch.int64)
+    return torch.repeat_interleave(torch.tensor(batch.table_of_block, dtype=torch.int64), counts)
+
+
+class CachedTables(Closing):
+    """The lines of a cache as the memory of an engine's tables, which have one dim and precision.
+
+    One cache holds rows of all these tables. To the engine, each table has all lines of the cache, and knows the row in
+    each line.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableSpec],
+        optimizer: OptimizerSpec,
+        store: RowStore,
+        *,
+        line_count: int,
+        spare_count: int,
+        policy: str = "lfu",
+        precision: Precision | None = None,
+    ) -> None:
+        """`store` has these tables in this order. `precision`: of rows in the cache; None: that of the tables."""
+        self._lines = {"line_count": line_count, "spare_count": spare_count}
+        self._policy = policy
+        precision, total = precision or tables[0].precision, line_count + spare_count
+        whole = allocate(replace(tables[0], row_count=total, precision=precision), optimizer, torch.device("cpu"))
+        self._row_numbers = torch.zeros(total, dtype=torch.int64)
+        self.memory = [
+            replace(whole, spec=replace(spec, row_count=total, precision=precision), row_numbers=self._row_numbers)
+            for spec in tables
+        ]
+        """The memory of each table."""
+        weight = whole.weight.view(torch.uint16) if whole.weight.dtype is torch.bfloat16 else whole.weight
+        arrays = {"weight": weight, **{name: state.view(total, -1) for name, state in whole.states.items()}}
+        self._arrays = {name: array.numpy() for name, array in arrays.items()}
+        # For each table: its first row in the store, and its word in the random numbers of rounding.
+        self._first_rows = torch.tensor([store.layout.first_row(spec.name) for spec in tables])
+        self._first_numbers = torch.tensor([spec.first_row for spec in tables])
+        self.open(store)
+
+    def open(self, store: RowStore) -> None:
+        """Takes the rows from now on from `store`, which has the same tables. Close it after this."""
+        self.cache = RowCache(store, policy=self._policy, arrays=self._arrays, **self._lines)
+
+    def prefetch(self, tables: Tensor, ids: Tensor) -> PrefetchedRows:
+        """Starts to fetch rows by table and id, int64 [n] each, and returns at once. Ids are in range."""
+        rows = self.cache.prefetch((ids + self._first_rows[tables]).numpy())
+        return PrefetchedRows(self, rows, ids + self._first_numbers[tables])
+
+    def note(self, lines: Tensor, numbers: Tensor) -> None:
+        """Tells the engine which rows are in `lines`."""
+        self._row_numbers[lines] = numbers
+
+    def close(self) -> None:
+        self.cache.close()
+
+
+class PrefetchedRows:
+    """Rows that are being fetched. They stay where they are from `lines` to `release`."""
+
+    def __init__(self, tables: CachedTables, rows: CachedBatch, numbers: Tensor) -> None:
+        self._tables, self.rows, self._numbers = tables, rows, numbers
+
+    def lines(self, timeout_s: float) -> Tensor:
+        """Int64 [n]: the line of each row. Waits for the rows; raises `TimeoutError`."""
+        lines = torch.from_numpy(self.rows.wait(timeout_s))
+        self._tables.note(lines, self._numbers)
+        return lines
+
+    def release(self, *, is_dirty: bool) -> None:
+        """Ends their use. `is_dirty`: they were changed."""
+        self.rows.release(is_dirty=is_dirty)
+
+
 class PrefetchedBatch:
     """A batch whose rows are being fetched."""
 
-    def __init__(self, batch: Batch, rows: CachedBatch, numbers: Tensor) -> None:
-        self.batch, self.rows, self.numbers = batch, rows, numbers
+    def __init__(self, batch: Batch, rows: PrefetchedRows) -> None:
+        self.batch, self.fetched = batch, rows
         self.lines: Batch | None = None
+
+    @property
+    def rows(self) -> CachedBatch:
+        """The rows in the cache."""
+        return self.fetched.rows
 
     def wait(self, timeout_s: float = 60.0) -> None:
         """Waits for the rows. Raises `TimeoutError`."""
@@ -60,9 +142,8 @@ class TieredTables(Closing):
     """Like `EmbeddingEngine`, but batches are announced one step ahead: `prefetch`, `lookup`, `update`. Not
     thread-safe.
 
-    The results are those of the engine in memory, bit for bit. One cache holds rows of all tables. To the engine, each
-    table has all lines of the cache, and knows the row in each line. With a cache of float32 before tables of fp16 or
-    bf16 results differ: rows are not rounded by each update, but when they are written back (`narrow.widened`).
+    The results are those of the engine in memory, bit for bit. With a cache of float32 before tables of fp16 or bf16
+    results differ: rows are not rounded by each update, but when they are written back (`narrow.widened`).
     """
 
     def __init__(
@@ -99,48 +180,34 @@ class TieredTables(Closing):
         if precision is not stored:
             store = self._widened = widened(store, tables, rounding=rounding, seed=seed, write_backs=step)
         self.specs = tuple(tables)
-        total = line_count + spare_count
-        whole = allocate(replace(tables[0], row_count=total, precision=precision), optimizer, torch.device("cpu"))
-        self._row_numbers = torch.zeros(total, dtype=torch.int64)
-        memory = [
-            replace(whole, spec=replace(spec, row_count=total, precision=precision), row_numbers=self._row_numbers)
-            for spec in self.specs
-        ]
-        self.engine = EmbeddingEngine(
-            [part.spec for part in memory],
+        self._cached = CachedTables(
+            tables,
             optimizer,
-            implementation_name=implementation_name,
-            rounding=rounding,
-            seed=seed,
-            memory=memory,
-        )
-        self.engine.step = step
-        weight = whole.weight.view(torch.uint16) if whole.weight.dtype is torch.bfloat16 else whole.weight
-        arrays = {"weight": weight, **{name: state.view(total, -1) for name, state in whole.states.items()}}
-        self.cache = RowCache(
             store,
             line_count=line_count,
             spare_count=spare_count,
             policy=policy,
-            arrays={name: array.numpy() for name, array in arrays.items()},
+            precision=precision,
         )
-        # For each table: its first row in the store, and its word in the random numbers of rounding.
-        self._first_rows = torch.tensor([layout.first_row(spec.name) for spec in tables])
-        self._first_numbers = torch.tensor([spec.first_row for spec in tables])
+        self.cache = self._cached.cache
+        self.engine = EmbeddingEngine(
+            [part.spec for part in self._cached.memory],
+            optimizer,
+            implementation_name=implementation_name,
+            rounding=rounding,
+            seed=seed,
+            memory=self._cached.memory,
+        )
+        self.engine.step = step
 
     def prefetch(self, batch: Batch) -> PrefetchedBatch:
         """Starts to fetch the rows of `batch`, and returns at once. Raises `IdError`."""
         batch, _ = resolve(batch, self.specs, Bounds.ERROR)
-        counts = torch.tensor([block.lookup_count for block in batch.blocks()])
-        tables = torch.repeat_interleave(torch.tensor(batch.table_of_block, dtype=torch.int64), counts)
-        rows = self.cache.prefetch((batch.values + self._first_rows[tables]).numpy())
-        return PrefetchedBatch(batch, rows, batch.values + self._first_numbers[tables])
+        return PrefetchedBatch(batch, self._cached.prefetch(tables_of(batch), batch.values.to(torch.int64)))
 
     def lookup(self, ahead: PrefetchedBatch, *, timeout_s: float = 60.0) -> Tensor:
         """Like `EmbeddingEngine.lookup`. Waits for the rows; raises `TimeoutError`."""
-        lines = torch.from_numpy(ahead.rows.wait(timeout_s))
-        self._row_numbers[lines] = ahead.numbers
-        ahead.lines = replace(ahead.batch, values=lines)
+        ahead.lines = replace(ahead.batch, values=ahead.fetched.lines(timeout_s))
         return self.engine.lookup(ahead.lines)
 
     def update(self, ahead: PrefetchedBatch, gradient: Tensor, *, rate: float) -> None:
@@ -162,6 +229,6 @@ class TieredTables(Closing):
 
     def close(self) -> None:
         """Closes the cache. Changed rows that were not flushed are lost."""
-        self.cache.close()
+        self._cached.close()
         if self._widened is not None:
             self._widened.close()

@@ -8,7 +8,6 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +24,7 @@ from sennit.runtime.memory.cache import LOCATION_BYTES, NOTE_BYTES, WAYS
 from sennit.runtime.memory.layout import DTYPES, Arrays, StoreLayout
 from sennit.runtime.memory.tiered import PrefetchedBatch, TieredTables, layout_of
 from sennit.runtime.model.embedding import ROW_WISE_ADAGRAD, fill, stream, table_specs
+from sennit.runtime.sharded.files import TableStore as TableStore
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.transport.errors import ArgumentError, ConfigError, DeviceError
 from sennit.transport.sizes import format_size
@@ -37,17 +37,6 @@ STATE: Final = {"table": "weight", "row_state": "sum"}
 
 Rows = Callable[[int, int], Arrays]
 """(first, count) -> the parts of these rows. Called for rising rows."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TableStore:
-    """The place of tables that are larger than memory."""
-
-    folder: Path
-    """Each rank makes a file here, and removes it at the end of the run."""
-
-    memory_bytes: int
-    """Memory of each rank, for cached rows with optimizer states and the bookkeeping of all rows."""
 
 
 class StoredTables:

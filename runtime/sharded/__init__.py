@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from sennit.runtime.sharded.cutting import Along as Along
     from sennit.runtime.sharded.features import Features as Features
     from sennit.runtime.sharded.features import IdError as IdError
+    from sennit.runtime.sharded.files import TableStore as TableStore
     from sennit.runtime.sharded.phases import PhaseClock as PhaseClock
     from sennit.runtime.sharded.placement import Placement as Placement
     from sennit.runtime.sharded.placement import place as place
@@ -34,6 +35,7 @@ __getattr__ = exporter(
         "ShardedEmbeddingBags": "bags",
         "Features": "features",
         "IdError": "features",
+        "TableStore": "files",
         "PhaseClock": "phases",
         "Placement": "placement",
         "place": "placement",

@@ -10,23 +10,26 @@ from torch import Tensor
 
 from sennit.runtime.kernels.batch import MAX_SLICES, Batch
 from sennit.runtime.kernels.checks import GradientError
-from sennit.runtime.kernels.engine import EmbeddingEngine
+from sennit.runtime.sharded.shards import Announced, Shards
 from sennit.transport.errors import ArgumentError
 
 
 class Steps:
-    """The steps of an engine. Backward passes before the last one of a step are kept.
+    """The steps of the shards of an engine. Backward passes before the last one of a step are kept.
 
     Pass p of a step has the slices p · V and on. So a step sums M passes as one batch of M · V slices, and the sums of
     V slices of one pass are a node of the tree.
     """
 
-    def __init__(self, engine: EmbeddingEngine, slices: int) -> None:
-        self._engine, self._slices = engine, slices
+    def __init__(self, shards: Shards, slices: int) -> None:
+        self._shards, self._slices = shards, slices
         self._kept: list[tuple[Batch, Tensor]] = []
+        self._announced: list[Announced] = []
 
-    def add(self, batch: Batch, gradient: Tensor, *, rate: float | None) -> GradientError | None:
+    def add(self, announced: Announced, batch: Batch, gradient: Tensor, *, rate: float | None) -> GradientError | None:
         """Takes the step with all passes since the last one at learning rate `rate`; None: keeps this pass.
+
+        `announced`: what was looked up for this pass. `batch` has its blocks, perhaps in another order, or its rows.
 
         Returns the error if rows had gradients that are not finite. They are left as they were.
         """
@@ -40,13 +43,18 @@ class Steps:
             assert batch.slice_of_block is not None
             batch = dataclasses.replace(batch, slice_of_block=tuple(first + number for number in batch.slice_of_block))
         self._kept.append((batch, gradient))
+        self._announced.append(announced)
         if rate is None:
             return None
         kept, self._kept = self._kept, []
+        looked_up, self._announced = self._announced, []
         try:
-            self._engine.update(*(kept[0] if len(kept) == 1 else _joined(kept)), rate=rate)
+            self._shards.update(*(kept[0] if len(kept) == 1 else _joined(kept)), rate=rate)
         except GradientError as bad:
             return bad
+        finally:
+            for one in looked_up:
+                self._shards.release(one, is_dirty=True)
         return None
 
 

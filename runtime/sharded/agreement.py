@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,9 @@ import torch.distributed as dist
 from sennit.runtime.backend.process_group import communicator_or_names
 from sennit.runtime.kernels.checks import GradientError, IdError
 from sennit.transport.codecs import Codec
-from sennit.transport.errors import ArgumentError, ConfigError
+from sennit.transport.errors import ArgumentError, ConfigError, SennitError
+
+_T = TypeVar("_T")
 
 
 class Status(IntEnum):
@@ -101,6 +103,27 @@ def exchange_headers(
                 "all ranks must give the same number of samples for each of their slices"
             )
     return [row[2:] for row in found]
+
+
+def made_on_all(make: Callable[[], _T], what: str, group: dist.ProcessGroup | None) -> _T:
+    """What `make` returns here. If it raises on any rank, that error is raised there, `SennitError` on the others.
+
+    `what`: what a rank then could not do.
+    """
+    made: list[_T] = []
+    error: Exception | None = None
+    try:
+        made.append(make())
+    except Exception as bad:  # Of any type: the other ranks wait for this one.
+        error = bad
+    texts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(texts, error and f"{type(error).__name__}: {error}", group=group)
+    if error is not None:
+        raise error
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise SennitError(f"rank {rank} could not {what}: {text}")
+    return made[0]
 
 
 def _status(error: Exception | None) -> Status:

@@ -105,6 +105,10 @@ class ShardedEmbeddingBags(ShardedTables):
         # A weight belongs to this rank's own loss.
         return torch.cat([of_weights[feature] for feature in range(len(self._features))]).mul_(self._divisor)
 
+    def _release(self, step: _Step) -> None:
+        for pools, arrivals in zip(self._pools, step.arrivals, strict=True):
+            pools.release(arrivals)
+
 
 class Pools:
     """Pooled lookups in the tables of one group of engines. Exchanges are collective."""
@@ -167,11 +171,17 @@ class Pools:
         if weighted is not None:
             of_weights = self._exchange.weight_gradients(weighted, arrivals.sharded, arrived)
             of_weights |= self._local.weight_gradients(weighted, arrivals.replicated, own)
-        error = self._steps.add(*self._exchange.owner.by_slice(arrivals.sharded, arrived), rate=rate)
+        by_slice = self._exchange.owner.by_slice(arrivals.sharded, arrived)
+        error = self._steps.add(arrivals.sharded.announced, *by_slice, rate=rate)
         if self._local.features:
-            by_slice = self._local.owner.by_slice(arrivals.replicated, own)
-            error = self._replica_steps.add(*self._sparse.of_all(*by_slice), rate=rate) or error
+            of_all = self._sparse.of_all(*self._local.owner.by_slice(arrivals.replicated, own))
+            error = self._replica_steps.add(arrivals.replicated.announced, *of_all, rate=rate) or error
         return error, of_weights
+
+    def release(self, arrivals: Arrivals) -> None:
+        """Ends a step without an update."""
+        self._exchange.owner.release(arrivals.sharded)
+        self._local.owner.release(arrivals.replicated)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

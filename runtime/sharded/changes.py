@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from sennit.runtime.kernels.batch import Batch
-from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
+from sennit.runtime.sharded.shards import Shards
 
 
 class ChangedRows:
@@ -19,21 +19,21 @@ class ChangedRows:
     Rows of a tensor train are no memory of their own, so it is left out: all of its cores count as changed.
     """
 
-    def __init__(self, engine: EmbeddingEngine) -> None:
-        """Follows the updates of `engine` from now on."""
-        self._names = [spec.name for spec in engine.specs]
+    def __init__(self, shards: Shards) -> None:
+        """Follows the updates of `shards` from now on."""
+        self._shards = shards
+        self._names = [spec.name for spec in shards.specs]
         self._is_changed = {
             number: torch.zeros(spec.row_count, dtype=torch.bool)
-            for number, spec in enumerate(engine.specs)
+            for number, spec in enumerate(shards.specs)
             if not isinstance(spec, TensorTrainSpec)
         }
-        engine.on_update = self._mark
+        shards.engine.on_update = self._mark
 
     def _mark(self, batch: Batch) -> None:
         for block in batch.blocks():
             if block.table in self._is_changed:
-                ids = batch.values[block.lookups].to(torch.int64)
-                self._is_changed[block.table].index_fill_(0, ids, True)
+                self._is_changed[block.table].index_fill_(0, self._shards.ids(batch, block), True)
 
     def mark_all(self) -> None:
         """All rows have changed, by other means than an update."""

@@ -3,17 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from sennit.runtime.kernels.engine import EmbeddingEngine
+from sennit.runtime.kernels.layout import TableMemory
+from sennit.runtime.kernels.spec import TableSpec
+from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.runtime.sharded.features import features_of
-from sennit.runtime.sharded.initial import fill
+from sennit.runtime.sharded.files import TableFiles, TableStore, is_stored, layouts_of
+from sennit.runtime.sharded.initial import fill, fill_train
 from sennit.runtime.sharded.placement import Placement
+from sennit.runtime.sharded.shards import Expected, Held, Shards, expected
 from sennit.runtime.sharded.slices import Slices
-from sennit.runtime.sharded.tables import Shard, Table, shard_name, shard_spec
+from sennit.runtime.sharded.stored import StoredShards
+from sennit.runtime.sharded.tables import Shard, Table, shard_spec
 from sennit.runtime.sharded.wire import Wire
 
 
@@ -28,18 +35,8 @@ class Settings:
     implementation_name: str
     threads: int
     wire: Wire
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
-    """A shard that this rank holds: its engine's own memory."""
-
-    name: str
-    weight: Tensor
-    """[rows, columns] in the table's precision."""
-
-    states: dict[str, Tensor]
-    """Of the optimizer, float32."""
+    files: TableFiles | None = None
+    """Where shards are that only this rank has. Replicated tables stay in memory."""
 
 
 class Engines:
@@ -48,32 +45,82 @@ class Engines:
     def __init__(self, settings: Settings, numbers: Sequence[int]) -> None:
         """`numbers`: tables with one optimizer and one way to round."""
         self.settings = settings
-        self.held: list[Held] = []
+        self._first = numbers[0]
         replicated = settings.placement.replicated
         own = [shard for shard in settings.placement.shards_on(settings.slices.rank) if shard.table in numbers]
-        self.sharded, self.number_of = self._made([shard for shard in own if shard.table not in replicated], numbers)
-        self.replicated, self.replica_of = self._made([shard for shard in own if shard.table in replicated], numbers)
+        sharded = [shard for shard in own if shard.table not in replicated]
+        self.sharded, self.number_of = self._made(sharded, numbers, settings.files)
+        self.replicated, self.replica_of = self._made(
+            [shard for shard in own if shard.table in replicated], numbers, None
+        )
         features = list(enumerate(features_of(settings.tables)))
         self.features = [place for place, (_, table) in features if table in numbers and table not in replicated]
         """Numbers of the features whose tables are sharded."""
         self.replicated_features = [place for place, (_, table) in features if table in numbers and table in replicated]
 
-    def _made(self, shards: Sequence[Shard], numbers: Sequence[int]) -> tuple[EmbeddingEngine, dict[Shard, int]]:
+    def _made(
+        self, shards: Sequence[Shard], numbers: Sequence[int], files: TableFiles | None
+    ) -> tuple[Shards, dict[Shard, int]]:
         settings = self.settings
-        first = settings.tables[numbers[0]]
-        engine = EmbeddingEngine(
-            [shard_spec(settings.tables, shard) for shard in shards],
-            first.optimizer,
-            implementation_name=settings.implementation_name,
-            rounding=first.rounding,
-            seed=settings.seed,
-            threads=settings.threads,
-        )
-        for shard in shards:
-            name = shard_name(settings.tables, shard)
-            fill(engine.weight(name), settings.tables, shard, seed=settings.seed)
-            self.held.append(Held(name=name, weight=engine.weight(name), states=engine.states(name)))
-        return engine, {shard: number for number, shard in enumerate(shards)}
+        tables, first = settings.tables, settings.tables[numbers[0]]
+        specs = [shard_spec(tables, shard) for shard in shards]
+
+        def made(specs: Sequence[TableSpec], memory: Sequence[TableMemory | None] | None = None) -> EmbeddingEngine:
+            engine = EmbeddingEngine(
+                specs,
+                first.optimizer,
+                implementation_name=settings.implementation_name,
+                rounding=first.rounding,
+                seed=settings.seed,
+                threads=settings.threads,
+                memory=memory,
+            )
+            for number, spec in enumerate(specs):
+                if isinstance(spec, TensorTrainSpec):
+                    cores = [engine.weight(core.name) for core in spec.cores]
+                    fill_train(spec, cores, tables[shards[number].table], seed=settings.seed)
+                elif memory is None or memory[number] is None:
+                    fill(engine.weight(spec.name), tables, shards[number], seed=settings.seed)
+            return engine
+
+        def filled(weight: Tensor, number: int, first_row: int) -> None:
+            fill(weight, tables, shards[number], seed=settings.seed, first=first_row)
+
+        def waiting() -> AbstractContextManager[None]:
+            return settings.wire.phase("wait for rows")
+
+        number_of = {shard: number for number, shard in enumerate(shards)}
+        if files is None or not any(map(is_stored, specs)):
+            return Shards(made(specs)), number_of
+        return StoredShards(specs, first.optimizer, files, filled, made, waiting), number_of
+
+    @property
+    def _all(self) -> tuple[Shards, Shards]:
+        return self.sharded, self.replicated
+
+    def held(self) -> Iterator[Held]:
+        """The shards of this rank."""
+        for shards in self._all:
+            yield from shards.held()
+
+    def expected(self) -> dict[str, Expected]:
+        """What a checkpoint has of this rank's shards, by name."""
+        optimizer = self.settings.tables[self._first].optimizer
+        specs = [spec for shards in self._all for spec in shards.specs]
+        return {key: wanted for spec in specs for key, wanted in expected(spec, optimizer).items()}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Takes over all tensors of `expected`."""
+        for shards in self._all:
+            shards.load(state)
+
+    def counters(self) -> dict[str, int]:
+        """Counters of the caches before files, by name."""
+        return self.sharded.counters()
+
+    def close(self) -> None:
+        """Removes files."""
+        self.sharded.close()
 
     @property
     def step(self) -> int:
@@ -83,6 +130,19 @@ class Engines:
     @step.setter
     def step(self, step: int) -> None:
         self.sharded.step = self.replicated.step = step
+
+
+def files_of(tables: Sequence[Table], placement: Placement, rank: int, home: TableStore) -> TableFiles:
+    """The files of a rank, of all groups. Raises `ConfigError` if its memory is too small for their caches."""
+    own = [shard for shard in placement.shards_on(rank) if shard.table not in placement.replicated]
+    layouts = [
+        layout
+        for numbers in groups_of(tables)
+        for layout in layouts_of(
+            [shard_spec(tables, shard) for shard in own if shard.table in numbers], tables[numbers[0]].optimizer
+        )
+    ]
+    return TableFiles(home, rank, layouts)
 
 
 def groups_of(tables: Sequence[Table]) -> list[list[int]]:

@@ -10,22 +10,29 @@ import torch
 from torch import Generator, Tensor
 
 from sennit.runtime.data.seeds import torch_stream
-from sennit.runtime.sharded.tables import Initial, Shard, Table
+from sennit.runtime.kernels.tensor_train import TensorTrainSpec, initialise
+from sennit.runtime.sharded.tables import Initial, Range, Shard, Table
 
 BLOCK_ROWS: Final = 4096
 """Rows are drawn in blocks of so many, each from a stream of its own."""
 
 
-def fill(weight: Tensor, tables: Sequence[Table], shard: Shard, *, seed: int) -> None:
-    """Fills a shard's weight, [rows, columns] in the table's precision."""
+def fill(weight: Tensor, tables: Sequence[Table], shard: Shard, *, seed: int, first: int = 0) -> None:
+    """Fills rows of a shard from `first` on: `weight`, [rows, columns] in the table's precision."""
     table = tables[shard.table]
-    rows, columns = table.row_range(shard.row), table.column_range(shard.column)
+    start = table.row_range(shard.row).low + first
+    rows, columns = Range(start, start + len(weight)), table.column_range(shard.column)
     initial = table.initial or _uniform(table.rows)
     for low in range(rows.low // BLOCK_ROWS * BLOCK_ROWS, rows.high, BLOCK_ROWS):
         block = torch.empty(min(BLOCK_ROWS, table.rows - low), table.dim)
         initial(block, torch_stream(seed, "table", table.name, low // BLOCK_ROWS))
         first, end = max(low, rows.low), min(low + BLOCK_ROWS, rows.high)
         weight[first - rows.low : end - rows.low] = block[first - low : end - low, columns.low : columns.high]
+
+
+def fill_train(spec: TensorTrainSpec, cores: Sequence[Tensor], table: Table, *, seed: int) -> None:
+    """Fills the cores of a tensor train, so that rows have the variance that `_uniform` gives."""
+    initialise(spec, cores, (3 * table.rows) ** -0.5, torch_stream(seed, "table", table.name))
 
 
 def _uniform(rows: int) -> Initial:

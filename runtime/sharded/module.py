@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,16 +15,18 @@ from torch import Tensor, nn
 
 from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.kernels.spec import Pooling
-from sennit.runtime.sharded.agreement import check_agreement, check_codec, exchange_headers
+from sennit.runtime.sharded.agreement import check_agreement, check_codec, exchange_headers, made_on_all
 from sennit.runtime.sharded.changes import ChangedRows
-from sennit.runtime.sharded.engines import Engines, Held, Settings, groups_of
+from sennit.runtime.sharded.engines import Engines, Settings, files_of, groups_of
 from sennit.runtime.sharded.features import Ids, features_of, ids_of
+from sennit.runtime.sharded.files import TableStore
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.sharded.placement import Placement, place
 from sennit.runtime.sharded.rates import TableRates
 from sennit.runtime.sharded.sent import Sent
+from sennit.runtime.sharded.shards import Held, expected, tensors_of
 from sennit.runtime.sharded.slices import DEFAULT_SLICES, Slices
-from sennit.runtime.sharded.tables import Table, check_tables, output_names, shard_name, shards_of
+from sennit.runtime.sharded.tables import Table, check_tables, output_names, shard_name, shard_spec, shards_of
 from sennit.runtime.sharded.wire import Wire
 from sennit.transport.codecs import Codec
 from sennit.transport.errors import ArgumentError, ConfigError, SennitError
@@ -50,6 +53,7 @@ class ShardedTables(nn.Module):
         group: dist.ProcessGroup | None = None,
         implementation_name: str = "native",
         threads: int = 1,
+        store: TableStore | None = None,
         codec: Codec | None = None,
         clock: PhaseClock | None = None,
     ) -> None:
@@ -62,8 +66,12 @@ class ShardedTables(nn.Module):
         `seed`: of initial values and of stochastic rounding.
         `codec`: of sums, rows and gradients that travel (docs/reference/sharded.md, "Codecs").
         `clock`: measures the phases of a step.
+        `store`: a place for tables larger than memory: shards are in files there, but for those of tensor trains and of
+        replicated tables. Such a module sends batches ahead (`batches_ahead`); `close` ends it.
 
-        Collective. Raises `ConfigError` on all ranks if they do not describe the same model.
+        Collective. Raises `ConfigError` on all ranks if they do not describe the same model; with a `store` also
+        `DeviceError`, if the disk is full or broken, and `ConfigError`, if memory for its cache is too small. The other
+        ranks then raise `SennitError`, which names the rank.
         """
         super().__init__()
         self.tables = tuple(tables)
@@ -85,19 +93,29 @@ class ShardedTables(nn.Module):
         self._group = group
         self._divisor = world_size if gradients == "mean" else 1
         self._features = features_of(self.tables)
-        check_agreement(self._described(gradients, seed) | {"codec": str(codec)}, group)
+        check_agreement(
+            self._described(gradients, seed) | {"codec": str(codec), "table store": str(store is not None)}, group
+        )
         check_codec(codec, group)
         self._wire = Wire(rank=self.slices.rank, world_size=world_size, group=group, codec=codec, clock=clock)
-        settings = Settings(
-            tables=self.tables,
-            placement=placement,
-            slices=self.slices,
-            seed=seed,
-            implementation_name=implementation_name,
-            threads=threads,
-            wire=self._wire,
-        )
-        self._engines = [Engines(settings, numbers) for numbers in groups_of(self.tables)]
+        self._store = store
+
+        def engines() -> list[Engines]:
+            files = None if store is None else files_of(self.tables, placement, self.slices.rank, store)
+            settings = Settings(
+                tables=self.tables,
+                placement=placement,
+                slices=self.slices,
+                seed=seed,
+                implementation_name=implementation_name,
+                threads=threads,
+                wire=self._wire,
+                files=files,
+            )
+            return [Engines(settings, numbers) for numbers in groups_of(self.tables)]
+
+        # Nothing can fail on one rank alone but files.
+        self._engines = engines() if store is None else made_on_all(engines, "make its table store", group)
         names = [[self.tables[number].name for number in numbers] for numbers in groups_of(self.tables)]
         self.optimizer = TableRates(names, rate=rate)
         """Holds the learning rates, for `torch.optim.lr_scheduler`. Its `step` does nothing."""
@@ -144,6 +162,23 @@ class ShardedTables(nn.Module):
     def drop(self, sent: Sent) -> None:
         """Forgets a sent batch that will not be looked up. Raises `ArgumentError` for any other."""
         self._release(sent.take(self, "dropped"))
+
+    @property
+    def batches_ahead(self) -> int:
+        """How many batches should be sent before one is looked up: 1 if rows are fetched from a store, else 0."""
+        return 0 if self._store is None else 1
+
+    def cache_counters(self) -> dict[str, int]:
+        """Counters of this rank's caches before its files and of the files, by name; empty if there are none."""
+        found: Counter[str] = Counter()
+        for engines in self._engines:
+            found.update(engines.counters())
+        return dict(found)
+
+    def close(self) -> None:
+        """Removes this rank's files. Nothing can be looked up afterwards, if there were any."""
+        for engines in self._engines:
+            engines.close()
 
     def _send(self, given: Any, global_batch: int | None) -> Any:
         """Sends ids to their owners. Returns what the methods below take as `step`."""
@@ -208,9 +243,9 @@ class ShardedTables(nn.Module):
         exchange_headers(bad, 0, [[]] * self.slices.world_size, self._group)
 
     def held(self) -> Iterator[Held]:
-        """The shards that this rank holds."""
+        """The shards that this rank holds, one after the other. Those in files are copied to files without names."""
         for engines in self._engines:
-            yield from engines.held
+            yield from engines.held()
 
     def track_changes(self) -> None:
         """From now on `changed_rows` knows which rows change: a byte of memory for each row that this rank holds."""
@@ -246,13 +281,14 @@ class ShardedTables(nn.Module):
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Adds the shards that this rank holds, by names that no placement changes: the tables' own memory.
+        """Adds the shards that this rank holds, by names that no placement changes: the tables' own memory, or copies
+        in files without names if rows are in files.
 
         So `torch.distributed.checkpoint` saves each shard once, and loads it into any world and placement.
         """
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for key, tensor in self._saved():
-            destination[prefix + key] = tensor
+        for held in self.held():
+            destination.update({prefix + key: tensor for key, tensor in tensors_of(held).items()})
         destination[f"{prefix}steps"] = torch.tensor([engines.step for engines in self._engines])
 
     def _load_from_state_dict(
@@ -265,38 +301,41 @@ class ShardedTables(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Takes over the shards that this rank holds. A state may have those of other ranks, too."""
+        """Takes over the shards that this rank holds. A state may have those of other ranks, too.
+
+        Tables that take their steps together are taken over together, or left alone if anything of them is missing.
+        """
         for changes in self._changes:
             changes.mark_all()
-        for key, tensor in self._saved():
-            given = state_dict.get(prefix + key)
-            if given is None:
-                missing_keys.append(prefix + key)
-            elif given.shape != tensor.shape or given.dtype != tensor.dtype:
-                error_msgs.append(
-                    f"{prefix}{key} is {given.dtype} of {tuple(given.shape)}; the model has {tensor.dtype} of "
-                    f"{tuple(tensor.shape)}: were its tables cut into other shards?"
-                )
-            else:
-                tensor.copy_(given)
-        known = {shard_name(self.tables, shard) for shard in shards_of(self.tables)}
-        for key in state_dict:
-            if key.startswith(prefix) and key != f"{prefix}steps":
-                name = key[len(prefix) :].rpartition(".")[0]
-                if name not in known:
-                    unexpected_keys.append(key)
+        for engines in self._engines:
+            found = {}
+            for key, wanted in engines.expected().items():
+                given = state_dict.get(prefix + key)
+                if given is None:
+                    missing_keys.append(prefix + key)
+                elif (given.shape, given.dtype) != wanted:
+                    error_msgs.append(
+                        f"{prefix}{key} is {given.dtype} of {tuple(given.shape)}; the model has {wanted.dtype} of "
+                        f"{wanted.shape}: were its tables cut into other shards?"
+                    )
+                else:
+                    found[key] = given
+            if len(found) == len(engines.expected()):
+                engines.load(found)
+        known = {
+            prefix + key
+            for shard in shards_of(self.tables)
+            for key in expected(shard_spec(self.tables, shard), self.tables[shard.table].optimizer)
+        }
+        unexpected_keys += [
+            key for key in state_dict if key.startswith(prefix) and key not in known and key != f"{prefix}steps"
+        ]
         steps = state_dict.get(f"{prefix}steps")
         if steps is None or len(steps) != len(self._engines):
             missing_keys.append(f"{prefix}steps")
             return
         for engines, step in zip(self._engines, steps.tolist(), strict=True):
             engines.step = step
-
-    def _saved(self) -> Iterator[tuple[str, Tensor]]:
-        for held in self.held():
-            yield f"{held.name}.weight", held.weight
-            for name, state in held.states.items():
-                yield f"{held.name}.{name}", state
 
     def _agreed(
         self, given: Any, global_batch: int | None, counts: Callable[[Ids], Sequence[Sequence[int]]]
@@ -339,12 +378,15 @@ class _Lookup(torch.autograd.Function):
     def forward(
         context: Any, anchor: Tensor, tables: ShardedTables, step: Any, weights: Tensor | None
     ) -> tuple[Tensor, ...]:
-        context.tables, context.step = tables, step
+        context.tables, context.step, context.is_over = tables, step, False
         with tables._wire.phase("lookup"):
             return tables._look_up(step)
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None, Tensor | None]:
+        if context.is_over and context.tables.batches_ahead:
+            raise ArgumentError("a second backward pass, but rows are in files and may have left memory; allowed: one")
+        context.is_over = True
         with context.tables._wire.phase("sparse update"):
             of_weights = context.tables._update(context.step, gradients)
         return torch.empty(0), None, None, of_weights

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from sennit.runtime.kernels.batch import Batch
-from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.sharded.blocks import chosen_blocks, joined
 from sennit.runtime.sharded.routes import Block, Columns, Part, Sum, blocks_of
+from sennit.runtime.sharded.shards import Announced, Shards
 from sennit.runtime.sharded.tables import Shard, Table
 from sennit.transport.tree import balanced
 
@@ -33,9 +33,9 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrived:
-    """Ids of one step, as lookups of the owner's engine."""
+    """Ids of one step, as lookups of the owner's shards."""
 
-    batch: Batch
+    announced: Announced
     sources: tuple[Source, ...]
 
 
@@ -45,7 +45,7 @@ class Owner:
     def __init__(
         self,
         tables: Sequence[Table],
-        engine: EmbeddingEngine,
+        shards: Shards,
         table_of_shard: dict[Shard, int],
         *,
         parts: Sequence[Part],
@@ -53,11 +53,11 @@ class Owner:
         gradients: Sequence[Columns],
     ) -> None:
         """`table_of_shard`: the number of each shard in the engine."""
-        self.engine = engine
+        self._shards = shards
         self._parts, self._sums, self._gradients = list(parts), list(sums), list(gradients)
         self._blocks = blocks_of(sums, tables)
         self._table_of_block = [table_of_shard[block.shard] for block in self._blocks]
-        self._dim_of_block = [engine.specs[table].dim for table in self._table_of_block]
+        self._dim_of_block = [shards.specs[table].dim for table in self._table_of_block]
         self._part_of_block = [self._parts.index(Part(block.feature, block.shard.row)) for block in self._blocks]
         self._gradient_of_block = [
             self._gradients.index(Columns(block.feature, block.shard.column)) for block in self._blocks
@@ -68,7 +68,7 @@ class Owner:
         self._has_shared_tables = len(set(self._table_of_block)) < len(self._table_of_block)
         self._blocks_are_sums = len(self._blocks) == len(self._sums)
         self._dim_of_sum = [
-            engine.specs[table_of_shard[Shard(_table(self._blocks, one), one.node.low, one.column)]].dim for one in sums
+            shards.specs[table_of_shard[Shard(_table(self._blocks, one), one.node.low, one.column)]].dim for one in sums
         ]
 
     @property
@@ -101,20 +101,24 @@ class Owner:
                 weights = joined([of_ids[part] for part in order], weights.dtype)
         return Arrived(
             sources=tuple(sources),
-            batch=Batch(
-                table_of_block=tuple(
-                    table for source in sources for table in self._table_of_block for _ in source.sizes
-                ),
-                bags_of_block=tuple(size for source in sources for _ in self._table_of_block for size in source.sizes),
-                lengths=lengths,
-                values=values,
-                weights=weights,
+            announced=self._shards.announce(
+                Batch(
+                    table_of_block=tuple(
+                        table for source in sources for table in self._table_of_block for _ in source.sizes
+                    ),
+                    bags_of_block=tuple(
+                        size for source in sources for _ in self._table_of_block for size in source.sizes
+                    ),
+                    lengths=lengths,
+                    values=values,
+                    weights=weights,
+                )
             ),
         )
 
     def answer(self, arrived: Arrived) -> Tensor:
         """Float32, flat: for each source and sum [samples, columns]."""
-        found = self.engine.lookup(arrived.batch)
+        found = self._shards.lookup(arrived.announced)
         if self._blocks_are_sums:
             return found
         sizes = [source.sample_count * dim for source in arrived.sources for dim in self._dim_of_block]
@@ -132,12 +136,16 @@ class Owner:
         Also how many there are for each source. `gradient`: that of the answer's bags. Rows are read as they are now.
         """
         bags = [source.sample_count * len(self._blocks) for source in arrived.sources]
-        counts = [int(part.sum()) for part in torch.split(arrived.batch.lengths, bags)]
-        return self.engine.weight_gradient(arrived.batch, self._by_block(arrived, gradient)), counts
+        counts = [int(part.sum()) for part in torch.split(arrived.announced.batch.lengths, bags)]
+        return self._shards.weight_gradient(arrived.announced, self._by_block(arrived, gradient)), counts
+
+    def release(self, arrived: Arrived) -> None:
+        """Ends a step without an update."""
+        self._shards.release(arrived.announced, is_dirty=False)
 
     def by_slice(self, arrived: Arrived, gradient: Tensor) -> tuple[Batch, Tensor]:
         """The batch and its gradient with the slice of each block (docs/reference/embedding.md, rule 4)."""
-        batch, gradient = arrived.batch, self._by_block(arrived, gradient)
+        batch, gradient = arrived.announced.batch, self._by_block(arrived, gradient)
         slices = [
             source.first_slice + number
             for source in arrived.sources
@@ -147,7 +155,7 @@ class Owner:
         if self._has_shared_tables:
             # Two features of a table: slices rise only where both features take turns.
             order = sorted(range(len(slices)), key=slices.__getitem__)
-            dims = [spec.dim for spec in self.engine.specs]
+            dims = [spec.dim for spec in self._shards.specs]
             batch, gradient = chosen_blocks(batch, gradient, order, dims)
             slices.sort()
         return dataclasses.replace(batch, slice_of_block=tuple(slices)), gradient

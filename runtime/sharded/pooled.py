@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.sharded.blocks import joined
 from sennit.runtime.sharded.features import Ids, features_of
 from sennit.runtime.sharded.owner import Arrived, Owner, Source, folded
 from sennit.runtime.sharded.placement import Placement
 from sennit.runtime.sharded.routes import Columns, Part, Sum, blocks_of, routes
+from sennit.runtime.sharded.shards import Shards
 from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.split import dealt, dealt_order
 from sennit.runtime.sharded.tables import Shard, Table
@@ -35,7 +35,7 @@ class Exchange:
         chosen: Sequence[int],
         placement: Placement,
         slices: Slices,
-        engine: EmbeddingEngine,
+        shards: Shards,
         table_of_shard: dict[Shard, int],
         wire: Wire,
     ) -> None:
@@ -46,7 +46,7 @@ class Exchange:
         own = slices.rank
         self.owner = Owner(
             tables,
-            engine,
+            shards,
             table_of_shard,
             parts=self.routes.parts[own],
             sums=self.routes.sums[own],

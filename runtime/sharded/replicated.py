@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from sennit.runtime.kernels.batch import Batch
-from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.spec import Pooling
+from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.runtime.sharded.blocks import chosen_blocks, joined
+from sennit.runtime.sharded.shards import Shards
 from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.wire import Wire
 from sennit.transport.tree import Span
@@ -22,14 +23,15 @@ class SparseAllReduce:
 
     A rank gives either the sums of its slices' rows, of which the canonical tree makes the rest; or its lookups with
     the gradient of their result, from which all ranks make all sums. Both have the same bits. What is fewer bytes
-    travels: sums of rows where few rows are used often, lookups where bags are long.
+    travels: sums of rows where few rows are used often, lookups where bags are long. Tensor trains take lookups.
     """
 
-    def __init__(self, engine: EmbeddingEngine, slices: Slices, wire: Wire) -> None:
-        """`engine`: this rank's replicas of the tables."""
-        self._engine, self._slices, self._wire = engine, slices, wire
+    def __init__(self, shards: Shards, slices: Slices, wire: Wire) -> None:
+        """`shards`: this rank's replicas of the tables."""
+        self._engine, self._slices, self._wire = shards.engine, slices, wire
         self._nodes = [slices.nodes_of(rank) for rank in range(slices.world_size)]
-        self._dims = [spec.dim for spec in engine.specs]
+        self._dims = [spec.dim for spec in shards.specs]
+        self._has_trains = any(isinstance(spec, TensorTrainSpec) for spec in shards.specs)
 
     def of_all(self, batch: Batch, gradient: Tensor) -> tuple[Batch, Tensor]:
         """What all ranks update their replicas with, from this rank's lookups and the gradient of their result.
@@ -44,7 +46,7 @@ class SparseAllReduce:
             own = torch.tensor([*sizes, len(batch.table_of_block)])
             everyone = self._wire.all_gather("counts", own, [len(own)] * self._slices.world_size).view(-1, len(own))
             bags, lookups, floats, floats_of_sums = everyone.sum(0).tolist()[:4]
-            if floats_of_sums < floats + bags + lookups:
+            if not self._has_trains and floats_of_sums < floats + bags + lookups:
                 batch, gradient = self._sums(batch, gradient)
             else:
                 batch, gradient = self._everything(batch, gradient, everyone.tolist())

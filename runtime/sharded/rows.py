@@ -27,6 +27,7 @@ from sennit.runtime.sharded.engines import Settings
 from sennit.runtime.sharded.features import Ids, features_of
 from sennit.runtime.sharded.lookups import Lookups, lookups_of
 from sennit.runtime.sharded.placement import EVERYWHERE
+from sennit.runtime.sharded.shards import Announced, Shards
 from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.tables import Range, Shard
 from sennit.runtime.sharded.wire import Wire
@@ -59,7 +60,7 @@ class Node:
 class Asked:
     """What all ranks asked this one for."""
 
-    batch: Batch
+    announced: Announced
     sizes: list[int]
     """Floats of the answer to each rank."""
 
@@ -70,7 +71,7 @@ class RowExchange:
     def __init__(
         self,
         settings: Settings,
-        engine: EmbeddingEngine,
+        shards: Shards,
         number_of: Mapping[Shard, int],
         features: Sequence[int],
         peers: Sequence[int],
@@ -80,7 +81,7 @@ class RowExchange:
         one alone."""
         self._tables, self._slices = settings.tables, settings.slices
         self._wire = wire
-        self.engine, self._number_of = engine, number_of
+        self._shards, self._number_of = shards, number_of
         self._peers = list(peers)
         self._me = self._peers.index(settings.slices.rank)
         table_of = [table for _, table in features_of(settings.tables)]
@@ -127,11 +128,11 @@ class RowExchange:
             [sum(of_rank) for of_rank in counts],
         )
         batch, answers = self._batch(ids, asked)
-        return Asked(batch=batch, sizes=answers)
+        return Asked(announced=self._shards.announce(batch), sizes=answers)
 
     def by_lookup(self, nodes: Sequence[Node], asked: Asked) -> dict[int, Tensor]:
         """Gets the rows, and returns that of each lookup: float32 [lookups, dim] by feature."""
-        answer = self.engine.lookup(asked.batch)
+        answer = self._shards.lookup(asked.announced)
         found = self._wire.all_to_all("rows", answer, self._own_sizes(nodes), asked.sizes, codec=self._codec)
         pieces: dict[int, list[Tensor]] = {feature: [] for of_table in self._features.values() for feature in of_table}
         for node, rows in zip(nodes, self._assembled(nodes, found), strict=True):
@@ -151,7 +152,7 @@ class RowExchange:
         return {feature: parts[0] if len(parts) == 1 else torch.cat(parts) for feature, parts in pieces.items()}
 
     def sums(self, nodes: Sequence[Node], asked: Asked, gradients: dict[int, Tensor]) -> Tensor:
-        """Sends the sum of each row's gradients in each node to its owner. Returns those for `asked.batch`, flat.
+        """Sends the sum of each row's gradients in each node to its owner. Returns those for this rank's rows, flat.
 
         `gradients`: float32 [lookups, dim] by feature.
         """
@@ -168,6 +169,10 @@ class RowExchange:
         ]
         own = joined(parts, torch.float32)
         return self._wire.all_to_all("gradients", own, asked.sizes, self._own_sizes(nodes), codec=self._codec)
+
+    def release(self, asked: Asked) -> None:
+        """Ends a step without an update."""
+        self._shards.release(asked.announced, is_dirty=False)
 
     @property
     def _world(self) -> range:

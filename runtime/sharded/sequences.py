@@ -57,6 +57,10 @@ class ShardedEmbeddings(ShardedTables):
         for number, (sequences, one) in enumerate(zip(self._sequences, step, strict=True)):
             self._bad = sequences.update(one, scaled, rate=self._rate(number)) or self._bad
 
+    def _release(self, step: Sequence[Step]) -> None:
+        for sequences, one in zip(self._sequences, step, strict=True):
+            sequences.release(one)
+
 
 class Sequences:
     """Lookups of rows in the tables of one group of engines. Exchanges are collective."""
@@ -97,11 +101,17 @@ class Sequences:
         Returns what is wrong with gradients of this rank's rows.
         """
         arrived = self._sharded.sums(step.sharded, step.asked, gradients)
-        error = self._steps.add(step.asked.batch, arrived, rate=rate)
+        error = self._steps.add(step.asked.announced, step.asked.announced.batch, arrived, rate=rate)
         if not self._replicated.has_tables:
             return error
         own = self._replicated.sums(step.replicated, step.replicas, gradients)
-        return self._replica_steps.add(*self._sparse.of_all(step.replicas.batch, own), rate=rate) or error
+        replicas = step.replicas.announced
+        return self._replica_steps.add(replicas, *self._sparse.of_all(replicas.batch, own), rate=rate) or error
+
+    def release(self, step: Step) -> None:
+        """Ends a step without an update."""
+        self._sharded.release(step.asked)
+        self._replicated.release(step.replicas)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,15 +7,18 @@ a shard is the placement's business (`placement`), and decides time alone.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from torch import Generator, Tensor
 
 from sennit.runtime.kernels.optimizers import OptimizerSpec
 from sennit.runtime.kernels.spec import MAX_DIM, Bounds, Pooling, Precision, Rounding, TableSpec
+from sennit.runtime.kernels.tensor_train import TensorTrainSpec
+from sennit.runtime.sharded.shards import expected
 from sennit.transport.errors import ConfigError
 
 MAX_SHARDS = 1 << 12
@@ -68,6 +71,9 @@ class Table:
     column_shards: int = 1
     """Columns are cut into so many ranges. Each has its own row-wise optimizer states."""
 
+    train_rank: int | None = None
+    """The table is a tensor train of this rank: three small cores, from which its rows are computed."""
+
     def __post_init__(self) -> None:
         def refuse(what: str, allowed: str) -> None:
             raise ConfigError(f"table {self.name}: {what} {getattr(self, what)}; allowed: {allowed}")
@@ -94,6 +100,34 @@ class Table:
             refuse("column_shards", f"1 to {min(self.dim, MAX_SHARDS)}")
         if -(-self.dim // self.column_shards) > MAX_DIM:
             refuse("dim", f"at most {MAX_DIM} columns a shard; give more column_shards")
+        if self.train_rank is not None:
+            for what, least in (("row_shards", 1), ("column_shards", 1), ("initial", None)):
+                if getattr(self, what) != least:
+                    refuse(what, f"{least} with a train_rank")
+            self.spec_of(0, 0)
+
+    def spec_of(self, row: int, column: int) -> TableSpec:
+        """A shard as a table of an engine."""
+        rows, columns, name = self.row_range(row), self.column_range(column), f"{self.name}/{row}.{column}"
+        if self.train_rank is not None:
+            return TensorTrainSpec.of_rank(
+                name=name, row_count=self.rows, dim=self.dim, rank=self.train_rank, precision=self.precision
+            )
+        return TableSpec(
+            name=name,
+            row_count=rows.size,
+            dim=columns.size,
+            precision=self.precision,
+            first_row=rows.low,
+            # Rows of one column shard take their random numbers from one stream, wherever rows are cut.
+            stream_name=f"{self.name}/{column}",
+        )
+
+    def as_train(self, rank: int) -> Table:
+        """The table as a tensor train of this rank, if that has fewer parameters; else the table itself."""
+        train = replace(self, train_rank=rank)
+        spec = train.spec_of(0, 0)
+        return train if isinstance(spec, TensorTrainSpec) and spec.compression > 1 else self
 
     def row_range(self, shard: int) -> Range:
         """The rows of a row shard."""
@@ -137,25 +171,13 @@ def shard_name(tables: Sequence[Table], shard: Shard) -> str:
 
 def shard_spec(tables: Sequence[Table], shard: Shard) -> TableSpec:
     """The shard as a table of an engine."""
-    table = tables[shard.table]
-    rows, columns = table.row_range(shard.row), table.column_range(shard.column)
-    return TableSpec(
-        name=shard_name(tables, shard),
-        row_count=rows.size,
-        dim=columns.size,
-        precision=table.precision,
-        first_row=rows.low,
-        # Rows of one column shard take their random numbers from one stream, wherever rows are cut.
-        stream_name=f"{table.name}/{shard.column}",
-    )
+    return tables[shard.table].spec_of(shard.row, shard.column)
 
 
 def shard_bytes(tables: Sequence[Table], shard: Shard) -> int:
     """Memory of a shard with its optimizer states."""
-    spec, optimizer = shard_spec(tables, shard), tables[shard.table].optimizer
-    states = [optimizer.state_shape(name, spec) for name in optimizer.states]
-    floats = sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in states)
-    return spec.row_count * spec.dim * spec.precision.dtype.itemsize + 4 * floats
+    tensors = expected(shard_spec(tables, shard), tables[shard.table].optimizer).values()
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors)
 
 
 def output_names(tables: Sequence[Table]) -> tuple[str, ...]:

@@ -27,12 +27,12 @@ from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.kernels.spec import TableSpec
 from sennit.runtime.model.embedding import ROW_WISE_ADAGRAD, EmbeddingTables, ResidentTables, table_bytes
 from sennit.runtime.model.exchange import Exchange, row_codec
-from sennit.runtime.model.memory_limits import memory_limits
 from sennit.runtime.model.model import DenseModel
 from sennit.runtime.model.optimizer import dense_optimizer
 from sennit.runtime.model.sharding import Placement, place
 from sennit.runtime.model.stored import StoredTables
 from sennit.runtime.model.tensor_train import table_spec
+from sennit.runtime.sharded.memory_limits import memory_limits
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.metrics import Quality, quality_of_ranks

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import hashlib
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from sennit.runtime.sharded import (
     ShardedEmbeddingBags,
     ShardedEmbeddings,
     Table,
+    TableStore,
     placed,
 )
 from sennit.runtime.sharded.module import ShardedTables
@@ -84,10 +86,14 @@ def trained(
     implementation: str = "native",
     passes: int = 1,
     ahead: int = 0,
+    trains: bool = False,
+    folder: str | None = None,
+    memory_bytes: int = 0,
 ) -> tuple[str, list[str]]:
     """Backward passes whose gradients are elementwise functions of the outputs, so many `passes` in a step.
 
-    `kind`: bags, weighted or sequences. `ahead`: how many later batches are sent before one is looked up.
+    `kind`: bags, weighted or sequences. `ahead`: how many later batches are sent before one is looked up. `trains`: two
+    tables are tensor trains. `folder`: where tables are in files, with caches of `memory_bytes`.
 
     Returns the digest of the tables, and one of each sample's last outputs.
     """
@@ -95,8 +101,16 @@ def trained(
     if kind != "bags":
         pooling = Pooling.NONE if kind == "sequences" else Pooling.SUM
         tables = tuple(dataclasses.replace(table, pooling=pooling) for table in TABLES)
+    if trains:
+        train = {"row_shards": 1, "column_shards": 1, "train_rank": 3}
+        tables = tuple(
+            dataclasses.replace(table, **train) if table.name in ("user", "genre") else table for table in tables
+        )
     made = ShardedEmbeddings if kind == "sequences" else ShardedEmbeddingBags
-    module = made(tables, rate=0.1, placement=placement, gradients="sum", implementation_name=implementation)
+    store = None if folder is None else TableStore(folder=Path(folder), memory_bytes=memory_bytes)
+    module = made(
+        tables, rate=0.1, placement=placement, gradients="sum", implementation_name=implementation, store=store
+    )
     outputs: list[Tensor] = []
     sent: deque[Sent] = deque()
     for step in range(4):
@@ -113,7 +127,13 @@ def trained(
         counts = part.lengths[feature].tolist() if kind == "sequences" else [1] * len(of_sample)
         for found, rows in zip(of_sample, torch.split(vectors.detach(), counts), strict=True):
             found.update(rows.contiguous().numpy().data)
-    return module.digest(), [found.hexdigest()[:16] for found in of_sample]
+    digest = module.digest()
+    if store is not None:
+        is_all_stored = isinstance(placement, str) and placement != "data_parallel" and not trains
+        assert world > 1 or not is_all_stored or module.cache_counters()["evictions"] > 0
+        assert not list(store.folder.iterdir())
+    module.close()
+    return digest, [found.hexdigest()[:16] for found in of_sample]
 
 
 def like_torch(rank: int, world: int, placement: str, kind: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,19 +16,30 @@ from sharded_cases import TABLES, features, own_part, rows_of  # type: ignore[im
 from torch import Tensor
 
 from sennit.runtime.kernels import Bounds, Optimizer, OptimizerSpec, Pooling
-from sennit.runtime.sharded import Features, PeerInputError, ShardedEmbeddingBags, Table
+from sennit.runtime.sharded import Features, PeerInputError, ShardedEmbeddingBags, Table, TableStore
 from sennit.transport.codecs import Codec, CodecKind
 from sennit.transport.errors import ArgumentError
 
 
 def trained(
-    rank: int, world: int, placement: Any, implementation: str = "native", codec: bool = False
+    rank: int,
+    world: int,
+    placement: Any,
+    implementation: str = "native",
+    codec: bool = False,
+    folder: str | None = None,
 ) -> tuple[str, list[str]]:
     """Steps in which weights are results of parameters. Returns digests of tables, and of each sample's gradients."""
     tables = tuple(dataclasses.replace(table, pooling=Pooling.SUM) for table in TABLES)
     lossless = Codec(kind=CodecKind.LOSSLESS) if codec else None
     module = ShardedEmbeddingBags(
-        tables, rate=0.1, placement=placement, gradients="sum", implementation_name=implementation, codec=lossless
+        tables,
+        rate=0.1,
+        placement=placement,
+        gradients="sum",
+        implementation_name=implementation,
+        codec=lossless,
+        store=None if folder is None else TableStore(folder=Path(folder), memory_bytes=200_000),
     )
     samples = 27
     for step in range(3):

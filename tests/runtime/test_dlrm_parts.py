@@ -15,10 +15,10 @@ from sennit.offload.ingest.facts import TableFacts
 from sennit.runtime.data.seeds import numpy_stream
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.runtime.model.embedding import embedding_engine, table_bytes
-from sennit.runtime.model.memory_limits import available_bytes, shared_limits
 from sennit.runtime.model.optimizer import dense_optimizer
 from sennit.runtime.model.sharding import cost, place
 from sennit.runtime.model.tensor_train import TensorTrainRule, table_spec
+from sennit.runtime.sharded.memory_limits import available_bytes, shared_limits
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.fingerprint import line

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +36,10 @@ def test_gradients_have_the_same_bits(
 def test_neither_reference_nor_lossless_changes_a_bit(kept_world: Callable[..., Any], alone: Any) -> None:
     assert kept_world(1).run(CASES, "trained", placement="grid", implementation="reference")[0] == alone
     assert kept_world(2).run(CASES, "trained", placement="grid", codec=True)[0][0] == alone[0]
+
+
+def test_tables_in_files_change_no_bit(kept_world: Callable[..., Any], alone: Any, tmp_path: Path) -> None:
+    assert kept_world(1).run(CASES, "trained", placement="grid", folder=str(tmp_path))[0] == alone
 
 
 @pytest.mark.parametrize("placement", ["table_wise", "row_wise", "column_wise", "data_parallel"])

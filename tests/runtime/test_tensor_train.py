@@ -17,6 +17,7 @@ from sennit.runtime.kernels import tensor_train_tables
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.checks import GradientError, IdError
 from sennit.runtime.kernels.engine import EmbeddingEngine
+from sennit.runtime.kernels.layout import allocate
 from sennit.runtime.kernels.operators import FusedTables
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
 from sennit.runtime.kernels.spec import Bounds, Pooling, Precision, TableSpec
@@ -315,8 +316,9 @@ def test_wrong_ranks_and_names_are_refused() -> None:
 
 
 def test_a_tensor_train_is_not_in_a_cache() -> None:
+    memory = allocate(TableSpec(name="t", row_count=1, dim=1), OptimizerSpec(), torch.device("cpu"))
     with pytest.raises(ConfigError, match="table t: a tensor train in memory of its user"):
-        EmbeddingEngine([TensorTrainSpec(**GOOD)], OptimizerSpec(), memory=[])
+        EmbeddingEngine([TensorTrainSpec(**GOOD)], OptimizerSpec(), memory=[memory])
 
 
 def test_initial_rows_have_the_deviation_wanted() -> None:

@@ -18,14 +18,14 @@ PROC: Final = Path("/proc")
 CGROUP: Final = Path("/sys/fs/cgroup")
 
 
-def memory_limits(own_bytes: int | None = None) -> list[int]:
-    """Bytes for tables on each rank of the default group, the same list on every rank. Collective.
+def memory_limits(own_bytes: int | None = None, group: dist.ProcessGroup | None = None) -> list[int]:
+    """Bytes for tables on each rank of the group, the same list on every rank. Collective.
 
     `own_bytes` is what the user gives each rank; None: `available_bytes` of the host, divided by the ranks there.
     """
     host = f"{socket.gethostname()} {_read(PROC / 'sys/kernel/random/boot_id')}"
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (host, own_bytes, available_bytes()))
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, (host, own_bytes, available_bytes()), group=group)
     return shared_limits(told)
 
 

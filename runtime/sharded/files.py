@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of a rank's shards: how memory is divided among their caches, where they are, and copies of their rows."""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from sennit.runtime.kernels.optimizers import OptimizerSpec
+from sennit.runtime.kernels.spec import Precision, TableSpec
+from sennit.runtime.kernels.tensor_train import TensorTrainSpec
+from sennit.runtime.memory import store
+from sennit.runtime.memory.cache import LOCATION_BYTES, NOTE_BYTES, WAYS
+from sennit.runtime.memory.layout import Arrays, StoreLayout
+from sennit.runtime.memory.store import RowStore
+from sennit.runtime.memory.tiered import layout_of
+from sennit.runtime.sharded.shards import Expected
+from sennit.transport.errors import ConfigError, DeviceError
+
+SPARE_SHARE: Final = 16
+"""One of this many lines is spare. Spare lines take rows whose set has only pinned lines."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableStore:
+    """The place of tables that are larger than memory."""
+
+    folder: Path
+    """Each rank has files here, without names, so that a killed run leaves nothing."""
+
+    memory_bytes: int
+    """Memory of each rank, for cached rows with optimizer states and the bookkeeping of all rows."""
+
+    timeout_s: float = 60.0
+    """The longest wait for rows."""
+
+
+class TableFiles:
+    """A rank's part of a `TableStore`. A file has the shards of one engine with one width and precision."""
+
+    def __init__(self, home: TableStore, rank: int, layouts: Sequence[StoreLayout]) -> None:
+        """`layouts`: of all files of the rank. Raises `ConfigError` if caches for them do not fit."""
+        self.home, self._rank, self._layouts = home, rank, tuple(layouts)
+        self._lines = dict(zip(layouts, divided(home.memory_bytes, layouts), strict=True))
+
+    def lines(self, layout: StoreLayout) -> tuple[int, int]:
+        """(lines, spare lines) of the cache before a file."""
+        return self._lines[layout]
+
+    def create(self, layout: StoreLayout, rows: Callable[[int, int], Arrays]) -> RowStore:
+        """A file with these rows (`memory.store.create`). It ends with its store, or with the process."""
+        path = self.home.folder / f"rows-{self._rank}-{self._layouts.index(layout)}.unfinished"
+        remove_left(path)
+        made = store.create(path, layout, rows)
+        path.unlink()
+        return made
+
+    def copy(self, wanted: Expected) -> Tensor:
+        """Zeros in a file without a name: they need disk, and memory only as page cache.
+
+        If the disk is full, raises `DeviceError` now instead of a signal later.
+        """
+        size_bytes = math.prod(wanted.shape) * wanted.dtype.itemsize
+        if not size_bytes:
+            return torch.zeros(wanted.shape, dtype=wanted.dtype)
+        try:
+            with tempfile.TemporaryFile(dir=self.home.folder) as file:
+                os.posix_fallocate(file.fileno(), 0, size_bytes)
+                memory = mmap.mmap(file.fileno(), size_bytes)
+        except OSError as error:
+            raise DeviceError(f"{self.home.folder}: a copy of a table, {size_bytes} bytes: {error.strerror}") from error
+        return torch.frombuffer(memory, dtype=wanted.dtype).view(wanted.shape)
+
+
+def is_stored(spec: TableSpec) -> bool:
+    """Whether a shard goes into a file if there is a store. Tensor trains are small."""
+    return spec.row_count > 0 and not isinstance(spec, TensorTrainSpec)
+
+
+def layouts_of(specs: Sequence[TableSpec], optimizer: OptimizerSpec) -> Mapping[StoreLayout, list[int]]:
+    """The files for shards of one engine, each with the numbers of its shards."""
+    of_kind: dict[tuple[int, Precision], list[int]] = {}
+    for number, spec in enumerate(specs):
+        if is_stored(spec):
+            of_kind.setdefault((spec.dim, spec.precision), []).append(number)
+    return {layout_of([specs[number] for number in numbers], optimizer): numbers for numbers in of_kind.values()}
+
+
+def divided(memory_bytes: int, layouts: Sequence[StoreLayout]) -> list[tuple[int, int]]:
+    """(lines, spare lines) of the cache before each file.
+
+    Small files get memory for all their rows, as long as that is no more than an equal part. The others get the rest by
+    the bytes of their rows. Raises `ConfigError` if not even the fewest lines of each fit.
+    """
+    fewest = [_bytes_of(layout, WAYS * SPARE_SHARE // (SPARE_SHARE - 1) + 1) for layout in layouts]
+    left = memory_bytes - sum(fewest)
+    if left < 0:
+        rows = sum(layout.row_count for layout in layouts)
+        raise ConfigError(
+            f"{memory_bytes} bytes of memory for {rows} rows in {len(layouts)} files; allowed: {sum(fewest)} or more"
+        )
+    given = dict(enumerate(fewest))
+    missing = {number: _bytes_of(layout, _most_lines(layout)) - fewest[number] for number, layout in enumerate(layouts)}
+    order = sorted(missing, key=missing.__getitem__)
+    while order and missing[order[0]] * len(order) <= left:
+        given[order[0]] += missing[order[0]]
+        left -= missing[order.pop(0)]
+    weights = {number: layouts[number].row_count * layouts[number].row_bytes for number in order}
+    for number, weight in weights.items():
+        given[number] += left * weight // sum(weights.values())
+    return [_lines_in(given[number], layout) for number, layout in enumerate(layouts)]
+
+
+def _most_lines(layout: StoreLayout) -> int:
+    """More lines than twice the rows are useless."""
+    return max(2 * layout.row_count, 2 * WAYS)
+
+
+def _bytes_of(layout: StoreLayout, lines: int) -> int:
+    """Memory of a cache with so many lines."""
+    return layout.row_count * LOCATION_BYTES + lines * (layout.row_bytes + NOTE_BYTES)
+
+
+def _lines_in(memory_bytes: int, layout: StoreLayout) -> tuple[int, int]:
+    total = min((memory_bytes - _bytes_of(layout, 0)) // (layout.row_bytes + NOTE_BYTES), _most_lines(layout))
+    line_count = total * (SPARE_SHARE - 1) // SPARE_SHARE // WAYS * WAYS
+    return line_count, total - line_count
+
+
+def remove_left(path: Path) -> None:
+    """Removes a file that a run left because it was killed while it made it. Raises `DeviceError` if it is in use."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise DeviceError(f"{path}: of another run: {error.strerror}") from error

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shards of one engine on this rank: what owners look up and update, wherever rows are. Here they are in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sennit.runtime.kernels.batch import Batch, Block
+from sennit.runtime.kernels.engine import EmbeddingEngine
+from sennit.runtime.kernels.optimizers import OptimizerSpec
+from sennit.runtime.kernels.spec import TableSpec
+from sennit.runtime.kernels.tensor_train import TensorTrainSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """A shard that this rank holds, or a core of a tensor train."""
+
+    name: str
+    weight: Tensor
+    """[rows, columns] in the table's precision. The table's own memory, or a copy if rows are in a file."""
+
+    states: dict[str, Tensor]
+    """Of the optimizer, float32."""
+
+
+class Announced:
+    """A batch whose rows will be looked up, and then updated or released."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        """The lookups as the engine takes them, once `Shards.lookup` has returned."""
+
+
+class Expected(NamedTuple):
+    """A tensor of a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Shards:
+    """Tables of an engine in memory. Batches are announced, looked up, and then updated or released."""
+
+    def __init__(self, engine: EmbeddingEngine) -> None:
+        self.engine = engine
+        self.specs: tuple[TableSpec, ...] = engine.specs
+
+    @property
+    def step(self) -> int:
+        """Updates so far."""
+        return self.engine.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.engine.step = step
+
+    def announce(self, batch: Batch) -> Announced:
+        """Starts to fetch the rows of a batch, and returns at once."""
+        return Announced(batch)
+
+    def lookup(self, announced: Announced) -> Tensor:
+        """The flat float32 result (`EmbeddingEngine.lookup`)."""
+        return self.engine.lookup(announced.batch)
+
+    def weight_gradient(self, announced: Announced, gradient: Tensor) -> Tensor:
+        """`EmbeddingEngine.weight_gradient` of a batch that was looked up."""
+        return self.engine.weight_gradient(announced.batch, gradient)
+
+    def update(self, batch: Batch, gradient: Tensor, *, rate: float) -> None:
+        """`EmbeddingEngine.update`, with blocks of batches that were looked up (`Announced.batch`)."""
+        self.engine.update(batch, gradient, rate=rate)
+
+    def ids(self, batch: Batch, block: Block) -> Tensor:
+        """Int64 [lookups]: the ids of a block of such a batch."""
+        return batch.values[block.lookups].to(torch.int64)
+
+    def release(self, announced: Announced, *, is_dirty: bool) -> None:
+        """Ends a batch. `is_dirty`: its rows were updated."""
+
+    def held(self) -> Iterator[Held]:
+        """The shards, one after the other."""
+        for name in self.engine.names:
+            yield Held(name=name, weight=self.engine.weight(name), states=self.engine.states(name))
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Takes over the tensors of a checkpoint, by the names of `expected`."""
+        for held in self.held():
+            for key, tensor in tensors_of(held).items():
+                tensor.copy_(state[key])
+
+    def counters(self) -> dict[str, int]:
+        """Counters of the caches before files, by name; empty if there is none."""
+        return {}
+
+    def close(self) -> None:
+        """Releases everything that is not memory."""
+
+
+def parts_of(spec: TableSpec) -> tuple[TableSpec, ...]:
+    """The tables that store `spec`: the cores of a tensor train, or itself."""
+    return spec.cores if isinstance(spec, TensorTrainSpec) else (spec,)
+
+
+def expected(spec: TableSpec, optimizer: OptimizerSpec) -> dict[str, Expected]:
+    """What a checkpoint has of a shard, by name."""
+    found = {}
+    for part in parts_of(spec):
+        found[f"{part.name}.weight"] = Expected((part.row_count, part.dim), part.precision.dtype)
+        for name in optimizer.states:
+            found[f"{part.name}.{name}"] = Expected(optimizer.state_shape(name, part), torch.float32)
+    return found
+
+
+def tensors_of(held: Held) -> dict[str, Tensor]:
+    """The tensors of a shard by their names in a checkpoint."""
+    return {f"{held.name}.weight": held.weight} | {f"{held.name}.{name}": held.states[name] for name in held.states}

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shards in files, with caches of their rows in memory. Results are those of shards in memory, bit for bit."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sennit.runtime.kernels.batch import Batch, Block
+from sennit.runtime.kernels.checks import IdError, resolve
+from sennit.runtime.kernels.engine import EmbeddingEngine
+from sennit.runtime.kernels.layout import TableMemory
+from sennit.runtime.kernels.optimizers import OptimizerSpec
+from sennit.runtime.kernels.spec import Bounds, TableSpec
+from sennit.runtime.memory import store
+from sennit.runtime.memory.layout import DTYPES, Arrays, StoreLayout
+from sennit.runtime.memory.store import RowStore
+from sennit.runtime.memory.tiered import CachedTables, PrefetchedRows, tables_of
+from sennit.runtime.sharded.files import TableFiles, layouts_of
+from sennit.runtime.sharded.shards import Announced, Held, Shards, expected, tensors_of
+from sennit.transport.errors import ArgumentError, ConfigError, SennitError
+from sennit.transport.sizes import format_size
+
+Fill = Callable[[Tensor, int, int], None]
+"""(weight, number, first) -> fills rows of shard `number` from `first` on: `weight`, [rows, columns]."""
+
+
+class StoredBatch(Announced):
+    """A batch whose rows are being fetched. If it is forgotten, its rows may be evicted again."""
+
+    def __init__(self, batch: Batch, parts: list[tuple[PrefetchedRows, Tensor]]) -> None:
+        """`parts`: of each cache the rows, and int64 [rows], the places of their lookups in the batch."""
+        super().__init__(batch)
+        self._parts = parts
+
+    def to_lines(self, timeout_s: float) -> None:
+        """Waits for the rows. `batch` has their lines from then on."""
+        values = self.batch.values.to(torch.int64, copy=True)
+        for rows, places in self._parts:
+            values[places] = rows.lines(timeout_s)
+        self.batch = replace(self.batch, values=values)
+
+    def release(self, *, is_dirty: bool) -> None:
+        """Lets the rows be evicted. Another call does nothing."""
+        parts, self._parts = self._parts, []
+        for rows, _ in parts:
+            rows.release(is_dirty=is_dirty)
+
+    def __del__(self) -> None:
+        try:
+            self.release(is_dirty=False)
+        except SennitError:
+            return  # The cache is closed, or broken, and has said so.
+
+
+class StoredShards(Shards):
+    """Shards of one engine in a file for each width and precision. Tensor trains among them stay in memory."""
+
+    def __init__(
+        self,
+        specs: Sequence[TableSpec],
+        optimizer: OptimizerSpec,
+        files: TableFiles,
+        fill: Fill,
+        make: Callable[[Sequence[TableSpec], Sequence[TableMemory | None]], EmbeddingEngine],
+        waiting: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """`make` makes the engine. `waiting` measures waits for rows. Raises `DeviceError`, `ConfigError`."""
+        self._files, self._waiting = files, waiting
+        self._cached: list[tuple[StoreLayout, CachedTables, RowStore]] = []
+        self._announced: weakref.WeakSet[StoredBatch] = weakref.WeakSet()
+        memory: list[TableMemory | None] = [None] * len(specs)
+        # The cache of each shard, and its number there.
+        self._cache_of, self._number_of = torch.full((len(specs),), -1), torch.zeros(len(specs), dtype=torch.int64)
+        for layout, numbers in layouts_of(specs, optimizer).items():
+            rows = files.create(layout, self._initial(layout, numbers, fill))
+            lines, spares = files.lines(layout)
+            own = [specs[number] for number in numbers]
+            cached = CachedTables(own, optimizer, rows, line_count=lines, spare_count=spares)
+            for place, number in enumerate(numbers):
+                memory[number] = cached.memory[place]
+                self._cache_of[number], self._number_of[number] = len(self._cached), place
+            self._cached.append((layout, cached, rows))
+        self._memory = tuple(memory)
+        super().__init__(make([one.spec if one else spec for spec, one in zip(specs, memory, strict=True)], memory))
+        self.specs = tuple(specs)
+        in_files = {table.name for layout, _, _ in self._cached for table in layout.tables}
+        self._in_memory = set(self.engine.names) - in_files
+
+    def announce(self, batch: Batch) -> StoredBatch:
+        batch, _ = resolve(batch, self.specs, Bounds.ERROR)
+        tables, ids = tables_of(batch), batch.values.to(torch.int64)
+        caches, numbers = self._cache_of[tables], self._number_of[tables]
+        parts = []
+        with self._explained():
+            for place, (_, cached, _) in enumerate(self._cached):
+                own = (caches == place).nonzero().flatten()
+                parts.append((cached.prefetch(numbers[own], ids[own]), own))
+        announced = StoredBatch(batch, parts)
+        self._announced.add(announced)
+        return announced
+
+    def lookup(self, announced: Announced) -> Tensor:
+        assert isinstance(announced, StoredBatch)
+        with self._waiting(), self._explained():
+            announced.to_lines(self._files.home.timeout_s)
+        return super().lookup(announced)
+
+    def ids(self, batch: Batch, block: Block) -> Tensor:
+        values, memory = super().ids(batch, block), self._memory[block.table]
+        if memory is None or memory.row_numbers is None:
+            return values
+        return memory.row_numbers[values] - self.specs[block.table].first_row
+
+    def release(self, announced: Announced, *, is_dirty: bool) -> None:
+        assert isinstance(announced, StoredBatch)
+        self._announced.discard(announced)
+        with self._explained():
+            announced.release(is_dirty=is_dirty)
+
+    def held(self) -> Iterator[Held]:
+        """Copies of the shards in files, each made when it is its turn, and the memory of tensor trains."""
+        for held in super().held():
+            if held.name in self._in_memory:
+                yield held
+        for layout, cached, _ in self._cached:
+            for table in layout.tables:
+                yield self._copy(layout, cached, table.name)
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Writes new files, which is cheaper than to fetch each row, change it, and write it back."""
+        if self._announced:
+            raise ArgumentError(f"{len(self._announced)} batches were sent and are not done; allowed: none, drop them")
+        for held in super().held():
+            if held.name in self._in_memory:
+                for key, tensor in tensors_of(held).items():
+                    tensor.copy_(state[key])
+        for place, (layout, cached, rows) in enumerate(self._cached):
+            cached.close()
+            rows.close()
+            rows = self._files.create(layout, _given(layout, state))
+            cached.open(rows)
+            self._cached[place] = layout, cached, rows
+
+    def counters(self) -> dict[str, int]:
+        found: Counter[str] = Counter()
+        for _, cached, rows in self._cached:
+            found.update(cached.cache.counters)
+            found.update(rows.counters)
+        return dict(found)
+
+    def close(self) -> None:
+        for _, cached, rows in self._cached:
+            cached.close()
+            rows.close()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Makes a `ConfigError` of the error for a batch that does not fit a cache. It may come one call later."""
+        try:
+            yield
+        except IdError:
+            raise
+        except ArgumentError as error:
+            raise ConfigError(f"{format_size(self._files.home.memory_bytes)} of memory for tables: {error}") from error
+
+    def _initial(self, layout: StoreLayout, numbers: Sequence[int], fill: Fill) -> Callable[[int, int], Arrays]:
+        """Generates the rows of new shards, in the order of the file."""
+        number_of = {table.name: number for table, number in zip(layout.tables, numbers, strict=True)}
+
+        def rows(first: int, count: int) -> Arrays:
+            arrays = {part.name: np.zeros((count, part.columns), DTYPES[part.dtype]) for part in layout.parts}
+            weight, place = _tensor(arrays["weight"], layout), 0
+            for name, begin, end in pieces(layout, first, count):
+                fill(weight[place : place + end - begin], number_of[name], begin)
+                place += end - begin
+            return arrays
+
+        return rows
+
+    def _copy(self, layout: StoreLayout, cached: CachedTables, name: str) -> Held:
+        spec = next(spec for spec in self.specs if spec.name == name)
+        tensors = {
+            key.removeprefix(f"{name}."): self._files.copy(wanted)
+            for key, wanted in expected(spec, self.engine.optimizer).items()
+        }
+        start = layout.first_row(name)
+        for first in range(0, spec.row_count, store.ROWS_AT_ONCE):
+            end = min(first + store.ROWS_AT_ONCE, spec.row_count)
+            arrays = cached.cache.read(np.arange(start + first, start + end), timeout_s=self._files.home.timeout_s)
+            for part, tensor in tensors.items():
+                rows = _tensor(arrays[part], layout) if part == "weight" else torch.from_numpy(arrays[part])
+                tensor[first:end] = rows.view(tensor[first:end].shape)
+        return Held(name=name, weight=tensors.pop("weight"), states=tensors)
+
+
+def pieces(layout: StoreLayout, first: int, count: int) -> list[tuple[str, int, int]]:
+    """Splits rows `first` to `first + count` of a store by table: name, first row, end."""
+    found, base = [], 0
+    for table in layout.tables:
+        begin, end = max(first - base, 0), min(first + count - base, table.row_count)
+        if begin < end:
+            found.append((table.name, begin, end))
+        base += table.row_count
+    return found
+
+
+def _given(layout: StoreLayout, state: Mapping[str, Tensor]) -> Callable[[int, int], Arrays]:
+    """The rows of a checkpoint, in the order of the file."""
+
+    def rows(first: int, count: int) -> Arrays:
+        arrays = layout.empty(count)
+        place = 0
+        for name, begin, end in pieces(layout, first, count):
+            for part in layout.parts:
+                tensor = state[f"{name}.{part.name}"][begin:end].reshape(end - begin, -1)
+                bits = tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor
+                arrays[part.name][place : place + end - begin] = bits.numpy()
+            place += end - begin
+        return arrays
+
+    return rows
+
+
+def _tensor(weight: np.ndarray[tuple[int, ...], np.dtype[np.generic]], layout: StoreLayout) -> Tensor:
+    """The weight of rows in the type of the table, which shares the memory of the array."""
+    found = torch.from_numpy(weight)
+    return found.view(torch.bfloat16) if layout.parts[0].dtype == "bfloat16" else found
