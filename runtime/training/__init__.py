@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sennit.runtime.training.metrics import quality as quality
     from sennit.runtime.training.report import RankReport as RankReport
     from sennit.runtime.training.report import RunReport as RunReport
+    from sennit.runtime.training.saver import Saver as Saver
     from sennit.runtime.training.trainer import StepReport as StepReport
     from sennit.runtime.training.trainer import Trainer as Trainer
     from sennit.runtime.training.trainer import TrainingError as TrainingError
@@ -32,6 +33,7 @@ __getattr__ = exporter(
         "Manifest": "manifest",
         "Quality": "metrics",
         "quality": "metrics",
+        "Saver": "saver",
         "RankReport": "report",
         "RunReport": "report",
         "StepReport": "trainer",

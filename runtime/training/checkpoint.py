@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves and resumes through `torch.distributed.checkpoint` (DCP).
+"""Checkpoints in a folder: which are whole, how one gets its name, and which are removed.
 
-A checkpoint is a folder `step-000000123` with DCP's files and a manifest (`manifest`). Tables are stored whole, by
-their global names, so any number of ranks can read what any other number wrote.
+A checkpoint is a folder `step-000000123` with the files of `torch.distributed.checkpoint` (DCP) and a manifest
+(`manifest`). An incremental one has what changed since the one before, and needs all from its base on: its *chain*.
 
-A save writes `step-000000123.partial`, makes it durable and renames it, so a folder without a suffix is complete. If
-that step exists already, the older folder is first renamed to `step-000000123.replaced`, which counts as complete until
-the new one has its name. A folder to be removed is first renamed to `.deleted`, so that half of a checkpoint never
-looks complete.
+A save (`saver`) writes `step-000000123.partial`, makes it durable and renames it, so a folder without a suffix is
+complete. If that step exists already, the older folder is first renamed to `step-000000123.replaced`, which counts as
+complete until the new one has its name. A folder to be removed is first renamed to `.deleted`, so that half of a
+checkpoint never looks complete.
 """
 
 from __future__ import annotations
@@ -15,28 +15,45 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
 from sennit.runtime.training import manifest
-from sennit.runtime.training.manifest import CheckpointError, Manifest
+from sennit.runtime.training.manifest import CheckpointError, Link, Manifest
+from sennit.transport.errors import SennitError
+
+METADATA: Final = ".metadata"
+"""DCP's index of the files."""
+
+CHANGED_ROWS: Final = "changed_rows"
+"""An incremental checkpoint has `SHARD.changed_rows`, int64 [n], and of each tensor of the shard these rows alone."""
 
 _NAME: Final = re.compile(r"(step-\d{9})(\.replaced)?")
 _DELETED: Final = re.compile(r"step-\d{9}\.deleted")
 
+Result = TypeVar("Result")
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:09d}"
+
+
+def rows_of(name: str) -> str:
+    """The name of the changed rows of a shard's tensor."""
+    return f"{name.rpartition('.')[0]}.{CHANGED_ROWS}"
+
 
 def whole(folder: Path) -> list[Path]:
-    """All complete checkpoints of a folder, newest first."""
+    """All complete checkpoints of a folder, newest first. Those with links missing in their chains are not."""
     if not folder.is_dir():
         return []
     found: dict[str, Path] = {}
     for entry in sorted(folder.iterdir()):
         name = _NAME.fullmatch(entry.name)
-        if name and (entry / ".metadata").is_file():
+        if name and any((entry / file).is_file() for file in (METADATA, manifest.NAME)) and not _is_cut_off(entry):
             # The names sort "step-1" before "step-1.replaced", which it replaces.
             found.setdefault(name[1], entry)
     return [found[name] for name in sorted(found, reverse=True)]
@@ -52,6 +69,25 @@ def latest_of(folder: Path, run_id: str) -> Path | None:
     return next((path for path in whole(folder) if _is_of(path, run_id)), None)
 
 
+def chain(checkpoint: Path, about: Manifest) -> list[Path]:
+    """The checkpoints that make up `checkpoint`: its base first, itself last.
+
+    Raises `CheckpointError` that names a missing one.
+    """
+    return [*(find_link(checkpoint.parent, link) for link in about.after), checkpoint]
+
+
+def find_link(folder: Path, link: Link) -> Path:
+    """The checkpoint with the link's step and manifest. Raises `CheckpointError` if there is none."""
+    for path in (folder / name_of(link.step), folder / f"{name_of(link.step)}.replaced"):
+        try:
+            if Manifest.read(path).sha256 == link.sha256:
+                return path
+        except CheckpointError:
+            continue
+    raise CheckpointError(f"{folder / name_of(link.step)}, which later checkpoints need, is lost or another one")
+
+
 def save(
     folder: Path,
     about: Manifest,
@@ -65,64 +101,74 @@ def save(
     With `keep`, only that many of the run's checkpoints remain, once the new one is durable. Collective. Raises
     `CheckpointError` on every rank or on none.
     """
-    final = folder / f"step-{about.step:09d}"
-    partial = final.with_name(f"{final.name}.partial")
-    first = dist.get_rank() == 0
-    with _agreed(f"checkpoint {final}"):
-        if first:
-            folder.mkdir(parents=True, exist_ok=True)
-            _sync(folder.parent)
-            shutil.rmtree(partial, ignore_errors=True)
-    from sennit.runtime.training import dcp
+    from sennit.runtime.training.saver import Saver
 
-    not_written = f"checkpoint {final} was not written"
-    try:
-        dcp.write(partial, state, failure=not_written)
-        # Every rank syncs: its files may be new entries on another machine.
-        with _agreed(not_written):
-            if first:
-                for name, text in {**(documents or {}), manifest.NAME: about.text()}.items():
-                    _write(partial / name, text)
-            _sync(partial)
-    except CheckpointError:
-        if first:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
-    with _agreed(f"checkpoint {final}"):
-        if first:
-            _put_in_place(partial, final)
-            if keep is not None:
-                _remove_older(folder, about.run_id, keep)
-    return final
+    Saver(folder, keep=keep).save(about, state, documents=documents)
+    return folder / name_of(about.step)
 
 
 def load(path: Path, state: dict[str, Any], *, alone: bool = False) -> None:
-    """Loads into the tensors of `state`, and replaces its other values. Collective, unless this process is `alone`."""
-    from sennit.runtime.training import dcp
+    """Loads into the tensors of `state`, and replaces its other values. Collective, unless this process is `alone`.
 
-    dcp.read(path, state, alone=alone)
+    All files are checked first. Raises `CheckpointError` on every rank or on none.
+    """
+    from sennit.runtime.training.opened import OpenedCheckpoint
+
+    OpenedCheckpoint(path, alone=alone).read(state)
 
 
-def _put_in_place(partial: Path, final: Path) -> None:
+def put_in_place(partial: Path, final: Path) -> None:
     """At every moment, `final` or `final.replaced` is complete, if `final` was."""
     replaced = final.with_name(f"{final.name}.replaced")
     if final.exists():
         _remove(replaced)
         final.rename(replaced)
-        _sync(final.parent)
+        sync(final.parent)
     partial.rename(final)
     # The rename must survive a power cut before what it replaces is removed.
-    _sync(final.parent)
+    sync(final.parent)
     _remove(replaced)
 
 
-def _remove_older(folder: Path, run_id: str, keep: int) -> None:
-    for path in [path for path in whole(folder) if _is_of(path, run_id)][keep:]:
-        _remove(path)
+def remove_older(folder: Path, run_id: str, keep: int) -> None:
+    """Removes the run's checkpoints but the newest `keep` and those that they need."""
+    own = [path for path in whole(folder) if _is_of(path, run_id)]
+    needed = {link for path in own[:keep] for link in chain(path, Manifest.read(path))}
+    # The newest first: a base goes after all that need it.
+    for path in own:
+        if path not in needed:
+            _remove(path)
     # A process was killed while it removed these.
     for entry in folder.iterdir():
         if _DELETED.fullmatch(entry.name):
             shutil.rmtree(entry)
+
+
+def agreed(what: str, function: Callable[[], Result]) -> list[Result]:
+    """The results of all ranks' calls; an error of any rank is a `CheckpointError` on all of them. Collective.
+
+    So no rank waits for one that has failed.
+    """
+    mine: tuple[Any, str | None] = (None, None)
+    try:
+        mine = function(), None
+    except Exception as error:
+        mine = None, str(error) if isinstance(error, OSError | SennitError) else repr(error)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    told = [f"rank {rank}: {failure}" for rank, (_, failure) in enumerate(everyone) if failure is not None]
+    if told:
+        raise CheckpointError(f"{what}: {'; '.join(told)}")
+    return [result for result, _ in everyone]
+
+
+def sync(folder: Path) -> None:
+    """Makes created, renamed and removed entries of a folder survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _remove(checkpoint: Path) -> None:
@@ -131,7 +177,7 @@ def _remove(checkpoint: Path) -> None:
         deleted = checkpoint.with_name(f"{checkpoint.name.partition('.')[0]}.deleted")
         shutil.rmtree(deleted, ignore_errors=True)
         checkpoint.rename(deleted)
-        _sync(checkpoint.parent)
+        sync(checkpoint.parent)
         shutil.rmtree(deleted)
 
 
@@ -142,35 +188,14 @@ def _is_of(path: Path, run_id: str) -> bool:
         return False
 
 
-@contextmanager
-def _agreed(what: str) -> Iterator[None]:
-    """Turns an error inside the block, on any rank, into a `CheckpointError` on all ranks. Collective.
-
-    So no rank waits for one that has failed.
-    """
-    mine = None
+def _is_cut_off(path: Path) -> bool:
+    """Whether a checkpoint that the chain needs is missing. A damaged manifest is an error when it is read."""
     try:
-        yield
-    except Exception as error:
-        mine = str(error) if isinstance(error, OSError) else repr(error)
-    failures: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, mine)
-    told = [f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure is not None]
-    if told:
-        raise CheckpointError(f"{what}: {'; '.join(told)}")
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Makes created, renamed and removed entries of a folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
+        about = Manifest.read(path)
+    except CheckpointError:
+        return False
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        chain(path, about)
+    except CheckpointError:
+        return True
+    return False

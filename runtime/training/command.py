@@ -113,6 +113,9 @@ def command(
     checkpoint: Annotated[Path | None, typer.Option(help="folder for checkpoints")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="steps between checkpoints")] = None,
     keep: Annotated[int | None, typer.Option(metavar="N", help="newest checkpoints to keep; default: all")] = None,
+    checkpoint_async: Annotated[
+        bool, typer.Option("--checkpoint-async", help="write checkpoints while training goes on")
+    ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="go on from the latest checkpoint")] = False,
     elastic: Annotated[bool, typer.Option("--elastic", help="go on when ranks die or join")] = False,
     port: Annotated[
@@ -178,6 +181,7 @@ def command(
             checkpoint=checkpoint,
             checkpoint_every=checkpoint_every,
             keep=keep,
+            checkpoint_async=checkpoint_async,
             resume=resume,
             elastic=elastic,
             min_ranks=min_ranks,

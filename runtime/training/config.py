@@ -125,6 +125,9 @@ class TrainingConfig:
     keep: int | None = None
     """How many checkpoints of the run to keep. Older ones are removed when a newer one is durable. None: all."""
 
+    checkpoint_async: bool = False
+    """Write checkpoints while training goes on. A save then takes memory for a copy of what it writes."""
+
     resume: bool = False
     """Resume from the newest checkpoint, if there is one. It must have the same data and settings."""
 
@@ -202,8 +205,10 @@ class TrainingConfig:
             )
         if self.keep is not None:
             _in_range("checkpoints to keep", self.keep, 1, 2**31)
-        if self.checkpoint is None and (self.resume or self.checkpoint_every is not None or self.keep is not None):
-            raise ConfigError("--resume, --checkpoint-every and --keep need a checkpoint folder (--checkpoint DIR)")
+        if self.checkpoint is None:
+            for option in ("resume", "checkpoint_every", "keep", "checkpoint_async"):
+                if getattr(self, option) not in (None, False):
+                    raise ConfigError(f"--{option.replace('_', '-')} needs a checkpoint folder (--checkpoint DIR)")
 
     def schedule(self, step_count: int) -> RateSchedule:
         """The schedule of the learning rates for a run of `step_count` steps."""

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
 def line(name: str, tensor: Tensor) -> str:
-    """The line of one tensor. Its bytes are taken in row-major order, little-endian."""
-    content = tensor.detach().cpu().contiguous().numpy()
-    digest = hashlib.sha256(content.astype(content.dtype.newbyteorder("<"), copy=False).data).hexdigest()
+    """The line of one tensor."""
     shape = "x".join(str(size) for size in tensor.shape)
-    return f"{name} {str(tensor.dtype).removeprefix('torch.')} {shape} {digest}"
+    return f"{name} {str(tensor.dtype).removeprefix('torch.')} {shape} {sha256_of_tensor(tensor)}"
 
 
 def fingerprint(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> str:
@@ -36,3 +36,14 @@ def fingerprint(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None =
             if lines.setdefault(name, text) != text:
                 raise RuntimeError(f"replicated weight {name} differs on rank {rank}: {text!r} against {lines[name]!r}")
     return hashlib.sha256("\n".join(lines[name] for name in sorted(lines)).encode()).hexdigest()
+
+
+def sha256_of_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_of_tensor(tensor: Tensor) -> str:
+    """Of its elements' bytes in row-major order, little-endian as on all processors that torch runs on."""
+    elements = tensor.detach().cpu().contiguous().reshape(-1)
+    return hashlib.sha256(elements.view(torch.uint8).numpy().data).hexdigest()

@@ -8,12 +8,13 @@ docs/reference/checkpoints.md lists the fields.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import re
 import secrets
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -23,11 +24,13 @@ import sennit
 from sennit.transport.errors import ConfigError, SennitError
 
 NAME: Final = "manifest.json"
-FORMAT: Final = 1
+FORMAT: Final = 2
 MAX_BYTES: Final = 64 << 20
 """Larger files are refused. A manifest has one line for each table and feature."""
 
 _RUN_ID: Final = re.compile(r"[0-9a-f]{16}")
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
+_FILE: Final = re.compile(r"(?!\.{1,2}$)[\w.-]+", re.ASCII)
 _MAX_DEPTH: Final = 8
 _SHOWN_LINES: Final = 12
 _SHOWN_CHARACTERS: Final = 80
@@ -37,9 +40,18 @@ class CheckpointError(SennitError):
     """A checkpoint could not be written or read. The message names the folder and the reason."""
 
 
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A checkpoint that an incremental one needs."""
+
+    step: int
+    sha256: str
+    """Of its manifest, which has those of its files."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """The run that a checkpoint belongs to."""
+    """The run that a checkpoint belongs to, and what its files hold."""
 
     run_id: str
     """16 hexadecimal digits, drawn when the run began. A resumed run keeps them."""
@@ -56,16 +68,37 @@ class Manifest:
     code: Mapping[str, Any]
     """Versions of the software that wrote the checkpoint."""
 
+    after: tuple[Link, ...] = ()
+    """The base of an incremental checkpoint, and those between, in order. Empty: it needs no other."""
+
+    files: Mapping[str, str] = field(default_factory=dict)
+    """SHA-256 of the other files, by name."""
+
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    """SHA-256 of the bytes of whole tensors as they were when they were saved, by name."""
+
     def text(self) -> str:
         """The manifest as the text of its file."""
-        content = {
+        return json.dumps({**self._content(), "sha256": self.sha256}, indent=2, allow_nan=False) + "\n"
+
+    @property
+    def sha256(self) -> str:
+        """Of all fields."""
+        return _digest(self._content())
+
+    def _content(self) -> dict[str, Any]:
+        return {
             "format": FORMAT,
             "run": {"id": self.run_id, "step": self.step},
             "code": self.code,
             "fixed": self.fixed,
             "free": self.free,
+            "saved": {
+                "after": [{"step": link.step, "sha256": link.sha256} for link in self.after],
+                "files": self.files,
+                "tensors": self.tensors,
+            },
         }
-        return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -80,13 +113,25 @@ class Manifest:
         if content.get("format") != FORMAT:
             raise ValueError(f"format {_shown(content.get('format'))}; allowed: {FORMAT}")
         run = _object(content, "run")
-        run_id, step = run.get("id"), run.get("step")
+        run_id = run.get("id")
         if not isinstance(run_id, str) or not _RUN_ID.fullmatch(run_id):
             raise ValueError(f"run.id {_shown(run_id)}; allowed: 16 hexadecimal digits")
-        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 63:
-            raise ValueError(f"run.step {_shown(step)}; allowed: an integer from 0")
-        fixed, free, code = (_object(content, name) for name in ("fixed", "free", "code"))
-        return cls(run_id=run_id, step=step, fixed=fixed, free=free, code=code)
+        step = _step("run.step", run.get("step"))
+        fixed, free, code, saved = (_object(content, name) for name in ("fixed", "free", "code", "saved"))
+        files, tensors = _object(saved, "files"), _object(saved, "tensors")
+        for name in files:
+            if not _FILE.fullmatch(name):
+                raise ValueError(f"file {_shown(name)}; allowed: letters, digits, '_', '.', '-'")
+        for name, digest in (*files.items(), *tensors.items()):
+            _check_sha256(name, digest)
+        after = tuple(_links(saved.get("after")))
+        given = content.pop("sha256", None)
+        _check_sha256("the manifest", given)
+        if given != _digest(content):
+            raise ValueError("its content does not have the SHA-256 that it names: it is damaged")
+        return cls(
+            run_id=run_id, step=step, fixed=fixed, free=free, code=code, after=after, files=files, tensors=tensors
+        )
 
     @classmethod
     def read(cls, checkpoint: Path) -> Self:
@@ -106,6 +151,34 @@ class Manifest:
             ) from None
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _links(content: Any) -> Iterator[Link]:
+    if not isinstance(content, list):
+        raise ValueError(f"saved.after {_shown(content)}; allowed: a list")
+    for link in content:
+        if not isinstance(link, dict):
+            raise ValueError(f"saved.after has {_shown(link)}; allowed: objects")
+        step = _step("saved.after.step", link.get("step"))
+        _check_sha256("saved.after", link.get("sha256"))
+        yield Link(step, link["sha256"])
+
+
+def _step(what: str, step: Any) -> int:
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 63:
+        raise ValueError(f"{what} {_shown(step)}; allowed: an integer from 0")
+    return step
+
+
+def _check_sha256(what: str, digest: Any) -> None:
+    if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
+        raise ValueError(f"SHA-256 of {_shown(what)}: {_shown(digest)}; allowed: 64 hexadecimal digits")
+
+
+def _digest(content: Any) -> str:
+    """Of JSON, whatever its layout and the order of its fields."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def new_run_id() -> str:

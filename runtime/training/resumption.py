@@ -8,6 +8,7 @@ wrote itself.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,7 @@ from sennit.runtime.training.manifest import (
     differences,
     new_run_id,
 )
+from sennit.runtime.training.saver import Saver
 from sennit.runtime.training.trainer import Trainer
 from sennit.transport.errors import ConfigError, SennitError
 
@@ -91,16 +93,19 @@ def manifest_of(trainer: Trainer) -> Manifest:
     )
 
 
-def save(trainer: Trainer) -> Path:
-    """Writes a checkpoint of the trainer's present state. Collective."""
-    config = trainer.config
+def saver_of(config: TrainingConfig) -> Saver:
+    """What saves the run's checkpoints."""
     assert config.checkpoint is not None
+    return Saver(config.checkpoint, keep=config.keep, in_background=config.checkpoint_async, timeout_s=config.timeout_s)
+
+
+def save(trainer: Trainer, saver: Saver | None = None) -> None:
+    """Saves the trainer's present state. Collective. Without `saver` it is durable at the end."""
     known = trainer.source.preprocessing
     # Rank 0 writes it.
     documents = {} if known is None or trainer.rank else {preprocessing.NAME: known.text()}
-    return checkpoint.save(
-        config.checkpoint, manifest_of(trainer), trainer.state(), documents=documents, keep=config.keep
-    )
+    with contextlib.nullcontext(saver) if saver is not None else saver_of(trainer.config) as own:
+        own.save(manifest_of(trainer), trainer.state(), documents=documents)
 
 
 def begin(trainer: Trainer) -> list[str]:

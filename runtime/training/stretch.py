@@ -76,10 +76,14 @@ def _train(
             heard.on_epoch(epoch, trainer.step, quality)
 
         def on_checkpoint(step: int) -> None:
-            resumption.save(trainer)
+            resumption.save(trainer, saver)
 
         began = time.perf_counter()
-        result = trainer.run(on_step, on_epoch, on_checkpoint, is_awaited)
+        with contextlib.nullcontext() if config.checkpoint is None else resumption.saver_of(config) as saver:
+            result = trainer.run(on_step, on_epoch, on_checkpoint, is_awaited)
+            if saver is not None:
+                with trainer.clock.phase("checkpoint", is_whole=True):
+                    saver.finish()
         run_s = time.perf_counter() - began
     if result is None:
         return Holding.of(trainer)

@@ -63,8 +63,8 @@ def in_child(function: Callable[[], None]) -> bool:
         os._exit(1)
 
 
-def kill_at(folder: Path, point: int, log: Path) -> None:
-    """Makes this process die just before its action number `point` on the folder."""
+def die_at_action(folder: Path, point: int, log: Path) -> None:
+    """Makes this process die just before its action number `point` on the folder, and writes to `log` which one."""
     count, root = 0, str(folder)
     fsync = os.fsync
 
@@ -108,7 +108,7 @@ def main(root: Path, step: int, keep: int | None) -> None:
         shutil.copytree(start, folder)
 
         def save_and_die(folder: Path = folder, log: Path = log, point: int = point) -> None:
-            kill_at(folder, point, log)
+            die_at_action(folder, point, log)
             save(folder, step, NEW, keep)
 
         is_done = in_child(save_and_die)

@@ -183,7 +183,7 @@ def test_optimizers_and_configurations_are_checked() -> None:
         TrainingConfig(weight_decay=-1)
     with pytest.raises(ConfigError, match="decay end 5; allowed: above 7"):
         TrainingConfig(warmup=7, max_steps=5)
-    with pytest.raises(ConfigError, match="need a checkpoint folder"):
+    with pytest.raises(ConfigError, match="needs a checkpoint folder"):
         TrainingConfig(resume=True)
 
 

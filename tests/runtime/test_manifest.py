@@ -13,11 +13,28 @@ from torch._C._distributed_c10d import HashStore
 
 from sennit.runtime.training import resumption
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.manifest import MAX_BYTES, NAME, CheckpointError, Manifest, check_same_run, differences
+from sennit.runtime.training.manifest import (
+    MAX_BYTES,
+    NAME,
+    CheckpointError,
+    Link,
+    Manifest,
+    check_same_run,
+    differences,
+)
 from sennit.transport.errors import ConfigError
 
 CASES = "training_cases.py"
-ABOUT = Manifest(run_id="0123456789abcdef", step=7, fixed={"a": {"b": 1, "c": [1, 2]}}, free={"d": None}, code={})
+ABOUT = Manifest(
+    run_id="0123456789abcdef",
+    step=7,
+    fixed={"a": {"b": 1, "c": [1, 2]}},
+    free={"d": None},
+    code={},
+    after=(Link(3, "1" * 64), Link(5, "2" * 64)),
+    files={".metadata": "3" * 64},
+    tensors={"table.a\u00e9": "4" * 64},
+)
 
 
 def damaged(**changed: Any) -> str:
@@ -41,7 +58,7 @@ def test_a_manifest_is_read_as_it_was_written() -> None:
         ("", "Expecting value"),
         ("[]", "not an object"),
         ("{", "Expecting property name"),
-        (damaged(format=2), "format 2; allowed: 1"),
+        (damaged(format=1), "format 1; allowed: 2"),
         (damaged(run=3), "run 3; allowed: an object"),
         (damaged(run__id="../../etc"), 'run.id "../../etc"; allowed: 16 hexadecimal digits'),
         (damaged(run__id="\x1b[2J" + "0" * 12), r"run.id \"\\u001b"),
@@ -50,6 +67,18 @@ def test_a_manifest_is_read_as_it_was_written() -> None:
         (damaged(run__step=10**40), "run.step 1000"),
         (damaged(fixed=None), "fixed null; allowed: an object"),
         (damaged(free=float("nan")), "number NaN; allowed: finite numbers"),
+        (damaged(saved=[]), "saved []; allowed: an object"),
+        (damaged(saved__files=7), "files 7; allowed: an object"),
+        (damaged(saved__files={"../x": "0" * 64}), 'file "../x"; allowed: letters'),
+        (damaged(saved__files={"..": "0" * 64}), 'file ".."; allowed: letters'),
+        (damaged(saved__files={"a": "0" * 63}), 'SHA-256 of "a": "000'),
+        (damaged(saved__tensors={"a": 3}), 'SHA-256 of "a": 3; allowed: 64 hexadecimal digits'),
+        (damaged(saved__after=3), "saved.after 3; allowed: a list"),
+        (damaged(saved__after=[3]), "saved.after has 3; allowed: objects"),
+        (damaged(saved__after=[{"step": -1}]), "saved.after.step -1; allowed: an integer from 0"),
+        (damaged(saved__after=[{"step": 1, "sha256": None}]), 'SHA-256 of "saved.after": null'),
+        (damaged(sha256="x"), 'SHA-256 of "the manifest": "x"'),
+        (damaged(run__step=8), "its content does not have the SHA-256 that it names: it is damaged"),
         ("[" * 100_000, "nested too deeply"),
         (damaged(fixed=json.loads('{"a":' * 500 + "1" + "}" * 500)), "nested too deeply"),
     ],
@@ -102,7 +131,7 @@ def test_every_option_is_fixed_or_free_or_no_part_of_the_run() -> None:
     """A new option must be added to one of these. Otherwise a checkpoint would not record it."""
     apart = {
         "source", "ingest", "table_store", "rank_memory_bytes",
-        "timeout_s", "checkpoint", "checkpoint_every", "keep", "resume", "elastic",
+        "timeout_s", "checkpoint", "checkpoint_every", "checkpoint_async", "keep", "resume", "elastic",
         "min_ranks", "tensorboard", "json_path", "sketch_path",
     }  # fmt: skip
     fixed = {name for names in resumption.FIXED.values() for name in names}

@@ -36,7 +36,7 @@ def test_a_run_its_resumption_and_torchrun_end_with_the_same_weights(tmp_path: P
     whole, rest = tmp_path / "whole.json", tmp_path / "rest.json"
     folder = str(tmp_path / "saved")
     done = run(*TINY, "--ranks", "2", "--epochs", "1", "--checkpoint", folder, "--checkpoint-every", "4",
-               "--tensorboard", str(tmp_path / "events"), "--json", str(whole))  # fmt: skip
+               "--checkpoint-async", "--tensorboard", str(tmp_path / "events"), "--json", str(whole))  # fmt: skip
     assert done.returncode == 0, done.stderr
     report = json.loads(whole.read_text())
     assert report["steps"] == {"first": 0, "last": 8}

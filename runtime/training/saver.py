@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves checkpoints: whole or what changed, while training waits or in the background.
+
+Each rank writes its own file. In the background nothing is collective: a rank leaves a file `rank-N.part` beside what
+it has written, and rank 0 makes a checkpoint of the folder when all are there. Ranks agree on the outcome at the next
+save, or in `finish`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+import torch.distributed as dist
+from torch import Tensor
+
+from sennit.runtime.training import checkpoint, manifest
+from sennit.runtime.training.checkpoint import METADATA, agreed, name_of, rows_of
+from sennit.runtime.training.fingerprint import sha256_of_file, sha256_of_tensor
+from sennit.runtime.training.manifest import CheckpointError, Link, Manifest
+
+LOOK_S: Final = 0.01
+"""Between two looks of rank 0 for the other ranks' parts."""
+
+
+class Saver:
+    """Saves the checkpoints of a run in one folder. All methods but `abandon` are collective."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int | None = None,
+        increments: int = 0,
+        in_background: bool = False,
+        digests: bool = False,
+        timeout_s: float = 300.0,
+    ) -> None:
+        """`keep`: how many of the run's checkpoints remain, beside those that they need; None: all.
+
+        `increments`: so many incremental saves may follow a whole one; fewer if together they have half of its bytes.
+        `in_background`: files are written while training goes on. A save then copies what it writes.
+        `digests`: incremental saves also have the SHA-256 of whole tables, so that loading proves base and increments
+        to be the tables of that moment. This reads all tables in each save.
+        `timeout_s`: how long a save may take in the background.
+        """
+        self._folder, self._keep, self._increments = folder, keep, increments
+        self._in_background, self._digests, self._timeout_s = in_background, digests, timeout_s
+        self._chain: list[Link] = []
+        """What the next incremental save needs. Empty: the next save is a whole one. Rank 0's counts."""
+        self._base_bytes = self._increment_bytes = 0
+        self._running: _Background | None = None
+        self._last: Path | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Collective, unless there is an error."""
+        if kind is None:
+            self.finish()
+        else:
+            self.abandon()
+
+    @property
+    def durable(self) -> Path | None:
+        """The newest checkpoint that this saver has made durable, as far as this rank knows. Not collective."""
+        running = self._running
+        return self._last if running is None or running.link is None else running.save.final
+
+    def save(
+        self,
+        about: Manifest,
+        state: Mapping[str, Any],
+        *,
+        changed: Callable[[], Mapping[str, Tensor]] | None = None,
+        documents: Mapping[str, str] | None = None,
+    ) -> None:
+        """Saves `state` as checkpoint `about.step`, with `documents` (file name to text) beside it.
+
+        `changed` is called once, and returns rows that changed since its last call, int64 [n], by shard: of all tensors
+        `SHARD.NAME` of the state, [rows, ...], an incremental save has these rows. It has everything else whole.
+
+        A save in the background is durable when `finish` or the next save returns. Raises `CheckpointError` on every
+        rank or on none, also if the save before failed. The next save is then a whole one.
+        """
+        self.finish()
+        chain = self._chain
+        self._chain = []  # Until this save is durable: if it fails, the rows that had changed are forgotten.
+        final = self._folder / name_of(about.step)
+        failure = f"checkpoint {final} was not written"
+        partial = final.with_name(f"{final.name}.partial")
+        is_first = dist.get_rank() == 0
+
+        def begin() -> tuple[Link, ...]:
+            if not is_first:
+                return ()
+            self._folder.mkdir(parents=True, exist_ok=True)
+            checkpoint.sync(self._folder.parent)
+            shutil.rmtree(partial, ignore_errors=True)
+            return tuple(chain) if self._may_follow(chain, about.step) else ()
+
+        after = agreed(failure, begin)[0]
+        rows = {} if changed is None else changed()
+        try:
+            one = _Save(
+                partial, final, dataclasses.replace(about, after=after), state, rows,
+                documents=documents or {}, keep=self._keep, digests=self._digests, failure=failure,
+            )  # fmt: skip
+            if self._in_background:
+                one.copy(state)
+                self._running = _Background(one, timeout_s=self._timeout_s)
+            else:
+                parts = agreed(failure, one.write)
+                self._done(one, agreed(failure, lambda: one.commit(parts) if is_first else None)[0])
+        except CheckpointError:
+            if is_first:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    def finish(self) -> None:
+        """Waits for the save in the background, if there is one. Raises `CheckpointError` on all ranks if it failed."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        try:
+            # First what each rank has written: if one is dead, this says so, and rank 0 need not wait for its part.
+            agreed(running.save.failure, running.wait_written)
+            link = agreed(running.save.failure, running.wait_committed)[0]
+        except BaseException:
+            running.end()
+            if dist.is_initialized() and dist.get_rank() == 0:
+                shutil.rmtree(running.save.partial, ignore_errors=True)
+            raise
+        self._done(running.save, link)
+
+    def abandon(self) -> None:
+        """Ends what the background still does, because the group of ranks has failed. Not collective."""
+        running, self._running = self._running, None
+        self._chain = []
+        if running is not None:
+            running.end()
+
+    def _done(self, save: _Save, link: Link | None) -> None:
+        assert link is not None
+        after = list(save.about.after)
+        self._chain = [*after, link]
+        if after:
+            self._increment_bytes += save.bytes
+        else:
+            self._base_bytes, self._increment_bytes = save.bytes, 0
+        self._last = save.final
+
+    def _may_follow(self, chain: list[Link], step: int) -> bool:
+        """Whether an incremental save may follow these checkpoints."""
+        if not chain or len(chain) > self._increments or 2 * self._increment_bytes >= self._base_bytes:
+            return False
+        if any(link.step == step for link in chain):
+            # It would replace what it needs.
+            return False
+        try:
+            return all(checkpoint.find_link(self._folder, link) for link in chain)
+        except CheckpointError:
+            return False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """What a rank has written."""
+
+    results: list[Any]
+    """Of DCP."""
+
+    files: dict[str, str]
+    """SHA-256 by name."""
+
+    tensors: dict[str, str]
+
+
+class _Save:
+    """One save, whose ranks have agreed who writes what."""
+
+    def __init__(
+        self,
+        partial: Path,
+        final: Path,
+        about: Manifest,
+        state: Mapping[str, Any],
+        rows: Mapping[str, Tensor],
+        *,
+        documents: Mapping[str, str],
+        keep: int | None,
+        digests: bool,
+        failure: str,
+    ) -> None:
+        """Collective."""
+        from sennit.runtime.training import dcp
+
+        self.partial, self.final, self.about, self.failure = partial, final, about, failure
+        self._documents, self._keep = documents, keep
+        written: dict[str, Any] = {}
+        partly = set()
+        for name, value in state.items():
+            found = rows.get(name.rpartition(".")[0]) if about.after else None
+            if found is None:
+                written[name] = value
+            elif len(found):
+                partly |= {name, rows_of(name)}
+                written[name] = value.index_select(0, found)
+                written[rows_of(name)] = found
+        self._planned = dcp.Planned(partial, written, failure=failure)
+        self.bytes = self._planned.bytes
+        self._whole = written.keys() - partly
+        """Of these the files have everything."""
+        # Tables go on changing, so this cannot be done in the background.
+        changed = [name for name, _ in self._planned.tensors() if name in partly and name in state]
+        self._digests = _digests({name: state[name] for name in changed}) if digests else {}
+
+    def copy(self, state: Mapping[str, Any]) -> None:
+        """Makes the save independent of the state, which may then change."""
+        self._planned.copy(state)
+
+    def write(self) -> _Part:
+        """Writes this rank's file. Any thread."""
+        results = self._planned.write()
+        # Every rank syncs: its files may be new entries on another machine.
+        checkpoint.sync(self.partial)
+        names = sorted({result.storage_data.relative_path for result in results})
+        whole = {name: tensor for name, tensor in self._planned.tensors() if name in self._whole}
+        return _Part(
+            results=results,
+            files={name: sha256_of_file(self.partial / name) for name in names},
+            tensors=self._digests | _digests(whole),
+        )
+
+    def commit(self, parts: list[_Part]) -> Link:
+        """Makes a checkpoint of what all ranks have written. On rank 0, any thread."""
+        self._planned.finish([part.results for part in parts])
+        for name, text in self._documents.items():
+            _write(self.partial / name, text)
+        files = {name: sha256_of_file(self.partial / name) for name in (METADATA, *self._documents)}
+        tensors: dict[str, str] = {}
+        for part in parts:
+            files |= part.files
+            tensors |= part.tensors
+        about = dataclasses.replace(
+            self.about, files=dict(sorted(files.items())), tensors=dict(sorted(tensors.items()))
+        )
+        _write(self.partial / manifest.NAME, about.text())
+        checkpoint.sync(self.partial)
+        checkpoint.put_in_place(self.partial, self.final)
+        if self._keep is not None:
+            checkpoint.remove_older(self.final.parent, about.run_id, self._keep)
+        return Link(about.step, about.sha256)
+
+
+class _Background:
+    """A save in a thread of its own."""
+
+    def __init__(self, save: _Save, *, timeout_s: float) -> None:
+        self.save = save
+        self.link: Link | None = None
+        """On rank 0: the checkpoint, once it is durable."""
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._timeout_s = timeout_s
+        self._ends_s = time.monotonic() + timeout_s
+        self._error: Exception | None = None
+        self._is_written, self._is_ended = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sennit checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait_written(self) -> None:
+        """Waits until this rank's part is written. Raises what went wrong."""
+        if not self._is_written.wait(self._left_s()):
+            raise TimeoutError(self._late("this rank had not written its part"))
+        if self._error is not None:
+            raise self._error
+
+    def wait_committed(self) -> Link | None:
+        """Waits until the thread has ended."""
+        self._thread.join(self._left_s())
+        if self._thread.is_alive():
+            raise TimeoutError(self._late("the checkpoint had not got its name"))
+        if self._error is not None:
+            raise self._error
+        return self.link
+
+    def end(self) -> None:
+        """Waits for no other rank any more, and until this rank's file is written."""
+        self._is_ended.set()
+        self._thread.join(self._timeout_s)
+
+    def _run(self) -> None:
+        try:
+            part = self.save.write()
+            _leave(self.save.partial, self._rank, part)
+            self._is_written.set()
+            if self._rank == 0:
+                self.link = self.save.commit(self._parts())
+        except Exception as error:
+            self._error = error
+        finally:
+            self._is_written.set()
+
+    def _parts(self) -> list[_Part]:
+        """What all ranks have written, in their order."""
+        paths = [_part_file(self.save.partial, rank) for rank in range(self._world)]
+        for rank, path in enumerate(paths):
+            while not path.exists():
+                if self._is_ended.wait(LOOK_S):
+                    raise CheckpointError("given up")
+                if time.monotonic() > self._ends_s:
+                    raise TimeoutError(self._late(f"rank {rank} had not written its part"))
+        parts = [pickle.loads(path.read_bytes()) for path in paths]
+        for path in paths:
+            path.unlink()
+        return parts
+
+    def _left_s(self) -> float:
+        return max(0.0, self._ends_s - time.monotonic())
+
+    def _late(self, what: str) -> str:
+        return f"{what} after {self._timeout_s:g} s"
+
+
+def _leave(partial: Path, rank: int, part: _Part) -> None:
+    """Tells rank 0 what this rank has written."""
+    path = _part_file(partial, rank)
+    unfinished = path.with_name(f"{path.name}.tmp")
+    unfinished.write_bytes(pickle.dumps(part))
+    unfinished.rename(path)
+
+
+def _part_file(partial: Path, rank: int) -> Path:
+    return partial / f"rank-{rank}.part"
+
+
+def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: sha256_of_tensor(tensor) for name, tensor in tensors.items()}
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

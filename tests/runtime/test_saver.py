@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Incremental saves and saves in the background: chains, damage, kills at seeded moments."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+
+from sennit.runtime.training import checkpoint, dcp
+from sennit.runtime.training.manifest import NAME, CheckpointError, Manifest
+from sennit.runtime.training.saver import Saver
+
+CASES = "saver_cases.py"
+KILLS = Path(__file__).with_name("checkpoint_kills.py")
+RUN = "0123456789abcdef"
+ROWS = 100
+
+
+class Run:
+    """A table of which each save finds two rows changed."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.saver = Saver(folder, **options)
+        self.weight, self.dense = torch.zeros(ROWS, 4), torch.zeros(3)
+        self.every: dict[int, Tensor] = {}
+
+    def save(self, step: int, changed: tuple[int, ...] = (1, 2)) -> None:
+        rows = torch.tensor(sorted({row * step % ROWS for row in changed}), dtype=torch.int64)
+        self.weight[rows] += step
+        self.dense.fill_(step)
+        self.every[step] = self.weight.clone()
+        about = Manifest(run_id=RUN, step=step, fixed={}, free={}, code={})
+        self.saver.save(about, {"t.weight": self.weight, "dense": self.dense}, changed=lambda: {"t": rows})
+
+
+def read(path: Path) -> tuple[Tensor, Tensor]:
+    state = {"t.weight": torch.full((ROWS, 4), torch.nan), "dense": torch.full((3,), torch.nan)}
+    checkpoint.load(path, state)
+    return state["t.weight"], state["dense"]
+
+
+def chains(folder: Path) -> dict[int, list[int]]:
+    """The steps that each checkpoint needs."""
+    found = [Manifest.read(path) for path in reversed(checkpoint.whole(folder))]
+    return {about.step: [link.step for link in about.after] for about in found}
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """Makes a process group of this process alone."""
+    dist.init_process_group("gloo", store=FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("in_background", [False, True])
+def test_base_and_increments_are_the_tables_in_any_world_and_placement(
+    kept_world: Callable[..., Any], tmp_path: Path, in_background: bool
+) -> None:
+    placement = {"user": "row_wise", "item": "column_wise", "day.of": "data_parallel"}
+    arguments = {"folder": str(tmp_path), "in_background": in_background, "steps": 6}
+    (digests, other) = kept_world(2).run(CASES, "saved", placement=placement, **arguments)
+    assert digests == other
+    assert chains(tmp_path) == {1: [], 2: [1], 3: [1, 2], 4: [1, 2, 3], 5: [], 6: [5]}
+    for step, digest in enumerate(digests, 1):
+        path = str(tmp_path / f"step-{step:09d}")
+        assert kept_world(3).run(CASES, "loaded", placement="data_parallel", path=path) == [digest] * 3
+        assert kept_world(1).run(CASES, "loaded", placement="table_wise", path=path) == [digest]
+    whole, part = (
+        sum(file.stat().st_size for file in (tmp_path / name).glob("*.distcp"))
+        for name in ("step-000000001", "step-000000002")
+    )
+    assert part < whole / 2
+    sizes = [
+        kept_world(1).run(CASES, "reads_alone", path=str(tmp_path / name))[0]
+        for name in ("step-000000001", "step-000000004")
+    ]
+    assert sizes[0] == sizes[1]
+
+
+def test_damage_is_told_to_all_ranks(kept_world: Callable[..., Any], tmp_path: Path) -> None:
+    arguments = {"folder": str(tmp_path), "in_background": False, "steps": 2}
+    kept_world(2).run(CASES, "saved", placement="row_wise", **arguments)
+    path = tmp_path / "step-000000002"
+    for damaged in (tmp_path / "step-000000001" / "__1_0.distcp", path / "__0_0.distcp"):
+        content = damaged.read_bytes()
+        damaged.write_bytes(content[:99] + bytes([content[99] ^ 4]) + content[100:])
+        for message in kept_world(2).run(CASES, "refuses_damage", path=str(path)):
+            assert f"checkpoint {path} cannot be read: rank " in message
+            assert f"{damaged} is damaged" in message
+        damaged.write_bytes(content)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_an_error_of_one_rank_is_raised_on_all(
+    kept_world: Callable[..., Any], tmp_path: Path, in_background: bool
+) -> None:
+    kept_world(2).run(CASES, "fails_on_one_rank", folder=str(tmp_path), in_background=in_background)
+
+
+def test_nobody_waits_for_the_part_of_a_dead_rank(new_world: Callable[..., Any], tmp_path: Path) -> None:
+    assert new_world(2).run(CASES, "loses_a_rank", folder=str(tmp_path)) == [0.0, None]
+
+
+@pytest.mark.usefixtures("group")
+def test_a_flipped_bit_or_a_missing_file_anywhere_in_a_chain_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    run = Run(folder, increments=5)
+    for step in (1, 2, 3):
+        run.save(step)
+    assert chains(folder) == {1: [], 2: [1], 3: [1, 2]}
+    newest = folder / "step-000000003"
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    assert len(files) == 9
+    for path in files:
+        content = path.read_bytes()
+        for place in (0, len(content) // 2, len(content) - 3):
+            path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+            with pytest.raises(CheckpointError, match=path.parent.name):
+                read(newest)
+        path.unlink()
+        with pytest.raises(CheckpointError, match=path.parent.name):
+            read(newest)
+        path.write_bytes(content)
+        weight, dense = read(newest)
+        assert torch.equal(weight, run.every[3])
+        assert dense.tolist() == [3, 3, 3]
+
+
+@pytest.mark.usefixtures("group")
+def test_a_checkpoint_whose_base_is_lost_does_not_count(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    run = Run(folder, increments=1)
+    for step in (1, 2, 3, 4):
+        run.save(step)
+    assert chains(folder) == {1: [], 2: [1], 3: [], 4: [3]}
+    shutil.rmtree(folder / "step-000000003")
+    assert checkpoint.latest(folder) == folder / "step-000000002"
+    with pytest.raises(CheckpointError, match=r"step-000000003, which later checkpoints need, is lost"):
+        read(folder / "step-000000004")
+    # Another base of that step is not the one that is needed.
+    other = Run(folder)
+    other.save(3, changed=(5,))
+    assert checkpoint.latest(folder) == folder / "step-000000003"
+    # A run whose base is lost begins another chain.
+    run.saver.save(
+        Manifest(run_id=RUN, step=5, fixed={}, free={}, code={}), {"t.weight": run.weight, "dense": run.dense}
+    )
+    assert chains(folder)[5] == []
+
+
+@pytest.mark.usefixtures("group")
+def test_a_new_base_comes_after_so_many_increments_or_so_many_bytes(tmp_path: Path) -> None:
+    run = Run(tmp_path / "few", increments=2)
+    for step in range(1, 6):
+        run.save(step)
+    assert chains(tmp_path / "few") == {1: [], 2: [1], 3: [1, 2], 4: [], 5: [4]}
+    run = Run(tmp_path / "large", increments=9)
+    for step in range(1, 6):
+        run.save(step, changed=tuple(range(20)))
+    # Rows of 16 bytes and their numbers: 480 of 1,612 bytes, then 960.
+    assert chains(tmp_path / "large") == {1: [], 2: [1], 3: [1, 2], 4: [], 5: [4]}
+    run.save(5)
+    assert chains(tmp_path / "large")[5] == []
+    run.save(6, changed=())
+    assert chains(tmp_path / "large")[6] == [5]
+    assert torch.equal(read(tmp_path / "large" / "step-000000006")[0], run.weight)
+
+
+@pytest.mark.usefixtures("group")
+def test_what_a_kept_increment_needs_is_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    run = Run(folder, increments=2, keep=1)
+    left = []
+    for step in range(1, 8):
+        run.save(step)
+        left.append([int(entry.name[5:]) for entry in sorted(folder.iterdir())])
+    assert left == [[1], [1, 2], [1, 2, 3], [4], [4, 5], [4, 5, 6], [7]]
+
+
+class Gate:
+    """Holds the background thread before it writes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_open = threading.Event()
+        write = dcp.Planned.write
+
+        def held(planned: dcp.Planned) -> Any:
+            assert self.is_open.wait(60)
+            return write(planned)
+
+        monkeypatch.setattr(dcp.Planned, "write", held)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_save_in_the_background_has_the_values_of_its_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "saved"
+    gate = Gate(monkeypatch)
+    run = Run(folder, increments=5, in_background=True)
+    for step in (1, 2):
+        gate.is_open.clear()
+        run.save(step)
+        run.weight += 0.25
+        run.dense += 9
+        assert run.saver.durable == (folder / "step-000000001" if step == 2 else None)
+        gate.is_open.set()
+        run.saver.finish()
+        assert run.saver.durable == folder / f"step-{step:09d}"
+        run.weight -= 0.25
+        weight, dense = read(folder / f"step-{step:09d}")
+        assert torch.equal(weight, run.every[step])
+        assert dense.tolist() == [step] * 3
+
+
+@pytest.mark.usefixtures("group")
+def test_a_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    run = Run(tmp_path / "saved", in_background=True)
+    run.save(1)
+    opener = threading.Thread(target=gate.is_open.set)
+    monkeypatch.setattr(run.saver._running, "wait_written", _after(opener.start, run.saver._running))
+    run.save(2)
+    assert tmp_path / "saved" / "step-000000001" in checkpoint.whole(tmp_path / "saved")
+    run.saver.finish()
+    opener.join()
+    assert chains(tmp_path / "saved") == {1: [], 2: []}
+
+
+def _after(first: Callable[[], None], running: Any) -> Callable[[], None]:
+    wait = running.wait_written
+
+    def waits() -> None:
+        assert running.link is None
+        first()
+        wait()
+
+    return waits
+
+
+@pytest.mark.usefixtures("group")
+def test_a_save_in_the_background_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    run = Run(tmp_path / "saved", in_background=True, timeout_s=0.05)
+    run.save(1)
+    with pytest.raises(CheckpointError, match=r"rank 0: .*this rank had not written its part after 0.05 s"):
+        run.saver.finish()
+    gate.is_open.set()
+    assert run.saver.durable is None
+
+
+@pytest.mark.usefixtures("group")
+def test_an_error_in_the_background_is_raised_by_the_next_save(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    run = Run(folder, increments=5, in_background=True)
+    run.save(1)
+    run.saver.finish()
+    action = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+    try:
+        run.save(2)
+        with pytest.raises(CheckpointError, match=r"step-000000002 was not written: rank 0: "):
+            run.save(3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, action)
+    assert [entry.name for entry in folder.iterdir()] == ["step-000000001"]
+    # Rows that changed before the failed save are in no increment, so the next save is a whole one.
+    run.save(4)
+    run.saver.finish()
+    assert chains(folder) == {1: [], 4: []}
+    assert torch.equal(read(folder / "step-000000004")[0], run.weight)
+
+
+@pytest.mark.usefixtures("group")
+def test_rows_that_were_changed_but_not_told_of_are_found_by_the_digest(tmp_path: Path) -> None:
+    run = Run(tmp_path, increments=5, digests=True)
+    run.save(1)
+    run.weight[50] = 7
+    run.save(2)
+    with pytest.raises(CheckpointError, match=r"t.weight does not have the SHA-256 with which it was saved"):
+        read(tmp_path / "step-000000002")
+
+
+@pytest.mark.timeout(300)
+def test_no_kill_loses_what_was_reported(tmp_path: Path) -> None:
+    """`SENNIT_CHECKPOINT_KILLS` sets how many kills."""
+    count = int(os.environ.get("SENNIT_CHECKPOINT_KILLS", "24"))
+    done = subprocess.run(
+        [sys.executable, str(KILLS), str(tmp_path), "15", str(count)],
+        capture_output=True,
+        text=True,
+        timeout=60 + 2 * count,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(answers) == count
+    # The kills were where they matter: in the middle of saves, and between whole ones and increments.
+    assert any(answer["unfinished"] for answer in answers)
+    assert {answer["rank"] for answer in answers} == {0, 1}
+    assert len({answer["increments"] for answer in answers}) > 2
+    assert sum(answer["reported"] for answer in answers) > count
+    assert any(NAME in answer["died_at"] for answer in answers)
