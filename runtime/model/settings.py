@@ -82,8 +82,11 @@ _TABLE: Final[dict[str, Check]] = {
     "bounds": choice(names_of(Bounds)),
     "row_shards": integer(1, MAX_SHARDS),
     "column_shards": integer(1, MAX_SHARDS),
+    "train_rank": lambda place, value: integer(0, MAX_DIM)(place, value) or None,
     "initial": _initial,
 }
+# What a tensor train has, which is one shard with initial values of its own.
+_TRAIN: Final = {"row_shards": 1, "column_shards": 1, "initial": None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,10 +141,13 @@ def tables_of(facts: Sequence[TableFacts], settings: SettingsFile | None, defaul
 
 def _table(table: TableFacts, settings: SettingsFile, defaults: TableSettings) -> Table:
     options: dict[str, Any] = {"dim": defaults.dim, "row_shards": defaults.row_shards}
-    optimizer = defaults.optimizer
-    for layer in (settings.defaults, settings.tables.get(table.name, {})):
+    optimizer, own = defaults.optimizer, settings.tables.get(table.name, {})
+    for layer in (settings.defaults, own):
         options |= layer
         optimizer = replace(optimizer, **layer.get("optimizer", {}))
+    if options.get("train_rank") is not None:
+        # Unless the table's own section says otherwise, which is then an error.
+        options |= _TRAIN | {key: own[key] for key in _TRAIN if key in own}
     try:
         return Table(name=table.name, rows=table.row_count, **options | {"optimizer": optimizer})
     except ConfigError as error:
@@ -155,10 +161,11 @@ def as_json(tables: Sequence[Table]) -> list[dict[str, Any]]:
 
 def _described(table: Table) -> dict[str, Any]:
     found = {one.name: _plain(getattr(table, one.name)) for one in fields(table)}
-    initial = Uniform(table.rows**-0.5) if table.initial is None else table.initial
-    if not isinstance(initial, Uniform | Normal | Zeros):
-        raise refused(f"table {table.name}: initial", initial, "Uniform, Normal, Zeros")
-    found["initial"] = {"kind": type(initial).__name__.lower()} | asdict(initial)
+    if table.train_rank is None:
+        initial = Uniform(table.rows**-0.5) if table.initial is None else table.initial
+        if not isinstance(initial, Uniform | Normal | Zeros):
+            raise refused(f"table {table.name}: initial", initial, "Uniform, Normal, Zeros")
+        found["initial"] = {"kind": type(initial).__name__.lower()} | asdict(initial)
     found["optimizer"] = {one.name: _plain(getattr(table.optimizer, one.name)) for one in fields(table.optimizer)}
     return found
 

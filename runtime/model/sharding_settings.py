@@ -57,12 +57,21 @@ class Sharding:
         except ConfigError as error:
             raise ConfigError(f"{self.source}: {error}") from None
 
+    def _name(self, table: Table) -> str:
+        """The sharding of a table. Tensor trains lie whole on a rank, whatever the others do."""
+        name = self.tables.get(table.name, self.default)
+        if table.train_rank is None or name not in _NEEDS:
+            return name
+        if table.name in self.tables:
+            raise ConfigError(f"{name} for table {table.name}, a tensor train; allowed: table_wise, data_parallel")
+        return "table_wise"
+
     def _names(self, tables: Sequence[Table], world_size: int, local_ranks: int | None) -> dict[str, str]:
         known = [table.name for table in tables]
         for name in self.tables:
             if name not in known:
                 raise ConfigError(f"table {name}, which the model has not; allowed: {few(known)}{hint(name, known)}")
-        names = {table.name: self.tables.get(table.name, self.default) for table in tables}
+        names = {table.name: self._name(table) for table in tables}
         whole: dict[str, list[str]] = {}
         for table in tables:
             name = names[table.name]
@@ -74,7 +83,7 @@ class Sharding:
             needs = _NEEDS[name]
             raise ConfigError(
                 f"{name} for {few(useless)}, but one rank would have all of it: the table is a single shard. Give it "
-                f"{' or '.join(needs)} in the file of --tables, such as {needs[0]} = 8, or another sharding, such as "
+                f"{' or '.join(needs)}, such as {needs[0]} = 8 in the file of --tables, or another sharding, such as "
                 f"table_wise. {' and '.join(needs)} belong to the model: another number gives other weights"
             )
         return names

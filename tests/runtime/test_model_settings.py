@@ -147,6 +147,34 @@ def test_initial_values(tables: Tables, text: str, low: float, high: float) -> N
         assert 0.95 * high <= float(rows.max()) <= high
 
 
+def test_a_tensor_train_is_one_shard(tables: Tables) -> None:
+    text = """
+        [defaults]
+        row_shards = 8
+        column_shards = 2
+        initial = "zeros"
+        train_rank = 3
+        [tables.item]
+        train_rank = 0
+        """
+    user, item = tables(text)
+    assert (user.train_rank, user.row_shards, user.column_shards, user.initial) == (3, 1, 1, None)
+    assert (item.train_rank, item.row_shards, item.column_shards) == (None, 8, 2)
+    described = as_json((user, item))
+    assert [one["train_rank"] for one in described] == [3, None]
+    assert [one["initial"] for one in described] == [None, {"kind": "zeros"}]
+    with pytest.raises(ConfigError, match=r"tables.toml: table user: row_shards 2; allowed: 1 with a train_rank"):
+        tables(text + "[tables.user]\nrow_shards = 2")
+
+
+def test_a_tensor_train_lies_whole_on_a_rank(tables: Tables, sharding: Callable[[str], Sharding]) -> None:
+    model = tables("[tables.user]\ntrain_rank = 3")
+    assert sharding_of("row_wise").placement(model, 2) == place(model, 2, {"item": "row_wise"})
+    assert sharding_of("data_parallel").placement(model, 2) == place(model, 2, "data_parallel")
+    with pytest.raises(ConfigError, match=r"sharding.toml: grid for table user, a tensor train; allowed: table_wise, "):
+        sharding('[tables]\nuser = "grid"').placement(model, 2)
+
+
 def test_the_manifest_gets_every_setting(tables: Tables) -> None:
     user, item = as_json(tables('[tables.user]\nprecision = "fp16"\ninitial = "zeros"'))
     assert json.loads(json.dumps([user, item])) == [user, item]
@@ -184,6 +212,7 @@ def test_the_manifest_gets_every_setting(tables: Tables) -> None:
         ("[tables.user]\ninitial = {bound = 1}", "initial: kind None; allowed: uniform, normal, zeros"),
         ('[tables.user]\ninitial = {kind = "zeros", bound = 1}', "initial: unknown key 'bound'; allowed: kind"),
         ('[tables.user]\ninitial = {kind = "uniform", bound = 0}', "initial: bound 0; allowed: above 0"),
+        ("[tables.user]\ntrain_rank = -1", "table user: train_rank -1; allowed: an integer from 0 to 4096"),
         ("[tables.user]\ncolumn_shards = 5", "tables.toml: table user: column_shards 5; allowed: 1 to 4"),
         ("[tables.user]\ndim = 5000", "tables.toml: table user: dim 5000; .* give more column_shards"),
     ],
@@ -265,7 +294,7 @@ def test_a_table_of_one_shard_cannot_be_spread(name: str, setting: str) -> None:
         return [Table(name=fact.name, rows=fact.row_count, dim=4, **shards) for fact in FACTS]
 
     with pytest.raises(
-        ConfigError, match=f"--sharding: {name} for user, item, .* Give it {setting} in .* belong to the model"
+        ConfigError, match=f"--sharding: {name} for user, item, .* Give it {setting}, such as .* belong"
     ):
         sharding_of(name).placement(model(), 2)
     sharding_of(name).placement(model(), 1)
