@@ -7,10 +7,12 @@ whose row shards are spread row-wise, and so on. So every mixture is possible, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from sennit.runtime.sharded.room import EVERYWHERE as EVERYWHERE
+from sennit.runtime.sharded.room import UNLIMITED, Room, Wish
 from sennit.runtime.sharded.tables import Shard, Table, shard_bytes, shard_name, shards_of
 from sennit.transport.errors import ConfigError
 
@@ -41,10 +43,6 @@ class Placement:
         return sorted(shard for shard, owner in self.owner_of.items() if owner in (rank, EVERYWHERE))
 
 
-EVERYWHERE: Final = -1
-"""The owner of a replicated shard."""
-
-
 def alone(shards: Iterable[Shard]) -> Placement:
     """The placement of a rank that has all of these shards for itself."""
     return Placement(world_size=1, owner_of=dict.fromkeys(shards, 0))
@@ -56,6 +54,7 @@ def place(
     shardings: str | Mapping[str, str] = "table_wise",
     *,
     local_ranks: int | None = None,
+    limits: Sequence[int] | None = None,
 ) -> Placement:
     """Places all shards by the name of a sharding, for all tables or by table name (others: table-wise).
 
@@ -71,51 +70,66 @@ def place(
 
     Ranks and hosts are chosen by load, in bytes: the largest table first, to the rank or host with the least.
     `local_ranks`: the ranks of a host; None: all ranks are on one. A host is then ranks `n * local_ranks` and on.
-    Raises `ConfigError` for names that do not exist.
+
+    `limits`: bytes of each rank for tables (`memory_limits`); None where they are in files. A rank or host without room
+    is passed over. If a table then finds no room, all are placed again by memory alone, without regard to hosts: the
+    largest first, each on the rank with the most room, a table-wise table whole, others shard by shard.
+
+    Raises `ConfigError` for names that do not exist, and for a table without room: it has the bytes that are missing.
     """
     local = world_size if local_ranks is None else local_ranks
     if local < 1 or world_size % local:
         raise ConfigError(f"{local} ranks a host for {world_size} ranks; allowed: a divisor")
+    if limits is not None and len(limits) != world_size:
+        raise ConfigError(f"limits of {len(limits)} ranks, but there are {world_size}")
+    bytes_of = {shard: shard_bytes(tables, shard) for shard in shards_of(tables)}
+    room = Room(tables, bytes_of, [UNLIMITED] * world_size if limits is None else limits)
     names = _names(tables, shardings)
-    owner_of: dict[Shard, int] = {}
-    load = [0] * world_size
     hosts = [range(first, first + local) for first in range(0, world_size, local)]
-    sizes = {shard: shard_bytes(tables, shard) for shard in shards_of(tables)}
-    of_table = {number: [shard for shard in sizes if shard.table == number] for number in range(len(tables))}
-    order = sorted(of_table, key=lambda number: (-sum(sizes[shard] for shard in of_table[number]), number))
-
-    def lightest(ranks: Sequence[int]) -> int:
-        return min(ranks, key=lambda rank: (load[rank], rank))
-
-    def lightest_host() -> Sequence[int]:
-        return min(hosts, key=lambda ranks: (sum(load[rank] for rank in ranks), ranks[0]))
-
-    for number in order:
-        table, shards = tables[number], of_table[number]
-        match names[table.name]:
-            case "data_parallel":
-                chosen = dict.fromkeys(shards, EVERYWHERE)
-            case "table_wise":
-                chosen = dict.fromkeys(shards, lightest(range(world_size)))
-            case "row_wise" | "table_row_wise" as name:
-                ranks = range(world_size) if name == "row_wise" else lightest_host()
-                chosen = {shard: _spread(shard.row, table.row_shards, ranks) for shard in shards}
-            case "column_wise" | "table_column_wise" as name:
-                ranks = range(world_size) if name == "column_wise" else lightest_host()
-                first = ranks.index(lightest(ranks))
-                chosen = {shard: ranks[(first + shard.column) % len(ranks)] for shard in shards}
-            case _:
-                # A grid of several hosts, or on one host of halves of it.
-                groups = hosts if len(hosts) > 1 else _halves(range(world_size))
-                chosen = {
-                    shard: _spread(shard.row, table.row_shards, groups[(number + shard.column) % len(groups)])
-                    for shard in shards
-                }
-        for shard, rank in chosen.items():
-            owner_of[shard] = rank
-            for one in range(world_size) if rank == EVERYWHERE else (rank,):
-                load[one] += sizes[shard]
+    owner_of = _by_load(room, names, hosts) or room.by_memory(names)
     return placed(tables, world_size, {shard_name(tables, shard): rank for shard, rank in owner_of.items()})
+
+
+def _by_load(room: Room, names: Mapping[str, str], hosts: Sequence[range]) -> dict[Shard, int] | None:
+    """The owner of each shard; None if a table finds no room."""
+    owner_of: dict[Shard, int] = {}
+    for number in room.largest_first():
+        for wish in _wishes(room, number, names[room.tables[number].name], hosts):
+            chosen = room.found(wish)
+            if chosen is not None:
+                owner_of |= chosen
+                room.take(chosen)
+                break
+        else:
+            return None
+    return owner_of
+
+
+def _wishes(room: Room, number: int, name: str, hosts: Sequence[range]) -> Iterator[list[Wish]]:
+    """Where a table would go by its sharding, the best first."""
+    table, shards, everyone = room.tables[number], room.shards[number], range(len(room.load))
+    spread_over = [everyone]
+    if name in ("table_row_wise", "table_column_wise"):
+        spread_over = sorted(hosts, key=lambda ranks: (sum(room.load[rank] for rank in ranks), ranks[0]))
+    match name:
+        case "data_parallel":
+            yield [Wish(shards, EVERYWHERE, everyone)]
+        case "table_wise":
+            yield [Wish(shards, room.lightest(everyone), everyone)]
+        case "row_wise" | "table_row_wise":
+            for ranks in spread_over:
+                yield [Wish([shard], _spread(shard.row, table.row_shards, ranks), ranks) for shard in shards]
+        case "column_wise" | "table_column_wise":
+            for ranks in spread_over:
+                first = ranks.index(room.lightest(ranks))
+                yield [Wish([shard], ranks[(first + shard.column) % len(ranks)], ranks) for shard in shards]
+        case _:
+            # A grid of several hosts, or on one host of halves of it.
+            groups = hosts if len(hosts) > 1 else _halves(everyone)
+            group_of = {shard: groups[(number + shard.column) % len(groups)] for shard in shards}
+            yield [
+                Wish([shard], _spread(shard.row, table.row_shards, group), group) for shard, group in group_of.items()
+            ]
 
 
 def placed(tables: Sequence[Table], world_size: int, owners: Mapping[str, int]) -> Placement:

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shards placed within the memory of the ranks, and helpers of tables."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+from sennit.runtime.kernels import Optimizer, OptimizerSpec, Pooling
+from sennit.runtime.kernels.tensor_train import TensorTrainSpec
+from sennit.runtime.sharded.placement import SHARDINGS, Placement, place
+from sennit.runtime.sharded.tables import Shard, Table, shard_bytes, shards_of
+from sennit.transport.errors import ConfigError
+
+SGD = OptimizerSpec(kind=Optimizer.SGD)
+
+
+def table(name: str, rows: int, *, row_shards: int = 1, column_shards: int = 1) -> Table:
+    """40 bytes a row."""
+    return Table(name=name, rows=rows, dim=10, row_shards=row_shards, column_shards=column_shards, optimizer=SGD)
+
+
+def used(tables: list[Table], found: Placement) -> list[int]:
+    """Bytes on each rank."""
+    return [sum(shard_bytes(tables, shard) for shard in found.shards_on(rank)) for rank in range(found.world_size)]
+
+
+@pytest.mark.parametrize("local_ranks", [None, 2])
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_limits_that_are_not_reached_change_nothing(sharding: str, local_ranks: int | None) -> None:
+    tables = [table("a", 10, row_shards=4, column_shards=2), table("b", 11, column_shards=5), table("c", 7)]
+    found = place(tables, 4, sharding, local_ranks=local_ranks, limits=[2000] * 4)
+    assert found == place(tables, 4, sharding, local_ranks=local_ranks)
+
+
+@pytest.mark.parametrize("sharding", [name for name in SHARDINGS if name != "data_parallel"])
+@pytest.mark.parametrize("limits", [[500, 4000, 900, 1000], [900, 900, 900, 900], [4000, 1000, 1000, 1000]])
+def test_limits_hold_with_every_sharding(sharding: str, limits: list[int]) -> None:
+    tables = [table("a", 20, row_shards=4, column_shards=2), table("b", 12, row_shards=3), table("c", 5)]
+    found = place(tables, 4, {"a": sharding, "b": sharding}, limits=limits)
+    assert set(found.owner_of) == set(shards_of(tables))
+    assert all(size <= limit for size, limit in zip(used(tables, found), limits, strict=True))
+
+
+def test_a_rank_without_room_is_passed_over() -> None:
+    tables = [table("large", 20), table("medium", 15), table("small", 10)]
+    assert place(tables, 2).owner_of[Shard(2, 0, 0)] == 1
+    assert place(tables, 2, limits=[1200, 999]).owner_of == {
+        Shard(0, 0, 0): 0,
+        Shard(1, 0, 0): 1,
+        Shard(2, 0, 0): 0,
+    }
+
+
+def test_tables_that_fit_only_by_memory_are_placed_by_memory() -> None:
+    """By load, the largest goes to the first rank, and leaves too little for a small one on either."""
+    tables = [table("a", 2), table("b", 2), table("c", 4), table("d", 5)]
+    assert used(tables, place(tables, 2)) == [280, 240]
+    found = place(tables, 2, limits=[240, 300])
+    assert used(tables, found) == [240, 280]
+    assert found.owner_of[Shard(3, 0, 0)] == 1
+
+
+def test_a_row_shard_whose_rank_has_no_room_goes_elsewhere() -> None:
+    """Shards of 400 bytes: contiguous ranges would give each rank two."""
+    tables = [table("a", 60, row_shards=6)]
+    found = place(tables, 3, "row_wise", limits=[800, 400, 1200])
+    assert [found.owner_of[Shard(0, row, 0)] for row in range(6)] == [0, 0, 1, 2, 2, 2]
+
+
+def test_a_host_without_room_is_passed_over() -> None:
+    tables = [table("a", 40, row_shards=4), table("b", 20, row_shards=4)]
+    free = place(tables, 4, "table_row_wise", local_ranks=2)
+    assert {rank for shard, rank in free.owner_of.items() if shard.table == 0} == {0, 1}
+    found = place(tables, 4, "table_row_wise", local_ranks=2, limits=[900, 600, 900, 900])
+    assert {rank for shard, rank in found.owner_of.items() if shard.table == 0} == {2, 3}
+    assert {rank for shard, rank in found.owner_of.items() if shard.table == 1} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("sharding", "limits", "message"),
+    [
+        (
+            "table_wise",
+            [1000, 1500],
+            r"table huge needs 2,400 bytes on the rank with the most room .* of the 1,500 bytes for tables on rank 1, "
+            r"1,500 are left: 900 bytes are missing. All tables need 2,600 bytes, all ranks have 2,500",
+        ),
+        ("data_parallel", [9999, 2500], r"table huge needs .* on every rank .* rank 1, 2,300 are left: 100 bytes"),
+        (
+            "row_wise",
+            [1000, 1500],
+            r"shard huge/2.0 of table huge needs 800 bytes .* on rank 1, 700 are left: 100 bytes are missing",
+        ),
+    ],
+)
+def test_a_table_without_room_is_named_with_the_missing_bytes(sharding: str, limits: list[int], message: str) -> None:
+    tables = [table("small", 5), table("huge", 60, row_shards=3)]
+    with pytest.raises(ConfigError, match=message):
+        place(tables, 2, sharding, limits=limits)
+
+
+def test_each_rank_has_a_limit() -> None:
+    with pytest.raises(ConfigError, match="limits of 1 ranks, but there are 2"):
+        place([table("a", 5)], 2, limits=[100])
+
+
+def test_a_table_becomes_a_tensor_train_if_that_is_smaller() -> None:
+    large, small = Table(name="large", rows=100_000, dim=64), Table(name="small", rows=3, dim=8)
+    train = large.as_train(8)
+    assert train.train_rank == 8
+    spec = train.spec_of(0, 0)
+    assert isinstance(spec, TensorTrainSpec)
+    # Row-wise AdaGrad has one float for each row of a core.
+    assert shard_bytes([train], Shard(0, 0, 0)) == 4 * (spec.parameter_count + sum(spec.row_factors))
+    assert small.as_train(8) is small
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"row_shards": 2}, "row_shards 2; allowed: 1 with a train_rank"),
+        ({"column_shards": 2}, "column_shards 2; allowed: 1 with a train_rank"),
+        ({"initial": lambda rows, generator: None}, "initial .*; allowed: None with a train_rank"),
+        ({"train_rank": 0}, "rank 0; allowed: 1 to 4096"),
+        ({"train_rank": 4096}, "numbers in a slice of core 2"),
+    ],
+)
+def test_what_a_tensor_train_cannot_have_is_refused(change: dict[str, object], message: str) -> None:
+    given = {"name": "t", "rows": 10_000_000, "dim": 64, "pooling": Pooling.SUM, "train_rank": 4, **change}
+    with pytest.raises(ConfigError, match=message):
+        Table(**given)  # type: ignore[arg-type]
