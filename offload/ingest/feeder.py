@@ -2,16 +2,21 @@
 """A feeder: connects to the ranks of a run and sends the records that they order.
 
 It keeps no state of the run except unfinished batches. Another feeder with the same data can continue at any row.
+
+The session of an elastic run ends when ranks leave or join. The feeder then calls the ranks of the last terms that it
+knows, until one answers with the terms of the next session. Each rank is served by its own terms, so ranks may change
+one after the other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
@@ -26,6 +31,7 @@ from sennit.offload.ingest.protocol import (
     LineReader,
     Message,
     ProtocolError,
+    Reconfigured,
     Send,
     Taken,
     Terms,
@@ -33,7 +39,7 @@ from sennit.offload.ingest.protocol import (
     error,
 )
 from sennit.offload.ingest.record_socket import RecordSocket
-from sennit.offload.ingest.trainer_search import FeedError, meet
+from sennit.offload.ingest.trainer_search import FeedError, Place, Unreachable, call, meet, read_terms
 from sennit.offload.ingest.window import Window
 from sennit.offload.record_store import RecordStore
 
@@ -41,6 +47,10 @@ RECEIVE_BYTES: Final = 1 << 16
 REPORT_S: Final = 0.2
 # The pause after the network refused a packet. A full device queue drains sooner; a missing route takes longer.
 RETRY_S: Final = 0.001
+# How long a call to a rank of an elastic run may keep the others waiting, and the pauses between calls.
+CALL_S: Final = 0.3
+RETRY_FIRST_S: Final = 0.05
+RETRY_MAX_S: Final = 5.0
 # Errors that may pass: full queues, nobody listening yet (ICMP), a link or route that is down, a filter.
 PASSING_ERRORS: Final = frozenset(
     {
@@ -137,23 +147,32 @@ class Outgoing:
 class _Rank:
     """The connection to one rank, and the batches that the rank has ordered."""
 
-    def __init__(self, control: socket.socket, terms: Terms, store: RecordStore) -> None:
-        self.control, self.terms, self.reader = control, terms, LineReader()
-        self.records = RecordSocket(control.getpeername(), terms, store)
-        self.outgoing: dict[int, Outgoing] = {}
-        self.window = Window(terms.window_packets)
-        """The window that the last batch ended with."""
+    def __init__(self, control: socket.socket, place: Place) -> None:
+        self.control, self.place, self.reader = control, place, LineReader()
+        self.terms: Terms | None = None
+        """None until the rank has answered."""
 
+        self.outgoing: dict[int, Outgoing] = {}
         self.is_over = False
         self.retry_at_s = 0.0
         self.refused_since_s: float | None = None
 
+    def begin(self, terms: Terms, store: RecordStore) -> None:
+        """Raises FeedError if not even one record fits a packet."""
+        self.place = _places_of(terms)[terms.rank]
+        self.records = RecordSocket(self.control.getpeername(), terms, store)
+        self.window = Window(terms.window_packets)
+        """The window that the last batch ended with."""
+
+        self.terms = terms
+
     def __str__(self) -> str:
-        return f"rank {self.terms.rank}"
+        return f"{self.place[0]} port {self.place[1]}" if self.terms is None else f"rank {self.terms.rank}"
 
     def close(self) -> None:
         self.control.close()
-        self.records.close()
+        if self.terms is not None:
+            self.records.close()
 
 
 class Feeder(Closing):
@@ -169,23 +188,34 @@ class Feeder(Closing):
         self._timeout_s = timeout_s
         self._ranks: list[_Rank] = []
         self._selector = selectors.DefaultSelector()
+        self.places: Sequence[Place] = ()
+        """Where the ranks of the run listen, as far as this feeder knows."""
 
-    def run(self, host: str, port: int, on_report: Callable[[FeedCounters], None] | None = None) -> None:
-        """Finds all ranks through this one and serves them until each says that the run is over.
+        self._has_ended = False
+        """Whether a rank has said that the run is over."""
 
-        Calls `on_report` with the counters once it has found them, and from time to time. Raises FeedError if the run
+        # The rest is for elastic runs.
+        self._retries: dict[Place, _Retry] = {}
+        self._failures: dict[Place, FeedError] = {}
+        """What ranks of the newest epoch ended with, or why they refuse this feeder."""
+
+        self._alone_since_s: float | None = None
+        self._last = FeedError("no rank was reached")
+
+    def run(self, places: Sequence[Place], on_report: Callable[[FeedCounters], None] | None = None) -> None:
+        """Finds all ranks through one of these and serves them until each says that the run is over.
+
+        Calls `on_report` with the counters once it has found a rank, and from time to time. Raises FeedError if the run
         cannot be fed to its end.
         """
-        self._meet_all(host, port)
-        for rank in self._ranks:
-            rank.control.sendall(encode(FactsOf(facts=self._facts)))
-            rank.control.setblocking(False)
-            self._selector.register(rank.control, selectors.EVENT_READ, rank)
+        self._meet_all(places)
         report_at_s = 0.0
-        while not all(rank.is_over for rank in self._ranks):
+        while not self._is_over():
             if on_report is not None and time.monotonic() >= report_at_s:
                 on_report(self.counters)
                 report_at_s = time.monotonic() + REPORT_S
+            if self._terms.run is not None:
+                self._reach()
             wait_s = self._pump()
             for key, _ in self._selector.select(wait_s):
                 self._hear(key.data)
@@ -195,28 +225,102 @@ class Feeder(Closing):
             rank.close()
         self._selector.close()
 
-    def _meet_all(self, host: str, port: int) -> None:
-        deadline_s = time.monotonic() + self._timeout_s
-        self._add(host, port, deadline_s)
-        first = self._ranks[0].terms
-        for number, (other_host, other_port) in enumerate(first.endpoints):
-            if number == first.rank:
-                continue
-            self._add(other_host, other_port, deadline_s)
-            found = self._ranks[-1].terms
-            if (found.session, found.rank) != (first.session, number):
-                expected = f"rank {number} of run {first.session:08x}"
-                raise FeedError(
-                    f"{other_host} port {other_port}: rank {found.rank} of run {found.session:08x}, not {expected}"
-                )
+    def _is_over(self) -> bool:
+        epoch = self._terms.epoch
+        return self._has_ended and all(
+            rank.is_over for rank in self._ranks if rank.terms is not None and rank.terms.epoch == epoch
+        )
 
-    def _add(self, host: str, port: int, deadline_s: float) -> None:
-        control, terms = meet(host, port, name=self._name, deadline_s=deadline_s)
+    def _meet_all(self, places: Sequence[Place]) -> None:
+        deadline_s = time.monotonic() + self._timeout_s
+        self.places = places
+        self._terms = first = self._add(places, deadline_s)
+        self.places = _places_of(first)
+        if first.run is None:
+            for number, place in enumerate(self.places):
+                if number == first.rank:
+                    continue
+                found = self._add([place], deadline_s)
+                if (found.session, found.rank) != (first.session, number):
+                    raise FeedError(
+                        f"{place[0]} port {place[1]}: rank {found.rank} of run {found.session:08x}, not rank {number} "
+                        f"of run {first.session:08x}"
+                    )
+        for rank in list(self._ranks):
+            self._selector.register(rank.control, selectors.EVENT_READ, rank)
+            self._introduce(rank)
+
+    def _add(self, places: Sequence[Place], deadline_s: float) -> Terms:
+        control, terms = meet(places, name=self._name, deadline_s=deadline_s)
+        rank = _Rank(control, places[0])
+        self._ranks.append(rank)
+        rank.begin(terms, self._store)
+        return terms
+
+    def _introduce(self, rank: _Rank) -> None:
         try:
-            self._ranks.append(_Rank(control, terms, self._store))
-        except BaseException:
-            control.close()
-            raise
+            rank.control.settimeout(self._timeout_s)
+            rank.control.sendall(encode(FactsOf(facts=self._facts)))
+            rank.control.setblocking(False)
+        except OSError as lost:
+            self._lose(rank, _gone(rank, lost.strerror or str(lost)))
+
+    def _reach(self) -> None:
+        """Looks for the ranks of an elastic run that this feeder has no connection to."""
+        now_s = time.monotonic()
+        if any(rank.terms is not None for rank in self._ranks):
+            self._alone_since_s = None
+        else:
+            self._alone_since_s = self._alone_since_s or now_s
+            if now_s > self._alone_since_s + self._timeout_s:
+                raise FeedError(
+                    f"{self._last}; and no rank of the run answered for {self._timeout_s:g} s"
+                ) from self._last
+        if self._has_ended:
+            return
+        for place in set(self.places) - self._failures.keys() - {rank.place for rank in self._ranks}:
+            retry = self._retries.setdefault(place, _Retry())
+            if now_s < retry.at_s:
+                continue
+            retry.postpone(now_s)
+            try:
+                control = call(place, name=self._name, patience_s=CALL_S, deadline_s=time.monotonic() + self._timeout_s)
+            except Unreachable as missed:
+                self._last = missed
+                continue
+            control.setblocking(False)
+            rank = _Rank(control, place)
+            self._ranks.append(rank)
+            self._selector.register(control, selectors.EVENT_READ, rank)
+
+    def _welcome(self, rank: _Rank, answer: Message) -> None:
+        """The first answer of a rank that was reached."""
+        terms = read_terms(str(rank), answer)
+        if terms.run != self._terms.run:
+            raise FeedError(f"{rank}: a rank of another run")
+        if terms.epoch > self._terms.epoch:
+            self._terms, self.places = terms, _places_of(terms)
+            self._failures.clear()
+            self._retries.clear()
+        rank.begin(terms, self._store)
+        self._retries.pop(rank.place, None)
+        self._introduce(rank)
+
+    def _lose(self, rank: _Rank, why: FeedError) -> None:
+        """Goes on without a rank if the run can. Raises `why` if not."""
+        if self._terms.run is None:
+            raise why
+        self._last = why
+        self._selector.unregister(rank.control)
+        self._ranks.remove(rank)
+        rank.close()
+
+    def _fail(self, rank: _Rank, why: FeedError) -> None:
+        """A rank says why it ends, or does not want this feeder. The run goes on if not all ranks do."""
+        self._failures[rank.place] = why
+        self._lose(rank, why)
+        if self._failures.keys() >= set(self.places):
+            raise why
 
     def _hear(self, rank: _Rank) -> None:
         try:
@@ -228,16 +332,38 @@ class Feeder(Closing):
         else:
             reason = "closed the connection"
         if not received:
-            if not rank.is_over:
-                raise FeedError(f"the trainer is gone: {rank}: {reason}")
-            self._selector.unregister(rank.control)
+            if rank.is_over:
+                self._selector.unregister(rank.control)
+            else:
+                self._lose(rank, _gone(rank, reason))
             return
+        last: Error | Reconfigured | None = None
         try:
             for message in rank.reader.feed(received):
-                self._obey(rank, message)
+                if rank.terms is None:
+                    self._welcome(rank, message)
+                elif isinstance(message, Error | Reconfigured):
+                    last = message
+                    break
+                else:
+                    self._obey(rank, message)
         except ProtocolError as wrong:
-            rank.control.send(encode(error(str(wrong))))
-            raise FeedError(f"{rank}: {wrong}") from wrong
+            self._tell(rank, str(wrong))
+            self._lose(rank, FeedError(f"{rank}: {wrong}"))
+        except FeedError as wrong:
+            self._tell(rank, str(wrong))
+            self._fail(rank, wrong)
+        except OSError as lost:
+            self._lose(rank, _gone(rank, lost.strerror or str(lost)))
+        if isinstance(last, Error):
+            self._fail(rank, FeedError(f"{rank}: {last.text}"))
+        elif last is not None:
+            self._lose(rank, FeedError(f"{rank}: ranks have left or join"))
+
+    @staticmethod
+    def _tell(rank: _Rank, text: str) -> None:
+        with contextlib.suppress(OSError):
+            rank.control.send(encode(error(text)))
 
     def _obey(self, rank: _Rank, message: Message) -> None:
         if isinstance(message, Send):
@@ -252,15 +378,14 @@ class Feeder(Closing):
                 rank.window = outgoing.window
                 self.counters.batches += 1
         elif isinstance(message, End):
-            rank.is_over = True
+            rank.is_over = self._has_ended = True
             rank.outgoing.clear()
-        elif isinstance(message, Error):
-            raise FeedError(f"{rank}: {message.text}")
         else:
             raise ProtocolError(f"{message.kind} out of turn")
 
     def _part(self, rank: _Rank, batch: int) -> NDArray[np.int64]:
         try:
+            assert rank.terms is not None
             return self._part_of(rank.terms, batch)
         except ValueError as wrong:
             raise ProtocolError(str(wrong)) from wrong
@@ -268,7 +393,7 @@ class Feeder(Closing):
     def _pump(self) -> float:
         """Sends what may be sent now. Returns how long to wait for orders before the next try."""
         wait_s = REPORT_S
-        for rank in self._ranks:
+        for rank in list(self._ranks):
             now_s = time.monotonic()
             if now_s < rank.retry_at_s:
                 wait_s = min(wait_s, rank.retry_at_s - now_s)
@@ -308,6 +433,25 @@ class Feeder(Closing):
             rank.refused_since_s = now_s
         refused_s = now_s - rank.refused_since_s
         if failure not in PASSING_ERRORS or refused_s > self._timeout_s:
-            raise FeedError(
-                f"{rank}: records cannot be sent to {rank.records.peer}, for {refused_s:.0f} s: {os.strerror(failure)}"
-            )
+            text = f"records cannot be sent to {rank.records.peer}, for {refused_s:.0f} s: {os.strerror(failure)}"
+            self._lose(rank, FeedError(f"{rank}: {text}"))
+
+
+@dataclass(slots=True)
+class _Retry:
+    """When to call a place again."""
+
+    at_s: float = 0.0
+    wait_s: float = RETRY_FIRST_S
+
+    def postpone(self, now_s: float) -> None:
+        self.at_s = now_s + self.wait_s
+        self.wait_s = min(2 * self.wait_s, RETRY_MAX_S)
+
+
+def _places_of(terms: Terms) -> list[Place]:
+    return [(host, port) for host, port in terms.endpoints]
+
+
+def _gone(rank: _Rank, reason: str) -> FeedError:
+    return FeedError(f"the trainer is gone: {rank}: {reason}")

@@ -74,6 +74,12 @@ class Terms(Message):
     order: dict[str, Any]
     """What the order of samples depends on, as the trainer writes it."""
 
+    run: int | None = None
+    """The number of an elastic run, whose session changes when ranks leave or join; None for other runs."""
+
+    epoch: int = 0
+    """How often ranks have left or joined."""
+
     def __post_init__(self) -> None:
         integer("version", self.version, 0, _UINT32_MAX)
         integer("session", self.session, 0, _UINT32_MAX)
@@ -89,6 +95,9 @@ class Terms(Message):
             text("host", endpoint[0])
             integer("port", endpoint[1], 1, 65_535)
         _object("order", self.order)
+        if self.run is not None:
+            integer("run", self.run, 0, _UINT32_MAX)
+        integer("epoch", self.epoch, 0, _UINT32_MAX)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +143,13 @@ class End(Message):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Reconfigured(Message):
+    """Rank of an elastic run: ranks have left or join, so the session is over. The rank has new terms soon."""
+
+    kind: ClassVar[str] = "reconfigured"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Error(Message):
     """Either side, as its last message: why it leaves."""
 
@@ -145,7 +161,7 @@ class Error(Message):
 
 
 _KINDS: Final[dict[str, type[Message]]] = {
-    message.kind: message for message in (Hello, Terms, FactsOf, Send, Taken, End, Error)
+    message.kind: message for message in (Hello, Terms, FactsOf, Send, Taken, End, Reconfigured, Error)
 }
 
 

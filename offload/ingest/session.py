@@ -31,13 +31,24 @@ from sennit.offload.batches import Batch
 from sennit.offload.ingest.connection import Connection
 from sennit.offload.ingest.facts import Facts
 from sennit.offload.ingest.leases import LeaseCounters, Leases
-from sennit.offload.ingest.protocol import VERSION, End, FactsOf, Hello, Message, ProtocolError, Terms, error
+from sennit.offload.ingest.protocol import (
+    VERSION,
+    End,
+    FactsOf,
+    Hello,
+    Message,
+    ProtocolError,
+    Reconfigured,
+    Terms,
+    error,
+)
 from sennit.offload.sketch import Sketch
 from sennit.offload.targets import Receiver
 
 POLL_S: Final = 0.001
 IDLE_S: Final = 0.1
 OBSERVE_EVERY_S: Final = 0.2
+CHECK_S: Final = 0.25
 CONNECTIONS_MAX: Final = 256
 HELLO_S: Final = 10.0
 # How long messages may take to leave when the session ends.
@@ -58,10 +69,13 @@ class Session(Closing):
         *,
         timeout_s: float,
         observe: Callable[[dict[str, int | float]], None] | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Takes over the listening socket. `timeout_s`: for a connection to say what it has, and for every wait.
+        """The listening socket stays the caller's, who may give it to another session after this one.
 
-        `observe` is called with the counters several times a second, by the session's thread.
+        `timeout_s`: for a connection to say what it has, and for every wait. `check` is called from time to time in
+        every wait, and raises if there is nothing to wait for any more. `observe` is called with the counters several
+        times a second, by the session's thread.
         """
         self._listener, self._terms, self._timeout_s = listener, terms, timeout_s
         self._facts: Facts | None = None
@@ -75,7 +89,7 @@ class Session(Closing):
         self._waits_since_s: float | None = None
         self._next_batch = 0
         self._batches = 0
-        self._observe = observe
+        self._observe, self._check = observe, check
         self._observed_s = 0.0
         self._failure: BaseException | None = None
         self._ends = False
@@ -176,14 +190,18 @@ class Session(Closing):
         with self._changed:
             return None if self._receiver is None else self._receiver.sketch()
 
-    def close(self, failure: str | None = None) -> None:
-        """Tells the feeders that the run is over, or why it failed, and closes the receiver."""
+    def close(self, failure: str | None = None, *, goes_on: bool = False) -> None:
+        """Tells the feeders that the run is over, or why it failed, and closes the receiver.
+
+        `goes_on`: the run goes on in another session, where the feeders find it at the same addresses.
+        """
+        last = Reconfigured() if goes_on else End() if failure is None else error(failure)
         with self._changed:
             if self._ends:
                 return
             self._ends = True
             for connection in self._connections.values():
-                connection.send(End() if failure is None else error(failure))
+                connection.send(last)
             self._wake_up()
         self._thread.join()
         with self._changed:
@@ -209,7 +227,10 @@ class Session(Closing):
         def is_over() -> bool:
             return self._failure is not None or condition()
 
-        self._changed.wait_for(is_over, max(0.0, deadline_s - time.monotonic()))
+        while not self._changed.wait_for(is_over, min(CHECK_S, max(0.0, deadline_s - time.monotonic()))):
+            self._check()
+            if time.monotonic() >= deadline_s:
+                break
         if self._failure is not None:
             raise IngestError(f"ingest failed: {self._failure!r}") from self._failure
         return condition()
@@ -252,7 +273,7 @@ class Session(Closing):
             for connection in self._connections.values():
                 connection.socket.close()
             self._selector.close()
-            for end in (self._wake, self._woken, self._listener):
+            for end in (self._wake, self._woken):
                 end.close()
 
     def _serve(self, key: selectors.SelectorKey, events: int) -> None:

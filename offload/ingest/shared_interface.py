@@ -12,6 +12,7 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from typing import Final
 
 from sennit.closing import Closing
@@ -50,14 +51,14 @@ class Dispatcher(Closing):
 
 
 def lead(
-    program_descriptor: int, interface: str, ranks: range, *, session: int, first_port: int, timeout_s: float
+    program_descriptor: int, interface: str, ranks: Sequence[int], *, session: int, first_port: int, timeout_s: float
 ) -> Dispatcher:
     """Serves the other ranks at the interface, as its first rank. Returns when all have passed their programs.
 
     Raises TargetUnavailable if one has not by the deadline.
     """
     deadline_s = time.monotonic() + timeout_s
-    dispatcher = Dispatcher(first_port=first_port, receivers=ranks.stop)
+    dispatcher = Dispatcher(first_port=first_port, receivers=ranks[-1] + 1)
     try:
         dispatcher.add(ranks[0], program_descriptor)
         dispatcher.attach(interface)

@@ -7,7 +7,7 @@ import contextlib
 import fcntl
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
@@ -128,14 +128,17 @@ class IngestTarget:
         return listener
 
     def receiver(
-        self, layout: BatchLayout, local_rank: int, *, local_ranks: int, session: int, timeout_s: float
+        self, layout: BatchLayout, local_rank: int, *, mates: Sequence[int], session: int, timeout_s: float
     ) -> Receiver:
-        """Starts to receive the rank's records. Raises PlanError, TargetUnavailable or OSError."""
+        """Starts to receive the rank's records. `mates`: the local ranks of the group at this target.
+
+        Raises PlanError, TargetUnavailable or OSError.
+        """
         port = self.port + local_rank
         if self.kind == "xdp":
             in_kernel = xdp_receiver()(layout, session=session, udp_port=port)
             with _closed_on_error(in_kernel):
-                self._attach(in_kernel, range(local_rank % len(self.places), local_ranks, len(self.places)), timeout_s)
+                self._attach(in_kernel, self._sharing(local_rank, mates), timeout_s)
             return in_kernel
         from sennit.offload.cpu import CpuReceiver
 
@@ -147,7 +150,11 @@ class IngestTarget:
     def _interface(self, local_rank: int) -> str:
         return self.places[local_rank % len(self.places)]
 
-    def _attach(self, receiver: XdpReceiver, ranks: range, timeout_s: float) -> None:
+    def _sharing(self, local_rank: int, mates: Sequence[int]) -> list[int]:
+        """The local ranks at the interface of this one."""
+        return sorted(mate for mate in mates if self._interface(mate) == self._interface(local_rank))
+
+    def _attach(self, receiver: XdpReceiver, ranks: list[int], timeout_s: float) -> None:
         """Attaches to an interface that other ranks may share."""
         from sennit.offload.ingest.shared_interface import follow, lead
 
@@ -162,10 +169,10 @@ class IngestTarget:
         else:
             follow(program, interface, local_rank, session=session, timeout_s=timeout_s)
 
-    def packets_on_the_way(self, local_ranks: int) -> int:
+    def packets_on_the_way(self, local_rank: int, mates: Sequence[int]) -> int:
         """Datagrams that may be in flight to a rank. No queue on the host holds more."""
         if self.kind == "xdp":
-            return ON_THE_WAY_MAX // -(-local_ranks // len(self.places))  # ranks at one interface share its ring
+            return ON_THE_WAY_MAX // len(self._sharing(local_rank, mates))  # they share the interface's ring
         return min(ON_THE_WAY_MAX, _receive_buffer_bytes() // CPU_PACKET_BYTES)
 
     def packet_bytes(self, local_rank: int) -> int:

@@ -5,58 +5,69 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Sequence
 from typing import Final
 
 from sennit.errors import SennitError
-from sennit.offload.ingest.protocol import LINE_MAX_BYTES, VERSION, Error, Hello, ProtocolError, Terms, decode, encode
+from sennit.offload.ingest.protocol import (
+    LINE_MAX_BYTES,
+    VERSION,
+    Error,
+    Hello,
+    Message,
+    ProtocolError,
+    Terms,
+    decode,
+    encode,
+)
 
 RETRY_S: Final = 0.1
+CONNECT_S: Final = 5.0
 # A host that vanished without a word is noticed after this many keep-alive probes (tcp(7)).
 KEEPALIVE_PROBES: Final = 5
+
+
+Place = tuple[str, int]
+"""Host and TCP port of a rank."""
 
 
 class FeedError(SennitError):
     """The run cannot be fed, or no longer. The message says why."""
 
 
-def meet(host: str, port: int, *, name: str, deadline_s: float) -> tuple[socket.socket, Terms]:
-    """Returns a connection to the rank, and its terms.
+class Unreachable(FeedError):
+    """Nobody answers there, or not yet."""
+
+
+def meet(places: Sequence[Place], *, name: str, deadline_s: float) -> tuple[socket.socket, Terms]:
+    """Returns a connection to the first rank that answers, and its terms.
 
     `deadline_s` is on the monotonic clock. Raises FeedError if nobody answers in time, or not a trainer.
     """
-    place = f"{host} port {port}"
     while True:
-        control = _connect(host, port, deadline_s)
-        try:
-            control.sendall(encode(Hello(version=VERSION, feeder=name)))
-            line = _line(control, deadline_s)
-            if line:
-                return control, _terms(place, line)
-        except (OSError, FeedError) as lost:
-            control.close()
-            if isinstance(lost, FeedError):
-                raise
-            reason = lost.strerror or str(lost)
-        else:
-            control.close()
-            reason = "closed the connection"
-        # A run that is just ending, or not ready yet.
+        for place in places:
+            try:
+                return _greet(place, name, deadline_s)
+            except Unreachable as missed:
+                last = missed
+        # The trainer may start later, a run may be just ending, or is not ready yet.
         if time.monotonic() + RETRY_S >= deadline_s:
-            raise FeedError(f"no terms from {place}: {reason}")
+            raise last
         time.sleep(RETRY_S)
 
 
-def _connect(host: str, port: int, deadline_s: float) -> socket.socket:
-    """Tries until the deadline, because the trainer may start later."""
-    while True:
-        try:
-            control = socket.create_connection((host, port), max(0.01, deadline_s - time.monotonic()))
-        except (OSError, UnicodeError) as refusal:
-            reason = getattr(refusal, "strerror", None) or str(refusal)
-            if time.monotonic() + RETRY_S >= deadline_s:
-                raise FeedError(f"no trainer at {host} port {port}: {reason}") from refusal
-            time.sleep(RETRY_S)
-            continue
+def call(place: Place, *, name: str, patience_s: float, deadline_s: float) -> socket.socket:
+    """A connection to a rank that has been told who calls. Raises Unreachable if that takes longer than `patience_s`.
+
+    `deadline_s`: until when a silence of the host may last.
+    """
+    host, port = place
+    try:
+        control = socket.create_connection(place, max(0.01, patience_s))
+    except (OSError, UnicodeError) as refusal:
+        reason = getattr(refusal, "strerror", None) or str(refusal)
+        raise Unreachable(f"no trainer at {host} port {port}: {reason}") from refusal
+    try:
         left_s = max(1, int(deadline_s - time.monotonic()))
         for level, option, value in (
             (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
@@ -66,7 +77,27 @@ def _connect(host: str, port: int, deadline_s: float) -> socket.socket:
             (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES),
         ):
             control.setsockopt(level, option, value)
-        return control
+        control.sendall(encode(Hello(version=VERSION, feeder=name)))
+    except OSError as lost:
+        control.close()
+        raise Unreachable(f"no terms from {host} port {port}: {lost.strerror}") from lost
+    return control
+
+
+def _greet(place: Place, name: str, deadline_s: float) -> tuple[socket.socket, Terms]:
+    title = f"{place[0]} port {place[1]}"
+    left_s = deadline_s - time.monotonic()
+    control = call(place, name=name, patience_s=min(CONNECT_S, left_s), deadline_s=deadline_s)
+    try:
+        line = _line(control, deadline_s)
+        if not line:
+            raise Unreachable(f"no terms from {title}: closed the connection")
+        return control, read_terms(title, decode_line(title, line))
+    except BaseException as wrong:
+        control.close()
+        if isinstance(wrong, OSError):
+            raise Unreachable(f"no terms from {title}: {wrong.strerror or wrong}") from wrong
+        raise
 
 
 def _line(control: socket.socket, deadline_s: float) -> bytes:
@@ -83,15 +114,19 @@ def _line(control: socket.socket, deadline_s: float) -> bytes:
     raise FeedError(f"{control.getpeername()[0]}: a line of more than {LINE_MAX_BYTES} bytes; is this a trainer?")
 
 
-def _terms(place: str, line: bytes) -> Terms:
+def decode_line(place: str, line: bytes) -> Message:
     try:
-        terms = decode(line)
+        return decode(line)
     except ProtocolError as wrong:
         raise FeedError(f"{place}: {wrong}; is this a trainer?") from wrong
-    if isinstance(terms, Error):
-        raise FeedError(f"{place}: {terms.text}")
-    if not isinstance(terms, Terms):
-        raise FeedError(f"{place}: answers with {terms.kind}, not with terms")
-    if terms.version != VERSION:
-        raise FeedError(f"{place}: version {terms.version} of the protocol; this feeder speaks {VERSION}")
-    return terms
+
+
+def read_terms(place: str, answer: Message) -> Terms:
+    """What a rank answers to the first message. Raises FeedError if it is not terms that this feeder understands."""
+    if isinstance(answer, Error):
+        raise FeedError(f"{place}: {answer.text}")
+    if not isinstance(answer, Terms):
+        raise FeedError(f"{place}: answers with {answer.kind}, not with terms")
+    if answer.version != VERSION:
+        raise FeedError(f"{place}: version {answer.version} of the protocol; this feeder speaks {VERSION}")
+    return answer

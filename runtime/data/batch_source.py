@@ -39,6 +39,9 @@ class BatchSource(Protocol):
     def release(self, number: int) -> None:
         """Says that the batch is used up. Its tensors may be overwritten from now on."""
 
+    def close(self, failure: str | None = None, *, goes_on: bool = False) -> None:
+        """Says that no batch is taken any more: the run is over, has failed, or goes on in another group of ranks."""
+
     def counters(self) -> dict[str, int | float]:
         """Counters of the work done for the batches, by name; empty if there was none."""
 
@@ -69,6 +72,9 @@ class MemorySource:
         return self._samples.batch(self.order.part(number, self._rank, self._world_size))
 
     def release(self, number: int) -> None:
+        pass
+
+    def close(self, failure: str | None = None, *, goes_on: bool = False) -> None:
         pass
 
     def counters(self) -> dict[str, int | float]:

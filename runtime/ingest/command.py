@@ -79,8 +79,12 @@ def feed(
         console.print(f"{raw.name}: {len(raw):,} samples, {len(raw.features)} tables")
         with console.status(f"waiting for a trainer at {address}"):
             terms = feeding.find_trainer(address, name=name, timeout_s=timeout)
-        with console.status("encoding"):
-            facts, store = feeding.prepare(raw, terms)
+        try:
+            with console.status("encoding"):
+                facts, store = feeding.prepare(raw, terms)
+        except SennitError as error:
+            feeding.give_up(address, name=name, reason=str(error))
+            raise
         del raw
         with _Display(console) as display:
             report = feeding.run(

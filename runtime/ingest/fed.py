@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
+from sennit.closing import Closing
 from sennit.offload.batches import BatchLayout
 from sennit.offload.errors import PlanError, TargetUnavailable
 from sennit.offload.ingest.facts import Facts
@@ -17,55 +19,77 @@ from sennit.offload.ingest.protocol import VERSION, Terms
 from sennit.offload.ingest.session import IngestError, Session
 from sennit.offload.ingest.target import IngestTarget
 from sennit.offload.sketch import Sketch
+from sennit.runtime.backend.process_group import BACKEND_NAME, communicator
 from sennit.runtime.data.combined import CombinedBatch
 from sennit.runtime.data.order import Order, OrderSettings
 from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.ingest.page import IngestPage
-from sennit.transport.errors import ConfigError
+from sennit.transport.errors import ConfigError, PeerError
+from sennit.transport.host import machine_identity
 
 SLOTS: Final = 4
+NETWORK: Final = Path("/proc/self/ns/net")
+
+
+class Door(Closing):
+    """Where one rank meets feeders. It stays open while groups change, so that feeders can wait for the next one."""
+
+    def __init__(self, target: IngestTarget, local_rank: int) -> None:
+        """Raises TargetError if the port cannot be had."""
+        self.target, self.local_rank = target, local_rank
+        self.listener = target.listen(local_rank)
+        self.run = secrets.randbits(32)
+        """The number of the run; that of rank 0 once there was a session."""
+
+        self.facts: Facts | None = None
+        """The run's facts, once they are known."""
+
+    def close(self) -> None:
+        self.listener.close()
+
+    def shares(self) -> str:
+        """Ranks with the same text here have their target in common."""
+        return f"{machine_identity()} {NETWORK.stat().st_ino} {self.target}"
 
 
 class FedSource:
-    """The batches of one rank, as they arrive. Making it is collective."""
+    """The batches of one rank in one group, as they arrive. Making it is collective."""
 
     def __init__(
-        self,
-        target: IngestTarget,
-        settings: OrderSettings,
-        *,
-        rank: int,
-        world_size: int,
-        local_rank: int,
-        local_ranks: int,
-        timeout_s: float,
+        self, door: Door, settings: OrderSettings, *, rank: int, world_size: int, timeout_s: float, is_elastic: bool
     ) -> None:
-        """Waits until a feeder has described its data."""
-        self._target = target
+        """Waits until a feeder has described its data, if the door does not know them yet."""
+        self._door = door
         self._rank, self._world_size = rank, world_size
-        self._local_rank, self._local_ranks = local_rank, local_ranks
         self._timeout_s = timeout_s
-        listener = self._target.listen(local_rank)
-        self._session_number = _shared(secrets.randbits(32) if rank == 0 else None)
-        endpoints: list[Any] = [None] * world_size
-        dist.all_gather_object(endpoints, [*listener.getsockname()[:2]])
+        self._session_number, door.run = _shared([secrets.randbits(32), door.run])
+        is_ours = dist.get_backend() == BACKEND_NAME
+        places: list[Any] = [None] * world_size
+        host, port = door.listener.getsockname()[:2]
+        dist.all_gather_object(places, (host, port, door.shares(), door.local_rank))
+        self._mates = [local_rank for *_, shares, local_rank in places if shares == door.shares()]
         terms = Terms(
             version=VERSION,
             session=self._session_number,
             rank=rank,
             world_size=world_size,
-            endpoints=endpoints,
-            packet_bytes=self._target.packet_bytes(local_rank),
-            window_packets=max(1, self._target.packets_on_the_way(local_ranks) // SLOTS),
+            endpoints=[[host, port] for host, port, *_ in places],
+            packet_bytes=door.target.packet_bytes(door.local_rank),
+            window_packets=max(1, door.target.packets_on_the_way(door.local_rank, self._mates) // SLOTS),
             order=asdict(settings),
+            run=door.run if is_elastic else None,
+            epoch=communicator().epoch if is_ours else 0,
         )
         self._page = IngestPage(rank, world_size)
-        self._session = Session(listener, terms, timeout_s=timeout_s, observe=self._page.show)
+        self._session = Session(
+            door.listener, terms, timeout_s=timeout_s, observe=self._page.show,
+            check=_check_group if is_ours else lambda: None,
+        )  # fmt: skip
         try:
-            self.facts = self._agree()
+            self.facts = door.facts = self._agree(door.facts)
             self.order: Order = settings.order(self.facts.name, self.facts.sample_count)
         except BaseException as error:
-            self.close(str(error))
+            self.close(str(error), goes_on=is_elastic and bool(group_failure(error)))
             raise
         self.tables = self.facts.tables
         self.fingerprint = self.facts.fingerprint
@@ -76,15 +100,15 @@ class FedSource:
         counts = self.order.counts(0, self._world_size)
         try:
             layout = BatchLayout(plan=self.facts.plan, batch_rows=max(counts), slots=SLOTS)
-            receiver = self._target.receiver(
+            receiver = self._door.target.receiver(
                 layout,
-                self._local_rank,
-                local_ranks=self._local_ranks,
+                self._door.local_rank,
+                mates=self._mates,
                 session=self._session_number,
                 timeout_s=self._timeout_s,
             )
         except (PlanError, TargetUnavailable, OSError) as error:
-            raise ConfigError(f"--ingest {self._target}: {error}") from error
+            raise ConfigError(f"--ingest {self._door.target}: {error}") from error
         # After these releases, the ring expects batches from `number` on.
         for released in range(max(0, number - SLOTS), number):
             receiver.release(released)
@@ -114,17 +138,36 @@ class FedSource:
             found.tables = tuple(names[column] for column in found.tables)
         return found
 
-    def close(self, failure: str | None = None) -> None:
-        """Tells the feeders that the run is over, or why it failed."""
-        self._session.close(failure)
+    def close(self, failure: str | None = None, *, goes_on: bool = False) -> None:
+        """Tells the feeders that the run is over, why it failed, or that it goes on in another group."""
+        self._session.close(failure, goes_on=goes_on)
         self._page.close()
 
-    def _agree(self) -> Facts:
-        """Rank 0 tells all ranks the facts of the data, which are those of its first feeder."""
-        mine = self._session.wait_for_facts().as_json() if self._rank == 0 else None
+    def _agree(self, known: Facts | None) -> Facts:
+        """Rank 0 tells all ranks the facts of the data, which are those of the run's first feeder."""
+        mine = None
+        if self._rank == 0:
+            mine = (self._session.wait_for_facts() if known is None else known).as_json()
         facts = Facts.from_json(_shared(mine))
+        if known is not None and (difference := facts.difference(known)) is not None:
+            raise IngestError(f"the feeders had other data before the group changed: now {difference}")
         self._session.agree(facts)
         return facts
+
+
+def group_failure(error: BaseException) -> str:
+    """Why the group of ranks cannot be used any more; empty if the error is this rank's own."""
+    return communicator().failure or (str(error) if isinstance(error, PeerError) else "")
+
+
+def _check_group() -> None:
+    """Raises if the group has failed, or a rank is gone. A rank that waits for records is in no operation that would
+    find out."""
+    group = communicator()
+    if group.failure:
+        raise PeerError(group.failure)
+    if gone := group.find_gone_ranks():
+        raise PeerError(f"rank {', '.join(map(str, gone))} is gone, found out while waiting for records")
 
 
 def _preprocessing(facts: Facts) -> Preprocessing | None:

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import multiprocessing
 import multiprocessing.connection
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -20,7 +21,9 @@ from numpy.typing import NDArray
 
 from sennit.offload.ingest.feeder import FeedCounters, Feeder
 from sennit.offload.ingest.protocol import LINE_MAX_BYTES, Terms
-from sennit.offload.ingest.trainer_search import FeedError, meet
+from sennit.offload.ingest.protocol import encode as encode_message
+from sennit.offload.ingest.protocol import error as protocol_error
+from sennit.offload.ingest.trainer_search import FeedError, Place, meet
 from sennit.offload.record_store import RecordStore
 from sennit.offload.records import HEADER
 from sennit.runtime.data.errors import DataError
@@ -70,10 +73,18 @@ class _Task:
     """The arguments of a worker."""
 
     name: str
-    address: Address
+    places: Sequence[Place]
+    """Where ranks of the run listen."""
+
     timeout_s: float
     store: RecordStore
     facts: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Progress:
+    counters: FeedCounters
+    places: Sequence[Place]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +109,21 @@ def find_trainer(address: Address, *, name: str, timeout_s: float) -> Terms:
     """Waits for a run, and returns its terms."""
     try:
         control, terms = meet(
-            address.host, address.port, name=f"{name} (asks)", deadline_s=time.monotonic() + timeout_s
+            [(address.host, address.port)], name=f"{name} (asks)", deadline_s=time.monotonic() + timeout_s
         )
     except FeedError as error:
         raise FeedError(f"{error}; start `sennit train --ingest …` there, or give it more --timeout") from error
     control.close()
     return terms
+
+
+def give_up(address: Address, *, name: str, reason: str) -> None:
+    """Tells the trainer why this feeder does not come, for the error at its deadline."""
+    place = (address.host, address.port)
+    with contextlib.suppress(FeedError, OSError):
+        control, _ = meet([place], name=name, deadline_s=time.monotonic() + LEAVE_S)
+        with control:
+            control.sendall(encode_message(protocol_error(reason)))
 
 
 def prepare(raw: RawSamples, terms: Terms) -> tuple[dict[str, Any], RecordStore]:
@@ -135,7 +155,7 @@ def run(
     on_progress: Callable[[FeedCounters], None],
 ) -> FeedReport:
     """Feeds until the trainer says that the run is over. A FeedError or KeyboardInterrupt ends all workers."""
-    task = _Task(name=name, address=address, timeout_s=timeout_s, store=store, facts=facts)
+    task = _Task(name=name, places=[(address.host, address.port)], timeout_s=timeout_s, store=store, facts=facts)
     crew = _Crew(task, workers, on_event)
     began_s = ended_s = time.monotonic()
     try:
@@ -193,7 +213,9 @@ class _Crew:
                         raise FeedError(said.error)
                     is_over = True
                 else:
-                    worker.counters = said
+                    worker.counters = said.counters
+                    # Of an elastic run, the rank that the user named may be gone when another worker starts.
+                    self._task = replace(self._task, places=said.places)
                     worker.has_met = True
                 if is_over:
                     self._give_up_search()
@@ -252,10 +274,14 @@ def _work(task: _Task, number: int, end: Connection) -> None:
     try:
         part_of = functools.partial(_part, _Orders(task.facts["name"], len(task.store)))
         with Feeder(feeder_name, task.facts, task.store, part_of, timeout_s=task.timeout_s) as feeder:
+
+            def tell(counters: FeedCounters) -> None:
+                end.send(_Progress(counters, feeder.places))
+
             try:
-                feeder.run(task.address.host, task.address.port, end.send)
+                feeder.run(task.places, tell)
             finally:  # counts what was sent, also if the trainer ended before it told all workers
-                end.send(feeder.counters)
+                tell(feeder.counters)
         outcome = _Outcome(None)
     except SennitError as error:
         outcome = _Outcome(str(error))

@@ -226,6 +226,7 @@ def start(config: TrainingConfig, ranks: int | None, *, port: int = 0, join: Add
     world_size = ranks if ranks is not None else 1
     if join is not None:
         join.check()
+        _check_ingest(config, world_size)
         run_ranks(
             _join_here, config, world_size, address=join, store_timeout_s=config.timeout_s, on_loss=_tell_newcomer
         )
@@ -259,7 +260,7 @@ def _run_here(config: TrainingConfig, rank: int, world_size: int, store: Store) 
 
 
 def _join_here(config: TrainingConfig, number: int, count: int, store: Store) -> Any:
-    return join_run(config, store).weights_sha256
+    return join_run(config, number, store).weights_sha256
 
 
 def _tell_newcomer(number: int, error: str) -> None:

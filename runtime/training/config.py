@@ -195,8 +195,8 @@ class TrainingConfig:
             raise ConfigError(f"an elastic run over {self.backend!r}; allowed: {BACKEND_NAME!r}")
         if self.sketch_path is not None and self.ingest is None:
             raise ConfigError("--sketch without --ingest; it counts what feeders send")
-        if self.elastic and self.ingest is not None:
-            raise ConfigError("--ingest in an elastic run; allowed: one of them (ranks that come and go need all data)")
+        if self.elastic and self.sketch_path is not None:
+            raise ConfigError("--sketch in an elastic run; allowed: one of them (what ranks counted is lost with them)")
         if self.tensor_train is not None and self.table_store is not None:
             raise ConfigError("--tensor-train with --table-store; allowed: one of them (cores are small)")
         if self.elastic and self.table_store is not None:

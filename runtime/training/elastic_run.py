@@ -18,14 +18,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from sennit.runtime.backend.elastic import reconfigure, waiting_count
-from sennit.runtime.backend.process_group import communicator
-from sennit.runtime.data.batch_source import MemorySource
-from sennit.runtime.data.prepared import PreparedData
+from sennit.runtime.ingest.fed import group_failure
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.handover import Claim, Holding, find_source, take_over
 from sennit.runtime.training.report import Change, RunReport
 from sennit.runtime.training.resumption import go_back
 from sennit.runtime.training.stretch import begin_run, train
+from sennit.runtime.training.supply import MakeSource, served
 from sennit.runtime.training.trainer import Trainer
 from sennit.transport.errors import ConfigError, PeerError
 from sennit.transport.membership import Terms
@@ -56,9 +55,9 @@ def check_terms(store: Store, config: TrainingConfig) -> None:
 class ElasticRun:
     """One rank's part of all stretches. The default process group exists already, and every change replaces it."""
 
-    def __init__(self, config: TrainingConfig, data: PreparedData, *, is_newcomer: bool) -> None:
+    def __init__(self, config: TrainingConfig, make_source: MakeSource, *, is_newcomer: bool) -> None:
         self._config = config
-        self._data = data
+        self._make_source = make_source
         self._begins_alone = not is_newcomer
         self._changes: list[Change] = []
         self._holding: Holding | None = None
@@ -72,9 +71,9 @@ class ElasticRun:
             try:
                 if (report := self._stretch()) is not None:
                     return report
-            except Exception:
+            except Exception as error:
                 # Going on does not cure an error of this rank itself.
-                reason = communicator().failure
+                reason = group_failure(error)
                 if not reason:
                     raise
             # The frames of the error or of the stretch kept the trainer, and so the old group, alive.
@@ -83,10 +82,11 @@ class ElasticRun:
 
     def _stretch(self) -> RunReport | None:
         """Runs one stretch. Returns None if newcomers wait, and then keeps this rank's part of the state."""
-        source = MemorySource(self._data, rank=dist.get_rank(), world_size=dist.get_world_size())
-        outcome = train(self._config, source, self._changes, begin=self._begin, is_awaited=self._is_awaited)
-        if isinstance(outcome, RunReport):
-            return outcome
+        with served(self._make_source(), is_elastic=True) as source:
+            outcome = train(self._config, source, self._changes, begin=self._begin, is_awaited=self._is_awaited)
+            if isinstance(outcome, RunReport):
+                return outcome
+            source.close(goes_on=True)
         self._holding = outcome
         return None
 
@@ -138,5 +138,7 @@ class ElasticRun:
 def _terms(config: TrainingConfig) -> dict[str, Any]:
     """The shared settings after a round trip through JSON, so that both sides compare the same values."""
     chosen = {name: value for name, value in asdict(config).items() if name not in OWN_CHOICES}
+    # Each rank has its own addresses for feeders.
+    chosen["ingest"] = config.ingest is not None
     terms: dict[str, Any] = json.loads(json.dumps(chosen, default=str))
     return terms

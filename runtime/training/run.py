@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from sennit.offload.ingest.target import IngestTarget
 from sennit.runtime.backend import elastic
 from sennit.runtime.backend.process_group import register
 from sennit.runtime.data import sources
-from sennit.runtime.data.batch_source import BatchSource, MemorySource, prepared
-from sennit.runtime.ingest.fed import FedSource
+from sennit.runtime.data.batch_source import prepared
+from sennit.runtime.ingest.fed import Door
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.elastic_run import ElasticRun, check_terms, publish_terms
 from sennit.runtime.training.report import RunReport
 from sennit.runtime.training.resumption import check_data, publish_data
 from sennit.runtime.training.stretch import begin_run, train
+from sennit.runtime.training.supply import MakeSource, fed_sources, memory_sources, served
 from sennit.transport.membership import Terms
 
 
@@ -48,53 +48,42 @@ def run_rank(config: TrainingConfig, place: Place) -> RunReport:
             config.backend, store=place.store, rank=place.rank, world_size=place.world_size, timeout=timeout
         )
     if config.ingest is not None:
-        return _leave(_run_fed(config, config.ingest))
+        # torchrun sets it. Without torchrun, all ranks are on this machine.
+        local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+        with Door(config.ingest, local_rank) as door:
+            return _leave(_run(config, fed_sources(config, door)))
     data = prepared(sources.load(config.source, seed=config.seed), config.order_settings)
+    if config.elastic and place.rank == 0 and place.store is not None:
+        publish_data(place.store, data.fingerprint)
+    return _leave(_run(config, memory_sources(data)))
+
+
+def _run(config: TrainingConfig, make_source: MakeSource) -> RunReport:
     if config.elastic:
-        if place.rank == 0 and place.store is not None:
-            publish_data(place.store, data.fingerprint)
-        return _leave(ElasticRun(config, data, is_newcomer=False).run())
-    source = MemorySource(data, rank=dist.get_rank(), world_size=dist.get_world_size())
-    return _leave(_run(config, source))
-
-
-def _run(config: TrainingConfig, source: BatchSource) -> RunReport:
-    report = train(config, source, [], begin=begin_run)
+        return ElasticRun(config, make_source, is_newcomer=False).run()
+    with served(make_source()) as source:
+        report = train(config, source, [], begin=begin_run)
     assert isinstance(report, RunReport)
     return report
 
 
-def _run_fed(config: TrainingConfig, target: IngestTarget) -> RunReport:
-    """The run with samples from feeders, which are told how it ends."""
-    rank = dist.get_rank()
-    # torchrun sets it. Without torchrun, all ranks are on this machine.
-    world_size = dist.get_world_size()
-    local_rank, local_ranks = (
-        int(os.environ.get(name, value)) for name, value in (("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", world_size))
-    )
-    source = FedSource(
-        target, config.order_settings, rank=rank, world_size=world_size, local_rank=local_rank,
-        local_ranks=local_ranks, timeout_s=config.timeout_s,
-    )  # fmt: skip
-    try:
-        report = _run(config, source)
-    except BaseException as error:
-        source.close(str(error))
-        raise
-    source.close()
-    return report
-
-
-def join_run(config: TrainingConfig, store: Store) -> RunReport:
-    """The run of a rank that joins a running one, through that run's store."""
+def join_run(config: TrainingConfig, number: int, store: Store) -> RunReport:
+    """The run of a rank that joins a running one, through that run's store. `number`: among those that join here."""
     _prepare()
     check_terms(store, config)
     # The members wait from the step at which they see this rank, so it does everything else before.
+    if config.ingest is not None:
+        with Door(config.ingest, number) as door:
+            return _join(config, store, fed_sources(config, door))
     data = prepared(sources.load(config.source, seed=config.seed), config.order_settings)
     check_data(store, data.fingerprint)
+    return _join(config, store, memory_sources(data))
+
+
+def _join(config: TrainingConfig, store: Store, make_source: MakeSource) -> RunReport:
     timeout = datetime.timedelta(seconds=config.timeout_s)
     elastic.join(store, terms=Terms(timeout_s=config.timeout_s), timeout=timeout)
-    return _leave(ElasticRun(config, data, is_newcomer=True).run())
+    return _leave(ElasticRun(config, make_source, is_newcomer=True).run())
 
 
 def _prepare() -> None:

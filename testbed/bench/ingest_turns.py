@@ -20,7 +20,7 @@ from sennit.runtime.backend.process_group import BACKEND_NAME, register
 from sennit.runtime.data import sources
 from sennit.runtime.data.batch_source import BatchSource, MemorySource, prepared
 from sennit.runtime.data.sources import Source
-from sennit.runtime.ingest.fed import FedSource
+from sennit.runtime.ingest.fed import Door, FedSource
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.fingerprint import fingerprint
 from sennit.runtime.training.trainer import Trainer
@@ -46,7 +46,7 @@ def main(data: str, turns: int, steps: int, targets: list[str]) -> None:
             source = MemorySource(samples, rank=0, world_size=1)
         else:
             source = fed[name] = FedSource(
-                target, config.order_settings, rank=0, world_size=1, local_rank=0, local_ranks=1, timeout_s=TIMEOUT_S
+                Door(target, 0), config.order_settings, rank=0, world_size=1, timeout_s=TIMEOUT_S, is_elastic=False
             )
         trainers[name] = Trainer(config, source)
         source.begin(0)

@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from sennit.offload.ingest.protocol import (
     End,
     FactsOf,
     Hello,
+    Reconfigured,
     Send,
     Taken,
     Terms,
@@ -66,7 +67,7 @@ def serving(rank: Rank, store: RecordStore, **changed: Any) -> Iterator[tuple[Fe
     def run() -> None:
         try:
             with feeder:
-                feeder.run(*rank.address)
+                feeder.run([rank.address])
         except BaseException as failure:
             failures.append(failure)
 
@@ -194,7 +195,7 @@ def refused(answer: Callable[[socket.socket], None], timeout_s: float = 0.3) -> 
         thread.start()
         try:
             with pytest.raises(FeedError) as raised:
-                meet(*listener.getsockname(), name="x", deadline_s=time.monotonic() + timeout_s)
+                meet([listener.getsockname()], name="x", deadline_s=time.monotonic() + timeout_s)
         finally:
             ended.set()
             thread.join(DEADLINE_S)
@@ -217,9 +218,9 @@ def test_nobody_there_is_an_error_at_the_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(FeedError, match=f"no trainer at 127.0.0.1 port {port}: Connection refused"):
-        meet("127.0.0.1", port, name="x", deadline_s=time.monotonic() + 0.2)
+        meet([("127.0.0.1", port)], name="x", deadline_s=time.monotonic() + 0.2)
     with pytest.raises(FeedError, match=r"no trainer at no\.such\.host\.invalid port 1: "):
-        meet("no.such.host.invalid", 1, name="x", deadline_s=time.monotonic())
+        meet([("no.such.host.invalid", 1)], name="x", deadline_s=time.monotonic())
 
 
 def test_ranks_of_different_runs_are_not_fed(store: RecordStore) -> None:
@@ -237,7 +238,7 @@ def test_ranks_of_different_runs_are_not_fed(store: RecordStore) -> None:
             Feeder("one", {}, store, part_of, timeout_s=DEADLINE_S) as feeder,
             pytest.raises(FeedError, match="rank 1 of run 0000000a, not rank 1 of run 00000009"),
         ):
-            feeder.run(*first.address)
+            feeder.run([first.address])
         thread.join(DEADLINE_S)
 
 
@@ -254,7 +255,7 @@ def test_records_that_no_packet_holds_are_named(store: RecordStore) -> None:
     with contextlib.closing(rank), contextlib.closing(big), Feeder("one", {}, big, part_of, timeout_s=5) as feeder:
         thread.start()
         with pytest.raises(FeedError, match=r"record 0 has 81 bytes; allowed: 40 bytes in a packet to 127\.0\.0\.1"):
-            feeder.run(*rank.address)
+            feeder.run([rank.address])
         thread.join(DEADLINE_S)
 
 
@@ -309,3 +310,68 @@ def test_the_window_halves_once_for_what_was_on_the_way_and_grows_by_a_packet_a_
     assert window.packets == 32
     assert window.following().packets == 32
     assert Window(1).packets == 1
+
+
+def elastic(ranks: Sequence[Rank], *, session: int, epoch: int) -> None:
+    """Gives these ranks the terms of one session of an elastic run."""
+    endpoints = [list(rank.address) for rank in ranks]
+    for number, rank in enumerate(ranks):
+        rank.terms = replace(
+            rank.terms, rank=number, world_size=len(ranks), endpoints=endpoints, session=session, run=5, epoch=epoch
+        )
+
+
+def welcome(rank: Rank) -> None:
+    rank.accept()
+    assert rank.hear() == FactsOf(facts={"name": "numbers"})
+
+
+def test_a_feeder_goes_on_with_the_next_session_of_an_elastic_run(store: RecordStore) -> None:
+    """A rank dies, and a stranger takes its place. The other one is served on, and then it and a newcomer."""
+    first, second, third = (Rank(packet_bytes=PACKET_BYTES) for _ in range(3))
+    elastic([first, second], session=9, epoch=0)
+    with contextlib.closing(second), contextlib.closing(third), serving(first, store) as (feeder, failures):
+        welcome(second)
+        second.control.close()
+        second.terms = replace(second.terms, run=6)
+        second.accept()
+        assert second.hear() == error(f"127.0.0.1 port {second.address[1]}: a rank of another run")
+        first.say(Send(batch=3, row=90))
+        assert rows(first, 2) == [(3, row, samples(3, row)) for row in (90, 98)]
+        elastic([first, third], session=10, epoch=1)
+        first.say(Reconfigured())
+        welcome(first)
+        welcome(third)
+        for rank, batch in ((third, 1), (first, 2)):
+            rank.say(Send(batch=batch, row=97))
+            assert rows(rank, 1) == [(batch, 97, samples(batch, 97))]
+        assert feeder.places == [first.address, third.address]
+        # One rank is gone before it could say that the run is over.
+        first.say(End())
+        third.control.close()
+        assert first.control.recv(1) == b""
+    assert not failures
+
+
+def test_a_rank_that_fails_ends_an_elastic_run_only_if_all_do(store: RecordStore) -> None:
+    first, second = (Rank(packet_bytes=PACKET_BYTES) for _ in range(2))
+    elastic([first, second], session=9, epoch=0)
+    with contextlib.closing(second), serving(first, store) as (_, failures):
+        welcome(second)
+        second.say(error("loss is nan"))
+        assert second.control.recv(1) == b""
+        first.say(Send(batch=0, row=99))
+        assert rows(first, 1) == [(0, 99, [99])]
+        first.say(error("loss is inf"))
+        assert first.control.recv(1) == b""
+    assert str(failures[0]) == "rank 0: loss is inf"
+
+
+def test_an_elastic_run_of_which_nobody_is_left_is_an_error_at_the_deadline(store: RecordStore) -> None:
+    rank = Rank(packet_bytes=PACKET_BYTES)
+    elastic([rank], session=9, epoch=0)
+    with serving(rank, store, timeout_s=0.3) as (_, failures):
+        rank.listener.close()
+        rank.control.close()
+    assert "no trainer at 127.0.0.1 port" in str(failures[0])
+    assert str(failures[0]).endswith("; and no rank of the run answered for 0.3 s")

@@ -28,6 +28,7 @@ from sennit.offload.ingest.protocol import (
     LineReader,
     Message,
     ProtocolError,
+    Reconfigured,
     Send,
     Taken,
     Terms,
@@ -78,6 +79,7 @@ MESSAGES: list[Message] = [
     Send(batch=(1 << 32) - 1, row=3),
     Taken(batch=0, row=0),
     End(),
+    Reconfigured(),
     Error(text="no"),
 ]
 
@@ -153,6 +155,8 @@ def test_what_no_message_is_is_refused(line: bytes, words: str) -> None:
         {"packet_bytes": 10},
         {"window_packets": 0},
         {"order": None},
+        {"run": "x"},
+        {"epoch": -1},
     ],
 )
 def test_terms_that_contradict_themselves_are_refused(change: dict[str, Any]) -> None:

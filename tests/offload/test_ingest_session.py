@@ -60,8 +60,8 @@ class Rank:
     """A session and its port."""
 
     def __init__(self, timeout_s: float = DEADLINE_S) -> None:
-        listener = socket.create_server(("127.0.0.1", 0))
-        self.port = listener.getsockname()[1]
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
         terms = Terms(
             version=VERSION,
             session=SESSION,
@@ -72,7 +72,7 @@ class Rank:
             window_packets=2,
             order={},
         )
-        self.session = Session(listener, terms, timeout_s=timeout_s)
+        self.session = Session(self.listener, terms, timeout_s=timeout_s)
 
     def start(self) -> None:
         receiver = CpuReceiver(BatchLayout(plan=PLAN, batch_rows=max(SIZES), slots=2), session=SESSION)
@@ -93,7 +93,7 @@ class Rank:
 @pytest.fixture
 def rank() -> Iterator[Rank]:
     made = Rank()
-    with made.session:
+    with made.listener, made.session:
         yield made
 
 
@@ -110,7 +110,7 @@ class Fed:
         port, facts, part = self._arguments
         try:
             with Feeder("good", facts.as_json(), STORE, part, timeout_s=DEADLINE_S) as feeder:
-                feeder.run("127.0.0.1", port)
+                feeder.run([("127.0.0.1", port)])
         except FeedError as error:
             self.error = error
 
@@ -167,14 +167,14 @@ def test_a_line_without_end_is_cut_off(rank: Rank) -> None:
 def test_one_connection_too_many_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "CONNECTIONS_MAX", 1)
     made = Rank()
-    with made.session, made.connect():
+    with made.listener, made.session, made.connect():
         assert answer(made, b"")["text"] == "too many connections; allowed: 1"
 
 
 def test_silence_and_half_a_hello_have_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "HELLO_S", 0.05)
     made = Rank()
-    with made.session, made.connect() as silent, made.connect() as slow:
+    with made.listener, made.session, made.connect() as silent, made.connect() as slow:
         slow.sendall(HELLO[:9])
         for client in (silent, slow):
             assert b"no hello in time" in client.recv(4096)
@@ -251,7 +251,7 @@ def test_a_batch_that_does_not_come_ends_at_the_deadline_and_is_named() -> None:
         goes_on.wait(DEADLINE_S)
         return part_of(terms, batch)
 
-    with made.session:
+    with made.listener, made.session:
         fed = Fed(made.port, part=slow)
         made.session.wait_for_facts()
         made.start()
@@ -294,5 +294,9 @@ def test_a_feeder_that_reads_no_orders_is_as_good_as_dead() -> None:
 
 def test_without_feeders_it_ends_at_the_deadline() -> None:
     made = Rank(timeout_s=0.2)
-    with made.session, pytest.raises(IngestError, match=f"no feeder came to 127.0.0.1 port {made.port} within 0.2 s"):
+    with (
+        made.listener,
+        made.session,
+        pytest.raises(IngestError, match=f"no feeder came to 127.0.0.1 port {made.port} within 0.2 s"),
+    ):
         made.session.wait_for_facts()

@@ -12,7 +12,9 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import random
 import runpy
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -146,3 +148,20 @@ def new_world() -> Iterator[WorldFactory]:
     for world in made:
         if world.alive:
             world.close()
+
+
+@pytest.fixture
+def port() -> int:
+    """Returns the first of four free ports, below those that the kernel gives to others.
+
+    The search begins anywhere: two runs of a test on one machine would find the same ones before they use them.
+    """
+    for first in random.SystemRandom().sample(range(20_000, 32_000, 4), 3_000):
+        with contextlib.ExitStack() as stack:
+            try:
+                for place in range(first, first + 4):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", place))
+            except OSError:
+                continue
+            return first
+    raise AssertionError("no four free ports")

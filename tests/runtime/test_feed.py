@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 from sennit.cli import app
 from sennit.offload.batches import BatchLayout
 from sennit.offload.ingest.facts import Facts
-from sennit.offload.ingest.protocol import End, FactsOf, Send, Taken
+from sennit.offload.ingest.protocol import End, Error, FactsOf, Send, Taken
 from sennit.offload.ingest.protocol import encode as encode_message
 from sennit.offload.ingest.trainer_search import FeedError
 from sennit.offload.targets import Target, compile_plan
@@ -180,6 +180,18 @@ def test_a_run_is_fed_to_its_end(tmp_path: Path) -> None:
         assert "fed 64 records in" in output(feed)
     report = json.loads(path.read_text())
     assert (report["counters"]["records"], report["counters"]["batches"], report["replaced"]) == (64, 1, 0)
+
+
+@pytest.mark.slow
+def test_a_trainer_is_told_why_a_feeder_does_not_come() -> None:
+    rank = Rank(order={**ORDER, "batch_size": 4096})
+    with feeding(rank) as feed:
+        rank.accept()
+        said = rank.hear()
+        assert isinstance(said, Error)
+        assert "training samples do not fill one batch of 4096" in said.text
+        assert feed.wait(30) == 1
+        assert said.text in output(feed)
 
 
 @pytest.mark.slow

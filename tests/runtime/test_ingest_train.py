@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-import random
+import contextlib
+import re
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,11 +16,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from sennit.ebpf import features
+from sennit.offload.ingest.feeder import Feeder
+from sennit.offload.ingest.protocol import Terms
+from sennit.offload.ingest.trainer_search import FeedError
 from sennit.offload.sketch import Sketch, sampled_rows
 from sennit.runtime.data import sources
+from sennit.runtime.data.order import Order
 from sennit.runtime.data.sources import Source
+from sennit.runtime.ingest.address import Address
+from sennit.runtime.ingest.feed import find_trainer, prepare
 from sennit.runtime.training.command import main
 from sennit.runtime.training.config import TrainingConfig
 from tests.runtime.whole_run import train
@@ -36,23 +45,6 @@ def feeder(port: int) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.kill()
-
-
-@pytest.fixture
-def port() -> int:
-    """Returns the first of two free ports, below those that the kernel gives to others.
-
-    The search begins anywhere: two runs of this test on one machine would find the same ones before they use them.
-    """
-    for first in random.SystemRandom().sample(range(20_000, 32_000, 2), 6_000):
-        with socket.socket() as one, socket.socket() as other:
-            try:
-                one.bind(("127.0.0.1", first))
-                other.bind(("127.0.0.1", first + 1))
-            except OSError:
-                continue
-            return first
-    raise AssertionError("no two free ports")
 
 
 @pytest.mark.slow
@@ -126,7 +118,7 @@ def test_without_a_feeder_it_ends_at_the_deadline(port: int, capsys: pytest.Capt
     [
         (["--ingest", "cpu://127.0.0.1", "--data", "flights"], "--data with --ingest"),
         (["--sketch", "ids.sketch"], "--sketch without --ingest"),
-        (["--ingest", "cpu://127.0.0.1", "--elastic"], "--ingest in an elastic run"),
+        (["--ingest", "cpu://127.0.0.1", "--elastic", "--sketch", "x"], "--sketch in an elastic run"),
         (["--ingest", "dpu://x"], "allowed: xdp://INTERFACE"),
         (["--ingest", "cpu://127.0.0.1:70000"], "port '70000'"),
         (["--ingest", "cpu://[::1"], "allowed: xdp://INTERFACE"),
@@ -138,6 +130,42 @@ def test_without_a_feeder_it_ends_at_the_deadline(port: int, capsys: pytest.Capt
 )
 def test_what_cannot_be_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in refusal(arguments, capsys)
+
+
+@pytest.mark.slow
+def test_data_that_end_before_the_run_are_named_on_the_rank_that_waits(
+    port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The feeder promised more samples than it has. The other rank does not wait longer than its deadline either."""
+    raw = sources.load(Source(data="synthetic", samples=int(SAMPLES), row_limit=int(ROW_LIMIT)), seed=1)
+    address = Address(host="127.0.0.1", port=port)
+    failures: list[FeedError] = []
+
+    def feed() -> None:
+        terms = find_trainer(address, name="short", timeout_s=60)
+        facts, store = prepare(raw, terms)
+        order = Order(name=raw.name, sample_count=len(raw), **terms.order)
+
+        def part_of(terms: Terms, batch: int) -> NDArray[np.int64]:
+            if batch == 3:
+                raise ValueError("the data end here")
+            part: NDArray[np.int64] = order.part(batch, terms.rank, terms.world_size).numpy()
+            return part
+
+        with contextlib.closing(store), Feeder("short", facts, store, part_of, timeout_s=60) as feeder:
+            try:
+                feeder.run([(address.host, address.port)])
+            except FeedError as error:
+                failures.append(error)
+
+    thread = threading.Thread(target=feed)
+    thread.start()
+    said = refusal(["--ingest", f"cpu://127.0.0.1:{port}", "--ranks", "2", "--timeout", "15"], capsys)
+    thread.join(60)
+    assert re.search(r"batch [0-3], rank [01]: 0 of 32 records came, and none more within 15 s; feeders: none", said)
+    assert "short at 127.0.0.1" in said
+    assert "the data end here" in said or "connection closed" in said
+    assert "the data end here" in str(failures[0])
 
 
 def test_a_port_in_use_is_named(port: int, capsys: pytest.CaptureFixture[str]) -> None:

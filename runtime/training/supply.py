@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a rank's batches come from, for each group of ranks that a run has."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch.distributed as dist
+
+from sennit.runtime.data.batch_source import BatchSource, MemorySource
+from sennit.runtime.data.prepared import PreparedData
+from sennit.runtime.ingest.fed import Door, FedSource, group_failure
+from sennit.runtime.training.config import TrainingConfig
+
+MakeSource = Callable[[], BatchSource]
+"""The source of this rank's batches in the present default group. Collective."""
+
+
+def memory_sources(data: PreparedData) -> MakeSource:
+    return lambda: MemorySource(data, rank=dist.get_rank(), world_size=dist.get_world_size())
+
+
+def fed_sources(config: TrainingConfig, door: Door) -> MakeSource:
+    """Batches from feeders. In an elastic run a rank waits for records half as long as ranks wait for one another.
+
+    So a rank that no feeder reaches ends with its own error, before the others give up the group.
+    """
+    return lambda: FedSource(
+        door,
+        config.order_settings,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        timeout_s=config.timeout_s / 2 if config.elastic else config.timeout_s,
+        is_elastic=config.elastic,
+    )
+
+
+@contextlib.contextmanager
+def served(source: BatchSource, *, is_elastic: bool = False) -> Iterator[BatchSource]:
+    """Closes the source in the end, and tells it how the run ended in this group."""
+    try:
+        yield source
+    except BaseException as error:
+        source.close(str(error), goes_on=is_elastic and bool(group_failure(error)))
+        raise
+    source.close()
