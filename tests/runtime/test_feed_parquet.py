@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.runtime.test_ingest_train import MODEL, port
+from tests.runtime.test_ingest_train import MODEL
 from tests.runtime.whole_run import train
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
-__all__ = ["port"]  # A fixture, which pytest finds by its name.
 
 SCHEMA = """
 label = "clicked"
