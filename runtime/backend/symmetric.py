@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from sennit.runtime.backend.process_group import communicator, load_extension
+from sennit.runtime.backend.process_group import communicator, communicator_or_names, load_extension
 
 
 @contextlib.contextmanager
@@ -32,6 +32,13 @@ def symmetric_memory() -> Iterator[None]:
         yield
     finally:
         allocator.end()
+
+
+def memory_for_peers(group: dist.ProcessGroup | None) -> contextlib.AbstractContextManager[None]:
+    """`symmetric_memory` if ranks of the group share a host, and nothing otherwise."""
+    found = communicator_or_names(group)
+    is_shared = not isinstance(found, list) and (found.selection.hosts is None or found.selection.hosts.peers[0] > 0)
+    return symmetric_memory() if is_shared else contextlib.nullcontext()
 
 
 def symmetric_empty(

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sennit.runtime.backend import all_reduce_coded, all_reduce_leaves
+from sennit.runtime.backend.symmetric import memory_for_peers
 from sennit.runtime.sharded.phases import PhaseClock, phase
 from sennit.runtime.sharded.slices import Slices
 from sennit.transport.codecs import Codec, CodecKind
@@ -92,7 +93,7 @@ class Reduction:
 
     def leaves(self, rows: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         """The sum over all slices in the canonical tree. With `dtype`, that of the result, rows are sums of nodes."""
-        with phase(self._clock, "AllReduce"):
+        with phase(self._clock, "AllReduce"), memory_for_peers(self._group):
             return all_reduce_leaves(
                 rows, self._slices.count, group=self._group, partial=dtype is not None, dtype=dtype
             )

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sennit.runtime.backend import communicator
 from sennit.runtime.backend.gathering import all_gather_parts
+from sennit.runtime.backend.symmetric import memory_for_peers
 from sennit.runtime.sharded.phases import PhaseClock, phase
 from sennit.transport.codecs import Codec, CodecKind
 
@@ -85,7 +86,9 @@ class Wire:
             return source
         with self.phase(_PHASES.get(kind, "input exchange")):
             if codec is None:
-                output = source.new_empty(sum(receive))
+                # The other ranks of this host write there: one copy in place of two.
+                with memory_for_peers(self._group):
+                    output = source.new_empty(sum(receive))
                 dist.all_to_all_single(output, source, list(receive), list(send), group=self._group)
             else:
                 output = self._coded(source, receive, send, codec)
