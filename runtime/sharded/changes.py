@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from torch import Tensor
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.runtime.sharded.shards import Shards
+
+CHANGED_ROWS: Final = "changed_rows"
+"""`SHARD.changed_rows` of a state are int64 [n]: of all its tensors `SHARD.NAME` the state has these rows alone."""
 
 
 class ChangedRows:

@@ -103,6 +103,11 @@ class Engines:
         for shards in self._all:
             yield from shards.held()
 
+    def changes(self, changed: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """`Shards.changes` of the shards of this rank."""
+        for shards in self._all:
+            yield from shards.changes(changed)
+
     def expected(self) -> dict[str, Expected]:
         """What a checkpoint has of this rank's shards, by name."""
         optimizer = self.settings.tables[self._first].optimizer

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.kernels.spec import Pooling
 from sennit.runtime.sharded.agreement import check_agreement, check_codec, exchange_headers, made_on_all
-from sennit.runtime.sharded.changes import ChangedRows
+from sennit.runtime.sharded.changes import CHANGED_ROWS, ChangedRows
 from sennit.runtime.sharded.engines import Engines, Settings, files_of, groups_of
 from sennit.runtime.sharded.features import Ids, features_of, ids_of
 from sennit.runtime.sharded.files import TableStore
@@ -248,9 +248,11 @@ class ShardedTables(nn.Module):
             yield from engines.held()
 
     def track_changes(self) -> None:
-        """From now on `changed_rows` knows which rows change: a byte of memory for each row that this rank holds."""
-        if not self._changes:
-            self._changes = [ChangedRows(one) for pair in self._engines for one in (pair.sharded, pair.replicated)]
+        """From now on `changed_rows` knows which rows change: a byte of memory for each row that this rank holds.
+
+        Another call forgets what has changed.
+        """
+        self._changes = [ChangedRows(one) for pair in self._engines for one in (pair.sharded, pair.replicated)]
 
     def changed_rows(self, *, clear: bool = True) -> dict[str, Tensor]:
         """Int64 [n], rising, by shard: the rows that changed since `track_changes` or the last call with `clear`.
@@ -261,6 +263,25 @@ class ShardedTables(nn.Module):
         if not self._changes:
             raise ArgumentError("changed_rows without track_changes; allowed: after it")
         return {name: rows for changes in self._changes for name, rows in changes.rows(clear=clear)}
+
+    def changes(self) -> dict[str, Tensor]:
+        """What has changed of the `state_dict` of this rank, copied but for cores of tensor trains; forgets it.
+
+        Of a shard with changed rows it has `SHARD.changed_rows`, int64 [n], and these rows of each of its tensors;
+        nothing of a shard without.
+        """
+        rows = self.changed_rows()
+        found = {f"{shard}.{CHANGED_ROWS}": of_shard for shard, of_shard in rows.items() if len(of_shard)}
+        for engines in self._engines:
+            for key, tensor in engines.changes(rows):
+                if key.rpartition(".")[0] not in rows or len(tensor):
+                    found[key] = tensor
+        return found | {"steps": self._steps()}
+
+    @property
+    def in_files(self) -> frozenset[str]:
+        """Shards of this rank whose rows are in a file. `state_dict` has copies of them."""
+        return frozenset(name for engines in self._engines for name in engines.sharded.in_files)
 
     def digest(self) -> str:
         """SHA-256 of all weights and optimizer states. Collective; the same on all ranks, whoever holds what.
@@ -289,7 +310,10 @@ class ShardedTables(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for held in self.held():
             destination.update({prefix + key: tensor for key, tensor in tensors_of(held).items()})
-        destination[f"{prefix}steps"] = torch.tensor([engines.step for engines in self._engines])
+        destination[f"{prefix}steps"] = self._steps()
+
+    def _steps(self) -> Tensor:
+        return torch.tensor([engines.step for engines in self._engines])
 
     def _load_from_state_dict(
         self,

@@ -88,6 +88,18 @@ class Shards:
         for name in self.engine.names:
             yield Held(name=name, weight=self.engine.weight(name), states=self.engine.states(name))
 
+    def changes(self, changed: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Tensors with the `changed` rows (int64, rising, by shard), and whole ones of cores, which are not there."""
+        for held in self.held():
+            for key, tensor in tensors_of(held).items():
+                rows = changed.get(held.name)
+                yield key, tensor if rows is None else tensor.index_select(0, rows)
+
+    @property
+    def in_files(self) -> frozenset[str]:
+        """Names of shards of which `held` gives copies."""
+        return frozenset()
+
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Takes over the tensors of a checkpoint, by the names of `expected`."""
         for held in self.held():

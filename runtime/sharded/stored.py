@@ -127,21 +127,44 @@ class StoredShards(Shards):
 
     def held(self) -> Iterator[Held]:
         """Copies of the shards in files, each made when it is its turn, and the memory of tensor trains."""
-        for held in super().held():
-            if held.name in self._in_memory:
-                yield held
+        yield from self._cores()
         for layout, cached, _ in self._cached:
             for table in layout.tables:
                 yield self._copy(layout, cached, table.name)
+
+    def changes(self, changed: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for held in self._cores():
+            yield from tensors_of(held).items()
+        for layout, cached, _ in self._cached:
+            for table in layout.tables:
+                rows = changed[table.name].numpy() + layout.first_row(table.name)
+                arrays = cached.cache.read(rows, timeout_s=self._files.home.timeout_s)
+                yield from self._tensors(layout, table.name, arrays).items()
+
+    @property
+    def in_files(self) -> frozenset[str]:
+        return frozenset(table.name for layout, _, _ in self._cached for table in layout.tables)
+
+    def _cores(self) -> Iterator[Held]:
+        return (held for held in super().held() if held.name in self._in_memory)
+
+    def _tensors(self, layout: StoreLayout, name: str, arrays: Arrays) -> dict[str, Tensor]:
+        """Rows of a file as tensors of a shard, by their names in a checkpoint."""
+        spec = next(spec for spec in self.specs if spec.name == name)
+        found = {}
+        for key, wanted in expected(spec, self.engine.optimizer).items():
+            array = arrays[key.removeprefix(f"{name}.")]
+            rows = _tensor(array, layout) if key.endswith(".weight") else torch.from_numpy(array)
+            found[key] = rows.view(-1, *wanted.shape[1:])
+        return found
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Writes new files, which is cheaper than to fetch each row, change it, and write it back."""
         if self._announced:
             raise ArgumentError(f"{len(self._announced)} batches were sent and are not done; allowed: none, drop them")
-        for held in super().held():
-            if held.name in self._in_memory:
-                for key, tensor in tensors_of(held).items():
-                    tensor.copy_(state[key])
+        for held in self._cores():
+            for key, tensor in tensors_of(held).items():
+                tensor.copy_(state[key])
         for place, (layout, cached, rows) in enumerate(self._cached):
             cached.close()
             rows.close()
@@ -195,9 +218,8 @@ class StoredShards(Shards):
         for first in range(0, spec.row_count, store.ROWS_AT_ONCE):
             end = min(first + store.ROWS_AT_ONCE, spec.row_count)
             arrays = cached.cache.read(np.arange(start + first, start + end), timeout_s=self._files.home.timeout_s)
-            for part, tensor in tensors.items():
-                rows = _tensor(arrays[part], layout) if part == "weight" else torch.from_numpy(arrays[part])
-                tensor[first:end] = rows.view(tensor[first:end].shape)
+            for key, rows in self._tensors(layout, name, arrays).items():
+                tensors[key.removeprefix(f"{name}.")][first:end] = rows
         return Held(name=name, weight=tensors.pop("weight"), states=tensors)
 
 

@@ -21,15 +21,13 @@ from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
+from sennit.runtime.sharded.changes import CHANGED_ROWS
 from sennit.runtime.training import manifest
 from sennit.runtime.training.manifest import CheckpointError, Link, Manifest
 from sennit.transport.errors import SennitError
 
 METADATA: Final = ".metadata"
 """DCP's index of the files."""
-
-CHANGED_ROWS: Final = "changed_rows"
-"""An incremental checkpoint has `SHARD.changed_rows`, int64 [n], and of each tensor of the shard these rows alone."""
 
 _NAME: Final = re.compile(r"(step-\d{9})(\.replaced)?")
 _DELETED: Final = re.compile(r"step-\d{9}\.deleted")
@@ -103,7 +101,7 @@ def save(
     """
     from sennit.runtime.training.saver import Saver
 
-    Saver(folder, keep=keep).save(about, state, documents=documents)
+    Saver(folder, keep=keep).save(about, lambda: state, documents=documents)
     return folder / name_of(about.step)
 
 

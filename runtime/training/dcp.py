@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -74,15 +74,15 @@ class Planned:
             if item.type is WriteItemType.TENSOR:
                 yield item.index.fqn, self._planner.state_dict[item.index.fqn]
 
-    def copy(self, state: Mapping[str, Any]) -> None:
-        """Copies what this rank writes and `state` holds, so that `state` may change before it is written."""
-        own = self._planner.state_dict
+    def copy(self, is_own: Callable[[str], bool]) -> None:
+        """Copies what this rank writes, so that the state may change before. A tensor that `is_own` does not change."""
+        values = self._planner.state_dict
         for name in {item.index.fqn for item in self._plan.items}:
-            value = own[name]
+            value = values[name]
             if not isinstance(value, Tensor):
-                own[name] = copy.deepcopy(value)
-            elif value is state.get(name, value):
-                own[name] = value.detach().clone()
+                values[name] = copy.deepcopy(value)
+            elif not is_own(name):
+                values[name] = value.detach().clone()
 
     def write(self) -> list[WriteResult]:
         """Writes and syncs this rank's file. Any thread."""

@@ -105,7 +105,7 @@ def save(trainer: Trainer, saver: Saver | None = None) -> None:
     # Rank 0 writes it.
     documents = {} if known is None or trainer.rank else {preprocessing.NAME: known.text()}
     with contextlib.nullcontext(saver) if saver is not None else saver_of(trainer.config) as own:
-        own.save(manifest_of(trainer), trainer.state(), documents=documents)
+        own.save(manifest_of(trainer), trainer.state, documents=documents)
 
 
 def begin(trainer: Trainer) -> list[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves checkpoints: whole or what changed, while training waits or in the background.
+"""Saves checkpoints: bases and increments, while training waits or in the background.
 
 Each rank writes its own file. In the background nothing is collective: a rank leaves a file `rank-N.part` beside what
 it has written, and rank 0 makes a checkpoint of the folder when all are there. Ranks agree on the outcome at the next
@@ -14,13 +14,12 @@ import pickle
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
 import torch.distributed as dist
-from torch import Tensor
 
 from sennit.runtime.training import checkpoint, manifest
 from sennit.runtime.training.checkpoint import METADATA, agreed, name_of, rows_of
@@ -46,16 +45,16 @@ class Saver:
     ) -> None:
         """`keep`: how many of the run's checkpoints remain, beside those that they need; None: all.
 
-        `increments`: so many incremental saves may follow a whole one; fewer if together they have half of its bytes.
+        `increments`: so many increments may follow a base; fewer if together they have half of its bytes.
         `in_background`: files are written while training goes on. A save then copies what it writes.
-        `digests`: incremental saves also have the SHA-256 of whole tables, so that loading proves base and increments
-        to be the tables of that moment. This reads all tables in each save.
+        `digests`: increments also have the SHA-256 of whole tables, so that loading proves base and increments to be
+        the tables of that moment. This reads all tables in each save.
         `timeout_s`: how long a save may take in the background.
         """
         self._folder, self._keep, self._increments = folder, keep, increments
         self._in_background, self._digests, self._timeout_s = in_background, digests, timeout_s
         self._chain: list[Link] = []
-        """What the next incremental save needs. Empty: the next save is a whole one. Rank 0's counts."""
+        """What the next increment needs. Empty: the next save is a base. Rank 0's counts."""
         self._base_bytes = self._increment_bytes = 0
         self._running: _Background | None = None
         self._last: Path | None = None
@@ -79,18 +78,21 @@ class Saver:
     def save(
         self,
         about: Manifest,
-        state: Mapping[str, Any],
+        state: Callable[[], Mapping[str, Any]],
         *,
-        changed: Callable[[], Mapping[str, Tensor]] | None = None,
+        changes: Callable[[], Mapping[str, Any]] | None = None,
+        copied: Collection[str] = (),
         documents: Mapping[str, str] | None = None,
     ) -> None:
-        """Saves `state` as checkpoint `about.step`, with `documents` (file name to text) beside it.
+        """Saves checkpoint `about.step`, with `documents` (file name to text) beside it.
 
-        `changed` is called once, and returns rows that changed since its last call, int64 [n], by shard: of all tensors
-        `SHARD.NAME` of the state, [rows, ...], an incremental save has these rows. It has everything else whole.
+        `state` returns everything, for a base. `changes` returns what an increment has: of a shard with changed rows
+        `SHARD.changed_rows` and these rows of its tensors, copied; nothing of a shard without; everything else whole.
+        The one that is called begins to count changes anew.
+        `copied`: names of shards of which `state` has copies that nothing changes, as of tables in files.
 
         A save in the background is durable when `finish` or the next save returns. Raises `CheckpointError` on every
-        rank or on none, also if the save before failed. The next save is then a whole one.
+        rank or on none, also if the save before failed. The next save is then a base.
         """
         self.finish()
         chain = self._chain
@@ -106,17 +108,28 @@ class Saver:
             self._folder.mkdir(parents=True, exist_ok=True)
             checkpoint.sync(self._folder.parent)
             shutil.rmtree(partial, ignore_errors=True)
-            return tuple(chain) if self._may_follow(chain, about.step) else ()
+            return tuple(chain) if changes is not None and self._may_follow(chain, about.step) else ()
 
         after = agreed(failure, begin)[0]
-        rows = {} if changed is None else changed()
+        written: Mapping[str, Any] = {}
+        everything: Mapping[str, Any] = {}
+
+        def take() -> None:
+            nonlocal written, everything
+            written = changes() if changes is not None and after else state()
+            everything = state() if self._digests and after else written
+
+        # It may copy tables to a disk that is full.
+        agreed(failure, take)
         try:
             one = _Save(
-                partial, final, dataclasses.replace(about, after=after), state, rows,
-                documents=documents or {}, keep=self._keep, digests=self._digests, failure=failure,
+                partial, final, dataclasses.replace(about, after=after), written,
+                documents=documents or {}, keep=self._keep, failure=failure,
             )  # fmt: skip
+            if self._digests:
+                one.add_digests(everything)
             if self._in_background:
-                one.copy(state)
+                one.copy(copied)
                 self._running = _Background(one, timeout_s=self._timeout_s)
             else:
                 parts = agreed(failure, one.write)
@@ -160,7 +173,7 @@ class Saver:
         self._last = save.final
 
     def _may_follow(self, chain: list[Link], step: int) -> bool:
-        """Whether an incremental save may follow these checkpoints."""
+        """Whether an increment may follow these checkpoints."""
         if not chain or len(chain) > self._increments or 2 * self._increment_bytes >= self._base_bytes:
             return False
         if any(link.step == step for link in chain):
@@ -193,12 +206,10 @@ class _Save:
         partial: Path,
         final: Path,
         about: Manifest,
-        state: Mapping[str, Any],
-        rows: Mapping[str, Tensor],
+        written: Mapping[str, Any],
         *,
         documents: Mapping[str, str],
         keep: int | None,
-        digests: bool,
         failure: str,
     ) -> None:
         """Collective."""
@@ -206,27 +217,20 @@ class _Save:
 
         self.partial, self.final, self.about, self.failure = partial, final, about, failure
         self._documents, self._keep = documents, keep
-        written: dict[str, Any] = {}
-        partly = set()
-        for name, value in state.items():
-            found = rows.get(name.rpartition(".")[0]) if about.after else None
-            if found is None:
-                written[name] = value
-            elif len(found):
-                partly |= {name, rows_of(name)}
-                written[name] = value.index_select(0, found)
-                written[rows_of(name)] = found
-        self._planned = dcp.Planned(partial, written, failure=failure)
+        self._partly = {name for name in written if rows_of(name) in written}
+        """Of these the files have rows."""
+        self._planned = dcp.Planned(partial, dict(written), failure=failure)
         self.bytes = self._planned.bytes
-        self._whole = written.keys() - partly
-        """Of these the files have everything."""
-        # Tables go on changing, so this cannot be done in the background.
-        changed = [name for name, _ in self._planned.tensors() if name in partly and name in state]
-        self._digests = _digests({name: state[name] for name in changed}) if digests else {}
+        self._digests: dict[str, str] = {}
 
-    def copy(self, state: Mapping[str, Any]) -> None:
+    def add_digests(self, state: Mapping[str, Any]) -> None:
+        """Adds those of tensors of which the files have rows. Tables go on changing, so this cannot be done later."""
+        names = {name for name, _ in self._planned.tensors()} & self._partly & state.keys()
+        self._digests = {name: sha256_of_tensor(state[name]) for name in sorted(names)}
+
+    def copy(self, copied: Collection[str]) -> None:
         """Makes the save independent of the state, which may then change."""
-        self._planned.copy(state)
+        self._planned.copy(lambda name: name in self._partly or name.rpartition(".")[0] in copied)
 
     def write(self) -> _Part:
         """Writes this rank's file. Any thread."""
@@ -234,11 +238,11 @@ class _Save:
         # Every rank syncs: its files may be new entries on another machine.
         checkpoint.sync(self.partial)
         names = sorted({result.storage_data.relative_path for result in results})
-        whole = {name: tensor for name, tensor in self._planned.tensors() if name in self._whole}
+        whole = {name: tensor for name, tensor in self._planned.tensors() if name not in self._partly}
         return _Part(
             results=results,
             files={name: sha256_of_file(self.partial / name) for name in names},
-            tensors=self._digests | _digests(whole),
+            tensors=self._digests | {name: sha256_of_tensor(tensor) for name, tensor in whole.items()},
         )
 
     def commit(self, parts: list[_Part]) -> Link:
@@ -341,10 +345,6 @@ def _leave(partial: Path, rank: int, part: _Part) -> None:
 
 def _part_file(partial: Path, rank: int) -> Path:
     return partial / f"rank-{rank}.part"
-
-
-def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    return {name: sha256_of_tensor(tensor) for name, tensor in tensors.items()}
 
 
 def _write(path: Path, text: str) -> None:

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from checkpoint_crashes import die_at_action  # type: ignore[import-not-found]
-from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from sennit.runtime.training import checkpoint
@@ -62,11 +61,19 @@ class Training:
             self.tensors[f"{name}.sum"][rows] += 1
             changed.update(rows.tolist())
 
-    def changed(self) -> dict[str, Tensor]:
-        found = {name: torch.tensor(sorted(rows), dtype=torch.int64) for name, rows in self._changed.items()}
-        for rows in self._changed.values():
-            rows.clear()
+    def changes(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"dense.weight": self.tensors["dense.weight"], "position": {"step": self.step}}
+        for name, changed in self._changed.items():
+            rows = torch.tensor(sorted(changed), dtype=torch.int64)
+            found |= {f"{name}.{kind}": self.tensors[f"{name}.{kind}"][rows] for kind in ("weight", "sum")}
+            found[f"{name}.changed_rows"] = rows
+            changed.clear()
         return found
+
+    def whole(self) -> dict[str, Any]:
+        for changed in self._changed.values():
+            changed.clear()
+        return self.state()
 
     def state(self) -> dict[str, Any]:
         return {**self.tensors, "position": {"step": self.step}}
@@ -103,7 +110,7 @@ def live(rank: int, folder: Path, store: Path, reported: int, kill: Mapping[str,
             training.train()
             if training.step % 2 == 0:
                 about = Manifest(run_id="0123456789abcdef", step=training.step, fixed={}, free={}, code={})
-                saver.save(about, training.state(), changed=training.changed, documents={"more.json": "{}"})
+                saver.save(about, training.whole, changes=training.changes, documents={"more.json": "{}"})
 
 
 def lives(folder: Path, root: Path, number: int, kill: Mapping[str, Any]) -> list[str]:

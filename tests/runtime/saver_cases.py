@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from sennit.runtime.kernels import Optimizer, OptimizerSpec, Precision
-from sennit.runtime.sharded import ShardedEmbeddingBags, Table
+from sennit.runtime.sharded import ShardedEmbeddingBags, Table, TableStore
 from sennit.runtime.training import checkpoint
 from sennit.runtime.training.manifest import CheckpointError, Manifest
 from sennit.runtime.training.opened import OpenedCheckpoint
@@ -24,14 +25,16 @@ SAMPLES = 16
 PREFIX = "tables."
 
 
-def tables_of(placement: Any) -> ShardedEmbeddingBags:
+def tables_of(placement: Any, store: str | None = None) -> ShardedEmbeddingBags:
     adam = OptimizerSpec(kind=Optimizer.ADAM)
     tables = [
         Table(name="user", rows=2000, dim=12, row_shards=8, precision=Precision.BF16),
         Table(name="item", rows=900, dim=8, column_shards=4, optimizer=adam),
         Table(name="day.of", rows=7, dim=4),
+        Table(name="train", rows=3000, dim=8, train_rank=2),
     ]
-    return ShardedEmbeddingBags(tables, rate=0.05, gradients="sum", placement=placement)
+    home = None if store is None else TableStore(folder=Path(store), memory_bytes=1 << 19)
+    return ShardedEmbeddingBags(tables, rate=0.05, gradients="sum", placement=placement, store=home)
 
 
 def train(tables: ShardedEmbeddingBags, number: int) -> None:
@@ -53,9 +56,16 @@ def about(step: int) -> Manifest:
     return Manifest(run_id="0123456789abcdef", step=step, fixed={}, free={}, code={})
 
 
-def saved(rank: int, world: int, placement: Any, folder: str, in_background: bool, steps: int) -> list[str]:
+def whole(tables: ShardedEmbeddingBags) -> dict[str, Any]:
+    tables.track_changes()
+    return state_of(tables)
+
+
+def saved(
+    rank: int, world: int, placement: Any, folder: str, in_background: bool, steps: int, store: str | None = None
+) -> list[str]:
     """A save after each step. Returns the digests of the tables at these moments."""
-    tables = tables_of(placement)
+    tables = tables_of(placement, store)
     tables.track_changes()
     saver = Saver(Path(folder), increments=3, in_background=in_background, digests=True)
     digests = []
@@ -64,10 +74,12 @@ def saved(rank: int, world: int, placement: Any, folder: str, in_background: boo
         digests.append(tables.digest())
         saver.save(
             about(number),
-            state_of(tables),
-            changed=lambda: {f"{PREFIX}{name}": rows for name, rows in tables.changed_rows().items()},
+            functools.partial(whole, tables),
+            changes=lambda: {f"{PREFIX}{name}": tensor for name, tensor in tables.changes().items()},
+            copied={f"{PREFIX}{name}" for name in tables.in_files},
         )
     saver.finish()
+    tables.close()
     return digests
 
 
@@ -93,8 +105,9 @@ def fails_on_one_rank(rank: int, world: int, folder: str, in_background: bool) -
     saver = Saver(Path(folder), increments=9, in_background=in_background)
 
     def save(step: int) -> None:
-        rows = {f"shard{rank}": torch.tensor([step])}
-        saver.save(about(step), state, changed=lambda: rows)
+        rows = torch.tensor([step])
+        increment = {f"shard{rank}.weight": state[f"shard{rank}.weight"][rows], f"shard{rank}.changed_rows": rows}
+        saver.save(about(step), lambda: state, changes=lambda: increment)
 
     def save_now(step: int) -> None:
         save(step)
@@ -125,9 +138,9 @@ def loses_a_rank(rank: int, world: int, folder: str) -> float:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr("sennit.runtime.training.saver._leave", lambda *_: os._exit(9))
-        saver.save(about(1), {"x": torch.ones(9)})
+        saver.save(about(1), lambda: {"x": torch.ones(9)})
         with pytest.raises(Exception, match=r"rank 1|closed|lost|died"):
-            saver.save(about(2), {"x": torch.ones(9)})
+            saver.save(about(2), lambda: {"x": torch.ones(9)})
     saver.abandon()
     assert checkpoint.latest(Path(folder)) is None
     return 0.0

@@ -42,10 +42,14 @@ class Run:
     def save(self, step: int, changed: tuple[int, ...] = (1, 2)) -> None:
         rows = torch.tensor(sorted({row * step % ROWS for row in changed}), dtype=torch.int64)
         self.weight[rows] += step
+        increment = {"t.changed_rows": rows, "t.weight": self.weight[rows], "dense": self.dense}
         self.dense.fill_(step)
         self.every[step] = self.weight.clone()
         about = Manifest(run_id=RUN, step=step, fixed={}, free={}, code={})
-        self.saver.save(about, {"t.weight": self.weight, "dense": self.dense}, changed=lambda: {"t": rows})
+        self.saver.save(about, self.state, changes=lambda: increment)
+
+    def state(self) -> dict[str, Tensor]:
+        return {"t.weight": self.weight, "dense": self.dense}
 
 
 def read(path: Path) -> tuple[Tensor, Tensor]:
@@ -70,17 +74,20 @@ def group(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("is_stored", [False, True])
 def test_base_and_increments_are_the_tables_in_any_world_and_placement(
-    kept_world: Callable[..., Any], tmp_path: Path, in_background: bool
+    kept_world: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory, is_stored: bool, in_background: bool
 ) -> None:
-    placement = {"user": "row_wise", "item": "column_wise", "day.of": "data_parallel"}
+    tmp_path, store = tmp_path_factory.mktemp("saved"), tmp_path_factory.mktemp("store")
+    placement = {"user": "row_wise", "item": "column_wise", "day.of": "data_parallel", "train": "table_wise"}
     arguments = {"folder": str(tmp_path), "in_background": in_background, "steps": 6}
+    arguments["store"] = str(store) if is_stored else None
     (digests, other) = kept_world(2).run(CASES, "saved", placement=placement, **arguments)
     assert digests == other
     assert chains(tmp_path) == {1: [], 2: [1], 3: [1, 2], 4: [1, 2, 3], 5: [], 6: [5]}
     for step, digest in enumerate(digests, 1):
         path = str(tmp_path / f"step-{step:09d}")
-        assert kept_world(3).run(CASES, "loaded", placement="data_parallel", path=path) == [digest] * 3
+        assert kept_world(3).run(CASES, "loaded", placement="row_wise", path=path) == [digest] * 3
         assert kept_world(1).run(CASES, "loaded", placement="table_wise", path=path) == [digest]
     whole, part = (
         sum(file.stat().st_size for file in (tmp_path / name).glob("*.distcp"))
@@ -159,9 +166,7 @@ def test_a_checkpoint_whose_base_is_lost_does_not_count(tmp_path: Path) -> None:
     other.save(3, changed=(5,))
     assert checkpoint.latest(folder) == folder / "step-000000003"
     # A run whose base is lost begins another chain.
-    run.saver.save(
-        Manifest(run_id=RUN, step=5, fixed={}, free={}, code={}), {"t.weight": run.weight, "dense": run.dense}
-    )
+    run.save(5)
     assert chains(folder)[5] == []
 
 
