@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import resource
 import signal
 import warnings
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from sharded_cases import TABLES, features, own_part  # type: ignore[import-not-found]
+from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from sennit.runtime.kernels import Optimizer, OptimizerSpec, Precision
@@ -97,7 +99,9 @@ def misused(rank: int, world: int, folder: str) -> None:
     table = Table(name="user", rows=5000, dim=4, row_shards=2, optimizer=sgd)
     store = TableStore(folder=Path(folder), memory_bytes=50_000)
     module = ShardedEmbeddingBags([table], rate=1, placement="row_wise", store=store)
-    assert module.batches_ahead == 1
+    # Another module in the same folder, of which the second rank has nothing.
+    other = ShardedEmbeddingBags([Table(name="one", rows=10, dim=2)], rate=1, store=store)
+    assert module.batches_ahead == other.batches_ahead == 1
     ids = {"user": torch.arange(400).view(8, 50) + 5 * rank}
     before = module.digest()
     for _ in range(20):  # Together more rows than lines: those of forgotten batches may be evicted.
@@ -122,9 +126,27 @@ def misused(rank: int, world: int, folder: str) -> None:
     assert module.cache_counters()["evictions"] == 0  # Files are new since `load_state_dict`.
     with pytest.raises(ConfigError, match="lines of set"):
         module({"user": torch.arange(2500).view(1, -1).expand(8, -1) + 2500 * rank})
-    module.close()
-    module.close()
+    unused = other.digest()
+    other({"one": torch.arange(8)})["one"].sum().backward()
+    assert other.digest() != unused
+    assert bool(other.cache_counters()) == (rank == 0)
+    for closed in (module, module, other):
+        closed.close()
     assert not list(Path(folder).iterdir())
+
+
+def killed(rank: int, world: int, folder: str, when: str) -> None:
+    """Dies while it fills a file, or while it trains on it."""
+
+    def initial(rows: Tensor, generator: torch.Generator) -> None:
+        if when == "filling":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    table = Table(name="user", rows=5000, dim=2, initial=initial)
+    store = TableStore(folder=Path(folder), memory_bytes=200_000)
+    module = ShardedEmbeddingBags([table], rate=1, store=store)
+    module({"user": torch.arange(8)})["user"].sum().backward()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def error(

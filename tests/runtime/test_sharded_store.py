@@ -134,6 +134,15 @@ def test_files_of_killed_runs_are_replaced_and_those_in_use_are_not(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("when", ["filling", "in use"])
+def test_a_killed_run_leaves_nothing_in_the_way(new_world: Any, tmp_path: Path, when: str) -> None:
+    assert new_world(1).run(STORES, "killed", folder=str(tmp_path), when=when) == [None]
+    names = [file.name for file in tmp_path.iterdir()]
+    assert names == (["rows-0-0.unfinished"] if when == "filling" else [])
+    assert new_world(1).run(STORES, "error", folder=str(tmp_path)) == ["no error"]
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
