@@ -27,10 +27,19 @@ def trained(
     placement: Any,
     implementation: str = "native",
     codec: bool = False,
+    trains: bool = False,
     folder: str | None = None,
 ) -> tuple[str, list[str]]:
-    """Steps in which weights are results of parameters. Returns digests of tables, and of each sample's gradients."""
+    """Steps in which weights are results of parameters. Returns digests of tables, and of each sample's gradients.
+
+    `trains`: two tables are tensor trains. `folder`: where tables are in files.
+    """
     tables = tuple(dataclasses.replace(table, pooling=Pooling.SUM) for table in TABLES)
+    if trains:
+        train = {"row_shards": 1, "column_shards": 1, "train_rank": 3}
+        tables = tuple(
+            dataclasses.replace(table, **train) if table.name in ("user", "genre") else table for table in tables
+        )
     lossless = Codec(kind=CodecKind.LOSSLESS) if codec else None
     module = ShardedEmbeddingBags(
         tables,
@@ -49,11 +58,13 @@ def trained(
         torch.autograd.backward(outputs, [vector.detach() * 0.5 + 0.25 for vector in outputs])
     assert leaf.grad is not None
     assert leaf.grad.abs().min() > 0
+    digest = module.digest()
+    module.close()
     found = [hashlib.sha256() for _ in range(part.lengths.shape[1])]
     for row, of_feature in zip(part.lengths, torch.split(leaf.grad, part.lengths.sum(1).tolist()), strict=True):
         for sample, gradient in zip(found, torch.split(of_feature, row.tolist()), strict=True):
             sample.update(gradient.contiguous().numpy().data)
-    return module.digest(), [sample.hexdigest()[:16] for sample in found]
+    return digest, [sample.hexdigest()[:16] for sample in found]
 
 
 def like_torch(rank: int, world: int, placement: str, gradients: str) -> None:

@@ -42,6 +42,14 @@ def test_tables_in_files_change_no_bit(kept_world: Callable[..., Any], alone: An
     assert kept_world(1).run(CASES, "trained", placement="grid", folder=str(tmp_path))[0] == alone
 
 
+def test_tensor_trains_give_weights_gradients(kept_world: Callable[..., Any]) -> None:
+    expected = kept_world(1).run(CASES, "trained", placement="table_wise", trains=True)[0]
+    for placement in ("table_wise", "data_parallel"):
+        found = kept_world(2).run(CASES, "trained", placement=placement, trains=True)
+        assert [digest for digest, _ in found] == [expected[0]] * 2
+        assert [sample for _, samples in found for sample in samples] == expected[1]
+
+
 @pytest.mark.parametrize("placement", ["table_wise", "row_wise", "column_wise", "data_parallel"])
 @pytest.mark.parametrize("gradients", ["mean", "sum"])
 def test_gradients_are_those_of_torch(kept_world: Callable[..., Any], gradients: str, placement: str) -> None:
