@@ -53,9 +53,10 @@ class Sharding:
         try:
             if self.shards is not None:
                 return placed(tables, world_size, self.shards)
-            return place(tables, world_size, self._names(tables, world_size, options.get("local_ranks")), **options)
+            names = self._names(tables, world_size, options.get("local_ranks"))
         except ConfigError as error:
             raise ConfigError(f"{self.source}: {error}") from None
+        return place(tables, world_size, names, **options)
 
     def _name(self, table: Table) -> str:
         """The sharding of a table. Tensor trains lie whole on a rank, whatever the others do."""

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Self
 
-from sennit.offload.ingest.facts import TableFacts
-from sennit.runtime.kernels.spec import MAX_DIM, MAX_ROW_COUNT, TableSpec
+from sennit.runtime.kernels.spec import MAX_DIM, MAX_ROW_COUNT
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
+from sennit.runtime.sharded.tables import Table
 from sennit.transport.errors import ConfigError
 
 
@@ -39,16 +40,15 @@ class TensorTrainRule:
             raise ConfigError(f"tensor train {text!r}; allowed: ROWS_AT_LEAST:RANK, like 100000:16")
         return cls(rows_at_least=int(found[1]), rank=int(found[2]))
 
+    def applied(self, tables: Sequence[Table]) -> tuple[Table, ...]:
+        """The tables, of which large ones are now tensor trains. A train is one shard."""
+        return tuple(
+            replace(table, train_rank=self.rank, row_shards=1, column_shards=1) if self._takes(table) else table
+            for table in tables
+        )
 
-def table_spec(table: TableFacts, *, dim: int, rule: TensorTrainRule | None) -> TableSpec:
-    """The engine's spec of `table`, in float32."""
-    if rule is not None and table.row_count >= rule.rows_at_least:
-        train = TensorTrainSpec.of_rank(name=table.name, row_count=table.row_count, dim=dim, rank=rule.rank)
-        if train.compression > 1:
-            return train
-    return TableSpec(name=table.name, row_count=table.row_count, dim=dim)
-
-
-def parts(spec: TableSpec) -> tuple[TableSpec, ...]:
-    """The tables that store `spec`: its cores, or itself."""
-    return spec.cores if isinstance(spec, TensorTrainSpec) else (spec,)
+    def _takes(self, table: Table) -> bool:
+        if table.rows < self.rows_at_least or table.train_rank is not None:
+            return False
+        train = TensorTrainSpec.of_rank(name=table.name, row_count=table.rows, dim=table.dim, rank=self.rank)
+        return train.compression > 1

@@ -48,14 +48,17 @@ class CutArguments:
         found, self._spec = tree_flatten_with_path(tree_map(_along, arguments))
         local_batch = _samples(found)
         self.global_batch = slices.global_batch(local_batch, global_batch)
-        if self.global_batch < slices.count:
+        if self.global_batch < slices.count and torch.is_grad_enabled():
             raise ArgumentError(
-                f"a global batch of {self.global_batch} samples for {slices.count} slices: each slice needs a sample. "
-                "Leave such a last batch out"
+                f"a global batch of {self.global_batch} samples for {slices.count} slices: each slice needs a sample "
+                "for a gradient. Leave such a last batch out"
             )
-        self.numbers = range(*slices.own)
-        """The slices of this rank."""
-        self.sizes = slices.sizes(slices.own, self.global_batch)
+        if not local_batch:
+            raise ArgumentError("no samples on this rank; allowed: one or more")
+        sizes = slices.sizes(slices.own, self.global_batch)
+        self.numbers = [number for number, size in zip(range(*slices.own), sizes, strict=True) if size]
+        """The slices of this rank that have samples."""
+        self.sizes = [size for size in sizes if size]
         """Samples in each of them."""
         self._parts = [self._cut(leaf) for _, leaf in found]
 

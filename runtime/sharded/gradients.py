@@ -200,7 +200,6 @@ class SliceSums:
             self._begin(current)
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
-    @torch.no_grad()
     def _take(self, number: int, index: int, alias: Tensor) -> None:
         """Autograd's hook: one slice's gradient of one parameter is complete."""
         self.expect()

@@ -168,6 +168,11 @@ class ShardedTables(nn.Module):
         """How many batches should be sent before one is looked up: 1 if rows are fetched from a store, else 0."""
         return 0 if self._store is None else 1
 
+    def wait_for_rows(self) -> None:
+        """Waits until the rows of all sent batches are here, from a store. A call does so for its own batch."""
+        for engines in self._engines:
+            engines.sharded.wait()
+
     def cache_counters(self) -> dict[str, int]:
         """Counters of this rank's caches before its files and of the files, by name; empty if there are none."""
         found: Counter[str] = Counter()

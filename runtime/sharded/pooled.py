@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,6 +56,11 @@ class Exchange:
         self._wire = wire
         self.features = sorted({part.feature for parts in self.routes.parts for part in parts})
         self._sum_places = [(rank, one) for rank, sums in enumerate(self.routes.sums) for one in sums]
+        self._even = _Even(
+            parts=len({len(parts) for parts in self.routes.parts}) == 1,
+            sums=len(set(self._floats(self.routes.sums))) == 1,
+            gradients=len(set(self._floats(self.routes.gradients))) == 1,
+        )
         wide = any(self._table_of[feature].rows > 1 << 31 for feature in self.features)
         self._id_dtype = torch.int64 if wide else torch.int32
         self._codec = wire.codec_of(
@@ -96,7 +102,8 @@ class Exchange:
         mine = sources[self._slices.rank].sample_count
         send = [len(parts) * mine for parts in self.routes.parts]
         receive = [self.owner.part_count * source.sample_count for source in sources]
-        lengths = self._wire.all_to_all("lengths", outgoing.lengths, receive, send)
+        even = self._even.parts and _is_even(sources)
+        lengths = self._wire.all_to_all("lengths", outgoing.lengths, receive, send, even=even)
         values = self._wire.all_to_all("ids", outgoing.values, counts, outgoing.counts)
         weights = None
         if outgoing.weights is not None:
@@ -108,8 +115,9 @@ class Exchange:
         samples = [source.sample_count for source in arrived.sources]
         mine = samples[self._slices.rank]
         send = [self.owner.answer_size(count) for count in samples]
-        receive = [mine * sum(self._columns(one.feature, one.column) for one in sums) for sums in self.routes.sums]
-        return self._wire.all_to_all("sums", self.owner.answer(arrived), receive, send, codec=self._codec)
+        receive = [mine * count for count in self._floats(self.routes.sums)]
+        even = self._even.sums and _is_even(arrived.sources)
+        return self._wire.all_to_all("sums", self.owner.answer(arrived), receive, send, codec=self._codec, even=even)
 
     def bags(self, answers: Tensor, samples: int) -> dict[int, Tensor]:
         """Sums of whole bags by feature, [samples, dim]: where a table is whole, views of `answers`. Not collective."""
@@ -132,9 +140,11 @@ class Exchange:
         """
         samples = [source.sample_count for source in arrived.sources]
         mine = samples[self._slices.rank]
-        send = [mine * sum(self._columns(*one) for one in places) for places in self.routes.gradients]
+        send = [mine * count for count in self._floats(self.routes.gradients)]
         receive = [self.owner.gradient_size(count) for count in samples]
-        return self._wire.all_to_all("gradients", self.packed(gradients), receive, send, codec=self._codec)
+        even = self._even.gradients and _is_even(arrived.sources)
+        packed = self.packed(gradients)
+        return self._wire.all_to_all("gradients", packed, receive, send, codec=self._codec, even=even)
 
     def weight_gradients(self, ids: Ids, arrived: Arrived, gradient: Tensor) -> dict[int, Tensor]:
         """The gradients of this rank's weights by feature, [ids]. `gradient`: what `return_gradients` returned.
@@ -181,6 +191,10 @@ class Exchange:
         columns = self._table_of[one.feature].column_range(one.column)
         return gradient[:, columns.low : columns.high].reshape(-1)
 
+    def _floats(self, places: Sequence[Sequence[Sum | Columns]]) -> list[int]:
+        """Of one sample, from or for each rank."""
+        return [sum(self._columns(one.feature, one.column) for one in of_rank) for of_rank in places]
+
     def _columns(self, feature: int, column: int) -> int:
         return self._table_of[feature].column_range(column).size
 
@@ -195,6 +209,18 @@ class Outgoing:
     lengths: Tensor
     values: Tensor
     weights: Tensor | None
+
+
+class _Even(NamedTuple):
+    """What is as much for all ranks, where all have as many samples."""
+
+    parts: bool
+    sums: bool
+    gradients: bool
+
+
+def _is_even(sources: Sequence[Source]) -> bool:
+    return len({source.sample_count for source in sources}) == 1
 
 
 def _whole(sums: Sequence[tuple[Sum, Tensor]], row_shards: int) -> Tensor:

@@ -72,7 +72,7 @@ class Room:
             match names[self.tables[number].name]:
                 case "data_parallel":
                     least = min(range(len(self.load)), key=self._left)
-                    self._check(shards, least, "on every rank")
+                    self._check(shards, least, "which has the least room")
                     owner_of.update(dict.fromkeys(shards, EVERYWHERE))
                     self.take(dict.fromkeys(shards, EVERYWHERE))
                 case "table_wise":
@@ -81,7 +81,7 @@ class Room:
                     parts += [[shard] for shard in shards]
         for shards in sorted(parts, key=lambda part: (-self._size(part), part)):
             rank = max(range(len(self.load)), key=lambda one: (self._left(one), -one))
-            self._check(shards, rank, "on the rank with the most room")
+            self._check(shards, rank, "which has the most room")
             owner_of.update(dict.fromkeys(shards, rank))
             self.take(dict.fromkeys(shards, rank))
         return owner_of
@@ -95,8 +95,8 @@ class Room:
             f"table {table.name}" if is_whole else f"shard {shard_name(self.tables, shards[0])} of table {table.name}"
         )
         raise ConfigError(
-            f"{what} needs {size:,} bytes {where} with its optimizer states, but of the {self._limits[rank]:,} bytes "
-            f"for tables on rank {rank}, {left:,} are left: {size - left:,} bytes are missing. All tables need "
+            f"{what} needs {size:,} bytes with its optimizer states. Of the {self._limits[rank]:,} bytes for tables on "
+            f"rank {rank}, {where}, {left:,} are left: {size - left:,} bytes are missing. All tables need "
             f"{self._size(self._bytes_of):,} bytes, all ranks have {sum(self._limits):,}. Give more ranks, a table "
             "store, tensor trains, more row shards or fewer columns"
         )

@@ -106,6 +106,9 @@ class Shards:
             for key, tensor in tensors_of(held).items():
                 tensor.copy_(state[key])
 
+    def wait(self) -> None:
+        """Waits for the rows of all batches that are announced."""
+
     def counters(self) -> dict[str, int]:
         """Counters of the caches before files, by name; empty if there is none."""
         return {}

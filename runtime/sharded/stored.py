@@ -40,6 +40,11 @@ class StoredBatch(Announced):
         super().__init__(batch)
         self._parts = parts
 
+    def wait(self, timeout_s: float) -> None:
+        """Waits for the rows."""
+        for rows, _ in self._parts:
+            rows.rows.wait(timeout_s)
+
     def to_lines(self, timeout_s: float) -> None:
         """Waits for the rows. `batch` has their lines from then on."""
         values = self.batch.values.to(torch.int64, copy=True)
@@ -171,6 +176,10 @@ class StoredShards(Shards):
             rows = self._files.create(layout, _given(layout, state))
             cached.open(rows)
             self._cached[place] = layout, cached, rows
+
+    def wait(self) -> None:
+        for announced in self._announced:
+            announced.wait(self._files.home.timeout_s)
 
     def counters(self) -> dict[str, int]:
         found: Counter[str] = Counter()

@@ -75,11 +75,20 @@ class Wire:
         return None if self._codec is None else row_codec(self._codec, widths)
 
     def all_to_all(
-        self, kind: str, source: Tensor, receive: Sequence[int], send: Sequence[int], *, codec: Codec | None = None
+        self,
+        kind: str,
+        source: Tensor,
+        receive: Sequence[int],
+        send: Sequence[int],
+        *,
+        codec: Codec | None = None,
+        even: bool = False,
     ) -> Tensor:
         """Sends `send[r]` elements of `source` to rank r. Returns `receive[r]` elements of each rank.
 
-        With `codec` (`codec_of`) all are coded and decoded, also those that stay here.
+        With `codec` (`codec_of`) all are coded and decoded, also those that stay here. `even`: all parts of all ranks
+        have one size, as all ranks know. Then no rank names it, and the transport may choose an algorithm for equal
+        parts (docs/reference/plans.md).
         """
         codec = self._lossless if codec is None else codec
         if codec is None and self._world_size == 1:
@@ -89,7 +98,8 @@ class Wire:
                 # The other ranks of this host write there: one copy in place of two.
                 with memory_for_peers(self._group):
                     output = source.new_empty(sum(receive))
-                dist.all_to_all_single(output, source, list(receive), list(send), group=self._group)
+                sizes = [None if even else list(counts) for counts in (receive, send)]
+                dist.all_to_all_single(output, source, sizes[0], sizes[1], group=self._group)
             else:
                 output = self._coded(source, receive, send, codec)
         others = [count for rank, count in enumerate(send) if rank != self._rank]

@@ -21,8 +21,12 @@ from sennit.runtime.data import sources
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.sources import Source
 from sennit.runtime.ingest.address import Address
-from sennit.runtime.model.stored import TableStore
+from sennit.runtime.model.factory import MODELS, find
+from sennit.runtime.model.settings import SettingsFile
+from sennit.runtime.model.sharding_settings import sharding_of
 from sennit.runtime.model.tensor_train import TensorTrainRule
+from sennit.runtime.sharded.files import TableStore
+from sennit.runtime.sharded.placement import SHARDINGS
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.launch import join_address, run_ranks, serve_store
 from sennit.runtime.training.resumption import check_unused
@@ -71,7 +75,14 @@ def command(
     slices: Annotated[
         int, typer.Option(help="slices of a global batch: a power of two, at least as many as ranks")
     ] = _DEFAULT.slices,
+    model: Annotated[str, typer.Option(help=f"{', '.join(MODELS)}, or package.module:factory")] = _DEFAULT.model,
     dim: Annotated[int, typer.Option(help="embedding dimension")] = _DEFAULT.embedding_dim,
+    tables: Annotated[Path | None, typer.Option(metavar="FILE", help="settings of each table (TOML)")] = None,
+    row_shards: Annotated[int, typer.Option(help="row shards of each table; part of the model")] = _DEFAULT.row_shards,
+    sharding: Annotated[
+        str,
+        typer.Option(metavar="NAME|FILE", help=f"which rank has which rows: {', '.join(SHARDINGS)}, or a TOML file"),
+    ] = _DEFAULT.sharding.default,
     tensor_train: Annotated[
         str | None,
         typer.Option(metavar="ROWS:RANK", help="hold tables of at least ROWS rows as tensor trains of rank RANK"),
@@ -113,6 +124,9 @@ def command(
     checkpoint: Annotated[Path | None, typer.Option(help="folder for checkpoints")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="steps between checkpoints")] = None,
     keep: Annotated[int | None, typer.Option(metavar="N", help="newest checkpoints to keep; default: all")] = None,
+    checkpoint_increments: Annotated[
+        int, typer.Option(metavar="N", help="after a whole checkpoint, N with the changed rows alone")
+    ] = _DEFAULT.checkpoint_increments,
     checkpoint_async: Annotated[
         bool, typer.Option("--checkpoint-async", help="write checkpoints while training goes on")
     ] = False,
@@ -136,7 +150,7 @@ def command(
     row_limit: Annotated[int, typer.Option(help="synthetic: rows of the largest tables")] = _SOURCE.row_limit,
     zipf: Annotated[float, typer.Option(help="synthetic: skew of the rows")] = _SOURCE.zipf_exponent,
 ) -> None:
-    """Train a recommendation model (DLRM). Report its quality, speed, time by phase and hash of the weights."""
+    """Train a recommendation model. Report its quality, speed, time by phase and hash of the weights."""
     first, *further = data or [_SOURCE.data]
     try:
         config = TrainingConfig(
@@ -156,7 +170,11 @@ def command(
             max_steps=steps,
             batch_size=batch_size,
             slices=slices,
+            model=model,
             embedding_dim=dim,
+            row_shards=row_shards,
+            tables=None if tables is None else SettingsFile.read(tables),
+            sharding=sharding_of(sharding),
             tensor_train=None if tensor_train is None else TensorTrainRule.parse(tensor_train),
             bottom=_widths("bottom", bottom),
             top=_widths("top", top),
@@ -181,6 +199,7 @@ def command(
             checkpoint=checkpoint,
             checkpoint_every=checkpoint_every,
             keep=keep,
+            checkpoint_increments=checkpoint_increments,
             checkpoint_async=checkpoint_async,
             resume=resume,
             elastic=elastic,
@@ -198,6 +217,7 @@ def start(config: TrainingConfig, ranks: int | None, *, port: int = 0, join: Add
     """Runs this process's rank under torchrun, else starts the ranks. Checks early what can be checked."""
     if (join is not None or port) and not config.elastic:
         raise ConfigError("--port and --join are for elastic runs (--elastic)")
+    find(config.model)
     if config.ingest is None:
         sources.check(config.source)
     for name, folder in (

@@ -3,18 +3,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from sennit.offload.ingest.facts import TableFacts
 from sennit.offload.ingest.target import IngestTarget
 from sennit.runtime.backend.process_group import BACKEND_NAME
 from sennit.runtime.data.order import SLICES_MAX, OrderSettings
 from sennit.runtime.data.sources import Source
+from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
 from sennit.runtime.model.optimizer import DENSE_OPTIMIZERS
 from sennit.runtime.model.schedule import RateSchedule
-from sennit.runtime.model.stored import TableStore
+from sennit.runtime.model.settings import SettingsFile, TableSettings, tables_of
+from sennit.runtime.model.sharding_settings import Sharding
 from sennit.runtime.model.tensor_train import TensorTrainRule
-from sennit.transport.codecs import COLLECTIVE_CODECS, EXCHANGE_CODECS
+from sennit.runtime.sharded.files import TableStore
+from sennit.runtime.sharded.tables import MAX_SHARDS, Table
+from sennit.transport.codecs import COLLECTIVE_CODECS, EXCHANGE_CODECS, Codec
 from sennit.transport.errors import ConfigError
 
 
@@ -49,17 +55,29 @@ class TrainingConfig:
     slices: int = 8
     """Slices of the global batch, a power of two. They belong to the model (docs/reference/sharded.md)."""
 
-    embedding_dim: int = 16
-    """The width of every table, of the bottom MLP's output and of the interaction."""
-
-    tensor_train: TensorTrainRule | None = None
-    """Which tables are tensor trains (docs/reference/embedding.md); None: none."""
+    model: str = "dlrm"
+    """A name of `MODELS`, or "package.module:factory" (docs/reference/models.md)."""
 
     bottom: tuple[int, ...] = (64,)
     """Hidden widths of the bottom MLP."""
 
     top: tuple[int, ...] = (128, 64)
     """Hidden widths of the top MLP."""
+
+    embedding_dim: int = 16
+    """Columns of every table, unless `tables` says otherwise."""
+
+    row_shards: int = 1
+    """Row shards of every table, unless `tables` says otherwise. They belong to the model."""
+
+    tables: SettingsFile | None = None
+    """Settings of each table; None: the same for all, from the fields above and below."""
+
+    tensor_train: TensorTrainRule | None = None
+    """Which tables are tensor trains (docs/reference/embedding.md); None: those of which `tables` says it."""
+
+    sharding: Sharding = field(default_factory=Sharding)
+    """Which rank has which shard. It changes no bit."""
 
     sparse_rate: float = 0.15
     """Learning rate of the embeddings (row-wise AdaGrad)."""
@@ -125,6 +143,9 @@ class TrainingConfig:
     keep: int | None = None
     """How many checkpoints of the run to keep. Older ones are removed when a newer one is durable. None: all."""
 
+    checkpoint_increments: int = 0
+    """So many checkpoints after a whole one hold only the rows that changed; 0: all are whole."""
+
     checkpoint_async: bool = False
     """Write checkpoints while training goes on. A save then takes memory for a copy of what it writes."""
 
@@ -157,6 +178,9 @@ class TrainingConfig:
         _in_range("slices", self.slices, 1, SLICES_MAX)
         if self.slices & (self.slices - 1):
             raise ConfigError(f"slices {self.slices}; allowed: powers of two, 1 to {SLICES_MAX:,}")
+        if self.batch_size < self.slices:
+            raise ConfigError(f"batch size {self.batch_size} for {self.slices} slices; allowed: a sample for each")
+        _in_range("row shards", self.row_shards, 1, MAX_SHARDS)
         _in_range("embedding dimension", self.embedding_dim, 1, 4096)
         for name, widths in (("bottom", self.bottom), ("top", self.top)):
             for width in widths:
@@ -197,18 +221,30 @@ class TrainingConfig:
             raise ConfigError("--sketch without --ingest; it counts what feeders send")
         if self.elastic and self.sketch_path is not None:
             raise ConfigError("--sketch in an elastic run; allowed: one of them (what ranks counted is lost with them)")
-        if self.tensor_train is not None and self.table_store is not None:
-            raise ConfigError("--tensor-train with --table-store; allowed: one of them (cores are small)")
-        if self.elastic and self.table_store is not None:
-            raise ConfigError(
-                "--table-store in an elastic run; allowed: one of them (tables are handed over in memory)"
-            )
         if self.keep is not None:
             _in_range("checkpoints to keep", self.keep, 1, 2**31)
         if self.checkpoint is None:
-            for option in ("resume", "checkpoint_every", "keep", "checkpoint_async"):
+            for option in ("resume", "checkpoint_every", "keep", "checkpoint_increments", "checkpoint_async"):
                 if getattr(self, option) not in (None, False):
                     raise ConfigError(f"--{option.replace('_', '-')} needs a checkpoint folder (--checkpoint DIR)")
+
+    def tables_of(self, facts: Sequence[TableFacts]) -> tuple[Table, ...]:
+        """The tables of the model, one for each column of ids. Raises `ConfigError` if `tables` is of other data."""
+        optimizer = OptimizerSpec(
+            kind=Optimizer.ROW_WISE_ADAGRAD,
+            epsilon=1e-8,
+            weight_decay=self.weight_decay,
+            max_gradient=self.clip_value,
+            max_gradient_norm=self.clip_norm,
+        )
+        defaults = TableSettings(dim=self.embedding_dim, optimizer=optimizer, row_shards=self.row_shards)
+        found = tables_of(facts, self.tables, defaults)
+        return found if self.tensor_train is None else self.tensor_train.applied(found)
+
+    @property
+    def exchange_codec(self) -> Codec | None:
+        """The codec of `exchange`."""
+        return None if self.exchange is None else Codec(kind=EXCHANGE_CODECS[self.exchange])
 
     def schedule(self, step_count: int) -> RateSchedule:
         """The schedule of the learning rates for a run of `step_count` steps."""

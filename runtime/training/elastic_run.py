@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import Store
 
 from sennit.runtime.backend.elastic import reconfigure, waiting_count
 from sennit.runtime.ingest.fed import group_failure
+from sennit.runtime.sharded.tables import shard_name, shards_of
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.handover import Claim, Holding, find_source, take_over
 from sennit.runtime.training.report import Change, RunReport
@@ -106,7 +107,7 @@ class ElasticRun:
             begin_run(trainer)
             self._run_id = trainer.run_id
             return
-        claim = None if self._holding is None else Claim(step=self._holding.step, tables=self._holding.tables)
+        claim = None if self._holding is None else Claim(step=self._holding.step, shards=self._holding.shards)
         gathered: list[Any] = [None] * trainer.world_size
         dist.all_gather_object(gathered, (claim, self._changes, self._run_id))
         # Members come before newcomers, so rank 0 knows the run's history.
@@ -118,7 +119,8 @@ class ElasticRun:
             self._run_id = trainer.run_id
             return
         trainer.run_id = self._run_id
-        source = find_source([claim for claim, _, _ in gathered], [table.name for table in trainer.tables])
+        shards = [shard_name(trainer.tables.tables, shard) for shard in shards_of(trainer.tables.tables)]
+        source = find_source([claim for claim, _, _ in gathered], shards)
         if source is not None:
             take_over(trainer, source, self._holding)
             dist.barrier()

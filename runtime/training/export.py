@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -16,9 +17,12 @@ from sennit.runtime.data import preprocessing
 from sennit.runtime.kernels.int8 import int8_rows
 from sennit.runtime.training import checkpoint
 from sennit.runtime.training.manifest import CheckpointError, Manifest
+from sennit.runtime.training.trainer import DENSE, TABLES
 from sennit.transport.errors import ConfigError, DeviceError
 
-_TABLE, _DENSE = "table.", "dense."
+_WEIGHT: Final = re.compile(
+    re.escape(TABLES) + r"(?P<table>.+)/(?P<row>\d+)\.(?P<column>\d+)(?P<core>\.core\d)?\.weight"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,28 +58,35 @@ def export_int8(folder: Path, output: Path) -> Exported:
     source = folder if (folder / ".metadata").is_file() else checkpoint.latest(folder)
     if source is None:
         raise ConfigError(f"{folder}: no checkpoint, and no folder of checkpoints")
-    tables: dict[str, torch.Tensor] = {}
     dense: dict[str, torch.Tensor] = {}
-    before_bytes = 0
+    shards: dict[str, dict[tuple[int, int], str]] = {}
     found = FileSystemReader(source).read_metadata().state_dict_metadata
-    for key in sorted(found):
-        train = key.removeprefix(_TABLE).removesuffix(".core1")
-        if {f"{_TABLE}{train}.core{number}" for number in (1, 2, 3)} <= found.keys():
-            raise ConfigError(
-                f"{source}: table {train} is a tensor train; allowed: tables with rows of their own "
-                "(sennit.runtime.kernels: EmbeddingEngine.materialise makes them)"
-            )
     for key, about in sorted(found.items()):
-        if not isinstance(about, TensorStorageMetadata) or not key.startswith((_TABLE, _DENSE)):
+        if not isinstance(about, TensorStorageMetadata):
             continue
-        state: dict[str, Any] = {key: torch.empty(about.size, dtype=about.properties.dtype)}
-        checkpoint.load(source, state, alone=True)
-        if key.startswith(_DENSE):
-            dense[key.removeprefix(_DENSE)] = state[key]
-            continue
-        name = key.removeprefix(_TABLE)
-        before_bytes += state[key].nbytes
-        tables[name] = int8_rows(state[key], name=name)
+        if key.startswith(DENSE):
+            dense[key.removeprefix(DENSE)] = _loaded(source, key, about)
+        elif shard := _WEIGHT.fullmatch(key):
+            if shard["core"]:
+                raise ConfigError(
+                    f"{source}: table {shard['table']} is a tensor train; allowed: tables with rows of their own "
+                    "(sennit.runtime.kernels: EmbeddingEngine.materialise makes them)"
+                )
+            shards.setdefault(shard["table"], {})[int(shard["row"]), int(shard["column"])] = key
+    tables: dict[str, torch.Tensor] = {}
+    before_bytes = 0
+    for name, key_of in shards.items():
+        rows = 1 + max(row for row, _ in key_of)
+        columns = 1 + max(column for _, column in key_of)
+        parts = [
+            torch.cat(
+                [_loaded(source, key_of[row, column], found[key_of[row, column]]) for column in range(columns)], 1
+            )
+            for row in range(rows)
+        ]
+        whole = parts[0] if rows == 1 else torch.cat(parts)
+        before_bytes += whole.nbytes
+        tables[name] = int8_rows(whole.float(), name=name)
     if not tables:
         raise ConfigError(f"{source}: a checkpoint without embedding tables")
     model = Manifest.read(source).fixed.get("model")
@@ -84,6 +95,13 @@ def export_int8(folder: Path, output: Path) -> Exported:
     _write(output, content)
     after_bytes = sum(rows.nbytes for rows in tables.values())
     return Exported(source=source, tables=len(tables), before_bytes=before_bytes, after_bytes=after_bytes)
+
+
+def _loaded(source: Path, key: str, about: Any) -> torch.Tensor:
+    state: dict[str, Any] = {key: torch.empty(about.size, dtype=about.properties.dtype)}
+    checkpoint.load(source, state, alone=True)
+    tensor: torch.Tensor = state[key]
+    return tensor
 
 
 def _preprocessing(source: Path) -> dict[str, Any] | None:

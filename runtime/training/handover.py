@@ -1,24 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves a run's state from the trainers of one group to those of the next, which place tables differently.
+"""Moves a run's state from the trainers of one group to those of the next, which place shards differently.
 
-Nobody dies when a group takes newcomers in, so no state is lost. Each table moves from the rank that holds it to its
-new owner. The dense part, which every member holds, is sent by the lowest of them to all.
+Nobody dies when a group takes newcomers in, so no state is lost. Each shard moves from a rank that holds it to its new
+owners. The dense part, which every member holds, is sent by the lowest of them to all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from sennit.runtime.model.tensor_train import parts
-from sennit.runtime.training.trainer import Trainer
-
-# The parts of `Trainer.state` that belong to a table. All other parts are equal on all ranks.
-TABLE_PARTS: Final = ("table", "row_state")
+from sennit.runtime.sharded.placement import EVERYWHERE
+from sennit.runtime.sharded.tables import shard_name, shards_of
+from sennit.runtime.training.trainer import TABLES, Trainer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,12 +24,12 @@ class Holding:
     """The state that a member keeps of its trainer while the group changes: tensors only, no group."""
 
     step: int
-    tables: tuple[str, ...]
+    shards: tuple[str, ...]
     state: dict[str, Any]
 
     @classmethod
     def of(cls, trainer: Trainer) -> Holding:
-        return cls(step=trainer.step, tables=trainer.own_tables, state=trainer.state())
+        return cls(step=trainer.step, shards=trainer.own_shards, state=trainer.state())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +37,7 @@ class Claim:
     """What a rank tells the others about its holding."""
 
     step: int
-    tables: tuple[str, ...]
+    shards: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,12 +46,12 @@ class Source:
 
     step: int
     holder_of: dict[str, int]
-    """Which rank holds each table."""
+    """Which rank holds each shard."""
 
     dense_holder: int
 
 
-def find_source(claims: Sequence[Claim | None], tables: Collection[str]) -> Source | None:
+def find_source(claims: Sequence[Claim | None], shards: Collection[str]) -> Source | None:
     """The newest state that the ranks hold completely; None if every state misses a part. Claims are in rank order.
 
     Parts of different steps are never mixed. Claims may differ in step: a rank drops its holding when it has finished a
@@ -65,9 +63,9 @@ def find_source(claims: Sequence[Claim | None], tables: Collection[str]) -> Sour
         for rank in holders:
             claim = claims[rank]
             assert claim is not None
-            for table in claim.tables:
-                holder_of.setdefault(table, rank)
-        if set(tables) <= holder_of.keys():
+            for shard in claim.shards:
+                holder_of.setdefault(shard, rank)
+        if set(shards) <= holder_of.keys():
             return Source(step=step, holder_of=holder_of, dense_holder=holders[0])
     return None
 
@@ -76,21 +74,29 @@ def take_over(trainer: Trainer, source: Source, holding: Holding | None) -> None
     """Fills a new trainer from `source`. Collective. `holding` is this rank's; None for a newcomer."""
     state = trainer.state()
     held: dict[str, Any] = {} if holding is None or holding.step != source.step else holding.state
+    tables, owner_of = trainer.tables.tables, trainer.tables.placement.owner_of
     # Every rank walks the same list in the same order, so sends and receives match.
-    for table, owner in zip(trainer.tables, trainer.placement.owner_of, strict=True):
-        holder = source.holder_of[table.name]
-        names = [spec.name for spec in parts(trainer.spec_of(table))]
-        for key in (f"{part}.{name}" for name in names for part in TABLE_PARTS):
-            if trainer.rank == holder == owner:
-                state[key].copy_(held[key])
-            elif trainer.rank == holder:
-                dist.send(held[key], owner)
-            elif trainer.rank == owner:
+    for shard in shards_of(tables):
+        name, owner = shard_name(tables, shard), owner_of[shard]
+        holder = source.holder_of[name]
+        owners = range(trainer.world_size) if owner == EVERYWHERE else (owner,)
+        given = held if trainer.rank == holder else {}
+        for key in _keys_of(name, given or state):
+            if trainer.rank == holder:
+                for other in owners:
+                    if other == holder:
+                        state[key].copy_(held[key])
+                    else:
+                        dist.send(held[key], other)
+            elif trainer.rank in owners:
                 dist.recv(state[key], holder)
     gives = trainer.rank == source.dense_holder
     plain: list[Any] = [{name: value for name, value in held.items() if not isinstance(value, Tensor)}]
     dist.broadcast_object_list(plain, src=source.dense_holder)
-    for name in sorted(name for name, value in state.items() if _is_dense(name, value)):
+    common = {f"{TABLES}steps"}
+    for name in sorted(name for name, value in state.items() if isinstance(value, Tensor)):
+        if name.startswith(TABLES) and name not in common:
+            continue
         if gives:
             state[name].copy_(held[name])
         dist.broadcast(state[name], src=source.dense_holder)
@@ -98,5 +104,6 @@ def take_over(trainer: Trainer, source: Source, holding: Holding | None) -> None
     trainer.restore(state)
 
 
-def _is_dense(name: str, value: Any) -> bool:
-    return isinstance(value, Tensor) and name.partition(".")[0] not in TABLE_PARTS
+def _keys_of(shard: str, names: Iterable[str]) -> list[str]:
+    """The tensors of a shard, in the same order on all ranks."""
+    return sorted(name for name in names if name.startswith(f"{TABLES}{shard}."))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -71,7 +70,7 @@ def quality_of_ranks(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | 
         wins_twice += wins + 2 * positive * negatives
         positives += positive
         negatives += negative
-    return _quality(wins_twice, positives, negatives, math.fsum(part[3] for part in parts))
+    return _quality(wins_twice, positives, negatives, sum(part[3] for part in parts))
 
 
 _BIN_BITS: Final = 16
@@ -125,10 +124,10 @@ class Scores:
         return int(np.sum(self.positive * (2 * below + negative)))
 
 
-def _quality(wins_twice: int, positives: int, negatives: int, losses: float) -> Quality:
+def _quality(wins_twice: int, positives: int, negatives: int, losses: int | float) -> Quality:
     count, pairs = positives + negatives, positives * negatives
     base_rate = positives / count if count else float("nan")
-    log_loss = losses / count if count else float("nan")
+    log_loss = losses / (count << _LOSS_BITS) if count else float("nan")
     floor = _entropy(base_rate)
     return Quality(
         # The Mann-Whitney statistic. Up to here all numbers are integers.
@@ -140,10 +139,26 @@ def _quality(wins_twice: int, positives: int, negatives: int, losses: float) -> 
     )
 
 
-def _losses(logits: npt.NDArray[np.floating], labels: npt.NDArray[np.floating]) -> float:
-    """The sum of log losses. It uses logits, so no probability rounds to 0 or 1: log(1 + e^x) - x·label."""
+_LOSS_BITS: Final = 52
+"""The bits after the point of a sum of losses."""
+
+
+def _losses(logits: npt.NDArray[np.floating], labels: npt.NDArray[np.floating]) -> int | float:
+    """The sum of log losses, times 2^52: an integer, so that it does not depend on who adds up which.
+
+    It uses logits, so no probability rounds to 0 or 1: log(1 + e^x) - x·label. Not finite if a loss is not.
+    """
     scores = logits.astype(np.float64)
-    return float(np.sum(np.logaddexp(0, scores) - scores * labels.astype(np.float64)))
+    losses = np.logaddexp(0, scores) - scores * labels.astype(np.float64)
+    if not np.isfinite(losses).all():
+        return float(losses.sum())
+    total, rest = 0, losses
+    for bits in (0, _LOSS_BITS // 2, _LOSS_BITS // 2):
+        rest = rest * 2.0**bits
+        whole = np.floor(rest)
+        total = (total << bits) + int(whole.sum(dtype=np.int64 if whole.max(initial=0) < 2**26 else object))
+        rest = rest - whole
+    return total
 
 
 def _entropy(rate: float) -> float:

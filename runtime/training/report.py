@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from sennit.offload.admission import Verdict
-from sennit.runtime.kernels.spec import TableSpec
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
+from sennit.runtime.sharded.tables import Table as EmbeddingTable
+from sennit.runtime.sharded.tables import shard_spec, shards_of
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.metrics import Quality
 from sennit.transport.errors import SennitError
@@ -31,7 +32,7 @@ class RankReport:
     """One rank's part of the report."""
 
     tables: list[str]
-    """Names of the tables it owns."""
+    """Names of the tables of which it holds a shard."""
 
     phases_s: dict[str, float]
     """Seconds in each phase of this process."""
@@ -97,11 +98,12 @@ class EmbeddingSize:
     """Stored parameters: fewer if tables are tensor trains."""
 
     @classmethod
-    def of(cls, specs: Sequence[TableSpec]) -> EmbeddingSize:
+    def of(cls, model: Sequence[EmbeddingTable]) -> EmbeddingSize:
+        specs = [shard_spec(model, shard) for shard in shards_of(model)]
         trains = [spec for spec in specs if isinstance(spec, TensorTrainSpec)]
-        whole = sum(spec.row_count * spec.dim for spec in specs)
+        whole = sum(table.rows * table.dim for table in model)
         saved = sum(train.row_count * train.dim - train.parameter_count for train in trains)
-        return cls(tables=len(specs), tensor_trains=len(trains), table_numbers=whole, stored_numbers=whole - saved)
+        return cls(tables=len(model), tensor_trains=len(trains), table_numbers=whole, stored_numbers=whole - saved)
 
     def __str__(self) -> str:
         text = f"{self.tables} tables, {self.table_numbers:,} numbers"

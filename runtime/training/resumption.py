@@ -20,7 +20,8 @@ from torch._C._distributed_c10d import Store
 from sennit.runtime.data import preprocessing
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.data.order import ORDER_VERSION
-from sennit.runtime.model.embedding import ROW_WISE_ADAGRAD
+from sennit.runtime.model.settings import as_json
+from sennit.runtime.sharded.tables import Table
 from sennit.runtime.training import checkpoint
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.manifest import (
@@ -37,7 +38,7 @@ from sennit.transport.errors import ConfigError, SennitError
 
 FIXED: Final = {
     "order": ("seed", "split", "eval_fraction", "batch_size", "slices"),
-    "model": ("embedding_dim", "bottom", "top", "tensor_train"),
+    "model": ("model", "bottom", "top"),
     "optimizer": ("dense_optimizer",),
 }
 """Fields of `TrainingConfig` that a resumed run must have as the checkpoint has them."""
@@ -74,16 +75,16 @@ def fixed_of(config: TrainingConfig, source: BatchSource) -> dict[str, Any]:
     fixed["model"] |= {
         "preprocessing": preprocessing.FORMAT,
         "dense_features": source.dense_count,
-        "tables": {table.name: table.row_count for table in source.tables},
+        "tables": {table.name: _table(table) for table in config.tables_of(source.tables)},
     }
-    fixed["optimizer"]["row_optimizer"] = ROW_WISE_ADAGRAD.kind.value
     return {"data": {"samples": source.order.sample_count, "fingerprint": source.fingerprint}, **fixed}
 
 
 def manifest_of(trainer: Trainer) -> Manifest:
     """The manifest of a checkpoint of the trainer's present state."""
     config = trainer.config
-    free = {"data": trainer.order.name, "ranks": trainer.world_size}
+    tables = {described["name"]: described for described in as_json(trainer.tables.tables)}
+    free = {"data": trainer.order.name, "ranks": trainer.world_size, "tables": tables}
     return Manifest(
         run_id=trainer.run_id,
         step=trainer.step,
@@ -96,7 +97,13 @@ def manifest_of(trainer: Trainer) -> Manifest:
 def saver_of(config: TrainingConfig) -> Saver:
     """What saves the run's checkpoints."""
     assert config.checkpoint is not None
-    return Saver(config.checkpoint, keep=config.keep, in_background=config.checkpoint_async, timeout_s=config.timeout_s)
+    return Saver(
+        config.checkpoint,
+        keep=config.keep,
+        increments=config.checkpoint_increments,
+        in_background=config.checkpoint_async,
+        timeout_s=config.timeout_s,
+    )
 
 
 def save(trainer: Trainer, saver: Saver | None = None) -> None:
@@ -105,7 +112,8 @@ def save(trainer: Trainer, saver: Saver | None = None) -> None:
     # Rank 0 writes it.
     documents = {} if known is None or trainer.rank else {preprocessing.NAME: known.text()}
     with contextlib.nullcontext(saver) if saver is not None else saver_of(trainer.config) as own:
-        own.save(manifest_of(trainer), trainer.state, documents=documents)
+        changes = trainer.changes if trainer.config.checkpoint_increments else None
+        own.save(manifest_of(trainer), trainer.state, changes=changes, copied=trainer.in_files, documents=documents)
 
 
 def begin(trainer: Trainer) -> list[str]:
@@ -216,6 +224,20 @@ def _on_first(trainer: Trainer, function: Callable[[], Result]) -> Result:
         raise told[1]
     result: Result = told[0]
     return result
+
+
+def _table(table: Table) -> dict[str, Any]:
+    """What decides the meaning of a table's weights and states."""
+    return {
+        "rows": table.rows,
+        "dim": table.dim,
+        "pooling": table.pooling.value,
+        "precision": table.precision.name.lower(),
+        "optimizer": table.optimizer.kind.value,
+        "row_shards": table.row_shards,
+        "column_shards": table.column_shards,
+        "train_rank": table.train_rank,
+    }
 
 
 def _plain(value: Any) -> Any:

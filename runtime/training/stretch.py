@@ -90,11 +90,11 @@ def _train(
 
     after = transport_counters(config.backend)
     mine = RankReport(
-        tables=list(trainer.own_tables),
+        tables=sorted({shard.rpartition("/")[0] for shard in trainer.own_shards}),
         phases_s=dict(trainer.clock.seconds),
         counters={name: count - before.get(name, 0) for name, count in after.items()},
         ingest=source.counters(),
-        rows=trainer.embedding.counters(),
+        rows=trainer.tables.cache_counters(),
     )
     gathered: list[RankReport | None] = [None] * trainer.world_size
     dist.all_gather_object(gathered, mine)
@@ -110,7 +110,7 @@ def _train(
         run_id=trainer.run_id,
         weights_sha256=fingerprint(trainer.weights()),
         changes=changes,
-        embedding=EmbeddingSize.of([trainer.spec_of(table) for table in trainer.tables]),
+        embedding=EmbeddingSize.of(trainer.tables.tables),
         data=config.source.data if config.ingest is None else source.order.name,
     )
     if first:

@@ -1,43 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's part of a training run: the step, the evaluation, and the state that a checkpoint holds.
 
-A step: cut this rank's part of the global batch -> ids to the owners -> lookup -> pooled vectors back -> dense model
-and loss -> backward (DDP sums dense gradients, pooled gradients go to the owners) -> update. If tables are larger than
-memory, the ids of the next batch are sent first, so that its rows are fetched meanwhile.
+A step is what a user's program would do: look up (`ShardedEmbeddingBags`), run the model slice by slice
+(`SlicedReplicas`), backward, `optimizer.step()`. The backward pass updates rows. If tables are in files, the ids of the
+next batch are sent first, so that its rows are fetched meanwhile.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
+import os
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from sennit.offload.ingest.facts import TableFacts
-from sennit.runtime.backend import coded_hook
 from sennit.runtime.data.batch_source import BatchSource
-from sennit.runtime.kernels.spec import TableSpec
-from sennit.runtime.model.embedding import ROW_WISE_ADAGRAD, EmbeddingTables, ResidentTables, table_bytes
-from sennit.runtime.model.exchange import Exchange, row_codec
-from sennit.runtime.model.model import DenseModel
+from sennit.runtime.model.factory import build
+from sennit.runtime.model.inputs import ModelInputs, TableInput
 from sennit.runtime.model.optimizer import dense_optimizer
-from sennit.runtime.model.sharding import Placement, place
-from sennit.runtime.model.stored import StoredTables
-from sennit.runtime.model.tensor_train import table_spec
+from sennit.runtime.sharded.bags import ShardedEmbeddingBags
 from sennit.runtime.sharded.memory_limits import memory_limits
 from sennit.runtime.sharded.phases import PhaseClock
+from sennit.runtime.sharded.replicas import SlicedReplicas
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.metrics import Quality, quality_of_ranks
 from sennit.transport.codecs import COLLECTIVE_CODECS, Codec
 from sennit.transport.errors import SennitError
+
+DENSE, TABLES = "dense.", "tables."
+"""What the names of parameters and of tables' tensors begin with in a state."""
 
 
 class TrainingError(SennitError):
@@ -59,16 +56,16 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """A batch whose ids the owners of the tables have received."""
+    """A batch whose ids the owners of the tables have."""
 
     number: int
-    counts: list[int]
-    """The number of samples of each rank."""
+    size: int
+    """Samples of all ranks."""
 
     dense: Tensor
     labels: Tensor
-    bags: Any
-    """The batch as the embedding tables announced it."""
+    sent: Any
+    """Its ids, as the tables sent them."""
 
     is_lent: bool
     """Whether the tensors belong to the source, which must be told when they are no longer used."""
@@ -89,66 +86,43 @@ class Trainer:
         self.run_id = "0" * 16
         """The id of the run that this trainer belongs to (`resumption`)."""
 
-        self.tables = source.tables
-        self.placement: Placement = place(
-            self.tables,
-            world_size=self.world_size,
-            dim=config.embedding_dim,
-            table_bytes=[table_bytes(self.spec_of(table)) for table in self.tables],
-            # Tables on a disk have another limit.
-            limit_bytes=memory_limits(config.rank_memory_bytes) if config.table_store is None else None,
-        )
-        own = [self.tables[table] for table in self.placement.tables_of[self.rank]]
-        rows = dataclasses.replace(
-            ROW_WISE_ADAGRAD,
-            weight_decay=config.weight_decay,
-            max_gradient=config.clip_value,
-            max_gradient_norm=config.clip_norm,
-        )
-        self.embedding: EmbeddingTables
-        if config.table_store is None or not own:
-            self.embedding = ResidentTables(
-                own, dim=config.embedding_dim, seed=config.seed, optimizer=rows, tensor_train=config.tensor_train
-            )
-        else:
-            with self.clock.phase("table store"):
-                self.embedding = StoredTables(
-                    own,
-                    config.table_store,
-                    rank=self.rank,
-                    dim=config.embedding_dim,
-                    seed=config.seed,
-                    clock=self.clock,
-                    timeout_s=config.timeout_s,
-                    optimizer=rows,
-                )
-        # The exchange of ids is collective: either all ranks work ahead or none.
-        self._batches_ahead = 0 if config.table_store is None else StoredTables.batches_ahead
         self.arrived: deque[Arrival] = deque()
-        """Batches that are announced, but not computed yet."""
-        self.exchange = Exchange(
-            self.placement,
-            dim=config.embedding_dim,
-            clock=self.clock,
-            codec=None if config.exchange is None else row_codec(config.exchange, config.embedding_dim),
-        )
-        self.dense = DenseModel(
+        """Batches whose ids were sent, but that are not computed yet."""
+
+        tables = config.tables_of(source.tables)
+        # Tables on a disk have another limit.
+        limits = memory_limits(config.rank_memory_bytes) if config.table_store is None else None
+        with self.clock.phase("tables", is_whole=True):
+            self.tables = ShardedEmbeddingBags(
+                tables,
+                rate=config.sparse_rate,
+                placement=config.sharding.placement(
+                    tables, self.world_size, local_ranks=_local_ranks(self.world_size), limits=limits
+                ),
+                slices=config.slices,
+                gradients="sum",
+                seed=config.seed,
+                codec=config.exchange_codec,
+                store=config.table_store and replace(config.table_store, timeout_s=config.timeout_s),
+                clock=self.clock,
+            )
+        inputs = ModelInputs(
             dense_count=source.dense_count,
-            table_count=len(self.tables),
-            dim=config.embedding_dim,
+            tables=tuple(TableInput(name=table.name, dim=table.dim) for table in tables),
             bottom=config.bottom,
             top=config.top,
             seed=config.seed,
         )
-        self.replicated = DistributedDataParallel(self.dense, gradient_as_bucket_view=True)
-        if config.gradient is not None:
-            codec = Codec(kind=COLLECTIVE_CODECS[config.gradient])
-            self.replicated.register_comm_hook(None, coded_hook(codec))
+        self.model = build(config.model, inputs)
+        self.replicas = SlicedReplicas(
+            self.model,
+            slices=config.slices,
+            seed=config.seed,
+            codec=None if config.gradient is None else Codec(kind=COLLECTIVE_CODECS[config.gradient]),
+            clock=self.clock,
+        )
         self.optimizer = dense_optimizer(
-            config.dense_optimizer,
-            self.replicated.parameters(),
-            rate=config.dense_rate,
-            weight_decay=config.weight_decay,
+            config.dense_optimizer, self.model.parameters(), rate=config.dense_rate, weight_decay=config.weight_decay
         )
 
     def run(
@@ -184,125 +158,150 @@ class Trainer:
         factor = self.rate_factor(self.step)
         # Only up to the next evaluation, which takes other batches.
         end = min((self.step // self.steps_per_epoch + 1) * self.steps_per_epoch, self.step_count)
-        until = min(self.step + 1 + self._batches_ahead, end)
+        until = min(self.step + 1 + self.tables.batches_ahead, end)
         batch = self._next([self.order.training_batch(step) for step in range(self.step, until)])
-        with self.clock.phase("lookup"):
-            pooled = self.embedding.lookup(batch.bags).view(-1, self.config.embedding_dim).requires_grad_()
+        vectors = self.tables(batch.sent)
         with self.clock.phase("dense forward"):
-            vectors = self.exchange.return_pooled(pooled, batch.counts)
-            logits = self.replicated(batch.dense, vectors)
-            loss = F.binary_cross_entropy_with_logits(logits, batch.labels)
-            value = loss.item()
+            logits = self.replicas(batch.dense, vectors, global_batch=batch.size)
+            losses = self.replicas.each_slice(_loss, logits, batch.labels, global_batch=batch.size)
+            value = float(losses.detach().sum()) / batch.labels.shape[0]
         if not math.isfinite(value):
             raise TrainingError(
                 f"loss is {value} at step {self.step + 1} on rank {self.rank}; try lower learning rates "
                 f"(now {self.config.dense_rate} dense, {self.config.sparse_rate} sparse)"
             )
-        with self.clock.phase("backward and AllReduce"):
+        _set_rate(self.tables.optimizer, self.config.sparse_rate * factor)
+        with self.clock.phase("dense backward"):
             self.optimizer.zero_grad()
-            # Gradients are averaged over ranks, so a rank with more samples than the mean must weigh more.
-            share = batch.counts[self.rank] * self.world_size / self.config.batch_size
-            torch.autograd.backward(loss if share == 1 else loss * share)
+            torch.autograd.backward(self.replicas.loss(losses, batch.size))
         if batch.is_lent:
             self.source.release(batch.number)
         with self.clock.phase("dense update"):
             self._clip_dense()
-            for part in self.optimizer.param_groups:
-                part["lr"] = self.config.dense_rate * factor
+            _set_rate(self.optimizer, self.config.dense_rate * factor)
             self.optimizer.step()
-        with self.clock.phase("sparse update"):
-            assert pooled.grad is not None
-            self.embedding.update(batch.bags, pooled.grad.flatten(), rate=self.config.sparse_rate * factor)
         self.step += 1
         return value
 
     def _next(self, numbers: Sequence[int]) -> Arrival:
-        """Returns the first of these batches. The others are then announced to the tables, if those work ahead."""
+        """Returns the first of these batches. The ids of the others are then on their way, if tables work ahead."""
         for number in numbers[len(self.arrived) :]:
             with self.clock.phase("input"):
                 batch = self.source.take(number)
-            counts = self.order.counts(number, self.world_size)
-            bags = self.embedding.announce(self.exchange.send_ids(batch, counts))
-            is_lent = self._batches_ahead == 0
+            size = self.order.size(number)
+            sent = self.tables.send(batch, global_batch=size)
+            is_lent = self.tables.batches_ahead == 0
             dense, labels = batch.dense, batch.labels
             if not is_lent:
                 # A source lends one batch at a time.
                 dense, labels = dense.clone(), labels.clone()
                 self.source.release(number)
             self.arrived.append(
-                Arrival(number=number, counts=counts, dense=dense, labels=labels, bags=bags, is_lent=is_lent)
+                Arrival(number=number, size=size, dense=dense, labels=labels, sent=sent, is_lent=is_lent)
             )
         return self.arrived.popleft()
 
     def _clip_dense(self) -> None:
-        """Clips the dense gradient. Averaged gradients are equal on all ranks, so the clipped ones are, too."""
+        """Clips the dense gradient. Sums are equal on all ranks, so the clipped ones are, too."""
         if self.config.clip_value is not None:
-            nn.utils.clip_grad_value_(self.dense.parameters(), self.config.clip_value, foreach=False)
+            nn.utils.clip_grad_value_(self.model.parameters(), self.config.clip_value, foreach=False)
         if self.config.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.dense.parameters(), self.config.clip_norm, foreach=False)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm, foreach=False)
 
     @torch.no_grad()
     def evaluate(self) -> Quality:
-        """Exact metrics over all evaluation rows, the same on every rank."""
+        """Exact metrics over all evaluation rows, the same on every rank and in every world."""
         with self.clock.phase("evaluation", is_whole=True):
             logits, labels = [], []
             training, self.arrived = self.arrived, deque()
             numbers = self.order.evaluation_batches(self.step)
+            self.replicas.eval()
             for place in range(len(numbers)):
-                batch = self._next(numbers[place : place + 1 + self._batches_ahead])
-                pooled = self.embedding.lookup(batch.bags).view(-1, self.config.embedding_dim)
-                self.embedding.release(batch.bags)
-                logits.append(self.dense(batch.dense, self.exchange.return_pooled(pooled, batch.counts)))
-                labels.append(batch.labels.clone())
+                batch = self._next(numbers[place : place + 1 + self.tables.batches_ahead])
+                vectors = self.tables(batch.sent)
+                if len(batch.labels):
+                    logits.append(self.replicas(batch.dense, vectors, global_batch=batch.size))
+                    labels.append(batch.labels.clone())
                 if batch.is_lent:
                     self.source.release(batch.number)
+            self.replicas.train()
             self.arrived = training
-            return quality_of_ranks(torch.cat(logits), torch.cat(labels))
+            empty = torch.empty(0)
+            return quality_of_ranks(torch.cat([empty, *logits]), torch.cat([empty, *labels]))
 
     @property
-    def own_tables(self) -> tuple[str, ...]:
-        """Names of the tables that this rank owns."""
-        return self.embedding.names
-
-    def spec_of(self, table: TableFacts) -> TableSpec:
-        """The engine's spec of any table of the run, whoever owns it."""
-        return table_spec(table, dim=self.config.embedding_dim, rule=self.config.tensor_train)
+    def own_shards(self) -> tuple[str, ...]:
+        """Names of the shards that this rank holds."""
+        return tuple(held.name for held in self.tables.held())
 
     def weights(self) -> dict[str, Tensor]:
         """The weights that this rank holds, by global names."""
-        return self._dense_weights() | self.embedding.weights()
+        held = self.tables.state_dict()
+        return self._dense_weights() | {
+            f"{TABLES}{name}": value for name, value in held.items() if name.endswith(".weight")
+        }
 
     def _dense_weights(self) -> dict[str, Tensor]:
-        return {f"dense.{name}": parameter.detach() for name, parameter in self.dense.named_parameters()}
+        return {f"{DENSE}{name}": tensor.detach() for name, tensor in self.model.state_dict().items()}
 
     def state(self) -> dict[str, Any]:
-        """Everything that a checkpoint holds.
+        """Everything that a checkpoint holds. With increments, `changes` then counts from here.
 
-        Loading fills these tensors; `restore` copies those that the trainer does not own.
+        Loading fills these tensors; `restore` takes over those that the trainer does not own.
         """
+        if self.config.checkpoint_increments:
+            self.tables.track_changes()
+        return self._state(self.tables.state_dict())
+
+    def changes(self) -> dict[str, Any]:
+        """What an incremental checkpoint holds: the rows that changed since the last save, and everything else."""
+        return self._state(self.tables.changes())
+
+    @property
+    def in_files(self) -> list[str]:
+        """The shards, by their names in a state, of which `state` has copies."""
+        return [f"{TABLES}{shard}" for shard in self.tables.in_files]
+
+    def _state(self, tables: Mapping[str, Any]) -> dict[str, Any]:
         from sennit.runtime.training import dcp
 
-        state: dict[str, Any] = self._dense_weights() | self.embedding.state()
-        dense = dcp.optimizer_state(self.replicated, self.optimizer)
+        state: dict[str, Any] = self._dense_weights()
+        state.update({f"{TABLES}{name}": value for name, value in tables.items()})
+        dense = dcp.optimizer_state(self.model, self.optimizer)
         state.update({f"optimizer.{name}": value for name, value in dense.items()})
         # Order of samples and initial weights follow from seed and position, so no generator is saved.
-        state["position"] = {"step": self.step}
+        state["position"] = {"step": self.step, "passes": self.replicas.passes}
         return state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Takes over a loaded `state`, which must be of the same run, as far as its tensors are not the trainer's own
-        memory.
-        """
+        """Takes over a loaded `state`, which must be of the same run."""
         from sennit.runtime.training import dcp
 
-        prefix = "optimizer."
-        dense = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-        dcp.restore_optimizer(self.replicated, self.optimizer, dense)
+        def part(prefix: str) -> dict[str, Any]:
+            return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+
+        dcp.restore_optimizer(self.model, self.optimizer, part("optimizer."))
         while self.arrived:
-            self.embedding.release(self.arrived.popleft().bags)
-        self.embedding.restore(state)
-        self.step = self.embedding.step = int(state["position"]["step"])
+            self.tables.drop(self.arrived.popleft().sent)
+        self.tables.load_state_dict(part(TABLES))
+        self.step, self.replicas.passes = int(state["position"]["step"]), int(state["position"]["passes"])
 
     def close(self) -> None:
         """Removes files that exist for the run only."""
-        self.embedding.close()
+        self.tables.close()
+
+
+def _local_ranks(world_size: int) -> int | None:
+    """The ranks of a host, as torchrun says; None if hosts do not have equally many, or all ranks are here."""
+    found = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return None if world_size % found else found
+
+
+def _loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """The sum over the samples of a slice, so that slices of different sizes weigh what they should."""
+    return F.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+
+
+def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate

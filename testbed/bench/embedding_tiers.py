@@ -21,15 +21,15 @@ from torch import Tensor
 from sennit.runtime.data.seeds import torch_stream
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.engine import EmbeddingEngine
+from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
 from sennit.runtime.kernels.spec import Rounding, TableSpec
 from sennit.runtime.memory import store
 from sennit.runtime.memory.layout import Arrays, StoreLayout
 from sennit.runtime.memory.tiered import TieredTables, layout_of
-from sennit.runtime.model.embedding import ROW_WISE_ADAGRAD
-from sennit.runtime.model.stored import lines_in
+from sennit.runtime.sharded.files import divided
 
 HOMES: Final = ("file", "page-cache", "dram")
-OPTIMIZER: Final = ROW_WISE_ADAGRAD
+OPTIMIZER: Final = OptimizerSpec(kind=Optimizer.ROW_WISE_ADAGRAD)
 ZIPF: Final = 1.05
 RATE: Final = 0.01
 WARM_ROWS: Final = 100_000
@@ -127,7 +127,7 @@ def _run(path: Path, load: Load, home: str, steps: int, seed: int) -> Result:
         )
         access = rows.access
         del weights, initial
-    line_count, spare_count = lines_in(load.memory_bytes, layout)
+    ((line_count, spare_count),) = divided(load.memory_bytes, [layout])
     ranks = [torch.randperm(load.row_count, generator=generator) for _ in specs]
     batches = [_batch(load, ranks, generator) for _ in range(steps + 2)]
     gradient = torch.randn(load.table_count * load.bags * load.dim, generator=generator) * 0.01

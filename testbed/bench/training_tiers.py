@@ -24,7 +24,7 @@ from sennit.runtime.backend.process_group import BACKEND_NAME, register
 from sennit.runtime.data.batch_source import MemorySource, prepared
 from sennit.runtime.data.samples import Column, Samples
 from sennit.runtime.data.seeds import numpy_stream, torch_stream
-from sennit.runtime.model.stored import TableStore
+from sennit.runtime.sharded.files import TableStore
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.fingerprint import fingerprint
 from sennit.runtime.training.trainer import Trainer
@@ -83,7 +83,7 @@ def _run(folder: Path, load: Load, steps: int, warm_steps: int, seed: int) -> Re
         before: dict[str, int] = {}
         for turn in range(-warm_turns, turns):
             if turn == 0:
-                before = stored.embedding.counters()
+                before = stored.tables.cache_counters()
                 for trainer in times:
                     trainer.clock.seconds.clear()
             losses = []
@@ -91,14 +91,12 @@ def _run(folder: Path, load: Load, steps: int, warm_steps: int, seed: int) -> Re
                 start = time.perf_counter()
                 losses.append([trainer.train_step() for _ in range(TURN_STEPS)])
                 # No rows may be fetched while the other trainer has its turn.
-                for arrival in trainer.arrived:
-                    if trainer is stored:
-                        arrival.bags.wait()
+                trainer.tables.wait_for_rows()
                 if turn >= 0:
                     seconds.append((time.perf_counter() - start) / TURN_STEPS)
             if losses[0] != losses[1]:
                 raise AssertionError(f"turn {turn}: losses {losses[1]} over a file, {losses[0]} in memory")
-        after = stored.embedding.counters()
+        after = stored.tables.cache_counters()
         if fingerprint(memory.weights()) != fingerprint(stored.weights()):
             raise AssertionError("the weights over a file differ from those in memory")
         phases = {

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from sennit.runtime.backend.process_group import Options, PlanCompiler
-from sennit.runtime.model.exchange import Exchange
-from sennit.runtime.model.sharding import Placement
-from sennit.runtime.sharded.phases import PhaseClock
+from sennit.runtime.sharded.bags import ShardedEmbeddingBags
+from sennit.runtime.sharded.placement import placed
+from sennit.runtime.sharded.tables import Table
 from sennit.transport.signature import Kind
 
 
@@ -141,34 +141,29 @@ def mixed_splits(rank: int, world: int) -> None:
 
 
 def even_exchange(rank: int, world: int, seed: int) -> None:
-    """The trainer's exchange names no sizes where all ranks know that all are equal, and moves the same rows."""
-    splits: list[Any] = []
+    """The exchange of embeddings names no sizes where all ranks know that all are equal."""
+    calls: list[bool] = []
     exchanged = dist.all_to_all_single
 
     def recording(output: Any, given: Any, *sizes: Any, **options: Any) -> Any:
-        splits.extend(sizes)
+        calls.append(not any(sizes))
         return exchanged(output, given, *sizes, **options)
 
-    spread = tuple((table,) for table in range(world))
-    uneven = (tuple(range(world)), *((),) * (world - 1))
-    every = [3] * world
-    for tables_of, counts, is_even in ((spread, every, True), (uneven, every, False), (spread, range(world), False)):
-        owner_of = tuple(rank for rank, tables in enumerate(tables_of) for _ in tables)
-        exchange = Exchange(Placement(owner_of=owner_of, tables_of=tables_of), dim=2, clock=PhaseClock())
-        rows = [
-            100.0 * source + 10 * table + sample
-            for source, count in enumerate(counts)
-            for table in tables_of[rank]
-            for sample in range(count)
-        ]
-        pooled = torch.tensor(rows).unsqueeze(1).repeat(1, 2).requires_grad_()
-        splits.clear()
+    tables = [Table(name=f"t{number}", rows=5, dim=2) for number in range(world)]
+    for owners, batch in ((range(world), 16), ([0] * world, 16), (range(world), 17)):
+        placement = placed(tables, world, {f"t{number}/0.0": owner for number, owner in enumerate(owners)})
+        bags = ShardedEmbeddingBags(tables, rate=1.0, placement=placement, gradients="sum")
+        samples = bags.slices.own_samples(batch)
+        ids = torch.arange(batch)[samples] % 5
+        calls.clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "all_to_all_single", recording)
-            arrived = exchange.return_pooled(pooled, counts)
-            arrived.sum().backward()
-        assert len(splits) == 4
-        assert all((sizes is None) == is_even for sizes in splits)
-        expected = [[100.0 * rank + 10 * table + sample for sample in range(counts[rank])] for table in range(world)]
-        assert torch.equal(arrived[..., 0], torch.tensor(expected).view(world, counts[rank]))
-        assert torch.equal(pooled.grad, torch.full_like(pooled, 1 / world))
+            sum(
+                vectors.sum() for vectors in bags({f"t{n}": ids for n in range(world)}, global_batch=batch).values()
+            ).backward()
+        sizes, lengths, given_ids, sums, gradients = calls
+        assert sizes
+        assert not given_ids
+        # Three ranks have 2, 3 and 3 of the 8 slices.
+        is_even = list(owners) == list(range(world)) and batch == 16 and world in (2, 4)
+        assert (lengths, sums, gradients) == (is_even,) * 3

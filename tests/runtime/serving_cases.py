@@ -89,18 +89,16 @@ def train_and_predict(rank: int, world: int, *, seed: int, folder: str) -> list[
     for _ in range(run.step_count):
         run.train_step()
     resumption.save(run)
-    for name, weight in run.embedding.weights().items():
-        weight.copy_(float_rows(int8_rows(weight, name=name)))
+    for held in run.tables.held():
+        held.weight.copy_(float_rows(int8_rows(held.weight, name=held.name)))
     fresh = clicks(seed + 1, 40)
     fresh["city"][0] = "nowhere"
     raw = sources.load(write(path / str(rank), fresh, "fresh.parquet"), seed=seed)
     samples = data.preprocessing.apply(raw).samples()
     batch = samples.batch(torch.arange(40))
-    counts = [40] * world
     with torch.no_grad():
-        bags = run.embedding.announce(run.exchange.send_ids(batch, counts))
-        pooled = run.embedding.lookup(bags).view(-1, config.embedding_dim)
-        logits = run.dense(batch.dense, run.exchange.return_pooled(pooled, counts))
-    run.embedding.release(bags)
+        # Every rank predicts all of them: there are no slices.
+        vectors = run.tables(batch)
+        logits = run.model(batch.dense, vectors)
     dist.barrier()
     return [float(logit) for logit in logits]

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import resource
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +13,11 @@ import torch.distributed as dist
 from sennit.runtime.data.batch_source import MemorySource, prepared
 from sennit.runtime.data.samples import Column, Samples
 from sennit.runtime.data.seeds import numpy_stream
-from sennit.runtime.model.stored import TableStore
+from sennit.runtime.sharded.files import TableStore
 from sennit.runtime.training import checkpoint, resumption
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.fingerprint import fingerprint
 from sennit.runtime.training.trainer import Trainer
-from sennit.transport.errors import SennitError
 
 SMALL: dict[str, Any] = {"batch_size": 24, "embedding_dim": 4, "bottom": (8,), "top": (8,), "epochs": 3}
 ROWS = (5_000, 6, 994)
@@ -70,7 +67,7 @@ def train(rank: int, world: int, *, seed: int, steps: int, folder: str | None = 
         "auc": qualities,
         "sha256": fingerprint(run.weights()),
         "state": fingerprint(tensors),
-        "rows": run.embedding.counters(),
+        "rows": run.tables.cache_counters(),
     }
     run.close()
     return found
@@ -106,20 +103,3 @@ def _go_on(run: Trainer) -> list[str]:
     later = fingerprint(run.weights())
     run.close()
     return [at_checkpoint, later]
-
-
-def error(
-    rank: int, world: int, *, seed: int, folder: str, memory_bytes: int, file_limit_bytes: int | None = None
-) -> str:
-    """Returns the error of a step over such a store."""
-    if file_limit_bytes is not None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit_bytes, resource.RLIM_INFINITY))
-    try:
-        trainer(seed, folder, memory_bytes).train_step()
-    except SennitError as told:
-        return f"{type(told).__name__}: {told}"
-    finally:
-        if file_limit_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    return "no error"

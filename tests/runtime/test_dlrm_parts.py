@@ -11,73 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from sennit.offload.ingest.facts import TableFacts
 from sennit.runtime.data.seeds import numpy_stream
-from sennit.runtime.kernels.tensor_train import TensorTrainSpec
-from sennit.runtime.model.embedding import embedding_engine, table_bytes
 from sennit.runtime.model.optimizer import dense_optimizer
-from sennit.runtime.model.sharding import cost, place
-from sennit.runtime.model.tensor_train import TensorTrainRule, table_spec
 from sennit.runtime.sharded.memory_limits import available_bytes, shared_limits
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.fingerprint import line
 from sennit.runtime.training.metrics import quality
 from sennit.transport.errors import ConfigError
-
-
-def table(name: str, rows: int, mean_length: float = 1.0) -> TableFacts:
-    return TableFacts(name=name, row_count=rows, mean_length=mean_length)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-def test_placement_gives_every_table_one_owner_and_balances(world_size: int) -> None:
-    tables = [table(f"t{number}", 10, float(number % 7 + 1)) for number in range(20)]
-    placement = place(tables, world_size=world_size, dim=16)
-    assert sorted(placement.wire_order) == list(range(20))
-    for rank, tables_of_rank in enumerate(placement.tables_of):
-        assert all(placement.owner_of[number] == rank for number in tables_of_rank)
-    assert [placement.wire_order[spot] for spot in placement.wire_place] == list(range(20))
-    load = [sum(cost(tables[number], 16) for number in part) for part in placement.tables_of]
-    # Graham's bound. The mean is a lower bound of the best result.
-    assert max(load) <= 4 / 3 * max(sum(load) / world_size, max(cost(part, 16) for part in tables))
-
-
-def test_the_most_expensive_table_is_placed_first() -> None:
-    """If placed last, it would go to a rank that already has its share."""
-    tables = [table(f"t{number}", 10, mean) for number, mean in enumerate((1.0, 1.0, 1.0, 1.0, 6.0))]
-    placement = place(tables, world_size=2, dim=16)
-    assert placement.tables_of == ((4,), (0, 1, 2, 3))
-
-
-def test_a_rank_without_room_is_passed_over() -> None:
-    """The most expensive tables are large. By cost alone both would go to ranks that cannot hold them."""
-    tables = [table("a", 10, 9.0), table("b", 10, 8.0), table("c", 10, 1.0)]
-    sizes = {"table_bytes": [50, 60, 10], "limit_bytes": [40, 120]}
-    assert place(tables, world_size=2, dim=4).owner_of == (0, 1, 1)
-    assert place(tables, world_size=2, dim=4, **sizes).owner_of == (1, 1, 0)
-
-
-def test_tables_that_fit_only_by_memory_are_placed_by_memory() -> None:
-    """By cost, the small tables come first and leave no rank with room for the large one."""
-    tables = [table("a", 10, 9.0), table("b", 10, 8.0), table("large", 10, 1.0)]
-    found = place(tables, world_size=2, dim=4, table_bytes=[30, 30, 100], limit_bytes=[100, 100])
-    assert found.owner_of[2] not in found.owner_of[:2]
-
-
-def test_a_table_without_room_is_named_with_bytes_and_limit() -> None:
-    tables = [table("small", 10), table("huge", 10)]
-    with pytest.raises(ConfigError, match=r"table huge needs 2,000 bytes .* of the 1,500 bytes .* on rank 1") as told:
-        place(tables, world_size=2, dim=4, table_bytes=[100, 2000], limit_bytes=[1000, 1500])
-    assert "all tables need 2,100 bytes, all ranks have 2,500" in str(told.value)
-
-
-def test_memory_of_a_table_counts_weights_and_states() -> None:
-    """Row-wise AdaGrad has one float32 for each row."""
-    assert table_bytes(table_spec(table("a", 1000), dim=16, rule=None)) == 1000 * 16 * 4 + 1000 * 4
-    train = table_spec(table("a", 1000), dim=16, rule=TensorTrainRule.parse("1:2"))
-    assert isinstance(train, TensorTrainSpec)
-    assert 4 * train.parameter_count < table_bytes(train) < 1000 * 16 * 4
 
 
 def test_memory_of_a_host_is_shared_by_its_ranks() -> None:
@@ -101,19 +42,6 @@ def test_available_memory_is_what_the_kernel_and_the_control_groups_leave(tmp_pa
     assert available_bytes(proc, cgroup) == 201_000
     assert available_bytes(tmp_path / "absent", cgroup) == 1 << 62
     assert 0 < available_bytes() < 1 << 50
-
-
-def test_more_ranks_than_tables_leaves_some_without() -> None:
-    placement = place([table("a", 5), table("b", 5)], world_size=4, dim=4)
-    assert placement.tables_of == ((0,), (1,), (), ())
-
-
-def test_initial_rows_depend_on_seed_and_name_only(seed: int) -> None:
-    both = embedding_engine([table("x", 50), table("a", 9)], dim=4, seed=seed)
-    alone = embedding_engine([table("a", 9)], dim=4, seed=seed)
-    assert torch.equal(both.weight("a"), alone.weight("a"))
-    assert bool((alone.weight("a").abs() <= 1 / 3).all())
-    assert not torch.equal(both.weight("x")[:9], alone.weight("a"))
 
 
 @pytest.mark.parametrize("levels", [3, 50, 100_000])

@@ -112,11 +112,11 @@ def test_the_command_writes_what_torch_loads(kept_world: Any, seed: int, tmp_pat
     found = torch.load(output, weights_only=True, mmap=True)
     tables = {name: torch.empty(len(rows), rows.shape[1] - 8) for name, rows in found["tables"].items()}
     assert sorted(tables) == ["genre", "hour", "user"]
-    trained = {f"table.{name}": table for name, table in tables.items()}
+    trained = {f"tables.{name}/0.0.weight": table for name, table in tables.items()}
     trained |= {f"dense.{name}": torch.empty_like(weight) for name, weight in found["dense"].items()}
     checkpoint.load(source, trained, alone=True)
     for name, rows in found["tables"].items():
-        assert torch.equal(rows, int8_rows(trained[f"table.{name}"]))
+        assert torch.equal(rows, int8_rows(trained[f"tables.{name}/0.0.weight"]))
     assert found["dense"]
     for name, weight in found["dense"].items():
         assert torch.equal(weight, trained[f"dense.{name}"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -115,7 +114,7 @@ def whole_run(folder: Path, *arguments: str) -> dict[str, Any]:
 def test_a_rank_dies_and_a_new_one_takes_its_place(
     tmp_path: Path, transport: str, ranks: int, victim: int, options: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the join on, losses and weights are those of a run resumed at that step with as many ranks."""
+    """Weights and quality are those of a run that was left alone, with another number of ranks."""
     monkeypatch.setenv("SENNIT_TRANSPORT", transport)
     common = [*options, "--checkpoint-every", "3"]
     mine = [*common, "--checkpoint", str(tmp_path / "saved")]
@@ -132,12 +131,8 @@ def test_a_rank_dies_and_a_new_one_takes_its_place(
     assert (joined["lost"], joined["joined"], joined["world_size"]) == ([], [ranks - 1], ranks)
     # The step that the smaller group had reached, not that of its last checkpoint.
     assert (joined["step"], report["steps"]["first"]) == (6, 6)
-    other = tmp_path / "other"
-    shutil.copytree(tmp_path / "saved" / "step-000000006", other / "step-000000006")
-    resumed = ["--checkpoint", str(other), "--resume", *common]
-    expected = whole_run(tmp_path, "--ranks", f"{ranks}", *resumed)
-    assert expected["steps"]["first"] == 6
-    for name in ("weights_sha256", "final_loss", "quality", "embedding"):
+    expected = whole_run(tmp_path, "--ranks", "1", *options)
+    for name in ("weights_sha256", "quality", "embedding"):
         assert report[name] == expected[name]
     assert (report["embedding"]["tensor_trains"] > 0) == ("--tensor-train" in options)
 
@@ -159,8 +154,7 @@ def test_newcomers_are_taken_in_without_a_checkpoint(tmp_path: Path, capsys: pyt
     assert [rank for change in report["changes"] for rank in change["joined"]] == [1, 2]
     assert report["changes"][0]["step"] == 5
     alone = whole_run(tmp_path, "--ranks", "1")
-    # Another number of ranks sums gradients in another order, so results are only close.
-    assert report["quality"]["log_loss"] == pytest.approx(alone["quality"]["log_loss"], rel=1e-4)
+    assert report["weights_sha256"] == alone["weights_sha256"]
 
 
 @pytest.mark.slow
@@ -183,12 +177,12 @@ def test_a_newcomer_that_dies_in_the_handover_costs_no_step(tmp_path: Path) -> N
 
 
 def test_the_newest_whole_state_is_handed_over() -> None:
-    def claim(step: int, *tables: str) -> Claim:
-        return Claim(step=step, tables=tables)
+    def claim(step: int, *shards: str) -> Claim:
+        return Claim(step=step, shards=shards)
 
     whole = Source(step=5, holder_of={"a": 0, "b": 1}, dense_holder=0)
     assert find_source([claim(5, "a"), claim(5, "b"), None], ["a", "b"]) == whole
-    # A rank that owns no table still has the dense part.
+    # A rank that holds no shard still has the dense part.
     assert find_source([claim(5), claim(5, "a", "b")], ["a", "b"]) == Source(
         step=5, holder_of={"a": 1, "b": 1}, dense_holder=0
     )

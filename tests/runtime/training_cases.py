@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import resource
 import signal
+import tempfile
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from sennit.runtime.data.batch_source import MemorySource, prepared
 from sennit.runtime.data.samples import Column, Samples
 from sennit.runtime.data.seeds import numpy_stream
+from sennit.runtime.model.settings import SettingsFile
+from sennit.runtime.model.sharding_settings import sharding_of
 from sennit.runtime.model.tensor_train import TensorTrainRule
 from sennit.runtime.training import resumption
 from sennit.runtime.training.config import TrainingConfig
@@ -47,9 +50,27 @@ def samples(seed: int, count: int = 331) -> Samples:
     )
 
 
-def trainer(seed: int, tensor_train: str | None = None, data_seed: int | None = None, **changed: Any) -> Trainer:
-    rule = None if tensor_train is None else TensorTrainRule.parse(tensor_train)
-    config = TrainingConfig(seed=seed, tensor_train=rule, **{**SMALL, **changed})
+def parsed(what: str, text: str) -> Any:
+    if what == "tensor_train":
+        return TensorTrainRule.parse(text)
+    if what == "sharding":
+        return sharding_of(text)
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write(text)
+        file.flush()
+        return SettingsFile.read(Path(file.name))
+
+
+def config_of(seed: int, **changed: Any) -> TrainingConfig:
+    """The settings of a small run. Tables and shardings may be given as on the command line."""
+    for what in ("tensor_train", "sharding", "tables"):
+        if what in changed:
+            changed[what] = parsed(what, changed[what])
+    return TrainingConfig(seed=seed, **{**SMALL, **changed})
+
+
+def trainer(seed: int, data_seed: int | None = None, **changed: Any) -> Trainer:
+    config = config_of(seed, **changed)
     data = prepared(samples(seed if data_seed is None else data_seed), config.order_settings)
     source = MemorySource(data, rank=dist.get_rank(), world_size=dist.get_world_size())
     made = Trainer(config, source)
@@ -132,7 +153,7 @@ def loss_that_is_not_a_number(rank: int, world: int, *, seed: int) -> str:
     run = trainer(seed)
     run.train_step()
     with torch.no_grad():
-        next(run.dense.parameters()).fill_(torch.nan)
+        next(run.model.parameters()).fill_(torch.nan)
     try:
         run.train_step()
     except TrainingError as error:
@@ -160,9 +181,7 @@ def go_back_beside_another_run(rank: int, world: int, *, seed: int, folder: str)
 def collectives_of_a_step(rank: int, world: int, *, seed: int) -> dict[str, int]:
     """Returns how often one step calls each operation of a process group, as torch's profiler counts it."""
     run = trainer(seed)
-    # DDP reorders its buckets once, after the first backward pass.
-    for _ in range(3):
-        run.train_step()
+    run.train_step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         run.train_step()
     names = [event.name for event in profile.events() if event.name.startswith("c10d::")]
