@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from sennit.runtime.backend import communicator
 from sennit.runtime.kernels import Optimizer, OptimizerSpec, Pooling
 from sennit.runtime.sharded import PhaseClock, ShardedEmbeddingBags, ShardedEmbeddings, SlicedReplicas, Table
 from sennit.transport.codecs import EXCHANGE_CODECS, Codec, CodecKind
-from sennit.transport.errors import ConfigError
+from sennit.transport.errors import ConfigError, SennitError
 
 CODED_TABLES = (
     Table(name="user", rows=400, dim=32, column_shards=2),
@@ -97,3 +98,21 @@ def refuses_gloo(rank: int, world: int) -> None:
         ShardedEmbeddingBags([Table(name="user", rows=10, dim=4)], rate=1, codec=Codec(kind=CodecKind.BF16))
     with pytest.raises(ConfigError, match="a codec over gloo; allowed: backend sennit"):
         SlicedReplicas(torch.nn.Linear(2, 2), codec=Codec(kind=CodecKind.BF16))
+
+
+def dies(rank: int, world: int) -> list[str]:
+    """The last rank dies before the backward passes. Returns the survivors' errors."""
+    codec = Codec(kind=CodecKind.INT8)
+    module = ShardedEmbeddingBags([Table(name="user", rows=100, dim=4, column_shards=2)], rate=1, codec=codec)
+    replicas = SlicedReplicas(torch.nn.Linear(4, 1), codec=codec)
+    vectors = module({"user": torch.arange(8)})["user"]
+    loss = replicas(vectors.detach()).sum()
+    if rank == world - 1:
+        os._exit(0)
+    errors = []
+    for backward in (lambda: vectors.sum().backward(), loss.backward):
+        with pytest.raises(SennitError) as caught:
+            backward()
+        errors.append(str(caught.value))
+    assert all(parameter.grad is None for parameter in replicas.parameters())
+    return errors

@@ -56,3 +56,10 @@ def test_a_row_is_a_block(kept_world: Callable[..., Any]) -> None:
 
 def test_ranks_with_different_codecs_are_refused(kept_world: Callable[..., Any]) -> None:
     kept_world(2).run(CASES, "refuses_codecs")
+
+
+def test_a_dead_rank_is_named(new_world: Callable[..., Any]) -> None:
+    survivor, dead = new_world(2).run(CASES, "dies")
+    assert dead is None
+    assert "rank 1" in survivor[0]
+    assert len(survivor) == 2
