@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -23,6 +24,7 @@ pytestmark = [
     pytest.mark.needs("bpf", "arena", "native-xdp", "tc-bpf"),
     pytest.mark.timeout(240),
 ]
+PROGRAM = Path(__file__).with_name("mortal_trainer.py")
 DATA = ["--data", "flights"]
 RUN = ["--ranks", "2", "--steps", "24", "--timeout", "60"]
 FEEDER_HOST, TRAINER_HOST = 0, 1
@@ -116,3 +118,24 @@ def test_so_they_are_with_loss_strangers_and_a_feeder_that_is_killed(
     assert planes.counters(FEEDER_HOST, 0).dropped > 0
     said, _ = second.communicate(timeout=DEADLINE_S)
     assert second.returncode == 0, said
+
+
+def test_ranks_that_are_left_share_the_interface_anew(planes: Planes, tmp_path: Path, from_memory: str) -> None:
+    """The rank dies that had attached the dispatcher. Without a checkpoint, two ranks begin again."""
+    path = tmp_path / "report.json"
+    command = [sys.executable, str(PROGRAM), *RUN, "--ranks", "3", "--elastic", "--json", str(path)]
+    command += ["--ingest", f"xdp://{planes.interfaces(TRAINER_HOST)[0]}"]
+    deaths = json.dumps([[0, 3, str(tmp_path / "died")]])
+    trainer = planes.popen(
+        TRAINER_HOST, command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "DEATHS": deaths},
+    )  # fmt: skip
+    feeder = feed(planes)
+    said, _ = trainer.communicate(timeout=DEADLINE_S)
+    assert trainer.returncode == 0, said
+    report = json.loads(path.read_text())
+    (change,) = report["changes"]
+    assert (change["lost"], change["world_size"], change["step"]) == ([0], 2, 0)
+    assert report["weights_sha256"] == from_memory
+    said, _ = feeder.communicate(timeout=DEADLINE_S)
+    assert feeder.returncode == 0, said
