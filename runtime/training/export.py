@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from sennit.runtime.data import preprocessing
 from sennit.runtime.kernels.int8 import int8_rows
 from sennit.runtime.training import checkpoint
-from sennit.runtime.training.manifest import CheckpointError, Manifest
+from sennit.runtime.training.manifest import CheckpointError
+from sennit.runtime.training.opened import OpenedCheckpoint
 from sennit.runtime.training.trainer import DENSE, TABLES
 from sennit.transport.errors import ConfigError, DeviceError
 
@@ -60,12 +59,10 @@ def export_int8(folder: Path, output: Path) -> Exported:
         raise ConfigError(f"{folder}: no checkpoint, and no folder of checkpoints")
     dense: dict[str, torch.Tensor] = {}
     shards: dict[str, dict[tuple[int, int], str]] = {}
-    found = FileSystemReader(source).read_metadata().state_dict_metadata
-    for key, about in sorted(found.items()):
-        if not isinstance(about, TensorStorageMetadata):
-            continue
+    opened = OpenedCheckpoint(source, alone=True)
+    for key in sorted(opened.tensors):
         if key.startswith(DENSE):
-            dense[key.removeprefix(DENSE)] = _loaded(source, key, about)
+            dense[key.removeprefix(DENSE)] = _loaded(opened, key)
         elif shard := _WEIGHT.fullmatch(key):
             if shard["core"]:
                 raise ConfigError(
@@ -79,17 +76,14 @@ def export_int8(folder: Path, output: Path) -> Exported:
         rows = 1 + max(row for row, _ in key_of)
         columns = 1 + max(column for _, column in key_of)
         parts = [
-            torch.cat(
-                [_loaded(source, key_of[row, column], found[key_of[row, column]]) for column in range(columns)], 1
-            )
-            for row in range(rows)
+            torch.cat([_loaded(opened, key_of[row, column]) for column in range(columns)], 1) for row in range(rows)
         ]
         whole = parts[0] if rows == 1 else torch.cat(parts)
         before_bytes += whole.nbytes
         tables[name] = int8_rows(whole.float(), name=name)
     if not tables:
         raise ConfigError(f"{source}: a checkpoint without embedding tables")
-    model = Manifest.read(source).fixed.get("model")
+    model = opened.about.fixed.get("model")
     known = _preprocessing(source)
     content = {"tables": tables, "dense": dense, "model": model, "preprocessing": known}
     _write(output, content)
@@ -97,9 +91,10 @@ def export_int8(folder: Path, output: Path) -> Exported:
     return Exported(source=source, tables=len(tables), before_bytes=before_bytes, after_bytes=after_bytes)
 
 
-def _loaded(source: Path, key: str, about: Any) -> torch.Tensor:
+def _loaded(opened: OpenedCheckpoint, key: str) -> torch.Tensor:
+    about = opened.tensors[key]
     state: dict[str, Any] = {key: torch.empty(about.size, dtype=about.properties.dtype)}
-    checkpoint.load(source, state, alone=True)
+    opened.read(state)
     tensor: torch.Tensor = state[key]
     return tensor
 

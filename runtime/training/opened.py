@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ class OpenedCheckpoint:
     def about(self) -> Manifest:
         return self._links[-1].about
 
+    @functools.cached_property
     def tensors(self) -> Mapping[str, TensorStorageMetadata]:
         """Size and type of each tensor, by name."""
         found: dict[str, TensorStorageMetadata] = {}

@@ -148,4 +148,4 @@ def loses_a_rank(rank: int, world: int, folder: str) -> float:
 
 def reads_alone(rank: int, world: int, path: str) -> dict[str, list[int]]:
     """Sizes of tensors, as a program without ranks sees them."""
-    return {name: list(about.size) for name, about in OpenedCheckpoint(Path(path), alone=True).tensors().items()}
+    return {name: list(about.size) for name, about in OpenedCheckpoint(Path(path), alone=True).tensors.items()}

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from sennit.runtime.training import checkpoint, dcp
+from sennit.runtime.kernels.int8 import int8_rows
+from sennit.runtime.training import checkpoint, dcp, export_int8
 from sennit.runtime.training.manifest import NAME, CheckpointError, Manifest
 from sennit.runtime.training.saver import Saver
 
@@ -301,6 +302,27 @@ def test_rows_that_were_changed_but_not_told_of_are_found_by_the_digest(tmp_path
     run.save(2)
     with pytest.raises(CheckpointError, match=r"t.weight does not have the SHA-256 with which it was saved"):
         read(tmp_path / "step-000000002")
+
+
+@pytest.mark.usefixtures("group")
+def test_an_export_has_what_base_and_increments_add_up_to(tmp_path: Path) -> None:
+    """Also tables that did not change since the base."""
+    user, item, dense = torch.randn(ROWS, 8), torch.randn(ROWS, 8), torch.randn(3)
+    key = "tables.{}/0.0.weight".format
+    saver = Saver(tmp_path / "saved", increments=2)
+    for step in (1, 2):
+        rows = torch.tensor([3, 50])
+        user[rows] *= 2
+        increment = {key("user"): user[rows], "tables.user/0.0.changed_rows": rows, "dense.weight": dense}
+        about = Manifest(run_id=RUN, step=step, fixed={}, free={}, code={})
+        saver.save(about, lambda: {key("user"): user, key("item"): item, "dense.weight": dense}, changes=increment.copy)
+    assert chains(tmp_path / "saved") == {1: [], 2: [1]}
+    export_int8(tmp_path / "saved", tmp_path / "rows.pt")
+    found = torch.load(tmp_path / "rows.pt", weights_only=True)
+    assert found["tables"].keys() == {"user", "item"}
+    for name, table in (("user", user), ("item", item)):
+        assert torch.equal(found["tables"][name], int8_rows(table))
+    assert torch.equal(found["dense"]["weight"], dense)
 
 
 @pytest.mark.timeout(300)

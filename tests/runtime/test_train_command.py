@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from sennit.runtime.training.command import main
+from sennit.runtime.training.manifest import Manifest
 from tests.runtime.whole_run import train
 
 TINY = [
@@ -32,11 +34,12 @@ def run(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.Completed
 
 @pytest.mark.slow
 def test_a_run_its_resumption_and_torchrun_end_with_the_same_weights(tmp_path: Path) -> None:
-    """A run saves a checkpoint after half of its steps. A resumed run does the rest under torchrun."""
+    """A run saves increments in the background. A resumed run goes on from one of them under torchrun."""
     whole, rest = tmp_path / "whole.json", tmp_path / "rest.json"
     folder = str(tmp_path / "saved")
-    done = run(*TINY, "--ranks", "2", "--epochs", "1", "--checkpoint", folder, "--checkpoint-every", "4",
-               "--checkpoint-async", "--tensorboard", str(tmp_path / "events"), "--json", str(whole))  # fmt: skip
+    done = run(*TINY, "--ranks", "2", "--epochs", "1", "--checkpoint", folder, "--checkpoint-every", "2",
+               "--checkpoint-async", "--checkpoint-increments", "3",
+               "--tensorboard", str(tmp_path / "events"), "--json", str(whole))  # fmt: skip
     assert done.returncode == 0, done.stderr
     report = json.loads(whole.read_text())
     assert report["steps"] == {"first": 0, "last": 8}
@@ -48,9 +51,13 @@ def test_a_run_its_resumption_and_torchrun_end_with_the_same_weights(tmp_path: P
     assert "bytes moved, all ranks" in done.stdout
     assert sorted(name for rank in report["ranks"] for name in rank["tables"]) == [f"table_{n:02d}" for n in range(26)]
     assert list((tmp_path / "events").glob("events.out.tfevents.*"))
-    assert sorted(entry.name for entry in (tmp_path / "saved").iterdir()) == ["step-000000004", "step-000000008"]
+    saved = sorted((tmp_path / "saved").iterdir())
+    assert [entry.name for entry in saved] == [f"step-00000000{step}" for step in (2, 4, 6, 8)]
+    # One increment in so small tables has half of their bytes, so a base follows.
+    assert [len(Manifest.read(entry).after) for entry in saved] == [0, 1, 0, 1]
 
-    (tmp_path / "saved" / "step-000000008").rename(tmp_path / "lost")
+    for entry in saved[2:]:
+        shutil.rmtree(entry)
     done = run(*TINY, "--epochs", "1", "--checkpoint", folder, "--resume", "--json", str(rest),
                launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"))  # fmt: skip
     assert done.returncode == 0, done.stderr
