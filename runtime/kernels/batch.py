@@ -8,6 +8,7 @@ and blocks may have different numbers of bags. So the output of an AlltoAll is a
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -106,6 +107,17 @@ class Batch:
         if len(set(dims)) <= 1:
             return len(self.values) * (dims[0] if dims else 0)
         return sum(block.lookup_count * dim for block, dim in zip(self.blocks(), dims, strict=True))
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch in the memory of `device`; itself if it is there. Does not wait for the copies."""
+        if self.lengths.device == device:
+            return self
+        return dataclasses.replace(
+            self,
+            lengths=self.lengths.to(device, non_blocking=True),
+            values=self.values.to(device, non_blocking=True),
+            weights=None if self.weights is None else self.weights.to(device, non_blocking=True),
+        )
 
     def blocks(self) -> Iterator[Block]:
         """Iterates over the blocks in order. Reads `lengths`."""

@@ -52,15 +52,15 @@ def check_lengths(lengths: Tensor, id_count: int) -> None:
         raise ArgumentError(f"lengths of {total} lookups in all, but {id_count} ids")
 
 
-def check_gradient(batch: Batch, gradient: Tensor, tables: tuple[TableSpec, ...]) -> None:
-    """Raises `ArgumentError` unless `gradient` has the shape and dtype of the lookup's result."""
+def check_gradient(batch: Batch, gradient: Tensor, tables: tuple[TableSpec, ...], device: torch.device) -> None:
+    """Raises `ArgumentError` unless `gradient` has the shape and dtype of the lookup's result, and is on `device`."""
     size = batch.output_size(tables)
     if gradient.dtype is not torch.float32 or gradient.shape != (size,) or not gradient.is_contiguous():
         raise ArgumentError(
             f"gradient is {gradient.dtype} of shape {tuple(gradient.shape)}; allowed: contiguous float32 of ({size},)"
         )
-    if gradient.device != batch.lengths.device:
-        raise ArgumentError(f"gradient is on {gradient.device}, the batch on {batch.lengths.device}")
+    if gradient.device != device:
+        raise ArgumentError(f"gradient is on {gradient.device}, the tables on {device}")
 
 
 def resolve(batch: Batch, tables: Sequence[TableSpec], bounds: Bounds) -> tuple[Batch, dict[int, int]]:

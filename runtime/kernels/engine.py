@@ -25,7 +25,8 @@ from sennit.transport.errors import ArgumentError, ConfigError, Unsupported
 class EmbeddingEngine:
     """Tables that share an optimizer.
 
-    `lookup` reads, `update` takes one optimizer step. Not thread-safe.
+    `lookup` reads, `update` takes one optimizer step. Batches are on the tables' device or in host memory, gradients on
+    the device. Not thread-safe.
     """
 
     def __init__(
@@ -58,6 +59,8 @@ class EmbeddingEngine:
                 f"implementation {implementation_name} with tables on {self.device}; "
                 f"allowed: {self._implementation.device_type} (triton reaches cuda, all others the cpu)"
             )
+        if str(self.device) == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())  # as tensors have it
         self._tables = TensorTrainTables(
             self.specs,
             optimizer,
@@ -130,8 +133,8 @@ class EmbeddingEngine:
 
         Raises `ArgumentError` for bad lengths and, where bounds are `ERROR`, `IdError` for ids out of range.
         """
-        self._check_device(batch)
-        batch, outside = resolve(batch, self.specs, self.bounds)
+        batch, outside = self._checked(batch)
+        batch = batch.to(self.device)
         for table, count in outside.items():
             self.ids_outside[self.specs[table].name] += count
         batch = self._tables.prepare(batch)
@@ -144,9 +147,9 @@ class EmbeddingEngine:
         """
         if batch.weights is None:
             raise ArgumentError("the batch has no weights")
-        self._check_device(batch)
-        batch, _ = resolve(batch, self.specs, self.bounds)
-        check_gradient(batch, gradient, self.specs)
+        checked, _ = self._checked(batch)
+        check_gradient(checked, gradient, self.specs, self.device)
+        batch = checked.to(self.device)
         batch = self._tables.prepare(batch)
         return self._implementation.weight_gradient(self._tables.tables, batch, gradient)
 
@@ -157,12 +160,12 @@ class EmbeddingEngine:
         Rows whose summed gradient is not finite are left unchanged and counted. After all others are updated,
         `GradientError` is raised.
         """
-        self._check_device(batch)
-        batch, _ = resolve(batch, self.specs, self.bounds)
-        check_gradient(batch, gradient, self.specs)
+        checked, _ = self._checked(batch)
+        check_gradient(checked, gradient, self.specs, self.device)
         constants = self.optimizer.constants(step=self.step + 1, rate=rate)
         if self.on_update is not None:
-            self.on_update(batch)
+            self.on_update(checked)
+        batch = checked.to(self.device)
         self.step += 1
         update = Update(kind=self.optimizer.kind, constants=constants, rounding=self.rounding, seed=self.seed)
         bad = self._tables.update(batch, gradient, update)
@@ -179,14 +182,16 @@ class EmbeddingEngine:
 
         Sums that are not finite are among them. Raises `Unsupported` for a tensor train, and otherwise as `update`.
         """
-        self._check_device(batch)
-        batch, _ = resolve(batch, self.specs, self.bounds)
-        check_gradient(batch, gradient, self.specs)
+        checked, _ = self._checked(batch)
+        check_gradient(checked, gradient, self.specs, self.device)
+        batch = checked.to(self.device)
         for table in batch.table_of_block:
             if isinstance(self.specs[table], TensorTrainSpec):
                 raise Unsupported("sums of rows", f"table {self.specs[table].name} is a tensor train")
         return self._implementation.sum_rows(self._tables.tables, batch, gradient)
 
-    def _check_device(self, batch: Batch) -> None:
-        if batch.lengths.device != self.device:
+    def _checked(self, batch: Batch) -> tuple[Batch, dict[int, int]]:
+        """What `resolve` returns. A batch in host memory is checked there, so that nobody waits for the device."""
+        if batch.lengths.device not in (self.device, torch.device("cpu")):
             raise ArgumentError(f"the batch is on {batch.lengths.device}, the tables are on {self.device}")
+        return resolve(batch, self.specs, self.bounds)

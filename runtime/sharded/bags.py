@@ -71,7 +71,7 @@ class ShardedEmbeddingBags(ShardedTables):
             ],
             ids=ids,
             lengths={
-                feature: ids.given_lengths[feature].clamp(min=1).to(torch.float32).unsqueeze(1)
+                feature: ids.given_lengths[feature].clamp(min=1).to(torch.float32).unsqueeze(1).to(self.device)
                 for feature, (_, table) in enumerate(self._features)
                 if self.tables[table].pooling is Pooling.MEAN
             },
@@ -103,7 +103,8 @@ class ShardedEmbeddingBags(ShardedTables):
         if ids is None:
             return None
         # A weight belongs to this rank's own loss.
-        return torch.cat([of_weights[feature] for feature in range(len(self._features))]).mul_(self._divisor)
+        whole = torch.cat([of_weights[feature] for feature in range(len(self._features))]).mul_(self._divisor)
+        return whole.to(ids.weights.device) if ids.weights is not None else whole
 
     def _release(self, step: _Step) -> None:
         for pools, arrivals in zip(self._pools, step.arrivals, strict=True):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -11,10 +12,12 @@ from torch import Tensor
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.spec import Pooling
 
+_HOST: Final = torch.device("cpu")
 
-def joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """One tensor of `dtype` from flat parts, which may have others. Without parts it is empty."""
-    output = torch.empty(sum(len(part) for part in parts), dtype=dtype)
+
+def joined(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device = _HOST) -> Tensor:
+    """One tensor of `dtype` on `device` from flat parts, which may differ in both. Without parts it is empty."""
+    output = torch.empty(sum(len(part) for part in parts), dtype=dtype, device=device)
     place = 0
     for part in parts:
         output[place : place + len(part)].copy_(part)
@@ -31,7 +34,7 @@ def chosen_blocks(batch: Batch, gradient: Tensor, places: Sequence[int], dims: S
 
     def of(whole: Tensor, parts: Sequence[int]) -> Tensor:
         split = torch.split(whole, list(parts))
-        return joined([split[place] for place in places], whole.dtype)
+        return joined([split[place] for place in places], whole.dtype, whole.device)
 
     slices = batch.slice_of_block
     part = Batch(

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from sennit.runtime.kernels.engine import EmbeddingEngine
@@ -33,6 +34,7 @@ class Settings:
     slices: Slices
     seed: int
     implementation_name: str
+    device: torch.device
     threads: int
     wire: Wire
     files: TableFiles | None = None
@@ -70,6 +72,7 @@ class Engines:
                 specs,
                 first.optimizer,
                 implementation_name=settings.implementation_name,
+                device=settings.device,
                 rounding=first.rounding,
                 seed=settings.seed,
                 threads=settings.threads,

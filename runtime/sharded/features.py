@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -37,7 +38,7 @@ class Features:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ids:
-    """Checked ids of all features, in the model's order."""
+    """Checked ids of all features in host memory, in the model's order. Owners copy them to their device."""
 
     lengths: Tensor
     """[F, B], contiguous."""
@@ -50,6 +51,10 @@ class Ids:
     """[F, B]: lengths that count ignored ids, too. A mean divides by them."""
 
     weights: Tensor | None = None
+    """Where they were given."""
+
+    host_weights: Tensor | None = None
+    """The same in host memory, without their history."""
 
     @property
     def sample_count(self) -> int:
@@ -70,8 +75,9 @@ def ids_of(given: Any, tables: Sequence[Table]) -> Ids:
     - an object like TorchRec's `KeyedJaggedTensor`: methods `keys`, `lengths`, `values` and `weights_or_none`;
     - a mapping from a feature's name to ids: [B] for one id a sample, [B, n] for n.
 
-    Features that the model does not have are left out. Raises `ArgumentError` if one is missing, or tensors do not fit
-    each other, `IdError` for an id out of range where a table's bounds are `ERROR`.
+    Ids on a device are copied to the host. Features that the model does not have are left out. Raises `ArgumentError`
+    if one is missing, or tensors do not fit each other, `IdError` for an id out of range where a table's bounds are
+    `ERROR`.
     """
     features = features_of(tables)
     if isinstance(given, Mapping):
@@ -83,7 +89,8 @@ def ids_of(given: Any, tables: Sequence[Table]) -> Ids:
     else:
         names = getattr(given, "names", None)
         ids = _in_order(given.lengths, given.values, getattr(given, "weights", None), names, features)
-    return _within_bounds(ids, tables, features)
+    ids = _within_bounds(ids, tables, features)
+    return ids if ids.weights is None else dataclasses.replace(ids, host_weights=ids.weights.detach().cpu())
 
 
 def _of_mapping(given: Mapping[str, Tensor], features: Sequence[tuple[str, int]]) -> Ids:
@@ -101,7 +108,7 @@ def _of_mapping(given: Mapping[str, Tensor], features: Sequence[tuple[str, int]]
             )
         each = 1 if ids.ndim == 1 else ids.shape[1]
         lengths.append(torch.full((ids.shape[0],), each, dtype=torch.int32))
-        values.append(ids.reshape(-1))
+        values.append(ids.reshape(-1).cpu())
     sizes = {name: len(part) for (name, _), part in zip(features, lengths, strict=True)}
     if len(set(sizes.values())) > 1:
         raise ArgumentError(f"features of different numbers of samples: {sizes}")
@@ -135,6 +142,7 @@ def _in_order(
         raise ArgumentError(
             f"ids are {values.dtype} of shape {tuple(values.shape)}; allowed: int32 or int64, one dimension"
         )
+    lengths, values = lengths.cpu(), values.cpu()
     if lengths.numel() and int(lengths.min()) < 0:
         raise ArgumentError(f"a length of {int(lengths.min())}; allowed: 0 or more")
     counts: list[int] = lengths.sum(1, dtype=torch.int64).tolist()

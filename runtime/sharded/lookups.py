@@ -23,9 +23,10 @@ class Lookups:
     pieces: tuple[tuple[int, slice], ...]
     """Of each block: its feature, and its range among the lookups of this feature."""
 
-    def gathered(self, of_feature: dict[int, Tensor]) -> Tensor:
-        """Values of each lookup, [lookups, n] by feature, in the order of the batch; flat."""
-        return joined([of_feature[feature][piece].reshape(-1) for feature, piece in self.pieces], torch.float32)
+    def gathered(self, of_feature: dict[int, Tensor], device: torch.device) -> Tensor:
+        """Values of each lookup, [lookups, n] by feature on `device`, in the order of the batch; flat."""
+        parts = [of_feature[feature][piece].reshape(-1) for feature, piece in self.pieces]
+        return joined(parts, torch.float32, device)
 
 
 def lookups_of(

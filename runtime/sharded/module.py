@@ -51,7 +51,8 @@ class ShardedTables(nn.Module):
         gradients: str = "mean",
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
-        implementation_name: str = "native",
+        implementation_name: str | None = None,
+        device: torch.device | str = "cpu",
         threads: int = 1,
         store: TableStore | None = None,
         codec: Codec | None = None,
@@ -64,14 +65,17 @@ class ShardedTables(nn.Module):
         `gradients`: "mean" if every rank's loss is the mean over its own samples, as with DDP; then gradients are
         averaged over ranks. "sum" if the losses of all ranks add up to the loss.
         `seed`: of initial values and of stochastic rounding.
+        `device`: where tables are, results and gradients; "cpu" or "cuda" (docs/reference/sharded.md, "On a GPU").
+        `implementation_name`: None takes native on the CPU, and triton on "cuda".
         `codec`: of sums, rows and gradients that travel (docs/reference/sharded.md, "Codecs").
         `clock`: measures the phases of a step.
         `store`: a place for tables larger than memory: shards are in files there, but for those of tensor trains and of
         replicated tables. Such a module sends batches ahead (`batches_ahead`); `close` ends it.
 
-        Collective. Raises `ConfigError` on all ranks if they do not describe the same model; with a `store` also
-        `DeviceError`, if the disk is full or broken, and `ConfigError`, if memory for its cache is too small. The other
-        ranks then raise `SennitError`, which names the rank.
+        Collective. Raises `ConfigError` on all ranks if they do not describe the same model, or if tables on a device
+        have a codec or a store. Raises on one rank, and `SennitError`, which names it, on the others: `Unsupported` if
+        it has no such device; with a `store` also `DeviceError`, if the disk is full or broken, and `ConfigError`, if
+        memory for its cache is too small.
         """
         super().__init__()
         self.tables = tuple(tables)
@@ -90,12 +94,20 @@ class ShardedTables(nn.Module):
         if placement.world_size != world_size:
             raise ConfigError(f"a placement for {placement.world_size} ranks, but there are {world_size}")
         self.placement = placement
+        self.device = torch.device(device)
+        """Where tables, results and gradients are."""
         self._group = group
         self._divisor = world_size if gradients == "mean" else 1
         self._features = features_of(self.tables)
         check_agreement(
-            self._described(gradients, seed) | {"codec": str(codec), "table store": str(store is not None)}, group
+            self._described(gradients, seed)
+            | {"codec": str(codec), "table store": str(store is not None), "device": self.device.type},
+            group,
         )
+        if self.device.type != "cpu":
+            for what, given in (("a codec", codec), ("a table store", store)):
+                if given is not None:
+                    raise ConfigError(f"{what} with tables on {self.device}; allowed: with tables on cpu, or none")
         check_codec(codec, group)
         self._wire = Wire(rank=self.slices.rank, world_size=world_size, group=group, codec=codec, clock=clock)
         self._store = store
@@ -107,15 +119,20 @@ class ShardedTables(nn.Module):
                 placement=placement,
                 slices=self.slices,
                 seed=seed,
-                implementation_name=implementation_name,
+                implementation_name=implementation_name or ("native" if self.device.type == "cpu" else "triton"),
+                device=self.device,
                 threads=threads,
                 wire=self._wire,
                 files=files,
             )
             return [Engines(settings, numbers) for numbers in groups_of(self.tables)]
 
-        # Nothing can fail on one rank alone but files.
-        self._engines = engines() if store is None else made_on_all(engines, "make its table store", group)
+        # Nothing can fail on one rank alone but files and devices.
+        if store is None and self.device.type == "cpu":
+            self._engines = engines()
+        else:
+            what = "make its table store" if store is not None else f"make its tables on {self.device}"
+            self._engines = made_on_all(engines, what, group)
         names = [[self.tables[number].name for number in numbers] for numbers in groups_of(self.tables)]
         self.optimizer = TableRates(names, rate=rate)
         """Holds the learning rates, for `torch.optim.lr_scheduler`. Its `step` does nothing."""
@@ -424,5 +441,5 @@ class _Lookup(torch.autograd.Function):
 def _hash(held: Held) -> str:
     found = hashlib.sha256()
     for tensor in (held.weight, *held.states.values()):
-        found.update(tensor.contiguous().view(torch.uint8).numpy().data)
+        found.update(tensor.contiguous().cpu().view(torch.uint8).numpy().data)
     return found.hexdigest()

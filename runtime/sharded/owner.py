@@ -128,7 +128,7 @@ class Owner:
             for _ in arrived.sources
             for one in self._sums
         ]
-        return joined(sums, found.dtype)
+        return joined(sums, found.dtype, found.device)
 
     def weight_gradient(self, arrived: Arrived, gradient: Tensor) -> tuple[Tensor, list[int]]:
         """The gradients of the weights that arrived: float32, flat: for each source and block [ids].
@@ -172,7 +172,7 @@ class Owner:
             for place in range(len(arrived.sources))
             for number in self._gradient_of_block
         ]
-        return joined([parts[number] for number in order], gradient.dtype)
+        return joined([parts[number] for number in order], gradient.dtype, gradient.device)
 
 
 def folded(terms: Sequence[Tensor], program: Sequence[int]) -> Tensor:

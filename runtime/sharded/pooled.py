@@ -53,7 +53,7 @@ class Exchange:
             sums=self.routes.sums[own],
             gradients=self.routes.gradients[own],
         )
-        self._wire = wire
+        self._wire, self._device = wire, shards.engine.device
         self.features = sorted({part.feature for parts in self.routes.parts for part in parts})
         self._sum_places = [(rank, one) for rank, sums in enumerate(self.routes.sums) for one in sums]
         self._even = _Even(
@@ -72,7 +72,7 @@ class Exchange:
     def outgoing(self, ids: Ids) -> Outgoing:
         """This rank's ids by destination. Not collective."""
         values_of = torch.split(ids.values, ids.counts)
-        weights_of = None if ids.weights is None else torch.split(ids.weights.detach(), ids.counts)
+        weights_of = None if ids.host_weights is None else torch.split(ids.host_weights, ids.counts)
         by_part: dict[Part, tuple[Tensor, Tensor, Tensor | None]] = {}
         for feature in self.features:
             table, weights = self._table_of[feature], None if weights_of is None else weights_of[feature]
@@ -177,7 +177,9 @@ class Exchange:
                 folded([piece_of[feature, row, column] for column in range(table.column_shards)], program)
                 for row in range(table.row_shards)
             ]
-            result[feature] = torch.empty(len(order)).scatter_(0, order, torch.cat(rows))
+            result[feature] = torch.empty(len(order), device=self._device).scatter_(
+                0, order.to(self._device), torch.cat(rows)
+            )
         return result
 
     def packed(self, gradients: dict[int, Tensor]) -> Tensor:
@@ -185,7 +187,7 @@ class Exchange:
         flat = [
             self._part_of_gradient(one, gradients[one.feature]) for places in self.routes.gradients for one in places
         ]
-        return joined(flat, torch.float32)
+        return joined(flat, torch.float32, self._device)
 
     def _part_of_gradient(self, one: Columns, gradient: Tensor) -> Tensor:
         columns = self._table_of[one.feature].column_range(one.column)

@@ -92,9 +92,10 @@ class SparseAllReduce:
         all_counts = self._wire.all_gather("counts", counts.flatten(), widths)
         of_rank = [part.view(-1, tables) for part in torch.split(all_counts, widths)]
         dims = torch.tensor(self._dims)
-        all_rows = self._wire.all_gather("ids", joined(rows, torch.int64), [int(part.sum()) for part in of_rank])
+        own_rows = joined(rows, torch.int64, gradient.device).cpu()
+        all_rows = self._wire.all_gather("ids", own_rows, [int(part.sum()) for part in of_rank])
         all_sums = self._wire.all_gather(
-            "gradients", joined(sums, torch.float32), [int((part * dims).sum()) for part in of_rank]
+            "gradients", joined(sums, torch.float32, gradient.device), [int((part * dims).sum()) for part in of_rank]
         )
         nodes = [node for of_one in self._nodes for node in of_one]
         merged = Batch(

@@ -80,7 +80,7 @@ class RowExchange:
         """`number_of`: this rank's shards in the engine. `peers`: the ranks of the `wire`; for replicated tables this
         one alone."""
         self._tables, self._slices = settings.tables, settings.slices
-        self._wire = wire
+        self._wire, self._device = wire, shards.engine.device
         self._shards, self._number_of = shards, number_of
         self._peers = list(peers)
         self._me = self._peers.index(settings.slices.rank)
@@ -142,7 +142,7 @@ class RowExchange:
                     for block, piece in zip(node.lookups.batch.table_of_block, node.lookups.pieces, strict=True)
                     if block == number
                 ]
-                chosen = rows[table].index_select(0, node.places[table])
+                chosen = rows[table].index_select(0, node.places[table].to(self._device))
                 if len(self._features[table]) == 1:
                     pieces[own[0][0]].append(chosen)
                     continue
@@ -158,16 +158,19 @@ class RowExchange:
         """
         sums: list[dict[int, Tensor]] = []
         for node in nodes:
-            found = self._summer.sum_rows(node.lookups.batch, node.lookups.gathered(gradients))
+            found = self._summer.sum_rows(node.lookups.batch, node.lookups.gathered(gradients, self._device))
             of_table = {self._numbers[one.table]: one.sums for one in found}
             sums.append(
-                {table: of_table.get(table, torch.empty(0, self._tables[table].dim)) for table in node.distinct}
+                {
+                    table: of_table.get(table, torch.empty(0, self._tables[table].dim, device=self._device))
+                    for table in node.distinct
+                }
             )
         parts = [
             sums[node][part.table][start:end, columns.low : columns.high].reshape(-1)
             for node, part, start, end, columns in self._answers(nodes)
         ]
-        own = joined(parts, torch.float32)
+        own = joined(parts, torch.float32, self._device)
         return self._wire.all_to_all("gradients", own, asked.sizes, self._own_sizes(nodes), codec=self._codec)
 
     def release(self, asked: Asked) -> None:
@@ -248,7 +251,7 @@ class RowExchange:
         whole = {table for table, counts in shards.items() if counts == (1, 1)}
         rows = [
             {
-                table: torch.empty(len(node.distinct[table]), self._tables[table].dim)
+                table: torch.empty(len(node.distinct[table]), self._tables[table].dim, device=self._device)
                 for table in self._numbers
                 if table not in whole
             }
@@ -293,8 +296,11 @@ def summer(settings: Settings, numbers: Sequence[int]) -> EmbeddingEngine:
         specs,
         OptimizerSpec(kind=Optimizer.SGD),
         implementation_name=settings.implementation_name,
+        device=settings.device,
         threads=settings.threads,
-        memory=[TableMemory(spec=spec, weight=torch.empty(0, spec.dim), states={}) for spec in specs],
+        memory=[
+            TableMemory(spec=spec, weight=torch.empty(0, spec.dim, device=settings.device), states={}) for spec in specs
+        ],
     )
 
 

@@ -332,6 +332,33 @@ def bench_embedding(
     _write(json_path, embedding.as_json(results, rounds=rounds, seed=seed, threads=threads))
 
 
+@app.command("gpu", epilog="Example: sennit bench gpu --json gpu.json")
+def bench_gpu(
+    world: Annotated[int, typer.Option(help="ranks of staging and training step; they may share a GPU", min=2)] = 2,
+    rounds: Annotated[int, typer.Option(help="timed turns of each operation; the median is reported", min=1)] = 20,
+    seed: Annotated[int, typer.Option(help="seed of ids and weights", min=0)] = 1,
+    interpreter: Annotated[
+        bool, typer.Option("--interpreter", help="small shapes on the CPU in Triton's interpreter; nothing is timed")
+    ] = False,
+    json_path: Figures = None,
+) -> None:
+    """Run everything that needs a GPU: tests, embedding kernels, copies and collectives, a training step.
+
+    Needs a CUDA device, or --interpreter. A part that cannot run says why.
+    """
+    if not interpreter:
+        _need("gpu")
+    from sennit.testbed.bench import gpu
+
+    settings = gpu.Settings(world=world, rounds=rounds, seed=seed, interpreter=interpreter)
+    with _progress() as update:
+        report = gpu.run(settings, update)
+    gpu.render(report, stdout_console())
+    _write(json_path, report)
+    if wrong := gpu.failures(report):
+        fail("; ".join(wrong))
+
+
 @app.command(epilog="Example: sennit testbed vm -- sennit bench rdma --rounds 3")
 def rdma(
     size: Annotated[str, typer.Option(help="bytes that each rank sends to the other in one operation")] = "64KiB",

@@ -33,6 +33,7 @@ ROWS: Final = 1_000_000
 """Rows of each table. Gives about as many distinct rows as the peer's data, 350,000."""
 EXPONENT: Final = 1.05
 COPY_BYTES: Final = 1 << 30
+INTERPRETER: Final = "Triton's interpreter"
 _FP32_BYTES: Final = 4
 
 # The peer's figures on an H100, milliseconds.
@@ -61,6 +62,14 @@ class Result:
     goal_ms: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Untimed:
+    """An operation that ran in Triton's interpreter, where time says nothing."""
+
+    name: str
+    bytes_moved: int
+
+
 def power_law_batch(device: torch.device, seed: int, *, lookups: int = LOOKUPS, rows: int = ROWS) -> Batch:
     """Sequences for `TABLES` tables. The k-th most frequent row is drawn with weight k^-1.05; rows are shuffled."""
     generator = torch.Generator().manual_seed(seed)
@@ -79,18 +88,26 @@ def power_law_batch(device: torch.device, seed: int, *, lookups: int = LOOKUPS, 
     )
 
 
-def run(*, rounds: int, seed: int) -> dict[str, Any]:
-    """The whole report. Needs a CUDA device with 20 GB of memory. Raises RuntimeError if bits do not repeat."""
-    device = torch.device("cuda")
-    batch = power_law_batch(device, seed)
-    counted = batch.values + ROWS * torch.arange(TABLES, device=device).repeat_interleave(LOOKUPS // TABLES)
-    distinct_rows = len(counted.unique())  # type: ignore[no-untyped-call]
-    gradient = torch.randn(LOOKUPS * DIM, device=device)
-    operator, vector_bytes = TritonOperator(), DIM * _FP32_BYTES
-    copy_bytes_per_s = _copy_bytes_per_s(device, rounds)
+def run(
+    *, rounds: int, seed: int, device: str = "cuda", lookups: int = LOOKUPS, rows: int = ROWS, dim: int = DIM
+) -> dict[str, Any]:
+    """The whole report. On "cuda" it needs 20 GB of memory. On "cpu" (Triton's interpreter) nothing is timed.
 
-    def result(name: str, bytes_moved: int, operation: Callable[[], object]) -> Result:
-        graph, call = _graph_ms(operation, rounds), _call_ms(operation, rounds)
+    Raises RuntimeError if bits do not repeat.
+    """
+    where, is_timed = torch.device(device), device != "cpu"
+    batch = power_law_batch(where, seed, lookups=lookups, rows=rows)
+    counted = batch.values + rows * torch.arange(TABLES, device=where).repeat_interleave(lookups // TABLES)
+    distinct_rows = len(counted.unique())  # type: ignore[no-untyped-call]
+    gradient = torch.randn(lookups * dim, device=where)
+    operator, vector_bytes = TritonOperator(), dim * _FP32_BYTES
+    copy_bytes_per_s = copy_speed(where, rounds) if is_timed else None
+
+    def result(name: str, bytes_moved: int, operation: Callable[[], object]) -> Result | Untimed:
+        if copy_bytes_per_s is None:
+            operation()
+            return Untimed(name=name, bytes_moved=bytes_moved)
+        graph, call = _graph_ms(operation, rounds), call_ms(operation, rounds)
         middle = statistics.median(graph)
         return Result(
             name=name,
@@ -103,7 +120,7 @@ def run(*, rounds: int, seed: int) -> dict[str, Any]:
             goal_ms=GOALS_MS[name],
         )
 
-    results = []
+    results: list[Result | Untimed] = []
     for kind in (Optimizer.SGD, Optimizer.ADAM):
         spec = OptimizerSpec(kind=kind)
         arguments: dict[str, Any] = {
@@ -114,19 +131,19 @@ def run(*, rounds: int, seed: int) -> dict[str, Any]:
         }
         sums = set()
         for _ in range(2):
-            tables = _tables(spec, device)
+            tables = _tables(spec, where, rows, dim)
             operator.update(tables, batch, gradient, **arguments)
             sums.add(tuple(int(table.weight.view(torch.int32).sum(dtype=torch.int64)) for table in tables))
         if len(sums) != 1:
             raise RuntimeError(f"two steps of {kind.value} from the same tables gave different bits")
         if kind is Optimizer.SGD:
             results.append(
-                result("forward", 2 * LOOKUPS * vector_bytes, lambda tables=tables: operator.lookup(tables, batch))  # type: ignore[misc]
+                result("forward", 2 * lookups * vector_bytes, lambda tables=tables: operator.lookup(tables, batch))  # type: ignore[misc]
             )
         results.append(
             result(
                 f"backward+{kind.value}",
-                (LOOKUPS + 2 * distinct_rows * (1 + len(spec.states))) * vector_bytes,
+                (lookups + 2 * distinct_rows * (1 + len(spec.states))) * vector_bytes,
                 lambda tables=tables, arguments=arguments: operator.launch_update(  # type: ignore[misc]
                     tables, batch, gradient, **arguments
                 ),
@@ -135,9 +152,9 @@ def run(*, rounds: int, seed: int) -> dict[str, Any]:
         del tables
     return {
         "machine": machine.describe(),
-        "device": torch.cuda.get_device_name(device),
+        "device": torch.cuda.get_device_name(where) if is_timed else INTERPRETER,
         "triton": importlib.metadata.version("triton"),
-        "shape": {"tables": TABLES, "lookups": LOOKUPS, "dim": DIM, "rows": ROWS, "exponent": EXPONENT},
+        "shape": {"tables": TABLES, "lookups": lookups, "dim": dim, "rows": rows, "exponent": EXPONENT},
         "distinct_rows": distinct_rows,
         "seed": seed,
         "rounds": rounds,
@@ -162,9 +179,9 @@ def render(report: dict[str, Any], console: Console) -> None:
     console.print(f"{report['device']}; {report['distinct_rows']:,} distinct rows")
 
 
-def _tables(optimizer: OptimizerSpec, device: torch.device) -> list[TableMemory]:
+def _tables(optimizer: OptimizerSpec, device: torch.device, rows: int, dim: int) -> list[TableMemory]:
     tables = [
-        allocate(TableSpec(name=str(number), row_count=ROWS, dim=DIM), optimizer, device) for number in range(TABLES)
+        allocate(TableSpec(name=str(number), row_count=rows, dim=dim), optimizer, device) for number in range(TABLES)
     ]
     generator = torch.Generator(device).manual_seed(1)
     for table in tables:
@@ -172,7 +189,8 @@ def _tables(optimizer: OptimizerSpec, device: torch.device) -> list[TableMemory]
     return tables
 
 
-def _call_ms(operation: Callable[[], object], rounds: int) -> list[float]:
+def call_ms(operation: Callable[[], object], rounds: int) -> list[float]:
+    """Milliseconds of plain calls on the device's clock, after one that is not counted."""
     operation()
     found = []
     for _ in range(rounds):
@@ -195,10 +213,11 @@ def _graph_ms(operation: Callable[[], object], rounds: int) -> list[float]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         operation()
-    return _call_ms(graph.replay, rounds)
+    return call_ms(graph.replay, rounds)
 
 
-def _copy_bytes_per_s(device: torch.device, rounds: int) -> float:
+def copy_speed(device: torch.device, rounds: int) -> float:
+    """Bytes a second that a copy on the device reads and writes."""
     source = torch.zeros(COPY_BYTES // _FP32_BYTES, device=device)
     target = torch.empty_like(source)
-    return 2 * COPY_BYTES / (statistics.median(_call_ms(lambda: target.copy_(source), rounds)) * 1e-3)
+    return 2 * COPY_BYTES / (statistics.median(call_ms(lambda: target.copy_(source), rounds)) * 1e-3)

@@ -32,6 +32,7 @@ from sennit.runtime.sharded import (
 from sennit.runtime.sharded.module import ShardedTables
 from sennit.transport.errors import ArgumentError, ConfigError
 
+CPU = torch.device("cpu")
 ADAM = OptimizerSpec(kind=Optimizer.ADAM)
 TABLES = (
     Table(name="user", rows=1000, dim=32, row_shards=8, column_shards=2),
@@ -89,11 +90,15 @@ def trained(
     trains: bool = False,
     folder: str | None = None,
     memory_bytes: int = 0,
+    device: torch.device = CPU,
+    ids_there: bool = False,
+    steps: int = 4,
 ) -> tuple[str, list[str]]:
     """Backward passes whose gradients are elementwise functions of the outputs, so many `passes` in a step.
 
     `kind`: bags, weighted or sequences. `ahead`: how many later batches are sent before one is looked up. `trains`: two
-    tables are tensor trains. `folder`: where tables are in files, with caches of `memory_bytes`.
+    tables are tensor trains. `folder`: where tables are in files, with caches of `memory_bytes`. `device`: of the
+    tables. `ids_there`: ids are given on it.
 
     Returns the digest of the tables, and one of each sample's last outputs.
     """
@@ -109,24 +114,34 @@ def trained(
     made = ShardedEmbeddings if kind == "sequences" else ShardedEmbeddingBags
     store = None if folder is None else TableStore(folder=Path(folder), memory_bytes=memory_bytes)
     module = made(
-        tables, rate=0.1, placement=placement, gradients="sum", implementation_name=implementation, store=store
+        tables,
+        rate=0.1,
+        placement=placement,
+        gradients="sum",
+        implementation_name=implementation,
+        store=store,
+        device=device,
     )
     outputs: list[Tensor] = []
     sent: deque[Sent] = deque()
-    for step in range(4):
-        while step + len(sent) <= min(step + ahead, 3):
+    for step in range(steps):
+        while step + len(sent) <= min(step + ahead, steps - 1):
             whole = features(step + len(sent), samples, weighted=kind == "weighted")
             part = own_part(whole, *module.slices.samples(rank, samples))
+            if ids_there:
+                there = None if part.weights is None else part.weights.to(device)
+                part = Features(lengths=part.lengths.to(device), values=part.values.to(device), weights=there)
             sent.append(module.send(part, global_batch=samples))
         with contextlib.nullcontext() if step % passes == passes - 1 else module.no_sync():
             outputs = list(module(sent.popleft()).values())
+            assert all(vectors.device.type == device.type for vectors in outputs)
             torch.autograd.backward(outputs, [vector.detach() * 0.5 + 0.25 for vector in outputs])
     module.check()
     of_sample = [hashlib.sha256() for _ in range(part.lengths.shape[1])]
     for feature, vectors in enumerate(outputs):
         counts = part.lengths[feature].tolist() if kind == "sequences" else [1] * len(of_sample)
         for found, rows in zip(of_sample, torch.split(vectors.detach(), counts), strict=True):
-            found.update(rows.contiguous().numpy().data)
+            found.update(rows.contiguous().cpu().numpy().data)
     digest = module.digest()
     if store is not None:
         is_all_stored = isinstance(placement, str) and placement != "data_parallel" and not trains

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Part of `sennit bench gpu`: training steps of a torch model with `ShardedEmbeddingBags` on the device.
+
+Tables are table-wise. Before steps are timed, some are taken on a copy of the model, and both must have the same bits.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import Store
+
+from sennit.runtime.backend.process_group import load_extension
+from sennit.runtime.data.seeds import torch_stream
+from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
+from sennit.runtime.sharded import Features, ShardedEmbeddingBags, Table
+from sennit.runtime.training import launch
+from sennit.testbed.bench.embedding_cuda import call_ms
+from sennit.testbed.bench.gpu_staging import TIMEOUT_S, device_of
+
+if TYPE_CHECKING:
+    from sennit.testbed.bench.gpu import Settings
+
+CHECKED_STEPS: Final = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """The model, and the batch of a rank."""
+
+    tables: int = 26
+    rows: int = 1_000_000
+    dim: int = 64
+    pooling: int = 20
+    samples: int = 4_096
+    hidden: int = 512
+
+
+SMALL: Final = Load(tables=2, rows=40, dim=8, pooling=2, samples=8, hidden=8)
+"""Without a GPU."""
+
+
+class Model(nn.Module):
+    """Pooled vectors of all tables side by side, and two layers."""
+
+    def __init__(self, load: Load, settings: Settings, device: torch.device) -> None:
+        super().__init__()
+        self.embeddings = ShardedEmbeddingBags(
+            [
+                Table(
+                    name=str(number),
+                    rows=load.rows,
+                    dim=load.dim,
+                    optimizer=OptimizerSpec(kind=Optimizer.ROW_WISE_ADAGRAD),
+                )
+                for number in range(load.tables)
+            ],
+            rate=0.05,
+            seed=settings.seed,
+            slices=settings.world,
+            implementation_name="triton",
+            device=device,
+        )
+        torch.manual_seed(settings.seed)
+        self.layers = nn.Sequential(
+            nn.Linear(load.tables * load.dim, load.hidden), nn.ReLU(), nn.Linear(load.hidden, 1)
+        ).to(device)
+        self.optimizer = torch.optim.SGD(self.layers.parameters(), lr=0.01)
+
+    def step(self, features: Features, labels: Tensor) -> None:
+        """One step of tables and layers. Ranks' layers differ, as their samples do: nothing sums their gradients."""
+        vectors = self.embeddings(features)
+        logits = self.layers(torch.cat(list(vectors.values()), 1)).squeeze(1)
+        self.optimizer.zero_grad()
+        torch.autograd.backward(nn.functional.binary_cross_entropy_with_logits(logits, labels))
+        self.optimizer.step()
+
+    @torch.no_grad()
+    def bits(self) -> list[object]:
+        """Equal only for models with equal bits."""
+        return [self.embeddings.digest(), *(parameter.tolist() for parameter in self.layers.parameters())]
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    """Times of the slowest rank. Raises `launch.RankFailure`, also if two runs have other bits."""
+    load = SMALL if settings.interpreter else Load()
+    _store, address = launch.serve_store(0, timeout_s=TIMEOUT_S)
+    by_rank = launch.run_ranks(_rank, settings, settings.world, address=address, store_timeout_s=TIMEOUT_S)
+    one: dict[str, Any] = {"name": f"{settings.world} ranks, {load.samples:,} samples each", "digest": by_rank[0][0]}
+    if not settings.interpreter:
+        one["ms"] = max(ms for _, ms in by_rank)
+        one["samples_per_s"] = settings.world * load.samples / (one["ms"] * 1e-3)
+    return {"load": asdict(load), "results": [one]}
+
+
+def _rank(settings: Settings, rank: int, world: int, store: Store) -> tuple[str, float]:
+    torch.set_num_threads(1)
+    device, load = device_of(settings, rank), SMALL if settings.interpreter else Load()
+    dist.init_process_group("sennit", store=store, rank=rank, world_size=world)
+    before = load_extension().stand_in.set_active(settings.interpreter)
+    try:
+        generator = torch_stream(settings.seed, "bench gpu", rank)
+        features = Features(
+            lengths=torch.full((load.tables, load.samples), load.pooling, dtype=torch.int32),
+            values=torch.randint(load.rows, (load.tables * load.samples * load.pooling,), generator=generator),
+        )
+        labels = torch.randint(2, (load.samples,), generator=generator).float().to(device)
+        bits = []
+        for _ in range(2):
+            model = Model(load, settings, device)
+            for _ in range(CHECKED_STEPS):
+                model.step(features, labels)
+            bits.append(model.bits())
+        if bits[0] != bits[1]:
+            raise RuntimeError(f"{CHECKED_STEPS} steps from the same model gave different bits")
+        ms = 0.0
+        if not settings.interpreter:
+            ms = statistics.median(call_ms(lambda: model.step(features, labels), settings.rounds))
+        return model.embeddings.digest(), ms
+    finally:
+        load_extension().stand_in.set_active(before)
+        dist.destroy_process_group()

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-call,import-not-found"
+"""Sharded tables on a device: run on each rank by test_sharded_device.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import device_double
+import pytest
+import sharded_cases
+import torch
+from device_double import OnDevice
+from device_stand_in import on_device
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from sennit.runtime.kernels import engine as engines
+from sennit.runtime.kernels.batch import Batch
+from sennit.runtime.kernels.implementations import implementation
+from sennit.runtime.kernels.layout import TableMemory
+from sennit.runtime.sharded import ShardedEmbeddingBags, Table, TableStore
+from sennit.runtime.sharded.module import ShardedTables
+from sennit.transport.codecs import Codec, CodecKind
+from sennit.transport.errors import ConfigError, SennitError, Unsupported
+
+
+class Kernels:
+    """An implementation for `device_double`: the native one on the memory of its tensors."""
+
+    device_type = device_double.DEVICE.type
+
+    def __init__(self) -> None:
+        self._native = implementation("native")
+
+    def __getattr__(self, name: str) -> Any:
+        def call(tables: Sequence[TableMemory], batch: Batch, *given: Any, **options: Any) -> Any:
+            found = getattr(self._native, name)(
+                [_parts(table, device_double.host_of) for table in tables],
+                _parts(batch, device_double.host_of),
+                *map(device_double.host_of, given),
+                **options,
+            )
+            if isinstance(found, list):
+                return [_parts(one, OnDevice) for one in found]
+            return OnDevice(found)
+
+        return call
+
+
+def _parts(whole: Any, change: Callable[[Any], Any]) -> Any:
+    """A dataclass with its tensors changed."""
+    fields = {one.name: getattr(whole, one.name) for one in dataclasses.fields(whole)}
+    return dataclasses.replace(whole, **tree_map_only(Tensor, change, fields))
+
+
+def trained_on_the_double(rank: int, world: int, **arguments: Any) -> tuple[Any, dict[str, int]]:
+    """What `sharded_cases.trained` returns for tables on `device_double`, and how often its steps waited."""
+    waits: dict[str, int] = {}
+    check = ShardedTables.check
+
+    def counted(module: ShardedTables) -> None:
+        waits.update(device.waits)
+        check(module)
+
+    with (
+        device_double.Device() as device,
+        mock.patch.object(engines, "implementation", side_effect=lambda *_, **__: Kernels()),
+        mock.patch.object(ShardedTables, "check", counted),
+    ):
+        return sharded_cases.trained(rank, world, device=device_double.DEVICE, **arguments), waits
+
+
+def trained_by_triton(rank: int, world: int, device: str, **arguments: Any) -> Any:
+    """What `sharded_cases.trained` returns with Triton: on a GPU, or on the CPU in its interpreter."""
+    with on_device(device == "cpu"):
+        return sharded_cases.trained(rank, world, implementation="triton", device=torch.device(device), **arguments)
+
+
+def refused(rank: int, world: int) -> None:
+    tables = [Table(name="user", rows=8, dim=4)]
+    options: dict[str, Any] = {"rate": 0.1, "device": "meta"}
+    with pytest.raises(ConfigError, match="a codec with tables on meta; allowed: with tables on cpu, or none"):
+        ShardedEmbeddingBags(tables, codec=Codec(kind=CodecKind.INT8), **options)
+    with pytest.raises(ConfigError, match="a table store with tables on meta"):
+        ShardedEmbeddingBags(tables, store=TableStore(folder=Path("unused"), memory_bytes=1 << 20), **options)
+    with pytest.raises(ConfigError, match=r"device: rank 0 has cpu, rank 1 has meta"):
+        ShardedEmbeddingBags(tables, rate=0.1, device="meta" if rank else "cpu")
+    with pytest.raises(ConfigError, match="implementation native with tables on meta"):
+        ShardedEmbeddingBags(tables, implementation_name="native", **options)
+
+
+def missing_on_one_rank(rank: int, world: int) -> None:
+    """The other rank learns of it, and does not wait."""
+    expected = pytest.raises(SennitError, match="rank 1 could not make its tables on meta: Unsupported")
+    if rank == 1:
+        expected = pytest.raises(Unsupported, match="implementation triton")
+
+    def fails(*_: Any, **__: Any) -> Any:
+        if rank == 1:
+            raise Unsupported("implementation triton", "no CUDA device")
+        return mock.Mock(device_type="meta")
+
+    with mock.patch.object(engines, "implementation", fails), expected:
+        ShardedEmbeddingBags([Table(name="user", rows=8, dim=4)], rate=0.1, device="meta")

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sharded tables on a device: the bits of tables on the CPU.
+
+Without a GPU there are two halves: `device_double` finds operations that mix devices, and Triton's interpreter runs the
+kernels. The tests marked `gpu` run both at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+pytestmark = pytest.mark.timeout(180)
+
+CASES = "sharded_device_cases.py"
+MIXED = {"user": "row_wise", "item": "data_parallel", "genre": "column_wise", "city": "table_wise"}
+KINDS = ("bags", "weighted", "sequences")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def alone(request: pytest.FixtureRequest, kept_world: Callable[..., Any]) -> tuple[str, list[Any]]:
+    """A kind of module, and what one rank has with all tables on the CPU."""
+    arguments = {"placement": "table_wise", "kind": request.param}
+    return request.param, kept_world(1).run("sharded_cases.py", "trained", **arguments)[0]
+
+
+@pytest.mark.parametrize("placement", ["row_wise", "grid", MIXED], ids=str)
+@pytest.mark.parametrize(("world", "ids_there"), [(2, True), (3, False)])
+def test_nothing_mixes_devices(
+    kept_world: Callable[..., Any], alone: tuple[str, list[Any]], world: int, ids_there: bool, placement: Any
+) -> None:
+    kind, (digest, outputs) = alone
+    arguments = {"placement": placement, "kind": kind, "ids_there": ids_there}
+    found = kept_world(world).run(CASES, "trained_on_the_double", **arguments)
+    assert [one for (one, _), _ in found] == [digest] * world
+    assert [sample for (_, samples), _ in found for sample in samples] == outputs
+    for _, waits in found:
+        # In a step ids, lengths and weights are read once, if they are there; and the numbers of the rows of a
+        # replicated table whose sums go to others.
+        read = (3 if kind == "weighted" else 2) if ids_there else 0
+        assert 4 * read <= sum(waits.values()) <= 4 * (read + (placement == MIXED)), waits
+
+
+def test_passes_are_one_step(kept_world: Callable[..., Any], alone: tuple[str, list[Any]]) -> None:
+    kind, _ = alone
+    arguments = {"placement": MIXED, "kind": kind, "passes": 2}
+    wanted = kept_world(2).run("sharded_cases.py", "trained", **arguments)
+    assert [one for one, _ in kept_world(2).run(CASES, "trained_on_the_double", **arguments)] == wanted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_triton_has_the_bits_of_the_native_kernels(kept_world: Callable[..., Any], kind: str) -> None:
+    pytest.importorskip("triton")
+    arguments = {"placement": MIXED, "kind": kind, "samples": 8, "steps": 1}
+    wanted = kept_world(1).run("sharded_cases.py", "trained", **arguments)[0][0]
+    found = kept_world(2).run(CASES, "trained_by_triton", device="cpu", **arguments)
+    assert [digest for digest, _ in found] == [wanted] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("placement", ["table_wise", "row_wise", "grid", "data_parallel", MIXED], ids=str)
+@pytest.mark.parametrize("ids_there", [False, True])
+def test_on_a_gpu(new_world: Callable[..., Any], alone: tuple[str, list[Any]], ids_there: bool, placement: Any) -> None:
+    kind, (digest, outputs) = alone
+    arguments = {"placement": placement, "kind": kind, "ids_there": ids_there}
+    found = new_world(2).run(CASES, "trained_by_triton", device="cuda:0", **arguments)
+    assert [one for one, _ in found] == [digest] * 2
+    assert [sample for _, samples in found for sample in samples] == outputs
+
+
+def test_what_a_device_does_not_have_is_refused(kept_world: Callable[..., Any]) -> None:
+    kept_world(2).run(CASES, "refused")
+
+
+def test_a_device_that_one_rank_lacks_is_told_to_all(kept_world: Callable[..., Any]) -> None:
+    kept_world(2).run(CASES, "missing_on_one_rank")
