@@ -81,6 +81,8 @@ class Layout:
                     self.parameters.append(parameter)
                     self.names.append(place.name)
                 self.places.append((place, index_of[parameter]))
+        self.device = self.parameters[0].device if self.parameters else torch.device("cpu")
+        """Where gradients of slices are added up. Their sums travel from host memory."""
         self.lengths: dict[torch.dtype, int] = {torch.float32: 0}
         self.starts: list[int] = []
         for parameter in self.parameters:
@@ -243,7 +245,8 @@ class SliceSums:
             rows = self._layout.free_rows.pop(dtype, None)
             if rows is None:
                 summed = torch.float32 if dtype in _NARROW else dtype
-                rows = torch.zeros(len(self._nodes), self._layout.lengths[dtype], dtype=summed)
+                shape = (len(self._nodes), self._layout.lengths[dtype])
+                rows = torch.zeros(shape, dtype=summed, device=self._layout.device)
             self._rows[dtype] = rows
         return self._rows[dtype]
 
@@ -272,14 +275,15 @@ class SliceSums:
         end = layout.counts_start + len(counts)
         rows = self._rows_of(torch.float32)
         rows[:, layout.counts_start : end] = 0
-        rows[0, layout.counts_start : end] = counts
+        rows[0, layout.counts_start : end].copy_(counts)
         totals = {dtype: self._reduction.total(layout, dtype, self._rows_of(dtype)) for dtype in layout.lengths}
         layout.free_rows = self._rows
         counted = totals[torch.float32][layout.counts_start : end].tolist()
         self._check_sizes([int(size) for size in counted[len(layout.parameters) :]])
+        there = {dtype: total.to(layout.device) for dtype, total in totals.items()}
         for index, parameter in enumerate(layout.parameters):
             if counted[index]:
-                total = layout.piece(totals[parameter.dtype], index)
+                total = layout.piece(there[parameter.dtype], index)
                 if parameter.grad is None:
                     parameter.grad = total
                 else:

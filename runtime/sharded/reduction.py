@@ -92,19 +92,22 @@ class Reduction:
         self.residuals = None if codec is None else Residuals(slices)
 
     def leaves(self, rows: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-        """The sum over all slices in the canonical tree. With `dtype`, that of the result, rows are sums of nodes."""
+        """The sum over all slices in the canonical tree, in host memory. With `dtype`, that of the result, rows are
+        sums of nodes."""
+        rows = rows.cpu()
         with phase(self._clock, "AllReduce"), memory_for_peers(self._group):
             return all_reduce_leaves(
                 rows, self._slices.count, group=self._group, partial=dtype is not None, dtype=dtype
             )
 
     def total(self, layout: Layout, dtype: torch.dtype, rows: Tensor) -> Tensor:
-        """The sum over all ranks of [nodes, elements], in the `dtype` of parameters.
+        """The sum over all ranks of [nodes, elements], in the `dtype` of parameters and in host memory.
 
         With a codec a rank adds its nodes up, and codes one vector. Counts are not coded.
         """
         if self._codec is None or self.residuals is None or dtype not in _CODED:
             return self.leaves(rows, dtype=dtype)
+        rows = rows.cpu()
         own = rows[0].clone()
         for row in rows[1:]:
             own.add_(row)

@@ -55,7 +55,7 @@ class SlicedReplicas(nn.Module):
         `clock`: measures the phase "AllReduce".
 
         Raises on all ranks `ConfigError` if they disagree on V, the seed, the codec, or the names, shapes or types of
-        parameters and buffers, and `ArgumentError` if one of these is not in host memory.
+        parameters and buffers, and `ArgumentError` if these are on several devices.
         """
         super().__init__()
         self.module = module
@@ -68,7 +68,7 @@ class SlicedReplicas(nn.Module):
         described = _description(module, slices, seed) | {"codec": str(codec)}
         check_agreement(described, group, warned=("threads", "processor"))
         check_codec(codec, group)
-        _refuse_devices(module)
+        self._device = _device_of(module)
         self.slices = Slices(count=slices, rank=dist.get_rank(group), world_size=dist.get_world_size(group))
         self._reduction = Reduction(self.slices, group, codec, clock)
         self._layout = Layout(self._places, self.slices)
@@ -130,7 +130,7 @@ class SlicedReplicas(nn.Module):
     def global_loss(self, losses: Tensor, divisor: float | None = None) -> Tensor:
         """Collective: the loss of all slices, a 0-dim tensor with the same bits on every rank and in every world."""
         self._check_losses(losses)
-        total = self._reduction.leaves(losses.detach())
+        total = self._reduction.leaves(losses.detach()).to(losses.device)
         return total / (self.slices.count if divisor is None else divisor)
 
     @contextlib.contextmanager
@@ -151,7 +151,7 @@ class SlicedReplicas(nn.Module):
         found = hashlib.sha256()
         for name, tensor in _state(self.module):
             found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            found.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+            found.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data)
         everyone: list[Any] = [None] * self.slices.world_size
         dist.all_gather_object(everyone, found.hexdigest(), group=self._group)
         for rank, other in enumerate(everyone):
@@ -170,13 +170,21 @@ class SlicedReplicas(nn.Module):
 
     @contextlib.contextmanager
     def _random_numbers(self, what: str, number: int) -> Iterator[None]:
-        """Inside, torch's default generator begins where (seed, pass, slice) say. Outside, nothing has changed."""
-        state = torch.get_rng_state()
-        torch.default_generator.manual_seed(derive(self._seed, what, self.passes, number))
+        """Inside, torch's default generators begin where (seed, pass, slice) say. Outside, nothing has changed.
+
+        They are those of the host and of the module's device.
+        """
+        generators = [torch.default_generator]
+        if self._device.type == "cuda":
+            generators.append(torch.cuda.default_generators[self._device.index])
+        states = [generator.get_state() for generator in generators]
+        for generator in generators:
+            generator.manual_seed(derive(self._seed, what, self.passes, number))
         try:
             yield
         finally:
-            torch.set_rng_state(state)
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
 
     def _refuse_running_statistics(self) -> None:
         for name, norm in self._norms:
@@ -215,15 +223,24 @@ def _description(module: nn.Module, slices: int, seed: int) -> dict[str, str]:
             found[name] = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device.type}{frozen}"
     found["threads"] = f"{torch.get_num_threads()} (torch.set_num_threads)"
     found["processor"] = torch.backends.cpu.get_cpu_capability()
+    if any(tensor.is_cuda for _, tensor in _state(module)):
+        found["processor"] = torch.cuda.get_device_name()
     return found
 
 
-def _refuse_devices(module: nn.Module) -> None:
+def _device_of(module: nn.Module) -> torch.device:
+    """Where all of the module is; the host, if it has nothing."""
+    found: torch.device | None = None
     for name, tensor in _state(module):
         if is_lazy(tensor):
             raise ArgumentError(f"{name} is not initialised; run the module once before")
-        if tensor.device.type != "cpu":
-            raise ArgumentError(f"{name} on {tensor.device}; allowed: cpu (sums over slices are made in host memory)")
+        if tensor.device.type == "meta":
+            raise ArgumentError(f"{name} on {tensor.device}; allowed: memory of the host or of a GPU")
+        if found is None:
+            found = tensor.device
+        elif tensor.device != found:
+            raise ArgumentError(f"{name} on {tensor.device}, others on {found}; allowed: one device")
+    return found or torch.device("cpu")
 
 
 def _broadcast(module: nn.Module, group: dist.ProcessGroup | None) -> None:

@@ -350,7 +350,10 @@ def bench_gpu(
         _need("gpu")
     from sennit.testbed.bench import gpu
 
-    settings = gpu.Settings(world=world, rounds=rounds, seed=seed, interpreter=interpreter)
+    try:
+        settings = gpu.Settings(world=world, rounds=rounds, seed=seed, interpreter=interpreter)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     with _progress() as update:
         report = gpu.run(settings, update)
     gpu.render(report, stdout_console())

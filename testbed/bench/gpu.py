@@ -41,7 +41,7 @@ class Settings:
     """What to run."""
 
     world: int = 2
-    """Ranks of staging and of the training step. They share GPUs if there are fewer."""
+    """Ranks of staging and of the training step, a power of two. They share GPUs if there are fewer."""
 
     rounds: int = 20
     """Timed turns of each operation; the median is reported."""
@@ -49,9 +49,10 @@ class Settings:
     seed: int = 1
     interpreter: bool = False
 
-    @property
-    def device(self) -> str:
-        return "cpu" if self.interpreter else "cuda"
+    def __post_init__(self) -> None:
+        """Raises ValueError unless the ranks can share the slices."""
+        if self.world < 2 or self.world & (self.world - 1):
+            raise ValueError(f"{self.world} ranks; allowed: 2, 4, 8 and so on")
 
 
 def run(settings: Settings, on_progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Part of `sennit bench gpu`: training steps of a torch model with `ShardedEmbeddingBags` on the device.
+"""Part of `sennit bench gpu`: training steps of a torch model, all of it on the device.
 
-Tables are table-wise. Before steps are timed, some are taken on a copy of the model, and both must have the same bits.
+`ShardedEmbeddingBags`, table-wise, and layers as `SlicedReplicas` with a slice a rank. Before steps are timed, some are
+taken on a copy of the model, and both must have the same bits.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch._C._distributed_c10d import Store
 from sennit.runtime.backend.process_group import load_extension
 from sennit.runtime.data.seeds import torch_stream
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
-from sennit.runtime.sharded import Features, ShardedEmbeddingBags, Table
+from sennit.runtime.sharded import Features, ShardedEmbeddingBags, SlicedReplicas, Table
 from sennit.runtime.training import launch
 from sennit.testbed.bench.embedding_cuda import call_ms
 from sennit.testbed.bench.gpu_staging import TIMEOUT_S, device_of
@@ -45,11 +46,23 @@ SMALL: Final = Load(tables=2, rows=40, dim=8, pooling=2, samples=8, hidden=8)
 """Without a GPU."""
 
 
-class Model(nn.Module):
-    """Pooled vectors of all tables side by side, and two layers."""
+class Layers(nn.Module):
+    """Vectors of all tables side by side [B, n], labels [B] -> mean loss."""
+
+    def __init__(self, load: Load) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(load.tables * load.dim, load.hidden), nn.ReLU(), nn.Linear(load.hidden, 1)
+        )
+
+    def forward(self, vectors: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.binary_cross_entropy_with_logits(self.layers(vectors).squeeze(1), labels)
+
+
+class Model:
+    """Tables and layers on a device, and their steps."""
 
     def __init__(self, load: Load, settings: Settings, device: torch.device) -> None:
-        super().__init__()
         self.embeddings = ShardedEmbeddingBags(
             [
                 Table(
@@ -63,27 +76,24 @@ class Model(nn.Module):
             rate=0.05,
             seed=settings.seed,
             slices=settings.world,
+            gradients="sum",
             implementation_name="triton",
             device=device,
         )
         torch.manual_seed(settings.seed)
-        self.layers = nn.Sequential(
-            nn.Linear(load.tables * load.dim, load.hidden), nn.ReLU(), nn.Linear(load.hidden, 1)
-        ).to(device)
-        self.optimizer = torch.optim.SGD(self.layers.parameters(), lr=0.01)
+        self.replicas = SlicedReplicas(Layers(load).to(device), slices=settings.world)
+        self.optimizer = torch.optim.SGD(self.replicas.parameters(), lr=0.01)
 
     def step(self, features: Features, labels: Tensor) -> None:
-        """One step of tables and layers. Ranks' layers differ, as their samples do: nothing sums their gradients."""
-        vectors = self.embeddings(features)
-        logits = self.layers(torch.cat(list(vectors.values()), 1)).squeeze(1)
+        vectors = torch.cat(list(self.embeddings(features).values()), 1)
+        losses = self.replicas(vectors, labels)
         self.optimizer.zero_grad()
-        torch.autograd.backward(nn.functional.binary_cross_entropy_with_logits(logits, labels))
+        torch.autograd.backward(self.replicas.loss(losses))
         self.optimizer.step()
 
-    @torch.no_grad()
-    def bits(self) -> list[object]:
-        """Equal only for models with equal bits."""
-        return [self.embeddings.digest(), *(parameter.tolist() for parameter in self.layers.parameters())]
+    def digests(self) -> tuple[str, str]:
+        """SHA-256 of tables and layers."""
+        return self.embeddings.digest(), self.replicas.digest()
 
 
 def run(settings: Settings) -> dict[str, Any]:
@@ -91,14 +101,14 @@ def run(settings: Settings) -> dict[str, Any]:
     load = SMALL if settings.interpreter else Load()
     _store, address = launch.serve_store(0, timeout_s=TIMEOUT_S)
     by_rank = launch.run_ranks(_rank, settings, settings.world, address=address, store_timeout_s=TIMEOUT_S)
-    one: dict[str, Any] = {"name": f"{settings.world} ranks, {load.samples:,} samples each", "digest": by_rank[0][0]}
+    one: dict[str, Any] = {"name": f"{settings.world} ranks, {load.samples:,} samples each", "digests": by_rank[0][0]}
     if not settings.interpreter:
         one["ms"] = max(ms for _, ms in by_rank)
         one["samples_per_s"] = settings.world * load.samples / (one["ms"] * 1e-3)
     return {"load": asdict(load), "results": [one]}
 
 
-def _rank(settings: Settings, rank: int, world: int, store: Store) -> tuple[str, float]:
+def _rank(settings: Settings, rank: int, world: int, store: Store) -> tuple[tuple[str, str], float]:
     torch.set_num_threads(1)
     device, load = device_of(settings, rank), SMALL if settings.interpreter else Load()
     dist.init_process_group("sennit", store=store, rank=rank, world_size=world)
@@ -115,13 +125,13 @@ def _rank(settings: Settings, rank: int, world: int, store: Store) -> tuple[str,
             model = Model(load, settings, device)
             for _ in range(CHECKED_STEPS):
                 model.step(features, labels)
-            bits.append(model.bits())
+            bits.append(model.digests())
         if bits[0] != bits[1]:
             raise RuntimeError(f"{CHECKED_STEPS} steps from the same model gave different bits")
         ms = 0.0
         if not settings.interpreter:
             ms = statistics.median(call_ms(lambda: model.step(features, labels), settings.rounds))
-        return model.embeddings.digest(), ms
+        return bits[0], ms
     finally:
         load_extension().stand_in.set_active(before)
         dist.destroy_process_group()

@@ -37,11 +37,17 @@ def test_all_parts_run_in_the_interpreter(tmp_path: Path) -> None:
     assert [one["name"] for one in parts["embedding"]["results"]] == ["forward", "backward+sgd", "backward+adam"]
     staged = [one["name"].partition(",")[0] for one in parts["staging"]["results"]]
     assert staged == ["host to device", "device to host"] * 2 + ["AllReduce", "AlltoAll", "nccl"]
-    assert len(parts["training step"]["results"][0]["digest"]) == 64
+    assert [len(digest) for digest in parts["training step"]["results"][0]["digests"]] == [64, 64]
     assert report["versions"]["torch"] == torch.__version__
     assert report["gpus"] == []
     times = [key for part in parts.values() for one in part.get("results", []) for key in one if "ms" in key]
     assert not times
+
+
+def test_ranks_that_cannot_share_slices_are_refused() -> None:
+    result = CliRunner().invoke(app, ["bench", "gpu", "--interpreter", "--world", "3"])
+    assert result.exit_code == 2
+    assert "3 ranks; allowed: 2, 4, 8 and so on" in result.output
 
 
 @without_gpu
