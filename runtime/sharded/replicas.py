@@ -223,24 +223,25 @@ def _description(module: nn.Module, slices: int, seed: int) -> dict[str, str]:
             found[name] = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device.type}{frozen}"
     found["threads"] = f"{torch.get_num_threads()} (torch.set_num_threads)"
     found["processor"] = torch.backends.cpu.get_cpu_capability()
-    if any(tensor.is_cuda for _, tensor in _state(module)):
-        found["processor"] = torch.cuda.get_device_name()
+    devices = {tensor.device for _, tensor in _state(module)}
+    found["devices"] = str(len(devices))
+    for device in devices:
+        if device.type == "cuda":
+            found["processor"] = torch.cuda.get_device_name(device)
     return found
 
 
 def _device_of(module: nn.Module) -> torch.device:
     """Where all of the module is; the host, if it has nothing."""
-    found: torch.device | None = None
+    device = next((tensor.device for _, tensor in _state(module)), torch.device("cpu"))
     for name, tensor in _state(module):
         if is_lazy(tensor):
             raise ArgumentError(f"{name} is not initialised; run the module once before")
         if tensor.device.type == "meta":
             raise ArgumentError(f"{name} on {tensor.device}; allowed: memory of the host or of a GPU")
-        if found is None:
-            found = tensor.device
-        elif tensor.device != found:
-            raise ArgumentError(f"{name} on {tensor.device}, others on {found}; allowed: one device")
-    return found or torch.device("cpu")
+        if tensor.device != device:
+            raise ArgumentError(f"{name} on {tensor.device}, others on {device}; allowed: one device")
+    return device
 
 
 def _broadcast(module: nn.Module, group: dist.ProcessGroup | None) -> None:
