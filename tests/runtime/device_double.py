@@ -11,11 +11,12 @@ device is torch's `lazy`, since torch for CPUs refuses to name `cuda`. Collectiv
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from typing import Any, ClassVar, Self
 
 import torch
 from device_stand_in import on_device  # type: ignore[import-not-found]
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -110,3 +111,12 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], device: Device | None) ->
         return found
     known = {id(one.host): one for one in ours}  # An operation may return what it was given.
     return tree_map_only(Tensor, lambda host: known[id(host)] if id(host) in known else OnDevice(host), found)
+
+
+def moved(module: nn.Module, device: torch.device, names: Collection[str] | None = None) -> nn.Module:
+    """The module with its parameters on `device`; those of `names` alone, if given. Torch's `to` keeps its own type."""
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if names is None or name in names:
+                part._parameters[name] = nn.Parameter(parameter.detach().to(device))
+    return module

@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 import os
 import warnings
-from collections.abc import Collection
 
 import device_double  # type: ignore[import-not-found]
 import pytest
@@ -111,43 +109,6 @@ def train(rank: int, world: int, autocast: str = "", no_sync: bool = False, tran
     found += [digest(*replicas.parameters()), replicas.digest()]
     assert all(torch.isfinite(parameter).all() for parameter in replicas.parameters())
     return found
-
-
-def moved(module: nn.Module, device: torch.device, names: Collection[str] | None = None) -> nn.Module:
-    """The module with its parameters on `device`; those of `names` alone, if given."""
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if names is None or name in names:
-                part._parameters[name] = nn.Parameter(parameter.detach().to(device))
-    return module
-
-
-def train_there(rank: int, world: int, device: str = "cpu", no_sync: bool = False) -> tuple[list[str], int]:
-    """Three steps on `device` ("double": device_double). Returns hashes, and how often a step waited for it."""
-    with device_double.Device() if device == "double" else contextlib.nullcontext() as double:
-        there = device_double.DEVICE if device == "double" else torch.device(device)
-        torch.manual_seed(5 if rank == 0 else rank)
-        replicas = SlicedReplicas(moved(Cross("sum"), there), seed=3)
-        optimizer = torch.optim.SGD(replicas.parameters(), lr=0.01, foreach=False)
-        found, waits = [], 0
-        for step, count in enumerate((104, 8, 37)):
-            part = mine(replicas, count)
-            dense, _, labels = batch(step, count)
-            vectors = torch.randn(VECTORS, count, WIDTH, generator=torch.Generator().manual_seed(step))
-            arguments = dense[part].to(there), Along(vectors[:, part].to(there), 1), labels[part].to(there)
-            waits -= double.waits.total() if double else 0
-            optimizer.zero_grad()
-            if no_sync:
-                with replicas.no_sync():
-                    replicas.loss(replicas(*arguments, global_batch=count)[0], count).backward()
-            losses = replicas(*arguments, global_batch=count)[0]
-            replicas.loss(losses, count).backward()
-            optimizer.step()
-            total = replicas.global_loss(losses, count)
-            waits += double.waits.total() if double else 0
-            assert total.device.type == next(replicas.parameters()).grad.device.type == there.type
-            found += [replicas.digest(), digest(total.cpu())]
-    return found, waits
 
 
 def gradients(rank: int, world: int) -> None:
@@ -340,7 +301,7 @@ def refusals(rank: int, world: int) -> None:
     with pytest.raises(ArgumentError, match=r"parameter weight on meta; allowed: memory of the host or of a GPU"):
         SlicedReplicas(nn.Linear(2, 2, device="meta"))
     with device_double.Device(), pytest.raises(ArgumentError, match=r"bias on cpu, others on lazy:0; allowed: one"):
-        SlicedReplicas(moved(nn.Linear(2, 2), device_double.DEVICE, ("weight",)))
+        SlicedReplicas(device_double.moved(nn.Linear(2, 2), device_double.DEVICE, ("weight",)))
     with pytest.raises(ArgumentError, match="parameter weight is not initialised"):
         SlicedReplicas(nn.LazyLinear(2))
     torch.set_num_threads(1 + last)

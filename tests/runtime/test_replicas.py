@@ -18,22 +18,23 @@ from sennit.runtime.sharded.cutting import CutArguments, join
 pytestmark = pytest.mark.timeout(240)
 
 CASES = "replica_cases.py"
+DEVICE_CASES = "replica_device_cases.py"
 
 
 @pytest.mark.parametrize("no_sync", [False, True])
 def test_a_module_on_a_device_has_the_bits_of_the_host(kept_world: Callable[..., Any], no_sync: bool) -> None:
     """`device_double` fails where host and device are mixed."""
-    wanted, _ = kept_world(1).run(CASES, "train_there", no_sync=no_sync)[0]
+    wanted, _ = kept_world(1).run(DEVICE_CASES, "train_there", no_sync=no_sync)[0]
     for world in (1, 2, 3):
-        for found, waits in kept_world(world).run(CASES, "train_there", device="double", no_sync=no_sync):
+        for found, waits in kept_world(world).run(DEVICE_CASES, "train_there", device="double", no_sync=no_sync):
             assert found == wanted
             assert waits == 3 * 2  # The gradients of a step, and its global loss.
 
 
 @pytest.mark.gpu
 def test_a_module_on_a_gpu_has_the_same_bits_in_every_world(new_world: Callable[..., Any]) -> None:
-    wanted = new_world(1).run(CASES, "train_there", device="cuda:0")
-    assert new_world(2).run(CASES, "train_there", device="cuda:0") == wanted * 2
+    wanted = new_world(1).run(DEVICE_CASES, "train_there", device="cuda:0")
+    assert new_world(2).run(DEVICE_CASES, "train_there", device="cuda:0") == wanted * 2
 
 
 @pytest.mark.parametrize(
