@@ -342,12 +342,16 @@ class Exchanges:
         keys = list(authors)
         if not keys:
             return
-        pause_s = POLL_FIRST_S
-        while self._watch is not None and not self._store.check(keys) and time.monotonic() < self._deadline_s:
-            self._watch()
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, WATCH_POLL_S)
-        left_s = STORE_CLOCK_SLACK_S if self._watch is not None else self._deadline_s - time.monotonic()
+        if self._watch is not None:
+            pause_s = POLL_FIRST_S
+            while not self._store.check(keys):
+                if time.monotonic() >= self._deadline_s:
+                    raise self._too_late(what, authors)
+                self._watch()
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, WATCH_POLL_S)
+            return
+        left_s = self._deadline_s - time.monotonic()
         try:
             self._store.wait(keys, timedelta(seconds=max(left_s, 0.001)))
         except TimeoutError as error:

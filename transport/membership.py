@@ -184,8 +184,9 @@ class Membership:
         deadline_s = time.monotonic() + terms.timeout_s
         epoch = self._epoch
         failure = ""
+        tried: tuple[str, ...] = ()
         while True:
-            view = self._agree(epoch + 1, terms, evidence, deadline_s, failure)
+            view = self._agree(epoch + 1, terms, evidence, deadline_s, tried, failure)
             epoch = view.epoch
             left_s = max(deadline_s - time.monotonic(), 0.001)
             try:
@@ -196,7 +197,7 @@ class Membership:
                 is_theirs = isinstance(error, (PeerError, TimeoutError)) or not isinstance(error, SennitError)
                 if not isinstance(error, RuntimeError) or not is_theirs:
                     raise
-                failure = f"; epoch {epoch} was not connected: {error}"
+                tried, failure = view.members, f"; epoch {epoch} was not connected: {error}"
                 if time.monotonic() >= deadline_s:
                     raise TimeoutError(f"{self._name}: no new epoch within {terms.timeout_s:g} s{failure}") from error
                 continue
@@ -214,13 +215,15 @@ class Membership:
                     f"0..{len(self._members) - 1}"
                 )
 
-    def _agree(self, epoch: int, terms: Terms, evidence: Evidence, deadline_s: float, failure: str) -> View:
+    def _agree(
+        self, epoch: int, terms: Terms, evidence: Evidence, deadline_s: float, tried: tuple[str, ...], failure: str
+    ) -> View:
         """Returns the first decision from `epoch` on that includes this process.
 
-        A member accepts only `epoch` itself.
+        A member accepts only `epoch` itself. `tried` are the members of the epoch before, if it was not connected.
         """
         while True:
-            members = self._decide(epoch, terms, evidence, deadline_s, failure)
+            members = self._decide(epoch, terms, evidence, deadline_s, tried, failure)
             if self._token in members:
                 old = {token: rank for rank, token in enumerate(self._members)}
                 return View(
@@ -237,13 +240,16 @@ class Membership:
                 )
             epoch += 1
 
-    def _decide(self, epoch: int, terms: Terms, evidence: Evidence, deadline_s: float, failure: str) -> tuple[str, ...]:
+    def _decide(
+        self, epoch: int, terms: Terms, evidence: Evidence, deadline_s: float, tried: tuple[str, ...], failure: str
+    ) -> tuple[str, ...]:
         """Takes part in `epoch` until it is decided, by this process or another."""
         key = self._key(epoch, "decision")
         if (decided := self._read_decision(epoch)) is not None:
             return decided
         ticket = self._store.add(self._key(epoch, "tickets"), 1)
         seen: dict[str, _Candidate] = {}
+        silent: dict[int, float] = {}
         started_s = time.monotonic()
         speaker = _Speaker(changed_s=started_s)
         here, missing = 0, list[str]()
@@ -267,10 +273,14 @@ class Membership:
                 return decided
             now_s = time.monotonic()
             if self._speaks(epoch, ticket, speaker, now_s):
-                self._look_at_candidates(epoch, seen, now_s)
+                self._look_at_candidates(epoch, seen, silent, now_s)
+                # Whoever has a ticket is about to leave a record. Its packet may be late. And who was in an epoch that
+                # was not connected comes to this one, once it has heard of that.
+                is_quiet = all(now_s - since_s >= STALE_S for since_s in silent.values())
+                is_quiet &= seen.keys() >= set(tried) or now_s - started_s >= STALE_S
                 present, absent, is_settled = self._judge(seen, terms, now_s, now_s - started_s)
                 here, missing = len(present), [token for token in self._members if token in absent]
-                if is_settled and here >= terms.min_world:
+                if is_settled and is_quiet and here >= terms.min_world:
                     chosen = self._store.compare_set(key, "", json.dumps(self._in_order(epoch, present, seen)))
                     return self._decode_decision(epoch, chosen)
             elif speaker.record is not None:
@@ -317,12 +327,18 @@ class Membership:
             return None
         return record if record.keys() >= _FIELDS else None
 
-    def _look_at_candidates(self, epoch: int, seen: dict[str, _Candidate], now_s: float) -> None:
-        """Brings `seen` (by token) up to date."""
+    def _look_at_candidates(
+        self, epoch: int, seen: dict[str, _Candidate], silent: dict[int, float], now_s: float
+    ) -> None:
+        """Brings `seen` (by token) up to date, and `silent`: since when tickets without a record were seen."""
         tickets = range(1, self._store.add(self._key(epoch, "tickets"), 0) + 1)
         found = self._store.get_those_there([self._key(epoch, f"candidate/{ticket}") for ticket in tickets])
         for ticket, data in zip(tickets, found, strict=True):
-            record = None if data is None else self._decode_candidate(data)
+            if data is None:
+                silent.setdefault(ticket, now_s)
+                continue
+            silent.pop(ticket, None)
+            record = self._decode_candidate(data)
             if record is None:
                 continue
             token = str(record["token"])

@@ -3,8 +3,9 @@
 
 The environment sets the behaviour. DEATHS is JSON, [[rank, step, marker file], ...]: the rank is killed at this step,
 once, because its marker file prevents a second time. HALTS is JSON, [[world size, step, marker file], ...]: all ranks
-wait there, once in a process, until a newcomer wants to join; rank 0 makes the marker file first. DIES_IN_HANDOVER:
-this process is killed when it is to receive a state. The ranks that `sennit train` starts import this file too.
+wait there, once in a process, until a newcomer wants to join (or as many as a fourth item says); rank 0 makes the
+marker file first. DIES_IN_HANDOVER: this process is killed when it is to receive a state. The ranks that `sennit train`
+starts import this file too.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ def mortal_step(self: Trainer) -> float:
         if (self.rank, self.step) == (rank, step) and not Path(marker).exists():
             Path(marker).touch()
             os.kill(os.getpid(), signal.SIGKILL)
-    for world_size, step, marker in json.loads(os.environ.get("HALTS", "[]")):
+    for world_size, step, marker, *newcomers in json.loads(os.environ.get("HALTS", "[]")):
         if (self.world_size, self.step) == (world_size, step) and marker not in _halted:
             _halted.add(marker)
             if self.rank == 0:
                 Path(marker).touch()
-            wait_for_newcomer()
+            wait_for_newcomers(*newcomers)
     return _train_step(self)
 
 
-def wait_for_newcomer() -> None:
+def wait_for_newcomers(count: int = 1) -> None:
     deadline_s = time.monotonic() + DEADLINE_S
-    while elastic.waiting_count() == 0:
-        assert time.monotonic() < deadline_s, "nobody wants to join"
+    while elastic.waiting_count() < count:
+        assert time.monotonic() < deadline_s, "too few want to join"
         time.sleep(LOOK_S)
 
 

@@ -20,6 +20,9 @@ FLOATS = 4 * 8 * 64 * 256
 """Bytes of a rank's bags, and of their gradients."""
 # Messages of a step that tell numbers of ids, and barriers.
 SMALL = 4_096
+PACKET_BYTES = 10_000
+# What was sent after a lost packet comes out of order, and is copied.
+WINDOW_PACKETS = 64
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -42,8 +45,10 @@ def test_udp_copies_twice(kept_world: Callable[..., Any]) -> None:
     found = kept_world(2, "udp").run(CASES, "step", placement="table_wise")
     for one in found:
         sent, transport = sum(one["sent"].values()), one["transport"]
-        assert sent <= transport["data_bytes_sent"] - transport.get("retransmitted_packets", 0) * 10_000 <= sent + SMALL
-        assert transport["placed_in_place"] > 20 * transport.get("placed_by_copy", 0)
+        # A rank that has no core for a while makes its peers send again, at any time.
+        again = transport.get("retransmitted_packets", 0)
+        assert sent <= transport["data_bytes_sent"] <= sent + SMALL + again * PACKET_BYTES
+        assert transport["placed_in_place"] > 20 * max(transport.get("placed_by_copy", 0) - again * WINDOW_PACKETS, 0)
         assert one["forward"] == 0
         assert one["backward"] == FLOATS
 

@@ -34,7 +34,7 @@ def test_a_death_a_join_and_loss_change_no_bit(tmp_path: Path, seed: int) -> Non
     """Two ranks of host 0, of which one dies; two of host 1 join. Their weights are those of one rank left alone."""
     alone = train(tmp_path / "alone.json", *TINY, "--ranks", "1")
     halted, report = tmp_path / "halted", tmp_path / "report.json"
-    plan = {"DEATHS": json.dumps([[1, 3, str(tmp_path / "died")]]), "HALTS": json.dumps([[1, 5, str(halted)]])}
+    plan = {"DEATHS": json.dumps([[1, 3, str(tmp_path / "died")]]), "HALTS": json.dumps([[1, 5, str(halted), 2]])}
     elastic = [*TINY, "--elastic", "--timeout", f"{DEADLINE_S:.0f}", "--sharding", "row_wise"]
     with Planes(hosts=2, planes=2) as planes, contextlib.ExitStack() as stack:
         planes.impair(Impairment(loss_fraction=0.01, reorder_fraction=0.05, reorder_depth=16, seed=seed))

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -62,6 +63,28 @@ def test_everybody_learns_everything_and_each_gets_its_parcels(world: int) -> No
         assert squares == [peer * peer for peer in range(world)]
         assert values == [b"of %d" % peer for peer in range(world)]
         assert parcels == [f"{peer}>{rank}".encode() * (rank % 3) for peer in range(world)]
+
+
+class Impatient(MemoryStore):
+    """A store whose answers take longer than a `wait` of a moment."""
+
+    def wait(self, keys: Sequence[str], timeout: timedelta, /) -> None:
+        raise RuntimeError("wait timeout")
+
+
+def test_whoever_watches_looks_and_leaves_the_store_its_time() -> None:
+    store, watched = Impatient(), list[int]()
+
+    def join(rank: int) -> Any:
+        exchanges = Exchanges(
+            store, name="group", rank=rank, world=3, timeout_s=60.0, watch=lambda: watched.append(rank)
+        )
+        exchanges.meet(dict)
+        return exchanges.exchange("round", lambda: {"rank": rank})
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(join, range(3))) == [[{"rank": rank} for rank in range(3)]] * 3
+    assert watched
 
 
 @pytest.mark.parametrize("culprit", [0, 1, 32, 40])

@@ -244,6 +244,46 @@ def test_a_candidate_that_does_not_beat_is_none(tmp_path: Path) -> None:
     assert previous([view]) == [(0, (0,))]
 
 
+class Late(FileStore):
+    """The store of a newcomer whose record travels until the member has looked for candidates several times."""
+
+    def __init__(self, folder: Path, member: Looking) -> None:
+        super().__init__(folder)
+        self._member = member
+
+    def set(self, key: str, value: str, /) -> None:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while "/candidate/" in key and self._member.looks < 3:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)
+        super().set(key, value)
+
+
+class Looking(FileStore):
+    """Counts how often the number of tickets is read."""
+
+    looks = 0
+
+    def add(self, key: str, amount: int, /) -> int:
+        self.looks += key.endswith("/tickets") and amount == 0
+        return super().add(key, amount)
+
+
+def test_a_newcomer_with_a_ticket_is_waited_for_until_its_record_comes(tmp_path: Path) -> None:
+    member, newcomer = Candidate(tmp_path, 0, 1), Candidate(tmp_path, None)
+    looking = Looking(tmp_path)
+    member.own = Membership.of_founder(looking, name=NAME, rank=0, world=1)
+    newcomer.own = Membership.of_newcomer(Late(tmp_path, looking), name=NAME)
+    with ThreadPoolExecutor(2) as pool:
+        came = pool.submit(newcomer.reform)
+        deadline_s = time.monotonic() + DEADLINE_S
+        while member.own.waiting_count() < 1:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)
+        looking.looks = 0
+        assert previous([member.reform(), came.result()]) == [(0, (0, None)), (1, (None, None))]
+
+
 class Reading(FileStore):
     """Remembers which candidates' records are read."""
 
