@@ -59,6 +59,7 @@ def command(
     ranks: Annotated[
         int | None, typer.Option(help="ranks to start on this machine; default: 1; not under torchrun")
     ] = None,
+    device: Annotated[str, typer.Option(help="where model and tables are: cpu, or cuda")] = _DEFAULT.device,
     backend: Annotated[str, typer.Option(help="torch.distributed backend")] = _DEFAULT.backend,
     exchange: Annotated[
         str | None,
@@ -192,6 +193,7 @@ def command(
             clip_value=clip_value,
             clip_norm=clip_norm,
             weight_decay=weight_decay,
+            device=device,
             backend=backend,
             exchange=exchange,
             gradient=gradient,

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+import torch
+
 from sennit.offload.ingest.facts import TableFacts
 from sennit.offload.ingest.target import IngestTarget
 from sennit.runtime.backend.process_group import BACKEND_NAME
@@ -121,6 +123,9 @@ class TrainingConfig:
     rank_memory_bytes: int | None = None
     """Memory of each rank for tables with their optimizer states; None: its share of what the host has available."""
 
+    device: str = "cpu"
+    """Where model and tables are: "cpu" or "cuda". Ranks of a host take its GPUs in turn."""
+
     backend: str = "sennit"
     """The torch.distributed backend; "gloo" for comparison."""
 
@@ -200,6 +205,13 @@ class TrainingConfig:
                 raise ConfigError(f"{name} {most}; allowed: above 0, below 1e30")
         if not 0 <= self.weight_decay < 1000:
             raise ConfigError(f"weight decay {self.weight_decay}; allowed: 0 or more, below 1000")
+        _one_of("device", self.device, ("cpu", "cuda"))
+        if self.device != "cpu":
+            for name, given in (("--table-store", self.table_store), ("--exchange", self.exchange)):
+                if given is not None:
+                    raise ConfigError(f"{name} with --device {self.device}; allowed: on the cpu")
+            if not torch.cuda.is_available():
+                raise ConfigError(f"--device {self.device}, but torch finds no GPU here; allowed: cpu")
         _one_of("dense optimizer", self.dense_optimizer, DENSE_OPTIMIZERS)
         for name, codec, allowed in (
             ("exchange", self.exchange, EXCHANGE_CODECS),

@@ -57,6 +57,7 @@ FREE: Final = (
     "clip_value",
     "clip_norm",
     "weight_decay",
+    "device",
     "backend",
     "exchange",
     "gradient",

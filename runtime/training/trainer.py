@@ -89,6 +89,7 @@ class Trainer:
         self.arrived: deque[Arrival] = deque()
         """Batches whose ids were sent, but that are not computed yet."""
 
+        self.device = _device(config, self.rank)
         tables = config.tables_of(source.tables)
         # Tables on a disk have another limit.
         limits = memory_limits(config.rank_memory_bytes) if config.table_store is None else None
@@ -102,6 +103,7 @@ class Trainer:
                 slices=config.slices,
                 gradients="sum",
                 seed=config.seed,
+                device=self.device,
                 codec=config.exchange_codec,
                 store=config.table_store and replace(config.table_store, timeout_s=config.timeout_s),
                 clock=self.clock,
@@ -113,7 +115,7 @@ class Trainer:
             top=config.top,
             seed=config.seed,
         )
-        self.model = build(config.model, inputs)
+        self.model = build(config.model, inputs).to(self.device)
         self.replicas = SlicedReplicas(
             self.model,
             slices=config.slices,
@@ -191,7 +193,7 @@ class Trainer:
             size = self.order.size(number)
             sent = self.tables.send(batch, global_batch=size)
             is_lent = self.tables.batches_ahead == 0
-            dense, labels = batch.dense, batch.labels
+            dense, labels = batch.dense.to(self.device), batch.labels.to(self.device)
             if not is_lent:
                 # A source lends one batch at a time.
                 dense, labels = dense.clone(), labels.clone()
@@ -227,7 +229,9 @@ class Trainer:
             self.replicas.train()
             self.arrived = training
             empty = torch.empty(0)
-            return quality_of_ranks(torch.cat([empty, *logits]), torch.cat([empty, *labels]))
+            return quality_of_ranks(
+                *(torch.cat([empty, *(part.cpu() for part in parts)]) for parts in (logits, labels))
+            )
 
     @property
     def own_shards(self) -> tuple[str, ...]:
@@ -289,6 +293,15 @@ class Trainer:
     def close(self) -> None:
         """Removes files that exist for the run only."""
         self.tables.close()
+
+
+def _device(config: TrainingConfig, rank: int) -> torch.device:
+    """This rank's: the GPUs of a host are taken in turn."""
+    if config.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device(config.device, int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 def _local_ranks(world_size: int) -> int | None:

@@ -97,6 +97,11 @@ def test_coded_runs_train_like_plain_ones(tmp_path: Path, options: list[str], sa
         ([*TINY, "--json", "/dev/null/report.json"], "error: --json: [Errno"),
         ([*TINY, "--table-memory", "1MiB"], "error: --table-store and --table-memory are given together"),
         ([*TINY, "--table-store", "/tmp", "--table-memory", "1M"], "error: --table-memory: size '1M': expected"),
+        (
+            [*TINY, "--device", "cuda", "--exchange", "int8"],
+            "error: --exchange with --device cuda; allowed: on the cpu",
+        ),
+        ([*TINY, "--device", "tpu"], "error: device 'tpu'; allowed: cpu, cuda"),
         ([*TINY, "--sharding", "rowwise"], "error: --sharding 'rowwise'; allowed: table_wise, row_wise,"),
         ([*TINY, "--model", "no.such:thing"], "error: model no.such:thing: no.such cannot be imported: there is no"),
         ([*TINY, "--tables", "/no/such.toml"], "error: /no/such.toml"),
@@ -151,6 +156,22 @@ def test_tables_on_a_file_end_with_the_weights_of_tables_in_memory(tmp_path: Pat
     assert report["rows"]["misses"] == sum(rank["rows"]["misses"] for rank in report["ranks"])
     assert in_memory["rows"] is None
     assert not list(folder.iterdir())
+
+
+def test_a_gpu_that_is_not_there_is_missed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit, match="1"):
+        main([*TINY, "--device", "cuda"])
+    assert capsys.readouterr().err == "error: --device cuda, but torch finds no GPU here; allowed: cpu\n"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_any_number_of_ranks_ends_with_the_same_weights(tmp_path: Path) -> None:
+    found = [
+        train(tmp_path / f"{ranks}.json", *TINY, "--epochs", "1", "--device", "cuda", "--ranks", f"{ranks}")
+        for ranks in (1, 2, 3)
+    ]
+    assert len({report["weights_sha256"] for report in found}) == 1
 
 
 def test_failure_on_the_ranks_is_one_message() -> None:
