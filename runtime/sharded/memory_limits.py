@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of each rank for embedding tables: the available memory of its host, divided by the ranks there."""
+"""The memory of each rank for embedding tables: what its host or GPU has available, divided by the ranks there."""
 
 from __future__ import annotations
 
@@ -9,32 +9,43 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 
 SHARE: Final = 0.9
-"""The share of a host's available memory that tables may use. The rest is for batches, gradients and buffers."""
+"""The share of available memory that tables may use. The rest is for batches, gradients and buffers."""
 
 PROC: Final = Path("/proc")
 CGROUP: Final = Path("/sys/fs/cgroup")
 
 
-def memory_limits(own_bytes: int | None = None, group: dist.ProcessGroup | None = None) -> list[int]:
+def memory_limits(
+    own_bytes: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    *,
+    device: torch.device | None = None,
+) -> list[int]:
     """Bytes for tables on each rank of the group, the same list on every rank. Collective.
 
     `own_bytes` is what the user gives each rank; None: `available_bytes` of the host, divided by the ranks there.
+    With a GPU as `device`, its free memory, divided by the ranks on it.
     """
-    host = f"{socket.gethostname()} {_read(PROC / 'sys/kernel/random/boot_id')}"
+    place, available = f"{socket.gethostname()} {_read(PROC / 'sys/kernel/random/boot_id')}", available_bytes()
+    if device is not None and device.type == "cuda":
+        # Ranks may count GPUs differently (CUDA_VISIBLE_DEVICES).
+        place = f"{place} {torch.cuda.get_device_properties(device).uuid}"
+        available, _ = torch.cuda.mem_get_info(device)
     told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, (host, own_bytes, available_bytes()), group=group)
+    dist.all_gather_object(told, (place, own_bytes, available), group=group)
     return shared_limits(told)
 
 
 def shared_limits(told: Sequence[tuple[str, int | None, int]]) -> list[int]:
-    """The limit of each rank. Each rank tells its host, its own limit or None, and the memory available on its host."""
-    ranks_on = Counter(host for host, _, _ in told)
-    # The ranks of a host measured at different moments.
-    least = {host: min(available for other, _, available in told if other == host) for host in ranks_on}
-    return [int(least[host] * SHARE) // ranks_on[host] if own is None else own for host, own, _ in told]
+    """The limit of each rank. Each rank tells its host or GPU, its own limit or None, and what is available there."""
+    ranks_on = Counter(place for place, _, _ in told)
+    # The ranks of a place measured at different moments.
+    least = {place: min(available for other, _, available in told if other == place) for place in ranks_on}
+    return [int(least[place] * SHARE) // ranks_on[place] if own is None else own for place, own, _ in told]
 
 
 def available_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:

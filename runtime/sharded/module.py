@@ -287,7 +287,8 @@ class ShardedTables(nn.Module):
         return {name: rows for changes in self._changes for name, rows in changes.rows(clear=clear)}
 
     def changes(self) -> dict[str, Tensor]:
-        """What has changed of the `state_dict` of this rank, copied but for cores of tensor trains; forgets it.
+        """What has changed of the `state_dict` of this rank; forgets it. In host memory, copied but for cores of
+        tensor trains.
 
         Of a shard with changed rows it has `SHARD.changed_rows`, int64 [n], and these rows of each of its tensors;
         nothing of a shard without.

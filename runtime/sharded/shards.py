@@ -89,11 +89,12 @@ class Shards:
             yield Held(name=name, weight=self.engine.weight(name), states=self.engine.states(name))
 
     def changes(self, changed: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Tensors with the `changed` rows (int64, rising, by shard), and whole ones of cores, which are not there."""
+        """Tensors with the `changed` rows (int64, rising, by shard), copied to host memory; whole ones of cores, which
+        are not there."""
         for held in self.held():
             for key, tensor in tensors_of(held).items():
                 rows = changed.get(held.name)
-                yield key, tensor if rows is None else tensor.index_select(0, rows)
+                yield key, tensor if rows is None else tensor.index_select(0, rows.to(tensor.device)).cpu()
 
     @property
     def in_files(self) -> frozenset[str]:

@@ -209,7 +209,9 @@ class TrainingConfig:
         if self.device != "cpu":
             for name, given in (("--table-store", self.table_store), ("--exchange", self.exchange)):
                 if given is not None:
-                    raise ConfigError(f"{name} with --device {self.device}; allowed: on the cpu")
+                    raise ConfigError(f"{name} with --device {self.device}; allowed: with --device cpu")
+            if self.backend != BACKEND_NAME:
+                raise ConfigError(f"--device {self.device} over {self.backend!r}; allowed: {BACKEND_NAME!r}")
             if not torch.cuda.is_available():
                 raise ConfigError(f"--device {self.device}, but torch finds no GPU here; allowed: cpu")
         _one_of("dense optimizer", self.dense_optimizer, DENSE_OPTIMIZERS)

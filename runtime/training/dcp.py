@@ -75,14 +75,15 @@ class Planned:
                 yield item.index.fqn, self._planner.state_dict[item.index.fqn]
 
     def copy(self, is_own: Callable[[str], bool]) -> None:
-        """Copies what this rank writes, so that the state may change before. A tensor that `is_own` does not change."""
+        """Copies what this rank writes to host memory, so that the state may change before. A tensor that `is_own` does
+        not change."""
         values = self._planner.state_dict
         for name in {item.index.fqn for item in self._plan.items}:
             value = values[name]
             if not isinstance(value, Tensor):
                 values[name] = copy.deepcopy(value)
             elif not is_own(name):
-                values[name] = value.detach().clone()
+                values[name] = value.detach().to("cpu", copy=True)
 
     def write(self) -> list[WriteResult]:
         """Writes and syncs this rank's file. Any thread."""

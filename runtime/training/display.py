@@ -53,9 +53,7 @@ class ConsoleDisplay:
             self._open_bar(report)
         rate = (report.step - self._first_step) * self._batch_size / max(now - self._began, 1e-9)
         if self._bar is not None:
-            self._bar.update(
-                self._task, completed=report.step, epoch=report.epoch + 1, loss=report.loss, rate=f"{rate:,.0f}"
-            )
+            self._bar.update(self._task, completed=report.step, report=report, rate=f"{rate:,.0f}")
         elif now - self._last_line >= PLAIN_INTERVAL_S:
             self._last_line = now
             self._console.print(
@@ -77,14 +75,15 @@ class ConsoleDisplay:
         if not self._console.is_terminal:
             return
         self._bar = Progress(
-            TextColumn("epoch {task.fields[epoch]}"),
+            TextColumn("epoch {task.fields[report].epoch}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]:.4f}  {task.fields[rate]} samples/s"),
+            # Ten times a second: the loss is read when it is shown.
+            TextColumn("loss {task.fields[report].loss:.4f}  {task.fields[rate]} samples/s"),
             TimeRemainingColumn(),
             console=self._console,
         )
-        self._task = self._bar.add_task("", total=report.step_count, epoch=1, loss=report.loss, rate="0")
+        self._task = self._bar.add_task("", total=report.step_count, report=report, rate="0")
         self._bar.start()
 
 

@@ -110,7 +110,8 @@ def _read_rows(link: _Link, tensors: Mapping[str, Tensor]) -> None:
     parts = {name: link.empty(name) for name in {*tensors, *map(rows_of, tensors)}}
     dcp.read(link.path, parts)
     for name, tensor in tensors.items():
-        tensor.index_copy_(0, parts[rows_of(name)], parts[name])
+        rows, values = (part.to(tensor.device) for part in (parts[rows_of(name)], parts[name]))
+        tensor.index_copy_(0, rows, values)
 
 
 class _Link:

@@ -59,7 +59,7 @@ def _train(
         changes[-1] = replace(changes[-1], step=first_step)
         if first:
             stdout_console().print(str(changes[-1]))
-    last_loss: list[float] = []
+    last: list[StepReport] = []
 
     listeners: list[Listener] = []
     if first:
@@ -69,7 +69,7 @@ def _train(
     with Listeners(listeners) as heard:
 
         def on_step(step: StepReport) -> None:
-            last_loss[:] = [step.loss]
+            last[:] = [step]
             heard.on_step(step)
 
         def on_epoch(epoch: int, quality: Quality) -> None:
@@ -105,7 +105,7 @@ def _train(
         first_step=first_step,
         run_s=run_s,
         step=trainer.step,
-        final_loss=last_loss[0] if last_loss else None,
+        final_loss=last[0].loss if last else None,
         quality=result,
         run_id=trainer.run_id,
         weights_sha256=fingerprint(trainer.weights()),

@@ -43,15 +43,23 @@ class TrainingError(SennitError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """What the display gets after each step."""
+    """A step that was taken."""
 
     step: int
     """Steps done."""
 
     step_count: int
     epoch: int
-    loss: float
-    """The mean over this rank's part of the batch."""
+    samples: int
+    """This rank's part of the batch."""
+
+    loss_sum: Tensor
+    """Over these samples, 0-dim, where the model is."""
+
+    @property
+    def loss(self) -> float:
+        """The mean over this rank's part of the batch. Waits for the device that computes it."""
+        return float(self.loss_sum) / self.samples
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +100,7 @@ class Trainer:
         self.device = _device(config, self.rank)
         tables = config.tables_of(source.tables)
         # Tables on a disk have another limit.
-        limits = memory_limits(config.rank_memory_bytes) if config.table_store is None else None
+        limits = memory_limits(config.rank_memory_bytes, device=self.device) if config.table_store is None else None
         with self.clock.phase("tables", is_whole=True):
             self.tables = ShardedEmbeddingBags(
                 tables,
@@ -142,21 +150,26 @@ class Trainer:
         while self.step < self.step_count:
             if is_awaited is not None and is_awaited():
                 return None
-            loss = self.train_step()
+            report = self.train_step()
             done = self.step == self.step_count
-            epoch = (self.step - 1) // self.steps_per_epoch
-            on_step(StepReport(step=self.step, step_count=self.step_count, epoch=epoch, loss=loss))
+            on_step(report)
             every = self.config.checkpoint_every
             if self.config.checkpoint is not None and (done or (every is not None and self.step % every == 0)):
+                self._check_loss(report)
                 with self.clock.phase("checkpoint", is_whole=True):
                     on_checkpoint(self.step)
             if done or self.step % self.steps_per_epoch == 0:
+                self._check_loss(report)
                 result = self.evaluate()
-                on_epoch(epoch, result)
+                on_epoch(report.epoch, result)
         return result if result is not None else self.evaluate()
 
-    def train_step(self) -> float:
-        """Takes one step on the next global batch, and returns the loss of this rank's part."""
+    def train_step(self) -> StepReport:
+        """Takes one step on the next global batch.
+
+        In host memory, a loss that is not finite raises `TrainingError` before anything is changed. On a device nothing
+        waits for the loss: `run` checks it before evaluations and checkpoints, and tables refuse such gradients.
+        """
         factor = self.rate_factor(self.step)
         # Only up to the next evaluation, which takes other batches.
         end = min((self.step // self.steps_per_epoch + 1) * self.steps_per_epoch, self.step_count)
@@ -166,12 +179,15 @@ class Trainer:
         with self.clock.phase("dense forward"):
             logits = self.replicas(batch.dense, vectors, global_batch=batch.size)
             losses = self.replicas.each_slice(_loss, logits, batch.labels, global_batch=batch.size)
-            value = float(losses.detach().sum()) / batch.labels.shape[0]
-        if not math.isfinite(value):
-            raise TrainingError(
-                f"loss is {value} at step {self.step + 1} on rank {self.rank}; try lower learning rates "
-                f"(now {self.config.dense_rate} dense, {self.config.sparse_rate} sparse)"
+            report = StepReport(
+                step=self.step + 1,
+                step_count=self.step_count,
+                epoch=self.step // self.steps_per_epoch,
+                samples=batch.labels.shape[0],
+                loss_sum=losses.detach().sum(),
             )
+        if self.device.type == "cpu":
+            self._check_loss(report)
         _set_rate(self.tables.optimizer, self.config.sparse_rate * factor)
         with self.clock.phase("dense backward"):
             self.optimizer.zero_grad()
@@ -183,7 +199,14 @@ class Trainer:
             _set_rate(self.optimizer, self.config.dense_rate * factor)
             self.optimizer.step()
         self.step += 1
-        return value
+        return report
+
+    def _check_loss(self, report: StepReport) -> None:
+        if not math.isfinite(report.loss):
+            raise TrainingError(
+                f"loss is {report.loss} at step {report.step} on rank {self.rank}; try lower learning rates "
+                f"(now {self.config.dense_rate} dense, {self.config.sparse_rate} sparse)"
+            )
 
     def _next(self, numbers: Sequence[int]) -> Arrival:
         """Returns the first of these batches. The ids of the others are then on their way, if tables work ahead."""
@@ -228,10 +251,8 @@ class Trainer:
                     self.source.release(batch.number)
             self.replicas.train()
             self.arrived = training
-            empty = torch.empty(0)
-            return quality_of_ranks(
-                *(torch.cat([empty, *(part.cpu() for part in parts)]) for parts in (logits, labels))
-            )
+            empty = torch.empty(0, device=self.device)
+            return quality_of_ranks(torch.cat([empty, *logits]).cpu(), torch.cat([empty, *labels]).cpu())
 
     @property
     def own_shards(self) -> tuple[str, ...]:

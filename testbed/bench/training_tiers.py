@@ -89,7 +89,7 @@ def _run(folder: Path, load: Load, steps: int, warm_steps: int, seed: int) -> Re
             losses = []
             for trainer, seconds in times.items():
                 start = time.perf_counter()
-                losses.append([trainer.train_step() for _ in range(TURN_STEPS)])
+                losses.append([trainer.train_step().loss for _ in range(TURN_STEPS)])
                 # No rows may be fetched while the other trainer has its turn.
                 trainer.tables.wait_for_rows()
                 if turn >= 0:

@@ -21,7 +21,7 @@ from sennit.runtime.backend import elastic
 from sennit.runtime.training import elastic_run
 from sennit.runtime.training.command import main
 from sennit.runtime.training.handover import take_over
-from sennit.runtime.training.trainer import Trainer
+from sennit.runtime.training.trainer import StepReport, Trainer
 
 DEADLINE_S = 120.0
 LOOK_S = 0.02
@@ -30,7 +30,7 @@ _train_step = Trainer.train_step
 _halted: set[str] = set()
 
 
-def mortal_step(self: Trainer) -> float:
+def mortal_step(self: Trainer) -> StepReport:
     for rank, step, marker in json.loads(os.environ.get("DEATHS", "[]")):
         if (self.rank, self.step) == (rank, step) and not Path(marker).exists():
             Path(marker).touch()

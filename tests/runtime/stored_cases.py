@@ -58,7 +58,7 @@ def train(rank: int, world: int, *, seed: int, steps: int, folder: str | None = 
     run = trainer(seed, folder, memory_bytes)
     losses, qualities = [], []
     for _ in range(steps):
-        losses.append(run.train_step())
+        losses.append(run.train_step().loss)
         if run.step % run.steps_per_epoch == 0:
             qualities.append(run.evaluate().auc)
     tensors = {name: value for name, value in run.state().items() if isinstance(value, torch.Tensor)}

@@ -99,8 +99,13 @@ def test_coded_runs_train_like_plain_ones(tmp_path: Path, options: list[str], sa
         ([*TINY, "--table-store", "/tmp", "--table-memory", "1M"], "error: --table-memory: size '1M': expected"),
         (
             [*TINY, "--device", "cuda", "--exchange", "int8"],
-            "error: --exchange with --device cuda; allowed: on the cpu",
+            "error: --exchange with --device cuda; allowed: with --device cpu",
         ),
+        (
+            [*TINY, "--device", "cuda", "--table-store", "/tmp", "--table-memory", "1MiB"],
+            "error: --table-store with --device cuda; allowed: with --device cpu",
+        ),
+        ([*TINY, "--device", "cuda", "--backend", "gloo"], "error: --device cuda over 'gloo'; allowed: 'sennit'"),
         ([*TINY, "--device", "tpu"], "error: device 'tpu'; allowed: cpu, cuda"),
         ([*TINY, "--sharding", "rowwise"], "error: --sharding 'rowwise'; allowed: table_wise, row_wise,"),
         ([*TINY, "--model", "no.such:thing"], "error: model no.such:thing: no.such cannot be imported: there is no"),

@@ -81,7 +81,7 @@ def trainer(seed: int, data_seed: int | None = None, **changed: Any) -> Trainer:
 def train(rank: int, world: int, *, seed: int, steps: int, **changed: Any) -> dict[str, Any]:
     """Trains some steps. Returns weights, their fingerprint, and quality."""
     run = trainer(seed, **changed)
-    losses = [run.train_step() for _ in range(steps)]
+    losses = [run.train_step().loss for _ in range(steps)]
     quality = run.evaluate()
     return {
         "weights": {name: tensor.tolist() for name, tensor in run.weights().items()},
