@@ -24,7 +24,7 @@ from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.handover import Claim, Holding, find_source, take_over
 from sennit.runtime.training.report import Change, RunReport
 from sennit.runtime.training.resumption import go_back
-from sennit.runtime.training.stretch import begin_run, train
+from sennit.runtime.training.stretch import begin_run, tell, train
 from sennit.runtime.training.supply import MakeSource, served
 from sennit.runtime.training.trainer import Trainer
 from sennit.transport.errors import ConfigError, PeerError
@@ -125,7 +125,7 @@ class ElasticRun:
             take_over(trainer, source, self._holding)
             dist.barrier()
         else:
-            go_back(trainer)
+            tell(trainer, go_back(trainer))
         self._holding = None
 
     def _is_awaited(self) -> bool:

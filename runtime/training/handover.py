@@ -2,7 +2,8 @@
 """Moves a run's state from the trainers of one group to those of the next, which place shards differently.
 
 Nobody dies when a group takes newcomers in, so no state is lost. Each shard moves from a rank that holds it to its new
-owners. The dense part, which every member holds, is sent by the lowest of them to all.
+owners. The dense part, which every member holds, is sent by the lowest of them to all. Error feedback belongs to
+a rank's place in the old group: it is dropped.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from sennit.runtime.sharded.placement import EVERYWHERE
 from sennit.runtime.sharded.tables import shard_name, shards_of
-from sennit.runtime.training.trainer import TABLES, Trainer
+from sennit.runtime.training.trainer import LOST, TABLES, Trainer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +73,7 @@ def find_source(claims: Sequence[Claim | None], shards: Collection[str]) -> Sour
 
 def take_over(trainer: Trainer, source: Source, holding: Holding | None) -> None:
     """Fills a new trainer from `source`. Collective. `holding` is this rank's; None for a newcomer."""
-    state = trainer.state()
+    state = {name: value for name, value in trainer.state().items() if not name.startswith(LOST)}
     held: dict[str, Any] = {} if holding is None or holding.step != source.step else holding.state
     tables, owner_of = trainer.tables.tables, trainer.tables.placement.owner_of
     # Every rank walks the same list in the same order, so sends and receives match.

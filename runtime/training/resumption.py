@@ -33,7 +33,7 @@ from sennit.runtime.training.manifest import (
     new_run_id,
 )
 from sennit.runtime.training.saver import Saver
-from sennit.runtime.training.trainer import Trainer
+from sennit.runtime.training.trainer import LOST, Trainer
 from sennit.transport.errors import ConfigError, SennitError
 
 FIXED: Final = {
@@ -134,26 +134,28 @@ def begin(trainer: Trainer) -> list[str]:
         trainer.run_id = _on_first(trainer, new_run_id)
         return []
     path, about = found
-    _load(trainer, path, about)
+    forgotten = _load(trainer, path, about)
     ours = manifest_of(trainer)
     told = [f"resumes run {about.run_id} after step {about.step}"]
     changed = [*differences(about.free, _as_json(ours.free)), *differences(about.code, _as_json(ours.code))]
-    return [*told, *(f"  {line}" for line in changed)]
+    return [*told, *(f"  {line}" for line in [*changed, *forgotten])]
 
 
-def go_back(trainer: Trainer) -> None:
-    """Takes an elastic run back to its newest checkpoint, or to its start if it has none. Collective."""
+def go_back(trainer: Trainer) -> list[str]:
+    """Takes an elastic run back to its newest checkpoint, or to its start if it has none. Collective.
+
+    Returns lines for people about what cannot be used of the checkpoint.
+    """
     folder = trainer.config.checkpoint
     if folder is None:
-        return
+        return []
 
     def look() -> tuple[Path, Manifest] | None:
         path = checkpoint.latest_of(folder, trainer.run_id)
         return None if path is None else (path, Manifest.read(path))
 
     found = _on_first(trainer, look)
-    if found is not None:
-        _load(trainer, *found)
+    return [] if found is None else _load(trainer, *found)
 
 
 def check_unused(folder: Path) -> None:
@@ -188,8 +190,13 @@ def _find(trainer: Trainer, folder: Path) -> tuple[Path, Manifest] | None:
     return path, found
 
 
-def _load(trainer: Trainer, path: Path, about: Manifest) -> None:
+def _load(trainer: Trainer, path: Path, about: Manifest) -> list[str]:
+    """Returns lines for people about what cannot be used of the checkpoint."""
     state = trainer.state()
+    lost = [name for name in state if name.startswith(LOST)]
+    forgotten = [name for name in lost if name not in about.tensors]
+    for name in forgotten:
+        del state[name]
     checkpoint.load(path, state)
     if state["position"]["step"] != about.step:
         raise CheckpointError(
@@ -197,6 +204,10 @@ def _load(trainer: Trainer, path: Path, about: Manifest) -> None:
         )
     trainer.restore(state)
     trainer.run_id = about.run_id
+    if forgotten and any(name.startswith(LOST) for name in about.tensors):
+        before = about.free.get("ranks")
+        return [f"error feedback of gradients begins at zero: the checkpoint has that of {before} ranks"]
+    return []
 
 
 def _check_equal_ranks(trainer: Trainer) -> None:

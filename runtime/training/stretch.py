@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -126,7 +126,11 @@ def _train(
 
 def begin_run(trainer: Trainer) -> None:
     """Begins or resumes the run. Rank 0 prints what is resumed."""
-    lines = resumption.begin(trainer)
+    tell(trainer, resumption.begin(trainer))
+
+
+def tell(trainer: Trainer, lines: Sequence[str]) -> None:
+    """Rank 0 prints lines for people."""
     if trainer.rank == 0:
         for line in lines:
             stdout_console().print(line, markup=False)

@@ -36,6 +36,9 @@ from sennit.transport.errors import SennitError
 DENSE, TABLES = "dense.", "tables."
 """What the names of parameters and of tables' tensors begin with in a state."""
 
+LOST = "lost."
+"""And what a rank needs for error feedback: `lost.RANK/WORLD.PARAMETER`. Ranks of another world have no use for it."""
+
 
 class TrainingError(SennitError):
     """Training cannot go on. The message names the step."""
@@ -294,12 +297,29 @@ class Trainer:
         state.update({f"{TABLES}{name}": value for name, value in tables.items()})
         dense = dcp.optimizer_state(self.model, self.optimizer)
         state.update({f"optimizer.{name}": value for name, value in dense.items()})
+        state |= self._lost()
         # Order of samples and initial weights follow from seed and position, so no generator is saved.
         state["position"] = {"step": self.step, "passes": self.replicas.passes}
         return state
 
+    def _lost(self) -> dict[str, Tensor]:
+        """What coding took from this rank's gradients, float32; empty without a codec."""
+        residuals = self.replicas.residuals
+        if residuals is None:
+            return {}
+        lost = residuals.state_dict()["lost"]
+        return {
+            f"{self._lost_prefix}{name}": lost.get(name, torch.zeros(parameter.shape))
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        }
+
+    @property
+    def _lost_prefix(self) -> str:
+        return f"{LOST}{self.rank}/{self.world_size}."
+
     def restore(self, state: dict[str, Any]) -> None:
-        """Takes over a loaded `state`, which must be of the same run."""
+        """Takes over a loaded `state`, which must be of the same run. Error feedback may be missing: it begins anew."""
         from sennit.runtime.training import dcp
 
         def part(prefix: str) -> dict[str, Any]:
@@ -310,6 +330,10 @@ class Trainer:
             self.tables.drop(self.arrived.popleft().sent)
         self.tables.load_state_dict(part(TABLES))
         self.step, self.replicas.passes = int(state["position"]["step"]), int(state["position"]["passes"])
+        if self.replicas.residuals is not None:
+            # Rounding is to nearest: the number of calls decides nothing.
+            place = {"rank": self.rank, "world": self.world_size, "calls": self.step}
+            self.replicas.residuals.load_state_dict(place | {"lost": part(self._lost_prefix)})
 
     def close(self) -> None:
         """Removes files that exist for the run only."""

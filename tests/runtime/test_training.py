@@ -139,16 +139,37 @@ def test_no_number_of_ranks_sharding_or_backend_changes_a_bit(
     assert other[0]["sha256"] != found[0][0]["sha256"]
 
 
-@pytest.mark.parametrize("optimizer", ["adagrad", "adam", "sgd"])
+CODED = {"gradient": "int8", "exchange": "int8"}
+
+
+@pytest.mark.parametrize("options", [{}, {"dense_optimizer": "adam"}, {"dense_optimizer": "sgd"}, CODED], ids=str)
 def test_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(
-    kept_world: Any, seed: int, tmp_path: Path, optimizer: str
+    kept_world: Any, seed: int, tmp_path: Path, options: dict[str, str]
 ) -> None:
     """The run saves in the middle of the second epoch, so the resumed run must find its place in the order."""
     world = kept_world(2)
-    arguments = {"seed": seed, "folder": str(tmp_path), "after": 9, "dense_optimizer": optimizer}
+    arguments = {"seed": seed, "folder": str(tmp_path), "after": 9, **options}
     whole = world.run(CASES, "save_then_train_on", before=15, **arguments)
     resumed = world.run(CASES, "resume_and_train_on", **arguments)
     assert resumed == whole
+
+
+@pytest.mark.parametrize("gradient", ["int8", "fp8", None])
+def test_error_feedback_of_other_ranks_begins_at_zero(
+    kept_world: Any, seed: int, tmp_path: Path, gradient: str | None
+) -> None:
+    arguments = {"seed": seed, "folder": str(tmp_path)}
+    kept_world(2).run(CASES, "save_then_train_on", before=2, after=0, gradient="int8", **arguments)
+    line = "  error feedback of gradients begins at zero: the checkpoint has that of 2 ranks"
+    told = {size: kept_world(size).run(CASES, "begin_error", gradient=gradient, **arguments) for size in (2, 3)}
+    assert all(message.startswith("no error\nresumes run") for messages in told.values() for message in messages)
+    assert not any(line in message.splitlines() for message in told[2])
+    assert all((line in message.splitlines()) == (gradient is not None) for message in told[3])
+    # A checkpoint without any.
+    kept_world(2).run(CASES, "save_then_train_on", before=3, after=0, **{**arguments, "folder": f"{tmp_path}/plain"})
+    (message,) = kept_world(1).run(CASES, "begin_error", gradient="int8", seed=seed, folder=f"{tmp_path}/plain")
+    assert line not in message.splitlines()
+    assert message.startswith("no error")
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(2, 1), (1, 3)])

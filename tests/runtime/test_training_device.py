@@ -54,6 +54,10 @@ def test_a_handover_keeps_them(kept_world: Any, seed: int) -> None:
     wanted = kept_world(2).run(CASES, "handed_over", seed=seed, there=False)
     assert wanted[0][0] == wanted[0][1]
     assert kept_world(2).run(CASES, "handed_over", seed=seed, there=True) == wanted
+    # Error feedback belongs to a place in the old group. It begins at zero.
+    coded = kept_world(2).run(CASES, "handed_over", seed=seed, there=False, gradient="int8")
+    assert coded[0] == coded[1]
+    assert coded[0][0] != coded[0][1]
 
 
 def test_no_broken_weights_are_saved(kept_world: Any, seed: int, tmp_path: Path) -> None:

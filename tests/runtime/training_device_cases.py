@@ -62,15 +62,15 @@ def train(rank: int, world: int, *, seed: int, there: bool, folder: str, resumed
         return [fingerprint(run.weights()), report.loss, quality.auc, quality.log_loss], waits
 
 
-def handed_over(rank: int, world: int, *, seed: int, there: bool) -> list[str]:
+def handed_over(rank: int, world: int, *, seed: int, there: bool, **changed: Any) -> list[str]:
     """Three steps, the last two of them by a new trainer that places tables differently."""
     with on_the_double() if there else contextlib.nullcontext():
-        run = training_cases.trainer(seed, dense_optimizer="adam")
+        run = training_cases.trainer(seed, dense_optimizer="adam", **changed)
         run.train_step()
         holding = Holding.of(run)
         claims: list[Any] = [None] * world
         dist.all_gather_object(claims, Claim(step=1, shards=holding.shards))
-        later = training_cases.trainer(seed, dense_optimizer="adam", sharding="data_parallel")
+        later = training_cases.trainer(seed, dense_optimizer="adam", sharding="data_parallel", **changed)
         source = find_source(claims, {shard for claim in claims for shard in claim.shards})
         assert source is not None
         take_over(later, source, holding)
