@@ -80,7 +80,7 @@ ROOM_LAYERS = (
     {"backend", "kernels", "telemetry"},
     {"data", "memory", "trace"},
     {"ingest", "sharded"},
-    {"model"},
+    {"model", "pipeline"},
     {"training"},
 )
 

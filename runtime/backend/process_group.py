@@ -153,6 +153,32 @@ def communicator_or_names(group: dist.ProcessGroup | None) -> Communicator | lis
     return names
 
 
+def second_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """Makes another group of the same ranks, with the same backend and deadline. Collective.
+
+    Calls in the two groups do not wait for each other, so a thread may use each.
+    """
+    import torch.distributed as dist
+
+    chosen: Any = group or dist.group.WORLD
+    ranks = dist.get_process_group_ranks(chosen)
+    backend = chosen._get_backend(chosen._device_types[0])
+    backend = getattr(backend, "wrapped_pg", backend)
+    made: dist.ProcessGroup = dist.new_group(
+        ranks,
+        timeout=backend.options._timeout,
+        backend=dist.distributed_c10d._world.pg_map[chosen][0],
+        use_local_synchronization=len(ranks) < dist.get_world_size(),
+    )
+    return made
+
+
+def failure_of(group: dist.ProcessGroup | None) -> str:
+    """Why a group of backend sennit cannot be used any more; empty if it can."""
+    found = communicator_or_names(group)
+    return "" if isinstance(found, list) else found.failure
+
+
 def _create(group: Any, options: Options | None) -> dist.Backend:
     """Torch's creator function: `group` is its `_DistributedBackendOptions`."""
     if options is not None and not isinstance(options, Options):

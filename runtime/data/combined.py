@@ -32,6 +32,15 @@ class CombinedBatch:
     def sample_count(self) -> int:
         return self.labels.shape[0]
 
+    def copy(self) -> CombinedBatch:
+        """The batch in memory of its own."""
+        return CombinedBatch(
+            dense=self.dense.clone(),
+            labels=self.labels.clone(),
+            lengths=self.lengths.clone(),
+            values=self.values.clone(),
+        )
+
     @property
     def size_bytes(self) -> int:
         return sum(part.nbytes for part in (self.dense, self.labels, self.lengths, self.values))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from sennit.runtime.backend.process_group import communicator_or_names
 from sennit.runtime.kernels.checks import GradientError, IdError
+from sennit.runtime.sharded.sent import InputEnded
 from sennit.transport.codecs import Codec
 from sennit.transport.errors import ArgumentError, ConfigError, SennitError
 
@@ -26,6 +27,7 @@ class Status(IntEnum):
     ID_OUTSIDE = 1
     BAD_INPUT = 2
     BAD_GRADIENT = 3
+    ENDED = 4
 
 
 class PeerInputError(ArgumentError):
@@ -82,12 +84,15 @@ def exchange_headers(
     theirs = torch.empty_like(mine)
     dist.all_to_all_single(theirs, mine, group=group)
     found: list[list[int]] = theirs.tolist()
-    if error is not None:
+    if error is not None and not isinstance(error, InputEnded):
         raise error
+    ended: Exception | None = error
     for rank, (status, _, *_) in enumerate(found):
         match Status(status):
             case Status.GOOD:
                 continue
+            case Status.ENDED:
+                ended = ended or InputEnded(f"rank {rank} has no further batch")
             case Status.ID_OUTSIDE:
                 raise PeerInputError(f"rank {rank} has an id outside its table; its own error names it")
             case Status.BAD_INPUT:
@@ -96,6 +101,8 @@ def exchange_headers(
                 raise GradientError(
                     f"rows of rank {rank} had a gradient in the last step that is not finite; its own error names them"
                 )
+    if ended is not None:
+        raise ended
     for rank, (_, other, *_) in enumerate(found):
         if other != global_batch:
             raise ArgumentError(
@@ -131,4 +138,6 @@ def _status(error: Exception | None) -> Status:
         return Status.GOOD
     if isinstance(error, GradientError):
         return Status.BAD_GRADIENT
+    if isinstance(error, InputEnded):
+        return Status.ENDED
     return Status.ID_OUTSIDE if isinstance(error, IdError) else Status.BAD_INPUT

@@ -23,7 +23,7 @@ from sennit.runtime.sharded.files import TableStore
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.sharded.placement import Placement, place
 from sennit.runtime.sharded.rates import TableRates
-from sennit.runtime.sharded.sent import Sent
+from sennit.runtime.sharded.sent import Refused, Sent
 from sennit.runtime.sharded.shards import Held, expected, tensors_of
 from sennit.runtime.sharded.slices import DEFAULT_SLICES, Slices
 from sennit.runtime.sharded.tables import Table, check_tables, output_names, shard_name, shard_spec, shards_of
@@ -142,18 +142,23 @@ class ShardedTables(nn.Module):
         self._bad: GradientError | None = None
         self._synchronised = True
         self._changes: list[ChangedRows] = []
+        # Batches that were sent, by the identity of their features, which are kept so that it stays theirs.
+        self._expected: dict[int, tuple[Any, Sent]] = {}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, features: Any, *, global_batch: int | None = None) -> dict[str, Tensor]:
         """The float32 result of each feature, by its name (`feature_names`).
 
-        `features`: ids of this rank's B samples, in any form of `ids_of`, or a batch that was sent (`send`).
+        `features`: ids of this rank's B samples, in any form of `ids_of`, or a batch that was sent (`send`), or the
+        very object of one that is expected (`expect`).
         `global_batch`: the samples of all ranks; needed only where slices differ in size.
 
         Raises `IdError`, `ArgumentError`; the other ranks then raise `PeerInputError`, which names the rank. Raises
         `GradientError` on all ranks if the step before had gradients that are not finite.
         """
-        if not isinstance(features, Sent):
+        if id(features) in self._expected:
+            features = self._expected.pop(id(features))[1]
+        elif not isinstance(features, Sent):
             features = self.send(features, global_batch=global_batch)
         elif global_batch is not None:
             raise ArgumentError("global_batch for a batch that was sent; allowed: in send")
@@ -173,8 +178,29 @@ class ShardedTables(nn.Module):
         Owners can then fetch rows while earlier batches are computed. Several batches may be sent before the first is
         looked up. Arguments and errors are those of a call.
         """
-        with self._wire.phase("input exchange"):
-            return Sent(self, self._send(features, global_batch))
+        return self.sender(None)(features, global_batch)
+
+    def sender(self, group: dist.ProcessGroup | None) -> Callable[[Any, int | None], Sent]:
+        """(features, global batch) -> `send`, once. Another thread may call it, `over` another group of these ranks.
+
+        Made in the thread of the passes: an error of the last backward pass goes out with this batch. `Refused`
+        features tell all ranks why this one has none.
+        """
+        bad, self._bad = self._bad, None
+
+        def send(features: Any, global_batch: int | None) -> Sent:
+            with self._wire.phase("input exchange"), self._wire.over(group):
+                return Sent(self, self._send(features if bad is None else Refused(bad), global_batch))
+
+        return send
+
+    def expect(self, features: Any, sent: Sent) -> None:
+        """A later call with this very object looks `sent` up. So a model needs no word about batches ahead."""
+        self._expected[id(features)] = features, sent
+
+    def expects(self, features: Any) -> bool:
+        """Whether such a call is still to come."""
+        return id(features) in self._expected
 
     def drop(self, sent: Sent) -> None:
         """Forgets a sent batch that will not be looked up. Raises `ArgumentError` for any other."""
@@ -391,8 +417,7 @@ class ShardedTables(nn.Module):
 
         `counts` makes what this rank tells each other one; it may raise, too. Raises on all ranks if one has bad input.
         """
-        error: Exception | None = self._bad
-        self._bad = None
+        error: Exception | None = given.error if isinstance(given, Refused) else None
         batch, mine = 0, [[0] * self._counts_told] * self.slices.world_size
         ids = None
         if error is None:
@@ -402,7 +427,7 @@ class ShardedTables(nn.Module):
                 mine = [list(row) for row in counts(ids)]
             except Exception as bad:  # Of any type: the other ranks wait for this one.
                 error = bad
-        arriving = exchange_headers(error, batch, mine, self._group)
+        arriving = exchange_headers(error, batch, mine, self._wire.group)
         assert ids is not None
         return ids, batch, arriving
 

@@ -7,23 +7,35 @@ paused: phases inside it count as part of it.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 
 class PhaseClock:
-    """Seconds by phase. Not thread-safe."""
+    """Seconds by phase of the thread that made it. Those of other threads are beside them."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.beside: dict[str, float] = {}
+        """Seconds of phases in other threads, which went by while this one did something else, or waited."""
+        self._own = threading.get_ident()
+        self._lock, self._other = threading.Lock(), threading.local()
         self._open: list[str] = []
         self._since = 0.0
         self._is_whole = False
 
     @contextmanager
     def phase(self, name: str, *, is_whole: bool = False) -> Iterator[None]:
-        """Counts the time inside the block to `name`, without the time of inner phases unless it `is_whole`."""
+        """Counts the time inside the block to `name`, without the time of inner phases unless it `is_whole`.
+
+        Of another thread whole phases alone count.
+        """
+        if threading.get_ident() != self._own:
+            with self._beside(name):
+                yield
+            return
         if self._is_whole:
             yield
             return
@@ -36,6 +48,19 @@ class PhaseClock:
             self._credit()
             self._open.pop()
             self._is_whole = False
+
+    @contextmanager
+    def _beside(self, name: str) -> Iterator[None]:
+        if getattr(self._other, "is_inside", False):
+            yield
+            return
+        since, self._other.is_inside = time.perf_counter(), True
+        try:
+            yield
+        finally:
+            self._other.is_inside = False
+            with self._lock:
+                self.beside[name] = self.beside.get(name, 0.0) + time.perf_counter() - since
 
     def _credit(self) -> None:
         now = time.perf_counter()

@@ -1,9 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch whose ids are with the owners of their rows, before it is looked up."""
+"""A batch whose ids are with the owners of their rows, before it is looked up; and what there is in place of one."""
 
 from __future__ import annotations
 
 from sennit.transport.errors import ArgumentError
+
+
+class InputEnded(ArgumentError):
+    """A rank has no further batch. All ranks raise it in place of sending."""
+
+
+class Refused:
+    """What a rank sends in place of a batch: why it has none. All ranks then raise."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
 
 
 class Sent:

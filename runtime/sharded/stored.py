@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -80,7 +81,9 @@ class StoredShards(Shards):
         """`make` makes the engine. `waiting` measures waits for rows. Raises `DeviceError`, `ConfigError`."""
         self._files, self._waiting = files, waiting
         self._cached: list[tuple[StoreLayout, CachedTables, RowStore]] = []
+        # Batches may be announced in another thread than the one that looks them up.
         self._announced: weakref.WeakSet[StoredBatch] = weakref.WeakSet()
+        self._lock = threading.Lock()
         memory: list[TableMemory | None] = [None] * len(specs)
         # The cache of each shard, and its number there.
         self._cache_of, self._number_of = torch.full((len(specs),), -1), torch.zeros(len(specs), dtype=torch.int64)
@@ -109,7 +112,8 @@ class StoredShards(Shards):
                 own = (caches == place).nonzero().flatten()
                 parts.append((cached.prefetch(numbers[own], ids[own]), own))
         announced = StoredBatch(batch, parts)
-        self._announced.add(announced)
+        with self._lock:
+            self._announced.add(announced)
         return announced
 
     def lookup(self, announced: Announced) -> Tensor:
@@ -126,7 +130,8 @@ class StoredShards(Shards):
 
     def release(self, announced: Announced, *, is_dirty: bool) -> None:
         assert isinstance(announced, StoredBatch)
-        self._announced.discard(announced)
+        with self._lock:
+            self._announced.discard(announced)
         with self._explained():
             announced.release(is_dirty=is_dirty)
 
@@ -178,7 +183,9 @@ class StoredShards(Shards):
             self._cached[place] = layout, cached, rows
 
     def wait(self) -> None:
-        for announced in self._announced:
+        with self._lock:
+            waiting = list(self._announced)
+        for announced in waiting:
             announced.wait(self._files.home.timeout_s)
 
     def counters(self) -> dict[str, int]:

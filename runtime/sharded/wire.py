@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Final
 
@@ -58,13 +60,28 @@ class Wire:
         clock: PhaseClock | None = None,
     ) -> None:
         """`codec`: of floats in AlltoAll; LOSSLESS codes integers, too. A group of backend sennit."""
-        self._rank, self._world_size, self._group = rank, world_size, group
+        self._rank, self._world_size = rank, world_size
+        self._usual_group, self._of_thread = group, threading.local()
         self._codec, self._clock = codec, clock
         self._lossless = codec if codec is not None and codec.kind is CodecKind.LOSSLESS else None
         self._coded_calls = 0
         self.sent_bytes: Counter[str] = Counter()
         """Bytes that this rank gave other ranks, by kind: "lengths", "ids", "rows", "gradients" and so on. What
         LOSSLESS coded counts as it was before."""
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group of this thread's exchanges."""
+        return getattr(self._of_thread, "group", None) or self._usual_group
+
+    @contextlib.contextmanager
+    def over(self, group: dist.ProcessGroup | None) -> Iterator[None]:
+        """Inside, this thread's exchanges use `group`, and those of other threads do not wait for them."""
+        self._of_thread.group = group
+        try:
+            yield
+        finally:
+            self._of_thread.group = None
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Counts time to a phase, if there is a clock."""
@@ -96,10 +113,10 @@ class Wire:
         with self.phase(_PHASES.get(kind, "input exchange")):
             if codec is None:
                 # The other ranks of this host write there: one copy in place of two.
-                with memory_for_peers(self._group):
+                with memory_for_peers(self.group):
                     output = source.new_empty(sum(receive))
                 sizes = [None if even else list(counts) for counts in (receive, send)]
-                dist.all_to_all_single(output, source, sizes[0], sizes[1], group=self._group)
+                dist.all_to_all_single(output, source, sizes[0], sizes[1], group=self.group)
             else:
                 output = self._coded(source, receive, send, codec)
         others = [count for rank, count in enumerate(send) if rank != self._rank]
@@ -114,7 +131,7 @@ class Wire:
         seed = (codec.seed + self._coded_calls) % (1 << 64)
         self._coded_calls += 1
         return torch.from_numpy(
-            communicator(self._group).alltoall(
+            communicator(self.group).alltoall(
                 source.detach().numpy(),
                 send_counts=send,
                 recv_counts=receive,
@@ -127,6 +144,6 @@ class Wire:
         if self._world_size == 1:
             return own
         with self.phase("AllGather"):
-            output = all_gather_parts(own, sizes, self._group)
+            output = all_gather_parts(own, sizes, self.group)
         self.sent_bytes[kind] += own.nbytes * (self._world_size - 1)
         return output

@@ -146,6 +146,9 @@ def command(
     sketch: Annotated[
         Path | None, typer.Option(help="with --ingest: write to this file how often each row was used")
     ] = None,
+    batches_ahead: Annotated[
+        int, typer.Option(metavar="N", help="batches taken, and their ids sent, while one is computed: 0 to 3")
+    ] = _DEFAULT.batches_ahead,
     timeout: Annotated[float, typer.Option(help="deadline of a collective, seconds")] = _DEFAULT.timeout_s,
     samples: Annotated[int, typer.Option(help="synthetic: number of samples")] = _SOURCE.samples,
     row_limit: Annotated[int, typer.Option(help="synthetic: rows of the largest tables")] = _SOURCE.row_limit,
@@ -197,6 +200,7 @@ def command(
             backend=backend,
             exchange=exchange,
             gradient=gradient,
+            batches_ahead=batches_ahead,
             timeout_s=timeout,
             checkpoint=checkpoint,
             checkpoint_every=checkpoint_every,

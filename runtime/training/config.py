@@ -20,6 +20,7 @@ from sennit.runtime.model.schedule import RateSchedule
 from sennit.runtime.model.settings import SettingsFile, TableSettings, tables_of
 from sennit.runtime.model.sharding_settings import Sharding
 from sennit.runtime.model.tensor_train import TensorTrainRule
+from sennit.runtime.pipeline.depth import BATCHES_AHEAD_MAX
 from sennit.runtime.sharded.files import TableStore
 from sennit.runtime.sharded.tables import MAX_SHARDS, Table
 from sennit.transport.codecs import COLLECTIVE_CODECS, EXCHANGE_CODECS, Codec
@@ -136,6 +137,9 @@ class TrainingConfig:
     gradient: str | None = None
     """The codec of dense gradients between ranks, a name of `COLLECTIVE_CODECS`, with error feedback; None: none."""
 
+    batches_ahead: int = 1
+    """How many batches are taken, and their ids sent, while one is computed; 0: none. It changes no bit."""
+
     timeout_s: float = 300.0
     """The deadline in seconds of each collective, and of finding the other ranks."""
 
@@ -196,6 +200,7 @@ class TrainingConfig:
         for name, rate in (("sparse rate", self.sparse_rate), ("dense rate", self.dense_rate)):
             if not 0 < rate < 1000:
                 raise ConfigError(f"{name} {rate}; allowed: above 0, below 1000")
+        _in_range("batches ahead", self.batches_ahead, 0, BATCHES_AHEAD_MAX)
         if not 0 < self.timeout_s <= 86_400:
             raise ConfigError(f"timeout {self.timeout_s} s; allowed: above 0, at most 86,400")
         _one_of("split", self.split, ("random", "last"))

@@ -40,7 +40,7 @@ def train(
     step, training stops and this rank's part of the state is returned.
     """
     before = transport_counters(config.backend)
-    with contextlib.closing(Trainer(config, source)) as trainer:
+    with Trainer(config, source) as trainer:
         return _train(trainer, changes, begin, is_awaited, before)
 
 

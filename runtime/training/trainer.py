@@ -2,17 +2,19 @@
 """One rank's part of a training run: the step, the evaluation, and the state that a checkpoint holds.
 
 A step is what a user's program would do: look up (`ShardedEmbeddingBags`), run the model slice by slice
-(`SlicedReplicas`), backward, `optimizer.step()`. The backward pass updates rows. If tables are in files, the ids of the
-next batch are sent first, so that its rows are fetched meanwhile.
+(`SlicedReplicas`), backward, `optimizer.step()`. The backward pass updates rows. Later batches are taken, and their ids
+sent, meanwhile (`BatchesAhead`). If tables are in files, their rows are then fetched, too.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import os
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -20,10 +22,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sennit.closing import Closing
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.model.factory import build
 from sennit.runtime.model.inputs import ModelInputs, TableInput
 from sennit.runtime.model.optimizer import dense_optimizer
+from sennit.runtime.pipeline.ahead import BatchesAhead, Taken
+from sennit.runtime.pipeline.scheduler import Scheduler
 from sennit.runtime.sharded.bags import ShardedEmbeddingBags
 from sennit.runtime.sharded.memory_limits import memory_limits
 from sennit.runtime.sharded.phases import PhaseClock
@@ -78,11 +83,8 @@ class Arrival:
     sent: Any
     """Its ids, as the tables sent them."""
 
-    is_lent: bool
-    """Whether the tensors belong to the source, which must be told when they are no longer used."""
 
-
-class Trainer:
+class Trainer(Closing):
     """Owns model, tables, optimizers and the position in the data. Every method is collective."""
 
     def __init__(self, config: TrainingConfig, source: BatchSource) -> None:
@@ -96,9 +98,6 @@ class Trainer:
         self.step = 0
         self.run_id = "0" * 16
         """The id of the run that this trainer belongs to (`resumption`)."""
-
-        self.arrived: deque[Arrival] = deque()
-        """Batches whose ids were sent, but that are not computed yet."""
 
         self.device = _device(config, self.rank)
         tables = config.tables_of(source.tables)
@@ -119,6 +118,8 @@ class Trainer:
                 store=config.table_store and replace(config.table_store, timeout_s=config.timeout_s),
                 clock=self.clock,
             )
+        # Elastic runs tell an error of this rank alone from the end of a group, so the others find it gone.
+        self._ahead = BatchesAhead(Scheduler(), [self.tables], depth=config.batches_ahead, tells=not config.elastic)
         inputs = ModelInputs(
             dense_count=source.dense_count,
             tables=tuple(TableInput(name=table.name, dim=table.dim) for table in tables),
@@ -176,7 +177,7 @@ class Trainer:
         factor = self.rate_factor(self.step)
         # Only up to the next evaluation, which takes other batches.
         end = min((self.step // self.steps_per_epoch + 1) * self.steps_per_epoch, self.step_count)
-        until = min(self.step + 1 + self.tables.batches_ahead, end)
+        until = min(self.step + 1 + self._ahead.depth, end)
         batch = self._next([self.order.training_batch(step) for step in range(self.step, until)])
         vectors = self.tables(batch.sent)
         with self.clock.phase("dense forward"):
@@ -195,8 +196,7 @@ class Trainer:
         with self.clock.phase("dense backward"):
             self.optimizer.zero_grad()
             torch.autograd.backward(self.replicas.loss(losses, batch.size))
-        if batch.is_lent:
-            self.source.release(batch.number)
+        self._release(batch)
         with self.clock.phase("dense update"):
             self._clip_dense()
             _set_rate(self.optimizer, self.config.dense_rate * factor)
@@ -212,22 +212,28 @@ class Trainer:
             )
 
     def _next(self, numbers: Sequence[int]) -> Arrival:
-        """Returns the first of these batches. The ids of the others are then on their way, if tables work ahead."""
-        for number in numbers[len(self.arrived) :]:
-            with self.clock.phase("input"):
-                batch = self.source.take(number)
-            size = self.order.size(number)
-            sent = self.tables.send(batch, global_batch=size)
-            is_lent = self.tables.batches_ahead == 0
-            dense, labels = batch.dense.to(self.device), batch.labels.to(self.device)
-            if not is_lent:
+        """Returns the first of these batches. The others are then on their way."""
+        for number in numbers[len(self._ahead) :]:
+            self._ahead.begin(number, functools.partial(self._take, number))
+        with self.clock.phase("wait for input") if self._ahead.depth else contextlib.nullcontext():
+            arrived = self._ahead.next()
+        (number, batch), (sent,) = arrived.taken.batch, arrived.sent
+        assert arrived.taken.global_batch is not None
+        dense, labels = batch.dense.to(self.device), batch.labels.to(self.device)
+        return Arrival(number=number, size=arrived.taken.global_batch, dense=dense, labels=labels, sent=sent)
+
+    def _take(self, number: int) -> Taken:
+        with self.clock.phase("input"):
+            batch = self.source.take(number)
+            if self._ahead.depth:
                 # A source lends one batch at a time.
-                dense, labels = dense.clone(), labels.clone()
+                batch = batch.copy()
                 self.source.release(number)
-            self.arrived.append(
-                Arrival(number=number, size=size, dense=dense, labels=labels, sent=sent, is_lent=is_lent)
-            )
-        return self.arrived.popleft()
+        return Taken(batch=(number, batch), features=[batch], global_batch=self.order.size(number))
+
+    def _release(self, batch: Arrival) -> None:
+        if not self._ahead.depth:
+            self.source.release(batch.number)
 
     def _clip_dense(self) -> None:
         """Clips the dense gradient. Sums are equal on all ranks, so the clipped ones are, too."""
@@ -241,19 +247,17 @@ class Trainer:
         """Exact metrics over all evaluation rows, the same on every rank and in every world."""
         with self.clock.phase("evaluation", is_whole=True):
             logits, labels = [], []
-            training, self.arrived = self.arrived, deque()
+            self._ahead.drop()
             numbers = self.order.evaluation_batches(self.step)
             self.replicas.eval()
             for place in range(len(numbers)):
-                batch = self._next(numbers[place : place + 1 + self.tables.batches_ahead])
+                batch = self._next(numbers[place : place + 1 + self._ahead.depth])
                 vectors = self.tables(batch.sent)
                 if len(batch.labels):
                     logits.append(self.replicas(batch.dense, vectors, global_batch=batch.size))
                     labels.append(batch.labels.clone())
-                if batch.is_lent:
-                    self.source.release(batch.number)
+                self._release(batch)
             self.replicas.train()
-            self.arrived = training
             empty = torch.empty(0, device=self.device)
             return quality_of_ranks(torch.cat([empty, *logits]).cpu(), torch.cat([empty, *labels]).cpu())
 
@@ -326,8 +330,7 @@ class Trainer:
             return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
         dcp.restore_optimizer(self.model, self.optimizer, part("optimizer."))
-        while self.arrived:
-            self.tables.drop(self.arrived.popleft().sent)
+        self._ahead.drop()
         self.tables.load_state_dict(part(TABLES))
         self.step, self.replicas.passes = int(state["position"]["step"]), int(state["position"]["passes"])
         if self.replicas.residuals is not None:
@@ -335,9 +338,15 @@ class Trainer:
             place = {"rank": self.rank, "world": self.world_size, "calls": self.step}
             self.replicas.residuals.load_state_dict(place | {"lost": part(self._lost_prefix)})
 
-    def close(self) -> None:
-        """Removes files that exist for the run only."""
+    def close(self, *, failed: bool = False) -> None:
+        """Ends work ahead, and removes files that exist for the run only. `failed`: this rank gives up."""
+        self._ahead.close(failed=failed)
         self.tables.close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(failed=error is not None)
 
 
 def _device(config: TrainingConfig, rank: int) -> torch.device:

@@ -62,7 +62,7 @@ def test_a_handover_keeps_them(kept_world: Any, seed: int) -> None:
 
 def test_no_broken_weights_are_saved(kept_world: Any, seed: int, tmp_path: Path) -> None:
     """Nothing waits for the loss of a step but what shows it or needs it."""
-    told = "[1, 2] 3 TrainingError, [] 3 GradientError"
+    told = "[1, 2] 3 TrainingError, [] 4 GradientError"
     assert kept_world(2).run(CASES, "broken", seed=seed, folder=str(tmp_path)) == [told] * 2
 
 

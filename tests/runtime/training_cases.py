@@ -180,7 +180,7 @@ def go_back_beside_another_run(rank: int, world: int, *, seed: int, folder: str)
 
 def collectives_of_a_step(rank: int, world: int, *, seed: int) -> dict[str, int]:
     """Returns how often one step calls each operation of a process group, as torch's profiler counts it."""
-    run = trainer(seed)
+    run = trainer(seed, batches_ahead=0)  # The profiler sees this thread.
     run.train_step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         run.train_step()
@@ -188,9 +188,11 @@ def collectives_of_a_step(rank: int, world: int, *, seed: int) -> dict[str, int]
     return {name: names.count(name) for name in sorted(set(names))}
 
 
-def phases_around_an_evaluation(rank: int, world: int, *, seed: int, folder: str) -> list[list[str]]:
+def phases_around_an_evaluation(
+    rank: int, world: int, *, seed: int, folder: str, batches_ahead: int
+) -> list[list[str]]:
     """Returns the phases whose time changed: in a step, in an evaluation, in a checkpoint."""
-    run = trainer(seed, checkpoint=Path(folder))
+    run = trainer(seed, checkpoint=Path(folder), batches_ahead=batches_ahead)
 
     def save() -> None:
         with run.clock.phase("checkpoint", is_whole=True):

@@ -84,7 +84,7 @@ def handed_over(rank: int, world: int, *, seed: int, there: bool, **changed: Any
 def broken(rank: int, world: int, *, seed: int, folder: str) -> str:
     """Weights become NaN after the second of five steps, each with a checkpoint. Returns what was saved, and errors.
 
-    Without checkpoints the error is that of the tables, one step later.
+    Without checkpoints the error is that of the tables: two steps later, since a batch was on its way already.
     """
     told = []
     for options in ({"checkpoint": Path(folder), "checkpoint_every": 1}, {}):

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches that are taken, and whose ids travel, while earlier ones are computed.
+
+Two threads work ahead of the step: "input" takes batches, "ids" sends them to the owners of their rows, over a group of
+its own. Nothing that a step changes is read there, so no bit depends on how far ahead they are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from sennit.closing import Closing
+from sennit.runtime.backend.process_group import failure_of, second_group
+from sennit.runtime.pipeline.scheduler import MAIN, Scheduler
+from sennit.runtime.pipeline.task import Task
+from sennit.runtime.sharded.module import ShardedTables
+from sennit.runtime.sharded.sent import Refused, Sent
+from sennit.transport.errors import PeerError
+
+INPUT: Final = "input"
+IDS: Final = "ids"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Taken:
+    """A batch, and what of it goes to tables."""
+
+    batch: Any
+    features: Sequence[Any]
+    """For each module of tables, in any form that it takes."""
+
+    global_batch: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrived:
+    """A batch whose ids the owners have."""
+
+    taken: Taken
+    sent: Sequence[Sent]
+    """For each module of tables."""
+
+
+class BatchesAhead(Closing):
+    """Batches on their way, the oldest first."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        tables: Sequence[ShardedTables],
+        *,
+        depth: int,
+        tells: bool,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`depth`: how many batches are under way while one is computed; with 0 the caller's thread does everything.
+
+        `tells`: an error of `take` goes to all ranks, which then raise as well, instead of waiting.
+        Collective if `depth` is above 0 and there are several ranks: makes a group.
+        """
+        self.depth = depth
+        self._scheduler, self._tables, self._tells = scheduler, tuple(tables), tells
+        self._waiting: deque[Task] = deque()
+        self._last: Task | None = None
+        self._group = second_group(group) if depth and dist.get_world_size(group) > 1 else None
+
+    def __len__(self) -> int:
+        """Batches on their way."""
+        return len(self._waiting)
+
+    def begin(self, step: int, take: Callable[[], Taken]) -> None:
+        """Takes a batch and sends its ids. All ranks call it in the same order."""
+        # What this thread knows now goes out with this batch, so all runs tell of an error at the same step.
+        senders = [one.sender(self._group) for one in self._tables]
+        input_thread, ids_thread = (INPUT, IDS) if self.depth else (MAIN, MAIN)
+        taken = self._scheduler.submit("input", lambda: self._take(take), thread=input_thread, step=step)
+        # Nothing is sent after something that failed: the other ranks are not there.
+        before = () if self._last is None else (self._last,)
+        self._last = self._scheduler.submit(
+            "ids", lambda one, *_: self._sent(senders, one), taken, *before, thread=ids_thread, step=step
+        )
+        self._waiting.append(self._last)
+
+    def next(self) -> Arrived:
+        """Waits for the oldest batch. Raises what went wrong with it, or with one before."""
+        found: Arrived = self._waiting.popleft().result()
+        return found
+
+    def drop(self) -> None:
+        """Forgets the batches that are on their way, when they have come. Waits for them."""
+        while self._waiting:
+            arrived = self.next()
+            for module, sent in zip(self._tables, arrived.sent, strict=True):
+                module.drop(sent)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Ends the group. `failed`: this rank gives up, so that nobody waits for it; else it waits for what is sent."""
+        group, self._group = self._group, None
+        waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        if failed and group is not None and not all(task.is_done for task in waiting):
+            group._get_backend(group._device_types[0]).abort()
+        self._scheduler.close()
+        # After a failure destroying a group may wait for peers that are gone.
+        if group is not None and not failed:
+            dist.destroy_process_group(group)
+
+    def _take(self, take: Callable[[], Taken]) -> Taken | Refused:
+        try:
+            return take()
+        except Exception as error:  # Of any type: the other ranks wait for this one.
+            if not self._tells:
+                raise
+            return Refused(error)
+
+    def _sent(self, senders: Sequence[Callable[[Any, int | None], Sent]], taken: Taken | Refused) -> Arrived:
+        try:
+            return self._send(senders, taken)
+        except Exception as error:
+            # The default group has not failed, but cannot go on without the rank that this one misses.
+            if self._group is not None and (reason := failure_of(self._group)):
+                raise PeerError(reason) from error
+            raise
+
+    def _send(self, senders: Sequence[Callable[[Any, int | None], Sent]], taken: Taken | Refused) -> Arrived:
+        if isinstance(taken, Refused):
+            senders[0](taken, None)
+            raise AssertionError("a module has sent a batch that was refused")
+        features = zip(senders, taken.features, strict=True)
+        return Arrived(taken=taken, sent=[send(given, taken.global_batch) for send, given in features])

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training steps of any model on sharded tables, with the next batches on their way while one is computed.
+
+with Pipeline(model, optimizer, loader) as pipeline:
+    for loss in pipeline:                        # each one is a step
+        print(float(loss))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from sennit.closing import Closing
+from sennit.runtime.pipeline.ahead import Arrived, BatchesAhead, Taken
+from sennit.runtime.pipeline.depth import BATCHES_AHEAD_MAX
+from sennit.runtime.pipeline.scheduler import Scheduler
+from sennit.runtime.pipeline.task import Record, Task
+from sennit.runtime.sharded.module import ShardedTables
+from sennit.runtime.sharded.sent import InputEnded
+from sennit.transport.errors import ArgumentError, ConfigError
+
+
+class Pipeline(Closing):
+    """An iterator: each item is one step, and is what the model returned, detached. Every rank does it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        loader: Iterable[Any],
+        *,
+        features: Callable[[Any], Any] | None = None,
+        global_batch: Callable[[Any], int] | None = None,
+        prepare: Callable[[Any], Any] | None = None,
+        before_update: Callable[[], object] | None = None,
+        batches_ahead: int = 1,
+        group: dist.ProcessGroup | None = None,
+        before: Callable[[Task], None] | None = None,
+        on_task: Callable[[Record], None] | None = None,
+    ) -> None:
+        """`model(batch)` returns what the backward pass begins with, or a tuple that begins with it. Inside of it are
+        modules of sharded tables; anything of a batch that they are called with must be an object of the batch.
+
+        `optimizer`: anything with `zero_grad` and `step`. `loader`: this rank's batches.
+        `features`: of a batch, the object that the model calls its tables with; None: the batch itself. With several
+        modules of tables, a tuple in the order of `model.modules()`.
+        `global_batch`: the samples of all ranks; needed only where slices differ in size.
+        `prepare`: what else to do with a batch ahead of its step, such as decoding it, or copying it to a device.
+        `before_update`: called between the backward pass and the optimizer's step, as clipping is.
+        `batches_ahead`: how many batches are on their way while one is computed. With 0 nothing overlaps.
+        `before`, `on_task`: of `Scheduler`.
+
+        Weights have the bits of steps one after the other, whatever overlaps. Training ends with the rank that has the
+        fewest batches. An error of the loader is raised there, `PeerInputError` on the other ranks.
+
+        Collective. Raises `ConfigError` for a depth that is not allowed, `ArgumentError` for a model without tables.
+        """
+        if not 0 <= batches_ahead <= BATCHES_AHEAD_MAX:
+            raise ConfigError(f"{batches_ahead} batches ahead; allowed: 0 to {BATCHES_AHEAD_MAX}")
+        self._tables = [module for module in model.modules() if isinstance(module, ShardedTables)]
+        if not self._tables:
+            raise ArgumentError("a model without sharded tables; allowed: one with at least one module of them")
+        self._model, self._optimizer = model, optimizer
+        self._batches = iter(loader)
+        self._features, self._global_batch, self._prepare = features, global_batch, prepare
+        self._before_update = before_update
+        self._step = 0
+        self._scheduler = Scheduler(before=before, on_task=on_task)
+        self._ahead = BatchesAhead(self._scheduler, self._tables, depth=batches_ahead, tells=True, group=group)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        """Takes one step. Raises `StopIteration` on all ranks if one has no further batch."""
+        while len(self._ahead) <= self._ahead.depth:
+            self._ahead.begin(self._step + len(self._ahead), self._take)
+        try:
+            arrived = self._ahead.next()
+        except InputEnded:
+            self.close()
+            raise StopIteration from None
+        step, self._step = self._step, self._step + 1
+        return self._scheduler.run("step", lambda: self._train(arrived), step=step)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Ends work ahead. Batches that were taken are lost. `failed`: this rank gives up."""
+        self._ahead.close(failed=failed)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(failed=error is not None)
+
+    def _take(self) -> Taken:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            raise InputEnded("this rank has no further batch") from None
+        if self._prepare is not None:
+            batch = self._prepare(batch)
+        features = batch if self._features is None else self._features(batch)
+        return Taken(
+            batch=batch,
+            features=(features,) if len(self._tables) == 1 else features,
+            global_batch=None if self._global_batch is None else self._global_batch(batch),
+        )
+
+    def _train(self, arrived: Arrived) -> Any:
+        features = arrived.taken.features
+        for module, given, sent in zip(self._tables, features, arrived.sent, strict=True):
+            module.expect(given, sent)
+        self._optimizer.zero_grad()
+        found = self._model(arrived.taken.batch)
+        for module, given in zip(self._tables, features, strict=True):
+            if module.expects(given):
+                raise ArgumentError(
+                    f"the model did not call {type(module).__name__} with the object that was sent; give Pipeline "
+                    "`features`, which takes that very object from the batch"
+                )
+        loss = found[0] if isinstance(found, tuple) else found
+        if not isinstance(loss, Tensor):
+            raise ArgumentError(
+                f"the model returned a {type(loss).__name__}; allowed: a tensor, or a tuple of which the first is one"
+            )
+        torch.autograd.backward(loss)
+        if self._before_update is not None:
+            self._before_update()
+        self._optimizer.step()
+        return tree_map_only(Tensor, Tensor.detach, found)
