@@ -114,6 +114,18 @@ def train(context: typer.Context) -> None:
     main(context.args)
 
 
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    help="Plan which rank has which rows of the tables, and predict the time of a step.",
+)
+def shard(context: typer.Context) -> None:
+    # The options are its own and those of `sennit train`.
+    from sennit.runtime.training.shard_command import main
+
+    main(context.args)
+
+
 @app.command(epilog="Example: sennit export runs/checkpoints rows.pt")
 def export(
     checkpoint: Annotated[

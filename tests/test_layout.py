@@ -81,6 +81,7 @@ ROOM_LAYERS = (
     {"data", "memory", "trace"},
     {"ingest", "sharded"},
     {"model", "pipeline"},
+    {"planner"},
     {"training"},
 )
 

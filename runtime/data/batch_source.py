@@ -62,14 +62,15 @@ class MemorySource:
         self.dense_count = data.samples.dense.shape[1]
         self.fingerprint = data.fingerprint
         self.preprocessing: Preprocessing | None = data.preprocessing
-        self._samples = data.samples
+        self.samples = data.samples
+        """All of them."""
         self._rank, self._world_size = rank, world_size
 
     def begin(self, number: int) -> None:
         pass
 
     def take(self, number: int) -> CombinedBatch:
-        return self._samples.batch(self.order.part(number, self._rank, self._world_size))
+        return self.samples.batch(self.order.part(number, self._rank, self._world_size))
 
     def release(self, number: int) -> None:
         pass

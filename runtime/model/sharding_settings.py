@@ -3,7 +3,7 @@
 
 default = "table_wise"            # or a plan: [shards]
 [tables]                          #            "user/0.0" = 1
-user = "row_wise"
+user = "row_wise"                 #            [plan], what it is for (`sennit shard`)
 """
 
 from __future__ import annotations
@@ -14,13 +14,21 @@ from pathlib import Path
 from typing import Any, Final
 
 from sennit.runtime.model.hints import few, hint
-from sennit.runtime.model.toml_file import Check, choice, entries, integer, read_toml, section
+from sennit.runtime.model.toml_file import Check, choice, entries, integer, number, read_toml, refused, section
 from sennit.runtime.sharded.placement import EVERYWHERE, SHARDINGS, Placement, place, placed
 from sennit.runtime.sharded.tables import Table
 from sennit.transport.errors import ConfigError
 
+AUTO: Final = "auto"
 MAX_RANK: Final = 4095
 _NAME: Final = choice({name: name for name in SHARDINGS})
+_PLAN: Final[dict[str, Check]] = {
+    "ranks": integer(1, MAX_RANK + 1),
+    "step_ms": number("0 or more", lambda value: value >= 0),
+    "tables": lambda place, value: {
+        name: _text(f"{place}: {name}", one) for name, one in entries(place, value).items()
+    },
+}
 # Sharding -> the settings of a table of which one has to be above 1 if several ranks are to have a part of it.
 _NEEDS: Final = {
     "row_wise": ("row_shards",),
@@ -42,6 +50,15 @@ class Sharding:
     shards: Mapping[str, int] | None = None
     """A plan: the rank of each shard by its name; -1 is every rank."""
 
+    ranks: int | None = None
+    """The ranks that the plan is for; None: any that it fits."""
+
+    plan_tables: Mapping[str, str] = field(default_factory=dict)
+    """The tables that the plan is for (`described`), by name; empty: any with these shards."""
+
+    is_planned: bool = False
+    """`auto`: the run plans itself (`sennit.runtime.planner`)."""
+
     source: str = "--sharding"
     """Where it comes from, for errors."""
 
@@ -52,11 +69,22 @@ class Sharding:
         """
         try:
             if self.shards is not None:
+                self._check_plan(tables, world_size)
                 return placed(tables, world_size, self.shards)
             names = self._names(tables, world_size, options.get("local_ranks"))
         except ConfigError as error:
             raise ConfigError(f"{self.source}: {error}") from None
         return place(tables, world_size, names, **options)
+
+    def _check_plan(self, tables: Sequence[Table], world_size: int) -> None:
+        """Raises `ConfigError` if the plan says that it is for other tables or ranks."""
+        here = {table.name: described(table) for table in tables}
+        for name in dict.fromkeys([*self.plan_tables, *(here if self.plan_tables else ())]):
+            planned, own = self.plan_tables.get(name, "not there"), here.get(name, "not there")
+            if planned != own:
+                raise ConfigError(f"the placement is of another model: its table {name} is {planned}; here it is {own}")
+        if self.ranks is not None and self.ranks != world_size:
+            raise ConfigError(f"the placement is for {self.ranks} ranks, but there are {world_size}")
 
     def _name(self, table: Table) -> str:
         """The sharding of a table. Tensor trains lie whole on a rank, whatever the others do."""
@@ -94,15 +122,41 @@ def sharding_of(text: str) -> Sharding:
     """The sharding of this name, or of this file. Raises `ConfigError`."""
     if text in SHARDINGS:
         return Sharding(default=text)
+    if text == AUTO:
+        return Sharding(is_planned=True)
     if not text.endswith(".toml"):
-        allowed = f"{', '.join(SHARDINGS)}, or a file whose name ends in .toml"
-        raise ConfigError(f"--sharding {text!r}; allowed: {allowed}{hint(text, SHARDINGS)}")
+        allowed = f"{', '.join((*SHARDINGS, AUTO))}, or a file whose name ends in .toml"
+        raise ConfigError(f"--sharding {text!r}; allowed: {allowed}{hint(text, (*SHARDINGS, AUTO))}")
 
-    checks = {"default": _NAME, "tables": _all(_NAME), "shards": _all(integer(EVERYWHERE, MAX_RANK))}
+    checks = {
+        "default": _NAME,
+        "tables": _all(_NAME),
+        "shards": _all(integer(EVERYWHERE, MAX_RANK)),
+        "plan": lambda place, value: section(place, value, _PLAN),
+    }
     found = section(text, read_toml(Path(text)), checks)
+    plan = found.pop("plan", None)
     if "shards" in found and len(found) > 1:
         raise ConfigError(f"{text}: shards with default or tables; allowed: one of them (a plan has all shards)")
-    return Sharding(source=text, **found)
+    if plan is not None and "shards" not in found:
+        raise ConfigError(f"{text}: plan without shards; allowed: both, or shards alone")
+    return Sharding(source=text, ranks=(plan or {}).get("ranks"), plan_tables=(plan or {}).get("tables", {}), **found)
+
+
+def described(table: Table) -> str:
+    """What a plan says of a table: all that decides what a rank does for it."""
+    shards = (
+        f"{table.row_shards} x {table.column_shards} shards"
+        if table.train_rank is None
+        else (f"a tensor train of rank {table.train_rank}")
+    )
+    return f"{table.rows} x {table.dim}, {shards}, {table.precision.name.lower()}"
+
+
+def _text(place: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise refused(place, value, "a text")
+    return value
 
 
 def _all(check: Check) -> Check:

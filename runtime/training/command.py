@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -82,7 +82,9 @@ def command(
     row_shards: Annotated[int, typer.Option(help="row shards of each table; part of the model")] = _DEFAULT.row_shards,
     sharding: Annotated[
         str,
-        typer.Option(metavar="NAME|FILE", help=f"which rank has which rows: {', '.join(SHARDINGS)}, or a TOML file"),
+        typer.Option(
+            metavar="NAME|FILE", help=f"which rank has which rows: {', '.join(SHARDINGS)}, auto, or a TOML file"
+        ),
     ] = _DEFAULT.sharding.default,
     tensor_train: Annotated[
         str | None,
@@ -214,6 +216,9 @@ def command(
             json_path=json_path,
             sketch_path=sketch,
         )
+        if context.obj is not None:
+            context.obj(config, ranks)
+            return
         start(config, ranks, port=port, join=None if join is None else Address.parse(join))
     except SennitError as error:
         fail(error)
@@ -344,8 +349,13 @@ def _widths(name: str, text: str) -> tuple[int, ...]:
         raise ConfigError(f"--{name} {text!r}; allowed: widths separated by commas, like 128,64") from None
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line of `python -m sennit.runtime.training`."""
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    use: Callable[[TrainingConfig, int | None], None] | None = None,
+    name: str = "sennit train",
+) -> None:
+    """The command line of `python -m sennit.runtime.training`. `use`: called in place of `start`."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command(epilog="Example: sennit train --data flights --ranks 2")(command)
-    app(args=list(sys.argv[1:] if arguments is None else arguments), prog_name="sennit train")
+    app(args=list(sys.argv[1:] if arguments is None else arguments), prog_name=name, obj=use)

@@ -143,6 +143,14 @@ class RunReport:
     changes: list[Change] = field(default_factory=list)
     """The changes of an elastic run, in order."""
 
+    predicted_step_s: float | None = None
+    """Of a step, if the run planned its placement."""
+
+    @property
+    def step_s(self) -> float:
+        """The mean of a step."""
+        return self.train_s / max(1, self.step - self.first_step)
+
     @property
     def train_s(self) -> float:
         """Seconds of training, without evaluations and checkpoints."""
@@ -199,6 +207,7 @@ class RunReport:
             "run_s": self.run_s,
             "train_s": self.train_s,
             "samples_per_s": self.samples_per_s,
+            "predicted_step_s": self.predicted_step_s,
             "final_loss": self.final_loss,
             "quality": asdict(self.quality),
             "embedding": asdict(self.embedding),
@@ -240,6 +249,8 @@ def render(report: RunReport, console: Console) -> None:
         ("weights SHA-256", report.weights_sha256),
     ):  # fmt: skip
         summary.add_row(name, value)
+    if report.predicted_step_s is not None:
+        summary.add_row("step", f"{report.step_s * 1e3:.1f} ms, {report.predicted_step_s * 1e3:.1f} ms predicted")
     ingest = report.ingest()
     if ingest is not None:
         again = ingest["gaps"] + ingest["silences"]

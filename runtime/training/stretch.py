@@ -110,6 +110,7 @@ def _train(
         run_id=trainer.run_id,
         weights_sha256=fingerprint(trainer.weights()),
         changes=changes,
+        predicted_step_s=trainer.predicted_s,
         embedding=EmbeddingSize.of(trainer.tables.tables),
         data=config.source.data if config.ingest is None else source.order.name,
     )

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from sennit.closing import Closing
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.model.factory import build
-from sennit.runtime.model.inputs import ModelInputs, TableInput
 from sennit.runtime.model.optimizer import dense_optimizer
 from sennit.runtime.pipeline.ahead import BatchesAhead, Taken
 from sennit.runtime.pipeline.scheduler import Scheduler
@@ -35,6 +34,7 @@ from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.sharded.replicas import SlicedReplicas
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.metrics import Quality, quality_of_ranks
+from sennit.runtime.training.planned import model_inputs, placement_of
 from sennit.transport.codecs import COLLECTIVE_CODECS, Codec
 from sennit.transport.errors import SennitError
 
@@ -103,13 +103,12 @@ class Trainer(Closing):
         tables = config.tables_of(source.tables)
         # Tables on a disk have another limit.
         limits = memory_limits(config.rank_memory_bytes, device=self.device) if config.table_store is None else None
+        placement, self.predicted_s = placement_of(config, source, tables, limits, _local_ranks(self.world_size))
         with self.clock.phase("tables", is_whole=True):
             self.tables = ShardedEmbeddingBags(
                 tables,
                 rate=config.sparse_rate,
-                placement=config.sharding.placement(
-                    tables, self.world_size, local_ranks=_local_ranks(self.world_size), limits=limits
-                ),
+                placement=placement,
                 slices=config.slices,
                 gradients="sum",
                 seed=config.seed,
@@ -120,14 +119,7 @@ class Trainer(Closing):
             )
         # Elastic runs tell an error of this rank alone from the end of a group, so the others find it gone.
         self._ahead = BatchesAhead(Scheduler(), [self.tables], depth=config.batches_ahead, tells=not config.elastic)
-        inputs = ModelInputs(
-            dense_count=source.dense_count,
-            tables=tuple(TableInput(name=table.name, dim=table.dim) for table in tables),
-            bottom=config.bottom,
-            top=config.top,
-            seed=config.seed,
-        )
-        self.model = build(config.model, inputs).to(self.device)
+        self.model = build(config.model, model_inputs(config, source, tables)).to(self.device)
         self.replicas = SlicedReplicas(
             self.model,
             slices=config.slices,

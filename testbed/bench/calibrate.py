@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -27,7 +28,8 @@ import numpy as np
 
 import sennit
 from sennit.errors import SennitError
-from sennit.testbed.bench import codec_speeds, machine
+from sennit.runtime.planner.constants import Kernel, cores_here
+from sennit.testbed.bench import codec_speeds, kernel_speeds, machine
 from sennit.testbed.bench.cost_fit import Sample, fit
 from sennit.transport import algorithms, calibration
 from sennit.transport.communicator import Communicator
@@ -124,11 +126,14 @@ def _contents(ways: dict[str, dict[str, Any]], checks: Sequence[Check], world: i
         "schema": calibration.SCHEMA,
         "sennit": sennit.__version__,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "host": socket.gethostname(),
         "processor": machine.describe()["processor"],
+        "cores": cores_here(),
         "ranks": world,
         "hosts": hosts,
         "ways": given,
         "codecs": {kind.name.lower(): dataclasses.asdict(speed) for kind, speed in codec_speeds.measure().items()},
+        "kernels": kernel_speeds.measure(),
         "checks": [dataclasses.asdict(check) for check in checks],
     }
 
@@ -355,6 +360,7 @@ def render(contents: dict[str, Any], console: Console) -> None:
     for codec, speed in contents["codecs"].items():
         table.add_row(codec, *(f"{Dtype.F32.item_bytes / seconds / 1e9:.1f}" for seconds in speed.values()))
     console.print(table)
+    _render_kernels(contents["kernels"], console)
     table = Table("way", "collective", "algorithm", title="Collectives that the constants were not fitted to")
     for heading in ("measured µs", "model µs", "measured / model"):
         table.add_column(heading, justify="right")
@@ -368,6 +374,27 @@ def render(contents: dict[str, Any], console: Console) -> None:
             f"{check['measured_s'] / check['estimated_s']:.2f}" if check["estimated_s"] else "",
         )
     console.print(table)
+
+
+def _render_kernels(kernels: dict[str, Any], console: Console) -> None:
+    """Of a bag of ten ids with 64 columns, all rows distinct or none."""
+    from rich.table import Table
+
+    table = Table("kernel", "precision", title="An id of a bag of 10, 64 columns, on one thread")
+    for heading in ("distinct row ns", "repeated row ns"):
+        table.add_column(heading, justify="right")
+    for name in ("lookup", "update"):
+        for precision, found in kernels[name].items():
+            costs = Kernel(**found)
+            times = [costs.seconds(bags=0.1, ids=1, rows=rows, dim=64) * 1e9 for rows in (1, 0)]
+            table.add_row(name, precision, *(f"{time_ns:.1f}" for time_ns in times))
+    console.print(table)
+    memory, gemm = kernels["memory"], kernels["gemm"]
+    console.print(
+        f"memory {1e-9 / memory['copy_byte_s']:.1f} GB/s of copies, "
+        f"a row of a file {memory['file_row_s'] * 1e6:.1f} µs, "
+        f"products of matrices {1e-9 / gemm['flop_s']:.0f} GFLOP/s"
+    )
 
 
 def main(rank: str, world: str, folder: str) -> None:

@@ -260,7 +260,7 @@ def test_a_plan(tables: Tables, sharding: Callable[[str], Sharding]) -> None:
         ('default = "rowwise"', "sharding.toml: default 'rowwise'; allowed: table_wise, .*; did you mean row_wise?"),
         ("[tables]\nuser = 1", "sharding.toml: tables: user 1; allowed: table_wise, row_wise, "),
         ('[tables]\nusr = "row_wise"', "sharding.toml: table usr, which the model has not; .*; did you mean user?"),
-        ("[table]", "unknown key 'table'; allowed: default, tables, shards; did you mean table"),
+        ("[table]", "unknown key 'table'; allowed: default, tables, shards, plan; did you mean table"),
         ('[shards]\n"user/0.0" = -2', "shards: user/0.0 -2; allowed: an integer from -1 to 4095"),
         ('default = "row_wise"\n[shards]', "sharding.toml: shards with default or tables; allowed: one of them"),
     ],

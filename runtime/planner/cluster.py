@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a model is to run: this machine, or a described cluster (TOML).
+
+ranks = 128
+local_ranks = 8        # on each host; default: all
+cores = 64             # of a host, for its ranks; default: one a rank
+memory = "64GiB"       # of a rank, for tables with their optimizer states
+file = "1TiB"          # of a rank: tables lie in files, with `memory` as their cache
+gbit = 100             # what a rank can send to other hosts; default: as calibrated
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from sennit.runtime.model.toml_file import Check, integer, number, read_toml, refused, section
+from sennit.transport.errors import ConfigError
+from sennit.transport.sizes import parse_size
+
+MAX_RANKS: Final = 4_096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """Hosts with equally many ranks."""
+
+    ranks: int
+    local_ranks: int
+    cores: int
+    """Of a host. Its ranks share them; those of other hosts have their own."""
+    limits: Sequence[int] | None = None
+    """Bytes of memory of each rank for tables, or of its files if rows are there; None: no limit."""
+    cache_bytes: int | None = None
+    """Tables are in files, and a rank has this much memory as their cache. None: tables are in memory."""
+    gbit: float | None = None
+    source: str = "this machine"
+
+    @property
+    def hosts(self) -> int:
+        return self.ranks // self.local_ranks
+
+    @property
+    def tier(self) -> str:
+        """Where tables are."""
+        return "memory" if self.cache_bytes is None else "file"
+
+
+def _size(place: str, value: Any) -> int:
+    try:
+        found = parse_size(value) if isinstance(value, str) else 0
+    except ValueError:
+        found = 0
+    if found < 1:
+        raise refused(place, value, "a size, such as 64GiB")
+    return found
+
+
+_FIELDS: Final[dict[str, Check]] = {
+    "ranks": integer(1, MAX_RANKS),
+    "local_ranks": integer(1, MAX_RANKS),
+    "cores": integer(1, 1 << 16),
+    "memory": _size,
+    "file": _size,
+    "gbit": number("above 0", lambda value: value > 0),
+}
+
+
+def read_cluster(path: Path) -> Cluster:
+    """A described cluster. Raises `ConfigError` that names file, field, value and what is allowed."""
+    found = section(str(path), read_toml(path), _FIELDS)
+    if "ranks" not in found:
+        raise ConfigError(f"{path}: ranks is missing; allowed: 1 to {MAX_RANKS}")
+    ranks = found["ranks"]
+    local = found.get("local_ranks", ranks)
+    if ranks % local:
+        raise ConfigError(f"{path}: local_ranks {local} for {ranks} ranks; allowed: a divisor")
+    memory, files = found.get("memory"), found.get("file")
+    if files is not None and memory is None:
+        raise ConfigError(f"{path}: file without memory, which is the cache; allowed: both, or memory alone")
+    limit = memory if files is None else files
+    return Cluster(
+        ranks=ranks,
+        local_ranks=local,
+        cores=found.get("cores", local),
+        limits=None if limit is None else [limit] * ranks,
+        cache_bytes=None if files is None else memory,
+        gbit=found.get("gbit"),
+        source=str(path),
+    )

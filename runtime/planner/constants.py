@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernels and the memory of a machine cost: a part of the file of `sennit calibrate`.
+
+The network's part is `sennit.transport.calibration`. A file without kernels keeps the constants that stand here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from sennit.transport.calibration import Calibration, read_calibration
+from sennit.transport.errors import ConfigError
+
+SCHEMA: Final = 1
+# Above every constant: a second for each byte or call.
+VALUE_MAX: Final = 1.0
+OLD_DAYS: Final = 30
+PRECISIONS: Final = ("fp32", "fp16", "bf16")
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernel:
+    """Seconds of one thread in a lookup or an update of a table, by what it works on. E is an element of a vector."""
+
+    bag_s: float
+    bag_element_s: float
+    id_s: float
+    id_element_s: float
+    row_s: float
+    """Of each distinct row: it comes from memory. Other ids find it in a cache."""
+    row_element_s: float
+
+    def seconds(self, *, bags: Any, ids: Any, rows: Any, dim: Any) -> Any:
+        """Numbers, or arrays of one shape."""
+        return (
+            bags * (self.bag_s + dim * self.bag_element_s)
+            + ids * (self.id_s + dim * self.id_element_s)
+            + rows * (self.row_s + dim * self.row_element_s)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overhead:
+    """Seconds of a phase of the library that do not depend on the size of the batch."""
+
+    step_s: float
+    table_s: float
+    """Of each shard on the rank."""
+    block_s: float
+    """Of each shard and slice of the global batch."""
+
+    def seconds(self, tables: Any, slices: int) -> Any:
+        return tables * (self.table_s + slices * self.block_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ids:
+    """Seconds of one thread for the ids of a rank's samples."""
+
+    id_s: float
+    """Checked and packed."""
+    dealt_id_s: float
+    """Dealt to row shards."""
+    dealt_bag_s: float
+    """Each bag, for each row shard."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """The tiers that rows can be in, and copies between buffers."""
+
+    copy_byte_s: float
+    """A byte read and written in memory, by one thread."""
+    file_row_s: float
+    """A row read from a file behind a cache, and later written back."""
+    file_byte_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gemm:
+    """Products of matrices, float32, by one thread."""
+
+    flop_s: float
+    operator_s: float
+    """Of each call, however small."""
+
+
+def _kernels(**values: tuple[float, ...]) -> dict[str, Kernel]:
+    names = [one.name for one in dataclasses.fields(Kernel)]
+    return {
+        precision: Kernel(**{name: value * 1e-9 for name, value in zip(names, found, strict=True)})
+        for precision, found in values.items()
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Constants:
+    """The kernels of a machine. Without arguments: an AMD EPYC of the fifth generation (docs/reference/planner.md)."""
+
+    lookup: Mapping[str, Kernel] = field(
+        default_factory=lambda: _kernels(
+            fp32=(2.6, 0.06, 1.2, 0.011, 0.6, 0.042), fp16=(2.6, 0.06, 1.2, 0.010, 0.5, 0.016),
+            bf16=(2.6, 0.06, 1.2, 0.010, 0.5, 0.016),
+        )
+    )  # fmt: skip
+    """By the precision of a table."""
+    update: Mapping[str, Kernel] = field(
+        default_factory=lambda: _kernels(
+            fp32=(4.0, 0.06, 3.9, 0.023, 6.0, 0.115), fp16=(4.0, 0.06, 3.9, 0.023, 20.0, 0.55),
+            bf16=(4.0, 0.06, 3.9, 0.023, 20.0, 0.55),
+        )
+    )  # fmt: skip
+    ids: Ids = Ids(id_s=1.4e-9, dealt_id_s=4e-9, dealt_bag_s=2e-9)
+    overhead: Mapping[str, Overhead] = field(
+        default_factory=lambda: {
+            "ids": Overhead(step_s=2e-4, table_s=8e-6, block_s=5e-7),
+            "lookup": Overhead(step_s=5e-5, table_s=4e-6, block_s=5e-7),
+            "update": Overhead(step_s=5e-5, table_s=6e-6, block_s=1e-6),
+        }
+    )
+    """Of the phases of a step."""
+    memory: Memory = Memory(copy_byte_s=1.5e-10, file_row_s=2e-6, file_byte_s=1e-9)
+    gemm: Gemm = Gemm(flop_s=1.2e-11, operator_s=1e-5)
+    network: Calibration = field(default_factory=Calibration)
+    has_kernels: bool = False
+    """Whether a file had them."""
+    cores: int = 0
+    """Of the machine that was measured, and the ranks that shared them then; 0: not known."""
+    ranks: int = 0
+
+    def crowding(self) -> float:
+        """By what a rank's work was slower when the network was measured, because ranks shared cores."""
+        return max(1.0, self.ranks / self.cores) if self.cores else 1.0
+
+
+PHASES: Final = ("ids", "lookup", "update")
+
+
+def as_json(constants: Constants) -> dict[str, Any]:
+    """The part `kernels` of a file."""
+    return {
+        "schema": SCHEMA,
+        **{
+            name: {key: dataclasses.asdict(one) for key, one in getattr(constants, name).items()}
+            for name in ("lookup", "update", "overhead")
+        },
+        **{name: dataclasses.asdict(getattr(constants, name)) for name in ("ids", "memory", "gemm")},
+    }
+
+
+def read_constants(path: str | None) -> tuple[Constants, list[str]]:
+    """The constants of a file, and what to warn of: its age, another host, another processor, no kernels in it.
+
+    Raises `ConfigError` that names file and field.
+    """
+    network = read_calibration(path)
+    if path is None:
+        return Constants(network=network), [
+            "no calibration (SENNIT_CALIBRATION): built-in constants of another machine"
+        ]
+    found = json.loads(Path(path).read_bytes())
+    cores, ranks = (found.get(name) for name in ("cores", "ranks"))
+    known: dict[str, Any] = {
+        "network": network,
+        "cores": cores if isinstance(cores, int) and cores > 0 else 0,
+        "ranks": ranks if isinstance(ranks, int) and ranks > 0 else 0,
+    }
+    warnings = _strange(path, found)
+    kernels = found.get("kernels")
+    if kernels is None:
+        warnings.append(f"{path} has no kernels: built-in constants of another machine; run sennit calibrate again")
+        return Constants(**known), warnings
+    place = f"calibration file {path}: field kernels"
+    if _section(place, kernels).get("schema") != SCHEMA:
+        raise ConfigError(f"{place}.schema is {kernels.get('schema')!r:.40}; allowed: {SCHEMA}")
+    by_name: tuple[tuple[str, type[Any], tuple[str, ...]], ...] = (
+        ("lookup", Kernel, PRECISIONS),
+        ("update", Kernel, PRECISIONS),
+        ("overhead", Overhead, PHASES),
+    )
+    parts: tuple[tuple[str, type[Any]], ...] = (("ids", Ids), ("memory", Memory), ("gemm", Gemm))
+    allowed = {"schema", *(name for name, *_ in by_name), *(name for name, _ in parts)}
+    if unknown := sorted(set(kernels) - allowed):
+        raise ConfigError(f"{place}.{unknown[0]:.40} is unknown; allowed: {', '.join(sorted(allowed))}")
+    for name, kind, keys in by_name:
+        section = _section(f"{place}.{name}", kernels.get(name))
+        if missing := [key for key in keys if key not in section]:
+            raise ConfigError(f"{place}.{name}.{missing[0]} is missing")
+        known[name] = {key: _numbers(f"{place}.{name}.{key}", section[key], kind) for key in keys}
+    for name, kind in parts:
+        known[name] = _numbers(f"{place}.{name}", kernels.get(name), kind)
+    return Constants(has_kernels=True, **known), warnings
+
+
+def _strange(path: str, found: Mapping[str, Any]) -> list[str]:
+    """What says that the file is of another machine, or old."""
+    date, host = found.get("date"), found.get("host")
+    try:
+        made = datetime.datetime.fromisoformat(str(date))
+        days = (datetime.datetime.now(datetime.UTC) - made).days
+    except (ValueError, TypeError):
+        days = 0
+    age = f"measured {days} days ago" if days > 0 else f"measured on {date}"
+    if isinstance(host, str) and host != socket.gethostname():
+        return [f"{path} was {age} on the host {host}; this is {socket.gethostname()}"]
+    processor = found.get("processor")
+    if isinstance(processor, str) and processor != processor_name():
+        return [f"{path} was {age} on {processor}; this is {processor_name()}"]
+    return [f"{path} was {age} on this host"] if days > OLD_DAYS else []
+
+
+def processor_name() -> str:
+    """As the kernel says it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model"))), "")
+
+
+def cores_here() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def _section(place: str, value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{place} is {value!r:.40}; allowed: an object")
+    return value
+
+
+def _numbers(place: str, given: object, kind: type[_T]) -> _T:
+    values = {}
+    section = _section(place, given)
+    for one in dataclasses.fields(kind):  # type: ignore[arg-type]
+        value = section.get(one.name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= VALUE_MAX:
+            raise ConfigError(f"{place}.{one.name} is {value!r:.40}; allowed: a number of seconds, 0..{VALUE_MAX:g}")
+        values[one.name] = float(value)
+    return kind(**values)

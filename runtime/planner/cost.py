@@ -1,0 +1,432 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The time of a training step with a placement, from kernels, exchanges and imbalance (docs/reference/planner.md).
+
+A table on ranks adds to a matrix of what each rank does, [kinds of work, ranks]. The sum over tables is a placement's
+work. So a search adds and subtracts tables, and many placements are rated in one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from sennit.runtime.kernels.tensor_train import TensorTrainSpec
+from sennit.runtime.planner.cluster import Cluster
+from sennit.runtime.planner.constants import Constants
+from sennit.runtime.planner.usage import Use
+from sennit.runtime.sharded.engines import groups_of
+from sennit.runtime.sharded.placement import EVERYWHERE
+from sennit.runtime.sharded.slices import Slices
+from sennit.runtime.sharded.tables import Shard, Table, shard_bytes
+from sennit.transport.algorithms.leaves import Leaves
+from sennit.transport.cost_model import Collective, Costs, Traffic
+from sennit.transport.hosts import Hosts
+from sennit.transport.selection import Selection
+from sennit.transport.tree import Span, cover
+
+Work = npt.NDArray[np.float64]
+"""[..., kinds of work, ranks]."""
+
+FLOAT_BYTES: Final = 4
+LENGTH_BYTES: Final = 4
+PHASES: Final = (
+    "input",
+    "id exchange",
+    "wait for rows",
+    "lookup",
+    "pooled exchange",
+    "dense",
+    "gradient exchange",
+    "update",
+    "replicas",
+    "AllReduce",
+)
+
+
+class Kind(IntEnum):
+    """What a rank does for its shards. Seconds are those of one thread that nobody disturbs."""
+
+    IDS = 0
+    """Seconds to take in ids."""
+    IDS_SENT = 1
+    """Bytes that come for each sample of any rank."""
+    LOOKUP = 2
+    """Seconds."""
+    SUMS_SENT = 3
+    """Bytes that go back for each sample."""
+    BAGS = 4
+    """Seconds to put sums of a sample together, for each sample of the rank."""
+    PACKED = 5
+    """Seconds to pack the gradients of a sample."""
+    GRADIENTS_SENT = 6
+    """Bytes that come for each sample."""
+    UPDATE = 7
+    """Seconds."""
+    ROWS = 8
+    """Seconds of the file, if rows are there."""
+    MEMORY = 9
+    """Bytes, of the tier that tables are in."""
+    SUMMED = 10
+    """Of replicas: seconds if sums of rows travel."""
+    SUMMED_BYTES = 11
+    """And the bytes that each rank gives."""
+    LISTED = 12
+    """Seconds if lookups travel, and their bytes."""
+    LISTED_BYTES = 13
+    OWN = 14
+    """Bytes in the memory of the rank, whatever the tier: replicas and tensor trains."""
+
+
+KINDS: Final = len(Kind)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fixed:
+    """What no placement changes, as measured (`dense`)."""
+
+    input_sample_s: float = 0.0
+    """Seconds for a sample of a rank to come from its source."""
+    slice_s: float = 0.0
+    """Forward and backward pass of the model for one slice of the batch."""
+    update_s: float = 0.0
+    """Step of the dense optimizer."""
+    gradient_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """A model, its use and a cluster."""
+
+    tables: tuple[Table, ...]
+    uses: tuple[Use, ...]
+    cluster: Cluster
+    constants: Constants
+    batch: int
+    """Samples of all ranks in a step."""
+    slices: int
+    fixed: Fixed = Fixed()
+
+    @property
+    def samples(self) -> Work:
+        """Of each rank."""
+        slices = Slices(count=self.slices, rank=0, world_size=self.cluster.ranks)
+        spans = [slices.samples(rank, self.batch) for rank in range(self.cluster.ranks)]
+        return np.array([span.high - span.low for span in spans], np.float64)
+
+
+class Rating:
+    """Rates placements of one problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.samples = problem.samples
+        cluster, constants = problem.cluster, problem.constants
+        self._by_host = (cluster.hosts, cluster.local_ranks)
+        self._host_samples = np.repeat(self.samples.reshape(self._by_host).sum(1), cluster.local_ranks)
+        # Ranks that share a core take turns. Constants of the network have that in them if they were measured so.
+        self._turns = max(1.0, cluster.local_ranks / cluster.cores)
+        self.near = constants.network.shared_memory
+        self.far = constants.network.network
+        if cluster.gbit is not None:
+            self.far = replace(self.far, byte_s=8e-9 / cluster.gbit)
+        self._far_byte_s = Traffic(peers=cluster.ranks - cluster.local_ranks, sent_bytes=1).seconds(self.far)
+        self._groups = len(groups_of(problem.tables))
+        self._empty = np.zeros((KINDS, cluster.ranks))
+        self._pairs = list(zip(problem.tables, problem.uses, strict=True))
+        self._ids = np.array([use.mean_length * len(table.features) for table, use in self._pairs])
+        self._id_bytes = 8 if any(table.rows > 1 << 31 for table in problem.tables) else 4
+        self._known: dict[int, tuple[Work, Work, Work]] = {}
+        self._sender_s = self._sender()
+
+    def _sender(self) -> Work:
+        """Seconds of each rank to check, deal and pack its ids. Replicated tables are packed, too."""
+        costs, sample_s = self.problem.constants.ids, 0.0
+        for (table, _), ids in zip(self._pairs, self._ids, strict=True):
+            sample_s += ids * costs.id_s
+            if table.row_shards > 1:
+                sample_s += ids * costs.dealt_id_s + table.row_shards * len(table.features) * costs.dealt_bag_s
+        overhead = self.problem.constants.overhead["ids"]
+        parts = sum(table.row_shards * len(table.features) for table in self.problem.tables)
+        return self.samples * sample_s + overhead.step_s + overhead.table_s * parts
+
+    def work(self, number: int, owners: npt.NDArray[np.int64]) -> Work:
+        """What a table adds. `owners` [row shards, column shards]: a rank each, or all `EVERYWHERE`."""
+        table, work = self.problem.tables[number], self._empty.copy()
+        if owners.flat[0] == EVERYWHERE:
+            self._replicate(number, work)
+            return work
+        features = len(table.features)
+        shares, distinct, memory = self._of_batch(number)
+        dims = np.array([table.column_range(column).size for column in range(table.column_shards)])
+        lookup, update = self._seconds(number, shares, distinct)
+        np.add.at(work[Kind.LOOKUP], owners, lookup)
+        np.add.at(work[Kind.UPDATE], owners, update)
+        np.add.at(work[Kind.OWN if table.train_rank is not None else Kind.MEMORY], owners, memory)
+        if self.problem.cluster.cache_bytes is not None and table.train_rank is None:
+            np.add.at(work[Kind.ROWS], owners, self._file_seconds(number, distinct))
+        constants = self.problem.constants
+        fold_s, copy_s, batch = self.near.fold_byte_s, constants.memory.copy_byte_s, self.problem.batch
+        all_nodes = np.zeros(table.column_shards)
+        for rank in np.unique(owners):
+            mine = owners == rank
+            rows = mine.any(1)
+            work[Kind.IDS_SENT, rank] += self._ids[number] * shares[rows].sum() * self._id_bytes
+            work[Kind.IDS_SENT, rank] += features * int(rows.sum()) * LENGTH_BYTES
+            nodes = np.array([_nodes(np.flatnonzero(mine[:, column]), table.row_shards) for column in range(len(dims))])
+            counts = mine.sum(0)
+            all_nodes += nodes
+            bag_bytes = features * dims * FLOAT_BYTES
+            work[Kind.SUMS_SENT, rank] += float((nodes * bag_bytes).sum())
+            work[Kind.GRADIENTS_SENT, rank] += float(((counts > 0) * bag_bytes).sum())
+            if table.row_shards > 1 or table.column_shards > 1:
+                # Lookups of several row shards are added up, and each gets a copy of the gradient.
+                work[Kind.LOOKUP, rank] += batch * float(((counts - nodes) * bag_bytes).sum()) * 3 * fold_s
+                work[Kind.LOOKUP, rank] += batch * float((nodes * bag_bytes).sum()) * copy_s
+                work[Kind.UPDATE, rank] += batch * float((counts * bag_bytes).sum()) * copy_s
+                work[Kind.IDS, rank] += batch * self._ids[number] * float(shares @ mine.sum(1)) * 4 * copy_s
+        sums, whole = float((all_nodes * dims).sum()) * features, table.dim * features
+        work[Kind.BAGS] += (sums - whole) * FLOAT_BYTES * 3 * fold_s
+        if table.column_shards > 1:
+            work[Kind.BAGS] += whole * FLOAT_BYTES * copy_s
+        given = float((((owners[..., None] == np.unique(owners)).any(0)).sum(1) * dims).sum()) * features
+        # Column shards are made contiguous first.
+        work[Kind.PACKED] += given * FLOAT_BYTES * copy_s * (2 if table.column_shards > 1 else 1)
+        return work
+
+    def _of_batch(self, number: int) -> tuple[Work, Work, Work]:
+        """The share of each row shard, the distinct rows there of a batch, and the bytes of each shard."""
+        if number not in self._known:
+            table, use = self._pairs[number]
+            ids = self.problem.batch * self._ids[number]
+            shares, distinct = use.shares(table.row_shards), use.distinct(ids, table.row_shards)
+            self._known[number] = shares, distinct, self._bytes(number)
+        return self._known[number]
+
+    def _seconds(self, number: int, shares: Work, distinct: Work) -> tuple[Work, Work]:
+        """Of the lookup and the update of each shard, [row shards, column shards]."""
+        problem, table = self.problem, self.problem.tables[number]
+        constants, features = problem.constants, len(table.features)
+        dims = np.array([table.column_range(column).size for column in range(table.column_shards)])[None, :]
+        ids, rows = problem.batch * self._ids[number] * shares[:, None], distinct[:, None]
+        bags = float(problem.batch * features)
+        name = table.precision.name.lower()
+        lookup = constants.lookup[name].seconds(bags=bags, ids=ids, rows=rows, dim=dims)
+        update = constants.update[name].seconds(bags=bags, ids=ids, rows=rows, dim=dims)
+        if table.train_rank is not None:
+            # A row is a product of cores; its gradient takes two products for each.
+            flops = _train_flops(table)
+            lookup = lookup + rows * flops * constants.gemm.flop_s
+            update = update + 3 * rows * flops * constants.gemm.flop_s
+        lookup = lookup + constants.overhead["lookup"].seconds(features, problem.slices)
+        return lookup, update + constants.overhead["update"].seconds(features, problem.slices)
+
+    def _bytes(self, number: int) -> Work:
+        table = self.problem.tables[number]
+        return np.array(
+            [
+                [shard_bytes(self.problem.tables, Shard(number, row, column)) for column in range(table.column_shards)]
+                for row in range(table.row_shards)
+            ],
+            np.float64,
+        )
+
+    def _file_seconds(self, number: int, distinct: Work) -> Work:
+        """Of rows that the cache does not hold: the share of tables that it has no room for."""
+        problem, memory = self.problem, self._of_batch(number)[2]
+        cached = min(1.0, (problem.cluster.cache_bytes or 0) * problem.cluster.ranks / max(self._all_bytes, 1.0))
+        rows = np.maximum(1, np.diff(problem.tables[number].row_borders))[:, None]
+        costs = problem.constants.memory
+        found: Work = (1 - cached) * distinct[:, None] * (costs.file_row_s + memory / rows * costs.file_byte_s)
+        return found
+
+    @cached_property
+    def _all_bytes(self) -> float:
+        return sum(float(self._of_batch(number)[2].sum()) for number in range(len(self.problem.tables)))
+
+    def _replicate(self, number: int, work: Work) -> None:
+        """Every rank looks up its own samples, and updates all rows."""
+        table, use = self._pairs[number]
+        problem, constants, shards = self.problem, self.problem.constants, table.row_shards
+        features, batch, ids = len(table.features), float(problem.batch), self._ids[number]
+        name, dim = table.precision.name.lower(), table.dim
+        of_all = float(use.distinct(batch * ids, shards).sum())
+        lookup, update = constants.lookup[name], constants.update[name]
+        sizes, which = np.unique(self.samples, return_inverse=True)
+        of_rank = np.array([float(use.distinct(own * ids, shards).sum()) for own in sizes])[which]
+        bags, own = self.samples * features, self.samples * ids
+        work[Kind.LOOKUP] += lookup.seconds(bags=bags, ids=own, rows=of_rank, dim=dim)
+        work[Kind.LOOKUP] += constants.overhead["lookup"].seconds(features, problem.slices)
+        summed = update.seconds(bags=bags, ids=own, rows=of_rank, dim=dim)
+        merged = update.seconds(bags=0.0, ids=of_rank.sum(), rows=of_all, dim=dim)
+        listed = update.seconds(bags=batch * features, ids=batch * ids, rows=of_all, dim=dim)
+        overhead = constants.overhead["update"].seconds(features, problem.slices)
+        work[Kind.SUMMED] += summed + merged + overhead
+        work[Kind.LISTED] += listed + overhead * problem.cluster.ranks / 2
+        # Rows travel as int64.
+        work[Kind.SUMMED_BYTES] += of_rank * (8 + FLOAT_BYTES * dim)
+        bag_bytes = features * (LENGTH_BYTES + FLOAT_BYTES * dim)
+        work[Kind.LISTED_BYTES] += self.samples * (bag_bytes + ids * self._id_bytes)
+        work[Kind.PACKED] += features * dim * FLOAT_BYTES * constants.memory.copy_byte_s
+        work[Kind.OWN if problem.cluster.cache_bytes is not None else Kind.MEMORY] += float(
+            self._of_batch(number)[2].sum()
+        )
+
+    # From work to time.
+
+    def phases(self, work: Work) -> dict[str, Any]:
+        """Seconds of each phase on the slowest rank, [...] each."""
+        cluster = self.problem.cluster
+        file_s = np.maximum(self._compute(work[..., Kind.ROWS, :]) - self._dense_s, 0.0)
+        own = self.samples
+        gathered = self._gathered(work)
+        return {
+            "input": np.broadcast_to(self._compute(own * self.problem.fixed.input_sample_s), file_s.shape),
+            "id exchange": self._compute(self._sender_s + work[..., Kind.IDS, :])
+            + self._to_owners(work[..., Kind.IDS_SENT, :])
+            + self._rounds(1 + 2 * self._groups),
+            "wait for rows": file_s,
+            "lookup": self._compute(work[..., Kind.LOOKUP, :]),
+            "pooled exchange": self._from_owners(work[..., Kind.SUMS_SENT, :])
+            + self._compute(own * work[..., Kind.BAGS, :])
+            + self._rounds(self._groups),
+            "dense": np.broadcast_to(self._dense_s, file_s.shape),
+            "gradient exchange": self._compute(own * work[..., Kind.PACKED, :])
+            + self._to_owners(work[..., Kind.GRADIENTS_SENT, :])
+            + self._rounds(self._groups),
+            "update": self._compute(work[..., Kind.UPDATE, :]),
+            "replicas": gathered if cluster.ranks > 1 else self._compute(work[..., Kind.LISTED, :]),
+            "AllReduce": np.broadcast_to(self._all_reduce_s, file_s.shape),
+        }
+
+    def seconds(self, work: Work) -> Any:
+        """Of a step, [...]."""
+        return sum(self.phases(work).values())
+
+    def rank_seconds(self, work: Work) -> Work:
+        """What each rank does itself, without waiting, [..., ranks]: the most is the one to relieve."""
+        byte_s = max(self._near_byte_s, self._far_byte_s if self.problem.cluster.hosts > 1 else 0.0)
+        own = work[..., [Kind.IDS, Kind.LOOKUP, Kind.UPDATE, Kind.ROWS], :].sum(-2)
+        sent = work[..., [Kind.IDS_SENT, Kind.SUMS_SENT, Kind.GRADIENTS_SENT], :].sum(-2)
+        found: Work = own + sent * self.problem.batch * byte_s
+        return found
+
+    def _compute(self, seconds: Work) -> Any:
+        """The ranks of a host share its cores: the longest rank, or all of them in turns."""
+        by_host = seconds.reshape(*seconds.shape[:-1], *self._by_host)
+        return np.maximum(by_host.max(-1), by_host.sum(-1) / self.problem.cluster.cores).max(-1)
+
+    def _to_owners(self, sent: Work) -> Any:
+        """An exchange in which every sample of every rank sends `sent[r]` bytes to rank r."""
+        if self.problem.cluster.ranks == 1:
+            return np.zeros(sent.shape[:-1])
+        here = self._per_host(sent)
+        total = sent.sum(-1, keepdims=True)
+        copied = self.samples * ((here - sent) * self._near_byte_s + sent * self.problem.constants.memory.copy_byte_s)
+        out = self.samples * (total - here)
+        arriving = sent * (self.problem.batch - self._host_samples)
+        return self._compute(copied) + np.maximum(out, arriving).max(-1) * self._far_byte_s * self._far_turns
+
+    def _from_owners(self, sent: Work) -> Any:
+        """An exchange in which rank r sends `sent[r]` bytes to every sample of every rank."""
+        if self.problem.cluster.ranks == 1:
+            return np.zeros(sent.shape[:-1])
+        here = self._per_host(sent)
+        copied = sent * (self._host_samples - self.samples) * self._near_byte_s
+        copied = copied + sent * self.samples * self.problem.constants.memory.copy_byte_s
+        out = sent * (self.problem.batch - self._host_samples)
+        arriving = self.samples * (sent.sum(-1, keepdims=True) - here)
+        return self._compute(copied) + np.maximum(out, arriving).max(-1) * self._far_byte_s * self._far_turns
+
+    def _per_host(self, values: Work) -> Work:
+        by_host = values.reshape(*values.shape[:-1], *self._by_host).sum(-1)
+        return np.repeat(by_host, self.problem.cluster.local_ranks, axis=-1)
+
+    @property
+    def _near_byte_s(self) -> float:
+        return self.near.byte_s / self.problem.constants.crowding()
+
+    @property
+    def _far_turns(self) -> float:
+        """The network's bytes take a core of both ends."""
+        return max(1.0, self._turns / self.problem.constants.crowding())
+
+    def _rounds(self, count: int) -> float:
+        """The time of small messages to all other ranks."""
+        cluster = self.problem.cluster
+        if cluster.ranks == 1:
+            return 0.0
+        near, far = cluster.local_ranks - 1, cluster.ranks - cluster.local_ranks
+        way: Costs = self.far if far else self.near
+        found = way.round_s + near * self.near.message_s + far * self.far.message_s
+        return count * found * max(1.0, self._turns / self.problem.constants.crowding())
+
+    def _gathered(self, work: Work) -> Any:
+        """Replicas: of two ways the one that sends less, as `SparseAllReduce` has it."""
+        cluster = self.problem.cluster
+        costs = []
+        for seconds, given in ((Kind.SUMMED, Kind.SUMMED_BYTES), (Kind.LISTED, Kind.LISTED_BYTES)):
+            own = work[..., given, :]
+            near = (self._per_host(own) - own) * self._near_byte_s
+            far = (own.sum(-1, keepdims=True) - self._per_host(own)) * self._far_byte_s * self._far_turns
+            costs.append((own.sum(-1), self._compute(work[..., seconds, :] + near) + far.max(-1)))
+        (summed_bytes, summed), (listed_bytes, listed) = costs
+        any_of_it = summed_bytes > 0
+        found = np.where(summed_bytes < listed_bytes, summed, listed)
+        return np.where(any_of_it, found + (self._rounds(4) if cluster.ranks > 1 else 0.0), 0.0)
+
+    @cached_property
+    def _dense_s(self) -> float:
+        """Of the model: slices of a rank one after the other, and the step of the optimizer."""
+        fixed, world = self.problem.fixed, self.problem.cluster.ranks
+        own = Slices(count=self.problem.slices, rank=0, world_size=world)
+        slices = np.array([own.of(rank).high - own.of(rank).low for rank in range(world)], np.float64)
+        return float(self._compute(slices * fixed.slice_s + fixed.update_s))
+
+    @cached_property
+    def _all_reduce_s(self) -> float:
+        """Of the gradients of the model, by the algorithm that the transport takes."""
+        cluster, size_bytes = self.problem.cluster, self.problem.fixed.gradient_bytes
+        if cluster.ranks == 1 or not size_bytes:
+            return 0.0
+        selection = Selection(hosts=Hosts.equal(cluster.ranks, cluster.hosts), near=self.near, far=self.far)
+        leaves = Leaves(cluster.ranks, self.problem.slices, partial=True)
+        rated = selection.rate(Collective.ALLREDUCE, size_bytes=size_bytes, leaves=leaves)
+        return rated[selection.choose(rated)].seconds(self.near, self.far) * self._far_turns
+
+    def fits(self, work: Work) -> Any:
+        """Whether no rank needs more memory than it has, [...]."""
+        cluster = self.problem.cluster
+        if cluster.limits is None:
+            return np.full(work.shape[:-2], True)
+        fitting = (work[..., Kind.MEMORY, :] <= np.asarray(cluster.limits, np.float64)).all(-1)
+        if cluster.cache_bytes is not None:
+            fitting &= (work[..., Kind.OWN, :] <= cluster.cache_bytes).all(-1)
+        return fitting
+
+    def total(self, owners: Mapping[int, npt.NDArray[np.int64]] | Sequence[npt.NDArray[np.int64]]) -> Work:
+        """The work of a whole placement."""
+        items = owners.items() if isinstance(owners, Mapping) else enumerate(owners)
+        return sum((self.work(number, one) for number, one in items), self._empty.copy())
+
+
+def _nodes(rows: npt.NDArray[np.int64], row_shards: int) -> int:
+    """Sums that a rank with these row shards sends for a bag: nodes of the tree that it has whole."""
+    if not len(rows):
+        return 0
+    runs = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
+    return sum(len(list(cover(Span(int(run[0]), int(run[-1]) + 1), row_shards))) for run in runs)
+
+
+def _train_flops(table: Table) -> float:
+    """Of a row: a product of its slices of three cores."""
+    spec = table.spec_of(0, 0)
+    if not isinstance(spec, TensorTrainSpec):
+        return 0.0
+    (d1, d2, d3), (r1, r2) = spec.column_factors, spec.ranks
+    return 2.0 * d1 * d2 * r2 * (r1 + d3)

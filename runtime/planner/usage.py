@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How often the rows of a table are used: in each row shard, rows in classes of like frequency.
+
+From that follow the ids that a shard gets of a batch, and how many distinct rows they name. A row with the share p of a
+table's ids is among n of them with the chance 1 - exp(-n p).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from sennit.runtime.sharded.tables import Table
+
+ZIPF: Final = 1.0
+"""Exponent of rows that nobody has counted."""
+
+# Rows of one class differ in frequency by less than this factor.
+_CLASS_RATIO: Final = 1.5
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """The use of one table. Classes of all row shards, one shard after the other."""
+
+    mean_length: float
+    """Ids a sample and feature."""
+    shard: npt.NDArray[np.int64]
+    """The row shard of each class."""
+    rows: Floats
+    """Rows of each class."""
+    mass: Floats
+    """Their share of the table's ids."""
+
+    def shares(self, row_shards: int) -> Floats:
+        """The share of each row shard, [row_shards]; together 1."""
+        return np.bincount(self.shard, self.mass, row_shards).astype(np.float64)
+
+    def distinct(self, ids: float, row_shards: int) -> Floats:
+        """Distinct rows that `ids` ids of the whole table name in each row shard."""
+        named = self.rows * -np.expm1(-ids * self.mass / np.maximum(self.rows, 1e-300))
+        return np.bincount(self.shard, named, row_shards).astype(np.float64)
+
+
+def assumed(table: Table, mean_length: float, exponent: float = ZIPF) -> Use:
+    """Zipf's law, with the frequent rows spread evenly over row shards, as hashes spread them. 0: uniform."""
+    edges = np.unique(np.round(np.geomspace(1, table.rows + 1, max(2, int(np.log(table.rows + 1) / np.log(1.5)) + 2))))
+    # The integral of x^-exponent over each class.
+    if exponent == 0:
+        weight = np.diff(edges)
+    elif abs(exponent - 1) < 1e-9:
+        weight = np.diff(np.log(edges))
+    else:
+        weight = np.diff(edges ** (1 - exponent)) / (1 - exponent)
+    parts = min(table.row_shards, 1 << 12)
+    rows, mass = np.diff(edges) / parts, weight / weight.sum() / parts
+    return Use(
+        mean_length,
+        np.repeat(np.arange(parts), len(rows)),
+        np.tile(rows, parts),
+        np.tile(mass, parts),
+    )
+
+
+def counted(table: Table, mean_length: float, ids: Any) -> Use:
+    """From a sample of ids, any array of integers in [0, rows). Without ids: `assumed`."""
+    values, counts = np.unique(np.asarray(ids), return_counts=True)
+    if not len(values):
+        return assumed(table, mean_length)
+    return weighed(table, mean_length, values, counts)
+
+
+def weighed(table: Table, mean_length: float, rows: Any, counts: Any) -> Use:
+    """From how often each of some distinct rows was used."""
+    rows, counts = np.asarray(rows, np.int64), np.asarray(counts, np.float64)
+    borders = np.asarray(table.row_borders)
+    shard = np.searchsorted(borders, rows, side="right") - 1
+    level = np.floor(np.log(np.maximum(counts, 1e-300)) / np.log(_CLASS_RATIO)).astype(np.int64)
+    key = shard * (1 << 20) + level - level.min()
+    _, first, place = np.unique(key, return_index=True, return_inverse=True)
+    return Use(
+        mean_length,
+        shard[first],
+        np.bincount(place).astype(np.float64),
+        np.bincount(place, counts / counts.sum()).astype(np.float64),
+    )
+
+
+def uses(
+    tables: Sequence[Table], lengths: Sequence[float], samples: Sequence[Any] | None, exponent: float
+) -> list[Use]:
+    """The use of all tables. `samples`: ids of each table, if there is data."""
+    if samples is None:
+        return [assumed(table, length, exponent) for table, length in zip(tables, lengths, strict=True)]
+    return [counted(table, length, ids) for table, length, ids in zip(tables, lengths, samples, strict=True)]

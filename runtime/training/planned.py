@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The placement of a run: as its sharding says, or planned when it starts (`--sharding auto`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from sennit.command_line import stdout_console
+from sennit.runtime.data.batch_source import BatchSource, MemorySource
+from sennit.runtime.model.inputs import ModelInputs, TableInput
+from sennit.runtime.planner import dense
+from sennit.runtime.planner.cluster import Cluster
+from sennit.runtime.planner.constants import Constants, cores_here, read_constants
+from sennit.runtime.planner.cost import Problem, Rating
+from sennit.runtime.planner.search import round_robin, search
+from sennit.runtime.planner.usage import ZIPF, uses
+from sennit.runtime.sharded.placement import Placement, placed
+from sennit.runtime.sharded.tables import Table
+from sennit.runtime.training.config import TrainingConfig
+from sennit.transport.config import from_environment
+from sennit.transport.errors import ConfigError
+
+# Ids of each table that are counted.
+SAMPLE_IDS: Final = 1 << 19
+
+
+def model_inputs(config: TrainingConfig, source: BatchSource, tables: Sequence[Table]) -> ModelInputs:
+    """What the model is made of."""
+    return ModelInputs(
+        dense_count=source.dense_count,
+        tables=tuple(TableInput(name=table.name, dim=table.dim) for table in tables),
+        bottom=config.bottom,
+        top=config.top,
+        seed=config.seed,
+    )
+
+
+def problem_of(config: TrainingConfig, source: BatchSource, cluster: Cluster, constants: Constants) -> Problem:
+    """What is to be planned. Measures the model and the source for some seconds.
+
+    Rows weigh as often as a sample of the data uses them; without data in memory, Zipf's law is assumed.
+    """
+    tables = config.tables_of(source.tables)
+    samples = None
+    if isinstance(source, MemorySource):
+        samples = [column.values[:SAMPLE_IDS].numpy() for column in source.samples.columns]
+    fixed = dense.measure(
+        config.model,
+        model_inputs(config, source, tables),
+        slice_samples=config.batch_size // config.slices,
+        dense_optimizer_name=config.dense_optimizer,
+    )
+    if isinstance(source, MemorySource):
+        fixed = dataclasses.replace(fixed, input_sample_s=dense.input_seconds(source, 0))
+    return Problem(
+        tables=tables,
+        uses=tuple(uses(tables, [facts.mean_length for facts in source.tables], samples, ZIPF)),
+        cluster=cluster,
+        constants=constants,
+        batch=config.batch_size,
+        slices=config.slices,
+        fixed=fixed,
+    )
+
+
+def placement_of(
+    config: TrainingConfig,
+    source: BatchSource,
+    tables: Sequence[Table],
+    limits: Sequence[int] | None,
+    local_ranks: int | None,
+) -> tuple[Placement, float | None]:
+    """The owner of each shard, and the seconds of a step that were predicted, if it was planned here. Collective.
+
+    Rank 0 plans, so that all ranks have the same plan. Raises `ConfigError` on all ranks.
+    """
+    world_size = dist.get_world_size()
+    if not config.sharding.is_planned:
+        placement = config.sharding.placement(tables, world_size, local_ranks=local_ranks, limits=limits)
+        return placement, None
+    if config.device != "cpu":
+        raise ConfigError(f"--sharding auto with --device {config.device}, whose kernels nobody measures; allowed: cpu")
+    told: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            told = [_planned(config, source, world_size, limits, local_ranks or world_size)]
+        except Exception as error:  # Of any type: the other ranks wait for this one.
+            told = [error if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"]
+    dist.broadcast_object_list(told, src=0)
+    if not isinstance(told[0], tuple):
+        raise told[0] if isinstance(told[0], ConfigError) else ConfigError(f"--sharding auto: rank 0: {told[0]}")
+    shards, step_s = told[0]
+    return placed(tables, world_size, shards), step_s
+
+
+def _planned(
+    config: TrainingConfig, source: BatchSource, ranks: int, limits: Sequence[int] | None, local_ranks: int
+) -> tuple[dict[str, int], float]:
+    constants, warnings = read_constants(from_environment().calibration)
+    store = config.table_store
+    cluster = Cluster(
+        ranks=ranks,
+        local_ranks=local_ranks,
+        cores=cores_here(),
+        limits=limits,
+        cache_bytes=None if store is None else store.memory_bytes,
+    )
+    rating = Rating(problem_of(config, source, cluster, constants))
+    searched = search(rating)
+    console = stdout_console()
+    for warning in warnings:
+        console.print(f"note: {warning}", markup=False, soft_wrap=True)
+    best, robin = searched.best, round_robin(rating)
+    console.print(
+        f"placement: {best.name}, {best.seconds * 1e3:.1f} ms a step predicted, "
+        f"round robin {robin.seconds / best.seconds:.2f} times that; sennit shard says why",
+        markup=False,
+        soft_wrap=True,
+    )
+    return best.shards(rating), best.seconds

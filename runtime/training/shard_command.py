@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sennit shard`: plans the placement of a run before it starts. It takes the options of `sennit train`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sennit.command_line import fail, stdout_console
+from sennit.runtime.data import sources
+from sennit.runtime.data.batch_source import MemorySource, prepared
+from sennit.runtime.planner import plan_file, report
+from sennit.runtime.planner.cluster import Cluster, read_cluster
+from sennit.runtime.planner.constants import cores_here, read_constants
+from sennit.runtime.planner.cost import Rating
+from sennit.runtime.planner.search import Searched, of_placement, search
+from sennit.runtime.sharded.memory_limits import available_bytes, shared_limits
+from sennit.runtime.training import command as training
+from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.planned import problem_of
+from sennit.transport.config import from_environment
+from sennit.transport.errors import ConfigError, SennitError
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="Example: sennit shard --data synthetic --ranks 4 --output plan.toml; "
+    "then sennit train --data synthetic --ranks 4 --sharding plan.toml. "
+    "Or: sennit shard diff old.toml new.toml. All options of sennit train describe the model",
+)
+def shard(
+    context: typer.Context,
+    cluster: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="a described cluster (TOML); default: this machine")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write the placement, for --sharding FILE")
+    ] = None,
+) -> None:
+    """Plan which rank has which rows. Print the placement, its predicted step, memory, and what others would cost."""
+    if context.args[:1] == ["diff"]:
+        _diff(context.args[1:])
+        return
+
+    def plan(config: TrainingConfig, ranks: int | None) -> None:
+        _plan(config, ranks, cluster, output)
+
+    training.main(context.args, use=plan, name="sennit shard")
+
+
+def _plan(config: TrainingConfig, ranks: int | None, described: Path | None, output: Path | None) -> None:
+    if config.ingest is not None:
+        raise ConfigError("sennit shard with --ingest; the feeders have the data: give it data, or plan with auto")
+    if output is not None and output.suffix != ".toml":
+        raise ConfigError(f"--output {output}; allowed: a name that ends in .toml")
+    where = _cluster(config, ranks, described)
+    config.check_world(where.ranks)
+    constants, notes = read_constants(from_environment().calibration)
+    data = prepared(sources.load(config.source, seed=config.seed), config.order_settings)
+    problem = problem_of(config, MemorySource(data, rank=0, world_size=where.ranks), where, constants)
+    rating = Rating(problem)
+    searched = search(rating)
+    sharding = config.sharding
+    if not sharding.is_planned and (sharding.shards is not None or sharding.tables):
+        # A plan that somebody edited, or names by table.
+        placement = sharding.placement(problem.tables, where.ranks, local_ranks=where.local_ranks)
+        given = of_placement(rating, sharding.source, placement)
+        searched = Searched(best=searched.best, others=[given, *searched.others], is_proven=searched.is_proven)
+    report.render(rating, searched, notes, stdout_console())
+    best = searched.best
+    if output is not None:
+        plan_file.write(output, problem.tables, where.ranks, best.shards(rating), best.seconds)
+        typer.echo(f"written to {output}; use it: sennit train --sharding {output}")
+    if config.json_path is not None:
+        text = json.dumps(report.as_json(rating, searched, notes), indent=1) + "\n"
+        try:
+            config.json_path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise SennitError(f"{config.json_path} cannot be written: {error.strerror}") from error
+
+
+def _cluster(config: TrainingConfig, ranks: int | None, described: Path | None) -> Cluster:
+    if described is not None:
+        found = read_cluster(described)
+        if ranks is not None and ranks != found.ranks:
+            raise ConfigError(f"--ranks {ranks}, but {described} has {found.ranks}; allowed: leave --ranks out")
+        return found
+    count, store = ranks or 1, config.table_store
+    limits = shared_limits([("here", config.rank_memory_bytes, available_bytes())] * count)
+    return Cluster(
+        ranks=count,
+        local_ranks=count,
+        cores=cores_here(),
+        limits=limits if store is None else None,
+        cache_bytes=None if store is None else store.memory_bytes,
+    )
+
+
+def _diff(arguments: list[str]) -> None:
+    """Prints what differs, and ends with status 1 if anything does, as diff does."""
+    try:
+        if len(arguments) != 2:
+            raise ConfigError(f"sennit shard diff with {len(arguments)} files; allowed: two")
+        lines = plan_file.differences(*(plan_file.read(Path(one)) for one in arguments))
+    except SennitError as error:
+        fail(error)
+    for line in lines:
+        typer.echo(line)
+    if lines:
+        raise typer.Exit(1)
+
+
+def main(arguments: list[str]) -> None:
+    """The command line."""
+    app(args=arguments, prog_name="sennit shard")

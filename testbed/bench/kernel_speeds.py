@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast this processor looks up and updates rows, packs ids, copies, multiplies and reads files, on one thread.
+
+These are the constants of the planner (runtime/planner/constants.py). Each kernel is timed over widths, bags and skews
+in turns, between passes over a buffer that put rows out of the cache, as the model does in a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from sennit.runtime.kernels.batch import Batch
+from sennit.runtime.kernels.engine import EmbeddingEngine
+from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
+from sennit.runtime.kernels.spec import Precision, TableSpec
+from sennit.runtime.planner.constants import PHASES, Constants, Gemm, Ids, Kernel, Memory, Overhead, as_json
+from sennit.runtime.sharded import Features, PhaseClock, ShardedEmbeddingBags, Table
+from sennit.runtime.sharded.blocks import joined
+from sennit.runtime.sharded.split import dealt
+
+TURNS: Final = 5
+# More than a second-level cache holds.
+FLUSH_BYTES: Final = 8 << 20
+# Widths; (bags, ids of each); rows: many, or so few that they stay in a cache. Together two kinds of skew.
+WIDTHS: Final = (16, 64, 128)
+BAGS: Final = ((4_096, 1), (1_024, 10), (256, 64))
+ROWS: Final = (200_000, 100)
+# Tables and slices of steps so small that the library's own work is all there is.
+STEPS: Final = ((4, 2), (24, 2), (24, 8))
+FILE_ROWS, FILE_ROW_BYTES = 2_000, 512
+GEMM_SMALL, GEMM_LARGE = 16, 512
+# The library's names of the phases.
+CLOCKED: Final = {
+    "ids": ("input exchange",),
+    "lookup": ("lookup",),
+    "update": ("sparse update",),
+}
+
+
+def measure(folder: Path | None = None) -> dict[str, Any]:
+    """The part `kernels` of a calibration file, in a few seconds. `folder`: of the file tier; None: a temporary one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        lookup, update = _tables()
+        with tempfile.TemporaryDirectory(prefix="sennit-calibrate-", dir=folder) as there:
+            memory = _memory(Path(there))
+        constants = Constants(
+            lookup=lookup, update=update, ids=_ids(), overhead=_overhead(), memory=memory, gemm=_gemm()
+        )
+    finally:
+        torch.set_num_threads(threads)
+    return as_json(constants)
+
+
+def _time(calls: Sequence[Callable[[], object]], *, flushes: bool = False) -> list[float]:
+    """Median seconds of each call. They take turns, so that a disturbance of the machine hits all of them."""
+    buffer = np.zeros(FLUSH_BYTES if flushes else 1, np.uint8)
+    times: list[list[float]] = [[] for _ in calls]
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        for turn in range(TURNS + 1):
+            for number, call in enumerate(calls):
+                buffer[:] = turn
+                begin_s = time.perf_counter()
+                call()
+                if turn:  # the first one touches memory
+                    times[number].append(time.perf_counter() - begin_s)
+    finally:
+        if was_on:
+            gc.enable()
+    return [statistics.median(found) for found in times]
+
+
+def _tables() -> tuple[dict[str, Kernel], dict[str, Kernel]]:
+    """Lookup and update by precision: constants that are nearest to the times, in ratios."""
+    optimizer = OptimizerSpec(kind=Optimizer.ROW_WISE_ADAGRAD)
+    generator = torch.Generator().manual_seed(1)
+    lookup, update = {}, {}
+    for precision in Precision:
+        calls: list[Callable[[], object]] = []
+        rows: list[tuple[float, ...]] = []
+        for dim in WIDTHS:
+            for row_count in ROWS:
+                spec = TableSpec(name="t", row_count=row_count, dim=dim, precision=precision)
+                engine = EmbeddingEngine([spec], optimizer)
+                for bags, length in BAGS:
+                    ids = torch.randint(row_count, (bags * length,), generator=generator, dtype=torch.int32)
+                    batch = Batch(
+                        table_of_block=(0,),
+                        bags_of_block=(bags,),
+                        lengths=torch.full((bags,), length, dtype=torch.int32),
+                        values=ids,
+                        slice_of_block=(0,),
+                    )
+                    gradient = torch.randn(bags * dim, generator=generator) * 1e-3
+                    calls += [_lookup(engine, batch), _update(engine, batch, gradient)]
+                    distinct = len(np.unique(ids.numpy()))
+                    rows.append((bags, bags * dim, len(ids), len(ids) * dim, distinct, distinct * dim))
+        times = _time(calls, flushes=True)
+        name = precision.name.lower()
+        lookup[name] = Kernel(**_fitted(Kernel, np.array(rows), np.array(times[::2])))
+        update[name] = Kernel(**_fitted(Kernel, np.array(rows), np.array(times[1::2])))
+    return lookup, update
+
+
+def _lookup(engine: EmbeddingEngine, batch: Batch) -> Callable[[], object]:
+    return lambda: engine.lookup(batch)
+
+
+def _update(engine: EmbeddingEngine, batch: Batch, gradient: Any) -> Callable[[], object]:
+    return lambda: engine.update(batch, gradient, rate=1e-6)
+
+
+def _fitted(kind: type[Any], rows: np.ndarray, times: np.ndarray) -> dict[str, float]:
+    """Constants by field, none negative, with the least squares of ratios."""
+    values = non_negative(rows / times[:, None], np.ones(len(times)))
+    return {one.name: float(value) for one, value in zip(dataclasses.fields(kind), values, strict=True)}
+
+
+def non_negative(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """The x >= 0 for which |rows x - wanted| is least, by coordinate descent."""
+    scale = np.sqrt((rows**2).sum(0))
+    scale[scale == 0] = 1.0
+    gram, right = (rows / scale).T @ (rows / scale), (rows / scale).T @ wanted
+    found = np.zeros(len(scale))
+    for _ in range(5_000):
+        before = found.copy()
+        for place in range(len(found)):
+            rest = right[place] - gram[place] @ found + gram[place, place] * found[place]
+            found[place] = max(0.0, rest / max(gram[place, place], 1e-30))
+        if np.abs(found - before).max() < 1e-12 * max(np.abs(found).max(), 1e-30):
+            break
+    result: np.ndarray = found / scale
+    return result
+
+
+def _ids() -> Ids:
+    """Ids as they come, int64, checked and packed to int32; and dealt to row shards."""
+    bags, length, shards = 4_096, 16, 8
+    values = torch.randint(100_000, (bags * length,), generator=torch.Generator().manual_seed(2))
+    lengths = torch.full((bags,), length, dtype=torch.int32)
+    borders = [100_000 * shard // shards for shard in range(shards + 1)]
+
+    def packed() -> object:
+        values.aminmax()
+        return joined([values], torch.int32)
+
+    ones = torch.ones(bags, dtype=torch.int32)
+    short = values[:bags].contiguous()
+    pack, deal, deal_short = _time(
+        [packed, lambda: dealt(lengths, values, borders), lambda: dealt(ones, short, borders)], flushes=True
+    )
+    dealt_id_s = max(deal - deal_short, 0.0) / (len(values) - len(short))
+    return Ids(
+        id_s=pack / len(values),
+        dealt_id_s=dealt_id_s,
+        dealt_bag_s=max(deal_short - dealt_id_s * bags, 0.0) / bags / shards,
+    )
+
+
+def _overhead() -> dict[str, Overhead]:
+    """Steps of a module on one rank, with a sample in each slice."""
+    made_here = not dist.is_initialized()
+    if made_here:
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        found: list[dict[str, float]] = []
+        for count, slices in STEPS:
+            found.append(_small_steps(count, slices))
+    finally:
+        if made_here:
+            dist.destroy_process_group()
+    rows = np.array([(1, count, count * slices) for count, slices in STEPS], np.float64)
+    result = {}
+    for phase in PHASES:
+        times = np.array([max(one[phase], 1e-9) for one in found])
+        result[phase] = Overhead(**_fitted(Overhead, rows, times))
+    return result
+
+
+def _small_steps(count: int, slices: int) -> dict[str, float]:
+    clock, rows = PhaseClock(), 64
+    tables = [Table(name=f"t{number}", rows=rows, dim=16) for number in range(count)]
+    module = ShardedEmbeddingBags(tables, rate=1e-6, slices=slices, gradients="sum", clock=clock)
+    features = Features(
+        lengths=torch.ones(count, slices, dtype=torch.int32),
+        values=torch.arange(count * slices) % rows,
+    )
+    times: dict[str, list[float]] = {phase: [] for phase in PHASES}
+    for turn in range(4 * TURNS):
+        before = dict(clock.seconds)
+        total = torch.stack(list(module(features).values())).sum()
+        total.backward()  # type: ignore[no-untyped-call]
+        if turn < TURNS:
+            continue
+        for phase, names in CLOCKED.items():
+            times[phase].append(sum(clock.seconds.get(name, 0.0) - before.get(name, 0.0) for name in names))
+    return {phase: statistics.median(values) for phase, values in times.items()}
+
+
+def _memory(folder: Path) -> Memory:
+    """Copies in memory, and rows of a file that are read and written at random places."""
+    # To new memory, as exchanges pack what they send.
+    source = torch.zeros(FLUSH_BYTES // 4)
+    copy = _time([lambda: joined([source], torch.float32)], flushes=True)[0] / FLUSH_BYTES
+    places = np.random.default_rng(3).permutation(FILE_ROWS)
+    path = folder / "rows"
+    path.write_bytes(bytes(FILE_ROWS * FILE_ROW_BYTES))
+    file = os.open(path, os.O_RDWR)
+    try:
+        os.fsync(file)
+
+        def through(size: int) -> Callable[[], object]:
+            def call() -> None:
+                for place in places:
+                    at = int(place) * FILE_ROW_BYTES
+                    os.pwrite(file, os.pread(file, size, at), at)
+                os.fdatasync(file)
+
+            return call
+
+        small, large = _time([through(64), through(FILE_ROW_BYTES)])
+    finally:
+        os.close(file)
+    byte_s = max(large - small, 0.0) / FILE_ROWS / (FILE_ROW_BYTES - 64)
+    return Memory(copy_byte_s=copy, file_row_s=max(small / FILE_ROWS - 64 * byte_s, 0.0), file_byte_s=byte_s)
+
+
+def _gemm() -> Gemm:
+    """A large product, and one so small that its call is all there is."""
+    pairs = [(torch.randn(size, size), torch.randn(size, size)) for size in (GEMM_SMALL, GEMM_LARGE)]
+    small, large = _time([_product(*pair) for pair in pairs])
+    return Gemm(flop_s=large / (2 * GEMM_LARGE**3), operator_s=small)
+
+
+def _product(left: Any, right: Any) -> Callable[[], object]:
+    return lambda: left @ right
