@@ -288,9 +288,9 @@ class ArrayCollectives(ABC):
             counted = algorithms.allgather_counts(parts, dtype, coding)
             self._run(coded, [_aligned(given), output], counts=counted, seed=codec.seed)
             return output
-        is_ring = self.selection.of_parts(Collective.ALLGATHER, output.nbytes) is Algorithm.RING
+        is_direct = self.selection.of_parts(Collective.ALLGATHER, output.nbytes) is Algorithm.DIRECT
         self._run(
-            _Call(algorithms.allgather, self, ring=is_ring, **_movement(given)),
+            _Call(self.selection.allgather, self, staged=not is_direct, **_movement(given)),
             [given, output],
             counts=[count * row_elements for count in rows],
         )

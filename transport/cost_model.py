@@ -245,12 +245,14 @@ def _parts(collective: Collective, algorithm: Algorithm, hosts: Hosts, size_byte
             folded_bytes=0,
         )
     if collective is Collective.ALLGATHER:
+        if hosts.are_shared:
+            return _allgather_by_host(hosts, part_bytes) if algorithm is Algorithm.HIERARCHICAL else None
         if algorithm is not Algorithm.RING or world < 2:
             return None
         return _in_rounds(hosts, Traffic(world - 1, world - 1, 1, part_bytes * (world - 1)), 0)
     if world < 2 or size_bytes > STAGED_MAX_BYTES:
         return None
-    if algorithm is Algorithm.HIERARCHICAL and 1 < len(hosts.spans) < world and stream_count(hosts, part_bytes):
+    if algorithm is Algorithm.HIERARCHICAL and hosts.are_shared and stream_count(hosts, part_bytes):
         return _alltoall_by_hosts(hosts, part_bytes)
     if algorithm is not Algorithm.BRUCK:
         return None
@@ -258,6 +260,18 @@ def _parts(collective: Collective, algorithm: Algorithm, hosts: Hosts, size_byte
     all_rounds = Traffic(levels, levels, levels, sent_bytes)
     # A part is copied before each message, and at the end.
     return _in_rounds(hosts, all_rounds, sent_bytes + part_bytes * (world - 1))
+
+
+def _allgather_by_host(hosts: Hosts, part_bytes: float) -> Work:
+    near, far = hosts.peers
+    others = len(hosts.spans) - 1
+    # The own part, and those that this rank passes on.
+    passed = near * (1 + -(-far // (near + 1)))
+    return Work(
+        near=Traffic(1, passed, near, passed * part_bytes),
+        far=Traffic(1, others, others, others * part_bytes),
+        folded_bytes=0,
+    )
 
 
 def stream_count(hosts: Hosts, part_bytes: float) -> int:

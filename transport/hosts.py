@@ -35,6 +35,11 @@ class Hosts:
     def world(self) -> int:
         return self.spans[-1].high
 
+    @property
+    def are_shared(self) -> bool:
+        """Whether there are several hosts, and several ranks on one of them."""
+        return 1 < len(self.spans) < self.world
+
     @cached_property
     def peers(self) -> tuple[int, int]:
         """How many ranks of the own host, and of others, a rank on the smallest host has for peers."""

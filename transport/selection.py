@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from sennit.transport import algorithms
 from sennit.transport.algorithms.leaves import Leaves
@@ -170,6 +170,16 @@ class Selection:
             for number in range(1, SIZE_CLASSES)
             if self.of_parts(collective, 1 << number) is not Algorithm.DIRECT
         )
+
+    def allgather(self, *, staged: bool, **call: Any) -> Plan:
+        """Returns a plan with the arguments of `algorithms.allgather`; with `staged` one that is not direct.
+
+        Such a plan serves all sizes. A group has only one: where hosts have several ranks, a ring sends as many bytes
+        between them as by host, in more rounds.
+        """
+        if staged and self.hosts.are_shared:
+            return algorithms.allgather_by_host(hosts=self.hosts, **call)
+        return algorithms.allgather(ring=staged, **call)
 
     def alltoall(self, *, world: int, rank: int, size_class: int, item_bytes: int, type_code: int) -> Plan:
         """Returns a plan that is not direct, for equal parts of `1 << size_class` bytes in all, or less.

@@ -30,7 +30,7 @@ class SennitBackend(Backend):
         global_ranks: Sequence[int],
         plan_cache_bytes: int,
         staged_alltoalls: int,
-        ring_allgathers: int,
+        staged_allgathers: int,
         staged_reduce_scatters: int,
     ) -> None:
         """`communicator` lives as long as the backend.

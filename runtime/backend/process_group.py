@@ -234,7 +234,7 @@ def _backend_of(
         global_ranks=global_ranks,
         plan_cache_bytes=options.plan_cache_bytes,
         staged_alltoalls=communicator.selection.staged_classes(Collective.ALLTOALL),
-        ring_allgathers=communicator.selection.staged_classes(Collective.ALLGATHER),
+        staged_allgathers=communicator.selection.staged_classes(Collective.ALLGATHER),
         staged_reduce_scatters=communicator.selection.staged_classes(Collective.REDUCE_SCATTER),
     )
     return backend
@@ -318,7 +318,9 @@ class PlanCompiler:
                 segment_bytes = SEGMENT_BYTES if on_device else None
                 plan = algorithms.broadcast(**moved, elements=counts[0], root=root, segment_bytes=segment_bytes)
             case Kind.ALLGATHER:
-                plan = algorithms.allgather(**moved, in_place=in_place, list_output=separate, ring=size_class != 0)
+                plan = self._selection.allgather(
+                    **moved, in_place=in_place, list_output=separate, staged=size_class != 0
+                )
             case Kind.GATHER:
                 plan = algorithms.gather(**moved, root=root, list_output=separate)
             case Kind.SCATTER:

@@ -131,8 +131,8 @@ class CoreLibrary:
                     world=world, rank=rank, counts=parts, dtype=Dtype.F32, op=ReduceOp.SUM
                 )
             case Collective.ALL_GATHER:
-                ring = selection.of_parts(selected.ALLGATHER, got * ELEMENT_BYTES) is Algorithm.RING
-                return lambda: algorithms.allgather(world=world, rank=rank, item_bytes=ELEMENT_BYTES, ring=ring)
+                staged = selection.of_parts(selected.ALLGATHER, got * ELEMENT_BYTES) is not Algorithm.DIRECT
+                return lambda: selection.allgather(world=world, rank=rank, item_bytes=ELEMENT_BYTES, staged=staged)
 
     def _compile_coded(self, case: Case, codec: Codec) -> tuple[Callable[[], Plan], list[int]]:
         """Also returns what the plan takes when it is posted."""

@@ -48,6 +48,12 @@ def hosts_of(widths: Sequence[int]) -> Hosts:
     return hosts
 
 
+def cut(widths: Sequence[int], world: int) -> list[int]:
+    """Widths of hosts with `world` ranks in all."""
+    ends = sorted({min(end, world) for end in (*itertools.accumulate(widths), world)})
+    return [high - low for low, high in itertools.pairwise([0, *ends])]
+
+
 def staged_alltoall(
     algorithm: Callable[..., Plan], hosts: Hosts, item_bytes: int, part_bytes_max: int, streams: int = 1
 ) -> list[Plan]:
@@ -226,11 +232,13 @@ def test_allgather(
     seed: int,
 ) -> None:
     counts = counts[:world]
-    ring = data.draw(st.booleans(), "ring")
+    hosts = hosts_of(data.draw(st.lists(st.integers(1, world), min_size=1).map(lambda widths: cut(widths, world))))
+    ring, by_host = data.draw(st.sampled_from([(False, False), (True, False), (False, True)]), "ring, by host")
+    arguments: dict[str, Any] = {"hosts": hosts} if by_host else {"ring": ring}
     bounds = np.cumsum([0, *counts]) * item_bytes
     plans = [
-        algorithms.allgather(
-            world=world, rank=rank, item_bytes=item_bytes, in_place=in_place, list_output=list_output, ring=ring
+        (algorithms.allgather_by_host if by_host else algorithms.allgather)(
+            world=world, rank=rank, item_bytes=item_bytes, in_place=in_place, list_output=list_output, **arguments
         )
         for rank in range(world)
     ]
@@ -244,10 +252,16 @@ def test_allgather(
             output[low:high] = own
         parts = [output[a:b] for a, b in itertools.pairwise(bounds)]
         buffers.append([*([] if in_place else [own]), *(parts if list_output else [output])])
-    if ring:
+    if ring or by_host:
         check_plans(plans, [plan.with_counts(counts) for plan in plans], buffers)
         run_in_any_order(data, plans, buffers, [counts] * world)
-        assert {s.peer for s in plans[0].steps if isinstance(s, Send)} <= {1}
+        for rank, plan in enumerate(plans):
+            peers = [step.peer for step in plan.steps if isinstance(step, Send)]
+            if ring:
+                assert set(peers) <= {(rank + 1) % world}
+            else:
+                far = [peer for peer in peers if hosts.of_rank(peer) != hosts.of_rank(rank)]
+                assert len(far) == len(hosts.spans) - 1
     else:
         run(data, plans, buffers, [counts] * world)
     for output in outputs:

@@ -204,6 +204,25 @@ def test_the_model_knows_what_leaves_a_host_in_an_alltoall(hosts: tuple[int, int
     assert near_bytes == pytest.approx(work.near.sent_bytes, rel=0.35)
 
 
+@pytest.mark.parametrize("hosts", [(4, 2), (8, 2), (16, 4), (32, 4)])
+def test_the_model_knows_what_an_allgather_by_host_sends(hosts: tuple[int, int]) -> None:
+    layout = Hosts.equal(*hosts)
+    work = work_of(Algorithm.HIERARCHICAL, Collective.ALLGATHER, hosts=layout, size_bytes=100 * layout.world)
+    assert work is not None
+    assert work_of(Algorithm.RING, Collective.ALLGATHER, hosts=layout, size_bytes=100) is None
+    for rank in range(layout.world):
+        plan = Selection(hosts=layout).allgather(staged=True, world=layout.world, rank=rank, item_bytes=1)
+        plan = plan.with_counts([100] * layout.world)
+        home = layout.of_rank(rank)
+        for traffic, steps in (
+            (work.near, [step for step in sends(plan) if layout.of_rank(step.peer) == home]),
+            (work.far, [step for step in sends(plan) if layout.of_rank(step.peer) != home]),
+        ):
+            assert len(steps) == traffic.messages
+            assert len({step.peer for step in steps}) == traffic.peers
+            assert sum(step.size_bytes for step in steps) == traffic.sent_bytes
+
+
 def test_sizes_that_round_up_to_one_power_of_two_are_one_class() -> None:
     assert [size_class(size_bytes) for size_bytes in (0, 1, 2, 3, 4, 5, 8, 9, 4_096, 4_097)] == [
         0, 0, 1, 2, 2, 3, 3, 4, 12, 13,
@@ -257,6 +276,9 @@ def test_the_model_knows_what_reaches_the_root(world: int) -> None:
         (Collective.ALLGATHER, apart(8), 16 * MIB, Algorithm.RING),
         (Collective.ALLGATHER, apart(4), 4 * 64 * KIB, Algorithm.RING),
         (Collective.ALLGATHER, apart(2), 16 * MIB, Algorithm.DIRECT),
+        (Collective.ALLGATHER, Hosts.equal(8, 2), 8 * 16 * KIB, Algorithm.HIERARCHICAL),
+        (Collective.ALLGATHER, Hosts.equal(8, 2), 16 * MIB, Algorithm.HIERARCHICAL),
+        (Collective.ALLGATHER, Hosts.equal(64, 8), 64, Algorithm.HIERARCHICAL),
         (Collective.ALLGATHER, one_host(8), 4 * MIB, Algorithm.DIRECT),
         (Collective.GATHER, apart(8), 8 * 16, Algorithm.DIRECT),
         (Collective.GATHER, one_host(8), 8 * 2 * KIB, Algorithm.DIRECT),

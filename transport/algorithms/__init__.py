@@ -8,6 +8,7 @@ ranks with different types find out (a `Dtype`, or any other byte that the calle
 """
 
 from sennit.transport.algorithms.allgather import allgather
+from sennit.transport.algorithms.allgather_by_host import allgather_by_host
 from sennit.transport.algorithms.allreduce import allreduce
 from sennit.transport.algorithms.allreduce_coded import allreduce_coded
 from sennit.transport.algorithms.allreduce_dissemination import allreduce_dissemination
@@ -40,6 +41,7 @@ from sennit.transport.algorithms.scatter import scatter
 __all__ = [
     "allgather",
     "allgather_between_hosts",
+    "allgather_by_host",
     "allgather_coded",
     "allgather_counts",
     "allreduce",

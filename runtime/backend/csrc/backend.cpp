@@ -158,11 +158,12 @@ static int size_class_of(const Call& call, int world) {
 void SennitBackend::choose_way(Call& call) const {
   if (call.collective == Collective::REDUCE_SCATTER) return cut_shares(call);
   const bool is_allgather = call.collective == Collective::ALLGATHER;
-  const uint64_t classes = is_allgather ? options_->ring_allgathers : options_->staged_alltoalls;
+  const uint64_t classes = is_allgather ? options_->staged_allgathers : options_->staged_alltoalls;
   if (classes == 0 || !(is_allgather || call.equal_parts)) return;
   const int size_class = size_class_of(call, size_);
   if ((classes >> size_class & 1) == 0) return;
-  // A ring serves all sizes. What others pass on is in scratch, of a size that the plan must know.
+  // Such an allgather serves all sizes. What others pass on in an alltoall is in scratch, of a size that the plan must
+  // know.
   call.size_class = is_allgather ? 1 : static_cast<uint8_t>(size_class);
   if (call.equal_parts) call.counts.resize(1);
 }

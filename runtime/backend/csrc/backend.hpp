@@ -25,7 +25,7 @@ class SennitBackend final : public c10d::Backend {
     size_t plan_cache_bytes = 16 * 1024 * 1024;
     // Which are not direct: bit k is for sizes above 2^(k-1) bytes in all, up to 2^k.
     uint64_t staged_alltoalls = 0;  // of equal parts
-    uint64_t ring_allgathers = 0;
+    uint64_t staged_allgathers = 0;
     uint64_t staged_reduce_scatters = 0;
   };
 

@@ -97,13 +97,13 @@ c10::intrusive_ptr<SennitBackend> make_backend(const py::object& communicator, p
                                                py::function shrink, std::chrono::milliseconds timeout,
                                                const std::string& group_name, std::vector<uint64_t> global_ranks,
                                                size_t plan_cache_bytes, uint64_t staged_alltoalls,
-                                               uint64_t ring_allgathers, uint64_t staged_reduce_scatters) {
+                                               uint64_t staged_allgathers, uint64_t staged_reduce_scatters) {
   auto options = c10::make_intrusive<SennitBackend::Options>(timeout);
   options->group_name = group_name;
   options->global_ranks_in_group = std::move(global_ranks);
   options->plan_cache_bytes = plan_cache_bytes;
   options->staged_alltoalls = staged_alltoalls;
-  options->ring_allgathers = ring_allgathers;
+  options->staged_allgathers = staged_allgathers;
   options->staged_reduce_scatters = staged_reduce_scatters;
   const auto handle = py::cast<uintptr_t>(communicator.attr("handle"));
   // A copy of a std::function copies what it holds, so the callables are shared instead.
@@ -135,7 +135,7 @@ PYBIND11_MODULE(_c10d, module) {
   py::class_<SennitBackend, c10::intrusive_ptr<SennitBackend>, c10d::Backend>(module, "SennitBackend")
       .def(py::init(&sennit::runtime::make_backend), py::kw_only(), py::arg("communicator"), py::arg("compile_plan"),
            py::arg("shrink"), py::arg("timeout"), py::arg("group_name"), py::arg("global_ranks"),
-           py::arg("plan_cache_bytes"), py::arg("staged_alltoalls"), py::arg("ring_allgathers"),
+           py::arg("plan_cache_bytes"), py::arg("staged_alltoalls"), py::arg("staged_allgathers"),
            py::arg("staged_reduce_scatters"))
       .def_property_readonly("options", &SennitBackend::options)
       .def_property_readonly("communicator", &sennit::runtime::communicator_of);

@@ -64,7 +64,7 @@ std::string describe_signature(uint64_t signature) {
   const bool is_rooted = collective == SENNIT_REDUCE || collective == SENNIT_BROADCAST || collective == SENNIT_GATHER ||
                          collective == SENNIT_SCATTER;
   // Of an alltoall or allgather, which have no root either.
-  static constexpr const char* WAYS[] = {"", " of equal parts, by Bruck,", " of equal parts, by host,", " in a ring"};
+  static constexpr const char* WAYS[] = {"", " by Bruck,", " by host,", " in a ring"};
   const bool has_ways = collective == SENNIT_ALLTOALL || collective == SENNIT_ALLGATHER;
   const uint64_t way = signature >> 32 & 0xFF;
   std::string text = collective < std::size(NAMES) ? NAMES[collective] : "unknown operation";
@@ -72,6 +72,7 @@ std::string describe_signature(uint64_t signature) {
   // An allreduce has no root: the field says that ranks give leaves.
   const bool is_coded = (signature & CODED) != 0;
   if (collective == SENNIT_ALLREDUCE && way != 0 && !is_coded) text += " of leaves";
+  if (collective == SENNIT_ALLTOALL && way != 0) text += " of equal parts,";
   if (has_ways) text += way < std::size(WAYS) ? WAYS[way] : " in an unknown way";
   if ((signature >> 46 & 1) != 0) text += " by round trips";
   text += std::string(" of ") + dtype_name(signature >> 48 & 0xFF);

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Allgather by host: a part goes to each other host once, and there from rank to rank in shared memory.
+
+On every other host one rank stands for the giver (`Hosts.relay`). It passes on what it gets. So the ranks of a host
+take in equally much, and the link between two hosts carries each part once, in place of once for each rank there.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from sennit.transport.algorithms.ranges import (
+    Part,
+    copy_part,
+    counted_buffers,
+    counted_parts,
+    peers_after,
+    recv_part,
+    send_part,
+)
+from sennit.transport.counts import CountRange
+from sennit.transport.elements import Dtype
+from sennit.transport.hosts import Hosts
+from sennit.transport.plan import Operand, Plan, PlanBuilder
+from sennit.transport.signature import BY_HOST, Kind, signature
+
+# Of what a neighbour passes on: this, and the rank that gave it.
+PASSED_ON_SLOT: Final = 1
+
+
+def allgather_by_host(
+    *,
+    world: int,
+    rank: int,
+    hosts: Hosts,
+    item_bytes: int,
+    type_code: int = Dtype.U8,
+    in_place: bool = False,
+    list_output: bool = False,
+) -> Plan:
+    """Counts and buffers are those of `allgather`."""
+    own_bytes = CountRange(rank, rank + 1)
+    builder = PlanBuilder(
+        "allgather by host",
+        world=world,
+        rank=rank,
+        signature=signature(Kind.ALLGATHER, type_code=type_code, root=BY_HOST),
+        buffer_bytes=[
+            *([] if in_place else [own_bytes]),
+            *counted_buffers(world, first_count=0, in_list=list_output),
+        ],
+        count_count=world,
+        unit_bytes=item_bytes,
+    )
+    outputs = counted_parts(world, first_count=0, first_buffer=0 if in_place else 1, in_list=list_output)
+    own = outputs[rank] if in_place else Part(0, 0, own_bytes)
+    home = hosts.of_rank(rank)
+    neighbours = [peer for peer in peers_after(rank, world) if hosts.of_rank(peer) == home]
+    others = [(home + step) % len(hosts.spans) for step in range(1, len(hosts.spans))]
+    for host in others:
+        send_part(builder, hosts.relay(host, rank), own)
+    for peer in neighbours:
+        send_part(builder, peer, own)
+    for peer in reversed(neighbours):
+        recv_part(builder, peer, outputs[peer])
+    # All ranks of a host have this order, so that they take what is passed on as it is sent.
+    for giver in (giver for host in reversed(others) for giver in range(*hosts.spans[host])):
+        part, relay = outputs[giver], hosts.relay(home, giver)
+        if relay != rank:
+            builder.recv(relay, PASSED_ON_SLOT + giver, part.buffer, part.offset, part.size_bytes)
+            continue
+        came = builder.recv(giver, 0, part.buffer, part.offset, part.size_bytes)
+        for peer in neighbours:
+            source = Operand(part.buffer, part.offset)
+            builder.send(peer, PASSED_ON_SLOT + giver, source, part.size_bytes, after=[came])
+    if not in_place:
+        copy_part(builder, own, outputs[rank])
+    return builder.build()
