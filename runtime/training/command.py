@@ -133,6 +133,11 @@ def command(
     checkpoint_async: Annotated[
         bool, typer.Option("--checkpoint-async", help="write checkpoints while training goes on")
     ] = False,
+    stop_early: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="end after N epochs that were no better; keep the best one in DIR/best"),
+    ] = None,
+    best_by: Annotated[str, typer.Option(help="what is best: ne (normalised entropy) or auc")] = _DEFAULT.best_by,
     resume: Annotated[bool, typer.Option("--resume", help="go on from the latest checkpoint")] = False,
     elastic: Annotated[bool, typer.Option("--elastic", help="go on when ranks die or join")] = False,
     port: Annotated[
@@ -209,6 +214,8 @@ def command(
             keep=keep,
             checkpoint_increments=checkpoint_increments,
             checkpoint_async=checkpoint_async,
+            stop_early=stop_early,
+            best_by=best_by,
             resume=resume,
             elastic=elastic,
             min_ranks=min_ranks,

@@ -23,6 +23,7 @@ from sennit.runtime.model.tensor_train import TensorTrainRule
 from sennit.runtime.pipeline.depth import BATCHES_AHEAD_MAX
 from sennit.runtime.sharded.files import TableStore
 from sennit.runtime.sharded.tables import MAX_SHARDS, Table
+from sennit.runtime.training.metrics import METRICS
 from sennit.transport.codecs import COLLECTIVE_CODECS, EXCHANGE_CODECS, Codec
 from sennit.transport.errors import ConfigError
 
@@ -149,6 +150,12 @@ class TrainingConfig:
     checkpoint_every: int | None = None
     """Steps between checkpoints; None: one at the end."""
 
+    stop_early: int | None = None
+    """End after so many epochs that were no better than the best one, whose checkpoint is kept; None: at the end."""
+
+    best_by: str = "ne"
+    """What makes an evaluation the best: "auc", or "ne", normalised entropy."""
+
     keep: int | None = None
     """How many checkpoints of the run to keep. Older ones are removed when a newer one is durable. None: all."""
 
@@ -240,10 +247,20 @@ class TrainingConfig:
             raise ConfigError("--sketch without --ingest; it counts what feeders send")
         if self.elastic and self.sketch_path is not None:
             raise ConfigError("--sketch in an elastic run; allowed: one of them (what ranks counted is lost with them)")
+        if self.stop_early is not None:
+            _in_range("epochs without a better one", self.stop_early, 1, 100_000)
+        _one_of("best by", self.best_by, tuple(METRICS))
         if self.keep is not None:
             _in_range("checkpoints to keep", self.keep, 1, 2**31)
         if self.checkpoint is None:
-            for option in ("resume", "checkpoint_every", "keep", "checkpoint_increments", "checkpoint_async"):
+            for option in (
+                "resume",
+                "checkpoint_every",
+                "keep",
+                "checkpoint_increments",
+                "checkpoint_async",
+                "stop_early",
+            ):
                 if getattr(self, option) not in (None, False):
                     raise ConfigError(f"--{option.replace('_', '-')} needs a checkpoint folder (--checkpoint DIR)")
 

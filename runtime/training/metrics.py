@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -30,6 +31,31 @@ class Quality:
     """The share of positive samples."""
 
     sample_count: int
+
+
+METRICS: Final = {"auc": "AUC", "ne": "normalised entropy"}
+"""What an evaluation may be the best by."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """The quality after a step."""
+
+    step: int
+    epoch: int
+    """Epochs that are over."""
+
+    quality: Quality
+
+    def loss(self, metric: str) -> float:
+        """Less is better. What is not defined is as bad as can be."""
+        found = -self.quality.auc if metric == "auc" else self.quality.normalised_entropy
+        return math.inf if math.isnan(found) else found
+
+    def text(self, metric: str) -> str:
+        """For people."""
+        value = self.quality.auc if metric == "auc" else self.quality.normalised_entropy
+        return f"epoch {self.epoch} (step {self.step}): {METRICS[metric]} {value:.4f}"
 
 
 def quality(logits: npt.NDArray[np.floating], labels: npt.NDArray[np.floating]) -> Quality:

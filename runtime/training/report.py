@@ -19,7 +19,7 @@ from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.runtime.sharded.tables import Table as EmbeddingTable
 from sennit.runtime.sharded.tables import shard_spec, shards_of
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.metrics import Quality
+from sennit.runtime.training.metrics import Evaluation, Quality
 from sennit.transport.errors import SennitError
 
 VERDICTS = tuple(verdict.name.lower() for verdict in Verdict)
@@ -140,6 +140,12 @@ class RunReport:
     data: str
     """Name of the data set."""
 
+    best: Evaluation | None = None
+    """The best evaluation (`TrainingConfig.best_by`)."""
+
+    best_text: str = ""
+    """What to tell people of it: nothing if it was the last one."""
+
     changes: list[Change] = field(default_factory=list)
     """The changes of an elastic run, in order."""
 
@@ -210,6 +216,7 @@ class RunReport:
             "predicted_step_s": self.predicted_step_s,
             "final_loss": self.final_loss,
             "quality": asdict(self.quality),
+            "best": None if self.best is None else asdict(self.best),
             "embedding": asdict(self.embedding),
             "phases_s": self.phases_s(),
             "bytes_moved": self.bytes_moved(),
@@ -249,6 +256,8 @@ def render(report: RunReport, console: Console) -> None:
         ("weights SHA-256", report.weights_sha256),
     ):  # fmt: skip
         summary.add_row(name, value)
+    if report.best_text:
+        summary.add_row("best", report.best_text)
     if report.predicted_step_s is not None:
         summary.add_row("step", f"{report.step_s * 1e3:.1f} ms, {report.predicted_step_s * 1e3:.1f} ms predicted")
     ingest = report.ingest()

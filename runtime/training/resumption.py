@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -109,12 +109,27 @@ def saver_of(config: TrainingConfig) -> Saver:
 
 def save(trainer: Trainer, saver: Saver | None = None) -> None:
     """Saves the trainer's present state. Collective. Without `saver` it is durable at the end."""
-    known = trainer.source.preprocessing
-    # Rank 0 writes it.
-    documents = {} if known is None or trainer.rank else {preprocessing.NAME: known.text()}
     with contextlib.nullcontext(saver) if saver is not None else saver_of(trainer.config) as own:
         changes = trainer.changes if trainer.config.checkpoint_increments else None
+        documents = _documents(trainer, {})
         own.save(manifest_of(trainer), trainer.state, changes=changes, copied=trainer.in_files, documents=documents)
+
+
+def save_whole(trainer: Trainer, folder: Path, documents: Mapping[str, str]) -> None:
+    """Saves the trainer's present state as the only checkpoint of the run in `folder`, durably. Collective.
+
+    `documents` (file name to text) lie beside it. Increments elsewhere do not notice.
+    """
+    with Saver(folder, keep=1, timeout_s=trainer.config.timeout_s) as saver:
+        saver.save(
+            manifest_of(trainer), trainer.whole_state, copied=trainer.in_files, documents=_documents(trainer, documents)
+        )
+
+
+def _documents(trainer: Trainer, more: Mapping[str, str]) -> dict[str, str]:
+    """What lies beside a checkpoint. Rank 0 writes it."""
+    known = trainer.source.preprocessing
+    return {} if trainer.rank else {**more, **({} if known is None else {preprocessing.NAME: known.text()})}
 
 
 def begin(trainer: Trainer) -> list[str]:
@@ -129,9 +144,9 @@ def begin(trainer: Trainer) -> list[str]:
     if folder is not None:
         _check_equal_ranks(trainer)
         # Rank 0 chooses, so that all ranks take the same checkpoint.
-        found = _on_first(trainer, lambda: _find(trainer, folder) if config.resume else check_unused(folder))
+        found = on_first(trainer, lambda: _find(trainer, folder) if config.resume else check_unused(folder))
     if found is None:
-        trainer.run_id = _on_first(trainer, new_run_id)
+        trainer.run_id = on_first(trainer, new_run_id)
         return []
     path, about = found
     forgotten = _load(trainer, path, about)
@@ -154,7 +169,7 @@ def go_back(trainer: Trainer) -> list[str]:
         path = checkpoint.latest_of(folder, trainer.run_id)
         return None if path is None else (path, Manifest.read(path))
 
-    found = _on_first(trainer, look)
+    found = on_first(trainer, look)
     return [] if found is None else _load(trainer, *found)
 
 
@@ -221,8 +236,8 @@ def _check_equal_ranks(trainer: Trainer) -> None:
             raise ConfigError(f"rank {rank} has other data or settings than rank 0:\n  {lines}")
 
 
-def _on_first(trainer: Trainer, function: Callable[[], Result]) -> Result:
-    """The result of rank 0's call on every rank, or its error."""
+def on_first(trainer: Trainer, function: Callable[[], Result]) -> Result:
+    """The result of rank 0's call on every rank, or its error. Collective."""
     told: list[Any] = [None, None]
     if trainer.rank == 0:
         try:

@@ -14,6 +14,7 @@ from sennit.runtime.backend.process_group import BACKEND_NAME, communicator
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.ingest.sketches import save_sketch
 from sennit.runtime.training import resumption
+from sennit.runtime.training.best import Best
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.display import ConsoleDisplay, Listener, Listeners, TensorBoardLog, stdout_console
 from sennit.runtime.training.fingerprint import fingerprint
@@ -60,6 +61,7 @@ def _train(
         if first:
             stdout_console().print(str(changes[-1]))
     last: list[StepReport] = []
+    best = Best(trainer)
 
     listeners: list[Listener] = []
     if first:
@@ -72,15 +74,19 @@ def _train(
             last[:] = [step]
             heard.on_step(step)
 
-        def on_epoch(epoch: int, quality: Quality) -> None:
+        def on_epoch(epoch: int, quality: Quality) -> bool:
             heard.on_epoch(epoch, trainer.step, quality)
+            return best.hear(quality)
 
         def on_checkpoint(step: int) -> None:
             resumption.save(trainer, saver)
 
         began = time.perf_counter()
         with contextlib.nullcontext() if config.checkpoint is None else resumption.saver_of(config) as saver:
-            result = trainer.run(on_step, on_epoch, on_checkpoint, is_awaited)
+            if best.is_over:
+                result: Quality | None = trainer.evaluate()
+            else:
+                result = trainer.run(on_step, on_epoch, on_checkpoint, is_awaited)
             if saver is not None:
                 with trainer.clock.phase("checkpoint", is_whole=True):
                     saver.finish()
@@ -107,6 +113,8 @@ def _train(
         step=trainer.step,
         final_loss=last[0].loss if last else None,
         quality=result,
+        best=best.found,
+        best_text=best.text(),
         run_id=trainer.run_id,
         weights_sha256=fingerprint(trainer.weights()),
         changes=changes,

@@ -134,12 +134,13 @@ class Trainer(Closing):
     def run(
         self,
         on_step: Callable[[StepReport], None],
-        on_epoch: Callable[[int, Quality], None],
+        on_epoch: Callable[[int, Quality], bool],
         on_checkpoint: Callable[[int], None],
         is_awaited: Callable[[], bool] | None = None,
     ) -> Quality | None:
         """Trains to the end, evaluates after each epoch, and returns the last evaluation.
 
+        `on_epoch` returns whether the run is to end there. The answer is the same on all ranks.
         `is_awaited` is called before each step. If it returns True, training stops there and the result is None.
         """
         result: Quality | None = None
@@ -150,15 +151,23 @@ class Trainer(Closing):
             done = self.step == self.step_count
             on_step(report)
             every = self.config.checkpoint_every
-            if self.config.checkpoint is not None and (done or (every is not None and self.step % every == 0)):
-                self._check_loss(report)
-                with self.clock.phase("checkpoint", is_whole=True):
-                    on_checkpoint(self.step)
+            is_due = done or (every is not None and self.step % every == 0)
+            if is_due:
+                self._save(report, on_checkpoint)
             if done or self.step % self.steps_per_epoch == 0:
                 self._check_loss(report)
                 result = self.evaluate()
-                on_epoch(report.epoch, result)
+                if on_epoch(report.epoch, result):
+                    if not is_due:
+                        self._save(report, on_checkpoint)
+                    break
         return result if result is not None else self.evaluate()
+
+    def _save(self, report: StepReport, on_checkpoint: Callable[[int], None]) -> None:
+        if self.config.checkpoint is not None:
+            self._check_loss(report)
+            with self.clock.phase("checkpoint", is_whole=True):
+                on_checkpoint(self.step)
 
     def train_step(self) -> StepReport:
         """Takes one step on the next global batch.
@@ -275,6 +284,10 @@ class Trainer(Closing):
         """
         if self.config.checkpoint_increments:
             self.tables.track_changes()
+        return self.whole_state()
+
+    def whole_state(self) -> dict[str, Any]:
+        """What `state` returns, for a checkpoint that no increment follows."""
         return self._state(self.tables.state_dict())
 
     def changes(self) -> dict[str, Any]:

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sennit train --stop-early`: when runs end, and that the best checkpoint is that of the best epoch."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.metrics import Evaluation, Quality
+from sennit.transport.errors import ConfigError
+from tests.runtime.whole_run import train
+
+pytestmark = pytest.mark.timeout(120)
+
+# The rates are such that few samples are soon learnt by heart.
+OVERFITTING = [
+    "--data", "synthetic", "--samples", "600", "--row-limit", "400", "--batch-size", "64", "--dim", "8",
+    "--sparse-rate", "1.0", "--dense-rate", "0.1", "--decay", "none", "--epochs", "12",
+]  # fmt: skip
+
+
+def best_of(folder: Path) -> dict[str, Any]:
+    (path,) = (folder / "best").iterdir()
+    found: dict[str, Any] = json.loads((path / "quality.json").read_text())
+    assert int(path.name.removeprefix("step-")) == found["step"]
+    return found
+
+
+@pytest.mark.parametrize("increments", [[], ["--checkpoint-every", "3", "--checkpoint-increments", "3"]])
+def test_a_run_ends_when_it_gets_no_better_and_the_best_epoch_is_kept(tmp_path: Path, increments: list[str]) -> None:
+    folder = tmp_path / "checkpoints"
+    stopping = [*OVERFITTING, "--stop-early", "2", "--checkpoint", str(folder), *increments]
+    stopped = train(tmp_path / "stopped.json", *stopping, "--ranks", "2")
+    best = best_of(folder)
+    assert stopped["best"] == best
+    per_epoch = best["step"] // best["epoch"]
+    assert stopped["steps"]["last"] == (best["epoch"] + 2) * per_epoch < 12 * per_epoch
+    assert best["quality"]["normalised_entropy"] < stopped["quality"]["normalised_entropy"]
+    # The weights are those of that moment, with any number of ranks.
+    again = [*OVERFITTING, "--steps", str(best["step"]), "--checkpoint", str(folder / "best"), "--resume"]
+    assert train(tmp_path / "again.json", *again, "--ranks", "1")["quality"] == best["quality"]
+    # It changes nothing of what is trained, and what is over stays over.
+    resumed = train(tmp_path / "resumed.json", *stopping, "--resume", "--ranks", "1")
+    plain = train(tmp_path / "plain.json", *OVERFITTING, "--steps", str(stopped["steps"]["last"]), "--ranks", "1")
+    assert [run["weights_sha256"] for run in (resumed, plain)] == [stopped["weights_sha256"]] * 2
+    assert resumed["steps"]["first"] == resumed["steps"]["last"]
+    assert best_of(folder) == best
+
+
+def test_what_is_best_depends_on_the_metric() -> None:
+    def evaluation(auc: float, entropy: float) -> Evaluation:
+        quality = Quality(auc=auc, log_loss=0.5, normalised_entropy=entropy, base_rate=0.5, sample_count=9)
+        return Evaluation(step=1, epoch=1, quality=quality)
+
+    ranked, calibrated, undefined = evaluation(0.8, 0.9), evaluation(0.7, 0.8), evaluation(math.nan, math.nan)
+    assert ranked.loss("auc") < calibrated.loss("auc") < undefined.loss("auc")
+    assert calibrated.loss("ne") < ranked.loss("ne") < undefined.loss("ne")
+
+
+def test_a_damaged_note_of_the_best_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "checkpoints"
+    stopping = [*OVERFITTING, "--stop-early", "1", "--steps", "9", "--checkpoint", str(folder)]
+    train(tmp_path / "first.json", *stopping)
+    (path,) = (folder / "best").iterdir()
+    (path / "quality.json").write_text("{}")
+    with pytest.raises(AssertionError):
+        train(tmp_path / "second.json", *stopping, "--resume")
+    assert "quality.json" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"stop_early": 1}, "--stop-early needs a checkpoint folder"),
+        ({"stop_early": 0, "checkpoint": Path("here")}, "epochs without a better one 0"),
+        ({"best_by": "loss"}, "best by 'loss'; allowed: auc, ne"),
+    ],
+)
+def test_mistakes_are_named(settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        TrainingConfig(**settings)
