@@ -16,6 +16,7 @@ from sennit.runtime.ingest.sketches import save_sketch
 from sennit.runtime.training import resumption
 from sennit.runtime.training.best import Best
 from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.cost import CostMeter
 from sennit.runtime.training.display import ConsoleDisplay, Listener, Listeners, TensorBoardLog, stdout_console
 from sennit.runtime.training.fingerprint import fingerprint
 from sennit.runtime.training.handover import Holding
@@ -81,7 +82,7 @@ def _train(
         def on_checkpoint(step: int) -> None:
             resumption.save(trainer, saver)
 
-        began = time.perf_counter()
+        began, meter = time.perf_counter(), CostMeter()
         with contextlib.nullcontext() if config.checkpoint is None else resumption.saver_of(config) as saver:
             if best.is_over:
                 result: Quality | None = trainer.evaluate()
@@ -90,7 +91,7 @@ def _train(
             if saver is not None:
                 with trainer.clock.phase("checkpoint", is_whole=True):
                     saver.finish()
-        run_s = time.perf_counter() - began
+        run_s, cost = time.perf_counter() - began, meter.read()
     if result is None:
         return Holding.of(trainer)
 
@@ -98,6 +99,7 @@ def _train(
     mine = RankReport(
         tables=sorted({shard.rpartition("/")[0] for shard in trainer.own_shards}),
         phases_s=dict(trainer.clock.seconds),
+        cost=cost,
         counters={name: count - before.get(name, 0) for name, count in after.items()},
         ingest=source.counters(),
         rows=trainer.tables.cache_counters(),
