@@ -36,6 +36,8 @@ class Cluster:
     cache_bytes: int | None = None
     """Tables are in files, and a rank has this much memory as their cache. None: tables are in memory."""
     gbit: float | None = None
+    has_no_shared_memory: bool = False
+    """Ranks of a host use the network with each other."""
     source: str = "this machine"
 
     @property

@@ -23,6 +23,7 @@ SCHEMA: Final = 1
 # Above every constant: a second for each byte or call.
 VALUE_MAX: Final = 1.0
 OLD_DAYS: Final = 30
+CONTENTION_MAX: Final = 100.0
 PRECISIONS: Final = ("fp32", "fp16", "bf16")
 
 _T = TypeVar("_T")
@@ -81,6 +82,8 @@ class Memory:
 
     copy_byte_s: float
     """A byte read and written in memory, by one thread."""
+    fresh_byte_s: float
+    """And a byte of a buffer whose pages come from the kernel."""
     file_row_s: float
     """A row read from a file behind a cache, and later written back."""
     file_byte_s: float
@@ -129,8 +132,10 @@ class Constants:
         }
     )
     """Of the phases of a step."""
-    memory: Memory = Memory(copy_byte_s=1.5e-10, file_row_s=2e-6, file_byte_s=1e-9)
+    memory: Memory = Memory(copy_byte_s=6e-11, fresh_byte_s=2.5e-10, file_row_s=6e-6, file_byte_s=1e-9)
     gemm: Gemm = Gemm(flop_s=1.2e-11, operator_s=1e-5)
+    contention: float = 1.1
+    """By what computing is slower if all cores compute: they share caches and memory."""
     network: Calibration = field(default_factory=Calibration)
     has_kernels: bool = False
     """Whether a file had them."""
@@ -155,6 +160,7 @@ def as_json(constants: Constants) -> dict[str, Any]:
             for name in ("lookup", "update", "overhead")
         },
         **{name: dataclasses.asdict(getattr(constants, name)) for name in ("ids", "memory", "gemm")},
+        "contention": constants.contention,
     }
 
 
@@ -189,7 +195,7 @@ def read_constants(path: str | None) -> tuple[Constants, list[str]]:
         ("overhead", Overhead, PHASES),
     )
     parts: tuple[tuple[str, type[Any]], ...] = (("ids", Ids), ("memory", Memory), ("gemm", Gemm))
-    allowed = {"schema", *(name for name, *_ in by_name), *(name for name, _ in parts)}
+    allowed = {"schema", "contention", *(name for name, *_ in by_name), *(name for name, _ in parts)}
     if unknown := sorted(set(kernels) - allowed):
         raise ConfigError(f"{place}.{unknown[0]:.40} is unknown; allowed: {', '.join(sorted(allowed))}")
     for name, kind, keys in by_name:
@@ -199,7 +205,10 @@ def read_constants(path: str | None) -> tuple[Constants, list[str]]:
         known[name] = {key: _numbers(f"{place}.{name}.{key}", section[key], kind) for key in keys}
     for name, kind in parts:
         known[name] = _numbers(f"{place}.{name}", kernels.get(name), kind)
-    return Constants(has_kernels=True, **known), warnings
+    slower = kernels.get("contention")
+    if isinstance(slower, bool) or not isinstance(slower, int | float) or not 1 <= slower <= CONTENTION_MAX:
+        raise ConfigError(f"{place}.contention is {slower!r:.40}; allowed: a ratio, 1..{CONTENTION_MAX:g}")
+    return Constants(has_kernels=True, contention=float(slower), **known), warnings
 
 
 def _strange(path: str, found: Mapping[str, Any]) -> list[str]:

@@ -47,6 +47,15 @@ PHASES: Final = (
     "replicas",
     "AllReduce",
 )
+# They are of the next batch, if batches are sent ahead.
+AHEAD: Final = ("input", "id exchange")
+# What a thread for them costs a step on cores that are all in use; of runs with 2 and 4 ranks on 2 cores.
+SWITCHES: Final = 0.07
+# What ranks that share a core cost each other, beyond their turns: caches, and waits for one that is not running. It is
+# of runs with 4 ranks on 2 cores. Between one and two ranks a core it grows with the ranks.
+CROWD: Final = 0.3
+# glibc's malloc takes more than this from the kernel each time, page by page (M_MMAP_THRESHOLD, at most).
+FRESH_BYTES: Final = 32 << 20
 
 
 class Kind(IntEnum):
@@ -79,6 +88,8 @@ class Kind(IntEnum):
     LISTED = 12
     """Seconds if lookups travel, and their bytes."""
     LISTED_BYTES = 13
+    FOUND = 15
+    """Bytes that lookups write for a sample."""
     OWN = 14
     """Bytes in the memory of the rank, whatever the tier: replicas and tensor trains."""
 
@@ -111,6 +122,8 @@ class Problem:
     """Samples of all ranks in a step."""
     slices: int
     fixed: Fixed = Fixed()
+    ahead: bool = False
+    """Whether input and ids of the next batch go beside the rest of a step."""
 
     @property
     def samples(self) -> Work:
@@ -131,7 +144,7 @@ class Rating:
         self._host_samples = np.repeat(self.samples.reshape(self._by_host).sum(1), cluster.local_ranks)
         # Ranks that share a core take turns. Constants of the network have that in them if they were measured so.
         self._turns = max(1.0, cluster.local_ranks / cluster.cores)
-        self.near = constants.network.shared_memory
+        self.near = constants.network.network if cluster.has_no_shared_memory else constants.network.shared_memory
         self.far = constants.network.network
         if cluster.gbit is not None:
             self.far = replace(self.far, byte_s=8e-9 / cluster.gbit)
@@ -180,6 +193,7 @@ class Rating:
             work[Kind.IDS_SENT, rank] += features * int(rows.sum()) * LENGTH_BYTES
             nodes = np.array([_nodes(np.flatnonzero(mine[:, column]), table.row_shards) for column in range(len(dims))])
             counts = mine.sum(0)
+            work[Kind.FOUND, rank] += float((counts * dims).sum()) * features * FLOAT_BYTES
             all_nodes += nodes
             bag_bytes = features * dims * FLOAT_BYTES
             work[Kind.SUMS_SENT, rank] += float((nodes * bag_bytes).sum())
@@ -280,29 +294,55 @@ class Rating:
     # From work to time.
 
     def phases(self, work: Work) -> dict[str, Any]:
-        """Seconds of each phase on the slowest rank, [...] each."""
-        cluster = self.problem.cluster
-        file_s = np.maximum(self._compute(work[..., Kind.ROWS, :]) - self._dense_s, 0.0)
-        own = self.samples
-        gathered = self._gathered(work)
-        return {
-            "input": np.broadcast_to(self._compute(own * self.problem.fixed.input_sample_s), file_s.shape),
-            "id exchange": self._compute(self._sender_s + work[..., Kind.IDS, :])
-            + self._to_owners(work[..., Kind.IDS_SENT, :])
-            + self._rounds(1 + 2 * self._groups),
-            "wait for rows": file_s,
-            "lookup": self._compute(work[..., Kind.LOOKUP, :]),
-            "pooled exchange": self._from_owners(work[..., Kind.SUMS_SENT, :])
-            + self._compute(own * work[..., Kind.BAGS, :])
-            + self._rounds(self._groups),
-            "dense": np.broadcast_to(self._dense_s, file_s.shape),
-            "gradient exchange": self._compute(own * work[..., Kind.PACKED, :])
-            + self._to_owners(work[..., Kind.GRADIENTS_SENT, :])
-            + self._rounds(self._groups),
-            "update": self._compute(work[..., Kind.UPDATE, :]),
-            "replicas": gathered if cluster.ranks > 1 else self._compute(work[..., Kind.LISTED, :]),
-            "AllReduce": np.broadcast_to(self._all_reduce_s, file_s.shape),
+        """Seconds of each phase on the slowest rank, [...] each. What hides behind other phases is left out."""
+        own, dense, many = self.samples, self._dense_ranks, self.problem.batch
+        all_sums = work[..., Kind.SUMS_SENT, :].sum(-1, keepdims=True)
+        all_gradients = work[..., Kind.GRADIENTS_SENT, :].sum(-1, keepdims=True)
+        ids, ids_far = self._to_owners(work[..., Kind.IDS_SENT, :])
+        sums, sums_far = self._from_owners(work[..., Kind.SUMS_SENT, :])
+        gradients, gradients_far = self._to_owners(work[..., Kind.GRADIENTS_SENT, :])
+        replicas, replicas_far = self._gathered(work)
+        computed = {
+            "input": np.broadcast_to(own * self.problem.fixed.input_sample_s, ids.shape),
+            "id exchange": self._sender_s + work[..., Kind.IDS, :] + ids,
+            "lookup": work[..., Kind.LOOKUP, :] + self._fresh(many * work[..., Kind.FOUND, :]),
+            "pooled exchange": sums + own * work[..., Kind.BAGS, :] + self._fresh(own * all_sums),
+            "dense": np.broadcast_to(dense, ids.shape),
+            "gradient exchange": own * work[..., Kind.PACKED, :]
+            + gradients
+            + self._fresh(own * all_gradients)
+            + self._fresh(many * work[..., Kind.GRADIENTS_SENT, :]),
+            "update": work[..., Kind.UPDATE, :] + self._fresh(many * work[..., Kind.FOUND, :]),
+            "replicas": replicas,
         }
+        waited = {
+            "id exchange": ids_far + self._rounds(1 + 2 * self._groups),
+            "pooled exchange": sums_far + self._rounds(self._groups),
+            "gradient exchange": gradients_far + self._rounds(self._groups),
+            "replicas": replicas_far,
+        }
+        found = {phase: self._compute(seconds) + waited.get(phase, 0.0) for phase, seconds in computed.items()}
+        file_s = self._compute(work[..., Kind.ROWS, :])
+        found["wait for rows"] = np.maximum(file_s - found["dense"], 0.0)
+        found["AllReduce"] = np.broadcast_to(self._all_reduce_s, file_s.shape)
+        if self.problem.ahead:
+            self._hide(found, sums_far + gradients_far + replicas_far)
+        return {phase: found[phase] for phase in PHASES}
+
+    def _hide(self, found: dict[str, Any], idle_s: Any) -> None:
+        """Input and ids of the next batch go beside everything else: on idle cores, and while the network is waited
+        for (`idle_s`). A second thread on a core that is in use costs its switches.
+        """
+        cluster = self.problem.cluster
+        idle = min(max(cluster.cores / cluster.local_ranks - 1, 0.0), 1.0)
+        beside = found["input"] + found["id exchange"]
+        rest = sum(found[phase] for phase in PHASES if phase not in AHEAD)
+        hidden = np.minimum(beside, idle * rest + (1 - idle) * idle_s)
+        share = np.divide(beside - hidden, beside, out=np.zeros_like(beside), where=beside > 0)
+        for phase in AHEAD:
+            found[phase] = found[phase] * share
+        for phase in PHASES:
+            found[phase] = found[phase] * (1 + SWITCHES * (1 - idle))
 
     def seconds(self, work: Work) -> Any:
         """Of a step, [...]."""
@@ -319,29 +359,44 @@ class Rating:
     def _compute(self, seconds: Work) -> Any:
         """The ranks of a host share its cores: the longest rank, or all of them in turns."""
         by_host = seconds.reshape(*seconds.shape[:-1], *self._by_host)
-        return np.maximum(by_host.max(-1), by_host.sum(-1) / self.problem.cluster.cores).max(-1)
+        longest = np.maximum(by_host.max(-1), by_host.sum(-1) / self.problem.cluster.cores).max(-1)
+        return longest * self._slower
 
-    def _to_owners(self, sent: Work) -> Any:
-        """An exchange in which every sample of every rank sends `sent[r]` bytes to rank r."""
-        if self.problem.cluster.ranks == 1:
-            return np.zeros(sent.shape[:-1])
+    @property
+    def _slower(self) -> float:
+        """By what a rank computes slower than one alone on the host."""
+        cluster = self.problem.cluster
+        several = min(cluster.cores, cluster.local_ranks) > 1
+        crowd = 1 + CROWD * min(cluster.local_ranks / cluster.cores - 1, 1.0) if self._turns > 1 else 1.0
+        return crowd * (self.problem.constants.contention if several else 1.0)
+
+    def _to_owners(self, sent: Work) -> tuple[Work, Any]:
+        """An exchange in which every sample of every rank sends `sent[r]` bytes to rank r.
+
+        The seconds that each rank copies, [..., ranks], and those of the network, [...].
+        """
         here = self._per_host(sent)
-        total = sent.sum(-1, keepdims=True)
-        copied = self.samples * ((here - sent) * self._near_byte_s + sent * self.problem.constants.memory.copy_byte_s)
-        out = self.samples * (total - here)
+        copied = self.samples * ((here - sent) * self._near_byte_s + sent * self._own_byte_s)
+        out = self.samples * (sent.sum(-1, keepdims=True) - here)
         arriving = sent * (self.problem.batch - self._host_samples)
-        return self._compute(copied) + np.maximum(out, arriving).max(-1) * self._far_byte_s * self._far_turns
+        return copied, np.maximum(out, arriving).max(-1) * self._far_byte_s * self._far_turns
 
-    def _from_owners(self, sent: Work) -> Any:
+    def _from_owners(self, sent: Work) -> tuple[Work, Any]:
         """An exchange in which rank r sends `sent[r]` bytes to every sample of every rank."""
-        if self.problem.cluster.ranks == 1:
-            return np.zeros(sent.shape[:-1])
-        here = self._per_host(sent)
-        copied = sent * (self._host_samples - self.samples) * self._near_byte_s
-        copied = copied + sent * self.samples * self.problem.constants.memory.copy_byte_s
+        copied = sent * ((self._host_samples - self.samples) * self._near_byte_s + self.samples * self._own_byte_s)
         out = sent * (self.problem.batch - self._host_samples)
-        arriving = self.samples * (sent.sum(-1, keepdims=True) - here)
-        return self._compute(copied) + np.maximum(out, arriving).max(-1) * self._far_byte_s * self._far_turns
+        arriving = self.samples * (sent.sum(-1, keepdims=True) - self._per_host(sent))
+        return copied, np.maximum(out, arriving).max(-1) * self._far_byte_s * self._far_turns
+
+    @property
+    def _own_byte_s(self) -> float:
+        """Of what a rank sends to itself. A rank alone sends nothing."""
+        return self.problem.constants.memory.copy_byte_s if self.problem.cluster.ranks > 1 else 0.0
+
+    def _fresh(self, size_bytes: Work) -> Work:
+        """Seconds for the pages of a buffer that is too large to be used again."""
+        fresh_byte_s = self.problem.constants.memory.fresh_byte_s
+        return np.where(size_bytes > FRESH_BYTES, size_bytes * fresh_byte_s, 0.0)
 
     def _per_host(self, values: Work) -> Work:
         by_host = values.reshape(*values.shape[:-1], *self._by_host).sum(-1)
@@ -349,7 +404,8 @@ class Rating:
 
     @property
     def _near_byte_s(self) -> float:
-        return self.near.byte_s / self.problem.constants.crowding()
+        peers = self.problem.cluster.local_ranks - 1
+        return Traffic(peers=peers, sent_bytes=1).seconds(self.near) / self.problem.constants.crowding()
 
     @property
     def _far_turns(self) -> float:
@@ -366,27 +422,27 @@ class Rating:
         found = way.round_s + near * self.near.message_s + far * self.far.message_s
         return count * found * max(1.0, self._turns / self.problem.constants.crowding())
 
-    def _gathered(self, work: Work) -> Any:
-        """Replicas: of two ways the one that sends less, as `SparseAllReduce` has it."""
-        cluster = self.problem.cluster
-        costs = []
+    def _gathered(self, work: Work) -> tuple[Work, Any]:
+        """Replicas: of two ways the one that sends less, as `SparseAllReduce` has it. As `_to_owners` returns it."""
+        sizes, computed, waited = [], [], []
         for seconds, given in ((Kind.SUMMED, Kind.SUMMED_BYTES), (Kind.LISTED, Kind.LISTED_BYTES)):
             own = work[..., given, :]
-            near = (self._per_host(own) - own) * self._near_byte_s
-            far = (own.sum(-1, keepdims=True) - self._per_host(own)) * self._far_byte_s * self._far_turns
-            costs.append((own.sum(-1), self._compute(work[..., seconds, :] + near) + far.max(-1)))
-        (summed_bytes, summed), (listed_bytes, listed) = costs
-        any_of_it = summed_bytes > 0
-        found = np.where(summed_bytes < listed_bytes, summed, listed)
-        return np.where(any_of_it, found + (self._rounds(4) if cluster.ranks > 1 else 0.0), 0.0)
+            here = self._per_host(own)
+            sizes.append(own.sum(-1))
+            computed.append(work[..., seconds, :] + (here - own) * self._near_byte_s)
+            waited.append((own.sum(-1, keepdims=True) - here).max(-1) * self._far_byte_s * self._far_turns)
+        is_summed = sizes[0] < sizes[1]
+        rounds = np.where(sizes[1] > 0, self._rounds(4), 0.0)
+        return np.where(is_summed[..., None], *computed), np.where(is_summed, *waited) + rounds
 
     @cached_property
-    def _dense_s(self) -> float:
-        """Of the model: slices of a rank one after the other, and the step of the optimizer."""
+    def _dense_ranks(self) -> Work:
+        """Seconds of the model: slices of a rank one after the other, and the step of the optimizer."""
         fixed, world = self.problem.fixed, self.problem.cluster.ranks
         own = Slices(count=self.problem.slices, rank=0, world_size=world)
         slices = np.array([own.of(rank).high - own.of(rank).low for rank in range(world)], np.float64)
-        return float(self._compute(slices * fixed.slice_s + fixed.update_s))
+        found: Work = slices * fixed.slice_s + fixed.update_s
+        return found
 
     @cached_property
     def _all_reduce_s(self) -> float:

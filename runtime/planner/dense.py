@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what no placement changes: the passes of the model over a slice, its optimizer, and taking a batch."""
+"""Measures what no placement changes: passes of the model over the slices of a rank, its optimizer, and its input."""
 
 from __future__ import annotations
 
@@ -16,54 +16,76 @@ from sennit.runtime.model.factory import build
 from sennit.runtime.model.inputs import ModelInputs
 from sennit.runtime.model.optimizer import dense_optimizer
 from sennit.runtime.planner.cost import Fixed
+from sennit.runtime.sharded.cutting import CutArguments, join
+from sennit.runtime.sharded.slices import Slices
 
 BUDGET_S: Final = 1.0
-TURNS_MIN, TURNS_MAX = 3, 15
+TURNS_MIN, TURNS_MAX = 5, 25
 
 
 def measure(
-    model_name: str, inputs: ModelInputs, *, slice_samples: int, dense_optimizer_name: str = "adagrad"
+    model_name: str,
+    inputs: ModelInputs,
+    *,
+    slices: Slices,
+    batch: int,
+    dense_optimizer_name: str = "adagrad",
 ) -> Fixed:
-    """Builds the model of `inputs` and runs it on one thread, on random samples, for about two seconds at most."""
+    """Builds the model of `inputs` and runs it on one thread, on random samples, for about two seconds at most.
+
+    It gets the slices of a rank, cut and joined as `SlicedReplicas` does it.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     state = torch.get_rng_state()
     try:
-        return _measure(model_name, inputs, max(1, slice_samples), dense_optimizer_name)
+        return _measure(model_name, inputs, slices, batch, dense_optimizer_name)
     finally:
         torch.set_rng_state(state)
         torch.set_num_threads(threads)
 
 
-def _measure(model_name: str, inputs: ModelInputs, samples: int, optimizer_name: str) -> Fixed:
+def _measure(model_name: str, inputs: ModelInputs, slices: Slices, batch: int, optimizer_name: str) -> Fixed:
     model = build(model_name, inputs)
     optimizer = dense_optimizer(optimizer_name, model.parameters(), rate=1e-6, weight_decay=0.0)
+    own = slices.own_samples(batch)
+    samples = own.stop - own.start
     dense, labels = torch.randn(samples, inputs.dense_count), (torch.rand(samples) < 0.5).float()
     vectors = {table.name: (torch.randn(samples, table.dim) * 0.1).requires_grad_() for table in inputs.tables}
 
     def passes() -> None:
-        logits = model(dense.clone(), {name: vector.clone() for name, vector in vectors.items()})
-        F.binary_cross_entropy_with_logits(logits, labels, reduction="sum").backward()  # type: ignore[no-untyped-call]
+        for vector in vectors.values():
+            vector.grad = None
+        given = CutArguments((dense, vectors), slices, batch)
+        logits = join([model(*arguments) for _, arguments in given], None)
+        cut = CutArguments((logits, labels), slices, batch)
+        losses = join([F.binary_cross_entropy_with_logits(*pair, reduction="sum") for _, pair in cut], None)
+        (losses.sum() / batch).backward()
 
-    slice_s = typical(passes)
+    span = slices.own
     size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return Fixed(slice_s=slice_s, update_s=typical(optimizer.step), gradient_bytes=size_bytes)
+    return Fixed(
+        slice_s=typical(passes) / (span.high - span.low),
+        update_s=typical(optimizer.step),
+        gradient_bytes=size_bytes,
+    )
 
 
-def input_seconds(source: BatchSource, number: int) -> float:
-    """Of a sample of this rank, as `source` hands out batch `number`."""
-    samples = 0
+def input_seconds(source: BatchSource) -> float:
+    """Of a sample of this rank, as `source` hands out the batches of its first epoch."""
+    samples, number = 0, 0
 
     def take() -> None:
-        nonlocal samples
-        samples = len(source.take(number).labels)
+        nonlocal samples, number
+        batch = source.take(source.order.training_batch(number % source.order.steps_per_epoch))
+        samples, number = len(batch.labels), number + 1
         source.release(number)
 
     return typical(take) / max(1, samples)
 
 
 def typical(call: Callable[[], object]) -> float:
-    """Seconds of a call, after one that is not counted: the first quartile, because other programs only add."""
+    """Median seconds of a call, after one that is not counted."""
     call()
     times: list[float] = []
     begin_s = time.perf_counter()
@@ -71,4 +93,4 @@ def typical(call: Callable[[], object]) -> float:
         start_s = time.perf_counter()
         call()
         times.append(time.perf_counter() - start_s)
-    return statistics.quantiles(times, n=4)[0]
+    return statistics.median(times)

@@ -19,9 +19,10 @@ from sennit.runtime.planner.cost import Problem, Rating
 from sennit.runtime.planner.search import round_robin, search
 from sennit.runtime.planner.usage import ZIPF, uses
 from sennit.runtime.sharded.placement import Placement, placed
+from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.tables import Table
 from sennit.runtime.training.config import TrainingConfig
-from sennit.transport.config import from_environment
+from sennit.transport.config import TransportKind, from_environment
 from sennit.transport.errors import ConfigError
 
 # Ids of each table that are counted.
@@ -39,6 +40,19 @@ def model_inputs(config: TrainingConfig, source: BatchSource, tables: Sequence[T
     )
 
 
+def cluster_of(config: TrainingConfig, ranks: int, local_ranks: int, limits: Sequence[int] | None) -> Cluster:
+    """Hosts like this one. `limits`: bytes of each rank for tables in memory."""
+    store = config.table_store
+    return Cluster(
+        ranks=ranks,
+        local_ranks=local_ranks,
+        cores=cores_here(),
+        limits=limits if store is None else None,
+        cache_bytes=None if store is None else store.memory_bytes,
+        has_no_shared_memory=from_environment().transport in (TransportKind.UDP, TransportKind.VERBS),
+    )
+
+
 def problem_of(config: TrainingConfig, source: BatchSource, cluster: Cluster, constants: Constants) -> Problem:
     """What is to be planned. Measures the model and the source for some seconds.
 
@@ -51,11 +65,12 @@ def problem_of(config: TrainingConfig, source: BatchSource, cluster: Cluster, co
     fixed = dense.measure(
         config.model,
         model_inputs(config, source, tables),
-        slice_samples=config.batch_size // config.slices,
+        slices=Slices(count=config.slices, rank=0, world_size=cluster.ranks),
+        batch=config.batch_size,
         dense_optimizer_name=config.dense_optimizer,
     )
     if isinstance(source, MemorySource):
-        fixed = dataclasses.replace(fixed, input_sample_s=dense.input_seconds(source, 0))
+        fixed = dataclasses.replace(fixed, input_sample_s=dense.input_seconds(source))
     return Problem(
         tables=tables,
         uses=tuple(uses(tables, [facts.mean_length for facts in source.tables], samples, ZIPF)),
@@ -64,6 +79,7 @@ def problem_of(config: TrainingConfig, source: BatchSource, cluster: Cluster, co
         batch=config.batch_size,
         slices=config.slices,
         fixed=fixed,
+        ahead=config.batches_ahead > 0 or config.table_store is not None,
     )
 
 
@@ -101,14 +117,7 @@ def _planned(
     config: TrainingConfig, source: BatchSource, ranks: int, limits: Sequence[int] | None, local_ranks: int
 ) -> tuple[dict[str, int], float]:
     constants, warnings = read_constants(from_environment().calibration)
-    store = config.table_store
-    cluster = Cluster(
-        ranks=ranks,
-        local_ranks=local_ranks,
-        cores=cores_here(),
-        limits=limits,
-        cache_bytes=None if store is None else store.memory_bytes,
-    )
+    cluster = cluster_of(config, ranks, local_ranks, limits)
     rating = Rating(problem_of(config, source, cluster, constants))
     searched = search(rating)
     console = stdout_console()

@@ -14,13 +14,13 @@ from sennit.runtime.data import sources
 from sennit.runtime.data.batch_source import MemorySource, prepared
 from sennit.runtime.planner import plan_file, report
 from sennit.runtime.planner.cluster import Cluster, read_cluster
-from sennit.runtime.planner.constants import cores_here, read_constants
+from sennit.runtime.planner.constants import read_constants
 from sennit.runtime.planner.cost import Rating
 from sennit.runtime.planner.search import Searched, of_placement, search
 from sennit.runtime.sharded.memory_limits import available_bytes, shared_limits
 from sennit.runtime.training import command as training
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.planned import problem_of
+from sennit.runtime.training.planned import cluster_of, problem_of
 from sennit.transport.config import from_environment
 from sennit.transport.errors import ConfigError, SennitError
 
@@ -90,14 +90,9 @@ def _cluster(config: TrainingConfig, ranks: int | None, described: Path | None) 
         if ranks is not None and ranks != found.ranks:
             raise ConfigError(f"--ranks {ranks}, but {described} has {found.ranks}; allowed: leave --ranks out")
         return found
-    count, store = ranks or 1, config.table_store
-    limits = shared_limits([("here", config.rank_memory_bytes, available_bytes())] * count)
-    return Cluster(
-        ranks=count,
-        local_ranks=count,
-        cores=cores_here(),
-        limits=limits if store is None else None,
-        cache_bytes=None if store is None else store.memory_bytes,
+    count = ranks or 1
+    return cluster_of(
+        config, count, count, shared_limits([("here", config.rank_memory_bytes, available_bytes())] * count)
     )
 
 

@@ -11,6 +11,8 @@ import dataclasses
 import gc
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -26,9 +28,24 @@ from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
 from sennit.runtime.kernels.spec import Precision, TableSpec
-from sennit.runtime.planner.constants import PHASES, Constants, Gemm, Ids, Kernel, Memory, Overhead, as_json
+from sennit.runtime.model.inputs import ModelInputs, TableInput
+from sennit.runtime.planner import dense
+from sennit.runtime.planner.constants import (
+    CONTENTION_MAX,
+    PHASES,
+    Constants,
+    Gemm,
+    Ids,
+    Kernel,
+    Memory,
+    Overhead,
+    as_json,
+    cores_here,
+)
+from sennit.runtime.planner.cost import FRESH_BYTES
 from sennit.runtime.sharded import Features, PhaseClock, ShardedEmbeddingBags, Table
 from sennit.runtime.sharded.blocks import joined
+from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.split import dealt
 
 TURNS: Final = 5
@@ -40,6 +57,15 @@ BAGS: Final = ((4_096, 1), (1_024, 10), (256, 64))
 ROWS: Final = (200_000, 100)
 # Tables and slices of steps so small that the library's own work is all there is.
 STEPS: Final = ((4, 2), (24, 2), (24, 8))
+# A program that keeps a core busy until it is killed.
+BUSY: Final = """
+import numpy as np
+source, target, square = np.zeros(4 << 20, np.uint8), np.zeros(4 << 20, np.uint8), np.ones((256, 256), np.float32)
+print("busy", flush=True)
+while True:
+    np.copyto(target, source)
+    square @ square
+"""
 FILE_ROWS, FILE_ROW_BYTES = 2_000, 512
 GEMM_SMALL, GEMM_LARGE = 16, 512
 # The library's names of the phases.
@@ -59,7 +85,13 @@ def measure(folder: Path | None = None) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="sennit-calibrate-", dir=folder) as there:
             memory = _memory(Path(there))
         constants = Constants(
-            lookup=lookup, update=update, ids=_ids(), overhead=_overhead(), memory=memory, gemm=_gemm()
+            lookup=lookup,
+            update=update,
+            ids=_ids(),
+            overhead=_overhead(),
+            memory=memory,
+            gemm=_gemm(),
+            contention=_contention(),
         )
     finally:
         torch.set_num_threads(threads)
@@ -215,7 +247,7 @@ def _small_steps(count: int, slices: int) -> dict[str, float]:
 
 def _memory(folder: Path) -> Memory:
     """Copies in memory, and rows of a file that are read and written at random places."""
-    # To new memory, as exchanges pack what they send.
+    # To memory that was used before, as exchanges pack what they send; and to new pages, as very large ones do.
     source = torch.zeros(FLUSH_BYTES // 4)
     copy = _time([lambda: joined([source], torch.float32)], flushes=True)[0] / FLUSH_BYTES
     places = np.random.default_rng(3).permutation(FILE_ROWS)
@@ -238,7 +270,57 @@ def _memory(folder: Path) -> Memory:
     finally:
         os.close(file)
     byte_s = max(large - small, 0.0) / FILE_ROWS / (FILE_ROW_BYTES - 64)
-    return Memory(copy_byte_s=copy, file_row_s=max(small / FILE_ROWS - 64 * byte_s, 0.0), file_byte_s=byte_s)
+    return Memory(
+        copy_byte_s=copy,
+        fresh_byte_s=_fresh_byte_s(),
+        file_row_s=max(small / FILE_ROWS - 64 * byte_s, 0.0),
+        file_byte_s=byte_s,
+    )
+
+
+def _fresh_byte_s() -> float:
+    """Of a tensor so large that its pages come from the kernel each time, beyond those of one that stays."""
+    kept = torch.zeros(FRESH_BYTES // 2)
+
+    def new() -> None:
+        torch.empty(len(kept)).zero_()
+
+    fresh, again = _time([new, kept.zero_])
+    return max(fresh - again, 0.0) / kept.nbytes
+
+
+def _contention() -> float:
+    """A pass of a model while every other core copies and multiplies, over one while they do nothing."""
+    inputs = ModelInputs(
+        dense_count=13,
+        tables=tuple(TableInput(name=f"t{n}", dim=32) for n in range(26)),
+        bottom=(64,),
+        top=(128,),
+        seed=1,
+    )
+
+    def passes() -> float:
+        return dense.measure("dlrm", inputs, slices=Slices(count=1, rank=0, world_size=1), batch=1024).slice_s
+
+    others = cores_here() - 1
+    if not others:
+        return 1.0
+    alone = passes()
+    busy = [
+        subprocess.Popen(
+            [sys.executable, "-c", BUSY], env={**os.environ, "OPENBLAS_NUM_THREADS": "1"}, stdout=subprocess.PIPE
+        )
+        for _ in range(others)
+    ]
+    try:
+        for process in busy:
+            assert process.stdout is not None
+            process.stdout.readline()
+        return min(max(passes() / alone, 1.0), CONTENTION_MAX)
+    finally:
+        for process in busy:
+            process.kill()
+            process.communicate()
 
 
 def _gemm() -> Gemm:
