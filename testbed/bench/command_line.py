@@ -401,3 +401,32 @@ def rdma(
         fail(error)
     rdma_report.render(result, stdout_console())
     _write(json_path, result.as_json())
+
+
+@app.command(epilog="Example: sennit bench planner --only held-out")
+def planner(
+    only: Annotated[
+        str | None, typer.Option(help="tuned, held-out or compared (with round robin); default: all of them")
+    ] = None,
+    transport: Annotated[str, typer.Option(help="of compared: auto or udp")] = "auto",
+    turns: Annotated[int, typer.Option(help="of compared: runs of each placement", min=1)] = 3,
+    json_path: Figures = None,
+) -> None:
+    """Compare predicted with measured step times, and the best placement found with round robin, 2 and 4 ranks here."""
+    from sennit.runtime.training.launch import RankFailure
+    from sennit.testbed.bench import planner as bench
+
+    if only not in (None, "tuned", "held-out", "compared"):
+        raise typer.BadParameter(f"--only {only}; allowed: tuned, held-out, compared")
+    results = []
+    try:
+        if only != "compared":
+            results += bench.run(
+                [case for case in bench.CASES if only is None or case.is_held_out == (only != "tuned")]
+            )
+        if only in (None, "compared"):
+            results += bench.compare(transport=transport, turns=turns)
+    except RankFailure as failure:
+        fail(failure)
+    bench.render(results, stdout_console())
+    _write(json_path, bench.as_json(results))

@@ -21,7 +21,7 @@ from sennit.runtime.model.sharding_settings import sharding_of
 from sennit.runtime.planner import plan_file
 from sennit.runtime.planner.cluster import Cluster, read_cluster
 from sennit.runtime.planner.constants import Constants, as_json, read_constants
-from sennit.runtime.planner.cost import Fixed, Kind, Problem, Rating
+from sennit.runtime.planner.cost import CROWD, SWITCHES, Fixed, Kind, Problem, Rating
 from sennit.runtime.planner.search import Found, exact, greedy, local, of_placement, rate, round_robin, search
 from sennit.runtime.planner.usage import assumed, counted, uses
 from sennit.runtime.sharded.placement import place
@@ -159,7 +159,17 @@ def test_ranks_that_share_cores_take_turns() -> None:
         rate(Rating(problem(tables, [10.0] * 4, cores=cores)), "", [np.full((1, 1), n) for n in range(4)])
         for cores in (2, 4)
     )
-    assert slow.phases["lookup"] == pytest.approx(2 * fast.phases["lookup"])
+    assert slow.phases["lookup"] == pytest.approx(2 * (1 + CROWD) * fast.phases["lookup"])
+
+
+def test_the_next_batch_hides_on_idle_cores_alone() -> None:
+    tables, fixed = [Table(name="t", rows=1000, dim=16)], Fixed(input_sample_s=1e-6, slice_s=1e-3)
+    crowded, idle, serial = (
+        rate(Rating(problem(tables, [10.0], cores=cores, fixed=fixed, ahead=ahead)), "", [np.zeros((1, 1), np.int64)])
+        for cores, ahead in ((4, True), (8, True), (4, False))
+    )
+    assert idle.phases["input"] == idle.phases["id exchange"] == 0 < serial.phases["input"]
+    assert crowded.seconds == pytest.approx((1 + SWITCHES) * serial.seconds)
 
 
 def test_a_step_alone_exchanges_nothing() -> None:
@@ -244,6 +254,7 @@ def test_a_file_of_another_host_or_processor_is_warned_of(tmp_path: Path) -> Non
         (("strange",), 1, "kernels.strange is unknown"),
         (("schema",), 9, "kernels.schema is 9"),
         (("overhead", "ids"), None, "kernels.overhead.ids"),
+        (("contention",), 0.5, "kernels.contention is 0.5"),
     ],
 )
 def test_bad_constants_are_refused_by_name(tmp_path: Path, path: tuple[str, ...], value: Any, named: str) -> None:
