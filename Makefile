@@ -119,6 +119,9 @@ pictures: build  ## the pictures of docs/performance.md, from docs/performance.j
 architecture: build  ## the pictures of docs/architecture.md, from the imports of the sources
 	@$(PY) -m sennit.testbed.import_graph docs/architecture.md
 
+models: build  ## the tables of docs/models.md: models of the Neo paper on its cluster, from examples/*.toml
+	@$(PY) -m sennit.testbed.models_page docs/models.md
+
 simulate: build  ## the transport in fabrics of 1,024 simulated hosts; writes docs/lab/simulation.md
 	@$(PY) -m sennit testbed simulate --page docs/lab/simulation.md
 

@@ -126,6 +126,18 @@ def shard(context: typer.Context) -> None:
     main(context.args)
 
 
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    help="Bound each phase of a training step by bandwidth, latency and arithmetic, and size a model on a cluster.",
+)
+def roofline(context: typer.Context) -> None:
+    # The options are its own and those of `sennit train`.
+    from sennit.runtime.training.roofline_command import main
+
+    main(context.args)
+
+
 @app.command(epilog="Example: sennit export runs/checkpoints rows.pt")
 def export(
     checkpoint: Annotated[

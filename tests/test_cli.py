@@ -85,7 +85,7 @@ def test_explain_names_the_algorithm_and_the_reason(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["allreduce", "4XB"], "size '4XB': expected a number with one of B, KiB, MiB, GiB"),
+        (["allreduce", "4XB"], "size '4XB': expected a number with one of B, KiB, MiB, GiB, TiB"),
         (["allreduce", "4KiB", "--hosts", "9"], "--hosts 9; allowed: 1..8, the number of ranks"),
         (["allreduce", "4KiB", "--leaves", "7"], "--leaves 7; allowed: with allreduce, 8 or more"),
         (["reduce", "4KiB", "--leaves", "16"], "--leaves 16; allowed: with allreduce, 8 or more"),
