@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import torch
@@ -34,14 +35,12 @@ def measure(
 
     It gets the slices of a rank, cut and joined as `SlicedReplicas` does it.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     state = torch.get_rng_state()
     try:
-        return _measure(model_name, inputs, slices, batch, dense_optimizer_name)
+        with _one_thread():
+            return _measure(model_name, inputs, slices, batch, dense_optimizer_name)
     finally:
         torch.set_rng_state(state)
-        torch.set_num_threads(threads)
 
 
 def _measure(model_name: str, inputs: ModelInputs, slices: Slices, batch: int, optimizer_name: str) -> Fixed:
@@ -83,7 +82,19 @@ def input_seconds(source: BatchSource) -> float:
         samples, number = len(batch.labels), number + 1
         source.release(number)
 
-    return typical(take) / max(1, samples)
+    with _one_thread():
+        return typical(take) / max(1, samples)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Ranks compute on one thread. Several would wait for one another where ranks share cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def typical(call: Callable[[], object]) -> float:
