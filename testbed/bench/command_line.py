@@ -13,6 +13,7 @@ from rich.progress import Progress
 
 from sennit import capabilities
 from sennit.command_line import fail, figure_file, stdout_console, writable_file
+from sennit.transport.errors import SennitError
 
 Figures = Annotated[Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)]
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure sennit and its peers in turn, in one run.")
@@ -163,6 +164,49 @@ def bench_sharded(
     from sennit.testbed.bench import sharded as bench
 
     _run_ranks(bench, json_path, world=world, local_batch=batch, rows=rows, pooling=pooling, zipf=zipf, rounds=rounds)
+
+
+@app.command("quality", epilog="Example: sennit bench quality --seeds 3 --batch-sizes 256,2048,16384")
+def bench_quality(
+    data: Annotated[str, typer.Option(help="a named data set")] = "flights",
+    seeds: Annotated[int, typer.Option(help="runs of each way", min=2)] = 5,
+    epochs: Annotated[int, typer.Option(help="passes over the training samples", min=1)] = 1,
+    ranks: Annotated[int, typer.Option(help="ranks, all on this machine", min=1)] = 2,
+    only: Annotated[list[str] | None, typer.Option(help="one of the ways; may be repeated; default: all")] = None,
+    batch_sizes: Annotated[str, typer.Option(help="also train with these batch sizes, comma-separated")] = "",
+    base: Annotated[str, typer.Option(help="the way to compare with, such as 'batch 8,192'")] = "fp32",
+    json_path: Figures = None,
+    plot_path: Annotated[
+        Path | None, typer.Option("--plot", help="write a figure to this file (.png, .svg, .pdf)", callback=figure_file)
+    ] = None,
+) -> None:
+    """Train in several ways: plain torch, a parameter server, codecs, 16-bit tables, batch sizes.
+
+    Compare their quality seed by seed.
+    """
+    from sennit.testbed.bench import quality as bench
+
+    try:
+        settings = bench.Settings(
+            data=data,
+            seeds=seeds,
+            epochs=epochs,
+            ranks=ranks,
+            only=tuple(only or bench.WAYS),
+            batch_sizes=tuple(int(size) for size in batch_sizes.split(",") if size),
+            base=base,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    try:
+        with _progress() as update:
+            report = bench.run(settings, update)
+    except SennitError as error:
+        fail(error)
+    bench.render(report, stdout_console())
+    _write(json_path, report.as_json())
+    if plot_path is not None:
+        bench.plot(report, plot_path)
 
 
 @app.command("offload", epilog="Example: sennit bench offload --end-to-end")

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model of `sennit train` in plain torch, in one process: the peer whose quality ours is compared with.
+
+`nn.functional.embedding_bag`, autograd and the same optimizers on the same batches with the same initial values. There
+are no slices, no shards, no exchange, and none of our kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sennit.runtime.data import sources
+from sennit.runtime.data.batch_source import MemorySource, prepared
+from sennit.runtime.model.factory import build
+from sennit.runtime.model.inputs import ModelInputs, TableInput
+from sennit.runtime.sharded.initial import fill
+from sennit.runtime.sharded.tables import Shard
+from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.metrics import Quality, quality
+
+EPSILON: Final = 1e-8
+
+
+class PlainTorch:
+    """A model with its tables, data and optimizers: AdaGrad, and row-wise AdaGrad for tables."""
+
+    def __init__(self, config: TrainingConfig) -> None:
+        data = prepared(sources.load(config.source, seed=config.seed), config.order_settings)
+        self.config, self.source = config, MemorySource(data, rank=0, world_size=1)
+        self.order, self.samples = self.source.order, self.source.samples
+        tables = config.tables_of(self.source.tables)
+        inputs = ModelInputs(
+            dense_count=self.source.dense_count,
+            tables=tuple(TableInput(name=table.name, dim=table.dim) for table in tables),
+            bottom=config.bottom,
+            top=config.top,
+            seed=config.seed,
+        )
+        self.model = build(config.model, inputs)
+        self.weights: dict[str, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}
+        for number, table in enumerate(tables):
+            weight = torch.empty(table.rows, table.dim)
+            fill(weight, tables, Shard(number, 0, 0), seed=config.seed)
+            self.weights[table.name], self._sums[table.name] = weight, torch.zeros(table.rows)
+        self._optimizer = torch.optim.Adagrad(self.model.parameters(), lr=config.dense_rate, eps=EPSILON)
+        self._schedule = config.schedule(self.order.step_count)
+
+    def loss(self, samples: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+        return F.binary_cross_entropy_with_logits(self._logits(samples, weights), self.samples.labels[samples])
+
+    def update(self, step: int, rows: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Applies the gradients of the dense parameters, and of `rows`: by table different ids and their gradients."""
+        factor = self._schedule(step)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.config.dense_rate * factor
+        self._optimizer.step()
+        with torch.no_grad():
+            for name, (ids, gradients) in rows.items():
+                self._sums[name][ids] += gradients.square().mean(1)
+                scale = self.config.sparse_rate * factor / (self._sums[name][ids].sqrt() + EPSILON)
+                self.weights[name].index_add_(0, ids, -scale[:, None] * gradients)
+
+    @torch.no_grad()
+    def evaluate(self) -> Quality:
+        """The quality on the held-back samples."""
+        batches = [self.order.rows(number) for number in self.order.evaluation_batches(self.order.step_count)]
+        logits = torch.cat([self._logits(samples, self.weights) for samples in batches])
+        labels = torch.cat([self.samples.labels[samples] for samples in batches])
+        return quality(logits.numpy(), labels.numpy())
+
+    def ids(self, samples: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """By table the lengths and ids of the samples' bags."""
+        return {column.name: column.gather(samples) for column in self.samples.columns}
+
+    def _logits(self, samples: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+        vectors = {}
+        for name, (lengths, ids) in self.ids(samples).items():
+            vectors[name] = pooled(weights[name], lengths, ids)
+        logits: Tensor = self.model(self.samples.dense[samples], vectors)
+        return logits
+
+
+def pooled(weight: Tensor, lengths: Tensor, ids: Tensor) -> Tensor:
+    """Sums of bags, with gradients of the rows that they have."""
+    offsets = (lengths.cumsum(0) - lengths).long()
+    return F.embedding_bag(ids.long(), weight, offsets, mode="sum", sparse=True)
+
+
+def train(config: TrainingConfig) -> Quality:
+    """Trains for all epochs. Returns the quality on the held-back samples."""
+    plain = PlainTorch(config)
+    for step in range(plain.order.step_count):
+        weights = {name: weight.requires_grad_() for name, weight in plain.weights.items()}
+        loss = plain.loss(plain.order.rows(plain.order.training_batch(step)), weights)
+        plain.model.zero_grad()
+        torch.autograd.backward(loss)
+        rows = {}
+        for name, weight in weights.items():
+            assert weight.grad is not None
+            gradient, weight.grad = weight.grad.coalesce(), None
+            rows[name] = gradient.indices()[0], gradient.values()
+        plain.update(step, rows)
+    return plain.evaluate()
