@@ -37,10 +37,16 @@ class DLRM(nn.Module):
         self._pairs = lower[0] * vectors + lower[1]
         initialise(self, inputs.seed)
 
-    def forward(self, dense: Tensor, vectors: dict[str, Tensor]) -> Tensor:
-        """dense [B, D] and vectors [B, dim] by table -> logits [B]."""
+    def early(self, dense: Tensor, vectors: None) -> Tensor | None:
+        """The bottom MLP's output, which needs no vectors, so that they can travel meanwhile."""
+        return None if self.bottom is None else self.bottom(dense)
+
+    def forward(self, dense: Tensor, vectors: dict[str, Tensor], early: Tensor | None = None) -> Tensor:
+        """dense [B, D] and vectors [B, dim] by table -> logits [B]. `early`: its result for the same samples."""
+        if early is None:
+            early = self.early(dense, None)
+        first = [] if early is None else [early]
         found = in_order(vectors, self._names)
-        first = [] if self.bottom is None else [self.bottom(dense)]
         stacked = torch.stack(first + found, 1)
         products = torch.bmm(stacked, stacked.transpose(1, 2)).flatten(1)
         interactions = products.index_select(1, self._pairs.to(products.device))

@@ -15,12 +15,12 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from sennit.closing import Closing
-from sennit.runtime.backend.process_group import failure_of, second_group
+from sennit.runtime.backend.process_group import second_group
+from sennit.runtime.pipeline.failure import abort, explained
 from sennit.runtime.pipeline.scheduler import MAIN, Scheduler
 from sennit.runtime.pipeline.task import Task
 from sennit.runtime.sharded.module import ShardedTables
 from sennit.runtime.sharded.sent import Refused, Sent
-from sennit.transport.errors import PeerError
 
 INPUT: Final = "input"
 IDS: Final = "ids"
@@ -81,9 +81,8 @@ class BatchesAhead(Closing):
         taken = self._scheduler.submit("input", lambda: self._take(take), thread=input_thread, step=step)
         # Nothing is sent after something that failed: the other ranks are not there.
         before = () if self._last is None else (self._last,)
-        self._last = self._scheduler.submit(
-            "ids", lambda one, *_: self._sent(senders, one), taken, *before, thread=ids_thread, step=step
-        )
+        send = explained(lambda one, *_: self._send(senders, one), self._group)
+        self._last = self._scheduler.submit("ids", send, taken, *before, thread=ids_thread, step=step)
         self._waiting.append(self._last)
 
     def next(self) -> Arrived:
@@ -103,7 +102,7 @@ class BatchesAhead(Closing):
         group, self._group = self._group, None
         waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
         if failed and group is not None and not all(task.is_done for task in waiting):
-            group._get_backend(group._device_types[0]).abort()
+            abort(group)
         self._scheduler.close()
         # After a failure destroying a group may wait for peers that are gone.
         if group is not None and not failed:
@@ -116,15 +115,6 @@ class BatchesAhead(Closing):
             if not self._tells:
                 raise
             return Refused(error)
-
-    def _sent(self, senders: Sequence[Callable[[Any, int | None], Sent]], taken: Taken | Refused) -> Arrived:
-        try:
-            return self._send(senders, taken)
-        except Exception as error:
-            # The default group has not failed, but cannot go on without the rank that this one misses.
-            if self._group is not None and (reason := failure_of(self._group)):
-                raise PeerError(reason) from error
-            raise
 
     def _send(self, senders: Sequence[Callable[[Any, int | None], Sent]], taken: Taken | Refused) -> Arrived:
         if isinstance(taken, Refused):

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from sennit.closing import Closing
 from sennit.runtime.pipeline.ahead import Arrived, BatchesAhead, Taken
 from sennit.runtime.pipeline.depth import BATCHES_AHEAD_MAX
+from sennit.runtime.pipeline.exchanges import Exchanges
 from sennit.runtime.pipeline.scheduler import Scheduler
 from sennit.runtime.pipeline.task import Record, Task
 from sennit.runtime.sharded.module import ShardedTables
@@ -74,6 +75,7 @@ class Pipeline(Closing):
         self._step = 0
         self._scheduler = Scheduler(before=before, on_task=on_task)
         self._ahead = BatchesAhead(self._scheduler, self._tables, depth=batches_ahead, tells=True, group=group)
+        self._exchanges = Exchanges(self._scheduler, self._tables, group=group) if batches_ahead else None
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -88,10 +90,14 @@ class Pipeline(Closing):
             self.close()
             raise StopIteration from None
         step, self._step = self._step, self._step + 1
+        if self._exchanges is not None:
+            self._exchanges.step = step
         return self._scheduler.run("step", lambda: self._train(arrived), step=step)
 
     def close(self, *, failed: bool = False) -> None:
         """Ends work ahead. Batches that were taken are lost. `failed`: this rank gives up."""
+        if self._exchanges is not None:
+            self._exchanges.close(failed=failed)
         self._ahead.close(failed=failed)
 
     def __exit__(
@@ -134,4 +140,6 @@ class Pipeline(Closing):
         if self._before_update is not None:
             self._before_update()
         self._optimizer.step()
+        if self._exchanges is not None:
+            self._exchanges.finish()
         return tree_map_only(Tensor, Tensor.detach, found)

@@ -88,7 +88,7 @@ class ShardedEmbeddingBags(ShardedTables):
     def _weights(self, step: _Step) -> Tensor | None:
         return step.ids.weights if _kind_of(step.ids.weights) == 2 else None
 
-    def _update(self, step: _Step, gradients: Sequence[Tensor]) -> Tensor | None:
+    def _update(self, step: _Step, gradients: Sequence[Tensor], rates: Sequence[float | None]) -> Tensor | None:
         scaled: dict[int, Tensor] = {}
         for feature, gradient in enumerate(gradients):
             own = gradient if self._divisor == 1 else gradient / self._divisor
@@ -97,7 +97,7 @@ class ShardedEmbeddingBags(ShardedTables):
         ids = step.ids if self._weights(step) is not None else None
         of_weights: dict[int, Tensor] = {}
         for number, (pools, arrivals) in enumerate(zip(self._pools, step.arrivals, strict=True)):
-            bad, found = pools.update(arrivals, scaled, rate=self._rate(number), weighted=ids)
+            bad, found = pools.update(arrivals, scaled, rate=rates[number], weighted=ids)
             self._bad = bad or self._bad
             of_weights |= found
         if ids is None:

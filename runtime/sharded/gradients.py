@@ -142,6 +142,8 @@ class SliceSums:
         self._synchronised = synchronised
         self._nodes = layout.slices.nodes_of(layout.slices.rank)
         self._row_of = {(node.low, node.high - node.low): row for row, node in enumerate(self._nodes)}
+        # Of each slice: its own parameters, also if the module runs in two parts.
+        self._aliases: dict[int, list[nn.Parameter]] = {}
         self._begin()
 
     def _begin(self, backward_pass: int | None = None) -> None:
@@ -155,9 +157,11 @@ class SliceSums:
     def own_parameters(self, number: int) -> Iterator[list[nn.Parameter]]:
         """Inside, the module's parameters are those of a slice. They share the memory of the real ones."""
         layout = self._layout
-        aliases = [nn.Parameter(parameter.detach()) for parameter in layout.parameters]
-        for index, alias in enumerate(aliases):
-            alias.register_post_accumulate_grad_hook(functools.partial(self._take, number, index))
+        if number not in self._aliases:
+            self._aliases[number] = [nn.Parameter(parameter.detach()) for parameter in layout.parameters]
+            for index, alias in enumerate(self._aliases[number]):
+                alias.register_post_accumulate_grad_hook(functools.partial(self._take, number, index))
+        aliases = self._aliases[number]
         try:
             for place, index in layout.places:
                 place.put(aliases[index])
@@ -165,6 +169,10 @@ class SliceSums:
         finally:
             for place, index in layout.places:
                 place.put(layout.parameters[index])
+
+    def has_all_slices(self) -> None:
+        """The module has run. The graph alone keeps the slices' parameters from here."""
+        self._aliases.clear()
 
     def check_leaves(self, output: object, own: Sequence[nn.Parameter]) -> None:
         """Raises `ArgumentError` if a slice's gradients would go elsewhere than to its own parameters and arguments.

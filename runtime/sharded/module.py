@@ -20,6 +20,8 @@ from sennit.runtime.sharded.changes import CHANGED_ROWS, ChangedRows
 from sennit.runtime.sharded.engines import Engines, Settings, files_of, groups_of
 from sennit.runtime.sharded.features import Ids, features_of, ids_of
 from sennit.runtime.sharded.files import TableStore
+from sennit.runtime.sharded.passes import Arrive, Lookup
+from sennit.runtime.sharded.pending import Pending, RunBeside, Running
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.sharded.placement import Placement, place
 from sennit.runtime.sharded.rates import TableRates
@@ -142,15 +144,15 @@ class ShardedTables(nn.Module):
         self._bad: GradientError | None = None
         self._synchronised = True
         self._changes: list[ChangedRows] = []
-        # Batches that were sent, by the identity of their features, which are kept so that it stays theirs.
         self._expected: dict[int, tuple[Any, Sent]] = {}
+        self._beside: RunBeside | None = None
+        self._running: list[Running] = []
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(self, features: Any, *, global_batch: int | None = None) -> dict[str, Tensor]:
-        """The float32 result of each feature, by its name (`feature_names`).
+    def forward(self, features: Any, *, global_batch: int | None = None) -> Mapping[str, Tensor]:
+        """The float32 result of each feature, by its name (`feature_names`): a dict, or `Pending` with `overlap`.
 
-        `features`: ids of this rank's B samples, in any form of `ids_of`, or a batch that was sent (`send`), or the
-        very object of one that is expected (`expect`).
+        `features`: ids of this rank's B samples, in any form of `ids_of`, or a batch that was sent (`send`, `expect`).
         `global_batch`: the samples of all ranks; needed only where slices differ in size.
 
         Raises `IdError`, `ArgumentError`; the other ranks then raise `PeerInputError`, which names the rank. Raises
@@ -162,14 +164,57 @@ class ShardedTables(nn.Module):
             features = self.send(features, global_batch=global_batch)
         elif global_batch is not None:
             raise ArgumentError("global_batch for a batch that was sent; allowed: in send")
+        self.finish()
         step = features.take(self, "looked up")
+        if self._beside is not None and torch.is_grad_enabled() and self._weights(step) is None:
+            return self._pending(self._beside, step)
         if torch.is_grad_enabled():
-            found: tuple[Tensor, ...] = _Lookup.apply(self._anchor[0], self, step, self._weights(step))  # type: ignore[no-untyped-call]
+            found: tuple[Tensor, ...] = Lookup.apply(self._anchor[0], self, step, self._weights(step))  # type: ignore[no-untyped-call]
         else:
             with self._wire.phase("lookup"):
                 found = self._look_up(step)
             self._release(step)
         return dict(zip(self.feature_names, found, strict=True))
+
+    def overlap(self, beside: RunBeside | None, group: dist.ProcessGroup | None = None) -> None:
+        """From now on lookups and updates run in the thread of `beside`, over `group`, which has the same ranks.
+
+        A call then returns `Pending`. The backward pass does not wait for its update: `finish` does. Calls without
+        gradients, and with weights that require them, stay here.
+        """
+        self._beside, self._beside_group = beside, group
+        self.finish()
+
+    def finish(self) -> None:
+        """Waits for updates in another thread. Raises their errors."""
+        with self._wire.phase("wait for sparse update") if self._running else contextlib.nullcontext():
+            while self._running:
+                self._running.pop(0).result()
+
+    def _pending(self, beside: RunBeside, step: Any) -> Pending:
+        group = self._beside_group
+
+        def look_up() -> tuple[Tensor, ...]:
+            with torch.no_grad(), self._wire.over(group), self._wire.phase("lookup"):
+                return self._look_up(step)
+
+        def update(gradients: Sequence[Tensor]) -> None:
+            rates = self._rates()
+
+            def call() -> None:
+                with torch.no_grad(), self._wire.over(group), self._wire.phase("sparse update"):
+                    self._update(step, gradients, rates)
+
+            self._running.append(beside("sparse update", call))
+
+        running = beside("lookup", look_up)
+
+        def wait() -> dict[str, Tensor]:
+            with self._wire.phase("wait for lookup"):
+                found = running.result()
+            return dict(zip(self.feature_names, Arrive.apply(self._anchor[0], update, found), strict=True))  # type: ignore[no-untyped-call]
+
+        return Pending(wait)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def send(self, features: Any, *, global_batch: int | None = None) -> Sent:
@@ -186,6 +231,7 @@ class ShardedTables(nn.Module):
         Made in the thread of the passes: an error of the last backward pass goes out with this batch. `Refused`
         features tell all ranks why this one has none.
         """
+        self.finish()
         bad, self._bad = self._bad, None
 
         def send(features: Any, global_batch: int | None) -> Sent:
@@ -236,8 +282,8 @@ class ShardedTables(nn.Module):
         """The result of each feature. Collective."""
         raise NotImplementedError
 
-    def _update(self, step: Any, gradients: Sequence[Tensor]) -> Tensor | None:
-        """Takes the optimizer step from the gradients of `_look_up`. Collective.
+    def _update(self, step: Any, gradients: Sequence[Tensor], rates: Sequence[float | None]) -> Tensor | None:
+        """Takes the optimizer step from the gradients of `_look_up`. Collective. `rates`: those of `_rates`.
 
         Returns the gradients of `_weights`, if they require any.
         """
@@ -263,9 +309,9 @@ class ShardedTables(nn.Module):
         finally:
             self._synchronised = before
 
-    def _rate(self, group: int) -> float | None:
-        """The learning rate of this backward pass; None if it takes no step."""
-        return self.optimizer.rate(group) if self._synchronised else None
+    def _rates(self) -> list[float | None]:
+        """The learning rates of this backward pass, of each group of tables; None if it takes no step."""
+        return [self.optimizer.rate(group) if self._synchronised else None for group in range(len(self._engines))]
 
     @property
     def _counts_told(self) -> int:
@@ -287,11 +333,13 @@ class ShardedTables(nn.Module):
 
         Collective. Such rows were left as they were. The next forward pass raises the same error.
         """
+        self.finish()
         bad, self._bad = self._bad, None
         exchange_headers(bad, 0, [[]] * self.slices.world_size, self._group)
 
     def held(self) -> Iterator[Held]:
         """The shards that this rank holds, one after the other. Those in files are copied to files without names."""
+        self.finish()
         for engines in self._engines:
             yield from engines.held()
 
@@ -308,6 +356,7 @@ class ShardedTables(nn.Module):
         A shard that this rank holds and that is not there (a tensor train) counts as changed in all its parts. After
         `load_state_dict` all rows have changed. Raises `ArgumentError` without `track_changes`.
         """
+        self.finish()
         if not self._changes:
             raise ArgumentError("changed_rows without track_changes; allowed: after it")
         return {name: rows for changes in self._changes for name, rows in changes.rows(clear=clear)}
@@ -378,6 +427,7 @@ class ShardedTables(nn.Module):
 
         Tables that take their steps together are taken over together, or left alone if anything of them is missing.
         """
+        self.finish()
         for changes in self._changes:
             changes.mark_all()
         for engines in self._engines:
@@ -441,27 +491,6 @@ class ShardedTables(nn.Module):
         for shard in shards_of(self.tables):
             described[f"owner of {shard_name(self.tables, shard)}"] = str(self.placement.owner_of[shard])
         return described
-
-
-class _Lookup(torch.autograd.Function):
-    """Rows or sums of rows, by feature. Its backward pass is the optimizer step."""
-
-    @staticmethod
-    def forward(
-        context: Any, anchor: Tensor, tables: ShardedTables, step: Any, weights: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        context.tables, context.step, context.is_over = tables, step, False
-        with tables._wire.phase("lookup"):
-            return tables._look_up(step)
-
-    @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None, Tensor | None]:
-        if context.is_over and context.tables.batches_ahead:
-            raise ArgumentError("a second backward pass, but rows are in files and may have left memory; allowed: one")
-        context.is_over = True
-        with context.tables._wire.phase("sparse update"):
-            of_weights = context.tables._update(context.step, gradients)
-        return torch.empty(0), None, None, of_weights
 
 
 def _hash(held: Held) -> str:

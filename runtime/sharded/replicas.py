@@ -18,11 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves, tree_map
 
 from sennit.runtime.data.seeds import derive
 from sennit.runtime.sharded.agreement import check_agreement, check_codec
-from sennit.runtime.sharded.cutting import CutArguments, join
+from sennit.runtime.sharded.cutting import Along, CutArguments, join
 from sennit.runtime.sharded.gradients import Held, Layout, SliceSums, places_of
+from sennit.runtime.sharded.pending import Pending
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.sharded.reduction import Reduction, Residuals
 from sennit.runtime.sharded.slices import DEFAULT_SLICES, Slices
@@ -86,19 +88,33 @@ class SlicedReplicas(nn.Module):
         Tensors are cut along dimension 0, in tuples, lists and dicts too; `Along` says otherwise. Without
         `global_batch`, the samples of all ranks, all slices have one size. Raises `ArgumentError` if the samples are
         not those of this rank's slices, and if the module changes a buffer.
+
+        If an argument is `Pending`, a method `early` of the module is called for all slices before it is awaited, with
+        None in its place. `module` then gets the result as `early`, in which it has done what it would do first.
         """
         self._refuse_running_statistics()
-        cut = CutArguments((args, kwargs), self.slices, global_batch)
-        sums = None
-        if torch.is_grad_enabled() and (parameters := self._current_layout()).parameters:
-            sums = SliceSums(parameters, cut.sizes, self._held, self._reduction, synchronised=self._synchronised)
         buffers = [(name, buffer, buffer._version) for name, buffer in self.module.named_buffers()]
+        sums, begun = None, {}
+        early: Any = getattr(self.module, "early", None)
+        if early is not None and _is_pending((args, kwargs)) and not _is_compiled(self.module):
+            cut = CutArguments(tree_map(_without, (args, kwargs)), self.slices, global_batch)
+            sums = self._sums(cut)
+            for number, (arguments, options) in cut:
+                with self._random_numbers("module", number), _parameters_of(sums, number):
+                    begun[number] = early(*arguments, **options), torch.get_rng_state()
+        cut = CutArguments(tree_map(_arrived, (args, kwargs)), self.slices, global_batch)
+        sums = sums or self._sums(cut)
         outputs = []
         for number, (arguments, options) in cut:
             with self._random_numbers("module", number), _parameters_of(sums, number) as own:
+                if number in begun:
+                    options["early"], random_numbers = begun.pop(number)
+                    torch.set_rng_state(random_numbers)
                 outputs.append(self.module(*arguments, **options))
             if sums is not None:
                 sums.check_leaves(outputs[-1], own)
+        if sums is not None:
+            sums.has_all_slices()
         for name, buffer, version in buffers:
             if buffer._version != version:
                 raise ArgumentError(f"the module changed its buffer {name}: slices would see each other's changes")
@@ -159,6 +175,11 @@ class SlicedReplicas(nn.Module):
                 raise SennitError(f"parameters or buffers of rank {rank} differ from those of rank 0")
         return found.hexdigest()
 
+    def _sums(self, cut: CutArguments) -> SliceSums | None:
+        if not torch.is_grad_enabled() or not (layout := self._current_layout()).parameters:
+            return None
+        return SliceSums(layout, cut.sizes, self._held, self._reduction, synchronised=self._synchronised)
+
     def _current_layout(self) -> Layout:
         """The module may have got other parameters, or frozen some."""
         if not self._layout.fits(self._places):
@@ -205,6 +226,25 @@ class SlicedReplicas(nn.Module):
 
 def _parameters_of(sums: SliceSums | None, number: int) -> contextlib.AbstractContextManager[list[nn.Parameter]]:
     return contextlib.nullcontext([]) if sums is None else sums.own_parameters(number)
+
+
+def _is_pending(arguments: object) -> bool:
+    return any(isinstance(getattr(leaf, "value", leaf), Pending) for leaf in tree_leaves(arguments))
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Then `early` would be plain code, which may round differently."""
+    return hasattr(module, "_orig_mod")
+
+
+def _without(leaf: object) -> object:
+    return None if _is_pending(leaf) else leaf
+
+
+def _arrived(leaf: object) -> object:
+    if isinstance(leaf, Along) and isinstance(leaf.value, Pending):
+        return Along(leaf.value.wait(), leaf.dim)
+    return leaf.wait() if isinstance(leaf, Pending) else leaf
 
 
 def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

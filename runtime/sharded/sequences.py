@@ -50,12 +50,13 @@ class ShardedEmbeddings(ShardedTables):
             found |= sequences.by_lookup(one)
         return tuple(found[feature] for feature in range(len(self._features)))
 
-    def _update(self, step: Sequence[Step], gradients: Sequence[Tensor]) -> None:  # There are no weights.
+    def _update(self, step: Sequence[Step], gradients: Sequence[Tensor], rates: Sequence[float | None]) -> None:
+        # There are no weights.
         scaled = dict(enumerate(gradients))
         if self._divisor != 1:
             scaled = {feature: gradient / self._divisor for feature, gradient in scaled.items()}
         for number, (sequences, one) in enumerate(zip(self._sequences, step, strict=True)):
-            self._bad = sequences.update(one, scaled, rate=self._rate(number)) or self._bad
+            self._bad = sequences.update(one, scaled, rate=rates[number]) or self._bad
 
     def _release(self, step: Sequence[Step]) -> None:
         for sequences, one in zip(self._sequences, step, strict=True):

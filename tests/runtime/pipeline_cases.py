@@ -37,11 +37,18 @@ class Top(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.bottom = nn.Sequential(nn.Linear(3, DIM), nn.ReLU())
+        self.bottom = nn.Sequential(nn.Linear(3, DIM), nn.ReLU(), nn.Dropout(0.1))
         self.top = nn.Sequential(nn.Linear(4 * DIM, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 1))
 
-    def forward(self, dense: Tensor, vectors: dict[str, Tensor], watched: Tensor, labels: Tensor) -> Tensor:
-        seen = torch.cat([self.bottom(dense), vectors["user"], vectors["item"], watched.mean(1)], 1)
+    def early(self, dense: Tensor, *_: object) -> Tensor:
+        found: Tensor = self.bottom(dense)
+        return found
+
+    def forward(
+        self, dense: Tensor, vectors: dict[str, Tensor], watched: Tensor, labels: Tensor, early: Tensor | None = None
+    ) -> Tensor:
+        first = self.early(dense) if early is None else early
+        seen = torch.cat([first, vectors["user"], vectors["item"], watched.mean(1)], 1)
         return functional.binary_cross_entropy_with_logits(self.top(seen).squeeze(1), labels, reduction="sum")
 
 
