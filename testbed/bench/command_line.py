@@ -13,7 +13,6 @@ from rich.progress import Progress
 
 from sennit import capabilities
 from sennit.command_line import fail, figure_file, stdout_console, writable_file
-from sennit.transport.errors import SennitError
 
 Figures = Annotated[Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)]
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure sennit and its peers in turn, in one run.")
@@ -185,6 +184,7 @@ def bench_quality(
     Compare their quality seed by seed.
     """
     from sennit.testbed.bench import quality as bench
+    from sennit.transport.errors import SennitError
 
     try:
         settings = bench.Settings(

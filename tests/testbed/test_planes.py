@@ -340,12 +340,14 @@ def test_a_number_that_came_again_is_another_process() -> None:
 def test_a_killed_process_leaves_nothing_for_long(number: signal.Signals) -> None:
     """SIGTERM cleans up. After SIGKILL the next planes clean up."""
     program = textwrap.dedent("""
-        import signal
+        import time
         from sennit.testbed.topology import Planes
         with Planes(hosts=2, planes=1) as planes:
             planes.delay(1_000)
             print(planes.switch_name, planes._bpf._delay._process.pid, flush=True)
-            signal.pause()
+            while True:
+                # Not signal.pause(): a signal that comes just before it would be handled after it.
+                time.sleep(0.05)
     """)
     child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
