@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
@@ -44,6 +45,14 @@ def writable_file(path: Path | None) -> Path | None:
         if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
             raise typer.BadParameter(f"{path} cannot be written: a folder, or no permission")
     return path
+
+
+def write_json(path: Path, content: object) -> None:
+    """Writes what a command found. Ends the command if that fails."""
+    try:
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        fail(f"{path} cannot be written: {error.strerror}")
 
 
 def figure_file(path: Path | None) -> Path | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from sennit.runtime.model.hints import hint
 from sennit.transport.errors import ConfigError
+from sennit.transport.sizes import parse_size
 
 Check = Callable[[str, Any], Any]
 """(place, value of the file) -> what it means. Raises `ConfigError`."""
@@ -65,6 +66,21 @@ def number(allowed: str, is_allowed: Callable[[float], bool]) -> Check:
         if not math.isfinite(value) or not is_allowed(value):
             raise refused(place, value, allowed)
         return float(value)
+
+    return check
+
+
+def size(example: str) -> Check:
+    """Bytes, as a text with a unit such as `example`."""
+
+    def check(place: str, value: Any) -> int:
+        try:
+            found = parse_size(value) if isinstance(value, str) else 0
+        except ValueError:
+            found = 0
+        if found < 1:
+            raise refused(place, value, f"a size, such as {example}")
+        return found
 
     return check
 

@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from sennit.runtime.model.toml_file import Check, integer, number, read_toml, refused, section
+from sennit.runtime.model.toml_file import Check, integer, number, read_toml, section, size
 from sennit.transport.errors import ConfigError
-from sennit.transport.sizes import parse_size
 
 MAX_RANKS: Final = 4_096
 
@@ -50,22 +49,12 @@ class Cluster:
         return "memory" if self.cache_bytes is None else "file"
 
 
-def _size(place: str, value: Any) -> int:
-    try:
-        found = parse_size(value) if isinstance(value, str) else 0
-    except ValueError:
-        found = 0
-    if found < 1:
-        raise refused(place, value, "a size, such as 64GiB")
-    return found
-
-
 _FIELDS: Final[dict[str, Check]] = {
     "ranks": integer(1, MAX_RANKS),
     "local_ranks": integer(1, MAX_RANKS),
     "cores": integer(1, 1 << 16),
-    "memory": _size,
-    "file": _size,
+    "memory": size("64GiB"),
+    "file": size("64GiB"),
     "gbit": number("above 0", lambda value: value > 0),
 }
 

@@ -35,12 +35,8 @@ def measure(
 
     It gets the slices of a rank, cut and joined as `SlicedReplicas` does it.
     """
-    state = torch.get_rng_state()
-    try:
-        with _one_thread():
-            return _measure(model_name, inputs, slices, batch, dense_optimizer_name)
-    finally:
-        torch.set_rng_state(state)
+    with torch.random.fork_rng(devices=[]), _one_thread():
+        return _measure(model_name, inputs, slices, batch, dense_optimizer_name)
 
 
 def _measure(model_name: str, inputs: ModelInputs, slices: Slices, batch: int, optimizer_name: str) -> Fixed:

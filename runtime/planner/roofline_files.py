@@ -15,7 +15,17 @@ import torch
 
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
 from sennit.runtime.kernels.spec import MAX_DIM, Precision, TableSpec
-from sennit.runtime.model.toml_file import Check, choice, integer, names_of, number, read_toml, refused, section
+from sennit.runtime.model.toml_file import (
+    Check,
+    choice,
+    integer,
+    names_of,
+    number,
+    read_toml,
+    refused,
+    section,
+    size,
+)
 from sennit.runtime.planner.cluster import MAX_RANKS
 from sennit.runtime.planner.constants import Constants
 from sennit.runtime.planner.roofline import SPREADS, Link, Machines, Tables, Tier, Workload
@@ -52,16 +62,6 @@ class Described:
     work: Workload
     reported_samples_per_s: float | None = None
     reported_by: str = ""
-
-
-def _size(place: str, value: Any) -> float:
-    try:
-        found = parse_size(value) if isinstance(value, str) else 0
-    except ValueError:
-        found = 0
-    if found < 1:
-        raise refused(place, value, "a size, such as 40GiB")
-    return float(found)
 
 
 def _text(place: str, value: Any) -> str:
@@ -204,13 +204,13 @@ def dlrm(dense: int, tables: int, dim: int, bottom: list[int], top: list[int]) -
     return float(flops), float(sum((wide + 1) * out for wide, out in layers + layers_top))
 
 
-_TIER: Final[dict[str, Check]] = {"name": _text, "size": _size, "gbyte_s": _ABOVE_0}
+_TIER: Final[dict[str, Check]] = {"name": _text, "size": size("40GiB"), "gbyte_s": _ABOVE_0}
 _CLUSTER: Final[dict[str, Check]] = {
     "name": _text,
     "hosts": integer(1, MAX_RANKS),
     "devices": integer(1, MAX_RANKS),
     "tflops": _ABOVE_0,
-    "cache": _size,
+    "cache": size("40GiB"),
     "near_gbit": _ABOVE_0,
     "near_us": _FROM_0,
     "far_gbit": _ABOVE_0,

@@ -6,13 +6,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import json
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from sennit.command_line import EXIT_UNAVAILABLE, stdout_console, writable_file
+from sennit.command_line import EXIT_UNAVAILABLE, stdout_console, writable_file, write_json
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -212,7 +211,7 @@ def _session(
     if json_path is not None:
         found: object = [row.as_json() for row in rows]
         document = found if uncounted is None else {"rows": found, "uncounted": uncounted}
-        json_path.write_text(json.dumps(document, indent=1) + "\n")
+        write_json(json_path, document)
     raise typer.Exit(code)
 
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
 
 from sennit.command_line import stdout_console
-from sennit.runtime.data.batch_source import BatchSource, MemorySource
+from sennit.runtime.data import sources
+from sennit.runtime.data.batch_source import BatchSource, MemorySource, prepared
 from sennit.runtime.model.inputs import ModelInputs, TableInput
 from sennit.runtime.planner import dense
 from sennit.runtime.planner.cluster import Cluster
 from sennit.runtime.planner.constants import Constants, cores_here, read_constants
 from sennit.runtime.planner.cost import Problem, Rating
 from sennit.runtime.planner.search import round_robin, search
-from sennit.runtime.planner.usage import ZIPF, uses
+from sennit.runtime.planner.usage import ZIPF, Use, uses
+from sennit.runtime.sharded.memory_limits import available_bytes, shared_limits
 from sennit.runtime.sharded.placement import Placement, placed
 from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.tables import Table
@@ -53,15 +56,35 @@ def cluster_of(config: TrainingConfig, ranks: int, local_ranks: int, limits: Seq
     )
 
 
-def problem_of(config: TrainingConfig, source: BatchSource, cluster: Cluster, constants: Constants) -> Problem:
-    """What is to be planned. Measures the model and the source for some seconds.
+def check_ranks(ranks: int | None, described: int, path: Path) -> None:
+    """A described cluster says how many ranks there are; `--ranks` may only repeat it."""
+    if ranks is not None and ranks != described:
+        raise ConfigError(f"--ranks {ranks}, but {path} has {described}; allowed: leave --ranks out")
 
-    Rows weigh as often as a sample of the data uses them; without data in memory, Zipf's law is assumed.
-    """
-    tables = config.tables_of(source.tables)
+
+def limits_here(config: TrainingConfig, ranks: int) -> list[int]:
+    """Bytes of each rank for tables in memory, with all ranks on this machine."""
+    return shared_limits([("here", config.rank_memory_bytes, available_bytes())] * ranks)
+
+
+def source_of(config: TrainingConfig, ranks: int) -> MemorySource:
+    """The data of a run of so many ranks, as its rank 0 has it."""
+    config.check_world(ranks)
+    data = prepared(sources.load(config.source, seed=config.seed), config.order_settings)
+    return MemorySource(data, rank=0, world_size=ranks)
+
+
+def uses_of(source: BatchSource, tables: Sequence[Table]) -> list[Use]:
+    """How often a sample uses each table and its rows. Without data in memory, Zipf's law is assumed."""
     samples = None
     if isinstance(source, MemorySource):
         samples = [column.values[:SAMPLE_IDS].numpy() for column in source.samples.columns]
+    return uses(tables, [facts.mean_length for facts in source.tables], samples, ZIPF)
+
+
+def problem_of(config: TrainingConfig, source: BatchSource, cluster: Cluster, constants: Constants) -> Problem:
+    """What is to be planned. Measures the model and the source for some seconds."""
+    tables = config.tables_of(source.tables)
     fixed = dense.measure(
         config.model,
         model_inputs(config, source, tables),
@@ -73,7 +96,7 @@ def problem_of(config: TrainingConfig, source: BatchSource, cluster: Cluster, co
         fixed = dataclasses.replace(fixed, input_sample_s=dense.input_seconds(source))
     return Problem(
         tables=tables,
-        uses=tuple(uses(tables, [facts.mean_length for facts in source.tables], samples, ZIPF)),
+        uses=tuple(uses_of(source, tables)),
         cluster=cluster,
         constants=constants,
         batch=config.batch_size,

@@ -3,18 +3,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import torch
 import torch.nn.functional as F
 import typer
 from torch.utils.flop_counter import FlopCounterMode
 
-from sennit.command_line import fail, stdout_console, writable_file
-from sennit.runtime.data import sources
-from sennit.runtime.data.batch_source import MemorySource, prepared
+from sennit.command_line import fail, stdout_console, writable_file, write_json
 from sennit.runtime.model.factory import build
 from sennit.runtime.model.inputs import ModelInputs
 from sennit.runtime.planner import roofline, roofline_report
@@ -29,12 +26,10 @@ from sennit.runtime.planner.roofline_files import (
     read_rate,
     this_machine,
 )
-from sennit.runtime.planner.usage import ZIPF, uses
-from sennit.runtime.sharded.memory_limits import available_bytes, shared_limits
 from sennit.runtime.sharded.tables import Shard, shard_bytes
 from sennit.runtime.training import command as training
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.planned import SAMPLE_IDS, model_inputs
+from sennit.runtime.training.planned import check_ranks, limits_here, model_inputs, source_of, uses_of
 from sennit.transport.codecs import EXCHANGE_CODECS
 from sennit.transport.config import from_environment
 from sennit.transport.errors import ConfigError, SennitError
@@ -92,30 +87,24 @@ def _report(
     run = None if measured is None else roofline_report.read_report(measured, work, machines.ranks)
     roofline_report.render(work, machines, bounds, run, notes, stdout_console())
     if json_path is not None:
-        text = json.dumps(roofline_report.as_json(work, machines, bounds, run, notes), indent=1) + "\n"
-        try:
-            json_path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise SennitError(f"{json_path} cannot be written: {error.strerror}") from error
+        write_json(json_path, roofline_report.as_json(work, machines, bounds, run, notes))
 
 
 def _machines(config: TrainingConfig, ranks: int | None, described: Path | None) -> tuple[Machines, list[str]]:
     if described is not None:
         found = read_machines(described)
-        if ranks is not None and ranks != found.ranks:
-            raise ConfigError(f"--ranks {ranks}, but {described} has {found.ranks}; allowed: leave --ranks out")
+        check_ranks(ranks, found.ranks, described)
         return found, []
     if config.device != "cpu":
         raise ConfigError(f"--device {config.device} without --cluster; a calibration is of cpu kernels")
     count = ranks or 1
     constants, notes = read_constants(from_environment().calibration)
-    limits = shared_limits([("here", config.rank_memory_bytes, available_bytes())] * count)
     store = config.table_store
     return this_machine(
         constants,
         ranks=count,
         cores=cores_here(),
-        memory_bytes=limits[0] if store is None else store.memory_bytes,
+        memory_bytes=limits_here(config, count)[0] if store is None else store.memory_bytes,
         cache_bytes=caches_here() / count,
         read_bytes_per_s=read_rate(),
         file_bytes=0.0 if store is None else 1e18,
@@ -133,15 +122,11 @@ def _workload(config: TrainingConfig, ranks: int) -> Workload:
         raise ConfigError(
             "--sharding auto; allowed: a name or a file (sennit shard --output plan.toml, then --sharding plan.toml)"
         )
-    config.check_world(ranks)
-    data = prepared(sources.load(config.source, seed=config.seed), config.order_settings)
-    source = MemorySource(data, rank=0, world_size=ranks)
+    source = source_of(config, ranks)
     tables = config.tables_of(source.tables)
-    samples = [column.values[:SAMPLE_IDS].numpy() for column in source.samples.columns]
-    lengths = [facts.mean_length for facts in source.tables]
     placement = config.sharding.placement(tables, ranks)
     found = []
-    for number, (table, use) in enumerate(zip(tables, uses(tables, lengths, samples, ZIPF), strict=True)):
+    for number, (table, use) in enumerate(zip(tables, uses_of(source, tables), strict=True)):
         shards = [
             Shard(number, row, column) for row in range(table.row_shards) for column in range(table.column_shards)
         ]
@@ -181,15 +166,12 @@ def _coded(codec: str | None) -> float:
 
 def _dense(name: str, inputs: ModelInputs) -> tuple[float, float]:
     """Floating-point operations of a sample's forward and backward pass, as torch counts them, and trained weights."""
-    state: Any = torch.get_rng_state()
-    try:
+    with torch.random.fork_rng(devices=[]):
         model = build(name, inputs)
         dense, labels = torch.zeros(COUNTED_SAMPLES, inputs.dense_count), torch.zeros(COUNTED_SAMPLES)
         vectors = {table.name: torch.zeros(COUNTED_SAMPLES, table.dim, requires_grad=True) for table in inputs.tables}
         with FlopCounterMode(display=False) as counter:
             F.binary_cross_entropy_with_logits(model(dense, vectors), labels).backward()  # type: ignore[no-untyped-call]
-    finally:
-        torch.set_rng_state(state)
     weights = sum(one.numel() for one in model.parameters() if one.requires_grad)
     return counter.get_total_flops() / COUNTED_SAMPLES, float(weights)
 

@@ -3,24 +3,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from sennit.command_line import fail, stdout_console
-from sennit.runtime.data import sources
-from sennit.runtime.data.batch_source import MemorySource, prepared
+from sennit.command_line import fail, stdout_console, write_json
 from sennit.runtime.planner import plan_file, report
 from sennit.runtime.planner.cluster import Cluster, read_cluster
 from sennit.runtime.planner.constants import read_constants
 from sennit.runtime.planner.cost import Rating
 from sennit.runtime.planner.search import Searched, of_placement, search
-from sennit.runtime.sharded.memory_limits import available_bytes, shared_limits
 from sennit.runtime.training import command as training
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.planned import cluster_of, problem_of
+from sennit.runtime.training.planned import check_ranks, cluster_of, limits_here, problem_of, source_of
 from sennit.transport.config import from_environment
 from sennit.transport.errors import ConfigError, SennitError
 
@@ -59,10 +55,9 @@ def _plan(config: TrainingConfig, ranks: int | None, described: Path | None, out
     if output is not None and output.suffix != ".toml":
         raise ConfigError(f"--output {output}; allowed: a name that ends in .toml")
     where = _cluster(config, ranks, described)
-    config.check_world(where.ranks)
+    source = source_of(config, where.ranks)
     constants, notes = read_constants(from_environment().calibration)
-    data = prepared(sources.load(config.source, seed=config.seed), config.order_settings)
-    problem = problem_of(config, MemorySource(data, rank=0, world_size=where.ranks), where, constants)
+    problem = problem_of(config, source, where, constants)
     rating = Rating(problem)
     searched = search(rating)
     sharding = config.sharding
@@ -77,23 +72,16 @@ def _plan(config: TrainingConfig, ranks: int | None, described: Path | None, out
         plan_file.write(output, problem.tables, where.ranks, best.shards(rating), best.seconds)
         typer.echo(f"written to {output}; use it: sennit train --sharding {output}")
     if config.json_path is not None:
-        text = json.dumps(report.as_json(rating, searched, notes), indent=1) + "\n"
-        try:
-            config.json_path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise SennitError(f"{config.json_path} cannot be written: {error.strerror}") from error
+        write_json(config.json_path, report.as_json(rating, searched, notes))
 
 
 def _cluster(config: TrainingConfig, ranks: int | None, described: Path | None) -> Cluster:
     if described is not None:
         found = read_cluster(described)
-        if ranks is not None and ranks != found.ranks:
-            raise ConfigError(f"--ranks {ranks}, but {described} has {found.ranks}; allowed: leave --ranks out")
+        check_ranks(ranks, found.ranks, described)
         return found
     count = ranks or 1
-    return cluster_of(
-        config, count, count, shared_limits([("here", config.rank_memory_bytes, available_bytes())] * count)
-    )
+    return cluster_of(config, count, count, limits_here(config, count))
 
 
 def _diff(arguments: list[str]) -> None:

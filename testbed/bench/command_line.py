@@ -2,7 +2,6 @@
 """`sennit bench`. Each command imports what it needs when it runs, so that `--help` stays quick."""
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Protocol
@@ -12,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from sennit import capabilities
-from sennit.command_line import fail, figure_file, stdout_console, writable_file
+from sennit.command_line import fail, figure_file, stdout_console, writable_file, write_json
 
 Figures = Annotated[Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)]
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure sennit and its peers in turn, in one run.")
@@ -32,7 +31,7 @@ def _progress() -> Iterator[_Update]:
 
 def _write(json_path: Path | None, figures: object) -> None:
     if json_path is not None:
-        json_path.write_text(json.dumps(figures, indent=1) + "\n")
+        write_json(json_path, figures)
 
 
 def _need(*names: str) -> None:

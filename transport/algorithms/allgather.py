@@ -38,21 +38,15 @@ def allgather(
     Buffers: `[input, output]`, or `[input, output0, ..]` with `list_output`. `in_place` leaves `input` out, because
     this rank's part is already in the output.
     """
-    own_bytes = CountRange(rank, rank + 1)
-    builder = PlanBuilder(
+    builder, own, outputs = allgather_builder(
         "allgather",
         world=world,
         rank=rank,
-        signature=signature(Kind.ALLGATHER, type_code=type_code, root=RING if ring else 0),
-        buffer_bytes=[
-            *([] if in_place else [own_bytes]),
-            *counted_buffers(world, first_count=0, in_list=list_output),
-        ],
-        count_count=world,
-        unit_bytes=item_bytes,
+        mark=signature(Kind.ALLGATHER, type_code=type_code, root=RING if ring else 0),
+        item_bytes=item_bytes,
+        in_place=in_place,
+        list_output=list_output,
     )
-    outputs = counted_parts(world, first_count=0, first_buffer=0 if in_place else 1, in_list=list_output)
-    own = outputs[rank] if in_place else Part(0, 0, own_bytes)
     if ring:
         passed, came = own, list[int]()
         for slot, origin in enumerate(peers_before(rank, world)):
@@ -67,3 +61,24 @@ def allgather(
     if not in_place:
         copy_part(builder, own, outputs[rank])
     return builder.build()
+
+
+def allgather_builder(
+    name: str, *, world: int, rank: int, mark: int, item_bytes: int, in_place: bool, list_output: bool
+) -> tuple[PlanBuilder, Part, list[Part]]:
+    """A plan with the buffers of `allgather`: this rank's own part, and where each rank's part belongs."""
+    own_bytes = CountRange(rank, rank + 1)
+    builder = PlanBuilder(
+        name,
+        world=world,
+        rank=rank,
+        signature=mark,
+        buffer_bytes=[
+            *([] if in_place else [own_bytes]),
+            *counted_buffers(world, first_count=0, in_list=list_output),
+        ],
+        count_count=world,
+        unit_bytes=item_bytes,
+    )
+    outputs = counted_parts(world, first_count=0, first_buffer=0 if in_place else 1, in_list=list_output)
+    return builder, outputs[rank] if in_place else Part(0, 0, own_bytes), outputs

@@ -9,19 +9,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from sennit.transport.algorithms.ranges import (
-    Part,
-    copy_part,
-    counted_buffers,
-    counted_parts,
-    peers_after,
-    recv_part,
-    send_part,
-)
-from sennit.transport.counts import CountRange
+from sennit.transport.algorithms.allgather import allgather_builder
+from sennit.transport.algorithms.ranges import copy_part, peers_after, recv_part, send_part
 from sennit.transport.elements import Dtype
 from sennit.transport.hosts import Hosts
-from sennit.transport.plan import Operand, Plan, PlanBuilder
+from sennit.transport.plan import Operand, Plan
 from sennit.transport.signature import BY_HOST, Kind, signature
 
 # Of what a neighbour passes on: this, and the rank that gave it.
@@ -39,24 +31,18 @@ def allgather_by_host(
     list_output: bool = False,
 ) -> Plan:
     """Counts and buffers are those of `allgather`."""
-    own_bytes = CountRange(rank, rank + 1)
-    builder = PlanBuilder(
+    builder, own, outputs = allgather_builder(
         "allgather by host",
         world=world,
         rank=rank,
-        signature=signature(Kind.ALLGATHER, type_code=type_code, root=BY_HOST),
-        buffer_bytes=[
-            *([] if in_place else [own_bytes]),
-            *counted_buffers(world, first_count=0, in_list=list_output),
-        ],
-        count_count=world,
-        unit_bytes=item_bytes,
+        mark=signature(Kind.ALLGATHER, type_code=type_code, root=BY_HOST),
+        item_bytes=item_bytes,
+        in_place=in_place,
+        list_output=list_output,
     )
-    outputs = counted_parts(world, first_count=0, first_buffer=0 if in_place else 1, in_list=list_output)
-    own = outputs[rank] if in_place else Part(0, 0, own_bytes)
     home = hosts.of_rank(rank)
     neighbours = [peer for peer in peers_after(rank, world) if hosts.of_rank(peer) == home]
-    others = [(home + step) % len(hosts.spans) for step in range(1, len(hosts.spans))]
+    others = list(peers_after(home, len(hosts.spans)))
     for host in others:
         send_part(builder, hosts.relay(host, rank), own)
     for peer in neighbours:

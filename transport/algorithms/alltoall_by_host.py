@@ -60,7 +60,7 @@ def alltoall_by_host(
     low, high = hosts.spans[home]
     neighbours = [peer for peer in peers_after(rank, world) if low <= peer < high]
     # The ranks of a host must list them in one order.
-    others = [(home + step) % len(hosts.spans) for step in range(1, len(hosts.spans))]
+    others = list(peers_after(home, len(hosts.spans)))
     leaving = [stream for host in others for stream in _streams(hosts, home, host, streams)]
     coming = [stream for host in reversed(others) for stream in _streams(hosts, host, home, streams)]
     sent = [stream for stream in leaving if stream.sender == rank]

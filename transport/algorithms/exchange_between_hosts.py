@@ -47,7 +47,7 @@ def allgather_between_hosts(*, world: int, rank: int, hosts: Hosts, dtype: Dtype
     """Buffers: `[input, output]`. Counts: `allgather_counts`. `coding.between_hosts` is set."""
     plan = Exchange(Kind.ALLGATHER, world, rank, dtype, coding, elements_at=0, parts=world, output=0)
     home, near = hosts.of_rank(rank), _neighbours(hosts, rank)
-    others = [(home + step) % len(hosts.spans) for step in range(1, len(hosts.spans))]
+    others = list(peers_after(home, len(hosts.spans)))
     plan.send(rank, [hosts.relay(host, rank) for host in others], source=0, first_index=CountRange(0, rank))
     made = plan.keep(rank, rank, source=0, first_index=CountRange(0, rank))
     for peer in near:
