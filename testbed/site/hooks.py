@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What MkDocs calls while it builds the site (mkdocs.yml): navigation, pages that are made, links."""
+
+from __future__ import annotations
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from sennit.testbed.site import api
+from sennit.testbed.site.lists import for_python_markdown
+from sennit.testbed.site.repository import LANGUAGES, PLACES, ROOT, anchor, examples, for_site, listed, place
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Takes the navigation from the lists of docs/README.md, so that a page is listed once."""
+    config.mdx_configs.setdefault("toc", {})["slugify"] = lambda text, separator: anchor(text)
+    config.nav = [
+        {"Home": ["index.md", "contents.md", "contributing.md", "changelog.md"]},
+        {"Tutorials": listed("docs/README.md", "Tutorials")},
+        {"Examples": [{path.name: place(f"examples/{path.name}")} for path in examples()]},
+        {"How-to": listed("docs/README.md", "How-to")},
+        {"Reference": listed("docs/README.md", "Reference")},
+        {"API": ["api/index.md", *({f"sennit.{name}": f"api/{name}.md"} for name in api.MODULES)]},
+        {
+            "Explanation": [
+                page for page in listed("docs/README.md", "Explanation") if not page.startswith(("lab/", "decisions/"))
+            ]
+        },
+        {"Lab": ["lab/README.md", *listed("docs/lab/README.md")]},
+        {"Decisions": ["decisions/README.md", *listed("docs/decisions/README.md")]},
+        {"Glossary": "glossary.md"},
+    ]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages that are not in `docs/`."""
+    readme = files.get_file_from_path("README.md")
+    assert readme is not None
+    files.remove(readme)
+    made = {page: (ROOT / path).read_text() for path, page in PLACES.items()}
+    for path in examples():
+        code = path.read_text()
+        made[place(f"examples/{path.name}")] = f"# {path.name}\n\n```{LANGUAGES[path.suffix]}\n{code}```\n"
+    made |= {f"api/{name}.md": api.page(name) for name in api.MODULES} | {"api/index.md": api.index()}
+    for page, text in made.items():
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    del config, files
+    return for_python_markdown(for_site(markdown, page.file.src_uri))

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documentation as a site: it builds without a warning, needs no other host, and shows what the pages say."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from html.parser import HTMLParser
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from markdown_it import MarkdownIt
+
+from sennit.testbed.site import api
+from sennit.testbed.site.lists import for_python_markdown
+from sennit.testbed.site.repository import PLACES, ROOT, for_site, origin, place
+
+DEADLINE_S = 120.0
+# What a browser loads by itself. A link that a reader may follow is no asset.
+ASSETS = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src", "object": "data"}
+COUNTED = ("h1", "h2", "h3", "h4", "li", "ul", "ol", "table", "tr", "td", "pre", "img", "em", "strong", "blockquote")
+PAGES = sorted([*(ROOT / path for path in PLACES), *(ROOT / "docs").rglob("*.md")])
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("material") is None, reason="the extra docs is not installed"),
+]
+
+
+class Html(HTMLParser):
+    """What a page holds: elements of its article, identifiers, links, and what the browser loads."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements = Counter[str]()
+        self.anchors = {""}
+        self.links: list[str] = []
+        self.assets: list[str] = []
+        self.classes = set[str]()
+        self._in_article = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in attributes}
+        self._in_article |= tag == "article"
+        if self._in_article and tag in COUNTED:
+            self.elements[tag] += 1
+        self.anchors |= {values.get("id", ""), values.get("name", "")}
+        self.classes |= set(values.get("class", "").split())
+        if tag == "a" and "href" in values:
+            self.links.append(values["href"])
+        if tag in ASSETS and ASSETS[tag] in values:
+            self.assets.append(values[ASSETS[tag]])
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_article &= tag != "article"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        timeout=DEADLINE_S,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not re.search("WARNING|ERROR", done.stderr), done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, Html]:
+    return {path: Html(path.read_text()) for path in sorted(site.rglob("*.html"))}
+
+
+def shown(site: Path, page: Path) -> Path:
+    """The file of the site that shows a page of the repository."""
+    name = place(str(page.relative_to(ROOT))).removesuffix(".md")
+    return site / (re.sub(r"(^|/)README$", r"\1index", name) + ".html")
+
+
+def test_every_link_and_anchor_leads_somewhere(site: Path, pages: dict[Path, Html]) -> None:
+    broken = []
+    count = 0
+    for path, html in pages.items():
+        if path.name == "404.html":  # its links begin at the root of the server
+            continue
+        for link in html.links + html.assets:
+            parts = urlsplit(link)
+            if parts.scheme in ("http", "https", "mailto", "javascript"):
+                continue
+            count += 1
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            target = target / "index.html" if target.is_dir() else target
+            if not target.exists() or (target in pages and unquote(parts.fragment) not in pages[target].anchors):
+                broken.append(f"{path.relative_to(site)}: {link}")
+    assert not broken
+    assert count > 5000
+
+
+def test_nothing_comes_from_another_host(site: Path, pages: dict[Path, Html]) -> None:
+    assets = [(path, asset) for path, html in pages.items() for asset in html.assets]
+    assert len(assets) > len(pages)
+    elsewhere = [f"{path.relative_to(site)}: {asset}" for path, asset in assets if "//" in asset]
+    for path in site.rglob("*.css"):
+        elsewhere += re.findall(r"(?:url\(|@import )[\"']?(?:https?:)?//[^)]*", path.read_text())
+    assert not elsewhere
+    # The theme fetches Mermaid for diagrams that it finds in a page.
+    assert not [path for path, html in pages.items() if "mermaid" in html.classes]
+
+
+def test_pages_show_what_the_repository_shows(site: Path, pages: dict[Path, Html]) -> None:
+    """By CommonMark, as Git servers show it: as many headings, items, tables, cells, blocks of code and pictures."""
+    commonmark = MarkdownIt("gfm-like", {"linkify": False})
+    for page in PAGES:
+        expected = Html(f"<article>{commonmark.render(page.read_text())}</article>").elements
+        assert pages[shown(site, page)].elements == expected, page
+
+
+def test_the_interface_has_every_public_name(pages: dict[Path, Html], site: Path) -> None:
+    names = {
+        f"sennit.{package}.{module}.{name}"
+        for package in api.MODULES
+        for name, module in api.public_names(package).items()
+    }
+    assert len(names) > 50
+    anchors = set().union(*(html.anchors for path, html in pages.items() if path.parent == site / "api"))
+    assert names <= anchors
+
+
+@pytest.mark.parametrize(
+    ("page", "text", "expected"),
+    [
+        ("index.md", "[a](docs/reference/wire.md#packets)", "[a](reference/wire.md#packets)"),
+        ("contents.md", "[a](../README.md) [b](how-to/gpu.md)", "[a](index.md) [b](how-to/gpu.md)"),
+        ("how-to/gpu.md", "[a](../../examples/dcnv2.py)", "[a](../examples/dcnv2.py.md)"),
+        ("lab/codecs.md", "[a](../README.md#examples) [b](#c)", "[a](../contents.md#examples) [b](#c)"),
+        ("lab/codecs.md", "`[a](../README.md)`", "`[a](../README.md)`"),
+        ("index.md", "[a](https://b/c.md)", "[a](https://b/c.md)"),
+    ],
+)
+def test_links_are_moved_to_where_the_site_has_pages(page: str, text: str, expected: str) -> None:
+    assert for_site(text, page) == expected
+    assert place(origin(page)) == page
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("- a\n  - b\n\n    c\n- d", "- a\n    - b\n\n        c\n\n- d"),
+        ("1. a\n   ```sh\n     b\n   - c\n   ```\n2. d", "1. a\n    ```sh\n      b\n    - c\n    ```\n2. d"),
+        ("10. a\n    b\n\nc", "10. a\n    b\n\nc"),
+    ],
+)
+def test_insides_of_items_are_indented_by_four(text: str, expected: str) -> None:
+    assert for_python_markdown(text) == expected
