@@ -50,6 +50,7 @@ class Html(HTMLParser):
         self._in_article |= tag == "article"
         if self._in_article and tag in COUNTED:
             self.elements[tag] += 1
+            self.elements[f"{tag} from {values.get('start', '1')}"] += tag == "ol"
         self.anchors |= {values.get("id", ""), values.get("name", "")}
         self.classes |= set(values.get("class", "").split())
         if tag == "a" and "href" in values:
