@@ -35,7 +35,10 @@ class CachedBatch:
         self._cache, self._native = cache, native
 
     def wait(self, timeout_s: float = 60.0) -> NDArray[np.int64]:
-        """int64 [rows]: the line of each row, in the order given to `prefetch`. Raises `TimeoutError`."""
+        """int64 [rows]: the line of each row, in the order given to `prefetch`.
+
+        Raises `TimeoutError`; `NoRoom` if they do not fit beside other batches in use. The cache can be used then.
+        """
         lines = self._cache.native.wait(self._native, timeout_s)
         if lines is None:
             raise TimeoutError(f"the rows of a batch did not come within {timeout_s:g} s")

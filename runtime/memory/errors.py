@@ -14,6 +14,10 @@ class CorruptStore(SennitError):
     """The operator: bytes that were written once are lost. The message has file, offset and table."""
 
 
+class NoRoom(ArgumentError):
+    """The caller: a batch does not fit the cache beside those in use. It can be used as before."""
+
+
 def from_fault(fault: int, message: str, error_number: int) -> SennitError:
     """The error for a `Fault` of csrc/store_error.hpp, in its order."""
     match fault:
@@ -23,6 +27,8 @@ def from_fault(fault: int, message: str, error_number: int) -> SennitError:
             return ForeignStore(message)
         case 2:
             return CorruptStore(message)
+        case 4:
+            return NoRoom(message)
     error = DeviceError(message)
     error.errno = error_number
     return error

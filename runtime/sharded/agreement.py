@@ -112,6 +112,26 @@ def exchange_headers(
     return [row[2:] for row in found]
 
 
+def rows_on_all(fetch: Callable[[], None], group: dist.ProcessGroup | None) -> None:
+    """Fetches rows from files here. Raises on all ranks if those of one of them do not come.
+
+    A batch that does not fit a cache raises `ConfigError`, with the same words on all ranks. Any other error is raised
+    where it is, and `SennitError` with its words on the others.
+    """
+    error: Exception | None = None
+    try:
+        fetch()
+    except Exception as bad:  # Of any type: the other ranks wait for this one.
+        error = bad
+    if dist.get_world_size(group) > 1:
+        failed = torch.tensor([error is not None], dtype=torch.int64)
+        dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
+        if failed.item():
+            _raise_for_all(error, group)
+    elif error is not None:
+        raise error
+
+
 def made_on_all(make: Callable[[], _T], what: str, group: dist.ProcessGroup | None) -> _T:
     """What `make` returns here. If it raises on any rank, that error is raised there, `SennitError` on the others.
 
@@ -131,6 +151,18 @@ def made_on_all(make: Callable[[], _T], what: str, group: dist.ProcessGroup | No
         if text is not None:
             raise SennitError(f"rank {rank} could not {what}: {text}")
     return made[0]
+
+
+def _raise_for_all(error: Exception | None, group: dist.ProcessGroup | None) -> None:
+    told: list[Any] = [None] * dist.get_world_size(group)
+    own = error and (isinstance(error, ConfigError), f"{error}", type(error).__name__)
+    dist.all_gather_object(told, own, group=group)
+    if error is not None and not isinstance(error, ConfigError):
+        raise error
+    for rank, one in enumerate(told):
+        if one is not None:
+            is_same, text, kind = one
+            raise ConfigError(text) if is_same else SennitError(f"rank {rank} could not read rows: {kind}: {text}")
 
 
 def _status(error: Exception | None) -> Status:

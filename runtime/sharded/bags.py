@@ -77,6 +77,10 @@ class ShardedEmbeddingBags(ShardedTables):
             },
         )
 
+    def _fetch(self, step: _Step) -> None:
+        for pools, arrivals in zip(self._pools, step.arrivals, strict=True):
+            pools.fetch(arrivals)
+
     def _look_up(self, step: _Step) -> tuple[Tensor, ...]:
         found: dict[int, Tensor] = {}
         for pools, arrivals in zip(self._pools, step.arrivals, strict=True):
@@ -152,6 +156,10 @@ class Pools:
                 [self._exchange.source(self._slices.rank, global_batch)], here.lengths, here.values, here.weights
             ),
         )
+
+    def fetch(self, arrivals: Arrivals) -> None:
+        """Waits for rows. Those of replicated tables are in memory. Not collective."""
+        self._exchange.owner.fetch(arrivals.sharded)
 
     def bags(self, arrivals: Arrivals, samples: int) -> dict[int, Tensor]:
         """Sums of bags by feature, [samples, dim]."""

@@ -50,7 +50,7 @@ class TableFiles:
 
     def __init__(self, home: TableStore, rank: int, layouts: Sequence[StoreLayout]) -> None:
         """`layouts`: of all files of the rank. Raises `ConfigError` if caches for them do not fit."""
-        self.home, self._rank, self._layouts = home, rank, tuple(layouts)
+        self.home, self.rank, self._layouts = home, rank, tuple(layouts)
         self._lines = dict(zip(layouts, divided(home.memory_bytes, layouts), strict=True))
 
     def lines(self, layout: StoreLayout) -> tuple[int, int]:
@@ -59,7 +59,7 @@ class TableFiles:
 
     def create(self, layout: StoreLayout, rows: Callable[[int, int], Arrays]) -> RowStore:
         """A file with these rows (`memory.store.create`). It ends with its store, or with the process."""
-        path = self.home.folder / f"rows-{self._rank}-{self._layouts.index(layout)}.unfinished"
+        path = self.home.folder / f"rows-{self.rank}-{self._layouts.index(layout)}.unfinished"
         remove_left(path)
         made = store.create(path, layout, rows)
         path.unlink()

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,8 +14,10 @@ from torch import Tensor, nn
 
 from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.kernels.spec import Pooling
-from sennit.runtime.sharded.agreement import check_agreement, check_codec, exchange_headers, made_on_all
+from sennit.runtime.sharded.agreement import check_agreement, check_codec, exchange_headers, made_on_all, rows_on_all
 from sennit.runtime.sharded.changes import CHANGED_ROWS, ChangedRows
+from sennit.runtime.sharded.description import described
+from sennit.runtime.sharded.digest import digest_of
 from sennit.runtime.sharded.engines import Engines, Settings, files_of, groups_of
 from sennit.runtime.sharded.features import Ids, features_of, ids_of
 from sennit.runtime.sharded.files import TableStore
@@ -28,10 +29,10 @@ from sennit.runtime.sharded.rates import TableRates
 from sennit.runtime.sharded.sent import Refused, Sent
 from sennit.runtime.sharded.shards import Held, expected, tensors_of
 from sennit.runtime.sharded.slices import DEFAULT_SLICES, Slices
-from sennit.runtime.sharded.tables import Table, check_tables, output_names, shard_name, shard_spec, shards_of
+from sennit.runtime.sharded.tables import Table, check_tables, output_names, shard_spec, shards_of
 from sennit.runtime.sharded.wire import Wire
 from sennit.transport.codecs import Codec
-from sennit.transport.errors import ArgumentError, ConfigError, SennitError
+from sennit.transport.errors import ArgumentError, ConfigError
 
 
 class ShardedTables(nn.Module):
@@ -102,7 +103,7 @@ class ShardedTables(nn.Module):
         self._divisor = world_size if gradients == "mean" else 1
         self._features = features_of(self.tables)
         check_agreement(
-            self._described(gradients, seed)
+            described(self.tables, placement, slices=slices, gradients=gradients, seed=seed)
             | {"codec": str(codec), "table store": str(store is not None), "device": self.device.type},
             group,
         )
@@ -172,7 +173,7 @@ class ShardedTables(nn.Module):
             found: tuple[Tensor, ...] = Lookup.apply(self._anchor[0], self, step, self._weights(step))  # type: ignore[no-untyped-call]
         else:
             with self._wire.phase("lookup"):
-                found = self._look_up(step)
+                found = self._found(step)
             self._release(step)
         return dict(zip(self.feature_names, found, strict=True))
 
@@ -196,7 +197,7 @@ class ShardedTables(nn.Module):
 
         def look_up() -> tuple[Tensor, ...]:
             with torch.no_grad(), self._wire.over(group), self._wire.phase("lookup"):
-                return self._look_up(step)
+                return self._found(step)
 
         def update(gradients: Sequence[Tensor]) -> None:
             rates = self._rates()
@@ -276,6 +277,20 @@ class ShardedTables(nn.Module):
 
     def _send(self, given: Any, global_batch: int | None) -> Any:
         """Sends ids to their owners. Returns what the methods below take as `step`."""
+        raise NotImplementedError
+
+    def _found(self, step: Any) -> tuple[Tensor, ...]:
+        """`_look_up`, once all ranks have the rows of the step. If one does not get them, ends it on all."""
+        if self._store is not None:
+            try:
+                rows_on_all(lambda: self._fetch(step), self._wire.group)
+            except Exception:
+                self._release(step)
+                raise
+        return self._look_up(step)
+
+    def _fetch(self, step: Any) -> None:
+        """Waits for this rank's rows of a step. Not collective."""
         raise NotImplementedError
 
     def _look_up(self, step: Any) -> tuple[Tensor, ...]:
@@ -386,18 +401,7 @@ class ShardedTables(nn.Module):
 
         Raises `SennitError` if replicas of a table differ.
         """
-        own = {held.name: _hash(held) for held in self.held()}
-        everyone: list[Any] = [own]
-        if self.slices.world_size > 1:
-            everyone = [None] * self.slices.world_size
-            dist.all_gather_object(everyone, own, group=self._group)
-        of_shard: dict[str, str] = {}
-        for one in everyone:
-            for name, value in one.items():
-                if of_shard.setdefault(name, value) != value:
-                    raise SennitError(f"replicas of shard {name} differ")
-        text = "\n".join(f"{name} {of_shard[name]}" for name in sorted(of_shard))
-        return hashlib.sha256(text.encode()).hexdigest()
+        return digest_of(self.held(), self._group)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Adds the shards that this rank holds, by names that no placement changes: the tables' own memory, or copies
@@ -480,21 +484,3 @@ class ShardedTables(nn.Module):
         arriving = exchange_headers(error, batch, mine, self._wire.group)
         assert ids is not None
         return ids, batch, arriving
-
-    def _described(self, gradients: str, seed: int) -> dict[str, str]:
-        described = {"slices": str(self.slices.count), "gradients": gradients, "seed": str(seed)}
-        described["tables"] = ", ".join(table.name for table in self.tables)
-        for table in self.tables:
-            for field in table.__dataclass_fields__:
-                if field != "initial":
-                    described[f"table {table.name}: {field}"] = str(getattr(table, field))
-        for shard in shards_of(self.tables):
-            described[f"owner of {shard_name(self.tables, shard)}"] = str(self.placement.owner_of[shard])
-        return described
-
-
-def _hash(held: Held) -> str:
-    found = hashlib.sha256()
-    for tensor in (held.weight, *held.states.values()):
-        found.update(tensor.contiguous().cpu().view(torch.uint8).numpy().data)
-    return found.hexdigest()

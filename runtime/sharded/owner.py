@@ -116,6 +116,10 @@ class Owner:
             ),
         )
 
+    def fetch(self, arrived: Arrived) -> None:
+        """Waits for the rows of what arrived."""
+        self._shards.fetch(arrived.announced)
+
     def answer(self, arrived: Arrived) -> Tensor:
         """Float32, flat: for each source and sum [samples, columns]."""
         found = self._shards.lookup(arrived.announced)

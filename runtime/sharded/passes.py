@@ -24,7 +24,7 @@ class Lookup(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         context.tables, context.step, context.is_over = tables, step, False
         with tables._wire.phase("lookup"):
-            return tables._look_up(step)
+            return tables._found(step)
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None, Tensor | None]:

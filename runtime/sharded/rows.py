@@ -130,6 +130,10 @@ class RowExchange:
         batch, answers = self._batch(ids, asked)
         return Asked(announced=self._shards.announce(batch), sizes=answers)
 
+    def fetch(self, asked: Asked) -> None:
+        """Waits for the rows that others asked for. Not collective."""
+        self._shards.fetch(asked.announced)
+
     def by_lookup(self, nodes: Sequence[Node], asked: Asked) -> dict[int, Tensor]:
         """Gets the rows, and returns that of each lookup: float32 [lookups, dim] by feature."""
         answer = self._shards.lookup(asked.announced)

@@ -44,6 +44,10 @@ class ShardedEmbeddings(ShardedTables):
         ids, batch, _ = self._agreed(given, global_batch, prepared)
         return [sequences.send(ids, batch) for sequences in self._sequences]
 
+    def _fetch(self, step: Sequence[Step]) -> None:
+        for sequences, one in zip(self._sequences, step, strict=True):
+            sequences.fetch(one)
+
     def _look_up(self, step: Sequence[Step]) -> tuple[Tensor, ...]:
         found: dict[int, Tensor] = {}
         for sequences, one in zip(self._sequences, step, strict=True):
@@ -90,6 +94,10 @@ class Sequences:
             replicated=replicated,
             replicas=self._replicated.ask(replicated),
         )
+
+    def fetch(self, step: Step) -> None:
+        """Waits for rows. Those of replicated tables are in memory. Not collective."""
+        self._sharded.fetch(step.asked)
 
     def by_lookup(self, step: Step) -> dict[int, Tensor]:
         """The row of each id: float32 [ids, dim] by feature."""

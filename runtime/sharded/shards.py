@@ -34,7 +34,7 @@ class Announced:
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
-        """The lookups as the engine takes them, once `Shards.lookup` has returned."""
+        """The lookups as the engine takes them, once `Shards.fetch` has returned."""
 
 
 class Expected(NamedTuple):
@@ -64,8 +64,11 @@ class Shards:
         """Starts to fetch the rows of a batch, and returns at once."""
         return Announced(batch)
 
+    def fetch(self, announced: Announced) -> None:
+        """Waits for the rows of a batch. If they do not come it can only be released."""
+
     def lookup(self, announced: Announced) -> Tensor:
-        """The flat float32 result (`EmbeddingEngine.lookup`)."""
+        """The flat float32 result (`EmbeddingEngine.lookup`) of a batch that was fetched."""
         return self.engine.lookup(announced.batch)
 
     def weight_gradient(self, announced: Announced, gradient: Tensor) -> Tensor:
@@ -108,7 +111,7 @@ class Shards:
                 tensor.copy_(state[key])
 
     def wait(self) -> None:
-        """Waits for the rows of all batches that are announced."""
+        """Waits until the rows of all batches that are announced are here, or cannot come."""
 
     def counters(self) -> dict[str, int]:
         """Counters of the caches before files, by name; empty if there is none."""

@@ -3,24 +3,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sennit.runtime.kernels.batch import Batch, Block
-from sennit.runtime.kernels.checks import IdError, resolve
+from sennit.runtime.kernels.checks import resolve
 from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.layout import TableMemory
 from sennit.runtime.kernels.optimizers import OptimizerSpec
 from sennit.runtime.kernels.spec import Bounds, TableSpec
 from sennit.runtime.memory import store
+from sennit.runtime.memory.errors import NoRoom
 from sennit.runtime.memory.layout import DTYPES, Arrays, StoreLayout
 from sennit.runtime.memory.store import RowStore
 from sennit.runtime.memory.tiered import CachedTables, PrefetchedRows, tables_of
@@ -29,6 +32,9 @@ from sennit.runtime.sharded.shards import Announced, Held, Shards, expected, ten
 from sennit.transport.errors import ArgumentError, ConfigError, SennitError
 from sennit.transport.sizes import format_size
 
+NAMED: Final = 3
+"""Tables that an error names."""
+
 Fill = Callable[[Tensor, int, int], None]
 """(weight, number, first) -> fills rows of shard `number` from `first` on: `weight`, [rows, columns]."""
 
@@ -36,22 +42,39 @@ Fill = Callable[[Tensor, int, int], None]
 class StoredBatch(Announced):
     """A batch whose rows are being fetched. If it is forgotten, its rows may be evicted again."""
 
-    def __init__(self, batch: Batch, parts: list[tuple[PrefetchedRows, Tensor]]) -> None:
-        """`parts`: of each cache the rows, and int64 [rows], the places of their lookups in the batch."""
+    def __init__(
+        self, batch: Batch, parts: list[tuple[PrefetchedRows, Tensor]], failure: SennitError | None = None
+    ) -> None:
+        """`parts`: of each cache the rows, and int64 [rows], the places of their lookups in the batch.
+
+        `failure`: why there are not more of them. `to_lines` raises it, when all ranks can be told.
+        """
         super().__init__(batch)
-        self._parts = parts
+        self._parts, self._failure = parts, failure
 
     def wait(self, timeout_s: float) -> None:
         """Waits for the rows."""
         for rows, _ in self._parts:
             rows.rows.wait(timeout_s)
 
-    def to_lines(self, timeout_s: float) -> None:
-        """Waits for the rows. `batch` has their lines from then on."""
+    def to_lines(self, timeout_s: float, names: Sequence[str]) -> None:
+        """Waits for the rows. `batch` has their lines from then on. `names`: of the tables, for `NoRoom`."""
+        if self._failure is not None:
+            raise self._failure
         values = self.batch.values.to(torch.int64, copy=True)
         for rows, places in self._parts:
-            values[places] = rows.lines(timeout_s)
+            try:
+                values[places] = rows.lines(timeout_s)
+            except NoRoom as error:
+                raise NoRoom(f"{self._needed(places, names)}: {error}") from error
         self.batch = replace(self.batch, values=values)
+
+    def _needed(self, places: Tensor, names: Sequence[str]) -> str:
+        """The tables of these lookups that need the most rows, as text."""
+        pairs = torch.stack([tables_of(self.batch)[places], self.batch.values[places].to(torch.int64)])
+        counts: Counter[int] = Counter(torch.unique(pairs, dim=1)[0].tolist())
+        text = ", ".join(f"{names[table]} ({count} rows)" for table, count in counts.most_common(NAMED))
+        return text if len(counts) <= NAMED else f"{text} and {len(counts) - NAMED} more"
 
     def release(self, *, is_dirty: bool) -> None:
         """Lets the rows be evicted. Another call does nothing."""
@@ -106,21 +129,26 @@ class StoredShards(Shards):
         batch, _ = resolve(batch, self.specs, Bounds.ERROR)
         tables, ids = tables_of(batch), batch.values.to(torch.int64)
         caches, numbers = self._cache_of[tables], self._number_of[tables]
-        parts = []
-        with self._explained():
+        parts, failure = [], None
+        try:
             for place, (_, cached, _) in enumerate(self._cached):
                 own = (caches == place).nonzero().flatten()
                 parts.append((cached.prefetch(numbers[own], ids[own]), own))
-        announced = StoredBatch(batch, parts)
+        except SennitError as error:  # A cache that failed before. Other ranks wait in what follows.
+            failure = error
+        announced = StoredBatch(batch, parts, failure)
         with self._lock:
             self._announced.add(announced)
         return announced
 
-    def lookup(self, announced: Announced) -> Tensor:
+    def fetch(self, announced: Announced) -> None:
         assert isinstance(announced, StoredBatch)
-        with self._waiting(), self._explained():
-            announced.to_lines(self._files.home.timeout_s)
-        return super().lookup(announced)
+        with self._waiting():
+            try:
+                announced.to_lines(self._files.home.timeout_s, [spec.name for spec in self.specs])
+            except NoRoom as error:
+                memory = f"rank {self._files.rank} has {format_size(self._files.home.memory_bytes)} of memory for rows"
+                raise ConfigError(f"{memory}: {error}") from error
 
     def ids(self, batch: Batch, block: Block) -> Tensor:
         values, memory = super().ids(batch, block), self._memory[block.table]
@@ -132,7 +160,8 @@ class StoredShards(Shards):
         assert isinstance(announced, StoredBatch)
         with self._lock:
             self._announced.discard(announced)
-        with self._explained():
+        # A cache that has failed says so again to the next batch, and then on all ranks.
+        with contextlib.suppress(SennitError):
             announced.release(is_dirty=is_dirty)
 
     def held(self) -> Iterator[Held]:
@@ -186,7 +215,8 @@ class StoredShards(Shards):
         with self._lock:
             waiting = list(self._announced)
         for announced in waiting:
-            announced.wait(self._files.home.timeout_s)
+            with contextlib.suppress(SennitError):  # `fetch` raises it.
+                announced.wait(self._files.home.timeout_s)
 
     def counters(self) -> dict[str, int]:
         found: Counter[str] = Counter()
@@ -199,16 +229,6 @@ class StoredShards(Shards):
         for _, cached, rows in self._cached:
             cached.close()
             rows.close()
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Makes a `ConfigError` of the error for a batch that does not fit a cache. It may come one call later."""
-        try:
-            yield
-        except IdError:
-            raise
-        except ArgumentError as error:
-            raise ConfigError(f"{format_size(self._files.home.memory_bytes)} of memory for tables: {error}") from error
 
     def _initial(self, layout: StoreLayout, numbers: Sequence[int], fill: Fill) -> Callable[[int, int], Arrays]:
         """Generates the rows of new shards, in the order of the file."""

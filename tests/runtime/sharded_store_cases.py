@@ -19,10 +19,13 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from sennit.runtime.kernels import Optimizer, OptimizerSpec, Precision
+from sennit.runtime.pipeline import Pipeline
 from sennit.runtime.sharded import ShardedEmbeddingBags, Table, TableStore
 from sennit.transport.errors import ArgumentError, ConfigError, SennitError
 
 SAMPLES = 27
+LARGE = (2, 4)
+"""Numbers of batches."""
 
 
 def made(folder: Path | None, placement: str = "row_wise", memory_bytes: int = 300_000) -> ShardedEmbeddingBags:
@@ -124,7 +127,7 @@ def misused(rank: int, world: int, folder: str) -> None:
     del found
     assert module.digest() != before
     assert module.cache_counters()["evictions"] == 0  # Files are new since `load_state_dict`.
-    with pytest.raises(ConfigError, match="lines of set"):
+    with pytest.raises(ConfigError, match=r"rank 0 has 50000 B .*: user/0.0 \(2500 rows\): a batch needs 2500 rows"):
         module({"user": torch.arange(2500).view(1, -1).expand(8, -1) + 2500 * rank})
     unused = other.digest()
     other({"one": torch.arange(8)})["one"].sum().backward()
@@ -133,6 +136,92 @@ def misused(rank: int, world: int, folder: str) -> None:
     for closed in (module, module, other):
         closed.close()
     assert not list(Path(folder).iterdir())
+
+
+class Vectors(torch.nn.Module):
+    """Sums of bags of two tables in shards, of which rank 1 has too little memory for large batches."""
+
+    def __init__(self, rank: int, folder: str | None) -> None:
+        super().__init__()
+        memory_bytes = 36_000 if rank == 1 else 400_000
+        store = None if folder is None else TableStore(folder=Path(folder), memory_bytes=memory_bytes)
+        tables = [Table(name="user", rows=6000, dim=4, row_shards=2), Table(name="item", rows=40, dim=4, row_shards=2)]
+        self.tables = ShardedEmbeddingBags(tables, rate=0.1, gradients="sum", placement="row_wise", store=store)
+
+    def forward(self, ids: dict[str, Tensor]) -> Tensor:
+        found = self.tables(ids)
+        loss: Tensor = sum((vectors.square() + vectors).sum() for vectors in (found["user"], found["item"]))
+        return loss
+
+
+def ids_of_batch(number: int, own: slice) -> dict[str, Tensor]:
+    """Eight samples. Those of `LARGE` have more rows than the memory of rank 1."""
+    generator = torch.Generator().manual_seed(number)
+    count = 400 if number in LARGE else 10
+    users = torch.randint(0, 6000, (8, count), generator=generator)
+    return {"user": users[own], "item": torch.randint(0, 40, (8, 2), generator=generator)[own]}
+
+
+def unfit(rank: int, world: int, folder: str | None, ahead: int | None) -> tuple[str, list[str]]:
+    """Trains on the batches that fit. Returns the digest, and the errors of the others.
+
+    `ahead`: how many batches are under way; None: no `Pipeline`, but `send` one batch ahead. Without a `folder` those
+    that do not fit are left out, and errors are what they must begin with.
+    """
+    model = Vectors(rank, folder)
+    own = model.tables.slices.own_samples(8)
+    if folder is None:
+        batches = [ids_of_batch(number, own) for number in range(8) if number not in LARGE]
+    else:
+        batches = [ids_of_batch(number, own) for number in range(8)]
+    told = []
+    if ahead is None:
+        sent = [model.tables.send(batch) for batch in batches[:1]]
+        for number, batch in enumerate(batches):
+            sent += [model.tables.send(batch) for batch in batches[number + 1 : number + 2]]
+            model.tables.expect(batch, sent.pop(0))
+            try:
+                model(batch).backward()
+            except ConfigError as error:
+                told.append(str(error))
+    else:
+        with Pipeline(model, torch.optim.SGD([torch.zeros(1)]), batches, batches_ahead=ahead) as steps:
+            while True:
+                try:
+                    next(steps)
+                except StopIteration:
+                    break
+                except ConfigError as error:
+                    told.append(str(error))
+    if folder is None:
+        for number in LARGE:
+            rows = {name: ids.unique() for name, ids in ids_of_batch(number, slice(0, 8)).items()}
+            users, items = int((rows["user"] >= 3000).sum()), int((rows["item"] >= 20).sum())
+            told.append(
+                f"rank 1 has 36000 B of memory for rows: user/1.0 ({users} rows), item/1.0 ({items} rows): a batch "
+                f"needs {users + items} rows, other batches hold "
+            )
+    digest = model.tables.digest()
+    model.tables.close()
+    return digest, told
+
+
+def broken(rank: int, world: int, folder: str) -> list[str]:
+    """The disk of rank 1 fails. Errors of the batches from then on."""
+    model = Vectors(rank, folder)
+    model(ids_of_batch(0, own := model.tables.slices.own_samples(8))).backward()
+    if rank == 1:
+        for file in Path("/proc/self/fd").iterdir():
+            if os.path.realpath(file).startswith(folder):
+                os.ftruncate(os.open(file, os.O_WRONLY), 0)
+    told = []
+    for number in (1, 3):
+        try:
+            model(ids_of_batch(number, own))
+        except SennitError as error:
+            told.append(f"{type(error).__name__}: {error}")
+    model.tables.close()
+    return told
 
 
 def killed(rank: int, world: int, folder: str, when: str) -> None:

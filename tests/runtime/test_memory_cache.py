@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from sennit.runtime.memory import store
 from sennit.runtime.memory.cache import CachedBatch, RowCache
+from sennit.runtime.memory.errors import NoRoom
 from sennit.runtime.memory.layout import Arrays, RowPart, StoredTable, StoreLayout
 from sennit.transport.errors import ArgumentError
 
@@ -137,8 +138,17 @@ def test_arguments_are_checked() -> None:
         with pytest.raises(ArgumentError, match="used by a cache"):
             RowCache(rows, line_count=32)
         batch = cache.prefetch(np.arange(40))
-        with pytest.raises(ArgumentError, match="give the cache more lines"):
+        with pytest.raises(
+            NoRoom, match="a batch needs 40 rows, other batches hold 0; the cache has 32 lines in sets of"
+        ):
             batch.wait()
+        batch.release(is_dirty=False)
+        smaller = cache.prefetch(np.arange(32))
+        assert sorted(smaller.wait()) == list(range(32))
+        assert (cache.arrays["weight"] == 0).all()
+        smaller.release(is_dirty=False)
+        cache.flush()
+        assert (cache.counters["batches"], cache.counters["misses"]) == (1, 32)
 
 
 def test_counters_can_be_read_while_batches_are_released() -> None:

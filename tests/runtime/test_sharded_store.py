@@ -147,7 +147,10 @@ def test_a_killed_run_leaves_nothing_in_the_way(new_world: Any, tmp_path: Path, 
     ("settings", "message"),
     [
         ({"memory_bytes": 1000}, "ConfigError: 1000 bytes of memory for 5000 rows in 1 files; allowed: 20980 or more"),
-        ({"memory_bytes": 23_000}, "ConfigError: 23000 B of memory for tables: all 32 lines of set"),
+        (
+            {"memory_bytes": 23_000},
+            "ConfigError: rank 0 has 23000 B of memory for rows: user/0.0 (800 rows): a batch needs 800",
+        ),
         ({"file_limit_bytes": 100_000}, "DeviceError: "),
         ({"copy_limit_bytes": 10_000}, "DeviceError: "),
     ],
@@ -164,6 +167,28 @@ def test_a_full_disk_of_one_rank_is_told_on_all(new_world: Any, tmp_path: Path) 
     told = new_world(2).run(STORES, "error", folder=str(tmp_path), limited_rank=1, file_limit_bytes=100_000)
     assert told[1].startswith(f"DeviceError: {tmp_path}")
     assert told[0] == f"SennitError: rank 1 could not make its table store: {told[1]}"
+
+
+@pytest.mark.parametrize("ahead", [None, 0, 1, 2])
+def test_a_batch_that_does_not_fit_one_rank_is_told_on_all_and_changes_nothing(
+    kept_world: Callable[..., Any], tmp_path: Path, ahead: int | None
+) -> None:
+    """Later batches train on, with the bits of a run that has never had the large ones."""
+    ((digest, expected),) = kept_world(1).run(STORES, "unfit", folder=None, ahead=0)
+    found = kept_world(2).run(STORES, "unfit", folder=str(tmp_path), ahead=ahead)
+    assert [one for one, _ in found] == [digest] * 2
+    (told, same) = (messages for _, messages in found)
+    assert told == same
+    assert len(told) == len(expected) == 2
+    assert all(message.startswith(start) for message, start in zip(told, expected, strict=True))
+
+
+def test_a_disk_that_fails_on_one_rank_is_told_on_all(new_world: Any, tmp_path: Path) -> None:
+    """At the next batch, and at those after it: nobody waits for that rank."""
+    others, own = new_world(2).run(STORES, "broken", folder=str(tmp_path))
+    assert own == own[:1] * 2
+    assert own[0].startswith(("CorruptStore: ", "DeviceError: "))
+    assert others == [f"SennitError: rank 1 could not read rows: {text}" for text in own]
 
 
 def layout(name: str, rows: int, columns: int) -> StoreLayout:

@@ -66,8 +66,15 @@ std::shared_ptr<BatchQueue::Batch> BatchQueue::fetch(std::vector<std::int64_t> r
   const std::lock_guard guard(mutex_);
   check();
   put([this, batch] {
-    batch->pins = cache_.fetch(batch->rows, batch->lines.data());
+    std::exception_ptr refusal;
+    try {
+      batch->pins = cache_.fetch(batch->rows, batch->lines.data());
+    } catch (const StoreError& error) {
+      if (error.fault != Fault::NO_ROOM) throw;
+      refusal = std::current_exception();
+    }
     const std::lock_guard inner(mutex_);
+    batch->refusal = refusal;
     batch->is_done = true;
   });
   return batch;
@@ -81,6 +88,7 @@ bool BatchQueue::wait(const std::shared_ptr<Batch>& batch, std::chrono::steady_c
     check();
     return false;
   }
+  if (batch->refusal) std::rethrow_exception(batch->refusal);
   if (!batch->is_in_use) in_use_++;
   batch->is_in_use = true;
   return true;

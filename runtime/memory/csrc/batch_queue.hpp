@@ -18,12 +18,14 @@
 namespace sennit::memory {
 
 // Runs fetches, releases and flushes in the order of the calls, so the place of a row does not depend on how long
-// anything takes. After an error each later call raises it again.
+// anything takes. After an error each later call raises it again, but for a batch that does not fit: only `wait` for it
+// does.
 class BatchQueue {
  public:
   struct Batch {
     std::vector<std::int64_t> rows, lines;
     RowCache::Pins pins;
+    std::exception_ptr refusal;  // it does not fit: nothing is pinned
     bool is_done = false, is_in_use = false, is_released = false;
   };
 

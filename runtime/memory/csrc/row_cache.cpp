@@ -7,6 +7,7 @@
 
 #include <bit>
 #include <string>
+#include <unordered_set>
 
 #include "store_error.hpp"
 
@@ -104,12 +105,11 @@ std::uint64_t RowCache::touch(std::uint64_t row, std::uint64_t hash, Pins& pins)
   return line;
 }
 
-// Finds a line for a row that is not cached.
+// Finds a line for a row that is not cached; NO_LINE if there is none.
 std::uint64_t RowCache::place(std::uint64_t row, std::uint64_t hash, Pins& pins) {
   const std::uint64_t index = index_of(hash, sets_.size());
   Set& set = sets_[index];
   std::uint64_t line = 0;
-  counters_.misses++;
   if (const std::uint32_t way = victim(set); way != NO_WAY) {
     line = index * WAYS + way;
     const std::uint32_t bit = 1u << way;
@@ -125,21 +125,48 @@ std::uint64_t RowCache::place(std::uint64_t row, std::uint64_t hash, Pins& pins)
     set.last_batch[way] = batch_;
     set.batches[way] = 1;
   } else {
+    if (free_spares_.empty()) return NO_LINE;
     counters_.conflicts++;
-    if (free_spares_.empty())
-      throw StoreError(Fault::ARGUMENT, "all " + std::to_string(WAYS) + " lines of set " + std::to_string(index) +
-                                            " and all " + std::to_string(spares_.size()) +
-                                            " spare lines are pinned by batches; give the cache more lines, or "
-                                            "fetch smaller batches");
     const std::uint64_t number = free_spares_.back();
     free_spares_.pop_back();
     spares_[number] = {row, batch_, 1, false};
     spare_of_row_[row] = number;
     line = spare_first() + number;
   }
+  counters_.misses++;
   pins.lines.push_back(line);
   wanted_.push_back({row, line});
   return line;
+}
+
+// Gives back what a batch has taken whose rows will not be read. Lines of its new rows become empty. What they held is
+// still in them, and is written back if it was changed.
+void RowCache::forget(const Pins& pins) {
+  counters_.write_backs += written_.size();
+  if (!written_.empty()) store_.exchange(written_, {}, lines_);
+  for (const std::uint64_t line : pins.lines) {
+    if (line < spare_first())
+      sets_[line / WAYS].pins[line % WAYS]--;
+    else
+      spares_[line - spare_first()].pins--;
+  }
+  // Backwards, so that spare lines are taken again in the same order.
+  for (auto placed = wanted_.rbegin(); placed != wanted_.rend(); ++placed) {
+    if (placed->line < spare_first()) {
+      sets_[placed->line / WAYS].used &= ~(1u << placed->line % WAYS);
+      continue;
+    }
+    spare_of_row_.erase(placed->row);
+    free_spares_.push_back(placed->line - spare_first());
+  }
+}
+
+// Lines that batches hold.
+std::uint64_t RowCache::pinned() const {
+  std::uint64_t found = spares_.size() - free_spares_.size();
+  for (const Set& set : sets_)
+    for (const std::uint16_t pins : set.pins) found += pins != 0;
+  return found;
 }
 
 void RowCache::check_rows(std::span<const std::int64_t> rows, std::uint64_t row_count) {
@@ -151,6 +178,7 @@ void RowCache::check_rows(std::span<const std::int64_t> rows, std::uint64_t row_
 
 RowCache::Pins RowCache::fetch(std::span<const std::int64_t> rows, std::int64_t* out) {
   Pins pins;
+  const Counters before = counters_;
   batch_++;
   counters_.batches++;
   counters_.lookups += rows.size();
@@ -183,6 +211,19 @@ RowCache::Pins RowCache::fetch(std::span<const std::int64_t> rows, std::int64_t*
     const std::uint64_t hash = hash_of(row);
     std::uint64_t line = touch(row, hash, pins);
     if (line == NO_LINE) line = place(row, hash, pins);
+    if (line == NO_LINE) {
+      forget(pins);
+      const std::uint64_t evictions = counters_.evictions, write_backs = counters_.write_backs;
+      counters_ = before;
+      counters_.evictions = evictions;
+      counters_.write_backs = write_backs;
+      const std::unordered_set<std::int64_t> distinct(rows.begin(), rows.end());
+      throw StoreError(Fault::NO_ROOM, "a batch needs " + std::to_string(distinct.size()) +
+                                           " rows, other batches hold " + std::to_string(pinned()) +
+                                           "; the cache has " + std::to_string(spare_first()) + " lines in sets of " +
+                                           std::to_string(WAYS) + " and " + std::to_string(spares_.size()) +
+                                           " spare ones; give the cache more lines, or fetch smaller batches");
+    }
     out[n] = static_cast<std::int64_t>(line);
   }
   counters_.write_backs += written_.size();

@@ -33,7 +33,7 @@ class RowCache {
   static void check_rows(std::span<const std::int64_t> rows, std::uint64_t row_count);
 
   // Fetches and pins the rows of one batch: out[n] is the line of rows[n]. Rows may repeat. Raises StoreError, after
-  // which the cache can no longer be used.
+  // which the cache can no longer be used, but for NO_ROOM: then rows and pins are as they were.
   Pins fetch(std::span<const std::int64_t> rows, std::int64_t* out);
   // Unpins the rows of a batch. `is_dirty`: the batch has changed them.
   void release(const Pins& pins, bool is_dirty);
@@ -49,6 +49,7 @@ class RowCache {
   struct Counters {
     std::uint64_t batches = 0, lookups = 0, hits = 0, misses = 0, conflicts = 0, evictions = 0, write_backs = 0;
   };
+  // A batch that did not fit counts only what it has evicted.
   const Counters& counters() const { return counters_; }
 
  private:
@@ -75,6 +76,8 @@ class RowCache {
   std::uint64_t line_of(std::uint64_t row, std::uint64_t hash) const;
   std::uint64_t touch(std::uint64_t row, std::uint64_t hash, Pins& pins);
   std::uint64_t place(std::uint64_t row, std::uint64_t hash, Pins& pins);
+  void forget(const Pins& pins);
+  std::uint64_t pinned() const;
   std::uint64_t spare_first() const { return sets_.size() * WAYS; }
 
   RowStore& store_;

@@ -12,6 +12,7 @@ enum class Fault {
   FOREIGN,   // the caller: the file is not a store, or holds other tables
   CORRUPT,   // the operator: bytes that were written once are lost
   DEVICE,    // the operator: the operating system refused; `error_number` says why
+  NO_ROOM,   // the caller: a batch does not fit the cache, which is as it was
 };
 
 class StoreError : public std::runtime_error {
