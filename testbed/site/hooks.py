@@ -3,18 +3,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Final
+
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from sennit.testbed.site import api
 from sennit.testbed.site.lists import for_python_markdown
+from sennit.testbed.site.picture import drawn
 from sennit.testbed.site.repository import LANGUAGES, PLACES, ROOT, anchor, examples, for_site, listed, place
+
+STYLE: Final = "site.css"
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Takes the navigation from the lists of docs/README.md, so that a page is listed once."""
     config.mdx_configs.setdefault("toc", {})["slugify"] = lambda text, separator: anchor(text)
+    config.extra_css.append(STYLE)
     config.nav = [
         {"Home": ["index.md", "contents.md", "contributing.md", "changelog.md"]},
         {"Tutorials": listed("docs/README.md", "Tutorials")},
@@ -44,6 +51,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         code = path.read_text()
         made[place(f"examples/{path.name}")] = f"# {path.name}\n\n```{LANGUAGES[path.suffix]}\n{code}```\n"
     made |= {f"api/{name}.md": api.page(name) for name in api.MODULES} | {"api/index.md": api.index()}
+    made[STYLE] = (Path(__file__).parent / STYLE).read_text()
     for page, text in made.items():
         files.append(File.generated(config, page, content=text))
     return files
@@ -51,4 +59,4 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     del config, files
-    return for_python_markdown(for_site(markdown, page.file.src_uri))
+    return for_python_markdown(drawn(for_site(markdown, page.file.src_uri)))
