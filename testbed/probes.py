@@ -86,6 +86,14 @@ def _openmpi() -> Capability:
     return present(name, launcher)
 
 
+def _slurm() -> Capability:
+    name = "slurm"
+    missing = [daemon for daemon in ("munged", "slurmctld", "slurmd", "sbatch") if shutil.which(daemon) is None]
+    if missing:
+        return absent(name, f"no {', '.join(missing)}", "install slurmctld, slurmd and slurm-client")
+    return present(name, "a Slurm cluster of its own on this machine")
+
+
 capabilities.PROBES.update(
     {
         "vm": _vm,
@@ -96,6 +104,7 @@ capabilities.PROBES.update(
         "dumpcap": functools.partial(command, "dumpcap", "tshark"),
         "tshark": functools.partial(command, "tshark", "tshark"),
         "openmpi": _openmpi,
+        "slurm": _slurm,
     }
 )
 capabilities.QUESTIONS += [
@@ -110,4 +119,5 @@ capabilities.QUESTIONS += [
     Question(title="netem in place of the BPF program of the testbed", needs=("netem", "bridge")),
     Question(title="independent decoding of captures (tests)", needs=("tshark",)),
     Question(title="OpenMPI as a peer in benchmarks", needs=("openmpi",)),
+    Question(title="jobs of Slurm (tests)", needs=("slurm",)),
 ]

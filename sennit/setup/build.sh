@@ -54,10 +54,12 @@ missing_packages() {
   done <sennit/setup/apt-packages.txt
 }
 
+missing_for_ci() { if [ "${CI:-}" = true ]; then missing_packages ci; fi; }
+
 system_packages_apt() {
   local needed optional
   mapfile -t needed < <(missing_packages build)
-  mapfile -t optional < <(missing_packages test)
+  mapfile -t optional < <(missing_packages test; missing_for_ci)
   [ $((${#needed[@]} + ${#optional[@]})) -eq 0 ] && return
   if [ "$(id -u)" -ne 0 ]; then
     [ ${#optional[@]} -eq 0 ] || say "some tests will skip without: ${optional[*]}"
@@ -68,7 +70,7 @@ system_packages_apt() {
   export DEBIAN_FRONTEND=noninteractive
   quietly apt-get update
   mapfile -t needed < <(missing_packages build)
-  mapfile -t optional < <(missing_packages test)
+  mapfile -t optional < <(missing_packages test; missing_for_ci)
   [ ${#needed[@]} -eq 0 ] || quietly apt-get install -y --no-install-recommends "${needed[@]}"
   if [ ${#optional[@]} -ne 0 ] && ! apt-get install -y --no-install-recommends "${optional[@]}" >"$LOG" 2>&1; then
     say "not all of these could be installed, some tests will skip: ${optional[*]}"
