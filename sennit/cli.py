@@ -15,6 +15,7 @@ from sennit import extras
 from sennit.command_line import EXIT_UNAVAILABLE, fail, stdout_console, writable_file
 from sennit.runtime.ingest.command import feed
 from sennit.runtime.telemetry.commands import metrics, top
+from sennit.runtime.timeline.command import timeline
 from sennit.runtime.trace.commands import app as trace
 from sennit.testbed.bench.command_line import app as bench
 from sennit.testbed.commands import app as testbed
@@ -50,6 +51,7 @@ app.add_typer(bench, name="bench")
 app.add_typer(testbed, name="testbed")
 app.add_typer(trace, name="trace")
 app.command(epilog="Example: sennit top --paths")(top)
+app.command(epilog="Example: sennit timeline run.json.gz")(timeline)
 app.command(epilog="Example: sennit metrics --listen 127.0.0.1:9464")(metrics)
 app.command(epilog="Example: sennit feed --data flights --to 10.0.0.5:4800")(feed)
 

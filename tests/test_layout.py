@@ -80,7 +80,8 @@ ROOM_LAYERS = (
     {"backend", "kernels", "telemetry"},
     {"data", "memory", "trace"},
     {"ingest", "sharded"},
-    {"model", "pipeline"},
+    {"model", "timeline"},
+    {"pipeline"},
     {"planner"},
     {"training"},
 )

@@ -31,6 +31,23 @@ def symmetric_alloc(size_bytes: int) -> int:
 def symmetric_free(address: int) -> bool:
     """Frees what `symmetric_alloc` returned. False: the memory is not from there."""
 
+def operation_log_begin(room: int) -> None:
+    """Keeps the last `room` operations of all groups from now on, and forgets what there was."""
+
+def operation_log_read() -> tuple[list[tuple[str, int, str, int, int, int, int, int, int, int, int, int]], int]:
+    """The operations, in the order in which their owners let them go, and how many older ones there was no room for.
+
+    Each: group, sequence (0: point-to-point), plan, bytes sent, bytes received, status; when it was posted, when that
+    call was over, when the first wait began (0: none) and when it ended, as `time.monotonic_ns`; the kernel's numbers
+    of the threads that posted it and waited.
+    """
+
+def operation_log_end() -> None:
+    """Stops, and gives the memory back."""
+
+def operation_log_name(group: int, name: str) -> None:
+    """Names the group with this handle in the log."""
+
 def describe_signature(signature: int) -> str:
     """Returns a signature in words, as errors name it: "allreduce of float32 (sum), 1024 elements"."""
 

@@ -165,6 +165,7 @@ class Communicator(ArrayCollectives):
             watch=watch,
         )
         self._core = connection.endpoint
+        _core.operation_log_name(self._core.handle, name)
         if why := self._core.shm_why_unnamed():
             warnings.warn(
                 f"{why}. Ranks share memory without a name there, which other pid namespaces cannot open. A larger one "

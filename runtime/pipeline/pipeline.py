@@ -25,6 +25,7 @@ from sennit.runtime.pipeline.scheduler import Scheduler
 from sennit.runtime.pipeline.task import Record, Task
 from sennit.runtime.sharded.module import ShardedTables
 from sennit.runtime.sharded.sent import InputEnded
+from sennit.runtime.timeline.timeline import Timeline
 from sennit.transport.errors import ArgumentError, ConfigError
 
 
@@ -45,6 +46,7 @@ class Pipeline(Closing):
         group: dist.ProcessGroup | None = None,
         before: Callable[[Task], None] | None = None,
         on_task: Callable[[Record], None] | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         """`model(batch)` returns what the backward pass begins with, or a tuple that begins with it. Inside of it are
         modules of sharded tables; anything of a batch that they are called with must be an object of the batch.
@@ -56,7 +58,7 @@ class Pipeline(Closing):
         `prepare`: what else to do with a batch ahead of its step, such as decoding it, or copying it to a device.
         `before_update`: called between the backward pass and the optimizer's step, as clipping is.
         `batches_ahead`: how many batches are on their way while one is computed. With 0 nothing overlaps.
-        `before`, `on_task`: of `Scheduler`.
+        `before`, `on_task`: of `Scheduler`. `timeline`: has every step, in place of `on_task`.
 
         Weights have the bits of steps one after the other, whatever overlaps. Training ends with the rank that has the
         fewest batches. An error of the loader is raised there, `PeerInputError` on the other ranks.
@@ -73,7 +75,8 @@ class Pipeline(Closing):
         self._features, self._global_batch, self._prepare = features, global_batch, prepare
         self._before_update = before_update
         self._step = 0
-        self._scheduler = Scheduler(before=before, on_task=on_task)
+        self._timeline = timeline
+        self._scheduler = Scheduler(before=before, on_task=timeline.on_task if timeline is not None else on_task)
         self._ahead = BatchesAhead(self._scheduler, self._tables, depth=batches_ahead, tells=True, group=group)
         self._exchanges = Exchanges(self._scheduler, self._tables, group=group) if batches_ahead else None
 
@@ -82,6 +85,12 @@ class Pipeline(Closing):
 
     def __next__(self) -> Any:
         """Takes one step. Raises `StopIteration` on all ranks if one has no further batch."""
+        if self._timeline is None:
+            return self._next()
+        with self._timeline.step(self._step):
+            return self._next()
+
+    def _next(self) -> Any:
         while len(self._ahead) <= self._ahead.depth:
             self._ahead.begin(self._step + len(self._ahead), self._take)
         try:

@@ -25,6 +25,9 @@ class Record:
     """When its inputs were there, and its thread had time."""
 
     end_ns: int
+    waiters: tuple[tuple[int, int], ...]
+    """Threads that waited for it, as `threading.get_ident`, and since when."""
+
     error: str | None
     """The type of its error; None if it has succeeded."""
 
@@ -41,6 +44,7 @@ class Task:
         self._waited_for = tuple((one.name, one.step) for one in inputs)
         self._submitted_ns = time.monotonic_ns()
         self._done = threading.Event()
+        self._waiters: list[tuple[int, int]] = []
         self._value: Any = None
         self._error: BaseException | None = None
 
@@ -53,7 +57,9 @@ class Task:
 
         It has no deadline of its own: what it calls has one, as every collective does.
         """
-        self._done.wait()
+        if not self._done.is_set():
+            self._waiters.append((threading.get_ident(), time.monotonic_ns()))
+            self._done.wait()
         if self._error is not None:
             raise self._error
         return self._value
@@ -90,5 +96,6 @@ class Task:
             submitted_ns=self._submitted_ns,
             start_ns=start_ns or end_ns,
             end_ns=end_ns,
+            waiters=tuple(self._waiters),
             error=None if self._error is None else type(self._error).__name__,
         )

@@ -153,6 +153,10 @@ def command(
     sketch: Annotated[
         Path | None, typer.Option(help="with --ingest: write to this file how often each row was used")
     ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="write a timeline of all ranks, for sennit timeline and ui.perfetto.dev"),
+    ] = None,
     batches_ahead: Annotated[
         int, typer.Option(metavar="N", help="batches taken, and their ids sent, while one is computed: 0 to 3")
     ] = _DEFAULT.batches_ahead,
@@ -222,6 +226,7 @@ def command(
             tensorboard=tensorboard,
             json_path=json_path,
             sketch_path=sketch,
+            timeline=timeline,
         )
         if context.obj is not None:
             context.obj(config, ranks)
@@ -243,6 +248,7 @@ def start(config: TrainingConfig, ranks: int | None, *, port: int = 0, join: Add
         ("--table-store", config.table_store.folder if config.table_store is not None else None),
         ("--tensorboard", config.tensorboard),
         ("--json", config.json_path.absolute().parent if config.json_path is not None else None),
+        ("--timeline", config.timeline.absolute().parent if config.timeline is not None else None),
         ("--sketch", config.sketch_path.absolute().parent if config.sketch_path is not None else None),
     ):
         if folder is not None:

@@ -187,6 +187,9 @@ class TrainingConfig:
     sketch_path: Path | None = None
     """The file for the sketch of the ids that feeders sent, written by rank 0."""
 
+    timeline: Path | None = None
+    """The file for the timeline of all ranks, written by rank 0."""
+
     def __post_init__(self) -> None:
         _in_range("seed", self.seed, 0, 2**63 - 1)
         _in_range("epochs", self.epochs, 1, 100_000)
@@ -245,6 +248,8 @@ class TrainingConfig:
             raise ConfigError(f"an elastic run over {self.backend!r}; allowed: {BACKEND_NAME!r}")
         if self.sketch_path is not None and self.ingest is None:
             raise ConfigError("--sketch without --ingest; it counts what feeders send")
+        if self.elastic and self.timeline is not None:
+            raise ConfigError("--timeline in an elastic run; allowed: one of them (its ranks come and go)")
         if self.elastic and self.sketch_path is not None:
             raise ConfigError("--sketch in an elastic run; allowed: one of them (what ranks counted is lost with them)")
         if self.stop_early is not None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from sennit.runtime.backend.process_group import BACKEND_NAME, communicator
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.ingest.sketches import save_sketch
+from sennit.runtime.timeline.timeline import Timeline
 from sennit.runtime.training import resumption
 from sennit.runtime.training.best import Best
 from sennit.runtime.training.config import TrainingConfig
@@ -42,8 +43,12 @@ def train(
     step, training stops and this rank's part of the state is returned.
     """
     before = transport_counters(config.backend)
-    with Trainer(config, source) as trainer:
-        return _train(trainer, changes, begin, is_awaited, before)
+    timeline = None if config.timeline is None else Timeline(config.timeline)
+    with timeline or contextlib.nullcontext(), Trainer(config, source, timeline) as trainer:
+        outcome = _train(trainer, changes, begin, is_awaited, before)
+    if timeline is not None and timeline.is_written:
+        stdout_console().print(f"timeline of all ranks: sennit timeline {timeline.path}", markup=False, soft_wrap=True)
+    return outcome
 
 
 def _train(

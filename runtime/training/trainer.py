@@ -32,6 +32,7 @@ from sennit.runtime.sharded.bags import ShardedEmbeddingBags
 from sennit.runtime.sharded.memory_limits import memory_limits
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.sharded.replicas import SlicedReplicas
+from sennit.runtime.timeline.timeline import Timeline
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.metrics import Quality, quality_of_ranks
 from sennit.runtime.training.planned import model_inputs, placement_of
@@ -87,11 +88,11 @@ class Arrival:
 class Trainer(Closing):
     """Owns model, tables, optimizers and the position in the data. Every method is collective."""
 
-    def __init__(self, config: TrainingConfig, source: BatchSource) -> None:
-        self.config = config
+    def __init__(self, config: TrainingConfig, source: BatchSource, timeline: Timeline | None = None) -> None:
+        self.config, self._timeline = config, timeline
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         config.check_world(self.world_size)
-        self.clock = PhaseClock()
+        self.clock = PhaseClock() if timeline is None else timeline.clock()
         self.source, self.order = source, source.order
         self.steps_per_epoch, self.step_count = self.order.steps_per_epoch, self.order.step_count
         self.rate_factor = config.schedule(self.step_count)
@@ -118,7 +119,8 @@ class Trainer(Closing):
                 clock=self.clock,
             )
         # Elastic runs tell an error of this rank alone from the end of a group, so the others find it gone.
-        self._ahead = BatchesAhead(Scheduler(), [self.tables], depth=config.batches_ahead, tells=not config.elastic)
+        scheduler = Scheduler(on_task=None if timeline is None else timeline.on_task)
+        self._ahead = BatchesAhead(scheduler, [self.tables], depth=config.batches_ahead, tells=not config.elastic)
         self.model = build(config.model, model_inputs(config, source, tables)).to(self.device)
         self.replicas = SlicedReplicas(
             self.model,
@@ -147,7 +149,8 @@ class Trainer(Closing):
         while self.step < self.step_count:
             if is_awaited is not None and is_awaited():
                 return None
-            report = self.train_step()
+            with contextlib.nullcontext() if self._timeline is None else self._timeline.step(self.step):
+                report = self.train_step()
             done = self.step == self.step_count
             on_step(report)
             every = self.config.checkpoint_every

@@ -19,6 +19,7 @@ from sennit.runtime.kernels import Optimizer, OptimizerSpec, Pooling
 from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.pipeline import Pipeline, Record, Task
 from sennit.runtime.sharded import ShardedEmbeddingBags, ShardedEmbeddings, SlicedReplicas, Table
+from sennit.runtime.timeline import Timeline
 from sennit.transport.errors import ArgumentError, ConfigError
 
 SAMPLES, DIM, SLICES, STEPS = 12, 4, 4, 4
@@ -165,6 +166,24 @@ def recorded(rank: int, world: int) -> list[list[Any]]:
         ]
         for record in records
     ]
+
+
+def timed(rank: int, world: int, path: str) -> list[Any]:
+    """The digest without and with a timeline."""
+    plain, watched = Model("row_wise"), Model("row_wise")
+    with pipeline(plain, batches(plain)) as steps:
+        list(steps)
+    with Timeline(path) as timeline, pipeline(watched, batches(watched), timeline=timeline) as steps:
+        list(steps)
+    return [plain.digest(), watched.digest(), timeline.is_written]
+
+
+def few_kept(rank: int, world: int, path: str) -> bool:
+    """With room for so few slices that only the last steps are there."""
+    model = Model("row_wise")
+    with Timeline(path, room=40) as timeline, pipeline(model, batches(model, 12), timeline=timeline) as steps:
+        list(steps)
+    return timeline.is_written
 
 
 def failing(loader: Iterator[Batch], after: int, error: Exception) -> Iterator[Batch]:

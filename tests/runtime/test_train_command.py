@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from sennit.runtime.timeline.summary import summarise
+from sennit.runtime.timeline.trace_file import read
 from sennit.runtime.training.command import main
 from sennit.runtime.training.manifest import Manifest
 from tests.runtime.whole_run import train
@@ -39,6 +41,7 @@ def test_a_run_its_resumption_and_torchrun_end_with_the_same_weights(tmp_path: P
     folder = str(tmp_path / "saved")
     done = run(*TINY, "--ranks", "2", "--epochs", "1", "--checkpoint", folder, "--checkpoint-every", "2",
                "--checkpoint-async", "--checkpoint-increments", "3",
+               "--timeline", str(tmp_path / "run.json.gz"),
                "--tensorboard", str(tmp_path / "events"), "--json", str(whole))  # fmt: skip
     assert done.returncode == 0, done.stderr
     report = json.loads(whole.read_text())
@@ -51,6 +54,11 @@ def test_a_run_its_resumption_and_torchrun_end_with_the_same_weights(tmp_path: P
     assert "bytes moved, all ranks" in done.stdout
     assert sorted(name for rank in report["ranks"] for name in rank["tables"]) == [f"table_{n:02d}" for n in range(26)]
     assert list((tmp_path / "events").glob("events.out.tfevents.*"))
+    timeline = summarise(read(tmp_path / "run.json.gz"))
+    assert timeline.steps == tuple(range(8))
+    assert {what for kind, what in timeline.on_path() if kind == "work"} >= {"dense forward", "dense backward"}
+    assert timeline.shares["ids", "collective alltoall"].sent_bytes > 0
+    assert f"sennit timeline {tmp_path / 'run.json.gz'}" in done.stdout
     saved = sorted((tmp_path / "saved").iterdir())
     assert [entry.name for entry in saved] == [f"step-00000000{step}" for step in (2, 4, 6, 8)]
     # One increment in so small tables has half of their bytes, so a base follows.
@@ -95,6 +103,8 @@ def test_coded_runs_train_like_plain_ones(tmp_path: Path, options: list[str], sa
         (["--data", "criteo"], "error: data set 'criteo'; allowed: flights, movielens, adult, synthetic"),
         ([*TINY, "--ranks", "3", "--slices", "2"], "error: number of ranks 3; allowed: at most 2, the slices"),
         ([*TINY, "--json", "/dev/null/report.json"], "error: --json: [Errno"),
+        ([*TINY, "--timeline", "/dev/null/run.json"], "error: --timeline: [Errno"),
+        ([*TINY, "--timeline", "run.json", "--elastic"], "error: --timeline in an elastic run; allowed: one of them"),
         ([*TINY, "--table-memory", "1MiB"], "error: --table-store and --table-memory are given together"),
         ([*TINY, "--table-store", "/tmp", "--table-memory", "1M"], "error: --table-memory: size '1M': expected"),
         (

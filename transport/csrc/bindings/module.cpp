@@ -7,17 +7,16 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <map>
 #include <span>
 #include <string_view>
-#include <system_error>
 
 #include "bindings/buffer_views.hpp"
 #include "bindings/codecs.hpp"
 #include "bindings/errors.hpp"
+#include "bindings/operation_log.hpp"
 #include "executor/engine.hpp"
 #include "flow/congestion.hpp"
 #include "flow/control.hpp"
@@ -388,8 +387,7 @@ NB_MODULE(_core, m) {
         return out;
       },
       "The ports of all RDMA devices: (device, number, state, Ethernet or not, largest payload, partition keys, RoCE "
-      "v2 "
-      "GIDs as (index, address, interface index), problem). Number 0: only `problem` counts, why it cannot be read.");
+      "v2 GIDs as (index, address, interface index), problem). Number 0: only `problem` counts.");
   m.def(
       "interfaces",
       [](const std::string& if_inet6) {
@@ -405,6 +403,7 @@ NB_MODULE(_core, m) {
       "if_inet6"_a,
       "The interfaces by index: (name, up or not, loopback or not, addresses that a peer could send to).");
   bind_codecs(m);
+  bind_operation_log(m);
   m.def(
       "symmetric_alloc",
       [](uint64_t size_bytes) { return reinterpret_cast<uintptr_t>(sennit_symmetric_alloc(size_bytes)); },

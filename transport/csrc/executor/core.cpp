@@ -53,7 +53,11 @@ sennit_status post(sennit_comm* comm, sennit_plan* plan, const sennit::Operation
     Operation* posted = nullptr;
     const sennit_status status = engine(comm).post(*reinterpret_cast<Plan*>(plan), memory, *options, &posted, reason);
     *out = reinterpret_cast<sennit_op*>(posted);
-    if (status != SENNIT_OK) report(reason, error, error_size);
+    if (status != SENNIT_OK) {
+      report(reason, error, error_size);
+    } else {
+      posted->note_return();
+    }
     return status;
   } catch (const std::bad_alloc&) {
     report("out of memory; nothing was sent", error, error_size);
@@ -109,6 +113,7 @@ void sennit_copy_done(sennit_op* op, uint32_t step, const char* error) {
 sennit_status sennit_wait(sennit_op* op, uint64_t timeout_us) {
   Operation& awaited = operation(op);
   if (awaited.engine().is_inherited()) return sennit_op_status(op);
+  awaited.note_wait();
   return guarded(SENNIT_DEVICE, [&] { return awaited.engine().wait(awaited, timeout_us); });
 }
 

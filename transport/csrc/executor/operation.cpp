@@ -65,9 +65,19 @@ Operation::Operation(OperationHost& host, Plan& plan, const OperationMemory& mem
   // References come last: if the constructor throws, no destructor gives them back.
   plan_.references.fetch_add(1, std::memory_order_relaxed);
   host_->retain();
+  if (OperationLog::shared().is_on()) times_.note_post();
 }
 
 Operation::~Operation() {
+  if (times_.end_ns != 0) {
+    OperationRecord record;
+    record.status = status();
+    record.sequence = sequence_;
+    record.sent_bytes = sizes_.sent_bytes;
+    record.received_bytes = sizes_.received_bytes;
+    record.set(times_, plan_.name);
+    OperationLog::shared().add(host_, record);
+  }
   if (plan_.references.fetch_sub(1, std::memory_order_acq_rel) == 1) delete &plan_;
 }
 
@@ -414,6 +424,7 @@ void Operation::on_message_received(uint32_t step, uint32_t peer, const std::byt
 
 void Operation::settle(sennit_status status, std::string reason) noexcept {
   error_ = std::move(reason);
+  if (times_.posted_ns != 0) times_.end_ns = clock_ns();
   status_.store(status, std::memory_order_release);
 }
 

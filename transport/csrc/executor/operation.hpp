@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "executor/operation_log.hpp"
 #include "executor/plan.hpp"
 #include "executor/scratch.hpp"
 #include "executor/team.hpp"
@@ -121,6 +122,13 @@ class Operation final : public MailboxClient {
   uint64_t posted_us() const { return deadline_us_ - timeout_us_; }
   bool background() const { return background_; }
   std::string describe() const;
+  // For the log of operations: the call that posted it is over; a thread begins to wait.
+  void note_return() {
+    if (times_.posted_ns != 0) times_.returned_ns = clock_ns();
+  }
+  void note_wait() {
+    if (times_.posted_ns != 0 && status() == SENNIT_PENDING) times_.note_wait();
+  }
   // Copies between host and device that have not ended.
   uint32_t copies_running() const { return copies_running_; }
   // Of an operation that an engine made.
@@ -186,6 +194,7 @@ class Operation final : public MailboxClient {
   uint64_t deadline_us_ = UINT64_MAX;
   uint64_t timeout_us_ = 0;
   bool background_ = false;
+  OperationTimes times_;
   uint32_t source_ = SENNIT_ANY_PEER;
   std::string error_;
   Callback callback_;

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sennit timeline FILE`: what the timeline of a run says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sennit.command_line import fail, stdout_console
+
+
+def timeline(
+    file: Annotated[Path, typer.Argument(help="what sennit train --timeline wrote")],
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="print the critical path of this step, link by link")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
+) -> None:
+    """Print the critical path of a run's steps, and how much of each exchange the overlaps hid."""
+    from sennit.runtime.timeline.slices import TimelineError
+    from sennit.runtime.timeline.summary import render, render_step, summarise
+    from sennit.runtime.timeline.trace_file import read
+
+    try:
+        summary = summarise(read(file))
+        if step is not None and step not in summary.paths:
+            raise TimelineError(f"step {step}; allowed: {summary.steps[0]} to {summary.steps[-1]}")
+    except TimelineError as error:
+        fail(error)
+    if as_json:
+        typer.echo(json.dumps(summary.as_json(), indent=2))
+    elif step is not None:
+        render_step(summary.paths[step], stdout_console())
+    else:
+        render(summary, stdout_console())

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each thread of each rank worked on, and what it waited for, moment by moment."""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+from sennit.runtime.timeline.slices import COLLECTIVE, EXPOSED, MAIN, PHASE, STEP, TASK, WAIT, Slice
+
+NOTHING: Final = "nothing recorded"
+
+Key: TypeAlias = tuple[str, int]
+"""Group and sequence number of a collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A thread waited."""
+
+    start_ns: int
+    end_ns: int
+    thread: str = ""
+    """The thread of this rank whose task it waited for; of a thread that had no task, the one that then gave it one."""
+
+    collective: Slice | None = None
+    is_idle: bool = False
+    """It had no task."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A thread worked on one thing, or waited for one."""
+
+    start_ns: int
+    end_ns: int
+    what: str | Wait
+
+
+@dataclass(slots=True)
+class Thread:
+    """Waits do not overlap, the earliest first. Nor does work, which is named after its innermost slice."""
+
+    name: str
+    waits: list[Wait] = field(default_factory=list)
+    work: list[Piece] = field(default_factory=list)
+    _wait_starts: list[int] = field(default_factory=list)
+    _work_ends: list[int] = field(default_factory=list)
+
+    def index(self) -> None:
+        """After a change of the lists."""
+        self._wait_starts = [wait.start_ns for wait in self.waits]
+        self._work_ends = [piece.end_ns for piece in self.work]
+
+    def wait_before(self, time_ns: int) -> Wait | None:
+        """The last wait that began before this moment."""
+        place = bisect.bisect_left(self._wait_starts, time_ns)
+        return self.waits[place - 1] if place else None
+
+    def between(self, start_ns: int, end_ns: int) -> Iterator[Piece]:
+        """What it did from start to end, without gaps."""
+        if start_ns >= end_ns:
+            return
+        at = start_ns
+        first = self.wait_before(start_ns + 1)
+        place = bisect.bisect_right(self._wait_starts, start_ns)
+        waits = ([first] if first is not None and first.end_ns > start_ns else []) + self.waits[place:]
+        for wait in waits:
+            if wait.start_ns >= end_ns:
+                break
+            yield from self._worked(at, wait.start_ns)
+            at = min(wait.end_ns, end_ns)
+            yield Piece(max(wait.start_ns, start_ns), at, wait)
+        yield from self._worked(at, end_ns)
+
+    def _worked(self, start_ns: int, end_ns: int) -> Iterator[Piece]:
+        at = start_ns
+        place = bisect.bisect_right(self._work_ends, start_ns)
+        while at < end_ns:
+            piece = self.work[place] if place < len(self.work) else None
+            if piece is None or piece.start_ns >= end_ns:
+                yield Piece(at, end_ns, NOTHING)
+                return
+            if piece.start_ns > at:
+                yield Piece(at, piece.start_ns, NOTHING)
+            until = min(piece.end_ns, end_ns)
+            yield Piece(max(piece.start_ns, at), until, piece.what)
+            at, place = until, place + 1
+
+
+@dataclass(slots=True)
+class RankThreads:
+    """One rank."""
+
+    rank: int
+    threads: dict[str, Thread]
+    steps: dict[int, Slice]
+    collectives: list[Slice]
+
+    def thread(self, name: str) -> Thread:
+        return self.threads.setdefault(name, Thread(name))
+
+
+def key_of(collective: Slice) -> Key | None:
+    """What its part on every rank has in common. None: a message between two ranks."""
+    sequence = int(collective.facts["sequence"])
+    return (str(collective.facts["group"]), sequence) if sequence else None
+
+
+def threads_of(slices: Iterable[Slice]) -> list[RankThreads]:
+    """The ranks in order."""
+    by_rank: dict[int, list[Slice]] = defaultdict(list)
+    for slice in slices:
+        if slice.kind != EXPOSED:
+            by_rank[slice.rank].append(slice)
+    return [_rank(rank, found) for rank, found in sorted(by_rank.items())]
+
+
+def _rank(rank: int, slices: list[Slice]) -> RankThreads:
+    collectives = [one for one in slices if one.kind == COLLECTIVE]
+    known = {key: one for one in collectives if (key := key_of(one)) is not None}
+    tracks: dict[str, list[Slice]] = defaultdict(list)
+    for slice in slices:
+        if slice.kind != COLLECTIVE:
+            tracks[slice.track].append(slice)
+    threads = {}
+    for name, found in tracks.items():
+        waits = [_wait(one, known) for one in found if one.kind == WAIT]
+        if name != MAIN:
+            waits += _idle([one for one in found if one.kind == TASK])
+        thread = Thread(name, waits=_apart(waits), work=_innermost(one for one in found if one.kind != WAIT))
+        thread.index()
+        threads[name] = thread
+    steps = {int(one.facts["step"]): one for one in slices if one.kind == STEP}
+    return RankThreads(rank, threads, steps, collectives)
+
+
+def _wait(slice: Slice, known: dict[Key, Slice]) -> Wait:
+    if "thread" in slice.facts:
+        return Wait(slice.start_ns, slice.end_ns, thread=str(slice.facts["thread"]))
+    # Of a message between two ranks, or of a collective that was lost, this slice is all there is.
+    key = key_of(slice)
+    return Wait(slice.start_ns, slice.end_ns, collective=slice if key is None else known.get(key, slice))
+
+
+def _idle(tasks: Iterable[Slice]) -> Iterator[Wait]:
+    """A thread between two tasks waits until the main thread has the second one for it."""
+    end_ns = 0
+    for task in sorted(tasks, key=lambda one: one.start_ns):
+        submitted_ns = task.start_ns - int(task.facts["queued_ns"])
+        if submitted_ns > end_ns:
+            yield Wait(end_ns, submitted_ns, thread=MAIN, is_idle=True)
+        end_ns = task.end_ns
+
+
+def _apart(waits: Iterable[Wait]) -> list[Wait]:
+    """Times of two clocks overlap by nanoseconds: the earlier wait has them."""
+    found: list[Wait] = []
+    for wait in sorted(waits, key=lambda one: (one.start_ns, one.end_ns)):
+        start_ns = max(wait.start_ns, found[-1].end_ns) if found else wait.start_ns
+        if start_ns < wait.end_ns:
+            found.append(Wait(start_ns, wait.end_ns, wait.thread, wait.collective, wait.is_idle))
+    return found
+
+
+def _innermost(slices: Iterable[Slice]) -> list[Piece]:
+    """Flattens slices that lie in each other."""
+    found: list[Piece] = []
+    open_slices: list[Slice] = []
+    at = 0
+
+    def until(time_ns: int) -> None:
+        nonlocal at
+        if open_slices and time_ns > at:
+            found.append(Piece(at, time_ns, _title(open_slices[-1])))
+        at = max(at, time_ns)
+
+    for slice in sorted(slices, key=lambda one: (one.start_ns, -one.end_ns)):
+        while open_slices and open_slices[-1].end_ns <= slice.start_ns:
+            until(open_slices[-1].end_ns)
+            open_slices.pop()
+        until(slice.start_ns)
+        open_slices.append(slice)
+    while open_slices:
+        until(open_slices[-1].end_ns)
+        open_slices.pop()
+    return found
+
+
+def _title(slice: Slice) -> str:
+    if slice.kind == STEP:
+        return "rest of the step"
+    return slice.name if slice.kind == PHASE else f"task {slice.name}"

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Timelines as files: trace events in JSON, which ui.perfetto.dev opens, with gzip if the name ends in .gz.
+
+The format is Chrome's ("Trace Event Format"): a process for each rank, a thread for each track, complete events ("X")
+in microseconds. What it has no field for is in `args` and `otherData`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any, Final
+
+from sennit.runtime.timeline.slices import (
+    COLLECTIVE,
+    EXPOSED,
+    MAIN,
+    PHASE,
+    STEP,
+    TASK,
+    WAIT,
+    RankClock,
+    Slice,
+    TimelineError,
+    Trace,
+)
+
+FORMAT: Final = "sennit timeline 1"
+# The facts of each kind, without which it cannot be analysed.
+NEEDED: Final = {
+    STEP: ("step",),
+    PHASE: (),
+    TASK: ("step", "queued_ns"),
+    WAIT: ("group", "sequence"),
+    COLLECTIVE: ("group", "sequence", "sent_bytes"),
+    EXPOSED: (),
+}
+# A gigabyte of JSON is more than any viewer opens.
+FILE_MAX_BYTES: Final = 1 << 30
+
+
+def open_new(path: Path) -> IO[bytes]:
+    """A file beside `path`, which takes its name when it is complete. Raises OSError where none can be made."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder")
+    return open(path.with_name(f".{path.name}.part"), "wb")
+
+
+def write(trace: Trace, file: IO[bytes], path: Path) -> None:
+    """Writes to `file` of `open_new`, and gives it the name `path`. Raises OSError."""
+    with file:
+        if path.suffix == ".gz":
+            with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=3, mtime=0) as packed:
+                for text in _texts(trace):
+                    packed.write(text.encode())
+        else:
+            for text in _texts(trace):
+                file.write(text.encode())
+        file.flush()
+    os.replace(file.name, path)
+
+
+def _texts(trace: Trace) -> Iterator[str]:
+    about = {"format": FORMAT, "ranks": [asdict(rank) for rank in trace.ranks]}
+    yield '{"displayTimeUnit":"ms","otherData":' + json.dumps(about) + ',"traceEvents":[\n'
+    begin = ""
+    for event in _events(trace):
+        yield begin + json.dumps(event, separators=(",", ":"))
+        begin = ",\n"
+    yield "\n]}\n"
+
+
+def _events(trace: Trace) -> Iterator[dict[str, Any]]:
+    numbers = _track_numbers(trace.slices)
+    for clock in trace.ranks:
+        yield _meta("process_name", clock.rank, 0, {"name": f"rank {clock.rank} on {clock.host}"})
+        yield _meta("process_sort_index", clock.rank, 0, {"sort_index": clock.rank})
+    for (rank, title), number in numbers.items():
+        yield _meta("thread_name", rank, number, {"name": title})
+        yield _meta("thread_sort_index", rank, number, {"sort_index": number})
+    for slice, title in _laid_out(trace.slices):
+        yield {
+            "ph": "X",
+            "pid": slice.rank,
+            "tid": numbers[slice.rank, title],
+            "name": slice.name,
+            "cat": slice.kind,
+            "ts": slice.start_ns / 1e3,
+            "dur": slice.length_ns / 1e3,
+            "args": {**slice.facts, "track": slice.track},
+        }
+
+
+def _meta(name: str, rank: int, track: int, values: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "pid": rank, "tid": track, "name": name, "args": values}
+
+
+def _laid_out(slices: Iterable[Slice]) -> Iterator[tuple[Slice, str]]:
+    """Each slice and the title of its row. Collectives that overlap go to several rows."""
+    ends: dict[tuple[int, str], list[int]] = defaultdict(list)
+    for slice in sorted(slices, key=lambda one: (one.start_ns, -one.end_ns)):
+        title = slice.track
+        if slice.kind == EXPOSED:
+            title = "exposed communication"
+        elif slice.kind == COLLECTIVE:
+            rows = ends[slice.rank, slice.track]
+            row = next((row for row, end in enumerate(rows) if end <= slice.start_ns), len(rows))
+            rows[row : row + 1] = [slice.end_ns]
+            title = f"collectives of {slice.track}" + (f", {row + 1}" if row else "")
+        yield slice, title
+
+
+def _track_numbers(slices: Iterable[Slice]) -> dict[tuple[int, str], int]:
+    """For each row of each rank its number, from 0. The main thread comes first, what it waited for next."""
+    first = (MAIN, "exposed communication", f"collectives of {MAIN}")
+    titles: dict[int, set[str]] = defaultdict(set)
+    for slice, title in _laid_out(slices):
+        titles[slice.rank].add(title)
+    return {
+        (rank, title): number
+        for rank, found in sorted(titles.items())
+        for number, title in enumerate(
+            sorted(found, key=lambda one: (first.index(one) if one in first else len(first), one))
+        )
+    }
+
+
+def read(path: Path) -> Trace:
+    """Reads what `write` wrote. Raises `TimelineError` for anything else."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(2)
+            file.seek(0)
+            with gzip.open(file) if data == b"\x1f\x8b" else file as plain:
+                text = plain.read(FILE_MAX_BYTES + 1)
+    except (OSError, EOFError) as error:
+        raise TimelineError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    if len(text) > FILE_MAX_BYTES:
+        raise TimelineError(f"{path} has more than {FILE_MAX_BYTES >> 20} MiB of events")
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise TimelineError(f"{path} is no timeline: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("otherData"), dict):
+        raise TimelineError(f"{path} is no timeline of `sennit train --timeline`")
+    if content["otherData"].get("format") != FORMAT:
+        raise TimelineError(f"{path} has the format {content['otherData'].get('format')!r}; allowed: {FORMAT!r}")
+    try:
+        ranks = tuple(RankClock(**one) for one in content["otherData"]["ranks"])
+        slices = tuple(_slice(event) for event in content["traceEvents"] if event["ph"] == "X")
+    except (KeyError, TypeError, ValueError) as error:
+        raise TimelineError(f"{path} is a damaged timeline: {type(error).__name__} {error}") from error
+    known = {clock.rank for clock in ranks}
+    if not slices or any(slice.rank not in known for slice in slices):
+        raise TimelineError(f"{path} is a damaged timeline: no events, or of ranks that there are not")
+    return Trace(ranks=ranks, slices=slices)
+
+
+def _slice(event: dict[str, Any]) -> Slice:
+    facts = dict(event["args"])
+    kind = event["cat"]
+    needed = ("thread",) if kind == WAIT and "thread" in facts else NEEDED[kind]
+    if lacking := [name for name in needed if name not in facts]:
+        raise ValueError(f"a {kind} lacks {', '.join(lacking)}")
+    start_ns = round(event["ts"] * 1e3)
+    return Slice(
+        rank=event["pid"],
+        track=facts.pop("track"),
+        kind=kind,
+        name=event["name"],
+        start_ns=start_ns,
+        end_ns=start_ns + round(event["dur"] * 1e3),
+        facts=facts,
+    )

@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Timelines: files, clocks, the critical path and exposure of made ones, and those of real ranks."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from sennit.cli import app
+from sennit.runtime.pipeline.scheduler import Scheduler
+from sennit.runtime.timeline.clocks import Offset, estimate, shift
+from sennit.runtime.timeline.critical_path import TRANSFER, WORK
+from sennit.runtime.timeline.exposure import exposed
+from sennit.runtime.timeline.recorder import Recorder, operation_slices
+from sennit.runtime.timeline.slices import RankClock, Slice, TimelineError, Trace
+from sennit.runtime.timeline.summary import summarise
+from sennit.runtime.timeline.trace_file import open_new, read, write
+from tests.runtime.timeline_cases import SKEW_NS
+
+CASES, PIPELINES = "timeline_cases.py", "pipeline_cases.py"
+
+
+def made(rank: int, track: str, kind: str, name: str, start: int, end: int, **facts: int | str) -> Slice:
+    return Slice(rank=rank, track=track, kind=kind, name=name, start_ns=start, end_ns=end, facts=facts)
+
+
+def collective(rank: int, track: str, name: str, sequence: int, posted: int, wait: int, end: int) -> list[Slice]:
+    key: dict[str, int | str] = {"group": track, "sequence": sequence}
+    return [
+        made(rank, track, "collective", name, posted, end, **key, sent_bytes=1000, received_bytes=500, status=0),
+        made(rank, track, "wait", f"wait for {name}", wait, end, **key),
+    ]
+
+
+def worked_example() -> Trace:
+    """Two ranks, one step. Rank 1 comes 200 later to an allreduce, because its ids came late.
+
+    rank 0: 0 forward 300, waits for the allreduce until 700, update until 800.
+    rank 1: submits the task ids at 5, waits for it until 200 (which itself waits from 50 to 150 for an alltoall),
+    forward until 500, posts the allreduce, which ends at 700, update until 750.
+    """
+    slices = [
+        made(0, "main", "step", "step 0", 0, 800, step=0),
+        made(0, "main", "phase", "forward", 0, 300),
+        *collective(0, "main", "allreduce", 1, 300, 300, 700),
+        made(0, "main", "phase", "update", 700, 800),
+        made(1, "main", "step", "step 0", 0, 750, step=0),
+        made(1, "main", "wait", "wait for ids", 6, 200, thread="ids"),
+        made(1, "ids", "task", "ids", 20, 200, step=0, queued_ns=15),
+        *collective(1, "ids", "alltoall", 1, 40, 50, 150),
+        *collective(0, "ids", "alltoall", 1, 10, 10, 150),
+        made(0, "ids", "task", "ids", 10, 160, step=0, queued_ns=0),
+        made(1, "main", "phase", "forward", 200, 500),
+        *collective(1, "main", "allreduce", 1, 500, 500, 700),
+        made(1, "main", "phase", "update", 700, 750),
+    ]
+    clocks = [RankClock(rank=rank, host="here", offset_ns=0, uncertainty_ns=0) for rank in range(2)]
+    return Trace(ranks=tuple(clocks), slices=tuple(slices + exposed(slices)))
+
+
+def test_the_critical_path_of_a_worked_example() -> None:
+    path = summarise(worked_example()).paths[0]
+    assert [(link.start_ns, link.end_ns, link.rank, link.thread, link.kind, link.what) for link in path] == [
+        # Rank 1 posted its part of the alltoall last, at 40, and began to wait at 50.
+        (0, 5, 1, "main", WORK, "rest of the step"),
+        (5, 20, 1, "ids", WORK, "nothing recorded"),
+        (20, 50, 1, "ids", WORK, "task ids"),
+        (50, 150, 1, "ids", TRANSFER, "alltoall"),
+        (150, 200, 1, "ids", WORK, "task ids"),
+        (200, 500, 1, "main", WORK, "forward"),
+        (500, 700, 0, "main", TRANSFER, "allreduce"),
+        (700, 800, 0, "main", WORK, "update"),
+    ]
+
+
+def test_what_was_exposed_and_what_was_hidden() -> None:
+    summary = summarise(worked_example())
+    found = {key: (share.busy_ns, share.exposed_ns, share.hidden_ns) for key, share in summary.shares.items()}
+    assert found == {
+        ("main", "collective allreduce"): (400 + 200, 400 + 200, 0),
+        # Rank 0 waited for none of its ids; rank 1 from 50 to 150.
+        ("ids", "collective alltoall"): (140 + 110, 100, 150),
+        ("ids", "task ids"): (10 + 30 + 50, 30 + 50, 10),
+    }
+    stretches = [(one.rank, one.name, one.start_ns, one.end_ns) for one in exposed(worked_example().slices)]
+    assert sorted(stretches) == [(0, "allreduce", 300, 700), (1, "allreduce", 500, 700), (1, "alltoall", 50, 150)]
+
+
+def test_a_path_ends_though_waits_go_in_a_circle() -> None:
+    slices = [
+        made(0, "main", "step", "step 0", 0, 100, step=0),
+        made(0, "main", "wait", "wait for a", 10, 90, thread="a"),
+        made(0, "a", "wait", "wait for main", 10, 90, thread="main"),
+        *[one for rank in (0, 1) for one in collective(rank, "main", "allreduce", 1, 95 + 2 * rank, 91, 99)],
+        made(1, "main", "step", "step 0", 0, 98, step=0),
+    ]
+    clocks = [RankClock(rank=rank, host="here", offset_ns=0, uncertainty_ns=9) for rank in range(2)]
+    path = summarise(Trace(ranks=tuple(clocks), slices=tuple(slices))).paths[0]
+    assert sum(link.length_ns for link in path) == 100
+    assert all(one.end_ns == other.start_ns for one, other in itertools.pairwise(path))
+
+
+@pytest.mark.parametrize("name", ["run.json", "run.json.gz"])
+def test_a_file_has_what_was_written(tmp_path: Path, name: str) -> None:
+    trace = worked_example()
+    path = tmp_path / name
+    write(trace, open_new(path), path)
+    assert [entry.name for entry in tmp_path.iterdir()] == [name]
+    back = read(path)
+    assert back.ranks == trace.ranks
+    assert sorted(map(repr, back.slices)) == sorted(map(repr, trace.slices))
+    text = gzip.decompress(path.read_bytes()) if name.endswith("gz") else path.read_bytes()
+    events = json.loads(text)["traceEvents"]
+    named = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert named == {"main", "ids", "exposed communication", "collectives of main", "collectives of ids"}
+    rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            rows.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    for row in rows.values():  # Perfetto drops slices of a row that overlap and do not lie in each other.
+        for start, end in row:
+            assert not any(start < other < end < until for other, until in row)
+
+
+def test_collectives_that_overlap_get_rows_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    step = made(0, "main", "step", "step 0", 0, 100, step=0)
+    posted = [collective(0, "main", "allreduce", number, number, 50, 90 + number)[0] for number in (1, 2, 3)]
+    later = collective(0, "main", "allreduce", 4, 92, 93, 99)[0]
+    clock = RankClock(rank=0, host="here", offset_ns=0, uncertainty_ns=0)
+    write(Trace(ranks=(clock,), slices=(step, *posted, later)), open_new(path), path)
+    rows = [event["tid"] for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "collective"]
+    assert len(set(rows[:3])) == 3
+    assert rows[3] == rows[0]
+
+
+def test_what_is_no_timeline_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.json.gz"
+    write(worked_example(), open_new(path), path)
+    whole = path.read_bytes()
+    for size in range(0, len(whole), 7):
+        path.write_bytes(whole[:size])
+        with pytest.raises(TimelineError):
+            read(path)
+    good = json.loads(gzip.decompress(whole))
+    changes: list[dict[str, Any]] = [
+        {"traceEvents": []},
+        {"traceEvents": [{"ph": "X"}]},
+        {"traceEvents": 3},
+        {"otherData": None},
+        {"otherData": {"format": "sennit timeline 9"}},
+        {"otherData": {"format": "sennit timeline 1", "ranks": [{"rank": 0}]}},
+        {"otherData": {"format": "sennit timeline 1", "ranks": []}},
+    ]
+    for change in changes:
+        path.write_text(json.dumps(good | change))
+        with pytest.raises(TimelineError):
+            read(path)
+    for number, event in enumerate(good["traceEvents"]):
+        if event.get("cat") in ("step", "task", "wait", "collective"):
+            lacking = [*good["traceEvents"][:number], event | {"args": {"track": "main"}}]
+            path.write_text(json.dumps(good | {"traceEvents": lacking}))
+            with pytest.raises(TimelineError, match="damaged"):
+                read(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file"),
+        (b"", "is no timeline"),
+        (b"\x1f\x8b\x08broken", "run.json"),
+        (b'{"traceEvents": []}', "is no timeline of `sennit train --timeline`"),
+        (b"\xff\xfe\x00", "is no timeline"),
+    ],
+)
+def test_the_command_says_what_is_wrong_with_a_file(tmp_path: Path, content: bytes | None, message: str) -> None:
+    path = tmp_path / "run.json"
+    if content is not None:
+        path.write_bytes(content)
+    result = CliRunner().invoke(app, ["timeline", str(path)])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_the_command_prints_path_and_overlaps(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    write(worked_example(), open_new(path), path)
+    told = CliRunner().invoke(app, ["timeline", str(path)])
+    assert told.exit_code == 0, told.output
+    assert "2 ranks, steps 0 to 0: 0.0008 ms a step" in told.stdout
+    figures = json.loads(CliRunner().invoke(app, ["timeline", str(path), "--json"]).stdout)
+    assert figures["critical_path"][0] == {
+        "kind": "work", "what": "forward", "ms_a_step": 0.0003, "share": 300 / 800, "share_by_rank": {"1": 1.0},
+    }  # fmt: skip
+    assert sum(one["share"] for one in figures["critical_path"]) == pytest.approx(1)
+    step = CliRunner().invoke(app, ["timeline", str(path), "--step", "0"])
+    assert step.exit_code == 0
+    assert "transfer" in step.stdout
+    missing = CliRunner().invoke(app, ["timeline", str(path), "--step", "1"])
+    assert missing.stderr == "error: step 1; allowed: 0 to 0\n"
+
+
+def test_offsets_are_as_good_as_the_shortest_round_trip(seed: int) -> None:
+    chance = random.Random(seed)
+    for _ in range(200):
+        true = chance.randrange(-(10**12), 10**12)
+        trips = []
+        for _ in range(16):
+            asked = chance.randrange(10**12)
+            there, back = chance.randrange(100, 10**7), chance.randrange(100, 10**5)
+            trips.append((asked, asked + there + true, asked + there + back))
+        found = estimate(trips)
+        assert abs(found.offset_ns - true) <= found.uncertainty_ns
+        assert found.uncertainty_ns == (min(answered - asked for asked, _, answered in trips) + 1) // 2
+
+
+def test_clocks_that_run_apart_are_followed() -> None:
+    first = Offset(at_ns=1000, offset_ns=50, uncertainty_ns=1)
+    last = Offset(at_ns=11_000, offset_ns=150, uncertainty_ns=1)
+    assert [shift(time, first, last) for time in (1000, 6000, 11_000)] == [1050, 6100, 11_150]
+    assert shift(5, first, first) == 55
+
+
+def test_a_recorder_knows_threads_and_who_waited(seed: int) -> None:
+    recorder = Recorder(room=8)
+    go = threading.Event()
+    with Scheduler(on_task=recorder.on_task) as scheduler:
+        task = scheduler.submit("ids", lambda: go.wait(30), thread="ids", step=3)
+        releaser = threading.Timer(0, go.set)
+        with recorder.step(3), recorder.clock().phase("input"):
+            releaser.start()
+            task.result()
+        releaser.join()
+    slices, lost = recorder.slices(1)
+    by_kind = {one.kind: one for one in slices}
+    assert lost == 0
+    assert (by_kind["task"].track, by_kind["task"].facts["step"]) == ("ids", 3)
+    assert by_kind["phase"].name == "input"
+    assert by_kind["step"].start_ns <= by_kind["phase"].start_ns <= by_kind["phase"].end_ns <= by_kind["step"].end_ns
+    if "wait" in by_kind:  # Unless the task had ended before the main thread looked.
+        assert (by_kind["wait"].track, by_kind["wait"].facts) == ("main", {"thread": "ids"})
+        assert by_kind["wait"].end_ns == by_kind["task"].end_ns
+    for number in range(20):
+        with recorder.step(number):
+            pass
+    slices, lost = recorder.slices(1)
+    assert [one.facts["step"] for one in slices] == list(range(12, 20))
+    assert lost >= 15
+
+
+def test_operations_become_collectives_and_waits() -> None:
+    recorder = Recorder()
+    own = threading.get_native_id()
+    operations = [
+        ("world", 1, "allreduce", 8, 8, 0, 100, 110, 120, 200, own, own),
+        ("world", 2, "barrier", 0, 0, 0, 300, 350, 0, 340, own, 0),  # it ended within the call
+        ("world", 3, "alltoall", 8, 8, 0, 400, 410, 0, 500, own, 0),  # nobody waited
+        ("world", 0, "", 8, 0, 0, 600, 610, 620, 700, own, 1),  # another thread waited
+    ]
+    slices = operation_slices(operations, recorder, 0)
+    waits = [(one.track, one.name, one.start_ns, one.end_ns) for one in slices if one.kind == "wait"]
+    assert waits == [
+        ("main", "wait for allreduce", 120, 200),
+        ("main", "wait for barrier", 300, 340),
+        ("thread 1", "wait for operation", 620, 700),
+    ]
+    assert [one.name for one in slices if one.kind == "collective"] == ["allreduce", "barrier", "alltoall", "operation"]
+
+
+def test_a_pipeline_of_two_ranks_has_a_timeline_and_its_bits(kept_world: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "pipeline.json.gz"
+    found = kept_world(2).run(PIPELINES, "timed", path=str(path))
+    assert [written for *_, written in found] == [True, False]
+    assert len({digest for *digests, _ in found for digest in digests}) == 1
+    trace = read(path)
+    summary = summarise(trace)
+    assert summary.steps == (0, 1, 2, 3, 4)[: len(summary.steps)]
+    assert len(summary.steps) >= 4
+    for rank in (0, 1):
+        own = [one for one in trace.slices if one.rank == rank]
+        assert {one.track for one in own} >= {"main", "input", "ids", "exchange"}
+        names = {(one.track, one.name) for one in own if one.kind == "collective"}
+        assert names >= {("ids", "alltoall"), ("exchange", "alltoall"), ("main", "allreduce")}, names
+        assert any(one.facts.get("sent_bytes") for one in own if one.name == "alltoall")
+    parts = {
+        (one.facts["group"], one.facts["sequence"], one.rank): one.name
+        for one in trace.slices
+        if one.kind == "collective"
+    }
+    assert all(parts[group, sequence, 1 - rank] == name for (group, sequence, rank), name in parts.items())
+    for path_of_step in summary.paths.values():
+        assert all(one.end_ns == other.start_ns for one, other in itertools.pairwise(path_of_step))
+
+
+def test_the_last_steps_are_kept(kept_world: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "few.json"
+    assert kept_world(2).run(PIPELINES, "few_kept", path=str(path)) == [True, False]
+    trace = read(path)
+    steps = {one.facts["step"] for one in trace.slices if one.kind == "step"}
+    assert 11 in steps
+    assert 0 not in steps
+    assert all(clock.lost for clock in trace.ranks)
+
+
+def test_ranks_on_other_clocks_find_their_offsets(kept_world: Callable[..., Any]) -> None:
+    first, second = kept_world(2).run(CASES, "skewed")
+    assert first == [0, 0, 0, 0]
+    offset_ns, uncertainty_ns, *same = second
+    assert abs(offset_ns + SKEW_NS) <= uncertainty_ns
+    assert uncertainty_ns < 30_000_000_000
+    assert same == [0, 0]
+
+
+def test_mishaps_cost_the_timeline_and_not_the_training(kept_world: Callable[..., Any], tmp_path: Path) -> None:
+    (refused, told, written, failed, left), (_, told_1, *_) = kept_world(2).run(CASES, "mishaps", folder=str(tmp_path))
+    assert refused == f"timeline {tmp_path}: {tmp_path} is a folder"
+    assert told == [f"no timeline in {tmp_path}/full.json: [Errno 28] No space left on device"]
+    assert told_1 == []
+    assert written is False
+    assert failed == "a step failed"
+    assert left == []

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clocks and mishaps of timelines: run on each rank by test_timeline.py."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from sennit.runtime.timeline import Timeline
+from sennit.runtime.timeline.clocks import offset_to_first
+from sennit.transport.errors import ConfigError
+
+SKEW_NS = 3_000_000_000
+
+
+def skewed(rank: int, world: int) -> list[int]:
+    """The offset that a rank finds whose clock is ahead by SKEW_NS a rank, and its uncertainty."""
+    found = offset_to_first(clock=lambda: time.monotonic_ns() + rank * SKEW_NS, name=f"clock {rank}")
+    same = offset_to_first(clock=lambda: time.monotonic_ns() + rank * SKEW_NS)
+    return [found.offset_ns, found.uncertainty_ns, same.offset_ns, same.uncertainty_ns]
+
+
+def mishaps(rank: int, world: int, folder: str) -> list[Any]:
+    """What is said of a path that is a folder, of a full disk, and of a block that fails; then what is left there."""
+    found: list[Any] = []
+    try:
+        with Timeline(folder):
+            found.append("entered")
+    except ConfigError as error:
+        found.append(str(error))
+    full = Path(folder) / "full.json"
+    if rank == 0:
+        Path(folder, ".full.json.part").symlink_to("/dev/full")
+    dist.barrier()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Timeline(full) as timeline, timeline.step(0):
+            pass
+    found += [[str(warning.message) for warning in caught], timeline.is_written]
+    try:
+        with Timeline(Path(folder) / "failed.json"):
+            raise ValueError("a step failed")
+    except ValueError as error:
+        found.append(str(error))
+    dist.barrier()
+    return [*found, sorted(entry.name for entry in Path(folder).iterdir())]
