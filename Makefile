@@ -6,7 +6,7 @@ SHELL := /bin/bash
 PY := .venv/bin/python
 CXX_FILES = $(shell git ls-files -co --exclude-standard '*.cpp' '*.hpp' '*.h')
 LAUNCHER := $(shell command -v ccache)
-.PHONY: help build vm-kernel demo test test-cpp test-model test-fuzz test-vm test-rdma test-qemu test-python test-native ebpf kernel fuzz lint fmt types bench pictures architecture models docs testbed simulate clean
+.PHONY: help build vm-kernel demo test test-cpp test-model test-fuzz test-vm test-rdma test-qemu test-python test-native ebpf kernel fuzz frameworks lint fmt types bench pictures architecture models docs testbed simulate clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -88,6 +88,10 @@ test-qemu: build  ## the same in QEMU with Debian's kernel and two processors: s
 test-python: build  ## Python tests, all rings that can run here
 	@$(PY) -m sennit trace headers >/dev/null || echo "test: bcc sessions are skipped"
 	@$(PY) -m pytest --numprocesses 2 --dist loadfile --ignore $(VM_TESTS)
+
+frameworks:  ## install Lightning and Accelerate, and run the tests and examples of others over sennit
+	@sennit/setup/build.sh frameworks
+	@$(PY) -m pytest -v tests/runtime/frameworks
 
 lint: build  ## ruff and clang-format, changing nothing
 	@$(PY) -m ruff check .

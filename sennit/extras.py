@@ -18,7 +18,7 @@ DISTRIBUTIONS: Final = {
     "opentelemetry": "opentelemetry-sdk",
 }
 # These are for work on sennit itself.
-NOT_OFFERED: Final = frozenset({"dev", "docs"})
+NOT_OFFERED: Final = frozenset({"dev", "docs", "frameworks"})
 
 
 def install_command(distribution: str) -> str | None:

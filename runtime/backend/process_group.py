@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
 BACKEND_NAME: Final = "sennit"
 DEVICES: Final = ("cpu", "cuda")
 
-# How often this process has made a group of this name. A new group must not read the records of an earlier one.
+# How often this process has made a group of this name and these ranks. A new group must not read the records of an
+# earlier one. torch gives names again after `destroy_process_group`, to other ranks too, and who was not in an earlier
+# group has not counted it.
 _made: Counter[str] = Counter()
 # The most ranks that one group has had on this machine so far. Later groups share the cores with them.
 _ranks_here = 1
@@ -195,16 +198,22 @@ def _create(group: Any, options: Options | None) -> dist.Backend:
         # The prefix of its store is new, and group names begin anew under it.
         _made.clear()
     else:
-        _made[name] += 1
+        made = f"{name}.{_digest(group.global_ranks_in_group)}"
+        _made[made] += 1
         communicator = Communicator(
             rank=group.group_rank,
             world=group.group_size,
             store=group.store,
-            name=f"{name}.{_made[name]}",
+            name=f"{made}.{_made[made]}",
             timeout_s=group.timeout.total_seconds(),
             ranks_here_min=_ranks_here,
         )
     return _backend_of(communicator, name, list(group.global_ranks_in_group), group.timeout, options)
+
+
+def _digest(ranks: list[int]) -> str:
+    """Tells apart the ranks of groups with the same name. torch names none for the default group."""
+    return hashlib.sha256(str(ranks).encode()).hexdigest()[:8] if ranks else "all"
 
 
 def _backend_of(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -199,6 +200,20 @@ def subgroups(rank: int, world: int) -> None:
     dist.broadcast(tensor, root, group=groups[mine])
     assert tensor.item() == root
     dist.destroy_process_group(groups[mine])
+
+
+def names_again(rank: int, world: int, folder: str) -> None:
+    """torch gives the name of a group of one rank to a group of all, in the same store, after destroy_process_group."""
+    store = dist.FileStore(f"{folder}/store", world)
+    for ranks in ([0], list(range(world)), [world - 1], list(range(world))):
+        dist.init_process_group("sennit", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=20))
+        group = dist.new_group(ranks, timeout=timedelta(seconds=20))
+        if rank in ranks:
+            total = torch.ones(1)
+            dist.all_reduce(total, group=group)
+            assert total.item() == len(ranks)
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def one_of_each(rank: int, world: int) -> None:

@@ -45,6 +45,10 @@ def test_checkpoint(kept_world: Callable[..., Any], tmp_path: Path) -> None:
     kept_world(2).run(CASES, "checkpoint", folder=str(tmp_path))
 
 
+def test_a_name_serves_other_ranks_after_destroy(new_world: Callable[..., Any], tmp_path: Path) -> None:
+    new_world(2, backend="").run(CASES, "names_again", folder=str(tmp_path))
+
+
 def test_detail_debug_mode(new_world: Callable[..., Any]) -> None:
     new_world(2, environment={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}).run(CASES, "one_of_each")
 
