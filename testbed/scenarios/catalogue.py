@@ -8,6 +8,7 @@ from typing import Any, Final
 from sennit.testbed.scenarios.model import (
     Goal,
     Hostile,
+    Job,
     KillRank,
     Library,
     Operation,
@@ -315,6 +316,27 @@ def _others() -> list[Scenario]:
     ]
 
 
+def _jobs() -> list[Scenario]:
+    return [
+        Scenario(
+            name="split-networks",
+            title="two hosts with a front-end and a back-end network: torchrun, store and samples on one, collectives "
+            "on the other",
+            topology=Topology(hosts=3, planes=2),
+            job=Job(),
+            goals=(
+                Goal(measure="front_end.rank_packets", at_most=0, must=True),
+                Goal(measure="back_end.other_packets", at_most=0, must=True),
+                Goal(measure="front_end.other_packets", at_least=1, must=True),
+                Goal(measure="back_end.rank_packets", at_least=1, must=True),
+                *(Goal(measure=measure) for measure in ("front_end.bytes", "back_end.bytes", "back_end.link_packets")),
+                *(Goal(measure=measure, at_least=1, must=True) for measure in ("payload_bytes", "record_bytes")),
+            ),
+            short={"job": {"samples": 4096, "steps": 12}},
+        ),
+    ]
+
+
 def _all() -> dict[str, Scenario]:
     scenarios = [
         _lossless(Operation.ALLREDUCE, 2.5),
@@ -323,6 +345,7 @@ def _all() -> dict[str, Scenario]:
         *_planes(),
         *_peers(),
         *_others(),
+        *_jobs(),
         *(
             _coded_bits(codec, operation)
             for codec in ("fp8", "int8")

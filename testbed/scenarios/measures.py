@@ -57,6 +57,11 @@ MEANINGS: Final = {
     "error_within_s": "time from the rank's death to the last survivor's error",
     "errors_naming_rank": "share of survivors whose error names the dead rank, and that list only this rank as lost",
     "recovered_ranks": "survivors in the new group whose result was right",
+    "front_end.": "what passed the front-end interfaces of all hosts, in and out: bytes with headers; rank_packets, "
+    "UDP between ports of ranks; link_packets, ARP and ICMPv6; other_packets, all else",
+    "back_end.": "the same of the back-end interfaces",
+    "payload_bytes": "bytes that the ranks' collectives sent",
+    "record_bytes": "bytes of samples that the ranks took from the feeder",
     "recovered_within_s": "time from the first survivor's call of reconfigure until all have a new group, plus the "
     "time of the AllReduce that followed",
 }
@@ -88,6 +93,8 @@ def goodput_bytes_per_s(scenario: Scenario, run: Run) -> float | None:
 
 def measure(seen: Observations) -> Measures:
     """Returns all measures that these observations give."""
+    if seen.scenario.job is not None:
+        return dict(seen.networks)
     measures = _correctness(seen) | _speed(seen) | _impairment(seen)
     if seen.scenario.victims():
         measures |= _deaths(seen)

@@ -164,6 +164,26 @@ class Workload:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Job:
+    """A training run by torchrun, fed over the network, in place of a collective (`split_networks.py`).
+
+    The last host has a feeder, the others a rank each. Plane 0 is the front-end network, plane 1 the back-end network.
+    """
+
+    samples: int = 60_000
+    """Samples of the synthetic data set."""
+    steps: int = 200
+    batch_size: int = 256
+    timeout_s: float = 120.0
+    """Deadline of the whole run."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("samples", self.samples), ("steps", self.steps), ("batch_size", self.batch_size)):
+            _require(value >= 1, f"{name} {value}; allowed: 1 or more")
+        _require(self.timeout_s > 0, f"timeout_s {self.timeout_s}; allowed: above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Variant:
     """One configuration of sennit for the workload. All variants must give the same bits."""
 
@@ -232,6 +252,8 @@ class Scenario:
     """After a rank's death the survivors reconfigure and run the collective once more among themselves."""
     hostile: Hostile | None = None
     workload: Workload = dataclasses.field(default_factory=Workload)
+    job: Job | None = None
+    """Takes the place of the workload."""
     libraries: tuple[Library, ...] = (Library.SENNIT,)
     variants: tuple[Variant, ...] = (Variant(),)
     goals: tuple[Goal, ...] = ()
@@ -240,6 +262,10 @@ class Scenario:
 
     def __post_init__(self) -> None:
         last = self.topology.hosts - 1
+        _require(
+            self.job is None or (self.topology.hosts >= 3 and self.topology.planes == 2),
+            f"{self.name}: a job on {self.topology.hosts} hosts, {self.topology.planes} planes; allowed: 3 or more, 2",
+        )
         _require(
             not self.faults or self.workload.rounds == 1,
             f"{self.name}: {self.workload.rounds} rounds with faults; allowed: 1",
@@ -291,7 +317,7 @@ class Scenario:
 
     def needs(self, impairer: Impairer) -> tuple[str, ...]:
         """Capabilities (`sennit/capabilities.py`) without which the case is unsupported."""
-        return (*TOPOLOGY_NEEDS[impairer], "core", *(("torch",) if Library.GLOO in self.libraries else ()))
+        return (*TOPOLOGY_NEEDS[impairer], "core", *(("torch",) if self.job or Library.GLOO in self.libraries else ()))
 
     def why_not_by(self, impairer: Impairer) -> str | None:
         """What this kind of impairment cannot do for the scenario, on any machine."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from sennit import capabilities
+from sennit.testbed.scenarios import split_networks
 from sennit.testbed.scenarios.counters import difference, total
 from sennit.testbed.scenarios.model import (
     NO_IMPAIRMENT,
@@ -87,6 +88,8 @@ class Observations:
     """Junk packets by kind."""
     hostile_s: float = 0.0
     """Seconds that sending them took."""
+    networks: dict[str, int] = field(default_factory=dict)
+    """What a job's networks carried (`split_networks.py`)."""
     descriptions: list[str] = field(default_factory=list)
     """Each rank's description of itself at the end."""
     log_tails: dict[str, str] = field(default_factory=dict)
@@ -106,6 +109,10 @@ def play(
         per_packet=topology.per_packet,
         impairer=impairer,
     ) as planes:
+        if scenario.job is not None:
+            say("training")
+            seen.networks = split_networks.play(scenario.job, planes, folder)
+            return seen
         if topology.rate_bits_per_s is not None:
             planes.limit_rate(
                 topology.rate_bits_per_s, queue_bytes=topology.queue_bytes, hosts=[0], direction=Direction.RECEIVE

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plays a training run on hosts with two networks each, and counts what passes each of them.
+
+Like a ZionEX node (Mudigere et al., ISCA '22), a host has a front-end network for torchrun, its store and the samples,
+and a back-end network for the collectives. Which is which, only addresses and SENNIT_INTERFACES say.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+from sennit.testbed.scenarios.counters import total
+from sennit.testbed.scenarios.model import Job
+from sennit.testbed.scenarios.ranks import RankError
+from sennit.testbed.topology import Planes
+from sennit.testbed.topology.traffic import Kind, PacketCounter, filter_of, interface_bytes
+
+FRONT, BACK = "front_end", "back_end"
+PLANES: Final = {FRONT: "plane0", BACK: "plane1"}
+RANK_PORTS: Final = (5000, 5199)
+RENDEZVOUS_PORT: Final = 29400
+LOG_TAIL_CHARACTERS: Final = 2000
+LOOK_S: Final = 0.05
+
+
+def play(job: Job, planes: Planes, folder: Path) -> dict[str, int]:
+    """Runs the job with its logs in `folder`. Returns what passed the interfaces, by network, summed over hosts.
+
+    `NETWORK.bytes` with headers, and packets of each `Kind`; both in and out. `payload_bytes` is what the ranks say
+    that they sent to each other, `record_bytes` what they took from the feeder. Raises RankError if a process fails,
+    or at the deadline.
+    """
+    with ExitStack() as stack:
+        counters = {
+            (network, kind, host): stack.enter_context(
+                planes.within(host, PacketCounter, interface, filter_of(kind, *RANK_PORTS))
+            )
+            for network, interface in PLANES.items()
+            for kind in Kind
+            for host in range(planes.hosts)
+        }
+        before = _interface_bytes(planes)
+        _run(job, planes, folder)
+        found = {name: count - before[name] for name, count in _interface_bytes(planes).items()}
+        found |= total({f"{network}.{kind}": counter.read()} for (network, kind, _), counter in counters.items())
+    report = json.loads((folder / "report.json").read_text())
+    return found | {
+        "payload_bytes": report["bytes_moved"]["data_bytes_sent"],
+        "record_bytes": report["ingest"]["body_bytes"],
+    }
+
+
+def _interface_bytes(planes: Planes) -> dict[str, int]:
+    return total(
+        {f"{network}.bytes": planes.within(host, interface_bytes, interface)}
+        for network, interface in PLANES.items()
+        for host in range(planes.hosts)
+    )
+
+
+def _run(job: Job, planes: Planes, folder: Path) -> None:
+    """Starts a torchrun on each host but the last, and a feeder there. Waits until all of them have ended."""
+    data = ["--data=synthetic", f"--samples={job.samples}", "--row-limit=1000"]
+    ranks = planes.hosts - 1
+    front = [planes.ipv4_addresses(host)[0] for host in range(planes.hosts)]
+    running: dict[str, subprocess.Popen[Any]] = {}
+    for host in range(ranks):
+        options = [
+            f"--nnodes={ranks}", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=split",
+            f"--rdzv-endpoint={front[0]}:{RENDEZVOUS_PORT}", f"--rdzv-conf=is_host={int(host == 0)}",
+            f"--local-addr={front[host]}",
+            "-m", "sennit.runtime.training", f"--ingest=cpu://{front[host]}", f"--batch-size={job.batch_size}",
+            f"--steps={job.steps}", "--epochs=1000", "--dim=4", "--bottom=8", "--top=8",
+            f"--checkpoint={folder / 'checkpoints'}", f"--checkpoint-every={max(1, job.steps // 2)}",
+            f"--json={folder / 'report.json'}",
+        ]  # fmt: skip
+        network = planes.environment(host) | {
+            "SENNIT_INTERFACES": PLANES[BACK],
+            "SENNIT_PORTS": "-".join(map(str, RANK_PORTS)),
+        }
+        running[f"rank{host}"] = _start(
+            planes, host, folder, f"rank{host}", ["torch.distributed.run", *options], network
+        )
+    feed = ["sennit", "feed", *data, f"--to={front[0]}:4800", f"--timeout={job.timeout_s:g}"]
+    running["feeder"] = _start(planes, ranks, folder, "feeder", feed, {})
+    deadline_s = time.monotonic() + job.timeout_s
+    while status := {name: process.poll() for name, process in running.items() if process.poll() != 0}:
+        failed = [name for name, code in status.items() if code is not None]
+        if failed or time.monotonic() > deadline_s:
+            name = (failed or list(status))[0]
+            tail = (folder / f"{name}.log").read_text(errors="replace")[-LOG_TAIL_CHARACTERS:]
+            raise RankError(f"{name} {'failed' if failed else f'did not end within {job.timeout_s:g} s'}:\n{tail}")
+        time.sleep(LOOK_S)
+
+
+def _start(
+    planes: Planes, host: int, folder: Path, name: str, module: list[str], environment: dict[str, str]
+) -> subprocess.Popen[Any]:
+    with (folder / f"{name}.log").open("wb") as log:
+        return planes.popen(
+            host,
+            [sys.executable, "-m", *module],
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
