@@ -208,17 +208,14 @@ def _backend() -> Capability:
     torch = probe("torch")
     if not torch.available:
         return absent(name, "needs torch", torch.remedy)
-    built_for = extras.torch_of_extension()
-    if built_for is None:
-        return absent(name, "the extension sennit.runtime.backend._c10d was not built", "make build")
-    if built_for != torch.detail:
-        return absent(name, f"built for torch {built_for}, but torch {torch.detail} is installed", "make build")
+    from sennit.errors import Unsupported
+    from sennit.runtime.backend import extension
+
     try:
-        importlib.import_module("torch")
-        importlib.import_module("sennit.runtime.backend._c10d")
-    except ImportError as error:
-        return absent(name, f"{error}", "make build")
-    return present(name, f"built for torch {built_for}")
+        extension.load()
+    except (ImportError, Unsupported) as error:
+        return absent(name, f"{error}", extension.remedy(torch.detail))
+    return present(name, f"the extension fits torch {torch.detail}")
 
 
 def _gpu() -> Capability:

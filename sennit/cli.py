@@ -272,6 +272,22 @@ def calibrate(
         fail(error)
 
 
+@app.command(epilog="Example: CXX=g++-12 sennit build-extension")
+def build_extension() -> None:
+    """Compile the torch extension for the torch that is installed, where no wheel of sennit-torch fits it.
+
+    It needs a C++20 compiler (CXX names another one) and Python's headers. The result is kept in the cache's folder.
+    """
+    from sennit.errors import SennitError
+    from sennit.runtime.backend import building
+
+    try:
+        path = building.provide(typer.echo)
+    except SennitError as error:
+        fail(error, EXIT_UNAVAILABLE)
+    typer.echo(f"the extension is ready: {path}")
+
+
 @app.command(epilog="Example: sennit version")
 def version() -> None:
     """Print the versions of sennit and torch."""

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
-import json
 import re
 from pathlib import Path
 from typing import Final
@@ -24,7 +22,8 @@ NOT_OFFERED: Final = frozenset({"dev", "docs", "frameworks"})
 def install_command(distribution: str) -> str | None:
     """The command that installs a distribution for sennit; None for one that sennit does not know."""
     if distribution == "torch":
-        return _torch_command()
+        # The extension requires the torch that it fits (docs/decisions/0059).
+        return "make build" if from_checkout() else "pip install sennit-torch"
     extra = extras_by_distribution().get(_normal(distribution))
     return f"pip install '{PROJECT}[{extra}]'" if extra else None
 
@@ -54,22 +53,9 @@ def _requirements() -> list[str]:
         return []
 
 
-def torch_of_extension() -> str | None:
-    """The torch that the backend's extension was built for, as 2.13.0+cpu; None if it was not built.
-
-    The extension fits no other (docs/decisions/0001). Neither torch nor the extension is loaded.
-    """
-    backend = importlib.util.find_spec("sennit.runtime.backend")
-    for folder in (backend.submodule_search_locations or ()) if backend else ():
-        record = Path(folder) / "build_info.json"
-        if record.exists():
-            return str(json.loads(record.read_text())["torch"])
-    return None
-
-
-def _torch_command() -> str:
-    version, _, _ = (torch_of_extension() or "").partition("+")
-    return f"pip install torch=={version}" if version else "pip install torch, then build sennit again"
+def from_checkout() -> bool:
+    """Whether sennit is used from its sources, where `make build` brings what is missing."""
+    return (Path(__file__).parents[1] / "pyproject.toml").exists()
 
 
 def _normal(distribution: str) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Virtual environments that hold the built wheel, the requirements of one of its extras, and nothing else.
+"""Virtual environments that hold the built wheels, the requirements of one extra, and nothing else.
 
 Nothing is downloaded: each distribution is linked from the environment that runs the tests.
 """
@@ -10,6 +10,7 @@ import email.parser
 import functools
 import importlib.metadata
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -24,6 +25,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[1]
 BUILD_TIMEOUT_S = 600.0
 INSTALL_TIMEOUT_S = 120.0
+BUILD_OPTIONS = ["--no-build-isolation", "--no-deps", "--no-index"]
 
 
 class NotHere(Exception):
@@ -37,26 +39,43 @@ def build_wheel(folder: Path) -> Path:
         "CMAKE_GENERATOR": "Ninja",
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # The build must see torch without the backend.
     }
-    command = ["wheel", "--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", str(folder), str(ROOT)]
-    _pip(command, environment, BUILD_TIMEOUT_S)
+    # The folder of `make build`, as it is: with the torch extension, which the wheel leaves out.
+    settings = ["build-dir=build/{wheel_tag}", "cmake.define.SENNIT_TORCH=ON"]
+    options = [argument for setting in settings for argument in ("--config-settings", setting)]
+    _pip(["wheel", *BUILD_OPTIONS, *options, "--wheel-dir", str(folder), str(ROOT)], environment, BUILD_TIMEOUT_S)
     (wheel,) = folder.glob("sennit-*.whl")
     return wheel
+
+
+def build_extension_wheel(folder: Path, environment: Environment) -> Path:
+    """Builds the wheel of the torch extension in an environment that has the other wheel, torch and setuptools."""
+    sources = folder / "sources"
+    shutil.copytree(ROOT / "extension", sources, ignore=shutil.ignore_patterns("build", "*.egg-info"))
+    command = ["--python", str(environment.python), "wheel", *BUILD_OPTIONS, "--wheel-dir", str(folder), str(sources)]
+    _pip(command, {**environment.variables, **compiler()}, BUILD_TIMEOUT_S)
+    (wheel,) = folder.glob("sennit_torch-*.whl")
+    return wheel
+
+
+def compiler() -> dict[str, str]:
+    """Environment variables for compiling what an earlier test may have compiled."""
+    return {"CXX": "ccache g++"} if shutil.which("ccache") else {}
 
 
 class Environment:
     """An environment with the wheel. `run` starts its Python."""
 
-    def __init__(self, folder: Path, wheel: Path, extra: str = "", *, beside: Sequence[str] = ()) -> None:
-        """`beside`: requirements that no extra has, such as torch. Raises NotHere."""
+    def __init__(
+        self, folder: Path, wheel: Path, extra: str = "", *, beside: Sequence[str] = (), wheels: Sequence[Path] = ()
+    ) -> None:
+        """`beside`: requirements that no extra has, such as torch. `wheels`: further ones. Raises NotHere."""
         self.folder = folder
         # Looked up before the environment is made, because a distribution may be missing.
         distributions = closure([*_requirements(wheel, extra), *map(Requirement, beside)])
         venv.EnvBuilder(symlinks=True, with_pip=False).create(folder)
         self.python = folder / "bin" / "python"
-        _pip(
-            ["--python", str(self.python), "install", "--no-deps", "--no-index", "--no-compile", str(wheel)],
-            dict(os.environ), INSTALL_TIMEOUT_S,
-        )  # fmt: skip
+        install = ["--python", str(self.python), "install", "--no-deps", "--no-index", "--no-compile"]
+        _pip([*install, str(wheel), *map(str, wheels)], dict(os.environ), INSTALL_TIMEOUT_S)
         (site,) = folder.glob("lib/python*/site-packages")
         for distribution in distributions:
             _link(distribution, site, folder)
@@ -68,11 +87,12 @@ class Environment:
         path = f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
         return {**kept, "PATH": path, "VIRTUAL_ENV": str(self.folder)}
 
-    def run(self, *arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, timeout_s: float, **variables: str) -> subprocess.CompletedProcess[str]:
         """Runs `python ARGUMENTS` in the environment's own folder. This checkout is not on its path."""
         return subprocess.run(
             [self.python, *arguments],
-            cwd=self.folder, env=self.variables, capture_output=True, text=True, timeout=timeout_s, check=False,
+            cwd=self.folder, env={**self.variables, **variables},
+            capture_output=True, text=True, timeout=timeout_s, check=False,
         )  # fmt: skip
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:

@@ -1,29 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wheel in an empty environment, once for each extra: its commands work, and errors name what is missing."""
+"""The wheels in an empty environment, once for each extra: its commands work, and errors name what is missing."""
 
 from __future__ import annotations
 
 import ast
 import http.server
+import os
+import platform
 import re
 import signal
 import subprocess
 import sys
 import threading
 import tomllib
+import zipfile
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+import sennit
 from sennit import extras
-from tests.empty_environment import Environment, NotHere, build_wheel
+from tests.empty_environment import Environment, NotHere, build_extension_wheel, build_wheel, compiler
 
 FOLDERS = ("ebpf", "offload", "runtime", "sennit", "testbed", "transport")
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 COMMAND_TIMEOUT_S = 120.0
+# Stripped, and no part twice.
+CORE_MAX_BYTES, EXTENSION_MAX_BYTES = 6_000_000, 3_000_000
 TRAIN = ["-m", "sennit", "train"]
 
 # Its first user builds the wheel in the folder of `make build`. That takes minutes if nothing is compiled there.
@@ -119,17 +125,30 @@ def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 
 @pytest.fixture(scope="module")
-def with_torch(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """An environment without any extra, but with torch, which the user installs."""
-    return Environment(tmp_path_factory.mktemp("torch"), wheel, beside=["torch"])
+def without_extension(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """An environment with torch, for which there is no extension, and with what builds one."""
+    return Environment(tmp_path_factory.mktemp("no-extension"), wheel, beside=["torch", "setuptools"])
+
+
+@pytest.fixture(scope="module")
+def extension_wheel(without_extension: Environment, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_extension_wheel(tmp_path_factory.mktemp("extension-wheel"), without_extension)
+
+
+@pytest.fixture(scope="module")
+def with_torch(wheel: Path, extension_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """An environment without any extra, but with torch and the extension for it."""
+    return Environment(tmp_path_factory.mktemp("torch"), wheel, beside=["torch"], wheels=[extension_wheel])
 
 
 @pytest.fixture
 def made(request: pytest.FixtureRequest, wheel: Path, tmp_path: Path) -> Environment:
-    """An environment with one extra, and with torch if the extra's commands need it."""
+    """An environment with one extra, and with torch and the extension if the extra's commands need it."""
     extra, torch = request.param
+    wheels = [request.getfixturevalue("extension_wheel")] if torch else []
     try:
-        return Environment(tmp_path / "environment", wheel, extra, beside=["torch"] if torch else [])
+        folder = tmp_path / "environment"
+        return Environment(folder, wheel, extra, beside=["torch"] if torch else [], wheels=wheels)
     except NotHere as missing:
         pytest.skip(f"extra {extra}: {missing}")
 
@@ -156,6 +175,75 @@ def test_without_extras_and_torch_numpy_arrays_are_reduced(bare: Environment, tm
     program.write_text(ALL_REDUCE)
     assert "torch is not installed" in succeed(bare, "-m", "sennit", "version")
     succeed(bare, str(program), str(tmp_path / "store"))
+
+
+# Both ranks of an AllReduce over torch.distributed in one process each.
+TORCH_ALL_REDUCE = """
+import multiprocessing, sys
+import torch, torch.distributed as dist
+
+def rank(number):
+    dist.init_process_group("sennit", store=dist.FileStore(sys.argv[1], 2), rank=number, world_size=2)
+    tensor = torch.full((1000,), number + 1.0)
+    dist.all_reduce(tensor)
+    assert tensor.eq(3.0).all()
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    other = multiprocessing.get_context("fork").Process(target=rank, args=(1,))
+    other.start()
+    rank(0)
+    other.join()
+    sys.exit(other.exitcode)
+"""
+
+
+@wheel_test
+def test_where_no_extension_fits_the_first_call_names_it_and_a_command_builds_it(
+    without_extension: Environment, tmp_path: Path
+) -> None:
+    program, cache = tmp_path / "all_reduce.py", str(tmp_path / "cache")
+    program.write_text(TORCH_ALL_REDUCE)
+    torch = version("torch")
+    wanted = f"sennit-torch=={sennit.__version__}+torch{'.'.join(torch.split('.')[:2])}"
+
+    def reduce(name: str) -> subprocess.CompletedProcess[str]:
+        arguments = (str(program), str(tmp_path / name))
+        return without_extension.run(*arguments, timeout_s=COMMAND_TIMEOUT_S, XDG_CACHE_HOME=cache)
+
+    refused = reduce("before").stderr
+    assert f"no extension for torch {torch} and Python {platform.python_version()}; pip install '{wanted}'" in refused
+    assert "sennit build-extension" in refused
+    folder = {"CCACHE_DIR": os.environ.get("CCACHE_DIR", str(Path.home() / ".cache" / "ccache"))}
+    build = ("-m", "sennit", "build-extension")
+    variables = {"XDG_CACHE_HOME": cache, **folder}
+    no_compiler = without_extension.run(*build, timeout_s=COMMAND_TIMEOUT_S, CXX="missing-g++", **variables)
+    assert (no_compiler.returncode, no_compiler.stderr) == (
+        69, "error: compiler: CXX is missing-g++, which is not found; install g++, or set CXX to a compiler of C++20\n"
+    )  # fmt: skip
+    built = without_extension.run(*build, timeout_s=WHEEL_TIMEOUT_S, **compiler(), **variables)
+    assert built.returncode == 0, built.stdout + built.stderr
+    done = reduce("after")
+    assert done.returncode == 0, done.stderr
+
+
+@wheel_test
+def test_the_wheels_name_what_they_need_and_are_small(wheel: Path, extension_wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (metadata,) = [name for name in names if name.endswith(".dist-info/METADATA")]
+        assert "Requires-Dist: torch" not in archive.read(metadata).decode()
+    assert not [name for name in names if "_c10d." in name and not name.endswith(".pyi")], "the extension is apart"
+    assert not [name for name in names if "/csrc/" in name or "/tests/" in name]
+    minor = ".".join(version("torch").split(".")[:2])
+    assert extension_wheel.name.startswith(f"sennit_torch-{sennit.__version__}+torch{minor}-cp3")
+    with zipfile.ZipFile(extension_wheel) as archive:
+        (metadata,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        text = archive.read(metadata).decode()
+    assert f"Requires-Dist: sennit=={sennit.__version__}\n" in text
+    assert f"Requires-Dist: torch=={minor}.*\n" in text
+    assert wheel.stat().st_size <= CORE_MAX_BYTES
+    assert extension_wheel.stat().st_size <= EXTENSION_MAX_BYTES
 
 
 @wheel_test
@@ -281,4 +369,4 @@ def test_a_missing_extra_is_named_in_one_line(with_torch: Environment, arguments
 
 @wheel_test
 def test_a_missing_torch_is_named_in_one_line(bare: Environment) -> None:
-    names(bare, [*TRAIN, "--data", "synthetic"], f"pip install torch=={version('torch').partition('+')[0]}")
+    names(bare, [*TRAIN, "--data", "synthetic"], "pip install sennit-torch")

@@ -8,7 +8,6 @@ Rendezvous and plans of a group are made in Python (sennit.transport); all calls
 
 from __future__ import annotations
 
-import atexit
 import functools
 import hashlib
 import os
@@ -17,8 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
-
-from sennit import extras
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -254,28 +251,11 @@ def ranks_here() -> int:
     return _ranks_here
 
 
-@functools.cache
 def load_extension() -> Any:
-    """Imports the extension `_c10d`. If it was built for another torch, the ImportError says what to do."""
-    import torch
+    """The extension `_c10d`. Raises Unsupported, which says what to do, if none fits this torch and this Python."""
+    from sennit.runtime.backend import extension
 
-    found = torch.__version__.partition("+")[0]
-    built = (extras.torch_of_extension() or found).partition("+")[0]
-    if built != found:
-        raise ImportError(f"sennit.runtime.backend._c10d was built for torch {built}, found {found}: run make build")
-    try:
-        from sennit.runtime.backend import _c10d
-    except ImportError as error:
-        raise ImportError(
-            f"sennit.runtime.backend._c10d cannot be loaded with torch {found} ({error}): run make build"
-        ) from error
-    if found != _c10d.BUILT_FOR_TORCH:
-        raise ImportError(
-            f"sennit.runtime.backend._c10d was built for torch {_c10d.BUILT_FOR_TORCH}, found {found}: run make build"
-        )
-    # Peers hear a goodbye even from programs that never call destroy_process_group.
-    atexit.register(_c10d.close_all)
-    return _c10d
+    return extension.load()
 
 
 class PlanCompiler:

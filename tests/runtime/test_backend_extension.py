@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which extension is loaded, and what is said where none fits this torch and this Python."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from sennit import extras
+from sennit.errors import Unsupported
+from sennit.runtime.backend import extension
+
+pytestmark = pytest.mark.needs("backend")
+
+
+def load_anew() -> None:
+    extension.load.__wrapped__()
+
+
+def test_another_torch_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.99.0+cpu")
+    there = r"no extension for torch 2\.99\.0\+cpu and Python 3\.\d+\.\d+\S*, but for torch 2\.\d+\.\d+\S*; make build"
+    with pytest.raises(Unsupported, match=there):
+        load_anew()
+
+
+def test_another_python_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "build_info.json").write_text(json.dumps({"torch": torch.__version__}))
+    (tmp_path / "_c10d.cpython-399-x86_64-linux-gnu.so").touch()
+    monkeypatch.setattr(extension, "_portions", lambda package: [tmp_path] if package == "sennit_torch" else [])
+    monkeypatch.setattr(extras, "from_checkout", lambda: False)
+    there = r"but for torch \S+ and cpython-399; pip install 'sennit-torch==0\.1\.0\+torch2\.\d+', or .*build-extension"
+    with pytest.raises(Unsupported, match=there):
+        load_anew()
+
+
+def test_a_patch_release_keeps_the_interface_and_a_minor_one_does_not(tmp_path: Path) -> None:
+    build = extension.Build(path=tmp_path / f"_c10d{extension.SUFFIX}", torch="2.13.0+cpu")
+    fits = {version: build.fits(version) for version in ("2.13.0", "2.13.1+cu126", "2.12.0", "2.14.0+cpu", "2.1.0")}
+    assert fits == {"2.13.0": True, "2.13.1+cu126": True, "2.12.0": False, "2.14.0+cpu": False, "2.1.0": False}
