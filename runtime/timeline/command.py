@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from sennit.command_line import fail, stdout_console
+from sennit.command_line import fail, stdout_console, writable_file
 
 
 def timeline(
@@ -17,20 +17,35 @@ def timeline(
     step: Annotated[
         int | None, typer.Option(metavar="N", help="print the critical path of this step, link by link")
     ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.svg", help="draw a step: that of --step, or one of median length", callback=writable_file
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
 ) -> None:
     """Print the critical path of a run's steps, and how much of each exchange the overlaps hid."""
+    from sennit.runtime.timeline.plot import plot as draw
     from sennit.runtime.timeline.slices import TimelineError
     from sennit.runtime.timeline.summary import render, render_step, summarise
     from sennit.runtime.timeline.trace_file import read
 
     try:
-        summary = summarise(read(file))
+        trace = read(file)
+        summary = summarise(trace)
         if step is not None and step not in summary.paths:
             raise TimelineError(f"step {step}; allowed: {summary.steps[0]} to {summary.steps[-1]}")
     except TimelineError as error:
         fail(error)
-    if as_json:
+    if plot is not None:
+        shown = summary.usual_step if step is None else step
+        try:
+            plot.write_text(draw(trace, shown, summary.paths[shown]))
+        except OSError as error:
+            fail(f"{plot}: {error.strerror}")
+        typer.echo(f"step {shown} is drawn in {plot}")
+    elif as_json:
         typer.echo(json.dumps(summary.as_json(), indent=2))
     elif step is not None:
         render_step(summary.paths[step], stdout_console())

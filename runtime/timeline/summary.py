@@ -39,6 +39,12 @@ class Summary:
     def path_ns(self) -> int:
         return sum(link.length_ns for path in self.paths.values() for link in path)
 
+    @property
+    def usual_step(self) -> int:
+        """A step of median length."""
+        lengths = {step: path[-1].end_ns - path[0].start_ns for step, path in self.paths.items()}
+        return sorted(lengths, key=lambda step: lengths[step])[len(lengths) // 2]
+
     def on_path(self) -> dict[tuple[str, str], Counter[int]]:
         """By (kind, what), the nanoseconds on the critical path by rank, the longest first."""
         found: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)

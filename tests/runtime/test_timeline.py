@@ -8,9 +8,11 @@ import itertools
 import json
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner
@@ -208,6 +210,15 @@ def test_the_command_prints_path_and_overlaps(tmp_path: Path) -> None:
     step = CliRunner().invoke(app, ["timeline", str(path), "--step", "0"])
     assert step.exit_code == 0
     assert "transfer" in step.stdout
+    picture = tmp_path / "step.svg"
+    assert CliRunner().invoke(app, ["timeline", str(path), "--plot", str(picture)]).stdout == (
+        f"step 0 is drawn in {picture}\n"
+    )
+    drawn = ElementTree.parse(picture).getroot()
+    titles = Counter(str(one.text).partition(":")[0] for one in drawn.iter("{http://www.w3.org/2000/svg}title"))
+    # Of the step's own threads: work once a rank, what was waited for, and no idle time.
+    assert titles == {"forward": 2, "update": 2, "allreduce": 2, "alltoall": 2, "ids": 3, "wait for ids": 1,
+                      "rest of the step": 1}  # fmt: skip
     missing = CliRunner().invoke(app, ["timeline", str(path), "--step", "1"])
     assert missing.stderr == "error: step 1; allowed: 0 to 0\n"
 
