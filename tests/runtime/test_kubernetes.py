@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manifests for Kubernetes: known fields of the right types, options that commands have, ports and capabilities."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("yaml", reason="the package PyYAML is not installed")
+
+import yaml
+
+from sennit.cli import app
+from sennit.ebpf.features import CAPABILITIES
+from sennit.offload.ingest import target
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted((ROOT / "examples/cluster/kubernetes").glob("*.yaml"))
+KINDS = json.loads((ROOT / "tests/vectors/kubernetes.json").read_text())["kinds"]
+TYPES = {"object": dict, "array": list, "string": str, "boolean": bool, "integer": int}
+# pkg/constants of kubeflow/trainer
+TORCHRUN_PORT = 29500
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+BY_KIND = {found["kind"]: found for path in FILES for found in documents(path)}
+
+
+def problems(value: Any, fields: Any, where: str) -> Iterator[str]:
+    """What does not fit the names and types of tests/vectors/kubernetes.json."""
+    sheet = {"type": fields} if isinstance(fields, str) else fields
+    kinds = () if sheet["type"] == "any" else tuple(TYPES[name] for name in sheet["type"].split(" or "))
+    if kinds and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
+        yield f"{where}: {value!r} is no {sheet['type']}"
+    elif value not in sheet.get("enum", [value]):
+        yield f"{where}: {value!r}; allowed: {sheet['enum']}"
+    elif isinstance(value, dict) and "fields" in sheet:
+        yield from (f"{where}: no {name}" for name in sheet.get("required", []) if name not in value)
+        for name, part in value.items():
+            if name in sheet["fields"]:
+                yield from problems(part, sheet["fields"][name], f"{where}.{name}")
+            else:
+                yield f"{where}: unknown field {name}"
+    elif isinstance(value, list) and "items" in sheet:
+        for index, part in enumerate(value):
+            yield from problems(part, sheet["items"], f"{where}[{index}]")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_fields_and_types_are_those_of_the_custom_resources(path: Path) -> None:
+    for found in documents(path):
+        assert not list(problems(found, KINDS[found["kind"]], found["kind"]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "told"),
+    [
+        ("TrainJob", {"runtimeRef": {}}, "TrainJob.spec.runtimeRef: no name"),
+        ("TrainJob", {"trainer": {"numProcPerNode": "8"}}, "'8' is no integer"),
+        ("JobSet", {"replicated": []}, "unknown field replicated"),
+        ("DaemonSet", {"updateStrategy": {"type": "Never"}}, "'Never'; allowed"),
+        ("Job", {"suspend": 1}, "1 is no boolean"),
+    ],
+)
+def test_other_fields_and_types_are_found(kind: str, change: dict[str, Any], told: str) -> None:
+    changed = {**BY_KIND[kind], "spec": {**BY_KIND[kind]["spec"], **change}}
+    (found,) = problems(changed, KINDS[kind], kind)
+    assert told in found
+
+
+def containers(value: Any) -> Iterator[dict[str, Any]]:
+    """Every container below `value`."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            if name in ("containers", "initContainers"):
+                yield from part
+            else:
+                yield from containers(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from containers(part)
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Each command of ours in the manifests: `train`, `feed` or `metrics`, and its arguments."""
+    every = [*containers(list(BY_KIND.values())), BY_KIND["TrainJob"]["spec"]["trainer"]]
+    for found in every:
+        words = [*found["command"], *found.get("args", [])]
+        if words[0] == "sennit":
+            yield words[1], words[2:]
+        else:
+            assert words[:3] == ["torchrun", "-m", "sennit.runtime.training"]
+            yield "train", words[3:]
+
+
+def test_commands_have_the_options() -> None:
+    found = list(commands())
+    assert {name for name, _ in found} == {"train", "feed", "metrics"}
+    for name, arguments in found:
+        said = CliRunner().invoke(app, [name, "--help"])
+        assert said.exit_code == 0
+        known = set(re.findall(r"--[a-z][a-z-]*", said.output))
+        assert {word for word in arguments if word.startswith("--")} <= known, name
+
+
+def option(arguments: list[str], name: str) -> str:
+    return arguments[arguments.index(name) + 1]
+
+
+def test_only_ranks_at_xdp_have_capabilities_and_only_those_that_they_need() -> None:
+    for found in containers(list(BY_KIND.values())):
+        context = found["securityContext"]
+        assert context["allowPrivilegeEscalation"] is False
+        assert context["capabilities"]["drop"] == ["ALL"]
+        given = {f"CAP_{name}" for name in context["capabilities"].get("add", [])}
+        at_xdp = any(word.startswith("xdp://") for word in found.get("args", []))
+        assert given == (set(CAPABILITIES) if at_xdp else set())
+
+
+def test_the_network_policy_opens_the_ports_in_use() -> None:
+    opened = {}
+    for rule in BY_KIND["NetworkPolicy"]["spec"]["ingress"]:
+        labels = rule["from"][0].get("podSelector", {}).get("matchLabels", {})
+        for port in rule["ports"]:
+            ends = (port["port"], port.get("endPort", port["port"]))
+            opened[labels.get("sennit/part", "metrics"), port["protocol"]] = ends
+    runtime = list(containers(BY_KIND["ClusterTrainingRuntime"]))
+    trainer = BY_KIND["TrainJob"]["spec"]["trainer"]
+    (ports,) = {
+        entry["value"] for found in runtime for entry in found.get("env", []) if entry["name"] == "SENNIT_PORTS"
+    }
+    (metrics,) = {port["containerPort"] for found in runtime for port in found.get("ports", [])}
+    ingest = (target.PORT, target.PORT + trainer["numProcPerNode"] - 1)
+    assert opened == {
+        ("rank", "TCP"): (TORCHRUN_PORT, TORCHRUN_PORT),
+        ("rank", "UDP"): tuple(map(int, ports.split("-"))),
+        ("feeder", "TCP"): ingest,
+        ("feeder", "UDP"): ingest,
+        ("metrics", "TCP"): (metrics, metrics),
+    }
+    assert (
+        target.IngestTarget.parse(option(trainer["args"], "--ingest").replace("$(POD_IP)", "10.0.0.1")).port
+        == ingest[0]
+    )
+
+
+def test_names_that_manifests_share_are_the_same() -> None:
+    run, trainer = BY_KIND["TrainJob"], BY_KIND["TrainJob"]["spec"]["trainer"]
+    assert run["spec"]["runtimeRef"]["name"] == BY_KIND["ClusterTrainingRuntime"]["metadata"]["name"]
+    name = run["metadata"]["name"]
+    (feed,) = (arguments for command_name, arguments in commands() if command_name == "feed")
+    assert option(feed, "--to") == f"{name}-node-0-0.{name}:{target.PORT}"
+    ranks = trainer["numNodes"] * trainer["numProcPerNode"]
+    assert ranks <= int(option(trainer["args"], "--slices"))
+    service = BY_KIND["Service"]
+    (first,) = containers(BY_KIND["Job"])
+    (joins,) = containers(BY_KIND["DaemonSet"])
+    port = option(first["args"], "--port")
+    assert option(joins["args"], "--join") == f"{service['metadata']['name']}:{port}"
+    assert service["spec"]["ports"][0]["port"] == int(port)
+    labels = BY_KIND["Job"]["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= labels.items()
