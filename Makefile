@@ -6,7 +6,7 @@ SHELL := /bin/bash
 PY := .venv/bin/python
 CXX_FILES = $(shell git ls-files -co --exclude-standard '*.cpp' '*.hpp' '*.h')
 LAUNCHER := $(shell command -v ccache)
-.PHONY: help build wheels try-wheels vm-kernel demo test test-cpp test-model test-fuzz test-vm test-rdma test-qemu test-python test-native ebpf kernel fuzz frameworks lint fmt types bench pictures architecture models docs testbed simulate clean
+.PHONY: help build wheels try-wheels vm-kernel demo test test-cpp test-model test-fuzz test-vm test-rdma test-qemu test-python test-native ebpf kernel fuzz frameworks lint fmt types bench comparison pictures architecture models docs testbed simulate clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -122,6 +122,16 @@ bench:  ## collectives beside gloo, OpenMPI and a bare UDP transfer; the figures
 	  $(BENCH) --core --against openmpi --transport shm --world $$world --sizes 4KiB,64KiB \
 	    --json build/bench-core-shm-$$world.json; done
 	@$(BENCH) --core --against udp-bare --transport udp --sizes 64MiB --json build/bench-core-udp.json
+
+# Without their dependencies, which would bring another torch and fbgemm for GPUs.
+TORCHREC := torchrec==1.9.2 tensordict torchmetrics iopath pyre-extensions lightning-utilities typing-inspect \
+  mypy-extensions portalocker pyvers cloudpickle importlib-metadata tqdm orjson
+comparison:  ## docs/comparison.md and the README's table anew, with every peer that can be installed
+	@sennit/setup/build.sh mpi bench-fbgemm
+	@$(PY) -m pip install --quiet --no-deps $(TORCHREC)
+	@$(PY) -m sennit bench all --report build/comparison
+	@cp build/comparison/comparison.json docs/comparison.json
+	@$(PY) -m sennit.testbed.bench.comparison_page docs
 
 pictures: build  ## the pictures of docs/performance.md, from docs/performance.json
 	@$(PY) -m sennit.testbed.bench.pictures docs/performance.json

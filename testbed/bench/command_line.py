@@ -12,6 +12,7 @@ from rich.progress import Progress
 
 from sennit import capabilities
 from sennit.command_line import fail, figure_file, stdout_console, writable_file, write_json
+from sennit.testbed.bench.comparison_command import compare
 
 Figures = Annotated[Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)]
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure sennit and its peers in turn, in one run.")
@@ -118,6 +119,9 @@ def _run_ranks(bench: Any, json_path: Path | None, **settings: Any) -> None:
         fail(error)
     bench.render(report, stdout_console())
     _write(json_path, report.as_json())
+
+
+app.command("all", epilog="Example: sennit bench all --report comparison")(compare)
 
 
 @app.command("group", epilog="Example: sennit bench group --world 64 --against gloo --transport udp")

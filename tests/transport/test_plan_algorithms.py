@@ -220,7 +220,7 @@ def test_broadcast_tree_reaches_everyone_once() -> None:
             assert len(from_root) == (world - 1).bit_length()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data(), worlds, counts_of, item_sizes, st.booleans(), st.booleans(), seeds)
 def test_allgather(
     data: DataObject,

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sennit bench all`: the command line. It imports what it needs when it runs, so that `--help` stays quick."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.progress import Progress
+
+from sennit.command_line import fail, stdout_console, write_json
+
+
+def compare(
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="write JSON, tables and two pictures there: send it with your machine"),
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="turns of each peer; the median is reported", min=2)] = 15,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="small sizes: shows that all runs, and says little about speed")
+    ] = False,
+) -> None:
+    """Run every peer that is installed beside sennit: gloo, OpenMPI, FBGEMM, TorchRec, plain torch. Takes minutes."""
+    from sennit.testbed.bench import comparison, comparison_page
+
+    if report is not None:
+        try:
+            report.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise typer.BadParameter(f"--report {report}: {error.strerror}") from None
+    settings = comparison.Settings(rounds=rounds, quick=quick)
+    try:
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task("", total=None)
+            found = comparison.run(settings, lambda what: progress.update(task, description=what))
+    except comparison.FAILURES as error:
+        fail(error)
+    stdout_console().print(Markdown(comparison_page.tables(found)))
+    if report is not None:
+        write_json(report / comparison_page.FIGURES, found.as_json())
+        for name, text in comparison_page.files(found).items():
+            try:
+                (report / name).write_text(text, encoding="utf-8")
+            except OSError as error:
+                fail(f"{report / name} cannot be written: {error.strerror}")
+        typer.echo(f"written to {report}: {comparison_page.PAGE} has it all")
