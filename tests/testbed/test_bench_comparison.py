@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from sennit.cli import app
-from sennit.testbed.bench import comparison, comparison_page
+from sennit.testbed.bench import comparison, comparison_page, embedding, sharded
 from sennit.testbed.bench.comparison import CORE, LOOKUPS, LOOPBACK, SHARED, STEP, Comparison, Row
+from sennit.testbed.bench.embedding_peers import Shape
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 MACHINE = {
@@ -22,6 +24,14 @@ MACHINE = {
     "time_utc": "2026-11-24T01:02:03Z",
     "versions": {"torch": "2.13.0", "sennit": "0.1.0"},
 }
+
+
+STEPS = sharded.Report(
+    settings=sharded.Settings(),
+    machine={},
+    seconds={"table_wise": [1.0, 1.0], "torchrec": [2.0, 4.0]},
+    absent=None,
+)
 
 
 def made() -> Comparison:
@@ -89,12 +99,17 @@ def test_the_committed_pages_and_pictures_are_what_the_figures_say() -> None:
 
 @pytest.mark.needs("backend", "shm")
 @pytest.mark.slow
-def test_the_command_runs_what_is_installed(tmp_path: Path) -> None:
+def test_the_command_runs_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Shape(name="fp32, Zipf", table_count=2, row_count=100, bags=10, length=3, zipf=1.2)
+    monkeypatch.setattr(embedding, "shapes", lambda: [small])
+    # It has a test of its own, and starts two more processes.
+    monkeypatch.setattr(sharded, "run", lambda settings: replace(STEPS, settings=settings))
     folder = tmp_path / "report"
     result = CliRunner().invoke(app, ["bench", "all", "--quick", "--rounds", "2", "--report", str(folder)])
     assert result.exit_code == 0, result.output
     found = Comparison.from_json(json.loads((folder / comparison_page.FIGURES).read_text()))
-    assert {row.part for row in found.rows} >= {SHARED, LOOPBACK, LOOKUPS}
+    assert {row.part for row in found.rows} - {CORE} == {SHARED, LOOPBACK, LOOKUPS, STEP}
+    assert found.rows[-1].ratio == 3
     assert all(row.low <= row.ratio <= row.high for row in found.rows)
     assert {path.name for path in folder.iterdir()} == {
         comparison_page.FIGURES,
