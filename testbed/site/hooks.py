@@ -25,7 +25,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     config.nav = [
         {"Home": ["index.md", "contents.md", "contributing.md", "changelog.md"]},
         {"Tutorials": listed("docs/README.md", "Tutorials")},
-        {"Examples": [{path.name: place(f"examples/{path.name}")} for path in examples()]},
+        {"Examples": [{path.name: place(str(path.relative_to(ROOT)))} for path in examples()]},
         {"How-to": listed("docs/README.md", "How-to")},
         {"Reference": listed("docs/README.md", "Reference")},
         {"API": ["api/index.md", *({f"sennit.{name}": f"api/{name}.md"} for name in api.MODULES)]},
@@ -49,7 +49,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     made = {page: (ROOT / path).read_text() for path, page in PLACES.items()}
     for path in examples():
         code = path.read_text()
-        made[place(f"examples/{path.name}")] = f"# {path.name}\n\n```{LANGUAGES[path.suffix]}\n{code}```\n"
+        made[place(str(path.relative_to(ROOT)))] = f"# {path.name}\n\n```{LANGUAGES[path.suffix]}\n{code}```\n"
     made |= {f"api/{name}.md": api.page(name) for name in api.MODULES} | {"api/index.md": api.index()}
     made[STYLE] = (Path(__file__).parent / STYLE).read_text()
     for page, text in made.items():

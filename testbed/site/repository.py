@@ -21,15 +21,15 @@ PLACES: Final = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
-LANGUAGES: Final = {".py": "python", ".toml": "toml"}
+LANGUAGES: Final = {".py": "python", ".toml": "toml", ".sbatch": "bash", ".yaml": "yaml"}
 
 _CODE: Final = re.compile(r"^```.*?^```|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 _LINK: Final = re.compile(r"\]\(([^)\s]+)\)")
 
 
 def examples() -> list[Path]:
-    """The programs and clusters of `examples/`."""
-    return sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in LANGUAGES)
+    """The programs, clusters and manifests of `examples/`."""
+    return sorted(path for path in (ROOT / "examples").rglob("*") if path.suffix in LANGUAGES)
 
 
 def place(path: str) -> str:
