@@ -6,10 +6,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +16,7 @@ pytest.importorskip("torch")
 from sennit.runtime.data import Source
 from sennit.runtime.data.errors import MissingPackage
 from sennit.runtime.data.sources import check
+from tests.runtime.programs import run_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
@@ -34,16 +32,6 @@ SHORT = {
 }
 
 
-def run(name: str, ranks: int, *arguments: str, **environment: str) -> str:
-    """What an example prints."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [*launcher, str(EXAMPLES / f"{name}.py"), *arguments]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run(command, env=variables, timeout=DEADLINE_S, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_all_examples_are_run() -> None:
     assert set(NAMES) == SHORT.keys()
 
@@ -51,7 +39,7 @@ def test_all_examples_are_run() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(4 * DEADLINE_S)
 @pytest.mark.parametrize("name", NAMES)
-def test_an_example_prints_the_same_with_any_number_of_ranks(name: str) -> None:
+def test_an_example_prints_the_same_with_any_number_of_ranks(name: str, tmp_path: Path) -> None:
     data, *arguments = SHORT[name]
     if name == "torchrec_dlrm" and importlib.util.find_spec("torchrec") is None:
         pytest.skip("the package torchrec is not installed")
@@ -60,11 +48,12 @@ def test_an_example_prints_the_same_with_any_number_of_ranks(name: str) -> None:
             check(Source(data=data))
         except MissingPackage as error:
             pytest.skip(str(error))
-    alone = run(name, 1, *arguments)
+    program = EXAMPLES / f"{name}.py"
+    alone = run_ranks(program, 1, tmp_path, *arguments, deadline_s=DEADLINE_S)
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)$", alone, re.MULTILINE)]
     assert losses[-1] < losses[0]
     assert re.search(r"weights [0-9a-f]{64}\n$", alone)
-    assert run(name, 3, *arguments, **UDP) == alone
+    assert run_ranks(program, 3, tmp_path, *arguments, deadline_s=DEADLINE_S, **UDP) == alone
 
 
 @pytest.mark.parametrize("name", NAMES)
