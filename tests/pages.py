@@ -87,6 +87,8 @@ def run(
         elif block.language == "sh" and not block.not_run:
             script.append(f"echo '{MARK}{block.line}'\n{text}")
     variables = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    # Ranks share the output. What each one prints then comes at once, when it ends.
+    variables.pop("PYTHONUNBUFFERED", None)
     done = subprocess.run(
         [*(enter or []), "bash", "-c", "\n".join(script)],
         cwd=folder,
