@@ -17,15 +17,31 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
+from sennit.errors import DeviceError
+
 # A kernel is the slowest entry: it takes a minute on eight cores or half an hour on a busy one.
 LOCK_TIMEOUT_S: Final = 3600.0
 LOCK_PAUSE_S: Final = 0.2
+REMEDY: Final = "set XDG_CACHE_HOME to a folder that can be written"
 
 
 def folder() -> Path:
     """XDG Base Directory Specification 0.8: a relative path in the variable is ignored."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".cache") / "sennit"
+
+
+def writable_folder() -> Path:
+    """The folder, made if it is missing. Raises DeviceError, which says what to do, if it cannot be written."""
+    try:
+        found = folder()
+        found.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
+        number = error.errno if isinstance(error, OSError) else None
+        raise DeviceError(f"the cache's folder cannot be made ({error}); {REMEDY}", number) from error
+    if not os.access(found, os.W_OK | os.X_OK):
+        raise DeviceError(f"{found} cannot be written; {REMEDY}", errno.EACCES)
+    return found
 
 
 def provide(name: str, make: Callable[[Path], None], waiting: Callable[[], None] = lambda: None) -> Path:
@@ -36,8 +52,7 @@ def provide(name: str, make: Callable[[Path], None], waiting: Callable[[], None]
     entry = folder() / name
     if entry.is_dir():
         return entry
-    folder().mkdir(parents=True, exist_ok=True)
-    lock = folder() / f".{name}.lock"
+    lock = writable_folder() / f".{name}.lock"
     lock.touch(0o600)
     with locked(lock, waiting=waiting):
         if entry.is_dir():

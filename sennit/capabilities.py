@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sennit import extras, host_name
+from sennit import extras, host_name, surroundings
 
 if TYPE_CHECKING:
     from sennit.transport.devices import DevicePort
@@ -32,6 +32,7 @@ UDP_GRO = 104
 SHM_FOLDER = Path("/dev/shm")
 # Shared memory of 8 ranks on one host, rounded up: 8 segments of at most 5 MiB.
 SHM_NEEDED_BYTES = 40 << 20
+SHM_COMFORTABLE_BYTES = 256 << 20
 PROBE_TIMEOUT_S = 10.0
 
 
@@ -103,24 +104,35 @@ def _shm() -> Capability:
     detail = f"{free_bytes >> 20:,} MiB free in {SHM_FOLDER}"
     if free_bytes < SHM_NEEDED_BYTES:
         return absent(name, f"{detail}, 8 ranks need {SHM_NEEDED_BYTES >> 20}", remedy)
+    if free_bytes < SHM_COMFORTABLE_BYTES:
+        detail += "; data loaders with workers may need more (docker run --shm-size=1g)"
     return present(name, detail)
 
 
-def _loopback(name: str, family: socket.AddressFamily, address: str) -> Capability:
+def _around(name: str, ask: Callable[[], surroundings.Answer]) -> Capability:
+    answer = ask()
+    return present(name, answer.what) if answer.fine else absent(name, answer.what, answer.remedy)
+
+
+def _loopback(name: str, family: socket.AddressFamily, address: str, remedy: str) -> Capability:
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind((address, 0))
+            probe.settimeout(1.0)
+            probe.sendto(b"sennit", probe.getsockname())  # an address can be bound without the interface
+            probe.recv(16)
     except OSError as error:
-        return absent(name, f"cannot bind {address}: {error.strerror}", "bring the interface lo up with this address")
+        return absent(name, f"cannot send to {address}: {error.strerror or error}", remedy)
     return present(name, address)
 
 
 def _loopback_ipv4() -> Capability:
-    return _loopback("loopback-ipv4", socket.AF_INET, "127.0.0.1")
+    return _loopback("loopback-ipv4", socket.AF_INET, "127.0.0.1", "ip link set lo up")
 
 
 def _loopback_ipv6() -> Capability:
-    return _loopback("loopback-ipv6", socket.AF_INET6, "::1")
+    remedy = "IPv4 is used; for IPv6: ip link set lo up, and sysctl net.ipv6.conf.all.disable_ipv6=0"
+    return _loopback("loopback-ipv6", socket.AF_INET6, "::1", remedy)
 
 
 def _udp_gso() -> Capability:
@@ -188,11 +200,15 @@ def _rails() -> Capability:
 
 def _core() -> Capability:
     name = "core"
+    from sennit.errors import Unsupported
+    from sennit.transport import native, tracepoints
+
     try:
-        module = importlib.import_module("sennit.transport._core")
-    except ImportError as error:
-        return absent(name, f"{error}", "make build")
-    return present(name, str(module.__file__))
+        native.require_core()
+        return present(name, str(tracepoints.library()))
+    except Unsupported as error:
+        what, _, remedy = str(error).rpartition("; ")
+        return absent(name, what, remedy)
 
 
 def _torch() -> Capability:
@@ -379,6 +395,10 @@ PROBES: dict[str, Callable[[], Capability]] = {
     "cores": _cores,
     "settings": _settings,
     "shm": _shm,
+    "avx2": functools.partial(_around, "avx2", surroundings.vector_units),
+    "libc": functools.partial(_around, "libc", surroundings.libraries),
+    "cache": functools.partial(_around, "cache", surroundings.cache_folder),
+    "proxy": functools.partial(_around, "proxy", surroundings.proxy),
     "loopback-ipv4": _loopback_ipv4,
     "loopback-ipv6": _loopback_ipv6,
     "rails": _rails,
@@ -411,13 +431,15 @@ PROBES: dict[str, Callable[[], Capability]] = {
 
 # What `sennit doctor` asks. The testbed adds its own (testbed/probes.py).
 QUESTIONS = [
-    Question(title="the native core runs", needs=("cores", "core", "settings"), required=True),
+    Question(title="the native core runs", needs=("cores", "libc", "core", "settings"), required=True),
     Question(title="torch.distributed backend", needs=("torch", "backend"), required=True),
     Question(title="ranks of one host share memory (shm)", needs=("shm",)),
-    Question(
-        title="RoCEv2 over UDP sockets (udp)", needs=("loopback-ipv6", "loopback-ipv4", "rails", "udp-gso", "udp-gro")
-    ),
+    Question(title="RoCEv2 over UDP sockets (udp)", needs=("loopback-ipv4", "rails", "udp-gso", "udp-gro")),
+    Question(title="the same over IPv6 (IPv4 otherwise)", needs=("loopback-ipv6",)),
     Question(title="other machines find this one by its name", needs=("host-name",)),
+    Question(title="kernels with wide vectors (portable ones otherwise)", needs=("avx2",)),
+    Question(title="BPF objects, extensions and kernels are kept for the next time", needs=("cache",)),
+    Question(title="services of this machine are reached without a proxy", needs=("proxy",)),
     Question(title="RDMA devices (verbs)", needs=("rdma", "roce")),
     Question(title="embedding rows on files by io_uring (threads otherwise)", needs=("io-uring",)),
     Question(title="CUDA tensors", needs=("gpu",)),

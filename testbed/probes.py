@@ -75,6 +75,18 @@ def _bridge() -> Capability:
     return present(name, "bridges between interfaces")
 
 
+def _packet_sockets() -> Capability:
+    from sennit.errors import Unsupported
+    from sennit.testbed.topology.packet_socket import REMEDY, packet_socket
+
+    name = "packet-sockets"
+    try:
+        packet_socket(0).close()
+    except Unsupported:
+        return absent(name, "no CAP_NET_RAW", REMEDY)
+    return present(name, "whole packets can be read and sent")
+
+
 def _openmpi() -> Capability:
     name = "openmpi"
     if importlib.util.find_spec("mpi4py") is None:
@@ -101,6 +113,7 @@ capabilities.PROBES.update(
         "netem": _netem,
         "netem-seed": _netem_seed,
         "bridge": _bridge,
+        "packet-sockets": _packet_sockets,
         "dumpcap": functools.partial(command, "dumpcap", "tshark"),
         "tshark": functools.partial(command, "tshark", "tshark"),
         "openmpi": _openmpi,
@@ -114,7 +127,8 @@ capabilities.QUESTIONS += [
         needs=("root", "netns", "bpf", "tc"),
     ),
     Question(
-        title="planes with loss, reordering and rate limits (testbed)", needs=("root", "netns", "tc-bpf", "nsenter")
+        title="planes with loss, reordering and rate limits (testbed)",
+        needs=("root", "netns", "tc-bpf", "nsenter", "packet-sockets"),
     ),
     Question(title="netem in place of the BPF program of the testbed", needs=("netem", "bridge")),
     Question(title="independent decoding of captures (tests)", needs=("tshark",)),

@@ -21,6 +21,7 @@ from sennit.transport import config as configuration
 from sennit.transport import membership, rendezvous
 from sennit.transport.array_collectives import ArrayCollectives
 from sennit.transport.errors import ArgumentError, ConfigError
+from sennit.transport.native import require_core
 from sennit.transport.plan import Plan
 from sennit.transport.plan_cache import PlanCache
 from sennit.transport.rails import Rail, find_rails
@@ -134,6 +135,7 @@ class Communicator(ArrayCollectives):
         if world < 1 or not 0 <= rank < world:
             raise ArgumentError(f"rank {rank} of {world}; allowed: world 1 or more, rank 0..world-1")
         # Imported late, so that everything except this class works without the extension.
+        require_core()
         from sennit.transport import _core
 
         self.rank = rank

@@ -68,7 +68,10 @@ def choose_rails(interfaces: Sequence[Interface], wanted: Sequence[str], default
         or [interface for interface in usable if interface.is_loopback][:1]
     )
     if not chosen:
-        raise ConfigError(f"no interface is up with an IPv4 or IPv6 address; there are: {_list(interfaces)}")
+        raise ConfigError(
+            f"no interface is up with an IPv4 or IPv6 address; there are: {_list(interfaces)}; bring one up "
+            "(ip link set lo up), or with all ranks on this host set SENNIT_TRANSPORT=shm"
+        )
     return [_rail(interface) for interface in chosen]
 
 

@@ -9,10 +9,9 @@ build-extension`). What is particular to a torch release is in this file, in bui
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import hashlib
-import importlib
-import importlib.metadata
 import importlib.util
 import json
 import platform
@@ -27,6 +26,7 @@ from typing import Final
 import sennit
 from sennit import cache, extras
 from sennit.errors import Unsupported
+from sennit.transport.native import require_core
 
 MODULE: Final = "sennit.runtime.backend._c10d"
 DISTRIBUTION: Final = "sennit-torch"
@@ -73,7 +73,8 @@ def builds(torch: str | None = None) -> list[Build]:
     """All extensions on this machine, in the order in which they are tried. `torch`: also what was cached for it."""
     folders = [*_portions("sennit.runtime.backend"), *_portions(PACKAGE)]
     if torch is not None and (key := cache_key(torch)) is not None:
-        folders.append(cache.folder() / key)
+        with contextlib.suppress(RuntimeError):  # a user without a home has no cache
+            folders.append(cache.folder() / key)
     return [build for build in map(record_of, folders) if build is not None]
 
 
@@ -107,7 +108,7 @@ def load() -> ModuleType:
     if chosen is None:
         raise Unsupported("torch-extension", missing(version, found))
     # libsennit_core.so is now in this process, and the extension finds it by its name, wherever it lies.
-    importlib.import_module("sennit.transport._core")
+    require_core()
     spec = importlib.util.spec_from_file_location(MODULE, chosen.path)
     assert spec is not None, chosen.path
     assert spec.loader is not None, chosen.path

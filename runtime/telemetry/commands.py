@@ -107,13 +107,17 @@ def _until_ended() -> Iterator[None]:
 
 
 def _send(endpoint: str, interval_s: float) -> None:
+    from sennit import surroundings
     from sennit.runtime.telemetry.otlp import Exporter
 
     with _until_ended(), contextlib.closing(Exporter(endpoint)) as exporter:
         typer.echo(f"sennit metrics: to {endpoint} every {interval_s:g} s; an interrupt ends it", err=True)
         while True:
             if not exporter.send():
-                typer.echo(f"sennit metrics: {endpoint} did not take it; trying again in {interval_s:g} s", err=True)
+                why = "" if (behind := surroundings.proxy()).fine else f" ({behind.what}; {behind.remedy})"
+                typer.echo(
+                    f"sennit metrics: {endpoint} did not take it{why}; trying again in {interval_s:g} s", err=True
+                )
             time.sleep(interval_s)
 
 

@@ -19,6 +19,7 @@ import sys
 import time
 from typing import Final
 
+from sennit.testbed.topology.packet_socket import packet_socket
 from sennit.testbed.topology.relay_table import READY, RelayTable
 
 # linux/if_packet.h, linux/if_ether.h, asm-generic/socket.h
@@ -41,7 +42,7 @@ STATISTICS_INTERVAL_NS: Final = 50_000_000
 
 
 def _packet_socket(protocol: int) -> socket.socket:
-    made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(protocol))
+    made = packet_socket(protocol)
     made.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
     made.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, BUFFER_BYTES)
     made.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, BUFFER_BYTES)

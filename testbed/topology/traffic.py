@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from sennit.closing import Closing
+from sennit.testbed.topology.packet_socket import packet_socket
 
 ETH_P_ALL: Final = 3
 ETH_P_ARP: Final = 0x0806
@@ -71,7 +72,7 @@ class PacketCounter(Closing):
 
     def __init__(self, interface: str, program: bytes) -> None:
         self._count = 0
-        self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)  # bound below, so that none comes unfiltered
+        self._socket = packet_socket(0)  # bound below, so that none comes unfiltered
         try:
             code = ctypes.create_string_buffer(program, len(program))
             attached = _PROGRAM.pack(len(program) // _INSTRUCTION.size, ctypes.addressof(code))

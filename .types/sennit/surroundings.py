@@ -1,0 +1,1 @@
+../../sennit/surroundings.py
