@@ -138,6 +138,21 @@ def bench_group(
     _run_ranks(group, json_path, transport=transport, world=world, against=tuple(against or ("gloo",)), rounds=rounds)
 
 
+@app.command("timeline", epilog="Example: sennit bench timeline --rounds 300")
+def bench_timeline(
+    data: Annotated[str, typer.Option(help="data set, as of sennit train")] = "flights",
+    world: Annotated[int, typer.Option(help="number of ranks, all on this machine", min=1)] = 2,
+    batch: Annotated[int, typer.Option(help="samples of a step, all ranks together", min=8)] = 2_048,
+    steps: Annotated[int, typer.Option(help="steps of a turn", min=1)] = 4,
+    rounds: Annotated[int, typer.Option(help="timed turns of each", min=1)] = 300,
+    json_path: Figures = None,
+) -> None:
+    """Time training steps with a timeline beside steps without one."""
+    from sennit.testbed.bench import timeline as bench
+
+    _run_ranks(bench, json_path, data=data, world=world, batch_size=batch, steps=steps, rounds=rounds)
+
+
 @app.command("slices", epilog="Example: sennit bench slices --slices 8 --batch 1024")
 def bench_slices(
     world: Annotated[int, typer.Option(help="number of ranks, all on this machine: a power of two", min=2)] = 2,
