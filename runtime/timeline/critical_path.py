@@ -98,7 +98,9 @@ class Paths:
         key = key_of(collective)
         name = collective.name.removeprefix("wait for ")
         last = self._last.get(key) if key is not None else None
-        if last is None or last.rank == rank or last.start_ns <= wait.start_ns or is_stuck:
+        # The root of a broadcast ends before others come: it does not wait for them.
+        is_own = last is None or last.rank == rank or not wait.start_ns < last.start_ns < wait.end_ns
+        if last is None or is_own or is_stuck:
             link(wait.start_ns, TRANSFER, name)
             return rank, thread
         link(last.start_ns, TRANSFER, name)

@@ -97,6 +97,22 @@ def test_what_was_exposed_and_what_was_hidden() -> None:
     assert sorted(stretches) == [(0, "allreduce", 300, 700), (1, "allreduce", 500, 700), (1, "alltoall", 50, 150)]
 
 
+def test_the_root_of_a_broadcast_waits_for_nobody() -> None:
+    slices = [
+        made(0, "main", "step", "step 0", 0, 100, step=0),
+        *collective(0, "main", "broadcast", 1, 10, 12, 20),
+        made(1, "main", "step", "step 0", 0, 90, step=0),
+        *collective(1, "main", "broadcast", 1, 50, 51, 60),
+    ]
+    clocks = [RankClock(rank=rank, host="here", offset_ns=0, uncertainty_ns=0) for rank in range(2)]
+    path = summarise(Trace(ranks=tuple(clocks), slices=tuple(slices))).paths[0]
+    assert [(link.start_ns, link.end_ns, link.rank, link.kind) for link in path] == [
+        (0, 12, 0, WORK),
+        (12, 20, 0, TRANSFER),
+        (20, 100, 0, WORK),
+    ]
+
+
 def test_a_path_ends_though_waits_go_in_a_circle() -> None:
     slices = [
         made(0, "main", "step", "step 0", 0, 100, step=0),
