@@ -18,6 +18,7 @@ from sennit.runtime.kernels.triton_tables import (
     FP16,
     FP32,
     PRECISION,
+    ROW_NUMBERS,
     STREAM,
     WEIGHT,
 )
@@ -27,6 +28,7 @@ _WEIGHT = tl.constexpr(WEIGHT)
 _DIM = tl.constexpr(DIM)
 _PRECISION = tl.constexpr(PRECISION)
 _FIRST_ROW = tl.constexpr(FIRST_ROW)
+_ROW_NUMBERS = tl.constexpr(ROW_NUMBERS)
 _STREAM = tl.constexpr(STREAM)
 _FP32 = tl.constexpr(FP32)
 _FP16 = tl.constexpr(FP16)
@@ -157,7 +159,9 @@ def random_words(tables, table, row, step, seed_low, seed_high, ROWS: tl.constex
     """Uint32 [ROWS, WIDTH], WIDTH 64 or more, by Philox4x32-10: counters as in docs/reference/embedding.md."""
     tl.static_assert(WIDTH % 64 == 0, "a block of 16 lanes makes the words of 64 columns")
     groups: tl.constexpr = WIDTH // 64
-    global_row = table_field(tables, table, _FIRST_ROW) + row
+    numbers = table_field(tables, table, _ROW_NUMBERS)
+    listed = tl.load(numbers.to(tl.pointer_type(tl.int64)) + row, mask=numbers != 0, other=0)
+    global_row = tl.where(numbers != 0, listed, table_field(tables, table, _FIRST_ROW) + row)
     low = (global_row & 0xFFFFFFFF).to(tl.uint32)[:, None]
     high = ((global_row >> 32) << 16).to(tl.uint32)[:, None]
     stream = table_field(tables, table, _STREAM).to(tl.uint32)[:, None]

@@ -30,7 +30,9 @@ FIRST_KEY: Final = 6
 """Rows of all previous tables. Row numbers counted through all tables are the sort keys."""
 FIRST_ROW: Final = 7
 STREAM: Final = 8
-FIELDS: Final = 9
+ROW_NUMBERS: Final = 9
+"""The address of the global number of each row; 0 if they count from FIRST_ROW."""
+FIELDS: Final = 10
 
 # Bits, so that a number is a set of them.
 FP32: Final = 1
@@ -74,13 +76,16 @@ def describe(tables: Sequence[TableMemory], device: torch.device) -> Tables:
     addresses = tuple(
         (table.weight.data_ptr(), *(state.data_ptr() for state in table.states.values())) for table in tables
     )
-    return _describe(tuple(table.spec for table in tables), addresses, device)
+    numbers = tuple(0 if table.row_numbers is None else table.row_numbers.data_ptr() for table in tables)
+    return _describe(tuple(table.spec for table in tables), addresses, numbers, device)
 
 
 @lru_cache(maxsize=64)
-def _describe(specs: tuple[TableSpec, ...], addresses: tuple[tuple[int, ...], ...], device: torch.device) -> Tables:
+def _describe(
+    specs: tuple[TableSpec, ...], addresses: tuple[tuple[int, ...], ...], numbers: tuple[int, ...], device: torch.device
+) -> Tables:
     rows, first_key = [], 0
-    for spec, (weight, *states) in zip(specs, addresses, strict=True):
+    for spec, (weight, *states), row_numbers in zip(specs, addresses, numbers, strict=True):
         state0, state1 = (*states, 0, 0)[:2]
         precision = _PRECISIONS[spec.precision]
         rows.append(
@@ -94,6 +99,7 @@ def _describe(specs: tuple[TableSpec, ...], addresses: tuple[tuple[int, ...], ..
                 first_key,
                 spec.first_row,
                 spec.stream,
+                row_numbers,
             ]
         )
         first_key += spec.row_count

@@ -73,12 +73,15 @@ class CachedTables(Closing):
         self._policy = policy
         precision, total = precision or tables[0].precision, line_count + spare_count
         whole = allocate(replace(tables[0], row_count=total, precision=precision), optimizer, torch.device("cpu"))
-        self._row_numbers = torch.zeros(total, dtype=torch.int64)
+        self.row_numbers = torch.zeros(total, dtype=torch.int64)
+        """Of `memory`."""
         self.memory = [
-            replace(whole, spec=replace(spec, row_count=total, precision=precision), row_numbers=self._row_numbers)
+            replace(whole, spec=replace(spec, row_count=total, precision=precision), row_numbers=self.row_numbers)
             for spec in tables
         ]
         """The memory of each table."""
+        self.parts = {"weight": whole.weight, **whole.states}
+        """[lines, …]: all that a line has."""
         weight = whole.weight.view(torch.uint16) if whole.weight.dtype is torch.bfloat16 else whole.weight
         arrays = {"weight": weight, **{name: state.view(total, -1) for name, state in whole.states.items()}}
         self._arrays = {name: array.numpy() for name, array in arrays.items()}
@@ -93,12 +96,12 @@ class CachedTables(Closing):
 
     def prefetch(self, tables: Tensor, ids: Tensor) -> PrefetchedRows:
         """Starts to fetch rows by table and id, int64 [n] each, and returns at once. Ids are in range."""
-        rows = self.cache.prefetch((ids + self._first_rows[tables]).numpy())
-        return PrefetchedRows(self, rows, ids + self._first_numbers[tables])
+        stored = ids + self._first_rows[tables]
+        return PrefetchedRows(self, self.cache.prefetch(stored.numpy()), stored, ids + self._first_numbers[tables])
 
     def note(self, lines: Tensor, numbers: Tensor) -> None:
         """Tells the engine which rows are in `lines`."""
-        self._row_numbers[lines] = numbers
+        self.row_numbers[lines] = numbers
 
     def close(self) -> None:
         self.cache.close()
@@ -107,8 +110,10 @@ class CachedTables(Closing):
 class PrefetchedRows:
     """Rows that are being fetched. They stay where they are from `lines` to `release`."""
 
-    def __init__(self, tables: CachedTables, rows: CachedBatch, numbers: Tensor) -> None:
+    def __init__(self, tables: CachedTables, rows: CachedBatch, stored: Tensor, numbers: Tensor) -> None:
         self._tables, self.rows, self._numbers = tables, rows, numbers
+        self.stored = stored
+        """Int64 [n]: the number of each row in the store."""
 
     def lines(self, timeout_s: float) -> Tensor:
         """Int64 [n]: the line of each row. Waits for the rows; raises `TimeoutError`."""

@@ -140,7 +140,9 @@ class Engines:
         self.sharded.step = self.replicated.step = step
 
 
-def files_of(tables: Sequence[Table], placement: Placement, rank: int, home: TableStore) -> TableFiles:
+def files_of(
+    tables: Sequence[Table], placement: Placement, rank: int, home: TableStore, device: torch.device
+) -> TableFiles:
     """The files of a rank, of all groups. Raises `ConfigError` if its memory is too small for their caches."""
     own = [shard for shard in placement.shards_on(rank) if shard.table not in placement.replicated]
     layouts = [
@@ -150,7 +152,7 @@ def files_of(tables: Sequence[Table], placement: Placement, rank: int, home: Tab
             [shard_spec(tables, shard) for shard in own if shard.table in numbers], tables[numbers[0]].optimizer
         )
     ]
-    return TableFiles(home, rank, layouts)
+    return TableFiles(home, rank, layouts, device)
 
 
 def groups_of(tables: Sequence[Table]) -> list[list[int]]:

@@ -22,6 +22,7 @@ from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.runtime.memory import store
 from sennit.runtime.memory.cache import LOCATION_BYTES, NOTE_BYTES, WAYS
 from sennit.runtime.memory.layout import Arrays, StoreLayout
+from sennit.runtime.memory.on_device import PLACE_BYTES
 from sennit.runtime.memory.store import RowStore
 from sennit.runtime.memory.tiered import layout_of
 from sennit.runtime.sharded.shards import Expected
@@ -29,6 +30,10 @@ from sennit.transport.errors import ConfigError, DeviceError
 
 SPARE_SHARE: Final = 16
 """One of this many lines is spare. Spare lines take rows whose set has only pinned lines."""
+
+
+_NUMBER_BYTES: Final = 8
+"""Bytes of the number of a row, on a device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +46,9 @@ class TableStore:
     memory_bytes: int
     """Memory of each rank, for cached rows with optimizer states and the bookkeeping of all rows."""
 
+    device_bytes: int | None = None
+    """With tables on a device: its memory for rows with optimizer states. None: for as many rows as the host's."""
+
     timeout_s: float = 60.0
     """The longest wait for rows."""
 
@@ -48,14 +56,29 @@ class TableStore:
 class TableFiles:
     """A rank's part of a `TableStore`. A file has the shards of one engine with one width and precision."""
 
-    def __init__(self, home: TableStore, rank: int, layouts: Sequence[StoreLayout]) -> None:
-        """`layouts`: of all files of the rank. Raises `ConfigError` if caches for them do not fit."""
-        self.home, self.rank, self._layouts = home, rank, tuple(layouts)
-        self._lines = dict(zip(layouts, divided(home.memory_bytes, layouts), strict=True))
+    def __init__(self, home: TableStore, rank: int, layouts: Sequence[StoreLayout], device: torch.device) -> None:
+        """`layouts`: of all files of the rank. `device`: of the tables. Raises `ConfigError` if caches do not fit."""
+        self.home, self.rank, self.device, self._layouts = home, rank, device, tuple(layouts)
+        noted = LOCATION_BYTES + (PLACE_BYTES if device.type != "cpu" else 0)
+        self._lines = dict(zip(layouts, divided(home.memory_bytes, layouts, noted), strict=True))
 
     def lines(self, layout: StoreLayout) -> tuple[int, int]:
         """(lines, spare lines) of the cache before a file."""
         return self._lines[layout]
+
+    def device_lines(self, layout: StoreLayout) -> int:
+        """Rows of a file that fit on the device: each file gets the part of it that it has of the host's memory."""
+        lines = {one: sum(counts) for one, counts in self._lines.items()}
+        if self.home.device_bytes is None:
+            return lines[layout]
+        whole = sum(count * (one.row_bytes + _NUMBER_BYTES) for one, count in lines.items())
+        found = min(lines[layout], lines[layout] * self.home.device_bytes // whole)
+        if not found:
+            raise ConfigError(
+                f"{self.home.device_bytes} bytes of memory on {self.device} for rows of {len(lines)} files; allowed: "
+                f"{max(-(-whole // count) for count in lines.values())} or more"
+            )
+        return found
 
     def create(self, layout: StoreLayout, rows: Callable[[int, int], Arrays]) -> RowStore:
         """A file with these rows (`memory.store.create`). It ends with its store, or with the process."""
@@ -96,13 +119,16 @@ def layouts_of(specs: Sequence[TableSpec], optimizer: OptimizerSpec) -> Mapping[
     return {layout_of([specs[number] for number in numbers], optimizer): numbers for numbers in of_kind.values()}
 
 
-def divided(memory_bytes: int, layouts: Sequence[StoreLayout]) -> list[tuple[int, int]]:
+def divided(
+    memory_bytes: int, layouts: Sequence[StoreLayout], noted_bytes: int = LOCATION_BYTES
+) -> list[tuple[int, int]]:
     """(lines, spare lines) of the cache before each file.
 
     Small files get memory for all their rows, as long as that is no more than an equal part. The others get the rest by
-    the bytes of their rows. Raises `ConfigError` if not even the fewest lines of each fit.
+    the bytes of their rows. `noted_bytes`: what is known of each row of a file. Raises `ConfigError` if not even the
+    fewest lines of each fit.
     """
-    fewest = [_bytes_of(layout, WAYS * SPARE_SHARE // (SPARE_SHARE - 1) + 1) for layout in layouts]
+    fewest = [_bytes_of(layout, WAYS * SPARE_SHARE // (SPARE_SHARE - 1) + 1, noted_bytes) for layout in layouts]
     left = memory_bytes - sum(fewest)
     if left < 0:
         rows = sum(layout.row_count for layout in layouts)
@@ -110,7 +136,10 @@ def divided(memory_bytes: int, layouts: Sequence[StoreLayout]) -> list[tuple[int
             f"{memory_bytes} bytes of memory for {rows} rows in {len(layouts)} files; allowed: {sum(fewest)} or more"
         )
     given = dict(enumerate(fewest))
-    missing = {number: _bytes_of(layout, _most_lines(layout)) - fewest[number] for number, layout in enumerate(layouts)}
+    missing = {
+        number: _bytes_of(layout, _most_lines(layout), noted_bytes) - fewest[number]
+        for number, layout in enumerate(layouts)
+    }
     order = sorted(missing, key=missing.__getitem__)
     while order and missing[order[0]] * len(order) <= left:
         given[order[0]] += missing[order[0]]
@@ -118,7 +147,7 @@ def divided(memory_bytes: int, layouts: Sequence[StoreLayout]) -> list[tuple[int
     weights = {number: layouts[number].row_count * layouts[number].row_bytes for number in order}
     for number, weight in weights.items():
         given[number] += left * weight // sum(weights.values())
-    return [_lines_in(given[number], layout) for number, layout in enumerate(layouts)]
+    return [_lines_in(given[number], layout, noted_bytes) for number, layout in enumerate(layouts)]
 
 
 def _most_lines(layout: StoreLayout) -> int:
@@ -126,13 +155,14 @@ def _most_lines(layout: StoreLayout) -> int:
     return max(2 * layout.row_count, 2 * WAYS)
 
 
-def _bytes_of(layout: StoreLayout, lines: int) -> int:
+def _bytes_of(layout: StoreLayout, lines: int, noted_bytes: int) -> int:
     """Memory of a cache with so many lines."""
-    return layout.row_count * LOCATION_BYTES + lines * (layout.row_bytes + NOTE_BYTES)
+    return layout.row_count * noted_bytes + lines * (layout.row_bytes + NOTE_BYTES)
 
 
-def _lines_in(memory_bytes: int, layout: StoreLayout) -> tuple[int, int]:
-    total = min((memory_bytes - _bytes_of(layout, 0)) // (layout.row_bytes + NOTE_BYTES), _most_lines(layout))
+def _lines_in(memory_bytes: int, layout: StoreLayout, noted_bytes: int) -> tuple[int, int]:
+    left = memory_bytes - _bytes_of(layout, 0, noted_bytes)
+    total = min(left // (layout.row_bytes + NOTE_BYTES), _most_lines(layout))
     line_count = total * (SPARE_SHARE - 1) // SPARE_SHARE // WAYS * WAYS
     return line_count, total - line_count
 

@@ -76,7 +76,7 @@ class ShardedTables(nn.Module):
         replicated tables. Such a module sends batches ahead (`batches_ahead`); `close` ends it.
 
         Collective. Raises `ConfigError` on all ranks if they do not describe the same model, or if tables on a device
-        have a codec or a store. Raises on one rank, and `SennitError`, which names it, on the others: `Unsupported` if
+        have a codec. Raises on one rank, and `SennitError`, which names it, on the others: `Unsupported` if
         it has no such device; with a `store` also `DeviceError`, if the disk is full or broken, and `ConfigError`, if
         memory for its cache is too small.
         """
@@ -107,16 +107,14 @@ class ShardedTables(nn.Module):
             | {"codec": str(codec), "table store": str(store is not None), "device": self.device.type},
             group,
         )
-        if self.device.type != "cpu":
-            for what, given in (("a codec", codec), ("a table store", store)):
-                if given is not None:
-                    raise ConfigError(f"{what} with tables on {self.device}; allowed: with tables on cpu, or none")
+        if self.device.type != "cpu" and codec is not None:
+            raise ConfigError(f"a codec with tables on {self.device}; allowed: with tables on cpu, or none")
         check_codec(codec, group)
         self._wire = Wire(rank=self.slices.rank, world_size=world_size, group=group, codec=codec, clock=clock)
         self._store = store
 
         def engines() -> list[Engines]:
-            files = None if store is None else files_of(self.tables, placement, self.slices.rank, store)
+            files = None if store is None else files_of(self.tables, placement, self.slices.rank, store, self.device)
             settings = Settings(
                 tables=self.tables,
                 placement=placement,

@@ -25,6 +25,7 @@ from sennit.runtime.kernels.spec import Bounds, TableSpec
 from sennit.runtime.memory import store
 from sennit.runtime.memory.errors import NoRoom
 from sennit.runtime.memory.layout import DTYPES, Arrays, StoreLayout
+from sennit.runtime.memory.on_device import DeviceRows, DeviceTables
 from sennit.runtime.memory.store import RowStore
 from sennit.runtime.memory.tiered import CachedTables, PrefetchedRows, tables_of
 from sennit.runtime.sharded.files import TableFiles, layouts_of
@@ -43,7 +44,7 @@ class StoredBatch(Announced):
     """A batch whose rows are being fetched. If it is forgotten, its rows may be evicted again."""
 
     def __init__(
-        self, batch: Batch, parts: list[tuple[PrefetchedRows, Tensor]], failure: SennitError | None = None
+        self, batch: Batch, parts: list[tuple[PrefetchedRows | DeviceRows, Tensor]], failure: SennitError | None = None
     ) -> None:
         """`parts`: of each cache the rows, and int64 [rows], the places of their lookups in the batch.
 
@@ -103,7 +104,7 @@ class StoredShards(Shards):
     ) -> None:
         """`make` makes the engine. `waiting` measures waits for rows. Raises `DeviceError`, `ConfigError`."""
         self._files, self._waiting = files, waiting
-        self._cached: list[tuple[StoreLayout, CachedTables, RowStore]] = []
+        self._cached: list[tuple[StoreLayout, CachedTables | DeviceTables, RowStore]] = []
         # Batches may be announced in another thread than the one that looks them up.
         self._announced: weakref.WeakSet[StoredBatch] = weakref.WeakSet()
         self._lock = threading.Lock()
@@ -114,12 +115,14 @@ class StoredShards(Shards):
             rows = files.create(layout, self._initial(layout, numbers, fill))
             lines, spares = files.lines(layout)
             own = [specs[number] for number in numbers]
+            cached: CachedTables | DeviceTables
             cached = CachedTables(own, optimizer, rows, line_count=lines, spare_count=spares)
+            if files.device.type != "cpu":
+                cached = DeviceTables(cached, line_count=files.device_lines(layout), device=files.device)
             for place, number in enumerate(numbers):
                 memory[number] = cached.memory[place]
                 self._cache_of[number], self._number_of[number] = len(self._cached), place
             self._cached.append((layout, cached, rows))
-        self._memory = tuple(memory)
         super().__init__(make([one.spec if one else spec for spec, one in zip(specs, memory, strict=True)], memory))
         self.specs = tuple(specs)
         in_files = {table.name for layout, _, _ in self._cached for table in layout.tables}
@@ -151,10 +154,10 @@ class StoredShards(Shards):
                 raise ConfigError(f"{memory}: {error}") from error
 
     def ids(self, batch: Batch, block: Block) -> Tensor:
-        values, memory = super().ids(batch, block), self._memory[block.table]
-        if memory is None or memory.row_numbers is None:
+        values, cache = super().ids(batch, block), int(self._cache_of[block.table])
+        if cache < 0:
             return values
-        return memory.row_numbers[values] - self.specs[block.table].first_row
+        return self._cached[cache][1].row_numbers[values] - self.specs[block.table].first_row
 
     def release(self, announced: Announced, *, is_dirty: bool) -> None:
         assert isinstance(announced, StoredBatch)
@@ -244,7 +247,7 @@ class StoredShards(Shards):
 
         return rows
 
-    def _copy(self, layout: StoreLayout, cached: CachedTables, name: str) -> Held:
+    def _copy(self, layout: StoreLayout, cached: CachedTables | DeviceTables, name: str) -> Held:
         spec = next(spec for spec in self.specs if spec.name == name)
         tensors = {
             key.removeprefix(f"{name}."): self._files.copy(wanted)
@@ -278,7 +281,7 @@ def _given(layout: StoreLayout, state: Mapping[str, Tensor]) -> Callable[[int, i
         place = 0
         for name, begin, end in pieces(layout, first, count):
             for part in layout.parts:
-                tensor = state[f"{name}.{part.name}"][begin:end].reshape(end - begin, -1)
+                tensor = state[f"{name}.{part.name}"][begin:end].reshape(end - begin, -1).cpu()
                 bits = tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor
                 arrays[part.name][place : place + end - begin] = bits.numpy()
             place += end - begin

@@ -118,6 +118,13 @@ def command(
     table_memory: Annotated[
         str | None, typer.Option(help="with --table-store: memory of each rank for rows, such as 64MiB")
     ] = None,
+    table_device_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="with --table-store and --device cuda: each rank's GPU memory for rows; as --table-memory",
+        ),
+    ] = None,
     rank_memory: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="memory of each rank for tables; default: its share of the host's"),
@@ -198,7 +205,7 @@ def command(
             dense_optimizer=dense_optimizer,
             decay=decay,
             rank_memory_bytes=None if rank_memory is None else _size("--rank-memory", rank_memory),
-            table_store=_table_store(table_store, table_memory),
+            table_store=_table_store(table_store, table_memory, table_device_memory, device),
             warmup=warmup,
             decay_start=decay_start,
             decay_steps=decay_steps,
@@ -330,12 +337,18 @@ def _ingest_target(context: typer.Context, text: str) -> IngestTarget:
     return IngestTarget.parse(text)
 
 
-def _table_store(folder: Path | None, memory: str | None) -> TableStore | None:
+def _table_store(folder: Path | None, memory: str | None, there: str | None, device: str) -> TableStore | None:
+    if there is not None and (folder is None or device == "cpu"):
+        raise ConfigError("--table-device-memory; allowed: with --table-store and --device cuda")
     if folder is None and memory is None:
         return None
     if folder is None or memory is None:
         raise ConfigError("--table-store and --table-memory are given together, or neither is")
-    return TableStore(folder=folder, memory_bytes=_size("--table-memory", memory))
+    return TableStore(
+        folder=folder,
+        memory_bytes=_size("--table-memory", memory),
+        device_bytes=None if there is None else _size("--table-device-memory", there),
+    )
 
 
 def _size(name: str, text: str) -> int:

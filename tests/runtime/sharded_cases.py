@@ -90,6 +90,7 @@ def trained(
     trains: bool = False,
     folder: str | None = None,
     memory_bytes: int = 0,
+    device_bytes: int | None = None,
     device: torch.device = CPU,
     ids_there: bool = False,
     steps: int = 4,
@@ -97,8 +98,8 @@ def trained(
     """Backward passes whose gradients are elementwise functions of the outputs, so many `passes` in a step.
 
     `kind`: bags, weighted or sequences. `ahead`: how many later batches are sent before one is looked up. `trains`: two
-    tables are tensor trains. `folder`: where tables are in files, with caches of `memory_bytes`. `device`: of the
-    tables. `ids_there`: ids are given on it.
+    tables are tensor trains. `folder`: where tables are in files, with caches of `memory_bytes`, and of `device_bytes`
+    on the `device` of the tables. `ids_there`: ids are given on it.
 
     Returns the digest of the tables, and one of each sample's last outputs.
     """
@@ -112,7 +113,9 @@ def trained(
             dataclasses.replace(table, **train) if table.name in ("user", "genre") else table for table in tables
         )
     made = ShardedEmbeddings if kind == "sequences" else ShardedEmbeddingBags
-    store = None if folder is None else TableStore(folder=Path(folder), memory_bytes=memory_bytes)
+    store = None
+    if folder is not None:
+        store = TableStore(folder=Path(folder), memory_bytes=memory_bytes, device_bytes=device_bytes)
     module = made(
         tables,
         rate=0.1,

@@ -86,12 +86,45 @@ def refused(rank: int, world: int) -> None:
     options: dict[str, Any] = {"rate": 0.1, "device": "meta"}
     with pytest.raises(ConfigError, match="a codec with tables on meta; allowed: with tables on cpu, or none"):
         ShardedEmbeddingBags(tables, codec=Codec(kind=CodecKind.INT8), **options)
-    with pytest.raises(ConfigError, match="a table store with tables on meta"):
-        ShardedEmbeddingBags(tables, store=TableStore(folder=Path("unused"), memory_bytes=1 << 20), **options)
     with pytest.raises(ConfigError, match=r"device: rank 0 has cpu, rank 1 has meta"):
         ShardedEmbeddingBags(tables, rate=0.1, device="meta" if rank else "cpu")
     with pytest.raises(ConfigError, match="implementation native with tables on meta"):
         ShardedEmbeddingBags(tables, implementation_name="native", **options)
+
+
+def unfit_there(rank: int, world: int, folder: str) -> None:
+    """Rank 1 has memory for 46 rows on its device. A larger batch changes nothing; smaller ones are trained."""
+    store = TableStore(folder=Path(folder), memory_bytes=400_000, device_bytes=1_300 if rank else 400_000)
+    table = Table(name="user", rows=1000, dim=4, row_shards=2)
+    with (
+        device_double.Device(),
+        mock.patch.object(engines, "implementation", side_effect=lambda *_, **__: Kernels()),
+    ):
+        options: dict[str, Any] = {"rate": 0.1, "gradients": "sum", "placement": "row_wise"}
+        module = ShardedEmbeddingBags([table], device=device_double.DEVICE, store=store, **options)
+        in_memory = ShardedEmbeddingBags([table], device=device_double.DEVICE, **options)
+        module.track_changes()
+        in_memory.track_changes()
+        for number, count in enumerate((4, 30, 3, 4, 50, 4)):
+            ids = {"user": torch.arange(8 * count).view(8, count)[module.slices.own_samples(8)] * 17 % 1000}
+            if count > 20:
+                with pytest.raises(ConfigError, match=r"rank 1 has 400000 B .*: user/1.0 .* the device has 46 lines"):
+                    module(ids)
+                continue
+            outputs = [one({"user": ids["user"] + number})["user"] for one in (module, in_memory)]
+            for vectors in outputs:
+                torch.autograd.backward(vectors, vectors.detach() * 0.5 + 0.25)
+        assert module.digest() == in_memory.digest()
+        found, wanted = module.changed_rows(), in_memory.changed_rows()
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(rows, wanted[name]) for name, rows in found.items())
+        module.load_state_dict(module.state_dict())  # The device forgets its rows.
+        assert module.digest() == in_memory.digest()
+        for one in (module, in_memory):
+            vectors = one({"user": ids["user"][:, :4]})["user"]
+            torch.autograd.backward(vectors, vectors.detach())
+        assert module.digest() == in_memory.digest()
+        module.close()
 
 
 def missing_on_one_rank(rank: int, world: int) -> None:

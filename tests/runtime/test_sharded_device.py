@@ -8,6 +8,7 @@ kernels. The tests marked `gpu` run both at once.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,28 +53,63 @@ def test_passes_are_one_step(kept_world: Callable[..., Any], alone: tuple[str, l
     assert [one for one, _ in kept_world(2).run(CASES, "trained_on_the_double", **arguments)] == wanted
 
 
+@pytest.mark.parametrize(("world", "ahead", "passes"), [(1, 2, 1), (2, 1, 1), (2, 1, 2)])
+def test_rows_from_files_have_the_same_bits(
+    kept_world: Callable[..., Any],
+    alone: tuple[str, list[Any]],
+    tmp_path: Path,
+    world: int,
+    ahead: int,
+    passes: int,
+) -> None:
+    """On the device there are rows of a few batches only, in host memory of some more."""
+    kind, (digest, outputs) = alone
+    arguments = {"placement": MIXED if world > 1 else "row_wise", "kind": kind, "passes": passes}
+    if passes > 1:
+        ((digest, outputs),) = kept_world(1).run("sharded_cases.py", "trained", **arguments)
+    memory = {"folder": str(tmp_path), "memory_bytes": 240_000, "device_bytes": 130_000 * passes}
+    found = kept_world(world).run(CASES, "trained_on_the_double", ahead=ahead, **arguments, **memory)
+    assert [one for (one, _), _ in found] == [digest] * world
+    assert [sample for (_, samples), _ in found for sample in samples] == outputs
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_triton_has_the_bits_of_the_native_kernels(kept_world: Callable[..., Any], kind: str) -> None:
+def test_triton_has_the_bits_of_the_native_kernels(kept_world: Callable[..., Any], tmp_path: Path, kind: str) -> None:
     pytest.importorskip("triton")
     arguments = {"placement": MIXED, "kind": kind, "samples": 8, "steps": 1}
     wanted = kept_world(1).run("sharded_cases.py", "trained", **arguments)[0][0]
     found = kept_world(2).run(CASES, "trained_by_triton", device="cpu", **arguments)
     assert [digest for digest, _ in found] == [wanted] * 2
+    # Lines of a cache are rounded by the numbers of their rows.
+    stored = {"folder": str(tmp_path), "memory_bytes": 400_000}
+    (found,) = kept_world(1).run(CASES, "trained_by_triton", device="cpu", **arguments, **stored)
+    assert found[0] == wanted
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("placement", ["table_wise", "row_wise", "grid", "data_parallel", MIXED], ids=str)
 @pytest.mark.parametrize("ids_there", [False, True])
-def test_on_a_gpu(new_world: Callable[..., Any], alone: tuple[str, list[Any]], ids_there: bool, placement: Any) -> None:
+def test_on_a_gpu(
+    new_world: Callable[..., Any], alone: tuple[str, list[Any]], tmp_path: Path, ids_there: bool, placement: Any
+) -> None:
     kind, (digest, outputs) = alone
     arguments = {"placement": placement, "kind": kind, "ids_there": ids_there}
-    found = new_world(2).run(CASES, "trained_by_triton", device="cuda:0", **arguments)
-    assert [one for one, _ in found] == [digest] * 2
-    assert [sample for _, samples in found for sample in samples] == outputs
+    memory = {"folder": str(tmp_path), "memory_bytes": 240_000, "device_bytes": 130_000, "ahead": 1}
+    world = new_world(2)
+    for more in ({}, memory):
+        found = world.run(CASES, "trained_by_triton", device="cuda:0", **arguments, **more)
+        assert [one for one, _ in found] == [digest] * 2
+        assert [sample for _, samples in found for sample in samples] == outputs
 
 
 def test_what_a_device_does_not_have_is_refused(kept_world: Callable[..., Any]) -> None:
     kept_world(2).run(CASES, "refused")
+
+
+def test_rows_that_do_not_fit_the_device_of_one_rank_are_told_on_all(
+    kept_world: Callable[..., Any], tmp_path: Path
+) -> None:
+    kept_world(2).run(CASES, "unfit_there", folder=str(tmp_path))
 
 
 def test_a_device_that_one_rank_lacks_is_told_to_all(kept_world: Callable[..., Any]) -> None:

@@ -112,8 +112,8 @@ def test_coded_runs_train_like_plain_ones(tmp_path: Path, options: list[str], sa
             "error: --exchange with --device cuda; allowed: with --device cpu",
         ),
         (
-            [*TINY, "--device", "cuda", "--table-store", "/tmp", "--table-memory", "1MiB"],
-            "error: --table-store with --device cuda; allowed: with --device cpu",
+            [*TINY, "--table-store", "/tmp", "--table-memory", "1MiB", "--table-device-memory", "1MiB"],
+            "error: --table-device-memory; allowed: with --table-store and --device cuda",
         ),
         ([*TINY, "--device", "cuda", "--backend", "gloo"], "error: --device cuda over 'gloo'; allowed: 'sennit'"),
         ([*TINY, "--device", "tpu"], "error: device 'tpu'; allowed: cpu, cuda"),

@@ -25,6 +25,7 @@ CASES = "training_device_cases.py"
 PLANS = {
     "plain": {},
     "increments": {"checkpoint_increments": 4, "sharding": "row_wise", "row_shards": 4, "checkpoint_async": True},
+    "stored": {"sharding": "row_wise", "row_shards": 4, "checkpoint_increments": 4},
     "others": {"dense_optimizer": "adam", "clip_norm": 0.01, "sharding": "data_parallel", "gradient": "int8"},
 }
 
@@ -33,13 +34,15 @@ PLANS = {
 def test_it_has_the_bits_of_host_memory(kept_world: Any, seed: int, tmp_path: Path, plan: str) -> None:
     """Each run also goes on from the other's checkpoint."""
     world = kept_world(2)
+    plan_of = PLANS[plan] | ({"rows": str(tmp_path)} if plan == "stored" else {})
 
     def trained(*, there: bool, folder: str, resumed: bool = False) -> Any:
         found = world.run(
-            CASES, "train", seed=seed, there=there, folder=str(tmp_path / folder), resumed=resumed, **PLANS[plan]
+            CASES, "train", seed=seed, there=there, folder=str(tmp_path / folder), resumed=resumed, **plan_of
         )
-        # The gradients of a step, which travel from host memory; and numbers of rows of replicated tables.
-        waits_of_step = 2 if plan == "others" else 1
+        # The gradients of a step, which travel from host memory; numbers of rows of replicated tables; and changed rows
+        # of files, with their states.
+        waits_of_step = {"others": 2, "stored": 3}.get(plan, 1)
         assert {waits for _, waits in found} == {there * waits_of_step * (2 if resumed else 6)}
         return [result for result, _ in found]
 

@@ -18,6 +18,7 @@ from sharded_device_cases import Kernels
 from torch import nn
 
 from sennit.runtime.kernels import engine as engines
+from sennit.runtime.sharded.files import TableStore
 from sennit.runtime.sharded.memory_limits import memory_limits
 from sennit.runtime.training import resumption
 from sennit.runtime.training import trainer as trainers
@@ -44,6 +45,10 @@ def train(rank: int, world: int, *, seed: int, there: bool, folder: str, resumed
 
     `there`: on the double. The last number: how often steps waited for it.
     """
+    if (rows := changed.pop("rows", None)) is not None:
+        changed["table_store"] = TableStore(
+            folder=Path(rows), memory_bytes=40_000, device_bytes=1_000 if there else None
+        )
     with on_the_double() if there else contextlib.nullcontext() as device:
         run = training_cases.trainer(seed, checkpoint=Path(folder), resume=resumed, **changed)
         resumption.begin(run)
@@ -59,7 +64,9 @@ def train(rank: int, world: int, *, seed: int, there: bool, folder: str, resumed
         waits = device.waits.total() - before if device else 0
         quality = run.evaluate()
         assert next(run.model.parameters()).device == run.device
-        return [fingerprint(run.weights()), report.loss, quality.auc, quality.log_loss], waits
+        found = [fingerprint(run.weights()), report.loss, quality.auc, quality.log_loss]
+        run.close()
+        return found, waits
 
 
 def handed_over(rank: int, world: int, *, seed: int, there: bool, **changed: Any) -> list[str]:

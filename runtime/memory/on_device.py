@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of a cache in host memory, copied to a device, where an engine works on them: HBM over DRAM over a file.
+
+A row stays on the device after its batch, until another one needs its line. Rows that a batch has changed are copied to
+the host when it ends, so the host's lines are current whenever no batch is in use. What is used often is copied to the
+device once. Which rows are there changes no result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from sennit.closing import Closing
+from sennit.runtime.memory.cache import CachedBatch, RowCache
+from sennit.runtime.memory.errors import NoRoom
+from sennit.runtime.memory.store import RowStore
+from sennit.runtime.memory.tiered import CachedTables, PrefetchedRows
+
+PLACE_BYTES: Final = 4
+"""Bytes of host memory for each row of a store: its line on the device."""
+
+
+class DeviceTables(Closing):
+    """As `CachedTables`, but `memory` is on a device. The cache in host memory is between it and the store."""
+
+    def __init__(self, host: CachedTables, *, line_count: int, device: torch.device) -> None:
+        """`line_count`: rows that fit on the device, those of all batches between lookup and update among them."""
+        self._host, self._device, self._line_count = host, device, line_count
+        first = host.memory[0]
+        self._there = {
+            name: torch.zeros((line_count, *part.shape[1:]), dtype=part.dtype, device=device)
+            for name, part in host.parts.items()
+        }
+        numbers = torch.zeros(line_count, dtype=torch.int64, device=device)
+        states = {name: self._there[name] for name in first.states}
+        self.memory = [
+            replace(
+                one,
+                spec=replace(one.spec, row_count=line_count),
+                weight=self._there["weight"],
+                states=states,
+                row_numbers=numbers,
+            )
+            for one in host.memory
+        ]
+        """The memory of each table."""
+        self.row_numbers = torch.zeros(line_count, dtype=torch.int64)
+        """As those of `memory`, in host memory."""
+        self._numbers = numbers
+        self._line_of_row = torch.full((host.cache.store.layout.row_count,), -1, dtype=torch.int32)
+        self._row_of_line = torch.full((line_count,), -1, dtype=torch.int64)
+        # Batches that use a line. Those are not given to other rows.
+        self._uses = torch.zeros(line_count, dtype=torch.int32)
+        self._given_back: list[Tensor] = []
+        self._next = 0
+
+    @property
+    def cache(self) -> RowCache:
+        """The one in host memory."""
+        return self._host.cache
+
+    def open(self, store: RowStore) -> None:
+        """`CachedTables.open`. Nothing may be in use."""
+        self._host.open(store)
+        self._line_of_row.fill_(-1)
+        self._row_of_line.fill_(-1)
+
+    def prefetch(self, tables: Tensor, ids: Tensor) -> DeviceRows:
+        """`CachedTables.prefetch`. Nothing is copied to the device before `lines`."""
+        return DeviceRows(self, self._host.prefetch(tables, ids))
+
+    def close(self) -> None:
+        self._host.close()
+
+    def take(self, rows: Tensor, host_lines: Tensor) -> Tensor:
+        """Int64 [n]: the line on the device of each of these rows of the store, distinct, which are in `host_lines`.
+
+        They stay there until `give_back`. Raises `NoRoom`; then nothing is in use that was not before.
+        """
+        while self._given_back:
+            self._uses[self._given_back.pop()] -= 1
+        lines = self._line_of_row[rows].to(torch.int64)
+        is_new = lines < 0
+        self._uses[lines[~is_new]] += 1
+        count = int(is_new.sum())
+        free = self._unused(count)
+        if len(free) < count:
+            self._uses[lines[~is_new]] -= 1
+            others = int((self._uses > 0).sum())
+            raise NoRoom(
+                f"a batch needs {len(rows)} rows, other batches hold {others}; the device has {self._line_count} "
+                "lines; give it more, or fetch smaller batches"
+            )
+        before = self._row_of_line[free]
+        self._line_of_row[before[before >= 0]] = -1
+        self._row_of_line[free] = rows[is_new]
+        self._line_of_row[rows[is_new]] = free.to(torch.int32)
+        self._uses[free] += 1
+        lines[is_new] = free
+        self._copy_there(host_lines[is_new], free)
+        return lines
+
+    def give_back(self, lines: Tensor, host_lines: Tensor, *, is_dirty: bool) -> None:
+        """Ends the use of lines. If they were changed, waits for the device, and copies them to the host."""
+        if is_dirty:
+            there = lines.to(self._device)
+            for name, part in self._host.parts.items():
+                part.index_copy_(0, host_lines, self._there[name].index_select(0, there).cpu())
+        # Batches that nobody refers to end anywhere, also inside of `take`.
+        self._given_back.append(lines)
+
+    def _copy_there(self, host_lines: Tensor, lines: Tensor) -> None:
+        there = lines.to(self._device)
+        for name, part in self._host.parts.items():
+            self._there[name].index_copy_(0, there, part.index_select(0, host_lines).to(self._device))
+        numbers = self._host.row_numbers[host_lines]
+        self.row_numbers[lines] = numbers
+        self._numbers.index_copy_(0, there, numbers.to(self._device))
+
+    def _unused(self, count: int) -> Tensor:
+        """Up to `count` lines that no batch uses, in turns: those after the last ones that were taken."""
+        found: list[Tensor] = []
+        missing, looked_at, place = count, 0, self._next
+        while missing > 0 and looked_at < self._line_count:
+            end = min(place + max(2 * missing, 4096), self._line_count, place + self._line_count - looked_at)
+            free = place + (self._uses[place:end] == 0).nonzero().flatten()
+            looked_at += end - place
+            place = end % self._line_count
+            if len(free) >= missing:
+                free = free[:missing]
+                place = int(free[-1] + 1) % self._line_count
+            found.append(free)
+            missing -= len(free)
+        self._next = place
+        return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+
+
+class DeviceRows:
+    """As `PrefetchedRows`, with lines on a device."""
+
+    def __init__(self, tables: DeviceTables, fetched: PrefetchedRows) -> None:
+        self._tables, self._fetched = tables, fetched
+        self._taken: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def rows(self) -> CachedBatch:
+        """The rows in the cache in host memory."""
+        return self._fetched.rows
+
+    def lines(self, timeout_s: float) -> Tensor:
+        """Int64 [n], in host memory: the line of each row on the device. Raises `TimeoutError`, `NoRoom`."""
+        host_lines = self._fetched.lines(timeout_s)
+        rows, places = torch.unique(self._fetched.stored, return_inverse=True)
+        lines_of_rows = torch.empty_like(rows)
+        lines_of_rows[places] = host_lines
+        lines = self._tables.take(rows, lines_of_rows)
+        self._taken = lines, lines_of_rows
+        return lines[places]
+
+    def release(self, *, is_dirty: bool) -> None:
+        """Ends their use. `is_dirty`: they were changed."""
+        taken, self._taken = self._taken, None
+        if taken is not None:
+            self._tables.give_back(*taken, is_dirty=is_dirty)
+        self._fetched.release(is_dirty=is_dirty)
