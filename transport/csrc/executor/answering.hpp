@@ -1,59 +1,44 @@
 // SPDX-License-Identifier: Apache-2.0
-// The thread that shows the peers that this rank lives, while none of its other threads is inside the engine.
+// The thread that shows the peers of all groups that this rank lives, while no other thread is inside an engine.
 //
 // The thread runs no user code: no callback, no Python. So a rank does not look dead when its program computes for
-// minutes or holds the GIL, or when a callback blocks.
+// minutes or holds the GIL, or when a callback blocks. There is one for all groups of a process, so no look may block.
 #pragma once
 
-#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
-#include <utility>
+#include <vector>
 
 namespace sennit {
 
-class AnsweringThread {
+class Answering : public std::enable_shared_from_this<Answering> {
  public:
   // Looks once at what peers ask. Returns the pause to the next look, in microseconds.
   using Look = std::function<uint64_t()>;
+  struct Member {
+    Look look;
+    uint64_t due_us = 0;
+    bool is_looking = false;
+  };
 
-  AnsweringThread() = default;
-  AnsweringThread(const AnsweringThread&) = delete;
-  ~AnsweringThread() { stop(); }
-
-  // Throws std::system_error.
-  void start(Look look) {
-    thread_ = std::thread([this, look = std::move(look)] { run(look); });
-  }
-  // Waits for a look in progress. Idempotent. Any thread may call it, but not from within a look.
-  void stop() {
-    {
-      const std::lock_guard lock(mutex_);
-      is_stopped_ = true;
-    }
-    wake_.notify_all();
-    const std::lock_guard lock(join_mutex_);
-    if (thread_.joinable()) thread_.join();
-  }
+  // The first look comes at once. The first member starts the thread. Throws std::system_error.
+  std::shared_ptr<Member> join(Look look);
+  // Waits for the member's look in progress, for no other. The last member ends the thread. Idempotent. Any thread may
+  // call it, but not from within a look.
+  void leave(const std::shared_ptr<Member>& member);
 
  private:
-  void run(const Look& look) {
-    uint64_t pause_us = 0;
-    for (;;) {
-      {
-        std::unique_lock lock(mutex_);
-        if (wake_.wait_for(lock, std::chrono::microseconds(pause_us), [this] { return is_stopped_; })) return;
-      }
-      pause_us = look();
-    }
-  }
+  void run(uint64_t number);
+  uint64_t look_around(std::unique_lock<std::mutex>& lock, uint64_t number);
 
-  std::mutex mutex_, join_mutex_;
-  std::condition_variable wake_;
-  bool is_stopped_ = false;
+  std::mutex mutex_;
+  std::condition_variable wake_, looked_;
+  std::vector<std::shared_ptr<Member>> members_;
+  uint64_t number_ = 0;  // of the thread that works; an older one ends
   std::thread thread_;
 };
 

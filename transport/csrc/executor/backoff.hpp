@@ -27,6 +27,14 @@ struct BackoffPolicy {
   }
 };
 
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
 // Of one driver after the other.
 class Backoff {
  public:

@@ -2,16 +2,11 @@
 #include "executor/engine.hpp"
 
 #include <poll.h>
-#include <pthread.h>
 #include <sched.h>
-#include <sys/eventfd.h>
-#include <time.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
 #include <stdexcept>
-#include <system_error>
 
 #include "trace/tracepoints.hpp"
 
@@ -30,25 +25,6 @@ uint32_t usable_cores() {
 
 }  // namespace
 
-uint64_t clock_us() {
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return static_cast<uint64_t>(now.tv_sec) * 1'000'000 + static_cast<uint64_t>(now.tv_nsec) / 1'000;
-}
-
-uint64_t fork_count() {
-  static std::atomic<uint64_t> forks{0};
-  static const int error = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
-  if (error != 0) throw std::system_error(error, std::generic_category(), "pthread_atfork");
-  return forks.load(std::memory_order_relaxed);
-}
-
-WakeEvent::WakeEvent() : fd(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
-  if (fd < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
-}
-
-WakeEvent::~WakeEvent() { ::close(fd); }
-
 Engine::Engine(const EngineConfig& config)
     : OperationHost(config.rank, config.world, config.threads,
                     uint64_t{config.ranks_here} * config.threads <= usable_cores() ? TEAM_SPIN_US : 0),
@@ -60,10 +36,8 @@ Engine::Engine(const EngineConfig& config)
   if (config.world == 0 || config.rank >= config.world) throw std::invalid_argument("rank must be below world");
 }
 
-// The background thread holds a reference. So at the last release it has ended, or it is the caller.
-Engine::~Engine() {
-  if (thread_.joinable()) thread_.detach();
-}
+// The crew holds a reference while the engine has a seat in it.
+Engine::~Engine() { leave_threads(); }
 
 void Engine::release() {
   // This would end the parent's group, because devices and peers know these handles as the parent's.
@@ -202,9 +176,13 @@ void Engine::connect(const std::vector<Route>& routes) {
   if (verbs_) ports_.push_back(verbs_.get());
   if (has_network()) {
     Lock lock = enter();
-    start_thread();
+    join_crew();
   }
-  if (!ports_.empty()) answering_.start([this] { return answer(); });
+  if (!ports_.empty()) {
+    std::shared_ptr<Answering> answering = of_process<Answering>();
+    answer_ = answering->join([this] { return answer(); });
+    answering_ = std::move(answering);
+  }
 }
 
 Engine::Lock Engine::enter() {
@@ -269,7 +247,7 @@ sennit_status Engine::post(Plan& plan, const OperationMemory& memory, const senn
   // What can fail comes first. After `active_.push_back` the operation runs, and an exception ends the group.
   const bool is_p2p = (options.flags & SENNIT_POST_P2P) != 0;
   const uint64_t sequence = is_p2p ? 0 : sequence_.load(std::memory_order_relaxed) + 1;
-  if ((options.flags & SENNIT_POST_ASYNC) != 0) start_thread();
+  if ((options.flags & SENNIT_POST_ASYNC) != 0) join_crew();
   active_.reserve(active_.size() + 1);
   auto* const operation = new Operation(*this, plan, memory, options, sequence, std::move(counted));
   try {
@@ -291,8 +269,8 @@ sennit_status Engine::post(Plan& plan, const OperationMemory& memory, const senn
   active_.push_back(operation);
   if (operation->background_) ++background_operations_;
   guarded([&] { return launch(*operation, now_us); });
-  if (sleeping_) wake();
-  if (background_operations_ != 0 && !driving_) background_work_.notify_one();
+  if (sleeping_ != Sleep::awake) wake();
+  if (background_operations_ != 0 && !driving_) call_crew();
   run_callbacks(lock);
   *out = operation;
   return SENNIT_OK;
@@ -397,11 +375,11 @@ bool Engine::on_done(Operation& operation, Operation::Callback callback) {
         ++background_operations_;
       }
       try {
-        start_thread();
+        join_crew();
       } catch (const std::exception&) {
         return false;
       }
-      if (!driving_) background_work_.notify_one();
+      if (!driving_) call_crew();
       return true;
     }
   }

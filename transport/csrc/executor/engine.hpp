@@ -2,8 +2,9 @@
 // The engine of one communicator: ports, mailbox and the operations in flight, driven by whichever thread waits.
 //
 // One thread at a time is the driver: it runs rounds (ports, mailbox, ready steps) under the lock and gives the lock
-// away between rounds. A thread in wait() becomes the driver if there is none. The background thread drives operations
-// that nobody waits for. While no thread drives, the answering thread answers the peers.
+// away between rounds. A thread in wait() becomes the driver if there is none. Operations that nobody waits for are
+// driven by the crew (crew.hpp), and while no thread drives, the answering thread answers the peers (answering.hpp).
+// All groups of a process share these two.
 //
 // A group ends once, by end(), after a shutdown, an abort or a failure. end() first tells the peers. Then ports and
 // devices give up all user memory. Only then do the operations in flight end, so that their owners may free the memory.
@@ -21,11 +22,13 @@
 #include <span>
 #include <string>
 #include <string_view>
-#include <thread>
 #include <vector>
 
 #include "executor/answering.hpp"
 #include "executor/backoff.hpp"
+#include "executor/clock.hpp"
+#include "executor/crew.hpp"
+#include "executor/of_process.hpp"
 #include "executor/operation.hpp"
 #include "messages/failure.hpp"
 #include "ports/shm_port.hpp"
@@ -61,24 +64,12 @@ struct EngineCounters {
   }
 };
 
-// Returns how often this process and its ancestors have forked since the first call.
-uint64_t fork_count();
-
 // The error in a child of fork that uses its parent's group.
 inline constexpr const char* INHERITED =
     "this process was forked after the group was made; its connections belong to the parent. Start processes with "
     "spawn or forkserver, or make the group after the fork";
 
-// Wakes a thread that sleeps in poll.
-struct WakeEvent {
-  WakeEvent();  // throws std::system_error
-  ~WakeEvent();
-  WakeEvent(const WakeEvent&) = delete;
-  WakeEvent& operator=(const WakeEvent&) = delete;
-  const int fd;
-};
-
-class Engine final : public OperationHost {
+class Engine final : public OperationHost, private Crewed {
  public:
   explicit Engine(const EngineConfig& config);
   Engine(const Engine&) = delete;
@@ -141,14 +132,14 @@ class Engine final : public OperationHost {
   // parent, and one of its threads may have held the lock. So a child may call only this function, rank() and world().
   bool is_inherited() const { return forks_ != fork_count(); }
 
-  // An owner calls shutdown before its last release, because the background thread keeps the engine alive.
+  // An owner calls shutdown before its last release, because the crew keeps the engine alive.
   void retain() override { references_.fetch_add(1, std::memory_order_relaxed); }
   void release() override;
 
  private:
   using Lock = std::unique_lock<std::mutex>;
 
-  // A thread that waits in the engine. The background thread leaves the driver's role to it.
+  // A thread that waits in the engine. The crew leaves the driver's role to it.
   class Waiting {
    public:
     explicit Waiting(Engine& engine) : engine_(engine) { ++engine_.waiters_; }
@@ -156,8 +147,7 @@ class Engine final : public OperationHost {
     ~Waiting() {
       --engine_.waiters_;
       if (engine_.waiters_ != 0) engine_.role_free_.notify_all();
-      if (engine_.background_operations_ != 0 && engine_.waiters_ == 0 && !engine_.driving_)
-        engine_.background_work_.notify_one();
+      if (engine_.background_operations_ != 0 && engine_.waiters_ == 0 && !engine_.driving_) engine_.call_crew();
     }
 
    private:
@@ -205,6 +195,8 @@ class Engine final : public OperationHost {
   // Returns the time when the round began.
   uint64_t drive_once(Lock& lock);
   void sleep(Lock& lock, uint64_t now_us);
+  uint64_t announce_sleep(std::vector<pollfd>* fds, uint64_t now_us);
+  void close_sleep(const std::vector<pollfd>& fds);
   void wake();
   void borrow_memory(const Operation& operation);
   void finish(Operation* operation, sennit_status status, std::string reason) noexcept;
@@ -221,9 +213,18 @@ class Engine final : public OperationHost {
   void say_farewell(const FailureNotice& notice, Farewell farewell) noexcept;
   bool is_as_good_as_lost(uint32_t peer) const;
   uint64_t answer();
-  void background();
-  void start_thread();
-  void join_thread();
+  // Starts the crew's thread if this is its first engine. Throws std::system_error.
+  void join_crew();
+  void call_crew() noexcept;
+  void leave_threads();
+
+  Turn take_turn(bool is_first) override;
+  bool sleeps_by_itself() const override { return !sleeps_in_poll(); }
+  uint64_t prepare_sleep(std::vector<pollfd>* fds, uint64_t now_us) override;
+  void sleep_by_itself(uint64_t timeout_us) override { shm_->sleep(ticket_, timeout_us); }
+  void end_sleep(const std::vector<pollfd>& fds) override;
+  void interrupt() override { shm_->wake(); }
+  void relieved() override { release(); }
 
   const uint64_t forks_;
   EngineConfig config_;
@@ -238,9 +239,10 @@ class Engine final : public OperationHost {
   std::mutex mutex_;
   std::atomic<uint32_t> entering_{0};
   std::condition_variable role_free_;  // signals that the driver's role is free, or that an operation ended
-  std::condition_variable background_work_;
   bool driving_ = false;
-  bool sleeping_ = false;
+  Sleep sleeping_ = Sleep::awake;
+  uint32_t ticket_ = 0;   // of the sleep in shared memory
+  size_t wake_slot_ = 0;  // of the wake event among the descriptors of the sleep
   uint32_t waiters_ = 0;
   uint32_t background_operations_ = 0;
   std::vector<Operation*> active_;
@@ -258,16 +260,13 @@ class Engine final : public OperationHost {
   std::vector<uint32_t> lost_;  // the ranks that the failure blames
   bool stopping_ = false;
   const WakeEvent wake_event_;
-  std::thread thread_;
-  std::thread::id thread_id_;
-  std::condition_variable thread_joined_;
-  bool has_joined_ = false;
+  std::shared_ptr<Crew> crew_;
+  std::shared_ptr<Crew::Seat> seat_;
   std::atomic<uint32_t> references_{1};
   std::atomic<uint64_t> last_round_us_{0};
   uint64_t idle_answers_ = 0;  // used by the answering thread only
-  AnsweringThread answering_;  // last, because it uses all of the above
+  std::shared_ptr<Answering> answering_;
+  std::shared_ptr<Answering::Member> answer_;
 };
-
-uint64_t clock_us();
 
 }  // namespace sennit

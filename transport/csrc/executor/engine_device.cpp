@@ -60,8 +60,8 @@ void Engine::copy_done(Operation& operation, uint32_t step, const char* error) {
     return;
   }
   // The driver does the rest. Callbacks may wait for other copies, so they must not run in this thread.
-  if (sleeping_) wake();
-  if (background_operations_ != 0 && !driving_) background_work_.notify_one();
+  if (sleeping_ != Sleep::awake) wake();
+  if (background_operations_ != 0 && !driving_) call_crew();
 }
 
 }  // namespace sennit

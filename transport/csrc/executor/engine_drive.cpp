@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which thread drives the engine: a waiting thread, the background thread or, to answer peers, the answering thread.
+// Which thread drives the engine: a waiting thread, the crew or, to answer peers, the answering thread.
 #include <poll.h>
 #include <sched.h>
 #include <sys/eventfd.h>
@@ -22,14 +22,6 @@ constexpr uint64_t DRIVER_AWAY_US = 2 * SLEEP_MAX_US;
 // Peers in shared memory see a counter grow this often: a fifth of the smallest peer timeout.
 constexpr uint64_t BEAT_US = 100'000;
 
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
 }  // namespace
 
 sennit_status Engine::wait(Operation& operation, uint64_t timeout_us) {
@@ -39,8 +31,8 @@ sennit_status Engine::wait(Operation& operation, uint64_t timeout_us) {
   const uint64_t give_up_us = timeout_us == 0 ? UINT64_MAX : clock_us() + timeout_us;
   while (operation.status() == SENNIT_PENDING && clock_us() < give_up_us) {
     if (driving_) {
-      // The background thread hands the role over at its next round. Another waiter may keep the role for long.
-      if (sleeping_) wake();
+      // The crew hands the role over at its next round. Another waiter may keep the role for long.
+      if (sleeping_ != Sleep::awake) wake();
       role_free_.wait_for(lock, std::chrono::milliseconds(1));
       continue;
     }
@@ -83,75 +75,98 @@ uint64_t Engine::drive_once(Lock& lock) {
   return now_us;
 }
 
-void Engine::sleep(Lock& lock, uint64_t now_us) {
+// Announces a sleep in poll(2) on `fds`, or on the futex where there are none. Returns its latest end. 0: there is
+// something to do, and no sleep. The lock is held.
+uint64_t Engine::announce_sleep(std::vector<pollfd>* fds, uint64_t now_us) {
   const bool has_shm = shm_ && shm_->lane_count() != 0;
-  const bool polls = sleeps_in_poll();
   const bool has_failed = guarded([&] {
     if (!active_.empty()) {
       for (Port* port : ports_) port->check_on_peers(now_us);
     }
-    poll_fds_.clear();
-    if (!polls) return false;
-    poll_fds_.push_back({wake_event_.fd, POLLIN, 0});
-    for (const Port* port : ports_) port->append_poll_fds(poll_fds_);
+    if (fds == nullptr) return false;
+    wake_slot_ = fds->size();
+    fds->push_back({wake_event_.fd, POLLIN, 0});
+    for (const Port* port : ports_) port->append_poll_fds(*fds);
     return false;
   });
-  if (has_failed) return;
+  if (has_failed) return 0;
   uint64_t until_us = std::min(now_us + SLEEP_MAX_US, next_deadline_us_);
   for (const Port* port : ports_) until_us = std::min(until_us, port->next_timeout_us());
-  if (until_us <= now_us) return;
-  const uint64_t timeout_us = until_us - now_us;
-  const uint32_t ticket = has_shm ? shm_->prepare_sleep(polls ? Sleep::poll : Sleep::futex) : 0;
+  if (until_us <= now_us) return 0;
+  const Sleep how = fds != nullptr ? Sleep::poll : Sleep::futex;
+  ticket_ = has_shm ? shm_->prepare_sleep(how) : 0;
   // The sleep is announced. What a peer wrote before it saw the announcement must be found now.
   if (has_shm && round(now_us)) {
     shm_->cancel_sleep();
-    run_callbacks(lock);
-    return;
+    return 0;
   }
-  sleeping_ = true;
-  if (!polls) {
-    lock.unlock();
-    shm_->sleep(ticket, timeout_us);
-  } else {
-    const timespec timeout{static_cast<time_t>(timeout_us / 1'000'000),
-                           static_cast<long>(timeout_us % 1'000'000 * 1'000)};
-    lock.unlock();
-    ppoll(poll_fds_.data(), poll_fds_.size(), &timeout, nullptr);
-    if (poll_fds_.front().revents != 0) {
-      eventfd_t count;
-      eventfd_read(wake_event_.fd, &count);
-    }
-    if (has_shm) {
+  sleeping_ = how;
+  return until_us;
+}
+
+void Engine::close_sleep(const std::vector<pollfd>& fds) {
+  if (sleeping_ == Sleep::poll) {
+    if (fds[wake_slot_].revents != 0) wake_event_.silence();
+    if (shm_ && shm_->lane_count() != 0) {
       shm_->cancel_sleep();
       shm_->silence_bell();
     }
   }
+  sleeping_ = Sleep::awake;
+}
+
+void Engine::sleep(Lock& lock, uint64_t now_us) {
+  const bool polls = sleeps_in_poll();
+  poll_fds_.clear();
+  const uint64_t until_us = announce_sleep(polls ? &poll_fds_ : nullptr, now_us);
+  if (until_us == 0) {
+    run_callbacks(lock);
+    return;
+  }
+  const uint64_t timeout_us = until_us - now_us;
+  lock.unlock();
+  if (polls) {
+    const timespec timeout{static_cast<time_t>(timeout_us / 1'000'000),
+                           static_cast<long>(timeout_us % 1'000'000 * 1'000)};
+    ppoll(poll_fds_.data(), poll_fds_.size(), &timeout, nullptr);
+  } else {
+    shm_->sleep(ticket_, timeout_us);
+  }
   lock.lock();
-  sleeping_ = false;
+  close_sleep(poll_fds_);
 }
 
 void Engine::wake() {
-  if (sleeps_in_poll()) {
-    eventfd_write(wake_event_.fd, 1);
+  if (sleeping_ == Sleep::poll) {
+    wake_event_.ring();
   } else {
     shm_->wake();
   }
 }
 
-// Starts the background thread unless it runs already. Throws std::system_error.
-void Engine::start_thread() {
-  if (thread_id_ != std::thread::id() || stopping_) return;
+// The lock is held.
+void Engine::join_crew() {
+  if (seat_ || stopping_) return;
+  std::shared_ptr<Crew> crew = of_process<Crew>();
+  seat_ = crew->join(*this);
+  crew_ = std::move(crew);
   retain();
-  try {
-    thread_ = std::thread([this] {
-      background();
-      release();
-    });
-  } catch (...) {
-    references_.fetch_sub(1, std::memory_order_relaxed);
-    throw;
-  }
-  thread_id_ = thread_.get_id();
+}
+
+// The lock is held.
+void Engine::call_crew() noexcept {
+  if (seat_) crew_->call(seat_);
+}
+
+// Of several callers, each returns when no other thread is inside the engine.
+void Engine::leave_threads() {
+  Lock lock = enter();
+  const std::shared_ptr<Answering> answering = answering_;
+  const std::shared_ptr<Crew> crew = crew_;
+  const std::shared_ptr<Crew::Seat> seat = seat_;
+  lock.unlock();
+  if (answering) answering->leave(answer_);
+  if (seat) crew->relieve(seat);
 }
 
 // Runs on the answering thread, which must not be held up, so callbacks are left to other threads. Returns the pause.
@@ -164,31 +179,64 @@ uint64_t Engine::answer() {
     return now_us >= last_round_us_.load(std::memory_order_relaxed) + patience_us;
   };
   if (!round_is_due(clock_us(), LINGER_US)) return LINGER_US;
-  const Lock lock = enter();
+  // Other groups wait for their answers too. A thread that holds the lock for long is at work.
+  const Lock lock(mutex_, std::try_to_lock);
+  if (!lock) return LINGER_US;
   const uint64_t now_us = clock_us();
   if (stopping_ || !round_is_due(now_us, driving_ ? DRIVER_AWAY_US : LINGER_US)) return LINGER_US;
   idle_answers_ = round(now_us) ? 0 : idle_answers_ + 1;
   if (first_settled_ != nullptr) {
     if (waiters_ != 0) role_free_.notify_all();
-    background_work_.notify_one();
+    call_crew();
   }
   return LINGER_US * std::min<uint64_t>(10, 1 + idle_answers_ / 200);
 }
 
-void Engine::background() {
-  Lock lock(mutex_);
-  while (!stopping_) {
-    // Run the callbacks of operations that the answering thread found finished.
-    run_callbacks(lock);
-    const bool work = background_operations_ != 0 && waiters_ == 0 && !driving_;
-    if (!work) {
-      if (!stopping_ && first_settled_ == nullptr) background_work_.wait(lock);
-      continue;
-    }
-    const Driving driving(*this);
+// One round, unless somebody else drives or waits. Blocks only in callbacks.
+Engine::Turn Engine::take_turn(bool is_first) {
+  // Taking the lock would win the race against every thread that wants to post.
+  if (entering_.load(std::memory_order_relaxed) != 0) return Turn::yield;
+  Lock lock(mutex_, std::try_to_lock);
+  if (!lock) return Turn::yield;
+  if (stopping_) return Turn::off;
+  // Of operations that the answering thread found finished.
+  run_callbacks(lock);
+  if (stopping_ || background_operations_ == 0 || waiters_ != 0 || driving_) return Turn::off;
+  const Driving driving(*this);
+  if (is_first) backoff_.reset();
+  const uint64_t now_us = clock_us();
+  backoff_.begin_round(now_us);
+  const bool moved = round(now_us);
+  run_callbacks(lock);
+  if (moved) {
     backoff_.reset();
-    while (!stopping_ && waiters_ == 0 && background_operations_ != 0) drive_once(lock);
+    return Turn::moved;
   }
+  switch (backoff_.next(now_us)) {
+    case Backoff::Action::spin:
+      return Turn::spin;
+    case Backoff::Action::yield:
+      return Turn::yield;
+    case Backoff::Action::sleep:
+      break;
+  }
+  return Turn::sleep;
+}
+
+uint64_t Engine::prepare_sleep(std::vector<pollfd>* fds, uint64_t now_us) {
+  const Lock lock(mutex_, std::try_to_lock);
+  if (!lock || entering_.load(std::memory_order_relaxed) != 0) return 0;
+  if (stopping_ || background_operations_ == 0 || waiters_ != 0 || driving_ || first_settled_ != nullptr) return 0;
+  const uint64_t until_us = announce_sleep(fds, now_us);
+  driving_ = until_us != 0;
+  return until_us;
+}
+
+void Engine::end_sleep(const std::vector<pollfd>& fds) {
+  const Lock lock(mutex_);
+  close_sleep(fds);
+  driving_ = false;
+  if (waiters_ != 0) role_free_.notify_all();
 }
 
 }  // namespace sennit

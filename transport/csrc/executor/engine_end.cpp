@@ -153,7 +153,7 @@ void Engine::end(sennit_status status, std::string reason, FailureNotice notice,
     }
     finish(operation, status, std::move(text));
   }
-  if (sleeping_) wake();
+  if (sleeping_ != Sleep::awake) wake();
 }
 
 // Best effort: peers that do not hear it find out by themselves.
@@ -274,7 +274,7 @@ void Engine::shutdown(uint64_t timeout_us) {
       const Waiting waiting(*this);  // asks a background driver for the role
       while (ended_ == SENNIT_OK && (busy() || driving_) && clock_us() < give_up_us) {
         if (driving_) {
-          if (sleeping_) wake();
+          if (sleeping_ != Sleep::awake) wake();
           role_free_.wait_for(lock, std::chrono::milliseconds(1));
           continue;
         }
@@ -289,28 +289,10 @@ void Engine::shutdown(uint64_t timeout_us) {
     }
     end(SENNIT_ABORTED, std::move(reason), {}, Farewell::goodbye);
     stopping_ = true;
-    if (sleeping_) wake();
-    background_work_.notify_all();
+    if (sleeping_ != Sleep::awake) wake();
     run_callbacks(lock);
   }
-  answering_.stop();
-  join_thread();
-}
-
-// One caller joins the thread. Others that shut down at the same time wait for that caller.
-void Engine::join_thread() {
-  Lock lock = enter();
-  if (thread_id_ == std::thread::id() || thread_id_ == std::this_thread::get_id()) return;
-  if (!thread_.joinable()) {
-    thread_joined_.wait(lock, [this] { return has_joined_; });
-    return;
-  }
-  std::thread ending = std::move(thread_);
-  lock.unlock();
-  ending.join();
-  lock.lock();
-  has_joined_ = true;
-  thread_joined_.notify_all();
+  leave_threads();
 }
 
 std::string Engine::failure() {
