@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,6 +111,43 @@ def killed(rank: int, world: int, victim: int, large: bool) -> tuple[str, float]
         os.kill(os.getpid(), signal.SIGKILL)
     start_s = time.monotonic()
     return in_barrier or raised(dist.all_reduce, torch.ones(5_000_000 if large else 5)), time.monotonic() - start_s
+
+
+def killed_in_every_group(rank: int, world: int, victim: int) -> tuple[list[str], int] | None:
+    """The victim dies while a sum is in flight in each of five groups, and nobody waits for any of them.
+
+    Returns the text of each group's error, and by how many threads the last four groups made the process larger.
+    """
+    groups = [dist.new_group()]
+    sums(groups)
+    before = len(os.listdir("/proc/self/task"))
+    groups += [dist.new_group() for _ in range(4)]
+    sums(groups)
+    added = len(os.listdir("/proc/self/task")) - before
+    store = dist.distributed_c10d._get_default_store()
+    if rank == victim:
+        store.wait([f"posted/{other}" for other in range(world) if other != victim])
+        os.kill(os.getpid(), signal.SIGKILL)
+    works = [dist.all_reduce(torch.ones(5), group=one, async_op=True) for one in groups]
+    store.set(f"posted/{rank}", "1")
+    texts: dict[int, str] = {}
+    are_told = threading.Event()
+
+    def told(number: int, future: Any) -> None:
+        texts[number] = raised(future.wait)
+        if len(texts) == len(works):
+            are_told.set()
+
+    for number, work in enumerate(works):
+        work.get_future().add_done_callback(partial(told, number))
+    assert are_told.wait(timeout=20), texts
+    return [texts[number] for number in range(len(works))], added
+
+
+def sums(groups: list[Any]) -> None:
+    """One sum in each group, all in flight together."""
+    for work in [dist.all_reduce(torch.ones(5), group=one, async_op=True) for one in groups]:
+        work.wait()
 
 
 def absent(rank: int, world: int) -> str:

@@ -77,6 +77,17 @@ def test_killed_rank(new_world: World, transport: str, large: bool) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "udp"])
+def test_a_death_is_told_in_every_group(new_world: World, transport: str) -> None:
+    world = new_world(3, environment={"SENNIT_TRANSPORT": transport}, timeout_s=60)
+    answers = world.run(CASES, "killed_in_every_group", victim=1)
+    for rank in (0, 2):
+        texts, added = answers[rank]
+        assert added == 0, "groups have threads of their own"
+        assert len(texts) == 5
+        assert all("rank 1" in text for text in texts), texts
+
+
+@pytest.mark.parametrize("transport", ["shm", "udp"])
 def test_rank_that_never_arrives(new_world: World, transport: str) -> None:
     texts = new_world(3, environment={"SENNIT_TRANSPORT": transport}).run(CASES, "absent")
     for text in texts[:2]:

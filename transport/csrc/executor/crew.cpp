@@ -61,13 +61,13 @@ std::shared_ptr<Crew::Seat> Crew::join(Crewed& hand) {
   auto seat = std::make_shared<Seat>(hand);
   std::unique_lock lock(mutex_);
   called_.reserve(members_.size() + 1);
+  members_.reserve(members_.size() + 1);
+  if (shift_in_charge_ == nullptr) start();
   members_.push_back(seat);
+  if (watch_) return seat;
   try {
-    if (shift_in_charge_ == nullptr) start();
-    if (!watch_) {
-      answering_ = of_process<Answering>();
-      watch_ = answering_->join([this] { return watch(); });
-    }
+    answering_ = of_process<Answering>();
+    watch_ = answering_->join([this] { return watch(); });
   } catch (...) {
     lock.unlock();
     leave(seat);

@@ -369,7 +369,7 @@ bool Engine::on_done(Operation& operation, Operation::Callback callback) {
   {
     Lock lock = enter();
     if (operation.set_callback(callback)) {
-      // The caller may never wait, so the background thread drives the operation.
+      // The caller may never wait, so the crew drives the operation.
       if (!operation.background_) {
         operation.background_ = true;
         ++background_operations_;

@@ -97,6 +97,7 @@ class Background {
 }  // namespace
 
 TEST_CASE("all groups of a process share two threads, which end with the last group") {
+  std::thread([] {}).join();  // a sanitizer may start one of its own with the first
   const size_t before = threads_here();
   {
     std::vector<std::unique_ptr<Group>> groups;
@@ -152,6 +153,7 @@ TEST_CASE("a callback that blocks holds up no other group") {
 
 TEST_CASE("who is relieved has no thread of the crew inside any more") {
   const auto crew = std::make_shared<Crew>();
+  Hand other(crew, [](Hand&) { return Crewed::Turn::off; });  // so the crew's thread goes on
   for (int i = 0; i < 50; ++i) {
     std::atomic<bool> is_inside{false}, may_go{false};
     Hand hand(crew, [&](Hand&) {
@@ -172,6 +174,7 @@ TEST_CASE("who is relieved has no thread of the crew inside any more") {
     opener.join();
     CHECK(hand.turns == turns);
   }
+  other.relieve();
 }
 
 TEST_CASE("a hand may leave in its own turn, also the last one, and the crew works again after it") {
@@ -213,6 +216,7 @@ TEST_CASE("the crew sleeps once for all, and wakes for a call, for a descriptor 
   quick.relieve();
 }
 
+#if !defined(__SANITIZE_THREAD__)  // which has no threads after a fork
 TEST_CASE("a child of fork makes its own crew") {
   const Group group(2, DEADLINE_US);
   const Background first(group, 0), second(group, 1);
@@ -238,3 +242,4 @@ TEST_CASE("a child of fork makes its own crew") {
   CHECK(WIFEXITED(status));
   CHECK(WEXITSTATUS(status) == 0);
 }
+#endif

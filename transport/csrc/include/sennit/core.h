@@ -192,8 +192,8 @@ SENNIT_API uint64_t sennit_fork_count(void);
 // and all later ones, and returns. Does nothing to a group that has ended.
 SENNIT_API void sennit_abort(sennit_comm* comm, const char* reason);
 // Sends what is still unacknowledged (at most `timeout_us`), says goodbye to the peers, takes all buffers back as
-// sennit_abort does, ends operations still in flight with SENNIT_ABORTED, and stops the background thread. No callback
-// of this group runs in that thread after the return.
+// sennit_abort does, ends operations still in flight with SENNIT_ABORTED, and leaves the background thread. No
+// callback of this group runs in that thread after the return.
 SENNIT_API void sennit_shutdown(sennit_comm* comm, uint64_t timeout_us);
 
 // Memory that the other ranks of this host map: their transfers from it are one copy, or none where they only sum it.
