@@ -21,7 +21,7 @@ try-wheels: wheels  ## install them as a new user would, without a compiler, roo
 	@sennit/setup/try_wheels.sh
 
 demo: build  ## train a DLRM on real flights with 2 ranks over sennit
-	@$(PY) -m sennit train --data flights --ranks 2
+	@$(PY) -m sennit demo
 
 # Python tests often wait, so that they run in two processes, with the other rings beside them. What is compiled
 # meanwhile is nice to them: they have deadlines. RDMA comes last: on a busy machine the VM's one processor stands still

@@ -20,9 +20,16 @@ from sennit.runtime.trace.commands import app as trace
 from sennit.testbed.bench.command_line import app as bench
 from sennit.testbed.commands import app as testbed
 
+# As a newcomer meets them; others follow.
+ORDER = ("demo", "doctor", "train", "shard", "roofline", "timeline", "feed", "export", "top", "metrics", "trace")
+
 
 class Commands(TyperGroup):
     """Ends a command that needs an optional package with one line that says how to install it."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """What a newcomer needs first."""
+        return sorted(super().list_commands(ctx), key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -102,6 +109,28 @@ def _doctor_of_pair(peer: str, port: int, as_json: bool) -> None:
         typer.echo(f"error: {report.error}", err=True)
     if not report.ok:
         raise typer.Exit(1)
+
+
+@app.command(epilog="Example: sennit demo")
+def demo(
+    ranks: Annotated[int, typer.Option(min=1, max=64, help="processes that train, all on this machine")] = 2,
+) -> None:
+    """Train a recommendation model on real flights over sennit, in about a minute. Writes no file."""
+    from sennit.runtime.training.command import main
+
+    typer.echo(f"Which of 327,346 flights arrives late? This is: sennit train --data flights --ranks {ranks}")
+    try:
+        main(["--data", "flights", "--ranks", str(ranks)])
+    except SystemExit as end:
+        if end.code:
+            raise
+    typer.echo(
+        "\nThe hash of the weights is the same with --ranks 1, 2, 3 or 4. Go on with:\n"
+        "  sennit train --help      your data, models, checkpoints, elastic runs\n"
+        "  sennit top               in another terminal, while a run goes on\n"
+        "  sennit bench all         sennit beside gloo and other peers on this machine\n"
+        "  sennit doctor            what this machine can do, and what is missing"
+    )
 
 
 @app.command(

@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 import sennit
-from sennit.cli import app
+from sennit.cli import ORDER, app
 from sennit.transport.codecs import COLLECTIVE_CODECS
 
 runner = CliRunner()
@@ -24,6 +24,27 @@ def test_help_names_all_commands() -> None:
     assert result.exit_code == 0
     for command in ("doctor", "train", "testbed", "bench", "version"):
         assert command in result.output
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_demo_trains_on_flights_and_says_how_to_go_on(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+
+    def train(arguments: list[str]) -> None:
+        calls.append(arguments)
+        raise SystemExit(status)
+
+    monkeypatch.setattr("sennit.runtime.training.command.main", train)
+    result = runner.invoke(app, ["demo", "--ranks", "3"])
+    assert calls == [["--data", "flights", "--ranks", "3"]]
+    assert result.exit_code == status
+    assert ("sennit doctor" in result.output) == (status == 0)
+
+
+def test_commands_stand_in_the_order_of_a_newcomer() -> None:
+    lines = runner.invoke(app, ["--help"]).output.partition("Commands:")[2].splitlines()
+    names = [line.split()[0] for line in lines if line.strip()]
+    assert names[: len(ORDER)] == list(ORDER)
 
 
 def commands(group: Any, name: str) -> Iterator[tuple[str, Any]]:

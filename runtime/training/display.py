@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -25,6 +26,14 @@ PIPE_WIDTH = 120
 
 def stdout_console() -> Console:
     return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+
+
+@contextlib.contextmanager
+def busy(what: str) -> Iterator[None]:
+    """On a terminal says what goes on, until it is done."""
+    console = stdout_console()
+    with console.status(what) if console.is_terminal else contextlib.nullcontext():
+        yield
 
 
 class Listener(Protocol):
@@ -53,7 +62,8 @@ class ConsoleDisplay:
             self._open_bar(report)
         rate = (report.step - self._first_step) * self._batch_size / max(now - self._began, 1e-9)
         if self._bar is not None:
-            self._bar.update(self._task, completed=report.step, report=report, rate=f"{rate:,.0f}")
+            epoch = report.epoch + 1
+            self._bar.update(self._task, completed=report.step, report=report, epoch=epoch, rate=f"{rate:,.0f}")
         elif now - self._last_line >= PLAIN_INTERVAL_S:
             self._last_line = now
             self._console.print(
@@ -75,7 +85,7 @@ class ConsoleDisplay:
         if not self._console.is_terminal:
             return
         self._bar = Progress(
-            TextColumn("epoch {task.fields[report].epoch}"),
+            TextColumn("epoch {task.fields[epoch]}"),
             BarColumn(),
             MofNCompleteColumn(),
             # Ten times a second: the loss is read when it is shown.
@@ -83,7 +93,7 @@ class ConsoleDisplay:
             TimeRemainingColumn(),
             console=self._console,
         )
-        self._task = self._bar.add_task("", total=report.step_count, report=report, rate="0")
+        self._task = self._bar.add_task("", total=report.step_count, report=report, epoch=report.epoch + 1, rate="0")
         self._bar.start()
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import os
@@ -18,6 +19,7 @@ from sennit.runtime.data import sources
 from sennit.runtime.data.batch_source import prepared
 from sennit.runtime.ingest.fed import Door
 from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.display import busy
 from sennit.runtime.training.elastic_run import ElasticRun, check_terms, publish_terms
 from sennit.runtime.training.report import RunReport
 from sennit.runtime.training.resumption import check_data, publish_data
@@ -52,7 +54,8 @@ def run_rank(config: TrainingConfig, place: Place) -> RunReport:
         local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
         with Door(config.ingest, local_rank) as door:
             return _leave(_run(config, fed_sources(config, door)))
-    data = prepared(sources.load(config.source, seed=config.seed), config.order_settings)
+    with busy(f"reading {config.source.data}") if place.rank == 0 else contextlib.nullcontext():
+        data = prepared(sources.load(config.source, seed=config.seed), config.order_settings)
     if config.elastic and place.rank == 0 and place.store is not None:
         publish_data(place.store, data.fingerprint)
     return _leave(_run(config, memory_sources(data)))
