@@ -85,10 +85,9 @@ def run(
         if block.saved_as:
             (folder / block.saved_as).write_text(text)
         elif block.language == "sh" and not block.not_run:
-            script.append(f"echo '{MARK}{block.line}'\n{text}")
-    variables = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    # Ranks share the output. What each one prints then comes at once, when it ends.
-    variables.pop("PYTHONUNBUFFERED", None)
+            script.append(f"echo '{MARK}{block.line}'\nexport PET_LOG_DIR={folder}/logs/{block.line}\n{text}")
+    # Ranks that share an output mix their lines, so torchrun gives each one a file.
+    variables = {**os.environ, "PET_REDIRECTS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(
         [*(enter or []), "bash", "-c", "\n".join(script)],
         cwd=folder,
@@ -102,5 +101,6 @@ def run(
     printed: dict[int, list[str]] = {}
     for part in done.stdout.split(MARK)[1:]:
         line, _, output = part.partition("\n")
-        printed[int(line)] = output.splitlines()
+        logs = sorted((folder / "logs" / line).rglob("stdout.log"))
+        printed[int(line)] = [*output.splitlines(), *(text for log in logs for text in log.read_text().splitlines())]
     return printed
