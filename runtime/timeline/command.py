@@ -27,7 +27,7 @@ def timeline(
 ) -> None:
     """Print the critical path of a run's steps, and how much of each exchange the overlaps hid."""
     from sennit.runtime.timeline.plot import plot as draw
-    from sennit.runtime.timeline.slices import TimelineError
+    from sennit.runtime.timeline.spans import TimelineError
     from sennit.runtime.timeline.summary import render, render_step, summarise
     from sennit.runtime.timeline.trace_file import read
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from sennit.runtime.timeline.slices import MAIN, Slice
+from sennit.runtime.timeline.spans import MAIN, Span
 from sennit.runtime.timeline.threads import Key, RankThreads, Wait, key_of
 
 WORK: Final = "work"
@@ -43,7 +43,7 @@ class Paths:
     def __init__(self, ranks: Sequence[RankThreads]) -> None:
         self._ranks = {rank.rank: rank for rank in ranks}
         # Of each collective the rank that came last, and its part.
-        self._last: dict[Key, Slice] = {}
+        self._last: dict[Key, Span] = {}
         for rank in ranks:
             for collective in rank.collectives:
                 key = key_of(collective)

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from sennit.runtime.timeline.slices import EXPOSED, MAIN, Slice
+from sennit.runtime.timeline.spans import EXPOSED, MAIN, Span
 from sennit.runtime.timeline.threads import NOTHING, Piece, RankThreads, Wait, threads_of
 
 # A thread waits for one that waits for one ... more often than there are threads: the times are damaged.
@@ -28,7 +28,7 @@ class Reason:
     """That worked, or that waited for the collective."""
 
     what: str
-    collective: Slice | None = None
+    collective: Span | None = None
 
 
 def reasons(rank: RankThreads, thread: str, start_ns: int, end_ns: int, depth: int = 0) -> Iterator[Reason]:
@@ -53,15 +53,15 @@ def _plain(name: str) -> str:
     return name.removeprefix("wait for ")
 
 
-def exposed(slices: Iterable[Slice]) -> list[Slice]:
+def exposed(spans: Iterable[Span]) -> list[Span]:
     """The stretches in which a step waited for communication, itself or through another thread: for the file."""
     found = []
-    for rank in threads_of(slices):
+    for rank in threads_of(spans):
         for step in rank.steps.values():
             for reason in reasons(rank, MAIN, step.start_ns, step.end_ns):
                 if reason.collective is not None:
                     found.append(
-                        Slice(
+                        Span(
                             rank=rank.rank,
                             track=MAIN,
                             kind=EXPOSED,

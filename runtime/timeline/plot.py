@@ -14,7 +14,7 @@ from typing import Final
 from xml.sax.saxutils import escape
 
 from sennit.runtime.timeline.critical_path import TRANSFER, Link
-from sennit.runtime.timeline.slices import MAIN, Trace
+from sennit.runtime.timeline.spans import MAIN, Trace
 from sennit.runtime.timeline.threads import NOTHING, RankThreads, Wait, threads_of
 
 WIDTH, LEFT, RIGHT, TOP = 1200.0, 118.0, 20.0, 58.0
@@ -63,7 +63,7 @@ class _Scale:
 
 def plot(trace: Trace, step: int, path: Sequence[Link]) -> str:
     """The SVG of one step, with its critical path, of the first `RANKS_MAX` ranks."""
-    ranks = [rank for rank in threads_of(trace.slices) if step in rank.steps][:RANKS_MAX]
+    ranks = [rank for rank in threads_of(trace.spans) if step in rank.steps][:RANKS_MAX]
     scale = _Scale(
         min([path[0].start_ns, *(rank.steps[step].start_ns for rank in ranks)]),
         max([path[-1].end_ns, *(rank.steps[step].end_ns for rank in ranks)]),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records one rank's slices. A slice costs about a microsecond, and the oldest go when there is no room left."""
+"""Records one rank's spans. A span costs about a microsecond, and the oldest go when there is no room left."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from typing import Final, Protocol
 
 from sennit.runtime.sharded.phases import PhaseClock
-from sennit.runtime.timeline.slices import COLLECTIVE, MAIN, PHASE, STEP, TASK, WAIT, Slice
+from sennit.runtime.timeline.spans import COLLECTIVE, MAIN, PHASE, STEP, TASK, WAIT, Span
 
 ROOM: Final = 100_000
-"""Slices of a rank, and as many collectives: some thousand steps, and 30 MB."""
+"""Spans of a rank, and as many collectives: some thousand steps, and 30 MB."""
 
 
 class TaskRecord(Protocol):
@@ -79,11 +79,11 @@ class Recorder:
         """A clock of phases whose phases are recorded here."""
         return _RecordedPhases(self)
 
-    def slices(self, rank: int) -> tuple[list[Slice], int]:
+    def spans(self, rank: int) -> tuple[list[Span], int]:
         """What was recorded of threads, and how much was lost."""
         noted = list(self._noted)
         found = [
-            Slice(
+            Span(
                 rank=rank,
                 track=self._threads[thread][1] if thread in self._threads else f"thread {thread}",
                 kind=kind,
@@ -141,18 +141,18 @@ class _RecordedPhases(PhaseClock):
             self._recorder.on_phase(name, start_ns, time.monotonic_ns())
 
 
-def operation_slices(
+def operation_spans(
     operations: list[tuple[str, int, str, int, int, int, int, int, int, int, int, int]],
     recorder: Recorder,
     rank: int,
-) -> list[Slice]:
+) -> list[Span]:
     """Collectives and the waits for them, from what `operation_log_read` returns."""
     found = []
     for group, sequence, plan, sent, received, status, posted, returned, wait, end, poster, waiter in operations:
         name = plan or "operation"
         facts: dict[str, int | str] = {"group": group, "sequence": sequence}
         found.append(
-            Slice(
+            Span(
                 rank=rank,
                 track=recorder.track_of(poster),
                 kind=COLLECTIVE,
@@ -167,7 +167,7 @@ def operation_slices(
         if 0 < since < end:
             track = recorder.track_of(waiter if wait else poster)
             found.append(
-                Slice(
+                Span(
                     rank=rank, track=track, kind=WAIT, name=f"wait for {name}", start_ns=since, end_ns=end, facts=facts
                 )
             )

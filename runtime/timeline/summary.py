@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sennit.runtime.timeline.critical_path import Link, Paths
 from sennit.runtime.timeline.exposure import Share, shares
-from sennit.runtime.timeline.slices import RankClock, TimelineError, Trace
+from sennit.runtime.timeline.spans import RankClock, TimelineError, Trace
 from sennit.runtime.timeline.threads import threads_of
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Summary:
 
 def summarise(trace: Trace) -> Summary:
     """Raises `TimelineError` for a timeline without a step that all ranks have."""
-    ranks = threads_of(trace.slices)
+    ranks = threads_of(trace.spans)
     common = set.intersection(*(set(rank.steps) for rank in ranks)) if len(ranks) == len(trace.ranks) else set()
     if not common:
         raise TimelineError("no step that all ranks have taken is in the timeline")
@@ -108,7 +108,7 @@ def render(summary: Summary, console: Console) -> None:
         if clock.uncertainty_ns:
             console.print(f"clock of rank {clock.rank}: known to {clock.uncertainty_ns / 1e3:.1f} µs")
         if clock.lost:
-            console.print(f"rank {clock.rank} had no room for {clock.lost:,} earlier slices")
+            console.print(f"rank {clock.rank} had no room for {clock.lost:,} earlier spans")
     table = Table(title="Critical path: what the steps had to wait for", title_justify="left")
     for name in ("what", "kind"):
         table.add_column(name)

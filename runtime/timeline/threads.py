@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from sennit.runtime.timeline.slices import COLLECTIVE, EXPOSED, MAIN, PHASE, STEP, TASK, WAIT, Slice
+from sennit.runtime.timeline.spans import COLLECTIVE, EXPOSED, MAIN, PHASE, STEP, TASK, WAIT, Span
 
 NOTHING: Final = "nothing recorded"
 
@@ -26,7 +26,7 @@ class Wait:
     thread: str = ""
     """The thread of this rank whose task it waited for; of a thread that had no task, the one that then gave it one."""
 
-    collective: Slice | None = None
+    collective: Span | None = None
     is_idle: bool = False
     """It had no task."""
 
@@ -42,7 +42,7 @@ class Piece:
 
 @dataclass(slots=True)
 class Thread:
-    """Waits do not overlap, the earliest first. Nor does work, which is named after its innermost slice."""
+    """Waits do not overlap, the earliest first. Nor does work, which is named after its innermost span."""
 
     name: str
     waits: list[Wait] = field(default_factory=list)
@@ -97,35 +97,35 @@ class RankThreads:
 
     rank: int
     threads: dict[str, Thread]
-    steps: dict[int, Slice]
-    collectives: list[Slice]
+    steps: dict[int, Span]
+    collectives: list[Span]
 
     def thread(self, name: str) -> Thread:
         return self.threads.setdefault(name, Thread(name))
 
 
-def key_of(collective: Slice) -> Key | None:
+def key_of(collective: Span) -> Key | None:
     """What its part on every rank has in common. None: a message between two ranks."""
     sequence = int(collective.facts["sequence"])
     return (str(collective.facts["group"]), sequence) if sequence else None
 
 
-def threads_of(slices: Iterable[Slice]) -> list[RankThreads]:
+def threads_of(spans: Iterable[Span]) -> list[RankThreads]:
     """The ranks in order."""
-    by_rank: dict[int, list[Slice]] = defaultdict(list)
-    for slice in slices:
-        if slice.kind != EXPOSED:
-            by_rank[slice.rank].append(slice)
+    by_rank: dict[int, list[Span]] = defaultdict(list)
+    for span in spans:
+        if span.kind != EXPOSED:
+            by_rank[span.rank].append(span)
     return [_rank(rank, found) for rank, found in sorted(by_rank.items())]
 
 
-def _rank(rank: int, slices: list[Slice]) -> RankThreads:
-    collectives = [one for one in slices if one.kind == COLLECTIVE]
+def _rank(rank: int, spans: list[Span]) -> RankThreads:
+    collectives = [one for one in spans if one.kind == COLLECTIVE]
     known = {key: one for one in collectives if (key := key_of(one)) is not None}
-    tracks: dict[str, list[Slice]] = defaultdict(list)
-    for slice in slices:
-        if slice.kind != COLLECTIVE:
-            tracks[slice.track].append(slice)
+    tracks: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        if span.kind != COLLECTIVE:
+            tracks[span.track].append(span)
     threads = {}
     for name, found in tracks.items():
         waits = [_wait(one, known) for one in found if one.kind == WAIT]
@@ -134,19 +134,19 @@ def _rank(rank: int, slices: list[Slice]) -> RankThreads:
         thread = Thread(name, waits=_apart(waits), work=_innermost(one for one in found if one.kind != WAIT))
         thread.index()
         threads[name] = thread
-    steps = {int(one.facts["step"]): one for one in slices if one.kind == STEP}
+    steps = {int(one.facts["step"]): one for one in spans if one.kind == STEP}
     return RankThreads(rank, threads, steps, collectives)
 
 
-def _wait(slice: Slice, known: dict[Key, Slice]) -> Wait:
-    if "thread" in slice.facts:
-        return Wait(slice.start_ns, slice.end_ns, thread=str(slice.facts["thread"]))
-    # Of a message between two ranks, or of a collective that was lost, this slice is all there is.
-    key = key_of(slice)
-    return Wait(slice.start_ns, slice.end_ns, collective=slice if key is None else known.get(key, slice))
+def _wait(span: Span, known: dict[Key, Span]) -> Wait:
+    if "thread" in span.facts:
+        return Wait(span.start_ns, span.end_ns, thread=str(span.facts["thread"]))
+    # Of a message between two ranks, or of a collective that was lost, this span is all there is.
+    key = key_of(span)
+    return Wait(span.start_ns, span.end_ns, collective=span if key is None else known.get(key, span))
 
 
-def _idle(tasks: Iterable[Slice]) -> Iterator[Wait]:
+def _idle(tasks: Iterable[Span]) -> Iterator[Wait]:
     """A thread between two tasks waits until the main thread has the second one for it."""
     end_ns = 0
     for task in sorted(tasks, key=lambda one: one.start_ns):
@@ -166,31 +166,31 @@ def _apart(waits: Iterable[Wait]) -> list[Wait]:
     return found
 
 
-def _innermost(slices: Iterable[Slice]) -> list[Piece]:
-    """Flattens slices that lie in each other."""
+def _innermost(spans: Iterable[Span]) -> list[Piece]:
+    """Flattens spans that lie in each other."""
     found: list[Piece] = []
-    open_slices: list[Slice] = []
+    open_spans: list[Span] = []
     at = 0
 
     def until(time_ns: int) -> None:
         nonlocal at
-        if open_slices and time_ns > at:
-            found.append(Piece(at, time_ns, _title(open_slices[-1])))
+        if open_spans and time_ns > at:
+            found.append(Piece(at, time_ns, _title(open_spans[-1])))
         at = max(at, time_ns)
 
-    for slice in sorted(slices, key=lambda one: (one.start_ns, -one.end_ns)):
-        while open_slices and open_slices[-1].end_ns <= slice.start_ns:
-            until(open_slices[-1].end_ns)
-            open_slices.pop()
-        until(slice.start_ns)
-        open_slices.append(slice)
-    while open_slices:
-        until(open_slices[-1].end_ns)
-        open_slices.pop()
+    for span in sorted(spans, key=lambda one: (one.start_ns, -one.end_ns)):
+        while open_spans and open_spans[-1].end_ns <= span.start_ns:
+            until(open_spans[-1].end_ns)
+            open_spans.pop()
+        until(span.start_ns)
+        open_spans.append(span)
+    while open_spans:
+        until(open_spans[-1].end_ns)
+        open_spans.pop()
     return found
 
 
-def _title(slice: Slice) -> str:
-    if slice.kind == STEP:
+def _title(span: Span) -> str:
+    if span.kind == STEP:
         return "rest of the step"
-    return slice.name if slice.kind == PHASE else f"task {slice.name}"
+    return span.name if span.kind == PHASE else f"task {span.name}"

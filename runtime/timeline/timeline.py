@@ -22,8 +22,8 @@ import torch.distributed as dist
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.timeline.clocks import Offset, offset_to_first, shift
 from sennit.runtime.timeline.exposure import exposed
-from sennit.runtime.timeline.recorder import ROOM, Recorder, TaskRecord, operation_slices
-from sennit.runtime.timeline.slices import RankClock, Slice, TimelineError, Trace
+from sennit.runtime.timeline.recorder import ROOM, Recorder, TaskRecord, operation_spans
+from sennit.runtime.timeline.spans import RankClock, Span, TimelineError, Trace
 from sennit.runtime.timeline.trace_file import open_new, write
 from sennit.transport.errors import ConfigError
 
@@ -32,7 +32,7 @@ from sennit.transport.errors import ConfigError
 class Recording:
     """What a rank has recorded, by its own clock."""
 
-    slices: list[Slice]
+    spans: list[Span]
     lost: int
     since_ns: int
     """From here on nothing was lost."""
@@ -46,7 +46,7 @@ class Timeline:
     """A context manager around steps. Every rank has one, made from the thread that takes the steps. Collective."""
 
     def __init__(self, path: str | Path, *, group: dist.ProcessGroup | None = None, room: int = ROOM) -> None:
-        """`path`: of rank 0; gzip if it ends in .gz. `room`: slices that a rank keeps, the last ones.
+        """`path`: of rank 0; gzip if it ends in .gz. `room`: spans that a rank keeps, the last ones.
 
         Operations of all groups of backend sennit are recorded, whichever `group` the ranks are of.
         """
@@ -88,11 +88,11 @@ class Timeline:
             if self._file is not None:
                 _discard(self._file)
             return
-        slices, lost_here = self._recorder.slices(self._rank)
-        since_ns = max(slices[0].end_ns if lost_here and slices else 0, operations[0][9] if lost and operations else 0)
-        slices += operation_slices(operations, self._recorder, self._rank)
+        spans, lost_here = self._recorder.spans(self._rank)
+        since_ns = max(spans[0].end_ns if lost_here and spans else 0, operations[0][9] if lost and operations else 0)
+        spans += operation_spans(operations, self._recorder, self._rank)
         mine = Recording(
-            slices=slices,
+            spans=spans,
             lost=lost + lost_here,
             since_ns=since_ns,
             host=socket.gethostname(),
@@ -129,11 +129,11 @@ def aligned(recordings: list[Recording]) -> Trace:
 
     Raises `TimelineError` if there is no such moment.
     """
-    shifted: list[Slice] = []
+    shifted: list[Span] = []
     ranks = []
     since_ns = 0
     for rank, one in enumerate(recordings):
-        shifted += [_moved(slice, one) for slice in one.slices]
+        shifted += [_moved(span, one) for span in one.spans]
         if one.lost:
             since_ns = max(since_ns, shift(one.since_ns, one.first, one.last))
         ranks.append(
@@ -145,19 +145,17 @@ def aligned(recordings: list[Recording]) -> Trace:
                 lost=one.lost,
             )
         )
-    kept = [slice for slice in shifted if slice.start_ns >= since_ns]
+    kept = [span for span in shifted if span.start_ns >= since_ns]
     if not kept:
         raise TimelineError("the ranks have no time in common; record fewer steps, or with more room")
-    zero = min(slice.start_ns for slice in kept)
-    slices = [replace(slice, start_ns=slice.start_ns - zero, end_ns=slice.end_ns - zero) for slice in kept]
-    slices.sort(key=lambda slice: (slice.rank, slice.start_ns, -slice.end_ns))
-    return Trace(ranks=tuple(ranks), slices=tuple(slices + exposed(slices)))
+    zero = min(span.start_ns for span in kept)
+    spans = [replace(span, start_ns=span.start_ns - zero, end_ns=span.end_ns - zero) for span in kept]
+    spans.sort(key=lambda span: (span.rank, span.start_ns, -span.end_ns))
+    return Trace(ranks=tuple(ranks), spans=tuple(spans + exposed(spans)))
 
 
-def _moved(slice: Slice, of: Recording) -> Slice:
-    return replace(
-        slice, start_ns=shift(slice.start_ns, of.first, of.last), end_ns=shift(slice.end_ns, of.first, of.last)
-    )
+def _moved(span: Span, of: Recording) -> Span:
+    return replace(span, start_ns=shift(span.start_ns, of.first, of.last), end_ns=shift(span.end_ns, of.first, of.last))
 
 
 def _discard(file: IO[bytes]) -> None:

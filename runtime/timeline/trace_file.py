@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, Final
 
-from sennit.runtime.timeline.slices import (
+from sennit.runtime.timeline.spans import (
     COLLECTIVE,
     EXPOSED,
     MAIN,
@@ -25,7 +25,7 @@ from sennit.runtime.timeline.slices import (
     TASK,
     WAIT,
     RankClock,
-    Slice,
+    Span,
     TimelineError,
     Trace,
 )
@@ -76,23 +76,23 @@ def _texts(trace: Trace) -> Iterator[str]:
 
 
 def _events(trace: Trace) -> Iterator[dict[str, Any]]:
-    numbers = _track_numbers(trace.slices)
+    numbers = _track_numbers(trace.spans)
     for clock in trace.ranks:
         yield _meta("process_name", clock.rank, 0, {"name": f"rank {clock.rank} on {clock.host}"})
         yield _meta("process_sort_index", clock.rank, 0, {"sort_index": clock.rank})
     for (rank, title), number in numbers.items():
         yield _meta("thread_name", rank, number, {"name": title})
         yield _meta("thread_sort_index", rank, number, {"sort_index": number})
-    for slice, title in _laid_out(trace.slices):
+    for span, title in _laid_out(trace.spans):
         yield {
             "ph": "X",
-            "pid": slice.rank,
-            "tid": numbers[slice.rank, title],
-            "name": slice.name,
-            "cat": slice.kind,
-            "ts": slice.start_ns / 1e3,
-            "dur": slice.length_ns / 1e3,
-            "args": {**slice.facts, "track": slice.track},
+            "pid": span.rank,
+            "tid": numbers[span.rank, title],
+            "name": span.name,
+            "cat": span.kind,
+            "ts": span.start_ns / 1e3,
+            "dur": span.length_ns / 1e3,
+            "args": {**span.facts, "track": span.track},
         }
 
 
@@ -100,27 +100,27 @@ def _meta(name: str, rank: int, track: int, values: dict[str, Any]) -> dict[str,
     return {"ph": "M", "pid": rank, "tid": track, "name": name, "args": values}
 
 
-def _laid_out(slices: Iterable[Slice]) -> Iterator[tuple[Slice, str]]:
-    """Each slice and the title of its row. Collectives that overlap go to several rows."""
+def _laid_out(spans: Iterable[Span]) -> Iterator[tuple[Span, str]]:
+    """Each span and the title of its row. Collectives that overlap go to several rows."""
     ends: dict[tuple[int, str], list[int]] = defaultdict(list)
-    for slice in sorted(slices, key=lambda one: (one.start_ns, -one.end_ns)):
-        title = slice.track
-        if slice.kind == EXPOSED:
+    for span in sorted(spans, key=lambda one: (one.start_ns, -one.end_ns)):
+        title = span.track
+        if span.kind == EXPOSED:
             title = "exposed communication"
-        elif slice.kind == COLLECTIVE:
-            rows = ends[slice.rank, slice.track]
-            row = next((row for row, end in enumerate(rows) if end <= slice.start_ns), len(rows))
-            rows[row : row + 1] = [slice.end_ns]
-            title = f"collectives of {slice.track}" + (f", {row + 1}" if row else "")
-        yield slice, title
+        elif span.kind == COLLECTIVE:
+            rows = ends[span.rank, span.track]
+            row = next((row for row, end in enumerate(rows) if end <= span.start_ns), len(rows))
+            rows[row : row + 1] = [span.end_ns]
+            title = f"collectives of {span.track}" + (f", {row + 1}" if row else "")
+        yield span, title
 
 
-def _track_numbers(slices: Iterable[Slice]) -> dict[tuple[int, str], int]:
+def _track_numbers(spans: Iterable[Span]) -> dict[tuple[int, str], int]:
     """For each row of each rank its number, from 0. The main thread comes first, what it waited for next."""
     first = (MAIN, "exposed communication", f"collectives of {MAIN}")
     titles: dict[int, set[str]] = defaultdict(set)
-    for slice, title in _laid_out(slices):
-        titles[slice.rank].add(title)
+    for span, title in _laid_out(spans):
+        titles[span.rank].add(title)
     return {
         (rank, title): number
         for rank, found in sorted(titles.items())
@@ -152,23 +152,23 @@ def read(path: Path) -> Trace:
         raise TimelineError(f"{path} has the format {content['otherData'].get('format')!r}; allowed: {FORMAT!r}")
     try:
         ranks = tuple(RankClock(**one) for one in content["otherData"]["ranks"])
-        slices = tuple(_slice(event) for event in content["traceEvents"] if event["ph"] == "X")
+        spans = tuple(_span(event) for event in content["traceEvents"] if event["ph"] == "X")
     except (KeyError, TypeError, ValueError) as error:
         raise TimelineError(f"{path} is a damaged timeline: {type(error).__name__} {error}") from error
     known = {clock.rank for clock in ranks}
-    if not slices or any(slice.rank not in known for slice in slices):
+    if not spans or any(span.rank not in known for span in spans):
         raise TimelineError(f"{path} is a damaged timeline: no events, or of ranks that there are not")
-    return Trace(ranks=ranks, slices=slices)
+    return Trace(ranks=ranks, spans=spans)
 
 
-def _slice(event: dict[str, Any]) -> Slice:
+def _span(event: dict[str, Any]) -> Span:
     facts = dict(event["args"])
     kind = event["cat"]
     needed = ("thread",) if kind == WAIT and "thread" in facts else NEEDED[kind]
     if lacking := [name for name in needed if name not in facts]:
         raise ValueError(f"a {kind} lacks {', '.join(lacking)}")
     start_ns = round(event["ts"] * 1e3)
-    return Slice(
+    return Span(
         rank=event["pid"],
         track=facts.pop("track"),
         kind=kind,

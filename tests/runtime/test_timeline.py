@@ -22,8 +22,8 @@ from sennit.runtime.pipeline.scheduler import Scheduler
 from sennit.runtime.timeline.clocks import Offset, estimate, shift
 from sennit.runtime.timeline.critical_path import TRANSFER, WORK
 from sennit.runtime.timeline.exposure import exposed
-from sennit.runtime.timeline.recorder import Recorder, operation_slices
-from sennit.runtime.timeline.slices import RankClock, Slice, TimelineError, Trace
+from sennit.runtime.timeline.recorder import Recorder, operation_spans
+from sennit.runtime.timeline.spans import RankClock, Span, TimelineError, Trace
 from sennit.runtime.timeline.summary import summarise
 from sennit.runtime.timeline.trace_file import open_new, read, write
 from tests.runtime.timeline_cases import SKEW_NS
@@ -31,11 +31,11 @@ from tests.runtime.timeline_cases import SKEW_NS
 CASES, PIPELINES = "timeline_cases.py", "pipeline_cases.py"
 
 
-def made(rank: int, track: str, kind: str, name: str, start: int, end: int, **facts: int | str) -> Slice:
-    return Slice(rank=rank, track=track, kind=kind, name=name, start_ns=start, end_ns=end, facts=facts)
+def made(rank: int, track: str, kind: str, name: str, start: int, end: int, **facts: int | str) -> Span:
+    return Span(rank=rank, track=track, kind=kind, name=name, start_ns=start, end_ns=end, facts=facts)
 
 
-def collective(rank: int, track: str, name: str, sequence: int, posted: int, wait: int, end: int) -> list[Slice]:
+def collective(rank: int, track: str, name: str, sequence: int, posted: int, wait: int, end: int) -> list[Span]:
     key: dict[str, int | str] = {"group": track, "sequence": sequence}
     return [
         made(rank, track, "collective", name, posted, end, **key, sent_bytes=1000, received_bytes=500, status=0),
@@ -50,7 +50,7 @@ def worked_example() -> Trace:
     rank 1: submits the task ids at 5, waits for it until 200 (which itself waits from 50 to 150 for an alltoall),
     forward until 500, posts the allreduce, which ends at 700, update until 750.
     """
-    slices = [
+    spans = [
         made(0, "main", "step", "step 0", 0, 800, step=0),
         made(0, "main", "phase", "forward", 0, 300),
         *collective(0, "main", "allreduce", 1, 300, 300, 700),
@@ -66,7 +66,7 @@ def worked_example() -> Trace:
         made(1, "main", "phase", "update", 700, 750),
     ]
     clocks = [RankClock(rank=rank, host="here", offset_ns=0, uncertainty_ns=0) for rank in range(2)]
-    return Trace(ranks=tuple(clocks), slices=tuple(slices + exposed(slices)))
+    return Trace(ranks=tuple(clocks), spans=tuple(spans + exposed(spans)))
 
 
 def test_the_critical_path_of_a_worked_example() -> None:
@@ -93,19 +93,19 @@ def test_what_was_exposed_and_what_was_hidden() -> None:
         ("ids", "collective alltoall"): (140 + 110, 100, 150),
         ("ids", "task ids"): (10 + 30 + 50, 30 + 50, 10),
     }
-    stretches = [(one.rank, one.name, one.start_ns, one.end_ns) for one in exposed(worked_example().slices)]
+    stretches = [(one.rank, one.name, one.start_ns, one.end_ns) for one in exposed(worked_example().spans)]
     assert sorted(stretches) == [(0, "allreduce", 300, 700), (1, "allreduce", 500, 700), (1, "alltoall", 50, 150)]
 
 
 def test_the_root_of_a_broadcast_waits_for_nobody() -> None:
-    slices = [
+    spans = [
         made(0, "main", "step", "step 0", 0, 100, step=0),
         *collective(0, "main", "broadcast", 1, 10, 12, 20),
         made(1, "main", "step", "step 0", 0, 90, step=0),
         *collective(1, "main", "broadcast", 1, 50, 51, 60),
     ]
     clocks = [RankClock(rank=rank, host="here", offset_ns=0, uncertainty_ns=0) for rank in range(2)]
-    path = summarise(Trace(ranks=tuple(clocks), slices=tuple(slices))).paths[0]
+    path = summarise(Trace(ranks=tuple(clocks), spans=tuple(spans))).paths[0]
     assert [(link.start_ns, link.end_ns, link.rank, link.kind) for link in path] == [
         (0, 12, 0, WORK),
         (12, 20, 0, TRANSFER),
@@ -114,7 +114,7 @@ def test_the_root_of_a_broadcast_waits_for_nobody() -> None:
 
 
 def test_a_path_ends_though_waits_go_in_a_circle() -> None:
-    slices = [
+    spans = [
         made(0, "main", "step", "step 0", 0, 100, step=0),
         made(0, "main", "wait", "wait for a", 10, 90, thread="a"),
         made(0, "a", "wait", "wait for main", 10, 90, thread="main"),
@@ -122,7 +122,7 @@ def test_a_path_ends_though_waits_go_in_a_circle() -> None:
         made(1, "main", "step", "step 0", 0, 98, step=0),
     ]
     clocks = [RankClock(rank=rank, host="here", offset_ns=0, uncertainty_ns=9) for rank in range(2)]
-    path = summarise(Trace(ranks=tuple(clocks), slices=tuple(slices))).paths[0]
+    path = summarise(Trace(ranks=tuple(clocks), spans=tuple(spans))).paths[0]
     assert sum(link.length_ns for link in path) == 100
     assert all(one.end_ns == other.start_ns for one, other in itertools.pairwise(path))
 
@@ -135,7 +135,7 @@ def test_a_file_has_what_was_written(tmp_path: Path, name: str) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == [name]
     back = read(path)
     assert back.ranks == trace.ranks
-    assert sorted(map(repr, back.slices)) == sorted(map(repr, trace.slices))
+    assert sorted(map(repr, back.spans)) == sorted(map(repr, trace.spans))
     text = gzip.decompress(path.read_bytes()) if name.endswith("gz") else path.read_bytes()
     events = json.loads(text)["traceEvents"]
     named = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
@@ -144,7 +144,7 @@ def test_a_file_has_what_was_written(tmp_path: Path, name: str) -> None:
     for event in events:
         if event["ph"] == "X":
             rows.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
-    for row in rows.values():  # Perfetto drops slices of a row that overlap and do not lie in each other.
+    for row in rows.values():  # Perfetto drops spans of a row that overlap and do not lie in each other.
         for start, end in row:
             assert not any(start < other < end < until for other, until in row)
 
@@ -155,7 +155,7 @@ def test_collectives_that_overlap_get_rows_of_their_own(tmp_path: Path) -> None:
     posted = [collective(0, "main", "allreduce", number, number, 50, 90 + number)[0] for number in (1, 2, 3)]
     later = collective(0, "main", "allreduce", 4, 92, 93, 99)[0]
     clock = RankClock(rank=0, host="here", offset_ns=0, uncertainty_ns=0)
-    write(Trace(ranks=(clock,), slices=(step, *posted, later)), open_new(path), path)
+    write(Trace(ranks=(clock,), spans=(step, *posted, later)), open_new(path), path)
     rows = [event["tid"] for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "collective"]
     assert len(set(rows[:3])) == 3
     assert rows[3] == rows[0]
@@ -270,8 +270,8 @@ def test_a_recorder_knows_threads_and_who_waited(seed: int) -> None:
             releaser.start()
             task.result()
         releaser.join()
-    slices, lost = recorder.slices(1)
-    by_kind = {one.kind: one for one in slices}
+    spans, lost = recorder.spans(1)
+    by_kind = {one.kind: one for one in spans}
     assert lost == 0
     assert (by_kind["task"].track, by_kind["task"].facts["step"]) == ("ids", 3)
     assert by_kind["phase"].name == "input"
@@ -282,8 +282,8 @@ def test_a_recorder_knows_threads_and_who_waited(seed: int) -> None:
     for number in range(20):
         with recorder.step(number):
             pass
-    slices, lost = recorder.slices(1)
-    assert [one.facts["step"] for one in slices] == list(range(12, 20))
+    spans, lost = recorder.spans(1)
+    assert [one.facts["step"] for one in spans] == list(range(12, 20))
     assert lost >= 15
 
 
@@ -296,14 +296,14 @@ def test_operations_become_collectives_and_waits() -> None:
         ("world", 3, "alltoall", 8, 8, 0, 400, 410, 0, 500, own, 0),  # nobody waited
         ("world", 0, "", 8, 0, 0, 600, 610, 620, 700, own, 1),  # another thread waited
     ]
-    slices = operation_slices(operations, recorder, 0)
-    waits = [(one.track, one.name, one.start_ns, one.end_ns) for one in slices if one.kind == "wait"]
+    spans = operation_spans(operations, recorder, 0)
+    waits = [(one.track, one.name, one.start_ns, one.end_ns) for one in spans if one.kind == "wait"]
     assert waits == [
         ("main", "wait for allreduce", 120, 200),
         ("main", "wait for barrier", 300, 340),
         ("thread 1", "wait for operation", 620, 700),
     ]
-    assert [one.name for one in slices if one.kind == "collective"] == ["allreduce", "barrier", "alltoall", "operation"]
+    assert [one.name for one in spans if one.kind == "collective"] == ["allreduce", "barrier", "alltoall", "operation"]
 
 
 def test_a_pipeline_of_two_ranks_has_a_timeline_and_its_bits(kept_world: Callable[..., Any], tmp_path: Path) -> None:
@@ -316,14 +316,14 @@ def test_a_pipeline_of_two_ranks_has_a_timeline_and_its_bits(kept_world: Callabl
     assert summary.steps == (0, 1, 2, 3, 4)[: len(summary.steps)]
     assert len(summary.steps) >= 4
     for rank in (0, 1):
-        own = [one for one in trace.slices if one.rank == rank]
+        own = [one for one in trace.spans if one.rank == rank]
         assert {one.track for one in own} >= {"main", "input", "ids", "exchange"}
         names = {(one.track, one.name) for one in own if one.kind == "collective"}
         assert names >= {("ids", "alltoall"), ("exchange", "alltoall"), ("main", "allreduce")}, names
         assert any(one.facts.get("sent_bytes") for one in own if one.name == "alltoall")
     parts = {
         (one.facts["group"], one.facts["sequence"], one.rank): one.name
-        for one in trace.slices
+        for one in trace.spans
         if one.kind == "collective"
     }
     assert all(parts[group, sequence, 1 - rank] == name for (group, sequence, rank), name in parts.items())
@@ -335,7 +335,7 @@ def test_the_last_steps_are_kept(kept_world: Callable[..., Any], tmp_path: Path)
     path = tmp_path / "few.json"
     assert kept_world(2).run(PIPELINES, "few_kept", path=str(path)) == [True, False]
     trace = read(path)
-    steps = {one.facts["step"] for one in trace.slices if one.kind == "step"}
+    steps = {one.facts["step"] for one in trace.spans if one.kind == "step"}
     assert 11 in steps
     assert 0 not in steps
     assert all(clock.lost for clock in trace.ranks)

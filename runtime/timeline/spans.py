@@ -25,7 +25,7 @@ class TimelineError(SennitError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Slice:
+class Span:
     """One stretch of time. Those of one track lie in each other or apart, but for collectives."""
 
     rank: int
@@ -49,7 +49,7 @@ class Slice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankClock:
-    """A rank's clock beside that of rank 0, and what became of its slices."""
+    """A rank's clock beside that of rank 0, and what became of its spans."""
 
     rank: int
     host: str
@@ -60,7 +60,7 @@ class RankClock:
     """Half of the shortest round trip; 0 on a host with rank 0."""
 
     lost: int = 0
-    """Slices for which there was no room. Those that are kept are the last ones."""
+    """Spans for which there was no room. Those that are kept are the last ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,4 +68,4 @@ class Trace:
     """All ranks on one clock. Times are nanoseconds from the begin."""
 
     ranks: tuple[RankClock, ...]
-    slices: tuple[Slice, ...]
+    spans: tuple[Span, ...]
