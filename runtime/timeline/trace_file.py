@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
@@ -29,6 +30,7 @@ from sennit.runtime.timeline.spans import (
     TimelineError,
     Trace,
 )
+from sennit.runtime.timeline.threads import Key, key_of
 
 FORMAT: Final = "sennit timeline 1"
 # The facts of each kind, without which it cannot be analysed.
@@ -40,6 +42,7 @@ NEEDED: Final = {
     COLLECTIVE: ("group", "sequence", "sent_bytes"),
     EXPOSED: (),
 }
+NUMBERS: Final = ("step", "queued_ns", "sequence", "sent_bytes")
 # A gigabyte of JSON is more than any viewer opens.
 FILE_MAX_BYTES: Final = 1 << 30
 
@@ -83,17 +86,36 @@ def _events(trace: Trace) -> Iterator[dict[str, Any]]:
     for (rank, title), number in numbers.items():
         yield _meta("thread_name", rank, number, {"name": title})
         yield _meta("thread_sort_index", rank, number, {"sort_index": number})
+    parts: dict[Key, list[tuple[Span, int]]] = defaultdict(list)
     for span, title in _laid_out(trace.spans):
+        row = numbers[span.rank, title]
+        if span.kind == COLLECTIVE and (key := key_of(span)) is not None:
+            parts[key].append((span, row))
         yield {
             "ph": "X",
             "pid": span.rank,
-            "tid": numbers[span.rank, title],
+            "tid": row,
             "name": span.name,
             "cat": span.kind,
             "ts": span.start_ns / 1e3,
             "dur": span.length_ns / 1e3,
             "args": {**span.facts, "track": span.track},
         }
+
+    for found in parts.values():
+        yield from _arrows(found)
+
+
+def _arrows(parts: list[tuple[Span, int]]) -> Iterator[dict[str, Any]]:
+    """From the part of a collective that was posted last to those that waited for it, at that moment."""
+    last, last_row = max(parts, key=lambda part: part[0].start_ns)
+    for span, row in parts:
+        if span is not last and last.start_ns < span.end_ns:
+            # The number is any that no other arrow has.
+            name = f"{last.facts['group']} {last.facts['sequence']} to {span.rank}"
+            common = {"id": name, "name": "came last", "cat": "arrow", "ts": last.start_ns / 1e3}
+            yield {"ph": "s", "pid": last.rank, "tid": last_row, **common}
+            yield {"ph": "f", "bp": "e", "pid": span.rank, "tid": row, **common}
 
 
 def _meta(name: str, rank: int, track: int, values: dict[str, Any]) -> dict[str, Any]:
@@ -138,27 +160,34 @@ def read(path: Path) -> Trace:
             file.seek(0)
             with gzip.open(file) if data == b"\x1f\x8b" else file as plain:
                 text = plain.read(FILE_MAX_BYTES + 1)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise TimelineError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     if len(text) > FILE_MAX_BYTES:
         raise TimelineError(f"{path} has more than {FILE_MAX_BYTES >> 20} MiB of events")
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TimelineError(f"{path} is no timeline: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("otherData"), dict):
         raise TimelineError(f"{path} is no timeline of `sennit train --timeline`")
     if content["otherData"].get("format") != FORMAT:
         raise TimelineError(f"{path} has the format {content['otherData'].get('format')!r}; allowed: {FORMAT!r}")
     try:
-        ranks = tuple(RankClock(**one) for one in content["otherData"]["ranks"])
+        ranks = tuple(_clock(one) for one in content["otherData"]["ranks"])
         spans = tuple(_span(event) for event in content["traceEvents"] if event["ph"] == "X")
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise TimelineError(f"{path} is a damaged timeline: {type(error).__name__} {error}") from error
     known = {clock.rank for clock in ranks}
     if not spans or any(span.rank not in known for span in spans):
         raise TimelineError(f"{path} is a damaged timeline: no events, or of ranks that there are not")
     return Trace(ranks=ranks, spans=spans)
+
+
+def _clock(values: dict[str, Any]) -> RankClock:
+    clock = RankClock(**values)
+    if not isinstance(clock.host, str) or not all(type(values[name]) is int for name in values if name != "host"):
+        raise TypeError("a number that is none, or a text that is none")
+    return clock
 
 
 def _span(event: dict[str, Any]) -> Span:
@@ -167,6 +196,10 @@ def _span(event: dict[str, Any]) -> Span:
     needed = ("thread",) if kind == WAIT and "thread" in facts else NEEDED[kind]
     if lacking := [name for name in needed if name not in facts]:
         raise ValueError(f"a {kind} lacks {', '.join(lacking)}")
+    numbers = [event["pid"], *(facts[name] for name in NUMBERS if name in facts)]
+    texts = [event["name"], facts["track"], *(facts[name] for name in ("thread", "group") if name in facts)]
+    if not all(type(one) is int for one in numbers) or not all(isinstance(one, str) for one in texts):
+        raise TypeError("a number that is none, or a text that is none")
     start_ns = round(event["ts"] * 1e3)
     return Span(
         rank=event["pid"],

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import itertools
 import json
@@ -140,6 +141,9 @@ def test_a_file_has_what_was_written(tmp_path: Path, name: str) -> None:
     events = json.loads(text)["traceEvents"]
     named = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert named == {"main", "ids", "exposed communication", "collectives of main", "collectives of ids"}
+    arrows = [(event["ph"], event["pid"], event["ts"]) for event in events if event.get("cat") == "arrow"]
+    # Rank 1 posted last in both.
+    assert sorted(arrows) == [("f", 0, 0.04), ("f", 0, 0.5), ("s", 1, 0.04), ("s", 1, 0.5)]
     rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for event in events:
         if event["ph"] == "X":
@@ -189,6 +193,35 @@ def test_what_is_no_timeline_is_refused(tmp_path: Path) -> None:
             path.write_text(json.dumps(good | {"traceEvents": lacking}))
             with pytest.raises(TimelineError, match="damaged"):
                 read(path)
+
+
+def test_damage_is_told_and_nothing_else_is_raised(tmp_path: Path, seed: int) -> None:
+    """Values of a file are replaced by others at random, and bytes of a packed one."""
+    path = tmp_path / "run.json"
+    write(worked_example(), open_new(path), path)
+    good = path.read_text()
+    chance = random.Random(seed)
+    strange: list[Any] = [None, -1, 1e400, "x", [], {}, 3, True, 2**70]
+    for _ in range(150):
+        content = json.loads(good)
+        place = content["otherData"]["ranks"] if chance.random() < 0.2 else content["traceEvents"]
+        chosen = chance.choice(place)
+        while isinstance(chosen[key := chance.choice(sorted(chosen))], dict) and chosen[key] and chance.random() < 0.8:
+            chosen = chosen[key]
+        chosen[key] = chance.choice(strange)
+        path.write_text(json.dumps(content))
+        with contextlib.suppress(TimelineError):
+            summarise(read(path))
+    packed = gzip.compress(good.encode(), mtime=0)
+    for _ in range(200):
+        damaged = bytearray(packed)
+        damaged[chance.randrange(2, len(damaged))] ^= 1 << chance.randrange(8)
+        path.write_bytes(damaged)
+        with contextlib.suppress(TimelineError):
+            summarise(read(path))
+    path.write_text("[" * 100_000)
+    with pytest.raises(TimelineError, match="is no timeline"):
+        read(path)
 
 
 @pytest.mark.parametrize(
