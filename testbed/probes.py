@@ -2,6 +2,7 @@
 """What the testbed, its benchmarks and the outer rings of tests need besides the product. Extends `sennit doctor`."""
 
 import functools
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -98,6 +99,12 @@ def _openmpi() -> Capability:
     return present(name, launcher)
 
 
+def _ray() -> Capability:
+    if importlib.util.find_spec("ray") is None:
+        return absent("ray", "the package ray is not installed", "pip install 'sennit[ray]'")
+    return present("ray", f"Ray {importlib.metadata.version('ray')}")
+
+
 def _slurm() -> Capability:
     name = "slurm"
     missing = [daemon for daemon in ("munged", "slurmctld", "slurmd", "sbatch") if shutil.which(daemon) is None]
@@ -117,6 +124,7 @@ capabilities.PROBES.update(
         "dumpcap": functools.partial(command, "dumpcap", "tshark"),
         "tshark": functools.partial(command, "tshark", "tshark"),
         "openmpi": _openmpi,
+        "ray": _ray,
         "slurm": _slurm,
     }
 )
@@ -134,4 +142,5 @@ capabilities.QUESTIONS += [
     Question(title="independent decoding of captures (tests)", needs=("tshark",)),
     Question(title="OpenMPI as a peer in benchmarks", needs=("openmpi",)),
     Question(title="jobs of Slurm (tests)", needs=("slurm",)),
+    Question(title="Ray Train and Ray Data (examples/ray_train.py)", needs=("ray",)),
 ]

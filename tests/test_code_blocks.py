@@ -39,7 +39,7 @@ RUN_BY = {
 }
 TARGETS = set(re.findall(r"^([a-z-]+):", (pages.ROOT / "Makefile").read_text(), re.MULTILINE))
 # Programs of others, and words of the shell.
-OTHERS = {".", "bpftool", "bpftrace", "export", "ls", "pip", "python", "rm", "sudo", "torchrun"}
+OTHERS = {".", "bpftool", "bpftrace", "export", "ls", "pip", "python", "python3", "rm", "sbatch", "sudo", "torchrun"}
 
 
 def train_options() -> Any:
@@ -93,6 +93,8 @@ def check_command(words: list[str]) -> None:
     elif program == "python" and words[1:3] == ["-m", "pytest"]:
         assert all((pages.ROOT / word).exists() for word in words[3:] if word.startswith("tests/"))
     else:
+        if "sennit.runtime.training" in words:
+            train_options().make_context("train", words[words.index("sennit.runtime.training") + 1 :])
         assert program in OTHERS or words[0].startswith("build/"), f"no such program: {words[0]}"
 
 

@@ -339,6 +339,13 @@ def test_fbgemm_is_a_peer_of_the_benchmark(made: Environment) -> None:
     assert "pip install" not in succeed(made, "-m", "sennit", "bench", "embedding", *options)
 
 
+@wheel_test
+@extra("ray", torch=True)
+def test_ray_train_and_ray_data_are_there(made: Environment) -> None:
+    program = "import ray.data; from ray.train.torch import TorchConfig; print(TorchConfig(backend='sennit').backend)"
+    assert succeed(made, "-c", program) == "sennit\n"
+
+
 MISSING = {
     "train": ([*TRAIN, "--data", "flights"], "train"),
     "tensorboard": ([*TRAIN, "--data", "synthetic", "--tensorboard", "board"], "train"),

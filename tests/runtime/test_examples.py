@@ -6,7 +6,10 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,7 +32,11 @@ SHORT = {
     "deepfm": ("flights", "--samples=4096"),
     "two_tower": ("movielens", "--steps=20"),
     "torchrec_dlrm": (None, "--steps=20"),
+    "ray_train": ("flights", "--samples=8192"),
 }
+# Ray starts the ranks of these.
+BY_RAY = {"ray_train"}
+RAY_DEADLINE_S = 300.0
 
 
 def test_all_examples_are_run() -> None:
@@ -38,7 +45,7 @@ def test_all_examples_are_run() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(4 * DEADLINE_S)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted(set(NAMES) - BY_RAY))
 def test_an_example_prints_the_same_with_any_number_of_ranks(name: str, tmp_path: Path) -> None:
     data, *arguments = SHORT[name]
     if name == "torchrec_dlrm" and importlib.util.find_spec("torchrec") is None:
@@ -54,6 +61,38 @@ def test_an_example_prints_the_same_with_any_number_of_ranks(name: str, tmp_path
     assert losses[-1] < losses[0]
     assert re.search(r"weights [0-9a-f]{64}\n$", alone)
     assert run_ranks(program, 3, tmp_path, *arguments, deadline_s=DEADLINE_S, **UDP) == alone
+
+
+def run_by_ray(name: str, workers: int, *arguments: str, **environment: str) -> str:
+    """What an example prints on a Ray of its own, in namespaces that end with it and all that it started."""
+    script = f'ip link set lo up && exec {sys.executable} {EXAMPLES / name}.py --workers {workers} "$@"'
+    apart = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    done = subprocess.run(
+        [*apart, "bash", "-c", script, "bash", *arguments],
+        env={**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", **environment},
+        timeout=RAY_DEADLINE_S, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.root
+@pytest.mark.slow
+@pytest.mark.needs("ray")
+@pytest.mark.timeout(2 * RAY_DEADLINE_S)
+@pytest.mark.parametrize("name", sorted(BY_RAY))
+def test_an_example_on_ray_prints_the_same_with_any_number_of_workers(name: str) -> None:
+    source, *arguments = SHORT[name]
+    assert source is not None
+    try:
+        check(Source(data=source))
+    except MissingPackage as error:
+        pytest.skip(str(error))
+    two = run_by_ray(name, 2, *arguments)
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)$", two, re.MULTILINE)]
+    assert losses[-1] < losses[0]
+    assert re.search(r"weights [0-9a-f]{64}\n$", two)
+    assert run_by_ray(name, 3, *arguments, **UDP) == two
 
 
 @pytest.mark.parametrize("name", NAMES)
