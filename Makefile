@@ -95,8 +95,11 @@ test-python: build  ## Python tests, all rings that can run here
 	@$(PY) -m sennit trace headers >/dev/null || echo "test: bcc sessions are skipped"
 	@$(PY) -m pytest --numprocesses 2 --dist loadfile --ignore $(VM_TESTS)
 
-frameworks:  ## install Lightning and Accelerate, and run the tests and examples of others over sennit
-	@sennit/setup/build.sh frameworks
+# TorchRec asks for the FBGEMM of GPUs and an old torchmetrics, so it is installed without what it asks for.
+TORCHREC := torchrec==1.9.0 cloudpickle pyre-extensions pyvers tensordict typing-inspect
+frameworks:  ## install Lightning, Accelerate and TorchRec, and run the tests and examples of others over sennit
+	@sennit/setup/build.sh frameworks bench-fbgemm
+	@$(PY) -m pip install --quiet --no-deps $(TORCHREC)
 	@$(PY) -m pytest -v tests/runtime/frameworks
 
 lint: build  ## ruff and clang-format, changing nothing

@@ -67,7 +67,7 @@ def broken(groups: ModuleType, seats: list[Any], folder: Path, break_it: Callabl
 
 def assert_each_names_the_other(said: list[str]) -> None:
     for rank, text in enumerate(said):
-        assert f"timed out on rank {rank}: not finished within its deadline of {DEADLINE_S:g} s" in text, said
+        assert f"timed out on rank {rank}: not finished within its timeout of {DEADLINE_S:g} s" in text, said
         assert f"no sign of life from rank {1 - rank}" in text, said
 
 

@@ -167,6 +167,11 @@ def monitored(rank: int, world: int) -> str:
     return raised(group().monitored_barrier, timedelta(seconds=1), True)
 
 
+def monitored_at_once(rank: int, world: int) -> str:
+    """Rank 0 alone comes, and does not wait."""
+    return raised(group().monitored_barrier, timedelta(0)) if rank == 0 else ""
+
+
 def aborted(rank: int, world: int) -> str:
     """Rank 0 waits for an operation that no other rank joins. Its own abort ends the wait."""
     mine = dist.new_group()

@@ -41,7 +41,7 @@ def test_ranks_that_disagree(new_world: World) -> None:
 
 def test_deadline_of_a_device_operation(new_world: World) -> None:
     text, _ = new_world(2).run(CASES, "deadline", device="cpu")
-    assert "timed out on rank 0: not finished within its deadline of 1 s" in text
+    assert "timed out on rank 0: not finished within its timeout of 1 s" in text
 
 
 def test_abort_with_copies_queued(new_world: World) -> None:

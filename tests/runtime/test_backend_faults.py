@@ -100,6 +100,10 @@ def test_monitored_barrier_names_the_missing(new_world: World) -> None:
     assert "rank 1 was not released by rank 0" in texts[1]
 
 
+def test_monitored_barrier_of_no_time_asks_who_is_there(new_world: World) -> None:
+    assert "monitored_barrier: rank 1 did not come within 1 ms" in new_world(2).run(CASES, "monitored_at_once")[0]
+
+
 def test_abort(new_world: World) -> None:
     texts = new_world(2).run(CASES, "aborted")
     assert "abort" in texts[0]

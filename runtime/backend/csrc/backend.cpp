@@ -252,7 +252,8 @@ void SennitBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool w
   constexpr uint32_t ARRIVED = 0xFFFF'FF00u;
   constexpr uint32_t RELEASED = 0xFFFF'FF01u;
   check_usable();
-  const uint64_t timeout_us = options.timeout.count() > 0 ? to_us(options.timeout) : poster_->timeout_us();
+  // A deadline of zero asks who is there already.
+  const uint64_t timeout_us = options.timeout == c10d::kUnsetTimeout ? poster_->timeout_us() : to_us(options.timeout);
   const WithoutGil without_gil;
   const uint64_t zero = 0;
   const auto post_empty = [&](uint32_t peer, bool is_send, uint32_t tag) {

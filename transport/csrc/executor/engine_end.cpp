@@ -119,7 +119,7 @@ std::vector<uint32_t> Engine::silent_of(const std::vector<uint32_t>& awaited, co
 void Engine::fail_late(const Operation& operation, const std::vector<uint32_t>& awaited,
                        const std::vector<uint32_t>& silent) {
   std::string reason = operation.describe() + " timed out on rank " + std::to_string(config_.rank) +
-                       ": not finished within its deadline of " + seconds(operation.timeout_us_);
+                       ": not finished within its timeout of " + seconds(operation.timeout_us_);
   if (std::find(held_.begin(), held_.end(), &operation) != held_.end()) {
     reason += "; it waits for earlier operations on device memory";
   } else if (const uint32_t copies = operation.copies_running(); copies != 0) {
