@@ -37,9 +37,13 @@ RUN_BY = {
     "docs/tutorials/first-training-run.md": "tests/runtime/test_tutorials.py",
     "docs/tutorials/first-vm.md": "",  # all of its commands say why not
 }
+TRAINER = "sennit.runtime.training"
 TARGETS = set(re.findall(r"^([a-z-]+):", (pages.ROOT / "Makefile").read_text(), re.MULTILINE))
 # Programs of others, and words of the shell.
-OTHERS = {".", "bpftool", "bpftrace", "export", "ls", "pip", "python", "python3", "rm", "sbatch", "sudo", "torchrun"}
+OTHERS = {
+    *(".", "cd", "cp", "export", "git", "ls", "mkdir", "rm", "scp", "ssh"),
+    *("bpftool", "bpftrace", "docker", "kubectl", "pip", "podman", "python", "python3", "sbatch", "srun", "torchrun"),
+}
 
 
 def train_options() -> Any:
@@ -84,17 +88,19 @@ def check_sennit(words: list[str]) -> None:
 
 def check_command(words: list[str]) -> None:
     program = words[0].rpartition("/")[2]
+    for word in words:
+        if word.startswith(("docs/", "examples/", "tests/")):
+            assert [*pages.ROOT.glob(word)], f"there is no {word}"
+    if TRAINER in words:
+        words = ["sennit", "train", *words[words.index(TRAINER) + 1 :]]
+        program = "sennit"
     if "sennit" in words[1:3] and words[words.index("sennit") - 1] == "-m":
         check_sennit(words[words.index("sennit") + 1 :])
     elif program == "sennit":
         check_sennit(words[1:])
     elif program == "make":
         assert {word for word in words[1:] if "=" not in word} <= TARGETS
-    elif program == "python" and words[1:3] == ["-m", "pytest"]:
-        assert all((pages.ROOT / word).exists() for word in words[3:] if word.startswith("tests/"))
     else:
-        if "sennit.runtime.training" in words:
-            train_options().make_context("train", words[words.index("sennit.runtime.training") + 1 :])
         assert program in OTHERS or words[0].startswith("build/"), f"no such program: {words[0]}"
 
 
@@ -184,6 +190,8 @@ def test_a_page_that_says_why_a_block_is_not_run_names_what_there_is() -> None:
         ("sennit testbed vm --no-such-option -- true", "--no-such-option"),
         ("make no-such-target", "no-such-target"),
         ("no-such-program", "no such program"),
+        ("python -m pytest tests/no_such_test.py", "there is no tests/no_such_test.py"),
+        (f"torchrun --nnodes 2 -m {TRAINER} --no-such-option", "--no-such-option"),
         ("SENNIT_TRANSPORT=udp sennit bench collectives --sizes", "--sizes"),
     ],
 )
