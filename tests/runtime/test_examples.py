@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -67,11 +68,13 @@ def run_by_ray(name: str, workers: int, *arguments: str, **environment: str) -> 
     """What an example prints on a Ray of its own, in namespaces that end with it and all that it started."""
     script = f'ip link set lo up && exec {sys.executable} {EXAMPLES / name}.py --workers {workers} "$@"'
     apart = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    done = subprocess.run(
-        [*apart, "bash", "-c", script, "bash", *arguments],
-        env={**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", **environment},
-        timeout=RAY_DEADLINE_S, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder:  # short, as Unix sockets want it
+        own = {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+        done = subprocess.run(
+            [*apart, "bash", "-c", script, "bash", *arguments],
+            env={**os.environ, **own, **environment},
+            timeout=RAY_DEADLINE_S, capture_output=True, text=True, check=False,
+        )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -39,6 +39,7 @@ def nodes() -> Iterator[SlurmNodes]:
         yield made
 
 
+@pytest.mark.slow
 def test_a_job_trains_on_two_nodes(nodes: SlurmNodes, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     status, said = nodes.submit(
@@ -54,6 +55,7 @@ def test_a_job_trains_on_two_nodes(nodes: SlurmNodes, tmp_path: Path) -> None:
     assert found["weights_sha256"] in said
 
 
+@pytest.mark.slow
 def test_the_launchers_start_a_program_again_on_all_nodes(nodes: SlurmNodes, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
