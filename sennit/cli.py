@@ -47,7 +47,6 @@ GBIT_MIN, GBIT_MAX = 1e-4, 1e4
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="A torch.distributed backend that uses many network paths, and a trainer for recommendation models.",

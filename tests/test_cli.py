@@ -210,6 +210,14 @@ def test_version_names_sennit_and_torch() -> None:
     assert "torch" in result.output
 
 
+def test_words_are_completed() -> None:
+    """What the lines of `sennit --show-completion` ask in a shell."""
+    for words, last, expected in (("sennit build-e", 1, "build-extension"), ("sennit explain --ra", 2, "--ranks")):
+        variables = {"_SENNIT_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(last)}
+        done = runner.invoke(app, [], env=variables, prog_name="sennit")
+        assert done.stdout.split() == [expected], done.output
+
+
 def test_doctor_prints_json_that_agrees_with_its_status() -> None:
     result = runner.invoke(app, ["doctor", "--json"])
     assert json.loads(result.stdout)["healthy"] == (result.exit_code == 0)

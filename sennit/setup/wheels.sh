@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # `make wheels`: the sdists and wheels of `sennit` and `sennit-torch` in build/wheels. Each wheel is built from its sdist
-# in a folder of its own, and audited: what it links, which glibc it needs. What a wheel needs to be installed offline
-# comes to lie beside it with `wheels.sh --requirements`.
+# in a folder of its own, and audited: what it links, which glibc it needs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -24,9 +23,13 @@ quietly() {
   fi
 }
 
-work=$(mktemp -d)
+# Outside of this checkout, and always the same, so that ccache finds what it has compiled.
+work=${XDG_CACHE_HOME:-$HOME/.cache}/sennit/wheels
+mkdir -p "${work%/*}"
+exec 9>"$work.lock"
+flock 9
 trap 'rm -rf "$work"' EXIT
-rm -rf "$wheels" "$sdists"
+rm -rf "$wheels" "$sdists" "$work"
 mkdir -p "$wheels" "$sdists" "$work/sennit" "$work/extension" "$work/raw"
 : >"$log"
 
