@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -130,6 +131,12 @@ def test_pages_show_what_the_repository_shows(site: Path, pages: dict[Path, Html
         expected["svg.flowchart"] = text.count('class="language-mermaid"')
         expected["pre"] -= expected["svg.flowchart"]
         assert pages[shown(site, page)].elements == expected, page
+
+
+def test_search_knows_every_page(site: Path, pages: dict[Path, Html]) -> None:
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    found = {document["location"].partition("#")[0] or "index.html" for document in index["docs"]}
+    assert found == {str(path.relative_to(site)) for path in pages} - {"404.html"}
 
 
 def test_the_interface_has_every_public_name(pages: dict[Path, Html], site: Path) -> None:
