@@ -354,6 +354,7 @@ def test_a_pipeline_of_two_ranks_has_a_timeline_and_its_bits(kept_world: Callabl
         names = {(one.track, one.name) for one in own if one.kind == "collective"}
         assert names >= {("ids", "alltoall"), ("exchange", "alltoall"), ("main", "allreduce")}, names
         assert any(one.facts.get("sent_bytes") for one in own if one.name == "alltoall")
+        assert any("sequence" in one.facts and one.end_ns > one.start_ns for one in own if one.kind == "wait")
     parts = {
         (one.facts["group"], one.facts["sequence"], one.rank): one.name
         for one in trace.spans
