@@ -107,7 +107,8 @@ def _machine(found: Comparison) -> str:
     where = found.machine
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
     date = str(where["time_utc"]).partition("T")[0]
-    text = f"Measured {date} on {where['processor']}, {where['cores']} cores, Linux {where['kernel']}: {versions}."
+    kernel = str(where["kernel"]).partition("-")[0]
+    text = f"Measured {date} on {where['processor']}, {where['cores']} cores, Linux {kernel}: {versions}."
     return textwrap.fill(text, 120, break_on_hyphens=False)
 
 
