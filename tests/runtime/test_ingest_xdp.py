@@ -9,12 +9,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sennit.ebpf.features import CAPABILITIES
 from sennit.testbed.topology import Impairment, Planes
 from tests.runtime.whole_run import train
 
@@ -32,6 +33,11 @@ DEADLINE_S = 90.0
 # 24 batches and the evaluation rows are 5 MB of records, which take some seconds.
 RATE_BITS_PER_S, QUEUE_BYTES = 6_000_000, 200_000
 LOSS = 0.02
+
+
+# Root with the capabilities of the DaemonSet (examples/cluster/kubernetes/xdp.yaml), and no others.
+GIVEN = ",".join(["-all", *(f"+{name.removeprefix('CAP_').lower()}" for name in CAPABILITIES)])
+AS_IN_A_POD = ["setpriv", f"--inh-caps={GIVEN}", f"--bounding-set={GIVEN}", "--no-new-privs"]
 
 
 def sennit(*arguments: str) -> list[str]:
@@ -53,10 +59,10 @@ def planes() -> Iterator[Planes]:
 class Trainer:
     """`sennit train --ingest xdp://…` on its host."""
 
-    def __init__(self, planes: Planes, folder: Path, interfaces: int = 2) -> None:
+    def __init__(self, planes: Planes, folder: Path, interfaces: int = 2, prefix: Sequence[str] = ()) -> None:
         self.path = folder / "report.json"
         target = f"xdp://{','.join(planes.interfaces(TRAINER_HOST)[:interfaces])}"
-        command = sennit("train", "--ingest", target, *RUN, "--json", str(self.path))
+        command = [*prefix, *sennit("train", "--ingest", target, *RUN, "--json", str(self.path))]
         self.process = planes.popen(TRAINER_HOST, command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def report(self) -> dict[str, Any]:
@@ -80,8 +86,8 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 
 
 def test_weights_are_those_of_a_run_from_memory(planes: Planes, tmp_path: Path, from_memory: str) -> None:
-    """Both ranks use one interface. In the next test each has its own."""
-    trainer = Trainer(planes, tmp_path, interfaces=1)
+    """Both ranks use one interface, with no rights but those that XDP takes. In the next test each has its own."""
+    trainer = Trainer(planes, tmp_path, interfaces=1, prefix=AS_IN_A_POD)
     feeder = feed(planes)
     report = trainer.report()
     assert report["weights_sha256"] == from_memory
