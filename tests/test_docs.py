@@ -85,3 +85,12 @@ def test_pages_that_sources_mention_exist() -> None:
             if not target.exists() and not [*target.parent.glob(target.name + "-*")]:
                 missing.append(f"{path.relative_to(ROOT)}: {mention}")
     assert not missing, missing
+
+
+def test_symptoms_are_looked_up_in_counters_that_exist() -> None:
+    """The second column of the table in docs/how-to/cluster.md."""
+    table = (ROOT / "docs/how-to/cluster.md").read_text().partition("## Tune by symptom")[2]
+    looked_at = [line.split("|")[2] for line in table.splitlines() if line.startswith("| ")]
+    named = {name for cell in looked_at for name in re.findall(r"`([a-z]+(?:_[a-z]+)+)`", cell)}
+    assert len(named) > 8
+    assert named <= set(re.findall(r"`(\w+)`", (ROOT / "docs/reference/counters.md").read_text()))
