@@ -133,6 +133,13 @@ def test_pages_show_what_the_repository_shows(site: Path, pages: dict[Path, Html
         assert pages[shown(site, page)].elements == expected, page
 
 
+def test_a_page_is_in_the_section_that_lists_it(site: Path) -> None:
+    """A list may also link pages of other sections."""
+    for page, section in (("performance", "Explanation"), ("lab/codecs", "Lab"), ("how-to/train", "How-to")):
+        tabs = re.findall(r"md-tabs__item--active.*?</li>", (site / f"{page}.html").read_text(), re.DOTALL)
+        assert [section in tab for tab in tabs] == [True]
+
+
 def test_search_knows_every_page(site: Path, pages: dict[Path, Html]) -> None:
     index = json.loads((site / "search" / "search_index.json").read_text())
     found = {document["location"].partition("#")[0] or "index.html" for document in index["docs"]}

@@ -34,11 +34,16 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
                 page for page in listed("docs/README.md", "Explanation") if not page.startswith(("lab/", "decisions/"))
             ]
         },
-        {"Lab": ["lab/README.md", *listed("docs/lab/README.md")]},
-        {"Decisions": ["decisions/README.md", *listed("docs/decisions/README.md")]},
+        {"Lab": ["lab/README.md", *_inside("lab")]},
+        {"Decisions": ["decisions/README.md", *_inside("decisions")]},
         {"Glossary": "glossary.md"},
     ]
     return config
+
+
+def _inside(folder: str) -> list[str]:
+    """The pages that the list of a folder has of this folder."""
+    return [page for page in listed(f"docs/{folder}/README.md") if page.startswith(f"{folder}/")]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
