@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -76,9 +77,9 @@ def only_sennit() -> Iterator[list[int]]:
 def group_over_sennit(rank: int, world: int, folder: str, name: str) -> Iterator[None]:
     """A default group for code that uses the one that is there. Its ranks must have run collectives in the end."""
     with only_sennit() as sent_bytes:
-        dist.init_process_group(
-            "sennit", store=dist.FileStore(str(Path(folder) / name), world), rank=rank, world_size=world
-        )
+        store = dist.FileStore(str(Path(folder) / name), world)
+        limit = timedelta(seconds=DEADLINE_S)
+        dist.init_process_group("sennit", store=store, rank=rank, world_size=world, timeout=limit)
         yield
         if dist.is_initialized():
             dist.destroy_process_group()
