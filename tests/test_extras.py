@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import http.server
+import io
 import os
 import platform
 import re
@@ -17,8 +18,10 @@ import zipfile
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+from elftools.elf.elffile import ELFFile
 
 import sennit
 from sennit import extras
@@ -30,6 +33,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 COMMAND_TIMEOUT_S = 120.0
 # Stripped, and no part twice.
 CORE_MAX_BYTES, EXTENSION_MAX_BYTES = 6_000_000, 3_000_000
+# PEP 600's policy for manylinux has the system's. ISA-L is copied into the wheel, with its licence (LICENSES).
+OF_THE_SYSTEM = {"libc.so.6", "libm.so.6", "ld-linux-x86-64.so.2", "libstdc++.so.6", "libgcc_s.so.1"}
+OURS = {"libsennit_core.so", "libsennit_kernels.so"}
+COPIED = {"libisal.so.2"}
 TRAIN = ["-m", "sennit", "train"]
 
 # Its first user builds the wheel in the folder of `make build`. That takes minutes if nothing is compiled there.
@@ -244,6 +251,28 @@ def test_the_wheels_name_what_they_need_and_are_small(wheel: Path, extension_whe
     assert f"Requires-Dist: torch=={minor}.*\n" in text
     assert wheel.stat().st_size <= CORE_MAX_BYTES
     assert extension_wheel.stat().st_size <= EXTENSION_MAX_BYTES
+
+
+def linked(wheel: Path) -> Iterator[tuple[str, set[str], bool]]:
+    """Yields each shared object of a wheel, the libraries that it links, and whether it has debugging information."""
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            if name.endswith(".so"):
+                file = ELFFile(io.BytesIO(archive.read(name)))
+                dynamic: Any = file.get_section_by_name(".dynamic")
+                libraries = {tag.needed for tag in dynamic.iter_tags("DT_NEEDED")}
+                yield name, libraries, file.get_section_by_name(".debug_info") is not None
+
+
+@wheel_test
+def test_nothing_but_what_auditwheel_may_leave_or_copy_is_linked(wheel: Path, extension_wheel: Path) -> None:
+    found = {path.name: list(linked(path)) for path in (wheel, extension_wheel)}
+    assert len(found[wheel.name]) >= 7
+    assert len(found[extension_wheel.name]) == 1
+    for name, libraries, has_debugging_information in (entry for entries in found.values() for entry in entries):
+        assert not has_debugging_information, name
+        torchs = {"libc10.so", "libtorch.so", "libtorch_cpu.so", "libtorch_python.so"} if "_c10d" in name else set()
+        assert libraries <= OF_THE_SYSTEM | OURS | COPIED | torchs, f"{name}: open it at run time, or copy it knowingly"
 
 
 @wheel_test
