@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,20 +15,26 @@ from tests.runtime.conftest import World
 pytestmark = pytest.mark.timeout(180)
 
 
+def skip_without(package: str) -> None:
+    """Does not import it: that takes seconds, and only the ranks need it."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"the package {package} is not installed: make frameworks")
+
+
 @pytest.mark.parametrize("name", ["test_ops", "test_sync", "test_script"])
 def test_accelerate(ranks: Callable[[int], World], tmp_path: Path, port: int, name: str) -> None:
-    pytest.importorskip("accelerate")
+    skip_without("accelerate")
     ranks(2).run("frameworks/accelerate_cases.py", "script", folder=str(tmp_path), port=port, name=name)
 
 
 def test_accelerate_data_loop(ranks: Callable[[int], World], tmp_path: Path, port: int) -> None:
-    pytest.importorskip("accelerate")
+    skip_without("accelerate")
     ranks(2).run("frameworks/accelerate_cases.py", "data_loop", folder=str(tmp_path), port=port)
 
 
 @pytest.mark.parametrize("model", ["BoringModel", "ManualOptimBoringModel"])
 def test_lightning(ranks: Callable[[int], World], port: int, model: str) -> None:
-    pytest.importorskip("lightning")
+    skip_without("lightning")
     ranks(2).run("frameworks/lightning_cases.py", "fit", port=port, model=model)
 
 
@@ -44,5 +51,5 @@ def test_lightning(ranks: Callable[[int], World], port: int, model: str) -> None
 )
 def test_torchrec(ranks: Callable[[int], World], port: int, sharding: str, options: dict[str, Any]) -> None:
     """Rows over gloo TorchRec skips, because gloo sums no reduce_scatter in the background."""
-    pytest.importorskip("torchrec")
+    skip_without("torchrec")
     ranks(2).run("frameworks/torchrec_cases.py", "sharding", port=port, sharding_type=sharding, options=options)
