@@ -78,7 +78,7 @@ def _bridge() -> Capability:
 
 def _packet_sockets() -> Capability:
     from sennit.errors import Unsupported
-    from sennit.testbed.topology.packet_socket import REMEDY, packet_socket
+    from sennit.testbed.packet_socket import REMEDY, packet_socket
 
     name = "packet-sockets"
     try:

@@ -132,7 +132,7 @@ except ConfigError as error:
 """
 PACKETS = """
 from sennit.errors import Unsupported
-from sennit.testbed.topology.packet_socket import packet_socket
+from sennit.testbed.packet_socket import packet_socket
 try:
     print(packet_socket(0))
 except Unsupported as error:

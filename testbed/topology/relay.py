@@ -19,7 +19,7 @@ import sys
 import time
 from typing import Final
 
-from sennit.testbed.topology.packet_socket import packet_socket
+from sennit.testbed.packet_socket import packet_socket
 from sennit.testbed.topology.relay_table import READY, RelayTable
 
 # linux/if_packet.h, linux/if_ether.h, asm-generic/socket.h

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from sennit.closing import Closing
-from sennit.testbed.topology.packet_socket import packet_socket
+from sennit.testbed.packet_socket import packet_socket
 
 ETH_P_ALL: Final = 3
 ETH_P_ARP: Final = 0x0806
