@@ -21,8 +21,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.optim.lr_scheduler import LambdaLR
 
 from sennit.runtime.data import Order, PreparedData, Source, load
-from sennit.runtime.kernels import Optimizer, OptimizerSpec
-from sennit.runtime.sharded import ShardedEmbeddingBags, SlicedReplicas, Table
+from sennit.runtime.sharded import Optimizer, OptimizerSpec, ShardedEmbeddingBags, SlicedReplicas, Table
 
 BATCH = 512  # samples of all ranks together, however many there are
 WARM_UP = 8  # steps
@@ -105,10 +104,10 @@ def main() -> None:
 
     replicas.eval()
     with torch.no_grad():
-        held_out = [logits_and_labels(number) for number in order.evaluation_batches(steps)[:16]]
-    everyone = [held_out] * dist.get_world_size()
-    dist.all_gather_object(everyone, held_out)
-    pairs = [pair for of_batch in zip(*everyone, strict=True) for pair in of_batch]
+        pairs = [
+            [replicas.gathered(part, len(order.rows(number))) for part in logits_and_labels(number)]  # of all ranks
+            for number in order.evaluation_batches(steps)[:16]
+        ]
     scores, labels = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     weights = hashlib.sha256(f"{embeddings.digest()} {replicas.digest()}".encode()).hexdigest()
     if rank == 0:

@@ -19,8 +19,7 @@ from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from sennit.runtime.kernels import Pooling
-from sennit.runtime.sharded import ShardedEmbeddingBags, SlicedReplicas, Table
+from sennit.runtime.sharded import Pooling, ShardedEmbeddingBags, SlicedReplicas, Table
 
 BATCH = 512  # samples of all ranks together
 DIM = 16

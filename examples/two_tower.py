@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sennit.runtime.data import Order, PreparedData, Source, load
-from sennit.runtime.kernels import Pooling
-from sennit.runtime.sharded import ShardedEmbeddingBags, SlicedReplicas, Table
+from sennit.runtime.sharded import Pooling, ShardedEmbeddingBags, SlicedReplicas, Table
 
 BATCH = 1024  # samples of all ranks together: 127 negatives for each, in slices of 128
 DIM = 32
@@ -57,7 +56,7 @@ def main() -> None:
 
     dist.init_process_group("sennit")
     torch.set_num_threads(1)  # matrix products may round differently with another number of threads
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
 
     raw = load(Source(data="movielens"), seed=0)
     order = Order(name=raw.name, sample_count=len(raw), batch_size=BATCH, eval_fraction=0.05, seed=0)
@@ -87,12 +86,6 @@ def main() -> None:
         users, films = replicas(vectors, global_batch=len(rows))
         return users, films
 
-    def everyone(vectors: Tensor) -> Tensor:
-        """Vectors of all ranks, in the order of samples."""
-        parts = [vectors] * world
-        dist.all_gather_object(parts, vectors)
-        return torch.cat(parts)
-
     for step in range(steps):
         rows = train[torch.randint(len(train), (BATCH,), generator=torch.Generator().manual_seed(step))]
         users, films = towers(rows)
@@ -107,7 +100,8 @@ def main() -> None:
 
     with torch.no_grad():
         known = torch.stack([(film_of == film).nonzero()[0, 0] for film in film_of.unique()])  # a sample of each film
-        films, users = everyone(towers(known)[1]), everyone(towers(held_out)[0])
+        films = replicas.gathered(towers(known)[1], len(known))  # of all ranks, in the order of samples
+        users = replicas.gathered(towers(held_out)[0], len(held_out))
     found = film_of[known][(users @ films.T).topk(FOUND).indices]
     recall = (found == film_of[held_out].unsqueeze(1)).any(1).float().mean()
     weights = hashlib.sha256(f"{embeddings.digest()} {replicas.digest()}".encode()).hexdigest()

@@ -24,6 +24,12 @@ if TYPE_CHECKING:
     from sennit.runtime.sharded.sent import Sent as Sent
     from sennit.runtime.sharded.sequences import ShardedEmbeddings as ShardedEmbeddings
     from sennit.runtime.sharded.slices import Slices as Slices
+    from sennit.runtime.sharded.tables import Bounds as Bounds
+    from sennit.runtime.sharded.tables import Optimizer as Optimizer
+    from sennit.runtime.sharded.tables import OptimizerSpec as OptimizerSpec
+    from sennit.runtime.sharded.tables import Pooling as Pooling
+    from sennit.runtime.sharded.tables import Precision as Precision
+    from sennit.runtime.sharded.tables import Rounding as Rounding
     from sennit.runtime.sharded.tables import Table as Table
 
 __getattr__ = exporter(
@@ -43,6 +49,12 @@ __getattr__ = exporter(
         "ShardedEmbeddings": "sequences",
         "Sent": "sent",
         "Slices": "slices",
+        "Bounds": "tables",
+        "Optimizer": "tables",
+        "OptimizerSpec": "tables",
+        "Pooling": "tables",
+        "Precision": "tables",
+        "Rounding": "tables",
         "Table": "tables",
     },
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
+from sennit.runtime.backend.gathering import all_gather_parts
 from sennit.runtime.data.seeds import derive
 from sennit.runtime.sharded.agreement import check_agreement, check_codec
 from sennit.runtime.sharded.cutting import Along, CutArguments, join
@@ -148,6 +150,16 @@ class SlicedReplicas(nn.Module):
         self._check_losses(losses)
         total = self._reduction.leaves(losses.detach()).to(losses.device)
         return total / (self.slices.count if divisor is None else divisor)
+
+    def gathered(self, own: Tensor, global_batch: int | None = None) -> Tensor:
+        """Collective: the results of all samples, [global batch, …], in their order and without gradients.
+
+        `own`: those of this rank's samples, [B, …]. `global_batch`: needed only where slices differ in size.
+        """
+        batch, of_sample = self.slices.global_batch(len(own), global_batch), own.shape[1:]
+        ends = [self.slices.samples(rank, batch) for rank in range(self.slices.world_size)]
+        sizes = [(end.high - end.low) * math.prod(of_sample) for end in ends]
+        return all_gather_parts(own.detach().reshape(-1), sizes, self._group).view(batch, *of_sample)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

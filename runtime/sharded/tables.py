@@ -15,8 +15,13 @@ from typing import NamedTuple
 
 from torch import Generator, Tensor
 
-from sennit.runtime.kernels.optimizers import OptimizerSpec
-from sennit.runtime.kernels.spec import MAX_DIM, Bounds, Pooling, Precision, Rounding, TableSpec
+from sennit.runtime.kernels.optimizers import Optimizer as Optimizer
+from sennit.runtime.kernels.optimizers import OptimizerSpec as OptimizerSpec
+from sennit.runtime.kernels.spec import MAX_DIM, TableSpec
+from sennit.runtime.kernels.spec import Bounds as Bounds
+from sennit.runtime.kernels.spec import Pooling as Pooling
+from sennit.runtime.kernels.spec import Precision as Precision
+from sennit.runtime.kernels.spec import Rounding as Rounding
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.runtime.sharded.shards import expected
 from sennit.transport.errors import ConfigError

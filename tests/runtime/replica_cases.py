@@ -476,3 +476,19 @@ def ranks_leave(rank: int, world: int) -> str:
             dist.destroy_process_group(group)
     dist.barrier()
     return digest(*model.parameters()) if rank == 0 else ""
+
+
+def gathered(rank: int, world: int) -> None:
+    """Results of all samples, in their order, where slices have one size and where they have not."""
+    replicas = SlicedReplicas(nn.Linear(1, 1))
+    for count in (16, 37):
+        whole = torch.randn(count, 2, 3, generator=torch.Generator().manual_seed(count), requires_grad=True)
+        numbers = torch.arange(count)
+        own = replicas.slices.own_samples(count)
+        for every in (whole, whole.transpose(1, 2), numbers, numbers.to(torch.float64)):
+            found = replicas.gathered(every[own], None if count == 16 else count)
+            assert torch.equal(found, every)
+            assert found.dtype is every.dtype
+            assert not found.requires_grad
+    with pytest.raises(ArgumentError, match="hold the samples"):
+        replicas.gathered(whole[own][1:], 37)

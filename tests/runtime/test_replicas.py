@@ -120,3 +120,8 @@ def test_slices_are_cut_with_their_gradients_and_begin_at_a_cache_line() -> None
     for tensor in arrived + parts:
         assert tensor.is_contiguous()
         assert tensor.data_ptr() % 64 == 0
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_results_of_all_samples_are_gathered_in_their_order(kept_world: Callable[..., Any], world: int) -> None:
+    kept_world(world).run(CASES, "gathered")
