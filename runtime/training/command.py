@@ -284,8 +284,6 @@ def start(config: TrainingConfig, ranks: int | None, *, port: int = 0, join: Add
         return
     config.check_world(world_size)
     _check_ingest(config, world_size)
-    source = "samples of feeders" if config.ingest is not None else config.source.data
-    typer.echo(f"{config.model} on {source}: starting {world_size} rank{'s' if world_size > 1 else ''}")
     # Kept open until the last rank is done.
     store, address = serve_store(port, timeout_s=config.timeout_s)
     if config.elastic:
@@ -297,6 +295,8 @@ def start(config: TrainingConfig, ranks: int | None, *, port: int = 0, join: Add
             )
         else:
             typer.echo(f"ranks can join with --join {reachable}")
+    source = "samples of feeders" if config.ingest is not None else config.source.data
+    typer.echo(f"{config.model} on {source}: starting {world_size} rank{'s' if world_size > 1 else ''}")
     run_ranks(
         _run_here,
         config,
