@@ -67,7 +67,7 @@ def charts(found: Comparison) -> dict[str, Chart]:
         made[PICTURES[0]] = Chart(
             title="Collectives: time of gloo / time of sennit", series=series, groups=tuple(groups), note=note
         )
-    bars = tuple((f"{row.peer}, {row.case}", (_round(row.ratio),)) for row in found.rows if row.part in (LOOKUPS, STEP))
+    bars = tuple((_bar(row), (_round(row.ratio),)) for row in found.rows if row.part in (LOOKUPS, STEP))
     if bars:
         title = "Embedding tables and training: time of the peer / time of sennit"
         made[PICTURES[1]] = Chart(title=title, series=("peer / sennit",), groups=bars, note=note)
@@ -138,6 +138,11 @@ def _cell(row: Row) -> str:
 def _absent(found: Comparison) -> Iterator[str]:
     for peer, why in found.absent.items():
         yield f"- {peer} did not run: {why}"
+
+
+def _bar(row: Row) -> str:
+    """A name short enough to stand beside a bar."""
+    return f"{row.peer}, {row.case}" if row.part == LOOKUPS else f"{row.peer.partition(' +')[0]}, a step"
 
 
 def _size(row: Row) -> str:
