@@ -49,8 +49,13 @@ def writable_file(path: Path | None) -> Path | None:
 
 def write_json(path: Path, content: object) -> None:
     """Writes what a command found. Ends the command if that fails."""
+    write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file. Ends the command if that fails."""
     try:
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         fail(f"{path} cannot be written: {error.strerror}")
 

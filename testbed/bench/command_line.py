@@ -1,33 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sennit bench`. Each command imports what it needs when it runs, so that `--help` stays quick."""
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
 from sennit import capabilities
 from sennit.command_line import fail, figure_file, stdout_console, writable_file, write_json
 from sennit.testbed.bench.comparison_command import compare
+from sennit.testbed.bench.progress import progress
 
 Figures = Annotated[Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)]
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure sennit and its peers in turn, in one run.")
-
-
-class _Update(Protocol):
-    def __call__(self, what: str, done: int | None = None, total: int | None = None, /) -> None: ...
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[_Update]:
-    """A line on stderr that says what is measured now."""
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda what, done=None, total=None: progress.update(task, description=what, completed=done, total=total)
 
 
 def _write(json_path: Path | None, figures: object) -> None:
@@ -95,7 +80,7 @@ def collectives(
         raise typer.BadParameter(str(error)) from None
     console = stdout_console()
     try:
-        with _progress() as update:
+        with progress() as update:
             result = collectives.run(settings, update)
     except WorkerError as error:
         fail(error)
@@ -217,7 +202,7 @@ def bench_quality(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     try:
-        with _progress() as update:
+        with progress() as update:
             report = bench.run(settings, update)
     except SennitError as error:
         fail(error)
@@ -282,7 +267,7 @@ def bench_codecs(
         raise typer.BadParameter(str(error)) from None
     if size_bytes < 4:
         raise typer.BadParameter(f"--size {size}; allowed: 4 bytes or more")
-    with _progress() as update:
+    with progress() as update:
         results = codecs.run(size_bytes=size_bytes, rounds=rounds, seed=seed, on_progress=update)
     codecs.render(results, stdout_console())
     _write(json_path, codecs.as_json(results, size_bytes=size_bytes, rounds=rounds, seed=seed))
@@ -388,7 +373,7 @@ def bench_embedding(
     for name in names:
         if name not in allowed:
             raise typer.BadParameter(f"--against {name}; allowed: {', '.join(allowed)}")
-    with _progress() as update:
+    with progress() as update:
         results = embedding.run(against=names, rounds=rounds, seed=seed, only=only, threads=threads, on_progress=update)
     embedding.render(results, stdout_console())
     _write(json_path, embedding.as_json(results, rounds=rounds, seed=seed, threads=threads))
@@ -416,7 +401,7 @@ def bench_gpu(
         settings = gpu.Settings(world=world, rounds=rounds, seed=seed, interpreter=interpreter)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    with _progress() as update:
+    with progress() as update:
         report = gpu.run(settings, update)
     gpu.render(report, stdout_console())
     _write(json_path, report)
@@ -457,7 +442,7 @@ def rdma(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     try:
-        with _progress() as update:
+        with progress() as update:
             result = rdma.run(settings, update)
     except (WorkerError, rdma.Unusable) as error:
         fail(error)

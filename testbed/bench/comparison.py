@@ -8,17 +8,14 @@ Within a part all peers take turns, round by round. A peer that is not installed
 from __future__ import annotations
 
 import importlib.util
-import shutil
 import statistics
-import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Final, Self
 
 from sennit.runtime.training.launch import RankFailure
 from sennit.testbed.bench import collectives, embedding, machine, sharded
-from sennit.testbed.bench.conductor import WorkerError
+from sennit.testbed.bench.conductor import WorkerError, mpirun
 from sennit.testbed.bench.results import quantile
 from sennit.transport.sizes import format_size
 
@@ -115,13 +112,14 @@ class Settings:
 def run(settings: Settings, update: Update) -> Comparison:
     """Minutes. Raises `WorkerError` or `RankFailure` if a part fails, and AssertionError if results differ."""
     where, absent = machine.describe(), dict[str, str]()
-    rows = [*_collectives(settings, absent, update), *_tables(settings, absent, update)]
-    rows += _step(settings, absent, update)
+    parts = (_collectives, _tables, _step)
+    rows = [row for part in parts for row in part(settings, absent, update)]
     return Comparison(machine=where, rows=rows, absent=absent)
 
 
 def _collectives(settings: Settings, absent: dict[str, str], update: Update) -> Iterator[Row]:
-    mpi = ("openmpi",) if _has_openmpi() else ()
+    has_openmpi = importlib.util.find_spec("mpi4py") is not None and mpirun() is not None
+    mpi = ("openmpi",) if has_openmpi else ()
     if not mpi:
         absent["OpenMPI"] = "not installed: pip install 'sennit[mpi]'"
     small, large = (4 * KIB,), (64 * KIB if settings.quick else 64 * MIB,)
@@ -144,13 +142,6 @@ def _collectives(settings: Settings, absent: dict[str, str], update: Update) -> 
             case = f"{TITLES[row.case.collective.value]}, {format_size(row.case.size_bytes)}"
             for peer in report.peers():
                 yield Row.of(part, case, peer, row.samples_s[peer], row.samples_s[report.ours])
-
-
-def _has_openmpi() -> bool:
-    scripts = Path(sysconfig.get_path("scripts"))
-    return importlib.util.find_spec("mpi4py") is not None and (
-        (scripts / "mpirun").exists() or shutil.which("mpirun") is not None
-    )
 
 
 def _tables(settings: Settings, absent: dict[str, str], update: Update) -> Iterator[Row]:

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markdown import Markdown
-from rich.progress import Progress
 
-from sennit.command_line import fail, stdout_console, write_json
+from sennit.command_line import fail, stdout_console, write_json, write_text
+from sennit.testbed.bench.progress import progress
 
 
 def compare(
@@ -34,17 +33,13 @@ def compare(
             raise typer.BadParameter(f"--report {report}: {error.strerror}") from None
     settings = comparison.Settings(rounds=rounds, quick=quick)
     try:
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("", total=None)
-            found = comparison.run(settings, lambda what: progress.update(task, description=what))
+        with progress() as update:
+            found = comparison.run(settings, update)
     except comparison.FAILURES as error:
         fail(error)
     stdout_console().print(Markdown(comparison_page.tables(found)))
     if report is not None:
         write_json(report / comparison_page.FIGURES, found.as_json())
         for name, text in comparison_page.files(found).items():
-            try:
-                (report / name).write_text(text, encoding="utf-8")
-            except OSError as error:
-                fail(f"{report / name} cannot be written: {error.strerror}")
+            write_text(report / name, text)
         typer.echo(f"written to {report}: {comparison_page.PAGE} has it all")

