@@ -26,6 +26,11 @@ class Steps:
         self._kept: list[tuple[Batch, Tensor]] = []
         self._announced: list[Announced] = []
 
+    @property
+    def is_begun(self) -> bool:
+        """Whether passes are kept for a step that is still to be taken."""
+        return bool(self._kept)
+
     def add(self, announced: Announced, batch: Batch, gradient: Tensor, *, rate: float | None) -> GradientError | None:
         """Takes the step with all passes since the last one at learning rate `rate`; None: keeps this pass.
 

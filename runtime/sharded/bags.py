@@ -40,9 +40,12 @@ class ShardedEmbeddingBags(ShardedTables):
 
     _poolings = (Pooling.SUM, Pooling.MEAN)
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def _connect(self) -> None:
         self._pools = [Pools(engines) for engines in self._engines]
+
+    @property
+    def _is_accumulating(self) -> bool:
+        return any(pools.is_accumulating for pools in self._pools)
 
     @property
     def _counts_told(self) -> int:
@@ -142,6 +145,11 @@ class Pools:
         self._steps = Steps(engines.sharded, settings.slices.count)
         self._replica_steps = Steps(engines.replicated, settings.slices.count)
         self._sparse = SparseAllReduce(engines.replicated, settings.slices, settings.wire)
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether backward passes are kept for a later step."""
+        return self._steps.is_begun or self._replica_steps.is_begun
 
     def outgoing(self, ids: Ids) -> tuple[Outgoing, Outgoing]:
         """Ids for the owners of shards, and those of replicated tables. Not collective."""

@@ -19,6 +19,9 @@ def described(
         for field in table.__dataclass_fields__:
             if field != "initial":
                 found[f"table {table.name}: {field}"] = str(getattr(table, field))
-    for shard in shards_of(tables):
-        found[f"owner of {shard_name(tables, shard)}"] = str(placement.owner_of[shard])
-    return found
+    return found | owners(tables, placement)
+
+
+def owners(tables: Sequence[Table], placement: Placement) -> dict[str, str]:
+    """The rank of each shard."""
+    return {f"owner of {shard_name(tables, shard)}": str(placement.owner_of[shard]) for shard in shards_of(tables)}

@@ -44,16 +44,20 @@ class Settings:
 class Engines:
     """The shards of some tables on this rank: one engine for those it owns, one for replicated ones."""
 
-    def __init__(self, settings: Settings, numbers: Sequence[int]) -> None:
-        """`numbers`: tables with one optimizer and one way to round."""
+    def __init__(self, settings: Settings, numbers: Sequence[int], kept: Mapping[str, Held] | None = None) -> None:
+        """`numbers`: tables with one optimizer and one way to round.
+
+        `kept`: shards of this rank that exist already, by name. They keep their memory, but for tensor trains, and
+        nothing is filled: others will be loaded.
+        """
         self.settings = settings
         self._first = numbers[0]
         replicated = settings.placement.replicated
         own = [shard for shard in settings.placement.shards_on(settings.slices.rank) if shard.table in numbers]
         sharded = [shard for shard in own if shard.table not in replicated]
-        self.sharded, self.number_of = self._made(sharded, numbers, settings.files)
+        self.sharded, self.number_of = self._made(sharded, numbers, settings.files, kept)
         self.replicated, self.replica_of = self._made(
-            [shard for shard in own if shard.table in replicated], numbers, None
+            [shard for shard in own if shard.table in replicated], numbers, None, kept
         )
         features = list(enumerate(features_of(settings.tables)))
         self.features = [place for place, (_, table) in features if table in numbers and table not in replicated]
@@ -61,7 +65,11 @@ class Engines:
         self.replicated_features = [place for place, (_, table) in features if table in numbers and table in replicated]
 
     def _made(
-        self, shards: Sequence[Shard], numbers: Sequence[int], files: TableFiles | None
+        self,
+        shards: Sequence[Shard],
+        numbers: Sequence[int],
+        files: TableFiles | None,
+        kept: Mapping[str, Held] | None,
     ) -> tuple[Shards, dict[Shard, int]]:
         settings = self.settings
         tables, first = settings.tables, settings.tables[numbers[0]]
@@ -78,7 +86,7 @@ class Engines:
                 threads=settings.threads,
                 memory=memory,
             )
-            for number, spec in enumerate(specs):
+            for number, spec in enumerate(specs if kept is None else ()):
                 if isinstance(spec, TensorTrainSpec):
                     cores = [engine.weight(core.name) for core in spec.cores]
                     fill_train(spec, cores, tables[shards[number].table], seed=settings.seed)
@@ -94,7 +102,7 @@ class Engines:
 
         number_of = {shard: number for number, shard in enumerate(shards)}
         if files is None or not any(map(is_stored, specs)):
-            return Shards(made(specs)), number_of
+            return Shards(made(specs, None if kept is None else [_memory(spec, kept) for spec in specs])), number_of
         return StoredShards(specs, first.optimizer, files, filled, made, waiting), number_of
 
     @property
@@ -138,6 +146,14 @@ class Engines:
     @step.setter
     def step(self, step: int) -> None:
         self.sharded.step = self.replicated.step = step
+
+
+def _memory(spec: TableSpec, kept: Mapping[str, Held]) -> TableMemory | None:
+    """The memory that a shard has; None if it is new here, or a tensor train."""
+    held = kept.get(spec.name)
+    if held is None or isinstance(spec, TensorTrainSpec):
+        return None
+    return TableMemory(spec=spec, weight=held.weight, states=held.states)
 
 
 def files_of(

@@ -16,20 +16,22 @@ from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.kernels.spec import Pooling
 from sennit.runtime.sharded.agreement import check_agreement, check_codec, exchange_headers, made_on_all, rows_on_all
 from sennit.runtime.sharded.changes import CHANGED_ROWS, ChangedRows
-from sennit.runtime.sharded.description import described
+from sennit.runtime.sharded.description import described, owners
 from sennit.runtime.sharded.digest import digest_of
 from sennit.runtime.sharded.engines import Engines, Settings, files_of, groups_of
 from sennit.runtime.sharded.features import Ids, features_of, ids_of
 from sennit.runtime.sharded.files import TableStore
+from sennit.runtime.sharded.loading import load
+from sennit.runtime.sharded.moving import moved
 from sennit.runtime.sharded.passes import Arrive, Lookup
 from sennit.runtime.sharded.pending import Pending, RunBeside, Running
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.sharded.placement import Placement, place
 from sennit.runtime.sharded.rates import TableRates
 from sennit.runtime.sharded.sent import Refused, Sent
-from sennit.runtime.sharded.shards import Held, expected, tensors_of
+from sennit.runtime.sharded.shards import Held, tensors_of
 from sennit.runtime.sharded.slices import DEFAULT_SLICES, Slices
-from sennit.runtime.sharded.tables import Table, check_tables, output_names, shard_spec, shards_of
+from sennit.runtime.sharded.tables import Table, check_tables, output_names
 from sennit.runtime.sharded.wire import Wire
 from sennit.transport.codecs import Codec
 from sennit.transport.errors import ArgumentError, ConfigError
@@ -146,6 +148,7 @@ class ShardedTables(nn.Module):
         self._expected: dict[int, tuple[Any, Sent]] = {}
         self._beside: RunBeside | None = None
         self._running: list[Running] = []
+        self._connect()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, features: Any, *, global_batch: int | None = None) -> Mapping[str, Tensor]:
@@ -164,7 +167,7 @@ class ShardedTables(nn.Module):
         elif global_batch is not None:
             raise ArgumentError("global_batch for a batch that was sent; allowed: in send")
         self.finish()
-        step = features.take(self, "looked up")
+        step = features.take(self._engines, "looked up")
         if self._beside is not None and torch.is_grad_enabled() and self._weights(step) is None:
             return self._pending(self._beside, step)
         if torch.is_grad_enabled():
@@ -235,7 +238,7 @@ class ShardedTables(nn.Module):
 
         def send(features: Any, global_batch: int | None) -> Sent:
             with self._wire.phase("input exchange"), self._wire.over(group):
-                return Sent(self, self._send(features if bad is None else Refused(bad), global_batch))
+                return Sent(self._engines, self._send(features if bad is None else Refused(bad), global_batch))
 
         return send
 
@@ -249,7 +252,7 @@ class ShardedTables(nn.Module):
 
     def drop(self, sent: Sent) -> None:
         """Forgets a sent batch that will not be looked up. Raises `ArgumentError` for any other."""
-        self._release(sent.take(self, "dropped"))
+        self._release(sent.take(self._engines, "dropped"))
 
     @property
     def batches_ahead(self) -> int:
@@ -272,6 +275,39 @@ class ShardedTables(nn.Module):
         """Removes this rank's files. Nothing can be looked up afterwards, if there were any."""
         for engines in self._engines:
             engines.close()
+
+    def move(self, placement: Placement) -> int:
+        """Moves shards to the ranks of another placement: rows and optimizer states travel. Collective, and exact.
+
+        Returns the bytes that came to this rank. Batches that were sent before can no longer be looked up. Raises
+        `ConfigError` on all ranks if they name different placements, or if rows are in files; `ArgumentError` between
+        the backward passes of one step.
+        """
+        self.finish()
+        if self._store is not None:
+            raise ConfigError("shards in files do not move; allowed: tables in memory")
+        if placement.world_size != (world_size := self.slices.world_size):
+            raise ConfigError(f"a placement for {placement.world_size} ranks, but there are {world_size}")
+        if self._is_accumulating:
+            raise ArgumentError("shards cannot move between the backward passes of a step; allowed: after the last")
+        check_agreement(owners(self.tables, placement), self._group)
+        self._engines, size_bytes = moved(self._engines, placement, self._group)
+        self.placement = placement
+        self._connect()
+        if self._changes:
+            self.track_changes()
+            for changes in self._changes:
+                changes.mark_all()
+        return size_bytes
+
+    def _connect(self) -> None:
+        """Makes what a step needs of `_engines`."""
+        raise NotImplementedError
+
+    @property
+    def _is_accumulating(self) -> bool:
+        """Whether backward passes are kept for a later step."""
+        raise NotImplementedError
 
     def _send(self, given: Any, global_batch: int | None) -> Any:
         """Sends ids to their owners. Returns what the methods below take as `step`."""
@@ -425,42 +461,19 @@ class ShardedTables(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Takes over the shards that this rank holds. A state may have those of other ranks, too.
-
-        Tables that take their steps together are taken over together, or left alone if anything of them is missing.
-        """
+        """Takes over the shards that this rank holds (`load`)."""
         self.finish()
         for changes in self._changes:
             changes.mark_all()
-        for engines in self._engines:
-            found = {}
-            for key, wanted in engines.expected().items():
-                given = state_dict.get(prefix + key)
-                if given is None:
-                    missing_keys.append(prefix + key)
-                elif (given.shape, given.dtype) != wanted:
-                    error_msgs.append(
-                        f"{prefix}{key} is {given.dtype} of {tuple(given.shape)}; the model has {wanted.dtype} of "
-                        f"{wanted.shape}: were its tables cut into other shards?"
-                    )
-                else:
-                    found[key] = given
-            if len(found) == len(engines.expected()):
-                engines.load(found)
-        known = {
-            prefix + key
-            for shard in shards_of(self.tables)
-            for key in expected(shard_spec(self.tables, shard), self.tables[shard.table].optimizer)
-        }
-        unexpected_keys += [
-            key for key in state_dict if key.startswith(prefix) and key not in known and key != f"{prefix}steps"
-        ]
-        steps = state_dict.get(f"{prefix}steps")
-        if steps is None or len(steps) != len(self._engines):
-            missing_keys.append(f"{prefix}steps")
-            return
-        for engines, step in zip(self._engines, steps.tolist(), strict=True):
-            engines.step = step
+        load(
+            self._engines,
+            self.tables,
+            state_dict,
+            prefix,
+            missing=missing_keys,
+            unexpected=unexpected_keys,
+            errors=error_msgs,
+        )
 
     def _agreed(
         self, given: Any, global_batch: int | None, counts: Callable[[Ids], Sequence[Sequence[int]]]

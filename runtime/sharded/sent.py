@@ -20,14 +20,16 @@ class Refused:
 class Sent:
     """What `send` of a module of sharded tables returns, for one call of the module, or for `drop`."""
 
-    def __init__(self, module: object, step: object) -> None:
-        self._module, self._step = module, step
+    def __init__(self, sender: object, step: object) -> None:
+        """`sender`: what only this module has, and only as long as its shards stay where they are."""
+        self._sender, self._step = sender, step
         self._fate: str | None = None
 
-    def take(self, module: object, fate: str) -> object:
-        """The batch, for `module` to do with it what `fate` says. Raises `ArgumentError` if that may not be."""
-        if module is not self._module:
-            raise ArgumentError("a batch that another module sent; allowed: one of this module")
+    def take(self, sender: object, fate: str) -> object:
+        """The batch, for `sender` to do with it what `fate` says. Raises `ArgumentError` if that may not be."""
+        if sender is not self._sender:
+            what = "a batch that another module sent, or this one before its shards moved"
+            raise ArgumentError(f"{what}; allowed: one of this module")
         if self._fate is not None:
             raise ArgumentError(
                 f"a sent batch is to be {fate}, but it was {self._fate} before; allowed: one of them, once"

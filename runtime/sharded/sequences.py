@@ -31,9 +31,12 @@ class ShardedEmbeddings(ShardedTables):
 
     _poolings = (Pooling.NONE,)
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def _connect(self) -> None:
         self._sequences = [Sequences(engines) for engines in self._engines]
+
+    @property
+    def _is_accumulating(self) -> bool:
+        return any(sequences.is_accumulating for sequences in self._sequences)
 
     def _send(self, given: Any, global_batch: int | None) -> list[Step]:
         def prepared(ids: Ids) -> list[list[int]]:
@@ -84,6 +87,11 @@ class Sequences:
         self._steps = Steps(engines.sharded, settings.slices.count)
         self._replica_steps = Steps(engines.replicated, settings.slices.count)
         self._sparse = SparseAllReduce(engines.replicated, settings.slices, settings.wire)
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether backward passes are kept for a later step."""
+        return self._steps.is_begun or self._replica_steps.is_begun
 
     def send(self, ids: Ids, global_batch: int) -> Step:
         """Asks the owners for the rows of this rank's ids."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from sennit.runtime.sharded.moving import hand_over
 from sennit.runtime.sharded.placement import EVERYWHERE
 from sennit.runtime.sharded.tables import shard_name, shards_of
 from sennit.runtime.training.trainer import LOST, TABLES, Trainer
@@ -82,15 +83,17 @@ def take_over(trainer: Trainer, source: Source, holding: Holding | None) -> None
         holder = source.holder_of[name]
         owners = range(trainer.world_size) if owner == EVERYWHERE else (owner,)
         given = held if trainer.rank == holder else {}
-        for key in _keys_of(name, given or state):
-            if trainer.rank == holder:
-                for other in owners:
-                    if other == holder:
-                        state[key].copy_(held[key])
-                    else:
-                        dist.send(held[key], other)
-            elif trainer.rank in owners:
-                dist.recv(state[key], holder)
+        keys = _keys_of(name, given or state)
+        if trainer.rank == holder and holder in owners:
+            for key in keys:
+                state[key].copy_(held[key])
+        hand_over(
+            [given[key] for key in keys if given],
+            [state[key] for key in keys if key in state],
+            holder,
+            [other for other in owners if other != holder],
+            trainer.rank,
+        )
     gives = trainer.rank == source.dense_holder
     plain: list[Any] = [{name: value for name, value in held.items() if not isinstance(value, Tensor)}]
     dist.broadcast_object_list(plain, src=source.dense_holder)

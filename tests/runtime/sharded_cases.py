@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import tempfile
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from sennit.runtime.sharded import (
     ShardedEmbeddings,
     Table,
     TableStore,
+    place,
     placed,
 )
 from sennit.runtime.sharded.module import ShardedTables
@@ -94,12 +96,13 @@ def trained(
     device: torch.device = CPU,
     ids_there: bool = False,
     steps: int = 4,
+    then: Any = None,
 ) -> tuple[str, list[str]]:
     """Backward passes whose gradients are elementwise functions of the outputs, so many `passes` in a step.
 
     `kind`: bags, weighted or sequences. `ahead`: how many later batches are sent before one is looked up. `trains`: two
     tables are tensor trains. `folder`: where tables are in files, with caches of `memory_bytes`, and of `device_bytes`
-    on the `device` of the tables. `ids_there`: ids are given on it.
+    on the `device` of the tables. `ids_there`: ids are given on it. `then`: the placement after half of the steps.
 
     Returns the digest of the tables, and one of each sample's last outputs.
     """
@@ -128,6 +131,15 @@ def trained(
     outputs: list[Tensor] = []
     sent: deque[Sent] = deque()
     for step in range(steps):
+        if then is not None and 2 * step == steps:
+            module.track_changes()
+            came = module.move(module.placement if then == "as it is" else place(tables, world, then))
+            # Changes are those of shards that are here now.
+            assert {held.name for held in module.held()} >= set(module.changed_rows())
+            total = torch.tensor([came])
+            dist.all_reduce(total)
+            # What every rank has need not travel.
+            assert (int(total) > 0) == (placement != "data_parallel" and then != "as it is")
         while step + len(sent) <= min(step + ahead, steps - 1):
             whole = features(step + len(sent), samples, weighted=kind == "weighted")
             part = own_part(whole, *module.slices.samples(rank, samples))
@@ -222,6 +234,31 @@ def refuses(rank: int, world: int) -> None:
         module({"user": torch.zeros(8, dtype=torch.int64)})
     assert module.digest() == before
     assert len(module(good)["user"]) == 8
+
+
+def refuses_moves(rank: int, world: int) -> None:
+    """All ranks refuse, and the module goes on as it was."""
+    module = ShardedEmbeddingBags(TABLES, rate=0.1)
+    spread, sent = place(TABLES, world, "row_wise"), module.send(features(0, 8))
+    with pytest.raises(ConfigError, match=f"a placement for {world + 1} ranks, but there are {world}"):
+        module.move(place(TABLES, world + 1, "row_wise"))
+    with pytest.raises(ConfigError, match=r"owner of city/0\.0"):
+        module.move(place(TABLES, world, "data_parallel") if rank else spread)
+    with module.no_sync():
+        next(iter(module(features(0, 8)).values())).sum().backward()
+    with pytest.raises(ArgumentError, match="between the backward passes of a step"):
+        module.move(spread)
+    next(iter(module(features(1, 8)).values())).sum().backward()
+    before = module.digest()
+    module.move(spread)
+    with pytest.raises(ArgumentError, match="before its shards moved"):
+        module(sent)
+    assert module.digest() == before
+    with tempfile.TemporaryDirectory() as folder:
+        stored = ShardedEmbeddingBags(TABLES, rate=0.1, store=TableStore(folder=Path(folder), memory_bytes=1 << 20))
+        with pytest.raises(ConfigError, match="shards in files do not move"):
+            stored.move(spread)
+        stored.close()
 
 
 def misuses_sent_batches(rank: int, world: int, kind: str) -> None:

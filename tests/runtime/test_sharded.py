@@ -36,6 +36,39 @@ def test_weights_have_the_same_bits_in_every_world(
     assert [sample for _, samples in found for sample in samples] == outputs
 
 
+@pytest.mark.parametrize(
+    ("placement", "then"),
+    [
+        ("table_wise", "row_wise"),
+        ("row_wise", MIXED),
+        (MIXED, "grid"),
+        ("grid", "data_parallel"),
+        ("data_parallel", "table_wise"),
+        ("column_wise", "as it is"),
+    ],
+    ids=str,
+)
+def test_shards_move_between_steps_and_no_bit_changes(
+    kept_world: Callable[..., Any], alone: tuple[str, list[Any]], placement: Any, then: Any
+) -> None:
+    kind, (digest, outputs) = alone
+    found = kept_world(3, "udp").run(CASES, "trained", placement=placement, then=then, kind=kind)
+    assert [one for one, _ in found] == [digest] * 3
+    assert [sample for _, samples in found for sample in samples] == outputs
+
+
+def test_tensor_trains_move(kept_world: Callable[..., Any]) -> None:
+    mixed = {"user": "table_wise", "genre": "data_parallel", "city": "row_wise", "item": "table_wise"}
+    expected = kept_world(1).run(CASES, "trained", placement="table_wise", trains=True)[0][0]
+    for then in ("data_parallel", mixed):
+        found = kept_world(2).run(CASES, "trained", placement="table_wise", then=then, trains=True)
+        assert [one for one, _ in found] == [expected] * 2
+
+
+def test_moves_that_cannot_be_are_refused(kept_world: Callable[..., Any]) -> None:
+    kept_world(2).run(CASES, "refuses_moves")
+
+
 @pytest.mark.parametrize("placement", ["row_wise", MIXED], ids=str)
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_batches_can_be_sent_ahead(
