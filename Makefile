@@ -95,8 +95,9 @@ test-python: build  ## Python tests, all rings that can run here
 	@$(PY) -m sennit trace headers >/dev/null || echo "test: bcc sessions are skipped"
 	@$(PY) -m pytest --numprocesses 2 --dist loadfile --ignore $(VM_TESTS)
 
-# TorchRec asks for the FBGEMM of GPUs and an old torchmetrics, so it is installed without what it asks for.
-TORCHREC := torchrec==1.9.0 cloudpickle pyre-extensions pyvers tensordict typing-inspect
+# TorchRec asks for the FBGEMM of GPUs, another torch and an old torchmetrics, so that what it needs stands here.
+TORCHREC := torchrec==1.9.2 tensordict torchmetrics iopath pyre-extensions lightning-utilities typing-inspect \
+  mypy-extensions portalocker pyvers cloudpickle importlib-metadata tqdm orjson
 frameworks:  ## install Lightning, Accelerate and TorchRec, and run the tests and examples of others over sennit
 	@sennit/setup/build.sh frameworks bench-fbgemm
 	@$(PY) -m pip install --quiet --no-deps $(TORCHREC)
@@ -126,9 +127,6 @@ bench:  ## collectives beside gloo, OpenMPI and a bare UDP transfer; the figures
 	    --json build/bench-core-shm-$$world.json; done
 	@$(BENCH) --core --against udp-bare --transport udp --sizes 64MiB --json build/bench-core-udp.json
 
-# Without their dependencies, which would bring another torch and fbgemm for GPUs.
-TORCHREC := torchrec==1.9.2 tensordict torchmetrics iopath pyre-extensions lightning-utilities typing-inspect \
-  mypy-extensions portalocker pyvers cloudpickle importlib-metadata tqdm orjson
 comparison:  ## docs/comparison.md and the README's table anew, with every peer that can be installed
 	@sennit/setup/build.sh mpi bench-fbgemm
 	@$(PY) -m pip install --quiet --no-deps $(TORCHREC)

@@ -26,7 +26,8 @@ def stdout_console() -> Console:
     # Imported late, so that --help stays quick.
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    # Without markup: rich would take `[mpi]` in an advice to install for a style, and not show it.
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, markup=False)
 
 
 def fail(reason: object, code: int = 1) -> NoReturn:

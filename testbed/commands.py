@@ -99,8 +99,12 @@ def run(
         raise typer.BadParameter(str(error)) from None
     folder.mkdir(parents=True, exist_ok=True)
     console = stdout_console()
-    columns = (SpinnerColumn(), TextColumn("{task.completed}/{task.total} {task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.completed}/{task.total} {task.description}", markup=False),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True, markup=False), transient=True) as progress:
         task = progress.add_task("", total=len(scenarios))
 
         def finished(case: Case) -> None:

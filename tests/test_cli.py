@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import typer
+from rich.table import Table
 from typer.testing import CliRunner
 
 import sennit
+from sennit import command_line
 from sennit.cli import ORDER, app
 from sennit.transport.codecs import COLLECTIVE_CODECS
 
@@ -256,3 +258,13 @@ def test_module_and_command_are_the_same() -> None:
         [sys.executable, "-m", "sennit", "version"], check=True, timeout=60, capture_output=True, text=True
     )
     assert done.stdout == runner.invoke(app, ["version"]).output
+
+
+def test_brackets_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table("peer", "why not")
+    table.add_row("OpenMPI", "pip install 'sennit[mpi]'")
+    command_line.stdout_console().print(table)
+    command_line.stdout_console().print("a trainer at [fd00::1]:4791")
+    shown = capsys.readouterr().out
+    assert "pip install 'sennit[mpi]'" in shown
+    assert "[fd00::1]:4791" in shown

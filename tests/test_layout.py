@@ -265,3 +265,22 @@ def test_there_is_one_tree_of_errors() -> None:
     errors = {name for name in declared if name not in roots and reaches(name, is_builtin_error)}
     assert len(errors) > 30
     assert not {name for name in errors if not reaches(name, roots.__contains__)}
+
+
+def test_nothing_that_is_printed_is_taken_for_markup() -> None:
+    """rich would read `[mpi]` in `pip install 'sennit[mpi]'`, or an IPv6 address, as a style, and not show it."""
+    consoles = 0
+    for folder in MAY_IMPORT:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if not isinstance(node, ast.Call):
+                    continue
+                given = {option.arg: ast.unparse(option.value) for option in node.keywords}
+                where = f"{path.relative_to(ROOT)}:{node.lineno}"
+                if isinstance(node.func, ast.Name) and node.func.id == "Console":
+                    consoles += 1
+                    assert given.get("markup") == "False", f"{where}: markup is not False"
+                if isinstance(node.func, ast.Attribute) and node.func.attr == "status" and node.args:
+                    shown = node.args[0]
+                    assert not isinstance(shown, ast.JoinedStr | ast.Name), f"{where}: not in a Text, so it is markup"
+    assert consoles >= 5

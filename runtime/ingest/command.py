@@ -43,6 +43,7 @@ def feed(
     """Send a data set to the ranks of `sennit train --ingest` until the run ends."""
     import torch
     from rich.console import Console
+    from rich.text import Text
 
     from sennit.runtime.data import sources
     from sennit.runtime.data.sources import Source
@@ -52,7 +53,7 @@ def feed(
 
     # One thread, as in a rank: otherwise the sums behind means would depend on the number of threads.
     torch.set_num_threads(1)
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, markup=False)
     name = platform.node() or "feeder"
     try:
         if bool(paths) == bool(data):
@@ -77,7 +78,7 @@ def feed(
         with console.status("loading"):
             raw = sources.load(source, seed=seed)
         console.print(f"{raw.name}: {len(raw):,} samples, {len(raw.features)} tables")
-        with console.status(f"waiting for a trainer at {address}"):
+        with console.status(Text(f"waiting for a trainer at {address}")):
             terms = feeding.find_trainer(address, name=name, timeout_s=timeout)
         try:
             with console.status("encoding"):

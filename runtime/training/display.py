@@ -13,6 +13,7 @@ from typing import Any, Protocol, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from sennit.runtime.data.packages import require
 from sennit.runtime.training.metrics import Quality
@@ -25,14 +26,14 @@ PIPE_WIDTH = 120
 
 
 def stdout_console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False, markup=False)
 
 
 @contextlib.contextmanager
 def busy(what: str) -> Iterator[None]:
     """On a terminal says what goes on, until it is done."""
     console = stdout_console()
-    with console.status(what) if console.is_terminal else contextlib.nullcontext():
+    with console.status(Text(what)) if console.is_terminal else contextlib.nullcontext():
         yield
 
 
