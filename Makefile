@@ -6,7 +6,7 @@ SHELL := /bin/bash
 PY := .venv/bin/python
 CXX_FILES = $(shell git ls-files -co --exclude-standard '*.cpp' '*.hpp' '*.h')
 LAUNCHER := $(shell command -v ccache)
-.PHONY: help build wheels try-wheels vm-kernel demo test test-cpp test-model test-fuzz test-vm test-rdma test-qemu test-python test-native ebpf kernel fuzz frameworks lint fmt types bench comparison pictures architecture models docs testbed simulate clean
+.PHONY: help build wheels try-wheels matrix vm-kernel demo test test-cpp test-model test-fuzz test-vm test-rdma test-qemu test-python test-native ebpf kernel fuzz frameworks lint fmt types bench comparison pictures architecture models docs testbed simulate clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -17,8 +17,11 @@ build:  ## make .venv, install what is missing, build the native extensions
 wheels: build  ## wheels and sdists of sennit and sennit-torch, audited, in build/wheels and build/sdists
 	@sennit/setup/wheels.sh
 
-try-wheels: wheels  ## install them as a new user would, without a compiler, root or an index, and time it
+try-wheels: wheels  ## do with them what the README says, without a compiler, root, an index or a network, and time it
 	@sennit/setup/try_wheels.sh
+
+matrix:  ## wheels, first AllReduce, training and quick tests with every Python and CPU build of torch to be had
+	@/usr/bin/python3 sennit/setup/matrix.py
 
 demo: build  ## train a DLRM on real flights with 2 ranks over sennit
 	@$(PY) -m sennit demo

@@ -192,7 +192,7 @@ def _rails() -> Capability:
     except ConfigError as error:
         return absent("rails", str(error), "set SENNIT_INTERFACES to an interface that is up and has an address")
     except ImportError as error:
-        return absent("rails", f"{error}", "make build")
+        return absent("rails", f"{error}", extras.in_checkout("build", "pip install --force-reinstall sennit"))
     addresses = ", ".join(f"{rail.interface} {rail.address}" for rail in found)
     far = numa.describe_distance("this process", [rail.interface for rail in found])
     return present("rails", f"{addresses}; {far}" if far else addresses)
@@ -289,7 +289,7 @@ def _tracepoints() -> Capability:
     """Whether the native core was built with tracepoints."""
     name = "tracepoints"
     if importlib.util.find_spec("elftools") is None:
-        return absent(name, "pyelftools is not installed", "pip install 'sennit[testbed]', or make build")
+        return absent(name, "pyelftools is not installed", extras.in_checkout("build", "pip install 'sennit[testbed]'"))
     if not probe("core").available:
         return absent(name, "needs the native core", probe("core").remedy)
     from sennit.ebpf import usdt

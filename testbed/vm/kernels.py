@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
-from sennit import cache, debian
+from sennit import cache, debian, extras
 from sennit.errors import SennitError
 from sennit.testbed.vm import stock_kernel, uml_kernel
 
@@ -37,7 +37,8 @@ def find(kind: Kind, patches: Sequence[Path] = ()) -> Path:
     entries = sorted(cache.folder().glob(_name(kind, "*", patches)), key=lambda path: path.stat().st_mtime)
     if not entries:
         command = " ".join(["sennit testbed kernel", kind, *(f"--patch {file}" for file in patches)])
-        how = f"'{command}'" if patches or kind is not Kind.UML else f"'make kernel' or '{command}'"
+        plain = not patches and kind is Kind.UML and extras.from_checkout()
+        how = f"'make kernel' or '{command}'" if plain else f"'{command}'"
         raise KernelMissing(f"no such {kind} kernel in {cache.folder()}: run {how}")
     return entries[-1]
 
