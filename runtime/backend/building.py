@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the extension `_c10d` from the installed sources, for the torch and the Python that run this.
 
-`sennit build-extension` and the wheel `sennit-torch` (sennit/setup/torch_extension/) use it. `make build` compiles the same sources by
-CMake. A C++20 compiler and Python's headers are enough.
+`sennit build-extension` and the wheel `sennit-torch` (sennit/setup/torch_extension/) use it. `make build` compiles the
+same sources by CMake. A C++20 compiler and Python's headers are enough.
 """
 
 from __future__ import annotations

@@ -39,10 +39,6 @@ class Pair(NamedTuple):
         return f"{Path(self.python).name} torch-{self.torch}"
 
 
-class Failed(Exception):
-    """A step of a pair did not succeed."""
-
-
 def version_of(python: str) -> tuple[int, int] | None:
     """Of an interpreter that can make a venv; None for any other."""
     code = "import ensurepip, sys, venv; print(*sys.version_info[:2])"
@@ -97,7 +93,7 @@ def pairs() -> Iterator[Pair]:
 
 
 def ended(command: list[str], folder: Path, log: Path, variables: dict[str, str]) -> str:
-    """Runs a step; returns what it printed. Raises Failed with the last line of a step that fails."""
+    """Runs a step; returns what it printed. Raises RuntimeError with the last line of a step that fails."""
     with log.open("a") as output:
         start = output.tell()
         try:
@@ -112,11 +108,11 @@ def ended(command: list[str], folder: Path, log: Path, variables: dict[str, str]
                 check=False,
             ).returncode
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise Failed(str(error)) from error
+            raise RuntimeError(str(error)) from error
     printed = log.read_text()[start:]
     if code != 0:
         lines = [line for line in printed.splitlines() if line.strip()]
-        raise Failed(lines[-1] if lines else f"exit status {code}")
+        raise RuntimeError(lines[-1] if lines else f"exit status {code}")
     return printed
 
 
@@ -144,7 +140,7 @@ def row(pair: Pair, say: Callable[[str], None]) -> list[str]:
         say("quick ring")
         quick = [".venv/bin/python", "-m", "pytest", "-q", "-m", "not slow and not root", *QUICK_RING]
         cells.append(f"{figure(PASSED, ended(quick, folder, log, variables))} passed")
-    except Failed as error:
+    except RuntimeError as error:
         cells.append(f"FAILED: {error} ({log.relative_to(ROOT)})")
     else:
         shutil.rmtree(folder)
