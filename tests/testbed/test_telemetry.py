@@ -13,7 +13,7 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -264,6 +264,33 @@ def test_the_dashboard_asks_for_what_is_exported() -> None:
     }
     assert asked <= names
     assert len(asked) >= 8
+
+
+def test_grafana_keeps_every_field_of_the_dashboard() -> None:
+    """Grafana's own types, made from its schema, read it and write it again. What they do not know they drop."""
+    from grafana_foundation_sdk.cog import encoder, plugins
+    from grafana_foundation_sdk.models.dashboard import Dashboard
+
+    plugins.register_default_plugins()
+    given = json.loads((PAGE.parents[1] / "grafana" / "sennit.json").read_text())
+    written = json.loads(encoder.JSONEncoder().encode(Dashboard.from_json(given)))
+    assert list(lost(given, written)) == []
+    given["panels"][0]["targets"][0]["expression"] = "up"
+    given["refrsh"] = "5s"
+    written = json.loads(encoder.JSONEncoder().encode(Dashboard.from_json(given)))
+    assert list(lost(given, written)) == [".panels[0].targets[0].expression", ".refrsh"]
+
+
+def lost(given: Any, kept: Any, path: str = "") -> Iterator[str]:
+    """Where `kept` lacks something of `given`, or has another value."""
+    if isinstance(given, dict) and isinstance(kept, dict):
+        for name, value in given.items():
+            yield from lost(value, kept.get(name), f"{path}.{name}")
+    elif isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept):
+        for place, (value, other) in enumerate(zip(given, kept, strict=True)):
+            yield from lost(value, other, f"{path}[{place}]")
+    elif given != kept:
+        yield path
 
 
 def test_process_groups_of_one_process_are_told_apart() -> None:
