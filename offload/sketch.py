@@ -104,7 +104,7 @@ class Sketch:
         columns = zip(plan.tables, batch.lengths, batch.values, strict=True)
         self.add_sampled(
             [
-                _of_list(lengths, values, chosen)
+                ids_of_rows(lengths, values, chosen)
                 if table.is_list
                 else values.reshape(rows, table.length)[chosen].reshape(-1)
                 for table, lengths, values in columns
@@ -155,6 +155,45 @@ class Sketch:
     def ids_sampled(self, table: str) -> int:
         """N of the error bound: the sampled ids of the table."""
         return int(self.counts[self._number(table), 0].sum())
+
+    def without_noise(self, table: str, ids: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Sampled counts of these ids [n], less what others put into their cells on average. A sum over ids is right.
+
+        Deng and Rafiei, "New estimation algorithms for streaming data: Count-min can do more" (2007), with the mean in
+        place of the median. A rare id may get less than nothing.
+        """
+        counts, width = self.counts[self._number(table)].astype(np.float64), self.shape.width
+        cells = _cells(np.asarray(ids, np.int64), self.shape).view(np.int64)
+        found: NDArray[np.float64] = np.mean([line.take(cell) for line, cell in zip(counts, cells, strict=True)], 0)
+        found = (found * width - counts[0].sum()) / max(width - 1, 1)
+        return found
+
+    def stand_out(self, table: str, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Those of these ids [n] whose cells all have more than usual cells have, and their sampled counts."""
+        counts = self.counts[self._number(table)]
+        usual = float(np.median(counts))
+        found = self.estimate(table, ids) // np.uint64(self.shape.one_row_in)
+        is_seen = found > usual + 3 * usual**0.5
+        seen = found[is_seen].astype(np.float64)
+        # Rare ids are in these cells, too.
+        rare = (float(counts[0].sum()) - float(seen.sum())) / max(self.shape.width - len(seen), 1)
+        return np.asarray(ids)[is_seen], np.maximum(seen - max(rare, 0.0), 1.0)
+
+    def remove(self, table: str, ids: NDArray[np.int64], counts: NDArray[np.float64]) -> None:
+        """Takes distinct ids out again, as often as `counts` says."""
+        own = self.counts[self._number(table)]
+        for line, cells in zip(own, _cells(np.asarray(ids, np.int64), self.shape).view(np.int64), strict=True):
+            taken = np.bincount(cells, counts, self.shape.width).astype(np.uint64)
+            line -= np.minimum(line, taken)
+
+    def since(self, earlier: Sketch | None) -> Sketch:
+        """What was counted after `earlier`, which is of the same run; None: all of it, in a copy."""
+        found = Sketch(tables=self.tables, table_rows=self.table_rows, shape=self.shape)
+        found.merge(self)
+        if earlier is not None:
+            found.counts -= earlier.counts
+            found.rows -= earlier.rows
+        return found
 
     def merge(self, other: Sketch) -> None:
         """Adds the counts of another sketch of the same tables and shape, from another rank or run."""
@@ -224,7 +263,7 @@ def _cells(ids: NDArray[np.int64], shape: SketchShape) -> NDArray[np.uint64]:
     return cells
 
 
-def _of_list(lengths: NDArray[np.int32], values: NDArray[np.int64], chosen: NDArray[np.int64]) -> NDArray[np.int64]:
+def ids_of_rows(lengths: NDArray[np.int32], values: NDArray[np.int64], chosen: NDArray[np.int64]) -> NDArray[np.int64]:
     """The ids of some rows of a table with varying lengths."""
     starts = (np.cumsum(lengths, dtype=np.int64) - lengths)[chosen]
     found = lengths[chosen]

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+
 from sennit.offload.ingest.facts import TableFacts
-from sennit.offload.sketch import Sketch
+from sennit.offload.sketch import Sketch, SketchShape, ids_of_rows, sampled_rows
 from sennit.runtime.data.combined import CombinedBatch
 from sennit.runtime.data.features import RawSamples
 from sennit.runtime.data.order import Order, OrderSettings
@@ -52,8 +54,8 @@ class BatchSource(Protocol):
 class MemorySource:
     """Samples in memory. Every rank holds all of them."""
 
-    def __init__(self, data: PreparedData, *, rank: int, world_size: int) -> None:
-        """The batches of rank `rank` of `world_size`."""
+    def __init__(self, data: PreparedData, *, rank: int, world_size: int, counted: SketchShape | None = None) -> None:
+        """The batches of rank `rank` of `world_size`. `counted`: counts the ids of its batches like this."""
         self.order = data.order
         self.tables = tuple(
             TableFacts(name=column.name, row_count=column.row_count, mean_length=column.mean_length)
@@ -65,12 +67,31 @@ class MemorySource:
         self.samples = data.samples
         """All of them."""
         self._rank, self._world_size = rank, world_size
+        self._sketch = (
+            None
+            if counted is None
+            else Sketch(
+                tables=[table.name for table in self.tables],
+                table_rows=[table.row_count for table in self.tables],
+                shape=counted,
+            )
+        )
 
     def begin(self, number: int) -> None:
         pass
 
     def take(self, number: int) -> CombinedBatch:
-        return self.samples.batch(self.order.part(number, self._rank, self._world_size))
+        batch = self.samples.batch(self.order.part(number, self._rank, self._world_size))
+        if self._sketch is not None:
+            self._count(self._sketch, number, batch)
+        return batch
+
+    def _count(self, sketch: Sketch, number: int, batch: CombinedBatch) -> None:
+        lengths, values = batch.lengths.numpy(), batch.values.numpy()
+        rows = sampled_rows(number, batch.sample_count, sketch.shape.one_row_in)
+        ends = lengths.sum(1).cumsum()[:-1]
+        sketch.add_sampled([ids_of_rows(*one, rows) for one in zip(lengths, np.split(values, ends), strict=True)])
+        sketch.rows += batch.sample_count
 
     def release(self, number: int) -> None:
         pass
@@ -82,7 +103,7 @@ class MemorySource:
         return {}
 
     def sketch(self) -> Sketch | None:
-        return None
+        return self._sketch
 
 
 def prepared(data: RawSamples | Samples, settings: OrderSettings) -> PreparedData:

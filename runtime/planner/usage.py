@@ -14,11 +14,14 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from sennit.offload.sketch import Sketch
 from sennit.runtime.sharded.tables import Table
 
 ZIPF: Final = 1.0
 """Exponent of rows that nobody has counted."""
 
+# Whose estimates are computed at once.
+_ROWS_AT_ONCE: Final = 1 << 18
 # Rows of one class differ in frequency by less than this factor.
 _CLASS_RATIO: Final = 1.5
 
@@ -81,15 +84,54 @@ def weighed(table: Table, mean_length: float, rows: Any, counts: Any) -> Use:
     rows, counts = np.asarray(rows, np.int64), np.asarray(counts, np.float64)
     borders = np.asarray(table.row_borders)
     shard = np.searchsorted(borders, rows, side="right") - 1
-    level = np.floor(np.log(np.maximum(counts, 1e-300)) / np.log(_CLASS_RATIO)).astype(np.int64)
-    key = shard * (1 << 20) + level - level.min()
-    _, first, place = np.unique(key, return_index=True, return_inverse=True)
+    shard, rows_of_class, of_class = _classed(shard, counts / counts.sum())
+    return Use(mean_length, shard, rows_of_class, of_class)
+
+
+def sketched(table: Table, sketch: Sketch) -> Use:
+    """From the sketch of its ids, by the table's name. Looks at every row; without ids: `assumed`.
+
+    Rows that stand out are counted by themselves. The others of a row shard share equally what is left of it.
+    """
+    sampled = sketch.ids_sampled(table.name)
+    mean_length = sampled * sketch.shape.one_row_in / max(sketch.rows, 1) / len(table.features)
+    if not sampled:
+        return assumed(table, mean_length)
+    borders = np.asarray(table.row_borders)
+    chunks = [np.arange(low, min(low + _ROWS_AT_ONCE, table.rows)) for low in range(0, table.rows, _ROWS_AT_ONCE)]
+    found = [sketch.stand_out(table.name, rows) for rows in chunks]
+    seen, counts = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    shard_of_seen = np.searchsorted(borders, seen, side="right") - 1
+    left = sketch.since(None)
+    left.remove(table.name, seen, counts)
+    rest = np.zeros(table.row_shards)
+    for rows, (here, _) in zip(chunks, found, strict=True):
+        noise = left.without_noise(table.name, rows)
+        noise[here - rows[0]] = 0
+        rest += np.bincount(np.searchsorted(borders, rows, side="right") - 1, noise, table.row_shards)
+    rare = np.diff(borders) - np.bincount(shard_of_seen, minlength=table.row_shards)
+    rest = np.where(rare > 0, np.maximum(rest, 0), 0)
+    # What is left is known better in all than by shard.
+    rest = rest if rest.any() else rare.astype(np.float64)
+    rest *= max(sampled - counts.sum(), 0) / max(rest.sum(), 1.0 / _ROWS_AT_ONCE)
+    there = np.flatnonzero(rare)
+    shard, rows_of_class, of_class = _classed(shard_of_seen, counts)
+    mass = np.concatenate([of_class, rest[there]])
     return Use(
         mean_length,
-        shard[first],
-        np.bincount(place).astype(np.float64),
-        np.bincount(place, counts / counts.sum()).astype(np.float64),
+        np.concatenate([shard, there]),
+        np.concatenate([rows_of_class, rare[there]]).astype(np.float64),
+        mass / mass.sum(),
     )
+
+
+def _classed(shard: npt.NDArray[np.int64], counts: Floats) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
+    """Rows of one shard and like counts together: the shard of each class, its rows, and the sum of their counts."""
+    level = np.floor(np.log(np.maximum(counts, 1e-300)) / np.log(_CLASS_RATIO)).astype(np.int64)
+    key = shard * (1 << 20) + level - level.min(initial=0)
+    _, first, place = np.unique(key, return_index=True, return_inverse=True)
+    of_class = np.bincount(place, counts, len(first)).astype(np.float64)
+    return shard[first], np.bincount(place, minlength=len(first)).astype(np.float64), of_class
 
 
 def uses(

@@ -86,6 +86,12 @@ def command(
             metavar="NAME|FILE", help=f"which rank has which rows: {', '.join(SHARDINGS)}, auto, or a TOML file"
         ),
     ] = _DEFAULT.sharding.default,
+    rebalance: Annotated[
+        int | None,
+        typer.Option(
+            metavar="STEPS", help="with --sharding auto: look every STEPS steps whether shards should move; same bits"
+        ),
+    ] = None,
     tensor_train: Annotated[
         str | None,
         typer.Option(metavar="ROWS:RANK", help="hold tables of at least ROWS rows as tensor trains of rank RANK"),
@@ -197,6 +203,7 @@ def command(
             row_shards=row_shards,
             tables=None if tables is None else SettingsFile.read(tables),
             sharding=sharding_of(sharding),
+            rebalance=rebalance,
             tensor_train=None if tensor_train is None else TensorTrainRule.parse(tensor_train),
             bottom=_widths("bottom", bottom),
             top=_widths("top", top),

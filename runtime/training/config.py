@@ -138,6 +138,10 @@ class TrainingConfig:
     gradient: str | None = None
     """The codec of dense gradients between ranks, a name of `COLLECTIVE_CODECS`, with error feedback; None: none."""
 
+    rebalance: int | None = None
+    """Every so many steps, shards move if the use of rows has changed so much that it pays; None: never. It changes no
+    bit."""
+
     batches_ahead: int = 1
     """How many batches are taken, and their ids sent, while one is computed; 0: none. It changes no bit."""
 
@@ -251,6 +255,8 @@ class TrainingConfig:
             raise ConfigError("--timeline in an elastic run; allowed: one of them (its ranks come and go)")
         if self.elastic and self.sketch_path is not None:
             raise ConfigError("--sketch in an elastic run; allowed: one of them (what ranks counted is lost with them)")
+        if self.rebalance is not None:
+            self._check_rebalance(self.rebalance)
         if self.stop_early is not None:
             _in_range("epochs without a better one", self.stop_early, 1, 100_000)
         _one_of("best by", self.best_by, tuple(METRICS))
@@ -267,6 +273,15 @@ class TrainingConfig:
             ):
                 if getattr(self, option) not in (None, False):
                     raise ConfigError(f"--{option.replace('_', '-')} needs a checkpoint folder (--checkpoint DIR)")
+
+    def _check_rebalance(self, steps: int) -> None:
+        _in_range("steps between two looks (--rebalance)", steps, 1, 2**40)
+        if not self.sharding.is_planned:
+            raise ConfigError("--rebalance with a placement that is given; allowed: with --sharding auto")
+        if self.table_store is not None:
+            raise ConfigError("--rebalance with --table-store; allowed: tables in memory (shards in files do not move)")
+        if self.elastic:
+            raise ConfigError("--rebalance in an elastic run; allowed: one of them (it plans anew when ranks change)")
 
     def tables_of(self, facts: Sequence[TableFacts]) -> tuple[Table, ...]:
         """The tables of the model, one for each column of ids. Raises `ConfigError` if `tables` is of other data."""
@@ -305,6 +320,8 @@ class TrainingConfig:
     def check_world(self, world_size: int) -> None:
         """Raises unless every rank gets a slice of the global batch and a sample."""
         _in_range("number of ranks", world_size, self.min_ranks if self.elastic else 1, min(4096, self.batch_size))
+        if world_size == 1 and self.rebalance is not None:
+            raise ConfigError("--rebalance with one rank, which has all shards; allowed: 2 ranks or more")
         if world_size > self.slices:
             raise ConfigError(
                 f"number of ranks {world_size}; allowed: at most {self.slices}, the slices of a global batch (--slices)"

@@ -106,39 +106,53 @@ def problem_of(config: TrainingConfig, source: BatchSource, cluster: Cluster, co
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """The placement of a run."""
+
+    placement: Placement
+    step_s: float | None = None
+    """Of a step, as predicted; None if the placement was given."""
+
+    problem: Problem | None = None
+    """What was planned, on rank 0."""
+
+
 def placement_of(
     config: TrainingConfig,
     source: BatchSource,
     tables: Sequence[Table],
     limits: Sequence[int] | None,
     local_ranks: int | None,
-) -> tuple[Placement, float | None]:
-    """The owner of each shard, and the seconds of a step that were predicted, if it was planned here. Collective.
+) -> Planned:
+    """The owner of each shard. Collective.
 
     Rank 0 plans, so that all ranks have the same plan. Raises `ConfigError` on all ranks.
     """
     world_size = dist.get_world_size()
     if not config.sharding.is_planned:
         placement = config.sharding.placement(tables, world_size, local_ranks=local_ranks, limits=limits)
-        return placement, None
+        return Planned(placement=placement)
     if config.device != "cpu":
         raise ConfigError(f"--sharding auto with --device {config.device}, whose kernels nobody measures; allowed: cpu")
     told: list[Any] = [None]
+    problem = None
     if dist.get_rank() == 0:
         try:
-            told = [_planned(config, source, world_size, limits, local_ranks or world_size)]
+            *plan, problem = _planned(config, source, world_size, limits, local_ranks or world_size)
+            told = [tuple(plan)]
         except Exception as error:  # Of any type: the other ranks wait for this one.
             told = [error if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"]
     dist.broadcast_object_list(told, src=0)
     if not isinstance(told[0], tuple):
         raise told[0] if isinstance(told[0], ConfigError) else ConfigError(f"--sharding auto: rank 0: {told[0]}")
     shards, step_s = told[0]
-    return placed(tables, world_size, shards), step_s
+    return Planned(placement=placed(tables, world_size, shards), step_s=step_s, problem=problem)
 
 
 def _planned(
     config: TrainingConfig, source: BatchSource, ranks: int, limits: Sequence[int] | None, local_ranks: int
-) -> tuple[dict[str, int], float]:
+) -> tuple[dict[str, int], float, Problem]:
     constants, warnings = read_constants(from_environment().calibration)
     cluster = cluster_of(config, ranks, local_ranks, limits)
     rating = Rating(problem_of(config, source, cluster, constants))
@@ -153,4 +167,4 @@ def _planned(
         markup=False,
         soft_wrap=True,
     )
-    return best.shards(rating), best.seconds
+    return best.shards(rating), best.seconds, rating.problem

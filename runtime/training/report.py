@@ -21,11 +21,12 @@ from sennit.runtime.sharded.tables import shard_spec, shards_of
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.cost import Cost
 from sennit.runtime.training.metrics import Evaluation, Quality
+from sennit.runtime.training.rebalance import Move
 from sennit.transport.errors import SennitError
 
 VERDICTS = tuple(verdict.name.lower() for verdict in Verdict)
 # Phases in which no samples are trained on. They are reported separately.
-NOT_TRAINING = ("evaluation", "checkpoint")
+NOT_TRAINING = ("evaluation", "checkpoint", "rebalance")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,6 +154,12 @@ class RunReport:
     changes: list[Change] = field(default_factory=list)
     """The changes of an elastic run, in order."""
 
+    looks: int = 0
+    """How often the run looked whether shards should move (`--rebalance`)."""
+
+    moves: list[Move] = field(default_factory=list)
+    """Of them, in order."""
+
     predicted_step_s: float | None = None
     """Of a step, if the run planned its placement."""
 
@@ -237,6 +244,7 @@ class RunReport:
             "train_s": self.train_s,
             "samples_per_s": self.samples_per_s,
             "predicted_step_s": self.predicted_step_s,
+            "rebalance": {"looks": self.looks, "moves": [asdict(move) for move in self.moves]},
             "final_loss": self.final_loss,
             "quality": asdict(self.quality),
             "best": None if self.best is None else asdict(self.best),
@@ -293,6 +301,10 @@ def render(report: RunReport, console: Console) -> None:
         summary.add_row("best", report.best_text)
     if report.predicted_step_s is not None:
         summary.add_row("step", f"{report.step_s * 1e3:.1f} ms, {report.predicted_step_s * 1e3:.1f} ms predicted")
+    if report.config.rebalance is not None:
+        summary.add_row("shards", f"looked {report.looks} times, moved some {len(report.moves)} times")
+    for move in report.moves:
+        summary.add_row("moved", str(move))
     ingest = report.ingest()
     if ingest is not None:
         again = ingest["gaps"] + ingest["silences"]

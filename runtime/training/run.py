@@ -58,7 +58,7 @@ def run_rank(config: TrainingConfig, place: Place) -> RunReport:
         data = prepared(sources.load(config.source, seed=config.seed), config.order_settings)
     if config.elastic and place.rank == 0 and place.store is not None:
         publish_data(place.store, data.fingerprint)
-    return _leave(_run(config, memory_sources(data)))
+    return _leave(_run(config, memory_sources(data, config)))
 
 
 def _run(config: TrainingConfig, make_source: MakeSource) -> RunReport:
@@ -80,7 +80,7 @@ def join_run(config: TrainingConfig, number: int, store: Store) -> RunReport:
             return _join(config, store, fed_sources(config, door))
     data = prepared(sources.load(config.source, seed=config.seed), config.order_settings)
     check_data(store, data.fingerprint)
-    return _join(config, store, memory_sources(data))
+    return _join(config, store, memory_sources(data, config))
 
 
 def _join(config: TrainingConfig, store: Store, make_source: MakeSource) -> RunReport:

@@ -125,6 +125,8 @@ def _train(
         run_id=trainer.run_id,
         weights_sha256=fingerprint(trainer.weights()),
         changes=changes,
+        looks=0 if trainer.rebalancer is None else trainer.rebalancer.looks,
+        moves=[] if trainer.rebalancer is None else trainer.rebalancer.moves,
         predicted_step_s=trainer.predicted_s,
         embedding=EmbeddingSize.of(trainer.tables.tables),
         data=config.source.data if config.ingest is None else source.order.name,

@@ -12,13 +12,15 @@ from sennit.runtime.data.batch_source import BatchSource, MemorySource
 from sennit.runtime.data.prepared import PreparedData
 from sennit.runtime.ingest.fed import Door, FedSource, group_failure
 from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.rebalance import shape_of
 
 MakeSource = Callable[[], BatchSource]
 """The source of this rank's batches in the present default group. Collective."""
 
 
-def memory_sources(data: PreparedData) -> MakeSource:
-    return lambda: MemorySource(data, rank=dist.get_rank(), world_size=dist.get_world_size())
+def memory_sources(data: PreparedData, config: TrainingConfig) -> MakeSource:
+    counted = None if config.rebalance is None else shape_of(config.rebalance, config.batch_size)
+    return lambda: MemorySource(data, rank=dist.get_rank(), world_size=dist.get_world_size(), counted=counted)
 
 
 def fed_sources(config: TrainingConfig, door: Door) -> MakeSource:

@@ -36,6 +36,7 @@ from sennit.runtime.timeline.timeline import Timeline
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.metrics import Quality, quality_of_ranks
 from sennit.runtime.training.planned import model_inputs, placement_of
+from sennit.runtime.training.rebalance import Rebalancer
 from sennit.transport.codecs import COLLECTIVE_CODECS, Codec
 from sennit.transport.errors import SennitError
 
@@ -104,12 +105,16 @@ class Trainer(Closing):
         tables = config.tables_of(source.tables)
         # Tables on a disk have another limit.
         limits = memory_limits(config.rank_memory_bytes, device=self.device) if config.table_store is None else None
-        placement, self.predicted_s = placement_of(config, source, tables, limits, _local_ranks(self.world_size))
+        planned = placement_of(config, source, tables, limits, _local_ranks(self.world_size))
+        self.predicted_s = planned.step_s
+        self.rebalancer: Rebalancer | None = None
+        if config.rebalance is not None:
+            self.rebalancer = Rebalancer(config.rebalance, planned.problem, source, self.step_count)
         with self.clock.phase("tables", is_whole=True):
             self.tables = ShardedEmbeddingBags(
                 tables,
                 rate=config.sparse_rate,
-                placement=placement,
+                placement=planned.placement,
                 slices=config.slices,
                 gradients="sum",
                 seed=config.seed,
@@ -164,6 +169,9 @@ class Trainer(Closing):
                     if not is_due:
                         self._save(report, on_checkpoint)
                     break
+            if self.rebalancer is not None and not done and self.step % self.rebalancer.every == 0:
+                with self.clock.phase("rebalance", is_whole=True):
+                    self.rebalancer.look(self.tables, self.step)
         return result if result is not None else self.evaluate()
 
     def _save(self, report: StepReport, on_checkpoint: Callable[[int], None]) -> None:
@@ -179,8 +187,10 @@ class Trainer(Closing):
         waits for the loss: `run` checks it before evaluations and checkpoints, and tables refuse such gradients.
         """
         factor = self.rate_factor(self.step)
-        # Only up to the next evaluation, which takes other batches.
+        # Only up to the next evaluation, which takes other batches, and until shards may move.
         end = min((self.step // self.steps_per_epoch + 1) * self.steps_per_epoch, self.step_count)
+        if self.rebalancer is not None:
+            end = min(end, self.rebalancer.next_look(self.step))
         until = min(self.step + 1 + self._ahead.depth, end)
         batch = self._next([self.order.training_batch(step) for step in range(self.step, until)])
         vectors = self.tables(batch.sent)

@@ -57,9 +57,12 @@ def test_weights_are_those_of_a_run_from_memory_also_when_resumed(tmp_path: Path
     expected = train(tmp_path / "memory.json", *MODEL, *MEMORY, "--ranks", "2")
     target = ["--ingest", f"cpu://127.0.0.1:{port}", "--ranks", "2", "--timeout", "60"]
     with feeder(port) as process:
-        fed = train(tmp_path / "fed.json", *MODEL, *target, *saved, "--sketch", str(tmp_path / "ids.sketch"))
+        options = [*saved, "--sketch", str(tmp_path / "ids.sketch"), "--sharding", "auto", "--rebalance", "5"]
+        fed = train(tmp_path / "fed.json", *MODEL, *target, *options)
         assert process.wait(30) == 0, process.stdout and process.stdout.read()
     assert fed["weights_sha256"] == expected["weights_sha256"]
+    # Feeders count ids.
+    assert fed["rebalance"]["looks"] == 3
     counted = fed["ingest"]
     assert counted["target"] == f"cpu://127.0.0.1:{port}"
     # Two epochs of eight steps, and sixty held-back rows.

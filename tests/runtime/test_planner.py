@@ -367,11 +367,14 @@ def test_a_planned_run_has_the_bits_of_any_other_and_says_what_it_expects(
     for sharding in ("auto", "table_wise"):
         report = tmp_path / f"{sharding}.json"
         options = ["--ranks", "2", "--slices", "2", "--steps", "3", "--sharding", sharding, "--json", str(report)]
+        if sharding == "auto":
+            options += ["--rebalance", "1"]
         result = CliRunner().invoke(app, ["train", *SMALL, *options])
         assert result.exit_code == 0, result.output
         found = json.loads(report.read_text())
         hashes.add(found["weights_sha256"])
         assert (found["predicted_step_s"] is not None) == (sharding == "auto")
+        assert found["rebalance"]["looks"] == (2 if sharding == "auto" else 0)
     assert len(hashes) == 1
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import resource
 import signal
 import tempfile
@@ -11,23 +12,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
 from sennit.runtime.data.batch_source import MemorySource, prepared
+from sennit.runtime.data.combined import CombinedBatch
 from sennit.runtime.data.samples import Column, Samples
 from sennit.runtime.data.seeds import numpy_stream
 from sennit.runtime.model.settings import SettingsFile
 from sennit.runtime.model.sharding_settings import sharding_of
 from sennit.runtime.model.tensor_train import TensorTrainRule
-from sennit.runtime.training import resumption
+from sennit.runtime.planner.constants import PRECISIONS, Constants, Kernel
+from sennit.runtime.training import planned, resumption
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.fingerprint import fingerprint
 from sennit.runtime.training.manifest import CheckpointError
 from sennit.runtime.training.metrics import quality, quality_of_ranks
+from sennit.runtime.training.rebalance import shape_of
 from sennit.runtime.training.trainer import Trainer, TrainingError
 from sennit.transport.errors import SennitError
 
+KERNEL = tuple(field.name for field in dataclasses.fields(Kernel))
 SMALL: dict[str, Any] = {"batch_size": 24, "embedding_dim": 4, "bottom": (8,), "top": (8,), "epochs": 3}
 
 
@@ -89,6 +95,56 @@ def train(rank: int, world: int, *, seed: int, steps: int, **changed: Any) -> di
         "auc": quality.auc,
         "evaluated": quality.sample_count,
         "losses": losses,
+    }
+
+
+class Shifting(MemorySource):
+    """From batch `at` on, a third of the ids is of the last eight rows."""
+
+    at = 1 << 40
+
+    def take(self, number: int) -> CombinedBatch:
+        if number < self.at:
+            return super().take(number)
+        batch = self.samples.batch(self.order.part(number, dist.get_rank(), dist.get_world_size()))
+        hot = self.tables[0].row_count - 8 + batch.values % 8
+        batch = dataclasses.replace(batch, values=torch.where(batch.values % 3 == 0, hot, batch.values))
+        if self._sketch is not None:
+            self._count(self._sketch, number, batch)
+        return batch
+
+
+def rebalanced(rank: int, world: int, *, seed: int, at: int, every: int | None, **changed: Any) -> dict[str, Any]:
+    """A whole run of 24 steps. Ids are uniform, and from batch `at` on the last of eight row shards has 42 % of them.
+
+    Kernels are so slow that nothing else counts, and each rank has a core.
+    """
+    stream = numpy_stream(seed, "rebalanced")
+    data = Samples(
+        name="skewed",
+        dense=torch.from_numpy(stream.standard_normal((600, 2)).astype(np.float32)),
+        labels=torch.from_numpy((stream.random(600) < 0.5).astype(np.float32)),
+        columns=(Column.bags("user", 64, stream.integers(0, 64, 6000), np.full(600, 10)),),
+    )
+    config = config_of(seed, row_shards=8, batch_size=50, max_steps=24, rebalance=every, **changed)
+    whole = prepared(data, config.order_settings)
+    counted = None if every is None else shape_of(every, config.batch_size)
+    source = Shifting(whole, rank=rank, world_size=world, counted=counted)
+    source.at = at
+    slow = {name: Kernel(**dict.fromkeys(KERNEL, 0.0) | {"id_s": 1e-3}) for name in PRECISIONS}
+    constants = Constants(lookup=slow, update=slow)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planned, "read_constants", lambda path: (constants, []))
+        patch.setattr(planned, "cores_here", lambda: world)
+        run = Trainer(config, source)
+    source.begin(0)
+    run.run(lambda step: None, lambda epoch, quality: False, lambda step: None)
+    moves = [] if run.rebalancer is None else run.rebalancer.moves
+    return {
+        "sha256": fingerprint(run.weights()),
+        "looks": 0 if run.rebalancer is None else run.rebalancer.looks,
+        "moves": [dataclasses.asdict(move) | {"text": str(move)} for move in moves],
+        "shards": sorted(run.own_shards),
     }
 
 
