@@ -82,7 +82,11 @@ class Uml(Machine):
     # a mapping. A process may have vm.max_map_count mappings, 65,530 by default. The kernel's lists of single free
     # pages (last in, first out) scatter pages. When these lists hold many megabytes, torch runs out of mappings. The
     # shortest possible lists make free pages join larger blocks (Documentation/admin-guide/sysctl/vm.rst).
-    setup = (("write", "/proc/sys/vm/percpu_pagelist_high_fraction", "1000000"),)
+    # A panic prints its registers, which name the function, at the level "info", which "quiet" keeps off the console.
+    setup = (
+        ("write", "/proc/sys/vm/percpu_pagelist_high_fraction", "1000000"),
+        ("write", "/proc/sys/kernel/printk", "7"),
+    )
 
     def command(
         self, *, initrd: Path, folder: Path, memory_bytes: int, descriptors: Descriptors, kept: Sequence[Path]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,8 +15,7 @@ from typing import Any
 import pytest
 
 from sennit.testbed.vm import links
-
-COMMAND_TIMEOUT_S = 30.0
+from sennit.testbed.vm.guest_command import execute
 
 
 def load(path: Path, *parts: str) -> ModuleType:
@@ -113,11 +111,11 @@ def pair(endpoint: ModuleType) -> Iterator[Callable[..., tuple[Any, Any]]]:
 def unconnected() -> Iterator[str]:
     """A device whose interface, cold0, is down."""
     for command in ("ip link add cold0 type dummy", "rdma link add cold type rxe netdev cold0"):
-        subprocess.run(command.split(), check=True, capture_output=True, timeout=COMMAND_TIMEOUT_S)
+        execute(command)
     yield "cold"
     # If the interface went first, the device would stay for some time.
     for command in ("rdma link delete cold", "ip link del cold0"):
-        subprocess.run(command.split(), check=True, capture_output=True, timeout=COMMAND_TIMEOUT_S)
+        execute(command)
 
 
 @pytest.fixture
@@ -126,8 +124,7 @@ def netem() -> Iterator[Callable[[int, str], None]]:
     changed: set[int] = set()
 
     def tc(action: str, device: int, settings: str = "") -> None:
-        command = ["tc", "qdisc", action, "dev", links.netdev(device), "root", *settings.split()]
-        subprocess.run(command, check=True, capture_output=True, timeout=COMMAND_TIMEOUT_S)
+        execute(f"tc qdisc {action} dev {links.netdev(device)} root {settings}")
 
     def change(device: int, settings: str) -> None:
         tc("replace", device, f"netem {settings}")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -55,4 +56,10 @@ def run(
         return within(namespace, be, rank) if namespace else be(rank)
 
     with ThreadPoolExecutor(len(seats)) as threads:
-        return list(threads.map(take_seat, range(len(seats))))
+        ended = [threads.submit(take_seat, rank) for rank in range(len(seats))]
+    for rank in ended:
+        if (error := rank.exception()) is not None:
+            # Its frames hold the rank's group, so its device. pytest keeps the error while a fixture removes the
+            # device, which the kernel lets wait until the device has no user.
+            traceback.clear_frames(error.__traceback__)
+    return [rank.result() for rank in ended]

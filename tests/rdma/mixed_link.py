@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
+
+from sennit.testbed.vm.guest_command import TIMEOUT_S, execute
 
 NEAR: Final = "mixed"
 NEAR_DEVICE: Final = "rxemixed"
@@ -17,11 +18,6 @@ NEAR_ADDRESS: Final = "fd5e:77:ff::1"
 # The interface and the namespace.
 FAR: Final = "mixedfar"
 FAR_ADDRESS: Final = "fd5e:77:ff::2"
-COMMAND_TIMEOUT_S: Final = 30.0
-
-
-def execute(command: str) -> None:
-    subprocess.run(command.split(), check=True, capture_output=True, timeout=COMMAND_TIMEOUT_S)
 
 
 def is_served() -> bool:
@@ -47,13 +43,13 @@ def link() -> Iterator[None]:
         execute(f"ip -n {FAR} link set {FAR} up")
         execute(f"ip link set {NEAR} up")
         execute(f"rdma link add {NEAR_DEVICE} type rxe netdev {NEAR}")
-        deadline_s = time.monotonic() + COMMAND_TIMEOUT_S
+        deadline_s = time.monotonic() + TIMEOUT_S
         while not is_served():
             if time.monotonic() > deadline_s:
-                raise TimeoutError(f"{NEAR_DEVICE} has not had {NEAR_ADDRESS} for {COMMAND_TIMEOUT_S:g} s")
+                raise TimeoutError(f"{NEAR_DEVICE} has not had {NEAR_ADDRESS} for {TIMEOUT_S:g} s")
             time.sleep(0.001)
         yield
     finally:
         # Some of these may not exist.
         for command in (f"rdma link delete {NEAR_DEVICE}", f"ip netns delete {FAR}", f"ip link delete {NEAR}"):
-            subprocess.run(command.split(), check=False, capture_output=True, timeout=COMMAND_TIMEOUT_S)
+            execute(command, check=False)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 
 from sennit.testbed.vm import links
+from sennit.testbed.vm.guest_command import execute
 from sennit.transport.config import TransportKind
 from sennit.transport.errors import SennitError
 
@@ -28,10 +28,6 @@ ROUNDS_BEFORE = 3
 ROUNDS = 5
 DEADLINE_S = 3.0
 COMMAND_TIMEOUT_S = 30.0
-
-
-def execute(command: str) -> None:
-    subprocess.run(command.split(), check=True, capture_output=True, timeout=COMMAND_TIMEOUT_S)
 
 
 def broken(groups: ModuleType, seats: list[Any], folder: Path, break_it: Callable[[], Any]) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Final
 import pytest
 
 from sennit.testbed.vm import links
+from sennit.testbed.vm.guest_command import execute
 
 pytestmark = pytest.mark.rdma
 
@@ -26,11 +27,6 @@ NEAR: Final = 2
 FAR: Final = 3
 FIRST_PREFERENCE: Final = 500
 FIRST_TABLE: Final = 5_000
-
-
-def execute(*commands: str) -> None:
-    for command in commands:
-        subprocess.run(command.split(), check=True, capture_output=True, timeout=COMMAND_TIMEOUT_S)
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
@@ -55,11 +51,9 @@ def second_link() -> Iterator[None]:
         for number in (NEAR, FAR):
             name, peer, table = links.netdev(number), links.address(number ^ 1, 6), FIRST_TABLE + number
             Path(f"/proc/sys/net/ipv6/conf/{name}/keep_addr_on_down").write_text("1")
-            execute(
-                f"ip addr add {links.address(number, 6)}/64 dev {name} nodad",
-                f"ip link set {name} up",
-                f"ip -6 rule add pref {FIRST_PREFERENCE + number} iif lo to {peer} lookup {table}",
-            )
+            execute(f"ip addr add {links.address(number, 6)}/64 dev {name} nodad")
+            execute(f"ip link set {name} up")
+            execute(f"ip -6 rule add pref {FIRST_PREFERENCE + number} iif lo to {peer} lookup {table}")
         set_routes()
         for number in (NEAR, FAR):
             execute(f"rdma link add rxe{number} type rxe netdev {links.netdev(number)}")
@@ -72,17 +66,15 @@ def second_link() -> Iterator[None]:
             *(f"ip -6 rule del pref {FIRST_PREFERENCE + number}" for number in (NEAR, FAR)),
             f"ip link delete {near}",
         ):
-            subprocess.run(command.split(), check=False, capture_output=True, timeout=COMMAND_TIMEOUT_S)
+            execute(command, check=False)
 
 
 def set_routes() -> None:
     """Sets routes and neighbours, which vanish when the link goes down and do not come back with it."""
     for number in (NEAR, FAR):
         name, peer, table = links.netdev(number), links.address(number ^ 1, 6), FIRST_TABLE + number
-        execute(
-            f"ip -6 neigh replace {peer} lladdr {links.mac_address(number ^ 1)} dev {name} nud permanent",
-            f"ip -6 route replace {peer} dev {name} src {links.address(number, 6)} table {table}",
-        )
+        execute(f"ip -6 neigh replace {peer} lladdr {links.mac_address(number ^ 1)} dev {name} nud permanent")
+        execute(f"ip -6 route replace {peer} dev {name} src {links.address(number, 6)} table {table}")
 
 
 def sent_packets(number: int) -> int:

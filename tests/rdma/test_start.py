@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from sennit.testbed.vm import links
+from sennit.testbed.vm.guest_command import execute
 from sennit.transport import errors
 from sennit.transport.rdma_rails import find_rdma_rails
 
@@ -46,8 +47,7 @@ def test_little_locked_memory_ends_the_start() -> None:
 
 def test_ends_of_different_mtu_use_the_smaller_and_say_so(tmp_path: Path) -> None:
     def set_mtu(mtu_bytes: int) -> None:
-        command = f"ip link set {links.netdev(1)} mtu {mtu_bytes}"
-        subprocess.run(command.split(), check=True, capture_output=True, timeout=DEADLINE_S)
+        execute(f"ip link set {links.netdev(1)} mtu {mtu_bytes}")
 
     set_mtu(1500)
     try:

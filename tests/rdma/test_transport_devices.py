@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -12,15 +11,12 @@ import pytest
 
 from sennit import capabilities
 from sennit.testbed.vm import links
+from sennit.testbed.vm.guest_command import execute
 from sennit.transport import devices
 
 pytestmark = pytest.mark.rdma
 
 Pair = Callable[..., tuple[Any, Any]]
-
-
-def execute(command: str) -> None:
-    subprocess.run(command.split(), check=True, capture_output=True, timeout=30)
 
 
 def test_devices_of_the_link_are_read_and_usable() -> None:

@@ -249,7 +249,7 @@ def test_a_device_that_is_removed_ends_nothing_before_its_users_do(mixed: Module
         ranks.kill()
         if removal is not None:
             removal.kill()
-            removal.wait()
+            removal.wait(COMMAND_TIMEOUT_S)
     assert not Path(f"/sys/class/infiniband/{mixed.NEAR_DEVICE}").exists()
 
 

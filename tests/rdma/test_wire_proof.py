@@ -60,28 +60,45 @@ def test_a_device_and_a_socket_accept_each_others_packets(
 ) -> None:
     arrays = np.random.default_rng(0).integers(-1_000, 1_000, (2, 50_021), np.int32)
     frames: list[bytes] = []
-    opcodes: dict[str, list[int]] = {}
+    opcodes: dict[str, list[int]] = {mixed.NEAR_ADDRESS: [], mixed.FAR_ADDRESS: []}
 
-    def are_all_accepted() -> bool:
-        frames.extend(tap.frames())
-        opcodes.update({mixed.NEAR_ADDRESS: [], mixed.FAR_ADDRESS: []})
-        for packet in captures.packets(frames):
+    def capture() -> int:
+        """Returns how many packets more than before are captured."""
+        new = tap.frames()
+        frames.extend(new)
+        for packet in captures.packets(new):
             opcodes[packet.source[0]].append(packet.opcode)
-        return bool(mixed.received_packets() - received == len(opcodes[mixed.FAR_ADDRESS]))
+        return len(new)
 
-    # Packets for a queue pair that is not connected yet are dropped and not counted.
-    is_device_ready = threading.Event()
+    def unaccepted() -> int:
+        capture()
+        accepted: int = mixed.received_packets()
+        return len(opcodes[mixed.FAR_ADDRESS]) - accepted
+
+    def unaccepted_at_rest() -> int:
+        """The same, at a moment without a packet between the capture and the counter."""
+        found = [unaccepted()]
+
+        def is_at_rest() -> bool:
+            found.append(unaccepted())
+            return capture() == 0 and found[-1] == found[-2]
+
+        endpoint.until(is_at_rest, lambda: f"a moment without packets, there are {len(frames)}")
+        return found[-1]
+
+    are_ready = threading.Barrier(2)
 
     def work(group: Communicator) -> dict[str, int]:
-        if group.rank == 0:
-            is_device_ready.set()
-        assert is_device_ready.wait(groups.TIMEOUT_S)
+        # The socket tries the network while the group is made. Packets for a queue pair that is not connected yet are
+        # dropped and not counted: their number is the difference here, and must stay it.
+        are_ready.wait(groups.TIMEOUT_S)
+        dropped = unaccepted_at_rest() if group.rank == 0 else 0
+        are_ready.wait(groups.TIMEOUT_S)
         for array in (arrays, arrays[:, :100]):
             np.testing.assert_array_equal(group.allreduce(array[group.rank]), array.sum(axis=0, dtype=np.int32))
         if group.rank == 0:  # While both live: the other rank waits in the barrier.
             endpoint.until(
-                are_all_accepted,
-                lambda: f"{mixed.received_packets() - received} accepted to be {len(opcodes[mixed.FAR_ADDRESS])}",
+                lambda: unaccepted() == dropped, lambda: f"{unaccepted() - dropped} packets that are not accepted yet"
             )
         group.barrier()
         return group.counters()
@@ -89,7 +106,6 @@ def test_a_device_and_a_socket_accept_each_others_packets(
     mixed.execute(f"ip -n {mixed.FAR} link set {mixed.FAR} gso_max_segs 1")  # one packet per frame
     near = groups.Seat(transport=TransportKind.VERBS, interface=mixed.NEAR, host="near")
     far = groups.Seat(transport=TransportKind.UDP, interface=mixed.FAR, host="far", namespace=mixed.FAR)
-    received = mixed.received_packets()
     with captures.Tap(mixed.NEAR) as tap:
         device, socket = groups.run([near, far], tmp_path, work)
     assert set(opcodes[mixed.NEAR_ADDRESS]) == {SEND_ONLY, WRITE_ONLY_IMMEDIATE}
