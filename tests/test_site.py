@@ -20,6 +20,7 @@ from markdown_it import MarkdownIt
 from sennit.testbed.site import api
 from sennit.testbed.site.lists import for_python_markdown
 from sennit.testbed.site.repository import PLACES, ROOT, for_site, origin, place
+from tests import browser
 
 DEADLINE_S = 120.0
 # What a browser loads by itself. A link that a reader may follow is no asset.
@@ -122,6 +123,15 @@ def test_nothing_comes_from_another_host(site: Path, pages: dict[Path, Html]) ->
     assert not [path for path, html in pages.items() if "mermaid" in html.classes]
 
 
+@pytest.mark.needs("chromium")
+@pytest.mark.parametrize("page", ["index.html", "comparison.html", "api/runtime.sharded.html"])
+def test_pages_fit_a_phone(site: Path, tmp_path: Path, page: str) -> None:
+    seen = browser.look(site / page, tmp_path)
+    assert seen.wide_px <= browser.PHONE_PX
+    assert seen.small_px >= 10
+    assert (seen.fetched, seen.complaints) == ([], [])
+
+
 def test_pages_show_what_the_repository_shows(site: Path, pages: dict[Path, Html]) -> None:
     """By CommonMark, as Git servers show it: as many headings, items, tables, cells, blocks of code and pictures."""
     commonmark = MarkdownIt("gfm-like", {"linkify": False})
@@ -138,6 +148,15 @@ def test_a_page_is_in_the_section_that_lists_it(site: Path) -> None:
     for page, section in (("performance", "Explanation"), ("lab/codecs", "Lab"), ("how-to/train", "How-to")):
         tabs = re.findall(r"md-tabs__item--active.*?</li>", (site / f"{page}.html").read_text(), re.DOTALL)
         assert [section in tab for tab in tabs] == [True]
+
+
+@pytest.mark.needs("chromium")
+def test_search_finds_pages_without_a_server(site: Path, tmp_path: Path) -> None:
+    seen = browser.look(
+        site / "how-to" / "train.html", tmp_path, query="?q=retransmission", awaited=".md-search-result__link"
+    )
+    assert "retransmission" in seen.text.lower()
+    assert (seen.fetched, seen.complaints) == ([], [])
 
 
 def test_search_knows_every_page(site: Path, pages: dict[Path, Html]) -> None:

@@ -93,7 +93,7 @@ def _table(cases: list[Case]) -> str:
             f'<td><ul class="goals">{goals}</ul></td><td class="number">{case.seconds:.1f}</td></tr>'
         )
     return (
-        '<div class="wide"><table>\n<thead><tr><th>case</th><th>outcome</th><th>what happens</th>'
+        '<div class="wide"><table class="cases">\n<thead><tr><th>case</th><th>outcome</th><th>what happens</th>'
         '<th>measured, goal</th><th class="number">seconds</th></tr></thead>\n<tbody>\n'
         + "\n".join(rows)
         + "\n</tbody></table></div>"

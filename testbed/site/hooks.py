@@ -16,6 +16,8 @@ from sennit.testbed.site.picture import drawn
 from sennit.testbed.site.repository import LANGUAGES, PLACES, ROOT, anchor, examples, for_site, listed, place
 
 STYLE: Final = "site.css"
+# The plugin `offline` takes a script of this name from another host, unless there is one (mkdocs.yml, `polyfills`).
+WORKER: Final = "iframe-worker.js"
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -57,6 +59,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         made[place(str(path.relative_to(ROOT)))] = f"# {path.name}\n\n```{LANGUAGES[path.suffix]}\n{code}```\n"
     made |= {f"api/{name}.md": api.page(name) for name in api.MODULES} | {"api/index.md": api.index()}
     made[STYLE] = (Path(__file__).parent / STYLE).read_text()
+    made[WORKER] = (Path(__file__).parent / "frame_worker.js").read_text()
     for page, text in made.items():
         files.append(File.generated(config, page, content=text))
     return files

@@ -20,6 +20,7 @@ from sennit.testbed.scenarios.catalogue import SCENARIOS
 from sennit.testbed.scenarios.model import Library, Variant
 from sennit.testbed.scenarios.ranks import RankError
 from sennit.testbed.scenarios.stage import Observations, Run
+from tests import browser
 
 
 def invoke(*arguments: str) -> Any:
@@ -113,6 +114,34 @@ def test_passed_cases_exit_with_0_and_leave_results_and_a_page(
     again = invoke("report", "--folder", str(tmp_path / "out"), "--html", str(tmp_path / "new" / "again.html"))
     assert again.exit_code == 0, again.output
     assert (tmp_path / "new" / "again.html").read_text() == html
+
+
+@pytest.mark.needs("chromium")
+def test_the_browser_sees_what_is_wrong_with_a_page(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.html"
+    wrong.write_text(
+        '<!doctype html><p style="width: 900px; font-size: 8px">x</p><img src="http://elsewhere.test/a.png"><script>nothing()</script>'
+        '<div style="overflow-x: auto"><pre>' + 100 * "wide" + "</pre></div>"
+    )
+    seen = browser.look(wrong, tmp_path)
+    assert (seen.wide_px > 900, seen.small_px) == (True, 8)
+    assert seen.fetched == ["http://elsewhere.test/a.png"]
+    assert [part.partition(" ")[0] for part in seen.sideways] == ["<div"]
+    assert any("nothing is not defined" in complaint for complaint in seen.complaints)
+
+
+@pytest.mark.needs("chromium")
+def test_the_page_can_be_read_on_a_phone(can_run: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(stage, "play", play())
+    done = invoke("run", "loss-1-allreduce", "loss-5-alltoall", "plane-off", "--folder", str(tmp_path / "out"))
+    assert done.exit_code == 0, done.output
+    seen = browser.look(tmp_path / "out" / "report.html", tmp_path)
+    assert seen.wide_px <= browser.PHONE_PX
+    assert seen.high_px > 2_000
+    assert seen.small_px >= 12
+    assert not [part for part in seen.sideways if not part.startswith("<pre>")]  # commands and JSON are
+    assert not seen.fetched
+    assert not seen.complaints
 
 
 def test_a_wrong_result_exits_with_1(can_run: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
