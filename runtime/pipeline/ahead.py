@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -46,6 +46,17 @@ class Arrived:
     """For each module of tables."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Waiting:
+    """A batch on its way."""
+
+    ids: Task
+    """Ends with `Arrived`."""
+
+    lookups: dict[int, Task] = field(default_factory=dict)
+    """By the number of a module of tables: where its vectors are looked up already."""
+
+
 class BatchesAhead(Closing):
     """Batches on their way, the oldest first."""
 
@@ -65,7 +76,7 @@ class BatchesAhead(Closing):
         """
         self.depth = depth
         self._scheduler, self._tables, self._tells = scheduler, tuple(tables), tells
-        self._waiting: deque[Task] = deque()
+        self._waiting: deque[Waiting] = deque()
         self._last: Task | None = None
         self._group = second_group(group) if depth and dist.get_world_size(group) > 1 else None
 
@@ -83,11 +94,19 @@ class BatchesAhead(Closing):
         before = () if self._last is None else (self._last,)
         send = explained(lambda one, *_: self._send(senders, one), self._group)
         self._last = self._scheduler.submit("ids", send, taken, *before, thread=ids_thread, step=step)
-        self._waiting.append(self._last)
+        self._waiting.append(Waiting(ids=self._last))
+
+    @property
+    def oldest(self) -> Waiting | None:
+        """The batch that `next` returns."""
+        return self._waiting[0] if self._waiting else None
 
     def next(self) -> Arrived:
         """Waits for the oldest batch. Raises what went wrong with it, or with one before."""
-        found: Arrived = self._waiting.popleft().result()
+        waiting = self._waiting.popleft()
+        found: Arrived = waiting.ids.result()
+        for number, lookup in waiting.lookups.items():
+            found.sent[number].lookup = lookup
         return found
 
     def drop(self) -> None:
@@ -99,14 +118,19 @@ class BatchesAhead(Closing):
 
     def close(self, *, failed: bool = False) -> None:
         """Ends the group. `failed`: this rank gives up, so that nobody waits for it; else it waits for what is sent."""
+        if failed:
+            self.abort()
         group, self._group = self._group, None
-        waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
-        if failed and group is not None and not all(task.is_done for task in waiting):
-            abort(group)
+        self._waiting.clear()
         self._scheduler.close()
         # After a failure destroying a group may wait for peers that are gone.
         if group is not None and not failed:
             dist.destroy_process_group(group)
+
+    def abort(self) -> None:
+        """This rank gives up: nobody waits any longer for ids that are on their way."""
+        if self._group is not None and not all(waiting.ids.is_done for waiting in self._waiting):
+            abort(self._group)
 
     def _take(self, take: Callable[[], Taken]) -> Taken | Refused:
         try:

@@ -78,7 +78,7 @@ class Pipeline(Closing):
         self._timeline = timeline
         self._scheduler = Scheduler(before=before, on_task=timeline.on_task if timeline is not None else on_task)
         self._ahead = BatchesAhead(self._scheduler, self._tables, depth=batches_ahead, tells=True, group=group)
-        self._exchanges = Exchanges(self._scheduler, self._tables, group=group) if batches_ahead else None
+        self._exchanges = Exchanges(self._scheduler, self._tables, self._ahead, group=group) if batches_ahead else None
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -105,6 +105,8 @@ class Pipeline(Closing):
 
     def close(self, *, failed: bool = False) -> None:
         """Ends work ahead. Batches that were taken are lost. `failed`: this rank gives up."""
+        if failed:
+            self._ahead.abort()
         if self._exchanges is not None:
             self._exchanges.close(failed=failed)
         self._ahead.close(failed=failed)
@@ -149,6 +151,4 @@ class Pipeline(Closing):
         if self._before_update is not None:
             self._before_update()
         self._optimizer.step()
-        if self._exchanges is not None:
-            self._exchanges.finish()
         return tree_map_only(Tensor, Tensor.detach, found)

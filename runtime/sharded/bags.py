@@ -95,23 +95,26 @@ class ShardedEmbeddingBags(ShardedTables):
     def _weights(self, step: _Step) -> Tensor | None:
         return step.ids.weights if _kind_of(step.ids.weights) == 2 else None
 
-    def _update(self, step: _Step, gradients: Sequence[Tensor], rates: Sequence[float | None]) -> Tensor | None:
+    def _update(
+        self, step: _Step, gradients: Sequence[Tensor], rates: Sequence[float | None]
+    ) -> tuple[GradientError | None, Tensor | None]:
         scaled: dict[int, Tensor] = {}
         for feature, gradient in enumerate(gradients):
             own = gradient if self._divisor == 1 else gradient / self._divisor
             lengths = step.lengths.get(feature)
             scaled[feature] = own if lengths is None else (torch.ones(()) / lengths) * own
         ids = step.ids if self._weights(step) is not None else None
+        error: GradientError | None = None
         of_weights: dict[int, Tensor] = {}
         for number, (pools, arrivals) in enumerate(zip(self._pools, step.arrivals, strict=True)):
             bad, found = pools.update(arrivals, scaled, rate=rates[number], weighted=ids)
-            self._bad = bad or self._bad
+            error = bad or error
             of_weights |= found
         if ids is None:
-            return None
+            return error, None
         # A weight belongs to this rank's own loss.
         whole = torch.cat([of_weights[feature] for feature in range(len(self._features))]).mul_(self._divisor)
-        return whole.to(ids.weights.device) if ids.weights is not None else whole
+        return error, whole.to(ids.weights.device) if ids.weights is not None else whole
 
     def _release(self, step: _Step) -> None:
         for pools, arrivals in zip(self._pools, step.arrivals, strict=True):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.kernels.spec import Pooling
 from sennit.runtime.sharded.agreement import check_agreement, check_codec, exchange_headers, made_on_all, rows_on_all
+from sennit.runtime.sharded.beside import Beside
 from sennit.runtime.sharded.changes import CHANGED_ROWS, ChangedRows
 from sennit.runtime.sharded.description import described, owners
 from sennit.runtime.sharded.digest import digest_of
@@ -23,8 +24,8 @@ from sennit.runtime.sharded.features import Ids, features_of, ids_of
 from sennit.runtime.sharded.files import TableStore
 from sennit.runtime.sharded.loading import load
 from sennit.runtime.sharded.moving import moved
-from sennit.runtime.sharded.passes import Arrive, Lookup
-from sennit.runtime.sharded.pending import Pending, RunBeside, Running
+from sennit.runtime.sharded.passes import Lookup
+from sennit.runtime.sharded.pending import RunBeside
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.sharded.placement import Placement, place
 from sennit.runtime.sharded.rates import TableRates
@@ -146,8 +147,7 @@ class ShardedTables(nn.Module):
         self._synchronised = True
         self._changes: list[ChangedRows] = []
         self._expected: dict[int, tuple[Any, Sent]] = {}
-        self._beside: RunBeside | None = None
-        self._running: list[Running] = []
+        self._beside: Beside | None = None
         self._connect()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -166,10 +166,10 @@ class ShardedTables(nn.Module):
             features = self.send(features, global_batch=global_batch)
         elif global_batch is not None:
             raise ArgumentError("global_batch for a batch that was sent; allowed: in send")
-        self.finish()
-        step = features.take(self._engines, "looked up")
+        step, lookup = features.take(self._engines, "looked up"), features.lookup
         if self._beside is not None and torch.is_grad_enabled() and self._weights(step) is None:
-            return self._pending(self._beside, step)
+            return self._beside.pending(step, lookup)
+        self.finish()
         if torch.is_grad_enabled():
             found: tuple[Tensor, ...] = Lookup.apply(self._anchor[0], self, step, self._weights(step))  # type: ignore[no-untyped-call]
         else:
@@ -178,45 +178,23 @@ class ShardedTables(nn.Module):
             self._release(step)
         return dict(zip(self.feature_names, found, strict=True))
 
-    def overlap(self, beside: RunBeside | None, group: dist.ProcessGroup | None = None) -> None:
-        """From now on lookups and updates run in the thread of `beside`, over `group`, which has the same ranks.
+    def overlap(self, run: RunBeside | None, group: dist.ProcessGroup | None = None) -> Beside | None:
+        """From now on lookups and updates run in the thread of `run`, over `group`, which has the same ranks.
 
         A call then returns `Pending`. The backward pass does not wait for its update: `finish` does. Calls without
-        gradients, and with weights that require them, stay here.
+        gradients, and with weights that require them, stay here. None: everything stays here.
         """
-        self._beside, self._beside_group = beside, group
-        self.finish()
+        before, self._beside = self._beside, None if run is None else Beside(self, run, group)
+        if before is not None:
+            before.finish()
+            for update in before.untold():
+                self._bad = update.result() or self._bad
+        return self._beside
 
     def finish(self) -> None:
-        """Waits for updates in another thread. Raises their errors."""
-        with self._wire.phase("wait for sparse update") if self._running else contextlib.nullcontext():
-            while self._running:
-                self._running.pop(0).result()
-
-    def _pending(self, beside: RunBeside, step: Any) -> Pending:
-        group = self._beside_group
-
-        def look_up() -> tuple[Tensor, ...]:
-            with torch.no_grad(), self._wire.over(group), self._wire.phase("lookup"):
-                return self._found(step)
-
-        def update(gradients: Sequence[Tensor]) -> None:
-            rates = self._rates()
-
-            def call() -> None:
-                with torch.no_grad(), self._wire.over(group), self._wire.phase("sparse update"):
-                    self._update(step, gradients, rates)
-
-            self._running.append(beside("sparse update", call))
-
-        running = beside("lookup", look_up)
-
-        def wait() -> dict[str, Tensor]:
-            with self._wire.phase("wait for lookup"):
-                found = running.result()
-            return dict(zip(self.feature_names, Arrive.apply(self._anchor[0], update, found), strict=True))  # type: ignore[no-untyped-call]
-
-        return Pending(wait)
+        """Waits for what runs in another thread. Raises errors of updates."""
+        if self._beside is not None:
+            self._beside.finish()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def send(self, features: Any, *, global_batch: int | None = None) -> Sent:
@@ -233,10 +211,11 @@ class ShardedTables(nn.Module):
         Made in the thread of the passes: an error of the last backward pass goes out with this batch. `Refused`
         features tell all ranks why this one has none.
         """
-        self.finish()
-        bad, self._bad = self._bad, None
+        untold = [] if self._beside is None else self._beside.untold()
+        before, self._bad = self._bad, None
 
         def send(features: Any, global_batch: int | None) -> Sent:
+            bad = next((bad for update in untold if (bad := update.result()) is not None), before)
             with self._wire.phase("input exchange"), self._wire.over(group):
                 return Sent(self._engines, self._send(features if bad is None else Refused(bad), global_batch))
 
@@ -252,7 +231,13 @@ class ShardedTables(nn.Module):
 
     def drop(self, sent: Sent) -> None:
         """Forgets a sent batch that will not be looked up. Raises `ArgumentError` for any other."""
-        self._release(sent.take(self._engines, "dropped"))
+        step = sent.take(self._engines, "dropped")
+        if sent.lookup is not None:
+            try:
+                sent.lookup.result()
+            except Exception:
+                return  # It has ended its step itself.
+        self._release(step)
 
     @property
     def batches_ahead(self) -> int:
@@ -331,10 +316,12 @@ class ShardedTables(nn.Module):
         """The result of each feature. Collective."""
         raise NotImplementedError
 
-    def _update(self, step: Any, gradients: Sequence[Tensor], rates: Sequence[float | None]) -> Tensor | None:
+    def _update(
+        self, step: Any, gradients: Sequence[Tensor], rates: Sequence[float | None]
+    ) -> tuple[GradientError | None, Tensor | None]:
         """Takes the optimizer step from the gradients of `_look_up`. Collective. `rates`: those of `_rates`.
 
-        Returns the gradients of `_weights`, if they require any.
+        Returns what is wrong with gradients of this rank's rows, and the gradients of `_weights`, if they require any.
         """
         raise NotImplementedError
 
@@ -383,6 +370,8 @@ class ShardedTables(nn.Module):
         Collective. Such rows were left as they were. The next forward pass raises the same error.
         """
         self.finish()
+        for update in [] if self._beside is None else self._beside.untold():
+            self._bad = update.result() or self._bad
         bad, self._bad = self._bad, None
         exchange_headers(bad, 0, [[]] * self.slices.world_size, self._group)
 
@@ -397,6 +386,7 @@ class ShardedTables(nn.Module):
 
         Another call forgets what has changed.
         """
+        self.finish()
         self._changes = [ChangedRows(one) for pair in self._engines for one in (pair.sharded, pair.replicated)]
 
     def changed_rows(self, *, clear: bool = True) -> dict[str, Tensor]:

@@ -32,7 +32,8 @@ class Lookup(torch.autograd.Function):
             raise ArgumentError("a second backward pass, but rows are in files and may have left memory; allowed: one")
         context.is_over = True
         with context.tables._wire.phase("sparse update"):
-            of_weights = context.tables._update(context.step, gradients, context.tables._rates())
+            bad, of_weights = context.tables._update(context.step, gradients, context.tables._rates())
+        context.tables._bad = bad or context.tables._bad
         return torch.empty(0), None, None, of_weights
 
 

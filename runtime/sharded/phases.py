@@ -19,7 +19,8 @@ class PhaseClock:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.beside: dict[str, float] = {}
-        """Seconds of phases in other threads, which went by while this one did something else, or waited."""
+        """Seconds of phases in other threads, which went by while this one did something else, or waited. Not those
+        that end in a whole phase of this one: they are part of it."""
         self._own = threading.get_ident()
         self._lock, self._other = threading.Lock(), threading.local()
         self._open: list[str] = []
@@ -59,8 +60,9 @@ class PhaseClock:
             yield
         finally:
             self._other.is_inside = False
-            with self._lock:
-                self.beside[name] = self.beside.get(name, 0.0) + time.perf_counter() - since
+            if not self._is_whole:
+                with self._lock:
+                    self.beside[name] = self.beside.get(name, 0.0) + time.perf_counter() - since
 
     def _credit(self) -> None:
         now = time.perf_counter()

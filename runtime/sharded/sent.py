@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from sennit.runtime.sharded.pending import Running
 from sennit.transport.errors import ArgumentError
 
 
@@ -24,6 +25,13 @@ class Sent:
         """`sender`: what only this module has, and only as long as its shards stay where they are."""
         self._sender, self._step = sender, step
         self._fate: str | None = None
+        self.lookup: Running | None = None
+        """A lookup of this batch that has begun in another thread, ahead of the call."""
+
+    @property
+    def step(self) -> object:
+        """The batch, as the module knows it."""
+        return self._step
 
     def take(self, sender: object, fate: str) -> object:
         """The batch, for `sender` to do with it what `fate` says. Raises `ArgumentError` if that may not be."""
@@ -35,5 +43,4 @@ class Sent:
                 f"a sent batch is to be {fate}, but it was {self._fate} before; allowed: one of them, once"
             )
         self._fate = fate
-        step, self._step = self._step, None
-        return step
+        return self._step

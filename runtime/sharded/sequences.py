@@ -57,13 +57,17 @@ class ShardedEmbeddings(ShardedTables):
             found |= sequences.by_lookup(one)
         return tuple(found[feature] for feature in range(len(self._features)))
 
-    def _update(self, step: Sequence[Step], gradients: Sequence[Tensor], rates: Sequence[float | None]) -> None:
+    def _update(
+        self, step: Sequence[Step], gradients: Sequence[Tensor], rates: Sequence[float | None]
+    ) -> tuple[GradientError | None, None]:
         # There are no weights.
         scaled = dict(enumerate(gradients))
         if self._divisor != 1:
             scaled = {feature: gradient / self._divisor for feature, gradient in scaled.items()}
+        error: GradientError | None = None
         for number, (sequences, one) in enumerate(zip(self._sequences, step, strict=True)):
-            self._bad = sequences.update(one, scaled, rate=rates[number]) or self._bad
+            error = sequences.update(one, scaled, rate=rates[number]) or error
+        return error, None
 
     def _release(self, step: Sequence[Step]) -> None:
         for sequences, one in zip(self._sequences, step, strict=True):

@@ -173,6 +173,9 @@ def command(
     batches_ahead: Annotated[
         int, typer.Option(metavar="N", help="batches taken, and their ids sent, while one is computed: 0 to 3")
     ] = _DEFAULT.batches_ahead,
+    overlap: Annotated[
+        str, typer.Option(metavar="WHAT", help="what travels while a batch is computed: auto, ids or tables (all)")
+    ] = _DEFAULT.overlap,
     timeout: Annotated[float, typer.Option(help="deadline of a collective, seconds")] = _DEFAULT.timeout_s,
     samples: Annotated[int, typer.Option(help="synthetic: number of samples")] = _SOURCE.samples,
     row_limit: Annotated[int, typer.Option(help="synthetic: rows of the largest tables")] = _SOURCE.row_limit,
@@ -226,6 +229,7 @@ def command(
             exchange=exchange,
             gradient=gradient,
             batches_ahead=batches_ahead,
+            overlap=overlap,
             timeout_s=timeout,
             checkpoint=checkpoint,
             checkpoint_every=checkpoint_every,

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -145,6 +146,9 @@ class TrainingConfig:
     batches_ahead: int = 1
     """How many batches are taken, and their ids sent, while one is computed; 0: none. It changes no bit."""
 
+    overlap: str = "auto"
+    """What overlaps if batches are sent ahead, of `OVERLAPS`. It changes no bit."""
+
     timeout_s: float = 300.0
     """The deadline in seconds of each collective, and of finding the other ranks."""
 
@@ -215,6 +219,7 @@ class TrainingConfig:
             if not 0 < rate < 1000:
                 raise ConfigError(f"{name} {rate}; allowed: above 0, below 1000")
         _in_range("batches ahead", self.batches_ahead, 0, BATCHES_AHEAD_MAX)
+        _one_of("overlap", self.overlap, OVERLAPS)
         if not 0 < self.timeout_s <= 86_400:
             raise ConfigError(f"timeout {self.timeout_s} s; allowed: above 0, at most 86,400")
         _one_of("split", self.split, ("random", "last"))
@@ -326,6 +331,10 @@ class TrainingConfig:
             raise ConfigError(
                 f"number of ranks {world_size}; allowed: at most {self.slices}, the slices of a global batch (--slices)"
             )
+
+
+OVERLAPS: Final = ("auto", "ids", "tables")
+"""Input and ids alone; lookups and updates of tables, with their exchanges, as well; auto: by what the run is."""
 
 
 def _in_range(name: str, value: int, low: int, high: int) -> None:

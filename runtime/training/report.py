@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from sennit.offload.admission import Verdict
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.runtime.sharded.tables import Table as EmbeddingTable
 from sennit.runtime.sharded.tables import shard_spec, shards_of
+from sennit.runtime.training import overlap
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.cost import Cost
 from sennit.runtime.training.metrics import Evaluation, Quality
@@ -38,6 +39,9 @@ class RankReport:
 
     phases_s: dict[str, float]
     """Seconds in each phase of this process."""
+
+    beside_s: dict[str, float]
+    """Seconds of the threads beside the step, by phase."""
 
     counters: dict[str, int]
     """The backend's counters over the run; empty if the backend has none."""
@@ -179,9 +183,11 @@ class RunReport:
 
     def phases_s(self) -> dict[str, float]:
         """Seconds by phase: the mean over ranks, longest first."""
-        names = {name for rank in self.ranks for name in rank.phases_s}
-        mean = {name: sum(rank.phases_s.get(name, 0.0) for rank in self.ranks) / len(self.ranks) for name in names}
-        return dict(sorted(mean.items(), key=lambda item: -item[1]))
+        return _mean([rank.phases_s for rank in self.ranks])
+
+    def beside_s(self) -> dict[str, float]:
+        """The same of the threads beside the step."""
+        return _mean([rank.beside_s for rank in self.ranks])
 
     def bytes_moved(self) -> dict[str, int]:
         """The counters that count bytes (by their names), summed over ranks."""
@@ -250,6 +256,7 @@ class RunReport:
             "best": None if self.best is None else asdict(self.best),
             "embedding": asdict(self.embedding),
             "phases_s": self.phases_s(),
+            "beside_s": self.beside_s(),
             "cost": self.cost(),
             "bytes_moved": self.bytes_moved(),
             "ingest": self.ingest(),
@@ -257,6 +264,13 @@ class RunReport:
             "ranks": [asdict(rank) for rank in self.ranks],
             "weights_sha256": self.weights_sha256,
         }
+
+
+def _mean(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """By name, the longest first."""
+    names = {name for one in seconds for name in one}
+    mean = {name: sum(one.get(name, 0.0) for one in seconds) / len(seconds) for name in names}
+    return dict(sorted(mean.items(), key=lambda item: -item[1]))
 
 
 def write_json(report: RunReport, path: Path) -> None:
@@ -305,6 +319,8 @@ def render(report: RunReport, console: Console) -> None:
         summary.add_row("shards", f"looked {report.looks} times, moved some {len(report.moves)} times")
     for move in report.moves:
         summary.add_row("moved", str(move))
+    if (hidden := overlap.outcome(report.beside_s(), report.phases_s(), report.step - report.first_step)) is not None:
+        summary.add_row("overlap", hidden)
     ingest = report.ingest()
     if ingest is not None:
         again = ingest["gaps"] + ingest["silences"]

@@ -60,6 +60,7 @@ def _train(
 ) -> RunReport | Holding:
     config, source, first = trainer.config, trainer.source, trainer.rank == 0
     begin(trainer)
+    tell(trainer, [str(trainer.overlap)])
     source.begin(trainer.order.next_batch(trainer.step))
     first_step = trainer.step
     if changes:
@@ -104,6 +105,7 @@ def _train(
     mine = RankReport(
         tables=sorted({shard.rpartition("/")[0] for shard in trainer.own_shards}),
         phases_s=dict(trainer.clock.seconds),
+        beside_s=dict(trainer.clock.beside),
         cost=cost,
         counters={name: count - before.get(name, 0) for name, count in after.items()},
         ingest=source.counters(),

@@ -27,6 +27,7 @@ from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.model.factory import build
 from sennit.runtime.model.optimizer import dense_optimizer
 from sennit.runtime.pipeline.ahead import BatchesAhead, Taken
+from sennit.runtime.pipeline.exchanges import Exchanges
 from sennit.runtime.pipeline.scheduler import Scheduler
 from sennit.runtime.sharded.bags import ShardedEmbeddingBags
 from sennit.runtime.sharded.memory_limits import memory_limits
@@ -35,6 +36,7 @@ from sennit.runtime.sharded.replicas import SlicedReplicas
 from sennit.runtime.timeline.timeline import Timeline
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.metrics import Quality, quality_of_ranks
+from sennit.runtime.training.overlap import overlap_of
 from sennit.runtime.training.planned import model_inputs, placement_of
 from sennit.runtime.training.rebalance import Rebalancer
 from sennit.transport.codecs import COLLECTIVE_CODECS, Codec
@@ -126,6 +128,8 @@ class Trainer(Closing):
         # Elastic runs tell an error of this rank alone from the end of a group, so the others find it gone.
         scheduler = Scheduler(on_task=None if timeline is None else timeline.on_task)
         self._ahead = BatchesAhead(scheduler, [self.tables], depth=config.batches_ahead, tells=not config.elastic)
+        self.overlap = overlap_of(config)
+        self._exchanges = Exchanges(scheduler, [self.tables], self._ahead) if self.overlap.has_tables else None
         self.model = build(config.model, model_inputs(config, source, tables)).to(self.device)
         self.replicas = SlicedReplicas(
             self.model,
@@ -187,6 +191,8 @@ class Trainer(Closing):
         waits for the loss: `run` checks it before evaluations and checkpoints, and tables refuse such gradients.
         """
         factor = self.rate_factor(self.step)
+        if self._exchanges is not None:
+            self._exchanges.step = self.step
         # Only up to the next evaluation, which takes other batches, and until shards may move.
         end = min((self.step // self.steps_per_epoch + 1) * self.steps_per_epoch, self.step_count)
         if self.rebalancer is not None:
@@ -358,6 +364,10 @@ class Trainer(Closing):
 
     def close(self, *, failed: bool = False) -> None:
         """Ends work ahead, and removes files that exist for the run only. `failed`: this rank gives up."""
+        if failed:
+            self._ahead.abort()
+        if self._exchanges is not None:
+            self._exchanges.close(failed=failed)
         self._ahead.close(failed=failed)
         self.tables.close()
 

@@ -9,6 +9,7 @@ import typer
 from sennit import capabilities
 from sennit.command_line import fail, figure_file, stdout_console, writable_file, write_json
 from sennit.testbed.bench.comparison_command import compare
+from sennit.testbed.bench.overlap_command import overlap
 from sennit.testbed.bench.progress import progress
 
 Figures = Annotated[Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)]
@@ -107,6 +108,7 @@ def _run_ranks(bench: Any, json_path: Path | None, **settings: Any) -> None:
 
 
 app.command("all", epilog="Example: sennit bench all --report comparison")(compare)
+app.command("overlap", epilog="Example: sennit bench overlap --hosts 2 --round-trip-us 1000")(overlap)
 
 
 @app.command("group", epilog="Example: sennit bench group --world 64 --against gloo --transport udp")

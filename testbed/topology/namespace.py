@@ -87,18 +87,23 @@ def processes_in(names: Iterable[str]) -> list[int]:
     return found
 
 
+def enter(name: str) -> None:
+    """Moves the calling thread, and the threads that it starts from now on, into the namespace."""
+    descriptor = os.open(path_of(name), os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _check(_libc.setns(descriptor, CLONE_NEWNET), f"setns({name})")
+    finally:
+        os.close(descriptor)
+
+
 def within(name: str, function: Callable[..., Result], *arguments: Any) -> Result:
     """Returns the result of `function`, called by a thread inside the namespace. Sockets that it makes stay inside."""
 
-    def enter() -> Result:
-        descriptor = os.open(path_of(name), os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            _check(_libc.setns(descriptor, CLONE_NEWNET), f"setns({name})")
-        finally:
-            os.close(descriptor)
+    def call() -> Result:
+        enter(name)
         return function(*arguments)
 
-    return _in_thread(enter)
+    return _in_thread(call)
 
 
 def _in_thread(function: Callable[[], Result]) -> Result:

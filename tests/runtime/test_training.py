@@ -178,8 +178,18 @@ def test_a_run_resumed_with_other_ranks_and_another_sharding_ends_with_the_same_
 ) -> None:
     arguments = {"seed": seed, "folder": str(tmp_path), "after": 9, "tables": SHARDED}
     written = kept_world(writers).run(CASES, "save_then_train_on", before=15, **arguments)
-    read = kept_world(readers).run(CASES, "resume_and_train_on", sharding="row_wise", **arguments)
+    options = {"sharding": "row_wise", "overlap": "tables"}
+    read = kept_world(readers).run(CASES, "resume_and_train_on", **options, **arguments)
     assert {tuple(answer) for answer in read} == {tuple(answer) for answer in written}
+
+
+def test_tables_have_a_thread_where_it_pays(kept_world: Any) -> None:
+    """All ranks choose the same: if one of them has a peer over a network, or if all have a core to spare."""
+    for found in kept_world(2).run(CASES, "chosen_overlaps"):
+        assert found == {
+            "alone": False, "crowded": False, "one is crowded": False, "spare": True, "one is far": True,
+            "ids": False, "tables": True, "none ahead": False,
+        }  # fmt: skip
 
 
 def test_full_disk_leaves_the_last_whole_checkpoint(new_world: Any, seed: int, tmp_path: Path) -> None:
@@ -204,20 +214,15 @@ def test_evaluation_and_checkpoints_count_as_nothing_else(
 ) -> None:
     """Neither their own time nor that of their exchanges counts as training time."""
     for step, evaluation, save in kept_world(2).run(
-        CASES, "phases_around_an_evaluation", seed=seed, folder=str(tmp_path), batches_ahead=batches_ahead
-    ):
-        assert step == [
-            "AllReduce",
-            "AlltoAll backward",
-            "AlltoAll forward",
-            "dense backward",
-            "dense forward",
-            "dense update",
-            *(["input", "input exchange"] if batches_ahead == 0 else []),
-            "lookup",
-            "sparse update",
-            *(["wait for input"] if batches_ahead else []),
-        ]
+        CASES, "phases_around_an_evaluation", seed=seed, folder=str(tmp_path), batches_ahead=batches_ahead,
+        overlap="tables",
+    ):  # fmt: skip
+        dense = ["AllReduce", "dense backward", "dense forward", "dense update"]
+        if batches_ahead:
+            assert step == sorted([*dense, "wait for input", "wait for lookup"])
+        else:
+            tables = ["AlltoAll backward", "AlltoAll forward", "lookup", "sparse update"]
+            assert step == sorted([*dense, *tables, "input", "input exchange"])
         assert evaluation == ["evaluation"]
         assert save == ["checkpoint"]
 

@@ -9,7 +9,9 @@ import signal
 import tempfile
 from dataclasses import astuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,7 +26,7 @@ from sennit.runtime.model.settings import SettingsFile
 from sennit.runtime.model.sharding_settings import sharding_of
 from sennit.runtime.model.tensor_train import TensorTrainRule
 from sennit.runtime.planner.constants import PRECISIONS, Constants, Kernel
-from sennit.runtime.training import planned, resumption
+from sennit.runtime.training import overlap, planned, resumption
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.fingerprint import fingerprint
 from sennit.runtime.training.manifest import CheckpointError
@@ -244,11 +246,9 @@ def collectives_of_a_step(rank: int, world: int, *, seed: int) -> dict[str, int]
     return {name: names.count(name) for name in sorted(set(names))}
 
 
-def phases_around_an_evaluation(
-    rank: int, world: int, *, seed: int, folder: str, batches_ahead: int
-) -> list[list[str]]:
+def phases_around_an_evaluation(rank: int, world: int, *, seed: int, folder: str, **options: Any) -> list[list[str]]:
     """Returns the phases whose time changed: in a step, in an evaluation, in a checkpoint."""
-    run = trainer(seed, checkpoint=Path(folder), batches_ahead=batches_ahead)
+    run = trainer(seed, checkpoint=Path(folder), **options)
 
     def save() -> None:
         with run.clock.phase("checkpoint", is_whole=True):
@@ -260,6 +260,31 @@ def phases_around_an_evaluation(
         action()
         changed.append(sorted(name for name, seconds in run.clock.seconds.items() if seconds != before.get(name)))
     return changed
+
+
+def chosen_overlaps(rank: int, world: int) -> dict[str, bool]:
+    """Whether tables have a thread of their own, on machines that are made up."""
+
+    def chosen(cores: int, routes: tuple[str, ...] = ("self", "shm"), **options: Any) -> bool:
+        group = SimpleNamespace(routes=routes, ranks_here=2)
+        with (
+            mock.patch.object(overlap, "cores_here", return_value=cores),
+            mock.patch.object(overlap, "communicator_or_names", return_value=group),
+        ):
+            return overlap.overlap_of(TrainingConfig(**options)).has_tables
+
+    with mock.patch.object(dist, "get_world_size", return_value=1):
+        alone = chosen(100)
+    return {
+        "alone": alone,
+        "crowded": chosen(3),
+        "one is crowded": chosen(3 if rank else 4),
+        "spare": chosen(4),
+        "one is far": chosen(1, ("self", "udp") if rank else ("self", "shm")),
+        "ids": chosen(100, overlap="ids"),
+        "tables": chosen(1, overlap="tables"),
+        "none ahead": chosen(100, batches_ahead=0),
+    }
 
 
 def predictions(rank: int, world: int, *, seed: int, kind: str, count: int = 3000) -> tuple[torch.Tensor, torch.Tensor]:
