@@ -20,6 +20,7 @@ from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.runtime.planner.cluster import Cluster
 from sennit.runtime.planner.constants import Constants
 from sennit.runtime.planner.usage import Use
+from sennit.runtime.sharded.buffers import KEPT_BYTES
 from sennit.runtime.sharded.engines import groups_of
 from sennit.runtime.sharded.placement import EVERYWHERE
 from sennit.runtime.sharded.slices import Slices
@@ -54,8 +55,6 @@ SWITCHES: Final = 0.07
 # What ranks that share a core cost each other, beyond their turns: caches, and waits for one that is not running. It is
 # of runs with 4 ranks on 2 cores. Between one and two ranks a core it grows with the ranks.
 CROWD: Final = 0.3
-# glibc's malloc takes more than this from the kernel each time, page by page (M_MMAP_THRESHOLD, at most).
-FRESH_BYTES: Final = 32 << 20
 
 
 class Kind(IntEnum):
@@ -396,7 +395,7 @@ class Rating:
     def _fresh(self, size_bytes: Work) -> Work:
         """Seconds for the pages of a buffer that is too large to be used again."""
         fresh_byte_s = self.problem.constants.memory.fresh_byte_s
-        return np.where(size_bytes > FRESH_BYTES, size_bytes * fresh_byte_s, 0.0)
+        return np.where(size_bytes > KEPT_BYTES, size_bytes * fresh_byte_s, 0.0)
 
     def _per_host(self, values: Work) -> Work:
         by_host = values.reshape(*values.shape[:-1], *self._by_host).sum(-1)

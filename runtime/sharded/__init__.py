@@ -12,6 +12,7 @@ from sennit.exports import exporter
 if TYPE_CHECKING:
     from sennit.runtime.sharded.agreement import PeerInputError as PeerInputError
     from sennit.runtime.sharded.bags import ShardedEmbeddingBags as ShardedEmbeddingBags
+    from sennit.runtime.sharded.buffers import keep_large_buffers as keep_large_buffers
     from sennit.runtime.sharded.cutting import Along as Along
     from sennit.runtime.sharded.features import Features as Features
     from sennit.runtime.sharded.features import IdError as IdError
@@ -39,6 +40,7 @@ __getattr__ = exporter(
         "SlicedReplicas": "replicas",
         "PeerInputError": "agreement",
         "ShardedEmbeddingBags": "bags",
+        "keep_large_buffers": "buffers",
         "Features": "features",
         "IdError": "features",
         "TableStore": "files",

@@ -20,6 +20,7 @@ from sennit.runtime.planner.constants import Constants, cores_here, read_constan
 from sennit.runtime.planner.cost import Problem, Rating
 from sennit.runtime.planner.search import round_robin, search
 from sennit.runtime.planner.usage import ZIPF, Use, uses
+from sennit.runtime.sharded.buffers import keep_large_buffers
 from sennit.runtime.sharded.memory_limits import available_bytes, shared_limits
 from sennit.runtime.sharded.placement import Placement, placed
 from sennit.runtime.sharded.slices import Slices
@@ -84,6 +85,8 @@ def uses_of(source: BatchSource, tables: Sequence[Table]) -> list[Use]:
 
 def problem_of(config: TrainingConfig, source: BatchSource, cluster: Cluster, constants: Constants) -> Problem:
     """What is to be planned. Measures the model and the source for some seconds."""
+    # As in a run.
+    keep_large_buffers()
     tables = config.tables_of(source.tables)
     fixed = dense.measure(
         config.model,

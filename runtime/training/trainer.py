@@ -30,6 +30,7 @@ from sennit.runtime.pipeline.ahead import BatchesAhead, Taken
 from sennit.runtime.pipeline.exchanges import Exchanges
 from sennit.runtime.pipeline.scheduler import Scheduler
 from sennit.runtime.sharded.bags import ShardedEmbeddingBags
+from sennit.runtime.sharded.buffers import keep_large_buffers
 from sennit.runtime.sharded.memory_limits import memory_limits
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.sharded.replicas import SlicedReplicas
@@ -92,6 +93,7 @@ class Trainer(Closing):
     """Owns model, tables, optimizers and the position in the data. Every method is collective."""
 
     def __init__(self, config: TrainingConfig, source: BatchSource, timeline: Timeline | None = None) -> None:
+        keep_large_buffers()
         self.config, self._timeline = config, timeline
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         config.check_world(self.world_size)

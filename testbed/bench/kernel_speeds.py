@@ -42,7 +42,6 @@ from sennit.runtime.planner.constants import (
     as_json,
     cores_here,
 )
-from sennit.runtime.planner.cost import FRESH_BYTES
 from sennit.runtime.sharded import Features, PhaseClock, ShardedEmbeddingBags, Table
 from sennit.runtime.sharded.blocks import joined
 from sennit.runtime.sharded.slices import Slices
@@ -51,6 +50,8 @@ from sennit.runtime.sharded.split import dealt
 TURNS: Final = 5
 # More than a second-level cache holds.
 FLUSH_BYTES: Final = 8 << 20
+# More than malloc keeps by itself (M_MMAP_THRESHOLD, at most 32 MiB).
+FRESH_BYTES: Final = 64 << 20
 # Widths; (bags, ids of each); rows: many, or so few that they stay in a cache. Together two kinds of skew.
 WIDTHS: Final = (16, 64, 128)
 BAGS: Final = ((4_096, 1), (1_024, 10), (256, 64))
@@ -280,7 +281,7 @@ def _memory(folder: Path) -> Memory:
 
 def _fresh_byte_s() -> float:
     """Of a tensor so large that its pages come from the kernel each time, beyond those of one that stays."""
-    kept = torch.zeros(FRESH_BYTES // 2)
+    kept = torch.zeros(FRESH_BYTES // 4)
 
     def new() -> None:
         torch.empty(len(kept)).zero_()

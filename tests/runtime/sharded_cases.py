@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import resource
 import tempfile
 from collections import deque
 from pathlib import Path
@@ -28,6 +29,7 @@ from sennit.runtime.sharded import (
     ShardedEmbeddings,
     Table,
     TableStore,
+    keep_large_buffers,
     place,
     placed,
 )
@@ -259,6 +261,18 @@ def refuses_moves(rank: int, world: int) -> None:
         with pytest.raises(ConfigError, match="shards in files do not move"):
             stored.move(spread)
         stored.close()
+
+
+def faults_of_large_buffers(rank: int, world: int, *, keeps: bool) -> list[int]:
+    """Pages that the kernel gives for a buffer of 40 MiB, each time."""
+    if keeps:
+        assert keep_large_buffers()
+    found = []
+    for _ in range(24):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(10 << 20)
+        found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return found
 
 
 def misuses_sent_batches(rank: int, world: int, kind: str) -> None:

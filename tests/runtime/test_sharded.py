@@ -65,6 +65,13 @@ def test_tensor_trains_move(kept_world: Callable[..., Any]) -> None:
         assert [one for one, _ in found] == [expected] * 2
 
 
+def test_large_buffers_are_kept_when_asked(new_world: Callable[..., Any]) -> None:
+    world = new_world(1)
+    assert min(world.run(CASES, "faults_of_large_buffers", keeps=False)[0]) > 1_000
+    # The first ones make room.
+    assert max(world.run(CASES, "faults_of_large_buffers", keeps=True)[0][-8:]) < 1_000
+
+
 def test_moves_that_cannot_be_are_refused(kept_world: Callable[..., Any]) -> None:
     kept_world(2).run(CASES, "refuses_moves")
 
