@@ -33,6 +33,7 @@ from sennit.runtime.sharded.sent import Refused, Sent
 from sennit.runtime.sharded.shards import Held, tensors_of
 from sennit.runtime.sharded.slices import DEFAULT_SLICES, Slices
 from sennit.runtime.sharded.tables import Table, check_tables, output_names
+from sennit.runtime.sharded.uncompiled import uncompiled
 from sennit.runtime.sharded.wire import Wire
 from sennit.transport.codecs import Codec
 from sennit.transport.errors import ArgumentError, ConfigError
@@ -150,7 +151,7 @@ class ShardedTables(nn.Module):
         self._beside: Beside | None = None
         self._connect()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def forward(self, features: Any, *, global_batch: int | None = None) -> Mapping[str, Tensor]:
         """The float32 result of each feature, by its name (`feature_names`): a dict, or `Pending` with `overlap`.
 
@@ -196,7 +197,7 @@ class ShardedTables(nn.Module):
         if self._beside is not None:
             self._beside.finish()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def send(self, features: Any, *, global_batch: int | None = None) -> Sent:
         """Sends ids to the owners of their rows, for a later call of this module. Collective.
 

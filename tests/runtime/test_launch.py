@@ -68,3 +68,9 @@ def test_ranks_end_when_the_process_that_started_them_is_killed() -> None:
             launcher.kill()
         # Its end is that of the last process that has it.
         assert launcher.stdout.read() == ""
+
+
+def test_a_command_that_starts_ranks_does_not_import_torchs_compiler() -> None:
+    """It takes a second of processor time, and only the ranks need it, which are forks of one process that has it."""
+    program = "import sys, sennit.runtime.training.command; assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
