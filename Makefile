@@ -96,7 +96,7 @@ test-qemu: build  ## the same in QEMU with Debian's kernel and two processors: s
 
 test-python: build  ## Python tests, all rings that can run here
 	@$(PY) -m sennit trace headers >/dev/null || echo "test: bcc sessions are skipped"
-	@$(PY) -m pytest --numprocesses 2 --dist loadfile --ignore $(VM_TESTS)
+	@$(PY) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --ignore $(VM_TESTS)
 
 # TorchRec asks for the FBGEMM of GPUs, another torch and an old torchmetrics, so that what it needs stands here.
 TORCHREC := torchrec==1.9.2 tensordict torchmetrics iopath pyre-extensions lightning-utilities typing-inspect \

@@ -6,7 +6,9 @@ import os
 import random
 import signal
 import zlib
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import numpy as np
@@ -27,6 +29,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 FORKED_HAVE = ["pytest", "sennit.transport.communicator", "torch._dynamo", "sennit.runtime.training.run"]
 multiprocessing.get_context("forkserver").set_forkserver_preload(FORKED_HAVE)
 
+# Seconds and path of each test file that took long, the longest first (--write-long-files).
+LONG_FILES = Path(__file__).with_name("long_files.txt")
+LONG_S = 3.0
+
 # Marker -> the capabilities that its ring needs.
 RINGS = {"root": ("root", "netns"), "rdma": ("rdma",), "gpu": ("gpu",)}
 DEFAULT_SEED = "1"
@@ -44,6 +50,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--seed", default=DEFAULT_SEED, help="seed of all random choices: a number, or 'random' for a new one"
     )
+    parser.addoption(
+        "--write-long-files", action="store_true", help=f"write the files that took long into {LONG_FILES.name}"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -56,6 +65,25 @@ SESSION_SEED = pytest.StashKey[int]()
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"seed: {config.stash[SESSION_SEED]} (repeat with --seed={config.stash[SESSION_SEED]})"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where processes take whole files in turn, the longest come first: else all wait at the end for one of them."""
+    if hasattr(config, "workerinput"):
+        lines = LONG_FILES.read_text().splitlines()
+        seconds = {path: float(text) for text, path in (line.split() for line in lines)}
+        items.sort(key=lambda item: -seconds.get(item.path.relative_to(config.rootpath).as_posix(), 0.0))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if not config.getoption("--write-long-files"):
+        return
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            seconds[getattr(report, "nodeid", "").partition("::")[0]] += getattr(report, "duration", 0.0)
+    lines = [f"{took:4.0f} {path}\n" for path, took in seconds.most_common() if took >= LONG_S]
+    LONG_FILES.write_text("".join(lines))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

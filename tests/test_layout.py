@@ -284,3 +284,11 @@ def test_nothing_that_is_printed_is_taken_for_markup() -> None:
                     shown = node.args[0]
                     assert not isinstance(shown, ast.JoinedStr | ast.Name), f"{where}: not in a Text, so it is markup"
     assert consoles >= 5
+
+
+def test_long_test_files_are_named_as_they_are() -> None:
+    """tests/conftest.py begins with them; a name that is wrong would come last."""
+    rows = [line.split() for line in (ROOT / "tests" / "long_files.txt").read_text().splitlines()]
+    assert len(rows) > 30
+    assert [path for _, path in rows if not (ROOT / path).is_file()] == []
+    assert [int(seconds) for seconds, _ in rows] == sorted((int(seconds) for seconds, _ in rows), reverse=True)
