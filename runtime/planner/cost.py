@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.runtime.planner.cluster import Cluster
-from sennit.runtime.planner.constants import Constants
+from sennit.runtime.planner.constants import Constants, Kernel
 from sennit.runtime.planner.usage import Use
 from sennit.runtime.sharded.buffers import KEPT_BYTES
 from sennit.runtime.sharded.engines import groups_of
@@ -55,6 +55,11 @@ SWITCHES: Final = 0.07
 # What ranks that share a core cost each other, beyond their turns: caches, and waits for one that is not running. It is
 # of runs with 4 ranks on 2 cores. Between one and two ranks a core it grows with the ranks.
 CROWD: Final = 0.3
+
+
+# What the library takes for replicas, of a step and of a table: processor time of runs with 2 and 4 ranks.
+REPLICAS_S: Final = 3.5e-4
+REPLICA_S: Final = 1e-5
 
 
 class Kind(IntEnum):
@@ -267,24 +272,32 @@ class Rating:
         table, use = self._pairs[number]
         problem, constants, shards = self.problem, self.problem.constants, table.row_shards
         features, batch, ids = len(table.features), float(problem.batch), self._ids[number]
-        name, dim = table.precision.name.lower(), table.dim
+        name, dim, columns = table.precision.name.lower(), table.dim, table.column_shards
         of_all = float(use.distinct(batch * ids, shards).sum())
-        lookup, update = constants.lookup[name], constants.update[name]
         sizes, which = np.unique(self.samples, return_inverse=True)
         of_rank = np.array([float(use.distinct(own * ids, shards).sum()) for own in sizes])[which]
-        bags, own = self.samples * features, self.samples * ids
-        work[Kind.LOOKUP] += lookup.seconds(bags=bags, ids=own, rows=of_rank, dim=dim)
-        work[Kind.LOOKUP] += constants.overhead["lookup"].seconds(features, problem.slices)
-        summed = update.seconds(bags=bags, ids=own, rows=of_rank, dim=dim)
-        merged = update.seconds(bags=0.0, ids=of_rank.sum(), rows=of_all, dim=dim)
-        listed = update.seconds(bags=batch * features, ids=batch * ids, rows=of_all, dim=dim)
-        overhead = constants.overhead["update"].seconds(features, problem.slices)
-        work[Kind.SUMMED] += summed + merged + overhead
-        work[Kind.LISTED] += listed + overhead * problem.cluster.ranks / 2
+
+        def of(kernel: Kernel, bags: Any, ids: Any, rows: Any) -> Any:
+            """Each row shard has all bags, each column shard all ids."""
+            return columns * kernel.seconds(bags=bags * shards, ids=ids, rows=rows, dim=dim / columns)
+
+        lookup, update = constants.lookup[name], constants.update[name]
+        bags, own, parts = self.samples * features, self.samples * ids, features * shards * columns
+        bag_bytes = self.samples * features * dim * FLOAT_BYTES
+        copy_s, split = constants.memory.copy_byte_s, shards > 1 or columns > 1
+        work[Kind.LOOKUP] += of(lookup, bags, own, of_rank)
+        work[Kind.LOOKUP] += bag_bytes * ((shards - 1) * 3 * self.near.fold_byte_s + split * copy_s)
+        work[Kind.LOOKUP] += constants.overhead["lookup"].seconds(parts, problem.slices)
+        copied = split * shards * bag_bytes * copy_s
+        given = of_rank * (8 + FLOAT_BYTES * dim)
+        merged = of(update, 0.0, of_rank.sum(), of_all) + (2 * given + given.sum()) * copy_s
+        listed = of(update, batch * features, batch * ids, of_all)
+        overhead = constants.overhead["update"].seconds(parts, problem.slices) + REPLICA_S
+        work[Kind.SUMMED] += of(update, bags, own, of_rank) + copied + merged + overhead
+        work[Kind.LISTED] += listed + copied * problem.cluster.ranks + overhead * problem.cluster.ranks / 2
         # Rows travel as int64.
-        work[Kind.SUMMED_BYTES] += of_rank * (8 + FLOAT_BYTES * dim)
-        bag_bytes = features * (LENGTH_BYTES + FLOAT_BYTES * dim)
-        work[Kind.LISTED_BYTES] += self.samples * (bag_bytes + ids * self._id_bytes)
+        work[Kind.SUMMED_BYTES] += given
+        work[Kind.LISTED_BYTES] += parts * self.samples * LENGTH_BYTES + shards * bag_bytes + own * self._id_bytes
         work[Kind.PACKED] += features * dim * FLOAT_BYTES * constants.memory.copy_byte_s
         work[Kind.OWN if problem.cluster.cache_bytes is not None else Kind.MEMORY] += float(
             self._of_batch(number)[2].sum()
@@ -431,7 +444,7 @@ class Rating:
             computed.append(work[..., seconds, :] + (here - own) * self._near_byte_s)
             waited.append((own.sum(-1, keepdims=True) - here).max(-1) * self._far_byte_s * self._far_turns)
         is_summed = sizes[0] < sizes[1]
-        rounds = np.where(sizes[1] > 0, self._rounds(4), 0.0)
+        rounds = np.where(sizes[1] > 0, self._rounds(4) + REPLICAS_S, 0.0)
         return np.where(is_summed[..., None], *computed), np.where(is_summed, *waited) + rounds
 
     @cached_property

@@ -10,6 +10,7 @@ from sennit import capabilities
 from sennit.command_line import fail, figure_file, stdout_console, writable_file, write_json
 from sennit.testbed.bench.comparison_command import compare
 from sennit.testbed.bench.overlap_command import overlap
+from sennit.testbed.bench.planner_commands import placements, planner
 from sennit.testbed.bench.progress import progress
 
 Figures = Annotated[Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)]
@@ -108,6 +109,8 @@ def _run_ranks(bench: Any, json_path: Path | None, **settings: Any) -> None:
 
 
 app.command("all", epilog="Example: sennit bench all --report comparison")(compare)
+app.command("planner", epilog="Example: sennit bench planner --only held-out")(planner)
+app.command("placements", epilog="Example: sennit bench placements --ranks 4 --confined")(placements)
 app.command("overlap", epilog="Example: sennit bench overlap --hosts 2 --round-trip-us 1000")(overlap)
 
 
@@ -450,32 +453,3 @@ def rdma(
         fail(error)
     rdma_report.render(result, stdout_console())
     _write(json_path, result.as_json())
-
-
-@app.command(epilog="Example: sennit bench planner --only held-out")
-def planner(
-    only: Annotated[
-        str | None, typer.Option(help="tuned, held-out or compared (with round robin); default: all of them")
-    ] = None,
-    transport: Annotated[str, typer.Option(help="of compared: auto or udp")] = "auto",
-    turns: Annotated[int, typer.Option(help="of compared: runs of each placement", min=1)] = 3,
-    json_path: Figures = None,
-) -> None:
-    """Compare predicted with measured step times, and the best placement found with round robin, 2 and 4 ranks here."""
-    from sennit.runtime.training.launch import RankFailure
-    from sennit.testbed.bench import planner as bench
-
-    if only not in (None, "tuned", "held-out", "compared"):
-        raise typer.BadParameter(f"--only {only}; allowed: tuned, held-out, compared")
-    results = []
-    try:
-        if only != "compared":
-            results += bench.run(
-                [case for case in bench.CASES if only is None or case.is_held_out == (only != "tuned")]
-            )
-        if only in (None, "compared"):
-            results += bench.compare(transport=transport, turns=turns)
-    except RankFailure as failure:
-        fail(failure)
-    bench.render(results, stdout_console())
-    _write(json_path, bench.as_json(results))

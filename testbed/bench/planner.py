@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit bench planner`: predicted beside measured step times, and the best placement found beside round robin.
+"""`sennit bench planner`: predicted beside measured step times.
 
 Each case is a run of the trainer on this machine: a model, a placement and a network. Half of the cases were looked at
 while the model of costs was made; the others were not.
@@ -30,7 +30,7 @@ from sennit.runtime.data.sources import Source
 from sennit.runtime.model.sharding_settings import Sharding
 from sennit.runtime.planner.constants import read_constants
 from sennit.runtime.planner.cost import Rating
-from sennit.runtime.planner.search import of_placement, round_robin, search
+from sennit.runtime.planner.search import of_placement, search
 from sennit.runtime.training import launch
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.planned import cluster_of, problem_of
@@ -41,8 +41,8 @@ from sennit.transport.config import from_environment
 TIMEOUT_S: Final = 120.0
 WARM_STEPS: Final = 5
 STEPS: Final = 25
-# Of the placements that are compared.
-BEST, ROBIN = "planned", "round robin"
+# The sharding of a case that is to be planned.
+BEST = "planned"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Case:
     name: str
     ranks: int
     sharding: str = "table_wise"
-    """Or "planned", or "round robin"."""
+    """Or "planned"."""
     transport: str = "auto"
     is_held_out: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -95,14 +95,6 @@ def _cases() -> Iterator[Case]:
 
 
 CASES: Final = tuple(_cases())
-# The scaled shape for the comparison with round robin: rows of MLPerf's bags, a small model.
-COMPARED: Final[Mapping[str, Any]] = {
-    "embedding_dim": 32,
-    "batch_size": 8192,
-    "row_shards": 4,
-    "bottom": (16,),
-    "top": (16,),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,22 +120,22 @@ class Result:
 
 def run(cases: Sequence[Case], *, steps: int = STEPS) -> list[Result]:
     """Predicts, then runs, each case, with calibrations made here. Raises `launch.RankFailure` if a rank fails."""
-    with _calibrations({case.ranks for case in cases}) as files:
+    with calibrations({case.ranks for case in cases}) as files:
         return [_run(case, steps, files[case.ranks]) for case in cases]
 
 
-def compare(*, ranks: int = 4, transport: str = "auto", turns: int = 3, steps: int = STEPS) -> list[Result]:
-    """The best placement found and round robin, in turns, on the scaled shape."""
-    cases = [
-        Case(name="compared", ranks=ranks, sharding=sharding, transport=transport, options=COMPARED)
-        for sharding in (ROBIN, BEST)
-    ]
-    with _calibrations({ranks}) as files:
-        return [_run(case, steps, files[ranks]) for _ in range(turns) for case in cases]
+@contextmanager
+def calibrated(ranks: int) -> Iterator[None]:
+    """Inside, a calibration made here with so many ranks is in use, unless the environment names one."""
+    if from_environment().calibration is not None:
+        yield
+        return
+    with calibrations({ranks}) as files, _environment(SENNIT_CALIBRATION=str(files[ranks])):
+        yield
 
 
 @contextmanager
-def _calibrations(ranks: set[int]) -> Iterator[dict[int, Path]]:
+def calibrations(ranks: set[int]) -> Iterator[dict[int, Path]]:
     """Files by the ranks that they were made with."""
     with tempfile.TemporaryDirectory(prefix="sennit-planner-") as folder:
         files = {count: Path(folder) / f"{count}.json" for count in sorted(ranks)}
@@ -166,7 +158,7 @@ def _environment(**values: str) -> Iterator[None]:
 
 
 def _run(case: Case, steps: int, file: Path) -> Result:
-    config = case.config() if case.sharding not in (BEST, ROBIN) else None
+    config = case.config() if case.sharding != BEST else None
     if config is None:
         config = Case(name=case.name, ranks=case.ranks, options=case.options).config()
     with _environment(SENNIT_TRANSPORT=case.transport, SENNIT_CALIBRATION=str(file)):
@@ -176,8 +168,6 @@ def _run(case: Case, steps: int, file: Path) -> Result:
         rating = Rating(problem_of(config, source, cluster_of(config, case.ranks, case.ranks, None), constants))
         if case.sharding == BEST:
             found = search(rating).best
-        elif case.sharding == ROBIN:
-            found = round_robin(rating)
         else:
             placement = config.sharding.placement(rating.problem.tables, case.ranks)
             found = of_placement(rating, case.sharding, placement)
