@@ -21,7 +21,7 @@ from sennit.runtime.model.sharding_settings import sharding_of
 from sennit.runtime.planner import plan_file
 from sennit.runtime.planner.cluster import Cluster, read_cluster
 from sennit.runtime.planner.constants import Constants, as_json, read_constants
-from sennit.runtime.planner.cost import CROWD, SWITCHES, Fixed, Kind, Problem, Rating
+from sennit.runtime.planner.cost import CROWD, REPLICAS_S, SWITCHES, Fixed, Kind, Problem, Rating
 from sennit.runtime.planner.search import Found, exact, greedy, local, of_placement, rate, round_robin, search
 from sennit.runtime.planner.usage import assumed, counted, uses
 from sennit.runtime.sharded.placement import place
@@ -160,6 +160,18 @@ def test_ranks_that_share_cores_take_turns() -> None:
         for cores in (2, 4)
     )
     assert slow.phases["lookup"] == pytest.approx(2 * (1 + CROWD) * fast.phases["lookup"])
+
+
+def test_a_replica_with_row_shards_looks_every_bag_up_in_each() -> None:
+    """Bags with few ids cost nearly four times as much, and all tables take what replicas take."""
+    whole, cut = (
+        rate(
+            Rating(problem([Table(name="t", rows=8, dim=16, row_shards=parts)], [0.01])), "", [np.full((parts, 1), -1)]
+        )
+        for parts in (1, 4)
+    )
+    assert 3.5 * whole.phases["lookup"] < cut.phases["lookup"] < 8 * whole.phases["lookup"]
+    assert cut.phases["replicas"] > whole.phases["replicas"] > REPLICAS_S
 
 
 def test_the_next_batch_hides_on_idle_cores_alone() -> None:
