@@ -163,14 +163,14 @@ def test_ranks_that_share_cores_take_turns() -> None:
 
 
 def test_a_replica_with_row_shards_looks_every_bag_up_in_each() -> None:
-    """Bags with few ids cost nearly four times as much, and all tables take what replicas take."""
+    """Bags with few ids cost four times as much, and sums are added up. Replicas take something, however small."""
     whole, cut = (
         rate(
             Rating(problem([Table(name="t", rows=8, dim=16, row_shards=parts)], [0.01])), "", [np.full((parts, 1), -1)]
         )
         for parts in (1, 4)
     )
-    assert 3.5 * whole.phases["lookup"] < cut.phases["lookup"] < 8 * whole.phases["lookup"]
+    assert 4 * whole.phases["lookup"] < cut.phases["lookup"]
     assert cut.phases["replicas"] > whole.phases["replicas"] > REPLICAS_S
 
 
