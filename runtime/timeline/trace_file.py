@@ -8,6 +8,7 @@ in microseconds. What it has no field for is in `args` and `otherData`.
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
 import zlib
@@ -102,20 +103,27 @@ def _events(trace: Trace) -> Iterator[dict[str, Any]]:
             "args": {**span.facts, "track": span.track},
         }
 
+    arrows = itertools.count(1)
     for found in parts.values():
-        yield from _arrows(found)
+        yield from _arrows(found, arrows)
 
 
-def _arrows(parts: list[tuple[Span, int]]) -> Iterator[dict[str, Any]]:
-    """From the part of a collective that was posted last to those that waited for it, at that moment."""
+def _arrows(parts: list[tuple[Span, int]], arrows: Iterator[int]) -> Iterator[dict[str, Any]]:
+    """From the part of a collective that was posted last to those that waited for it, at that moment.
+
+    `arrows`: a number for each; Perfetto draws none that is named by a text. It draws them from the end of what began
+    first to the begin of what began later, so each has moments ("i") of its own at both ends.
+    """
     last, last_row = max(parts, key=lambda part: part[0].start_ns)
-    for span, row in parts:
-        if span is not last and last.start_ns < span.end_ns:
-            # The number is any that no other arrow has.
-            name = f"{last.facts['group']} {last.facts['sequence']} to {span.rank}"
-            common = {"id": name, "name": "came last", "cat": "arrow", "ts": last.start_ns / 1e3}
-            yield {"ph": "s", "pid": last.rank, "tid": last_row, **common}
-            yield {"ph": "f", "bp": "e", "pid": span.rank, "tid": row, **common}
+    waiting = [(span, row) for span, row in parts if span is not last and last.start_ns < span.end_ns]
+    moment = {"cat": "arrow", "ts": last.start_ns / 1e3}
+    for span, row in waiting:
+        arrow = {**moment, "id": next(arrows), "name": "came last"}
+        begin, end = {"pid": last.rank, "tid": last_row}, {"pid": span.rank, "tid": row}
+        yield {"ph": "i", "s": "t", **begin, **moment, "name": "came last"}
+        yield {"ph": "s", **begin, **arrow}
+        yield {"ph": "i", "s": "t", **end, **moment, "name": f"rank {last.rank} came last"}
+        yield {"ph": "f", "bp": "e", **end, **arrow}
 
 
 def _meta(name: str, rank: int, track: int, values: dict[str, Any]) -> dict[str, Any]:
@@ -138,18 +146,20 @@ def _laid_out(spans: Iterable[Span]) -> Iterator[tuple[Span, str]]:
 
 
 def _track_numbers(spans: Iterable[Span]) -> dict[tuple[int, str], int]:
-    """For each row of each rank its number, from 0. The main thread comes first, what it waited for next."""
+    """For each row of each rank its number. The main thread comes first, what it waited for next.
+
+    No two rows share a number, and none is 0: Perfetto shows rows of two ranks as one if their numbers are the same.
+    """
     first = (MAIN, "exposed communication", f"collectives of {MAIN}")
     titles: dict[int, set[str]] = defaultdict(set)
     for span, title in _laid_out(spans):
         titles[span.rank].add(title)
-    return {
-        (rank, title): number
+    rows = [
+        (rank, title)
         for rank, found in sorted(titles.items())
-        for number, title in enumerate(
-            sorted(found, key=lambda one: (first.index(one) if one in first else len(first), one))
-        )
-    }
+        for title in sorted(found, key=lambda one: (first.index(one) if one in first else len(first), one))
+    ]
+    return {row: number for number, row in enumerate(rows, 1)}
 
 
 def read(path: Path) -> Trace:
