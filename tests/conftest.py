@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import zlib
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +78,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if not config.getoption("--write-long-files"):
         return
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for reports in terminalreporter.stats.values():
         for report in reports:
             seconds[getattr(report, "nodeid", "").partition("::")[0]] += getattr(report, "duration", 0.0)
-    lines = [f"{took:4.0f} {path}\n" for path, took in seconds.most_common() if took >= LONG_S]
+    lines = [
+        f"{took:4.0f} {path}\n" for path, took in sorted(seconds.items(), key=lambda file: -file[1]) if took >= LONG_S
+    ]
     LONG_FILES.write_text("".join(lines))
 
 
