@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `sennit`. Each command imports what it needs when it runs, so that `--help` stays quick."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -12,7 +13,7 @@ from typer.core import TyperGroup
 
 import sennit
 from sennit import extras
-from sennit.command_line import EXIT_UNAVAILABLE, fail, stdout_console, writable_file
+from sennit.command_line import EXIT_UNAVAILABLE, busy, fail, stdout_console, writable_file
 from sennit.runtime.ingest.command import feed
 from sennit.runtime.telemetry.commands import metrics, top
 from sennit.runtime.timeline.command import timeline
@@ -182,7 +183,8 @@ def export(
     from sennit.transport.errors import SennitError
 
     try:
-        found = export_int8(checkpoint, output)
+        with busy("reading the checkpoint, and coding its rows"):
+            found = export_int8(checkpoint, output)
     except SennitError as error:
         fail(error)
     before, after = decimal(found.before_bytes), decimal(found.after_bytes)
@@ -285,13 +287,16 @@ def calibrate(
     if is_rank == (ranks is not None):
         raise typer.BadParameter("give --ranks, or start it with torchrun, which sets RANK and WORLD_SIZE; not both")
     try:
+        found: dict[str, Any] | None
         if ranks is not None:
-            found: dict[str, Any] | None = calibration.run_here(ranks)
+            with busy(f"measuring with {ranks} ranks"):
+                found = calibration.run_here(ranks)
         else:
             from torch.distributed.rendezvous import rendezvous
 
-            store, rank, world = next(iter(rendezvous("env://")))
-            found = calibration.measure(rank=rank, world=world, store=store)
+            with busy("measuring with all ranks") if os.environ["RANK"] == "0" else contextlib.nullcontext():
+                store, rank, world = next(iter(rendezvous("env://")))
+                found = calibration.measure(rank=rank, world=world, store=store)
         if found is not None:
             calibration.write(output, found)
             calibration.render(found, stdout_console())
@@ -310,7 +315,8 @@ def build_extension() -> None:
     from sennit.runtime.backend import building
 
     try:
-        path = building.provide(typer.echo)
+        with busy("building the extension"):
+            path = building.provide(typer.echo)
     except SennitError as error:
         fail(error, EXIT_UNAVAILABLE)
     typer.echo(f"the extension is ready: {path}")

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
@@ -28,6 +30,23 @@ def stdout_console() -> Console:
 
     # Without markup: rich would take `[mpi]` in an advice to install for a style, and not show it.
     return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, markup=False)
+
+
+@contextlib.contextmanager
+def busy(what: str) -> Iterator[None]:
+    """While the block runs, says on a terminal (stderr) what goes on and for how long. For all that may take 2 s."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    console = Console(stderr=True, markup=False)
+    # What the block prints goes above the line, but into a file or pipe as ever.
+    to_terminal = sys.stdout.isatty()
+    with Progress(
+        *columns, console=console, transient=True, redirect_stdout=to_terminal, disable=not console.is_terminal
+    ) as line:
+        line.add_task(what, total=None)
+        yield
 
 
 def fail(reason: object, code: int = 1) -> NoReturn:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sennit.command_line import fail, stdout_console, writable_file
+from sennit.command_line import busy, fail, stdout_console, writable_file
 from sennit.testbed.vm.commands import kernel, vm
 
 if TYPE_CHECKING:
@@ -196,7 +196,8 @@ def simulate(
         state = "" if outcome.is_complete else f" (did not end: {outcome.failure or 'deadline'})"
         typer.echo(f"{case.name}: {outcome.ratio:.2f} x ideal{state}, {outcome.wall_s:.0f} s, {outcome.trace_hash}")
 
-    outcomes = runner.run_cases(cases, out, jobs=jobs or runner.jobs_of_this_machine(), done=show)
+    with busy(f"simulating {len(cases)} runs"):
+        outcomes = runner.run_cases(cases, out, jobs=jobs or runner.jobs_of_this_machine(), done=show)
     text = f"{report.provenance(cases, outcomes)}\n\n{report.table(cases, outcomes)}"
     (out / "table.md").write_text(text + "\n")
     report.plot(cases, outcomes, out / "simulation.png")

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import typer
+from rich.progress import Progress
 from rich.table import Table
 from typer.testing import CliRunner
 
 import sennit
-from sennit import command_line
+from sennit import capabilities, command_line
 from sennit.cli import ORDER, app
 from sennit.transport.codecs import COLLECTIVE_CODECS
 
@@ -69,6 +70,62 @@ def test_help_of_every_command_has_a_sentence_and_an_example(name: str) -> None:
     assert found, result.output
     assert name in example
     assert COMMANDS[name].help.rstrip().endswith(".")
+
+
+# Those that may take more than two seconds, with arguments; FILE is a file that is there.
+LONG = {
+    "sennit timeline": ["FILE"],
+    "sennit shard": ["--data", "flights"],
+    "sennit roofline": ["--data", "flights"],
+    "sennit export": ["FILE", "FILE"],
+    "sennit calibrate": ["--ranks", "2"],
+    "sennit build-extension": [],
+    **{f"sennit bench {name}": [] for name in ("collectives", "planner", "placements", "overlap", "group", "timeline")},
+    **{f"sennit bench {name}": [] for name in ("slices", "sharded", "quality", "offload", "codecs", "tiers", "feed")},
+    **{f"sennit bench {name}": [] for name in ("ingest", "embedding", "gpu", "rdma")},
+    "sennit bench all": ["--report", "FILE.report"],
+    "sennit testbed run": ["plane-off", "--folder", "FILE.run"],
+    "sennit testbed simulate": ["--quick", "--out", "FILE.simulation"],
+    "sennit testbed kernel": [],
+    "sennit trace headers": [],
+}
+# These show by themselves how far they are, or what another program prints.
+SHOWN = {f"sennit {name}" for name in ("demo", "feed", "metrics", "testbed vm", "top", "train")} | {
+    f"sennit trace {name}" for name in ("ingest", "loss", "ops", "packets", "paths", "stalls")
+}
+SHORT = {f"sennit {name}" for name in ("doctor", "explain", "testbed list", "testbed report", "trace list", "version")}
+
+
+def test_of_every_command_it_is_known_how_long_it_may_take() -> None:
+    assert sorted([*LONG, *SHOWN, *SHORT]) == sorted(COMMANDS)
+
+
+@pytest.mark.needs("backend")
+@pytest.mark.parametrize("name", LONG)
+def test_a_long_command_begins_with_a_line_that_says_so(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = KeyError("the line")
+
+    def start(line: Progress) -> None:
+        assert line.console.stderr
+        assert line.live.transient
+        raise begun
+
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setattr(Progress, "start", start)
+    monkeypatch.setattr(capabilities, "missing", lambda *names: None)
+    monkeypatch.setattr("sennit.runtime.trace.kernel_headers.installed", lambda: False)
+    arguments = [argument.replace("FILE", str(file)) for argument in LONG[name]]
+    result = runner.invoke(app, [*name.split()[1:], *arguments])
+    assert result.exception is begun, result.output
+
+
+def test_a_line_of_progress_is_for_terminals(capsys: pytest.CaptureFixture[str]) -> None:
+    with command_line.busy("measuring [at::1]"):
+        print("a result")
+    assert capsys.readouterr() == ("a result\n", "")
 
 
 def test_the_reference_has_every_command() -> None:

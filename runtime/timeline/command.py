@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from sennit.command_line import fail, stdout_console, writable_file
+from sennit.command_line import busy, fail, stdout_console, writable_file
 
 
 def timeline(
@@ -32,8 +32,9 @@ def timeline(
     from sennit.runtime.timeline.trace_file import read
 
     try:
-        trace = read(file)
-        summary = summarise(trace)
+        with busy(f"reading {file}"):
+            trace = read(file)
+            summary = summarise(trace)
         if step is not None and step not in summary.paths:
             raise TimelineError(f"step {step}; allowed: {summary.steps[0]} to {summary.steps[-1]}")
     except TimelineError as error:

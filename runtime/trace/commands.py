@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from sennit.command_line import EXIT_UNAVAILABLE, stdout_console, writable_file, write_json
+from sennit.command_line import EXIT_UNAVAILABLE, busy, stdout_console, writable_file, write_json
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -161,7 +161,9 @@ def headers() -> None:
         typer.echo("bcc finds kernel headers by itself")
         return
     try:
-        typer.echo(f"{kernel_headers.provide()}")
+        with busy("fetching the headers of this kernel"):
+            path = kernel_headers.provide()
+        typer.echo(str(path))
     except (debian.Unavailable, debian.StepFailed) as error:
         _fail(str(error))
 

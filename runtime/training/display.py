@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.text import Text
 
 from sennit.runtime.data.packages import require
 from sennit.runtime.training.metrics import Quality
@@ -27,14 +25,6 @@ PIPE_WIDTH = 120
 
 def stdout_console() -> Console:
     return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False, markup=False)
-
-
-@contextlib.contextmanager
-def busy(what: str) -> Iterator[None]:
-    """On a terminal says what goes on, until it is done."""
-    console = stdout_console()
-    with console.status(Text(what)) if console.is_terminal else contextlib.nullcontext():
-        yield
 
 
 class Listener(Protocol):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import typer
 from torch.utils.flop_counter import FlopCounterMode
 
-from sennit.command_line import fail, stdout_console, writable_file, write_json
+from sennit.command_line import busy, fail, stdout_console, writable_file, write_json
 from sennit.runtime.model.factory import build
 from sennit.runtime.model.inputs import ModelInputs
 from sennit.runtime.planner import roofline, roofline_report
@@ -74,8 +74,10 @@ def bound(
         fail(error)
 
     def use(config: TrainingConfig, ranks: int | None) -> None:
-        machines, notes = _machines(config, ranks, cluster)
-        _report(_workload(config, machines.ranks), machines, measured, json_path, notes)
+        with busy("measuring this machine, and counting the work of a step"):
+            machines, notes = _machines(config, ranks, cluster)
+            work = _workload(config, machines.ranks)
+        _report(work, machines, measured, json_path, notes)
 
     training.main(context.args, use=use, name="sennit roofline")
 

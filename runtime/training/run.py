@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from sennit.command_line import busy
 from sennit.runtime.backend import elastic
 from sennit.runtime.backend.process_group import register
 from sennit.runtime.data import sources
 from sennit.runtime.data.batch_source import prepared
 from sennit.runtime.ingest.fed import Door
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.display import busy
 from sennit.runtime.training.elastic_run import ElasticRun, check_terms, publish_terms
 from sennit.runtime.training.report import RunReport
 from sennit.runtime.training.resumption import check_data, publish_data

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from sennit.command_line import fail, stdout_console, write_json
+from sennit.command_line import busy, fail, stdout_console, write_json
 from sennit.runtime.planner import plan_file, report
 from sennit.runtime.planner.cluster import Cluster, read_cluster
 from sennit.runtime.planner.constants import read_constants
@@ -55,11 +55,12 @@ def _plan(config: TrainingConfig, ranks: int | None, described: Path | None, out
     if output is not None and output.suffix != ".toml":
         raise ConfigError(f"--output {output}; allowed: a name that ends in .toml")
     where = _cluster(config, ranks, described)
-    source = source_of(config, where.ranks)
-    constants, notes = read_constants(from_environment().calibration)
-    problem = problem_of(config, source, where, constants)
-    rating = Rating(problem)
-    searched = search(rating)
+    with busy("searching for a placement"):
+        source = source_of(config, where.ranks)
+        constants, notes = read_constants(from_environment().calibration)
+        problem = problem_of(config, source, where, constants)
+        rating = Rating(problem)
+        searched = search(rating)
     sharding = config.sharding
     if not sharding.is_planned and (sharding.shards is not None or sharding.tables):
         # A plan that somebody edited, or names by table.

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from sennit import capabilities
-from sennit.command_line import fail, figure_file, stdout_console, writable_file, write_json
+from sennit.command_line import busy, fail, figure_file, stdout_console, writable_file, write_json
 from sennit.testbed.bench.comparison_command import compare
 from sennit.testbed.bench.overlap_command import overlap
 from sennit.testbed.bench.planner_commands import placements, planner
@@ -101,7 +101,8 @@ def _run_ranks(bench: Any, json_path: Path | None, **settings: Any) -> None:
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     try:
-        report = bench.run(chosen)
+        with busy("measuring in turns"):
+            report = bench.run(chosen)
     except RankFailure as error:
         fail(error)
     bench.render(report, stdout_console())
@@ -243,13 +244,15 @@ def bench_offload(
         from sennit.testbed.bench import offload_end_to_end
 
         try:
-            measured = offload_end_to_end.run(rounds=rounds, batches=batches, seed=seed)
+            with busy("measuring in turns"):
+                measured = offload_end_to_end.run(rounds=rounds, batches=batches, seed=seed)
         except offload_end_to_end.BenchError as error:
             fail(error)
         offload_end_to_end.render(measured, console)
         figures = offload_end_to_end.as_json(measured)
     else:
-        results = offload.run(rounds=rounds, repeat=repeat, seed=seed)
+        with busy("measuring in turns"):
+            results = offload.run(rounds=rounds, repeat=repeat, seed=seed)
         offload.render(results, console)
         figures = offload.as_json(results)
     _write(json_path, figures)
@@ -292,7 +295,8 @@ def bench_tiers(
     from sennit.transport.errors import SennitError
 
     try:
-        report = tiers.run(folder, embedding_tiers.Load(), steps=steps, seed=seed)
+        with busy("training from files and from memory"):
+            report = tiers.run(folder, embedding_tiers.Load(), steps=steps, seed=seed)
     except SennitError as error:
         fail(error)
     tiers.render(report, stdout_console())
@@ -314,7 +318,8 @@ def bench_feed(
     from sennit.testbed.bench import feed as feeding
 
     _need("bpf", "arena", "native-xdp", "tc-bpf")
-    results = feeding.run(records=records, batches=batches, rounds=rounds, seed=seed)
+    with busy("measuring in turns"):
+        results = feeding.run(records=records, batches=batches, rounds=rounds, seed=seed)
     feeding.render(results, stdout_console())
     _write(json_path, feeding.as_json(results))
 
@@ -333,7 +338,8 @@ def bench_ingest(
 
     _need("bpf", "arena", "native-xdp", "tc-bpf")
     try:
-        found = ingest.run(data=data, turns=turns)
+        with busy("training in turns"):
+            found = ingest.run(data=data, turns=turns)
     except ingest.BenchError as error:
         fail(error)
     ingest.render(found, stdout_console())
@@ -344,7 +350,8 @@ def _bench_embedding_on_a_gpu(rounds: int, seed: int, json_path: Path | None) ->
     _need("gpu")
     from sennit.testbed.bench import embedding_cuda
 
-    report = embedding_cuda.run(rounds=rounds, seed=seed)
+    with busy("measuring in turns"):
+        report = embedding_cuda.run(rounds=rounds, seed=seed)
     embedding_cuda.render(report, stdout_console())
     _write(json_path, report)
 

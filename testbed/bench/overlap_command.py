@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from sennit import capabilities
-from sennit.command_line import fail, stdout_console, writable_file, write_json
+from sennit.command_line import busy, fail, stdout_console, writable_file, write_json
 
 
 def overlap(
@@ -47,7 +47,8 @@ def overlap(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     try:
-        report = bench.run(settings)
+        with busy("training serially and overlapped, in turns"):
+            report = bench.run(settings)
     except RankFailure as error:
         fail(error)
     bench.render(report, stdout_console())

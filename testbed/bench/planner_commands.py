@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from sennit.command_line import fail, stdout_console, writable_file, write_json
+from sennit.command_line import busy, fail, stdout_console, writable_file, write_json
 
 Figures = Annotated[Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)]
 
@@ -24,7 +24,8 @@ def planner(
     if only not in (None, "tuned", "held-out"):
         raise typer.BadParameter(f"--only {only}; allowed: tuned, held-out")
     try:
-        results = bench.run([case for case in bench.CASES if only is None or case.is_held_out == (only != "tuned")])
+        with busy("training with each placement"):
+            results = bench.run([case for case in bench.CASES if only is None or case.is_held_out == (only != "tuned")])
     except RankFailure as failure:
         fail(failure)
     bench.render(results, stdout_console())
@@ -47,7 +48,7 @@ def placements(
     from sennit.transport.errors import SennitError
 
     try:
-        with calibrated(ranks):
+        with busy("training with each placement"), calibrated(ranks):
             result = bench.run(bench.Settings(ranks=ranks, steps=steps, is_confined=is_confined))
     except (RankFailure, SennitError) as failure:
         fail(failure)

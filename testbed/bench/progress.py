@@ -20,6 +20,7 @@ class Update(Protocol):
 @contextlib.contextmanager
 def progress() -> Iterator[Update]:
     """The line. It goes when the measuring ends."""
-    with Progress(console=Console(stderr=True, markup=False), transient=True) as bar:
+    console = Console(stderr=True, markup=False)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
         yield lambda what, done=None, total=None: bar.update(task, description=what, completed=done, total=total)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, NoReturn
 
 import typer
 
-from sennit.command_line import EXIT_UNAVAILABLE, fail
+from sennit.command_line import EXIT_UNAVAILABLE, busy, fail
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -137,8 +137,9 @@ def kernel(
     try:
         kinds = boot.wanted(kind, patch or ())
         kernels.check_patches(kinds[0], patch or ())
-        found = boot.provide(kinds, say, newest=newest, patches=patch or ())
-        kernels.guest_program()
+        with busy("looking for a kernel, or making one"):
+            found = boot.provide(kinds, say, newest=newest, patches=patch or ())
+            kernels.guest_program()
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     except debian.Unavailable as error:
