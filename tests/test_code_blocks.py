@@ -35,7 +35,7 @@ RUN_BY = {
     "docs/tutorials/first-allreduce.md": "tests/runtime/test_tutorials.py",
     "docs/tutorials/first-trace.md": "tests/testbed/test_trace_tutorial.py",
     "docs/tutorials/first-training-run.md": "tests/runtime/test_tutorials.py",
-    "docs/tutorials/first-vm.md": "",  # all of its commands say why not
+    "docs/tutorials/first-vm.md": "tests/testbed/test_vm.py",
 }
 TRAINER = "sennit.runtime.training"
 TARGETS = set(re.findall(r"^([a-z-]+):", (pages.ROOT / "Makefile").read_text(), re.MULTILINE))

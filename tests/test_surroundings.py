@@ -42,6 +42,26 @@ def test_a_processor_without_avx2_is_named(tmp_path: Path, flags: str, fine: boo
     assert bool(answer.remedy) is not fine
 
 
+# A group of one rank, on a processor without AVX2 as far as Python knows.
+GROUPS = """
+import torch.distributed as dist
+from sennit import surroundings
+surroundings.vector_units = lambda: surroundings.Answer(fine=False, what="no AVX2: slower", remedy="another processor")
+dist.init_process_group("sennit", store=dist.HashStore(), rank=0, world_size=1)
+dist.new_group([0])
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.needs("backend")
+def test_the_first_group_names_a_processor_without_avx2_once() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "always", "-c", GROUPS],
+        capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=True,
+    )  # fmt: skip
+    assert done.stderr.count("RuntimeWarning: no AVX2: slower; what helps: another processor") == 1, done.stderr
+
+
 def test_an_old_glibc_is_named() -> None:
     version = surroundings.libc_version()
     assert version is not None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -187,6 +188,7 @@ def _create(group: Any, options: Options | None) -> dist.Backend:
         )
     options = options or Options()
     load_extension()
+    _tell_of_slow_kernels()
     from sennit.transport.communicator import Communicator
 
     name = str(group.group_id)
@@ -206,6 +208,16 @@ def _create(group: Any, options: Options | None) -> dist.Backend:
             ranks_here_min=_ranks_here,
         )
     return _backend_of(communicator, name, list(group.global_ranks_in_group), group.timeout, options)
+
+
+@functools.cache
+def _tell_of_slow_kernels() -> None:
+    """Once in a process, because all works without wide vectors, and only the time says that they are missing."""
+    from sennit import surroundings
+
+    found = surroundings.vector_units()
+    if not found.fine:
+        warnings.warn(f"{found.what}; what helps: {found.remedy}", RuntimeWarning, stacklevel=2)
 
 
 def _digest(ranks: list[int]) -> str:

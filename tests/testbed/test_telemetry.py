@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import http.server
 import json
+import os
 import re
 import subprocess
 import sys
@@ -238,14 +239,16 @@ def test_a_collector_gets_counts_and_gauges() -> None:
 
 
 def test_a_collector_that_is_not_there_is_no_end() -> None:
+    """And if a proxy stands before it, that is said, with what to do."""
     pytest.importorskip("opentelemetry.exporter", reason="the OpenTelemetry SDK is not installed")
     command = [*SENNIT, "metrics", "--otlp", "http://127.0.0.1:1/v1/metrics", "--interval", "0.1"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    variables = {**os.environ, "http_proxy": "http://127.0.0.1:1", "no_proxy": "", "NO_PROXY": ""}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=variables)
     try:
         assert process.stderr is not None
         refused = 0
         for line in process.stderr:
-            refused += "did not take it" in line
+            refused += "did not take it (http_proxy set" in line and "export no_proxy=127.0.0.1" in line
             if refused == 2:  # it continued after a refusal
                 break
         assert refused == 2

@@ -19,6 +19,7 @@ import pytest
 from sennit.testbed.vm import boot, runner
 from sennit.testbed.vm.kernels import Kind
 from sennit.testbed.vm.links import Links
+from tests import pages
 
 pytestmark = [pytest.mark.needs("vm"), pytest.mark.slow]
 
@@ -85,6 +86,14 @@ def vm(environment: dict[str, str], tmp_path: Path) -> Iterator[Vm]:
 def test_exit_code_and_both_streams_are_the_commands(vm: Vm) -> None:
     done = vm("printf 'out, no end of line'; printf err >&2; exit 7")
     assert (done.returncode, done.stdout, done.stderr) == (7, b"out, no end of line", b"err")
+
+
+def test_first_vm(tmp_path: Path) -> None:
+    """The tutorial's first look inside shows what its page says."""
+    page = pages.ROOT / "docs" / "tutorials" / "first-vm.md"
+    ((line, printed),) = pages.run(page, tmp_path, deadline_s=DEADLINE_S).items()
+    (shown,) = [block.shown for block in pages.blocks(page) if block.line == line]
+    assert [text.rstrip() for text in printed] == shown.splitlines()
 
 
 def test_no_byte_of_the_output_is_changed_or_lost(vm: Vm) -> None:
