@@ -182,6 +182,13 @@ def bench_quality(
     ranks: Annotated[int, typer.Option(help="ranks, all on this machine", min=1)] = 2,
     only: Annotated[list[str] | None, typer.Option(help="one of the ways; may be repeated; default: all")] = None,
     batch_sizes: Annotated[str, typer.Option(help="also train with these batch sizes, comma-separated")] = "",
+    warmup: Annotated[float, typer.Option(help="share of the steps of --batch-sizes in which rates rise", min=0)] = 0.0,
+    same_time: Annotated[
+        bool,
+        typer.Option(
+            "--same-time", help="--batch-sizes also for as long as the parameter server took, and their best epoch"
+        ),
+    ] = False,
     base: Annotated[str, typer.Option(help="the way to compare with, such as 'batch 8,192'")] = "fp32",
     json_path: Figures = None,
     plot_path: Annotated[
@@ -203,6 +210,8 @@ def bench_quality(
             ranks=ranks,
             only=tuple(only or bench.WAYS),
             batch_sizes=tuple(int(size) for size in batch_sizes.split(",") if size),
+            warmup=warmup,
+            equal_time=same_time,
             base=base,
         )
     except ValueError as error:

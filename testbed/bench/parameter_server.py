@@ -9,6 +9,7 @@ stale, by as many updates as there are other workers, more or less. Messages go 
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -33,6 +34,9 @@ class Outcome:
     quality: Quality
     staleness: float
     """The mean number of updates by others between a worker's reading and its update."""
+
+    seconds: float
+    """Of training, without evaluation."""
 
 
 def train(config: TrainingConfig, workers: int) -> Outcome:
@@ -73,13 +77,16 @@ class _Server:
 
     def run(self) -> Outcome:
         threads = [threading.Thread(target=self._serve, args=(worker,)) for worker in range(1, self._workers + 1)]
+        begin = time.perf_counter()
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
+        seconds = time.perf_counter() - begin
         if self._failures:
             raise self._failures[0]
-        return Outcome(quality=self._plain.evaluate(), staleness=self._staleness / max(1, self._updates))
+        staleness = self._staleness / max(1, self._updates)
+        return Outcome(quality=self._plain.evaluate(), staleness=staleness, seconds=seconds)
 
     def _serve(self, worker: int) -> None:
         try:

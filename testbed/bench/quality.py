@@ -13,14 +13,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
 
+from sennit.runtime.data import sources
+from sennit.runtime.data.batch_source import prepared
 from sennit.runtime.data.sources import Source
 from sennit.runtime.training.config import TrainingConfig
 from sennit.testbed.bench import machine, parameter_server, plain_torch
@@ -31,6 +34,7 @@ PLAIN: Final = "plain torch"
 ASYNCHRONOUS: Final = "parameter server"
 # Of the asynchronous way: small batches, as there.
 ASYNCHRONOUS_BATCH, WORKERS = 256, 4
+SAME_TIME: Final = ", same time"
 DEADLINE_S: Final = 1800.0
 # Of 1, 2, ... degrees of freedom: the quantile 0.975 of Student's t.
 T_975: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.16, 2.145)
@@ -66,6 +70,12 @@ class Settings:
     batch_sizes: tuple[int, ...] = ()
     """Also these, in fp32. Rates grow with the square root of the batch size, as AdaGrad's noise does."""
 
+    warmup: float = 0.0
+    """The share of the steps of `batch_sizes` in which rates rise."""
+
+    equal_time: bool = False
+    """Each of `batch_sizes` also for as long as the parameter server took, and its best epoch: "batch N, same time"."""
+
     only: tuple[str, ...] = tuple(WAYS)
     base: str = FP32
     """The way that others are compared with."""
@@ -78,17 +88,32 @@ class Settings:
         for way in self.only:
             if way not in WAYS:
                 raise ValueError(f"way {way!r}; allowed: {', '.join(WAYS)}")
+        if not 0 <= self.warmup < 1:
+            raise ValueError(f"a warm-up of {self.warmup:g} of the steps; allowed: 0 to below 1")
+        if self.equal_time and (not self.batch_sizes or ASYNCHRONOUS not in (self.base, *self.only)):
+            raise ValueError(f"the same time without batch sizes and {ASYNCHRONOUS!r}; allowed: with both")
         if not 2 <= self.seeds <= SEEDS_MAX:
             raise ValueError(f"{self.seeds} seeds; allowed: 2 to {SEEDS_MAX}")
 
     @property
     def ways(self) -> tuple[str, ...]:
         """All of them, the base first."""
-        return tuple(dict.fromkeys((self.base, *self.only, *map(batch_way, self.batch_sizes))))
+        sizes = list(map(batch_way, self.batch_sizes))
+        longer = [f"{way}{SAME_TIME}" for way in sizes] if self.equal_time else []
+        return tuple(dict.fromkeys((self.base, *self.only, *sizes, *longer)))
 
 
 def batch_way(size: int) -> str:
     return f"batch {size:,}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """One run."""
+
+    quality: dict[str, float]
+    seconds: float
+    """Of training, without loading data and evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +137,8 @@ class Report:
     settings: Settings
     machine: dict[str, object]
     qualities: dict[str, list[dict[str, float]]]
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    """Of training, by way and seed."""
 
     def values(self, way: str, metric: str) -> list[float]:
         return [found[metric] for found in self.qualities[way]]
@@ -129,6 +156,7 @@ class Report:
             "settings": asdict(self.settings),
             "machine": self.machine,
             "qualities": self.qualities,
+            "seconds": self.seconds,
             "minus base": {
                 way: {metric: asdict(self.difference(way, metric)) for metric in ("normalised_entropy", "auc")}
                 for way in self.others
@@ -138,27 +166,37 @@ class Report:
 
 def run(settings: Settings, tell: Callable[[str, int, int], None] = lambda *_: None) -> Report:
     """Trains all of them, one after another. `tell` hears what begins, how many runs are done, and how many in all."""
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in settings.ways}
+    found: dict[str, list[Trained]] = {way: [] for way in settings.ways}
     total = len(found) * settings.seeds
     for seed in range(1, settings.seeds + 1):
-        for number, (way, qualities) in enumerate(found.items()):
+        for number, (way, runs) in enumerate(found.items()):
             tell(f"seed {seed}: {way}", (seed - 1) * len(found) + number, total)
-            qualities.append(_train(settings, way, seed))
-    return Report(settings=settings, machine=machine.describe(), qualities=found)
+            epochs, shorter = settings.epochs, found.get(way.removesuffix(SAME_TIME), [])
+            if way.endswith(SAME_TIME):
+                epochs = max(epochs, int(epochs * found[ASYNCHRONOUS][-1].seconds / shorter[-1].seconds))
+            runs.append(_train(replace(settings, epochs=epochs), way, seed))
+    return Report(
+        settings=settings,
+        machine=machine.describe(),
+        qualities={way: [one.quality for one in runs] for way, runs in found.items()},
+        seconds={way: [one.seconds for one in runs] for way, runs in found.items()},
+    )
 
 
-def _train(settings: Settings, way: str, seed: int) -> dict[str, float]:
+def _train(settings: Settings, way: str, seed: int) -> Trained:
     config = TrainingConfig(source=Source(data=settings.data), seed=seed, epochs=settings.epochs)
     if way == PLAIN:
-        return asdict(plain_torch.train(config))
+        begin = time.perf_counter()
+        return Trained(quality=asdict(plain_torch.train(config)), seconds=time.perf_counter() - begin)
     if way == ASYNCHRONOUS:
         rates = _rates(ASYNCHRONOUS_BATCH)
         small = replace(config, batch_size=ASYNCHRONOUS_BATCH, sparse_rate=rates[0], dense_rate=rates[1])
-        return asdict(parameter_server.train(small, WORKERS).quality)
+        outcome = parameter_server.train(small, WORKERS)
+        return Trained(quality=asdict(outcome.quality), seconds=outcome.seconds)
     return _ours(settings, way, seed)
 
 
-def _ours(settings: Settings, way: str, seed: int) -> dict[str, float]:
+def _ours(settings: Settings, way: str, seed: int) -> Trained:
     """`sennit train` in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         options = list(WAYS.get(way, ()))
@@ -168,8 +206,8 @@ def _ours(settings: Settings, way: str, seed: int) -> dict[str, float]:
             tables.write_text(HALF_PRECISION.format(options[place]))
             options[place] = str(tables)
         for size in settings.batch_sizes:
-            if way == batch_way(size):
-                options += batch_options(size)
+            if way.removesuffix(SAME_TIME) == batch_way(size):
+                options += [*batch_options(size), *_warmup(settings, size, seed)]
         report = Path(folder) / "report.json"
         common = ["--data", settings.data, "--seed", str(seed), "--epochs", str(settings.epochs)]
         ranks = ["--ranks", str(settings.ranks), "--json", str(report)]
@@ -182,8 +220,18 @@ def _ours(settings: Settings, way: str, seed: int) -> dict[str, float]:
         )
         if ended.returncode:
             raise SennitError(f"sennit train ({way}, seed {seed}) failed: {ended.stderr.strip()[-500:]}")
-        quality: dict[str, float] = json.loads(report.read_text())["quality"]
-        return quality
+        told = json.loads(report.read_text())
+        quality = told["best"]["quality"] if way.endswith(SAME_TIME) else told["quality"]
+        return Trained(quality=quality, seconds=told["train_s"])
+
+
+def _warmup(settings: Settings, size: int, seed: int) -> list[str]:
+    """The option of `sennit train`, whose warm-up is in steps."""
+    if not settings.warmup:
+        return []
+    config = TrainingConfig(source=Source(data=settings.data), seed=seed, epochs=settings.epochs, batch_size=size)
+    data = prepared(sources.load(config.source, seed=seed), config.order_settings)
+    return ["--warmup", str(round(settings.warmup * data.order.step_count))]
 
 
 def batch_options(size: int) -> list[str]:
@@ -204,7 +252,7 @@ def render(report: Report, console: Console) -> None:
     table = Table(
         title=f"{settings.data}, {settings.epochs} epochs, seeds 1 to {settings.seeds}, {settings.ranks} ranks"
     )
-    for name in ("way", "NE", f"NE - {settings.base}", "AUC", f"AUC - {settings.base}"):
+    for name in ("way", "NE", f"NE - {settings.base}", "AUC", f"AUC - {settings.base}", "seconds"):
         table.add_column(name, justify="left" if name == "way" else "right")
     for way in report.qualities:
         cells = [way]
@@ -212,7 +260,7 @@ def render(report: Report, console: Console) -> None:
             cells.append(f"{statistics.fmean(report.values(way, metric)):.5f}")
             apart = report.difference(way, metric)
             cells.append("" if way == settings.base else f"{apart.mean:+.5f} ± {apart.half:.5f}")
-        table.add_row(*cells)
+        table.add_row(*cells, f"{statistics.fmean(report.seconds[way]):.1f}" if way in report.seconds else "")
     console.print(table)
 
 

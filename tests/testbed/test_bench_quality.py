@@ -41,6 +41,9 @@ def test_a_difference_is_paired_by_seed_and_has_an_interval() -> None:
     [
         ({"only": ("fp7",)}, "way 'fp7'; allowed: fp32, plain torch"),
         ({"base": "batch 8,192"}, "base 'batch 8,192'; allowed: fp32, plain torch"),
+        ({"warmup": 1.0, "batch_sizes": (512,)}, "a warm-up of 1 of the steps; allowed: 0 to below 1"),
+        ({"equal_time": True}, "the same time without batch sizes and 'parameter server'"),
+        ({"equal_time": True, "batch_sizes": (512,), "only": ("fp32",)}, "the same time without batch sizes"),
         ({"seeds": 1}, "1 seeds; allowed: 2 to"),
         ({"seeds": 99}, "99 seeds; allowed"),
     ],
@@ -55,6 +58,33 @@ def test_rates_grow_with_the_square_root_of_the_batch() -> None:
     given = dict(zip(options[::2], options[1::2], strict=True))
     assert float(given["--sparse-rate"]) == 2 * TrainingConfig().sparse_rate
     assert float(given["--dense-rate"]) == 2 * TrainingConfig().dense_rate
+
+
+def test_the_same_time_is_that_of_the_parameter_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A way that takes a third of its time gets three times the epochs, whatever the speed of the machine."""
+    asked: list[tuple[str, int]] = []
+
+    def trained(settings: quality.Settings, way: str, seed: int) -> quality.Trained:
+        asked.append((way, settings.epochs))
+        seconds = {quality.ASYNCHRONOUS: 3.1, "batch 512": 1.0}.get(way, 0.0)
+        return quality.Trained(quality={"normalised_entropy": 0.5 + seed, "auc": 0.5}, seconds=seconds)
+
+    monkeypatch.setattr(quality, "_train", trained)
+    settings = quality.Settings(
+        seeds=2, epochs=2, batch_sizes=(512,), only=(), base=quality.ASYNCHRONOUS, equal_time=True
+    )
+    found = quality.run(settings)
+    assert asked == 2 * [(quality.ASYNCHRONOUS, 2), ("batch 512", 2), ("batch 512, same time", 6)]
+    assert found.seconds["batch 512"] == [1.0, 1.0]
+
+
+def test_the_warmup_is_a_share_of_the_steps() -> None:
+    settings = quality.Settings(data="synthetic", batch_sizes=(512,), warmup=0.25, epochs=2)
+    steps = quality._warmup(settings, 512, 1)
+    order = plain_torch.PlainTorch(
+        TrainingConfig(source=Source(data="synthetic"), batch_size=512, epochs=2, seed=1)
+    ).order
+    assert steps == ["--warmup", str(round(order.step_count / 4))]
 
 
 def test_plain_torch_trains_the_same_model(tmp_path: Path) -> None:
