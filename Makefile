@@ -31,14 +31,14 @@ demo: build  ## train a DLRM on real flights with 2 ranks over sennit
 # machine the VM's one processor stands still for so long that reliable queue pairs break.
 test: build  ## every test that can run on this machine
 	@failed=0; \
-	$(MAKE) --no-print-directory --keep-going BUILT=yes --jobs 2 test-python test-native || failed=1; \
+	$(MAKE) --no-print-directory --keep-going BUILT=yes --jobs 3 test-python test-native || failed=1; \
 	$(MAKE) --no-print-directory --keep-going BUILT=yes --jobs 2 test-rdma test-one-core || failed=1; \
 	exit $$failed
 
-# The output of each ring comes when it has ended, between lines of the Python tests. The kernel comes first: its parts
-# that use one core, or wait, are beside something else then.
+# The output of each ring comes when it has ended, between lines of the Python tests. The kernel and the tests that need
+# it are beside the C++ tests: each has parts that use one core, or wait.
 test-native: build
-	@$(MAKE) --no-print-directory --keep-going --output-sync=target vm-kernel test-cpp test-vm
+	@$(MAKE) --no-print-directory --keep-going --output-sync=target test-vm test-cpp
 
 test-one-core: build
 	@nice $(MAKE) --no-print-directory --keep-going --output-sync=target test-model test-fuzz

@@ -163,9 +163,9 @@ def test_data_that_end_before_the_run_are_named_on_the_rank_that_waits(
 
     thread = threading.Thread(target=feed)
     thread.start()
-    said = refusal(["--ingest", f"cpu://127.0.0.1:{port}", "--ranks", "2", "--timeout", "15"], capsys)
+    said = refusal(["--ingest", f"cpu://127.0.0.1:{port}", "--ranks", "2", "--timeout", "8"], capsys)
     thread.join(60)
-    assert re.search(r"batch [0-3], rank [01]: 0 of 32 records came, and none more within 15 s; feeders: none", said)
+    assert re.search(r"batch [0-3], rank [01]: 0 of 32 records came, and none more within 8 s; feeders: none", said)
     assert "short at 127.0.0.1" in said
     assert "the data end here" in said or "connection closed" in said
     assert "the data end here" in str(failures[0])
