@@ -13,7 +13,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -112,8 +111,8 @@ class Trained:
     """One run."""
 
     quality: dict[str, float]
-    seconds: float
-    """Of training, without loading data and evaluation."""
+    seconds: float | None = None
+    """Of training, without loading data and evaluation; None: not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,23 +170,29 @@ def run(settings: Settings, tell: Callable[[str, int, int], None] = lambda *_: N
     for seed in range(1, settings.seeds + 1):
         for number, (way, runs) in enumerate(found.items()):
             tell(f"seed {seed}: {way}", (seed - 1) * len(found) + number, total)
-            epochs, shorter = settings.epochs, found.get(way.removesuffix(SAME_TIME), [])
+            epochs = settings.epochs
             if way.endswith(SAME_TIME):
-                epochs = max(epochs, int(epochs * found[ASYNCHRONOUS][-1].seconds / shorter[-1].seconds))
+                theirs, ours = found[ASYNCHRONOUS][-1].seconds, found[way.removesuffix(SAME_TIME)][-1].seconds
+                assert theirs is not None
+                assert ours is not None
+                epochs = max(epochs, int(epochs * theirs / ours))
             runs.append(_train(replace(settings, epochs=epochs), way, seed))
     return Report(
         settings=settings,
         machine=machine.describe(),
         qualities={way: [one.quality for one in runs] for way, runs in found.items()},
-        seconds={way: [one.seconds for one in runs] for way, runs in found.items()},
+        seconds={
+            way: [one.seconds for one in runs if one.seconds is not None]
+            for way, runs in found.items()
+            if runs[0].seconds is not None
+        },
     )
 
 
 def _train(settings: Settings, way: str, seed: int) -> Trained:
     config = TrainingConfig(source=Source(data=settings.data), seed=seed, epochs=settings.epochs)
     if way == PLAIN:
-        begin = time.perf_counter()
-        return Trained(quality=asdict(plain_torch.train(config)), seconds=time.perf_counter() - begin)
+        return Trained(quality=asdict(plain_torch.train(config)))
     if way == ASYNCHRONOUS:
         rates = _rates(ASYNCHRONOUS_BATCH)
         small = replace(config, batch_size=ASYNCHRONOUS_BATCH, sparse_rate=rates[0], dense_rate=rates[1])
