@@ -261,7 +261,7 @@ class ArrayCollectives(ABC):
     def broadcast(self, array: Array, root: int) -> Array:
         """Returns the root's array. The other ranks' arrays give shape and type."""
         data = array.copy(order="C")
-        plan = _Call(algorithms.broadcast, self, elements=data.size, root=root, **_movement(data))
+        plan = _Call(self.selection.broadcast, self, elements=data.size, root=root, **_movement(data))
         self._run(plan, [data])
         return data
 

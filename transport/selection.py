@@ -155,6 +155,10 @@ class Selection:
         compile_plan: Callable[..., Plan] = algorithms.reduce_tree if in_tree else algorithms.reduce
         return compile_plan(world=world, rank=rank, elements=elements, dtype=dtype, op=op, root=root, in_place=in_place)
 
+    def broadcast(self, **call: Any) -> Plan:
+        """Returns a plan with the arguments of `algorithms.broadcast`."""
+        return algorithms.broadcast(hosts=self.hosts, **call)
+
     def of_parts(self, collective: Collective, size_bytes: int) -> Algorithm:
         """Returns the one for an allgather, or a gather or alltoall of equal parts, of `size_bytes` in all, and for a
         reduce_scatter of uneven shares.

@@ -317,7 +317,7 @@ class PlanCompiler:
                 plan = self._selection.reduce(**reduced(), elements=counts[0], root=root, on_device=on_device)
             case Kind.BROADCAST:
                 segment_bytes = SEGMENT_BYTES if on_device else None
-                plan = algorithms.broadcast(**moved, elements=counts[0], root=root, segment_bytes=segment_bytes)
+                plan = self._selection.broadcast(**moved, elements=counts[0], root=root, segment_bytes=segment_bytes)
             case Kind.ALLGATHER:
                 plan = self._selection.allgather(
                     **moved, in_place=in_place, list_output=separate, staged=size_class != 0

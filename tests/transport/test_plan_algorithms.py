@@ -194,12 +194,9 @@ def test_reduce(
 @given(st.data(), worlds, st.integers(0, 500), item_sizes, st.integers(64, 4_000), seeds)
 def test_broadcast(data: DataObject, world: int, elements: int, item_bytes: int, segment_bytes: int, seed: int) -> None:
     root = data.draw(st.integers(0, world - 1), "root")
-    plans = [
-        algorithms.broadcast(
-            world=world, rank=rank, elements=elements, item_bytes=item_bytes, root=root, segment_bytes=segment_bytes
-        )
-        for rank in range(world)
-    ]
+    hosts = hosts_of(data.draw(st.lists(st.integers(1, world), min_size=1).map(lambda widths: cut(widths, world))))
+    call: dict[str, Any] = {"elements": elements, "item_bytes": item_bytes, "root": root, "hosts": hosts}
+    plans = [algorithms.broadcast(world=world, rank=rank, segment_bytes=segment_bytes, **call) for rank in range(world)]
     content = np.random.default_rng(seed).integers(0, 256, elements * item_bytes, np.uint8)
     buffers = [[content.copy() if rank == root else noise(content.size)] for rank in range(world)]
     run(data, plans, buffers)
@@ -218,6 +215,24 @@ def test_broadcast_tree_reaches_everyone_once() -> None:
             assert told == sorted(set(range(world)) - {root})
             from_root = [step for step in plans[root].steps if isinstance(step, Send)]
             assert len(from_root) == (world - 1).bit_length()
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.data())
+def test_a_broadcast_reaches_each_other_host_once(widths: list[int], data: DataObject) -> None:
+    hosts = hosts_of(widths)
+    root = data.draw(st.integers(0, hosts.world - 1), "root")
+    told = []
+    for rank in range(hosts.world):
+        plan = algorithms.broadcast(world=hosts.world, rank=rank, elements=1, item_bytes=1, root=root, hosts=hosts)
+        peers = [step.peer for step in plan.steps if isinstance(step, Send)]
+        near = [hosts.of_rank(peer) == hosts.of_rank(rank) for peer in peers]
+        assert near == sorted(near), "other hosts come first"
+        assert len(peers) <= (len(widths) - 1).bit_length() + (max(widths) - 1).bit_length()
+        told += list(zip(peers, near, strict=True))
+    assert sorted(peer for peer, _ in told) == sorted(set(range(hosts.world)) - {root})
+    assert sorted(hosts.of_rank(peer) for peer, is_near in told if not is_near) == sorted(
+        set(range(len(widths))) - {hosts.of_rank(root)}
+    )
 
 
 @settings(max_examples=60, deadline=None)

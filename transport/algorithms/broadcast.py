@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Broadcast: a binomial tree, log2(world) messages deep.
+"""Broadcast: a binomial tree over hosts, then one inside each host. So data goes to each other host once.
 
 Messages are cut into segments, so that all levels work at once.
 """
@@ -11,6 +11,7 @@ from typing import Final
 from sennit.transport.algorithms.ranges import check_root, chunks
 from sennit.transport.elements import Dtype
 from sennit.transport.errors import ArgumentError
+from sennit.transport.hosts import Hosts
 from sennit.transport.plan import Operand, Plan, PlanBuilder
 from sennit.transport.signature import Kind, signature
 
@@ -27,8 +28,12 @@ def broadcast(
     root: int,
     type_code: int = Dtype.U8,
     segment_bytes: int | None = None,
+    hosts: Hosts | None = None,
 ) -> Plan:
-    """Buffers: `[data]`, read at the root and written elsewhere. `segment_bytes` cuts messages; default: by `world`."""
+    """Buffers: `[data]`, read at the root and written elsewhere.
+
+    `segment_bytes` cuts messages; default: by `world`. `hosts` says which ranks share one; default: all of them.
+    """
     check_root(root, world)
     if segment_bytes is not None and segment_bytes < 1:
         raise ArgumentError(f"segment_bytes {segment_bytes}; allowed: 1 or more")
@@ -40,7 +45,7 @@ def broadcast(
         signature=signature(Kind.BROADCAST, type_code=type_code, root=root, elements=elements),
         buffer_bytes=[size_bytes],
     )
-    parent, children = _tree(world, rank, root)
+    parent, children = _tree(hosts or Hosts.equal(world, 1), rank, root)
     if segment_bytes is None:
         # Two ranks have no levels to overlap, and the transport itself cuts a message into packets.
         segment_bytes = DEFAULT_SEGMENT_BYTES if world > 2 else max(size_bytes, 1)
@@ -53,16 +58,31 @@ def broadcast(
     return builder.build()
 
 
-def _tree(world: int, rank: int, root: int) -> tuple[int | None, list[int]]:
-    """Returns the parent (None at the root) and the children, the largest subtree first."""
-    place = (rank - root) % world
+def _tree(hosts: Hosts, rank: int, root: int) -> tuple[int | None, list[int]]:
+    """Returns the parent (None at the root) and the children, those on other hosts first, the largest subtree first.
+
+    On each host one rank gets the data from another host: the one in the root's place.
+    """
+    host = hosts.of_rank(rank)
+    span, first = hosts.spans[host], hosts.relay(host, root)
+    parent, children = _binomial(span.high - span.low, rank - span.low, first - span.low)
+    near = [span.low + child for child in children]
+    if parent is not None:
+        return span.low + parent, near
+    above, below = _binomial(len(hosts.spans), host, hosts.of_rank(root))
+    return None if above is None else hosts.relay(above, root), [hosts.relay(other, root) for other in below] + near
+
+
+def _binomial(count: int, member: int, root: int) -> tuple[int | None, list[int]]:
+    """Returns the parent (None at the root) and the children of one of `count` members, the largest subtree first."""
+    place = (member - root) % count
     bit = 1
-    while bit < world and not place & bit:
+    while bit < count and not place & bit:
         bit <<= 1
-    parent = (place - bit + root) % world if place else None
+    parent = (place - bit + root) % count if place else None
     children: list[int] = []
     while bit > 1:
         bit >>= 1
-        if place + bit < world:
-            children.append((place + bit + root) % world)
+        if place + bit < count:
+            children.append((place + bit + root) % count)
     return parent, children
