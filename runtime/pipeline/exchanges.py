@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookups and updates of tables in a thread of their own, while the step computes what does not need them.
+"""What travels in threads of its own, while the step computes what does not need it.
 
 Vectors travel under the bottom MLP. Their gradients travel, and rows are updated, under the bottom MLP's backward pass,
 the AllReduce of dense gradients and the optimizer's step. As soon as rows are updated, those of the next batch are
 looked up: their vectors travel under what is left of the step, and under what the program does before the next one.
+Sums of dense gradients travel, bucket by bucket, under the backward pass that computes the next ones.
 """
 
 from __future__ import annotations
@@ -15,20 +16,21 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from sennit.runtime.backend.process_group import second_group
 from sennit.runtime.pipeline.ahead import Arrived, BatchesAhead
-from sennit.runtime.pipeline.failure import abort, explained
+from sennit.runtime.pipeline.group_thread import GroupThread
 from sennit.runtime.pipeline.scheduler import Scheduler
 from sennit.runtime.pipeline.task import Task
 from sennit.runtime.sharded.beside import Beside
 from sennit.runtime.sharded.module import ShardedTables
+from sennit.runtime.sharded.replicas import SlicedReplicas
 
 EXCHANGE: Final = "exchange"
+GRADIENTS: Final = "gradients"
 LOOKUP, UPDATE = "lookup", "sparse update"
 
 
 class Exchanges:
-    """The exchanges of vectors and gradients of some modules of tables."""
+    """The exchanges of some modules of tables, and of replicas."""
 
     def __init__(
         self,
@@ -36,44 +38,46 @@ class Exchanges:
         tables: Sequence[ShardedTables],
         ahead: BatchesAhead,
         *,
+        replicas: SlicedReplicas | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """`tables`: those of `ahead`. Collective if there are several ranks: makes a group.
+        """`tables`: those of `ahead`. Collective if there are several ranks: makes groups.
 
-        Tables on a GPU stay as they are.
+        What is on a GPU stays as it is.
         """
         self.step = 0
         """Of the tasks from now on."""
 
-        self._scheduler, self._ahead = scheduler, ahead
-        self._group = second_group(group) if dist.get_world_size(group) > 1 else None
-        self._last: Task | None = None
-        self._tables = tables
+        self._ahead = ahead
+        self._thread = GroupThread(scheduler, EXCHANGE, group)
+        self._tables, self._replicas = tables, replicas
         self._of_table: dict[int, Beside] = {}
         for number, module in enumerate(tables):
             if module.device.type == "cpu":
-                beside = module.overlap(functools.partial(self._run, number), self._group)
+                beside = module.overlap(functools.partial(self._run, number), self._thread.group)
                 assert beside is not None
                 self._of_table[number] = beside
+        self._gradients: GroupThread | None = None
+        if replicas is not None and dist.get_world_size(group) > 1:
+            self._gradients = GroupThread(scheduler, GRADIENTS, group)
+            replicas.overlap(self._sum, self._gradients.group)
 
     def close(self, *, failed: bool = False) -> None:
-        """Waits for what is under way, and ends the group; tables are as before. Raises errors of updates.
+        """Waits for what is under way, and ends the groups; all is as before. Raises errors of updates.
 
         `failed`: this rank gives up, so that nobody waits for it, and raises nothing.
         """
-        group, self._group = self._group, None
-        if failed and group is not None and self._last is not None and not self._last.is_done:
-            abort(group)
-        for number in self._of_table:
-            # What is raised already tells more than what it has caused.
-            with contextlib.suppress(Exception) if failed else contextlib.nullcontext():
-                self._tables[number].overlap(None)
-        if group is not None and not failed:
-            dist.destroy_process_group(group)
+        if self._gradients is not None and self._replicas is not None:
+            # A backward pass waits for its sums, so that none is under way.
+            self._gradients.close(functools.partial(self._replicas.overlap, None), failed=failed)
+        with contextlib.ExitStack() as stack:
+            for number in self._of_table:
+                stack.callback(self._tables[number].overlap, None)
+            self._thread.close(stack.pop_all().close, failed=failed)
 
     def _run(self, number: int, name: str, function: Callable[[], Any]) -> Task:
         """What a module of tables asks for."""
-        found = self._submit(name, function, step=self.step)
+        found = self._thread.submit(name, function, step=self.step)
         beside = self._of_table[number]
         waiting = self._ahead.oldest
         if name == UPDATE and beside.looks_ahead and waiting is not None:
@@ -82,12 +86,12 @@ class Exchanges:
                 return beside.look_up(arrived.sent[number])
 
             # After an update that has failed no row is right.
-            lookup = self._submit(LOOKUP, look_up, waiting.ids, found, step=self.step + 1)
+            lookup = self._thread.submit(LOOKUP, look_up, waiting.ids, found, step=self.step + 1)
             waiting.lookups[number] = lookup
             beside.has_begun(lookup)
         return found
 
-    def _submit(self, name: str, function: Callable[..., Any], *inputs: Task, step: int) -> Task:
-        explaining = explained(function, self._group)
-        self._last = self._scheduler.submit(name, explaining, *inputs, thread=EXCHANGE, step=step)
-        return self._last
+    def _sum(self, name: str, function: Callable[[], Any]) -> Task:
+        """What replicas ask for."""
+        assert self._gradients is not None
+        return self._gradients.submit(name, function, step=self.step)

@@ -24,6 +24,7 @@ from sennit.runtime.pipeline.exchanges import Exchanges
 from sennit.runtime.pipeline.scheduler import Scheduler
 from sennit.runtime.pipeline.task import Record, Task
 from sennit.runtime.sharded.module import ShardedTables
+from sennit.runtime.sharded.replicas import SlicedReplicas
 from sennit.runtime.sharded.sent import InputEnded
 from sennit.runtime.timeline.timeline import Timeline
 from sennit.transport.errors import ArgumentError, ConfigError
@@ -78,7 +79,10 @@ class Pipeline(Closing):
         self._timeline = timeline
         self._scheduler = Scheduler(before=before, on_task=timeline.on_task if timeline is not None else on_task)
         self._ahead = BatchesAhead(self._scheduler, self._tables, depth=batches_ahead, tells=True, group=group)
-        self._exchanges = Exchanges(self._scheduler, self._tables, self._ahead, group=group) if batches_ahead else None
+        self._exchanges: Exchanges | None = None
+        if batches_ahead:
+            replicas = next((module for module in model.modules() if isinstance(module, SlicedReplicas)), None)
+            self._exchanges = Exchanges(self._scheduler, self._tables, self._ahead, replicas=replicas, group=group)
 
     def __iter__(self) -> Iterator[Any]:
         return self

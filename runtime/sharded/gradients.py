@@ -4,7 +4,7 @@
 """Gradients of a module's parameters, slice by slice, summed over all slices in the canonical tree.
 
 Every slice runs on parameters of its own that share the memory of the module's. So autograd adds up nothing over
-slices. A rank adds up its slices' gradients as far as the tree allows, and AllReduce does the rest.
+slices. A rank adds up its slices' gradients as far as the tree allows, and AllReduce does the rest, bucket by bucket.
 """
 
 from __future__ import annotations
@@ -12,99 +12,20 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from sennit.runtime.sharded.cutting import CUT_NODE
+from sennit.runtime.sharded.gradient_rows import Layout
+from sennit.runtime.sharded.pending import Running
 from sennit.runtime.sharded.reduction import Reduction
-from sennit.runtime.sharded.slices import Slices
 from sennit.transport.errors import ArgumentError, MismatchError, Unsupported
 from sennit.transport.tree import Span
 
-# Every parameter's gradient begins at a multiple of 64 bytes, whatever its type.
-_ALIGNMENT = 64
 # The types whose sums are made in float32 and rounded once.
 _NARROW = (torch.float16, torch.bfloat16)
-
-
-class Place(NamedTuple):
-    """Where a module keeps a parameter. A shared parameter has several places."""
-
-    owner: nn.Module
-    attribute: str
-    name: str
-    """From the root, as in `named_parameters`."""
-
-    def put(self, parameter: nn.Parameter) -> None:
-        if isinstance(self.owner, nn.RNNBase):
-            setattr(self.owner, self.attribute, parameter)  # It keeps a second list of them.
-        else:
-            self.owner._parameters[self.attribute] = parameter
-
-
-def places_of(module: nn.Module) -> list[Place]:
-    return [
-        Place(owner, attribute, f"{path}.{attribute}" if path else attribute)
-        for path, owner in module.named_modules()
-        for attribute, parameter in owner._parameters.items()
-        if parameter is not None
-    ]
-
-
-class Layout:
-    """Where the gradients of a module's parameters lie in flat rows, one row for each type of element.
-
-    The row of float32 ends with how many slices had a gradient of each parameter, and with the samples of each slice.
-    """
-
-    def __init__(self, places: Sequence[Place], slices: Slices) -> None:
-        self.slices = slices
-        self.places: list[tuple[Place, int]] = []
-        """The places of parameters that require gradients, and the parameter's index."""
-        self.parameters: list[nn.Parameter] = []
-        self.names: list[str] = []
-        self.key = _key(places)
-        self.is_checked = False
-        """Whether a pass has shown that the module reaches its parameters by their places."""
-        self.free_rows: dict[torch.dtype, Tensor] = {}
-        """Memory that an earlier pass used for its rows."""
-        index_of: dict[nn.Parameter, int] = {}
-        for place in places:
-            parameter = place.owner._parameters[place.attribute]
-            assert parameter is not None
-            if parameter.requires_grad:
-                if parameter not in index_of:
-                    index_of[parameter] = len(self.parameters)
-                    self.parameters.append(parameter)
-                    self.names.append(place.name)
-                self.places.append((place, index_of[parameter]))
-        self.device = self.parameters[0].device if self.parameters else torch.device("cpu")
-        """Where gradients of slices are added up. Their sums travel from host memory."""
-        self.lengths: dict[torch.dtype, int] = {torch.float32: 0}
-        self.starts: list[int] = []
-        for parameter in self.parameters:
-            start = self.lengths.setdefault(parameter.dtype, 0)
-            self.starts.append(start)
-            self.lengths[parameter.dtype] = start + -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
-        self.counts_start = self.lengths[torch.float32]
-        self.lengths[torch.float32] += -(-(len(self.parameters) + slices.count) // _ALIGNMENT) * _ALIGNMENT
-
-    def fits(self, places: Sequence[Place]) -> bool:
-        """Whether the module still has these parameters, and requires gradients of the same."""
-        return self.key == _key(places)
-
-    def piece(self, row: Tensor, index: int) -> Tensor:
-        """A parameter's part of a row, in the parameter's shape."""
-        start, parameter = self.starts[index], self.parameters[index]
-        return row[start : start + parameter.numel()].view(parameter.shape)
-
-
-def _key(places: Sequence[Place]) -> tuple[object, ...]:
-    found = (place.owner._parameters[place.attribute] for place in places)
-    return tuple((id(p), p.requires_grad, p.dtype, p.shape) for p in found if p is not None)
 
 
 class Held:
@@ -144,12 +65,19 @@ class SliceSums:
         self._row_of = {(node.low, node.high - node.low): row for row, node in enumerate(self._nodes)}
         # Of each slice: its own parameters, also if the module runs in two parts.
         self._aliases: dict[int, list[nn.Parameter]] = {}
+        self._buckets = reduction.buckets(layout)
+        self._bucket_of = {index: place for place, bucket in enumerate(self._buckets) for index in bucket.parameters}
+        self._is_first = False
         self._begin()
 
     def _begin(self, backward_pass: int | None = None) -> None:
         self._backward_pass = backward_pass
         self._rows: dict[torch.dtype, Tensor] = {}
         self._seen: set[tuple[int, int]] = set()
+        # Gradients that a bucket waits for.
+        self._missing = [len(self._sizes) * len(bucket.parameters) for bucket in self._buckets]
+        # Sums that are on their way, in the order of buckets.
+        self._sent: list[Running] = []
         # Nodes of the tree that wait for the other half: (parameter, first slice, slices).
         self._waiting: dict[tuple[int, int, int], Tensor] = {}
 
@@ -208,6 +136,7 @@ class SliceSums:
         # One that failed has left its sums here.
         if self._backward_pass != current:
             self._begin(current)
+            self._is_first = self._reduction.is_first(current)
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _take(self, number: int, index: int, alias: Tensor) -> None:
@@ -228,6 +157,21 @@ class SliceSums:
 
     def _add(self, number: int, index: int, gradient: Tensor) -> None:
         self._seen.add((number, index))
+        self._sum(number, index, gradient)
+        self._missing[self._bucket_of[index]] -= 1
+        if self._is_first:
+            self._send()
+
+    def _send(self) -> None:
+        """Sends the sums of buckets that are complete, but not before those ahead of them, nor the last one.
+
+        So all ranks send them in one order, whichever parameters their slices reach.
+        """
+        while len(self._sent) < len(self._buckets) - 1 and not self._missing[len(self._sent)]:
+            bucket = self._buckets[len(self._sent)]
+            self._sent.append(self._reduction.begin(self._layout, bucket, self._rows_of(bucket.dtype)))
+
+    def _sum(self, number: int, index: int, gradient: Tensor) -> None:
         low, size = number, 1
         value = gradient.float() if gradient.dtype in _NARROW else gradient
         while (low, size) not in self._row_of:
@@ -280,22 +224,25 @@ class SliceSums:
             for number in range(*own):
                 if (number, index) not in self._seen:
                     self._add(number, index, torch.zeros_like(parameter))
-        end = layout.counts_start + len(counts)
         rows = self._rows_of(torch.float32)
-        rows[:, layout.counts_start : end] = 0
-        rows[0, layout.counts_start : end].copy_(counts)
-        totals = {dtype: self._reduction.total(layout, dtype, self._rows_of(dtype)) for dtype in layout.lengths}
+        rows[:, : layout.counts_length] = 0
+        rows[0, : len(counts)].copy_(counts)
+        self._send()
+        last = self._buckets[-1]
+        total = self._reduction.total(layout, last, self._rows_of(last.dtype))
+        totals = [*self._reduction.results(self._sent), total]
         layout.free_rows = self._rows
-        counted = totals[torch.float32][layout.counts_start : end].tolist()
+        counted = total[: len(counts)].tolist()
         self._check_sizes([int(size) for size in counted[len(layout.parameters) :]])
-        there = {dtype: total.to(layout.device) for dtype, total in totals.items()}
+        there = [total.to(layout.device) for total in totals]
         for index, parameter in enumerate(layout.parameters):
             if counted[index]:
-                total = layout.piece(there[parameter.dtype], index)
+                place = self._bucket_of[index]
+                gradient = layout.piece(there[place], index, self._buckets[place].start)
                 if parameter.grad is None:
-                    parameter.grad = total
+                    parameter.grad = gradient
                 else:
-                    parameter.grad.add_(total)
+                    parameter.grad.add_(gradient)
 
     def _check_sizes(self, sizes: list[int]) -> None:
         """All ranks see the same sizes, so all raise or none does."""

@@ -19,6 +19,18 @@ class Running(Protocol):
         """Waits for its result. Raises its error."""
 
 
+class Done:
+    """A call that was made at once."""
+
+    is_done = True
+
+    def __init__(self, found: Any) -> None:
+        self._found = found
+
+    def result(self) -> Any:
+        return self._found
+
+
 RunBeside = Callable[[str, Callable[[], Any]], Running]
 """(name, function) -> the call of the function, in a thread that makes all calls in order."""
 

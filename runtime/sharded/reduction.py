@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,16 +14,17 @@ from torch import Tensor
 
 from sennit.runtime.backend import all_reduce_coded, all_reduce_leaves
 from sennit.runtime.backend.symmetric import memory_for_peers
+from sennit.runtime.sharded.gradient_rows import Bucket, Layout
+from sennit.runtime.sharded.pending import Done, RunBeside, Running
 from sennit.runtime.sharded.phases import PhaseClock, phase
 from sennit.runtime.sharded.slices import Slices
 from sennit.transport.codecs import Codec, CodecKind
 from sennit.transport.errors import ConfigError
 
-if TYPE_CHECKING:
-    from sennit.runtime.sharded.gradients import Layout
-
 # The types that codecs take. Their sums are made in float32.
 _CODED = (torch.float32, torch.float16, torch.bfloat16)
+# Of gradients that travel while others are computed. On 1 Gbit/s that is 8 ms, on 100 Gbit/s 84 µs.
+BUCKET_BYTES = 1 << 20
 
 
 class Residuals:
@@ -90,33 +93,65 @@ class Reduction:
             raise ConfigError(f"{what} for gradients, which are summed with error feedback; allowed: all others")
         self._slices, self._group, self._codec, self._clock = slices, group, codec, clock
         self.residuals = None if codec is None else Residuals(slices)
+        self._run: RunBeside | None = None
+        self._run_group: dist.ProcessGroup | None = None
+        self._backward_pass: int | None = None
 
-    def leaves(self, rows: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-        """The sum over all slices in the canonical tree, in host memory. With `dtype`, that of the result, rows are
-        sums of nodes."""
-        rows = rows.cpu()
-        with phase(self._clock, "AllReduce"), memory_for_peers(self._group):
-            return all_reduce_leaves(
-                rows, self._slices.count, group=self._group, partial=dtype is not None, dtype=dtype
-            )
+    def overlap(self, run: RunBeside | None, group: dist.ProcessGroup | None) -> None:
+        """From now on `begin` works in the thread of `run`, over `group`. Not with a codec, which knows whole rows."""
+        self._run, self._run_group = (None if self._codec is not None else run), group
 
-    def total(self, layout: Layout, dtype: torch.dtype, rows: Tensor) -> Tensor:
-        """The sum over all ranks of [nodes, elements], in the `dtype` of parameters and in host memory.
+    def buckets(self, layout: Layout) -> list[Bucket]:
+        return layout.buckets(None if self._run is None else BUCKET_BYTES)
 
-        With a codec a rank adds its nodes up, and codes one vector. Counts are not coded.
+    def is_first(self, backward_pass: int) -> bool:
+        """Whether the caller may send sums before the pass ends: the first to ask, and only with a thread for it.
+
+        When the gradients of another forward pass are complete may differ between ranks.
         """
+        found = self._run is not None and self._backward_pass != backward_pass
+        self._backward_pass = backward_pass
+        return found
+
+    def begin(self, layout: Layout, bucket: Bucket, rows: Tensor) -> Running:
+        """`total`, in another thread if there is one for it."""
+        if self._run is None:
+            return Done(self.total(layout, bucket, rows))
+        return self._run("AllReduce", lambda: self.total(layout, bucket, rows, self._run_group))
+
+    def results(self, running: Sequence[Running]) -> list[Tensor]:
+        """Waits for what has begun."""
+        waits = any(not each.is_done for each in running)
+        with phase(self._clock, "wait for AllReduce") if waits else contextlib.nullcontext():
+            return [each.result() for each in running]
+
+    def leaves(
+        self, rows: Tensor, *, dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None
+    ) -> Tensor:
+        """The sum over all slices in the canonical tree, in host memory. With `dtype`, that of the result, rows are
+        sums of nodes. `group`: another one of the same ranks."""
+        rows, group = rows.cpu(), group or self._group
+        with phase(self._clock, "AllReduce"), memory_for_peers(group):
+            return all_reduce_leaves(rows, self._slices.count, group=group, partial=dtype is not None, dtype=dtype)
+
+    def total(self, layout: Layout, bucket: Bucket, rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+        """The sum over all ranks of a range of [nodes, elements], in the type of parameters and in host memory.
+
+        With a codec a rank adds its nodes up, and codes one vector: that of a whole row. Counts are not coded.
+        """
+        dtype, rows = bucket.dtype, rows[:, bucket.start : bucket.end]
         if self._codec is None or self.residuals is None or dtype not in _CODED:
-            return self.leaves(rows, dtype=dtype)
+            return self.leaves(rows, dtype=dtype, group=group)
         rows = rows.cpu()
         own = rows[0].clone()
         for row in rows[1:]:
             own.add_(row)
-        end = layout.counts_start if dtype is torch.float32 else len(own)
+        first = layout.counts_length if dtype is torch.float32 else 0
         codec = dataclasses.replace(self._codec, seed=(self._codec.seed + self.residuals.calls) % (1 << 64))
         self.residuals.calls += 1
         lost = self.residuals.of(layout, dtype)
         with phase(self._clock, "AllReduce"):
-            all_reduce_coded(own[:end], codec, group=self._group, lost=lost[:end])
-        if end < len(own):
-            own[end:] = self.leaves(rows[:, end:], dtype=dtype)
+            all_reduce_coded(own[first:], codec, group=self._group, lost=lost[first:])
+        if first:
+            own[:first] = self.leaves(rows[:, :first], dtype=dtype)
         return own.to(dtype)

@@ -25,8 +25,9 @@ from sennit.runtime.backend.gathering import all_gather_parts
 from sennit.runtime.data.seeds import derive
 from sennit.runtime.sharded.agreement import check_agreement, check_codec
 from sennit.runtime.sharded.cutting import Along, CutArguments, join
-from sennit.runtime.sharded.gradients import Held, Layout, SliceSums, places_of
-from sennit.runtime.sharded.pending import Pending
+from sennit.runtime.sharded.gradient_rows import Layout, places_of
+from sennit.runtime.sharded.gradients import Held, SliceSums
+from sennit.runtime.sharded.pending import Pending, RunBeside
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.sharded.reduction import Reduction, Residuals
 from sennit.runtime.sharded.slices import DEFAULT_SLICES, Slices
@@ -173,6 +174,14 @@ class SlicedReplicas(nn.Module):
             yield
         finally:
             self._synchronised = before
+
+    def overlap(self, run: RunBeside | None, group: dist.ProcessGroup | None = None) -> None:
+        """From now on sums of gradients travel as they come, in the thread of `run`, over `group` of the same ranks.
+
+        All but the last: that one travels when the backward pass ends, which waits for all of them. Nothing else may
+        use `group`. With a codec, on a GPU, and after `overlap(None)`, everything stays here.
+        """
+        self._reduction.overlap(run if self._device.type == "cpu" else None, group)
 
     def digest(self) -> str:
         """SHA-256 of all parameters and buffers with their names. Collective; raises `SennitError` if ranks differ."""

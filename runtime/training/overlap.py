@@ -16,8 +16,8 @@ from sennit.runtime.planner.constants import cores_here
 from sennit.runtime.training.config import TrainingConfig
 
 # Phases of the threads beside the step, and of the step's waits for them.
-BESIDE: Final = ("input", "input exchange", "lookup", "sparse update")
-WAITS: Final = ("wait for input", "wait for lookup", "wait for sparse update")
+BESIDE: Final = ("input", "input exchange", "lookup", "sparse update", "AllReduce")
+WAITS: Final = ("wait for input", "wait for lookup", "wait for sparse update", "wait for AllReduce")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class Overlap:
             return "overlap: none, the step does everything in turn (--batches-ahead 0)"
         count = "1 batch" if self.batches == 1 else f"{self.batches} batches"
         text = f"overlap: input and ids of {count} ahead"
-        return f"{text}; vectors and gradients of tables under the model" if self.has_tables else text
+        return f"{text}; vectors and all gradients under the model" if self.has_tables else text
 
 
 def overlap_of(config: TrainingConfig) -> Overlap:

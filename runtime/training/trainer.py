@@ -131,7 +131,6 @@ class Trainer(Closing):
         scheduler = Scheduler(on_task=None if timeline is None else timeline.on_task)
         self._ahead = BatchesAhead(scheduler, [self.tables], depth=config.batches_ahead, tells=not config.elastic)
         self.overlap = overlap_of(config)
-        self._exchanges = Exchanges(scheduler, [self.tables], self._ahead) if self.overlap.has_tables else None
         self.model = build(config.model, model_inputs(config, source, tables)).to(self.device)
         self.replicas = SlicedReplicas(
             self.model,
@@ -140,6 +139,9 @@ class Trainer(Closing):
             codec=None if config.gradient is None else Codec(kind=COLLECTIVE_CODECS[config.gradient]),
             clock=self.clock,
         )
+        self._exchanges: Exchanges | None = None
+        if self.overlap.has_tables:
+            self._exchanges = Exchanges(scheduler, [self.tables], self._ahead, replicas=self.replicas)
         self.optimizer = dense_optimizer(
             config.dense_optimizer, self.model.parameters(), rate=config.dense_rate, weight_decay=config.weight_decay
         )

@@ -18,11 +18,13 @@ from torch.nn import functional
 from sennit.runtime.kernels import Optimizer, OptimizerSpec, Pooling
 from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.pipeline import Pipeline, Record, Task
-from sennit.runtime.sharded import ShardedEmbeddingBags, ShardedEmbeddings, SlicedReplicas, Table
+from sennit.runtime.sharded import ShardedEmbeddingBags, ShardedEmbeddings, SlicedReplicas, Table, reduction
 from sennit.runtime.timeline import Timeline
 from sennit.transport.errors import ArgumentError, ConfigError
 
 SAMPLES, DIM, SLICES, STEPS = 12, 4, 4, 4
+# A small model has several buckets then.
+reduction.BUCKET_BYTES = 64
 
 
 class Batch(NamedTuple):

@@ -20,7 +20,7 @@ def serial(kept_world: Callable[..., Any]) -> Any:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, 2, 3])
 def test_no_schedule_changes_a_bit(kept_world: Callable[..., Any], serial: Any, world: int, seed: int) -> None:
     for first in range(0, SCHEDULES, 50):
         count = min(50, SCHEDULES - first)
@@ -36,6 +36,7 @@ def test_records_say_when_and_where_tasks_ran(kept_world: Callable[..., Any]) ->
         assert all(rises for *_, rises, _ in records)
         by_task = {(name, step): (thread, inputs, error) for name, step, thread, inputs, _, error in records}
         assert by_task["step", 0] == ("main", [], None)
+        assert by_task["AllReduce", 1] == ("gradients", [], None)
         assert by_task["input", 1] == ("input", [], None)
         assert by_task["ids", 0] == ("ids", [["input", 0]], None)
         assert by_task["ids", 1] == ("ids", [["input", 1], ["ids", 0]], None)
@@ -65,7 +66,7 @@ def test_a_loop_may_be_left(kept_world: Callable[..., Any], depth: int) -> None:
     assert found == kept_world(1).run(CASES, "left_early", depth=0) * 2
 
 
-@pytest.mark.parametrize("where", ["input", "ids", "step"])
+@pytest.mark.parametrize("where", ["input", "ids", "step", "AllReduce"])
 def test_a_rank_that_dies_is_named(new_world: Callable[..., Any], where: str) -> None:
     survivor, victim = new_world(2, timeout_s=20.0).run(CASES, "dies", victim=1, where=where)
     assert victim is None
