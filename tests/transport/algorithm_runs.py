@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sennit.transport import reference
 from sennit.transport.arithmetic import fold, narrow
 from sennit.transport.elements import COMPLEXES, FLOATS, Dtype, ReduceOp
+from sennit.transport.hosts import Hosts
 from sennit.transport.plan import Plan, Recv, Send
 from sennit.transport.plan_codec import decode
 
@@ -22,6 +23,18 @@ Run = Callable[[st.DataObject, Sequence[Plan], Sequence[Sequence[Array]]], None]
 Kind = tuple[Dtype, ReduceOp]
 
 SCALAR = 0.75
+
+
+def hosts_of(widths: Sequence[int]) -> Hosts:
+    hosts = Hosts.of([host for host, width in enumerate(widths) for _ in range(width)])
+    assert hosts is not None
+    return hosts
+
+
+def cut(widths: Sequence[int], world: int) -> list[int]:
+    """Widths of hosts with `world` ranks in all."""
+    ends = sorted({min(end, world) for end in (*itertools.accumulate(widths), world)})
+    return [high - low for low, high in itertools.pairwise([0, *ends])]
 
 
 def inputs(seed: int, world: int, elements: int, dtype: Dtype) -> list[Array]:

@@ -29,6 +29,8 @@ from tests.transport.algorithm_runs import (
     check_plans,
     check_reduce,
     check_reduce_scatter,
+    cut,
+    hosts_of,
     inputs,
     noise,
     run_in_any_order,
@@ -40,18 +42,6 @@ arithmetic = st.sampled_from(
     [(dtype, op) for dtype in Dtype for op in sorted(reduce_ops(dtype))],
 )
 item_sizes = st.sampled_from([1, 2, 4, 8, 16, 3])
-
-
-def hosts_of(widths: Sequence[int]) -> Hosts:
-    hosts = Hosts.of([host for host, width in enumerate(widths) for _ in range(width)])
-    assert hosts is not None
-    return hosts
-
-
-def cut(widths: Sequence[int], world: int) -> list[int]:
-    """Widths of hosts with `world` ranks in all."""
-    ends = sorted({min(end, world) for end in (*itertools.accumulate(widths), world)})
-    return [high - low for low, high in itertools.pairwise([0, *ends])]
 
 
 def staged_alltoall(
