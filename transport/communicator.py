@@ -177,6 +177,8 @@ class Communicator(ArrayCollectives):
             )
         self.routes = connection.routes
         self.ranks_here = connection.ranks_here
+        self.host_names = connection.host_names
+        """The name of each rank's host, the same on all ranks: SENNIT_HOST_ID, or what the kernel calls it."""
         constants = connection.calibration
         self.selection = Selection(
             hosts=connection.hosts,

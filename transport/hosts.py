@@ -36,6 +36,12 @@ class Hosts:
         return self.spans[-1].high
 
     @property
+    def ranks_each(self) -> int | None:
+        """The ranks of each host; None if hosts have not equally many."""
+        sizes = {span.high - span.low for span in self.spans}
+        return sizes.pop() if len(sizes) == 1 else None
+
+    @property
     def are_shared(self) -> bool:
         """Whether there are several hosts, and several ranks on one of them."""
         return 1 < len(self.spans) < self.world

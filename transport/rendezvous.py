@@ -92,6 +92,8 @@ class Connection(Generic[AnyEndpoint]):
     """Ranks of the group that share this machine's cores, this one included."""
     hosts: Hosts
     """Which ranks reach each other through shared memory."""
+    host_names: tuple[str, ...]
+    """The name of each rank's host (`host.host_identity`), whatever way its ranks reach each other."""
     calibration: Calibration
     """The constants of the cost model, the same on all ranks."""
     notes: tuple[str, ...] = ()
@@ -121,7 +123,12 @@ def connect(
         alone = make_endpoint(1)
         alone.connect([("self", b"")])
         return Connection(
-            endpoint=alone, routes=("self",), ranks_here=1, hosts=Hosts.equal(1, 1), calibration=constants
+            endpoint=alone,
+            routes=("self",),
+            ranks_here=1,
+            hosts=Hosts.equal(1, 1),
+            host_names=(host_identity(config.host_id),),
+            calibration=constants,
         )
     if store is None:
         raise ConfigError(f"world of {world} ranks without a store; allowed: world 1, or a store that all ranks share")
@@ -200,6 +207,7 @@ def connect(
         routes=tuple(kind for kind, _ in routes),
         ranks_here=ranks_here,
         hosts=_hosts(neighbours),
+        host_names=tuple(record["host"] for record in hello),
         calibration=constants,
         notes=tuple(notes),
     )

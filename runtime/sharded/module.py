@@ -23,6 +23,7 @@ from sennit.runtime.sharded.engines import Engines, Settings, files_of, groups_o
 from sennit.runtime.sharded.features import Ids, features_of, ids_of
 from sennit.runtime.sharded.files import TableStore
 from sennit.runtime.sharded.loading import load
+from sennit.runtime.sharded.local_ranks import local_ranks
 from sennit.runtime.sharded.moving import moved
 from sennit.runtime.sharded.passes import Lookup
 from sennit.runtime.sharded.pending import RunBeside
@@ -97,7 +98,7 @@ class ShardedTables(nn.Module):
         world_size = dist.get_world_size(group)
         self.slices = Slices(count=slices, rank=dist.get_rank(group), world_size=world_size)
         if not isinstance(placement, Placement):
-            placement = place(self.tables, world_size, placement)
+            placement = place(self.tables, world_size, placement, local_ranks=local_ranks(group))
         if placement.world_size != world_size:
             raise ConfigError(f"a placement for {placement.world_size} ranks, but there are {world_size}")
         self.placement = placement

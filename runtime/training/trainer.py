@@ -31,6 +31,7 @@ from sennit.runtime.pipeline.exchanges import Exchanges
 from sennit.runtime.pipeline.scheduler import Scheduler
 from sennit.runtime.sharded.bags import ShardedEmbeddingBags
 from sennit.runtime.sharded.buffers import keep_large_buffers
+from sennit.runtime.sharded.local_ranks import local_ranks
 from sennit.runtime.sharded.memory_limits import memory_limits
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.sharded.replicas import SlicedReplicas
@@ -109,7 +110,7 @@ class Trainer(Closing):
         tables = config.tables_of(source.tables)
         # Tables on a disk have another limit.
         limits = memory_limits(config.rank_memory_bytes, device=self.device) if config.table_store is None else None
-        planned = placement_of(config, source, tables, limits, _local_ranks(self.world_size))
+        planned = placement_of(config, source, tables, limits, local_ranks())
         self.predicted_s = planned.step_s
         self.rebalancer: Rebalancer | None = None
         if config.rebalance is not None:
@@ -388,12 +389,6 @@ def _device(config: TrainingConfig, rank: int) -> torch.device:
     device = torch.device(config.device, int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
-
-
-def _local_ranks(world_size: int) -> int | None:
-    """The ranks of a host, as torchrun says; None if hosts do not have equally many, or all ranks are here."""
-    found = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    return None if world_size % found else found
 
 
 def _loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -123,6 +123,7 @@ def test_partial_sums_on_their_way_take_little_memory() -> None:
 def test_ranks_of_a_host_follow_one_another() -> None:
     assert Hosts.of(["a", "a", "b", "c", "c"]) == hosts_of([2, 1, 2])
     assert Hosts.of(["a", "b", "a", "b"]) is None
+    assert [hosts_of(sizes).ranks_each for sizes in ([4], [2, 2], [1, 1, 1], [3, 1])] == [4, 2, 1, None]
     hosts = hosts_of([2, 3])
     assert [hosts.relay(0, rank) for rank in range(5)] == [0, 1, 0, 1, 0]
     assert [hosts.relay(1, rank) for rank in range(5)] == [2, 3, 2, 3, 4]
