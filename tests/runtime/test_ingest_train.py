@@ -9,9 +9,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,6 +99,20 @@ def check_sketch(found: Sketch, *, ranks: int) -> None:
     assert found.rows == expected.rows == 2 * (8 * 64 + 60)
     assert np.array_equal(found.counts, expected.counts)
     assert found.counts.any()
+
+
+def test_plans_do_not_depend_on_owners(kept_world: Callable[..., Any], port: int) -> None:
+    """The same feature plan, the same XDP program of it, and the same words to feeders, whoever has which shard."""
+    by_table, by_row, everywhere = (
+        kept_world(2).run("ingest_cases.py", "plans", port=port, sharding=sharding)
+        for sharding in ("table_wise", "row_wise", "data_parallel")
+    )
+    owned = [[one.pop("shards") for one in found] for found in (by_table, by_row, everywhere)]
+    assert not set(owned[0][0]) & set(owned[0][1])
+    assert owned[0] != owned[1]
+    assert owned[2][0] == owned[2][1]
+    assert by_table[0]["program"] == by_table[1]["program"]
+    assert by_table == by_row == everywhere
 
 
 @pytest.mark.slow
