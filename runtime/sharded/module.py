@@ -80,10 +80,9 @@ class ShardedTables(nn.Module):
         `store`: a place for tables larger than memory: shards are in files there, but for those of tensor trains and of
         replicated tables. Such a module sends batches ahead (`batches_ahead`); `close` ends it.
 
-        Collective. Raises `ConfigError` on all ranks if they do not describe the same model, or if tables on a device
-        have a codec. Raises on one rank, and `SennitError`, which names it, on the others: `Unsupported` if
-        it has no such device; with a `store` also `DeviceError`, if the disk is full or broken, and `ConfigError`, if
-        memory for its cache is too small.
+        Collective. Raises `ConfigError` on all ranks if they do not describe the same model. Raises on one rank, and
+        `SennitError`, which names it, on the others: `Unsupported` if it has no such device; with a `store` also
+        `DeviceError`, if the disk is full or broken, and `ConfigError`, if memory for its cache is too small.
         """
         super().__init__()
         self.tables = tuple(tables)
@@ -112,8 +111,6 @@ class ShardedTables(nn.Module):
             | {"codec": str(codec), "table store": str(store is not None), "device": self.device.type},
             group,
         )
-        if self.device.type != "cpu" and codec is not None:
-            raise ConfigError(f"a codec with tables on {self.device}; allowed: with tables on cpu, or none")
         check_codec(codec, group)
         self._wire = Wire(rank=self.slices.rank, world_size=world_size, group=group, codec=codec, clock=clock)
         self._store = store

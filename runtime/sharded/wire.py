@@ -127,17 +127,16 @@ class Wire:
         return output
 
     def _coded(self, source: Tensor, receive: Sequence[int], send: Sequence[int], codec: Codec) -> Tensor:
-        """With stochastic rounding each call has a seed of its own."""
+        """Codecs work in host memory. With stochastic rounding each call has a seed of its own."""
         seed = (codec.seed + self._coded_calls) % (1 << 64)
         self._coded_calls += 1
-        return torch.from_numpy(
-            communicator(self.group).alltoall(
-                source.detach().numpy(),
-                send_counts=send,
-                recv_counts=receive,
-                codec=dataclasses.replace(codec, seed=seed),
-            )
+        received = communicator(self.group).alltoall(
+            source.detach().cpu().numpy(),
+            send_counts=send,
+            recv_counts=receive,
+            codec=dataclasses.replace(codec, seed=seed),
         )
+        return torch.from_numpy(received).to(source.device)
 
     def all_gather(self, kind: str, own: Tensor, sizes: Sequence[int]) -> Tensor:
         """Returns the elements of all ranks, `sizes[r]` of rank r."""

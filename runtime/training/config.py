@@ -231,8 +231,6 @@ class TrainingConfig:
             raise ConfigError(f"weight decay {self.weight_decay}; allowed: 0 or more, below 1000")
         _one_of("device", self.device, ("cpu", "cuda"))
         if self.device != "cpu":
-            if self.exchange is not None:
-                raise ConfigError(f"--exchange with --device {self.device}; allowed: with --device cpu")
             if self.backend != BACKEND_NAME:
                 raise ConfigError(f"--device {self.device} over {self.backend!r}; allowed: {BACKEND_NAME!r}")
             if not torch.cuda.is_available():

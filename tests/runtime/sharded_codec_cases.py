@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_cases import ADAM, rows_of  # type: ignore[import-not-found]
+from sharded_cases import ADAM, CPU, rows_of  # type: ignore[import-not-found]
 from torch import Tensor
 
 from sennit.runtime.backend import communicator
@@ -28,7 +28,12 @@ CODED_TABLES = (
 
 
 def coded(
-    rank: int, world: int, codec: str | None, placement: Any = "table_wise", kind: str = "bags"
+    rank: int,
+    world: int,
+    codec: str | None,
+    placement: Any = "table_wise",
+    kind: str = "bags",
+    device: torch.device = CPU,
 ) -> tuple[str, dict[str, int]]:
     """Three steps with a codec: the digest, and the bytes sent by kind, and "all" of the transport."""
     before = communicator().counters().get("shm_bytes_sent", 0)
@@ -38,7 +43,8 @@ def coded(
     made = ShardedEmbeddings if kind == "sequences" else ShardedEmbeddingBags
     chosen = None if codec is None else Codec(kind=EXCHANGE_CODECS[codec])
     clock = PhaseClock()
-    module = made(tables, rate=0.1, placement=placement, gradients="sum", codec=chosen, clock=clock)
+    options: dict[str, Any] = {"rate": 0.1, "gradients": "sum", "codec": chosen, "clock": clock}
+    module = made(tables, placement=placement, device=device, **options)
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         part = module.slices.own_samples(24)
@@ -47,6 +53,7 @@ def coded(
             for name, rows in (("user", 400), ("bought", 300), ("seen", 300), ("genre", 17))
         }
         outputs = list(module(ids).values())
+        assert all(vectors.device.type == device.type for vectors in outputs)
         torch.autograd.backward(outputs, [vector.detach() * 0.5 + 0.25 for vector in outputs])
     module.check()
     assert {"input exchange", "lookup", "sparse update"} <= clock.seconds.keys()

@@ -13,6 +13,7 @@ from unittest import mock
 import device_double
 import pytest
 import sharded_cases
+import sharded_codec_cases
 import torch
 from device_double import OnDevice
 from device_stand_in import on_device
@@ -25,7 +26,6 @@ from sennit.runtime.kernels.implementations import implementation
 from sennit.runtime.kernels.layout import TableMemory
 from sennit.runtime.sharded import ShardedEmbeddingBags, Table, TableStore
 from sennit.runtime.sharded.module import ShardedTables
-from sennit.transport.codecs import Codec, CodecKind
 from sennit.transport.errors import ConfigError, SennitError, Unsupported
 
 
@@ -75,6 +75,19 @@ def trained_on_the_double(rank: int, world: int, **arguments: Any) -> tuple[Any,
         return sharded_cases.trained(rank, world, device=device_double.DEVICE, **arguments), waits
 
 
+def coded_on_the_double(rank: int, world: int, **arguments: Any) -> Any:
+    """What `sharded_codec_cases.coded` returns for tables on `device_double`."""
+    with (
+        device_double.Device(),
+        mock.patch.object(engines, "implementation", side_effect=lambda *_, **__: Kernels()),
+    ):
+        return sharded_codec_cases.coded(rank, world, device=device_double.DEVICE, **arguments)
+
+
+def coded_on_a_gpu(rank: int, world: int, **arguments: Any) -> Any:
+    return sharded_codec_cases.coded(rank, world, device=torch.device("cuda:0"), **arguments)
+
+
 def trained_by_triton(rank: int, world: int, device: str, **arguments: Any) -> Any:
     """What `sharded_cases.trained` returns with Triton: on a GPU, or on the CPU in its interpreter."""
     with on_device(device == "cpu"):
@@ -84,8 +97,6 @@ def trained_by_triton(rank: int, world: int, device: str, **arguments: Any) -> A
 def refused(rank: int, world: int) -> None:
     tables = [Table(name="user", rows=8, dim=4)]
     options: dict[str, Any] = {"rate": 0.1, "device": "meta"}
-    with pytest.raises(ConfigError, match="a codec with tables on meta; allowed: with tables on cpu, or none"):
-        ShardedEmbeddingBags(tables, codec=Codec(kind=CodecKind.INT8), **options)
     with pytest.raises(ConfigError, match=r"device: rank 0 has cpu, rank 1 has meta"):
         ShardedEmbeddingBags(tables, rate=0.1, device="meta" if rank else "cpu")
     with pytest.raises(ConfigError, match="implementation native with tables on meta"):

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.timeout(180)
 
 CASES = "sharded_device_cases.py"
 MIXED = {"user": "row_wise", "item": "data_parallel", "genre": "column_wise", "city": "table_wise"}
+CODED = {"user": "column_wise", "item": "table_wise", "genre": "data_parallel"}
 KINDS = ("bags", "weighted", "sequences")
 
 
@@ -44,6 +45,16 @@ def test_nothing_mixes_devices(
         # replicated table whose sums go to others.
         read = (3 if kind == "weighted" else 2) if ids_there else 0
         assert 4 * read <= sum(waits.values()) <= 4 * (read + (placement == MIXED)), waits
+
+
+@pytest.mark.parametrize("kind", ["bags", "sequences"])
+@pytest.mark.parametrize("codec", ["int8", "lossless"])
+def test_what_travels_coded_has_the_same_bits(kept_world: Callable[..., Any], codec: str, kind: str) -> None:
+    arguments = {"codec": codec, "kind": kind, "placement": CODED}
+    wanted = kept_world(2).run("sharded_codec_cases.py", "coded", **arguments)
+    assert [of_rank for of_rank, _ in kept_world(2).run(CASES, "coded_on_the_double", **arguments)] == [
+        of_rank for of_rank, _ in wanted
+    ]
 
 
 def test_passes_are_one_step(kept_world: Callable[..., Any], alone: tuple[str, list[Any]]) -> None:
@@ -84,6 +95,14 @@ def test_triton_has_the_bits_of_the_native_kernels(kept_world: Callable[..., Any
     stored = {"folder": str(tmp_path), "memory_bytes": 400_000}
     (found,) = kept_world(1).run(CASES, "trained_by_triton", device="cpu", **arguments, **stored)
     assert found[0] == wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("codec", ["int8", "lossless"])
+def test_what_travels_coded_from_a_gpu(new_world: Callable[..., Any], codec: str) -> None:
+    world, arguments = new_world(2), {"codec": codec, "placement": CODED}
+    wanted = [digest for digest, _ in world.run("sharded_codec_cases.py", "coded", **arguments)]
+    assert [digest for digest, _ in world.run(CASES, "coded_on_a_gpu", **arguments)] == wanted
 
 
 @pytest.mark.gpu

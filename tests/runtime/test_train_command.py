@@ -108,10 +108,6 @@ def test_coded_runs_train_like_plain_ones(tmp_path: Path, options: list[str], sa
         ([*TINY, "--table-memory", "1MiB"], "error: --table-store and --table-memory are given together"),
         ([*TINY, "--table-store", "/tmp", "--table-memory", "1M"], "error: --table-memory: size '1M': expected"),
         (
-            [*TINY, "--device", "cuda", "--exchange", "int8"],
-            "error: --exchange with --device cuda; allowed: with --device cpu",
-        ),
-        (
             [*TINY, "--table-store", "/tmp", "--table-memory", "1MiB", "--table-device-memory", "1MiB"],
             "error: --table-device-memory; allowed: with --table-store and --device cuda",
         ),

@@ -26,6 +26,7 @@ PLANS = {
     "plain": {},
     "increments": {"checkpoint_increments": 4, "sharding": "row_wise", "row_shards": 4, "checkpoint_async": True},
     "stored": {"sharding": "row_wise", "row_shards": 4, "checkpoint_increments": 4},
+    "coded": {"exchange": "int8"},
     "others": {"dense_optimizer": "adam", "clip_norm": 0.01, "sharding": "data_parallel", "gradient": "int8"},
 }
 
@@ -40,9 +41,9 @@ def test_it_has_the_bits_of_host_memory(kept_world: Any, seed: int, tmp_path: Pa
         found = world.run(
             CASES, "train", seed=seed, there=there, folder=str(tmp_path / folder), resumed=resumed, **plan_of
         )
-        # The gradients of a step, which travel from host memory; numbers of rows of replicated tables; and changed rows
-        # of files, with their states.
-        waits_of_step = {"others": 2, "stored": 3}.get(plan, 1)
+        # The gradients of a step, which travel from host memory; numbers of rows of replicated tables; changed rows of
+        # files, with their states; and what is coded on its way, there and back.
+        waits_of_step = {"others": 2, "stored": 3, "coded": 3}.get(plan, 1)
         assert {waits for _, waits in found} == {there * waits_of_step * (2 if resumed else 6)}
         return [result for result, _ in found]
 
