@@ -43,7 +43,8 @@ class Batch:
     """Int32 or int64 [lookups]: ids within the block's table, bag after bag."""
 
     weights: Tensor | None = None
-    """Float32 [lookups], for `Pooling.SUM` only: each row is multiplied by its weight."""
+    """Float32 [lookups], not without pooling: each row is multiplied by its weight. A mean divides by the number of
+    lookups, whatever the weights."""
 
     pooling: Pooling = Pooling.SUM
 
@@ -70,8 +71,8 @@ class Batch:
         if self.weights is not None:
             if self.weights.dtype is not torch.float32:
                 raise ArgumentError(f"weights are {self.weights.dtype}; allowed: float32")
-            if self.pooling is not Pooling.SUM:
-                raise ArgumentError(f"weights with pooling {self.pooling.value}; allowed: sum")
+            if self.pooling is Pooling.NONE:
+                raise ArgumentError(f"weights with pooling {self.pooling.value}; allowed: sum, mean")
             if self.weights.shape != self.values.shape:
                 raise ArgumentError(f"{len(self.weights)} weights for {len(self.values)} ids")
         for name in ("lengths", "values", "weights"):

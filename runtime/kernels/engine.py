@@ -14,6 +14,7 @@ from sennit.runtime.kernels.batch import Batch, RowSums
 from sennit.runtime.kernels.checks import GradientError, check_gradient, resolve
 from sennit.runtime.kernels.implementations import implementation
 from sennit.runtime.kernels.layout import TableMemory
+from sennit.runtime.kernels.means import as_sum, divided, is_weighted_mean, scaled
 from sennit.runtime.kernels.optimizers import OptimizerSpec
 from sennit.runtime.kernels.products import products
 from sennit.runtime.kernels.spec import Bounds, Rounding, TableSpec
@@ -138,6 +139,9 @@ class EmbeddingEngine:
         for table, count in outside.items():
             self.ids_outside[self.specs[table].name] += count
         batch = self._tables.prepare(batch)
+        if is_weighted_mean(batch):
+            sums = self._implementation.lookup(self._tables.tables, as_sum(batch))
+            return divided(sums, batch, self.specs)
         return self._implementation.lookup(self._tables.tables, batch)
 
     def weight_gradient(self, batch: Batch, gradient: Tensor) -> Tensor:
@@ -149,7 +153,7 @@ class EmbeddingEngine:
             raise ArgumentError("the batch has no weights")
         checked, _ = self._checked(batch)
         check_gradient(checked, gradient, self.specs, self.device)
-        batch = checked.to(self.device)
+        batch, gradient = self._on_sums(checked.to(self.device), gradient)
         batch = self._tables.prepare(batch)
         return self._implementation.weight_gradient(self._tables.tables, batch, gradient)
 
@@ -165,7 +169,7 @@ class EmbeddingEngine:
         constants = self.optimizer.constants(step=self.step + 1, rate=rate)
         if self.on_update is not None:
             self.on_update(checked)
-        batch = checked.to(self.device)
+        batch, gradient = self._on_sums(checked.to(self.device), gradient)
         self.step += 1
         update = Update(kind=self.optimizer.kind, constants=constants, rounding=self.rounding, seed=self.seed)
         bad = self._tables.update(batch, gradient, update)
@@ -184,11 +188,17 @@ class EmbeddingEngine:
         """
         checked, _ = self._checked(batch)
         check_gradient(checked, gradient, self.specs, self.device)
-        batch = checked.to(self.device)
+        batch, gradient = self._on_sums(checked.to(self.device), gradient)
         for table in batch.table_of_block:
             if isinstance(self.specs[table], TensorTrainSpec):
                 raise Unsupported("sums of rows", f"table {self.specs[table].name} is a tensor train")
         return self._implementation.sum_rows(self._tables.tables, batch, gradient)
+
+    def _on_sums(self, batch: Batch, gradient: Tensor) -> tuple[Batch, Tensor]:
+        """A batch and its gradient as implementations take them."""
+        if not is_weighted_mean(batch):
+            return batch, gradient
+        return as_sum(batch), scaled(gradient, batch, self.specs)
 
     def _checked(self, batch: Batch) -> tuple[Batch, dict[int, int]]:
         """What `resolve` returns. A batch in host memory is checked there, so that nobody waits for the device."""

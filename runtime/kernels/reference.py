@@ -54,7 +54,7 @@ def weight_gradient(tables: Sequence[TableMemory], batch: Batch, gradient: Tenso
     result = torch.zeros(len(batch.values))
     for block, part in places_of_outputs(batch, [table.spec for table in tables]):
         table, ids = tables[block.table], batch.values[block.lookups]
-        product = gradient[part].view(-1, table.spec.dim)[_bags(batch, block)] * _rows_of(table, ids)
+        product = _of_sums(batch, block, gradient[part], table.spec.dim) * _rows_of(table, ids)
         result[block.lookups] = torch.where(ids < 0, 0.0, lane_tree(product))
     return result
 
@@ -184,14 +184,18 @@ def _gradients(batch: Batch, block: Block, gradient: Tensor, dim: int) -> Tensor
     """The gradient of each lookup of a block: [lookups, dim]."""
     if batch.pooling is Pooling.NONE:
         return gradient.view(-1, dim)
+    each = _of_sums(batch, block, gradient, dim)
+    return each if batch.weights is None else batch.weights[block.lookups].unsqueeze(1) * each
+
+
+def _of_sums(batch: Batch, block: Block, gradient: Tensor, dim: int) -> Tensor:
+    """The gradient of the sum of each lookup's bag: [lookups, dim]."""
     bags = _bags(batch, block)
     each = gradient.view(-1, dim)[bags]
-    if batch.weights is not None:
-        return batch.weights[block.lookups].unsqueeze(1) * each
-    if batch.pooling is Pooling.MEAN:
-        factors = torch.ones(()) / batch.lengths[block.bags].to(torch.float32)
-        return factors[bags].unsqueeze(1) * each
-    return each
+    if batch.pooling is not Pooling.MEAN:
+        return each
+    factors = torch.ones(()) / batch.lengths[block.bags].to(torch.float32)
+    return factors[bags].unsqueeze(1) * each
 
 
 def _apply(

@@ -55,9 +55,6 @@ class ShardedEmbeddingBags(ShardedTables):
         outgoing: list[tuple[Outgoing, Outgoing]] = []
 
         def prepared(ids: Ids) -> list[list[int]]:
-            for name, table in self._features:
-                if ids.weights is not None and self.tables[table].pooling is Pooling.MEAN:
-                    raise ArgumentError(f"weights for feature {name}, whose table takes means; allowed: sums")
             outgoing.extend(pools.outgoing(ids) for pools in self._pools)
             kind = _kind_of(ids.weights)
             return [[*(there.counts[rank] for there, _ in outgoing), kind] for rank in range(self.slices.world_size)]

@@ -94,9 +94,9 @@ def _cases() -> Iterator[Case]:
                 blocks=(BlockShape(table=0, bags=30),),
                 optimizer=OptimizerSpec(kind=Optimizer.LAMB),
             )
-    for pooling, weighted in ((Pooling.SUM, True), (Pooling.MEAN, False), (Pooling.NONE, False)):
+    for pooling, weighted in ((Pooling.SUM, True), (Pooling.MEAN, False), (Pooling.MEAN, True), (Pooling.NONE, False)):
         for precision in Precision:
-            name = "weighted" if weighted else pooling.value
+            name = f"weighted {pooling.value}" if weighted else pooling.value
             yield Case(
                 name=f"pooling {name} {precision.name.lower()}",
                 tables=(table("wide", 37, 64, precision), table("odd", 11, 20, precision)),
@@ -153,10 +153,11 @@ def _cases() -> Iterator[Case]:
             (Pooling.SUM, False),
             (Pooling.SUM, True),
             (Pooling.MEAN, False),
+            (Pooling.MEAN, True),
             (Pooling.NONE, False),
         ):
             yield Case(
-                name=f"{bounds.value} {'weighted' if weighted else pooling.value}",
+                name=f"{bounds.value} {'weighted ' if weighted else ''}{pooling.value}",
                 tables=(table("a", 37, 16), table("b", 11, 20, Precision.BF16)),
                 blocks=two,
                 bounds=bounds,

@@ -109,9 +109,8 @@ def trained(
     Returns the digest of the tables, and one of each sample's last outputs.
     """
     tables: tuple[Table, ...] = TABLES
-    if kind != "bags":
-        pooling = Pooling.NONE if kind == "sequences" else Pooling.SUM
-        tables = tuple(dataclasses.replace(table, pooling=pooling) for table in TABLES)
+    if kind == "sequences":
+        tables = tuple(dataclasses.replace(table, pooling=Pooling.NONE) for table in TABLES)
     if trains:
         train = {"row_shards": 1, "column_shards": 1, "train_rank": 3}
         tables = tuple(

@@ -286,8 +286,8 @@ def test_a_batch_of_the_wrong_form_is_refused() -> None:
     for name, value in wrong:
         with pytest.raises(ArgumentError):
             Batch(**(good | {name: value}))  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="allowed: sum"):
-        Batch(**good, weights=torch.ones(2), pooling=Pooling.MEAN)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="weights with pooling none; allowed: sum, mean"):
+        Batch(**good, weights=torch.ones(2), pooling=Pooling.NONE)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="block 0 is for table 1; allowed: 0 to 0"):
         small_engine().lookup(Batch(**(good | {"table_of_block": (1,)})))  # type: ignore[arg-type]
     for gradient in (torch.ones(DIM + 1), torch.ones(DIM, dtype=torch.float64), torch.ones(2 * DIM)[::2]):

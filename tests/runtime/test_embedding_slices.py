@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from sennit.runtime.data.seeds import torch_stream
+from sennit.runtime.kernels import reference
 from sennit.runtime.kernels.batch import MAX_SLICES, Batch, RowSums
 from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.ids import split_rows
 from sennit.runtime.kernels.implementations import IMPLEMENTATIONS, implementation
+from sennit.runtime.kernels.layout import TableMemory
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
 from sennit.runtime.kernels.reference import sums_by_row
 from sennit.runtime.kernels.spec import Bounds, Pooling, Precision, TableSpec
@@ -127,6 +129,45 @@ def test_golden_bags_of_row_shards(name: str, case: dict[str, Any]) -> None:
         assert (found / lengths.clamp(min=1).to(torch.float32)).item() == case["mean"]
 
 
+def weighted_mean(case: dict[str, Any]) -> tuple[Batch, Tensor]:
+    batch = Batch(
+        table_of_block=(0,),
+        bags_of_block=(1,),
+        lengths=torch.tensor([len(case["ids"])]),
+        values=torch.tensor(case["ids"]),
+        weights=torch.tensor(case["weights"], dtype=torch.float32),
+        pooling=Pooling.MEAN,
+    )
+    return batch, torch.tensor([case["gradient"]], dtype=torch.float32)
+
+
+@pytest.mark.parametrize("case", VECTORS["weighted_means"], ids=lambda case: case["why"])
+def test_golden_weighted_means(name: str, case: dict[str, Any]) -> None:
+    spec, (batch, gradient) = TableSpec(name="t", row_count=len(case["rows"]), dim=1), weighted_mean(case)
+    engine = EmbeddingEngine([spec], OptimizerSpec(kind=Optimizer.SGD), implementation_name=name)
+    engine.weight("t")[:, 0] = torch.tensor(case["rows"])
+    assert engine.lookup(batch).tolist() == [case["mean"]]
+    assert engine.weight_gradient(batch, gradient).tolist() == case["of_weights"]
+    (found,) = engine.sum_rows(batch, gradient)
+    engine.update(batch, gradient, rate=1.0)
+    assert engine.weight("t")[:, 0].tolist() == case["after"]
+    assert [case["rows"][row] - float(total) for row, total in zip(found.rows, found.sums, strict=True)] == [
+        case["after"][row] for row in found.rows
+    ]
+
+
+@pytest.mark.parametrize("case", VECTORS["weighted_means"], ids=lambda case: case["why"])
+def test_the_reference_has_weighted_means_of_its_own(case: dict[str, Any]) -> None:
+    """An engine makes them from weighted sums, whatever the implementation."""
+    spec, (batch, gradient) = TableSpec(name="t", row_count=len(case["rows"]), dim=1), weighted_mean(case)
+    table = TableMemory(spec=spec, weight=torch.tensor(case["rows"], dtype=torch.float32).unsqueeze(1), states={})
+    assert reference.lookup([table], batch).tolist() == [case["mean"]]
+    assert reference.weight_gradient([table], batch, gradient).tolist() == case["of_weights"]
+    (found,) = reference.sum_rows([table], batch, gradient)
+    after = table.weight[found.rows] - found.sums
+    assert after.flatten().tolist() == [case["after"][row] for row in found.rows]
+
+
 def engine_of(name: str, kind: Optimizer, precision: Precision, seed: int) -> EmbeddingEngine:
     specs = [
         TableSpec(name="a", row_count=ROWS, dim=16, precision=precision),
@@ -180,7 +221,7 @@ def of_owner(nodes: list[tuple[Span, list[RowSums]]]) -> tuple[Batch, Tensor]:
 RANKS = {"halves": (0, 4, 8), "thirds": (0, 3, 5, 8), "one": (0, 8), "slices": tuple(range(9))}
 SHAPES = {
     "sum": (Pooling.SUM, False), "weighted": (Pooling.SUM, True), "mean": (Pooling.MEAN, False),
-    "sequence": (Pooling.NONE, False),
+    "weighted mean": (Pooling.MEAN, True), "sequence": (Pooling.NONE, False),
 }  # fmt: skip
 KINDS = [(kind, Precision.FP32, "sum") for kind in Optimizer]
 KINDS += [(Optimizer.ROW_WISE_ADAGRAD, precision, shape) for precision in Precision for shape in SHAPES]

@@ -51,9 +51,11 @@ def test_tensor_trains_give_weights_gradients(kept_world: Callable[..., Any]) ->
 
 
 @pytest.mark.parametrize("placement", ["table_wise", "row_wise", "column_wise", "data_parallel"])
-@pytest.mark.parametrize("gradients", ["mean", "sum"])
-def test_gradients_are_those_of_torch(kept_world: Callable[..., Any], gradients: str, placement: str) -> None:
-    kept_world(2).run(CASES, "like_torch", placement=placement, gradients=gradients)
+@pytest.mark.parametrize(("gradients", "pooling"), [("mean", "sum"), ("sum", "sum"), ("mean", "mean")])
+def test_gradients_are_those_of_torch(
+    kept_world: Callable[..., Any], gradients: str, pooling: str, placement: str
+) -> None:
+    kept_world(2).run(CASES, "like_torch", placement=placement, gradients=gradients, pooling=pooling)
 
 
 def test_ranks_that_give_other_weights_are_refused(kept_world: Callable[..., Any]) -> None:
