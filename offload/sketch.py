@@ -86,6 +86,9 @@ class Sketch:
         self.rows = 0
         """Rows of all batches, sampled or not."""
 
+        self.note = ""
+        """What is to be known about these counts. A merge keeps it."""
+
         self.counts = np.zeros((len(self.tables), shape.depth, shape.width), np.uint64)
         """[T, depth, width]: sampled ids per cell."""
 
@@ -221,6 +224,7 @@ class Sketch:
                 table_rows=np.array([_UNKNOWN_ROWS if rows is None else rows for rows in self.table_rows], np.int64),
                 one_row_in=np.array(self.shape.one_row_in),
                 rows=np.array(self.rows),
+                note=np.array(self.note, dtype=np.str_),
                 counts=self.counts,
             )
 
@@ -240,6 +244,7 @@ class Sketch:
                     shape=SketchShape(width=width, depth=depth, one_row_in=int(file["one_row_in"])),
                 )
                 made.rows = int(file["rows"])
+                made.note = str(file["note"]) if "note" in file else ""
         except (ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             if isinstance(error, SketchError):
                 raise

@@ -7,7 +7,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, Protocol
 
@@ -15,6 +15,9 @@ from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.timeline.spans import COLLECTIVE, MAIN, PHASE, STEP, TASK, WAIT, Span
 
 ROOM: Final = 100_000
+
+Operation = tuple[str, int, str, int, int, int, int, int, int, int, int, int]
+"""Of `operation_log_read`."""
 """Spans of a rank, and as many collectives: some thousand steps, and 30 MB."""
 
 
@@ -142,7 +145,7 @@ class _RecordedPhases(PhaseClock):
 
 
 def operation_spans(
-    operations: list[tuple[str, int, str, int, int, int, int, int, int, int, int, int]],
+    operations: Sequence[Operation],
     recorder: Recorder,
     rank: int,
 ) -> list[Span]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import warnings
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.timeline.clocks import Offset, offset_to_first, shift
 from sennit.runtime.timeline.exposure import exposed
-from sennit.runtime.timeline.recorder import ROOM, Recorder, TaskRecord, operation_spans
+from sennit.runtime.timeline.recorder import ROOM, Operation, Recorder, TaskRecord, operation_spans
 from sennit.runtime.timeline.spans import RankClock, Span, TimelineError, Trace
 from sennit.runtime.timeline.trace_file import open_new, write
 from sennit.transport.errors import ConfigError
@@ -32,6 +33,7 @@ from sennit.transport.errors import ConfigError
 class Recording:
     """What a rank has recorded, by its own clock."""
 
+    rank: int
     spans: list[Span]
     lost: int
     since_ns: int
@@ -58,6 +60,8 @@ class Timeline:
         self._first = Offset(at_ns=0, offset_ns=0, uncertainty_ns=0)
         self.is_written = False
         """Whether this rank has written the file."""
+        self.left: Recording | None = None
+        """What this rank has recorded, where an error kept it from being gathered (`write_left`)."""
 
     def __enter__(self) -> Self:
         """Opens the file and compares clocks. Raises `ConfigError` on all ranks if the file cannot be made."""
@@ -72,35 +76,37 @@ class Timeline:
         dist.broadcast_object_list(refusal, group=self._group, group_src=0)
         if refusal[0] is not None:
             raise ConfigError(refusal[0])
-        self._first = offset_to_first(self._group)
+        try:
+            self._first = offset_to_first(self._group)
+        except BaseException:
+            self._discard()
+            raise
         _core.operation_log_begin(self._room)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Gathers and writes. After an error nothing is written. A file that cannot be written is warned of."""
+        """Gathers and writes. After an error there is no file, and what was recorded is `left`.
+
+        A file that cannot be written is warned of.
+        """
         from sennit.transport import _core
 
         operations, lost = _core.operation_log_read()
         _core.operation_log_end()
+        self.left = self._recording(operations, lost)
         if error is not None:
-            if self._file is not None:
-                _discard(self._file)
+            self._discard()
             return
-        spans, lost_here = self._recorder.spans(self._rank)
-        since_ns = max(spans[0].end_ns if lost_here and spans else 0, operations[0][9] if lost and operations else 0)
-        spans += operation_spans(operations, self._recorder, self._rank)
-        mine = Recording(
-            spans=spans,
-            lost=lost + lost_here,
-            since_ns=since_ns,
-            host=socket.gethostname(),
-            first=self._first,
-            last=offset_to_first(self._group),
-        )
         found: list[Recording | None] | None = [None] * dist.get_world_size(self._group) if self._rank == 0 else None
-        dist.gather_object(mine, found, group=self._group, group_dst=0)
+        try:
+            mine = replace(self.left, last=offset_to_first(self._group))
+            dist.gather_object(mine, found, group=self._group, group_dst=0)
+        except BaseException:
+            self._discard()
+            raise
+        self.left = None
         if found is None:
             return
         assert self._file is not None
@@ -108,7 +114,7 @@ class Timeline:
             write(aligned([one for one in found if one is not None]), self._file, self.path)
             self.is_written = True
         except (OSError, TimelineError) as failure:
-            _discard(self._file)
+            self._discard()
             warnings.warn(f"no timeline in {self.path}: {failure}", RuntimeWarning, stacklevel=2)
 
     def step(self, number: int) -> AbstractContextManager[None]:
@@ -123,8 +129,36 @@ class Timeline:
         """Of `Scheduler`."""
         self._recorder.on_task(record)
 
+    def _recording(self, operations: Sequence[Operation], lost: int) -> Recording:
+        """What there is so far, with the clock as it was compared at the begin."""
+        spans, lost_here = self._recorder.spans(self._rank)
+        since_ns = max(spans[0].end_ns if lost_here and spans else 0, operations[0][9] if lost and operations else 0)
+        return Recording(
+            rank=self._rank,
+            spans=spans + operation_spans(operations, self._recorder, self._rank),
+            lost=lost + lost_here,
+            since_ns=since_ns,
+            host=socket.gethostname(),
+            first=self._first,
+            last=self._first,
+        )
 
-def aligned(recordings: list[Recording]) -> Trace:
+    def _discard(self) -> None:
+        if self._file is None:
+            return
+        with contextlib.suppress(OSError):
+            self._file.close()
+        with contextlib.suppress(OSError):
+            Path(self._file.name).unlink()
+
+
+def write_left(recordings: Sequence[Recording], path: Path) -> None:
+    """Writes what some ranks have `left` of a timeline. Raises `OSError`, `TimelineError`. Not collective."""
+    trace = aligned(recordings)
+    write(trace, open_new(path), path)
+
+
+def aligned(recordings: Sequence[Recording]) -> Trace:
     """All ranks on the clock of the first, from the first moment that all of them have.
 
     Raises `TimelineError` if there is no such moment.
@@ -132,13 +166,13 @@ def aligned(recordings: list[Recording]) -> Trace:
     shifted: list[Span] = []
     ranks = []
     since_ns = 0
-    for rank, one in enumerate(recordings):
+    for one in recordings:
         shifted += [_moved(span, one) for span in one.spans]
         if one.lost:
             since_ns = max(since_ns, shift(one.since_ns, one.first, one.last))
         ranks.append(
             RankClock(
-                rank=rank,
+                rank=one.rank,
                 host=one.host,
                 offset_ns=(one.first.offset_ns + one.last.offset_ns) // 2,
                 uncertainty_ns=max(one.first.uncertainty_ns, one.last.uncertainty_ns),
@@ -156,10 +190,3 @@ def aligned(recordings: list[Recording]) -> Trace:
 
 def _moved(span: Span, of: Recording) -> Span:
     return replace(span, start_ns=shift(span.start_ns, of.first, of.last), end_ns=shift(span.end_ns, of.first, of.last))
-
-
-def _discard(file: IO[bytes]) -> None:
-    with contextlib.suppress(OSError):
-        file.close()
-    with contextlib.suppress(OSError):
-        Path(file.name).unlink()

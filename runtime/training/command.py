@@ -257,7 +257,7 @@ def command(
 def start(config: TrainingConfig, ranks: int | None, *, port: int = 0, join: Address | None = None) -> None:
     """Runs this process's rank under torchrun, else starts the ranks. Checks early what can be checked."""
     if (join is not None or port) and not config.elastic:
-        raise ConfigError("--port and --join are for elastic runs (--elastic)")
+        raise ConfigError("--port or --join without --elastic; allowed: with it")
     find(config.model)
     if config.ingest is None:
         sources.check(config.source)
@@ -277,7 +277,9 @@ def start(config: TrainingConfig, ranks: int | None, *, port: int = 0, join: Add
         require("torch.utils.tensorboard", package="tensorboard", purpose="--tensorboard")
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if join is not None or port:
-            raise ConfigError("--port and --join under torchrun, which ends all ranks of a group when one dies")
+            raise ConfigError(
+                "--port or --join under torchrun; allowed: without torchrun, which ends all ranks when one dies"
+            )
         world_size = int(os.environ["WORLD_SIZE"])
         if ranks is not None and ranks != world_size:
             raise ConfigError(f"--ranks {ranks}, but torchrun started {world_size}; leave it out under torchrun")
@@ -352,11 +354,12 @@ def _ingest_target(context: typer.Context, text: str) -> IngestTarget:
 
 def _table_store(folder: Path | None, memory: str | None, there: str | None, device: str) -> TableStore | None:
     if there is not None and (folder is None or device == "cpu"):
-        raise ConfigError("--table-device-memory; allowed: with --table-store and --device cuda")
+        raise ConfigError("--table-device-memory alone; allowed: with --table-store and --device cuda")
     if folder is None and memory is None:
         return None
     if folder is None or memory is None:
-        raise ConfigError("--table-store and --table-memory are given together, or neither is")
+        given, missing = ("--table-memory", "--table-store") if folder is None else ("--table-store", "--table-memory")
+        raise ConfigError(f"{given} without {missing}; allowed: both, or neither")
     return TableStore(
         folder=folder,
         memory_bytes=_size("--table-memory", memory),

@@ -196,7 +196,7 @@ class TrainingConfig:
     """The file for the sketch of the ids that feeders sent, written by rank 0."""
 
     timeline: Path | None = None
-    """The file for the timeline of all ranks, written by rank 0."""
+    """The file for the timeline of all ranks, written by rank 0. An elastic run has one for each group of ranks."""
 
     def __post_init__(self) -> None:
         _in_range("seed", self.seed, 0, 2**63 - 1)
@@ -251,13 +251,9 @@ class TrainingConfig:
             _in_range("bytes of memory of a rank", self.rank_memory_bytes, 1, 2**62)
         _in_range("least number of ranks", self.min_ranks, 1, 4096)
         if self.elastic and self.backend != BACKEND_NAME:
-            raise ConfigError(f"an elastic run over {self.backend!r}; allowed: {BACKEND_NAME!r}")
+            raise ConfigError(f"--elastic over {self.backend!r}; allowed: {BACKEND_NAME!r}")
         if self.sketch_path is not None and self.ingest is None:
-            raise ConfigError("--sketch without --ingest; it counts what feeders send")
-        if self.elastic and self.timeline is not None:
-            raise ConfigError("--timeline in an elastic run; allowed: one of them (its ranks come and go)")
-        if self.elastic and self.sketch_path is not None:
-            raise ConfigError("--sketch in an elastic run; allowed: one of them (what ranks counted is lost with them)")
+            raise ConfigError("--sketch without --ingest; allowed: with it (it counts what feeders send)")
         if self.rebalance is not None:
             self._check_rebalance(self.rebalance)
         if self.stop_early is not None:
@@ -283,8 +279,6 @@ class TrainingConfig:
             raise ConfigError("--rebalance with a placement that is given; allowed: with --sharding auto")
         if self.table_store is not None:
             raise ConfigError("--rebalance with --table-store; allowed: tables in memory (shards in files do not move)")
-        if self.elastic:
-            raise ConfigError("--rebalance in an elastic run; allowed: one of them (it plans anew when ranks change)")
 
     def tables_of(self, facts: Sequence[TableFacts]) -> tuple[Table, ...]:
         """The tables of the model, one for each column of ids. Raises `ConfigError` if `tables` is of other data."""
@@ -323,8 +317,8 @@ class TrainingConfig:
     def check_world(self, world_size: int) -> None:
         """Raises unless every rank gets a slice of the global batch and a sample."""
         _in_range("number of ranks", world_size, self.min_ranks if self.elastic else 1, min(4096, self.batch_size))
-        if world_size == 1 and self.rebalance is not None:
-            raise ConfigError("--rebalance with one rank, which has all shards; allowed: 2 ranks or more")
+        if world_size == 1 and self.rebalance is not None and not self.elastic:
+            raise ConfigError("--rebalance with one rank, which has all shards; allowed: 2 ranks or more, or --elastic")
         if world_size > self.slices:
             raise ConfigError(
                 f"number of ranks {world_size}; allowed: at most {self.slices}, the slices of a global batch (--slices)"

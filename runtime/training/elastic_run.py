@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import json
+import warnings
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -18,13 +19,17 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from sennit.runtime.backend.elastic import reconfigure, waiting_count
+from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.ingest.fed import group_failure
 from sennit.runtime.sharded.tables import shard_name, shards_of
+from sennit.runtime.timeline.spans import TimelineError
+from sennit.runtime.timeline.timeline import Recording, Timeline, write_left
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.handover import Claim, Holding, find_source, take_over
+from sennit.runtime.training.history import History, numbered
 from sennit.runtime.training.report import Change, RunReport
 from sennit.runtime.training.resumption import go_back
-from sennit.runtime.training.stretch import begin_run, tell, train
+from sennit.runtime.training.stretch import begin_run, tell, tell_timeline, train
 from sennit.runtime.training.supply import MakeSource, served
 from sennit.runtime.training.trainer import Trainer
 from sennit.transport.errors import ConfigError, PeerError
@@ -60,7 +65,7 @@ class ElasticRun:
         self._config = config
         self._make_source = make_source
         self._begins_alone = not is_newcomer
-        self._changes: list[Change] = []
+        self._history = History()
         self._holding: Holding | None = None
         self._run_id = ""
         """Empty until this rank knows it."""
@@ -83,13 +88,35 @@ class ElasticRun:
 
     def _stretch(self) -> RunReport | None:
         """Runs one stretch. Returns None if newcomers wait, and then keeps this rank's part of the state."""
+        number = len(self._history.changes) + 1
+        path = self._config.timeline
+        timeline = None if path is None else Timeline(numbered(path, number))
         with served(self._make_source(), is_elastic=True) as source:
-            outcome = train(self._config, source, self._changes, begin=self._begin, is_awaited=self._is_awaited)
+            try:
+                outcome = train(
+                    self._config,
+                    source,
+                    self._history,
+                    begin=self._begin,
+                    timeline=timeline,
+                    is_awaited=self._is_awaited,
+                )
+            except Exception as error:
+                if group_failure(error):
+                    self._count(source)
+                    if timeline is not None and timeline.left is not None:
+                        self._history.left = number, timeline.left
+                raise
             if isinstance(outcome, RunReport):
                 return outcome
+            self._count(source)
             source.close(goes_on=True)
         self._holding = outcome
         return None
+
+    def _count(self, source: BatchSource) -> None:
+        if self._config.sketch_path is not None:
+            self._history.count(source)
 
     def _change(self, reason: str) -> None:
         before = dist.get_world_size()
@@ -98,7 +125,7 @@ class ElasticRun:
         if reason and not lost:
             raise PeerError(f"all ranks live, so going on would end like this again: {reason}")
         joined = [rank for rank, previous in enumerate(view.previous_ranks) if previous is None]
-        self._changes.append(Change(lost=lost, joined=joined, world_size=view.world, reason=reason))
+        self._history.changes.append(Change(lost=lost, joined=joined, world_size=view.world, reason=reason))
         self._begins_alone = False
 
     def _begin(self, trainer: Trainer) -> None:
@@ -107,12 +134,13 @@ class ElasticRun:
             begin_run(trainer)
             self._run_id = trainer.run_id
             return
+        self._write_left()
         claim = None if self._holding is None else Claim(step=self._holding.step, shards=self._holding.shards)
         gathered: list[Any] = [None] * trainer.world_size
-        dist.all_gather_object(gathered, (claim, self._changes, self._run_id))
+        dist.all_gather_object(gathered, (claim, self._history.changes, self._history.moved, self._run_id))
         # Members come before newcomers, so rank 0 knows the run's history.
-        self._changes[:] = gathered[0][1]
-        self._run_id = next((run_id for _, _, run_id in gathered if run_id), "")
+        _, self._history.changes, self._history.moved, _ = gathered[0]
+        self._run_id = next((run_id for *_, run_id in gathered if run_id), "")
         if not self._run_id:
             # The first group ended before it had agreed on a run.
             begin_run(trainer)
@@ -120,13 +148,34 @@ class ElasticRun:
             return
         trainer.run_id = self._run_id
         shards = [shard_name(trainer.tables.tables, shard) for shard in shards_of(trainer.tables.tables)]
-        source = find_source([claim for claim, _, _ in gathered], shards)
+        source = find_source([claim for claim, *_ in gathered], shards)
         if source is not None:
             take_over(trainer, source, self._holding)
             dist.barrier()
         else:
             tell(trainer, go_back(trainer))
         self._holding = None
+
+    def _write_left(self) -> None:
+        """Writes the timeline of the group before, if it failed: of the ranks that are still here."""
+        if self._config.timeline is None:
+            return
+        is_first = dist.get_rank() == 0
+        found: list[tuple[int, Recording] | None] | None = [None] * dist.get_world_size() if is_first else None
+        dist.gather_object(self._history.left, found)
+        self._history.left = None
+        left = [one for one in found or () if one is not None]
+        if not left:
+            return
+        path = numbered(self._config.timeline, max(number for number, _ in left))
+        recordings = [recording for _, recording in left]
+        try:
+            write_left(recordings, path)
+        except (OSError, TimelineError) as failure:
+            warnings.warn(f"no timeline in {path}: {failure}", RuntimeWarning, stacklevel=2)
+            return
+        ranks = ", ".join(f"{recording.rank}" for recording in recordings)
+        tell_timeline(f"rank{'s' if len(recordings) > 1 else ''} {ranks} until the change", path)
 
     def _is_awaited(self) -> bool:
         """Whether a newcomer waits and there is work for one more rank. The answer is the same on all ranks."""

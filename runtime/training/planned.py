@@ -137,7 +137,10 @@ def placement_of(
         placement = config.sharding.placement(tables, world_size, local_ranks=local_ranks, limits=limits)
         return Planned(placement=placement)
     if config.device != "cpu":
-        raise ConfigError(f"--sharding auto with --device {config.device}, whose kernels nobody measures; allowed: cpu")
+        raise ConfigError(
+            f"--sharding auto with --device {config.device}, whose kernels nobody has measured; allowed: --device cpu, "
+            "or another --sharding"
+        )
     told: list[Any] = [None]
     problem = None
     if dist.get_rank() == 0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -60,6 +60,14 @@ class Move:
         )
 
 
+@dataclass(kw_only=True, slots=True)
+class Moved:
+    """What came of the looks of a run."""
+
+    looks: int = 0
+    moves: list[Move] = field(default_factory=list)
+
+
 def _who(rank: int) -> str:
     return "every rank" if rank == EVERYWHERE else f"rank {rank}"
 
@@ -80,8 +88,7 @@ class Rebalancer:
         if every >= step_count:
             raise ConfigError(f"--rebalance {every} in a run of {step_count} steps; allowed: fewer steps than the run")
         self.every = every
-        self.looks = 0
-        self.moves: list[Move] = []
+        self.moved = Moved()
         self._problem, self._source, self._step_count = problem, source, step_count
         self._earlier: Sketch | None = None
 
@@ -93,7 +100,7 @@ class Rebalancer:
         """Moves shards if that pays. The answer is the same on all ranks."""
         begin_s = time.perf_counter()
         uses = self._uses(tables)
-        self.looks += 1
+        self.moved.looks += 1
         told: list[Any] = [None]
         if self._problem is not None:
             # Of any type: the other ranks wait for this one.
@@ -117,7 +124,7 @@ class Rebalancer:
             predicted_after_s=proposal["after_s"],
             because=proposal["because"],
         )
-        self.moves.append(move)
+        self.moved.moves.append(move)
         if dist.get_rank() == 0:
             stdout_console().print(f"moved {move}", markup=False, soft_wrap=True)
         return move

@@ -19,8 +19,10 @@ from sennit.runtime.backend.process_group import register
 from sennit.runtime.data import sources
 from sennit.runtime.data.batch_source import prepared
 from sennit.runtime.ingest.fed import Door
+from sennit.runtime.timeline.timeline import Timeline
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.elastic_run import ElasticRun, check_terms, publish_terms
+from sennit.runtime.training.history import History
 from sennit.runtime.training.report import RunReport
 from sennit.runtime.training.resumption import check_data, publish_data
 from sennit.runtime.training.stretch import begin_run, train
@@ -65,7 +67,8 @@ def _run(config: TrainingConfig, make_source: MakeSource) -> RunReport:
     if config.elastic:
         return ElasticRun(config, make_source, is_newcomer=False).run()
     with served(make_source()) as source:
-        report = train(config, source, [], begin=begin_run)
+        timeline = None if config.timeline is None else Timeline(config.timeline)
+        report = train(config, source, History(), begin=begin_run, timeline=timeline)
     assert isinstance(report, RunReport)
     return report
 

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -21,8 +22,9 @@ from sennit.runtime.training.cost import CostMeter
 from sennit.runtime.training.display import ConsoleDisplay, Listener, Listeners, TensorBoardLog, stdout_console
 from sennit.runtime.training.fingerprint import fingerprint
 from sennit.runtime.training.handover import Holding
+from sennit.runtime.training.history import History
 from sennit.runtime.training.metrics import Quality
-from sennit.runtime.training.report import Change, EmbeddingSize, RankReport, RunReport, render, write_json
+from sennit.runtime.training.report import EmbeddingSize, RankReport, RunReport, render, write_json
 from sennit.runtime.training.trainer import StepReport, Trainer
 
 Begin = Callable[[Trainer], None]
@@ -31,29 +33,29 @@ Begin = Callable[[Trainer], None]
 def train(
     config: TrainingConfig,
     source: BatchSource,
-    changes: list[Change],
+    history: History,
     *,
     begin: Begin,
+    timeline: Timeline | None,
     is_awaited: Callable[[], bool] | None = None,
 ) -> RunReport | Holding:
     """Trains in the default process group. Rank 0 prints and writes. Collective.
 
-    `begin` brings the new trainer to the position where this stretch starts. `changes` are those of an elastic run so
-    far; the step at which training goes on is stored in the last one. If `is_awaited` returns True at the end of a
-    step, training stops and this rank's part of the state is returned.
+    `begin` brings the new trainer to the position where this stretch starts. `history`: of an elastic run so far; the
+    step at which training goes on is stored in its last change. If `is_awaited` returns True at the end of a step,
+    training stops and this rank's part of the state is returned.
     """
     before = transport_counters(config.backend)
-    timeline = None if config.timeline is None else Timeline(config.timeline)
     with timeline or contextlib.nullcontext(), Trainer(config, source, timeline) as trainer:
-        outcome = _train(trainer, changes, begin, is_awaited, before)
+        outcome = _train(trainer, history, begin, is_awaited, before)
     if timeline is not None and timeline.is_written:
-        stdout_console().print(f"timeline of all ranks: sennit timeline {timeline.path}", markup=False, soft_wrap=True)
+        tell_timeline("all ranks", timeline.path)
     return outcome
 
 
 def _train(
     trainer: Trainer,
-    changes: list[Change],
+    history: History,
     begin: Begin,
     is_awaited: Callable[[], bool] | None,
     before: dict[str, int],
@@ -63,6 +65,9 @@ def _train(
     tell(trainer, [str(trainer.overlap)])
     source.begin(trainer.order.next_batch(trainer.step))
     first_step = trainer.step
+    if trainer.rebalancer is not None:
+        trainer.rebalancer.moved = history.moved
+    changes = history.changes
     if changes:
         changes[-1] = replace(changes[-1], step=first_step)
         if first:
@@ -127,8 +132,8 @@ def _train(
         run_id=trainer.run_id,
         weights_sha256=fingerprint(trainer.weights()),
         changes=changes,
-        looks=0 if trainer.rebalancer is None else trainer.rebalancer.looks,
-        moves=[] if trainer.rebalancer is None else trainer.rebalancer.moves,
+        looks=history.moved.looks,
+        moves=history.moved.moves,
         predicted_step_s=trainer.predicted_s,
         embedding=EmbeddingSize.of(trainer.tables.tables),
         data=config.source.data if config.ingest is None else source.order.name,
@@ -138,7 +143,7 @@ def _train(
         if config.json_path is not None:
             write_json(report, config.json_path)
     if config.sketch_path is not None:
-        save_sketch(source, config.sketch_path)
+        save_sketch(source, config.sketch_path, earlier=history.counted, note=history.sketch_note)
     # No rank leaves while another one still needs an answer.
     dist.barrier()
     return report
@@ -147,6 +152,11 @@ def _train(
 def begin_run(trainer: Trainer) -> None:
     """Begins or resumes the run. Rank 0 prints what is resumed."""
     tell(trainer, resumption.begin(trainer))
+
+
+def tell_timeline(whose: str, path: Path) -> None:
+    """Prints what to do with a file."""
+    stdout_console().print(f"timeline of {whose}: sennit timeline {path}", markup=False, soft_wrap=True)
 
 
 def tell(trainer: Trainer, lines: Sequence[str]) -> None:

@@ -113,7 +113,8 @@ class Trainer(Closing):
         planned = placement_of(config, source, tables, limits, local_ranks())
         self.predicted_s = planned.step_s
         self.rebalancer: Rebalancer | None = None
-        if config.rebalance is not None:
+        # One rank of an elastic run has nothing to move.
+        if config.rebalance is not None and self.world_size > 1:
             self.rebalancer = Rebalancer(config.rebalance, planned.problem, source, self.step_count)
         with self.clock.phase("tables", is_whole=True):
             self.tables = ShardedEmbeddingBags(

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from sennit.offload.sketch import Sketch
+from sennit.runtime.timeline.trace_file import read
 from tests.runtime.whole_run import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -98,6 +100,7 @@ def test_survivors_and_a_newcomer_are_fed_on(
     monkeypatch.setenv("SENNIT_TRANSPORT", transport)
     halt, path = tmp_path / "halted", tmp_path / "run.json"
     common = ["--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "3", "--timeout", "60"]
+    common += ["--sketch", str(tmp_path / "rows.sketch"), "--timeline", str(tmp_path / "steps.json")]
     deaths, halts = [[1, 5, str(tmp_path / "died")]], [[2, 5, str(halt)]]
     with (
         feeder(port + 1) as one,
@@ -121,6 +124,14 @@ def test_survivors_and_a_newcomer_are_fed_on(
     assert report["ingest"]["records"] == 4 * 60 + 70
     assert report["ingest"]["feeders"] == 3 * 3
     assert report["weights_sha256"] == resumed(tmp_path, 6, 3)["weights_sha256"]
+    # Of the first group five steps of the survivors, who have at least five of eight slices; of the others all. And
+    # once more what had arrived when a group ended.
+    last = 4 * 60 + 70
+    sketch = Sketch.load(tmp_path / "rows.sketch")
+    assert 5 * 60 * 5 // 8 - 5 * 3 + 3 * 60 + last <= sketch.rows <= 2 * STEP_COUNT * 60 + last
+    assert "lost rank 1, went on with 2 from step 4; took in rank 2, went on with 3 from step 7" in sketch.note
+    ranks = [[clock.rank for clock in read(tmp_path / f"steps{end}.json").ranks] for end in ("", ".2", ".3")]
+    assert ranks == [[0, 2], [0, 1], [0, 1, 2]]
 
 
 def test_a_newcomer_that_no_feeder_reaches_ends_and_the_others_go_on(tmp_path: Path, port: int) -> None:

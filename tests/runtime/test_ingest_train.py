@@ -136,7 +136,6 @@ def test_without_a_feeder_it_ends_at_the_deadline(port: int, capsys: pytest.Capt
     [
         (["--ingest", "cpu://127.0.0.1", "--data", "flights"], "--data with --ingest"),
         (["--sketch", "ids.sketch"], "--sketch without --ingest"),
-        (["--ingest", "cpu://127.0.0.1", "--elastic", "--sketch", "x"], "--sketch in an elastic run"),
         (["--ingest", "dpu://x"], "allowed: xdp://INTERFACE"),
         (["--ingest", "cpu://127.0.0.1:70000"], "port '70000'"),
         (["--ingest", "cpu://[::1"], "allowed: xdp://INTERFACE"),

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from sennit.runtime.ingest.address import Address
+from sennit.runtime.timeline.spans import STEP
+from sennit.runtime.timeline.trace_file import read
 from sennit.runtime.training.command import main
 from sennit.runtime.training.launch import join_address, serve_store
 from sennit.transport.rails import Rail
@@ -51,6 +53,12 @@ def run(
     return result, done.stdout + done.stderr
 
 
+def recorded(path: Path) -> tuple[list[int], set[int | str]]:
+    """The ranks of a timeline, and the numbers of its steps."""
+    trace = read(path)
+    return [clock.rank for clock in trace.ranks], {span.facts["step"] for span in trace.spans if span.kind == STEP}
+
+
 def undisturbed(folder: Path, *arguments: str) -> dict[str, Any]:
     """Returns the report of a run without deaths."""
     return train(folder / "undisturbed.json", *TINY, *arguments)
@@ -62,7 +70,10 @@ def test_survivors_go_on_from_the_checkpoint(tmp_path: Path, monkeypatch: pytest
     """
     monkeypatch.setenv("SENNIT_TRANSPORT", "udp")
     saved = ["--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "4"]
-    report, output = run(tmp_path, "lossy", "--ranks", "3", "--elastic", *saved, deaths=[(1, 6)])
+    moving = ["--sharding", "auto", "--rebalance", "5"]
+    report, output = run(
+        tmp_path, "lossy", "--ranks", "3", "--elastic", "--row-shards", "4", *moving, *saved, deaths=[(1, 6)]
+    )
     assert report["world_size"] == 2
     assert report["steps"]["first"] == 4
     (change,) = report["changes"]
@@ -70,15 +81,24 @@ def test_survivors_go_on_from_the_checkpoint(tmp_path: Path, monkeypatch: pytest
     assert "rank 1" in change["reason"]
     assert "lost rank 1, went on with 2 from step 5" in output
     assert "rank 1 did not come to the end: process ended with signal 9" in output
-    expected = undisturbed(tmp_path, "--ranks", "4")
+    # After step 5, twice.
+    assert report["rebalance"]["looks"] == 2
+    expected = undisturbed(tmp_path, "--ranks", "4", "--row-shards", "4")
     assert report["weights_sha256"] == expected["weights_sha256"]
 
 
 def test_one_after_the_other_until_one_is_left_without_a_checkpoint(tmp_path: Path) -> None:
-    """Also the death of rank 0, which reports."""
-    report, _ = run(tmp_path, "last", "--ranks", "3", "--elastic", deaths=[(0, 2), (1, 3)])
+    """Also the death of rank 0, which reports. Timelines of the survivors end where a rank died."""
+    told = ["--timeline", str(tmp_path / "steps.json.gz")]
+    report, output = run(tmp_path, "last", "--ranks", "3", "--elastic", *told, deaths=[(0, 2), (1, 3)])
     assert [change["lost"] for change in report["changes"]] == [[0], [1]]
     assert [change["step"] for change in report["changes"]] == [0, 0]
+    assert recorded(tmp_path / "steps.json.gz") == ([1, 2], {0, 1, 2})
+    assert recorded(tmp_path / "steps.2.json.gz") == ([0], {0, 1, 2, 3})
+    assert recorded(tmp_path / "steps.3.json.gz") == ([0], set(range(STEP_COUNT)))
+    assert f"timeline of ranks 1, 2 until the change: sennit timeline {tmp_path}/steps.json.gz" in output
+    assert f"timeline of all ranks: sennit timeline {tmp_path}/steps.3.json.gz" in output
+    assert not list(tmp_path.glob(".*"))
     expected = undisturbed(tmp_path, "--ranks", "1")
     assert report["weights_sha256"] == expected["weights_sha256"]
 
@@ -130,10 +150,10 @@ def test_the_store_answers_on_more_than_the_loopback_address(capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--elastic", "--backend", "gloo"], "error: an elastic run over 'gloo'; allowed: 'sennit'"),
+        (["--elastic", "--backend", "gloo"], "error: --elastic over 'gloo'; allowed: 'sennit'"),
         (["--elastic", "--min-ranks", "3", "--ranks", "2"], "error: number of ranks 2; allowed: 3 to 2048"),
         (["--batch-size", "4"], "error: batch size 4 for 8 slices; allowed: a sample for each"),
-        (["--join", "127.0.0.1:1"], "error: --port and --join are for elastic runs"),
+        (["--join", "127.0.0.1:1"], "error: --port or --join without --elastic; allowed: with it"),
         (["--elastic", "--join", "nowhere"], "error: address 'nowhere'; allowed: HOST:PORT"),
         (["--elastic", "--join", "127.0.0.1:0"], "error: address '127.0.0.1:0'"),
         (["--elastic", "--join", "127.0.0.1:1"], "error: no run at 127.0.0.1:1: Connection refused"),

@@ -31,7 +31,7 @@ from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.fingerprint import fingerprint
 from sennit.runtime.training.manifest import CheckpointError
 from sennit.runtime.training.metrics import quality, quality_of_ranks
-from sennit.runtime.training.rebalance import shape_of
+from sennit.runtime.training.rebalance import Moved, shape_of
 from sennit.runtime.training.trainer import Trainer, TrainingError
 from sennit.transport.errors import SennitError
 
@@ -141,11 +141,11 @@ def rebalanced(rank: int, world: int, *, seed: int, at: int, every: int | None, 
         run = Trainer(config, source)
     source.begin(0)
     run.run(lambda step: None, lambda epoch, quality: False, lambda step: None)
-    moves = [] if run.rebalancer is None else run.rebalancer.moves
+    moved = Moved() if run.rebalancer is None else run.rebalancer.moved
     return {
         "sha256": fingerprint(run.weights()),
-        "looks": 0 if run.rebalancer is None else run.rebalancer.looks,
-        "moves": [dataclasses.asdict(move) | {"text": str(move)} for move in moves],
+        "looks": moved.looks,
+        "moves": [dataclasses.asdict(move) | {"text": str(move)} for move in moved.moves],
         "shards": sorted(run.own_shards),
     }
 
