@@ -34,7 +34,7 @@ from sennit.runtime.model.toml_file import (
     section,
     with_kind,
 )
-from sennit.runtime.sharded.tables import MAX_SHARDS, Initial, Table
+from sennit.runtime.sharded.tables import MAX_SHARDS, Home, Initial, Table
 from sennit.transport.errors import ConfigError
 
 
@@ -84,6 +84,7 @@ _TABLE: Final[dict[str, Check]] = {
     "column_shards": integer(1, MAX_SHARDS),
     "train_rank": lambda place, value: integer(0, MAX_DIM)(place, value) or None,
     "initial": _initial,
+    "home": choice(names_of(Home)),
 }
 # What a tensor train has, which is one shard with initial values of its own.
 _TRAIN: Final = {"row_shards": 1, "column_shards": 1, "initial": None}
@@ -148,6 +149,8 @@ def _table(table: TableFacts, settings: SettingsFile, defaults: TableSettings) -
     if options.get("train_rank") is not None:
         # Unless the table's own section says otherwise, which is then an error.
         options |= _TRAIN | {key: own[key] for key in _TRAIN if key in own}
+        if options.get("home") is Home.FILE:
+            options["home"] = own.get("home")
     try:
         return Table(name=table.name, rows=table.row_count, **options | {"optimizer": optimizer})
     except ConfigError as error:
@@ -155,12 +158,15 @@ def _table(table: TableFacts, settings: SettingsFile, defaults: TableSettings) -
 
 
 def as_json(tables: Sequence[Table]) -> list[dict[str, Any]]:
-    """All settings of tables, for the manifest of a checkpoint: what a file or an option said, and defaults."""
+    """All settings of tables, for the manifest of a checkpoint: what a file or an option said, and defaults.
+
+    But for their homes, which a resumed run may change.
+    """
     return [_described(table) for table in tables]
 
 
 def _described(table: Table) -> dict[str, Any]:
-    found = {one.name: _plain(getattr(table, one.name)) for one in fields(table)}
+    found = {one.name: _plain(getattr(table, one.name)) for one in fields(table) if one.name != "home"}
     if table.train_rank is None:
         initial = Uniform(table.rows**-0.5) if table.initial is None else table.initial
         if not isinstance(initial, Uniform | Normal | Zeros):

@@ -10,7 +10,7 @@ from typing import Self
 
 from sennit.runtime.kernels.spec import MAX_DIM, MAX_ROW_COUNT
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
-from sennit.runtime.sharded.tables import Table
+from sennit.runtime.sharded.tables import Home, Table
 from sennit.transport.errors import ConfigError
 
 
@@ -41,11 +41,12 @@ class TensorTrainRule:
         return cls(rows_at_least=int(found[1]), rank=int(found[2]))
 
     def applied(self, tables: Sequence[Table]) -> tuple[Table, ...]:
-        """The tables, of which large ones are now tensor trains. A train is one shard."""
-        return tuple(
-            replace(table, train_rank=self.rank, row_shards=1, column_shards=1) if self._takes(table) else table
-            for table in tables
-        )
+        """The tables, of which large ones are now tensor trains. A train is one shard, and in memory."""
+        return tuple(self._train(table) if self._takes(table) else table for table in tables)
+
+    def _train(self, table: Table) -> Table:
+        home = None if table.home is Home.FILE else table.home
+        return replace(table, train_rank=self.rank, row_shards=1, column_shards=1, home=home)
 
     def _takes(self, table: Table) -> bool:
         if table.rows < self.rows_at_least or table.train_rank is not None:

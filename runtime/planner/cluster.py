@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Final
 
 from sennit.runtime.model.toml_file import Check, integer, number, read_toml, section, size
+from sennit.runtime.sharded.homes import Homes
+from sennit.runtime.sharded.tables import Home
 from sennit.transport.errors import ConfigError
 
 MAX_RANKS: Final = 4_096
@@ -34,6 +36,8 @@ class Cluster:
     """Bytes of memory of each rank for tables, or of its files if rows are there; None: no limit."""
     cache_bytes: int | None = None
     """Tables are in files, and a rank has this much memory as their cache. None: tables are in memory."""
+    beside: Sequence[int] | None = None
+    """Where tables are in files: bytes of memory of each rank for those that are not. None: no limit."""
     gbit: float | None = None
     has_no_shared_memory: bool = False
     """Ranks of a host use the network with each other."""
@@ -45,8 +49,19 @@ class Cluster:
 
     @property
     def tier(self) -> str:
-        """Where tables are."""
+        """Where tables are that have no other home."""
         return "memory" if self.cache_bytes is None else "file"
+
+    @property
+    def homes(self) -> Homes:
+        return Homes(has_store=self.cache_bytes is not None)
+
+    @property
+    def limits_by_home(self) -> dict[Home, Sequence[int]]:
+        """As `place` takes them."""
+        in_files, in_memory = (None, self.limits) if self.cache_bytes is None else (self.limits, self.beside)
+        of_home = {Home.FILE: in_files, Home.DRAM: in_memory}
+        return {home: limits for home, limits in of_home.items() if limits is not None}
 
 
 _FIELDS: Final[dict[str, Check]] = {
@@ -78,6 +93,7 @@ def read_cluster(path: Path) -> Cluster:
         cores=found.get("cores", local),
         limits=None if limit is None else [limit] * ranks,
         cache_bytes=None if files is None else memory,
+        beside=None if files is None or memory is None else [memory] * ranks,
         gbit=found.get("gbit"),
         source=str(path),
     )

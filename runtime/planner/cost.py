@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from functools import cached_property
 from typing import Any, Final
 
@@ -19,12 +18,13 @@ import numpy.typing as npt
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.runtime.planner.cluster import Cluster
 from sennit.runtime.planner.constants import Constants, Kernel
+from sennit.runtime.planner.kinds import KINDS, Kind
 from sennit.runtime.planner.usage import Use
 from sennit.runtime.sharded.buffers import KEPT_BYTES
 from sennit.runtime.sharded.engines import groups_of
 from sennit.runtime.sharded.placement import EVERYWHERE
 from sennit.runtime.sharded.slices import Slices
-from sennit.runtime.sharded.tables import Shard, Table, shard_bytes
+from sennit.runtime.sharded.tables import Home, Shard, Table, shard_bytes
 from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.cost_model import Collective, Costs, Traffic
 from sennit.transport.hosts import Hosts
@@ -60,45 +60,6 @@ CROWD: Final = 0.3
 # What the library takes for replicas, of a step and of a table: processor time of runs with 2 and 4 ranks.
 REPLICAS_S: Final = 3.5e-4
 REPLICA_S: Final = 1e-5
-
-
-class Kind(IntEnum):
-    """What a rank does for its shards. Seconds are those of one thread that nobody disturbs."""
-
-    IDS = 0
-    """Seconds to take in ids."""
-    IDS_SENT = 1
-    """Bytes that come for each sample of any rank."""
-    LOOKUP = 2
-    """Seconds."""
-    SUMS_SENT = 3
-    """Bytes that go back for each sample."""
-    BAGS = 4
-    """Seconds to put sums of a sample together, for each sample of the rank."""
-    PACKED = 5
-    """Seconds to pack the gradients of a sample."""
-    GRADIENTS_SENT = 6
-    """Bytes that come for each sample."""
-    UPDATE = 7
-    """Seconds."""
-    ROWS = 8
-    """Seconds of the file, if rows are there."""
-    MEMORY = 9
-    """Bytes, of the tier that tables are in."""
-    SUMMED = 10
-    """Of replicas: seconds if sums of rows travel."""
-    SUMMED_BYTES = 11
-    """And the bytes that each rank gives."""
-    LISTED = 12
-    """Seconds if lookups travel, and their bytes."""
-    LISTED_BYTES = 13
-    FOUND = 15
-    """Bytes that lookups write for a sample."""
-    OWN = 14
-    """Bytes in the memory of the rank, whatever the tier: replicas and tensor trains."""
-
-
-KINDS: Final = len(Kind)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,8 +145,11 @@ class Rating:
         lookup, update = self._seconds(number, shares, distinct)
         np.add.at(work[Kind.LOOKUP], owners, lookup)
         np.add.at(work[Kind.UPDATE], owners, update)
-        np.add.at(work[Kind.OWN if table.train_rank is not None else Kind.MEMORY], owners, memory)
-        if self.problem.cluster.cache_bytes is not None and table.train_rank is None:
+        is_beside = table.train_rank is not None
+        if self.problem.cluster.cache_bytes is not None:
+            is_beside = not self._is_in_file(table)
+        np.add.at(work[Kind.OWN if is_beside else Kind.MEMORY], owners, memory)
+        if self._is_in_file(table):
             np.add.at(work[Kind.ROWS], owners, self._file_seconds(number, distinct))
         constants = self.problem.constants
         fold_s, copy_s, batch = self.near.fold_byte_s, constants.memory.copy_byte_s, self.problem.batch
@@ -263,9 +227,15 @@ class Rating:
         found: Work = (1 - cached) * distinct[:, None] * (costs.file_row_s + memory / rows * costs.file_byte_s)
         return found
 
+    def _is_in_file(self, table: Table) -> bool:
+        """Where it is not replicated."""
+        return self.problem.cluster.homes.of(table) is Home.FILE
+
     @cached_property
     def _all_bytes(self) -> float:
-        return sum(float(self._of_batch(number)[2].sum()) for number in range(len(self.problem.tables)))
+        """Of tables in files."""
+        in_files = [number for number, table in enumerate(self.problem.tables) if self._is_in_file(table)]
+        return sum(float(self._of_batch(number)[2].sum()) for number in in_files)
 
     def _replicate(self, number: int, work: Work) -> None:
         """Every rank looks up its own samples, and updates all rows."""
@@ -470,11 +440,10 @@ class Rating:
     def fits(self, work: Work) -> Any:
         """Whether no rank needs more memory than it has, [...]."""
         cluster = self.problem.cluster
-        if cluster.limits is None:
-            return np.full(work.shape[:-2], True)
-        fitting = (work[..., Kind.MEMORY, :] <= np.asarray(cluster.limits, np.float64)).all(-1)
-        if cluster.cache_bytes is not None:
-            fitting &= (work[..., Kind.OWN, :] <= cluster.cache_bytes).all(-1)
+        fitting = np.full(work.shape[:-2], True)
+        for kind, limits in ((Kind.MEMORY, cluster.limits), (Kind.OWN, cluster.beside)):
+            if limits is not None:
+                fitting &= (work[..., kind, :] <= np.asarray(limits, np.float64)).all(-1)
         return fitting
 
     def total(self, owners: Mapping[int, npt.NDArray[np.int64]] | Sequence[npt.NDArray[np.int64]]) -> Work:

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table as Lines
 
-from sennit.runtime.planner.cost import PHASES, Kind, Rating
+from sennit.runtime.planner.cost import PHASES, Rating
+from sennit.runtime.planner.kinds import Kind
 from sennit.runtime.planner.search import Found, Owners, Searched
 from sennit.runtime.sharded.placement import EVERYWHERE
 

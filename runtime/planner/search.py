@@ -13,9 +13,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from sennit.runtime.planner.cost import Kind, Rating, Work
+from sennit.runtime.planner.cost import Rating, Work
+from sennit.runtime.planner.kinds import Kind
 from sennit.runtime.sharded.placement import EVERYWHERE, SHARDINGS, Placement, place
-from sennit.runtime.sharded.tables import Shard, shard_name
+from sennit.runtime.sharded.tables import Home, Shard, shard_name
 from sennit.transport.errors import ConfigError
 
 Owners = npt.NDArray[np.int64]
@@ -99,7 +100,6 @@ def round_robin(rating: Rating) -> Found:
 def named(rating: Rating) -> Iterator[Found]:
     """The classic shardings that have room, each for all tables. Raises nothing."""
     cluster, tables = rating.problem.cluster, rating.problem.tables
-    limits = None if cluster.limits is None else list(cluster.limits)
     for name in SHARDINGS:
         if any(table.train_rank is not None for table in tables) and name not in ("table_wise", "data_parallel"):
             continue
@@ -110,7 +110,14 @@ def named(rating: Rating) -> Iterator[Found]:
         if name.startswith("table_") and name != "table_wise" and cluster.hosts == 1:
             continue
         try:
-            placement = place(tables, cluster.ranks, name, local_ranks=cluster.local_ranks, limits=limits)
+            placement = place(
+                tables,
+                cluster.ranks,
+                name,
+                local_ranks=cluster.local_ranks,
+                limits=cluster.limits_by_home,
+                homes=cluster.homes,
+            )
         except ConfigError:
             continue
         found = of_placement(rating, name, placement)
@@ -145,7 +152,9 @@ class _Search:
         shape = (table.row_shards, table.column_shards)
         lightest = np.argsort(self._load(without), kind="stable")[:CANDIDATES]
         found = [(np.full(shape, rank), self._on(number, int(rank))) for rank in lightest]
-        spreads: list[Owners] = [np.full(shape, EVERYWHERE)] if cluster.ranks > 1 else []
+        # Files are of shards that one rank has.
+        may_be_replicated = cluster.ranks > 1 and table.home is not Home.FILE
+        spreads: list[Owners] = [np.full(shape, EVERYWHERE)] if may_be_replicated else []
         if table.train_rank is None and cluster.ranks > 1:
             spreads += self._spreads(number, lightest)
         return found + [(owners, self.rating.work(number, owners)) for owners in spreads]
@@ -267,12 +276,12 @@ def _by_memory(rating: Rating) -> Found:
         for table in tables
     }
     try:
-        placement = place(tables, cluster.ranks, wanted, limits=list(cluster.limits or ()))
+        placement = place(tables, cluster.ranks, wanted, limits=cluster.limits_by_home, homes=cluster.homes)
     except ConfigError as error:
         raise ConfigError(f"{cluster.source} cannot hold the model in tier {cluster.tier}: {error}") from None
     found = of_placement(rating, "greedy", placement)
     if not rating.fits(found.work):
-        raise ConfigError(f"{cluster.source} cannot hold the model's tensor trains and replicas in memory")
+        raise ConfigError(f"{cluster.source} cannot hold in memory what of the model is not in files")
     return found
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from sennit.runtime.sharded.sequences import ShardedEmbeddings as ShardedEmbeddings
     from sennit.runtime.sharded.slices import Slices as Slices
     from sennit.runtime.sharded.tables import Bounds as Bounds
+    from sennit.runtime.sharded.tables import Home as Home
     from sennit.runtime.sharded.tables import Optimizer as Optimizer
     from sennit.runtime.sharded.tables import OptimizerSpec as OptimizerSpec
     from sennit.runtime.sharded.tables import Pooling as Pooling
@@ -52,6 +53,7 @@ __getattr__ = exporter(
         "Sent": "sent",
         "Slices": "slices",
         "Bounds": "tables",
+        "Home": "tables",
         "Optimizer": "tables",
         "OptimizerSpec": "tables",
         "Pooling": "tables",

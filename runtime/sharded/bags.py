@@ -123,6 +123,7 @@ class Pools:
 
     def __init__(self, engines: Engines) -> None:
         settings = engines.settings
+        self._engines = engines
         self._slices = settings.slices
         self._exchange = Exchange(
             settings.tables,
@@ -170,9 +171,10 @@ class Pools:
         self._exchange.owner.fetch(arrivals.sharded)
 
     def bags(self, arrivals: Arrivals, samples: int) -> dict[int, Tensor]:
-        """Sums of bags by feature, [samples, dim]."""
+        """Sums of bags by feature, [samples, dim], on the device of the module."""
         found = self._exchange.bags(self._exchange.answers(arrivals.sharded), samples)
-        return found | self._local.bags(self._local.owner.answer(arrivals.replicated), samples)
+        found |= self._local.bags(self._local.owner.answer(arrivals.replicated), samples)
+        return self._engines.from_tables(found)
 
     def update(
         self, arrivals: Arrivals, gradients: dict[int, Tensor], *, rate: float | None, weighted: Ids | None
@@ -182,6 +184,7 @@ class Pools:
         Returns what is wrong with gradients of this rank's rows, and the gradients of the weights of the `weighted` ids
         of this rank, [ids] by feature.
         """
+        gradients = self._engines.to_tables(gradients)
         arrived = self._exchange.return_gradients(arrivals.sharded, gradients)
         own = self._local.packed(gradients)
         of_weights = {}
@@ -193,7 +196,7 @@ class Pools:
         if self._local.features:
             of_all = self._sparse.of_all(*self._local.owner.by_slice(arrivals.replicated, own))
             error = self._replica_steps.add(arrivals.replicated.announced, *of_all, rate=rate) or error
-        return error, of_weights
+        return error, self._engines.from_tables(of_weights)
 
     def release(self, arrivals: Arrivals) -> None:
         """Ends a step without an update."""

@@ -33,7 +33,7 @@ class Beside:
     @property
     def looks_ahead(self) -> bool:
         """Whether a batch may be looked up before its step. Files can be copied only while no rows are in use."""
-        return self._tables._store is None
+        return not self._tables.tables_in_files
 
     def look_up(self, sent: Sent) -> tuple[Tensor, ...] | None:
         """The vectors of a batch that no call has taken yet, in the thread that calls this.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from sennit.runtime.kernels.layout import TableMemory
 from sennit.runtime.kernels.spec import TableSpec
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.runtime.sharded.features import features_of
-from sennit.runtime.sharded.files import TableFiles, TableStore, is_stored, layouts_of
+from sennit.runtime.sharded.files import TableFiles, TableStore, layouts_of
+from sennit.runtime.sharded.homes import Homes
 from sennit.runtime.sharded.initial import fill, fill_train
 from sennit.runtime.sharded.placement import Placement
 from sennit.runtime.sharded.shards import Expected, Held, Shards, expected
@@ -34,24 +35,35 @@ class Settings:
     slices: Slices
     seed: int
     implementation_name: str
+    """Of tables on the device."""
+
     device: torch.device
+    """Where results and gradients are, and all tables that are not in host memory."""
+
+    homes: Homes
     threads: int
     wire: Wire
     files: TableFiles | None = None
-    """Where shards are that only this rank has. Replicated tables stay in memory."""
+    """Where shards are that only this rank has, if their tables are in files."""
 
 
 class Engines:
     """The shards of some tables on this rank: one engine for those it owns, one for replicated ones."""
 
-    def __init__(self, settings: Settings, numbers: Sequence[int], kept: Mapping[str, Held] | None = None) -> None:
-        """`numbers`: tables with one optimizer and one way to round.
+    def __init__(
+        self, settings: Settings, group: int, numbers: Sequence[int], kept: Mapping[str, Held] | None = None
+    ) -> None:
+        """`numbers`: tables of a group (`groups_of`), of which none or all are in host memory beside a device.
 
         `kept`: shards of this rank that exist already, by name. They keep their memory, but for tensor trains, and
         nothing is filled: others will be loaded.
         """
-        self.settings = settings
+        self.settings, self.group = settings, group
         self._first = numbers[0]
+        self.here = settings
+        """The settings with the device of these tables, and of what comes from them or goes to them."""
+        if settings.homes.is_on_host(settings.tables[numbers[0]]):
+            self.here = replace(settings, device=torch.device("cpu"), implementation_name="native")
         replicated = settings.placement.replicated
         own = [shard for shard in settings.placement.shards_on(settings.slices.rank) if shard.table in numbers]
         sharded = [shard for shard in own if shard.table not in replicated]
@@ -71,7 +83,7 @@ class Engines:
         files: TableFiles | None,
         kept: Mapping[str, Held] | None,
     ) -> tuple[Shards, dict[Shard, int]]:
-        settings = self.settings
+        settings = self.here
         tables, first = settings.tables, settings.tables[numbers[0]]
         specs = [shard_spec(tables, shard) for shard in shards]
 
@@ -101,13 +113,23 @@ class Engines:
             return settings.wire.phase("wait for rows")
 
         number_of = {shard: number for number, shard in enumerate(shards)}
-        if files is None or not any(map(is_stored, specs)):
+        layouts = {} if files is None else layouts_of(tables, shards, settings.homes)
+        if files is None or not layouts:
             return Shards(made(specs, None if kept is None else [_memory(spec, kept) for spec in specs])), number_of
-        return StoredShards(specs, first.optimizer, files, filled, made, waiting), number_of
+        return StoredShards(specs, layouts, first.optimizer, files, filled, made, waiting), number_of
 
     @property
     def _all(self) -> tuple[Shards, Shards]:
         return self.sharded, self.replicated
+
+    def from_tables(self, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """What the tables gave, by feature, on the device of the module."""
+        return {feature: one.to(self.settings.device) for feature, one in values.items()}
+
+    def to_tables(self, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """What is by feature on the device of the module, for the features of these tables where they are."""
+        own = (*self.features, *self.replicated_features)
+        return {feature: values[feature].to(self.here.device) for feature in own}
 
     def held(self) -> Iterator[Held]:
         """The shards of this rank."""
@@ -156,19 +178,27 @@ def _memory(spec: TableSpec, kept: Mapping[str, Held]) -> TableMemory | None:
     return TableMemory(spec=spec, weight=held.weight, states=held.states)
 
 
-def files_of(
-    tables: Sequence[Table], placement: Placement, rank: int, home: TableStore, device: torch.device
-) -> TableFiles:
-    """The files of a rank, of all groups. Raises `ConfigError` if its memory is too small for their caches."""
+def engines_of(settings: Settings, kept: Mapping[str, Held] | None = None) -> list[Engines]:
+    """Those of all groups, in their order: first of tables on the device, then of those in host memory beside it."""
+    return [
+        Engines(settings, group, numbers, kept)
+        for group, whole in enumerate(groups_of(settings.tables))
+        for is_on_host in (False, True)
+        if (numbers := [one for one in whole if settings.homes.is_on_host(settings.tables[one]) == is_on_host])
+    ]
+
+
+def with_files(settings: Settings, store: TableStore) -> Settings:
+    """The settings with the files of a rank. Raises `ConfigError` if its memory is too small for their caches."""
+    tables, placement = settings.tables, settings.placement
+    rank = settings.slices.rank
     own = [shard for shard in placement.shards_on(rank) if shard.table not in placement.replicated]
     layouts = [
         layout
         for numbers in groups_of(tables)
-        for layout in layouts_of(
-            [shard_spec(tables, shard) for shard in own if shard.table in numbers], tables[numbers[0]].optimizer
-        )
+        for layout in layouts_of(tables, [shard for shard in own if shard.table in numbers], settings.homes)
     ]
-    return TableFiles(home, rank, layouts, device)
+    return replace(settings, files=TableFiles(store, rank, layouts, settings.device))
 
 
 def groups_of(tables: Sequence[Table]) -> list[list[int]]:

@@ -16,16 +16,16 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sennit.runtime.kernels.optimizers import OptimizerSpec
-from sennit.runtime.kernels.spec import Precision, TableSpec
-from sennit.runtime.kernels.tensor_train import TensorTrainSpec
+from sennit.runtime.kernels.spec import Precision
 from sennit.runtime.memory import store
 from sennit.runtime.memory.cache import LOCATION_BYTES, NOTE_BYTES, WAYS
 from sennit.runtime.memory.layout import Arrays, StoreLayout
 from sennit.runtime.memory.on_device import PLACE_BYTES
 from sennit.runtime.memory.store import RowStore
 from sennit.runtime.memory.tiered import layout_of
+from sennit.runtime.sharded.homes import Homes
 from sennit.runtime.sharded.shards import Expected
+from sennit.runtime.sharded.tables import Home, Shard, Table, shard_spec
 from sennit.transport.errors import ConfigError, DeviceError
 
 SPARE_SHARE: Final = 16
@@ -56,11 +56,11 @@ class TableStore:
 class TableFiles:
     """A rank's part of a `TableStore`. A file has the shards of one engine with one width and precision."""
 
-    def __init__(self, home: TableStore, rank: int, layouts: Sequence[StoreLayout], device: torch.device) -> None:
+    def __init__(self, place: TableStore, rank: int, layouts: Sequence[StoreLayout], device: torch.device) -> None:
         """`layouts`: of all files of the rank. `device`: of the tables. Raises `ConfigError` if caches do not fit."""
-        self.home, self.rank, self.device, self._layouts = home, rank, device, tuple(layouts)
+        self.place, self.rank, self.device, self._layouts = place, rank, device, tuple(layouts)
         noted = LOCATION_BYTES + (PLACE_BYTES if device.type != "cpu" else 0)
-        self._lines = dict(zip(layouts, divided(home.memory_bytes, layouts, noted), strict=True))
+        self._lines = dict(zip(layouts, divided(place.memory_bytes, layouts, noted), strict=True))
 
     def lines(self, layout: StoreLayout) -> tuple[int, int]:
         """(lines, spare lines) of the cache before a file."""
@@ -69,20 +69,20 @@ class TableFiles:
     def device_lines(self, layout: StoreLayout) -> int:
         """Rows of a file that fit on the device: each file gets the part of it that it has of the host's memory."""
         lines = {one: sum(counts) for one, counts in self._lines.items()}
-        if self.home.device_bytes is None:
+        if self.place.device_bytes is None:
             return lines[layout]
         whole = sum(count * (one.row_bytes + _NUMBER_BYTES) for one, count in lines.items())
-        found = min(lines[layout], lines[layout] * self.home.device_bytes // whole)
+        found = min(lines[layout], lines[layout] * self.place.device_bytes // whole)
         if not found:
             raise ConfigError(
-                f"{self.home.device_bytes} bytes of memory on {self.device} for rows of {len(lines)} files; allowed: "
+                f"{self.place.device_bytes} bytes of memory on {self.device} for rows of {len(lines)} files; allowed: "
                 f"{max(-(-whole // count) for count in lines.values())} or more"
             )
         return found
 
     def create(self, layout: StoreLayout, rows: Callable[[int, int], Arrays]) -> RowStore:
         """A file with these rows (`memory.store.create`). It ends with its store, or with the process."""
-        path = self.home.folder / f"rows-{self.rank}-{self._layouts.index(layout)}.unfinished"
+        path = self.place.folder / f"rows-{self.rank}-{self._layouts.index(layout)}.unfinished"
         remove_left(path)
         made = store.create(path, layout, rows)
         path.unlink()
@@ -97,26 +97,27 @@ class TableFiles:
         if not size_bytes:
             return torch.zeros(wanted.shape, dtype=wanted.dtype)
         try:
-            with tempfile.TemporaryFile(dir=self.home.folder) as file:
+            with tempfile.TemporaryFile(dir=self.place.folder) as file:
                 os.posix_fallocate(file.fileno(), 0, size_bytes)
                 memory = mmap.mmap(file.fileno(), size_bytes)
         except OSError as error:
-            raise DeviceError(f"{self.home.folder}: a copy of a table, {size_bytes} bytes: {error.strerror}") from error
+            raise DeviceError(
+                f"{self.place.folder}: a copy of a table, {size_bytes} bytes: {error.strerror}"
+            ) from error
         return torch.frombuffer(memory, dtype=wanted.dtype).view(wanted.shape)
 
 
-def is_stored(spec: TableSpec) -> bool:
-    """Whether a shard goes into a file if there is a store. Tensor trains are small."""
-    return spec.row_count > 0 and not isinstance(spec, TensorTrainSpec)
-
-
-def layouts_of(specs: Sequence[TableSpec], optimizer: OptimizerSpec) -> Mapping[StoreLayout, list[int]]:
-    """The files for shards of one engine, each with the numbers of its shards."""
+def layouts_of(tables: Sequence[Table], shards: Sequence[Shard], homes: Homes) -> Mapping[StoreLayout, list[int]]:
+    """The files for shards of one engine that are not replicated, each with the numbers of its shards."""
     of_kind: dict[tuple[int, Precision], list[int]] = {}
-    for number, spec in enumerate(specs):
-        if is_stored(spec):
+    specs = [shard_spec(tables, shard) for shard in shards]
+    for number, (spec, shard) in enumerate(zip(specs, shards, strict=True)):
+        if spec.row_count and homes.of(tables[shard.table]) is Home.FILE:
             of_kind.setdefault((spec.dim, spec.precision), []).append(number)
-    return {layout_of([specs[number] for number in numbers], optimizer): numbers for numbers in of_kind.values()}
+    return {
+        layout_of([specs[number] for number in numbers], tables[shards[numbers[0]].table].optimizer): numbers
+        for numbers in of_kind.values()
+    }
 
 
 def divided(

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sennit.runtime.sharded.engines import Engines
+from sennit.runtime.sharded.engines import Engines, groups_of
 from sennit.runtime.sharded.shards import expected
 from sennit.runtime.sharded.tables import Table, shard_spec, shards_of
 
 
 def load(
-    engines_of_group: Sequence[Engines],
+    all_engines: Sequence[Engines],
     tables: Sequence[Table],
     state: Mapping[str, Any],
     prefix: str,
@@ -25,7 +25,7 @@ def load(
 
     Tables that take their steps together are taken over together, or left alone if anything of them is missing.
     """
-    for engines in engines_of_group:
+    for engines in all_engines:
         found = {}
         for key, wanted in engines.expected().items():
             given = state.get(prefix + key)
@@ -47,8 +47,8 @@ def load(
     }
     unexpected += [key for key in state if key.startswith(prefix) and key not in known and key != f"{prefix}steps"]
     steps = state.get(f"{prefix}steps")
-    if steps is None or len(steps) != len(engines_of_group):
+    if steps is None or len(steps) != len(groups_of(tables)):
         missing.append(f"{prefix}steps")
         return
-    for engines, step in zip(engines_of_group, steps.tolist(), strict=True):
-        engines.step = step
+    for engines in all_engines:
+        engines.step = int(steps[engines.group])

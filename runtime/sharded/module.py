@@ -10,19 +10,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.kernels.spec import Pooling
 from sennit.runtime.sharded.agreement import check_agreement, check_codec, exchange_headers, made_on_all, rows_on_all
 from sennit.runtime.sharded.beside import Beside
-from sennit.runtime.sharded.changes import CHANGED_ROWS, ChangedRows
-from sennit.runtime.sharded.description import described, owners
-from sennit.runtime.sharded.digest import digest_of
-from sennit.runtime.sharded.engines import Engines, Settings, files_of, groups_of
+from sennit.runtime.sharded.description import described, homes, owners
+from sennit.runtime.sharded.engines import Settings, engines_of, groups_of, with_files
 from sennit.runtime.sharded.features import Ids, features_of, ids_of
 from sennit.runtime.sharded.files import TableStore
-from sennit.runtime.sharded.loading import load
+from sennit.runtime.sharded.homes import Homes
 from sennit.runtime.sharded.local_ranks import local_ranks
 from sennit.runtime.sharded.moving import moved
 from sennit.runtime.sharded.passes import Lookup
@@ -31,8 +29,8 @@ from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.sharded.placement import Placement, place
 from sennit.runtime.sharded.rates import TableRates
 from sennit.runtime.sharded.sent import Refused, Sent
-from sennit.runtime.sharded.shards import Held, tensors_of
 from sennit.runtime.sharded.slices import DEFAULT_SLICES, Slices
+from sennit.runtime.sharded.state import HeldTables
 from sennit.runtime.sharded.tables import Table, check_tables, output_names
 from sennit.runtime.sharded.uncompiled import uncompiled
 from sennit.runtime.sharded.wire import Wire
@@ -40,7 +38,7 @@ from sennit.transport.codecs import Codec
 from sennit.transport.errors import ArgumentError, ConfigError
 
 
-class ShardedTables(nn.Module):
+class ShardedTables(HeldTables):
     """Tables in shards on all ranks. Forward and backward passes are collective.
 
     Tables hold no `nn.Parameter`, so DDP and FSDP2 leave them alone.
@@ -73,16 +71,19 @@ class ShardedTables(nn.Module):
         `gradients`: "mean" if every rank's loss is the mean over its own samples, as with DDP; then gradients are
         averaged over ranks. "sum" if the losses of all ranks add up to the loss.
         `seed`: of initial values and of stochastic rounding.
-        `device`: where tables are, results and gradients; "cpu" or "cuda" (docs/reference/sharded.md, "On a GPU").
+        `device`: where results and gradients are, and tables that have no other home; "cpu" or "cuda"
+        (docs/reference/sharded.md, "On a GPU").
         `implementation_name`: None takes native on the CPU, and triton on "cuda".
         `codec`: of sums, rows and gradients that travel (docs/reference/sharded.md, "Codecs").
         `clock`: measures the phases of a step.
-        `store`: a place for tables larger than memory: shards are in files there, but for those of tensor trains and of
-        replicated tables. Such a module sends batches ahead (`batches_ahead`); `close` ends it.
+        `store`: a place for tables larger than memory: shards are in files there, but for those of tensor trains, of
+        replicated tables, and of tables whose `home` is elsewhere. A module with tables in files sends batches ahead
+        (`batches_ahead`); `close` ends it.
 
-        Collective. Raises `ConfigError` on all ranks if they do not describe the same model. Raises on one rank, and
-        `SennitError`, which names it, on the others: `Unsupported` if it has no such device; with a `store` also
-        `DeviceError`, if the disk is full or broken, and `ConfigError`, if memory for its cache is too small.
+        Collective. Raises `ConfigError` on all ranks if they do not describe the same model, or if a table cannot be at
+        its home. Raises on one rank, and `SennitError`, which names it, on the others: `Unsupported` if it has no such
+        device; with a `store` also `DeviceError`, if the disk is full or broken, and `ConfigError`, if memory for its
+        cache is too small.
         """
         super().__init__()
         self.tables = tuple(tables)
@@ -102,40 +103,40 @@ class ShardedTables(nn.Module):
             raise ConfigError(f"a placement for {placement.world_size} ranks, but there are {world_size}")
         self.placement = placement
         self.device = torch.device(device)
-        """Where tables, results and gradients are."""
+        """Where results and gradients are, and tables that have no other home."""
         self._group = group
         self._divisor = world_size if gradients == "mean" else 1
         self._features = features_of(self.tables)
         check_agreement(
             described(self.tables, placement, slices=slices, gradients=gradients, seed=seed)
+            | homes(self.tables)
             | {"codec": str(codec), "table store": str(store is not None), "device": self.device.type},
             group,
         )
         check_codec(codec, group)
         self._wire = Wire(rank=self.slices.rank, world_size=world_size, group=group, codec=codec, clock=clock)
-        self._store = store
-
-        def engines() -> list[Engines]:
-            files = None if store is None else files_of(self.tables, placement, self.slices.rank, store, self.device)
-            settings = Settings(
-                tables=self.tables,
-                placement=placement,
-                slices=self.slices,
-                seed=seed,
-                implementation_name=implementation_name or ("native" if self.device.type == "cpu" else "triton"),
-                device=self.device,
-                threads=threads,
-                wire=self._wire,
-                files=files,
-            )
-            return [Engines(settings, numbers) for numbers in groups_of(self.tables)]
-
+        self._homes = Homes(device_type=self.device.type, has_store=store is not None)
+        self.tables_in_files = self._in_files_with(placement)
+        """The tables whose rows are in files, on whichever rank."""
+        settings = Settings(
+            tables=self.tables,
+            placement=placement,
+            slices=self.slices,
+            seed=seed,
+            implementation_name=implementation_name or ("native" if self.device.type == "cpu" else "triton"),
+            device=self.device,
+            homes=self._homes,
+            threads=threads,
+            wire=self._wire,
+        )
         # Nothing can fail on one rank alone but files and devices.
-        if store is None and self.device.type == "cpu":
-            self._engines = engines()
+        if store is not None:
+            what = "make its table store"
+            self._engines = made_on_all(lambda: engines_of(with_files(settings, store)), what, group)
+        elif self.device.type != "cpu":
+            self._engines = made_on_all(lambda: engines_of(settings), f"make its tables on {self.device}", group)
         else:
-            what = "make its table store" if store is not None else f"make its tables on {self.device}"
-            self._engines = made_on_all(engines, what, group)
+            self._engines = engines_of(settings)
         names = [[self.tables[number].name for number in numbers] for numbers in groups_of(self.tables)]
         self.optimizer = TableRates(names, rate=rate)
         """Holds the learning rates, for `torch.optim.lr_scheduler`. Its `step` does nothing."""
@@ -144,7 +145,6 @@ class ShardedTables(nn.Module):
         self._anchor = [torch.empty(0, requires_grad=True)]
         self._bad: GradientError | None = None
         self._synchronised = True
-        self._changes: list[ChangedRows] = []
         self._expected: dict[int, tuple[Any, Sent]] = {}
         self._beside: Beside | None = None
         self._connect()
@@ -241,7 +241,7 @@ class ShardedTables(nn.Module):
     @property
     def batches_ahead(self) -> int:
         """How many batches should be sent before one is looked up: 1 if rows are fetched from a store, else 0."""
-        return 0 if self._store is None else 1
+        return 1 if self.tables_in_files else 0
 
     def wait_for_rows(self) -> None:
         """Waits until the rows of all sent batches are here, from a store. A call does so for its own batch."""
@@ -268,8 +268,9 @@ class ShardedTables(nn.Module):
         the backward passes of one step.
         """
         self.finish()
-        if self._store is not None:
-            raise ConfigError("shards in files do not move; allowed: tables in memory")
+        if in_files := sorted({*self.tables_in_files, *self._in_files_with(placement)}):
+            more = f" and {len(in_files) - 1} more" if len(in_files) > 1 else ""
+            raise ConfigError(f"shards in files do not move: table {in_files[0]}{more}; allowed: tables in memory")
         if placement.world_size != (world_size := self.slices.world_size):
             raise ConfigError(f"a placement for {placement.world_size} ranks, but there are {world_size}")
         if self._is_accumulating:
@@ -283,6 +284,10 @@ class ShardedTables(nn.Module):
             for changes in self._changes:
                 changes.mark_all()
         return size_bytes
+
+    def _in_files_with(self, placement: Placement) -> list[str]:
+        """The tables that are in files with a placement. Raises `ConfigError` if a table cannot be at its home."""
+        return self._homes.in_files(self.tables, placement.replicated)
 
     def _connect(self) -> None:
         """Makes what a step needs of `_engines`."""
@@ -299,7 +304,7 @@ class ShardedTables(nn.Module):
 
     def _found(self, step: Any) -> tuple[Tensor, ...]:
         """`_look_up`, once all ranks have the rows of the step. If one does not get them, ends it on all."""
-        if self._store is not None:
+        if self.tables_in_files:
             try:
                 rows_on_all(lambda: self._fetch(step), self._wire.group)
             except Exception:
@@ -345,8 +350,8 @@ class ShardedTables(nn.Module):
             self._synchronised = before
 
     def _rates(self) -> list[float | None]:
-        """The learning rates of this backward pass, of each group of tables; None if it takes no step."""
-        return [self.optimizer.rate(group) if self._synchronised else None for group in range(len(self._engines))]
+        """The learning rates of this backward pass, of each of `_engines`; None if it takes no step."""
+        return [self.optimizer.rate(one.group) if self._synchronised else None for one in self._engines]
 
     @property
     def _counts_told(self) -> int:
@@ -373,96 +378,6 @@ class ShardedTables(nn.Module):
             self._bad = update.result() or self._bad
         bad, self._bad = self._bad, None
         exchange_headers(bad, 0, [[]] * self.slices.world_size, self._group)
-
-    def held(self) -> Iterator[Held]:
-        """The shards that this rank holds, one after the other. Those in files are copied to files without names."""
-        self.finish()
-        for engines in self._engines:
-            yield from engines.held()
-
-    def track_changes(self) -> None:
-        """From now on `changed_rows` knows which rows change: a byte of memory for each row that this rank holds.
-
-        Another call forgets what has changed.
-        """
-        self.finish()
-        self._changes = [ChangedRows(one) for pair in self._engines for one in (pair.sharded, pair.replicated)]
-
-    def changed_rows(self, *, clear: bool = True) -> dict[str, Tensor]:
-        """Int64 [n], rising, by shard: the rows that changed since `track_changes` or the last call with `clear`.
-
-        A shard that this rank holds and that is not there (a tensor train) counts as changed in all its parts. After
-        `load_state_dict` all rows have changed. Raises `ArgumentError` without `track_changes`.
-        """
-        self.finish()
-        if not self._changes:
-            raise ArgumentError("changed_rows without track_changes; allowed: after it")
-        return {name: rows for changes in self._changes for name, rows in changes.rows(clear=clear)}
-
-    def changes(self) -> dict[str, Tensor]:
-        """What has changed of the `state_dict` of this rank; forgets it. In host memory, copied but for cores of
-        tensor trains.
-
-        Of a shard with changed rows it has `SHARD.changed_rows`, int64 [n], and these rows of each of its tensors;
-        nothing of a shard without.
-        """
-        rows = self.changed_rows()
-        found = {f"{shard}.{CHANGED_ROWS}": of_shard for shard, of_shard in rows.items() if len(of_shard)}
-        for engines in self._engines:
-            for key, tensor in engines.changes(rows):
-                if key.rpartition(".")[0] not in rows or len(tensor):
-                    found[key] = tensor
-        return found | {"steps": self._steps()}
-
-    @property
-    def in_files(self) -> frozenset[str]:
-        """Shards of this rank whose rows are in a file. `state_dict` has copies of them."""
-        return frozenset(name for engines in self._engines for name in engines.sharded.in_files)
-
-    def digest(self) -> str:
-        """SHA-256 of all weights and optimizer states. Collective; the same on all ranks, whoever holds what.
-
-        Raises `SennitError` if replicas of a table differ.
-        """
-        return digest_of(self.held(), self._group)
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Adds the shards that this rank holds, by names that no placement changes: the tables' own memory, or copies
-        in files without names if rows are in files.
-
-        So `torch.distributed.checkpoint` saves each shard once, and loads it into any world and placement.
-        """
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for held in self.held():
-            destination.update({prefix + key: tensor for key, tensor in tensors_of(held).items()})
-        destination[f"{prefix}steps"] = self._steps()
-
-    def _steps(self) -> Tensor:
-        return torch.tensor([engines.step for engines in self._engines])
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Takes over the shards that this rank holds (`load`)."""
-        self.finish()
-        for changes in self._changes:
-            changes.mark_all()
-        load(
-            self._engines,
-            self.tables,
-            state_dict,
-            prefix,
-            missing=missing_keys,
-            unexpected=unexpected_keys,
-            errors=error_msgs,
-        )
 
     def _agreed(
         self, given: Any, global_batch: int | None, counts: Callable[[Ids], Sequence[Sequence[int]]]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch import Tensor
 
-from sennit.runtime.sharded.engines import Engines, groups_of
+from sennit.runtime.sharded.engines import Engines, engines_of
 from sennit.runtime.sharded.placement import EVERYWHERE, Placement
 from sennit.runtime.sharded.shards import Held, parts_of
 from sennit.runtime.sharded.tables import shard_spec, shards_of
@@ -26,7 +26,7 @@ def moved(
     tables, rank, world = settings.tables, settings.slices.rank, settings.slices.world_size
     held = {one.name: one for engines in before for one in engines.held()}
     later = replace(settings, placement=placement)
-    after = [Engines(later, numbers, held) for numbers in groups_of(tables)]
+    after = engines_of(later, held)
     for old, new in zip(before, after, strict=True):
         new.step = old.step
     here = {one.name: one for engines in after for one in engines.held()}

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from sennit.runtime.sharded.homes import IN_MEMORY, Homes
 from sennit.runtime.sharded.room import EVERYWHERE as EVERYWHERE
-from sennit.runtime.sharded.room import UNLIMITED, Room, Wish
-from sennit.runtime.sharded.tables import Shard, Table, shard_bytes, shard_name, shards_of
+from sennit.runtime.sharded.room import Room, Wish
+from sennit.runtime.sharded.tables import Home, Shard, Table, shard_bytes, shard_name, shards_of
 from sennit.transport.errors import ConfigError
 
 SHARDINGS: Final = (
@@ -54,7 +55,8 @@ def place(
     shardings: str | Mapping[str, str] = "table_wise",
     *,
     local_ranks: int | None = None,
-    limits: Sequence[int] | None = None,
+    limits: Sequence[int] | Mapping[Home, Sequence[int]] | None = None,
+    homes: Homes = IN_MEMORY,
 ) -> Placement:
     """Places all shards by the name of a sharding, for all tables or by table name (others: table-wise).
 
@@ -71,19 +73,23 @@ def place(
     Ranks and hosts are chosen by load, in bytes: the largest table first, to the rank or host with the least.
     `local_ranks`: the ranks of a host; None: all ranks are on one. A host is then ranks `n * local_ranks` and on.
 
-    `limits`: bytes of each rank for tables (`memory_limits`); None where they are in files. A rank or host without room
-    is passed over. If a table then finds no room, all are placed again by memory alone, without regard to hosts: the
-    largest first, each on the rank with the most room, a table-wise table whole, others shard by shard.
+    `limits`: bytes of each rank for tables in memory (`memory_limits`), or by home; None: no limits. `homes`: what the
+    module will have, which matters with limits alone. A rank or host without room is passed over. If a table then finds
+    no room, all are placed again by memory alone, without regard to hosts: the largest first, each on the rank with the
+    most room, a table-wise table whole, others shard by shard.
 
-    Raises `ConfigError` for names that do not exist, and for a table without room: it has the bytes that are missing.
+    Raises `ConfigError` for names that do not exist, for a table that cannot be at its home, and for one without room:
+    it has the bytes that are missing.
     """
     local = world_size if local_ranks is None else local_ranks
     if local < 1 or world_size % local:
         raise ConfigError(f"{local} ranks a host for {world_size} ranks; allowed: a divisor")
-    if limits is not None and len(limits) != world_size:
-        raise ConfigError(f"limits of {len(limits)} ranks, but there are {world_size}")
+    of_home = limits if isinstance(limits, Mapping) else {} if limits is None else {homes.memory: limits}
+    for of_ranks in of_home.values():
+        if len(of_ranks) != world_size:
+            raise ConfigError(f"limits of {len(of_ranks)} ranks, but there are {world_size}")
     bytes_of = {shard: shard_bytes(tables, shard) for shard in shards_of(tables)}
-    room = Room(tables, bytes_of, [UNLIMITED] * world_size if limits is None else limits)
+    room = Room(tables, bytes_of, world_size, of_home, homes)
     names = _names(tables, shardings)
     hosts = [range(first, first + local) for first in range(0, world_size, local)]
     owner_of = _by_load(room, names, hosts) or room.by_memory(names)

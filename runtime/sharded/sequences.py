@@ -78,7 +78,8 @@ class Sequences:
     """Lookups of rows in the tables of one group of engines. Exchanges are collective."""
 
     def __init__(self, engines: Engines) -> None:
-        settings = engines.settings
+        settings = engines.here
+        self._engines = engines
         self._slices = settings.slices
         world, own = range(settings.slices.world_size), (settings.slices.rank,)
         self._sharded = RowExchange(
@@ -112,15 +113,16 @@ class Sequences:
         self._sharded.fetch(step.asked)
 
     def by_lookup(self, step: Step) -> dict[int, Tensor]:
-        """The row of each id: float32 [ids, dim] by feature."""
+        """The row of each id: float32 [ids, dim] by feature, on the device of the module."""
         found = self._sharded.by_lookup(step.sharded, step.asked)
-        return found | self._replicated.by_lookup(step.replicated, step.replicas)
+        return self._engines.from_tables(found | self._replicated.by_lookup(step.replicated, step.replicas))
 
     def update(self, step: Step, gradients: dict[int, Tensor], *, rate: float | None) -> GradientError | None:
         """Takes one step from the gradients of `by_lookup`, or keeps them for it where `rate` is None.
 
         Returns what is wrong with gradients of this rank's rows.
         """
+        gradients = self._engines.to_tables(gradients)
         arrived = self._sharded.sums(step.sharded, step.asked, gradients)
         error = self._steps.add(step.asked.announced, step.asked.announced.batch, arrived, rate=rate)
         if not self._replicated.has_tables:

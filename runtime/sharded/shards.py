@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -94,10 +94,7 @@ class Shards:
     def changes(self, changed: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Tensors with the `changed` rows (int64, rising, by shard), copied to host memory; whole ones of cores, which
         are not there."""
-        for held in self.held():
-            for key, tensor in tensors_of(held).items():
-                rows = changed.get(held.name)
-                yield key, tensor if rows is None else tensor.index_select(0, rows.to(tensor.device)).cpu()
+        yield from changed_of(self.held(), changed)
 
     @property
     def in_files(self) -> frozenset[str]:
@@ -134,6 +131,14 @@ def expected(spec: TableSpec, optimizer: OptimizerSpec) -> dict[str, Expected]:
         for name in optimizer.states:
             found[f"{part.name}.{name}"] = Expected(optimizer.state_shape(name, part), torch.float32)
     return found
+
+
+def changed_of(held: Iterable[Held], changed: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """`Shards.changes` of what is in memory."""
+    for one in held:
+        rows = changed.get(one.name)
+        for key, tensor in tensors_of(one).items():
+            yield key, tensor if rows is None else tensor.index_select(0, rows.to(tensor.device)).cpu()
 
 
 def tensors_of(held: Held) -> dict[str, Tensor]:

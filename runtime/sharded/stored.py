@@ -28,8 +28,8 @@ from sennit.runtime.memory.layout import DTYPES, Arrays, StoreLayout
 from sennit.runtime.memory.on_device import DeviceRows, DeviceTables
 from sennit.runtime.memory.store import RowStore
 from sennit.runtime.memory.tiered import CachedTables, PrefetchedRows, tables_of
-from sennit.runtime.sharded.files import TableFiles, layouts_of
-from sennit.runtime.sharded.shards import Announced, Held, Shards, expected, tensors_of
+from sennit.runtime.sharded.files import TableFiles
+from sennit.runtime.sharded.shards import Announced, Held, Shards, changed_of, expected, tensors_of
 from sennit.transport.errors import ArgumentError, ConfigError, SennitError
 from sennit.transport.sizes import format_size
 
@@ -91,18 +91,21 @@ class StoredBatch(Announced):
 
 
 class StoredShards(Shards):
-    """Shards of one engine in a file for each width and precision. Tensor trains among them stay in memory."""
+    """Shards of one engine, of which some are in files: one for each width and precision. Others are in memory."""
 
     def __init__(
         self,
         specs: Sequence[TableSpec],
+        layouts: Mapping[StoreLayout, list[int]],
         optimizer: OptimizerSpec,
         files: TableFiles,
         fill: Fill,
         make: Callable[[Sequence[TableSpec], Sequence[TableMemory | None]], EmbeddingEngine],
         waiting: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """`make` makes the engine. `waiting` measures waits for rows. Raises `DeviceError`, `ConfigError`."""
+        """`layouts`: the files, each with the numbers of its shards in `specs`. `make` makes the engine. `waiting`
+        measures waits for rows. Raises `DeviceError`, `ConfigError`.
+        """
         self._files, self._waiting = files, waiting
         self._cached: list[tuple[StoreLayout, CachedTables | DeviceTables, RowStore]] = []
         # Batches may be announced in another thread than the one that looks them up.
@@ -111,7 +114,7 @@ class StoredShards(Shards):
         memory: list[TableMemory | None] = [None] * len(specs)
         # The cache of each shard, and its number there.
         self._cache_of, self._number_of = torch.full((len(specs),), -1), torch.zeros(len(specs), dtype=torch.int64)
-        for layout, numbers in layouts_of(specs, optimizer).items():
+        for layout, numbers in layouts.items():
             rows = files.create(layout, self._initial(layout, numbers, fill))
             lines, spares = files.lines(layout)
             own = [specs[number] for number in numbers]
@@ -148,9 +151,9 @@ class StoredShards(Shards):
         assert isinstance(announced, StoredBatch)
         with self._waiting():
             try:
-                announced.to_lines(self._files.home.timeout_s, [spec.name for spec in self.specs])
+                announced.to_lines(self._files.place.timeout_s, [spec.name for spec in self.specs])
             except NoRoom as error:
-                memory = f"rank {self._files.rank} has {format_size(self._files.home.memory_bytes)} of memory for rows"
+                memory = f"rank {self._files.rank} has {format_size(self._files.place.memory_bytes)} of memory for rows"
                 raise ConfigError(f"{memory}: {error}") from error
 
     def ids(self, batch: Batch, block: Block) -> Tensor:
@@ -168,26 +171,26 @@ class StoredShards(Shards):
             announced.release(is_dirty=is_dirty)
 
     def held(self) -> Iterator[Held]:
-        """Copies of the shards in files, each made when it is its turn, and the memory of tensor trains."""
-        yield from self._cores()
+        """Copies of the shards in files, each made when it is its turn, and the memory of the others."""
+        yield from self._others()
         for layout, cached, _ in self._cached:
             for table in layout.tables:
                 yield self._copy(layout, cached, table.name)
 
     def changes(self, changed: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        for held in self._cores():
-            yield from tensors_of(held).items()
+        yield from changed_of(self._others(), changed)
         for layout, cached, _ in self._cached:
             for table in layout.tables:
                 rows = changed[table.name].numpy() + layout.first_row(table.name)
-                arrays = cached.cache.read(rows, timeout_s=self._files.home.timeout_s)
+                arrays = cached.cache.read(rows, timeout_s=self._files.place.timeout_s)
                 yield from self._tensors(layout, table.name, arrays).items()
 
     @property
     def in_files(self) -> frozenset[str]:
         return frozenset(table.name for layout, _, _ in self._cached for table in layout.tables)
 
-    def _cores(self) -> Iterator[Held]:
+    def _others(self) -> Iterator[Held]:
+        """What is not in files."""
         return (held for held in super().held() if held.name in self._in_memory)
 
     def _tensors(self, layout: StoreLayout, name: str, arrays: Arrays) -> dict[str, Tensor]:
@@ -204,7 +207,7 @@ class StoredShards(Shards):
         """Writes new files, which is cheaper than to fetch each row, change it, and write it back."""
         if self._announced:
             raise ArgumentError(f"{len(self._announced)} batches were sent and are not done; allowed: none, drop them")
-        for held in self._cores():
+        for held in self._others():
             for key, tensor in tensors_of(held).items():
                 tensor.copy_(state[key])
         for place, (layout, cached, rows) in enumerate(self._cached):
@@ -219,7 +222,7 @@ class StoredShards(Shards):
             waiting = list(self._announced)
         for announced in waiting:
             with contextlib.suppress(SennitError):  # `fetch` raises it.
-                announced.wait(self._files.home.timeout_s)
+                announced.wait(self._files.place.timeout_s)
 
     def counters(self) -> dict[str, int]:
         found: Counter[str] = Counter()
@@ -256,7 +259,7 @@ class StoredShards(Shards):
         start = layout.first_row(name)
         for first in range(0, spec.row_count, store.ROWS_AT_ONCE):
             end = min(first + store.ROWS_AT_ONCE, spec.row_count)
-            arrays = cached.cache.read(np.arange(start + first, start + end), timeout_s=self._files.home.timeout_s)
+            arrays = cached.cache.read(np.arange(start + first, start + end), timeout_s=self._files.place.timeout_s)
             for key, rows in self._tensors(layout, name, arrays).items():
                 tensors[key.removeprefix(f"{name}.")][first:end] = rows
         return Held(name=name, weight=tensors.pop("weight"), states=tensors)

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import NamedTuple
 
 from torch import Generator, Tensor
@@ -30,6 +31,19 @@ MAX_SHARDS = 1 << 12
 
 Initial = Callable[[Tensor, Generator], None]
 """Fills float32 rows [n, dim] in place from the generator, which is theirs alone."""
+
+
+class Home(Enum):
+    """The memory that the rows of a table lie in. It belongs to the run and decides no bit (`homes`)."""
+
+    FILE = "file"
+    """Files of the module's store, behind a cache of rows in memory."""
+
+    DRAM = "dram"
+    """Host memory."""
+
+    HBM = "hbm"
+    """Memory of the module's device."""
 
 
 class Range(NamedTuple):
@@ -79,6 +93,12 @@ class Table:
     train_rank: int | None = None
     """The table is a tensor train of this rank: three small cores, from which its rows are computed."""
 
+    home: Home | None = None
+    """Where its rows are. None: in files if the module has a store, else in the memory of the module's device.
+
+    The one setting that belongs to the run: a checkpoint may be read with another.
+    """
+
     def __post_init__(self) -> None:
         def refuse(what: str, allowed: str) -> None:
             raise ConfigError(f"table {self.name}: {what} {getattr(self, what)}; allowed: {allowed}")
@@ -93,6 +113,8 @@ class Table:
         ):
             if not isinstance(getattr(self, what), kind):
                 refuse(what, f"a {kind.__name__}")
+        if self.home is not None and not isinstance(self.home, Home):
+            refuse("home", "a Home, or None")
         if not self.features:
             object.__setattr__(self, "features", (self.name,))
         if self.rows < 1:
@@ -109,6 +131,8 @@ class Table:
             for what, least in (("row_shards", 1), ("column_shards", 1), ("initial", None)):
                 if getattr(self, what) != least:
                     refuse(what, f"{least} with a train_rank")
+            if self.home is Home.FILE:
+                raise ConfigError(f"table {self.name}: home file with a train_rank; allowed: dram, hbm")
             self.spec_of(0, 0)
 
     def spec_of(self, row: int, column: int) -> TableSpec:
@@ -130,7 +154,7 @@ class Table:
 
     def as_train(self, rank: int) -> Table:
         """The table as a tensor train of this rank, if that has fewer parameters; else the table itself."""
-        train = replace(self, train_rank=rank)
+        train = replace(self, train_rank=rank, home=None if self.home is Home.FILE else self.home)
         spec = train.spec_of(0, 0)
         return train if isinstance(spec, TensorTrainSpec) and spec.compression > 1 else self
 

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 
 from sennit.command_line import stdout_console
@@ -21,10 +22,11 @@ from sennit.runtime.planner.cost import Problem, Rating
 from sennit.runtime.planner.search import round_robin, search
 from sennit.runtime.planner.usage import ZIPF, Use, uses
 from sennit.runtime.sharded.buffers import keep_large_buffers
-from sennit.runtime.sharded.memory_limits import available_bytes, shared_limits
+from sennit.runtime.sharded.homes import Homes
+from sennit.runtime.sharded.memory_limits import available_bytes, memory_limits, shared_limits
 from sennit.runtime.sharded.placement import Placement, placed
 from sennit.runtime.sharded.slices import Slices
-from sennit.runtime.sharded.tables import Table
+from sennit.runtime.sharded.tables import Home, Table, shard_bytes, shards_of
 from sennit.runtime.training.config import TrainingConfig
 from sennit.transport.config import TransportKind, from_environment
 from sennit.transport.errors import ConfigError
@@ -44,6 +46,32 @@ def model_inputs(config: TrainingConfig, source: BatchSource, tables: Sequence[T
     )
 
 
+def homes_of(config: TrainingConfig) -> Homes:
+    """What the run has to keep tables in."""
+    return Homes(device_type=config.device, has_store=config.table_store is not None)
+
+
+def memory_of(config: TrainingConfig, tables: Sequence[Table], device: torch.device) -> dict[Home, list[int]]:
+    """Bytes of each rank for tables in memory. Collective."""
+    homes = homes_of(config)
+    found = {homes.memory: memory_limits(config.rank_memory_bytes, device=device)}
+    if homes.memory is not Home.DRAM:
+        found[Home.DRAM] = _beside_caches(config, tables, Home.DRAM, memory_limits())
+    if config.rank_memory_bytes is None:
+        found[homes.memory] = _beside_caches(config, tables, homes.memory, found[homes.memory])
+    return found
+
+
+def _beside_caches(config: TrainingConfig, tables: Sequence[Table], home: Home, limits: Sequence[int]) -> list[int]:
+    """What the caches of a table store leave. They have no use for more than twice the rows (`files.divided`)."""
+    store = config.table_store
+    if store is None:
+        return list(limits)
+    given = store.memory_bytes if home is Home.DRAM else store.device_bytes or 0
+    taken = min(given, 2 * sum(shard_bytes(tables, shard) for shard in shards_of(tables)))
+    return [max(0, limit - taken) for limit in limits]
+
+
 def cluster_of(config: TrainingConfig, ranks: int, local_ranks: int, limits: Sequence[int] | None) -> Cluster:
     """Hosts like this one. `limits`: bytes of each rank for tables in memory."""
     store = config.table_store
@@ -53,6 +81,7 @@ def cluster_of(config: TrainingConfig, ranks: int, local_ranks: int, limits: Seq
         cores=cores_here(),
         limits=limits if store is None else None,
         cache_bytes=None if store is None else store.memory_bytes,
+        beside=None if store is None else limits,
         has_no_shared_memory=from_environment().transport in (TransportKind.UDP, TransportKind.VERBS),
     )
 
@@ -64,7 +93,7 @@ def check_ranks(ranks: int | None, described: int, path: Path) -> None:
 
 
 def limits_here(config: TrainingConfig, ranks: int) -> list[int]:
-    """Bytes of each rank for tables in memory, with all ranks on this machine."""
+    """Bytes of each rank for tables in memory, with all ranks on this machine. Caches of files may take a part."""
     return shared_limits([("here", config.rank_memory_bytes, available_bytes())] * ranks)
 
 
@@ -125,16 +154,18 @@ def placement_of(
     config: TrainingConfig,
     source: BatchSource,
     tables: Sequence[Table],
-    limits: Sequence[int] | None,
+    limits: Mapping[Home, Sequence[int]],
     local_ranks: int | None,
 ) -> Planned:
-    """The owner of each shard. Collective.
+    """The owner of each shard. Collective. `limits`: `memory_of`.
 
     Rank 0 plans, so that all ranks have the same plan. Raises `ConfigError` on all ranks.
     """
     world_size = dist.get_world_size()
     if not config.sharding.is_planned:
-        placement = config.sharding.placement(tables, world_size, local_ranks=local_ranks, limits=limits)
+        placement = config.sharding.placement(
+            tables, world_size, local_ranks=local_ranks, limits=limits, homes=homes_of(config)
+        )
         return Planned(placement=placement)
     if config.device != "cpu":
         raise ConfigError(
@@ -145,7 +176,7 @@ def placement_of(
     problem = None
     if dist.get_rank() == 0:
         try:
-            *plan, problem = _planned(config, source, world_size, limits, local_ranks or world_size)
+            *plan, problem = _planned(config, source, world_size, limits[Home.DRAM], local_ranks or world_size)
             told = [tuple(plan)]
         except Exception as error:  # Of any type: the other ranks wait for this one.
             told = [error if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"]
@@ -157,7 +188,7 @@ def placement_of(
 
 
 def _planned(
-    config: TrainingConfig, source: BatchSource, ranks: int, limits: Sequence[int] | None, local_ranks: int
+    config: TrainingConfig, source: BatchSource, ranks: int, limits: Sequence[int], local_ranks: int
 ) -> tuple[dict[str, int], float, Problem]:
     constants, warnings = read_constants(from_environment().calibration)
     cluster = cluster_of(config, ranks, local_ranks, limits)

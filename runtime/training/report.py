@@ -230,11 +230,11 @@ class RunReport:
         return {"target": str(self.config.ingest), "data": self.data, "datagrams": datagrams, **total}
 
     def rows(self) -> dict[str, int] | None:
-        """Row counters summed over ranks; None if tables are in memory."""
+        """Row counters summed over ranks; None if all tables are in memory."""
         if self.config.table_store is None:
             return None
         names = {name: None for rank in self.ranks for name in rank.rows}
-        return {name: sum(rank.rows.get(name, 0) for rank in self.ranks) for name in names}
+        return {name: sum(rank.rows.get(name, 0) for rank in self.ranks) for name in names} or None
 
     def as_json(self) -> dict[str, Any]:
         return {

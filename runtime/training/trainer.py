@@ -32,14 +32,13 @@ from sennit.runtime.pipeline.scheduler import Scheduler
 from sennit.runtime.sharded.bags import ShardedEmbeddingBags
 from sennit.runtime.sharded.buffers import keep_large_buffers
 from sennit.runtime.sharded.local_ranks import local_ranks
-from sennit.runtime.sharded.memory_limits import memory_limits
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.sharded.replicas import SlicedReplicas
 from sennit.runtime.timeline.timeline import Timeline
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.metrics import Quality, quality_of_ranks
 from sennit.runtime.training.overlap import overlap_of
-from sennit.runtime.training.planned import model_inputs, placement_of
+from sennit.runtime.training.planned import memory_of, model_inputs, placement_of
 from sennit.runtime.training.rebalance import Rebalancer
 from sennit.transport.codecs import COLLECTIVE_CODECS, Codec
 from sennit.transport.errors import SennitError
@@ -108,8 +107,7 @@ class Trainer(Closing):
 
         self.device = _device(config, self.rank)
         tables = config.tables_of(source.tables)
-        # Tables on a disk have another limit.
-        limits = memory_limits(config.rank_memory_bytes, device=self.device) if config.table_store is None else None
+        limits = memory_of(config, tables, self.device)
         planned = placement_of(config, source, tables, limits, local_ranks())
         self.predicted_s = planned.step_s
         self.rebalancer: Rebalancer | None = None

@@ -23,6 +23,7 @@ from sennit.runtime.kernels import Bounds, Optimizer, OptimizerSpec, Pooling, Pr
 from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.sharded import (
     Features,
+    Home,
     PeerInputError,
     Sent,
     ShardedEmbeddingBags,
@@ -82,6 +83,13 @@ def own_part(whole: Features, first: int, end: int) -> Features:
     )
 
 
+def at_home(tables: tuple[Table, ...], homes: dict[str, str]) -> tuple[Table, ...]:
+    """The tables, of which some are at these homes."""
+    return tuple(
+        dataclasses.replace(table, home=Home(homes[table.name])) if table.name in homes else table for table in tables
+    )
+
+
 def trained(
     rank: int,
     world: int,
@@ -99,12 +107,14 @@ def trained(
     ids_there: bool = False,
     steps: int = 4,
     then: Any = None,
+    homes: dict[str, str] | None = None,
 ) -> tuple[str, list[str]]:
     """Backward passes whose gradients are elementwise functions of the outputs, so many `passes` in a step.
 
     `kind`: bags, weighted or sequences. `ahead`: how many later batches are sent before one is looked up. `trains`: two
     tables are tensor trains. `folder`: where tables are in files, with caches of `memory_bytes`, and of `device_bytes`
     on the `device` of the tables. `ids_there`: ids are given on it. `then`: the placement after half of the steps.
+    `homes`: of tables by name.
 
     Returns the digest of the tables, and one of each sample's last outputs.
     """
@@ -116,6 +126,7 @@ def trained(
         tables = tuple(
             dataclasses.replace(table, **train) if table.name in ("user", "genre") else table for table in tables
         )
+    tables = at_home(tables, homes or {})
     made = ShardedEmbeddings if kind == "sequences" else ShardedEmbeddingBags
     store = None
     if folder is not None:
@@ -160,7 +171,7 @@ def trained(
             found.update(rows.contiguous().cpu().numpy().data)
     digest = module.digest()
     if store is not None:
-        is_all_stored = isinstance(placement, str) and placement != "data_parallel" and not trains
+        is_all_stored = isinstance(placement, str) and placement != "data_parallel" and not trains and not homes
         assert world > 1 or not is_all_stored or module.cache_counters()["evictions"] > 0
         assert not list(store.folder.iterdir())
     module.close()

@@ -69,10 +69,43 @@ def trained_on_the_double(rank: int, world: int, **arguments: Any) -> tuple[Any,
 
     with (
         device_double.Device() as device,
-        mock.patch.object(engines, "implementation", side_effect=lambda *_, **__: Kernels()),
+        kernels_there(),
         mock.patch.object(ShardedTables, "check", counted),
     ):
-        return sharded_cases.trained(rank, world, device=device_double.DEVICE, **arguments), waits
+        options = {"implementation": "reference", "device": device_double.DEVICE}
+        return sharded_cases.trained(rank, world, **options, **arguments), waits
+
+
+def kernels_there() -> Any:
+    """The double has `Kernels`, whatever is asked for. Tables in host memory have the native ones."""
+
+    def made(name: str, **options: Any) -> Any:
+        return implementation(name, **options) if name == "native" else Kernels()
+
+    return mock.patch.object(engines, "implementation", side_effect=made)
+
+
+def loaded_elsewhere(rank: int, world: int) -> None:
+    """Groups of tables, their rates and steps do not depend on homes."""
+    states: list[dict[str, Any]] = []
+    digests = []
+    options: dict[str, Any] = {"rate": 0.1, "gradients": "sum", "device": device_double.DEVICE}
+    with device_double.Device(), kernels_there():
+        for homes in ({}, {"user": "dram", "item": "dram"}):
+            module = ShardedEmbeddingBags(sharded_cases.at_home(sharded_cases.TABLES, homes), **options)
+            assert [len(group["tables"]) for group in module.optimizer.param_groups] == [3, 1]
+            whole = sharded_cases.features(len(states), 8)
+            for state in states:
+                module.load_state_dict(state)
+            part = sharded_cases.own_part(whole, *module.slices.samples(rank, 8))
+            outputs = list(module(part).values())
+            torch.autograd.backward(outputs, [vector.detach() for vector in outputs])
+            states.append(module.state_dict())
+            digests.append(module.digest())
+        assert [state["steps"].tolist() for state in states] == [[1, 1], [2, 2]]
+        module = ShardedEmbeddingBags(sharded_cases.TABLES, **options)
+        module.load_state_dict(states[1])
+        assert module.digest() == digests[1] != digests[0]
 
 
 def coded_on_the_double(rank: int, world: int, **arguments: Any) -> Any:
@@ -109,7 +142,7 @@ def unfit_there(rank: int, world: int, folder: str) -> None:
     table = Table(name="user", rows=1000, dim=4, row_shards=2)
     with (
         device_double.Device(),
-        mock.patch.object(engines, "implementation", side_effect=lambda *_, **__: Kernels()),
+        kernels_there(),
     ):
         options: dict[str, Any] = {"rate": 0.1, "gradients": "sum", "placement": "row_wise"}
         module = ShardedEmbeddingBags([table], device=device_double.DEVICE, store=store, **options)

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from sharded_cases import TABLES, features, own_part  # type: ignore[import-not-found]
+from sharded_cases import TABLES, at_home, features, own_part  # type: ignore[import-not-found]
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from sennit.runtime.kernels import Optimizer, OptimizerSpec, Precision
 from sennit.runtime.pipeline import Pipeline
-from sennit.runtime.sharded import ShardedEmbeddingBags, Table, TableStore
+from sennit.runtime.sharded import Home, ShardedEmbeddingBags, Table, TableStore, place
 from sennit.transport.errors import ArgumentError, ConfigError, SennitError
 
 SAMPLES = 27
@@ -28,11 +28,16 @@ LARGE = (2, 4)
 """Numbers of batches."""
 
 
-def made(folder: Path | None, placement: str = "row_wise", memory_bytes: int = 300_000) -> ShardedEmbeddingBags:
-    """Tables of all precisions, one of them a tensor train; in files where there is a `folder`."""
+def made(
+    folder: Path | None,
+    placement: str = "row_wise",
+    memory_bytes: int = 300_000,
+    homes: dict[str, str] | None = None,
+) -> ShardedEmbeddingBags:
+    """Tables of all precisions, one of them a tensor train; in files where there is a `folder`, but for `homes`."""
     train = dataclasses.replace(TABLES[2], row_shards=1, column_shards=1, train_rank=2)
     store = None if folder is None else TableStore(folder=folder, memory_bytes=memory_bytes)
-    tables = (*TABLES[:2], train, TABLES[3])
+    tables = at_home((*TABLES[:2], train, TABLES[3]), homes or {})
     return ShardedEmbeddingBags(tables, rate=0.1, gradients="sum", placement=placement, store=store)
 
 
@@ -55,9 +60,9 @@ def saved(rank: int, world: int, folder: str, checkpoint: str, rows: str | None)
     return digest
 
 
-def resumed(rank: int, world: int, folder: str, checkpoint: str, rows: str | None) -> str:
+def resumed(rank: int, world: int, folder: str, checkpoint: str, rows: str | None, homes: dict[str, str] | None) -> str:
     """Goes on from the checkpoint with another placement. A step before must leave nothing behind."""
-    module = made(None if rows is None else Path(folder) / rows, placement="column_wise")
+    module = made(None if rows is None else Path(folder) / rows, placement="column_wise", homes=homes)
     step(module, 5)
     state = {"tables": module.state_dict()}
     with warnings.catch_warnings():
@@ -83,18 +88,61 @@ def initial(rank: int, world: int, folder: str) -> list[str]:
 
 def changes(rank: int, world: int, folder: str) -> None:
     found = []
-    for home in (None, Path(folder)):
-        module = made(home)
+    for home, homes in ((None, None), (Path(folder), None), (Path(folder), {"item": "dram", "city": "dram"})):
+        module = made(home, homes=homes)
         step(module, 0)
         module.track_changes()
         step(module, 1)
-        found.append(module.changed_rows())
-    in_memory, in_files = found
-    assert in_memory.keys() == in_files.keys()
-    assert all(torch.equal(rows, in_files[name]) for name, rows in in_memory.items())
-    assert 0 < len(in_files["user/1.1"]) < 125
+        found.append((module.changed_rows(clear=False), module.changes()))
+    (in_memory, changed), *others = found
+    for in_files, of_files in others:
+        assert in_memory.keys() == in_files.keys()
+        assert all(torch.equal(rows, in_files[name]) for name, rows in in_memory.items())
+        assert changed.keys() == of_files.keys()
+        assert all(torch.equal(values, of_files[name]) for name, values in changed.items())
+    assert 0 < len(in_memory["user/1.1"]) < 125
     module.load_state_dict(module.state_dict())
     assert len(module.changed_rows()["user/1.1"]) == 125
+
+
+def homeless(rank: int, world: int, folder: str) -> None:
+    """Nothing is made: neither files nor tables."""
+    table = Table(name="user", rows=50, dim=4)
+    store = TableStore(folder=Path(folder), memory_bytes=50_000)
+    for home, options, message in (
+        (Home.FILE, {}, r"^table user: home file without a table store; allowed: dram$"),
+        (Home.HBM, {"store": store}, r"^table user: home hbm with tables on cpu; allowed: dram$"),
+        (
+            Home.FILE,
+            {"store": store, "placement": "data_parallel"},
+            r"^table user: home file with a copy on every rank \(data_parallel\); allowed: dram$",
+        ),
+        ([Home.FILE, Home.DRAM][rank], {"store": store}, r"table user: home: rank 0 has file, rank 1 has dram"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            ShardedEmbeddingBags([dataclasses.replace(table, home=home)], rate=1, **options)
+    with pytest.raises(ConfigError, match="table user: home file with a train_rank; allowed: dram, hbm"):
+        dataclasses.replace(table, train_rank=2, home=Home.FILE)
+    with pytest.raises(ConfigError, match="table user: home file; allowed: a Home, or None"):
+        dataclasses.replace(table, home="file")  # type: ignore[arg-type]
+
+
+def moves_what_is_in_memory(rank: int, world: int, folder: str) -> None:
+    everything = {table.name: "dram" for table in TABLES}
+    module, other = made(Path(folder), homes=everything), made(None)
+    assert module.batches_ahead == 0
+    for number in range(2):
+        for one in (module, other):
+            step(one, number)
+        assert (module.move(place(module.tables, world, "column_wise")) > 0) == (number == 0)
+    assert module.digest() == other.digest()
+    assert not module.in_files
+    module.close()
+    module = made(Path(folder), homes={"item": "dram", "city": "dram"})
+    with pytest.raises(ConfigError, match=r"shards in files do not move: table user; allowed: tables in memory"):
+        module.move(place(module.tables, world, "column_wise"))
+    step(module, 0)
+    module.close()
 
 
 def misused(rank: int, world: int, folder: str) -> None:

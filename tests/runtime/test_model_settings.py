@@ -17,7 +17,7 @@ from sennit.offload.ingest.facts import TableFacts
 from sennit.runtime.kernels import Bounds, Decay, Optimizer, OptimizerSpec, Pooling, Precision, Rounding
 from sennit.runtime.model.settings import SettingsFile, TableSettings, as_json, tables_of
 from sennit.runtime.model.sharding_settings import Sharding, sharding_of
-from sennit.runtime.sharded import Table, place
+from sennit.runtime.sharded import Home, Table, place
 from sennit.runtime.sharded.placement import SHARDINGS
 from sennit.transport.errors import ConfigError
 
@@ -67,6 +67,7 @@ def test_a_table_can_have_every_setting(tables: Tables) -> None:
         bounds = "wrap"
         row_shards = 8
         column_shards = 3
+        home = "file"
         initial = { kind = "normal", deviation = 0.5 }
         [tables.user.optimizer]
         kind = "partial_row_wise_adam"
@@ -106,6 +107,7 @@ def test_a_table_can_have_every_setting(tables: Tables) -> None:
         initial=user.initial,
         row_shards=8,
         column_shards=3,
+        home=Home.FILE,
     )
 
 
@@ -154,17 +156,21 @@ def test_a_tensor_train_is_one_shard(tables: Tables) -> None:
         column_shards = 2
         initial = "zeros"
         train_rank = 3
+        home = "file"
         [tables.item]
         train_rank = 0
         """
     user, item = tables(text)
     assert (user.train_rank, user.row_shards, user.column_shards, user.initial) == (3, 1, 1, None)
     assert (item.train_rank, item.row_shards, item.column_shards) == (None, 8, 2)
+    assert (user.home, item.home) == (None, Home.FILE)
     described = as_json((user, item))
     assert [one["train_rank"] for one in described] == [3, None]
     assert [one["initial"] for one in described] == [None, {"kind": "zeros"}]
     with pytest.raises(ConfigError, match=r"tables.toml: table user: row_shards 2; allowed: 1 with a train_rank"):
         tables(text + "[tables.user]\nrow_shards = 2")
+    with pytest.raises(ConfigError, match=r"tables.toml: table user: home file with a train_rank; allowed: dram, hbm"):
+        tables(text + '[tables.user]\nhome = "file"')
 
 
 def test_a_tensor_train_lies_whole_on_a_rank(tables: Tables, sharding: Callable[[str], Sharding]) -> None:
@@ -178,7 +184,8 @@ def test_a_tensor_train_lies_whole_on_a_rank(tables: Tables, sharding: Callable[
 def test_the_manifest_gets_every_setting(tables: Tables) -> None:
     user, item = as_json(tables('[tables.user]\nprecision = "fp16"\ninitial = "zeros"'))
     assert json.loads(json.dumps([user, item])) == [user, item]
-    assert set(user) == {one.name for one in fields(Table)}
+    # A run may go on with its tables elsewhere.
+    assert set(user) == {one.name for one in fields(Table)} - {"home"}
     assert set(user["optimizer"]) == {one.name for one in fields(OptimizerSpec)}
     assert (user["precision"], user["initial"]) == ("fp16", {"kind": "zeros"})
     assert (item["precision"], item["initial"]) == ("fp32", {"kind": "uniform", "bound": 1 / 3})
@@ -201,6 +208,7 @@ def test_the_manifest_gets_every_setting(tables: Tables) -> None:
         ("[defaults]\nrow_shards = 1.5", "defaults: row_shards 1.5; allowed: an integer from 1 to 4096"),
         ('[tables.user]\nprecision = "fp8"', "user: precision 'fp8'; allowed: fp32, fp16, bf16"),
         ('[tables.user]\npooling = "none"', "user: pooling 'none'; allowed: sum, mean"),
+        ('[tables.user]\nhome = "disk"', "user: home 'disk'; allowed: file, dram, hbm"),
         ("[tables.user]\nbounds = 1", "user: bounds 1; allowed: error, wrap, ignore"),
         ("[tables.user]\noptimizer = 1", "user: optimizer is 1; allowed: a name, or a section with kind and options"),
         ('[tables.user]\noptimizer = "adem"', "optimizer: kind 'adem'; allowed: sgd, .*; did you mean adam?"),

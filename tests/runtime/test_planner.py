@@ -21,11 +21,12 @@ from sennit.runtime.model.sharding_settings import sharding_of
 from sennit.runtime.planner import plan_file
 from sennit.runtime.planner.cluster import Cluster, read_cluster
 from sennit.runtime.planner.constants import Constants, as_json, read_constants
-from sennit.runtime.planner.cost import CROWD, REPLICAS_S, SWITCHES, Fixed, Kind, Problem, Rating
+from sennit.runtime.planner.cost import CROWD, REPLICAS_S, SWITCHES, Fixed, Problem, Rating
+from sennit.runtime.planner.kinds import Kind
 from sennit.runtime.planner.search import Found, exact, greedy, local, of_placement, rate, round_robin, search
 from sennit.runtime.planner.usage import assumed, counted, uses
 from sennit.runtime.sharded.placement import place
-from sennit.runtime.sharded.tables import Table, shard_bytes, shards_of
+from sennit.runtime.sharded.tables import Home, Shard, Table, shard_bytes, shards_of
 from sennit.testbed.bench.kernel_speeds import non_negative
 from sennit.transport.errors import ConfigError
 
@@ -122,6 +123,32 @@ def test_no_rank_gets_more_than_its_memory(given_problem: Problem) -> None:
     for rank in range(given_problem.cluster.ranks):
         held[rank] = sum(shard_bytes(given_problem.tables, shard) for shard in placement.shards_on(rank))
     assert all(size <= limit for size, limit in zip(held, limits, strict=True))
+
+
+def test_tables_count_where_their_homes_are() -> None:
+    """Files hold one table, and memory beside the cache two, which only fit on different ranks."""
+    tables = [
+        Table(name="file", rows=4000, dim=16, home=Home.FILE),
+        Table(name="large", rows=1000, dim=16, home=Home.DRAM),
+        Table(name="small", rows=900, dim=16, home=Home.DRAM),
+    ]
+    size = shard_bytes(tables, Shard(1, 0, 0))
+    cluster = Cluster(ranks=2, local_ranks=2, cores=2, cache_bytes=1 << 16, beside=[size, size])
+    given_problem = dataclasses.replace(problem(tables, [40.0, 5.0, 5.0], ranks=2), cluster=cluster)
+    rating = Rating(given_problem)
+    best = search(rating).best
+    on = [int(owners.flat[0]) for owners in best.owners]
+    # A file is never on every rank, whatever a copy would save.
+    assert on[0] >= 0
+    assert sorted(on[1:]) == [0, 1]
+    assert best.work[Kind.MEMORY].sum() == shard_bytes(tables, Shard(0, 0, 0))
+    assert sorted(best.work[Kind.OWN]) == [shard_bytes(tables, Shard(2, 0, 0)), size]
+    assert (best.work[Kind.ROWS] > 0).tolist() == [rank == on[0] for rank in range(2)]
+    small = dataclasses.replace(cluster, beside=[size - 1, size - 1])
+    with pytest.raises(ConfigError, match=r"tier file: table large .* bytes for tables on rank 0, .* 1 bytes are miss"):
+        search(Rating(dataclasses.replace(given_problem, cluster=small)))
+    with pytest.raises(ConfigError, match="table file: home file without a table store; allowed: dram"):
+        search(Rating(problem(tables, [40.0, 5.0, 5.0])))
 
 
 def test_the_same_problem_has_the_same_plan() -> None:

@@ -84,6 +84,24 @@ def test_rows_from_files_have_the_same_bits(
     assert [sample for (_, samples), _ in found for sample in samples] == outputs
 
 
+@pytest.mark.parametrize(("placement", "is_stored"), [("row_wise", False), (MIXED, True)], ids=str)
+def test_some_tables_in_host_memory_have_the_same_bits(
+    kept_world: Callable[..., Any], alone: tuple[str, list[Any]], tmp_path: Path, is_stored: bool, placement: Any
+) -> None:
+    """Two tables with one optimizer, and one of two features: results and gradients go between host and device."""
+    kind, (digest, outputs) = alone
+    arguments = {"placement": placement, "kind": kind, "homes": {"item": "dram", "genre": "dram", "city": "hbm"}}
+    if is_stored:
+        arguments |= {"folder": str(tmp_path), "memory_bytes": 240_000, "device_bytes": 130_000, "ahead": 1}
+    found = kept_world(2).run(CASES, "trained_on_the_double", **arguments)
+    assert [one for (one, _), _ in found] == [digest] * 2
+    assert [sample for (_, samples), _ in found for sample in samples] == outputs
+
+
+def test_a_checkpoint_is_read_with_other_homes(kept_world: Callable[..., Any]) -> None:
+    kept_world(2).run(CASES, "loaded_elsewhere")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_triton_has_the_bits_of_the_native_kernels(kept_world: Callable[..., Any], tmp_path: Path, kind: str) -> None:
     pytest.importorskip("triton")

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 pytest.importorskip("torch")
 
 from sennit.runtime.kernels import Optimizer, OptimizerSpec, Pooling
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
+from sennit.runtime.sharded.homes import Homes
 from sennit.runtime.sharded.placement import SHARDINGS, Placement, place
-from sennit.runtime.sharded.tables import Shard, Table, shard_bytes, shards_of
+from sennit.runtime.sharded.tables import Home, Shard, Table, shard_bytes, shards_of
 from sennit.transport.errors import ConfigError
 
 SGD = OptimizerSpec(kind=Optimizer.SGD)
@@ -104,6 +107,29 @@ def test_a_table_without_room_is_named_with_the_missing_bytes(sharding: str, lim
     tables = [table("small", 5), table("huge", 60, row_shards=3)]
     with pytest.raises(ConfigError, match=message):
         place(tables, 2, sharding, limits=limits)
+
+
+def test_tables_count_where_they_lie() -> None:
+    """400, 400 and 480 bytes. Without homes there would be no room for any of them in memory beside the others."""
+    tables = [table("large", 10), table("medium", 10), table("small", 12)]
+    tables[0] = dataclasses.replace(tables[0], home=Home.DRAM)
+    homes = Homes(has_store=True)
+    found = place(tables, 1, limits={Home.DRAM: [400]}, homes=homes)
+    assert used(tables, found) == [1280]
+    assert place(tables, 1, limits={Home.DRAM: [400], Home.FILE: [880]}, homes=homes) == found
+    with pytest.raises(ConfigError, match=r"table large .* Of the 399 bytes for tables on rank 0, .* 1 bytes are"):
+        place(tables, 1, limits={Home.DRAM: [399]}, homes=homes)
+    message = (
+        r"table medium needs 400 bytes .* Of the 879 bytes for tables in file on rank 0, .* 399 are left: 1 bytes are "
+        r"missing. All tables in file need 880 bytes, all ranks have 879."
+    )
+    with pytest.raises(ConfigError, match=message):
+        place(tables, 1, limits={Home.DRAM: [400], Home.FILE: [879]}, homes=homes)
+    # What every rank has is in memory.
+    with pytest.raises(ConfigError, match="All tables need 880 bytes, all ranks have 879"):
+        place(tables, 1, {"small": "data_parallel"}, limits={Home.DRAM: [879]}, homes=homes)
+    with pytest.raises(ConfigError, match="table large: home file without a table store; allowed: dram"):
+        place([dataclasses.replace(tables[0], home=Home.FILE)], 1, limits=[400])
 
 
 def test_each_rank_has_a_limit() -> None:

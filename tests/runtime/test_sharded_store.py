@@ -23,6 +23,8 @@ CASES = "sharded_cases.py"
 STORES = "sharded_store_cases.py"
 SHARDINGS = ("table_wise", "row_wise", "column_wise", "grid", "data_parallel")
 MIXED = {"user": "row_wise", "item": "data_parallel", "genre": "column_wise", "city": "table_wise"}
+HOMES = {"user": "file", "item": "dram", "genre": "dram"}
+"""And `city` in a file, because there is a store."""
 MEMORY_BYTES = 200_000
 """Too little for all rows on one rank, enough for three batches."""
 
@@ -60,6 +62,29 @@ def test_files_have_the_bits_of_memory(
     check(kept_world(world).run(CASES, "trained", memory_bytes=MEMORY_BYTES, **arguments), *alone)
 
 
+@pytest.mark.parametrize(("world", "ahead", "placement"), [(1, 0, "row_wise"), (2, 1, MIXED)], ids=str)
+def test_some_tables_in_files_and_some_in_memory_have_the_bits_of_memory(
+    kept_world: Callable[..., Any],
+    in_memory: tuple[str, list[Any]],
+    tmp_path: Path,
+    world: int,
+    ahead: int,
+    placement: Any,
+) -> None:
+    kind, alone = in_memory
+    arguments = {"placement": placement, "kind": kind, "ahead": ahead, "folder": str(tmp_path), "homes": HOMES}
+    check(kept_world(world).run(CASES, "trained", memory_bytes=MEMORY_BYTES, **arguments), *alone)
+
+
+def test_a_home_that_cannot_be_is_refused_by_name(kept_world: Callable[..., Any], tmp_path: Path) -> None:
+    kept_world(2).run(STORES, "homeless", folder=str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_tables_in_memory_move_beside_a_store(kept_world: Callable[..., Any], tmp_path: Path) -> None:
+    kept_world(2).run(STORES, "moves_what_is_in_memory", folder=str(tmp_path))
+
+
 @pytest.mark.parametrize("is_stored", [False, True])
 @pytest.mark.parametrize("placement", ["table_wise", "data_parallel", MIXED], ids=str)
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -91,16 +116,20 @@ def test_backward_passes_accumulate_over_files(kept_world: Callable[..., Any], t
         check(found, *alone)
 
 
-@pytest.mark.parametrize("reader", [None, "rows"])
-@pytest.mark.parametrize("writer", [None, "rows"])
+@pytest.mark.parametrize(
+    ("writer", "reader", "homes"),
+    [(None, None, None), (None, "rows", None), ("rows", None, None), ("rows", "rows", None), ("rows", "rows", HOMES)],
+    ids=str,
+)
 def test_checkpoints_are_the_same_from_files_and_from_memory(
-    kept_world: Callable[..., Any], tmp_path: Path, writer: str | None, reader: str | None
+    kept_world: Callable[..., Any], tmp_path: Path, writer: str | None, reader: str | None, homes: dict[str, str] | None
 ) -> None:
+    """With `homes` the reader has other tables in files than the writer."""
     (tmp_path / "rows").mkdir()
     arguments = {"folder": str(tmp_path), "checkpoint": str(tmp_path / "saved")}
     written = kept_world(2).run(STORES, "saved", rows=writer, **arguments)
     for world in (1, 2, 3):
-        assert set(kept_world(world).run(STORES, "resumed", rows=reader, **arguments)) == set(written)
+        assert set(kept_world(world).run(STORES, "resumed", rows=reader, homes=homes, **arguments)) == set(written)
     assert not list((tmp_path / "rows").iterdir())
 
 

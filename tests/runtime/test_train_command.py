@@ -200,3 +200,24 @@ def test_tables_that_no_rank_can_hold_are_named_before_they_are_made(capsys: pyt
     assert re.search(r"error: rank [01]: table table_\d\d needs [\d,]+ bytes", told), told
     assert "Of the 3,072 bytes for tables on rank" in told
     assert len(told.splitlines()) == 1
+
+
+def test_tables_in_memory_have_a_limit_beside_a_table_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those in files have none."""
+    tables = tmp_path / "tables.toml"
+    store = ["--table-store", str(tmp_path), "--table-memory", "16MiB", "--tables", str(tables)]
+    report = tmp_path / "report.json"
+    hashes = set()
+    for text in ("", '[tables.table_00]\nhome = "dram"', '[defaults]\nhome = "dram"'):
+        tables.write_text(text)
+        hashes.add(train(report, *TINY, "--ranks", "2", *store)["weights_sha256"])
+    assert len(hashes) == 1
+    tables.write_text('[tables.table_00]\nhome = "dram"')
+    with pytest.raises(SystemExit, match="1"):
+        main([*TINY, "--ranks", "2", "--rank-memory", "100", *store])
+    told = capsys.readouterr().err
+    assert re.search(r"rank [01]: table table_00 needs [\d,]+ bytes .* Of the 100 bytes for tables on", told), told
+    tables.write_text('[tables.table_00]\nhome = "file"')
+    with pytest.raises(SystemExit, match="1"):
+        main([*TINY, "--ranks", "2", "--tables", str(tables)])
+    assert "table table_00: home file without a table store; allowed: dram" in capsys.readouterr().err
