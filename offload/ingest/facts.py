@@ -23,7 +23,7 @@ class TableFacts:
     """One embedding table."""
 
     name: str
-    row_count: int
+    rows: int
     mean_length: float
     """Mean number of ids per sample."""
 
@@ -72,7 +72,7 @@ class Facts:
             "name": self.name,
             "fingerprint": self.fingerprint,
             "sample_count": self.sample_count,
-            "tables": [[table.name, table.row_count, table.mean_length] for table in self.tables],
+            "tables": [[table.name, table.rows, table.mean_length] for table in self.tables],
             "dense_names": list(self.dense_names),
             "preprocessing": self.preprocessing,
             "plan": {
@@ -90,10 +90,10 @@ class Facts:
             tables = tuple(
                 TableFacts(
                     name=text(f"facts: name of table {number}", name),
-                    row_count=integer(f"facts: rows of table {number}", row_count, 1, TABLE_ROWS_MAX),
+                    rows=integer(f"facts: rows of table {number}", rows, 1, TABLE_ROWS_MAX),
                     mean_length=_number(f"mean length of table {number}", mean_length),
                 )
-                for number, (name, row_count, mean_length) in enumerate(content["tables"])
+                for number, (name, rows, mean_length) in enumerate(content["tables"])
             )
             plan, preprocessing = content["plan"], content["preprocessing"]
             if preprocessing is not None and not isinstance(preprocessing, dict):
@@ -110,7 +110,7 @@ class Facts:
                     columns=columns_from_json(plan["columns"]),
                     dense=tuple(text("facts: dense column", name) for name in plan["dense"]),
                     sparse=tuple(
-                        Sparse(column=text("facts: sparse column", name), rows=table.row_count)
+                        Sparse(column=text("facts: sparse column", name), rows=table.rows)
                         for name, table in zip(plan["sparse"], tables, strict=True)
                     ),
                 ),

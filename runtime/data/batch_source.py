@@ -58,7 +58,7 @@ class MemorySource:
         """The batches of rank `rank` of `world_size`. `counted`: counts the ids of its batches like this."""
         self.order = data.order
         self.tables = tuple(
-            TableFacts(name=column.name, row_count=column.row_count, mean_length=column.mean_length)
+            TableFacts(name=column.name, rows=column.row_count, mean_length=column.mean_length)
             for column in data.samples.columns
         )
         self.dense_count = data.samples.dense.shape[1]
@@ -72,7 +72,7 @@ class MemorySource:
             if counted is None
             else Sketch(
                 tables=[table.name for table in self.tables],
-                table_rows=[table.row_count for table in self.tables],
+                table_rows=[table.rows for table in self.tables],
                 shape=counted,
             )
         )

@@ -62,7 +62,7 @@ def encode(raw: RawSamples, fingerprint: str, *, body_max_bytes: int) -> tuple[F
         fingerprint=fingerprint,
         sample_count=len(raw),
         tables=tuple(
-            TableFacts(name=feature.name, row_count=feature.row_count, mean_length=feature.mean_length)
+            TableFacts(name=feature.name, rows=feature.row_count, mean_length=feature.mean_length)
             for feature in raw.features
         ),
         dense_names=raw.dense_names or tuple(part.name for part in numbers),

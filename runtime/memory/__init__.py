@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from sennit.runtime.memory.errors import CorruptStore as CorruptStore
     from sennit.runtime.memory.errors import ForeignStore as ForeignStore
     from sennit.runtime.memory.layout import RowPart as RowPart
-    from sennit.runtime.memory.layout import StoredTable as StoredTable
     from sennit.runtime.memory.layout import StoreLayout as StoreLayout
     from sennit.runtime.memory.store import FileAccess as FileAccess
     from sennit.runtime.memory.store import RowStore as RowStore
@@ -30,7 +29,6 @@ __getattr__ = exporter(
         "ForeignStore": "errors",
         "RowPart": "layout",
         "StoreLayout": "layout",
-        "StoredTable": "layout",
         "FileAccess": "store",
         "RowStore": "store",
         "PrefetchedBatch": "tiered",

@@ -25,15 +25,6 @@ DTYPES: Final[dict[str, np.dtype[np.generic]]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StoredTable:
-    """One table, or the part of it that this process holds."""
-
-    name: str
-    row_count: int
-    """May be 0."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RowPart:
     """One part of each row: its weights, or one state of its optimizer."""
 
@@ -57,12 +48,19 @@ class RowPart:
 class StoreLayout:
     """The tables and parts of one store. Tables with another dim or precision need another store."""
 
-    tables: tuple[StoredTable, ...]
+    tables: tuple[tuple[str, int], ...]
+    """The name and the rows of each. A table may have no rows."""
+
     parts: tuple[RowPart, ...]
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Of the tables."""
+        return tuple(name for name, _ in self.tables)
+
+    @property
     def row_count(self) -> int:
-        return sum(table.row_count for table in self.tables)
+        return sum(rows for _, rows in self.tables)
 
     @property
     def row_bytes(self) -> int:
@@ -72,11 +70,11 @@ class StoreLayout:
     def first_row(self, name: str) -> int:
         """The store's number of the first row of table `name`. Add ids to it."""
         first = 0
-        for table in self.tables:
-            if table.name == name:
+        for table, rows in self.tables:
+            if table == name:
                 return first
-            first += table.row_count
-        raise ArgumentError(f"table {name!r}; the store has {', '.join(table.name for table in self.tables)}")
+            first += rows
+        raise ArgumentError(f"table {name!r}; the store has {', '.join(self.names)}")
 
     def empty(self, count: int) -> Arrays:
         """Memory for `count` rows, a [count, columns] array for each part, uninitialised."""
@@ -98,13 +96,12 @@ class StoreLayout:
     @property
     def native(self) -> tuple[list[tuple[str, int]], list[tuple[str, str, int, int]]]:
         """The layout as `_memory` takes it."""
-        tables = [(table.name, table.row_count) for table in self.tables]
-        return tables, [(part.name, part.dtype, part.columns, part.row_bytes) for part in self.parts]
+        return list(self.tables), [(part.name, part.dtype, part.columns, part.row_bytes) for part in self.parts]
 
 
 def from_native(tables: Sequence[tuple[str, int]], parts: Sequence[tuple[str, str, int, int]]) -> StoreLayout:
     """The layout in the header of a store file."""
     return StoreLayout(
-        tables=tuple(StoredTable(name=name, row_count=count) for name, count in tables),
+        tables=tuple((name, rows) for name, rows in tables),
         parts=tuple(RowPart(name=name, dtype=dtype, columns=columns) for name, dtype, columns, _ in parts),
     )

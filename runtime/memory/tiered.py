@@ -17,7 +17,7 @@ from sennit.runtime.kernels.layout import allocate
 from sennit.runtime.kernels.optimizers import OptimizerSpec
 from sennit.runtime.kernels.spec import Bounds, Precision, Rounding, TableSpec
 from sennit.runtime.memory.cache import CachedBatch, RowCache
-from sennit.runtime.memory.layout import RowPart, StoredTable, StoreLayout
+from sennit.runtime.memory.layout import RowPart, StoreLayout
 from sennit.runtime.memory.narrow import widened
 from sennit.runtime.memory.store import RowStore
 from sennit.transport.errors import ArgumentError, ConfigError
@@ -36,7 +36,7 @@ def layout_of(tables: Sequence[TableSpec], optimizer: OptimizerSpec) -> StoreLay
     table = tables[0]
     states = {name: optimizer.state_shape(name, table)[1:] for name in optimizer.states}
     return StoreLayout(
-        tables=tuple(StoredTable(name=table.name, row_count=table.row_count) for table in tables),
+        tables=tuple((table.name, table.row_count) for table in tables),
         parts=(
             RowPart(name="weight", columns=table.dim, dtype=_DTYPES[table.precision]),
             *(RowPart(name=name, columns=shape[0] if shape else 1) for name, shape in states.items()),

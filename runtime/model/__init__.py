@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from sennit.runtime.model.dlrm import DLRM as DLRM
     from sennit.runtime.model.factory import build as build
     from sennit.runtime.model.inputs import ModelInputs as ModelInputs
-    from sennit.runtime.model.inputs import TableInput as TableInput
     from sennit.runtime.model.optimizer import dense_optimizer as dense_optimizer
     from sennit.runtime.model.schedule import RateSchedule as RateSchedule
 
@@ -22,7 +21,6 @@ __getattr__ = exporter(
     __name__,
     {
         "ModelInputs": "inputs",
-        "TableInput": "inputs",
         "DLRM": "dlrm",
         "DCNv2": "dcnv2",
         "DeepFM": "deepfm",

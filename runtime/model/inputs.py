@@ -4,20 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
+from sennit.runtime.sharded.tables import Table
 from sennit.transport.errors import ConfigError
-
-
-class TableInput(NamedTuple):
-    """One vector of a sample: the pooled rows of one table."""
-
-    name: str
-    """The table's name, which is that of its column in the data."""
-
-    dim: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,8 +22,8 @@ class ModelInputs:
     dense_count: int
     """Dense features; may be 0."""
 
-    tables: tuple[TableInput, ...]
-    """In the order of the data's columns."""
+    tables: tuple[Table, ...]
+    """In the order of the data's columns, whose names they have. A sample has a vector of each: its pooled rows."""
 
     bottom: tuple[int, ...] = ()
     """Hidden widths of the MLP on the dense features, if the model has one."""
@@ -48,14 +39,15 @@ class ModelInputs:
             raise ConfigError(f"{self.dense_count} dense features; allowed: 0 or more")
         if not self.tables:
             raise ConfigError("a model without tables; allowed: one or more")
-        for what, widths in (
-            *((f"dim of table {table.name}", (table.dim,)) for table in self.tables),
-            ("width in the bottom MLP", self.bottom),
-            ("width in the top MLP", self.top),
-        ):
+        for name, widths in (("bottom", self.bottom), ("top", self.top)):
             for width in widths:
                 if width < 1:
-                    raise ConfigError(f"{what} {width}; allowed: 1 or more")
+                    raise ConfigError(f"width in the {name} MLP {width}; allowed: 1 or more")
+
+    def __str__(self) -> str:
+        """For people, who know their tables."""
+        tables = ", ".join(f"{table.name} ({table.dim} columns)" for table in self.tables)
+        return f"{self.dense_count} dense features, tables {tables}, bottom {self.bottom}, top {self.top}"
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -12,13 +12,13 @@ optimizer = { kind = "adam", beta2 = 0.99 }
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final, Self
 
 from sennit.offload.ingest.facts import TableFacts
-from sennit.runtime.kernels.optimizers import Decay, Optimizer, OptimizerSpec
+from sennit.runtime.kernels.optimizers import Decay, Optimizer
 from sennit.runtime.kernels.spec import MAX_DIM, Bounds, Pooling, Precision, Rounding
 from sennit.runtime.model.hints import few, hint
 from sennit.runtime.model.initial import Normal, Uniform, Zeros
@@ -91,15 +91,6 @@ _TRAIN: Final = {"row_shards": 1, "column_shards": 1, "initial": None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TableSettings:
-    """What a table has if no file says otherwise: what the options of `sennit train` ask for."""
-
-    dim: int
-    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
-    row_shards: int = 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class SettingsFile:
     """A checked file. Which tables there are is known with the data."""
 
@@ -123,11 +114,12 @@ class SettingsFile:
         return cls(source=str(path), **found)
 
 
-def tables_of(facts: Sequence[TableFacts], settings: SettingsFile | None, defaults: TableSettings) -> tuple[Table, ...]:
+def tables_of(facts: Sequence[TableFacts], settings: SettingsFile | None, template: Table) -> tuple[Table, ...]:
     """A table for each column of ids, in the data's order.
 
-    What a table's own section does not say is as in `[defaults]`, and then as in `defaults`. So is each option of the
-    optimizer. Raises `ConfigError` for tables that the data has not, and for settings that do not go together.
+    What a table's own section does not say is as in `[defaults]`, and then as in `template`, which has what options of
+    `sennit train` ask for. So is each option of the optimizer. Raises `ConfigError` for tables that the data has not,
+    and for settings that do not go together.
     """
     if settings is None:
         settings = SettingsFile(source="", defaults={}, tables={})
@@ -137,12 +129,12 @@ def tables_of(facts: Sequence[TableFacts], settings: SettingsFile | None, defaul
             raise ConfigError(
                 f"{settings.source}: table {name}, which the data has not; allowed: {few(known)}{hint(name, known)}"
             )
-    return tuple(_table(table, settings, defaults) for table in facts)
+    return tuple(_table(table, settings, template) for table in facts)
 
 
-def _table(table: TableFacts, settings: SettingsFile, defaults: TableSettings) -> Table:
-    options: dict[str, Any] = {"dim": defaults.dim, "row_shards": defaults.row_shards}
-    optimizer, own = defaults.optimizer, settings.tables.get(table.name, {})
+def _table(table: TableFacts, settings: SettingsFile, template: Table) -> Table:
+    options: dict[str, Any] = {}
+    optimizer, own = template.optimizer, settings.tables.get(table.name, {})
     for layer in (settings.defaults, own):
         options |= layer
         optimizer = replace(optimizer, **layer.get("optimizer", {}))
@@ -152,7 +144,8 @@ def _table(table: TableFacts, settings: SettingsFile, defaults: TableSettings) -
         if options.get("home") is Home.FILE:
             options["home"] = own.get("home")
     try:
-        return Table(name=table.name, rows=table.row_count, **options | {"optimizer": optimizer})
+        options |= {"name": table.name, "rows": table.rows, "features": (), "optimizer": optimizer}
+        return replace(template, **options)
     except ConfigError as error:
         raise ConfigError(f"{settings.source}: {error}" if settings.source else str(error)) from None
 

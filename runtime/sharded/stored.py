@@ -128,8 +128,7 @@ class StoredShards(Shards):
             self._cached.append((layout, cached, rows))
         super().__init__(make([one.spec if one else spec for spec, one in zip(specs, memory, strict=True)], memory))
         self.specs = tuple(specs)
-        in_files = {table.name for layout, _, _ in self._cached for table in layout.tables}
-        self._in_memory = set(self.engine.names) - in_files
+        self._in_memory = set(self.engine.names) - self.in_files
 
     def announce(self, batch: Batch) -> StoredBatch:
         batch, _ = resolve(batch, self.specs, Bounds.ERROR)
@@ -174,20 +173,20 @@ class StoredShards(Shards):
         """Copies of the shards in files, each made when it is its turn, and the memory of the others."""
         yield from self._others()
         for layout, cached, _ in self._cached:
-            for table in layout.tables:
-                yield self._copy(layout, cached, table.name)
+            for name in layout.names:
+                yield self._copy(layout, cached, name)
 
     def changes(self, changed: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         yield from changed_of(self._others(), changed)
         for layout, cached, _ in self._cached:
-            for table in layout.tables:
-                rows = changed[table.name].numpy() + layout.first_row(table.name)
+            for name in layout.names:
+                rows = changed[name].numpy() + layout.first_row(name)
                 arrays = cached.cache.read(rows, timeout_s=self._files.place.timeout_s)
-                yield from self._tensors(layout, table.name, arrays).items()
+                yield from self._tensors(layout, name, arrays).items()
 
     @property
     def in_files(self) -> frozenset[str]:
-        return frozenset(table.name for layout, _, _ in self._cached for table in layout.tables)
+        return frozenset(name for layout, _, _ in self._cached for name in layout.names)
 
     def _others(self) -> Iterator[Held]:
         """What is not in files."""
@@ -238,7 +237,7 @@ class StoredShards(Shards):
 
     def _initial(self, layout: StoreLayout, numbers: Sequence[int], fill: Fill) -> Callable[[int, int], Arrays]:
         """Generates the rows of new shards, in the order of the file."""
-        number_of = {table.name: number for table, number in zip(layout.tables, numbers, strict=True)}
+        number_of = dict(zip(layout.names, numbers, strict=True))
 
         def rows(first: int, count: int) -> Arrays:
             arrays = {part.name: np.zeros((count, part.columns), DTYPES[part.dtype]) for part in layout.parts}
@@ -268,11 +267,11 @@ class StoredShards(Shards):
 def pieces(layout: StoreLayout, first: int, count: int) -> list[tuple[str, int, int]]:
     """Splits rows `first` to `first + count` of a store by table: name, first row, end."""
     found, base = [], 0
-    for table in layout.tables:
-        begin, end = max(first - base, 0), min(first + count - base, table.row_count)
+    for name, rows in layout.tables:
+        begin, end = max(first - base, 0), min(first + count - base, rows)
         if begin < end:
-            found.append((table.name, begin, end))
-        base += table.row_count
+            found.append((name, begin, end))
+        base += rows
     return found
 
 

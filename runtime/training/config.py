@@ -18,7 +18,7 @@ from sennit.runtime.data.sources import Source
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
 from sennit.runtime.model.optimizer import DENSE_OPTIMIZERS
 from sennit.runtime.model.schedule import RateSchedule
-from sennit.runtime.model.settings import SettingsFile, TableSettings, tables_of
+from sennit.runtime.model.settings import SettingsFile, tables_of
 from sennit.runtime.model.sharding_settings import Sharding
 from sennit.runtime.model.tensor_train import TensorTrainRule
 from sennit.runtime.pipeline.depth import BATCHES_AHEAD_MAX
@@ -289,8 +289,10 @@ class TrainingConfig:
             max_gradient=self.clip_value,
             max_gradient_norm=self.clip_norm,
         )
-        defaults = TableSettings(dim=self.embedding_dim, optimizer=optimizer, row_shards=self.row_shards)
-        found = tables_of(facts, self.tables, defaults)
+        template = Table(
+            name="template", rows=1, dim=self.embedding_dim, optimizer=optimizer, row_shards=self.row_shards
+        )
+        found = tables_of(facts, self.tables, template)
         return found if self.tensor_train is None else self.tensor_train.applied(found)
 
     @property

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from sennit.command_line import stdout_console
 from sennit.runtime.data import sources
 from sennit.runtime.data.batch_source import BatchSource, MemorySource, prepared
-from sennit.runtime.model.inputs import ModelInputs, TableInput
+from sennit.runtime.model.inputs import ModelInputs
 from sennit.runtime.planner import dense
 from sennit.runtime.planner.cluster import Cluster
 from sennit.runtime.planner.constants import Constants, cores_here, read_constants
@@ -39,7 +39,7 @@ def model_inputs(config: TrainingConfig, source: BatchSource, tables: Sequence[T
     """What the model is made of."""
     return ModelInputs(
         dense_count=source.dense_count,
-        tables=tuple(TableInput(name=table.name, dim=table.dim) for table in tables),
+        tables=tuple(tables),
         bottom=config.bottom,
         top=config.top,
         seed=config.seed,

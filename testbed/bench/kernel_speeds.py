@@ -28,7 +28,7 @@ from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
 from sennit.runtime.kernels.spec import Precision, TableSpec
-from sennit.runtime.model.inputs import ModelInputs, TableInput
+from sennit.runtime.model.inputs import ModelInputs
 from sennit.runtime.planner import dense
 from sennit.runtime.planner.constants import (
     CONTENTION_MAX,
@@ -299,7 +299,7 @@ def _contention() -> float:
     """A pass of a model while every other core copies and multiplies, over one while they do nothing."""
     inputs = ModelInputs(
         dense_count=13,
-        tables=tuple(TableInput(name=f"t{n}", dim=32) for n in range(26)),
+        tables=tuple(Table(name=f"t{n}", rows=1, dim=32) for n in range(26)),
         bottom=(64,),
         top=(128,),
         seed=1,

@@ -17,7 +17,7 @@ from torch import Tensor
 from sennit.runtime.data import sources
 from sennit.runtime.data.batch_source import MemorySource, prepared
 from sennit.runtime.model.factory import build
-from sennit.runtime.model.inputs import ModelInputs, TableInput
+from sennit.runtime.model.inputs import ModelInputs
 from sennit.runtime.sharded.initial import fill
 from sennit.runtime.sharded.tables import Shard
 from sennit.runtime.training.config import TrainingConfig
@@ -36,7 +36,7 @@ class PlainTorch:
         tables = config.tables_of(self.source.tables)
         inputs = ModelInputs(
             dense_count=self.source.dense_count,
-            tables=tuple(TableInput(name=table.name, dim=table.dim) for table in tables),
+            tables=tables,
             bottom=config.bottom,
             top=config.top,
             seed=config.seed,

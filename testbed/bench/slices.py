@@ -16,14 +16,14 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as Lines
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
 
 from sennit.runtime.model.dlrm import DLRM
-from sennit.runtime.model.inputs import ModelInputs, TableInput
-from sennit.runtime.sharded import Along, SlicedReplicas
+from sennit.runtime.model.inputs import ModelInputs
+from sennit.runtime.sharded import Along, SlicedReplicas, Table
 from sennit.runtime.training import launch
 from sennit.testbed.bench import machine
 from sennit.testbed.bench.report import format_seconds
@@ -89,7 +89,7 @@ class WithLoss(nn.Module):
         super().__init__()
         self.inputs = ModelInputs(
             dense_count=DENSE_COUNT,
-            tables=tuple(TableInput(str(number), width) for number in range(tables)),
+            tables=tuple(Table(name=str(number), rows=1, dim=width) for number in range(tables)),
             bottom=BOTTOM,
             top=TOP,
             seed=1,
@@ -154,7 +154,7 @@ def _take_turns(settings: Settings, rank: int, world: int, store: Store) -> dict
 def render(report: Report, console: Console) -> None:
     """One line per peer."""
     settings = report.settings
-    table = Table(
+    table = Lines(
         title=f"dense step, {settings.slices} slices on {settings.world} ranks, local batch {settings.local_batch:,}, "
         f"{settings.rounds} rounds"
     )

@@ -47,8 +47,8 @@ FACTS = Facts(
     fingerprint="00ff",
     sample_count=100,
     tables=(
-        TableFacts(name="user", row_count=50, mean_length=1.0),
-        TableFacts(name="seen", row_count=9, mean_length=2.5),
+        TableFacts(name="user", rows=50, mean_length=1.0),
+        TableFacts(name="seen", rows=9, mean_length=2.5),
     ),
     dense_names=("age",),
     plan=FeaturePlan(

@@ -35,7 +35,7 @@ FACTS = Facts(
     name="numbers",
     fingerprint="1",
     sample_count=sum(SIZES),
-    tables=(TableFacts(name="sample", row_count=1 << 32, mean_length=1.0),),
+    tables=(TableFacts(name="sample", rows=1 << 32, mean_length=1.0),),
     dense_names=(),
     plan=replace(PLAN, sparse=(replace(PLAN.sparse[0], rows=1 << 32),)),
 )

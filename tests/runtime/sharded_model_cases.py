@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from sennit.runtime.kernels import Optimizer, OptimizerSpec, Pooling, Precision
-from sennit.runtime.model import ModelInputs, TableInput, build
+from sennit.runtime.model import ModelInputs, build
 from sennit.runtime.sharded import ShardedEmbeddingBags, ShardedEmbeddings, SlicedReplicas, Table
 
 DIM = 16
@@ -239,9 +239,7 @@ def trained_by_name(rank: int, world: int, name: str, placement: str) -> str:
         Table(name="user", rows=300, dim=8, row_shards=4),
         Table(name="item", rows=40, dim=8, row_shards=4, pooling=Pooling.MEAN),
     ]
-    inputs = ModelInputs(
-        dense_count=3, tables=tuple(TableInput(table.name, table.dim) for table in tables), bottom=(6,), top=(10, 5)
-    )
+    inputs = ModelInputs(dense_count=3, tables=tuple(tables), bottom=(6,), top=(10, 5))
     embeddings = ShardedEmbeddingBags(tables, rate=0.05, gradients="sum", placement=placement)
     replicas = SlicedReplicas(build(name, inputs))
     optimizer = torch.optim.Adam(replicas.parameters(), lr=0.01, foreach=False)

@@ -74,7 +74,7 @@ def assert_same_batches(raw: RawSamples, target: Target) -> None:
     facts, store = encode(raw, "0" * 64, body_max_bytes=BODY_BYTES)
     # As a trainer gets the facts.
     again = Facts.from_json(json.loads(json.dumps(facts.as_json())))
-    assert [(table.name, table.row_count, table.mean_length) for table in again.tables] == [
+    assert [(table.name, table.rows, table.mean_length) for table in again.tables] == [
         (column.name, column.row_count, column.mean_length) for column in samples.columns
     ]
     rows = np.random.default_rng(1).permutation(COUNT)

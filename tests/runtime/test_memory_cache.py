@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from sennit.runtime.memory import store
 from sennit.runtime.memory.cache import CachedBatch, RowCache
 from sennit.runtime.memory.errors import NoRoom
-from sennit.runtime.memory.layout import Arrays, RowPart, StoredTable, StoreLayout
+from sennit.runtime.memory.layout import Arrays, RowPart, StoreLayout
 from sennit.transport.errors import ArgumentError
 
 DIM = 12
 ROWS = 5_000
 LAYOUT = StoreLayout(
-    tables=(StoredTable(name="ads", row_count=ROWS - 1_000), StoredTable(name="users", row_count=1_000)),
+    tables=(("ads", ROWS - 1_000), ("users", 1_000)),
     parts=(RowPart(name="weight", columns=DIM), RowPart(name="sum", columns=1)),
 )
 

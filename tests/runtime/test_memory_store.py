@@ -21,14 +21,14 @@ from numpy.typing import NDArray
 
 from sennit.runtime.memory import _memory, store
 from sennit.runtime.memory.errors import CorruptStore, ForeignStore
-from sennit.runtime.memory.layout import Arrays, RowPart, StoredTable, StoreLayout
+from sennit.runtime.memory.layout import Arrays, RowPart, StoreLayout
 from sennit.transport.errors import ArgumentError, DeviceError
 
 LAYOUT = StoreLayout(
     tables=(
-        StoredTable(name="ads", row_count=700),
-        StoredTable(name="empty", row_count=0),
-        StoredTable(name="users", row_count=300),
+        ("ads", 700),
+        ("empty", 0),
+        ("users", 300),
     ),
     parts=(RowPart(name="weight", columns=20), RowPart(name="sum", columns=1)),
 )
@@ -180,9 +180,7 @@ def file_size_limit(size_bytes: int) -> Iterator[None]:
 def test_a_flush_of_more_rows_than_are_copied_at_once(tmp_path: Path, rng: np.random.Generator) -> None:
     """Records of 1 KiB. The flush takes 64 MiB from the log at a time, and copies 16 MiB to the base at a time."""
     count = 70_000
-    layout = StoreLayout(
-        tables=(StoredTable(name="ads", row_count=count),), parts=(RowPart(name="weight", columns=256),)
-    )
+    layout = StoreLayout(tables=(("ads", count),), parts=(RowPart(name="weight", columns=256),))
     columns = np.arange(256, dtype=np.float32)
     with store.create(tmp_path / "rows", layout, lambda first, n: {"weight": np.zeros((n, 256), np.float32)}) as rows:
         for part in np.array_split(rng.permutation(count), 7):
@@ -208,10 +206,10 @@ FULL_DISK = """
 import errno, subprocess, sys
 import numpy as np
 from sennit.runtime.memory import store
-from sennit.runtime.memory.layout import RowPart, StoredTable, StoreLayout
+from sennit.runtime.memory.layout import RowPart, StoreLayout
 from sennit.transport.errors import DeviceError
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", sys.argv[1]], check=True)
-layout = StoreLayout(tables=(StoredTable(name="ads", row_count=9),), parts=(RowPart(name="weight", columns=4),))
+layout = StoreLayout(tables=(("ads", 9),), parts=(RowPart(name="weight", columns=4),))
 try:
     store.create(sys.argv[1] + "/rows", layout, lambda first, count: {"weight": np.zeros((count, 4), np.float32)})
 except DeviceError as error:

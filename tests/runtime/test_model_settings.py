@@ -15,14 +15,16 @@ import torch
 
 from sennit.offload.ingest.facts import TableFacts
 from sennit.runtime.kernels import Bounds, Decay, Optimizer, OptimizerSpec, Pooling, Precision, Rounding
-from sennit.runtime.model.settings import SettingsFile, TableSettings, as_json, tables_of
+from sennit.runtime.model.settings import SettingsFile, as_json, tables_of
 from sennit.runtime.model.sharding_settings import Sharding, sharding_of
 from sennit.runtime.sharded import Home, Table, place
 from sennit.runtime.sharded.placement import SHARDINGS
 from sennit.transport.errors import ConfigError
 
-FACTS = [TableFacts(name=name, row_count=rows, mean_length=1) for name, rows in (("user", 1000), ("item", 9))]
-DEFAULTS = TableSettings(dim=4, optimizer=OptimizerSpec(weight_decay=0.5, max_gradient=2), row_shards=2)
+FACTS = [TableFacts(name=name, rows=rows, mean_length=1) for name, rows in (("user", 1000), ("item", 9))]
+DEFAULTS = Table(
+    name="template", rows=1, dim=4, optimizer=OptimizerSpec(weight_decay=0.5, max_gradient=2), row_shards=2
+)
 Tables = Callable[[str], tuple[Table, ...]]
 
 
@@ -50,7 +52,7 @@ def sharding(tmp_path: Path) -> Callable[[str], Sharding]:
 
 def test_without_a_file_tables_are_as_options_say(tables: Tables) -> None:
     plain = tuple(
-        Table(name=fact.name, rows=fact.row_count, dim=4, optimizer=DEFAULTS.optimizer, row_shards=2) for fact in FACTS
+        Table(name=fact.name, rows=fact.rows, dim=4, optimizer=DEFAULTS.optimizer, row_shards=2) for fact in FACTS
     )
     assert tables_of(FACTS, None, DEFAULTS) == plain
     assert tables("") == plain
@@ -240,7 +242,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", SHARDINGS)
 def test_a_sharding_by_name(name: str) -> None:
-    model = [Table(name=fact.name, rows=fact.row_count, dim=4, row_shards=4, column_shards=4) for fact in FACTS]
+    model = [Table(name=fact.name, rows=fact.rows, dim=4, row_shards=4, column_shards=4) for fact in FACTS]
     assert sharding_of(name).placement(model, 4, local_ranks=2) == place(model, 4, name, local_ranks=2)
 
 
@@ -299,7 +301,7 @@ def test_a_sharding_that_does_not_exist() -> None:
 )
 def test_a_table_of_one_shard_cannot_be_spread(name: str, setting: str) -> None:
     def model(**shards: Any) -> list[Table]:
-        return [Table(name=fact.name, rows=fact.row_count, dim=4, **shards) for fact in FACTS]
+        return [Table(name=fact.name, rows=fact.rows, dim=4, **shards) for fact in FACTS]
 
     with pytest.raises(
         ConfigError, match=f"--sharding: {name} for user, item, .* Give it {setting}, such as .* belong"
@@ -321,8 +323,8 @@ def test_files_of_the_page_are_right(tmp_path: Path) -> None:
     for path, text in zip(paths, texts, strict=True):
         path.write_text(text)
     settings, names, plan = paths
-    facts = [TableFacts(name=name, row_count=50, mean_length=1) for name in ("tailnum", "carrier", "hour")]
-    tailnum, carrier, hour = tables_of(facts, SettingsFile.read(settings), TableSettings(dim=4))
+    facts = [TableFacts(name=name, rows=50, mean_length=1) for name in ("tailnum", "carrier", "hour")]
+    tailnum, carrier, hour = tables_of(facts, SettingsFile.read(settings), Table(name="template", rows=1, dim=4))
     assert (hour.dim, tailnum.precision, tailnum.optimizer.kind) == (16, Precision.FP16, Optimizer.ADAM)
     assert (carrier.row_shards, carrier.column_shards, carrier.optimizer.max_gradient) == (8, 2, 1)
     model = [tailnum, carrier, hour]

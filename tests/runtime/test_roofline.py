@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from sennit.cli import app
 from sennit.runtime.model.factory import build
-from sennit.runtime.model.inputs import ModelInputs, TableInput
+from sennit.runtime.model.inputs import ModelInputs
 from sennit.runtime.planner.constants import Constants
 from sennit.runtime.planner.roofline import (
     ARITHMETIC,
@@ -39,6 +39,7 @@ from sennit.runtime.planner.roofline import (
 )
 from sennit.runtime.planner.roofline_files import dlrm, read_machines, read_model, read_rate, this_machine
 from sennit.runtime.planner.usage import Use
+from sennit.runtime.sharded.tables import Table
 from sennit.testbed.models_page import with_tables
 from sennit.transport.errors import ConfigError
 
@@ -222,7 +223,7 @@ def test_the_arithmetic_of_a_described_dlrm_is_what_torch_counts(dense: int) -> 
     flops, weights = dlrm(dense, 3, 16, [32, 8], [64, 4])
     inputs = ModelInputs(
         dense_count=dense,
-        tables=tuple(TableInput(name=f"t{number}", dim=16) for number in range(3)),
+        tables=tuple(Table(name=f"t{number}", rows=9, dim=16) for number in range(3)),
         bottom=(32, 8),
         top=(64, 4),
         seed=1,

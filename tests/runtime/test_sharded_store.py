@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch")
 
 from sennit.runtime.memory.cache import LOCATION_BYTES, NOTE_BYTES, WAYS
-from sennit.runtime.memory.layout import RowPart, StoredTable, StoreLayout
+from sennit.runtime.memory.layout import RowPart, StoreLayout
 from sennit.runtime.sharded.files import divided
 from sennit.transport.errors import ConfigError
 
@@ -221,9 +221,7 @@ def test_a_disk_that_fails_on_one_rank_is_told_on_all(new_world: Any, tmp_path: 
 
 
 def layout(name: str, rows: int, columns: int) -> StoreLayout:
-    return StoreLayout(
-        tables=(StoredTable(name=name, row_count=rows),), parts=(RowPart(name="weight", columns=columns),)
-    )
+    return StoreLayout(tables=((name, rows),), parts=(RowPart(name="weight", columns=columns),))
 
 
 @pytest.mark.parametrize("memory_bytes", [70_000, 200_000, 1_000_000])

@@ -45,7 +45,7 @@ def reference(seed: int, steps: int, *, is_bounded: bool) -> dict[str, torch.Ten
     """
     from sennit.runtime.data.batch_source import prepared
     from sennit.runtime.model.factory import build
-    from sennit.runtime.model.inputs import ModelInputs, TableInput
+    from sennit.runtime.model.inputs import ModelInputs
     from sennit.runtime.sharded.initial import fill
     from sennit.runtime.sharded.tables import Shard, Table
 
@@ -53,13 +53,13 @@ def reference(seed: int, steps: int, *, is_bounded: bool) -> dict[str, torch.Ten
     whole = data.samples
     batch_size, dim = cases.SMALL["batch_size"], cases.SMALL["embedding_dim"]
     step_count = data.order.step_count
-    inputs = tuple(TableInput(name=column.name, dim=dim) for column in whole.columns)
+    inputs = tuple(Table(name=column.name, rows=column.row_count, dim=dim) for column in whole.columns)
     model = build("dlrm", ModelInputs(dense_count=3, tables=inputs, bottom=(8,), top=(8,), seed=seed))
     tables = {}
-    for column in whole.columns:
-        weight = torch.empty(column.row_count, dim)
-        fill(weight, [Table(name=column.name, rows=column.row_count, dim=dim)], Shard(0, 0, 0), seed=seed)
-        tables[column.name] = weight.requires_grad_()
+    for table in inputs:
+        weight = torch.empty(table.rows, dim)
+        fill(weight, [table], Shard(0, 0, 0), seed=seed)
+        tables[table.name] = weight.requires_grad_()
     state = {name: torch.zeros(len(weight)) for name, weight in tables.items()}
     dense_state = [torch.zeros_like(parameter) for parameter in model.parameters()]
     for step in range(steps):

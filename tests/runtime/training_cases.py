@@ -109,7 +109,7 @@ class Shifting(MemorySource):
         if number < self.at:
             return super().take(number)
         batch = self.samples.batch(self.order.part(number, dist.get_rank(), dist.get_world_size()))
-        hot = self.tables[0].row_count - 8 + batch.values % 8
+        hot = self.tables[0].rows - 8 + batch.values % 8
         batch = dataclasses.replace(batch, values=torch.where(batch.values % 3 == 0, hot, batch.values))
         if self._sketch is not None:
             self._count(self._sketch, number, batch)
