@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sennit.runtime.kernels.spec import Pooling as Pooling
     from sennit.runtime.kernels.spec import Precision as Precision
     from sennit.runtime.kernels.spec import Rounding as Rounding
-    from sennit.runtime.kernels.spec import TableSpec as TableSpec
+    from sennit.runtime.kernels.spec import ShardSpec as ShardSpec
     from sennit.runtime.kernels.tensor_train import TensorTrainSpec as TensorTrainSpec
     from sennit.runtime.kernels.tensor_train import initialise as initialise
 
@@ -46,7 +46,7 @@ __getattr__ = exporter(
         "Pooling": "spec",
         "Precision": "spec",
         "Rounding": "spec",
-        "TableSpec": "spec",
+        "ShardSpec": "spec",
         "TensorTrainSpec": "tensor_train",
         "initialise": "tensor_train",
     },

@@ -17,7 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sennit.runtime.kernels.spec import Pooling, TableSpec
+from sennit.runtime.kernels.spec import Pooling, ShardSpec
 from sennit.transport.errors import ArgumentError
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -100,7 +100,7 @@ class Batch:
                 )
             before[table] = number
 
-    def output_size(self, tables: tuple[TableSpec, ...]) -> int:
+    def output_size(self, tables: tuple[ShardSpec, ...]) -> int:
         """Floats that a lookup returns. Reads `lengths` if sequences have different dims."""
         dims = [tables[table].dim for table in self.table_of_block]
         if self.pooling is not Pooling.NONE:

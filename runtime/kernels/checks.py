@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sennit.runtime.kernels import _kernels
 from sennit.runtime.kernels.batch import Batch, Block
-from sennit.runtime.kernels.spec import Bounds, Pooling, TableSpec
+from sennit.runtime.kernels.spec import Bounds, Pooling, ShardSpec
 from sennit.transport.errors import ArgumentError, SennitError
 
 IGNORED = -1
@@ -52,7 +52,7 @@ def check_lengths(lengths: Tensor, id_count: int) -> None:
         raise ArgumentError(f"lengths of {total} lookups in all, but {id_count} ids")
 
 
-def check_gradient(batch: Batch, gradient: Tensor, tables: tuple[TableSpec, ...], device: torch.device) -> None:
+def check_gradient(batch: Batch, gradient: Tensor, tables: tuple[ShardSpec, ...], device: torch.device) -> None:
     """Raises `ArgumentError` unless `gradient` has the shape and dtype of the lookup's result, and is on `device`."""
     size = batch.output_size(tables)
     if gradient.dtype is not torch.float32 or gradient.shape != (size,) or not gradient.is_contiguous():
@@ -63,7 +63,7 @@ def check_gradient(batch: Batch, gradient: Tensor, tables: tuple[TableSpec, ...]
         raise ArgumentError(f"gradient is on {gradient.device}, the tables on {device}")
 
 
-def resolve(batch: Batch, tables: Sequence[TableSpec], bounds: Bounds) -> tuple[Batch, dict[int, int]]:
+def resolve(batch: Batch, tables: Sequence[ShardSpec], bounds: Bounds) -> tuple[Batch, dict[int, int]]:
     """Returns the batch as kernels take it, and the number of ids out of range, by table.
 
     Checks block numbers, lengths and ids. The batch is returned unchanged unless ids were out of range. Then its ids
@@ -99,7 +99,7 @@ def resolve(batch: Batch, tables: Sequence[TableSpec], bounds: Bounds) -> tuple[
     return (batch if values is batch.values else dataclasses.replace(batch, values=values)), outside
 
 
-def _is_sound(batch: Batch, tables: Sequence[TableSpec]) -> bool:
+def _is_sound(batch: Batch, tables: Sequence[ShardSpec]) -> bool:
     """Whether a batch on the CPU is valid, in one pass. If not, the slow checks find out what is wrong."""
     if batch.lengths.device.type != "cpu":
         return False
@@ -112,7 +112,7 @@ def _is_sound(batch: Batch, tables: Sequence[TableSpec]) -> bool:
     )
 
 
-def places_of_outputs(batch: Batch, tables: Sequence[TableSpec]) -> list[tuple[Block, slice]]:
+def places_of_outputs(batch: Batch, tables: Sequence[ShardSpec]) -> list[tuple[Block, slice]]:
     """Yields each block with its part of the flat result."""
     found, start = [], 0
     for block in batch.blocks():

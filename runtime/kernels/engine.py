@@ -13,11 +13,11 @@ from torch import Tensor
 from sennit.runtime.kernels.batch import Batch, RowSums
 from sennit.runtime.kernels.checks import GradientError, check_gradient, resolve
 from sennit.runtime.kernels.implementations import implementation
-from sennit.runtime.kernels.layout import TableMemory
+from sennit.runtime.kernels.layout import ShardMemory
 from sennit.runtime.kernels.means import as_sum, divided, is_weighted_mean, scaled
 from sennit.runtime.kernels.optimizers import OptimizerSpec
 from sennit.runtime.kernels.products import products
-from sennit.runtime.kernels.spec import Bounds, Rounding, TableSpec
+from sennit.runtime.kernels.spec import Bounds, Rounding, ShardSpec
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.runtime.kernels.tensor_train_tables import TensorTrainTables, Update
 from sennit.transport.errors import ArgumentError, ConfigError, Unsupported
@@ -32,7 +32,7 @@ class EmbeddingEngine:
 
     def __init__(
         self,
-        tables: Iterable[TableSpec],
+        tables: Iterable[ShardSpec],
         optimizer: OptimizerSpec,
         *,
         implementation_name: str = "native",
@@ -40,7 +40,7 @@ class EmbeddingEngine:
         rounding: Rounding = Rounding.STOCHASTIC,
         seed: int = 0,
         device: torch.device | str = "cpu",
-        memory: Sequence[TableMemory | None] | None = None,
+        memory: Sequence[ShardMemory | None] | None = None,
         threads: int = 1,
     ) -> None:
         """Makes tables of zeros; fill `weight(name)`. `seed`, 64 bits, is for stochastic rounding.

@@ -11,7 +11,7 @@ from torch import Tensor
 from sennit.runtime.kernels import reference
 from sennit.runtime.kernels.batch import Batch, RowSums
 from sennit.runtime.kernels.checks import BadGradients
-from sennit.runtime.kernels.layout import TableMemory
+from sennit.runtime.kernels.layout import ShardMemory
 from sennit.runtime.kernels.native import NativeOperator
 from sennit.runtime.kernels.optimizers import Optimizer, StepConstants
 from sennit.runtime.kernels.spec import Rounding
@@ -28,13 +28,13 @@ class Implementation(Protocol):
     def device_type(self) -> str:
         """The type of device whose memory it can use."""
 
-    def lookup(self, tables: Sequence[TableMemory], batch: Batch) -> Tensor: ...
+    def lookup(self, tables: Sequence[ShardMemory], batch: Batch) -> Tensor: ...
 
-    def weight_gradient(self, tables: Sequence[TableMemory], batch: Batch, gradient: Tensor) -> Tensor: ...
+    def weight_gradient(self, tables: Sequence[ShardMemory], batch: Batch, gradient: Tensor) -> Tensor: ...
 
     def update(
         self,
-        tables: Sequence[TableMemory],
+        tables: Sequence[ShardMemory],
         batch: Batch,
         gradient: Tensor,
         *,
@@ -44,7 +44,7 @@ class Implementation(Protocol):
         seed: int,
     ) -> list[BadGradients]: ...
 
-    def sum_rows(self, tables: Sequence[TableMemory], batch: Batch, gradient: Tensor) -> list[RowSums]: ...
+    def sum_rows(self, tables: Sequence[ShardMemory], batch: Batch, gradient: Tensor) -> list[RowSums]: ...
 
 
 IMPLEMENTATIONS: Final = ("reference", "native", "native-avx2", "native-portable", "triton")

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from sennit.runtime.kernels.optimizers import OptimizerSpec
-from sennit.runtime.kernels.spec import TableSpec
+from sennit.runtime.kernels.spec import ShardSpec
 
 HUGE_PAGE_BYTES: Final = 2 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TableMemory:
+class ShardMemory:
     """One table. Implementations read and write these tensors in place."""
 
-    spec: TableSpec
+    spec: ShardSpec
 
     weight: Tensor
     """[row_count, dim] in the table's precision."""
@@ -39,9 +39,9 @@ class TableMemory:
         return row if self.row_numbers is None else int(self.row_numbers[row]) - self.spec.first_row
 
 
-def allocate(spec: TableSpec, optimizer: OptimizerSpec, device: torch.device) -> TableMemory:
+def allocate(spec: ShardSpec, optimizer: OptimizerSpec, device: torch.device) -> ShardMemory:
     """A table of zeros."""
-    return TableMemory(
+    return ShardMemory(
         spec=spec,
         weight=_zeros((spec.row_count, spec.dim), spec.precision.dtype, device),
         states={name: _zeros(optimizer.state_shape(name, spec), torch.float32, device) for name in optimizer.states},

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.checks import places_of_outputs
-from sennit.runtime.kernels.spec import Pooling, TableSpec
+from sennit.runtime.kernels.spec import Pooling, ShardSpec
 
 
 def is_weighted_mean(batch: Batch) -> bool:
@@ -27,7 +27,7 @@ def as_sum(batch: Batch) -> Batch:
     return dataclasses.replace(batch, pooling=Pooling.SUM)
 
 
-def divided(sums: Tensor, batch: Batch, specs: Sequence[TableSpec]) -> Tensor:
+def divided(sums: Tensor, batch: Batch, specs: Sequence[ShardSpec]) -> Tensor:
     """The flat result of a lookup, float32, from that of `as_sum(batch)`, which it overwrites."""
     for block, part in places_of_outputs(batch, specs):
         lengths = batch.lengths[block.bags].clamp(min=1).to(torch.float32)
@@ -35,7 +35,7 @@ def divided(sums: Tensor, batch: Batch, specs: Sequence[TableSpec]) -> Tensor:
     return sums
 
 
-def scaled(gradient: Tensor, batch: Batch, specs: Sequence[TableSpec]) -> Tensor:
+def scaled(gradient: Tensor, batch: Batch, specs: Sequence[ShardSpec]) -> Tensor:
     """The gradient of the sums, from that of the means. Both are flat and float32."""
     found = torch.empty_like(gradient)
     for block, part in places_of_outputs(batch, specs):

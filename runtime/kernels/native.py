@@ -12,7 +12,7 @@ from torch import Tensor
 from sennit.runtime.kernels import _kernels
 from sennit.runtime.kernels.batch import Batch, RowSums
 from sennit.runtime.kernels.checks import BadGradients
-from sennit.runtime.kernels.layout import TableMemory
+from sennit.runtime.kernels.layout import ShardMemory
 from sennit.runtime.kernels.optimizers import Optimizer, StepConstants
 from sennit.runtime.kernels.spec import Pooling, Precision, Rounding
 from sennit.transport.errors import Unsupported
@@ -46,23 +46,23 @@ class NativeOperator:
             raise Unsupported(f"instruction set {instruction_set}", f"this processor has: {', '.join(there)}")
         self.instruction_set = instruction_set or there[0]
         self._threads = threads
-        self._tables: Sequence[TableMemory] = ()
+        self._tables: Sequence[ShardMemory] = ()
         self._operators: dict[Optimizer | None, _kernels.Operator] = {}
 
-    def lookup(self, tables: Sequence[TableMemory], batch: Batch) -> Tensor:
+    def lookup(self, tables: Sequence[ShardMemory], batch: Batch) -> Tensor:
         specs = tuple(table.spec for table in tables)
         result = torch.empty(batch.output_size(specs), dtype=torch.float32)
         self._operator(tables).lookup(*_arguments(batch), result.data_ptr())
         return result
 
-    def weight_gradient(self, tables: Sequence[TableMemory], batch: Batch, gradient: Tensor) -> Tensor:
+    def weight_gradient(self, tables: Sequence[ShardMemory], batch: Batch, gradient: Tensor) -> Tensor:
         result = torch.empty(len(batch.values), dtype=torch.float32)
         self._operator(tables).weight_gradient(*_arguments(batch), gradient.data_ptr(), result.data_ptr())
         return result
 
     def update(
         self,
-        tables: Sequence[TableMemory],
+        tables: Sequence[ShardMemory],
         batch: Batch,
         gradient: Tensor,
         *,
@@ -83,7 +83,7 @@ class NativeOperator:
         )
         return [BadGradients(table=table, row_count=count, first_row=first) for table, count, first in bad]
 
-    def sum_rows(self, tables: Sequence[TableMemory], batch: Batch, gradient: Tensor) -> list[RowSums]:
+    def sum_rows(self, tables: Sequence[ShardMemory], batch: Batch, gradient: Tensor) -> list[RowSums]:
         found: list[RowSums] = []
 
         def room(table: int, count: int) -> tuple[int, int]:
@@ -99,7 +99,7 @@ class NativeOperator:
         """Bytes that updates have needed so far, without tables, batch and gradient."""
         return sum(operator.scratch_bytes for operator in self._operators.values())
 
-    def _operator(self, tables: Sequence[TableMemory], kind: Optimizer | None = None) -> _kernels.Operator:
+    def _operator(self, tables: Sequence[ShardMemory], kind: Optimizer | None = None) -> _kernels.Operator:
         if tables is not self._tables:
             self._tables, self._operators = tables, {}
         operator = self._operators.get(kind)

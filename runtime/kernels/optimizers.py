@@ -14,7 +14,7 @@ from enum import Enum
 
 import numpy as np
 
-from sennit.runtime.kernels.spec import TableSpec
+from sennit.runtime.kernels.spec import ShardSpec
 from sennit.transport.errors import ConfigError
 
 
@@ -110,7 +110,7 @@ class OptimizerSpec:
         """Names and shapes of the states in the order of the kernels. All are float32 and start at zero."""
         return _STATES[self.kind]
 
-    def state_shape(self, name: str, table: TableSpec) -> tuple[int, ...]:
+    def state_shape(self, name: str, table: ShardSpec) -> tuple[int, ...]:
         """The shape of state `name` of `table`."""
         is_row = self.states[name] is StateShape.ROW
         return (table.row_count,) if is_row else (table.row_count, table.dim)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sennit.runtime.kernels.batch import Batch, Block, RowSums
 from sennit.runtime.kernels.checks import BadGradients, places_of_outputs
-from sennit.runtime.kernels.layout import TableMemory
+from sennit.runtime.kernels.layout import ShardMemory
 from sennit.runtime.kernels.optimizers import Optimizer, StepConstants
 from sennit.runtime.kernels.reference_rounding import rounded
 from sennit.runtime.kernels.spec import Pooling, Rounding
@@ -33,7 +33,7 @@ LANES: Final = 16
 """Sums over columns are padded to at least this many columns."""
 
 
-def lookup(tables: Sequence[TableMemory], batch: Batch) -> Tensor:
+def lookup(tables: Sequence[ShardMemory], batch: Batch) -> Tensor:
     """The flat float32 result, block after block: [bags, dim] each, or [lookups, dim] for sequences."""
     parts = [torch.zeros(0)]
     for block in batch.blocks():
@@ -49,7 +49,7 @@ def lookup(tables: Sequence[TableMemory], batch: Batch) -> Tensor:
     return torch.cat(parts)
 
 
-def weight_gradient(tables: Sequence[TableMemory], batch: Batch, gradient: Tensor) -> Tensor:
+def weight_gradient(tables: Sequence[ShardMemory], batch: Batch, gradient: Tensor) -> Tensor:
     """Float32 [lookups]: dot product of each lookup's row and its bag's gradient; 0 for ignored ids."""
     result = torch.zeros(len(batch.values))
     for block, part in places_of_outputs(batch, [table.spec for table in tables]):
@@ -60,7 +60,7 @@ def weight_gradient(tables: Sequence[TableMemory], batch: Batch, gradient: Tenso
 
 
 def update(
-    tables: Sequence[TableMemory],
+    tables: Sequence[ShardMemory],
     batch: Batch,
     gradient: Tensor,
     *,
@@ -85,7 +85,7 @@ def update(
     return bad
 
 
-def sum_rows(tables: Sequence[TableMemory], batch: Batch, gradient: Tensor) -> list[RowSums]:
+def sum_rows(tables: Sequence[ShardMemory], batch: Batch, gradient: Tensor) -> list[RowSums]:
     """The sum of the gradients of each row that was looked up, table after table; tables without lookups are left out.
 
     `gradient` is the gradient of `lookup`'s result.
@@ -163,7 +163,7 @@ def lane_tree(x: Tensor) -> Tensor:
     return x.squeeze(1)
 
 
-def _rows_of(table: TableMemory, ids: Tensor) -> Tensor:
+def _rows_of(table: ShardMemory, ids: Tensor) -> Tensor:
     """Float32 [ids, dim]; zeros for ignored ids."""
     vectors = torch.zeros(len(ids), table.spec.dim)
     kept = (ids >= 0).nonzero().squeeze(1)
@@ -199,7 +199,7 @@ def _of_sums(batch: Batch, block: Block, gradient: Tensor, dim: int) -> Tensor:
 
 
 def _apply(
-    table: TableMemory,
+    table: ShardMemory,
     rows: Tensor,
     g: Tensor,
     kind: Optimizer,

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sennit.runtime.kernels.spec import Precision, Rounding, TableSpec
+from sennit.runtime.kernels.spec import Precision, Rounding, ShardSpec
 
 _ROUNDS: Final = 10
 _MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
@@ -37,7 +37,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Te
     return c0, c1, c2, c3
 
 
-def random_words(spec: TableSpec, rows: Tensor, *, step: int, seed: int) -> Tensor:
+def random_words(spec: ShardSpec, rows: Tensor, *, step: int, seed: int) -> Tensor:
     """The 32-bit word of each element of `rows` (int64 [n], global numbers) of a table, as int64 [n, dim].
 
     Counter: low 32 bits of the global row; bits 32 to 47 of it above a 16-bit block; step; table. Column c takes word
@@ -59,7 +59,7 @@ def random_words(spec: TableSpec, rows: Tensor, *, step: int, seed: int) -> Tens
     return torch.stack(words).gather(0, (columns // 16 % 4).expand_as(shape).unsqueeze(0)).squeeze(0)
 
 
-def rounded(spec: TableSpec, x: Tensor, rows: Tensor, rounding: Rounding, *, step: int, seed: int) -> Tensor:
+def rounded(spec: ShardSpec, x: Tensor, rows: Tensor, rounding: Rounding, *, step: int, seed: int) -> Tensor:
     """Float32 [n, dim] rounded to the precision of the table. `rows` are int64 [n], global numbers."""
     if spec.precision is Precision.FP32:
         return x

@@ -68,7 +68,7 @@ class Bounds(Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TableSpec:
+class ShardSpec:
     """One table, or the part of one that this process holds."""
 
     name: str

@@ -6,7 +6,7 @@ digits each, in the mixed bases `row_factors` and `column_factors`, and
 
     table[i, j] = Σ_a Σ_b  core1[i1][j1, a] · core2[i2][a, j2, b] · core3[i3][b, j3]
 
-A slice is a row of an ordinary table, so cores use the optimizers, precisions and checkpoints of `TableMemory`.
+A slice is a row of an ordinary table, so cores use the optimizers, precisions and checkpoints of `ShardMemory`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Final, Self
 import torch
 from torch import Tensor
 
-from sennit.runtime.kernels.spec import MAX_DIM, MAX_ROW_COUNT, Precision, TableSpec
+from sennit.runtime.kernels.spec import MAX_DIM, MAX_ROW_COUNT, Precision, ShardSpec
 from sennit.transport.errors import ConfigError
 
 CORES: Final = 3
@@ -31,7 +31,7 @@ Triple = tuple[int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TensorTrainSpec(TableSpec):
+class TensorTrainSpec(ShardSpec):
     """A table of `row_count` rows and `dim` columns that is stored as three cores. `precision` is that of the cores.
 
     Rows are not spread over processes, so `first_row` is 0.
@@ -63,7 +63,7 @@ class TensorTrainSpec(TableSpec):
         )
 
     def __post_init__(self) -> None:
-        TableSpec.__post_init__(self)
+        ShardSpec.__post_init__(self)
         _check(self.name, "first_row of a tensor train", self.first_row, 0, 0)
         for field, factors in (("row factor", self.row_factors), ("column factor", self.column_factors)):
             if len(factors) != CORES:
@@ -86,13 +86,13 @@ class TensorTrainSpec(TableSpec):
         return d1 * r1, r1 * d2 * r2, r2 * d3
 
     @property
-    def cores(self) -> tuple[TableSpec, TableSpec, TableSpec]:
+    def cores(self) -> tuple[ShardSpec, ShardSpec, ShardSpec]:
         """The cores as tables.
 
         A row is a slice, whose parameters are ordered [rank before, column digit, rank behind].
         """
         first, second, third = (
-            TableSpec(name=f"{self.name}.core{number}", row_count=rows, dim=numbers, precision=self.precision)
+            ShardSpec(name=f"{self.name}.core{number}", row_count=rows, dim=numbers, precision=self.precision)
             for number, (rows, numbers) in enumerate(zip(self.row_factors, self.slice_sizes, strict=True), 1)
         )
         return first, second, third

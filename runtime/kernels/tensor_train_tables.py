@@ -20,11 +20,11 @@ from torch import Tensor
 from sennit.runtime.kernels.batch import Batch, Block
 from sennit.runtime.kernels.checks import IGNORED
 from sennit.runtime.kernels.implementations import Implementation
-from sennit.runtime.kernels.layout import TableMemory, allocate
+from sennit.runtime.kernels.layout import ShardMemory, allocate
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec, StepConstants
 from sennit.runtime.kernels.products import Products
 from sennit.runtime.kernels.reference_products import Runs
-from sennit.runtime.kernels.spec import Pooling, Rounding, TableSpec
+from sennit.runtime.kernels.spec import Pooling, Rounding, ShardSpec
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.transport.errors import ConfigError
 
@@ -65,14 +65,14 @@ class TensorTrainTables:
 
     def __init__(
         self,
-        specs: Sequence[TableSpec],
+        specs: Sequence[ShardSpec],
         optimizer: OptimizerSpec,
         device: torch.device,
         *,
         operator: Implementation,
         of_cores: Implementation,
         products: Products,
-        memory: Sequence[TableMemory | None] | None = None,
+        memory: Sequence[ShardMemory | None] | None = None,
     ) -> None:
         """`of_cores` is a separate operator, because operators keep facts about their tables between calls.
 
@@ -94,7 +94,7 @@ class TensorTrainTables:
         self._first_core = {number: 3 * place for place, number in enumerate(self.trains)}
 
     @property
-    def memories(self) -> Iterator[TableMemory]:
+    def memories(self) -> Iterator[ShardMemory]:
         """The memory of everything that has weights and states: ordinary tables and cores."""
         for number, table in enumerate(self.tables):
             if number in self.trains:
@@ -107,7 +107,7 @@ class TensorTrainTables:
         """Inside the block, the tables use other tensors: weight and states of each of `memories`, in that order."""
         tables, cores, rest = list(self.tables), list(self.cores), list(tensors)
 
-        def moved(table: TableMemory) -> TableMemory:
+        def moved(table: ShardMemory) -> ShardMemory:
             weight, *states = (rest.pop(0) for _ in range(1 + len(table.states)))
             return dataclasses.replace(table, weight=weight, states=dict(zip(table.states, states, strict=True)))
 
@@ -213,12 +213,12 @@ class TensorTrainTables:
             self.tables = tuple(tables)
         return dataclasses.replace(batch, values=values), rows
 
-    def _rows_of(self, spec: TableSpec, least: int) -> TableMemory:
+    def _rows_of(self, spec: ShardSpec, least: int) -> ShardMemory:
         """Memory for `least` rows of a tensor train and half as many more, but at most for all rows."""
         row_count = min(spec.row_count, least + least // 2)
-        return allocate(TableSpec(name=spec.name, row_count=row_count, dim=spec.dim), _PLAIN, self._device)
+        return allocate(ShardSpec(name=spec.name, row_count=row_count, dim=spec.dim), _PLAIN, self._device)
 
-    def _cores_of(self, number: int) -> tuple[TableMemory, TableMemory, TableMemory]:
+    def _cores_of(self, number: int) -> tuple[ShardMemory, ShardMemory, ShardMemory]:
         first = self._first_core[number]
         return self.cores[first], self.cores[first + 1], self.cores[first + 2]
 
@@ -344,5 +344,5 @@ def _without(batch: Batch, blocks: Sequence[Block]) -> Batch:
     return dataclasses.replace(batch, values=values)
 
 
-def _named(table: TableMemory, row_count: int, first_row: int) -> BadRows:
+def _named(table: ShardMemory, row_count: int, first_row: int) -> BadRows:
     return BadRows(name=table.spec.name, row_count=row_count, first_row=first_row)

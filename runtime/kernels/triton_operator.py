@@ -16,7 +16,7 @@ from triton import knobs
 from sennit.runtime.kernels import triton_tiles
 from sennit.runtime.kernels.batch import Batch, RowSums
 from sennit.runtime.kernels.checks import BadGradients
-from sennit.runtime.kernels.layout import TableMemory
+from sennit.runtime.kernels.layout import ShardMemory
 from sennit.runtime.kernels.optimizers import Optimizer, StepConstants
 from sennit.runtime.kernels.reference import CHUNK
 from sennit.runtime.kernels.spec import Pooling, Rounding
@@ -88,7 +88,7 @@ class TritonOperator:
         self.device_type = "cpu" if knobs.runtime.interpret else "cuda"
 
     @_on_its_device
-    def lookup(self, tables: Sequence[TableMemory], batch: Batch) -> Tensor:
+    def lookup(self, tables: Sequence[ShardMemory], batch: Batch) -> Tensor:
         result = torch.empty(
             batch.output_size(tuple(table.spec for table in tables)), dtype=torch.float32, device=_device(batch)
         )
@@ -118,7 +118,7 @@ class TritonOperator:
         return result
 
     @_on_its_device
-    def weight_gradient(self, tables: Sequence[TableMemory], batch: Batch, gradient: Tensor) -> Tensor:
+    def weight_gradient(self, tables: Sequence[ShardMemory], batch: Batch, gradient: Tensor) -> Tensor:
         count = len(batch.values)
         result = torch.empty(count, dtype=torch.float32, device=_device(batch))
         if count == 0:
@@ -144,7 +144,7 @@ class TritonOperator:
 
     def update(
         self,
-        tables: Sequence[TableMemory],
+        tables: Sequence[ShardMemory],
         batch: Batch,
         gradient: Tensor,
         *,
@@ -165,7 +165,7 @@ class TritonOperator:
     @_on_its_device
     def launch_update(
         self,
-        tables: Sequence[TableMemory],
+        tables: Sequence[ShardMemory],
         batch: Batch,
         gradient: Tensor,
         *,
@@ -200,7 +200,7 @@ class TritonOperator:
         return bad
 
     @_on_its_device
-    def sum_rows(self, tables: Sequence[TableMemory], batch: Batch, gradient: Tensor) -> list[RowSums]:
+    def sum_rows(self, tables: Sequence[ShardMemory], batch: Batch, gradient: Tensor) -> list[RowSums]:
         if len(batch.values) == 0:
             return []
         job = _Job(tables, batch, gradient, least_width=0)
@@ -220,7 +220,7 @@ class TritonOperator:
 class _Job:
     """The lookups of a batch by row, and the launches that sum the gradients of rows and update them."""
 
-    def __init__(self, tables: Sequence[TableMemory], batch: Batch, gradient: Tensor, *, least_width: int) -> None:
+    def __init__(self, tables: Sequence[ShardMemory], batch: Batch, gradient: Tensor, *, least_width: int) -> None:
         self._device, self._count = _device(batch), len(batch.values)
         if self._count > MAX_LOOKUPS:
             raise ArgumentError(f"{self._count} lookups; allowed: {MAX_LOOKUPS}")

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from sennit.runtime.kernels.batch import Batch
-from sennit.runtime.kernels.layout import TableMemory
-from sennit.runtime.kernels.spec import Pooling, Precision, TableSpec
+from sennit.runtime.kernels.layout import ShardMemory
+from sennit.runtime.kernels.spec import Pooling, Precision, ShardSpec
 
 # Fields of a table, one row of int64 each.
 WEIGHT: Final = 0
@@ -71,7 +71,7 @@ class Tables:
     """Divides all dims. Unless it is 1, all addresses are multiples of 16 bytes."""
 
 
-def describe(tables: Sequence[TableMemory], device: torch.device) -> Tables:
+def describe(tables: Sequence[ShardMemory], device: torch.device) -> Tables:
     """The tables as kernels take them. Copied to the device when a table is new or has moved."""
     addresses = tuple(
         (table.weight.data_ptr(), *(state.data_ptr() for state in table.states.values())) for table in tables
@@ -82,7 +82,7 @@ def describe(tables: Sequence[TableMemory], device: torch.device) -> Tables:
 
 @lru_cache(maxsize=64)
 def _describe(
-    specs: tuple[TableSpec, ...], addresses: tuple[tuple[int, ...], ...], numbers: tuple[int, ...], device: torch.device
+    specs: tuple[ShardSpec, ...], addresses: tuple[tuple[int, ...], ...], numbers: tuple[int, ...], device: torch.device
 ) -> Tables:
     rows, first_key = [], 0
     for spec, (weight, *states), row_numbers in zip(specs, addresses, numbers, strict=True):
@@ -131,7 +131,7 @@ class Vectors:
     """
 
 
-def vectors_of(batch: Batch, tables: Sequence[TableMemory], offsets: Tensor) -> Vectors:
+def vectors_of(batch: Batch, tables: Sequence[ShardMemory], offsets: Tensor) -> Vectors:
     """The positions of a batch's vectors.
 
     `offsets` int64 [bags + 1]: lookups before each bag. Does not wait for the device.

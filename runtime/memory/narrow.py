@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sennit.runtime.kernels.spec import Precision, Rounding, TableSpec
+from sennit.runtime.kernels.spec import Precision, Rounding, ShardSpec
 from sennit.runtime.memory import _memory
 from sennit.runtime.memory.store import RowStore
 from sennit.transport.errors import ArgumentError
 
 
 def widened(
-    store: RowStore, tables: Sequence[TableSpec], *, rounding: Rounding, seed: int, write_backs: int = 0
+    store: RowStore, tables: Sequence[ShardSpec], *, rounding: Rounding, seed: int, write_backs: int = 0
 ) -> RowStore:
     """A view of `store` whose weights, the first part of its rows, are float32. Close it before `store`.
 

@@ -15,7 +15,7 @@ from sennit.runtime.kernels.checks import resolve
 from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.layout import allocate
 from sennit.runtime.kernels.optimizers import OptimizerSpec
-from sennit.runtime.kernels.spec import Bounds, Precision, Rounding, TableSpec
+from sennit.runtime.kernels.spec import Bounds, Precision, Rounding, ShardSpec
 from sennit.runtime.memory.cache import CachedBatch, RowCache
 from sennit.runtime.memory.layout import RowPart, StoreLayout
 from sennit.runtime.memory.narrow import widened
@@ -25,7 +25,7 @@ from sennit.transport.errors import ArgumentError, ConfigError
 _DTYPES = {Precision.FP32: "float32", Precision.FP16: "float16", Precision.BF16: "bfloat16"}
 
 
-def layout_of(tables: Sequence[TableSpec], optimizer: OptimizerSpec) -> StoreLayout:
+def layout_of(tables: Sequence[ShardSpec], optimizer: OptimizerSpec) -> StoreLayout:
     """The layout of a store for weights and states of tables with one dim and precision.
 
     Raises `ConfigError` for others.
@@ -59,7 +59,7 @@ class CachedTables(Closing):
 
     def __init__(
         self,
-        tables: Sequence[TableSpec],
+        tables: Sequence[ShardSpec],
         optimizer: OptimizerSpec,
         store: RowStore,
         *,
@@ -153,7 +153,7 @@ class TieredTables(Closing):
 
     def __init__(
         self,
-        tables: Sequence[TableSpec],
+        tables: Sequence[ShardSpec],
         optimizer: OptimizerSpec,
         store: RowStore,
         *,

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
-from sennit.runtime.kernels.spec import MAX_DIM, Precision, TableSpec
+from sennit.runtime.kernels.spec import MAX_DIM, Precision, ShardSpec
 from sennit.runtime.model.toml_file import (
     Check,
     choice,
@@ -180,7 +180,7 @@ def _tables(
 ) -> Tables:
     row_bytes = dim * precision.dtype.itemsize
     # A shard of one row: the least that has all of a row's states.
-    row = expected(TableSpec(name=name, row_count=1, dim=dim, precision=precision), OptimizerSpec(kind=optimizer))
+    row = expected(ShardSpec(name=name, row_count=1, dim=dim, precision=precision), OptimizerSpec(kind=optimizer))
     whole = sum(math.prod(shape) * dtype.itemsize for shape, dtype in row.values())
     return Tables(
         name=name, count=count, rows=rows, dim=dim, length=pooling, row_bytes=row_bytes,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from sennit.runtime.kernels.engine import EmbeddingEngine
-from sennit.runtime.kernels.layout import TableMemory
-from sennit.runtime.kernels.spec import TableSpec
+from sennit.runtime.kernels.layout import ShardMemory
+from sennit.runtime.kernels.spec import ShardSpec
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.runtime.sharded.features import features_of
 from sennit.runtime.sharded.files import TableFiles, TableStore, layouts_of
@@ -87,7 +87,7 @@ class Engines:
         tables, first = settings.tables, settings.tables[numbers[0]]
         specs = [shard_spec(tables, shard) for shard in shards]
 
-        def made(specs: Sequence[TableSpec], memory: Sequence[TableMemory | None] | None = None) -> EmbeddingEngine:
+        def made(specs: Sequence[ShardSpec], memory: Sequence[ShardMemory | None] | None = None) -> EmbeddingEngine:
             engine = EmbeddingEngine(
                 specs,
                 first.optimizer,
@@ -170,12 +170,12 @@ class Engines:
         self.sharded.step = self.replicated.step = step
 
 
-def _memory(spec: TableSpec, kept: Mapping[str, Held]) -> TableMemory | None:
+def _memory(spec: ShardSpec, kept: Mapping[str, Held]) -> ShardMemory | None:
     """The memory that a shard has; None if it is new here, or a tensor train."""
     held = kept.get(spec.name)
     if held is None or isinstance(spec, TensorTrainSpec):
         return None
-    return TableMemory(spec=spec, weight=held.weight, states=held.states)
+    return ShardMemory(spec=spec, weight=held.weight, states=held.states)
 
 
 def engines_of(settings: Settings, kept: Mapping[str, Held] | None = None) -> list[Engines]:

@@ -19,9 +19,9 @@ from torch import Tensor
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.ids import distinct as distinct_rows
-from sennit.runtime.kernels.layout import TableMemory
+from sennit.runtime.kernels.layout import ShardMemory
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
-from sennit.runtime.kernels.spec import Pooling, TableSpec
+from sennit.runtime.kernels.spec import Pooling, ShardSpec
 from sennit.runtime.sharded.blocks import joined
 from sennit.runtime.sharded.engines import Settings
 from sennit.runtime.sharded.features import Ids, features_of
@@ -291,7 +291,7 @@ def slice_ranges(slices: Slices, global_batch: int) -> list[list[tuple[int, int,
 def summer(settings: Settings, numbers: Sequence[int]) -> EmbeddingEngine:
     """An engine that can sum gradients of these tables' rows. It has no rows."""
     specs = [
-        TableSpec(
+        ShardSpec(
             name=settings.tables[table].name, row_count=settings.tables[table].rows, dim=settings.tables[table].dim
         )
         for table in numbers
@@ -303,7 +303,7 @@ def summer(settings: Settings, numbers: Sequence[int]) -> EmbeddingEngine:
         device=settings.device,
         threads=settings.threads,
         memory=[
-            TableMemory(spec=spec, weight=torch.empty(0, spec.dim, device=settings.device), states={}) for spec in specs
+            ShardMemory(spec=spec, weight=torch.empty(0, spec.dim, device=settings.device), states={}) for spec in specs
         ],
     )
 

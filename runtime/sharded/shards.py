@@ -13,7 +13,7 @@ from torch import Tensor
 from sennit.runtime.kernels.batch import Batch, Block
 from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.optimizers import OptimizerSpec
-from sennit.runtime.kernels.spec import TableSpec
+from sennit.runtime.kernels.spec import ShardSpec
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 
 
@@ -49,7 +49,7 @@ class Shards:
 
     def __init__(self, engine: EmbeddingEngine) -> None:
         self.engine = engine
-        self.specs: tuple[TableSpec, ...] = engine.specs
+        self.specs: tuple[ShardSpec, ...] = engine.specs
 
     @property
     def step(self) -> int:
@@ -118,12 +118,12 @@ class Shards:
         """Releases everything that is not memory."""
 
 
-def parts_of(spec: TableSpec) -> tuple[TableSpec, ...]:
+def parts_of(spec: ShardSpec) -> tuple[ShardSpec, ...]:
     """The tables that store `spec`: the cores of a tensor train, or itself."""
     return spec.cores if isinstance(spec, TensorTrainSpec) else (spec,)
 
 
-def expected(spec: TableSpec, optimizer: OptimizerSpec) -> dict[str, Expected]:
+def expected(spec: ShardSpec, optimizer: OptimizerSpec) -> dict[str, Expected]:
     """What a checkpoint has of a shard, by name."""
     found = {}
     for part in parts_of(spec):

@@ -19,9 +19,9 @@ from torch import Tensor
 from sennit.runtime.kernels.batch import Batch, Block
 from sennit.runtime.kernels.checks import resolve
 from sennit.runtime.kernels.engine import EmbeddingEngine
-from sennit.runtime.kernels.layout import TableMemory
+from sennit.runtime.kernels.layout import ShardMemory
 from sennit.runtime.kernels.optimizers import OptimizerSpec
-from sennit.runtime.kernels.spec import Bounds, TableSpec
+from sennit.runtime.kernels.spec import Bounds, ShardSpec
 from sennit.runtime.memory import store
 from sennit.runtime.memory.errors import NoRoom
 from sennit.runtime.memory.layout import DTYPES, Arrays, StoreLayout
@@ -95,12 +95,12 @@ class StoredShards(Shards):
 
     def __init__(
         self,
-        specs: Sequence[TableSpec],
+        specs: Sequence[ShardSpec],
         layouts: Mapping[StoreLayout, list[int]],
         optimizer: OptimizerSpec,
         files: TableFiles,
         fill: Fill,
-        make: Callable[[Sequence[TableSpec], Sequence[TableMemory | None]], EmbeddingEngine],
+        make: Callable[[Sequence[ShardSpec], Sequence[ShardMemory | None]], EmbeddingEngine],
         waiting: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """`layouts`: the files, each with the numbers of its shards in `specs`. `make` makes the engine. `waiting`
@@ -111,7 +111,7 @@ class StoredShards(Shards):
         # Batches may be announced in another thread than the one that looks them up.
         self._announced: weakref.WeakSet[StoredBatch] = weakref.WeakSet()
         self._lock = threading.Lock()
-        memory: list[TableMemory | None] = [None] * len(specs)
+        memory: list[ShardMemory | None] = [None] * len(specs)
         # The cache of each shard, and its number there.
         self._cache_of, self._number_of = torch.full((len(specs),), -1), torch.zeros(len(specs), dtype=torch.int64)
         for layout, numbers in layouts.items():

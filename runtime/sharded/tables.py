@@ -18,7 +18,7 @@ from torch import Generator, Tensor
 
 from sennit.runtime.kernels.optimizers import Optimizer as Optimizer
 from sennit.runtime.kernels.optimizers import OptimizerSpec as OptimizerSpec
-from sennit.runtime.kernels.spec import MAX_DIM, TableSpec
+from sennit.runtime.kernels.spec import MAX_DIM, ShardSpec
 from sennit.runtime.kernels.spec import Bounds as Bounds
 from sennit.runtime.kernels.spec import Pooling as Pooling
 from sennit.runtime.kernels.spec import Precision as Precision
@@ -135,14 +135,14 @@ class Table:
                 raise ConfigError(f"table {self.name}: home file with a train_rank; allowed: dram, hbm")
             self.spec_of(0, 0)
 
-    def spec_of(self, row: int, column: int) -> TableSpec:
+    def spec_of(self, row: int, column: int) -> ShardSpec:
         """A shard as a table of an engine."""
         rows, columns, name = self.row_range(row), self.column_range(column), f"{self.name}/{row}.{column}"
         if self.train_rank is not None:
             return TensorTrainSpec.of_rank(
                 name=name, row_count=self.rows, dim=self.dim, rank=self.train_rank, precision=self.precision
             )
-        return TableSpec(
+        return ShardSpec(
             name=name,
             row_count=rows.size,
             dim=columns.size,
@@ -198,7 +198,7 @@ def shard_name(tables: Sequence[Table], shard: Shard) -> str:
     return f"{tables[shard.table].name}/{shard.row}.{shard.column}"
 
 
-def shard_spec(tables: Sequence[Table], shard: Shard) -> TableSpec:
+def shard_spec(tables: Sequence[Table], shard: Shard) -> ShardSpec:
     """The shard as a table of an engine."""
     return tables[shard.table].spec_of(shard.row, shard.column)
 

@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from sennit.runtime.kernels.batch import Batch
-from sennit.runtime.kernels.layout import TableMemory, allocate
+from sennit.runtime.kernels.layout import ShardMemory, allocate
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
-from sennit.runtime.kernels.spec import Pooling, Rounding, TableSpec
+from sennit.runtime.kernels.spec import Pooling, Rounding, ShardSpec
 from sennit.runtime.kernels.triton_operator import TritonOperator
 from sennit.testbed.bench import machine
 
@@ -179,9 +179,9 @@ def render(report: dict[str, Any], console: Console) -> None:
     console.print(f"{report['device']}; {report['distinct_rows']:,} distinct rows")
 
 
-def _tables(optimizer: OptimizerSpec, device: torch.device, rows: int, dim: int) -> list[TableMemory]:
+def _tables(optimizer: OptimizerSpec, device: torch.device, rows: int, dim: int) -> list[ShardMemory]:
     tables = [
-        allocate(TableSpec(name=str(number), row_count=rows, dim=dim), optimizer, device) for number in range(TABLES)
+        allocate(ShardSpec(name=str(number), row_count=rows, dim=dim), optimizer, device) for number in range(TABLES)
     ]
     generator = torch.Generator(device).manual_seed(1)
     for table in tables:

@@ -20,7 +20,7 @@ from torch import Tensor
 from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.operators import FusedTables
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
-from sennit.runtime.kernels.spec import Pooling, Precision, Rounding, TableSpec
+from sennit.runtime.kernels.spec import Pooling, Precision, Rounding, ShardSpec
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec, initialise
 from sennit.transport.errors import Unsupported
 
@@ -111,10 +111,10 @@ class Sennit(Peer):
         self._gradient = data.gradient.flatten()
         self._lengths = torch.full((shape.feature_count * shape.bags,), shape.length, dtype=torch.int32)
 
-    def _spec(self, name: str, shape: Shape) -> TableSpec:
-        return TableSpec(name=name, row_count=shape.row_count, dim=shape.dim, precision=shape.precision)
+    def _spec(self, name: str, shape: Shape) -> ShardSpec:
+        return ShardSpec(name=name, row_count=shape.row_count, dim=shape.dim, precision=shape.precision)
 
-    def _fill(self, engine: EmbeddingEngine, spec: TableSpec, weight: Tensor) -> None:
+    def _fill(self, engine: EmbeddingEngine, spec: ShardSpec, weight: Tensor) -> None:
         engine.weight(spec.name).copy_(weight)
 
     def forward(self) -> Tensor:
@@ -149,7 +149,7 @@ class SennitTensorTrain(Sennit):
             name=name, row_count=shape.row_count, dim=shape.dim, rank=self.RANK, precision=shape.precision
         )
 
-    def _fill(self, engine: EmbeddingEngine, spec: TableSpec, weight: Tensor) -> None:
+    def _fill(self, engine: EmbeddingEngine, spec: ShardSpec, weight: Tensor) -> None:
         assert isinstance(spec, TensorTrainSpec)
         cores = [engine.weight(core.name) for core in spec.cores]
         initialise(spec, cores, float(weight.std()), torch.Generator().manual_seed(0))

@@ -22,7 +22,7 @@ from sennit.runtime.data.seeds import torch_stream
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
-from sennit.runtime.kernels.spec import Rounding, TableSpec
+from sennit.runtime.kernels.spec import Rounding, ShardSpec
 from sennit.runtime.memory import store
 from sennit.runtime.memory.layout import Arrays, StoreLayout
 from sennit.runtime.memory.tiered import TieredTables, layout_of
@@ -55,9 +55,9 @@ class Load:
         return self.table_count * self.bags * self.length
 
     @property
-    def specs(self) -> list[TableSpec]:
+    def specs(self) -> list[ShardSpec]:
         return [
-            TableSpec(name=f"table_{n:02d}", row_count=self.row_count, dim=self.dim) for n in range(self.table_count)
+            ShardSpec(name=f"table_{n:02d}", row_count=self.row_count, dim=self.dim) for n in range(self.table_count)
         ]
 
     @property

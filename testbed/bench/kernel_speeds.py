@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import HashStore
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
-from sennit.runtime.kernels.spec import Precision, TableSpec
+from sennit.runtime.kernels.spec import Precision, ShardSpec
 from sennit.runtime.model.inputs import ModelInputs
 from sennit.runtime.planner import dense
 from sennit.runtime.planner.constants import (
@@ -134,7 +134,7 @@ def _tables() -> tuple[dict[str, Kernel], dict[str, Kernel]]:
         rows: list[tuple[float, ...]] = []
         for dim in WIDTHS:
             for row_count in ROWS:
-                spec = TableSpec(name="t", row_count=row_count, dim=dim, precision=precision)
+                spec = ShardSpec(name="t", row_count=row_count, dim=dim, precision=precision)
                 engine = EmbeddingEngine([spec], optimizer)
                 for bags, length in BAGS:
                     ids = torch.randint(row_count, (bags * length,), generator=generator, dtype=torch.int32)

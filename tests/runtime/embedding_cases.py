@@ -17,7 +17,7 @@ from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.optimizers import Decay, Optimizer, OptimizerSpec
-from sennit.runtime.kernels.spec import Bounds, Pooling, Precision, Rounding, TableSpec
+from sennit.runtime.kernels.spec import Bounds, Pooling, Precision, Rounding, ShardSpec
 
 STEPS = 3
 
@@ -39,7 +39,7 @@ class Case:
     """Some steps on some tables. All numbers are functions of the case's name."""
 
     name: str
-    tables: tuple[TableSpec, ...]
+    tables: tuple[ShardSpec, ...]
     blocks: tuple[BlockShape, ...]
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     pooling: Pooling = Pooling.SUM
@@ -57,8 +57,8 @@ class Case:
     """Scale of gradients and initial weights."""
 
 
-def table(name: str, rows: int, dim: int, precision: Precision = Precision.FP32, first_row: int = 0) -> TableSpec:
-    return TableSpec(name=name, row_count=rows, dim=dim, precision=precision, first_row=first_row)
+def table(name: str, rows: int, dim: int, precision: Precision = Precision.FP32, first_row: int = 0) -> ShardSpec:
+    return ShardSpec(name=name, row_count=rows, dim=dim, precision=precision, first_row=first_row)
 
 
 def _cases() -> Iterator[Case]:

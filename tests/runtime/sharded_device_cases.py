@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from sennit.runtime.kernels import engine as engines
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.implementations import implementation
-from sennit.runtime.kernels.layout import TableMemory
+from sennit.runtime.kernels.layout import ShardMemory
 from sennit.runtime.sharded import ShardedEmbeddingBags, Table, TableStore
 from sennit.runtime.sharded.module import ShardedTables
 from sennit.transport.errors import ConfigError, SennitError, Unsupported
@@ -38,7 +38,7 @@ class Kernels:
         self._native = implementation("native")
 
     def __getattr__(self, name: str) -> Any:
-        def call(tables: Sequence[TableMemory], batch: Batch, *given: Any, **options: Any) -> Any:
+        def call(tables: Sequence[ShardMemory], batch: Batch, *given: Any, **options: Any) -> Any:
             found = getattr(self._native, name)(
                 [_parts(table, device_double.host_of) for table in tables],
                 _parts(batch, device_double.host_of),

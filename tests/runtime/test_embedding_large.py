@@ -13,7 +13,7 @@ from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.implementations import IMPLEMENTATIONS
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
-from sennit.runtime.kernels.spec import Precision, Rounding, TableSpec
+from sennit.runtime.kernels.spec import Precision, Rounding, ShardSpec
 from sennit.transport.errors import Unsupported
 
 DIM = 64
@@ -24,7 +24,7 @@ IDS = torch.tensor([0, 1, (1 << 30) // DIM, (1 << 31) // DIM - 1, (1 << 31) // D
 
 def trained(implementation: str, row_count: int, ids: Tensor, seed: int) -> list[Tensor]:
     """Returns results, rows and states of two steps on the rows `ids`."""
-    spec = TableSpec(name="t", row_count=row_count, dim=DIM, precision=Precision.FP16)
+    spec = ShardSpec(name="t", row_count=row_count, dim=DIM, precision=Precision.FP16)
     engine = EmbeddingEngine(
         [spec],
         OptimizerSpec(kind=Optimizer.PARTIAL_ROW_WISE_ADAM),

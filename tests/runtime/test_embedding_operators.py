@@ -14,7 +14,7 @@ from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.operators import FusedTables
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
-from sennit.runtime.kernels.spec import Pooling, TableSpec
+from sennit.runtime.kernels.spec import Pooling, ShardSpec
 from sennit.runtime.model.schedule import RateSchedule
 
 BLOCKS: dict[str, Any] = {"table_of_block": (0, 1, 0), "bags_of_block": (4, 3, 2), "slice_of_block": (0, 3, 5)}
@@ -22,7 +22,7 @@ BAGS = 9
 
 
 def engine_of(seed: int, optimizer: Optimizer = Optimizer.ADAM) -> EmbeddingEngine:
-    specs = [TableSpec(name="a", row_count=11, dim=8), TableSpec(name="b", row_count=5, dim=20)]
+    specs = [ShardSpec(name="a", row_count=11, dim=8), ShardSpec(name="b", row_count=5, dim=20)]
     engine = EmbeddingEngine(specs, OptimizerSpec(kind=optimizer))
     for spec in specs:
         start = torch.randn(spec.row_count, spec.dim, generator=torch_stream(seed, spec.name))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sennit.runtime.kernels.implementations import implementation
 from sennit.runtime.kernels.optimizers import Decay, Optimizer, OptimizerSpec
-from sennit.runtime.kernels.spec import Bounds, Pooling, Precision, Rounding, TableSpec
+from sennit.runtime.kernels.spec import Bounds, Pooling, Precision, Rounding, ShardSpec
 from sennit.transport.errors import Unsupported
 from tests.runtime.embedding_cases import BlockShape, Case, run, same_bits
 
@@ -43,7 +43,7 @@ def optimizers(draw: st.DrawFn) -> OptimizerSpec:
 @st.composite
 def cases(draw: st.DrawFn, *, most_lookups: int) -> Case:
     tables = tuple(
-        TableSpec(
+        ShardSpec(
             name=f"t{number}",
             row_count=draw(ROWS),
             dim=draw(DIMS),

@@ -17,11 +17,11 @@ from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.optimizers import Decay, Optimizer, OptimizerSpec
 from sennit.runtime.kernels.reference import lane_tree, leaf_tree, sums_by_row
 from sennit.runtime.kernels.reference_rounding import philox, rounded
-from sennit.runtime.kernels.spec import Bounds, Pooling, Precision, Rounding, TableSpec
+from sennit.runtime.kernels.spec import Bounds, Pooling, Precision, Rounding, ShardSpec
 from sennit.transport.errors import ArgumentError, ConfigError
 
 ROWS, DIM, BAGS = 12, 6, 40
-SPEC = TableSpec(name="t", row_count=ROWS, dim=DIM)
+SPEC = ShardSpec(name="t", row_count=ROWS, dim=DIM)
 
 
 def one_table_batch(generator: torch.Generator, *, pooling: Pooling = Pooling.SUM, weighted: bool = False) -> Batch:
@@ -148,7 +148,7 @@ def test_row_wise_optimizers_equal_their_definitions_in_float64(kind: Optimizer,
 def test_clipping_acts_on_the_summed_gradient_of_each_row() -> None:
     """Clips by value, then by norm. A row below both limits stays as it is."""
     spec = OptimizerSpec(kind=Optimizer.SGD, max_gradient=4.0, max_gradient_norm=5.0)
-    engine = EmbeddingEngine([TableSpec(name="t", row_count=3, dim=2)], spec, implementation_name="reference")
+    engine = EmbeddingEngine([ShardSpec(name="t", row_count=3, dim=2)], spec, implementation_name="reference")
     batch = Batch(
         table_of_block=(0,),
         bags_of_block=(4,),
@@ -209,7 +209,7 @@ def test_philox_known_answers(counter: tuple[int, ...], key: int, answer: tuple[
 @pytest.mark.parametrize("precision", [Precision.FP16, Precision.BF16], ids=lambda precision: precision.name)
 @pytest.mark.parametrize("scale", [1.0, 3e-5, 2e-7])
 def test_stochastic_rounding_goes_to_a_neighbour_and_keeps_the_mean(precision: Precision, scale: float) -> None:
-    spec = TableSpec(name="t", row_count=4000, dim=64, precision=precision)
+    spec = ShardSpec(name="t", row_count=4000, dim=64, precision=precision)
     for value in (0.3 * scale, -0.7 * scale):
         x = torch.full((4000, 64), value)
         found = rounded(spec, x, torch.arange(4000), Rounding.STOCHASTIC, step=1, seed=9).to(torch.float64)
@@ -226,7 +226,7 @@ def test_stochastic_rounding_goes_to_a_neighbour_and_keeps_the_mean(precision: P
 def test_what_a_format_holds_is_stored_as_it_is() -> None:
     for precision in (Precision.FP16, Precision.BF16):
         bits = torch.arange(1 << 16).to(torch.uint16).view(precision.dtype).view(-1, 64)
-        spec = TableSpec(name="t", row_count=len(bits), dim=64, precision=precision)
+        spec = ShardSpec(name="t", row_count=len(bits), dim=64, precision=precision)
         found = rounded(spec, bits.to(torch.float32), torch.arange(len(bits)), Rounding.STOCHASTIC, step=1, seed=2)
         number = ~bits.isnan()
         assert torch.equal(found[number].view(torch.int16), bits[number].view(torch.int16))
@@ -327,7 +327,7 @@ def test_hyperparameters_out_of_range_are_refused(field: str, value: float) -> N
 def test_tables_and_engines_out_of_range_are_refused() -> None:
     for field, value in (("row_count", -1), ("row_count", 1 << 32), ("dim", 0), ("dim", 4097), ("first_row", -1)):
         with pytest.raises(ConfigError, match=f"{field} {value}; allowed"):
-            TableSpec(**({"name": "t", "row_count": 3, "dim": 4} | {field: value}))  # type: ignore[arg-type]
+            ShardSpec(**({"name": "t", "row_count": 3, "dim": 4} | {field: value}))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="two tables are called t"):
         EmbeddingEngine([SPEC, SPEC], OptimizerSpec())
     with pytest.raises(ConfigError, match="implementation 'x'"):
@@ -347,7 +347,7 @@ def test_bits_depend_on_neither_the_other_tables_nor_the_split_of_rows(seed: int
     ids = torch.randint(ROWS, (300,), generator=generator)
     gradient = torch.randn(300, DIM, generator=generator)
 
-    def trained(*tables: TableSpec) -> Tensor:
+    def trained(*tables: ShardSpec) -> Tensor:
         engine = EmbeddingEngine(tables, OptimizerSpec(), implementation_name="reference", seed=5)
         keep = [(ids >= t.first_row) & (ids < t.first_row + t.row_count) for t in tables]
         for part in tables:
@@ -362,10 +362,10 @@ def test_bits_depend_on_neither_the_other_tables_nor_the_split_of_rows(seed: int
         engine.update(batch, torch.cat([gradient[mask] for mask in keep]).flatten(), rate=0.1)
         return torch.cat([engine.weight(part.name) for part in tables])
 
-    spec = TableSpec(name="t", row_count=ROWS, dim=DIM, precision=Precision.BF16)
+    spec = ShardSpec(name="t", row_count=ROWS, dim=DIM, precision=Precision.BF16)
     whole = trained(spec)
-    assert torch.equal(trained(spec, TableSpec(name="u", row_count=ROWS, dim=DIM))[:ROWS].to(torch.bfloat16), whole)
-    halves = [TableSpec(name="t", row_count=6, dim=DIM, precision=Precision.BF16, first_row=at) for at in (0, 6)]
+    assert torch.equal(trained(spec, ShardSpec(name="u", row_count=ROWS, dim=DIM))[:ROWS].to(torch.bfloat16), whole)
+    halves = [ShardSpec(name="t", row_count=6, dim=DIM, precision=Precision.BF16, first_row=at) for at in (0, 6)]
     parts = [trained(half) for half in halves]
     assert torch.equal(torch.cat(parts), whole)
     assert len(list(itertools.chain(*parts))) == ROWS

@@ -22,10 +22,10 @@ from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.ids import split_rows
 from sennit.runtime.kernels.implementations import IMPLEMENTATIONS, implementation
-from sennit.runtime.kernels.layout import TableMemory
+from sennit.runtime.kernels.layout import ShardMemory
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
 from sennit.runtime.kernels.reference import sums_by_row
-from sennit.runtime.kernels.spec import Bounds, Pooling, Precision, TableSpec
+from sennit.runtime.kernels.spec import Bounds, Pooling, Precision, ShardSpec
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.transport.errors import ArgumentError, Unsupported
 from sennit.transport.tree import Span, balanced, combinations, cover
@@ -86,7 +86,7 @@ def test_a_rows_sum_is_the_tree_of_the_transport_over_its_slices(present: tuple[
 @pytest.mark.parametrize("case", VECTORS["sums"], ids=lambda case: case["why"])
 def test_golden_sums(name: str, case: dict[str, list[float]]) -> None:
     engine = EmbeddingEngine(
-        [TableSpec(name="t", row_count=1, dim=1)], OptimizerSpec(kind=Optimizer.SGD), implementation_name=name
+        [ShardSpec(name="t", row_count=1, dim=1)], OptimizerSpec(kind=Optimizer.SGD), implementation_name=name
     )
     batch = Batch(
         table_of_block=(0,) * len(case["slices"]),
@@ -107,7 +107,7 @@ def test_golden_bags_of_row_shards(name: str, case: dict[str, Any]) -> None:
     """Each shard is a table. Its part of the bag is summed there, and the parts in the tree."""
     borders, lengths = case["borders"], torch.tensor([len(case["ids"])])
     shards = [
-        TableSpec(name=f"shard {number}", row_count=high - low, dim=1, first_row=low)
+        ShardSpec(name=f"shard {number}", row_count=high - low, dim=1, first_row=low)
         for number, (low, high) in enumerate(pairwise(borders))
     ]
     engine = EmbeddingEngine(shards, OptimizerSpec(), implementation_name=name)
@@ -143,7 +143,7 @@ def weighted_mean(case: dict[str, Any]) -> tuple[Batch, Tensor]:
 
 @pytest.mark.parametrize("case", VECTORS["weighted_means"], ids=lambda case: case["why"])
 def test_golden_weighted_means(name: str, case: dict[str, Any]) -> None:
-    spec, (batch, gradient) = TableSpec(name="t", row_count=len(case["rows"]), dim=1), weighted_mean(case)
+    spec, (batch, gradient) = ShardSpec(name="t", row_count=len(case["rows"]), dim=1), weighted_mean(case)
     engine = EmbeddingEngine([spec], OptimizerSpec(kind=Optimizer.SGD), implementation_name=name)
     engine.weight("t")[:, 0] = torch.tensor(case["rows"])
     assert engine.lookup(batch).tolist() == [case["mean"]]
@@ -159,8 +159,8 @@ def test_golden_weighted_means(name: str, case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("case", VECTORS["weighted_means"], ids=lambda case: case["why"])
 def test_the_reference_has_weighted_means_of_its_own(case: dict[str, Any]) -> None:
     """An engine makes them from weighted sums, whatever the implementation."""
-    spec, (batch, gradient) = TableSpec(name="t", row_count=len(case["rows"]), dim=1), weighted_mean(case)
-    table = TableMemory(spec=spec, weight=torch.tensor(case["rows"], dtype=torch.float32).unsqueeze(1), states={})
+    spec, (batch, gradient) = ShardSpec(name="t", row_count=len(case["rows"]), dim=1), weighted_mean(case)
+    table = ShardMemory(spec=spec, weight=torch.tensor(case["rows"], dtype=torch.float32).unsqueeze(1), states={})
     assert reference.lookup([table], batch).tolist() == [case["mean"]]
     assert reference.weight_gradient([table], batch, gradient).tolist() == case["of_weights"]
     (found,) = reference.sum_rows([table], batch, gradient)
@@ -170,8 +170,8 @@ def test_the_reference_has_weighted_means_of_its_own(case: dict[str, Any]) -> No
 
 def engine_of(name: str, kind: Optimizer, precision: Precision, seed: int) -> EmbeddingEngine:
     specs = [
-        TableSpec(name="a", row_count=ROWS, dim=16, precision=precision),
-        TableSpec(name="b", row_count=7, dim=20, precision=precision),
+        ShardSpec(name="a", row_count=ROWS, dim=16, precision=precision),
+        ShardSpec(name="b", row_count=7, dim=20, precision=precision),
     ]
     engine = EmbeddingEngine(specs, OptimizerSpec(kind=kind), implementation_name=name, seed=7)
     for spec in specs:
@@ -291,7 +291,7 @@ def test_sums_that_are_not_finite_are_kept(name: str, seed: int) -> None:
 
 def test_sums_of_nothing(name: str) -> None:
     engine = EmbeddingEngine(
-        [TableSpec(name="t", row_count=3, dim=4)], OptimizerSpec(), implementation_name=name, bounds=Bounds.IGNORE
+        [ShardSpec(name="t", row_count=3, dim=4)], OptimizerSpec(), implementation_name=name, bounds=Bounds.IGNORE
     )
     empty = torch.zeros(0, dtype=torch.int64)
     for batch in (

@@ -19,9 +19,9 @@ pytest.importorskip("triton")
 
 from sennit.runtime.kernels import triton_operator, triton_products, triton_tiles
 from sennit.runtime.kernels.batch import Batch
-from sennit.runtime.kernels.layout import TableMemory, allocate
+from sennit.runtime.kernels.layout import ShardMemory, allocate
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
-from sennit.runtime.kernels.spec import Pooling, Rounding, TableSpec
+from sennit.runtime.kernels.spec import Pooling, Rounding, ShardSpec
 from sennit.runtime.kernels.triton_operator import TritonOperator, sorted_runs
 from sennit.runtime.kernels.triton_tables import describe, vectors_of
 from sennit.runtime.kernels.triton_tiles import tiles_of_gpu
@@ -84,7 +84,7 @@ def test_sort_is_stable_and_cuts_runs(row_count: int, monkeypatch: pytest.Monkey
         table_of_block=(0,), bags_of_block=(500,), lengths=torch.ones(500, dtype=torch.int64), values=values,
         pooling=Pooling.NONE,
     )  # fmt: skip
-    memory = TableMemory(spec=TableSpec(name="t", row_count=row_count, dim=1), weight=torch.zeros(1), states={})
+    memory = ShardMemory(spec=ShardSpec(name="t", row_count=row_count, dim=1), weight=torch.zeros(1), states={})
     about = describe([memory], torch.device("cpu"))
     runs = sorted_runs(about, batch, vectors_of(batch, [memory], torch.arange(501)), None)
     keys, order = torch.sort(torch.where(values < 0, row_count, values), stable=True)
@@ -114,7 +114,7 @@ def test_tiles_fit_a_gpu(width: int) -> None:
 @pytest.mark.parametrize("skew", [1.0, 8.0])
 def test_backward_takes_at_most_24_bytes_a_lookup(skew: float) -> None:
     """Counts newly allocated memory, at the dim of the benchmark and with one lookup in each bag."""
-    count, spec = 1 << 20, TableSpec(name="t", row_count=1_000_000, dim=128)
+    count, spec = 1 << 20, ShardSpec(name="t", row_count=1_000_000, dim=128)
     generator = torch_stream(1, "memory")
     values = (torch.rand(count, generator=generator, dtype=torch.float64) ** skew * spec.row_count).to(torch.int64)
     batch = Batch(

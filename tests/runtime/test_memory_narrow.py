@@ -15,7 +15,7 @@ from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
 from sennit.runtime.kernels.reference_rounding import rounded
-from sennit.runtime.kernels.spec import Precision, Rounding, TableSpec
+from sennit.runtime.kernels.spec import Precision, Rounding, ShardSpec
 from sennit.runtime.memory import store
 from sennit.runtime.memory.cache import RowCache
 from sennit.runtime.memory.layout import Arrays
@@ -31,11 +31,11 @@ NARROW = (Precision.FP16, Precision.BF16)
 ROW_WISE_ADAGRAD = OptimizerSpec(kind=Optimizer.ROW_WISE_ADAGRAD)
 
 
-def specs(precision: Precision) -> tuple[TableSpec, ...]:
+def specs(precision: Precision) -> tuple[ShardSpec, ...]:
     """One table has no rows, and one is the part of a table beyond 2^32 rows."""
     first_rows = (0, 5, (5 << 32) + 4_294_967_280)
     return tuple(
-        TableSpec(name=f"t{n}", row_count=rows, dim=DIM, precision=precision, first_row=first)
+        ShardSpec(name=f"t{n}", row_count=rows, dim=DIM, precision=precision, first_row=first)
         for n, (rows, first) in enumerate(zip(ROWS, first_rows, strict=True))
     )
 

@@ -13,7 +13,7 @@ from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.checks import GradientError, IdError
 from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
-from sennit.runtime.kernels.spec import Pooling, Precision, Rounding, TableSpec
+from sennit.runtime.kernels.spec import Pooling, Precision, Rounding, ShardSpec
 from sennit.runtime.memory import store
 from sennit.runtime.memory.layout import Arrays
 from sennit.runtime.memory.tiered import TieredTables, layout_of
@@ -47,7 +47,7 @@ def test_tables_on_a_file_train_to_the_bits_of_tables_in_memory(
 ) -> None:
     """The random numbers of rounding depend on table and row, not on the row's place in the cache."""
     specs = [
-        TableSpec(name=f"table{n}", row_count=rows, dim=12, precision=precision, first_row=(1 << 33) * n)
+        ShardSpec(name=f"table{n}", row_count=rows, dim=12, precision=precision, first_row=(1 << 33) * n)
         for n, rows in enumerate(ROWS)
     ]
     optimizer = OptimizerSpec(kind=kind)
@@ -90,12 +90,12 @@ def test_tables_on_a_file_train_to_the_bits_of_tables_in_memory(
 
 
 def test_mistakes_are_named(rng: np.random.Generator) -> None:
-    spec = TableSpec(name="ads", row_count=100, dim=4, precision=Precision.FP16)
+    spec = ShardSpec(name="ads", row_count=100, dim=4, precision=Precision.FP16)
     optimizer = OptimizerSpec(kind=Optimizer.SGD)
     layout = layout_of([spec], optimizer)
     rows = store.in_dram(layout, {"weight": np.zeros((100, 4), np.float16)})
     with pytest.raises(ConfigError, match="2 dims and precisions"):
-        layout_of([spec, TableSpec(name="users", row_count=1, dim=8)], optimizer)
+        layout_of([spec, ShardSpec(name="users", row_count=1, dim=8)], optimizer)
     with pytest.raises(ConfigError, match="other tables or parts"):
         TieredTables([spec], OptimizerSpec(), rows, line_count=32, spare_count=0)
     with pytest.raises(ConfigError, match="triton"):
@@ -108,7 +108,7 @@ def test_mistakes_are_named(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("implementation_name", ["native", "reference"])
 def test_a_gradient_that_is_not_finite_is_told_by_its_table_and_row(implementation_name: str) -> None:
-    specs = [TableSpec(name=name, row_count=100, dim=4) for name in ("ads", "users")]
+    specs = [ShardSpec(name=name, row_count=100, dim=4) for name in ("ads", "users")]
     optimizer = OptimizerSpec(kind=Optimizer.SGD)
     rows = store.in_dram(layout_of(specs, optimizer), {"weight": np.ones((200, 4), np.float32)})
     with TieredTables(

@@ -20,7 +20,7 @@ from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.layout import allocate
 from sennit.runtime.kernels.operators import FusedTables
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
-from sennit.runtime.kernels.spec import Bounds, Pooling, Precision, TableSpec
+from sennit.runtime.kernels.spec import Bounds, Pooling, Precision, ShardSpec
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec, factor_columns, factor_rows, initialise
 from sennit.runtime.kernels.tensor_train_tables import bands
 from sennit.transport.errors import ArgumentError, ConfigError
@@ -37,7 +37,7 @@ def cores_of(engine: EmbeddingEngine, name: str) -> list[Tensor]:
     return [engine.weight(f"{name}.core{number}") for number in (1, 2, 3)]
 
 
-def engine_of(spec: TableSpec, *others: TableSpec, seed: int, **more: Any) -> EmbeddingEngine:
+def engine_of(spec: ShardSpec, *others: ShardSpec, seed: int, **more: Any) -> EmbeddingEngine:
     more = {"optimizer": OptimizerSpec(kind=Optimizer.SGD)} | more
     engine = EmbeddingEngine([spec, *others], **more)
     for name in engine.names:
@@ -115,7 +115,7 @@ def test_rows_that_were_not_looked_up_share_slices_and_change_with_them(seed: in
 
 
 def test_rows_at_a_time_change_no_bit(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_of(TensorTrainSpec(name="t", **SHAPES[0]), TableSpec(name="u", row_count=9, dim=4), seed=seed)
+    engine = engine_of(TensorTrainSpec(name="t", **SHAPES[0]), ShardSpec(name="u", row_count=9, dim=4), seed=seed)
     whole = engine.materialise("t", 0, 53)
     monkeypatch.setattr(tensor_train_tables, "ROWS_AT_ONCE", 10)
     assert torch.equal(engine.materialise("t", 0, 53), whole)
@@ -170,7 +170,7 @@ def test_bits_do_not_depend_on_other_tables_or_the_placement(seed: int) -> None:
     gradient = torch.randn(300 * 16, generator=generator)
     alone = engine_of(spec, seed=seed)
     alone.update(lookups(ids), gradient, rate=0.1)
-    beside = engine_of(TableSpec(name="v", row_count=7, dim=3), other, spec, seed=seed)
+    beside = engine_of(ShardSpec(name="v", row_count=7, dim=3), other, spec, seed=seed)
     batch = dataclasses.replace(
         lookups(torch.cat((ids[:100], torch.arange(6), torch.arange(6), ids[100:]))),
         table_of_block=(2, 0, 1, 2),
@@ -199,7 +199,7 @@ def test_threads_change_no_bit(seed: int) -> None:
 
 def test_autograd_and_compile_take_the_step_of_the_engine(seed: int) -> None:
     spec = TensorTrainSpec(name="t", **SHAPES[0])
-    plain = TableSpec(name="v", row_count=7, dim=3)
+    plain = ShardSpec(name="v", row_count=7, dim=3)
     by_hand, fused = engine_of(spec, plain, seed=seed), FusedTables(engine_of(spec, plain, seed=seed), rate=0.1)
     blocks: dict[str, Any] = {"table_of_block": (0, 1), "bags_of_block": (5, 5)}
 
@@ -312,11 +312,11 @@ def test_wrong_ranks_and_names_are_refused() -> None:
     with pytest.raises(ConfigError, match="rank 0; allowed: 1 to 4096"):
         TensorTrainSpec.of_rank(name="t", row_count=100, dim=16, rank=0)
     with pytest.raises(ConfigError, match=r"two tables are called t\.core2"):
-        EmbeddingEngine([TensorTrainSpec(**GOOD), TableSpec(name="t.core2", row_count=1, dim=1)], OptimizerSpec())
+        EmbeddingEngine([TensorTrainSpec(**GOOD), ShardSpec(name="t.core2", row_count=1, dim=1)], OptimizerSpec())
 
 
 def test_a_tensor_train_is_not_in_a_cache() -> None:
-    memory = allocate(TableSpec(name="t", row_count=1, dim=1), OptimizerSpec(), torch.device("cpu"))
+    memory = allocate(ShardSpec(name="t", row_count=1, dim=1), OptimizerSpec(), torch.device("cpu"))
     with pytest.raises(ConfigError, match="table t: a tensor train in memory of its user"):
         EmbeddingEngine([TensorTrainSpec(**GOOD)], OptimizerSpec(), memory=[memory])
 

@@ -23,7 +23,7 @@ from sennit.runtime.kernels import triton_operator, triton_products
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.layout import allocate
 from sennit.runtime.kernels.optimizers import Decay, Optimizer, OptimizerSpec
-from sennit.runtime.kernels.spec import Pooling, Precision, Rounding, TableSpec
+from sennit.runtime.kernels.spec import Pooling, Precision, Rounding, ShardSpec
 
 H100 = GPUTarget("cuda", 90, 32)
 MULTIPROCESSORS = 132
@@ -74,11 +74,11 @@ class Compiler:
         (self.folder / f"{self.kernel.__name__}-{number}.ptx").write_text(ptx)
 
 
-def cases() -> list[tuple[tuple[TableSpec, ...], OptimizerSpec, Pooling, bool]]:
+def cases() -> list[tuple[tuple[ShardSpec, ...], OptimizerSpec, Pooling, bool]]:
     """Returns cases with every optimizer, pooling and precision at least once. The first has the benchmark's shape."""
 
-    def tables(*dims: int, precision: Precision = Precision.FP32) -> tuple[TableSpec, ...]:
-        return tuple(TableSpec(name=str(dim), row_count=1000, dim=dim, precision=precision) for dim in dims)
+    def tables(*dims: int, precision: Precision = Precision.FP32) -> tuple[ShardSpec, ...]:
+        return tuple(ShardSpec(name=str(dim), row_count=1000, dim=dim, precision=precision) for dim in dims)
 
     mixed = (*tables(20), *tables(64, precision=Precision.FP16), *tables(7, precision=Precision.BF16))
     decayed = {"weight_decay": 0.1, "max_gradient": 1.0, "max_gradient_norm": 1.0}
