@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A table in memory: its weights and optimizer states, named for checkpoints."""
+"""A shard in memory: its weights and optimizer states, named for checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HUGE_PAGE_BYTES: Final = 2 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardMemory:
-    """One table. Implementations read and write these tensors in place."""
+    """One shard. Implementations read and write these tensors in place."""
 
     spec: ShardSpec
 

@@ -69,10 +69,10 @@ class Bounds(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardSpec:
-    """One table, or the part of one that this process holds."""
+    """A shard of a table, as an engine holds it. A whole table is one shard. What kernels call a table is a shard."""
 
     name: str
-    """The global name of the table. Weights, states and random numbers depend on it."""
+    """The global name of the shard. Weights, states and random numbers depend on it."""
 
     row_count: int
     """Number of rows here; ids are in [0, row_count). May be 0."""
