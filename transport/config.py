@@ -134,8 +134,8 @@ class Config:
     None: the built-in constants (calibration.py)."""
 
     threads: int = 1
-    """`SENNIT_THREADS`, 1 to 64: threads of this rank that share the folds and copies of a large operation. Results do
-    not depend on it. 1: the thread that waits does all the work. More help where a rank has cores to spare."""
+    """`SENNIT_THREADS`, 1 to 64: threads of this process that share the folds and copies of a large operation. Results
+    do not depend on it. 1: the thread that waits does all the work. More help where a rank has cores to spare."""
 
     host_id: str | None = None
     """`SENNIT_HOST_ID`: names this host when ranks look for neighbours. None: the kernel's boot id. Give two containers

@@ -242,11 +242,11 @@ bool Operation::run_copy_piece(uint32_t at) {
   std::byte* to = destination(step);
   const std::byte* from = source(operand);
   const uint64_t left_bytes = to != from ? size_bytes(step) - copied_bytes_ : 0;
-  ThreadTeam& team = host_->team();
+  ThreadTeam::Turn team = host_->team().take(left_bytes, SHARED_PART_BYTES);
   const uint64_t piece_bytes = std::min(left_bytes, team.threads() * COPY_PIECE_BYTES);
   if (piece_bytes != 0) {
     const bool streams = sizes_.buffer_extents[step.destination_buffer] >= STREAM_FROM_BYTES;
-    team.share(piece_bytes, SHARED_PART_BYTES, 4'096, [&](uint32_t, uint64_t first, uint64_t end) {
+    team.share(piece_bytes, 4'096, [&](uint32_t, uint64_t first, uint64_t end) {
       if (streams) {
         large_copy(CopySource::memory, to + copied_bytes_ + first, from + copied_bytes_ + first, end - first);
       } else {
@@ -272,13 +272,13 @@ bool Operation::run_code_piece(uint32_t at) {
   const uint64_t unit = codec_step(codec);
   std::byte* const to = destination(step);
   const std::byte* const from = source(operand);
-  ThreadTeam& team = host_->team();
+  ThreadTeam::Turn team = host_->team().take(count - copied_bytes_, SHARED_PART_BYTES / item_bytes);
   const uint64_t units = (std::max(team.threads() * COPY_PIECE_BYTES / item_bytes, unit) + unit - 1) / unit;
   const uint64_t end = std::min(copied_bytes_ + units * unit, count);
   // Codes of neighbouring parts share no byte, because parts begin where blocks do.
   const uint64_t start = std::exchange(copied_bytes_, end);
   if (start != end)
-    team.share(end - start, SHARED_PART_BYTES / item_bytes, unit, [&](uint32_t, uint64_t first, uint64_t last) {
+    team.share(end - start, unit, [&](uint32_t, uint64_t first, uint64_t last) {
       if (step.kind == StepKind::encode) {
         const Operand& number = plan_.operands[step.operand_first + 1];
         const uint64_t index = number.kind == 3 ? sizes_.bytes(number.offset) / item_bytes : number.offset;
@@ -376,7 +376,7 @@ void Operation::run_reduce(uint32_t at) {
   }
   const uint64_t bytes_an_element = (step.operand_count + 1) * result_bytes;
   const uint64_t part_min = is_apart ? SHARED_PART_BYTES / bytes_an_element : count;
-  host_->team().share(count, part_min, FOLD_STEP_ELEMENTS, fold);
+  host_->team().take(count, part_min).share(count, FOLD_STEP_ELEMENTS, fold);
   bool is_whole = true;  // else no step may use the result, and the group fails
   for (uint32_t o = 0; o < step.operand_count; ++o) {
     const Operand& operand = plan_.operands[step.operand_first + o];

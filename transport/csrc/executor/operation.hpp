@@ -35,7 +35,7 @@ class OperationHost {
   OperationHost& operator=(const OperationHost&) = delete;
 
   Mailbox& mailbox() { return mailbox_; }
-  ThreadTeam& team() { return team_; }
+  const TeamUse& team() const { return team_; }
   // False: the operation's send must wait for another one of the same tag to the same peer.
   virtual bool may_send(const Operation& operation) const = 0;
   // An operation holds a reference as long as it lives.
@@ -46,7 +46,7 @@ class OperationHost {
   ~OperationHost() = default;
 
   Mailbox mailbox_;
-  ThreadTeam team_;
+  const TeamUse team_;
 };
 
 // The owner of a device refused.

@@ -9,35 +9,45 @@
 #include <string>
 #include <system_error>
 
+#include "executor/of_process.hpp"
+
 namespace sennit {
 
-ThreadTeam::ThreadTeam(uint32_t threads, uint64_t spin_us) {
+TeamUse::TeamUse(uint32_t threads, uint64_t spin_us) : threads_(threads), spin_us_(spin_us) {
+  constexpr uint32_t MAX_THREADS = ThreadTeam::MAX_THREADS;
   if (threads < 1 || threads > MAX_THREADS)
     throw std::invalid_argument(std::to_string(threads) + " threads; allowed: 1.." + std::to_string(MAX_THREADS));
+  if (threads == 1) return;
+  team_ = of_process<ThreadTeam>();
+  team_->grow(threads);
+}
+
+void ThreadTeam::grow(uint32_t threads) {
+  const std::lock_guard lock(mutex_);
   try {
-    workers_.reserve(threads - 1);
-    while (workers_.size() + 1 < threads) workers_.emplace_back([this, spin_us] { work(spin_us); });
+    while (workers_.size() + 1 < threads) workers_.emplace_back([this] { work(); });
   } catch (const std::system_error& error) {
-    stop();
     throw std::system_error(error.code(), "cannot start " + std::to_string(threads - 1) + " threads beside the first");
-  } catch (...) {
-    stop();
-    throw;
   }
 }
 
-void ThreadTeam::stop() noexcept {
+size_t ThreadTeam::worker_count() {
+  const std::lock_guard lock(mutex_);
+  return workers_.size();
+}
+
+ThreadTeam::~ThreadTeam() {
   {
     const std::lock_guard lock(mutex_);
     is_stopping_.store(true);
   }
   has_work_.notify_all();
   for (std::thread& worker : workers_) worker.join();
-  workers_.clear();
 }
 
-void ThreadTeam::run(const Job& job) {
+void ThreadTeam::run(const Job& job, uint64_t spin_us) {
   job_ = job;
+  spin_us_.store(spin_us, std::memory_order_relaxed);
   done_count_.store(0, std::memory_order_relaxed);
   const uint64_t number = (ticket_.load(std::memory_order_relaxed) >> 2 * PART_BITS) + 1;
   // Before the look at the sleepers, in one order with theirs: either they see the job, or this thread sees them.
@@ -71,10 +81,10 @@ bool ThreadTeam::run_part() {
   return true;
 }
 
-void ThreadTeam::work(uint64_t spin_us) {
+void ThreadTeam::work() {
   using Clock = std::chrono::steady_clock;
   while (!is_stopping_.load(std::memory_order_relaxed)) {
-    const auto until = Clock::now() + std::chrono::microseconds(spin_us);
+    const auto until = Clock::now() + std::chrono::microseconds(spin_us_.load(std::memory_order_relaxed));
     bool found = run_part();
     while (!found && Clock::now() < until) found = run_part();
     if (found) continue;

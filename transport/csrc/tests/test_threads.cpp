@@ -105,6 +105,14 @@ TEST_CASE("copies have the same bytes with 1, 2 and 3 threads, streamed or not")
   }
 }
 
+TEST_CASE("ten groups of one process have the workers of one group") {
+  std::vector<Engine*> groups;
+  for (int group = 0; group < 10; ++group) groups.push_back(new Engine({0, 1, DEADLINE_US, 0, 1, 1'000'000, 3}));
+  CHECK(of_process<ThreadTeam>()->worker_count() == 2);
+  for (Engine* group : groups) group->release();
+  CHECK(of_process<ThreadTeam>()->worker_count() == 0);  // gone with the last
+}
+
 TEST_CASE("a group with a number of threads out of range is refused with the range") {
   for (const uint32_t threads : {0u, 65u})
     CHECK_THROWS_WITH_AS(new Engine({0, 1, DEADLINE_US, 0, 1, 1'000'000, threads}), doctest::Contains("allowed: 1..64"),
