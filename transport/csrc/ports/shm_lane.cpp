@@ -384,11 +384,6 @@ void ShmLane::look_for_last_word() {
   sink_.on_peer_aborted(peer_, repaired_utf8(word));
 }
 
-void ShmLane::note_beats(uint32_t beats, uint64_t now_us) {
-  if (beats != beats_seen_) silence_.on_heard(now_us);
-  beats_seen_ = beats;
-}
-
 bool ShmLane::take_dirty() { return std::exchange(dirty_, false); }
 
 void ShmLane::lose(std::string reason) {
@@ -399,6 +394,9 @@ void ShmLane::lose(std::string reason) {
 
 // Beats come without being asked for, so the questions of Silence are not sent.
 void ShmLane::expect(uint64_t now_us) {
+  expected_us_ = now_us;
+  const uint32_t beats = out_.segment->beats.load(std::memory_order_relaxed);
+  if (std::exchange(beats_seen_, beats) != beats) silence_.on_heard(now_us);
   if (dead_ || silence_.look(now_us) != flow::Silence::Step::give_up) return;
   lose("gave no sign of life for " + flow::Silence::seconds(silence_.silent_us()) +
        " (SENNIT_PEER_TIMEOUT_S): its process is there, but not one thread of it has run");

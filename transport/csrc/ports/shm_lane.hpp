@@ -73,8 +73,8 @@ class ShmLane final : public Lane {
   void say_last_word(std::string_view reason);
   // Takes the peer's reason, if there is one. What the rings hold comes first.
   void look_for_last_word();
-  // Compares the peer's beats with those of the last call.
-  void note_beats(uint32_t beats, uint64_t now_us);
+  // Whether something here has waited for the peer lately.
+  bool is_expected(uint64_t now_us) const { return expected_us_ != 0 && now_us < expected_us_ + EXPECTED_US; }
   bool is_dead() const { return dead_; }
   // Why this rank cannot receive from the peer. Empty while it can.
   const std::string& failure() const { return failure_; }
@@ -159,6 +159,8 @@ class ShmLane final : public Lane {
     MessageHeader header;
   };
 
+  // A rank that waits says so at least this often, unless it did not run.
+  static constexpr uint64_t EXPECTED_US = 2 * flow::LOOK_MAX_US;
   // In the id of a loan: it is the reference of this number, else the block.
   static constexpr uint64_t REFERENCE_LOAN = uint64_t{1} << 32;
   // Results of at least this size leave the cache before anyone reads them, so writes bypass it.
@@ -231,6 +233,7 @@ class ShmLane final : public Lane {
   bool dead_ = false;
   bool memory_forgotten_ = false;
   uint32_t beats_seen_ = 0;
+  uint64_t expected_us_ = 0;  // time of the last expect(); 0: never
   flow::Silence silence_;
   const Counted<Counters> counters_;
   flow::Agenda* const agenda_;

@@ -104,7 +104,6 @@ bool ShmPort::progress(uint64_t now_us) {
   if (now_us >= next_beat_us_) {
     next_beat_us_ = now_us + PEER_CHECK_US;
     beat();
-    look_at_beats(now_us);
   }
   if (!moved && now_us >= next_check_us_) check_peers(now_us);
   agenda_.settle(now_us, [&](uint32_t member) -> uint64_t {
@@ -160,17 +159,19 @@ void ShmPort::ring_where_dirty() {
 
 void ShmPort::beat() { segment_.header().beats.fetch_add(1, std::memory_order_relaxed); }
 
-void ShmPort::look_at_beats(uint64_t now_us) {
-  for (const uint32_t peer : connected_)
-    lanes_[peer]->note_beats(peers_[peer].header().beats.load(std::memory_order_relaxed), now_us);
-}
+bool ShmPort::is_gone(uint32_t peer) const { return lanes_[peer]->peer_said_goodbye() || !peers_[peer].owner_alive(); }
 
+// The kernel is asked about those that something here waits for, because each question is a system call. Whoever waits
+// for another one tells all others. Once one is gone, all are looked up, so that the error names all.
 void ShmPort::check_peers(uint64_t now_us) {
-  if (next_check_us_ != 0) {
+  const bool has_lost_one = std::any_of(connected_.begin(), connected_.end(), [&](uint32_t peer) {
+    const ShmLane& lane = *lanes_[peer];
+    return !lost_[peer] && (lane.peer_said_goodbye() || (lane.is_expected(now_us) && is_gone(peer)));
+  });
+  if (next_check_us_ != 0 && has_lost_one) {
     for (const uint32_t peer : connected_) {
-      if (lost_[peer]) continue;
+      if (lost_[peer] || !is_gone(peer)) continue;
       const bool left = lanes_[peer]->peer_said_goodbye();
-      if (!left && peers_[peer].owner_alive()) continue;
       lanes_[peer]->drain();  // what it wrote between our look and its end
       lanes_[peer]->look_for_last_word();
       lost_[peer] = true;

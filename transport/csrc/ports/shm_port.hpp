@@ -69,7 +69,7 @@ class ShmPort final : public Port {
   uint32_t inbox_of(uint32_t rank) const;
   void ring_where_dirty();
   void check_peers(uint64_t now_us);
-  void look_at_beats(uint64_t now_us);
+  bool is_gone(uint32_t peer) const;
 
   const uint32_t rank_;
   const uint32_t world_;
