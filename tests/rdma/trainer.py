@@ -25,6 +25,7 @@ from sennit.runtime.backend.process_group import register
 from sennit.runtime.data import sources
 from sennit.runtime.data.batch_source import MemorySource, prepared
 from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.history import History
 from sennit.runtime.training.report import RunReport
 from sennit.runtime.training.stretch import train
 from sennit.testbed.vm import links
@@ -53,7 +54,7 @@ def run_rank(transport: str, rank: int, folder: Path) -> None:
     meeting = f"file://{folder / transport}"
     dist.init_process_group("sennit", init_method=meeting, rank=rank, world_size=WORLD, timeout=TIMEOUT)
     source = MemorySource(prepared(samples, CONFIG.order_settings), rank=rank, world_size=WORLD)
-    report = train(CONFIG, source, [], begin=lambda trainer: None)
+    report = train(CONFIG, source, History(), begin=lambda trainer: None, timeline=None)
     assert isinstance(report, RunReport)
     (folder / f"weights{rank}").write_text(report.weights_sha256)
     dist.destroy_process_group()

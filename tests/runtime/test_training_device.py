@@ -22,7 +22,7 @@ from sennit.runtime.training.trainer import StepReport
 pytestmark = pytest.mark.timeout(180)
 
 CASES = "training_device_cases.py"
-PLANS = {
+PLANS: dict[str, dict[str, Any]] = {
     "plain": {},
     "increments": {"checkpoint_increments": 4, "sharding": "row_wise", "row_shards": 4, "checkpoint_async": True},
     "stored": {"sharding": "row_wise", "row_shards": 4, "checkpoint_increments": 4},
