@@ -16,12 +16,12 @@ _HOST: Final = torch.device("cpu")
 
 
 def joined(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device = _HOST) -> Tensor:
-    """One tensor of `dtype` on `device` from flat parts, which may differ in both. Without parts it is empty."""
-    output = torch.empty(sum(len(part) for part in parts), dtype=dtype, device=device)
+    """One flat tensor of `dtype` on `device` from parts of any shape, type and device. Without parts it is empty."""
+    output = torch.empty(sum(part.numel() for part in parts), dtype=dtype, device=device)
     place = 0
     for part in parts:
-        output[place : place + len(part)].copy_(part)
-        place += len(part)
+        output[place : place + part.numel()].view(part.shape).copy_(part)
+        place += part.numel()
     return output
 
 

@@ -191,7 +191,7 @@ class Exchange:
 
     def _part_of_gradient(self, one: Columns, gradient: Tensor) -> Tensor:
         columns = self._table_of[one.feature].column_range(one.column)
-        return gradient[:, columns.low : columns.high].reshape(-1)
+        return gradient[:, columns.low : columns.high]
 
     def _floats(self, places: Sequence[Sequence[Sum | Columns]]) -> list[int]:
         """Of one sample, from or for each rank."""

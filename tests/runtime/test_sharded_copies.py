@@ -25,32 +25,53 @@ PACKET_BYTES = 10_000
 WINDOW_PACKETS = 64
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_a_host_copies_once(kept_world: Callable[..., Any], world: int) -> None:
-    for found in kept_world(world).run(CASES, "step", placement="table_wise"):
+@pytest.mark.parametrize(
+    ("world", "placement", "rows", "columns"),
+    [
+        (2, "table_wise", 1, 1),
+        (4, "table_wise", 1, 1),
+        (4, "row_wise", 4, 1),
+        (4, "column_wise", 1, 4),
+        (4, "grid", 2, 2),
+    ],
+)
+def test_a_host_copies_once(
+    kept_world: Callable[..., Any], world: int, placement: str, rows: int, columns: int
+) -> None:
+    shards = {"row_shards": rows, "column_shards": columns}
+    for found in kept_world(world).run(CASES, "step", placement=placement, **shards):
         sent, transport = sum(found["sent"].values()), found["transport"]
         # Peers write straight into what the model reads: nothing goes through a ring.
         assert transport.get("shm_fragments_sent", 0) == 0, {k: v for k, v in transport.items() if "shm" in k}
         assert transport["shm_placements_sent"] > 0
-        assert found["symmetric"]
         assert sent <= transport["shm_bytes_sent"] <= sent + SMALL
-        assert found["sent"]["sums"] == FLOATS // world * (world - 1)
-        # No operator of torch copies a sum. Gradients, which autograd makes one by one, are read into one vector.
-        assert found["forward"] == 0
-        assert found["backward"] == FLOATS
+        # A rank with row shards sends sums of its own rows.
+        assert found["sent"]["sums"] == rows * FLOATS // world * (world - 1)
+        check_own_copies(found, rows, columns)
+        # What columns are put together in is not what others write into.
+        assert found["symmetric"] == (columns == 1)
 
 
-def test_udp_copies_twice(kept_world: Callable[..., Any]) -> None:
+def check_own_copies(found: dict[str, Any], rows: int, columns: int) -> None:
+    """No operator of torch copies a sum, but where columns of a bag are put together. Gradients, which autograd makes
+    one by one, are read into one vector, which has those of a bag once for each row shard."""
+    assert found["forward"] == (FLOATS if columns > 1 else 0)
+    assert found["backward"] == rows * FLOATS
+
+
+@pytest.mark.parametrize(
+    ("placement", "rows", "columns"), [("table_wise", 1, 1), ("row_wise", 2, 1), ("column_wise", 1, 2)]
+)
+def test_udp_copies_twice(kept_world: Callable[..., Any], placement: str, rows: int, columns: int) -> None:
     """The kernel copies from the sender's memory, and into the receiver's."""
-    found = kept_world(2, "udp").run(CASES, "step", placement="table_wise")
-    for one in found:
+    shards = {"row_shards": rows, "column_shards": columns}
+    for one in kept_world(2, "udp").run(CASES, "step", placement=placement, **shards):
         sent, transport = sum(one["sent"].values()), one["transport"]
         # A rank that has no core for a while makes its peers send again, at any time.
         again = transport.get("retransmitted_packets", 0)
         assert sent <= transport["data_bytes_sent"] <= sent + SMALL + again * PACKET_BYTES
         assert transport["placed_in_place"] > 20 * max(transport.get("placed_by_copy", 0) - again * WINDOW_PACKETS, 0)
-        assert one["forward"] == 0
-        assert one["backward"] == FLOATS
+        check_own_copies(one, rows, columns)
 
 
 def test_results_of_replicas_are_written_in_place(kept_world: Callable[..., Any]) -> None:
