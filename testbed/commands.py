@@ -36,7 +36,7 @@ RESULTS_NAME = "results.json"
 PAGE_NAME = "report.html"
 COLOURS = {"passed": "green", "failed": "bold red", "unsupported": "yellow"}
 # Measures that are zero when all is well.
-QUIET = ("results", "wrong_results", "failed_ranks", "distinct_digests")
+QUIET = ("results", "wrong_results", "failed_ranks", "distinct_digests", "failed_trainings")
 
 
 def _check_packages(*packages: str) -> None:
@@ -163,6 +163,11 @@ def show(case: Case, console: Console) -> None:
         if goal["word"] == "short":
             value = "not measured" if goal["value"] is None else f"{goal['value']:.4g}"
             console.print(f"{'':12}short of its goal: {goal['measure']} {value}, goal {goal['text']}", highlight=False)
+    if case.trainings:
+        from sennit.testbed.scenarios.results import digest_table
+
+        for row in digest_table(case.trainings):
+            console.print(row, highlight=False, soft_wrap=True)
 
 
 @app.command(epilog="Example: sennit testbed simulate --quick --only permutation")

@@ -20,6 +20,7 @@ from sennit.testbed.scenarios.model import (
     Variant,
     Workload,
 )
+from sennit.testbed.scenarios.trainings import SHARDINGS, Training, Trainings, product
 from sennit.testbed.topology import Impairment
 from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.config import Algorithm
@@ -333,6 +334,28 @@ def _jobs() -> list[Scenario]:
                 *(Goal(measure=measure, at_least=1, must=True) for measure in ("payload_bytes", "record_bytes")),
             ),
             short={"job": {"samples": 4096, "steps": 12}},
+        ),
+        Scenario(
+            name="same-bits-training",
+            title="training: placements, worlds, ports, loss, a kill and a join in the middle, the same weights",
+            topology=Topology(hosts=9, planes=2),
+            job=Trainings(runs=product(SHARDINGS, (1, 2, 3, 4, 8), (0.0, 0.01))),
+            goals=(
+                Goal(measure="trainings", at_least=2, must=True),
+                Goal(measure="failed_trainings", at_most=0, must=True),
+                SAME_BITS,
+                Goal(measure="impairment.dropped", at_least=1, must=True),
+            ),
+            short={
+                "topology": {"hosts": 5},
+                "job": {
+                    "runs": (
+                        Training(ranks=1, sharding="table_wise", transport="shm"),
+                        Training(ranks=4, sharding="table_row_wise", loss_fraction=0.01),
+                        Training(ranks=2, sharding="grid", loss_fraction=0.01, changes=True),
+                    )
+                },
+            },
         ),
     ]
 

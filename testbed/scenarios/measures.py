@@ -16,6 +16,7 @@ from sennit.testbed.scenarios import timeline
 from sennit.testbed.scenarios.counters import total
 from sennit.testbed.scenarios.model import Library, Operation, Scenario
 from sennit.testbed.scenarios.stage import Observations, Recovery, Run
+from sennit.testbed.scenarios.training_runs import Ended
 from sennit.transport import wire
 
 Measures = dict[str, float]
@@ -25,7 +26,10 @@ MEANINGS: Final = {
     "results": "results compared byte for byte",
     "wrong_results": "results that differ in any bit from NumPy's result for the same inputs",
     "failed_ranks": "ranks whose operation raised an error",
-    "distinct_digests": "different bits of one AllReduce over ranks, rounds and variants; 1 is right",
+    "distinct_digests": "different bits of one AllReduce over ranks, rounds and variants, or of the weights of all "
+    "training runs; 1 is right",
+    "trainings": "training runs that came to their end",
+    "failed_trainings": "training runs that failed, or lost other ranks than they should",
     "goodput.": "bytes/s of one rank's input over the time of a repetition, median over rounds, by library and by "
     "whether the impairment was on (disturbed) or off (calm); a repetition lasts from the moment when all ranks are "
     "in it to the moment when all are done",
@@ -93,6 +97,8 @@ def goodput_bytes_per_s(scenario: Scenario, run: Run) -> float | None:
 
 def measure(seen: Observations) -> Measures:
     """Returns all measures that these observations give."""
+    if seen.trainings:
+        return _trainings(seen.trainings)
     if seen.scenario.job is not None:
         return dict(seen.networks)
     measures = _correctness(seen) | _speed(seen) | _impairment(seen)
@@ -123,6 +129,16 @@ def _correctness(seen: Observations) -> Measures:
     if digests and seen.scenario.workload.operation is Operation.ALLREDUCE:
         measures["distinct_digests"] = len(digests)
     return measures
+
+
+def _trainings(ended: Sequence[Ended]) -> Measures:
+    digests = [one.digest for one in ended if one.digest]
+    return {
+        "trainings": len(digests),
+        "failed_trainings": sum(bool(one.error) for one in ended),
+        "distinct_digests": len(set(digests)),
+        "impairment.dropped": sum(one.dropped for one in ended),
+    }
 
 
 def _speed(seen: Observations) -> Measures:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final, TypeAlias
 
+from sennit.testbed.scenarios.trainings import Trainings
 from sennit.testbed.topology import Impairer, Impairment
 from sennit.testbed.topology.fabric import HOSTS_MAX, PLANES_MAX
 from sennit.testbed.topology.netem import why_not
@@ -252,7 +253,7 @@ class Scenario:
     """After a rank's death the survivors reconfigure and run the collective once more among themselves."""
     hostile: Hostile | None = None
     workload: Workload = dataclasses.field(default_factory=Workload)
-    job: Job | None = None
+    job: Job | Trainings | None = None
     """Takes the place of the workload."""
     libraries: tuple[Library, ...] = (Library.SENNIT,)
     variants: tuple[Variant, ...] = (Variant(),)
@@ -262,8 +263,13 @@ class Scenario:
 
     def __post_init__(self) -> None:
         last = self.topology.hosts - 1
+        if isinstance(self.job, Trainings):
+            needed = self.job.hosts
+            _require(
+                needed <= last + 1, f"{self.name}: hosts {last + 1}; allowed: {needed} or more, one for a newcomer"
+            )
         _require(
-            self.job is None or (self.topology.hosts >= 3 and self.topology.planes == 2),
+            not isinstance(self.job, Job) or (self.topology.hosts >= 3 and self.topology.planes == 2),
             f"{self.name}: a job on {self.topology.hosts} hosts, {self.topology.planes} planes; allowed: 3 or more, 2",
         )
         _require(

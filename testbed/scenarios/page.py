@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from sennit.testbed.scenarios import measures, plots
-from sennit.testbed.scenarios.results import Case, Results
+from sennit.testbed.scenarios.results import Case, Results, digest_table
 from sennit.testbed.scenarios.verdicts import Status
 from sennit.transport.sizes import format_size
 
 STYLE: Final = Path(__file__).with_name("page.css")
 GIGA: Final = 1e9
 # Goals of every case: all results arrived and were correct.
-EXACT: Final = ("results", "wrong_results", "failed_ranks", "distinct_digests")
+EXACT: Final = ("results", "wrong_results", "failed_ranks", "distinct_digests", "trainings", "failed_trainings")
 
 
 def write(outcome: Results, path: Path) -> None:
@@ -109,9 +109,10 @@ def conditions(case: Case) -> str:
     """Size, ranks, planes, packet segmentation and impairer in one line. Figures mean little without them."""
     scenario = case.scenario
     topology, workload = scenario["topology"], scenario["workload"]
+    job = scenario["job"]
     words = [
-        f"{workload['operation']} of {format_size(workload['size_bytes'])}",
-        f"{topology['hosts']} ranks",
+        "training" if job else f"{workload['operation']} of {format_size(workload['size_bytes'])}",
+        f"{topology['hosts']} {'hosts' if job else 'ranks'}",
         f"{topology['planes']} plane{'' if topology['planes'] == 1 else 's'}, MTU {topology['mtu_bytes']}",
         "no segmentation offload: one loss is one packet" if topology["per_packet"] else "segmentation offload",
         *([f"impaired by {case.impairer}"] if case.impairer else []),
@@ -201,6 +202,10 @@ def _detail(case: Case) -> str:
     if case.measures:
         lines = "\n".join(f"{name:34}{_number(name, value)}" for name, value in sorted(case.measures.items()))
         parts.append(f"<h3>Measures</h3><pre>{escape(lines)}</pre>")
+    if case.trainings:
+        parts.append(
+            f"<h3>Weights of all training runs</h3><pre>{escape(chr(10).join(digest_table(case.trainings)))}</pre>"
+        )
     if case.runs:
         parts.append(f"<h3>Runs</h3><pre>{escape(_runs(case.runs))}</pre>")
         last = case.runs[-1]

@@ -48,6 +48,8 @@ class Case:
     log_tails: dict[str, str] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
     """Logs and captures, relative to the results."""
+    trainings: list[dict[str, Any]] = field(default_factory=list)
+    """Training runs with their digests."""
 
 
 @dataclass(kw_only=True)
@@ -115,6 +117,27 @@ def runs_as_json(seen: Observations) -> list[dict[str, Any]]:
         }
         for run in seen.runs
     ]
+
+
+def trainings_as_json(seen: Observations) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(one) | {"name": str(one.training)} for one in seen.trainings]
+
+
+def digest_table(trainings: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each kind of run, with the digests of all numbers of ranks, and then all digests that there are."""
+    counts = sorted({one["training"]["ranks"] for one in trainings})
+    cells: dict[tuple[Any, ...], dict[int, str]] = {}
+    for one in trainings:
+        run = one["training"]
+        network = run["transport"] if run["transport"] == "shm" else f"udp, {100 * run['loss_fraction']:g} % lost"
+        key = (network, "kill and join" if run["changes"] else "", run["sharding"])
+        cells.setdefault(key, {})[run["ranks"]] = one["digest"][:8] or "failed"
+    head = f"{'ranks':>48}" + "".join(f"{count:>10}" for count in counts)
+    rows = [
+        f"{network:15}{changes:15}{sharding:18}" + "".join(f"{of_count.get(count, ''):>10}" for count in counts)
+        for (network, changes, sharding), of_count in cells.items()
+    ]
+    return [head, *rows, *(f"weights {digest}" for digest in sorted({one["digest"] for one in trainings} - {""}))]
 
 
 def series(scenario: Scenario, runs: Sequence[Run]) -> dict[str, Any]:

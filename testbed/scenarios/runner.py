@@ -105,6 +105,7 @@ def _judge(case: Case, scenario: Scenario, seen: stage.Observations, *, strict: 
     case.status = verdicts.status_of(judged, strict=strict)
     case.goals = results.judged_as_json(judged, strict=strict)
     case.runs = results.runs_as_json(seen)
+    case.trainings = results.trainings_as_json(seen)
     case.series = results.series(scenario, seen.runs)
     case.descriptions = seen.descriptions
     case.log_tails = seen.log_tails
@@ -112,6 +113,7 @@ def _judge(case: Case, scenario: Scenario, seen: stage.Observations, *, strict: 
     if missed:
         case.reason = "; ".join(f"{one['measure']} is {_number(one['value'])}, must be {one['text']}" for one in missed)
         errors = [message for run in case.runs for message in run["errors"].values()]
+        errors += [one["error"] for one in case.trainings if one["error"]]
         if errors and not scenario.victims():
             case.reason += f"; {errors[0]}"
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from sennit import capabilities
-from sennit.testbed.scenarios import split_networks
+from sennit.testbed.scenarios import split_networks, training_runs
 from sennit.testbed.scenarios.counters import difference, total
 from sennit.testbed.scenarios.model import (
     NO_IMPAIRMENT,
@@ -30,6 +30,7 @@ from sennit.testbed.scenarios.model import (
     Variant,
 )
 from sennit.testbed.scenarios.ranks import Answer, Event, RankError, Ranks
+from sennit.testbed.scenarios.trainings import Trainings
 from sennit.testbed.topology import Direction, Impairer, Planes
 
 # A busy machine generates a payload, or checks a result, within this time.
@@ -90,6 +91,7 @@ class Observations:
     """Seconds that sending them took."""
     networks: dict[str, int] = field(default_factory=dict)
     """What a job's networks carried (`split_networks.py`)."""
+    trainings: list[training_runs.Ended] = field(default_factory=list)
     descriptions: list[str] = field(default_factory=list)
     """Each rank's description of itself at the end."""
     log_tails: dict[str, str] = field(default_factory=dict)
@@ -109,6 +111,9 @@ def play(
         per_packet=topology.per_packet,
         impairer=impairer,
     ) as planes:
+        if isinstance(scenario.job, Trainings):
+            seen.trainings = training_runs.play(scenario.job, planes, folder, seed=seed, say=say)
+            return seen
         if scenario.job is not None:
             say("training")
             seen.networks = split_networks.play(scenario.job, planes, folder)

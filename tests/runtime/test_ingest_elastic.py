@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from tests.runtime.whole_run import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-PROGRAM = Path(__file__).with_name("mortal_trainer.py")
-HIDDEN = Path(__file__).with_name("hidden_trainer.py")
+PROGRAM = ("-m", "sennit.testbed.scenarios.mortal_trainer")
+HIDDEN = (str(Path(__file__).with_name("hidden_trainer.py")),)
 DATA = ["--data", "synthetic", "--samples", "700", "--row-limit", "200"]
 MODEL = ["--batch-size", "60", "--dim", "4", "--bottom", "8", "--top", "8", "--epochs", "1", "--elastic"]
 STEP_COUNT = 10
@@ -51,8 +51,8 @@ def feeder(port: int, *arguments: str) -> Any:
     return background(["-m", "sennit", "feed", *DATA, "--to", f"127.0.0.1:{port}", "--timeout", "60", *arguments])
 
 
-def trainer(port: int, *arguments: str, program: Path = PROGRAM, **variables: Any) -> Any:
-    return background([str(program), *MODEL, "--ingest", f"cpu://127.0.0.1:{port}", *arguments], **variables)
+def trainer(port: int, *arguments: str, program: Sequence[str] = PROGRAM, **variables: Any) -> Any:
+    return background([*program, *MODEL, "--ingest", f"cpu://127.0.0.1:{port}", *arguments], **variables)
 
 
 def join_address(run: subprocess.Popen[str]) -> str:

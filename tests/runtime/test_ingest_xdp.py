@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.needs("bpf", "arena", "native-xdp", "tc-bpf"),
     pytest.mark.timeout(240),
 ]
-PROGRAM = Path(__file__).with_name("mortal_trainer.py")
+PROGRAM = ("-m", "sennit.testbed.scenarios.mortal_trainer")
 DATA = ["--data", "flights"]
 RUN = ["--ranks", "2", "--steps", "24", "--timeout", "60"]
 FEEDER_HOST, TRAINER_HOST = 0, 1
@@ -129,7 +129,7 @@ def test_so_they_are_with_loss_strangers_and_a_feeder_that_is_killed(
 def test_ranks_that_are_left_share_the_interface_anew(planes: Planes, tmp_path: Path, from_memory: str) -> None:
     """The rank dies that had attached the dispatcher. Without a checkpoint, two ranks begin again."""
     path = tmp_path / "report.json"
-    command = [sys.executable, str(PROGRAM), *RUN, "--ranks", "3", "--elastic", "--json", str(path)]
+    command = [sys.executable, *PROGRAM, *RUN, "--ranks", "3", "--elastic", "--json", str(path)]
     command += ["--ingest", f"xdp://{planes.interfaces(TRAINER_HOST)[0]}"]
     deaths = json.dumps([[0, 3, str(tmp_path / "died")]])
     trainer = planes.popen(

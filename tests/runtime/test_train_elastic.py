@@ -23,7 +23,7 @@ from tests.runtime.whole_run import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-PROGRAM = Path(__file__).with_name("mortal_trainer.py")
+PROGRAM = ("-m", "sennit.testbed.scenarios.mortal_trainer")
 TINY = [
     "--data", "synthetic", "--samples", "700", "--row-limit", "200", "--batch-size", "60", "--dim", "4",
     "--bottom", "8", "--top", "8", "--epochs", "1", "--timeout", "60",
@@ -39,7 +39,7 @@ def run(
     plan = [[rank, step, str(markers[f"{rank}-{step}"])] for rank, step in deaths]
     report = folder / f"{name}.json"
     done = subprocess.run(
-        [sys.executable, *launcher, str(PROGRAM), *TINY, *arguments, "--json", str(report)],
+        [sys.executable, *launcher, *PROGRAM, *TINY, *arguments, "--json", str(report)],
         env={**os.environ, "DEATHS": json.dumps(plan)},
         capture_output=True,
         text=True,

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit train` whose ranks die and wait where a test says so. Also works under torchrun.
+"""`sennit train` whose ranks die and wait where the environment says so: `python -m` this module. Also by torchrun.
 
-The environment sets the behaviour. DEATHS is JSON, [[rank, step, marker file], ...]: the rank is killed at this step,
-once, because its marker file prevents a second time. HALTS is JSON, [[world size, step, marker file], ...]: all ranks
-wait there, once in a process, until a newcomer wants to join (or as many as a fourth item says); rank 0 makes the
-marker file first. DIES_IN_HANDOVER: this process is killed when it is to receive a state. The ranks that `sennit train`
-starts import this file too.
+DEATHS is JSON, [[rank, step, marker file], ...]: the rank is killed at this step, once, because its marker file
+prevents a second time. HALTS is JSON, [[world size, step, marker file], ...]: all ranks wait there, once in a process,
+until a newcomer wants to join (or as many as a fourth item says); rank 0 makes the marker file first.
+DIES_IN_HANDOVER: this process is killed when it is to receive a state.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from sennit.runtime.backend import elastic
 from sennit.runtime.training import elastic_run
@@ -23,14 +22,14 @@ from sennit.runtime.training.command import main
 from sennit.runtime.training.handover import take_over
 from sennit.runtime.training.trainer import StepReport, Trainer
 
-DEADLINE_S = 120.0
-LOOK_S = 0.02
+DEADLINE_S: Final = 120.0
+LOOK_S: Final = 0.02
 
 _train_step = Trainer.train_step
 _halted: set[str] = set()
 
 
-def mortal_step(self: Trainer) -> StepReport:
+def _mortal_step(self: Trainer) -> StepReport:
     for rank, step, marker in json.loads(os.environ.get("DEATHS", "[]")):
         if (self.rank, self.step) == (rank, step) and not Path(marker).exists():
             Path(marker).touch()
@@ -40,25 +39,28 @@ def mortal_step(self: Trainer) -> StepReport:
             _halted.add(marker)
             if self.rank == 0:
                 Path(marker).touch()
-            wait_for_newcomers(*newcomers)
+            _wait_for_newcomers(*newcomers)
     return _train_step(self)
 
 
-def wait_for_newcomers(count: int = 1) -> None:
+def _wait_for_newcomers(count: int = 1) -> None:
     deadline_s = time.monotonic() + DEADLINE_S
     while elastic.waiting_count() < count:
-        assert time.monotonic() < deadline_s, "too few want to join"
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"{elastic.waiting_count()} want to join, not {count}")
         time.sleep(LOOK_S)
 
 
-def mortal_take_over(*arguments: Any) -> None:
+def _mortal_take_over(*arguments: Any) -> None:
     if "DIES_IN_HANDOVER" in os.environ:
         os.kill(os.getpid(), signal.SIGKILL)
     take_over(*arguments)
 
 
-Trainer.train_step = mortal_step  # type: ignore[method-assign]
-elastic_run.take_over = mortal_take_over  # type: ignore[attr-defined,assignment]
+# The ranks that `sennit train` starts run this module too, as __mp_main__.
+if __name__ in ("__main__", "__mp_main__"):
+    Trainer.train_step = _mortal_step  # type: ignore[method-assign]
+    elastic_run.take_over = _mortal_take_over  # type: ignore[attr-defined,assignment]
 
 if __name__ == "__main__":
     main()
