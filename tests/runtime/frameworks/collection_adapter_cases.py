@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # TorchRec has no types here, and torch types its collectives thinly:
 # mypy: disable-error-code="import-not-found,no-untyped-call,attr-defined"
-"""Our collections in the place of TorchRec's (torchrec_adapter.py): run in a group of one by test_packages.py.
+"""Our collections in the place of TorchRec's (torchrec_adapter.py): run in a group of one by
+test_collections.py.
 
 TorchRec does not install its unit tests of embedding collections. `own_tests` runs them from a clone. Of its
 `test_embedding_modules.py` these need nothing that only TorchRec's modules have:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,18 +53,3 @@ def test_torchrec(ranks: Callable[[int], World], port: int, sharding: str, optio
     """Rows over gloo TorchRec skips, because gloo sums no reduce_scatter in the background."""
     skip_without("torchrec")
     ranks(2).run("frameworks/torchrec_cases.py", "sharding", port=port, sharding_type=sharding, options=options)
-
-
-def test_our_collections_beside_torchrec_s(ranks: Callable[[int], World], tmp_path: Path) -> None:
-    skip_without("torchrec")
-    ranks(1).run("frameworks/collection_adapter_cases.py", "beside_theirs", folder=str(tmp_path))
-
-
-def test_torchrec_s_own_tests_of_collections(ranks: Callable[[int], World], tmp_path: Path) -> None:
-    """TORCHREC_TESTS: torchrec/modules/tests/test_embedding_modules.py of a clone. No package has it."""
-    skip_without("torchrec")
-    if "TORCHREC_TESTS" not in os.environ:
-        pytest.skip("TORCHREC_TESTS does not name TorchRec's test_embedding_modules.py, which it does not install")
-    source = str(Path(os.environ["TORCHREC_TESTS"]).resolve())
-    passed = ranks(1).run("frameworks/collection_adapter_cases.py", "own_tests", folder=str(tmp_path), source=source)
-    assert len(passed[0]) == 8
