@@ -30,6 +30,7 @@ _u32, _u64 = ctypes.c_uint32, ctypes.c_uint64
 # Name, result, arguments: bpf/libbpf.h and bpf/bpf.h of libbpf 1.0.
 _FUNCTIONS: Final[tuple[tuple[str, Any, tuple[Any, ...]], ...]] = (
     ("libbpf_set_print", _pointer, (PRINT_CALLBACK,)),
+    ("bpf_enable_stats", _int, (_int,)),
     ("bpf_object__open_mem", _pointer, (_pointer, _size, _pointer)),
     ("bpf_object__load", _int, (_pointer,)),
     ("bpf_object__close", None, (_pointer,)),

@@ -26,7 +26,7 @@ from sennit.ebpf.trial import Trial, run_program, send_frames
 
 @dataclass(frozen=True, slots=True)
 class ProgramStatistics:
-    """What the kernel counts while kernel.bpf_stats_enabled is 1. The time includes reading the clock."""
+    """What the kernel counts while `RunTimes` are open. The time includes reading the clock."""
 
     run_time_ns: int
     runs: int

@@ -111,6 +111,9 @@ class CpuReceiver(Closing):
         counted = {verdict: datagrams[verdict] for verdict in Verdict}
         return FeedCounters(datagrams=counted, records=records, filtered=filtered, body_bytes=body_bytes)
 
+    def program_ns(self) -> int | None:
+        return None
+
     def close(self) -> None:
         """Stops the thread. Raises OSError if it does not stop within 5 s."""
         if self._socket is not None:

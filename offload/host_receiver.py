@@ -120,6 +120,9 @@ class HostReceiver(Closing):
     def counters(self) -> FeedCounters:
         return self._counters
 
+    def program_ns(self) -> int | None:
+        return None
+
     def close(self) -> None:
         self._slots.clear()
 

@@ -60,6 +60,9 @@ class Receiver(Protocol):
     def counters(self) -> FeedCounters:
         """Datagrams by verdict."""
 
+    def program_ns(self) -> int | None:
+        """Processor time of the kernel's program that makes the batches; None: there is none, or nobody counts."""
+
     def close(self) -> None:
         """Stops the receiver and frees the memory of its batches."""
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 
@@ -14,6 +15,7 @@ from sennit.ebpf.links import attach_xdp
 from sennit.ebpf.loader import BpfObject, Program
 from sennit.ebpf.maps import BpfMap
 from sennit.ebpf.pins import PinFolder
+from sennit.ebpf.run_times import RunTimes
 from sennit.offload.admission import FeedCounters, Verdict
 from sennit.offload.batches import Batch, BatchLayout
 from sennit.offload.cost import cpu_ns_per_record
@@ -63,6 +65,9 @@ class XdpReceiver(Closing):
         self.attached: Closing | None = None
         """The attachments that bring packets. They are closed with the receiver."""
 
+        self._run_times: RunTimes | None = None
+        self._counted: tuple[Program, ...] = ()
+
         self.pins = _pinned(self.object.map("counters"), f"ingest-{session:08x}")
         """Where bpftool finds the counters; None if there is no BPF file system and none can be mounted."""
 
@@ -78,6 +83,21 @@ class XdpReceiver(Closing):
     def attach(self, interface: str) -> None:
         """Attaches to an interface, in the driver if it can run programs. An interface takes one receiver."""
         self.attached = attach_xdp(self.program, socket.if_nametoindex(interface))
+
+    def count_time(self, *before: Program) -> None:
+        """Counts how long the program runs, from now on. Without CAP_SYS_ADMIN it does nothing.
+
+        `before`: programs that hand packets on. The kernel counts the time of this one as theirs.
+        """
+        self._counted = (self.program, *before)
+        with contextlib.suppress(BpfError):
+            self._run_times = RunTimes()
+
+    def program_ns(self) -> int | None:
+        """Processor time of the program and of those before it, since `count_time`. None: not counted."""
+        if self._run_times is None:
+            return None
+        return sum(program.statistics().run_time_ns for program in self._counted)
 
     def deliver(self, datagram: bytes) -> None:
         """Runs the program on one datagram without an interface."""
@@ -122,6 +142,8 @@ class XdpReceiver(Closing):
         """Batches are views of the arena, so they become invalid here."""
         if self.attached is not None:
             self.attached.close()
+        if self._run_times is not None:
+            self._run_times.close()
         if self.pins:
             self.pins.close()
         self.object.close()

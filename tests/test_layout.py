@@ -100,7 +100,7 @@ def test_rooms_of_the_runtime_import_only_lower_ones() -> None:
 
 
 # Files of `sennit/` that every folder may use.
-SHARED = {"cache", "closing", "command_line", "debian", "errors", "exports"}
+SHARED = {"cache", "closing", "command_line", "debian", "errors", "exports", "thread_names"}
 
 
 def test_what_all_folders_share_imports_none_of_them() -> None:

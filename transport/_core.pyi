@@ -31,6 +31,12 @@ def symmetric_alloc(size_bytes: int) -> int:
 def symmetric_free(address: int) -> bool:
     """Frees what `symmetric_alloc` returned. False: the memory is not from there."""
 
+def lent_time_count(is_on: bool) -> None:
+    """Counts the processor time of posts and waits from now on. Each call with True takes one with False."""
+
+def lent_time_ns() -> int:
+    """Processor time that threads of the caller spent in posts and waits, while it was counted. Nanoseconds."""
+
 def operation_log_begin(room: int) -> None:
     """Keeps the last `room` operations of all groups from now on, and forgets what there was."""
 

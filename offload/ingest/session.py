@@ -44,6 +44,7 @@ from sennit.offload.ingest.protocol import (
 )
 from sennit.offload.sketch import Sketch
 from sennit.offload.targets import Receiver
+from sennit.thread_names import name_thread
 
 POLL_S: Final = 0.001
 IDLE_S: Final = 0.1
@@ -190,6 +191,11 @@ class Session(Closing):
         with self._changed:
             return None if self._receiver is None else self._receiver.sketch()
 
+    def program_ns(self) -> int | None:
+        """Processor time of the kernel's program so far; None: there is none, or nobody counts."""
+        with self._changed:
+            return None if self._receiver is None else self._receiver.program_ns()
+
     def close(self, failure: str | None = None, *, goes_on: bool = False) -> None:
         """Tells the feeders that the run is over, or why it failed, and closes the receiver.
 
@@ -255,6 +261,7 @@ class Session(Closing):
     # Everything below runs in the session's thread.
 
     def _run(self) -> None:
+        name_thread(self._thread.name)
         try:
             while not self._ends:
                 awaits = self._leases is not None and any(True for _ in self._leases.awaited())

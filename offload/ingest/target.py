@@ -160,14 +160,16 @@ class IngestTarget:
 
         local_rank = receiver.udp_port - self.port
         interface, program, session = self._interface(local_rank), receiver.program.descriptor, receiver.session
+        if len(ranks) > 1 and local_rank == ranks[0]:
+            dispatcher = lead(program, interface, ranks, session=session, first_port=self.port, timeout_s=timeout_s)
+            receiver.attached = dispatcher
+            receiver.count_time(dispatcher.program)
+            return
         if len(ranks) == 1:
             receiver.attach(interface)
-        elif local_rank == ranks[0]:
-            receiver.attached = lead(
-                program, interface, ranks, session=session, first_port=self.port, timeout_s=timeout_s
-            )
         else:
             follow(program, interface, local_rank, session=session, timeout_s=timeout_s)
+        receiver.count_time()
 
     def packets_on_the_way(self, local_rank: int, mates: Sequence[int]) -> int:
         """Datagrams that may be in flight to a rank. No queue on the host holds more."""

@@ -47,6 +47,9 @@ class BatchSource(Protocol):
     def counters(self) -> dict[str, int | float]:
         """Counters of the work done for the batches, by name; empty if there was none."""
 
+    def program_ns(self) -> int | None:
+        """Processor time of the kernel's program that makes the batches; None: there is none, or nobody counts."""
+
     def sketch(self) -> Sketch | None:
         """How often this rank's batches used each row, by table name; None if nobody counts."""
 
@@ -101,6 +104,9 @@ class MemorySource:
 
     def counters(self) -> dict[str, int | float]:
         return {}
+
+    def program_ns(self) -> int | None:
+        return None
 
     def sketch(self) -> Sketch | None:
         return self._sketch

@@ -155,3 +155,6 @@ def _summarise(report: FeedReport) -> None:
         f"({report.records_per_s:,.0f} records/s); ranks: {report.ranks}, workers: {report.workers}, "
         f"orders to send again: {counters.rewinds}"
     )
+    if (each := report.processor_s_per_million_records) is not None:
+        share = report.system_s / max(report.user_s + report.system_s, 1e-9)
+        typer.echo(f"cost: {each:.2f} s of processors for a million records, {share:.0%} in the kernel")

@@ -131,6 +131,9 @@ class FedSource:
     def counters(self) -> dict[str, int | float]:
         return self._session.counters()
 
+    def program_ns(self) -> int | None:
+        return self._session.program_ns()
+
     def sketch(self) -> Sketch | None:
         found = self._session.sketch()
         if found is not None:

@@ -8,6 +8,7 @@ import functools
 import json
 import multiprocessing
 import multiprocessing.connection
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -60,12 +61,27 @@ class FeedReport:
     counters: FeedCounters
     """The sum over all workers."""
 
+    user_s: float
+    """Processor time of the workers while they fed, in the program. Their start is not in it."""
+
+    system_s: float
+    """The same in the kernel: mostly of packets. Over a virtual cable, also of whoever receives them."""
+
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "records_per_s": self.records_per_s}
+        return {
+            **asdict(self),
+            "records_per_s": self.records_per_s,
+            "processor_s_per_million_records": self.processor_s_per_million_records,
+        }
 
     @property
     def records_per_s(self) -> float:
         return self.counters.records / self.feeding_s if self.feeding_s else 0.0
+
+    @property
+    def processor_s_per_million_records(self) -> float | None:
+        """None: nothing was sent."""
+        return (self.user_s + self.system_s) * 1e6 / self.counters.records if self.counters.records else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +101,8 @@ class _Task:
 class _Progress:
     counters: FeedCounters
     places: Sequence[Place]
+    spent_s: tuple[float, float]
+    """Processor time in the program and in the kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +116,7 @@ class _Worker:
     process: BaseProcess
     end: Connection
     counters: FeedCounters = field(default_factory=FeedCounters)
+    spent_s: tuple[float, float] = (0.0, 0.0)
     has_met: bool = False
     """Whether it has found the trainer."""
 
@@ -175,6 +194,8 @@ def run(
         replaced=crew.replaced,
         feeding_s=ended_s - began_s,
         counters=crew.totals(),
+        user_s=crew.spent_s[0],
+        system_s=crew.spent_s[1],
     )
 
 
@@ -186,6 +207,9 @@ class _Crew:
 
     def __init__(self, task: _Task, count: int, on_event: Listener) -> None:
         self.replaced = 0
+        self.spent_s = (0.0, 0.0)
+        """Processor time of workers that have left, in the program and in the kernel."""
+
         self._task, self._on_event = task, on_event
         self._context = multiprocessing.get_context("spawn")
         self._past = FeedCounters()
@@ -213,7 +237,7 @@ class _Crew:
                         raise FeedError(said.error)
                     is_over = True
                 else:
-                    worker.counters = said.counters
+                    worker.counters, worker.spent_s = said.counters, said.spent_s
                     # Of an elastic run, the rank that the user named may be gone when another worker starts.
                     self._task = replace(self._task, places=said.places)
                     worker.has_met = True
@@ -247,6 +271,7 @@ class _Crew:
     def _leave(self, worker: _Worker) -> None:
         del self._workers[worker.end]
         self._past += worker.counters
+        self.spent_s = (self.spent_s[0] + worker.spent_s[0], self.spent_s[1] + worker.spent_s[1])
         worker.end.close()
         worker.process.join(LEAVE_S)
         if worker.process.is_alive():
@@ -274,9 +299,12 @@ def _work(task: _Task, number: int, end: Connection) -> None:
     try:
         part_of = functools.partial(_part, _Orders(task.facts["name"], len(task.store)))
         with Feeder(feeder_name, task.facts, task.store, part_of, timeout_s=task.timeout_s) as feeder:
+            began = os.times()
 
             def tell(counters: FeedCounters) -> None:
-                end.send(_Progress(counters, feeder.places))
+                now = os.times()
+                spent_s = (now.user - began.user, now.system - began.system)
+                end.send(_Progress(counters, feeder.places, spent_s))
 
             try:
                 feeder.run(task.places, tell)

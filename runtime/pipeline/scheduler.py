@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from sennit.closing import Closing
 from sennit.runtime.pipeline.task import Record, Task
+from sennit.thread_names import name_thread
 from sennit.transport.errors import SennitError
 
 MAIN: Final = "main"
@@ -63,13 +64,14 @@ class Scheduler(Closing):
         if thread not in self._queues:
             self._queues[thread] = queue.SimpleQueue()
             # A daemon, because a program that ends without `close` shall not wait for peers.
-            runner = threading.Thread(target=self._serve, args=(self._queues[thread],), name=f"sennit {thread}")
+            runner = threading.Thread(target=self._serve, args=(self._queues[thread],), name=f"sennit-{thread}")
             runner.daemon = True
             self._threads.append(runner)
             runner.start()
         return self._queues[thread]
 
     def _serve(self, waiting: queue.SimpleQueue[Task | None]) -> None:
+        name_thread(threading.current_thread().name)
         while (task := waiting.get()) is not None:
             if self._is_closed:
                 task.fail(Stopped(f"{task.name} of step {task.step} was not begun"))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +16,7 @@ from rich.table import Table as Lines
 
 from sennit.runtime.planner.roofline import ARITHMETIC, LATENCY, PHASES, Bounds, Machines, Workload
 from sennit.runtime.planner.roofline_files import Described
+from sennit.runtime.telemetry import run_cost
 from sennit.transport.errors import ConfigError
 
 # Phases of a trainer's report, by phase of a bound.
@@ -43,6 +44,8 @@ class Measured:
     """Of a step, by the phases of a bound: the mean over ranks."""
     others_s: Mapping[str, float]
     """By the names of the report: phases without a bound."""
+    cost: Mapping[str, Any] = field(default_factory=dict)
+    """Processor time and energy, as the report has them (docs/reference/cost.md); empty in older reports."""
 
 
 def read_report(path: Path, work: Workload, ranks: int) -> Measured:
@@ -61,6 +64,8 @@ def read_report(path: Path, work: Workload, ranks: int) -> Measured:
             ),
         }
         changes = len(found["changes"])
+        cost = found.get("cost") or {}
+        run_cost.lines(cost)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, ZeroDivisionError, AttributeError) as error:
@@ -82,6 +87,7 @@ def read_report(path: Path, work: Workload, ranks: int) -> Measured:
             if any(name in seconds for name in names)
         },
         others_s={name: one for name, one in seconds.items() if name not in known and name not in NOT_STEPS},
+        cost=cost,
     )
 
 
@@ -126,6 +132,7 @@ def as_json(
             for tier, share in zip(machines.tiers, bounds.row_shares, strict=True)
         ],
         "measured_step_s": None if measured is None else measured.step_s,
+        "measured_cost": None if measured is None else dict(measured.cost),
         "notes": list(notes),
     }
 
@@ -202,6 +209,8 @@ def _render_measured(bounds: Bounds, measured: Measured, out: Console) -> None:
     if measured.others_s:
         rest = ", ".join(f"{name} {seconds * 1e3:.3f} ms" for name, seconds in measured.others_s.items())
         out.print(f"measured, without a bound: {rest}", markup=False, soft_wrap=True)
+    for title, text in run_cost.lines(measured.cost):
+        out.print(f"measured {title}: {text}", markup=False, soft_wrap=True)
 
 
 def page(cases: Sequence[tuple[Described, Machines, Bounds, Bounds]]) -> list[str]:

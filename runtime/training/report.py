@@ -18,9 +18,10 @@ from sennit.offload.admission import Verdict
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.runtime.sharded.tables import Table as EmbeddingTable
 from sennit.runtime.sharded.tables import shard_spec, shards_of
+from sennit.runtime.telemetry import run_cost
+from sennit.runtime.telemetry.cost import Cost
 from sennit.runtime.training import overlap
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.cost import Cost
 from sennit.runtime.training.metrics import Evaluation, Quality
 from sennit.runtime.training.rebalance import Move
 from sennit.transport.errors import SennitError
@@ -198,24 +199,10 @@ class RunReport:
                     total[name] = total.get(name, 0) + count
         return dict(sorted(total.items()))
 
-    def cost(self) -> dict[str, float | None]:
-        """Processor seconds of all ranks, and joules of their machines, in all and for a million samples."""
-        machines = {rank.cost.machine: rank.cost.machine_joules for rank in self.ranks}
-        joules = [one for one in machines.values() if one is not None]
-        total = sum(joules) if len(joules) == len(machines) else None
-        user_s = sum(rank.cost.user_s for rank in self.ranks)
-        system_s = sum(rank.cost.system_s for rank in self.ranks)
-
-        def each(amount: float | None) -> float | None:
-            return amount * 1e6 / self.sample_count if amount is not None and self.sample_count else None
-
-        return {
-            "user_s": user_s,
-            "system_s": system_s,
-            "joules": total,
-            "processor_s_per_million_samples": each(user_s + system_s),
-            "joules_per_million_samples": each(total),
-        }
+    def cost(self) -> dict[str, Any]:
+        """Processor seconds of all ranks, by role too, and joules of their machines (`run_cost.summary`)."""
+        ranks = self.ranks
+        return run_cost.summary([rank.cost for rank in ranks], [rank.counters for rank in ranks], self.sample_count)
 
     def ingest(self) -> dict[str, Any] | None:
         """Ingest counters summed over ranks, and the mean of the seconds waited; None if samples are in memory."""
@@ -302,15 +289,8 @@ def render(report: RunReport, console: Console) -> None:
         ("weights SHA-256", report.weights_sha256),
     ):  # fmt: skip
         summary.add_row(name, value)
-    cost = report.cost()
-    user_s, system_s, for_each = cost["user_s"], cost["system_s"], cost["processor_s_per_million_samples"]
-    if for_each and user_s is not None and system_s is not None:
-        text = (
-            f"{for_each:.1f} s of processors for a million samples, {system_s / (user_s + system_s):.0%} in the kernel"
-        )
-        if (joules := cost["joules_per_million_samples"]) is not None:
-            text += f"; {joules:,.0f} J"
-        summary.add_row("cost", text)
+    for name, value in run_cost.lines(report.cost()):
+        summary.add_row(name, value)
     if report.best_text:
         summary.add_row("best", report.best_text)
     if report.predicted_step_s is not None:

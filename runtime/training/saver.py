@@ -25,6 +25,7 @@ from sennit.runtime.training import checkpoint, manifest
 from sennit.runtime.training.checkpoint import METADATA, agreed, name_of, rows_of
 from sennit.runtime.training.fingerprint import sha256_of_file, sha256_of_tensor
 from sennit.runtime.training.manifest import CheckpointError, Link, Manifest
+from sennit.thread_names import name_thread
 
 LOOK_S: Final = 0.01
 """Between two looks of rank 0 for the other ranks' parts."""
@@ -278,7 +279,7 @@ class _Background:
         self._ends_s = time.monotonic() + timeout_s
         self._error: Exception | None = None
         self._is_written, self._is_ended = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="sennit checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="sennit-saver", daemon=True)
         self._thread.start()
 
     def wait_written(self) -> None:
@@ -303,6 +304,7 @@ class _Background:
         self._thread.join(self._timeout_s)
 
     def _run(self) -> None:
+        name_thread(self._thread.name)
         try:
             part = self.save.write()
             _leave(self.save.partial, self._rank, part)

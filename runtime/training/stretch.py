@@ -14,11 +14,11 @@ import torch.distributed as dist
 from sennit.runtime.backend.process_group import BACKEND_NAME, communicator
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.ingest.sketches import save_sketch
+from sennit.runtime.telemetry.cost import CostMeter
 from sennit.runtime.timeline.timeline import Timeline
 from sennit.runtime.training import resumption
 from sennit.runtime.training.best import Best
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.cost import CostMeter
 from sennit.runtime.training.display import ConsoleDisplay, Listener, Listeners, TensorBoardLog, stdout_console
 from sennit.runtime.training.fingerprint import fingerprint
 from sennit.runtime.training.handover import Holding
@@ -80,7 +80,7 @@ def _train(
         listeners.append(ConsoleDisplay(stdout_console(), batch_size=config.batch_size))
         if config.tensorboard is not None:
             listeners.append(TensorBoardLog(config.tensorboard))
-    with Listeners(listeners) as heard:
+    with Listeners(listeners) as heard, CostMeter(program_ns=source.program_ns) as meter:
 
         def on_step(step: StepReport) -> None:
             last[:] = [step]
@@ -93,7 +93,7 @@ def _train(
         def on_checkpoint(step: int) -> None:
             resumption.save(trainer, saver)
 
-        began, meter = time.perf_counter(), CostMeter()
+        began = time.perf_counter()
         with contextlib.nullcontext() if config.checkpoint is None else resumption.saver_of(config) as saver:
             if best.is_over:
                 result: Quality | None = trainer.evaluate()

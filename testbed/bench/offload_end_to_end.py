@@ -11,9 +11,8 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from sennit.ebpf.run_times import RunTimes
 from sennit.errors import SennitError
 from sennit.offload.batches import Batch, BatchLayout
 from sennit.offload.host_receiver import HostReceiver
@@ -40,7 +40,6 @@ SESSION: Final = 1
 SHAPE: Final = "26 ids modulo, 13 clamped"
 STALL_S: Final = 0.2
 SAMPLE_TIMEOUT_S: Final = 30.0
-BPF_STATISTICS: Final = Path("/proc/sys/kernel/bpf_stats_enabled")
 LOAD: Final = "load alone"
 
 
@@ -187,21 +186,11 @@ def _compare(name: str, found: Batch, expected: Batch) -> None:
 def _program_ns(link: cable.Cable, sampler: Sampler, batches: int, expected: Batch) -> float:
     """Time of the XDP receiver's program per record."""
     assert isinstance(sampler.peer, XdpPeer)
-    with _bpf_statistics(), sampler.peer.listening(link):
+    with RunTimes(), sampler.peer.listening(link):
         before = sampler.peer.receiver.program.statistics()
         link.within(cable.NEAR, sampler.sample, batches, expected)
         after = sampler.peer.receiver.program.statistics()
     return (after.run_time_ns - before.run_time_ns) / (batches * BATCH_ROWS)
-
-
-@contextlib.contextmanager
-def _bpf_statistics() -> Iterator[None]:
-    before = BPF_STATISTICS.read_text()
-    BPF_STATISTICS.write_text("1\n")
-    try:
-        yield
-    finally:
-        BPF_STATISTICS.write_text(before)
 
 
 def _results(

@@ -11,6 +11,7 @@ import pytest
 from sennit.ebpf import compiler
 from sennit.ebpf.library import BpfError
 from sennit.ebpf.loader import BpfObject
+from sennit.ebpf.run_times import RunTimes
 
 root = pytest.mark.root
 needs_bpf = pytest.mark.needs("bpf")
@@ -92,3 +93,19 @@ def test_a_missing_compiler_is_named(folder: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(compiler.ToolMissing, match="clang: command not found"):
         compiler.compile_program("any")
+
+
+@root
+@needs_bpf
+@needs_clang
+def test_run_times_are_counted_while_somebody_asks() -> None:
+    with BpfObject(compiler.compile_program("dispatch")) as loaded:
+        program = loaded.program("dispatch")
+        with RunTimes() as one:
+            with RunTimes():
+                program.test_run(bytes(64), repeat=1000)
+            one.close()
+            one.close()
+        counted = program.statistics()
+        assert counted.runs >= 1000
+        assert counted.run_time_ns > 0

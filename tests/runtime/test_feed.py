@@ -177,8 +177,12 @@ def test_a_run_is_fed_to_its_end(tmp_path: Path) -> None:
         assert packets[0][:2] == (0, 0)
         rank.say(Taken(batch=0, row=64), End())
         assert feed.wait(30) == 0, output(feed)
-        assert "fed 64 records in" in output(feed)
+        said = output(feed)
+        assert "fed 64 records in" in said
+        assert "s of processors for a million records" in said
     report = json.loads(path.read_text())
+    each = (report["user_s"] + report["system_s"]) * 1e6 / 64
+    assert report["processor_s_per_million_records"] == pytest.approx(each)
     assert (report["counters"]["records"], report["counters"]["batches"], report["replaced"]) == (64, 1, 0)
 
 

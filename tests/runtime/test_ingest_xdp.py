@@ -93,6 +93,7 @@ def test_weights_are_those_of_a_run_from_memory(planes: Planes, tmp_path: Path, 
     assert report["weights_sha256"] == from_memory
     assert report["ingest"]["records"] == 24 * 2048 + report["quality"]["sample_count"]
     assert report["ingest"]["feeders_lost"] == 0
+    assert "bpf" not in report["cost"]["roles"], "CAP_SYS_ADMIN is not among the rights"
     said, _ = feeder.communicate(timeout=DEADLINE_S)
     assert feeder.returncode == 0, said
 
@@ -119,6 +120,8 @@ def test_so_they_are_with_loss_strangers_and_a_feeder_that_is_killed(
     counted = report["ingest"]
     assert counted["records"] == 24 * 2048 + report["quality"]["sample_count"]
     assert counted["feeders_lost"] >= 1
+    assert report["cost"]["roles"]["bpf"]["processor_s"] > 0
+    assert report["cost"]["roles"]["ingest"]["processor_s"] > 0
     assert counted["gaps"] + counted["silences"] > 0
     assert counted["datagrams"]["foreign"] + counted["datagrams"]["truncated"] > 0
     assert planes.counters(FEEDER_HOST, 0).dropped > 0

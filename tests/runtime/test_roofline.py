@@ -385,6 +385,15 @@ def test_a_measured_run_is_never_faster_than_its_bound(tmp_path: Path) -> None:
     for phase in phases.values():
         assert 0 < phase["bound_s"] <= phase["measured_s"] * 1.001, phase
     assert "times that with perfect overlap" in result.output
+    cost = json.loads(report.read_text())["cost"]
+    assert told["measured_cost"] == cost
+    assert cost["moved_bytes"] > 0
+    assert 0 < cost["roles"]["transport"]["processor_s"] < cost["user_s"] + cost["system_s"]
+    # The system's times are in ticks of 10 ms, two for each rank.
+    of_all = sum(role["processor_s"] for role in cost["roles"].values())
+    assert abs(of_all - cost["user_s"] - cost["system_s"]) < 0.1
+    assert "measured cost: " in result.output
+    assert "measured by role: trainer " in result.output
 
     for option, value, message in (
         ("--batch-size", "2048", "1,024 samples a step, and here are 2,048"),
@@ -395,6 +404,12 @@ def test_a_measured_run_is_never_faster_than_its_bound(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, ["roofline", *options, "--measured", str(report)])
         assert result.exit_code == 1
         assert message in result.output, result.output
+    broken = json.loads(report.read_text())
+    for part in ({"processor_s_per_million_samples": 1.0}, {**cost, "roles": [1]}, [1]):
+        report.write_text(json.dumps({**broken, "cost": part}))
+        result = CliRunner().invoke(app, ["roofline", *OPTIONS, "--measured", str(report)])
+        assert result.exit_code == 1
+        assert "no report of a run with steps" in result.output
     report.write_text("{}")
     result = CliRunner().invoke(app, ["roofline", *OPTIONS, "--measured", str(report)])
     assert result.exit_code == 1

@@ -3,6 +3,7 @@
 
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <pthread.h>
 
 #include <algorithm>
 
@@ -59,6 +60,7 @@ void CopyQueue::stop(std::chrono::microseconds limit) {
 }
 
 void CopyQueue::State::serve() {
+  pthread_setname_np(pthread_self(), "sennit-copy");
   const at::NoGradGuard no_grad;
   std::deque<Batch> running;
   while (true) {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "batch_queue.hpp"
 
+#include <pthread.h>
+
 #include <utility>
 
 #include "store_error.hpp"
@@ -20,6 +22,7 @@ BatchQueue::~BatchQueue() {
 }
 
 void BatchQueue::run() {
+  pthread_setname_np(pthread_self(), "sennit-rows");
   std::unique_lock guard(mutex_);
   for (;;) {
     changed_.wait(guard, [this] { return is_ending_ || !commands_.empty(); });

@@ -5,6 +5,7 @@
 
 #include "bindings/errors.hpp"
 #include "executor/engine.hpp"
+#include "executor/lent_time.hpp"
 #include "executor/operation_log.hpp"
 
 namespace sennit::bindings {
@@ -42,6 +43,10 @@ void bind_operation_log(nb::module_& module) {
                                           name);
       },
       "group"_a, "name"_a, "Names the group with this handle in the log.");
+  module.def("lent_time_count", &LentTime::count, "is_on"_a,
+             "Counts the processor time of posts and waits from now on. Each call with True takes one with False.");
+  module.def("lent_time_ns", &LentTime::total_ns,
+             "Processor time that threads of the caller spent in posts and waits, while it was counted.");
 }
 
 }  // namespace sennit::bindings

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "executor/clock.hpp"
+#include "executor/lent_time.hpp"
 
 namespace sennit {
 
@@ -39,6 +40,7 @@ void Answering::leave(const std::shared_ptr<Member>& member) {
 }
 
 void Answering::run(uint64_t number) {
+  begin_own_thread("sennit-answer");
   std::unique_lock lock(mutex_);
   while (number == number_) {
     const uint64_t next_us = look_around(lock, number);

@@ -9,6 +9,7 @@
 #include <string_view>
 
 #include "executor/engine.hpp"
+#include "executor/lent_time.hpp"
 #include "memory/shared_heap.hpp"
 #include "wire/utf8.hpp"
 
@@ -44,6 +45,7 @@ void report(std::string_view text, char* error, size_t error_size) {
 sennit_status post(sennit_comm* comm, sennit_plan* plan, const sennit::OperationMemory& memory,
                    const sennit_post_options* options, sennit_op** out, char* error, size_t error_size) {
   *out = nullptr;
+  const sennit::LentTime lent;
   if (engine(comm).is_inherited()) {
     report(INHERITED, error, error_size);
     return SENNIT_ARGUMENT;
@@ -113,6 +115,7 @@ void sennit_copy_done(sennit_op* op, uint32_t step, const char* error) {
 sennit_status sennit_wait(sennit_op* op, uint64_t timeout_us) {
   Operation& awaited = operation(op);
   if (awaited.engine().is_inherited()) return sennit_op_status(op);
+  const sennit::LentTime lent;
   awaited.note_wait();
   return guarded(SENNIT_DEVICE, [&] { return awaited.engine().wait(awaited, timeout_us); });
 }

@@ -14,6 +14,7 @@
 
 #include "executor/backoff.hpp"
 #include "executor/clock.hpp"
+#include "executor/lent_time.hpp"
 #include "executor/of_process.hpp"
 
 namespace sennit {
@@ -177,6 +178,7 @@ uint64_t Crew::watch() {
 }
 
 void Crew::work(Shift* shift) {
+  begin_own_thread("sennit-crew");
   // A callback may end this thread.
   struct Charge {
     ~Charge() {

@@ -9,6 +9,7 @@
 #include <string>
 #include <system_error>
 
+#include "executor/lent_time.hpp"
 #include "executor/of_process.hpp"
 
 namespace sennit {
@@ -82,6 +83,7 @@ bool ThreadTeam::run_part() {
 }
 
 void ThreadTeam::work() {
+  begin_own_thread("sennit-team");
   using Clock = std::chrono::steady_clock;
   while (!is_stopping_.load(std::memory_order_relaxed)) {
     const auto until = Clock::now() + std::chrono::microseconds(spin_us_.load(std::memory_order_relaxed));

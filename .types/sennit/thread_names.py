@@ -1,0 +1,1 @@
+../../sennit/thread_names.py
