@@ -4,6 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 PY := .venv/bin/python
+QUIETLY := sennit/setup/quietly.sh
 CXX_FILES = $(shell git ls-files -co --exclude-standard '*.cpp' '*.hpp' '*.h')
 LAUNCHER := $(shell command -v ccache)
 .PHONY: help build wheels try-wheels matrix vm-kernel demo test test-cpp test-model test-fuzz test-vm test-rdma test-qemu test-python test-native test-one-core ebpf kernel fuzz frameworks lint fmt types bench comparison pictures architecture models docs testbed simulate clean
@@ -21,7 +22,7 @@ try-wheels: wheels  ## do with them what the README says, without a compiler, ro
 	@sennit/setup/try_wheels.sh
 
 matrix:  ## wheels, first AllReduce, training and quick tests with every Python and CPU build of torch to be had
-	@/usr/bin/python3 sennit/setup/matrix.py
+	@/usr/bin/python3 -m sennit.setup.matrix
 
 demo: build  ## train a DLRM on real flights with 2 ranks over sennit
 	@$(PY) -m sennit demo
@@ -47,13 +48,13 @@ test-cpp: build  ## C++ tests with address and undefined-behaviour sanitizers
 	@cmake -S . -B build/asan -G Ninja -DSENNIT_TESTS=ON -DSENNIT_SANITIZE=ON -DSENNIT_PYTHON=OFF \
 	  -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_COMPILER_LAUNCHER=$(LAUNCHER) --log-level=WARNING >/dev/null
 	@echo "test: building the C++ tests under sanitizers"
-	@nice cmake --build build/asan -- --quiet
+	@$(QUIETLY) build/asan.log nice cmake --build build/asan
 	@ctest --test-dir build/asan --output-on-failure --no-tests=error --timeout 300 --parallel 2
 
 test-model: build  ## a million schedules of faults against the real flow, without sanitizers
 	@cmake -S . -B build/model -G Ninja -DSENNIT_TESTS=ON -DSENNIT_PYTHON=OFF -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 	  -DCMAKE_CXX_COMPILER_LAUNCHER=$(LAUNCHER) --log-level=WARNING >/dev/null
-	@nice cmake --build build/model --target fault_model fault_model_small -- --quiet
+	@$(QUIETLY) build/model.log nice cmake --build build/model --target fault_model fault_model_small
 	@ctest --test-dir build/model -L model --output-on-failure --no-tests=error
 
 test-fuzz: build  ## a few seconds of each fuzzer
@@ -107,12 +108,8 @@ test-python: build  ## Python tests, all rings that can run here
 	@$(PY) -m sennit trace headers >/dev/null || echo "test: bcc sessions are skipped"
 	@$(PY) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --ignore $(VM_TESTS)
 
-# TorchRec asks for the FBGEMM of GPUs, another torch and an old torchmetrics, so that what it needs stands here.
-TORCHREC := torchrec==1.9.2 tensordict torchmetrics iopath pyre-extensions lightning-utilities typing-inspect \
-  mypy-extensions portalocker pyvers cloudpickle importlib-metadata tqdm orjson
 frameworks:  ## install Lightning, Accelerate and TorchRec, and run the tests and examples of others over sennit
 	@sennit/setup/build.sh frameworks bench-fbgemm
-	@$(PY) -m pip install --quiet --no-deps $(TORCHREC)
 	@$(PY) -m pytest -v tests/runtime/frameworks
 
 lint: build  ## ruff and clang-format, changing nothing
@@ -141,7 +138,6 @@ bench:  ## collectives beside gloo, OpenMPI and a bare UDP transfer; the figures
 
 comparison:  ## docs/comparison.md and the README's table anew, with every peer that can be installed
 	@sennit/setup/build.sh mpi bench-fbgemm
-	@$(PY) -m pip install --quiet --no-deps $(TORCHREC)
 	@$(PY) -m sennit bench all --report build/comparison
 	@cp build/comparison/comparison.json docs/comparison.json
 	@$(PY) -m sennit.testbed.bench.comparison_page docs
@@ -156,7 +152,7 @@ models: build  ## the tables of docs/models.md: models of the Neo paper on its c
 	@$(PY) -m sennit.testbed.models_page docs/models.md
 
 docs: build  ## the documentation as a site: build/site/index.html
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs --quiet build --strict
+	@NO_MKDOCS_2_WARNING=1 $(QUIETLY) build/docs.log $(PY) -m mkdocs --quiet build --strict
 	@echo "docs: build/site/index.html"
 
 simulate: build  ## the transport in fabrics of 1,024 simulated hosts; writes docs/lab/simulation.md

@@ -3,16 +3,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
+from sennit.command_line import busy
 from sennit.runtime.data.packages import require
 from sennit.runtime.training.metrics import Quality
 from sennit.runtime.training.trainer import StepReport
@@ -21,6 +32,7 @@ from sennit.runtime.training.trainer import StepReport
 PLAIN_INTERVAL_S = 5.0
 # The width for a file or a pipe, which have none.
 PIPE_WIDTH = 120
+NO_WAIT = ("", 0.0)
 
 
 def stdout_console() -> Console:
@@ -32,7 +44,19 @@ class Listener(Protocol):
 
     def on_step(self, report: StepReport) -> None: ...
     def on_epoch(self, epoch: int, step: int, quality: Quality) -> None: ...
+    def on_wait(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """What is done meanwhile takes long and is no step: `what`, as "saving a checkpoint"."""
+        ...
+
     def close(self) -> None: ...
+
+
+class WaitColumn(ProgressColumn):
+    """What the steps wait for, and for how many seconds. Empty while they go on."""
+
+    def render(self, task: Task) -> Text:
+        what, began = task.fields["wait"]
+        return Text(f"{what} {time.monotonic() - began:.0f} s" if what else "")
 
 
 class ConsoleDisplay:
@@ -68,6 +92,18 @@ class ConsoleDisplay:
             f"normalised entropy {quality.normalised_entropy:.4f}"
         )
 
+    @contextlib.contextmanager
+    def on_wait(self, what: str) -> Iterator[None]:
+        if self._bar is None:
+            with busy(what):
+                yield
+            return
+        self._bar.update(self._task, wait=(what, time.monotonic()), refresh=True)
+        try:
+            yield
+        finally:
+            self._bar.update(self._task, wait=NO_WAIT, refresh=True)
+
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
@@ -82,9 +118,11 @@ class ConsoleDisplay:
             # Ten times a second: the loss is read when it is shown.
             TextColumn("loss {task.fields[report].loss:.4f}  {task.fields[rate]} samples/s"),
             TimeRemainingColumn(),
+            WaitColumn(),
             console=self._console,
         )
-        self._task = self._bar.add_task("", total=report.step_count, report=report, epoch=report.epoch + 1, rate="0")
+        fields = {"report": report, "epoch": report.epoch + 1, "rate": "0", "wait": NO_WAIT}
+        self._task = self._bar.add_task("", total=report.step_count, **fields)
         self._bar.start()
 
 
@@ -101,6 +139,10 @@ class TensorBoardLog:
     def on_epoch(self, epoch: int, step: int, quality: Quality) -> None:
         self._writer.add_scalar("quality/auc", quality.auc, step)
         self._writer.add_scalar("quality/normalised_entropy", quality.normalised_entropy, step)
+
+    def on_wait(self, what: str) -> contextlib.AbstractContextManager[None]:
+        del what
+        return contextlib.nullcontext()
 
     def close(self) -> None:
         self._writer.close()
@@ -128,3 +170,10 @@ class Listeners:
     def on_epoch(self, epoch: int, step: int, quality: Quality) -> None:
         for listener in self._listeners:
             listener.on_epoch(epoch, step, quality)
+
+    @contextlib.contextmanager
+    def on_wait(self, what: str) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for listener in self._listeners:
+                stack.enter_context(listener.on_wait(what))
+            yield

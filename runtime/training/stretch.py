@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from sennit.command_line import busy
 from sennit.runtime.backend.process_group import BACKEND_NAME, communicator
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.ingest.sketches import save_sketch
@@ -91,16 +92,18 @@ def _train(
             return best.hear(quality)
 
         def on_checkpoint(step: int) -> None:
-            resumption.save(trainer, saver)
+            with heard.on_wait("saving a checkpoint"):
+                resumption.save(trainer, saver)
 
         began = time.perf_counter()
         with contextlib.nullcontext() if config.checkpoint is None else resumption.saver_of(config) as saver:
             if best.is_over:
-                result: Quality | None = trainer.evaluate()
+                with heard.on_wait("evaluating"):
+                    result: Quality | None = trainer.evaluate()
             else:
-                result = trainer.run(on_step, on_epoch, on_checkpoint, is_awaited)
+                result = trainer.run(on_step, on_epoch, on_checkpoint, is_awaited, heard.on_wait)
             if saver is not None:
-                with trainer.clock.phase("checkpoint", is_whole=True):
+                with heard.on_wait("finishing the checkpoint"), trainer.clock.phase("checkpoint", is_whole=True):
                     saver.finish()
         run_s, cost = time.perf_counter() - began, meter.read()
     if result is None:
@@ -151,7 +154,15 @@ def _train(
 
 def begin_run(trainer: Trainer) -> None:
     """Begins or resumes the run. Rank 0 prints what is resumed."""
-    tell(trainer, resumption.begin(trainer))
+    what = f"resuming from {trainer.config.checkpoint}" if trainer.config.resume else "starting"
+    with shown_by(trainer.rank == 0, what):
+        lines = resumption.begin(trainer)
+    tell(trainer, lines)
+
+
+def shown_by(here: bool, what: str) -> contextlib.AbstractContextManager[None]:
+    """`busy` on one rank of those that do the same: `here`."""
+    return busy(what) if here else contextlib.nullcontext()
 
 
 def tell_timeline(whose: str, path: Path) -> None:

