@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sennit.runtime.backend import process_group as backend
 from sennit.transport import config
@@ -25,7 +25,8 @@ from sennit.transport.membership import Membership, NoEvidence, Terms, View
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-    from torch._C._distributed_c10d import Store
+
+    from sennit.runtime.backend.torch_versions import Store
 
 GROUP_NAME = "default"
 
@@ -53,10 +54,12 @@ def reconfigure(terms: Terms | None = None) -> View:
     import torch
     import torch.distributed as dist
 
+    from sennit.runtime.backend import torch_versions
+
     global _lineage
-    group = dist.distributed_c10d._get_default_group()
+    group = torch_versions.default_group()
     current = backend.communicator(group)
-    name, _ = dist.distributed_c10d._world.pg_map[group]
+    name, _ = torch_versions.backend_and_store(group)
     if name != backend.BACKEND_NAME:
         raise ArgumentError(
             f"the default group's backend is {name!r}; allowed: {backend.BACKEND_NAME!r} for all devices"
@@ -66,10 +69,9 @@ def reconfigure(terms: Terms | None = None) -> View:
         store = _users_store(group)
         founder = Membership.of_founder(store, name=GROUP_NAME, rank=current.rank, world=current.world)
         lineage = _Lineage(store, founder, current)
-    torch_backend: Any = group._get_backend(torch.device("cpu"))
-    torch_backend = getattr(torch_backend, "wrapped_pg", torch_backend)
+    torch_backend = torch_versions.backend_of(group, torch.device("cpu"))
     options = backend.Options(plan_cache_bytes=torch_backend.options.plan_cache_bytes)
-    timeout = torch_backend.options._timeout
+    timeout = torch_versions.timeout_of(torch_backend)
     view, successor = connect_next(
         lineage.own,
         terms or Terms(),
@@ -81,9 +83,8 @@ def reconfigure(terms: Terms | None = None) -> View:
         ranks_here_min=backend.ranks_here(),
     )
     # Nobody waits for the old groups to say goodbye.
-    for other in list(dist.distributed_c10d._world.pg_map):
-        for device in other._device_types:
-            other._get_backend(device).abort()
+    for other in torch_versions.all_groups():
+        torch_versions.abort(other)
     dist.destroy_process_group()
     _begin(view, successor, lineage.store, lineage.own, timeout, options)
     return view
@@ -124,9 +125,9 @@ def join(
 
 def waiting_count() -> int:
     """How many processes wait for the next `reconfigure`: new ranks, and members that have called it already."""
-    import torch.distributed as dist
+    from sennit.runtime.backend import torch_versions
 
-    group = dist.distributed_c10d._get_default_group()
+    group = torch_versions.default_group()
     current = backend.communicator(group)
     if _lineage is not None and _lineage.current is current:
         return _lineage.own.waiting_count()
@@ -137,10 +138,9 @@ def waiting_count() -> int:
 
 def _users_store(group: dist.ProcessGroup) -> Store:
     """The store that `init_process_group` was given. torch has put the group's name in front."""
-    import torch.distributed as dist
-    from torch._C._distributed_c10d import PrefixStore
+    from sennit.runtime.backend.torch_versions import PrefixStore, backend_and_store
 
-    _, store = dist.distributed_c10d._world.pg_map[group]
+    _, store = backend_and_store(group)
     return store.underlying_store if isinstance(store, PrefixStore) else store
 
 
@@ -148,7 +148,8 @@ def _begin(
     view: View, group: Communicator, store: Store, own: Membership, timeout: timedelta, options: backend.Options
 ) -> None:
     import torch.distributed as dist
-    from torch._C._distributed_c10d import PrefixStore
+
+    from sennit.runtime.backend.torch_versions import PrefixStore
 
     global _lineage
     dist.init_process_group(

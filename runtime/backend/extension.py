@@ -3,7 +3,7 @@
 
 torch's C++ interface changes with each minor release, so an extension fits one of them, and one Python. It may be
 beside this file (`make build`), in the package `sennit_torch` (a wheel of its own), or in the cache (`sennit
-build-extension`). What is particular to a torch release is in this file, in building.py and in `csrc/`.
+build-extension`). What is particular to a torch release is in torch_versions.py and csrc/torch_versions.hpp.
 """
 
 from __future__ import annotations

@@ -8,12 +8,9 @@ Rendezvous and plans of a group are made in Python (sennit.transport); all calls
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
-import warnings
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
@@ -79,49 +76,15 @@ def register() -> None:
     if not dist.is_available() or hasattr(dist.Backend, BACKEND_NAME.upper()):
         return
     dist.Backend.register_backend(BACKEND_NAME, _create, extended_api=True, devices=list(DEVICES))
-    _name_groups(dist.ProcessGroup)
+    from sennit.runtime.backend import torch_versions
+
+    torch_versions.name_groups(BACKEND_NAME)
     # Whoever does not ask for it imports nothing of the transport here.
     if "SENNIT_SHARED_ALLOCATOR" in os.environ:
         from sennit.transport.config import wants_shared_allocator
 
         if wants_shared_allocator():
             load_extension().symmetric.set_everywhere(True)
-
-
-def _name_groups(process_group: type[dist.ProcessGroup]) -> None:
-    """Makes groups of this backend report "sennit", because torch calls every external backend "custom".
-
-    TorchRec takes "custom" for a stand-in without peers and replaces AlltoAll by a local copy: silently wrong data
-    (docs/reference/torch.md). Groups of other backends report what they did before.
-    """
-
-    def named(original: Callable[[dist.ProcessGroup], str]) -> Callable[[dist.ProcessGroup], str]:
-        @functools.wraps(original)
-        def name(self: dist.ProcessGroup) -> str:
-            text = original(self)
-            if text != "custom":
-                return text
-            backends = {self._get_backend(device).name() for device in self._device_types}
-            return BACKEND_NAME if BACKEND_NAME in backends else text
-
-        return name
-
-    for method in ("_get_backend_name", "name"):
-        setattr(process_group, method, named(getattr(process_group, method)))
-
-    from torch.nn.parallel import DistributedDataParallel
-
-    logged: Callable[[DistributedDataParallel], dict[str, Any]] = DistributedDataParallel._get_ddp_logging_data
-
-    @functools.wraps(logged)
-    def logging_data(self: DistributedDataParallel) -> dict[str, Any]:
-        # c10d's logger is C++ and reads the group's type, which is the same for all external backends.
-        data = logged(self)
-        if data.get("backend_name") == "custom":
-            data["backend_name"] = self.process_group._get_backend_name()
-        return data
-
-    DistributedDataParallel._get_ddp_logging_data = logging_data  # type: ignore[method-assign]
 
 
 def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
@@ -137,16 +100,15 @@ def communicator_or_names(group: dist.ProcessGroup | None) -> Communicator | lis
     import torch
     import torch.distributed as dist
 
+    from sennit.runtime.backend.torch_versions import backend_of
+
     chosen = dist.group.WORLD if group is None else group
     if chosen is None:
         raise RuntimeError("there is no default process group; call init_process_group first")
     names = []
     for device in (torch.device(name) for name in DEVICES):
-        if device not in chosen._device_types:
+        if (backend := backend_of(chosen, device)) is None:
             continue
-        backend: Any = chosen._get_backend(device)
-        # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch wraps the backend.
-        backend = getattr(backend, "wrapped_pg", backend)
         if isinstance(backend, load_extension().SennitBackend):
             found: Communicator = backend.communicator
             return found
@@ -161,14 +123,14 @@ def second_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     """
     import torch.distributed as dist
 
+    from sennit.runtime.backend import torch_versions
+
     chosen: Any = group or dist.group.WORLD
     ranks = dist.get_process_group_ranks(chosen)
-    backend = chosen._get_backend(chosen._device_types[0])
-    backend = getattr(backend, "wrapped_pg", backend)
     made: dist.ProcessGroup = dist.new_group(
         ranks,
-        timeout=backend.options._timeout,
-        backend=dist.distributed_c10d._world.pg_map[chosen][0],
+        timeout=torch_versions.timeout_of(torch_versions.backend_of(chosen)),
+        backend=torch_versions.backend_and_store(chosen)[0],
         use_local_synchronization=len(ranks) < dist.get_world_size(),
     )
     return made
@@ -188,7 +150,6 @@ def _create(group: Any, options: Options | None) -> dist.Backend:
         )
     options = options or Options()
     load_extension()
-    _tell_of_slow_kernels()
     from sennit.transport.communicator import Communicator
 
     name = str(group.group_id)
@@ -208,16 +169,6 @@ def _create(group: Any, options: Options | None) -> dist.Backend:
             ranks_here_min=_ranks_here,
         )
     return _backend_of(communicator, name, list(group.global_ranks_in_group), group.timeout, options)
-
-
-@functools.cache
-def _tell_of_slow_kernels() -> None:
-    """Once in a process, because all works without wide vectors, and only the time says that they are missing."""
-    from sennit import surroundings
-
-    found = surroundings.vector_units()
-    if not found.fine:
-        warnings.warn(f"{found.what}; what helps: {found.remedy}", RuntimeWarning, stacklevel=2)
 
 
 def _digest(ranks: list[int]) -> str:

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from sennit.runtime.backend import torch_versions
 from sennit.runtime.backend.process_group import failure_of
 from sennit.transport.errors import PeerError
 
@@ -33,4 +34,4 @@ def explained(function: Callable[..., Result], group: dist.ProcessGroup | None) 
 
 def abort(group: dist.ProcessGroup) -> None:
     """Lets everyone who waits in this group, here and on other ranks, go on with an error."""
-    group._get_backend(group._device_types[0]).abort()
+    torch_versions.abort(group)

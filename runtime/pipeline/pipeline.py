@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from sennit.closing import Closing
+from sennit.runtime.backend.torch_versions import tree_map_only
 from sennit.runtime.pipeline.ahead import Arrived, BatchesAhead, Taken
 from sennit.runtime.pipeline.depth import BATCHES_AHEAD_MAX
 from sennit.runtime.pipeline.exchanges import Exchanges

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
 
+from sennit.runtime.backend.torch_versions import keystr, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
 from sennit.runtime.sharded.slices import Slices
 from sennit.transport.errors import ArgumentError
 

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from sennit.runtime.backend.torch_versions import own_parameters
 from sennit.runtime.sharded.slices import Slices
 
 # Every parameter's gradient begins at a multiple of 64 bytes, whatever its type.
@@ -29,14 +30,14 @@ class Place(NamedTuple):
         if isinstance(self.owner, nn.RNNBase):
             setattr(self.owner, self.attribute, parameter)  # It keeps a second list of them.
         else:
-            self.owner._parameters[self.attribute] = parameter
+            own_parameters(self.owner)[self.attribute] = parameter
 
 
 def places_of(module: nn.Module) -> list[Place]:
     return [
         Place(owner, attribute, f"{path}.{attribute}" if path else attribute)
         for path, owner in module.named_modules()
-        for attribute, parameter in owner._parameters.items()
+        for attribute, parameter in own_parameters(owner).items()
         if parameter is not None
     ]
 
@@ -71,7 +72,7 @@ class Layout:
         """Memory that an earlier pass used for its rows."""
         index_of: dict[nn.Parameter, int] = {}
         for place in places:
-            parameter = place.owner._parameters[place.attribute]
+            parameter = own_parameters(place.owner)[place.attribute]
             assert parameter is not None
             if parameter.requires_grad:
                 if parameter not in index_of:
@@ -126,5 +127,5 @@ def _aligned(elements: int) -> int:
 
 
 def _key(places: Sequence[Place]) -> tuple[object, ...]:
-    found = (place.owner._parameters[place.attribute] for place in places)
+    found = (own_parameters(place.owner)[place.attribute] for place in places)
     return tuple((id(p), p.requires_grad, p.dtype, p.shape) for p in found if p is not None)

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from sennit.runtime.backend.torch_versions import at_end_of_backward, backward_pass, tree_leaves
 from sennit.runtime.sharded.cutting import CUT_NODE
 from sennit.runtime.sharded.gradient_rows import Layout
 from sennit.runtime.sharded.pending import Running
@@ -132,12 +132,12 @@ class SliceSums:
 
     def expect(self) -> None:
         """A backward pass has come to the results of the slices: sums them when it ends, whatever it reaches."""
-        current = torch._C._current_graph_task_id()
+        current = backward_pass()
         # One that failed has left its sums here.
         if self._backward_pass != current:
             self._begin(current)
             self._is_first = self._reduction.is_first(current)
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            at_end_of_backward(self._finish)
 
     def _take(self, number: int, index: int, alias: Tensor) -> None:
         """Autograd's hook: one slice's gradient of one parameter is complete."""

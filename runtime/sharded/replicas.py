@@ -17,11 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves, tree_map
 
 from sennit.runtime.backend.gathering import all_gather_parts
+from sennit.runtime.backend.torch_versions import NormBase, tree_leaves, tree_map
 from sennit.runtime.data.seeds import derive
 from sennit.runtime.sharded.agreement import check_agreement, check_codec
 from sennit.runtime.sharded.cutting import Along, CutArguments, join
@@ -77,7 +76,7 @@ class SlicedReplicas(nn.Module):
         self.slices = Slices(count=slices, rank=dist.get_rank(group), world_size=dist.get_world_size(group))
         self._reduction = Reduction(self.slices, group, codec, clock)
         self._layout = Layout(self._places, self.slices)
-        self._norms = [(name, part) for name, part in module.named_modules() if isinstance(part, _NormBase)]
+        self._norms = [(name, part) for name, part in module.named_modules() if isinstance(part, NormBase)]
         _broadcast(module, group)
 
     @property

@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from sennit.runtime.backend.elastic import reconfigure, waiting_count
+from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.ingest.fed import group_failure
 from sennit.runtime.sharded.tables import shard_name, shards_of
@@ -29,7 +29,7 @@ from sennit.runtime.training.handover import Claim, Holding, find_source, take_o
 from sennit.runtime.training.history import History, numbered
 from sennit.runtime.training.report import Change, RunReport
 from sennit.runtime.training.resumption import go_back
-from sennit.runtime.training.stretch import begin_run, tell, tell_timeline, train
+from sennit.runtime.training.stretch import begin_run, shown_by, tell, tell_timeline, train
 from sennit.runtime.training.supply import MakeSource, served
 from sennit.runtime.training.trainer import Trainer
 from sennit.transport.errors import ConfigError, PeerError
@@ -48,7 +48,9 @@ def publish_terms(store: Store, config: TrainingConfig) -> None:
 def check_terms(store: Store, config: TrainingConfig) -> None:
     """A newcomer checks its settings before it announces itself. Raises ConfigError that lists the differences."""
     if not store.check([TERMS_KEY]):
-        raise ConfigError("nobody can join the run at this address: it has not begun, or is not an elastic one")
+        raise ConfigError(
+            "nobody can join the run at this address: it has not begun, or is not elastic; start it with --elastic"
+        )
     theirs, ours = json.loads(store.get(TERMS_KEY)), _terms(config)
     differing = [name for name in ours if theirs.get(name) != ours[name]]
     if differing:
@@ -61,8 +63,12 @@ def check_terms(store: Store, config: TrainingConfig) -> None:
 class ElasticRun:
     """One rank's part of all stretches. The default process group exists already, and every change replaces it."""
 
-    def __init__(self, config: TrainingConfig, make_source: MakeSource, *, is_newcomer: bool) -> None:
+    def __init__(
+        self, config: TrainingConfig, make_source: MakeSource, *, is_newcomer: bool, shows: bool = False
+    ) -> None:
+        """`shows`: whether this rank says what goes on even while it is not rank 0."""
         self._config = config
+        self._shows = shows
         self._make_source = make_source
         self._begins_alone = not is_newcomer
         self._history = History()
@@ -149,11 +155,14 @@ class ElasticRun:
         trainer.run_id = self._run_id
         shards = [shard_name(trainer.tables.tables, shard) for shard in shards_of(trainer.tables.tables)]
         source = find_source([claim for claim, *_ in gathered], shards)
-        if source is not None:
-            take_over(trainer, source, self._holding)
-            dist.barrier()
-        else:
-            tell(trainer, go_back(trainer))
+        lines: list[str] = []
+        with shown_by(trainer.rank == 0 or self._shows, "loading the state of the run"):
+            if source is not None:
+                take_over(trainer, source, self._holding)
+                dist.barrier()
+            else:
+                lines = go_back(trainer)
+        tell(trainer, lines)
         self._holding = None
 
     def _write_left(self) -> None:

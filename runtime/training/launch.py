@@ -21,10 +21,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from torch._C._distributed_c10d import Store, TCPStore
-
+from sennit import capabilities
+from sennit.runtime.backend.torch_versions import Store, TCPStore
 from sennit.runtime.ingest.address import Address
-from sennit.transport.errors import AbortedError, ConfigError, PeerError, SennitError, TimeoutError
+from sennit.transport.errors import AbortedError, ConfigError, PeerError, SennitError, TimeoutError, Unsupported
 from sennit.transport.rails import Rail
 
 # The time after a failure in which other ranks may report theirs, and the time for any rank to exit.
@@ -51,14 +51,19 @@ class _Outcome:
 def serve_store(port: int, *, timeout_s: float) -> tuple[Store, Address]:
     """Serves a store in this process, which outlives all ranks because it is none. Port 0 takes a free port.
 
-    The store listens on every address of this machine. The address returned is for ranks of this machine.
+    The store listens on every address of this machine. The address returned is for ranks of this machine. Raises
+    Unsupported without an interface for it: torch would try for minutes.
     """
+    if not (found := capabilities.probe("loopback-ipv4")).available:
+        raise Unsupported(found.name, f"{found.detail}, where ranks of this machine meet; {found.remedy}")
     try:
         store = TCPStore(
             "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
         )
     except RuntimeError as error:
-        raise ConfigError(f"port {port} cannot be had: {str(error).splitlines()[0]}") from error
+        raise ConfigError(
+            f"port {port} cannot be had: {str(error).splitlines()[0]}; choose another --port, or 0 for any"
+        ) from error
     return store, Address(host="127.0.0.1", port=store.port)
 
 

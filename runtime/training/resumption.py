@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
+from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.data import preprocessing
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.data.order import ORDER_VERSION

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import gc
 import os
@@ -11,11 +10,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
-from sennit.command_line import busy
 from sennit.runtime.backend import elastic
 from sennit.runtime.backend.process_group import register
+from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.data import sources
 from sennit.runtime.data.batch_source import prepared
 from sennit.runtime.ingest.fed import Door
@@ -25,7 +23,7 @@ from sennit.runtime.training.elastic_run import ElasticRun, check_terms, publish
 from sennit.runtime.training.history import History
 from sennit.runtime.training.report import RunReport
 from sennit.runtime.training.resumption import check_data, publish_data
-from sennit.runtime.training.stretch import begin_run, train
+from sennit.runtime.training.stretch import begin_run, shown_by, train
 from sennit.runtime.training.supply import MakeSource, fed_sources, memory_sources, served
 from sennit.transport.membership import Terms
 
@@ -56,7 +54,7 @@ def run_rank(config: TrainingConfig, place: Place) -> RunReport:
         local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
         with Door(config.ingest, local_rank) as door:
             return _leave(_run(config, fed_sources(config, door)))
-    with busy(f"reading {config.source.data}") if place.rank == 0 else contextlib.nullcontext():
+    with shown_by(place.rank == 0, f"reading {config.source.data}"):
         data = prepared(sources.load(config.source, seed=config.seed), config.order_settings)
     if config.elastic and place.rank == 0 and place.store is not None:
         publish_data(place.store, data.fingerprint)
@@ -80,16 +78,18 @@ def join_run(config: TrainingConfig, number: int, store: Store) -> RunReport:
     # The members wait from the step at which they see this rank, so it does everything else before.
     if config.ingest is not None:
         with Door(config.ingest, number) as door:
-            return _join(config, store, fed_sources(config, door))
-    data = prepared(sources.load(config.source, seed=config.seed), config.order_settings)
+            return _join(config, number, store, fed_sources(config, door))
+    with shown_by(number == 0, f"reading {config.source.data}"):
+        data = prepared(sources.load(config.source, seed=config.seed), config.order_settings)
     check_data(store, data.fingerprint)
-    return _join(config, store, memory_sources(data, config))
+    return _join(config, number, store, memory_sources(data, config))
 
 
-def _join(config: TrainingConfig, store: Store, make_source: MakeSource) -> RunReport:
+def _join(config: TrainingConfig, number: int, store: Store, make_source: MakeSource) -> RunReport:
     timeout = datetime.timedelta(seconds=config.timeout_s)
-    elastic.join(store, terms=Terms(timeout_s=config.timeout_s), timeout=timeout)
-    return _leave(ElasticRun(config, make_source, is_newcomer=True).run())
+    with shown_by(number == 0, "waiting for the members to take this rank in, at the end of a step"):
+        elastic.join(store, terms=Terms(timeout_s=config.timeout_s), timeout=timeout)
+    return _leave(ElasticRun(config, make_source, is_newcomer=True, shows=number == 0).run())
 
 
 def _prepare() -> None:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from sennit.runtime.backend.process_group import load_extension
+from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.training import launch
 from sennit.testbed.bench.embedding_cuda import call_ms
 

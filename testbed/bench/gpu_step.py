@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import Store
 
 from sennit.runtime.backend.process_group import load_extension
+from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.data.seeds import torch_stream
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
 from sennit.runtime.sharded import Features, ShardedEmbeddingBags, SlicedReplicas, Table

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch._C._distributed_c10d import PrefixStore, Store
 
+from sennit.runtime.backend.torch_versions import PrefixStore, Store
 from sennit.runtime.training import launch
 from sennit.testbed.bench import collectives, machine
 from sennit.testbed.bench.report import format_seconds

@@ -13,10 +13,10 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from sennit.offload.ingest.target import IngestTarget
 from sennit.runtime.backend.process_group import BACKEND_NAME, register
+from sennit.runtime.backend.torch_versions import HashStore
 from sennit.runtime.data import sources
 from sennit.runtime.data.batch_source import BatchSource, MemorySource, prepared
 from sennit.runtime.data.sources import Source

@@ -16,9 +16,9 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.training import launch
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.metrics import Quality

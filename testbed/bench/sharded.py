@@ -18,8 +18,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table as Lines
 from torch import Tensor, nn
-from torch._C._distributed_c10d import Store
 
+from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.sharded import Features, ShardedEmbeddingBags, SlicedReplicas, Table
 from sennit.runtime.training import launch
 from sennit.testbed.bench import machine, slices

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table as Lines
 from torch import Tensor, nn
-from torch._C._distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
 
+from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.model.dlrm import DLRM
 from sennit.runtime.model.inputs import ModelInputs
 from sennit.runtime.sharded import Along, SlicedReplicas, Table

@@ -18,9 +18,9 @@ from typing import Final
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from sennit.runtime.backend.process_group import BACKEND_NAME, register
+from sennit.runtime.backend.torch_versions import HashStore
 from sennit.runtime.data.batch_source import MemorySource, prepared
 from sennit.runtime.data.samples import Column, Samples
 from sennit.runtime.data.seeds import numpy_stream, torch_stream

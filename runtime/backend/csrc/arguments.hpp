@@ -8,10 +8,10 @@
 
 #include <cstdint>
 #include <string_view>
-#include <torch/csrc/distributed/c10d/Types.hpp>
 #include <vector>
 
 #include "sennit/core.h"
+#include "torch_versions.hpp"
 
 namespace sennit::runtime {
 

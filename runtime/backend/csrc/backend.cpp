@@ -102,7 +102,6 @@ void SennitBackend::shutdown() {
 
 c10::intrusive_ptr<c10d::Backend> SennitBackend::shrink(const std::vector<int64_t>& ranks_to_exclude, int shrink_flags,
                                                         const c10::intrusive_ptr<c10d::Backend::Options>& options) {
-  constexpr int SHRINK_ABORT = 1;  // torch.distributed.distributed_c10d
   check_usable();
   TORCH_CHECK_VALUE(options == nullptr, "sennit shrink_group: pg_options is given; allowed: None (the group's own)");
   for (const int64_t rank : ranks_to_exclude) {

@@ -10,11 +10,11 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "call.hpp"
 #include "device_operation.hpp"
 #include "poster.hpp"
+#include "torch_versions.hpp"
 
 namespace sennit::runtime {
 

@@ -5,10 +5,9 @@
 #include <ATen/ATen.h>
 #include <c10/util/SmallVector.h>
 
-#include <torch/csrc/distributed/c10d/Work.hpp>
-
 #include "plan_cache.hpp"
 #include "poster.hpp"
+#include "torch_versions.hpp"
 
 namespace sennit::runtime {
 

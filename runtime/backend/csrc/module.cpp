@@ -4,13 +4,12 @@
 #include <pybind11/chrono.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/utils/pybind.h>
-#include <torch/version.h>
 
 #include "backend.hpp"
 #include "interpreter.hpp"
 #include "stand_in.hpp"
 #include "symmetric.hpp"
+#include "torch_versions.hpp"
 
 namespace py = pybind11;
 

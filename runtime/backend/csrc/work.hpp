@@ -13,11 +13,10 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
 #include "sennit/core.h"
+#include "torch_versions.hpp"
 
 namespace sennit::runtime {
 

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What sennit takes of torch that torch does not promise to keep: private names, and attributes of its groups.
+
+A new minor release of torch is tried here first, and in csrc/torch_versions.hpp. All other files use public names
+alone, which tests/runtime/test_torch_versions.py holds. The names are those of torch 2.13.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+# What torch calls the backend of every group whose backend is no part of torch.
+EXTERNAL = "custom"
+
+
+def name_groups(backend_name: str) -> None:
+    """Makes groups of this backend report `backend_name`, because torch calls every external backend "custom".
+
+    TorchRec takes "custom" for a stand-in without peers and replaces AlltoAll by a local copy: silently wrong data
+    (docs/reference/torch.md). Groups of other backends report what they did before.
+    """
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    def named(original: Callable[[dist.ProcessGroup], str]) -> Callable[[dist.ProcessGroup], str]:
+        @functools.wraps(original)
+        def name(self: dist.ProcessGroup) -> str:
+            text = original(self)
+            if text != EXTERNAL:
+                return text
+            backends = {self._get_backend(device).name() for device in self._device_types}
+            return backend_name if backend_name in backends else text
+
+        return name
+
+    for method in ("_get_backend_name", "name"):
+        setattr(dist.ProcessGroup, method, named(getattr(dist.ProcessGroup, method)))
+
+    logged: Callable[[DistributedDataParallel], dict[str, Any]] = DistributedDataParallel._get_ddp_logging_data
+
+    @functools.wraps(logged)
+    def logging_data(self: DistributedDataParallel) -> dict[str, Any]:
+        # c10d's logger is C++ and reads the group's type, which is the same for all external backends.
+        data = logged(self)
+        if data.get("backend_name") == EXTERNAL:
+            data["backend_name"] = self.process_group._get_backend_name()
+        return data
+
+    DistributedDataParallel._get_ddp_logging_data = logging_data  # type: ignore[method-assign]
+
+
+# The end of `import torch` registers our backend, which needs the function above: where nobody has imported torch
+# before, that is while this file is read.
+import torch
+import torch.distributed as dist
+from torch import nn
+
+# `torch.distributed` has these, too, but does not export them to type checkers.
+from torch._C._distributed_c10d import HashStore as HashStore
+from torch._C._distributed_c10d import PrefixStore as PrefixStore
+from torch._C._distributed_c10d import Store as Store
+from torch._C._distributed_c10d import TCPStore as TCPStore
+
+# The base of all BatchNorm and InstanceNorm modules, which have no public one.
+from torch.nn.modules.batchnorm import _NormBase as NormBase  # noqa: F401
+
+# `torch.utils.pytree` is not public yet.
+from torch.utils._pytree import keystr as keystr
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+
+def default_group() -> dist.ProcessGroup:
+    """The default process group. Raises ValueError if there is none."""
+    return dist.distributed_c10d._get_default_group()
+
+
+def all_groups() -> list[dist.ProcessGroup]:
+    """All process groups that this process is in."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def backend_and_store(group: dist.ProcessGroup) -> tuple[str, Store]:
+    """What `init_process_group` or `new_group` was given: the backend's name or names, and the store that it uses."""
+    name, store = dist.distributed_c10d._world.pg_map[group]
+    return name, store
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device | None = None) -> Any:
+    """The backend of a group for a device (None: the group's first). None if it has none for it."""
+    if device is None:
+        device = group._device_types[0]
+    elif device not in group._device_types:
+        return None
+    backend: Any = group._get_backend(device)
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch wraps the backend.
+    return getattr(backend, "wrapped_pg", backend)
+
+
+def timeout_of(backend: Any) -> timedelta:
+    """The deadline of a backend's operations."""
+    timeout: timedelta = backend.options._timeout
+    return timeout
+
+
+def abort(group: dist.ProcessGroup) -> None:
+    """Ends what is in flight in a group, on every device."""
+    for device in group._device_types:
+        group._get_backend(device).abort()
+
+
+def backward_pass() -> int:
+    """The number of the backward pass that this thread runs. -1: none."""
+    return torch._C._current_graph_task_id()
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Calls `call` once, when the present backward pass has done all else. Only for a thread that runs one."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """A module's own parameters by attribute, its submodules' left out. Changes of it are changes of the module."""
+    return module._parameters
