@@ -178,6 +178,12 @@ def test_every_extra_is_tried() -> None:
         assert f'@extra("{name}"' in source, name
 
 
+def test_the_page_names_every_extra() -> None:
+    page = (ROOT / "docs" / "how-to" / "install.md").read_text()
+    for name in PROJECT["optional-dependencies"].keys() - extras.NOT_OFFERED:
+        assert f"[{name}]`" in page, name
+
+
 @wheel_test
 def test_without_extras_and_torch_numpy_arrays_are_reduced(bare: Environment, tmp_path: Path) -> None:
     program = tmp_path / "all_reduce.py"

@@ -42,21 +42,32 @@ def test_a_processor_without_avx2_is_named(tmp_path: Path, flags: str, fine: boo
     assert bool(answer.remedy) is not fine
 
 
-# A group of one rank, on a processor without AVX2 as far as Python knows.
-GROUPS = """
-import torch.distributed as dist
+# Groups of one rank, on a processor without AVX2 as far as Python knows.
+SLOW = """
 from sennit import surroundings
 surroundings.vector_units = lambda: surroundings.Answer(fine=False, what="no AVX2: slower", remedy="another processor")
+"""
+GROUPS = {
+    "torch": """
+import torch.distributed as dist
 dist.init_process_group("sennit", store=dist.HashStore(), rank=0, world_size=1)
 dist.new_group([0])
 dist.destroy_process_group()
-"""
+""",
+    "arrays": """
+from sennit.transport.communicator import Communicator
+for _ in range(2):
+    with Communicator(rank=0, world=1):
+        pass
+""",
+}
 
 
 @pytest.mark.needs("backend")
-def test_the_first_group_names_a_processor_without_avx2_once() -> None:
+@pytest.mark.parametrize("program", GROUPS.values(), ids=GROUPS)
+def test_the_first_group_names_a_processor_without_avx2_once(program: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "always", "-c", GROUPS],
+        [sys.executable, "-W", "always", "-c", SLOW + program],
         capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=True,
     )  # fmt: skip
     assert done.stderr.count("RuntimeWarning: no AVX2: slower; what helps: another processor") == 1, done.stderr
@@ -150,6 +161,28 @@ try:
 except ConfigError as error:
     print(error)
 """
+# Two ranks that meet in a folder; {} is the port that carries their bytes.
+TWO_RANKS = """
+import multiprocessing, sys, tempfile
+import numpy as np
+from sennit.transport.communicator import Communicator
+from sennit.transport.config import Config, TransportKind
+from sennit.transport.store import FileStore
+
+def rank(number, folder):
+    config = Config(transport=TransportKind.{})
+    with Communicator(rank=number, world=2, store=FileStore(folder), config=config) as group:
+        assert (group.allreduce(np.full(1000, number + 1.0, np.float32)) == 3.0).all()
+        if number == 0:
+            print(group.describe())
+
+with tempfile.TemporaryDirectory() as folder:
+    other = multiprocessing.get_context("fork").Process(target=rank, args=(1, folder))
+    other.start()
+    rank(0, folder)
+    other.join()
+    sys.exit(other.exitcode)
+"""
 PACKETS = """
 from sennit.errors import Unsupported
 from sennit.testbed.packet_socket import packet_socket
@@ -165,16 +198,30 @@ except Unsupported as error:
 def test_without_lo_the_first_call_and_the_doctor_say_how_to_bring_it_up() -> None:
     assert "ip link set lo up" in in_namespace(":", PROBE.format("loopback-ipv4"))
     assert "(ip link set lo up), or" in in_namespace(":", RAILS)
+    assert "rank 0 of 2" in in_namespace(":", TWO_RANKS.format("SHM"))
+
+
+@pytest.mark.root
+@pytest.mark.needs("netns", "backend")
+def test_without_lo_training_says_at_once_how_to_bring_it_up() -> None:
+    command = ["unshare", "--net", sys.executable, "-m", "sennit", "train", "--data", "synthetic", "--ranks", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: loopback-ipv4: cannot send to 127.0.0.1: Network is unreachable, where ranks")
+    assert done.stderr.endswith("; ip link set lo up\n")
 
 
 @pytest.mark.root
 @pytest.mark.needs("netns", "core")
-def test_without_ipv6_the_doctor_says_that_ipv4_is_used() -> None:
+def test_without_ipv6_the_doctor_and_the_group_say_that_ipv4_is_used() -> None:
     off = "ip link set lo up; echo 1 >/proc/sys/net/ipv6/conf/lo/disable_ipv6"
     said = in_namespace(off, PROBE.format("loopback-ipv6"))
     assert said.startswith("False cannot send to ::1")
     assert "IPv4 is used" in said
     assert in_namespace(off, PROBE.format("rails")).startswith("True lo 127.0.0.1")
+    assert "rank 0 uses IPv4, because there is no IPv6 address on lo (127.0.0.1)" in in_namespace(
+        off, TWO_RANKS.format("UDP")
+    )
 
 
 @pytest.mark.root

@@ -10,6 +10,7 @@ The torch backend also uses this class, but only its `handle`. It posts its own 
 from __future__ import annotations
 
 import contextlib
+import functools
 import secrets
 import warnings
 from collections.abc import Callable, Collection, Hashable, Sequence
@@ -41,6 +42,16 @@ def _rails(config: configuration.Config) -> Sequence[Rail]:
     if config.transport is configuration.TransportKind.VERBS:
         return find_rdma_rails(config.interfaces)
     return find_rails(config.interfaces)
+
+
+@functools.cache
+def _tell_of_slow_kernels() -> None:
+    """Once in a process, because all works without wide vectors, and only the time says that they are missing."""
+    from sennit import surroundings
+
+    found = surroundings.vector_units()
+    if not found.fine:
+        warnings.warn(f"{found.what}; what helps: {found.remedy}", RuntimeWarning, stacklevel=3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +147,7 @@ class Communicator(ArrayCollectives):
             raise ArgumentError(f"rank {rank} of {world}; allowed: world 1 or more, rank 0..world-1")
         # Imported late, so that everything except this class works without the extension.
         require_core()
+        _tell_of_slow_kernels()
         from sennit.transport import _core
 
         self.rank = rank

@@ -199,6 +199,7 @@ def connect(
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
             notes += [*verdict.warnings, *verdict.notes]
         notes += _unpaired_rails(endpoint, routes, chosen, rank)
+        notes += _without_ipv6(chosen, rank)
     if far := describe_distance(f"rank {rank}", [rail.interface for rail in chosen]):
         notes.append(far)
     endpoint.connect(routes)
@@ -356,6 +357,12 @@ def _unpaired_rails(endpoint: Endpoint, routes: Sequence[Route], rails: Sequence
         "its family there"
         for rail, peers in peers_of.items()
     ]
+
+
+def _without_ipv6(rails: Sequence[Rail], rank: int) -> list[str]:
+    """Names our interfaces that have IPv4 alone. It carries the same, so this is no warning."""
+    names = [f"{rail.interface} ({rail.address})" for rail in rails if ":" not in rail.address]
+    return [f"rank {rank} uses IPv4, because there is no IPv6 address on {', '.join(names)}"] if names else []
 
 
 def _text(data: bytes) -> str:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any
 
+from sennit import surroundings
 from sennit.runtime.data.errors import DataError, MissingPackage
 from sennit.runtime.data.packages import require
 
@@ -41,7 +42,7 @@ class DataFile:
         except DataError:
             raise
         except Exception as error:  # filesystems have many authors, and errors of many types
-            raise DataError(f"{self.name}: {_reason(error)}") from error
+            raise DataError(f"{self.name}: {_reason(error)}{_behind_proxy(self.name)}") from error
 
 
 def find_files(paths: Iterable[str]) -> tuple[DataFile, ...]:
@@ -66,9 +67,11 @@ def _find(path: str) -> list[DataFile]:
     except ImportError as error:  # fsspec says which package has the protocol
         raise MissingPackage(f"for {path.partition('://')[0]}://", _PURPOSE, install=str(error)) from error
     except Exception as error:  # as above
-        raise DataError(f"data set {path!r}: {_reason(error)}") from error
+        raise DataError(f"data set {path!r}: {_reason(error)}{_behind_proxy(path)}") from error
     if not found:
-        raise DataError(f"data set {path!r}: no such file, and no folder or pattern with *{SUFFIX} files")
+        raise DataError(
+            f"data set {path!r}: no such file, and no folder or pattern with *{SUFFIX} files; give a path that has them"
+        )
     return [DataFile(name=_name(path, root, part), filesystem=filesystem, path=part) for part in found]
 
 
@@ -82,6 +85,13 @@ def _name(path: str, root: str, part: str) -> str:
         return path
     protocol, separator, _ = path.rpartition("://")
     return f"{protocol}{separator}{part}"
+
+
+def _behind_proxy(name: str) -> str:
+    """An object store that does not answer may stand behind a proxy that is set for everything."""
+    if name.rpartition("://")[0] in ("", "file", "local", "memory") or (found := surroundings.proxy()).fine:
+        return ""
+    return f" ({found.what}; {found.remedy})"
 
 
 def _reason(error: Exception) -> str:

@@ -126,6 +126,25 @@ def test_a_filesystem_that_fails_while_it_is_read_is_named(folder: str, monkeypa
         pass
 
 
+def test_an_object_store_that_fails_behind_a_proxy_names_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unreachable(type(fsspec.filesystem("memory"))):  # type: ignore[misc]
+        protocol = "unreachable"
+
+        def isdir(self, path: str) -> bool:
+            raise TimeoutError(f"no answer for {path}")
+
+    fsspec.register_implementation("unreachable", Unreachable, clobber=True)
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    with pytest.raises(DataError, match=r"no answer for [^()]*$"):
+        find_files(["unreachable://x"])
+    monkeypatch.setenv("HTTPS_PROXY", "http://user:secret@10.0.0.1:3128")
+    with pytest.raises(DataError, match=r"no answer for .* \(HTTPS_PROXY set; .*; export no_proxy=") as caught:
+        find_files(["unreachable://x"])
+    assert "secret" not in str(caught.value)
+
+
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A bucket in a server on this machine that speaks S3."""
