@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 PIPE_WIDTH: Final = 160
 # sysexits.h, EX_UNAVAILABLE: this machine lacks something, and the message says what.
 EXIT_UNAVAILABLE: Final = 69
+ANOTHER_FILE: Final = "choose a file in a folder with room that can be written"
 FIGURE_SUFFIXES: Final = (".png", ".svg", ".pdf")
 
 
@@ -61,9 +62,9 @@ def writable_file(path: Path | None) -> Path | None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise typer.BadParameter(f"{path} cannot be written: {error.strerror}") from None
+            raise typer.BadParameter(f"{path} cannot be written: {error.strerror}; {ANOTHER_FILE}") from None
         if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise typer.BadParameter(f"{path} cannot be written: a folder, or no permission")
+            raise typer.BadParameter(f"{path} cannot be written: a folder, or no permission; {ANOTHER_FILE}")
     return path
 
 
@@ -77,7 +78,7 @@ def write_text(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        fail(f"{path} cannot be written: {error.strerror}")
+        fail(f"{path} cannot be written: {error.strerror}; {ANOTHER_FILE}")
 
 
 def figure_file(path: Path | None) -> Path | None:

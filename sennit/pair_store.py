@@ -97,7 +97,7 @@ class RemoteStore(Closing):
             self._stream.flush()
             line = self._stream.readline(LINE_MAX_BYTES)
         if not line:
-            raise PeerError("the other machine's doctor has ended")
+            raise PeerError("the other machine's doctor has ended; start it again there")
         return json.loads(line)
 
 
@@ -122,7 +122,9 @@ def accept(server: socket.socket, timeout_s: float) -> tuple[LocalStore, str]:
     try:
         connection, address = server.accept()
     except builtins.TimeoutError as error:
-        raise TimeoutError(f"no other machine came within {timeout_s:g} s") from error
+        raise TimeoutError(
+            f"no other machine came within {timeout_s:g} s; run sennit doctor --peer HOST on it"
+        ) from error
     store = LocalStore()
     threading.Thread(target=_serve, args=(connection, store), name="pair-store", daemon=True).start()
     return store, str(address[0]).removeprefix("::ffff:")
@@ -133,7 +135,9 @@ def connect(host: str, port: int, timeout_s: float) -> RemoteStore:
     try:
         return RemoteStore(socket.create_connection((host, port), timeout_s))
     except socket.gaierror as error:
-        raise ConfigError(f"{host} has no address: {error.strerror}") from error
+        raise ConfigError(
+            f"{host} has no address: {error.strerror}; give an address, or a name that this machine resolves"
+        ) from error
     except OSError as error:
         raise DeviceError(
             f"cannot reach {host} at TCP port {port} ({error.strerror or error}). Run 'sennit doctor --listen' there "

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import sennit
 from sennit import capabilities, command_line
 from sennit.cli import ORDER, app
+from sennit.transport.calibration import REMEDY
 from sennit.transport.codecs import COLLECTIVE_CODECS
 
 runner = CliRunner()
@@ -259,7 +260,7 @@ def test_explain_uses_the_constants_of_a_file_and_says_so(tmp_path: Path, monkey
     path.write_text("{}")
     result = runner.invoke(app, options)
     assert result.exit_code == 1
-    assert result.output == f"error: calibration file {path}: field schema is missing\n"
+    assert result.output == f"error: calibration file {path}: field schema is missing; {REMEDY}\n"
 
 
 def test_version_names_sennit_and_torch() -> None:

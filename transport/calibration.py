@@ -29,6 +29,8 @@ VALUE_MAX: Final = 1_000.0
 NAME_MAX_CHARACTERS: Final = 40
 DEFAULTS: Final = "defaults"
 
+REMEDY: Final = "make a new one with: sennit calibrate --output FILE"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
@@ -61,13 +63,13 @@ def read_calibration(path: str | None) -> Calibration:
         with Path(path).open("rb") as file:
             data = file.read(FILE_MAX_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"calibration file {path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"calibration file {path} cannot be read: {error.strerror}; {REMEDY}") from error
     if len(data) > FILE_MAX_BYTES:
         raise ConfigError(f"calibration file {path}: over {FILE_MAX_BYTES} bytes; allowed: {FILE_MAX_BYTES}")
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"calibration file {path}: not JSON: {error}") from error
+        raise ConfigError(f"calibration file {path}: not JSON: {error}; {REMEDY}") from error
     schema = _field(path, found, "", "schema")
     if schema != SCHEMA:
         raise ConfigError(f"calibration file {path}: schema {schema!r}; allowed: {SCHEMA}. Run sennit calibrate again")
@@ -82,7 +84,7 @@ def read_calibration(path: str | None) -> Calibration:
 
 def _field(path: str, found: object, outer: str, name: str) -> Any:
     if not isinstance(found, Mapping) or name not in found:
-        raise ConfigError(f"calibration file {path}: field {outer}{name} is missing")
+        raise ConfigError(f"calibration file {path}: field {outer}{name} is missing; {REMEDY}")
     return found[name]
 
 

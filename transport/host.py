@@ -27,4 +27,4 @@ def machine_identity(*, boot_id: Path = BOOT_ID) -> str:
     try:
         return f"boot:{boot_id.read_text().strip()}"
     except OSError as error:
-        raise DeviceError(f"cannot read {boot_id}", error.errno) from error
+        raise DeviceError(f"cannot read {boot_id} (mount /proc in this container)", error.errno) from error

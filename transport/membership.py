@@ -199,7 +199,10 @@ class Membership:
                     raise
                 tried, failure = view.members, f"; epoch {epoch} was not connected: {error}"
                 if time.monotonic() >= deadline_s:
-                    raise TimeoutError(f"{self._name}: no new epoch within {terms.timeout_s:g} s{failure}") from error
+                    raise TimeoutError(
+                        f"{self._name}: no new epoch within {terms.timeout_s:g} s{failure}; end ranks that hang, or "
+                        "allow longer (timeout_s)"
+                    ) from error
                 continue
             self._members, self._epoch = view.members, epoch
             return view, connected

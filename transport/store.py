@@ -130,7 +130,9 @@ class FileStore:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise DeviceError(f"cannot make the store's folder {self._folder}", error.errno) from error
+            raise DeviceError(
+                f"cannot make the store's folder {self._folder} (give one that can be written)", error.errno
+            ) from error
 
     def set(self, key: str, value: str, /) -> None:
         # The file is renamed into place, so that nobody reads half a value.
@@ -161,7 +163,10 @@ class FileStore:
 
     def wait(self, keys: Sequence[str], timeout: timedelta, /) -> None:
         if not _poll(lambda: self.check(keys), timeout.total_seconds()):
-            raise TimeoutError(f"{list(keys)} not in {self._folder} after {timeout.total_seconds():g} s")
+            raise TimeoutError(
+                f"{list(keys)} not in {self._folder} after {timeout.total_seconds():g} s; see that all ranks are "
+                "started with this folder"
+            )
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -177,7 +182,10 @@ class FileStore:
                 return True
 
             if not _poll(take, self._lock_timeout_s):
-                raise TimeoutError(f"another process has kept {path} locked for {self._lock_timeout_s:g} s")
+                raise TimeoutError(
+                    f"another process has kept {path} locked for {self._lock_timeout_s:g} s; end it (fuser {path} "
+                    "names it), or give this run a folder of its own"
+                )
             yield
 
     def _path(self, key: str) -> Path:

@@ -77,11 +77,13 @@ def read_schema(path: Path) -> Schema:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"schema {path}: {error}") from error
+        raise DataError(f"schema {path}: {error}; give a text file that can be read") from error
     try:
         content = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
-        raise DataError(f"schema {path}: {error}") from error
+        raise DataError(
+            f"schema {path}: {error}; write it as TOML (docs/reference/data-sets.md), or as .json"
+        ) from error
     try:
         return parse_schema(content)
     except DataError as error:

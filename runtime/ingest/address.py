@@ -45,4 +45,7 @@ class Address:
         try:
             socket.create_connection((self.host, self.port), CONNECT_S).close()
         except OSError as error:
-            raise ConfigError(f"no run at {self}: {error.strerror or error}") from error
+            raise ConfigError(
+                f"no run at {self}: {error.strerror or error}; start it first with --elastic, and give the address "
+                "that it prints"
+            ) from error

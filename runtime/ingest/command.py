@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sennit.command_line import fail
+from sennit.command_line import ANOTHER_FILE, fail
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -119,9 +119,9 @@ def _check_writable(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--json {path}: {error.strerror}") from error
+        raise ConfigError(f"--json {path}: {error.strerror}; {ANOTHER_FILE}") from error
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"--json {path} cannot be written: a folder, or no permission")
+        raise ConfigError(f"--json {path} cannot be written: a folder, or no permission; {ANOTHER_FILE}")
 
 
 class _Display:

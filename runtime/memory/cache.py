@@ -25,6 +25,7 @@ NOTE_BYTES: Final = 20
 LOCATION_BYTES: Final = 4
 """Bytes per row of a file, for its position in the log."""
 
+SLOW: Final = "look at the load of the store's disk, or allow longer (timeout_s)"
 POLICIES: Final = ("lru", "lfu")
 
 
@@ -41,7 +42,7 @@ class CachedBatch:
         """
         lines = self._cache.native.wait(self._native, timeout_s)
         if lines is None:
-            raise TimeoutError(f"the rows of a batch did not come within {timeout_s:g} s")
+            raise TimeoutError(f"the rows of a batch did not come within {timeout_s:g} s; {SLOW}")
         return lines
 
     def release(self, *, is_dirty: bool) -> None:
@@ -92,7 +93,7 @@ class RowCache(Closing):
         """
         arrays = self.store.layout.empty(len(rows))
         if not self.native.read(rows, self.store.layout.as_bytes(arrays, len(rows)), timeout_s):
-            raise TimeoutError(f"{len(rows)} rows were not read within {timeout_s:g} s")
+            raise TimeoutError(f"{len(rows)} rows were not read within {timeout_s:g} s; {SLOW}")
         return arrays
 
     def flush(self, tag: int = 0, *, timeout_s: float = 600.0) -> int:
@@ -102,7 +103,7 @@ class RowCache(Closing):
         """
         generation = self.native.flush(tag, timeout_s)
         if generation is None:
-            raise TimeoutError(f"the generation was not durable within {timeout_s:g} s")
+            raise TimeoutError(f"the generation was not durable within {timeout_s:g} s; {SLOW}")
         return generation
 
     def set_of(self, row: int) -> int:

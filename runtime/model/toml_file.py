@@ -23,7 +23,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{path}: {error}; give a TOML file that can be read") from error
 
 
 def section(place: str, value: Any, checks: Mapping[str, Check]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from sennit.command_line import ANOTHER_FILE
 from sennit.runtime.model.sharding_settings import Sharding, described, sharding_of
 from sennit.runtime.sharded.tables import Table
 from sennit.transport.errors import ConfigError, SennitError
@@ -32,7 +33,7 @@ def write(path: Path, tables: Sequence[Table], ranks: int, shards: Mapping[str, 
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise SennitError(f"{path} cannot be written: {error.strerror}") from error
+        raise SennitError(f"{path} cannot be written: {error.strerror}; {ANOTHER_FILE}") from error
 
 
 def read(path: Path) -> Sharding:

@@ -67,7 +67,7 @@ def read_report(path: Path, work: Workload, ranks: int) -> Measured:
         cost = found.get("cost") or {}
         run_cost.lines(cost)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
+        raise ConfigError(f"{path}: {error.strerror}; give a file of sennit train --json") from error
     except (ValueError, KeyError, TypeError, ZeroDivisionError, AttributeError) as error:
         raise ConfigError(
             f"{path} is no report of a run with steps ({type(error).__name__}: {error}); allowed: a file of "
@@ -75,7 +75,9 @@ def read_report(path: Path, work: Workload, ranks: int) -> Measured:
         ) from error
     for name, (theirs, ours) in told.items():
         if theirs != ours:
-            raise ConfigError(f"{path} is of another run: {theirs:,} {name}, and here are {ours:,}")
+            raise ConfigError(
+                f"{path} is of another run: {theirs:,} {name}, and here are {ours:,}; give the options of that run"
+            )
     if changes:
         raise ConfigError(f"{path} is of a run whose ranks changed; allowed: one with the same ranks to its end")
     known = {one for names in CLOCKED.values() for one in names}

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from sennit.command_line import busy, fail, stdout_console, writable_file
+from sennit.command_line import ANOTHER_FILE, busy, fail, stdout_console, writable_file
 
 
 def timeline(
@@ -44,7 +44,7 @@ def timeline(
         try:
             plot.write_text(draw(trace, shown, summary.paths[shown]))
         except OSError as error:
-            fail(f"{plot}: {error.strerror}")
+            fail(f"{plot} cannot be written: {error.strerror}; {ANOTHER_FILE}")
         typer.echo(f"step {shown} is drawn in {plot}")
     elif as_json:
         typer.echo(json.dumps(summary.as_json(), indent=2))

@@ -46,6 +46,7 @@ NEEDED: Final = {
 NUMBERS: Final = ("step", "queued_ns", "sequence", "sent_bytes")
 # A gigabyte of JSON is more than any viewer opens.
 FILE_MAX_BYTES: Final = 1 << 30
+ALLOWED: Final = "allowed: a file of sennit train --timeline"
 
 
 def open_new(path: Path) -> IO[bytes]:
@@ -171,25 +172,25 @@ def read(path: Path) -> Trace:
             with gzip.open(file) if data == b"\x1f\x8b" else file as plain:
                 text = plain.read(FILE_MAX_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:
-        raise TimelineError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+        raise TimelineError(f"{path}: {getattr(error, 'strerror', None) or error}; {ALLOWED}") from error
     if len(text) > FILE_MAX_BYTES:
-        raise TimelineError(f"{path} has more than {FILE_MAX_BYTES >> 20} MiB of events")
+        raise TimelineError(f"{path} has more than {FILE_MAX_BYTES >> 20} MiB of events; {ALLOWED}, of fewer steps")
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise TimelineError(f"{path} is no timeline: {error}") from error
+        raise TimelineError(f"{path} is no timeline: {error}; {ALLOWED}") from error
     if not isinstance(content, dict) or not isinstance(content.get("otherData"), dict):
-        raise TimelineError(f"{path} is no timeline of `sennit train --timeline`")
+        raise TimelineError(f"{path} is no timeline; {ALLOWED}")
     if content["otherData"].get("format") != FORMAT:
         raise TimelineError(f"{path} has the format {content['otherData'].get('format')!r}; allowed: {FORMAT!r}")
     try:
         ranks = tuple(_clock(one) for one in content["otherData"]["ranks"])
         spans = tuple(_span(event) for event in content["traceEvents"] if event["ph"] == "X")
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise TimelineError(f"{path} is a damaged timeline: {type(error).__name__} {error}") from error
+        raise TimelineError(f"{path} is a damaged timeline: {type(error).__name__} {error}; {ALLOWED}") from error
     known = {clock.rank for clock in ranks}
     if not spans or any(span.rank not in known for span in spans):
-        raise TimelineError(f"{path} is a damaged timeline: no events, or of ranks that there are not")
+        raise TimelineError(f"{path} is a damaged timeline: no events, or of ranks that there are not; {ALLOWED}")
     return Trace(ranks=ranks, spans=spans)
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from sennit.command_line import EXIT_UNAVAILABLE, busy, stdout_console, writable_file, write_json
+from sennit.command_line import ANOTHER_FILE, EXIT_UNAVAILABLE, busy, stdout_console, writable_file, write_json
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -134,7 +134,7 @@ def packets(
     except session.SessionError as error:
         _fail(str(error))
     except OSError as error:
-        _fail(f"{write}: {error.strerror}")
+        _fail(f"{write}: {error.strerror}; {ANOTHER_FILE}")
     try:
         with capture, session.interrupts() as interrupted:
             typer.echo(f"sennit trace: packets of {interface} to {write}", err=True)
@@ -146,7 +146,7 @@ def packets(
             code = session.run(command or [], seconds, DRAIN_EVERY_S, drain, interrupted)
             dropped = capture.dropped()
     except OSError as error:
-        _fail(f"{(command or [''])[0]}: {error.strerror}")
+        _fail(f"{(command or [''])[0]}: {error.strerror}; give a program that can be started behind --")
     typer.echo(f"{write}: {capture.packets:,} packets, {dropped:,} dropped")
     raise typer.Exit(code)
 
@@ -201,7 +201,7 @@ def _session(
             code = session.run(command or [], seconds, interval_s, show, interrupted)
             rows = collect()
         except OSError as error:
-            _fail(f"{(command or [''])[0]}: {error.strerror}")
+            _fail(f"{(command or [''])[0]}: {error.strerror}; give a program that can be started behind --")
         # (bcc's sessions do not count this.)
         uncounted = program.uncounted() if hasattr(program, "uncounted") else None
     console.print(kind.table(rows))

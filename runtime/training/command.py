@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from torch._C._distributed_c10d import Store
 
 from sennit.command_line import fail
 from sennit.offload.ingest.target import IngestTarget
+from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.data import sources
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.sources import Source
@@ -379,9 +379,9 @@ def _make_folder(name: str, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{name}: {error}") from error
+        raise ConfigError(f"{name}: {error}; choose another folder") from error
     if not os.access(folder, os.W_OK):
-        raise ConfigError(f"{name}: no permission to write in {folder}")
+        raise ConfigError(f"{name}: no permission to write in {folder}; choose another folder")
 
 
 def _widths(name: str, text: str) -> tuple[int, ...]:

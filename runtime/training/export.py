@@ -56,7 +56,9 @@ def export_int8(folder: Path, output: Path) -> Exported:
     """
     source = folder if (folder / ".metadata").is_file() else checkpoint.latest(folder)
     if source is None:
-        raise ConfigError(f"{folder}: no checkpoint, and no folder of checkpoints")
+        raise ConfigError(
+            f"{folder}: no checkpoint, and no folder of checkpoints; give what sennit train --checkpoint wrote"
+        )
     dense: dict[str, torch.Tensor] = {}
     shards: dict[str, dict[tuple[int, int], str]] = {}
     opened = OpenedCheckpoint(source, alone=True)
@@ -82,7 +84,7 @@ def export_int8(folder: Path, output: Path) -> Exported:
         before_bytes += whole.nbytes
         tables[name] = int8_rows(whole.float(), name=name)
     if not tables:
-        raise ConfigError(f"{source}: a checkpoint without embedding tables")
+        raise ConfigError(f"{source}: a checkpoint without embedding tables; there is nothing to export")
     model = opened.about.fixed.get("model")
     known = _preprocessing(source)
     content = {"tables": tables, "dense": dense, "model": model, "preprocessing": known}
@@ -120,4 +122,6 @@ def _write(output: Path, content: dict[str, Any]) -> None:
     except (OSError, RuntimeError) as error:
         # torch reports a full disk as a RuntimeError.
         partial.unlink(missing_ok=True)
-        raise DeviceError(f"{output} was not written: {error}") from error
+        raise DeviceError(
+            f"{output} was not written: {error}; choose a file in a folder with room that can be written"
+        ) from error

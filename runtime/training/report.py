@@ -268,7 +268,9 @@ def write_json(report: RunReport, path: Path) -> None:
         partial.write_text(json.dumps(report.as_json(), indent=2, default=str) + "\n", encoding="utf-8")
         partial.rename(path)
     except OSError as error:
-        raise SennitError(f"report {path} was not written: {error}") from error
+        raise SennitError(
+            f"report {path} was not written: {error}; choose a file in a folder with room that can be written"
+        ) from error
 
 
 def render(report: RunReport, console: Console) -> None:

@@ -322,7 +322,7 @@ class _Background:
         for rank, path in enumerate(paths):
             while not path.exists():
                 if self._is_ended.wait(LOOK_S):
-                    raise CheckpointError("given up")
+                    raise CheckpointError("given up; another error of this rank says why")
                 if time.monotonic() > self._ends_s:
                     raise TimeoutError(self._late(f"rank {rank} had not written its part"))
         parts = [pickle.loads(path.read_bytes()) for path in paths]
@@ -334,7 +334,9 @@ class _Background:
         return max(0.0, self._ends_s - time.monotonic())
 
     def _late(self, what: str) -> str:
-        return f"{what} after {self._timeout_s:g} s"
+        return (
+            f"{what} after {self._timeout_s:g} s; look at the load and the room of its disk, or give more (--timeout)"
+        )
 
 
 def _leave(partial: Path, rank: int, part: _Part) -> None:

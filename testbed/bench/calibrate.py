@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 import sennit
+from sennit.command_line import ANOTHER_FILE
 from sennit.errors import SennitError
 from sennit.runtime.planner.constants import Kernel, cores_here
 from sennit.testbed.bench import codec_speeds, kernel_speeds, machine
@@ -331,7 +332,7 @@ def write(path: Path, contents: dict[str, Any]) -> None:
         calibration.read_calibration(str(temporary))
         temporary.replace(path)
     except OSError as error:
-        raise CalibrationError(f"{path} cannot be written: {error.strerror}") from error
+        raise CalibrationError(f"{path} cannot be written: {error.strerror}; {ANOTHER_FILE}") from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)

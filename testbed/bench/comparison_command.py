@@ -30,7 +30,7 @@ def compare(
         try:
             report.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise typer.BadParameter(f"--report {report}: {error.strerror}") from None
+            raise typer.BadParameter(f"--report {report}: {error.strerror}; choose a folder that can be made") from None
     settings = comparison.Settings(rounds=rounds, quick=quick)
     try:
         with progress() as update:
