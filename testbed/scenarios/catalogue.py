@@ -321,8 +321,8 @@ def _jobs() -> list[Scenario]:
     return [
         Scenario(
             name="split-networks",
-            title="two hosts with a front-end and a back-end network: torchrun, store and samples on one, collectives "
-            "on the other",
+            title="two hosts with a front-end and a back-end network: torchrun, store, samples and checkpoints on "
+            "one, collectives on the other",
             topology=Topology(hosts=3, planes=2),
             job=Job(),
             goals=(
@@ -331,7 +331,7 @@ def _jobs() -> list[Scenario]:
                 Goal(measure="front_end.other_packets", at_least=1, must=True),
                 Goal(measure="back_end.rank_packets", at_least=1, must=True),
                 *(Goal(measure=measure) for measure in ("front_end.bytes", "back_end.bytes", "back_end.link_packets")),
-                *(Goal(measure=measure, at_least=1, must=True) for measure in ("payload_bytes", "record_bytes")),
+                *(Goal(measure=f"{name}_bytes", at_least=1, must=True) for name in ("payload", "record", "checkpoint")),
             ),
             short={"job": {"samples": 4096, "steps": 12}},
         ),

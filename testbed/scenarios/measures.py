@@ -66,6 +66,7 @@ MEANINGS: Final = {
     "back_end.": "the same of the back-end interfaces",
     "payload_bytes": "bytes that the ranks' collectives sent",
     "record_bytes": "bytes of samples that the ranks took from the feeder",
+    "checkpoint_bytes": "bytes of the checkpoints that the last host got over the front-end network",
     "recovered_within_s": "time from the first survivor's call of reconfigure until all have a new group, plus the "
     "time of the AllReduce that followed",
 }

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plays a training run on hosts with two networks each, and counts what passes each of them.
 
-Like a ZionEX node (Mudigere et al., ISCA '22), a host has a front-end network for torchrun, its store and the samples,
-and a back-end network for the collectives. Which is which, only addresses and SENNIT_INTERFACES say.
+Like a ZionEX node (Mudigere et al., ISCA '22), a host has a front-end network for torchrun, its store, the samples and
+the checkpoints, and a back-end network for the collectives. Which is which, only addresses and SENNIT_INTERFACES say.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
+from sennit.testbed.scenarios.carried import carry
 from sennit.testbed.scenarios.counters import total
 from sennit.testbed.scenarios.model import Job
 from sennit.testbed.scenarios.ranks import RankError
@@ -34,8 +35,8 @@ def play(job: Job, planes: Planes, folder: Path) -> dict[str, int]:
     """Runs the job with its logs in `folder`. Returns what passed the interfaces, by network, summed over hosts.
 
     `NETWORK.bytes` with headers, and packets of each `Kind`; both in and out. `payload_bytes` is what the ranks say
-    that they sent to each other, `record_bytes` what they took from the feeder. Raises RankError if a process fails,
-    or at the deadline.
+    that they sent to each other, `record_bytes` what they took from the feeder, `checkpoint_bytes` what the files of
+    their checkpoints have, which the last host gets. Raises RankError if a process fails, or at the deadline.
     """
     with ExitStack() as stack:
         counters = {
@@ -48,12 +49,18 @@ def play(job: Job, planes: Planes, folder: Path) -> dict[str, int]:
         }
         before = _interface_bytes(planes)
         _run(job, planes, folder)
+        last = planes.hosts - 1
+        carried = carry(
+            planes, folder / "checkpoints", folder / "stored",
+            source=0, destination=last, address=planes.ipv4_addresses(last)[0],
+        )  # fmt: skip
         found = {name: count - before[name] for name, count in _interface_bytes(planes).items()}
         found |= total({f"{network}.{kind}": counter.read()} for (network, kind, _), counter in counters.items())
     report = json.loads((folder / "report.json").read_text())
     return found | {
         "payload_bytes": report["bytes_moved"]["data_bytes_sent"],
         "record_bytes": report["ingest"]["body_bytes"],
+        "checkpoint_bytes": carried,
     }
 
 
