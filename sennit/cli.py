@@ -249,6 +249,8 @@ def explain(
         constants = read_calibration(config.calibration)
     except ConfigError as error:
         fail(error)
+    for note in constants.notes:
+        typer.echo(f"note: {note}", err=True)
     found = explanation.explain(
         Collective(collective),
         size_bytes,

@@ -7,9 +7,12 @@ their labels.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import datetime
 import hashlib
 import json
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +31,7 @@ VALUE_MAX: Final = 1_000.0
 # Of a file's name in a rank's record: enough to know it by.
 NAME_MAX_CHARACTERS: Final = 40
 DEFAULTS: Final = "defaults"
+OLD_DAYS: Final = 30
 
 REMEDY: Final = "make a new one with: sennit calibrate --output FILE"
 
@@ -42,6 +46,8 @@ class Calibration:
     """They choose nothing, so ranks may differ in them."""
     source: str = DEFAULTS
     """The file."""
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    """What says that the file is old, or of another machine."""
 
     def digest(self) -> str:
         """Returns 8 hexadecimal digits that are equal for equal constants."""
@@ -79,7 +85,35 @@ def read_calibration(path: str | None) -> Calibration:
         network=_costs(path, ways, "network"),
         codecs=_codecs(path, found),
         source=path,
+        notes=tuple(_strange(path, found)),
     )
+
+
+def processor_name() -> str:
+    """As the kernel says it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model"))), "")
+
+
+def _strange(path: str, found: Mapping[str, Any]) -> list[str]:
+    """What says that the file is of another machine, or old: a line, or none."""
+    days, age = 0, ""
+    with contextlib.suppress(ValueError, TypeError):
+        made = datetime.datetime.fromisoformat(str(found.get("date")))
+        days = (datetime.datetime.now(datetime.UTC) - made).days
+        age = f"{days} {'day' if days == 1 else 'days'} ago " if days > 0 else "today "
+    told, here = [], []
+    for name, own in (("host", socket.gethostname()), ("processor", processor_name())):
+        theirs = found.get(name)
+        if isinstance(theirs, str) and own and theirs != own:
+            told.append(f"{name} {theirs:.80}")
+            here.append(f"{name} {own}")
+    if told:
+        return [f"{path} was measured {age}on {', '.join(told)}; this is {', '.join(here)}"]
+    return [f"{path} was measured {age}on this host"] if days > OLD_DAYS else []
 
 
 def _field(path: str, found: object, outer: str, name: str) -> Any:

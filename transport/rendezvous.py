@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import base64
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
@@ -100,6 +100,12 @@ class Connection(Generic[AnyEndpoint]):
     """Notes for `describe()` on how the ranks reach each other."""
 
 
+def _tell(notes: Iterable[str]) -> None:
+    """Python says each of them once."""
+    for text in notes:
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+
 def connect(
     make_endpoint: Callable[[int], AnyEndpoint],
     *,
@@ -120,6 +126,7 @@ def connect(
     """
     if world == 1:
         constants = read_calibration(config.calibration)
+        _tell(constants.notes)
         alone = make_endpoint(1)
         alone.connect([("self", b"")])
         return Connection(
@@ -143,6 +150,8 @@ def connect(
         return _hello(config, constants)
 
     hello = exchanges.meet(greet)
+    if rank == 0:
+        _tell(constants.notes)
     _refuse_other_algorithms(hello)
     endpoint: AnyEndpoint | None = None
 
@@ -189,14 +198,12 @@ def connect(
     routes: list[Route] = [("shm", b"") if by_shm[peer] else (network, blobs[peer]) for peer in range(world)]
     routes[rank] = ("self", b"")
     notes = _slower_neighbours(config, hello, offers, by_shm, rank)
-    for text in notes:
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    _tell(notes)
     if any(kind in NETWORKS for kind, _ in routes):
         for verdict in try_network(
             endpoint, routes, exchanges, rank=rank, deadline_s=exchanges.deadline_s, watch=watch
         ):
-            for text in verdict.warnings:
-                warnings.warn(text, RuntimeWarning, stacklevel=2)
+            _tell(verdict.warnings)
             notes += [*verdict.warnings, *verdict.notes]
         notes += _unpaired_rails(endpoint, routes, chosen, rank)
         notes += _without_ipv6(chosen, rank)

@@ -24,6 +24,7 @@ MAX_RANK: Final = 4095
 _NAME: Final = choice({name: name for name in SHARDINGS})
 _PLAN: Final[dict[str, Check]] = {
     "ranks": integer(1, MAX_RANK + 1),
+    "local_ranks": integer(1, MAX_RANK + 1),
     "step_ms": number("0 or more", lambda value: value >= 0),
     "tables": lambda place, value: {
         name: _text(f"{place}: {name}", one) for name, one in entries(place, value).items()
@@ -53,6 +54,9 @@ class Sharding:
     ranks: int | None = None
     """The ranks that the plan is for; None: any that it fits."""
 
+    local_ranks: int | None = None
+    """The ranks of a host that the plan is for; None: any."""
+
     plan_tables: Mapping[str, str] = field(default_factory=dict)
     """The tables that the plan is for (`described`), by name; empty: any with these shards."""
 
@@ -69,14 +73,14 @@ class Sharding:
         """
         try:
             if self.shards is not None:
-                self._check_plan(tables, world_size)
+                self._check_plan(tables, world_size, options.get("local_ranks"))
                 return placed(tables, world_size, self.shards)
             names = self._names(tables, world_size, options.get("local_ranks"))
         except ConfigError as error:
             raise ConfigError(f"{self.source}: {error}") from None
         return place(tables, world_size, names, **options)
 
-    def _check_plan(self, tables: Sequence[Table], world_size: int) -> None:
+    def _check_plan(self, tables: Sequence[Table], world_size: int, local_ranks: int | None) -> None:
         """Raises `ConfigError` if the plan says that it is for other tables or ranks."""
         here = {table.name: described(table) for table in tables}
         for name in dict.fromkeys([*self.plan_tables, *(here if self.plan_tables else ())]):
@@ -85,6 +89,11 @@ class Sharding:
                 raise ConfigError(f"the placement is of another model: its table {name} is {planned}; here it is {own}")
         if self.ranks is not None and self.ranks != world_size:
             raise ConfigError(f"the placement is for {self.ranks} ranks, but there are {world_size}")
+        if None not in (self.local_ranks, local_ranks) and self.local_ranks != local_ranks:
+            raise ConfigError(
+                f"the placement is for {self.local_ranks} ranks on each host, but there are {local_ranks}; allowed: "
+                "the same, or a file without local_ranks"
+            )
 
     def _name(self, table: Table) -> str:
         """The sharding of a table. Tensor trains lie whole on a rank, whatever the others do."""
@@ -140,7 +149,14 @@ def sharding_of(text: str) -> Sharding:
         raise ConfigError(f"{text}: shards with default or tables; allowed: one of them (a plan has all shards)")
     if plan is not None and "shards" not in found:
         raise ConfigError(f"{text}: plan without shards; allowed: both, or shards alone")
-    return Sharding(source=text, ranks=(plan or {}).get("ranks"), plan_tables=(plan or {}).get("tables", {}), **found)
+    told = dict(plan or {})
+    return Sharding(
+        source=text,
+        ranks=told.get("ranks"),
+        local_ranks=told.get("local_ranks"),
+        plan_tables=told.get("tables", {}),
+        **found,
+    )
 
 
 def described(table: Table) -> str:

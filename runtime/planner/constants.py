@@ -7,10 +7,8 @@ The network's part is `sennit.transport.calibration`. A file without kernels kee
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import json
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +20,6 @@ from sennit.transport.errors import ConfigError
 SCHEMA: Final = 1
 # Above every constant: a second for each byte or call.
 VALUE_MAX: Final = 1.0
-OLD_DAYS: Final = 30
 CONTENTION_MAX: Final = 100.0
 PRECISIONS: Final = ("fp32", "fp16", "bf16")
 
@@ -98,6 +95,24 @@ class Gemm:
     """Of each call, however small."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replicas:
+    """Seconds of one thread that the library takes for tables on every rank, however small they are."""
+
+    step_s: float
+    table_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharing:
+    """What ranks and threads that share cores cost each other, beyond their turns, as shares of a step."""
+
+    crowd: float
+    """Of ranks, with two a core or more: caches, and waits for one that is not running. With fewer ranks less."""
+    switches: float
+    """Of a further thread in each rank, where all cores are in use."""
+
+
 def _kernels(**values: tuple[float, ...]) -> dict[str, Kernel]:
     names = [one.name for one in dataclasses.fields(Kernel)]
     return {
@@ -134,6 +149,8 @@ class Constants:
     """Of the phases of a step."""
     memory: Memory = Memory(copy_byte_s=6e-11, fresh_byte_s=2.5e-10, file_row_s=6e-6, file_byte_s=1e-9)
     gemm: Gemm = Gemm(flop_s=1.2e-11, operator_s=1e-5)
+    replicas: Replicas = Replicas(step_s=3.5e-4, table_s=1e-5)
+    sharing: Sharing = Sharing(crowd=0.3, switches=0.07)
     contention: float = 1.1
     """By what computing is slower if all cores compute: they share caches and memory."""
     network: Calibration = field(default_factory=Calibration)
@@ -151,6 +168,18 @@ class Constants:
 PHASES: Final = ("ids", "lookup", "update")
 
 
+_PARTS: Final[dict[str, tuple[type[Any], float]]] = {
+    "ids": (Ids, VALUE_MAX),
+    "memory": (Memory, VALUE_MAX),
+    "gemm": (Gemm, VALUE_MAX),
+}
+# Files of an earlier version have none of these.
+_LATER_PARTS: Final[dict[str, tuple[type[Any], float]]] = {
+    "replicas": (Replicas, VALUE_MAX),
+    "sharing": (Sharing, CONTENTION_MAX),
+}
+
+
 def as_json(constants: Constants) -> dict[str, Any]:
     """The part `kernels` of a file."""
     return {
@@ -159,7 +188,7 @@ def as_json(constants: Constants) -> dict[str, Any]:
             name: {key: dataclasses.asdict(one) for key, one in getattr(constants, name).items()}
             for name in ("lookup", "update", "overhead")
         },
-        **{name: dataclasses.asdict(getattr(constants, name)) for name in ("ids", "memory", "gemm")},
+        **{name: dataclasses.asdict(getattr(constants, name)) for name in (*_PARTS, *_LATER_PARTS)},
         "contention": constants.contention,
     }
 
@@ -181,7 +210,7 @@ def read_constants(path: str | None) -> tuple[Constants, list[str]]:
         "cores": cores if isinstance(cores, int) and cores > 0 else 0,
         "ranks": ranks if isinstance(ranks, int) and ranks > 0 else 0,
     }
-    warnings = _strange(path, found)
+    warnings = list(network.notes)
     kernels = found.get("kernels")
     if kernels is None:
         warnings.append(f"{path} has no kernels: built-in constants of another machine; run sennit calibrate again")
@@ -194,47 +223,21 @@ def read_constants(path: str | None) -> tuple[Constants, list[str]]:
         ("update", Kernel, PRECISIONS),
         ("overhead", Overhead, PHASES),
     )
-    parts: tuple[tuple[str, type[Any]], ...] = (("ids", Ids), ("memory", Memory), ("gemm", Gemm))
-    allowed = {"schema", "contention", *(name for name, *_ in by_name), *(name for name, _ in parts)}
+    allowed = {"schema", "contention", *(name for name, *_ in by_name), *_PARTS, *_LATER_PARTS}
     if unknown := sorted(set(kernels) - allowed):
         raise ConfigError(f"{place}.{unknown[0]:.40} is unknown; allowed: {', '.join(sorted(allowed))}")
     for name, kind, keys in by_name:
         section = _section(f"{place}.{name}", kernels.get(name))
         if missing := [key for key in keys if key not in section]:
             raise ConfigError(f"{place}.{name}.{missing[0]} is missing")
-        known[name] = {key: _numbers(f"{place}.{name}.{key}", section[key], kind) for key in keys}
-    for name, kind in parts:
-        known[name] = _numbers(f"{place}.{name}", kernels.get(name), kind)
+        known[name] = {key: _numbers(f"{place}.{name}.{key}", section[key], kind, VALUE_MAX) for key in keys}
+    for name, (kind, most) in {**_PARTS, **_LATER_PARTS}.items():
+        if name in kernels or name in _PARTS:
+            known[name] = _numbers(f"{place}.{name}", kernels.get(name), kind, most)
     slower = kernels.get("contention")
     if isinstance(slower, bool) or not isinstance(slower, int | float) or not 1 <= slower <= CONTENTION_MAX:
         raise ConfigError(f"{place}.contention is {slower!r:.40}; allowed: a ratio, 1..{CONTENTION_MAX:g}")
     return Constants(has_kernels=True, contention=float(slower), **known), warnings
-
-
-def _strange(path: str, found: Mapping[str, Any]) -> list[str]:
-    """What says that the file is of another machine, or old."""
-    date, host = found.get("date"), found.get("host")
-    try:
-        made = datetime.datetime.fromisoformat(str(date))
-        days = (datetime.datetime.now(datetime.UTC) - made).days
-    except (ValueError, TypeError):
-        days = 0
-    age = f"measured {days} days ago" if days > 0 else f"measured on {date}"
-    if isinstance(host, str) and host != socket.gethostname():
-        return [f"{path} was {age} on the host {host}; this is {socket.gethostname()}"]
-    processor = found.get("processor")
-    if isinstance(processor, str) and processor != processor_name():
-        return [f"{path} was {age} on {processor}; this is {processor_name()}"]
-    return [f"{path} was {age} on this host"] if days > OLD_DAYS else []
-
-
-def processor_name() -> str:
-    """As the kernel says it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model"))), "")
 
 
 def cores_here() -> int:
@@ -248,12 +251,12 @@ def _section(place: str, value: object) -> dict[str, Any]:
     return value
 
 
-def _numbers(place: str, given: object, kind: type[_T]) -> _T:
+def _numbers(place: str, given: object, kind: type[_T], most: float) -> _T:
     values = {}
     section = _section(place, given)
     for one in dataclasses.fields(kind):  # type: ignore[arg-type]
         value = section.get(one.name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= VALUE_MAX:
-            raise ConfigError(f"{place}.{one.name} is {value!r:.40}; allowed: a number of seconds, 0..{VALUE_MAX:g}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+            raise ConfigError(f"{place}.{one.name} is {value!r:.40}; allowed: a number, 0..{most:g}")
         values[one.name] = float(value)
     return kind(**values)

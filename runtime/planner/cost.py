@@ -8,7 +8,7 @@ work. So a search adds and subtracts tables, and many placements are rated in on
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -16,13 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
-from sennit.runtime.planner.cluster import Cluster
-from sennit.runtime.planner.constants import Constants, Kernel
+from sennit.runtime.planner.constants import Kernel
 from sennit.runtime.planner.kinds import KINDS, Kind
-from sennit.runtime.planner.usage import Use
+from sennit.runtime.planner.problem import Problem
+from sennit.runtime.planner.schedule import FORWARD, PHASES, Schedule, Time
 from sennit.runtime.sharded.buffers import KEPT_BYTES
 from sennit.runtime.sharded.engines import groups_of
 from sennit.runtime.sharded.placement import EVERYWHERE
+from sennit.runtime.sharded.reduction import BUCKET_BYTES
 from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.tables import Home, Shard, Table, shard_bytes
 from sennit.transport.algorithms.leaves import Leaves
@@ -36,66 +37,6 @@ Work = npt.NDArray[np.float64]
 
 FLOAT_BYTES: Final = 4
 LENGTH_BYTES: Final = 4
-PHASES: Final = (
-    "input",
-    "id exchange",
-    "wait for rows",
-    "lookup",
-    "pooled exchange",
-    "dense",
-    "gradient exchange",
-    "update",
-    "replicas",
-    "AllReduce",
-)
-# They are of the next batch, if batches are sent ahead.
-AHEAD: Final = ("input", "id exchange")
-# What a thread for them costs a step on cores that are all in use; of runs with 2 and 4 ranks on 2 cores.
-SWITCHES: Final = 0.07
-# What ranks that share a core cost each other, beyond their turns: caches, and waits for one that is not running. It is
-# of runs with 4 ranks on 2 cores. Between one and two ranks a core it grows with the ranks.
-CROWD: Final = 0.3
-
-
-# What the library takes for replicas, of a step and of a table: processor time of runs with 2 and 4 ranks.
-REPLICAS_S: Final = 3.5e-4
-REPLICA_S: Final = 1e-5
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fixed:
-    """What no placement changes, as measured (`dense`)."""
-
-    input_sample_s: float = 0.0
-    """Seconds for a sample of a rank to come from its source."""
-    slice_s: float = 0.0
-    """Forward and backward pass of the model for one slice of the batch."""
-    update_s: float = 0.0
-    """Step of the dense optimizer."""
-    gradient_bytes: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
-    """A model, its use and a cluster."""
-
-    tables: tuple[Table, ...]
-    uses: tuple[Use, ...]
-    cluster: Cluster
-    constants: Constants
-    batch: int
-    """Samples of all ranks in a step."""
-    slices: int
-    fixed: Fixed = Fixed()
-    ahead: bool = False
-    """Whether input and ids of the next batch go beside the rest of a step."""
-
-    @property
-    def samples(self) -> Work:
-        """Of each rank."""
-        slices = Slices(count=self.slices, rank=0, world_size=self.cluster.ranks)
-        spans = [slices.samples(rank, self.batch) for rank in range(self.cluster.ranks)]
-        return np.array([span.high - span.low for span in spans], np.float64)
 
 
 class Rating:
@@ -262,7 +203,7 @@ class Rating:
         given = of_rank * (8 + FLOAT_BYTES * dim)
         merged = of(update, 0.0, of_rank.sum(), of_all) + (2 * given + given.sum()) * copy_s
         listed = of(update, batch * features, batch * ids, of_all)
-        overhead = constants.overhead["update"].seconds(parts, problem.slices) + REPLICA_S
+        overhead = constants.overhead["update"].seconds(parts, problem.slices) + constants.replicas.table_s
         work[Kind.SUMMED] += of(update, bags, own, of_rank) + copied + merged + overhead
         work[Kind.LISTED] += listed + copied * problem.cluster.ranks + overhead * problem.cluster.ranks / 2
         # Rows travel as int64.
@@ -298,33 +239,41 @@ class Rating:
             "replicas": replicas,
         }
         waited = {
-            "id exchange": ids_far + self._rounds(1 + 2 * self._groups),
-            "pooled exchange": sums_far + self._rounds(self._groups),
-            "gradient exchange": gradients_far + self._rounds(self._groups),
-            "replicas": replicas_far,
+            "id exchange": (ids_far, 1 + 2 * self._groups),
+            "pooled exchange": (sums_far, self._groups),
+            "gradient exchange": (gradients_far, self._groups),
+            "replicas": (replicas_far, np.where(work[..., Kind.LISTED_BYTES, :].any(-1), 4, 0)),
         }
-        found = {phase: self._compute(seconds) + waited.get(phase, 0.0) for phase, seconds in computed.items()}
+        found = {}
+        for phase, seconds in computed.items():
+            far, rounds = waited.get(phase, (0.0, 0))
+            found[phase] = self._waiting(Time(self._compute(seconds)), far, rounds)
         file_s = self._compute(work[..., Kind.ROWS, :])
-        found["wait for rows"] = np.maximum(file_s - found["dense"], 0.0)
-        found["AllReduce"] = np.broadcast_to(self._all_reduce_s, file_s.shape)
-        if self.problem.ahead:
-            self._hide(found, sums_far + gradients_far + replicas_far)
-        return {phase: found[phase] for phase in PHASES}
+        found["wait for rows"] = Time(0.0, np.maximum(file_s - found["dense"].seconds, 0.0))
+        found["AllReduce"] = self._all_reduce
+        return self._schedule.exposed({phase: found[phase] for phase in PHASES})
 
-    def _hide(self, found: dict[str, Any], idle_s: Any) -> None:
-        """Input and ids of the next batch go beside everything else: on idle cores, and while the network is waited
-        for (`idle_s`). A second thread on a core that is in use costs its switches.
-        """
-        cluster = self.problem.cluster
-        idle = min(max(cluster.cores / cluster.local_ranks - 1, 0.0), 1.0)
-        beside = found["input"] + found["id exchange"]
-        rest = sum(found[phase] for phase in PHASES if phase not in AHEAD)
-        hidden = np.minimum(beside, idle * rest + (1 - idle) * idle_s)
-        share = np.divide(beside - hidden, beside, out=np.zeros_like(beside), where=beside > 0)
-        for phase in AHEAD:
-            found[phase] = found[phase] * share
-        for phase in PHASES:
-            found[phase] = found[phase] * (1 + SWITCHES * (1 - idle))
+    def _waiting(self, time: Time, far_s: Any, rounds: Any) -> Time:
+        """With bytes to other hosts and rounds. Without other hosts, waits for a round take a core: ranks poll."""
+        rounds_s = rounds * self._round_s
+        if self.problem.cluster.hosts == 1:
+            return time + Time(rounds_s)
+        return time + Time(0.0, far_s + rounds_s, far_s)
+
+    @cached_property
+    def _schedule(self) -> Schedule:
+        problem, cluster = self.problem, self.problem.cluster
+        own = Slices(count=problem.slices, rank=0, world_size=cluster.ranks)
+        slices = max(own.of(rank).high - own.of(rank).low for rank in range(cluster.ranks))
+        return Schedule(
+            ahead=problem.ahead,
+            tables_beside=problem.tables_beside,
+            looks_ahead=cluster.cache_bytes is None,
+            cores=max(cluster.cores / cluster.local_ranks, 1.0),
+            early=Time(self._compute(np.full(cluster.ranks, slices * problem.fixed.early_s))),
+            optimizer=Time(self._compute(np.full(cluster.ranks, problem.fixed.update_s))),
+            switches=problem.constants.sharing.switches,
+        )
 
     def seconds(self, work: Work) -> Any:
         """Of a step, [...]."""
@@ -349,8 +298,8 @@ class Rating:
         """By what a rank computes slower than one alone on the host."""
         cluster = self.problem.cluster
         several = min(cluster.cores, cluster.local_ranks) > 1
-        crowd = 1 + CROWD * min(cluster.local_ranks / cluster.cores - 1, 1.0) if self._turns > 1 else 1.0
-        return crowd * (self.problem.constants.contention if several else 1.0)
+        crowd = self.problem.constants.sharing.crowd * min(self._turns - 1, 1.0)
+        return (1 + crowd) * (self.problem.constants.contention if several else 1.0)
 
     def _to_owners(self, sent: Work) -> tuple[Work, Any]:
         """An exchange in which every sample of every rank sends `sent[r]` bytes to rank r.
@@ -394,7 +343,8 @@ class Rating:
         """The network's bytes take a core of both ends."""
         return max(1.0, self._turns / self.problem.constants.crowding())
 
-    def _rounds(self, count: int) -> float:
+    @cached_property
+    def _round_s(self) -> float:
         """The time of small messages to all other ranks."""
         cluster = self.problem.cluster
         if cluster.ranks == 1:
@@ -402,7 +352,7 @@ class Rating:
         near, far = cluster.local_ranks - 1, cluster.ranks - cluster.local_ranks
         way: Costs = self.far if far else self.near
         found = way.round_s + near * self.near.message_s + far * self.far.message_s
-        return count * found * max(1.0, self._turns / self.problem.constants.crowding())
+        return found * max(1.0, self._turns / self.problem.constants.crowding())
 
     def _gathered(self, work: Work) -> tuple[Work, Any]:
         """Replicas: of two ways the one that sends less, as `SparseAllReduce` has it. As `_to_owners` returns it."""
@@ -411,11 +361,11 @@ class Rating:
             own = work[..., given, :]
             here = self._per_host(own)
             sizes.append(own.sum(-1))
-            computed.append(work[..., seconds, :] + (here - own) * self._near_byte_s)
+            step_s = self.problem.constants.replicas.step_s * (sizes[-1] > 0)[..., None]
+            computed.append(work[..., seconds, :] + (here - own) * self._near_byte_s + step_s)
             waited.append((own.sum(-1, keepdims=True) - here).max(-1) * self._far_byte_s * self._far_turns)
         is_summed = sizes[0] < sizes[1]
-        rounds = np.where(sizes[1] > 0, self._rounds(4) + REPLICAS_S, 0.0)
-        return np.where(is_summed[..., None], *computed), np.where(is_summed, *waited) + rounds
+        return np.where(is_summed[..., None], *computed), np.where(is_summed, *waited)
 
     @cached_property
     def _dense_ranks(self) -> Work:
@@ -427,15 +377,24 @@ class Rating:
         return found
 
     @cached_property
-    def _all_reduce_s(self) -> float:
+    def _all_reduce(self) -> Time:
         """Of the gradients of the model, by the algorithm that the transport takes."""
         cluster, size_bytes = self.problem.cluster, self.problem.fixed.gradient_bytes
         if cluster.ranks == 1 or not size_bytes:
-            return 0.0
+            return Time()
         selection = Selection(hosts=Hosts.equal(cluster.ranks, cluster.hosts), near=self.near, far=self.far)
         leaves = Leaves(cluster.ranks, self.problem.slices, partial=True)
         rated = selection.rate(Collective.ALLREDUCE, size_bytes=size_bytes, leaves=leaves)
-        return rated[selection.choose(rated)].seconds(self.near, self.far) * self._far_turns
+        work = rated[selection.choose(rated)]
+        seconds = work.seconds(self.near, self.far) * self._far_turns
+        if self.problem.tables_beside:
+            # All buckets but the last go while the last slice of a rank is in its backward pass (`Exchanges`).
+            early_s = max(1 - BUCKET_BYTES / size_bytes, 0.0) * seconds
+            seconds -= min(early_s, (1 - FORWARD) * self.problem.fixed.slice_s)
+        if cluster.hosts == 1:
+            return Time(seconds)
+        link_s = work.far.seconds(replace(self.far, round_s=0.0, message_s=0.0)) * self._far_turns
+        return Time(0.0, seconds, min(link_s, seconds))
 
     def fits(self, work: Work) -> Any:
         """Whether no rank needs more memory than it has, [...]."""

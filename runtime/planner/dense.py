@@ -6,21 +6,24 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.model.factory import build
 from sennit.runtime.model.inputs import ModelInputs
 from sennit.runtime.model.optimizer import dense_optimizer
-from sennit.runtime.planner.cost import Fixed
+from sennit.runtime.planner.problem import Fixed
 from sennit.runtime.sharded.cutting import CutArguments, join
 from sennit.runtime.sharded.slices import Slices
 
-BUDGET_S: Final = 1.0
-TURNS_MIN, TURNS_MAX = 5, 25
+# Of one measurement; a run that starts takes less.
+BUDGET_S, SHORT_BUDGET_S = 1.0, 0.1
+TURNS_MIN, TURNS_MAX = 3, 25
 # More than a core's part of the caches holds.
 OTHERS_BYTES: Final = 32 << 20
 
@@ -32,16 +35,19 @@ def measure(
     slices: Slices,
     batch: int,
     dense_optimizer_name: str = "adagrad",
+    budget_s: float = BUDGET_S,
 ) -> Fixed:
-    """Builds the model of `inputs` and runs it on one thread, on random samples, for about two seconds at most.
+    """Builds the model of `inputs` and runs it on one thread, on random samples, three measurements in all.
 
     It gets the slices of a rank, cut and joined as `SlicedReplicas` does it.
     """
     with torch.random.fork_rng(devices=[]), _one_thread():
-        return _measure(model_name, inputs, slices, batch, dense_optimizer_name)
+        return _measure(model_name, inputs, slices, batch, dense_optimizer_name, budget_s)
 
 
-def _measure(model_name: str, inputs: ModelInputs, slices: Slices, batch: int, optimizer_name: str) -> Fixed:
+def _measure(
+    model_name: str, inputs: ModelInputs, slices: Slices, batch: int, optimizer_name: str, budget_s: float
+) -> Fixed:
     model = build(model_name, inputs)
     optimizer = dense_optimizer(optimizer_name, model.parameters(), rate=1e-6, weight_decay=0.0)
     own = slices.own_samples(batch)
@@ -60,16 +66,25 @@ def _measure(model_name: str, inputs: ModelInputs, slices: Slices, batch: int, o
         )
         (losses.sum() / batch).backward()
 
+    early: Any = getattr(model, "early", None)
+
+    def early_passes() -> None:
+        for _, (samples,) in CutArguments((dense,), slices, batch):
+            found = [one for one in tree_leaves(early(samples, None)) if isinstance(one, Tensor) and one.requires_grad]
+            if found:
+                torch.autograd.backward(found, [torch.ones_like(one) for one in found])
+
     span = slices.own
     size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     return Fixed(
-        slice_s=typical(passes) / (span.high - span.low),
-        update_s=typical(optimizer.step),
+        slice_s=typical(passes, budget_s) / (span.high - span.low),
+        early_s=0.0 if early is None else typical(early_passes, budget_s) / (span.high - span.low),
+        update_s=typical(optimizer.step, budget_s),
         gradient_bytes=size_bytes,
     )
 
 
-def input_seconds(source: BatchSource) -> float:
+def input_seconds(source: BatchSource, budget_s: float = BUDGET_S) -> float:
     """Of a sample of this rank, as `source` hands out the batches of its first epoch."""
     samples, number = 0, 0
     count = min(source.order.steps_per_epoch, source.order.step_count)
@@ -81,7 +96,7 @@ def input_seconds(source: BatchSource) -> float:
         source.release(number)
 
     with _one_thread():
-        return typical(take) / max(1, samples)
+        return typical(take, budget_s) / max(1, samples)
 
 
 @contextlib.contextmanager
@@ -95,7 +110,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def typical(call: Callable[[], object]) -> float:
+def typical(call: Callable[[], object], budget_s: float = BUDGET_S) -> float:
     """Processor seconds of a call in this thread, after one that is not counted: the first quartile, because other
     programs only add. They take none of this time, but of caches and memory.
 
@@ -105,7 +120,7 @@ def typical(call: Callable[[], object]) -> float:
     call()
     times: list[float] = []
     begin_s = time.perf_counter()
-    while len(times) < TURNS_MIN or (len(times) < TURNS_MAX and time.perf_counter() - begin_s < BUDGET_S):
+    while len(times) < TURNS_MIN or (len(times) < TURNS_MAX and time.perf_counter() - begin_s < budget_s):
         others.fill_(len(times))
         start_s = time.thread_time()
         call()

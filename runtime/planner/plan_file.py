@@ -3,6 +3,7 @@
 
 [plan]                        # what the plan is for; may be left out
 ranks = 4
+local_ranks = 2               # on each host
 step_ms = 12.3                # as predicted
 [plan.tables]                 # rows, columns and shards of each
 user = "1000000 x 64, 8 x 1 shards, fp32"
@@ -18,13 +19,15 @@ from pathlib import Path
 
 from sennit.command_line import ANOTHER_FILE
 from sennit.runtime.model.sharding_settings import Sharding, described, sharding_of
+from sennit.runtime.planner.cluster import Cluster
 from sennit.runtime.sharded.tables import Table
 from sennit.transport.errors import ConfigError, SennitError
 
 
-def write(path: Path, tables: Sequence[Table], ranks: int, shards: Mapping[str, int], step_s: float) -> None:
+def write(path: Path, tables: Sequence[Table], cluster: Cluster, shards: Mapping[str, int], step_s: float) -> None:
     """Writes a file whole or not at all. Raises `SennitError`."""
-    lines = ["[plan]", f"ranks = {ranks}", f"step_ms = {step_s * 1e3:.3f}", "", "[plan.tables]"]
+    lines = ["[plan]", f"ranks = {cluster.ranks}", f"local_ranks = {cluster.local_ranks}"]
+    lines += [f"step_ms = {step_s * 1e3:.3f}", "", "[plan.tables]"]
     lines += [f"{_quoted(table.name)} = {_quoted(described(table))}" for table in tables]
     lines += ["", "[shards]", *(f"{_quoted(name)} = {rank}" for name, rank in shards.items())]
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -49,6 +52,7 @@ def differences(first: Sharding, second: Sharding) -> list[str]:
     lines = []
     for what, ours, theirs in (
         ("ranks", {"": first.ranks}, {"": second.ranks}),
+        ("ranks of a host", {"": first.local_ranks}, {"": second.local_ranks}),
         ("table", dict(first.plan_tables), dict(second.plan_tables)),
         ("shard", dict(first.shards or {}), dict(second.shards or {})),
     ):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, Final
 
 import numpy as np
@@ -11,13 +12,16 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table as Lines
 
-from sennit.runtime.planner.cost import PHASES, Rating
+from sennit.runtime.planner.cost import Rating
 from sennit.runtime.planner.kinds import Kind
+from sennit.runtime.planner.schedule import PHASES
 from sennit.runtime.planner.search import Found, Owners, Searched
+from sennit.runtime.planner.splits import Split
 from sennit.runtime.sharded.placement import EVERYWHERE
 
 # Lines of a table that people read.
 TABLES_SHOWN: Final = 40
+TABLES_NAMED: Final = 4
 RANKS_SHOWN: Final = 16
 # A difference of a phase that is worth a word, in shares of the step.
 WORTH: Final = 0.005
@@ -44,7 +48,7 @@ def why(found: Found, best: Found) -> str:
     return ", ".join(f"{phase} {gaps[phase] * 1e3:+.2f} ms" for phase in told) or "no phase differs much"
 
 
-def as_json(rating: Rating, searched: Searched, notes: Sequence[str]) -> dict[str, Any]:
+def as_json(rating: Rating, searched: Searched, splits: Sequence[Split], notes: Sequence[str]) -> dict[str, Any]:
     """All of it for programs: seconds and bytes."""
     best, cluster = searched.best, rating.problem.cluster
     return {
@@ -60,11 +64,12 @@ def as_json(rating: Rating, searched: Searched, notes: Sequence[str]) -> dict[st
         "busy_s": [float(seconds) for seconds in rating.rank_seconds(best.work)],
         "others": [{"name": one.name, "step_s": one.seconds, "phases_s": one.phases} for one in searched.others],
         "shards": best.shards(rating),
+        "splits": [asdict(one) for one in splits],
         "notes": list(notes),
     }
 
 
-def render(rating: Rating, searched: Searched, notes: Sequence[str], console: Console) -> None:
+def render(rating: Rating, searched: Searched, splits: Sequence[Split], notes: Sequence[str], console: Console) -> None:
     best, problem = searched.best, rating.problem
     cluster = problem.cluster
     for note in notes:
@@ -98,6 +103,13 @@ def render(rating: Rating, searched: Searched, notes: Sequence[str], console: Co
             why(other, best),
         )
     console.print(lines)
+    for one in splits:
+        shown = ", ".join(one.tables[:TABLES_NAMED]) + ("" if len(one.tables) <= TABLES_NAMED else " and others")
+        console.print(
+            f"with row_shards = {one.row_shards} of {shown}: {one.step_s * 1e3:.2f} ms "
+            f"({one.step_s / best.seconds:.2f} x); other weights, since shards belong to the model",
+            soft_wrap=True,
+        )
 
 
 def _render_ranks(rating: Rating, best: Found, console: Console) -> None:

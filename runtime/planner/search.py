@@ -425,7 +425,7 @@ class Searched:
     """Whether no placement of the kinds that are tried is better."""
 
 
-def search(rating: Rating) -> Searched:
+def search(rating: Rating, *, exact_nodes: int = EXACT_NODES) -> Searched:
     """Raises `ConfigError` if the cluster cannot hold the model."""
     first = greedy(rating)
     found = [first, *named(rating)]
@@ -435,7 +435,7 @@ def search(rating: Rating) -> Searched:
     found.sort(key=lambda one: one.seconds)
     starts = [found[0]] if found[0] is first else [found[0], first]
     best = min((local(rating, one) for one in starts), key=lambda one: one.seconds)
-    proven = exact(rating, best)
+    proven = exact(rating, best, exact_nodes)
     if proven is not None and proven.seconds < best.seconds:
         best = proven
     others = [one for one in found if one is not best]

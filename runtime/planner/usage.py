@@ -9,19 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from sennit.offload.errors import SketchError
 from sennit.offload.sketch import Sketch
 from sennit.runtime.sharded.tables import Table
+from sennit.transport.errors import ConfigError
 
 ZIPF: Final = 1.0
 """Exponent of rows that nobody has counted."""
 
 # Whose estimates are computed at once.
 _ROWS_AT_ONCE: Final = 1 << 18
+# A table with fewer rows for each id of a sample has a counter for each row.
+_COUNTERS_EACH: Final = 16
+_SAMPLE_SEED: Final = 16
 # Rows of one class differ in frequency by less than this factor.
 _CLASS_RATIO: Final = 1.5
 
@@ -73,10 +79,26 @@ def assumed(table: Table, mean_length: float, exponent: float = ZIPF) -> Use:
 
 def counted(table: Table, mean_length: float, ids: Any) -> Use:
     """From a sample of ids, any array of integers in [0, rows). Without ids: `assumed`."""
-    values, counts = np.unique(np.asarray(ids), return_counts=True)
-    if not len(values):
+    ids = np.asarray(ids)
+    if not len(ids):
         return assumed(table, mean_length)
-    return weighed(table, mean_length, values, counts)
+    if table.rows <= _COUNTERS_EACH * len(ids):
+        # Sorting takes ten times as long.
+        all_counts = np.bincount(ids, minlength=table.rows)
+        values = np.flatnonzero(all_counts)
+        return weighed(table, mean_length, values, all_counts[values])
+    return weighed(table, mean_length, *np.unique(ids, return_counts=True))
+
+
+def sampled(ids: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
+    """At most `count` of the ids, in their order, from all of them alike: data are often sorted by time.
+
+    One of each of `count` parts of equal size, drawn with a fixed seed, so that no period in the data is met.
+    """
+    if len(ids) <= count:
+        return ids
+    draws = np.random.default_rng(_SAMPLE_SEED).random(count)
+    return ids[((np.arange(count) + draws) * (len(ids) / count)).astype(np.int64)]
 
 
 def weighed(table: Table, mean_length: float, rows: Any, counts: Any) -> Use:
@@ -123,6 +145,23 @@ def sketched(table: Table, sketch: Sketch) -> Use:
         np.concatenate([rows_of_class, rare[there]]).astype(np.float64),
         mass / mass.sum(),
     )
+
+
+def saved(tables: Sequence[Table], path: Path) -> list[Use]:
+    """From the file of a sketch that a run wrote (`sennit train --sketch`). Raises `ConfigError`."""
+    try:
+        sketch = Sketch.load(path)
+    except OSError as error:
+        raise ConfigError(f"--use {path}: {error.strerror}") from None
+    except SketchError as error:
+        raise ConfigError(f"--use {error}") from None
+    for table in tables:
+        if table.name not in sketch.tables:
+            raise ConfigError(f"--use {path}: no table {table.name}; it has {', '.join(sketch.tables)}")
+        rows = sketch.table_rows[sketch.tables.index(table.name)]
+        if rows is not None and rows != table.rows:
+            raise ConfigError(f"--use {path}: table {table.name} has {rows} rows there, and {table.rows} here")
+    return [sketched(table, sketch) for table in tables]
 
 
 def _classed(shard: npt.NDArray[np.int64], counts: Floats) -> tuple[npt.NDArray[np.int64], Floats, Floats]:

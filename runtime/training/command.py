@@ -23,7 +23,7 @@ from sennit.runtime.data.sources import Source
 from sennit.runtime.ingest.address import Address
 from sennit.runtime.model.factory import MODELS, find
 from sennit.runtime.model.settings import SettingsFile
-from sennit.runtime.model.sharding_settings import sharding_of
+from sennit.runtime.model.sharding_settings import AUTO, sharding_of
 from sennit.runtime.model.tensor_train import TensorTrainRule
 from sennit.runtime.sharded.files import TableStore
 from sennit.runtime.sharded.placement import SHARDINGS
@@ -83,14 +83,17 @@ def command(
     sharding: Annotated[
         str,
         typer.Option(
-            metavar="NAME|FILE", help=f"which rank has which rows: {', '.join(SHARDINGS)}, auto, or a TOML file"
+            metavar="NAME|FILE",
+            help=f"which rank has which rows: auto (planned when the run starts), {', '.join(SHARDINGS)}, "
+            "or a TOML file",
         ),
-    ] = _DEFAULT.sharding.default,
+    ] = AUTO,
+    use: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="plan with a sketch that an earlier run wrote (--sketch)")
+    ] = None,
     rebalance: Annotated[
         int | None,
-        typer.Option(
-            metavar="STEPS", help="with --sharding auto: look every STEPS steps whether shards should move; same bits"
-        ),
+        typer.Option(metavar="STEPS", help="look every STEPS steps whether shards should move; same bits"),
     ] = None,
     tensor_train: Annotated[
         str | None,
@@ -206,6 +209,7 @@ def command(
             row_shards=row_shards,
             tables=None if tables is None else SettingsFile.read(tables),
             sharding=sharding_of(sharding),
+            use=use,
             rebalance=rebalance,
             tensor_train=None if tensor_train is None else TensorTrainRule.parse(tensor_train),
             bottom=_widths("bottom", bottom),
@@ -258,6 +262,8 @@ def start(config: TrainingConfig, ranks: int | None, *, port: int = 0, join: Add
     """Runs this process's rank under torchrun, else starts the ranks. Checks early what can be checked."""
     if (join is not None or port) and not config.elastic:
         raise ConfigError("--port or --join without --elastic; allowed: with it")
+    if config.use is not None and not config.sharding.is_planned:
+        raise ConfigError("--use with a placement that is given; allowed: with --sharding auto, the default")
     find(config.model)
     if config.ingest is None:
         sources.check(config.source)

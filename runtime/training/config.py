@@ -143,6 +143,9 @@ class TrainingConfig:
     """Every so many steps, shards move if the use of rows has changed so much that it pays; None: never. It changes no
     bit."""
 
+    use: Path | None = None
+    """A sketch of how often rows are used, which an earlier run wrote, for the planner; None: it counts the data."""
+
     batches_ahead: int = 1
     """How many batches are taken, and their ids sent, while one is computed; 0: none. It changes no bit."""
 
@@ -277,6 +280,8 @@ class TrainingConfig:
         _in_range("steps between two looks (--rebalance)", steps, 1, 2**40)
         if not self.sharding.is_planned:
             raise ConfigError("--rebalance with a placement that is given; allowed: with --sharding auto")
+        if self.device != "cpu":
+            raise ConfigError(f"--rebalance with --device {self.device}, whose kernels nobody measures; allowed: cpu")
         if self.table_store is not None:
             raise ConfigError("--rebalance with --table-store; allowed: tables in memory (shards in files do not move)")
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from sennit.runtime.backend.process_group import communicator_or_names
+from sennit.runtime.planner.cluster import Cluster
 from sennit.runtime.planner.constants import cores_here
 from sennit.runtime.training.config import TrainingConfig
 
@@ -40,7 +41,17 @@ class Overlap:
 
 def overlap_of(config: TrainingConfig) -> Overlap:
     """What overlaps in a run of the default group: the same on all its ranks. Collective."""
-    has_tables = _is_worth_it() if config.overlap == "auto" else config.overlap == "tables"
+    return _overlap(config, config.overlap == "auto" and _is_worth_it())
+
+
+def overlap_on(config: TrainingConfig, cluster: Cluster) -> Overlap:
+    """What overlaps in a run of ranks that are not there, as far as one can know."""
+    is_far = cluster.hosts > 1 or cluster.has_no_shared_memory
+    return _overlap(config, cluster.ranks > 1 and (is_far or not _is_crowded(cluster.cores, cluster.local_ranks)))
+
+
+def _overlap(config: TrainingConfig, is_worth_it: bool) -> Overlap:
+    has_tables = is_worth_it if config.overlap == "auto" else config.overlap == "tables"
     return Overlap(
         batches=config.batches_ahead,
         has_tables=has_tables and config.batches_ahead > 0 and config.device == "cpu",
@@ -59,11 +70,14 @@ def _is_worth_it() -> bool:
     group = communicator_or_names(None)
     if not isinstance(group, list):
         is_far, local_ranks = not set(group.routes) <= {"self", "shm"}, group.ranks_here
-    is_crowded = cores_here() < 2 * local_ranks
-    told = torch.tensor([is_far, is_crowded], dtype=torch.int32)
+    told = torch.tensor([is_far, _is_crowded(cores_here(), local_ranks)], dtype=torch.int32)
     dist.all_reduce(told, op=dist.ReduceOp.MAX)
     far, crowded = told.tolist()
     return bool(far) or not crowded
+
+
+def _is_crowded(cores: int, local_ranks: int) -> bool:
+    return cores < 2 * local_ranks
 
 
 def outcome(beside_s: Mapping[str, float], phases_s: Mapping[str, float], steps: int) -> str | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The placement of a run: as its sharding says, or planned when it starts (`--sharding auto`)."""
+"""The placement of a run: as its sharding says, or planned when it starts (`--sharding auto`, the default)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from sennit.command_line import stdout_console
 from sennit.runtime.data import sources
 from sennit.runtime.data.batch_source import BatchSource, MemorySource, prepared
 from sennit.runtime.model.inputs import ModelInputs
+from sennit.runtime.model.sharding_settings import Sharding
 from sennit.runtime.planner import dense
 from sennit.runtime.planner.cluster import Cluster
 from sennit.runtime.planner.constants import Constants, cores_here, read_constants
-from sennit.runtime.planner.cost import Problem, Rating
+from sennit.runtime.planner.cost import Rating
+from sennit.runtime.planner.problem import Problem
 from sennit.runtime.planner.search import round_robin, search
-from sennit.runtime.planner.usage import ZIPF, Use, uses
+from sennit.runtime.planner.usage import ZIPF, Use, sampled, saved, uses
 from sennit.runtime.sharded.buffers import keep_large_buffers
 from sennit.runtime.sharded.homes import Homes
 from sennit.runtime.sharded.memory_limits import available_bytes, memory_limits, shared_limits
@@ -28,11 +30,15 @@ from sennit.runtime.sharded.placement import Placement, placed
 from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.tables import Home, Table, shard_bytes, shards_of
 from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.overlap import Overlap, overlap_on
 from sennit.transport.config import TransportKind, from_environment
 from sennit.transport.errors import ConfigError
 
 # Ids of each table that are counted.
 SAMPLE_IDS: Final = 1 << 19
+TABLE_WISE: Final = Sharding()
+# Of a search when a run starts: a fraction of a second.
+RUN_EXACT_NODES: Final = 1_000
 
 
 def model_inputs(config: TrainingConfig, source: BatchSource, tables: Sequence[Table]) -> ModelInputs:
@@ -104,16 +110,34 @@ def source_of(config: TrainingConfig, ranks: int) -> MemorySource:
     return MemorySource(data, rank=0, world_size=ranks)
 
 
-def uses_of(source: BatchSource, tables: Sequence[Table]) -> list[Use]:
-    """How often a sample uses each table and its rows. Without data in memory, Zipf's law is assumed."""
+def uses_of(config: TrainingConfig, source: BatchSource, tables: Sequence[Table]) -> list[Use]:
+    """How often a sample uses each of these tables and its rows: by a saved sketch, or by a sample of data in memory.
+
+    Without both, Zipf's law is assumed. Raises `ConfigError` if the sketch is of other tables.
+    """
+    if config.use is not None:
+        return saved(tables, config.use)
+    number_of = {facts.name: number for number, facts in enumerate(source.tables)}
+    numbers = [number_of[table.name] for table in tables]
     samples = None
     if isinstance(source, MemorySource):
-        samples = [column.values[:SAMPLE_IDS].numpy() for column in source.samples.columns]
-    return uses(tables, [facts.mean_length for facts in source.tables], samples, ZIPF)
+        samples = [sampled(source.samples.columns[number].values.numpy(), SAMPLE_IDS) for number in numbers]
+    return uses(tables, [source.tables[number].mean_length for number in numbers], samples, ZIPF)
 
 
-def problem_of(config: TrainingConfig, source: BatchSource, cluster: Cluster, constants: Constants) -> Problem:
-    """What is to be planned. Measures the model and the source for some seconds."""
+def problem_of(
+    config: TrainingConfig,
+    source: BatchSource,
+    cluster: Cluster,
+    constants: Constants,
+    *,
+    overlap: Overlap | None = None,
+    budget_s: float = dense.BUDGET_S,
+) -> Problem:
+    """What is to be planned. Measures the model and the source, four times for up to `budget_s`.
+
+    `overlap`: that of the run; None: what is expected on this cluster.
+    """
     # As in a run.
     keep_large_buffers()
     tables = config.tables_of(source.tables)
@@ -123,19 +147,34 @@ def problem_of(config: TrainingConfig, source: BatchSource, cluster: Cluster, co
         slices=Slices(count=config.slices, rank=0, world_size=cluster.ranks),
         batch=config.batch_size,
         dense_optimizer_name=config.dense_optimizer,
+        budget_s=budget_s,
     )
     if isinstance(source, MemorySource):
-        fixed = dataclasses.replace(fixed, input_sample_s=dense.input_seconds(source))
+        fixed = dataclasses.replace(fixed, input_sample_s=dense.input_seconds(source, budget_s))
     return Problem(
         tables=tables,
-        uses=tuple(uses_of(source, tables)),
+        uses=tuple(uses_of(config, source, tables)),
         cluster=cluster,
         constants=constants,
         batch=config.batch_size,
         slices=config.slices,
         fixed=fixed,
         ahead=config.batches_ahead > 0 or config.table_store is not None,
+        tables_beside=(overlap or overlap_on(config, cluster)).has_tables,
     )
+
+
+def placement_here(config: TrainingConfig, source: BatchSource, ranks: int) -> Placement:
+    """The placement that a run of so many ranks on this machine would have."""
+    tables = config.tables_of(source.tables)
+    if not config.sharding.is_planned:
+        return config.sharding.placement(tables, ranks)
+    if ranks == 1 or config.device != "cpu":
+        return TABLE_WISE.placement(tables, ranks)
+    constants, _ = read_constants(from_environment().calibration)
+    cluster = cluster_of(config, ranks, ranks, limits_here(config, ranks))
+    rating = Rating(problem_of(config, source, cluster, constants, budget_s=dense.SHORT_BUDGET_S))
+    return search(rating).best.placement(rating)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,10 +195,12 @@ def placement_of(
     tables: Sequence[Table],
     limits: Mapping[Home, Sequence[int]],
     local_ranks: int | None,
+    overlap: Overlap,
 ) -> Planned:
     """The owner of each shard. Collective. `limits`: `memory_of`.
 
-    Rank 0 plans, so that all ranks have the same plan. Raises `ConfigError` on all ranks.
+    Rank 0 plans, so that all ranks have the same plan. Raises `ConfigError` on all ranks. Where nothing can be planned
+    tables are table-wise, and a line says why; with one rank there is nothing to plan.
     """
     world_size = dist.get_world_size()
     if not config.sharding.is_planned:
@@ -167,41 +208,58 @@ def placement_of(
             tables, world_size, local_ranks=local_ranks, limits=limits, homes=homes_of(config)
         )
         return Planned(placement=placement)
-    if config.device != "cpu":
-        raise ConfigError(
-            f"--sharding auto with --device {config.device}, whose kernels nobody has measured; allowed: --device cpu, "
-            "or another --sharding"
-        )
+    unplanned: str | None = ""
     told: list[Any] = [None]
     problem = None
-    if dist.get_rank() == 0:
-        try:
-            *plan, problem = _planned(config, source, world_size, limits[Home.DRAM], local_ranks or world_size)
-            told = [tuple(plan)]
-        except Exception as error:  # Of any type: the other ranks wait for this one.
-            told = [error if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"]
-    dist.broadcast_object_list(told, src=0)
-    if not isinstance(told[0], tuple):
-        raise told[0] if isinstance(told[0], ConfigError) else ConfigError(f"--sharding auto: rank 0: {told[0]}")
+    if config.device != "cpu":
+        unplanned = f"nobody measures kernels of {config.device}"
+    elif world_size > 1:
+        if dist.get_rank() == 0:
+            # Of any type: the other ranks wait for this one.
+            try:
+                *plan, problem = _planned(
+                    config, source, world_size, limits[Home.DRAM], local_ranks or world_size, overlap
+                )
+                told = [tuple(plan)]
+            except ConfigError as error:
+                told = [error]
+            except Exception as error:
+                told = [f"planning failed: {type(error).__name__}: {error}"]
+        dist.broadcast_object_list(told, src=0)
+        if isinstance(told[0], ConfigError):
+            raise told[0]
+        unplanned = told[0] if isinstance(told[0], str) else None
+    if unplanned is not None:
+        if unplanned and dist.get_rank() == 0:
+            _tell(f"placement: {TABLE_WISE.default}; {unplanned}")
+        placement = TABLE_WISE.placement(
+            tables, world_size, local_ranks=local_ranks, limits=limits, homes=homes_of(config)
+        )
+        return Planned(placement=placement)
     shards, step_s = told[0]
     return Planned(placement=placed(tables, world_size, shards), step_s=step_s, problem=problem)
 
 
 def _planned(
-    config: TrainingConfig, source: BatchSource, ranks: int, limits: Sequence[int], local_ranks: int
+    config: TrainingConfig,
+    source: BatchSource,
+    ranks: int,
+    limits: Sequence[int],
+    local_ranks: int,
+    overlap: Overlap,
 ) -> tuple[dict[str, int], float, Problem]:
-    constants, warnings = read_constants(from_environment().calibration)
+    constants, _ = read_constants(from_environment().calibration)
     cluster = cluster_of(config, ranks, local_ranks, limits)
-    rating = Rating(problem_of(config, source, cluster, constants))
-    searched = search(rating)
-    console = stdout_console()
-    for warning in warnings:
-        console.print(f"note: {warning}", markup=False, soft_wrap=True)
-    best, robin = searched.best, round_robin(rating)
-    console.print(
-        f"placement: {best.name}, {best.seconds * 1e3:.1f} ms a step predicted, "
-        f"round robin {robin.seconds / best.seconds:.2f} times that; sennit shard says why",
-        markup=False,
-        soft_wrap=True,
+    budget_s = dense.SHORT_BUDGET_S
+    rating = Rating(problem_of(config, source, cluster, constants, overlap=overlap, budget_s=budget_s))
+    best, robin = search(rating, exact_nodes=RUN_EXACT_NODES).best, round_robin(rating)
+    _tell(
+        f"placement: {best.name}; {best.seconds * 1e3:.1f} ms a step expected, "
+        f"{robin.seconds / best.seconds:.2f} times that with round robin"
+        + ("" if constants.has_kernels else ". By constants of another machine: sennit calibrate measures this one")
     )
     return best.shards(rating), best.seconds, rating.problem
+
+
+def _tell(line: str) -> None:
+    stdout_console().print(line, markup=False, soft_wrap=True)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -29,7 +30,15 @@ from sennit.runtime.planner.roofline_files import (
 from sennit.runtime.sharded.tables import Shard, shard_bytes
 from sennit.runtime.training import command as training
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.planned import check_ranks, limits_here, model_inputs, source_of, uses_of
+from sennit.runtime.training.planned import (
+    TABLE_WISE,
+    check_ranks,
+    limits_here,
+    model_inputs,
+    placement_here,
+    source_of,
+    uses_of,
+)
 from sennit.transport.codecs import EXCHANGE_CODECS
 from sennit.transport.config import from_environment
 from sennit.transport.errors import ConfigError, SennitError
@@ -76,6 +85,9 @@ def bound(
     def use(config: TrainingConfig, ranks: int | None) -> None:
         with busy("measuring this machine, and counting the work of a step"):
             machines, notes = _machines(config, ranks, cluster)
+            if cluster is not None and config.sharding.is_planned:
+                # Kernels there are not those here.
+                config = replace(config, sharding=TABLE_WISE)
             work = _workload(config, machines.ranks)
         _report(work, machines, measured, json_path, notes)
 
@@ -120,15 +132,11 @@ def _workload(config: TrainingConfig, ranks: int) -> Workload:
     for name, codec in (("exchange", config.exchange), ("gradient", config.gradient)):
         if codec is not None and EXCHANGE_CODECS[codec] not in CODED_BYTES:
             raise ConfigError(f"--{name} {codec}, whose size depends on the data; allowed: another codec, or none")
-    if config.sharding.is_planned:
-        raise ConfigError(
-            "--sharding auto; allowed: a name or a file (sennit shard --output plan.toml, then --sharding plan.toml)"
-        )
     source = source_of(config, ranks)
     tables = config.tables_of(source.tables)
-    placement = config.sharding.placement(tables, ranks)
+    placement = placement_here(config, source, ranks)
     found = []
-    for number, (table, use) in enumerate(zip(tables, uses_of(source, tables), strict=True)):
+    for number, (table, use) in enumerate(zip(tables, uses_of(config, source, tables), strict=True)):
         shards = [
             Shard(number, row, column) for row in range(table.row_shards) for column in range(table.column_shards)
         ]

@@ -14,9 +14,10 @@ from sennit.runtime.planner.cluster import Cluster, read_cluster
 from sennit.runtime.planner.constants import read_constants
 from sennit.runtime.planner.cost import Rating
 from sennit.runtime.planner.search import Searched, of_placement, search
+from sennit.runtime.planner.splits import splits
 from sennit.runtime.training import command as training
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.planned import check_ranks, cluster_of, limits_here, problem_of, source_of
+from sennit.runtime.training.planned import check_ranks, cluster_of, limits_here, problem_of, source_of, uses_of
 from sennit.transport.config import from_environment
 from sennit.transport.errors import ConfigError, SennitError
 
@@ -61,19 +62,20 @@ def _plan(config: TrainingConfig, ranks: int | None, described: Path | None, out
         problem = problem_of(config, source, where, constants)
         rating = Rating(problem)
         searched = search(rating)
+        split = splits(rating, lambda tables: uses_of(config, source, tables))
     sharding = config.sharding
     if not sharding.is_planned and (sharding.shards is not None or sharding.tables):
         # A plan that somebody edited, or names by table.
         placement = sharding.placement(problem.tables, where.ranks, local_ranks=where.local_ranks)
         given = of_placement(rating, sharding.source, placement)
         searched = Searched(best=searched.best, others=[given, *searched.others], is_proven=searched.is_proven)
-    report.render(rating, searched, notes, stdout_console())
+    report.render(rating, searched, split, notes, stdout_console())
     best = searched.best
     if output is not None:
-        plan_file.write(output, problem.tables, where.ranks, best.shards(rating), best.seconds)
+        plan_file.write(output, problem.tables, where, best.shards(rating), best.seconds)
         typer.echo(f"written to {output}; use it: sennit train --sharding {output}")
     if config.json_path is not None:
-        write_json(config.json_path, report.as_json(rating, searched, notes))
+        write_json(config.json_path, report.as_json(rating, searched, split, notes))
 
 
 def _cluster(config: TrainingConfig, ranks: int | None, described: Path | None) -> Cluster:

@@ -108,7 +108,8 @@ class Trainer(Closing):
         self.device = _device(config, self.rank)
         tables = config.tables_of(source.tables)
         limits = memory_of(config, tables, self.device)
-        planned = placement_of(config, source, tables, limits, local_ranks())
+        self.overlap = overlap_of(config)
+        planned = placement_of(config, source, tables, limits, local_ranks(), self.overlap)
         self.predicted_s = planned.step_s
         self.rebalancer: Rebalancer | None = None
         # One rank of an elastic run has nothing to move.
@@ -130,7 +131,6 @@ class Trainer(Closing):
         # Elastic runs tell an error of this rank alone from the end of a group, so the others find it gone.
         scheduler = Scheduler(on_task=None if timeline is None else timeline.on_task)
         self._ahead = BatchesAhead(scheduler, [self.tables], depth=config.batches_ahead, tells=not config.elastic)
-        self.overlap = overlap_of(config)
         self.model = build(config.model, model_inputs(config, source, tables)).to(self.device)
         self.replicas = SlicedReplicas(
             self.model,

@@ -30,7 +30,7 @@ import sennit
 from sennit.command_line import ANOTHER_FILE
 from sennit.errors import SennitError
 from sennit.runtime.planner.constants import Kernel, cores_here
-from sennit.testbed.bench import codec_speeds, kernel_speeds, machine
+from sennit.testbed.bench import codec_speeds, core_sharing, kernel_speeds, machine
 from sennit.testbed.bench.cost_fit import Sample, fit
 from sennit.transport import algorithms, calibration
 from sennit.transport.communicator import Communicator
@@ -112,10 +112,22 @@ def measure(*, rank: int, world: int, store: Store, config: Config | None = None
         fold_byte_s = costs.fold_byte_s
         ways[way] = {**dataclasses.asdict(costs), "ranks": len(members)}
         checks += _check(way, costs, len(members), *checked)
-    return _contents(ways, checks, world, len(hosts.spans)) if rank == 0 else None
+    home = list(range(*hosts.spans[hosts.of_rank(rank)]))
+    kernels = kernel_speeds.measure() if rank == 0 else {}
+    if len(home) > 1:
+        near = dataclasses.replace(given, transport=TransportKind.SHM)
+        with Communicator(
+            rank=home.index(rank), world=len(home), store=store, config=near, name=f"calibrate/cores/{home[0]}",
+            timeout_s=RUN_S, ranks_here_min=ranks_here,
+        ) as group:  # fmt: skip
+            sharing = core_sharing.measure(group, cores_here(), kernels.get("contention", 1.0))
+        kernels["sharing"] = dataclasses.asdict(sharing)
+    return _contents(ways, checks, world, len(hosts.spans), kernels) if rank == 0 else None
 
 
-def _contents(ways: dict[str, dict[str, Any]], checks: Sequence[Check], world: int, hosts: int) -> dict[str, Any]:
+def _contents(
+    ways: dict[str, dict[str, Any]], checks: Sequence[Check], world: int, hosts: int, kernels: dict[str, Any]
+) -> dict[str, Any]:
     if not ways:
         raise CalibrationError("no way was measured: rank 0 has no peer on its host, and the transport is shm")
     # What was not measured keeps the defaults, and says so by 0 ranks.
@@ -134,7 +146,7 @@ def _contents(ways: dict[str, dict[str, Any]], checks: Sequence[Check], world: i
         "hosts": hosts,
         "ways": given,
         "codecs": {kind.name.lower(): dataclasses.asdict(speed) for kind, speed in codec_speeds.measure().items()},
-        "kernels": kernel_speeds.measure(),
+        "kernels": kernels,
         "checks": [dataclasses.asdict(check) for check in checks],
     }
 

@@ -39,13 +39,17 @@ from sennit.runtime.planner.constants import (
     Kernel,
     Memory,
     Overhead,
+    Replicas,
     as_json,
     cores_here,
 )
 from sennit.runtime.sharded import Features, PhaseClock, ShardedEmbeddingBags, Table
 from sennit.runtime.sharded.blocks import joined
+from sennit.runtime.sharded.replicated import SparseAllReduce
+from sennit.runtime.sharded.shards import Shards
 from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.split import dealt
+from sennit.runtime.sharded.wire import Wire
 
 TURNS: Final = 5
 # More than a second-level cache holds.
@@ -58,6 +62,7 @@ BAGS: Final = ((4_096, 1), (1_024, 10), (256, 64))
 ROWS: Final = (200_000, 100)
 # Tables and slices of steps so small that the library's own work is all there is.
 STEPS: Final = ((4, 2), (24, 2), (24, 8))
+REPLICATED: Final = (4, 24)
 # A program that keeps a core busy until it is killed.
 BUSY: Final = """
 import numpy as np
@@ -90,6 +95,7 @@ def measure(folder: Path | None = None) -> dict[str, Any]:
             update=update,
             ids=_ids(),
             overhead=_overhead(),
+            replicas=_replicas(),
             memory=memory,
             gemm=_gemm(),
             contention=_contention(),
@@ -249,6 +255,43 @@ def _small_steps(count: int, slices: int) -> dict[str, float]:
         for phase, names in CLOCKED.items():
             times[phase].append(sum(clock.seconds.get(name, 0.0) - before.get(name, 0.0) for name in names))
     return {phase: statistics.median(values) for phase, values in times.items()}
+
+
+class _Doubled(Wire):
+    """Of a rank whose only peer does what it does: what comes is what goes, so that Python's part alone takes time."""
+
+    def all_gather(self, kind: str, own: Any, sizes: Sequence[int]) -> Any:
+        return torch.cat([own, own])
+
+
+def _replicas() -> Replicas:
+    """What tables on all ranks take in a step of two ranks, with a sample in each."""
+    optimizer = OptimizerSpec(kind=Optimizer.ROW_WISE_ADAGRAD)
+    wire, slices = _Doubled(rank=0, world_size=2, group=None), Slices(count=2, rank=0, world_size=2)
+    calls: list[Callable[[], object]] = []
+    for count in REPLICATED:
+        engine = EmbeddingEngine([ShardSpec(name=f"t{n}", row_count=64, dim=16) for n in range(count)], optimizer)
+        batch = Batch(
+            table_of_block=tuple(range(count)),
+            bags_of_block=(1,) * count,
+            lengths=torch.ones(count, dtype=torch.int32),
+            values=torch.zeros(count, dtype=torch.int32),
+            slice_of_block=(0,) * count,
+        )
+        calls.append(_replicated(SparseAllReduce(Shards(engine), slices, wire), engine, batch))
+    few, many = _time(calls)
+    table_s = max(many - few, 0.0) / (REPLICATED[1] - REPLICATED[0])
+    return Replicas(step_s=max(few - REPLICATED[0] * table_s, 0.0), table_s=table_s)
+
+
+def _replicated(reduction: SparseAllReduce, engine: EmbeddingEngine, batch: Batch) -> Callable[[], object]:
+    gradient = torch.zeros(16 * len(batch.lengths))
+
+    def call() -> None:
+        engine.lookup(batch)
+        engine.update(*reduction.of_all(batch, gradient), rate=1e-6)
+
+    return call
 
 
 def _memory(folder: Path) -> Memory:

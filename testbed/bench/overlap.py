@@ -14,7 +14,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -37,10 +37,9 @@ from sennit.runtime.training import launch
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.trainer import Trainer
 from sennit.testbed.bench import machine
+from sennit.testbed.bench.shaped_network import hosts_of
 from sennit.testbed.bench.timeline import median_and_interval
-from sennit.testbed.topology import Planes
 from sennit.testbed.topology.namespace import enter
-from sennit.testbed.topology.switch import Impairer
 
 SERIAL: Final = "serial"
 SCHEDULES: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -50,8 +49,6 @@ SCHEDULES: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 WARM_TURNS: Final = 2
 TIMEOUT_S: Final = 120.0
-# Of a host's own queue at a limited link, which holds its sockets back.
-QUEUE_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +142,8 @@ class Report:
 
 def run(settings: Settings) -> Report:
     """Raises `launch.RankFailure` if a rank fails, or if a schedule changes a weight."""
-    with _network(settings) as names, tempfile.TemporaryDirectory(prefix="sennit-overlap-") as folder:
+    network = hosts_of(settings.hosts, round_trip_us=settings.round_trip_us, rate_mbit=settings.rate_mbit)
+    with network as names, tempfile.TemporaryDirectory(prefix="sennit-overlap-") as folder:
         _store, address = launch.serve_store(0, timeout_s=TIMEOUT_S)
         found = launch.run_ranks(
             _take_turns, (settings, names, Path(folder)), settings.world, address=address, store_timeout_s=TIMEOUT_S
@@ -158,24 +156,6 @@ def run(settings: Settings) -> Report:
         exposed=found[0][2],
         processor_s={name: sum(rank[1][name] for rank in found) for name in SCHEDULES},
     )
-
-
-@contextlib.contextmanager
-def _network(settings: Settings) -> Iterator[list[tuple[str, dict[str, str]]]]:
-    """For each host its namespace, and what its ranks need in the environment."""
-    if settings.hosts == 1:
-        yield []
-        return
-    with Planes(hosts=settings.hosts, planes=1, mtu=9000, impairer=Impairer.AUTO) as planes:
-        if settings.round_trip_us:
-            planes.delay(settings.round_trip_us // 2)
-        if settings.rate_mbit is not None:
-            planes.limit_rate(settings.rate_mbit * 10**6, queue_bytes=QUEUE_BYTES)
-        yield [
-            # Ranks of a host share memory.
-            (planes.netns_name(host), {**planes.environment(host), "SENNIT_TRANSPORT": "auto"})
-            for host in range(settings.hosts)
-        ]
 
 
 def _take_turns(

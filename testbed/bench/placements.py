@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import statistics
 import time
 import warnings
@@ -41,7 +42,9 @@ from sennit.runtime.training.planned import cluster_of, problem_of
 from sennit.runtime.training.trainer import Trainer
 from sennit.testbed.bench import machine
 from sennit.testbed.bench.confinement import confined
+from sennit.testbed.bench.shaped_network import hosts_of
 from sennit.testbed.bench.sharded_torchrec import HINT
+from sennit.testbed.topology.namespace import enter
 from sennit.transport.config import from_environment
 from sennit.transport.errors import Unsupported
 
@@ -67,7 +70,17 @@ class Settings:
     samples: int = 40_000
     is_confined: bool = False
     """Each rank has cores / ranks of a core."""
+    hosts: int = 1
+    """Network namespaces that ranks are spread over; 1: shared memory."""
+    rate_mbit: int | None = None
+    """Of each host's link, in each direction."""
     options: Mapping[str, Any] = field(default_factory=lambda: SHAPE)
+
+    def __post_init__(self) -> None:
+        if self.ranks % self.hosts:
+            raise ValueError(f"{self.ranks} ranks on {self.hosts} hosts; allowed: equally many on each")
+        if self.hosts == 1 and self.rate_mbit is not None:
+            raise ValueError("a link's rate, but 1 host; allowed: 2 or more")
 
     def config(self) -> TrainingConfig:
         return TrainingConfig(
@@ -109,10 +122,12 @@ def run(settings: Settings) -> Report:
     config = settings.config()
     data = prepared(sources.load(config.source, seed=config.seed), config.order_settings)
     constants, _ = read_constants(from_environment().calibration)
-    cluster = cluster_of(config, settings.ranks, settings.ranks, None)
+    local_ranks = settings.ranks // settings.hosts
+    cluster = cluster_of(config, settings.ranks, local_ranks, None)
+    cluster = replace(cluster, gbit=None if settings.rate_mbit is None else settings.rate_mbit / 1e3)
     if settings.is_confined:
         with confined(1.0, name="try"):
-            cluster = replace(cluster, cores=settings.ranks)
+            cluster = replace(cluster, cores=local_ranks)
     rating = Rating(problem_of(config, MemorySource(data, rank=0, world_size=settings.ranks), cluster, constants))
     found: dict[str, Found] = {BEST: search(rating).best, ROBIN: round_robin(rating)}
     absent = None
@@ -124,10 +139,11 @@ def run(settings: Settings) -> Report:
     except Unsupported as missing:
         absent = str(missing)
     plans = {name: Sharding(shards=one.shards(rating)) for name, one in found.items()}
-    _store, address = launch.serve_store(0, timeout_s=TIMEOUT_S)
-    by_rank = launch.run_ranks(
-        _take_turns, (settings, plans), settings.ranks, address=address, store_timeout_s=TIMEOUT_S
-    )
+    with hosts_of(settings.hosts, rate_mbit=settings.rate_mbit) as names:
+        _store, address = launch.serve_store(0, timeout_s=TIMEOUT_S)
+        by_rank = launch.run_ranks(
+            _take_turns, (settings, plans, names), settings.ranks, address=address, store_timeout_s=TIMEOUT_S
+        )
     load = {name: rating.rank_seconds(one.work) for name, one in found.items()}
     return Report(
         settings=settings,
@@ -140,11 +156,15 @@ def run(settings: Settings) -> Report:
 
 
 def _take_turns(
-    given: tuple[Settings, dict[str, Sharding]], rank: int, world: int, store: Store
+    given: tuple[Settings, dict[str, Sharding], list[tuple[str, dict[str, str]]]], rank: int, world: int, store: Store
 ) -> dict[str, list[float]]:
-    settings, plans = given
+    settings, plans, hosts = given
     torch.set_num_threads(1)
     register()
+    if hosts:
+        name, environment = hosts[rank * settings.hosts // world]
+        enter(name)
+        os.environ.update(environment)
     dist.init_process_group("sennit", store=store, rank=rank, world_size=world)
     config = settings.config()
     data = prepared(sources.load(config.source, seed=config.seed), config.order_settings)
@@ -233,6 +253,10 @@ def torchrec_shards(tables: Sequence[Table], lengths: Sequence[float], ranks: in
 def render(report: Report, console: Console) -> None:
     settings = report.settings
     where = f"each {cores_here() / settings.ranks:.2f} of a core" if settings.is_confined else f"{cores_here()} cores"
+    if settings.hosts > 1:
+        where += f", {settings.hosts} hosts"
+    if settings.rate_mbit is not None:
+        where += f", {settings.rate_mbit:,} Mbit/s"
     lines = Lines("placement", title=f"A step of MLPerf's tables, scaled; {settings.ranks} ranks, {where}")
     for heading in ("busiest rank / mean", "predicted ms", "measured ms", "times planned", "quartiles"):
         lines.add_column(heading, justify="right")

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from sennit import capabilities
 from sennit.command_line import busy, fail, stdout_console, writable_file, write_json
 
 Figures = Annotated[Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)]
@@ -15,9 +16,15 @@ Figures = Annotated[Path | None, typer.Option("--json", help="write the figures 
 
 def planner(
     only: Annotated[str | None, typer.Option(help="tuned or held-out; default: both")] = None,
+    is_large: Annotated[
+        bool, typer.Option("--large", help="time a plan for 1,000 tables on 128 ranks instead; nothing is trained")
+    ] = False,
     json_path: Figures = None,
 ) -> None:
     """Compare predicted with measured step times of placements, 2 and 4 ranks here."""
+    if is_large:
+        _large(json_path)
+        return
     from sennit.runtime.training.launch import RankFailure
     from sennit.testbed.bench import planner as bench
 
@@ -33,12 +40,24 @@ def planner(
         write_json(json_path, bench.as_json(results))
 
 
+def _large(json_path: Path | None) -> None:
+    from sennit.testbed.bench import planner_scale
+
+    with busy("planning"):
+        result = planner_scale.run()
+    planner_scale.render(result, stdout_console())
+    if json_path is not None:
+        write_json(json_path, planner_scale.as_json(result))
+
+
 def placements(
     ranks: Annotated[int, typer.Option(help="ranks, all on this machine", min=2, max=8)] = 4,
     steps: Annotated[int, typer.Option(help="steps of each placement", min=2)] = 25,
     is_confined: Annotated[
         bool, typer.Option("--confined", help="each rank gets its own part of a core (needs root)")
     ] = False,
+    hosts: Annotated[int, typer.Option(help="network namespaces that the ranks are spread over", min=1)] = 1,
+    rate_mbit: Annotated[int | None, typer.Option(help="of a host's link", min=1)] = None,
     json_path: Figures = None,
 ) -> None:
     """Compare the best placement found with round robin and the choice of TorchRec's planner, in turns."""
@@ -47,9 +66,15 @@ def placements(
     from sennit.testbed.bench.planner import calibrated
     from sennit.transport.errors import SennitError
 
+    if hosts > 1 and (reason := capabilities.missing("netns")):
+        fail(reason)
+    try:
+        settings = bench.Settings(ranks=ranks, steps=steps, is_confined=is_confined, hosts=hosts, rate_mbit=rate_mbit)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     try:
         with busy("training with each placement"), calibrated(ranks):
-            result = bench.run(bench.Settings(ranks=ranks, steps=steps, is_confined=is_confined))
+            result = bench.run(settings)
     except (RankFailure, SennitError) as failure:
         fail(failure)
     bench.render(result, stdout_console())

@@ -161,12 +161,25 @@ def test_without_feeders_every_rank_says_what_it_waits_for(tmp_path: Path, port:
     halt = tmp_path / "halted"
     with (
         feeder(port) as feed,
-        trainer(port, "--ranks", "2", "--timeout", "6", "--min-ranks", "2", HALTS=[[2, 4, str(halt)]]) as run,
+        trainer(
+            port,
+            "--ranks",
+            "2",
+            "--timeout",
+            "6",
+            "--min-ranks",
+            "2",
+            "--sharding",
+            "table_wise",
+            HALTS=[[2, 4, str(halt)]],
+        ) as run,
     ):
         wait_for(halt, run)
         feed.kill()
         feed.wait()
-        with trainer(port + 2, "--join", join_address(run), "--timeout", "6", "--min-ranks", "2") as newcomer:
+        with trainer(
+            port + 2, "--join", join_address(run), "--timeout", "6", "--min-ranks", "2", "--sharding", "table_wise"
+        ) as newcomer:
             code, output = ended(newcomer)
             assert code == 1
             assert "batch 5, rank 2: 0 of 23 records came, and none more within 3 s; feeders: none" in output

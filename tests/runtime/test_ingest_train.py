@@ -177,7 +177,8 @@ def test_data_that_end_before_the_run_are_named_on_the_rank_that_waits(
 
     thread = threading.Thread(target=feed)
     thread.start()
-    said = refusal(["--ingest", f"cpu://127.0.0.1:{port}", "--ranks", "2", "--timeout", "8"], capsys)
+    given = ["--ingest", f"cpu://127.0.0.1:{port}", "--ranks", "2", "--timeout", "8", "--sharding", "table_wise"]
+    said = refusal(given, capsys)
     thread.join(60)
     assert re.search(r"batch [0-3], rank [01]: 0 of 32 records came, and none more within 8 s; feeders: none", said)
     assert "short at 127.0.0.1" in said

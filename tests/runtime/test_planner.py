@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,18 @@ from sennit.cli import app
 from sennit.runtime.model.sharding_settings import sharding_of
 from sennit.runtime.planner import plan_file
 from sennit.runtime.planner.cluster import Cluster, read_cluster
-from sennit.runtime.planner.constants import Constants, as_json, read_constants
-from sennit.runtime.planner.cost import CROWD, REPLICAS_S, SWITCHES, Fixed, Problem, Rating
+from sennit.runtime.planner.constants import Constants, Sharing, as_json, read_constants
+from sennit.runtime.planner.cost import Rating
 from sennit.runtime.planner.kinds import Kind
+from sennit.runtime.planner.problem import Fixed, Problem
 from sennit.runtime.planner.search import Found, exact, greedy, local, of_placement, rate, round_robin, search
 from sennit.runtime.planner.usage import assumed, counted, uses
 from sennit.runtime.sharded.placement import place
 from sennit.runtime.sharded.tables import Home, Shard, Table, shard_bytes, shards_of
 from sennit.testbed.bench.kernel_speeds import non_negative
 from sennit.transport.errors import ConfigError
+
+HERE = Cluster(ranks=2, local_ranks=2, cores=2)
 
 
 def problem(tables: list[Table], lengths: list[float], *, ranks: int = 4, **options: Any) -> Problem:
@@ -186,7 +188,7 @@ def test_ranks_that_share_cores_take_turns() -> None:
         rate(Rating(problem(tables, [10.0] * 4, cores=cores)), "", [np.full((1, 1), n) for n in range(4)])
         for cores in (2, 4)
     )
-    assert slow.phases["lookup"] == pytest.approx(2 * (1 + CROWD) * fast.phases["lookup"])
+    assert slow.phases["lookup"] == pytest.approx(2 * (1 + Constants().sharing.crowd) * fast.phases["lookup"])
 
 
 def test_a_replica_with_row_shards_looks_every_bag_up_in_each() -> None:
@@ -198,7 +200,7 @@ def test_a_replica_with_row_shards_looks_every_bag_up_in_each() -> None:
         for parts in (1, 4)
     )
     assert 4 * whole.phases["lookup"] < cut.phases["lookup"]
-    assert cut.phases["replicas"] > whole.phases["replicas"] > REPLICAS_S
+    assert cut.phases["replicas"] > whole.phases["replicas"] > Constants().replicas.step_s
 
 
 def test_the_next_batch_hides_on_idle_cores_alone() -> None:
@@ -208,7 +210,7 @@ def test_the_next_batch_hides_on_idle_cores_alone() -> None:
         for cores, ahead in ((4, True), (8, True), (4, False))
     )
     assert idle.phases["input"] == idle.phases["id exchange"] == 0 < serial.phases["input"]
-    assert crowded.seconds == pytest.approx((1 + SWITCHES) * serial.seconds)
+    assert crowded.seconds == pytest.approx((1 + Constants().sharing.switches) * serial.seconds)
 
 
 def test_a_step_alone_exchanges_nothing() -> None:
@@ -271,17 +273,19 @@ def test_a_file_of_an_earlier_version_has_the_network_and_says_what_it_lacks(tmp
     found, warnings = read_constants(str(calibration(tmp_path / "old.json", kernels=None)))
     assert found.network.network.byte_s == 1e-10
     assert not found.has_kernels
-    assert "no kernels" in warnings[-1]
+    assert len(warnings) == 2
+    assert "days ago on this host" in warnings[0]
+    assert "no kernels" in warnings[1]
 
 
-def test_a_file_of_another_host_or_processor_is_warned_of(tmp_path: Path) -> None:
-    _, warnings = read_constants(str(calibration(tmp_path / "a.json", host="elsewhere")))
-    assert len(warnings) == 1
-    assert "elsewhere" in warnings[0]
-    assert "days ago" in warnings[0]
-    own = socket.gethostname()
-    _, warnings = read_constants(str(calibration(tmp_path / "b.json", host=own, processor="Another 9000")))
-    assert "Another 9000" in warnings[0]
+def test_constants_that_a_file_lacks_keep_their_defaults(tmp_path: Path) -> None:
+    kernels = as_json(dataclasses.replace(Constants(), sharing=Sharing(crowd=0.5, switches=0.25)))
+    found, _ = read_constants(str(calibration(tmp_path / "new.json", kernels=kernels)))
+    assert found.sharing == Sharing(crowd=0.5, switches=0.25)
+    for name in ("sharing", "replicas"):
+        del kernels[name]
+    found, _ = read_constants(str(calibration(tmp_path / "old.json", kernels=kernels)))
+    assert (found.sharing, found.replicas) == (Constants().sharing, Constants().replicas)
 
 
 @pytest.mark.parametrize(
@@ -293,6 +297,7 @@ def test_a_file_of_another_host_or_processor_is_warned_of(tmp_path: Path) -> Non
         (("strange",), 1, "kernels.strange is unknown"),
         (("schema",), 9, "kernels.schema is 9"),
         (("overhead", "ids"), None, "kernels.overhead.ids"),
+        (("sharing", "crowd"), -0.1, "kernels.sharing.crowd is -0.1"),
         (("contention",), 0.5, "kernels.contention is 0.5"),
     ],
 )
@@ -309,11 +314,14 @@ def test_bad_constants_are_refused_by_name(tmp_path: Path, path: tuple[str, ...]
 def test_a_plan_is_written_read_and_compared(tmp_path: Path) -> None:
     tables = [Table(name='a "b"', rows=10, dim=4), Table(name="c", rows=9, dim=2, row_shards=2)]
     first, second = tmp_path / "a.toml", tmp_path / "b.toml"
-    plan_file.write(first, tables, 2, {'a "b"/0.0': 1, "c/0.0": 0, "c/1.0": 1}, 0.01)
-    plan_file.write(second, tables, 2, {'a "b"/0.0': -1, "c/0.0": 0, "c/1.0": 0}, 0.02)
+    plan_file.write(first, tables, HERE, {'a "b"/0.0': 1, "c/0.0": 0, "c/1.0": 1}, 0.01)
+    plan_file.write(
+        second, tables, Cluster(ranks=2, local_ranks=1, cores=1), {'a "b"/0.0': -1, "c/0.0": 0, "c/1.0": 0}, 0.02
+    )
     placement = sharding_of(str(first)).placement(tables, 2)
     assert sorted(placement.owner_of.values()) == [0, 1, 1]
     assert plan_file.differences(plan_file.read(first), plan_file.read(second)) == [
+        "ranks of a host: 2 -> 1",
         'shard a "b"/0.0: rank 1 -> every rank',
         "shard c/1.0: rank 1 -> rank 0",
     ]
@@ -325,7 +333,7 @@ def test_a_plan_is_written_read_and_compared(tmp_path: Path) -> None:
 
 def test_a_plan_for_another_model_or_cluster_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
-    plan_file.write(path, [Table(name="user", rows=10, dim=4)], 2, {"user/0.0": 1}, 0.01)
+    plan_file.write(path, [Table(name="user", rows=10, dim=4)], HERE, {"user/0.0": 1}, 0.01)
     given_plan = sharding_of(str(path))
     with pytest.raises(ConfigError, match=r"table user is 10 x 4.* here it is 10 x 8"):
         given_plan.placement([Table(name="user", rows=10, dim=8)], 2)
@@ -333,6 +341,10 @@ def test_a_plan_for_another_model_or_cluster_is_refused_by_name(tmp_path: Path) 
         given_plan.placement([Table(name="user", rows=10, dim=4), Table(name="item", rows=1, dim=4)], 2)
     with pytest.raises(ConfigError, match="is for 2 ranks, but there are 4"):
         given_plan.placement([Table(name="user", rows=10, dim=4)], 4)
+    with pytest.raises(ConfigError, match="is for 2 ranks on each host, but there are 1"):
+        given_plan.placement([Table(name="user", rows=10, dim=4)], 2, local_ranks=1)
+    # Nobody knows how many ranks hosts have.
+    given_plan.placement([Table(name="user", rows=10, dim=4)], 2, local_ranks=None)
 
 
 @pytest.mark.parametrize(

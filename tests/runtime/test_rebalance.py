@@ -13,7 +13,8 @@ import pytest
 from sennit.offload.sketch import Sketch, SketchShape
 from sennit.runtime.planner.cluster import Cluster
 from sennit.runtime.planner.constants import Constants
-from sennit.runtime.planner.cost import Problem, Rating
+from sennit.runtime.planner.cost import Rating
+from sennit.runtime.planner.problem import Problem
 from sennit.runtime.planner.rebalance import propose
 from sennit.runtime.planner.search import search
 from sennit.runtime.planner.usage import Use, counted, sketched

@@ -192,6 +192,25 @@ def test_tables_have_a_thread_where_it_pays(kept_world: Any) -> None:
         }  # fmt: skip
 
 
+def test_all_ranks_have_the_plan_of_rank_0_and_it_changes_no_weight(kept_world: Any, seed: int) -> None:
+    planned, given = (kept_world(2).run(CASES, "placed", seed=seed, error=error) for error in (None, "no such model"))
+    for found in (planned, given):
+        assert found[0]["owners"] == found[1]["owners"]
+        assert found[1]["lines"] == []
+    assert planned[0]["expected"] == planned[1]["expected"] > 0
+    assert "ms a step expected" in planned[0]["lines"][0]
+    assert "sennit calibrate measures this one" in planned[0]["lines"][0]
+    # A planner that fails ends no run.
+    assert given[0]["expected"] is None
+    assert given[0]["lines"] == ["placement: table_wise; planning failed: RuntimeError: no such model"]
+    assert {one["sha256"] for one in (*planned, *given)} == {planned[0]["sha256"]}
+
+
+def test_a_run_of_one_rank_plans_nothing(kept_world: Any, seed: int) -> None:
+    (found,) = kept_world(1).run(CASES, "placed", seed=seed, error="not called")
+    assert (found["lines"], found["expected"]) == ([], None)
+
+
 def test_full_disk_leaves_the_last_whole_checkpoint(new_world: Any, seed: int, tmp_path: Path) -> None:
     """Every rank gets the error, even those that could write."""
     messages = new_world(2).run(CASES, "save_on_a_full_disk", seed=seed, folder=str(tmp_path))

@@ -150,6 +150,22 @@ def rebalanced(rank: int, world: int, *, seed: int, at: int, every: int | None, 
     }
 
 
+def placed(rank: int, world: int, *, seed: int, error: str | None, **changed: Any) -> dict[str, Any]:
+    """Where the shards of a run that plans are, and the lines that it prints. `error`: of the planner, on rank 0."""
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planned, "_tell", lines.append)
+        if error is not None and rank == 0:
+            patch.setattr(planned, "search", mock.Mock(side_effect=RuntimeError(error)))
+        run = trainer(seed, sharding="auto", **changed)
+    return {
+        "owners": {str(shard): owner for shard, owner in run.tables.placement.owner_of.items()},
+        "expected": run.predicted_s,
+        "lines": lines,
+        "sha256": fingerprint(run.weights()),
+    }
+
+
 def save_then_train_on(
     rank: int, world: int, *, seed: int, folder: str, before: int, after: int, **changed: Any
 ) -> Any:

@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sennit.cli import app
+from sennit.runtime.planner.constants import Constants, cores_here, read_constants
 from sennit.testbed.bench import calibrate
 from sennit.testbed.bench.cost_fit import FitError, Sample, fit
 from sennit.transport.calibration import read_calibration
@@ -98,6 +99,15 @@ def test_ranks_on_this_machine_write_a_file_that_ranks_read(tmp_path: Path, monk
     assert {contents["ways"][way]["ranks"] for way in ("shared_memory", "network")} == {3}
     assert {check["way"] for check in contents["checks"]} == {"shared_memory", "network"}
     assert [path.name for path in output.parent.iterdir()] == ["here.json"]
+    constants, notes = read_constants(str(output))
+    assert notes == []
+    assert constants.replicas.table_s + constants.replicas.step_s > 0
+    # Three ranks on fewer cores share them; what they do not share keeps its default.
+    measured = {
+        name: value != getattr(Constants().sharing, name)
+        for name, value in dataclasses.asdict(constants.sharing).items()
+    }
+    assert measured == {"crowd": cores_here() < 3, "switches": cores_here() <= 3}
 
 
 def test_a_way_that_is_not_measured_keeps_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:

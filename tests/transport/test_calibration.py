@@ -129,6 +129,27 @@ def test_all_ranks_learn_that_one_has_a_wrong_file(tmp_path: Path) -> None:
     assert "wrong.json: field ways is missing" in str(first)
 
 
+def test_a_file_of_another_host_and_processor_is_told_of_both(tmp_path: Path) -> None:
+    date = "2026-01-01T00:00:00Z"
+    (told,) = read_calibration(write(tmp_path / "a.json", GOOD | {"date": date, "host": "elsewhere"})).notes
+    assert "elsewhere" in told
+    assert "days ago" in told
+    foreign = GOOD | {"date": date, "host": "elsewhere", "processor": "Another 9000"}
+    (told,) = read_calibration(write(tmp_path / "b.json", foreign)).notes
+    assert "host elsewhere, processor Another 9000; this is host " in told
+    (told,) = read_calibration(write(tmp_path / "c.json", GOOD | {"date": date})).notes
+    assert "on this host" in told
+    assert read_calibration(write(tmp_path / "d.json", GOOD)).notes == ()
+
+
+def test_rank_0_alone_tells_of_a_file_of_another_host(tmp_path: Path) -> None:
+    path = write(tmp_path / "there.json", GOOD | {"host": "elsewhere"})
+    configs = [Config(calibration=path)] * 2
+    with pytest.warns(RuntimeWarning, match="on host elsewhere; this is host") as told:
+        meet([Recorder(rank, "a") for rank in range(2)], configs)
+    assert len(told) == 1
+
+
 def test_a_group_chooses_by_its_file(tmp_path: Path) -> None:
     path = write(tmp_path / "here.json", GOOD)
     with Communicator(rank=0, world=1, config=Config(calibration=path)) as group:
