@@ -11,6 +11,7 @@ import ipaddress
 import multiprocessing
 import multiprocessing.connection
 import os
+import socket
 import threading
 import time
 import traceback
@@ -21,7 +22,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from sennit import capabilities
 from sennit.runtime.backend.torch_versions import Store, TCPStore
 from sennit.runtime.ingest.address import Address
 from sennit.transport.errors import AbortedError, ConfigError, PeerError, SennitError, TimeoutError, Unsupported
@@ -54,8 +54,13 @@ def serve_store(port: int, *, timeout_s: float) -> tuple[Store, Address]:
     The store listens on every address of this machine. The address returned is for ranks of this machine. Raises
     Unsupported without an interface for it: torch would try for minutes.
     """
-    if not (found := capabilities.probe("loopback-ipv4")).available:
-        raise Unsupported(found.name, f"{found.detail}, where ranks of this machine meet; {found.remedy}")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.bind(("127.0.0.1", 0))
+            probe.sendto(b"", probe.getsockname())
+    except OSError as error:
+        where = f"cannot send to 127.0.0.1: {error.strerror}, where ranks of this machine meet"
+        raise Unsupported("loopback-ipv4", f"{where}; ip link set lo up") from error
     try:
         store = TCPStore(
             "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
