@@ -19,7 +19,7 @@ from sennit.runtime.sharded.files import TableFiles, TableStore, layouts_of
 from sennit.runtime.sharded.homes import Homes
 from sennit.runtime.sharded.initial import fill, fill_train
 from sennit.runtime.sharded.placement import Placement
-from sennit.runtime.sharded.shards import Expected, Held, Shards, expected
+from sennit.runtime.sharded.shards import Expected, Held, Shards, expected, tensors_of
 from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.stored import StoredShards
 from sennit.runtime.sharded.tables import Shard, Table, shard_spec
@@ -55,8 +55,8 @@ class Engines:
     ) -> None:
         """`numbers`: tables of a group (`groups_of`), of which none or all are in host memory beside a device.
 
-        `kept`: shards of this rank that exist already, by name. They keep their memory, but for tensor trains, and
-        nothing is filled: others will be loaded.
+        `kept`: all shards of this rank, if they exist already, by name. They keep their memory, but for tensor trains,
+        whose cores are to be copied. What is in files is copied there.
         """
         self.settings, self.group = settings, group
         self._first = numbers[0]
@@ -88,6 +88,9 @@ class Engines:
         specs = [shard_spec(tables, shard) for shard in shards]
 
         def made(specs: Sequence[ShardSpec], memory: Sequence[ShardMemory | None] | None = None) -> EmbeddingEngine:
+            if kept is not None:
+                found = memory or [None] * len(specs)
+                memory = [one or _memory(spec, kept) for one, spec in zip(found, specs, strict=True)]
             engine = EmbeddingEngine(
                 specs,
                 first.optimizer,
@@ -115,8 +118,11 @@ class Engines:
         number_of = {shard: number for number, shard in enumerate(shards)}
         layouts = {} if files is None else layouts_of(tables, shards, settings.homes)
         if files is None or not layouts:
-            return Shards(made(specs, None if kept is None else [_memory(spec, kept) for spec in specs])), number_of
-        return StoredShards(specs, layouts, first.optimizer, files, filled, made, waiting), number_of
+            return Shards(made(specs)), number_of
+        state = None
+        if kept is not None:
+            state = {key: tensor for held in kept.values() for key, tensor in tensors_of(held).items()}
+        return StoredShards(specs, layouts, first.optimizer, files, filled, made, waiting, state), number_of
 
     @property
     def _all(self) -> tuple[Shards, Shards]:
@@ -135,6 +141,20 @@ class Engines:
         """The shards of this rank."""
         for shards in self._all:
             yield from shards.held()
+
+    def in_memory(self) -> Iterator[Held]:
+        """Those that are not in files."""
+        for shards in self._all:
+            yield from shards.in_memory()
+
+    @property
+    def in_files(self) -> frozenset[str]:
+        """Names of the others."""
+        return self.sharded.in_files
+
+    def check_idle(self) -> None:
+        """`Shards.check_idle`."""
+        self.sharded.check_idle()
 
     def changes(self, changed: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """`Shards.changes` of the shards of this rank."""

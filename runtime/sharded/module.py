@@ -263,21 +263,22 @@ class ShardedTables(HeldTables):
     def move(self, placement: Placement) -> int:
         """Moves shards to the ranks of another placement: rows and optimizer states travel. Collective, and exact.
 
-        Returns the bytes that came to this rank. Batches that were sent before can no longer be looked up. Raises
-        `ConfigError` on all ranks if they name different placements, or if rows are in files; `ArgumentError` between
-        the backward passes of one step.
+        Returns the bytes that came to this rank. Batches that were sent before can no longer be looked up; if tables
+        are in files, they have to be looked up or dropped first. All files are then written anew, beside the old ones.
+
+        Raises `ConfigError` on all ranks if they name different placements; `ArgumentError` between the backward passes
+        of one step. With tables in files it raises what the constructor raises, and `ArgumentError` for batches that
+        are not done, on that rank; `SennitError` on the others. Nothing has moved then.
         """
         self.finish()
-        if in_files := sorted({*self.tables_in_files, *self._in_files_with(placement)}):
-            more = f" and {len(in_files) - 1} more" if len(in_files) > 1 else ""
-            raise ConfigError(f"shards in files do not move: table {in_files[0]}{more}; allowed: tables in memory")
+        in_files = self._in_files_with(placement)
         if placement.world_size != (world_size := self.slices.world_size):
             raise ConfigError(f"a placement for {placement.world_size} ranks, but there are {world_size}")
         if self._is_accumulating:
             raise ArgumentError("shards cannot move between the backward passes of a step; allowed: after the last")
         check_agreement(owners(self.tables, placement), self._group)
         self._engines, size_bytes = moved(self._engines, placement, self._group)
-        self.placement = placement
+        self.placement, self.tables_in_files = placement, in_files
         self._connect()
         if self._changes:
             self.track_changes()

@@ -96,6 +96,13 @@ class Shards:
         are not there."""
         yield from changed_of(self.held(), changed)
 
+    def in_memory(self) -> Iterator[Held]:
+        """The shards that are not in files."""
+        return self.held()
+
+    def check_idle(self) -> None:
+        """Raises `ArgumentError` if rows of a file are fetched for a batch that is not done."""
+
     @property
     def in_files(self) -> frozenset[str]:
         """Names of shards of which `held` gives copies."""

@@ -102,9 +102,11 @@ class StoredShards(Shards):
         fill: Fill,
         make: Callable[[Sequence[ShardSpec], Sequence[ShardMemory | None]], EmbeddingEngine],
         waiting: Callable[[], AbstractContextManager[None]],
+        state: Mapping[str, Tensor] | None,
     ) -> None:
         """`layouts`: the files, each with the numbers of its shards in `specs`. `make` makes the engine. `waiting`
-        measures waits for rows. Raises `DeviceError`, `ConfigError`.
+        measures waits for rows. `state`: what is in the files at first, by the names of `expected`; None: `fill` says.
+        Raises `DeviceError`, `ConfigError`.
         """
         self._files, self._waiting = files, waiting
         self._cached: list[tuple[StoreLayout, CachedTables | DeviceTables, RowStore]] = []
@@ -115,7 +117,8 @@ class StoredShards(Shards):
         # The cache of each shard, and its number there.
         self._cache_of, self._number_of = torch.full((len(specs),), -1), torch.zeros(len(specs), dtype=torch.int64)
         for layout, numbers in layouts.items():
-            rows = files.create(layout, self._initial(layout, numbers, fill))
+            first = self._initial(layout, numbers, fill) if state is None else _given(layout, state)
+            rows = files.create(layout, first)
             lines, spares = files.lines(layout)
             own = [specs[number] for number in numbers]
             cached: CachedTables | DeviceTables
@@ -171,13 +174,13 @@ class StoredShards(Shards):
 
     def held(self) -> Iterator[Held]:
         """Copies of the shards in files, each made when it is its turn, and the memory of the others."""
-        yield from self._others()
+        yield from self.in_memory()
         for layout, cached, _ in self._cached:
             for name in layout.names:
                 yield self._copy(layout, cached, name)
 
     def changes(self, changed: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        yield from changed_of(self._others(), changed)
+        yield from changed_of(self.in_memory(), changed)
         for layout, cached, _ in self._cached:
             for name in layout.names:
                 rows = changed[name].numpy() + layout.first_row(name)
@@ -188,8 +191,7 @@ class StoredShards(Shards):
     def in_files(self) -> frozenset[str]:
         return frozenset(name for layout, _, _ in self._cached for name in layout.names)
 
-    def _others(self) -> Iterator[Held]:
-        """What is not in files."""
+    def in_memory(self) -> Iterator[Held]:
         return (held for held in super().held() if held.name in self._in_memory)
 
     def _tensors(self, layout: StoreLayout, name: str, arrays: Arrays) -> dict[str, Tensor]:
@@ -202,11 +204,16 @@ class StoredShards(Shards):
             found[key] = rows.view(-1, *wanted.shape[1:])
         return found
 
+    def check_idle(self) -> None:
+        with self._lock:
+            count = len(self._announced)
+        if count:
+            raise ArgumentError(f"{count} batches were sent and are not done; allowed: none, drop them")
+
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Writes new files, which is cheaper than to fetch each row, change it, and write it back."""
-        if self._announced:
-            raise ArgumentError(f"{len(self._announced)} batches were sent and are not done; allowed: none, drop them")
-        for held in self._others():
+        self.check_idle()
+        for held in self.in_memory():
             for key, tensor in tensors_of(held).items():
                 tensor.copy_(state[key])
         for place, (layout, cached, rows) in enumerate(self._cached):

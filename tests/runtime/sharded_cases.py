@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import hashlib
 import resource
-import tempfile
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -266,11 +265,6 @@ def refuses_moves(rank: int, world: int) -> None:
     with pytest.raises(ArgumentError, match="before its shards moved"):
         module(sent)
     assert module.digest() == before
-    with tempfile.TemporaryDirectory() as folder:
-        stored = ShardedEmbeddingBags(TABLES, rate=0.1, store=TableStore(folder=Path(folder), memory_bytes=1 << 20))
-        with pytest.raises(ConfigError, match="shards in files do not move"):
-            stored.move(spread)
-        stored.close()
 
 
 def faults_of_large_buffers(rank: int, world: int, *, keeps: bool) -> list[int]:

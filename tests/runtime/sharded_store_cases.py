@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import resource
 import signal
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -20,8 +22,9 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from sennit.runtime.kernels import Optimizer, OptimizerSpec, Precision
 from sennit.runtime.pipeline import Pipeline
-from sennit.runtime.sharded import Home, ShardedEmbeddingBags, Table, TableStore, place
-from sennit.transport.errors import ArgumentError, ConfigError, SennitError
+from sennit.runtime.sharded import Features, Home, ShardedEmbeddingBags, Table, TableStore, place
+from sennit.runtime.sharded.files import TableFiles
+from sennit.transport.errors import ArgumentError, ConfigError, DeviceError, SennitError
 
 SAMPLES = 27
 LARGE = (2, 4)
@@ -41,9 +44,13 @@ def made(
     return ShardedEmbeddingBags(tables, rate=0.1, gradients="sum", placement=placement, store=store)
 
 
+def part_of_step(module: ShardedEmbeddingBags, number: int) -> Features:
+    part: Features = own_part(features(number, SAMPLES), *module.slices.samples(module.slices.rank, SAMPLES))
+    return part
+
+
 def step(module: ShardedEmbeddingBags, number: int) -> None:
-    part = own_part(features(number, SAMPLES), *module.slices.samples(module.slices.rank, SAMPLES))
-    outputs = list(module(part, global_batch=SAMPLES).values())
+    outputs = list(module(part_of_step(module, number), global_batch=SAMPLES).values())
     torch.autograd.backward(outputs, [vector.detach() * 0.5 + 0.25 for vector in outputs])
 
 
@@ -127,22 +134,33 @@ def homeless(rank: int, world: int, folder: str) -> None:
         dataclasses.replace(table, home="file")  # type: ignore[arg-type]
 
 
-def moves_what_is_in_memory(rank: int, world: int, folder: str) -> None:
-    everything = {table.name: "dram" for table in TABLES}
-    module, other = made(Path(folder), homes=everything), made(None)
-    assert module.batches_ahead == 0
-    for number in range(2):
+def moves(rank: int, world: int, folder: str, homes: dict[str, str] | None) -> None:
+    """There and back, between steps, beside a module in memory. A move for which a disk is too full changes nothing."""
+    module, other = made(Path(folder), homes=homes), made(None)
+    spread = {"item": "data_parallel", "user": "row_wise"}
+    for number, placement in enumerate(("column_wise", spread, spread, "row_wise")):
         for one in (module, other):
             step(one, number)
-        assert (module.move(place(module.tables, world, "column_wise")) > 0) == (number == 0)
+        one = place(module.tables, world, placement)
+        assert (module.move(one) > 0) == (number != 2)
+        assert module.digest() == other.digest()
+        assert module.batches_ahead == (module.in_files != frozenset())
+    before = module.placement
+    if homes is None:
+        sent = module.send(part_of_step(module, 4), global_batch=SAMPLES)
+        with pytest.raises(ArgumentError, match="1 batches were sent and are not done"):
+            module.move(place(module.tables, world, "column_wise"))
+        module.drop(sent)
+        fails = mock.patch.object(TableFiles, "create", side_effect=DeviceError("no space left"))
+        expected = pytest.raises(DeviceError if rank else SennitError, match="no space left")
+        with fails if rank else contextlib.nullcontext(), expected:
+            module.move(place(module.tables, world, "column_wise"))
+    assert module.placement is before
+    for one in (module, other):
+        step(one, 4)
     assert module.digest() == other.digest()
-    assert not module.in_files
     module.close()
-    module = made(Path(folder), homes={"item": "dram", "city": "dram"})
-    with pytest.raises(ConfigError, match=r"shards in files do not move: table user; allowed: tables in memory"):
-        module.move(place(module.tables, world, "column_wise"))
-    step(module, 0)
-    module.close()
+    assert not list(Path(folder).iterdir())
 
 
 def misused(rank: int, world: int, folder: str) -> None:

@@ -102,6 +102,15 @@ def test_a_checkpoint_is_read_with_other_homes(kept_world: Callable[..., Any]) -
     kept_world(2).run(CASES, "loaded_elsewhere")
 
 
+def test_rows_from_files_move(kept_world: Callable[..., Any], alone: tuple[str, list[Any]], tmp_path: Path) -> None:
+    kind, (digest, outputs) = alone
+    memory = {"folder": str(tmp_path), "memory_bytes": 240_000, "device_bytes": 130_000}
+    arguments = {"placement": "row_wise", "then": MIXED, "kind": kind}
+    found = kept_world(2).run(CASES, "trained_on_the_double", **arguments, **memory)
+    assert [one for (one, _), _ in found] == [digest] * 2
+    assert [sample for (_, samples), _ in found for sample in samples] == outputs
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_triton_has_the_bits_of_the_native_kernels(kept_world: Callable[..., Any], tmp_path: Path, kind: str) -> None:
     pytest.importorskip("triton")

@@ -81,8 +81,21 @@ def test_a_home_that_cannot_be_is_refused_by_name(kept_world: Callable[..., Any]
     assert not list(tmp_path.iterdir())
 
 
-def test_tables_in_memory_move_beside_a_store(kept_world: Callable[..., Any], tmp_path: Path) -> None:
-    kept_world(2).run(STORES, "moves_what_is_in_memory", folder=str(tmp_path))
+@pytest.mark.parametrize("homes", [None, HOMES, dict.fromkeys(MIXED, "dram")], ids=["files", "some", "memory"])
+def test_shards_move_there_and_back(
+    kept_world: Callable[..., Any], tmp_path: Path, homes: dict[str, str] | None
+) -> None:
+    """Also out of files, where a table is replicated for a while."""
+    kept_world(2).run(STORES, "moves", folder=str(tmp_path), homes=homes)
+
+
+@pytest.mark.parametrize(("placement", "then"), [("row_wise", MIXED), (MIXED, "grid")], ids=str)
+def test_shards_in_files_move_and_no_bit_changes(
+    kept_world: Callable[..., Any], in_memory: tuple[str, list[Any]], tmp_path: Path, placement: Any, then: Any
+) -> None:
+    kind, alone = in_memory
+    arguments = {"placement": placement, "then": then, "kind": kind, "folder": str(tmp_path)}
+    check(kept_world(3).run(CASES, "trained", memory_bytes=MEMORY_BYTES, **arguments), *alone)
 
 
 @pytest.mark.parametrize("is_stored", [False, True])
