@@ -11,8 +11,8 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from sennit.runtime.backend.torch_versions import tree_leaves
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.model.factory import build
 from sennit.runtime.model.inputs import ModelInputs
