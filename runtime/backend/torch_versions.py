@@ -66,9 +66,7 @@ from torch._C._distributed_c10d import HashStore as HashStore
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
-
-# The base of all BatchNorm and InstanceNorm modules, which have no public one.
-from torch.nn.modules.batchnorm import _NormBase as NormBase  # noqa: F401
+from torch.nn.modules.batchnorm import _NormBase
 
 # `torch.utils.pytree` is not public yet.
 from torch.utils._pytree import keystr as keystr
@@ -78,6 +76,9 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+# The base of all BatchNorm and InstanceNorm modules, which have no public one.
+NormBase = _NormBase
 
 
 def default_group() -> dist.ProcessGroup:

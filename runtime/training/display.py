@@ -121,7 +121,7 @@ class ConsoleDisplay:
             WaitColumn(),
             console=self._console,
         )
-        fields = {"report": report, "epoch": report.epoch + 1, "rate": "0", "wait": NO_WAIT}
+        fields: dict[str, Any] = {"report": report, "epoch": report.epoch + 1, "rate": "0", "wait": NO_WAIT}
         self._task = self._bar.add_task("", total=report.step_count, **fields)
         self._bar.start()
 

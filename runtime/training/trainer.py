@@ -152,7 +152,7 @@ class Trainer(Closing):
         on_epoch: Callable[[int, Quality], bool],
         on_checkpoint: Callable[[int], None],
         is_awaited: Callable[[], bool] | None = None,
-        on_wait: Callable[[str], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        on_wait: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> Quality | None:
         """Trains to the end, evaluates after each epoch, and returns the last evaluation.
 

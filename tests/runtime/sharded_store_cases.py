@@ -138,11 +138,12 @@ def moves(rank: int, world: int, folder: str, homes: dict[str, str] | None) -> N
     """There and back, between steps, beside a module in memory. A move for which a disk is too full changes nothing."""
     module, other = made(Path(folder), homes=homes), made(None)
     spread = {"item": "data_parallel", "user": "row_wise"}
-    for number, placement in enumerate(("column_wise", spread, spread, "row_wise")):
+    placements: list[str | dict[str, str]] = ["column_wise", spread, spread, "row_wise"]
+    for number, placement in enumerate(placements):
         for one in (module, other):
             step(one, number)
-        one = place(module.tables, world, placement)
-        assert (module.move(one) > 0) == (number != 2)
+        found = place(module.tables, world, placement)
+        assert (module.move(found) > 0) == (number != 2)
         assert module.digest() == other.digest()
         assert module.batches_ahead == (module.in_files != frozenset())
     before = module.placement
