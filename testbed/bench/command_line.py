@@ -9,6 +9,7 @@ import typer
 from sennit import capabilities
 from sennit.command_line import busy, fail, figure_file, stdout_console, writable_file, write_json
 from sennit.testbed.bench.comparison_command import compare
+from sennit.testbed.bench.cost_command import cost
 from sennit.testbed.bench.overlap_command import overlap
 from sennit.testbed.bench.planner_commands import placements, planner
 from sennit.testbed.bench.progress import progress
@@ -112,6 +113,7 @@ def _run_ranks(bench: Any, json_path: Path | None, **settings: Any) -> None:
 app.command("all", epilog="Example: sennit bench all --report comparison")(compare)
 app.command("planner", epilog="Example: sennit bench planner --only held-out")(planner)
 app.command("placements", epilog="Example: sennit bench placements --ranks 4 --confined")(placements)
+app.command("cost", epilog="Example: sennit bench cost --kind bare --data synthetic")(cost)
 app.command("overlap", epilog="Example: sennit bench overlap --hosts 2 --round-trip-us 1000")(overlap)
 
 
