@@ -162,7 +162,7 @@ class Rating:
     def _file_seconds(self, number: int, distinct: Work) -> Work:
         """Of rows that the cache does not hold: the share of tables that it has no room for."""
         problem, memory = self.problem, self._of_batch(number)[2]
-        cached = min(1.0, (problem.cluster.cache_bytes or 0) * problem.cluster.ranks / max(self._all_bytes, 1.0))
+        cached = min(1.0, (problem.cluster.cache_bytes or 0) * problem.cluster.ranks / max(self.file_bytes, 1.0))
         rows = np.maximum(1, np.diff(problem.tables[number].row_borders))[:, None]
         costs = problem.constants.memory
         found: Work = (1 - cached) * distinct[:, None] * (costs.file_row_s + memory / rows * costs.file_byte_s)
@@ -173,8 +173,8 @@ class Rating:
         return self.problem.cluster.homes.of(table) is Home.FILE
 
     @cached_property
-    def _all_bytes(self) -> float:
-        """Of tables in files."""
+    def file_bytes(self) -> float:
+        """Of all tables in files."""
         in_files = [number for number, table in enumerate(self.problem.tables) if self._is_in_file(table)]
         return sum(float(self._of_batch(number)[2].sum()) for number in in_files)
 

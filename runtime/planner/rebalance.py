@@ -85,10 +85,14 @@ def _moves(rating: Rating, before: Placement, after: Placement) -> tuple[dict[st
 
 
 def _seconds(rating: Rating, came: np.ndarray) -> float:
-    """Of a move in which each rank gets so many bytes: they travel one shard after the other, to new memory."""
+    """Of a move in which each rank gets so many bytes: they travel one shard after the other, to new memory.
+
+    All files are written anew: what was in them is read and copied, and read and written once more.
+    """
     cluster, memory = rating.problem.cluster, rating.problem.constants.memory
     byte_s = rating.far.byte_s if cluster.hosts > 1 else rating.near.byte_s
-    return float(came.sum()) * (byte_s + memory.fresh_byte_s)
+    files_s = 2 * rating.file_bytes * memory.file_byte_s if cluster.cache_bytes is not None else 0.0
+    return float(came.sum()) * (byte_s + memory.fresh_byte_s) + files_s
 
 
 def changed(tables: Sequence[Table], before: Sequence[Use], after: Sequence[Use]) -> list[str]:

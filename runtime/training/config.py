@@ -282,8 +282,6 @@ class TrainingConfig:
             raise ConfigError("--rebalance with a placement that is given; allowed: with --sharding auto")
         if self.device != "cpu":
             raise ConfigError(f"--rebalance with --device {self.device}, whose kernels nobody measures; allowed: cpu")
-        if self.table_store is not None:
-            raise ConfigError("--rebalance with --table-store; allowed: tables in memory (shards in files do not move)")
 
     def tables_of(self, facts: Sequence[TableFacts]) -> tuple[Table, ...]:
         """The tables of the model, one for each column of ids. Raises `ConfigError` if `tables` is of other data."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,13 @@ def test_shards_move_when_the_skew_shifts_and_no_bit_changes(
     ranks = {name: after for move in moves for name, (_, after) in move["shards"].items()}
     for name, owner in ranks.items():
         assert [name in one["shards"] for one in found] == [owner == rank for rank in (0, 1)]
+
+
+def test_shards_in_files_move_as_well(kept_world: Callable[..., Any], seed: int, tmp_path: Path) -> None:
+    found = kept_world(2).run(CASES, "rebalanced", seed=seed, at=8, rows=str(tmp_path), **RUN)
+    assert [one["sha256"] for one in found] == [plain(kept_world, seed, 8)] * 2
+    assert found[0]["moves"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_shards_stay_where_nothing_has_changed(kept_world: Callable[..., Any], seed: int) -> None:

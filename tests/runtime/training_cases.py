@@ -26,6 +26,7 @@ from sennit.runtime.model.settings import SettingsFile
 from sennit.runtime.model.sharding_settings import sharding_of
 from sennit.runtime.model.tensor_train import TensorTrainRule
 from sennit.runtime.planner.constants import PRECISIONS, Constants, Kernel
+from sennit.runtime.sharded.files import TableStore
 from sennit.runtime.training import overlap, planned, resumption
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.fingerprint import fingerprint
@@ -116,7 +117,9 @@ class Shifting(MemorySource):
         return batch
 
 
-def rebalanced(rank: int, world: int, *, seed: int, at: int, every: int | None, **changed: Any) -> dict[str, Any]:
+def rebalanced(
+    rank: int, world: int, *, seed: int, at: int, every: int | None, rows: str | None = None, **changed: Any
+) -> dict[str, Any]:
     """A whole run of 24 steps. Ids are uniform, and from batch `at` on the last of eight row shards has 42 % of them.
 
     Kernels are so slow that nothing else counts, and each rank has a core.
@@ -128,6 +131,8 @@ def rebalanced(rank: int, world: int, *, seed: int, at: int, every: int | None, 
         labels=torch.from_numpy((stream.random(600) < 0.5).astype(np.float32)),
         columns=(Column.bags("user", 64, stream.integers(0, 64, 6000), np.full(600, 10)),),
     )
+    if rows is not None:
+        changed["table_store"] = TableStore(folder=Path(rows), memory_bytes=40_000)
     config = config_of(seed, row_shards=8, batch_size=50, max_steps=24, rebalance=every, **changed)
     whole = prepared(data, config.order_settings)
     counted = None if every is None else shape_of(every, config.batch_size)
