@@ -13,6 +13,7 @@ from sennit.testbed.bench.cost_command import cost
 from sennit.testbed.bench.overlap_command import overlap
 from sennit.testbed.bench.planner_commands import placements, planner
 from sennit.testbed.bench.progress import progress
+from sennit.testbed.bench.scaling_command import scaling
 
 Figures = Annotated[Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)]
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure sennit and its peers in turn, in one run.")
@@ -114,6 +115,7 @@ app.command("all", epilog="Example: sennit bench all --report comparison")(compa
 app.command("planner", epilog="Example: sennit bench planner --only held-out")(planner)
 app.command("placements", epilog="Example: sennit bench placements --ranks 4 --confined")(placements)
 app.command("cost", epilog="Example: sennit bench cost --kind bare --data synthetic")(cost)
+app.command("scaling", epilog="Example: sennit bench scaling --worlds 1,2,4")(scaling)
 app.command("overlap", epilog="Example: sennit bench overlap --hosts 2 --round-trip-us 1000")(overlap)
 
 

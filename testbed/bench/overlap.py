@@ -186,11 +186,11 @@ def _take_turns(
         chance = random.Random(1)
         for _ in range(WARM_TURNS + settings.rounds):
             for name in chance.sample(list(SCHEDULES), len(SCHEDULES)):
-                seconds, processor_s = _turn(trainers[name], settings.steps)
+                seconds, processor_s = turn_of(trainers[name], settings.steps)
                 turns[name].append(seconds)
                 busy[name].append(processor_s / settings.steps)
         for name, trainer in trainers.items():
-            exposed[name] = _exposed(trainer, timelines[name], settings)
+            exposed[name] = exposed_of(trainer, timelines[name], steps=settings.steps * 5, world=world)
         weights = {name: trainer.weights() for name, trainer in trainers.items()}
         for name, found in weights.items():
             if any(not found[key].equal(value) for key, value in weights[SERIAL].items()):
@@ -201,7 +201,7 @@ def _take_turns(
     return {name: found[WARM_TURNS:] for name, found in turns.items()}, middle, exposed
 
 
-def _turn(trainer: Trainer, steps: int) -> tuple[float, float]:
+def turn_of(trainer: Trainer, steps: int) -> tuple[float, float]:
     """Seconds, and processor seconds of this rank. What the last step left under way is part of the turn."""
     dist.barrier()
     began_s, busy_s = time.perf_counter(), time.process_time()
@@ -211,8 +211,8 @@ def _turn(trainer: Trainer, steps: int) -> tuple[float, float]:
     return time.perf_counter() - began_s, time.process_time() - busy_s
 
 
-def _exposed(trainer: Trainer, timeline: Timeline, settings: Settings) -> Exposed | None:
-    steps = settings.steps * 5
+def exposed_of(trainer: Trainer, timeline: Timeline, *, steps: int, world: int) -> Exposed | None:
+    """Takes so many steps more, with a timeline; None on the ranks that do not write it."""
     with timeline:
         for _ in range(steps):
             with timeline.step(trainer.step):
@@ -224,7 +224,7 @@ def _exposed(trainer: Trainer, timeline: Timeline, settings: Settings) -> Expose
     for (_, what), share in summary.shares.items():
         if what.startswith("collective "):
             kind = "alltoall" if "alltoall" in what else "others"
-            shares[kind] += share.exposed_ns / 1e6 / len(summary.steps) / settings.world
+            shares[kind] += share.exposed_ns / 1e6 / len(summary.steps) / world
     return Exposed(step_ms=summary.step_ns / 1e6, alltoall_ms=shares["alltoall"], others_ms=shares["others"])
 
 
