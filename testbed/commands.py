@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sennit.command_line import busy, fail, stdout_console, writable_file
+from sennit.testbed.simulation.training_command import simulate_steps
 from sennit.testbed.vm.commands import kernel, vm
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ app.command(
     epilog="Example: sennit testbed vm --links 2 --netem 'loss 1%' -- rdma link show",
 )(vm)
 app.command(epilog="Example: sennit testbed kernel uml --patch rxe-fix.patch")(kernel)
+app.command("simulate-steps", epilog="Example: sennit testbed simulate-steps --hosts 16,64")(simulate_steps)
 
 DEFAULT_FOLDER = Path("build/testbed")
 RESULTS_NAME = "results.json"

@@ -86,6 +86,7 @@ LONG = {
     **{f"sennit bench {name}": [] for name in ("ingest", "embedding", "gpu", "rdma", "cost", "scaling")},
     "sennit bench all": ["--report", "FILE.report"],
     "sennit testbed run": ["plane-off", "--folder", "FILE.run"],
+    "sennit testbed simulate-steps": ["--out", "FILE.steps"],
     "sennit testbed simulate": ["--quick", "--out", "FILE.simulation"],
     "sennit testbed kernel": [],
     "sennit trace headers": [],

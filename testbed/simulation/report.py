@@ -85,14 +85,14 @@ def provenance(cases: Sequence[Case], outcomes: dict[str, Outcome]) -> str:
     )
 
 
-def write_page(page: Path, text: str) -> None:
+def write_page(page: Path, text: str, begin: str = BEGIN) -> None:
     """Replaces the text between the page's two markers. Raises ValueError for a page without them."""
     content = page.read_text()
-    before, begin, rest = content.partition(BEGIN)
+    before, found, rest = content.partition(begin)
     _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{page} has no place for results: it takes the lines {BEGIN!r} and {END!r}")
-    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
+    if not found or not end:
+        raise ValueError(f"{page} has no place for results: it takes the lines {begin!r} and {END!r}")
+    page.write_text(f"{before}{begin}\n\n{text}\n\n{END}{after}")
 
 
 def plot(cases: Sequence[Case], outcomes: dict[str, Outcome], path: Path) -> None:
