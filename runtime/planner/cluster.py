@@ -53,6 +53,12 @@ class Cluster:
         return "memory" if self.cache_bytes is None else "file"
 
     @property
+    def limited_tier(self) -> str:
+        """For errors: " in tier ..." where one alone has limits. Else what they quote says which."""
+        limited = self.limits_by_home
+        return f" in tier {'file' if Home.FILE in limited else 'memory'}" if len(limited) == 1 else ""
+
+    @property
     def homes(self) -> Homes:
         return Homes(has_store=self.cache_bytes is not None)
 

@@ -278,7 +278,7 @@ def _by_memory(rating: Rating) -> Found:
     try:
         placement = place(tables, cluster.ranks, wanted, limits=cluster.limits_by_home, homes=cluster.homes)
     except ConfigError as error:
-        raise ConfigError(f"{cluster.source} cannot hold the model in tier {cluster.tier}: {error}") from None
+        raise ConfigError(f"{cluster.source} cannot hold the model{cluster.limited_tier}: {error}") from None
     found = of_placement(rating, "greedy", placement)
     if not rating.fits(found.work):
         raise ConfigError(f"{cluster.source} cannot hold in memory what of the model is not in files")
