@@ -93,7 +93,7 @@ def test_nobody_there_is_an_error_with_what_to_do() -> None:
     ):
         pair_store.listen(server.getsockname()[1])
     report = doctor_pair.listen(free_port(), say=lambda _: None, timeout_s=0.05)
-    assert report.error == "no other machine came within 0.05 s"
+    assert report.error == "no other machine came within 0.05 s; run sennit doctor --peer HOST on it"
 
 
 def test_one_command_does_not_do_both() -> None:

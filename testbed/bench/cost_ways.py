@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._distributed_c10d import PrefixStore, Store
 
 from sennit.offload.ingest.target import IngestTarget
 from sennit.runtime.backend.process_group import BACKEND_NAME, communicator, register
+from sennit.runtime.backend.torch_versions import PrefixStore, Store
 from sennit.runtime.data import sources
 from sennit.runtime.data.batch_source import BatchSource, MemorySource, prepared
 from sennit.runtime.ingest.fed import Door, FedSource

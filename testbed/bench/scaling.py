@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch._C._distributed_c10d import Store
 
 from sennit.runtime.backend.process_group import register
+from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.data import sources
 from sennit.runtime.data.batch_source import MemorySource, prepared
 from sennit.runtime.data.sources import Source

@@ -147,7 +147,7 @@ def test_tables_count_where_their_homes_are() -> None:
     assert sorted(best.work[Kind.OWN]) == [shard_bytes(tables, Shard(2, 0, 0)), size]
     assert (best.work[Kind.ROWS] > 0).tolist() == [rank == on[0] for rank in range(2)]
     small = dataclasses.replace(cluster, beside=[size - 1, size - 1])
-    with pytest.raises(ConfigError, match=r"tier file: table large .* bytes for tables on rank 0, .* 1 bytes are miss"):
+    with pytest.raises(ConfigError, match=r"tier memory: table large .* for tables on rank 0, .* 1 bytes are miss"):
         search(Rating(dataclasses.replace(given_problem, cluster=small)))
     with pytest.raises(ConfigError, match="table file: home file without a table store; allowed: dram"):
         search(Rating(problem(tables, [40.0, 5.0, 5.0])))

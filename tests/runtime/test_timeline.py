@@ -246,7 +246,7 @@ def test_damage_is_told_and_nothing_else_is_raised(tmp_path: Path, seed: int) ->
         (None, "No such file"),
         (b"", "is no timeline"),
         (b"\x1f\x8b\x08broken", "run.json"),
-        (b'{"traceEvents": []}', "is no timeline of `sennit train --timeline`"),
+        (b'{"traceEvents": []}', "is no timeline; allowed: a file of sennit train --timeline"),
         (b"\xff\xfe\x00", "is no timeline"),
     ],
 )
