@@ -127,8 +127,9 @@ def test_an_interface_without_counterpart_is_noted() -> None:
     ]
     assert notes[0] == (
         "eth1 (10.1.0.0) of rank 0 stays out of use with rank 1: fewer interfaces with an address of its family there",
+        "rank 0 uses IPv4, because there is no IPv6 address on eth0 (10.0.0.0), eth1 (10.1.0.0)",
     )
-    assert notes[1] == ()
+    assert notes[1] == ("rank 1 uses IPv4, because there is no IPv6 address on eth0 (10.0.0.1)",)
 
 
 def test_udp_alone_makes_no_segment() -> None:
