@@ -68,7 +68,7 @@ class Exchanges:
         `failed`: this rank gives up, so that nobody waits for it, and raises nothing.
         """
         if self._gradients is not None and self._replicas is not None:
-            # A backward pass waits for its sums, so that none is under way.
+            # A backward pass waits for its sums: only one that failed can have left any under way.
             self._gradients.close(functools.partial(self._replicas.overlap, None), failed=failed)
         with contextlib.ExitStack() as stack:
             for number in self._of_table:
