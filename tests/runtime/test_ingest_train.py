@@ -182,7 +182,8 @@ def test_data_that_end_before_the_run_are_named_on_the_rank_that_waits(
     thread.join(60)
     assert re.search(r"batch [0-3], rank [01]: 0 of 32 records came, and none more within 8 s; feeders: none", said)
     assert "short at 127.0.0.1" in said
-    assert "the data end here" in said or "connection closed" in said
+    # A feeder that stops closes its connection. The kernel resets it if requests have come that nobody read.
+    assert any(reason in said for reason in ("the data end here", "connection closed", "connection lost"))
     assert "the data end here" in str(failures[0])
 
 

@@ -157,9 +157,13 @@ def test_each_interface_has_its_own_family_and_a_third_host_keeps_ipv6(tmp_path:
 def test_a_host_with_both_families_meets_one_with_ipv4_only(tmp_path: Path) -> None:
     with Planes(hosts=2, planes=1) as planes:
         remove_addresses(planes, 1, socket.AF_INET6)
-        for found in meet(planes, tmp_path):
-            assert not found["error"], found
-            assert found["notes"] == []
+        first, second = meet(planes, tmp_path)
+        assert not first["error"], first
+        assert first["notes"] == []
+        assert not second["error"], second
+        assert second["notes"] == [
+            f"rank 1 uses IPv4, because there is no IPv6 address on plane0 ({planes.ipv4_addresses(1)[0]})"
+        ]
 
 
 def test_other_ranks_hear_why_there_is_no_group(tmp_path: Path) -> None:
