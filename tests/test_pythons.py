@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which Pythons `make matrix` takes, and what it says of the others."""
+"""Which Pythons `make matrix` takes, what it says of the others, and from which on one wheel fits all."""
 
 from __future__ import annotations
 
 import importlib.util
 import platform
+import re
 import sys
+import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from scikit_build_core.builder.wheel_tag import WheelTag
 
 ROOT = Path(__file__).resolve().parents[1]
+WHEEL = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]["wheel"]
 
 
 def load() -> Any:
@@ -57,3 +61,28 @@ def test_what_is_too_old_or_cannot_compile_is_named(tmp_path: Path) -> None:
     assert "virtual environment" in pythons.ask(str(half))
     assert pythons.Python("/x", "3.12.1").stable
     assert not pythons.Python("/x", "3.11.2").stable
+
+
+class Version(NamedTuple):
+    major: int
+    minor: int
+    micro: int
+
+
+@pytest.mark.parametrize(("minor", "stable"), [(11, False), (12, True), (14, True)])
+def test_from_the_stable_abi_on_a_wheel_is_tagged_for_all_pythons(
+    minor: int, stable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "version_info", Version(3, minor, 0))
+        tag = str(WheelTag.compute_best(["x86_64"], WHEEL["py-api"]))
+    assert tag.startswith("cp312-abi3-") == stable, tag
+    assert pythons.Python("/x", f"3.{minor}.0").stable == stable
+
+
+def test_every_module_of_the_core_is_compiled_for_the_stable_abi() -> None:
+    """Otherwise a wheel would be tagged for Pythons that cannot load it."""
+    files = [path for folder in WHEEL["packages"].values() for path in (ROOT / folder).rglob("CMakeLists.txt")]
+    modules = [line for path in files for line in re.findall(r"nanobind_add_module\((.*)", path.read_text())]
+    assert len(modules) >= 5
+    assert not [line for line in modules if "STABLE_ABI" not in line.split()]
