@@ -106,7 +106,8 @@ test-qemu: build  ## the same in QEMU with Debian's kernel and two processors: s
 
 test-python: build  ## Python tests, all rings that can run here
 	@$(PY) -m sennit trace headers >/dev/null || echo "test: bcc sessions are skipped"
-	@$(PY) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --ignore $(VM_TESTS)
+	@$(PY) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --ignore $(VM_TESTS) \
+	  --durations 30 --durations-min 5
 
 frameworks:  ## install Lightning, Accelerate and TorchRec, and run the tests and examples of others over sennit
 	@sennit/setup/build.sh frameworks bench-fbgemm
