@@ -89,7 +89,7 @@ class ConsoleDisplay:
     def on_epoch(self, epoch: int, step: int, quality: Quality) -> None:
         self._console.print(
             f"epoch {epoch + 1} (step {step}): AUC {quality.auc:.4f}, "
-            f"normalised entropy {quality.normalised_entropy:.4f}"
+            f"normalised entropy {quality.normalised_entropy:.4f}, calibration {quality.calibration:.4f}"
         )
 
     @contextlib.contextmanager
@@ -127,7 +127,7 @@ class ConsoleDisplay:
 
 
 class TensorBoardLog:
-    """TensorBoard scalars by step: loss, AUC, normalised entropy."""
+    """TensorBoard scalars by step: loss, AUC, normalised entropy, calibration."""
 
     def __init__(self, folder: Path) -> None:
         module = require("torch.utils.tensorboard", package="tensorboard", purpose="--tensorboard")
@@ -139,6 +139,7 @@ class TensorBoardLog:
     def on_epoch(self, epoch: int, step: int, quality: Quality) -> None:
         self._writer.add_scalar("quality/auc", quality.auc, step)
         self._writer.add_scalar("quality/normalised_entropy", quality.normalised_entropy, step)
+        self._writer.add_scalar("quality/calibration", quality.calibration, step)
 
     def on_wait(self, what: str) -> contextlib.AbstractContextManager[None]:
         del what

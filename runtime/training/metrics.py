@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quality of predictions: exact AUC, log loss, and normalised entropy."""
+"""Quality of predictions: exact AUC, log loss, normalised entropy, and calibration."""
 
 from __future__ import annotations
 
@@ -32,6 +32,10 @@ class Quality:
 
     sample_count: int
 
+    calibration: float = math.nan
+    """Predicted positives divided by observed ones (He et al. 2014, section 3). 1 is best; below it, too few clicks are
+    predicted. NaN without a positive sample, and in evaluations that earlier versions kept."""
+
 
 METRICS: Final = {"auc": "AUC", "ne": "normalised entropy"}
 """What an evaluation may be the best by."""
@@ -61,7 +65,8 @@ class Evaluation:
 def quality(logits: npt.NDArray[np.floating], labels: npt.NDArray[np.floating]) -> Quality:
     """The quality of `logits` [N] for `labels` [N] of 0 and 1."""
     scores = Scores.of(logits, labels)
-    return _quality(scores.wins_twice, scores.positives, scores.negatives, _losses(logits, labels))
+    sums = _exact_sum(_losses(logits, labels)), _exact_sum(_chances(logits))
+    return _quality(scores.wins_twice, scores.positives, scores.negatives, *sums)
 
 
 def quality_of_ranks(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None = None) -> Quality:
@@ -88,15 +93,16 @@ def quality_of_ranks(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | 
     dist.all_to_all_single(arrived, rows, received.tolist(), sent.tolist(), group=group)
     ranged = Scores.merged(*arrived.numpy().T)
     parts: list[Any] = [None] * world_size
-    losses = _losses(logits.numpy(), labels.numpy())
-    dist.all_gather_object(parts, (ranged.wins_twice, ranged.positives, ranged.negatives, losses), group)
+    sums = _exact_sum(_losses(logits.numpy(), labels.numpy())), _exact_sum(_chances(logits.numpy()))
+    dist.all_gather_object(parts, (ranged.wins_twice, ranged.positives, ranged.negatives, *sums), group)
     wins_twice = positives = negatives = 0
-    for wins, positive, negative, _ in parts:
+    for wins, positive, negative, _, _ in parts:
         # Ranges rise with the ranks, so all negative samples so far score below these.
         wins_twice += wins + 2 * positive * negatives
         positives += positive
         negatives += negative
-    return _quality(wins_twice, positives, negatives, sum(part[3] for part in parts))
+    losses, chances = (sum(part[place] for part in parts) for place in (3, 4))
+    return _quality(wins_twice, positives, negatives, losses, chances)
 
 
 _BIN_BITS: Final = 16
@@ -150,10 +156,11 @@ class Scores:
         return int(np.sum(self.positive * (2 * below + negative)))
 
 
-def _quality(wins_twice: int, positives: int, negatives: int, losses: int | float) -> Quality:
+def _quality(wins_twice: int, positives: int, negatives: int, losses: int | float, chances: int | float) -> Quality:
+    """Of counts, and of the sums of losses and of predicted probabilities as `_exact_sum` has them."""
     count, pairs = positives + negatives, positives * negatives
     base_rate = positives / count if count else float("nan")
-    log_loss = losses / (count << _LOSS_BITS) if count else float("nan")
+    log_loss = losses / (count << _SUM_BITS) if count else float("nan")
     floor = _entropy(base_rate)
     return Quality(
         # The Mann-Whitney statistic. Up to here all numbers are integers.
@@ -162,24 +169,36 @@ def _quality(wins_twice: int, positives: int, negatives: int, losses: int | floa
         normalised_entropy=log_loss / floor if floor > 0 else float("nan"),
         base_rate=base_rate,
         sample_count=count,
+        calibration=chances / (positives << _SUM_BITS) if positives else float("nan"),
     )
 
 
-_LOSS_BITS: Final = 52
-"""The bits after the point of a sum of losses."""
-
-
-def _losses(logits: npt.NDArray[np.floating], labels: npt.NDArray[np.floating]) -> int | float:
-    """The sum of log losses, times 2^52: an integer, so that it does not depend on who adds up which.
-
-    It uses logits, so no probability rounds to 0 or 1: log(1 + e^x) - x·label. Not finite if a loss is not.
-    """
+def _losses(logits: npt.NDArray[np.floating], labels: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
+    """Log losses. They use logits, so no probability rounds to 0 or 1: log(1 + e^x) - x·label."""
     scores = logits.astype(np.float64)
-    losses = np.logaddexp(0, scores) - scores * labels.astype(np.float64)
-    if not np.isfinite(losses).all():
-        return float(losses.sum())
-    total, rest = 0, losses
-    for bits in (0, _LOSS_BITS // 2, _LOSS_BITS // 2):
+    losses: npt.NDArray[np.float64] = np.logaddexp(0, scores) - scores * labels.astype(np.float64)
+    return losses
+
+
+def _chances(logits: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
+    """Predicted probabilities. The exponent is never above 0, so nothing overflows."""
+    chances: npt.NDArray[np.float64] = np.exp(-np.logaddexp(0, -logits.astype(np.float64)))
+    return chances
+
+
+_SUM_BITS: Final = 52
+"""The bits after the point of an exact sum."""
+
+
+def _exact_sum(values: npt.NDArray[np.float64]) -> int | float:
+    """The sum of numbers from 0, times 2^52: an integer, so that it does not depend on who adds up which.
+
+    Not finite if a number is not.
+    """
+    if not np.isfinite(values).all():
+        return float(values.sum())
+    total, rest = 0, values
+    for bits in (0, _SUM_BITS // 2, _SUM_BITS // 2):
         rest = rest * 2.0**bits
         whole = np.floor(rest)
         total = (total << bits) + int(whole.sum(dtype=np.int64 if whole.max(initial=0) < 2**26 else object))

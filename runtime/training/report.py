@@ -288,6 +288,7 @@ def render(report: RunReport, console: Console) -> None:
         ("AUC", f"{quality.auc:.4f} on {quality.sample_count:,} held-back samples"),
         ("normalised entropy", f"{quality.normalised_entropy:.4f} (log loss {quality.log_loss:.4f}, "
          f"base rate {quality.base_rate:.4f})"),
+        ("calibration", f"{quality.calibration:.4f} (predicted positives / observed ones)"),
         ("weights SHA-256", report.weights_sha256),
     ):  # fmt: skip
         summary.add_row(name, value)

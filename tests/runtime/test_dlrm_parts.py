@@ -65,6 +65,19 @@ def test_normalised_entropy_of_the_base_rate_is_one() -> None:
     assert np.isnan(quality(np.zeros(3), np.ones(3)).auc)
 
 
+def test_calibration_is_predicted_positives_by_observed_ones(seed: int) -> None:
+    stream = numpy_stream(seed, "calibration")
+    chances = stream.uniform(0.01, 0.99, 500)
+    labels = (stream.random(500) < 0.3).astype(float)
+    logits = np.log(chances / (1 - chances))
+    assert quality(logits, labels).calibration == pytest.approx(chances.sum() / labels.sum())
+    # Raising every prediction raises it, though the order of scores, and so AUC, stays.
+    assert quality(logits + 1, labels).calibration > quality(logits, labels).calibration
+    # Even where exp of a logit overflows.
+    assert quality(np.array([1e5, -1e5]), np.array([1.0, 0.0])).calibration == 1.0
+    assert np.isnan(quality(np.zeros(3), np.zeros(3)).calibration)
+
+
 def test_phases_count_each_moment_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("time.perf_counter", lambda: now)

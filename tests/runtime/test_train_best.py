@@ -64,6 +64,20 @@ def test_what_is_best_depends_on_the_metric() -> None:
     assert calibrated.loss("ne") < ranked.loss("ne") < undefined.loss("ne")
 
 
+def test_a_note_of_the_best_without_calibration_is_read(tmp_path: Path) -> None:
+    """Earlier versions wrote none."""
+    folder = tmp_path / "checkpoints"
+    stopping = [*OVERFITTING, "--stop-early", "1", "--steps", "9", "--checkpoint", str(folder)]
+    train(tmp_path / "first.json", *stopping)
+    (path,) = (folder / "best").iterdir()
+    note = json.loads((path / "quality.json").read_text())
+    assert note["quality"].pop("calibration") > 0
+    (path / "quality.json").write_text(json.dumps(note))
+    resumed = train(tmp_path / "second.json", *stopping, "--resume")
+    assert math.isnan(resumed["best"]["quality"].pop("calibration"))
+    assert resumed["best"] == note
+
+
 def test_a_damaged_note_of_the_best_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "checkpoints"
     stopping = [*OVERFITTING, "--stop-early", "1", "--steps", "9", "--checkpoint", str(folder)]
