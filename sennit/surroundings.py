@@ -11,7 +11,6 @@ import os
 import platform
 import re
 import tempfile
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -101,6 +100,8 @@ def proxy() -> Answer:
     if not set_here:
         return Answer(fine=True, what="none")
     what = f"{', '.join(set_here)} set; ranks and torch's stores use no proxy"
+    import urllib.request  # here, so that `sennit --help` stays quick
+
     if urllib.request.proxy_bypass("127.0.0.1"):
         return Answer(fine=True, what=f"{what}, and no_proxy leaves out 127.0.0.1")
     return Answer(

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markdown import Markdown
 
 from sennit.command_line import fail, stdout_console, write_json, write_text
 from sennit.testbed.bench.progress import progress
@@ -24,6 +23,8 @@ def compare(
     ] = False,
 ) -> None:
     """Run every peer that is installed beside sennit: gloo, OpenMPI, FBGEMM, TorchRec, plain torch. Takes minutes."""
+    from rich.markdown import Markdown
+
     from sennit.testbed.bench import comparison, comparison_page
 
     if report is not None:

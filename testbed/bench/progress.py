@@ -7,9 +7,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Protocol
 
-from rich.console import Console
-from rich.progress import Progress
-
 
 class Update(Protocol):
     """Says what is measured, and how much of it is done."""
@@ -20,6 +17,9 @@ class Update(Protocol):
 @contextlib.contextmanager
 def progress() -> Iterator[Update]:
     """The line. It goes when the measuring ends."""
+    from rich.console import Console
+    from rich.progress import Progress
+
     console = Console(stderr=True, markup=False)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
