@@ -16,6 +16,7 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
 # A file or pipe has no width. The widest table needs this much.
 PIPE_WIDTH: Final = 160
@@ -31,6 +32,13 @@ def stdout_console() -> Console:
 
     # Without markup: rich would take `[mpi]` in an advice to install for a style, and not show it.
     return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, markup=False)
+
+
+def red(text: str) -> Text:
+    """What is wrong in a table: red on a terminal, plain elsewhere."""
+    from rich.text import Text
+
+    return Text(text, style="red")
 
 
 @contextlib.contextmanager

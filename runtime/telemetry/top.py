@@ -11,6 +11,7 @@ from typing import Final
 
 from rich.table import Table
 
+from sennit.command_line import red
 from sennit.runtime.telemetry.rates import INGEST, IngestRates, RankRates, difference, ingest_difference
 from sennit.transport import counters
 from sennit.transport.tracepoints import PathState
@@ -60,15 +61,15 @@ def ranks_table(ranks: list[RankRates]) -> Table:
         table.add_row(
             f"{page.process}",
             f"{page.rank}/{page.world}",
-            "" if page.is_alive else "[red]gone[/red]",
+            "" if page.is_alive else red("gone"),
             f"{rank.operations_a_second:,.0f}",
             f"{rank.operation_us:,.0f}",
             _rate(rank.sent_bytes_a_second),
             _rate(rank.received_bytes_a_second),
             f"{rank.retransmitted_share:.2%}" if rank.paths else "",
             f"{rank.rtt_us:,}" if rank.paths else "",
-            f"[red]{paths}[/red]" if rank.bad_paths else paths,
-            f"[red]{rank.failed_operations:,}[/red]" if rank.failed_operations else "0",
+            red(paths) if rank.bad_paths else paths,
+            red(f"{rank.failed_operations:,}") if rank.failed_operations else "0",
         )
     return table
 
@@ -84,7 +85,7 @@ def ingests_table(ingests: list[IngestRates]) -> Table:
         table.add_row(
             f"{page.process}",
             f"{page.rank}/{page.world}",
-            "" if page.is_alive else "[red]gone[/red]",
+            "" if page.is_alive else red("gone"),
             f"{ingest.records_a_second:,.0f}",
             _rate(ingest.bytes_a_second),
             f"{ingest.batches_a_second:,.1f}",
@@ -92,8 +93,8 @@ def ingests_table(ingests: list[IngestRates]) -> Table:
             f"{ingest.waited_share:.1%}",
             f"{ingest.refused_datagrams:,}",
             f"{ingest.asked_again:,}",
-            f"{ingest.feeders_connected}" if ingest.feeders_connected else "[red]0[/red]",
-            f"[red]{ingest.feeders_lost}[/red]" if ingest.feeders_lost else "0",
+            f"{ingest.feeders_connected}" if ingest.feeders_connected else red("0"),
+            red(f"{ingest.feeders_lost}") if ingest.feeders_lost else "0",
         )
     return table
 
@@ -115,7 +116,7 @@ def paths_table(ranks: list[RankRates]) -> Table:
                 f"{rank.page.rank}",
                 f"{block.peer}",
                 f"{block.path}",
-                state if values["state"] == PathState.GOOD else f"[red]{state}[/red]",
+                state if values["state"] == PathState.GOOD else red(state),
                 *(f"{values[name]:,}" for name in names),
             )
     return table

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from rich.table import Table
 
+from sennit.command_line import red
 from sennit.runtime.trace import histogram, session
 from sennit.transport.signature import Kind
 from sennit.transport.sizes import format_size
@@ -86,7 +87,7 @@ def table(groups: list[Group]) -> Table:
             format_size(1 << group.bytes_log2 if moved_bytes else 0),
             "all" if group.rank is None else f"{group.rank}",
             f"{group.count:,}",
-            f"[red]{group.failed:,}[/red]" if group.failed else "0",
+            red(f"{group.failed:,}") if group.failed else "0",
             *(f"{histogram.percentile(group.latencies_us, share):,}" for share in (0.5, 0.9, 0.99)),
             f"{moved_bytes / group.time_ns:.2f}" if group.time_ns else "",
             histogram.bars(group.latencies_us),

@@ -9,6 +9,7 @@ from typing import Final
 
 from rich.table import Table
 
+from sennit.command_line import red
 from sennit.runtime.trace import histogram
 from sennit.runtime.trace.tracing import Tracing
 from sennit.transport import tracepoints
@@ -99,7 +100,7 @@ def table(paths: list[Path]) -> Table:
             f"{path.retransmitted_packets:,}",
             f"{path.received_packets:,}",
             f"{path.received_bytes / 1e6:,.1f}",
-            f"[red]{path.lost_packets:,}[/red]" if path.lost_packets else "0",
+            red(f"{path.lost_packets:,}") if path.lost_packets else "0",
             *(f"{histogram.percentile(path.rtt_us, share):,}" for share in (0.5, 0.9, 0.99)),
             histogram.bars(path.rtt_us),
             f"{path.state_changes:,}",

@@ -10,6 +10,7 @@ from enum import IntEnum
 from typing import Final
 
 from rich.table import Table
+from rich.text import Text
 
 from sennit.runtime.trace import histogram
 from sennit.runtime.trace.tracing import Tracing
@@ -125,7 +126,7 @@ def table(waits: list[Wait]) -> Table:
         is_whole = wait.peer is None
         shown.add_row(
             f"{wait.rank}" if wait.kind is Kind.OPERATION else "",
-            wait.kind.name.lower() + (f" [red]({wait.failed:,} failed)[/red]" if wait.failed else ""),
+            Text(wait.kind.name.lower()).append(f" ({wait.failed:,} failed)" if wait.failed else "", style="red"),
             "all" if is_whole else f"{wait.peer}",
             f"{wait.count:,}",
             f"{wait.open:,}" if is_whole else "",

@@ -20,6 +20,7 @@ import pytest
 
 pytest.importorskip("sennit.transport._core", reason="the native core is not built")
 
+from sennit.command_line import stdout_console
 from sennit.runtime.telemetry import openmetrics, rates, samples, top
 from sennit.transport import counters
 from tests.testbed.counting_ranks import DEADLINE_S, OPERATIONS, WORLD, Ranks
@@ -76,7 +77,7 @@ def test_every_counter_is_on_the_page_of_the_docs(ranks: Ranks) -> None:
 
 
 @SHM
-def test_a_killed_rank_leaves_its_page(ranks: Ranks) -> None:
+def test_a_killed_rank_leaves_its_page(ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
     file = ranks.pages()[0].file
     # Any rank that starts may remove the page of a dead rank: it keeps a second name.
     kept = file.with_name(f"kept-{file.name}")
@@ -87,6 +88,8 @@ def test_a_killed_rank_leaves_its_page(ranks: Ranks) -> None:
         page = counters.read(kept)
         assert not page.is_alive
         assert page.total("engine", "operations_completed") == OPERATIONS
+        stdout_console().print(top.ranks_table([rates.difference(page, None, 1.0)]))
+        assert re.search(r" 0/2 +gone ", capsys.readouterr().out)
     finally:
         kept.unlink()
         file.unlink(missing_ok=True)
