@@ -17,6 +17,7 @@ import torch.distributed as dist
 from sennit.closing import Closing
 from sennit.runtime.backend.process_group import second_group
 from sennit.runtime.pipeline.failure import abort, explained
+from sennit.runtime.pipeline.room import check_room
 from sennit.runtime.pipeline.scheduler import MAIN, Scheduler
 from sennit.runtime.pipeline.task import Task
 from sennit.runtime.sharded.module import ShardedTables
@@ -78,6 +79,7 @@ class BatchesAhead(Closing):
         self._scheduler, self._tables, self._tells = scheduler, tuple(tables), tells
         self._waiting: deque[Waiting] = deque()
         self._last: Task | None = None
+        self._usual_group, self._room_is_checked = group, False
         self._group = second_group(group) if depth and dist.get_world_size(group) > 1 else None
 
     def __len__(self) -> int:
@@ -85,7 +87,12 @@ class BatchesAhead(Closing):
         return len(self._waiting)
 
     def begin(self, step: int, take: Callable[[], Taken]) -> None:
-        """Takes a batch and sends its ids. All ranks call it in the same order."""
+        """Takes a batch and sends its ids. All ranks call it in the same order.
+
+        Raises `ConfigError` on all ranks for the second batch if `depth` batches ahead have no room in memory.
+        """
+        if self._waiting and not self._room_is_checked:
+            self._check_room()
         # What this thread knows now goes out with this batch, so all runs tell of an error at the same step.
         senders = [one.sender(self._group) for one in self._tables]
         input_thread, ids_thread = (INPUT, IDS) if self.depth else (MAIN, MAIN)
@@ -131,6 +138,15 @@ class BatchesAhead(Closing):
         """This rank gives up: nobody waits any longer for ids that are on their way."""
         if self._group is not None and not all(waiting.ids.is_done for waiting in self._waiting):
             abort(self._group)
+
+    def _check_room(self) -> None:
+        """Waits for the first batch, which says how large the others will be."""
+        self._room_is_checked = True
+        try:
+            first: Arrived = self._waiting[0].ids.result()
+        except Exception:  # Of any type: `next` raises it.
+            return
+        check_room(first.taken, self._tables, first.sent, depth=self.depth, group=self._usual_group)
 
     def _take(self, take: Callable[[], Taken]) -> Taken | Refused:
         try:

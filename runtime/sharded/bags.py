@@ -89,6 +89,9 @@ class ShardedEmbeddingBags(ShardedTables):
             found[feature] = found[feature] / lengths
         return tuple(found[feature] for feature in range(len(self._features)))
 
+    def _result_size(self, step: _Step) -> int:
+        return step.ids.sample_count * sum(self.tables[table].dim for _, table in self._features)
+
     def _weights(self, step: _Step) -> Tensor | None:
         return step.ids.weights if _kind_of(step.ids.weights) == 2 else None
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,19 @@ SHARE: Final = 0.9
 
 PROC: Final = Path("/proc")
 CGROUP: Final = Path("/sys/fs/cgroup")
+
+
+class _Names(NamedTuple):
+    """Of a control group's files, and of the entry of `memory.stat` for clean file pages."""
+
+    limit: str
+    used: str
+    clean: str
+
+
+# Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
+_SECOND: Final = _Names("memory.max", "memory.current", "inactive_file")
+_FIRST: Final = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def memory_limits(
@@ -30,7 +43,7 @@ def memory_limits(
     `own_bytes` is what the user gives each rank; None: `available_bytes` of the host, divided by the ranks there.
     With a GPU as `device`, its free memory, divided by the ranks on it.
     """
-    place, available = f"{socket.gethostname()} {_read(PROC / 'sys/kernel/random/boot_id')}", available_bytes()
+    place, available = host_place(), available_bytes()
     if device is not None and device.type == "cuda":
         # Ranks may count GPUs differently (CUDA_VISIBLE_DEVICES).
         place = f"{place} {torch.cuda.get_device_properties(device).uuid}"
@@ -48,24 +61,36 @@ def shared_limits(told: Sequence[tuple[str, int | None, int]]) -> list[int]:
     return [int(least[place] * SHARE) // ranks_on[place] if own is None else own for place, own, _ in told]
 
 
+def host_place() -> str:
+    """What ranks that share the memory of a host, or of a container, have in common."""
+    return f"{socket.gethostname()} {_read(PROC / 'sys/kernel/random/boot_id')}"
+
+
 def available_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """Memory that this process can still use: `MemAvailable`, or less if its control group (v2) has less left."""
+    """Memory that this process can still use: `MemAvailable`, or less if its control group (v1 or v2) has less left."""
     fields = dict(line.split(":", 1) for line in _read(proc / "meminfo").splitlines())
     found = [int(fields["MemAvailable"].split()[0]) << 10] if "MemAvailable" in fields else []
-    own = [line.split(":", 2)[2] for line in _read(proc / "self/cgroup").splitlines() if line.startswith("0::")]
-    for path in own:
-        group = cgroup / path.lstrip("/")
-        # The limits of parent groups apply, too.
-        for level in (group, *group.parents):
-            limit, used = _read(level / "memory.max"), _read(level / "memory.current")
-            if limit.isdecimal() and used.isdecimal():
-                # Clean file pages count as used, but can be reclaimed.
-                stat = dict(line.split(" ", 1) for line in _read(level / "memory.stat").splitlines())
-                found.append(max(0, int(limit) - int(used) + int(stat.get("inactive_file", "0"))))
-            if level == cgroup:
-                break
+    for line in _read(proc / "self/cgroup").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            found += _left_in(cgroup, path, _SECOND)
+        elif "memory" in controllers.split(","):
+            found += _left_in(cgroup / "memory", path, _FIRST)
     # Without information, there is no limit.
     return min(found, default=1 << 62)
+
+
+def _left_in(root: Path, path: str, names: _Names) -> Iterator[int]:
+    """What a control group has left, and what its parents have: their limits apply, too."""
+    group = root / path.lstrip("/")
+    for level in (group, *group.parents):
+        limit, used = _read(level / names.limit), _read(level / names.used)
+        if limit.isdecimal() and used.isdecimal():
+            # Clean file pages count as used, but can be reclaimed.
+            stat = dict(line.split(" ", 1) for line in _read(level / "memory.stat").splitlines())
+            yield max(0, int(limit) - int(used) + int(stat.get(names.clean, "0")))
+        if level == root:
+            break
 
 
 def _read(path: Path) -> str:

@@ -243,6 +243,15 @@ class ShardedTables(HeldTables):
         """How many batches should be sent before one is looked up: 1 if rows are fetched from a store, else 0."""
         return 1 if self.tables_in_files else 0
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the next batch is looked up while the step of the one before still runs (`overlap`)."""
+        return self._beside is not None and self._beside.looks_ahead
+
+    def result_bytes(self, sent: Sent) -> int:
+        """What the result of a sent batch takes, where `device` is. Its gradients take as much again."""
+        return self._result_size(sent.step) * torch.float32.itemsize
+
     def wait_for_rows(self) -> None:
         """Waits until the rows of all sent batches are here, from a store. A call does so for its own batch."""
         for engines in self._engines:
@@ -328,6 +337,10 @@ class ShardedTables(HeldTables):
 
         Returns what is wrong with gradients of this rank's rows, and the gradients of `_weights`, if they require any.
         """
+        raise NotImplementedError
+
+    def _result_size(self, step: Any) -> int:
+        """Floats of `_look_up`."""
         raise NotImplementedError
 
     def _weights(self, step: Any) -> Tensor | None:

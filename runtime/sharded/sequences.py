@@ -57,6 +57,14 @@ class ShardedEmbeddings(ShardedTables):
             found |= sequences.by_lookup(one)
         return tuple(found[feature] for feature in range(len(self._features)))
 
+    def _result_size(self, step: Sequence[Step]) -> int:
+        return sum(
+            (piece.stop - piece.start) * self.tables[self._features[feature][1]].dim
+            for one in step
+            for node in (*one.sharded, *one.replicated)
+            for feature, piece in node.lookups.pieces
+        )
+
     def _update(
         self, step: Sequence[Step], gradients: Sequence[Tensor], rates: Sequence[float | None]
     ) -> tuple[GradientError | None, None]:

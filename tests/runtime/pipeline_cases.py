@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from torch.nn import functional
 
 from sennit.runtime.kernels import Optimizer, OptimizerSpec, Pooling
 from sennit.runtime.kernels.checks import GradientError
-from sennit.runtime.pipeline import Pipeline, Record, Task
+from sennit.runtime.pipeline import Pipeline, Record, Task, room
 from sennit.runtime.sharded import ShardedEmbeddingBags, ShardedEmbeddings, SlicedReplicas, Table, reduction
 from sennit.runtime.timeline import Timeline
 from sennit.transport.errors import ArgumentError, ConfigError
@@ -272,6 +273,30 @@ def refused(rank: int, world: int) -> list[str]:
     except ArgumentError as error:
         found.append(str(error))
     return found
+
+
+def crowded(rank: int, world: int, depth: int, left: int) -> list[Any]:
+    """When the first batch is there the host has so many bytes left.
+
+    The error, steps, batches that were taken, and whether weights changed.
+    """
+    model, taken = Model("row_wise"), []
+    before = model.digest()
+
+    def watched() -> Iterator[Batch]:
+        for batch in batches(model):
+            taken.append(batch)
+            yield batch
+
+    steps, told = 0, "no error"
+    with mock.patch.object(room, "available_bytes", return_value=left):
+        try:
+            with pipeline(model, watched(), batches_ahead=depth) as run:
+                for _ in run:
+                    steps += 1
+        except ConfigError as error:
+            told = str(error)
+    return [told, steps, len(taken), model.digest() != before]
 
 
 def bad_gradient(rank: int, world: int, depth: int) -> list[Any]:

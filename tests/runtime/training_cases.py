@@ -25,6 +25,7 @@ from sennit.runtime.data.seeds import numpy_stream
 from sennit.runtime.model.settings import SettingsFile
 from sennit.runtime.model.sharding_settings import sharding_of
 from sennit.runtime.model.tensor_train import TensorTrainRule
+from sennit.runtime.pipeline import room
 from sennit.runtime.planner.constants import PRECISIONS, Constants, Kernel
 from sennit.runtime.sharded.files import TableStore
 from sennit.runtime.training import overlap, planned, resumption
@@ -34,7 +35,7 @@ from sennit.runtime.training.manifest import CheckpointError
 from sennit.runtime.training.metrics import quality, quality_of_ranks
 from sennit.runtime.training.rebalance import Moved, shape_of
 from sennit.runtime.training.trainer import Trainer, TrainingError
-from sennit.transport.errors import SennitError
+from sennit.transport.errors import ConfigError, SennitError
 
 KERNEL = tuple(field.name for field in dataclasses.fields(Kernel))
 SMALL: dict[str, Any] = {"batch_size": 24, "embedding_dim": 4, "bottom": (8,), "top": (8,), "epochs": 3}
@@ -99,6 +100,17 @@ def train(rank: int, world: int, *, seed: int, steps: int, **changed: Any) -> di
         "evaluated": quality.sample_count,
         "losses": losses,
     }
+
+
+def crowded(rank: int, world: int, *, seed: int, left: int, **changed: Any) -> list[Any]:
+    """The host has so many bytes left after the first batch. Steps that were taken of one, and the error."""
+    told = "no error"
+    with mock.patch.object(room, "available_bytes", return_value=left), trainer(seed, **changed) as run:
+        try:
+            run.train_step()
+        except ConfigError as error:
+            told = str(error)
+        return [run.step, told]
 
 
 class Shifting(MemorySource):

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches ahead that have no room in memory are refused on all ranks before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from sennit.runtime.pipeline.room import Need, fitting, host_bytes, refusal
+
+CASES = "pipeline_cases.py"
+TRAINING = "training_cases.py"
+
+
+def need(host: str, available: int, ahead: int = 30) -> Need:
+    return Need(host=host, step=100, ahead=ahead, looked_up=50, available=available)
+
+
+@pytest.mark.parametrize(
+    ("available", "depth"), [(99, None), (100, 0), (179, 0), (180, 1), (209, 1), (210, 2), (240, 3), (1 << 40, 3)]
+)
+def test_the_depth_that_fits_is_the_most_that_has_room(available: int, depth: int | None) -> None:
+    assert fitting([need("a", available)], 3) == depth
+    assert (refusal([need("a", available)], 3) is None) == (depth == 3)
+
+
+def test_a_refusal_names_ranks_bytes_and_depths() -> None:
+    roomy, crowded = need("a", 10_000), need("b", 1_400, ahead=1_000)
+    assert refusal([roomy, crowded], 2) == (
+        "2 batches ahead of a step: rank 1 needs 2,150 bytes, 1,000 of them for each batch ahead, and 1,400 bytes are "
+        "left there; 1 batch ahead would fit. Give 1, or smaller batches"
+    )
+    # Two ranks of a host share its memory. What they measured differs.
+    assert refusal([crowded, roomy, need("b", 1_300)], 1) == (
+        "1 batch ahead of a step: ranks 0, 2 of one host need 1,330 bytes, 1,030 of them for each batch ahead, and "
+        "1,300 bytes are left there; 0 batches ahead would fit. Give 0, or smaller batches"
+    )
+    assert str(refusal([need("a", 99)], 1)).endswith(
+        "99 bytes are left there; a step alone does not fit: give smaller batches, or more hosts"
+    )
+
+
+@dataclass
+class Batch:
+    ids: dict[str, Any]
+    dense: Any
+    name: str = "ours"
+
+
+def test_bytes_of_a_batch_count_each_tensor_once() -> None:
+    ids, dense = torch.zeros(10, dtype=torch.int64), np.zeros((4, 2), np.float32)
+    batch = Batch({"user": ids, "again": ids, "part": ids[:3]}, [dense, (torch.zeros(5), None)])
+    assert host_bytes(batch) == 80 + 24 + 32 + 20
+    # A tensor of a device takes no host memory.
+    assert host_bytes([torch.empty(1_000, device="meta"), ids]) == 80
+    # What another object leads to may be anything: a data set, say.
+    assert host_bytes(SimpleNamespace(values=ids, source=SimpleNamespace(everything=torch.zeros(100)))) == 80
+    endless: list[Any] = [ids]
+    endless.append(endless)
+    assert host_bytes(endless) == 80
+
+
+def test_a_pipeline_without_room_is_refused_before_its_first_step(kept_world: Callable[..., Any]) -> None:
+    """What it says it needs is what it needs, and the depth that it names does run."""
+
+    def taken(depth: int, left: int) -> Any:
+        first, second = kept_world(2).run(CASES, "crowded", depth=depth, left=left)
+        assert first == second
+        return first
+
+    told, steps, batches, is_changed = taken(3, 0)
+    assert (steps, batches, is_changed) == (0, 1, False)
+    assert told.endswith("0 bytes are left there; a step alone does not fit: give smaller batches, or more hosts")
+    needed = int(told.split("ranks 0, 1 of one host need ")[1].split(" bytes")[0].replace(",", ""))
+    assert taken(3, needed) == ["no error", 4, 4, True]
+    told, steps, batches, is_changed = taken(3, needed - 1)
+    assert (steps, batches, is_changed) == (0, 1, False)
+    assert told.endswith(f"{needed - 1:,} bytes are left there; 2 batches ahead would fit. Give 2, or smaller batches")
+    assert taken(2, needed - 1) == ["no error", 4, 4, True]
+    # Nothing is ahead that could be refused.
+    assert taken(0, 0) == ["no error", 4, 4, True]
+
+
+def test_a_trainer_without_room_is_refused_before_its_first_step(kept_world: Callable[..., Any], seed: int) -> None:
+    for step, told in kept_world(2).run(TRAINING, "crowded", seed=seed, batches_ahead=2, left=100):
+        assert step == 0
+        assert told.startswith("2 batches ahead of a step: ranks 0, 1 of one host need ")
+    for step, told in kept_world(2).run(TRAINING, "crowded", seed=seed, batches_ahead=2, left=1 << 30):
+        assert (step, told) == (1, "no error")
