@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sennit.runtime.kernels.spec import Pooling, ShardSpec
+from sennit.runtime.kernels.uploads import Upload, Uploads
 from sennit.transport.errors import ArgumentError
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -54,6 +55,9 @@ class Batch:
     Gradients of a row are summed slice by slice (docs/reference/embedding.md, rule 4). Within a table slices do not
     fall from block to block.
     """
+
+    upload: Upload | None = None
+    """Copies of the tensors, on their way to a device. `to` takes them, if they are still those of this batch."""
 
     def __post_init__(self) -> None:
         if len(self.table_of_block) != len(self.bags_of_block):
@@ -109,15 +113,24 @@ class Batch:
             return len(self.values) * (dims[0] if dims else 0)
         return sum(block.lookup_count * dim for block, dim in zip(self.blocks(), dims, strict=True))
 
+    @property
+    def _tensors(self) -> list[Tensor]:
+        return [self.lengths, self.values, *([] if self.weights is None else [self.weights])]
+
+    def uploaded(self, uploads: Uploads) -> Batch:
+        """The batch, which is in host memory, with copies on their way. Does not wait for them."""
+        return dataclasses.replace(self, upload=uploads.begin(self._tensors))
+
     def to(self, device: torch.device) -> Batch:
         """The batch in the memory of `device`; itself if it is there. Does not wait for the copies."""
         if self.lengths.device == device:
             return self
+        if self.upload is not None and self.upload.is_of(self._tensors, device):
+            lengths, values, *weights = self.upload.take()
+        else:
+            lengths, values, *weights = (one.to(device, non_blocking=True) for one in self._tensors)
         return dataclasses.replace(
-            self,
-            lengths=self.lengths.to(device, non_blocking=True),
-            values=self.values.to(device, non_blocking=True),
-            weights=None if self.weights is None else self.weights.to(device, non_blocking=True),
+            self, lengths=lengths, values=values, weights=weights[0] if weights else None, upload=None
         )
 
     def blocks(self) -> Iterator[Block]:

@@ -15,6 +15,7 @@ from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.optimizers import OptimizerSpec
 from sennit.runtime.kernels.spec import ShardSpec
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
+from sennit.runtime.kernels.uploads import Uploads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +51,7 @@ class Shards:
     def __init__(self, engine: EmbeddingEngine) -> None:
         self.engine = engine
         self.specs: tuple[ShardSpec, ...] = engine.specs
+        self._uploads: Uploads | None = None
 
     @property
     def step(self) -> int:
@@ -61,8 +63,13 @@ class Shards:
         self.engine.step = step
 
     def announce(self, batch: Batch) -> Announced:
-        """Starts to fetch the rows of a batch, and returns at once."""
-        return Announced(batch)
+        """Starts to fetch the rows of a batch, and returns at once. To a GPU its ids are on their way then."""
+        device = self.engine.device
+        if device.type == "cpu" or batch.lengths.device.type != "cpu" or not len(batch.lengths):
+            return Announced(batch)
+        if self._uploads is None:
+            self._uploads = Uploads(device)
+        return Announced(batch.uploaded(self._uploads))
 
     def fetch(self, announced: Announced) -> None:
         """Waits for the rows of a batch. If they do not come it can only be released."""

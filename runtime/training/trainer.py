@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 from sennit.closing import Closing
 from sennit.runtime.data.batch_source import BatchSource
+from sennit.runtime.data.combined import CombinedBatch
+from sennit.runtime.kernels.uploads import Upload, Uploads
 from sennit.runtime.model.factory import build
 from sennit.runtime.model.optimizer import dense_optimizer
 from sennit.runtime.pipeline.ahead import BatchesAhead, Taken
@@ -130,6 +132,7 @@ class Trainer(Closing):
             )
         # Elastic runs tell an error of this rank alone from the end of a group, so the others find it gone.
         scheduler = Scheduler(on_task=None if timeline is None else timeline.on_task)
+        self._uploads = Uploads(self.device) if config.batches_ahead and self.device.type != "cpu" else None
         self._ahead = BatchesAhead(scheduler, [self.tables], depth=config.batches_ahead, tells=not config.elastic)
         self.model = build(config.model, model_inputs(config, source, tables)).to(self.device)
         self.replicas = SlicedReplicas(
@@ -249,17 +252,23 @@ class Trainer(Closing):
             arrived = self._ahead.next()
         (number, batch), (sent,) = arrived.taken.batch, arrived.sent
         assert arrived.taken.global_batch is not None
-        dense, labels = batch.dense.to(self.device), batch.labels.to(self.device)
+        if isinstance(batch, Upload):
+            dense, labels = batch.take()
+        else:
+            dense, labels = batch.dense.to(self.device), batch.labels.to(self.device)
         return Arrival(number=number, size=arrived.taken.global_batch, dense=dense, labels=labels, sent=sent)
 
     def _take(self, number: int) -> Taken:
         with self.clock.phase("input"):
             batch = self.source.take(number)
+            held: CombinedBatch | Upload = batch
             if self._ahead.depth:
                 # A source lends one batch at a time.
-                batch = batch.copy()
+                held = batch = batch.copy()
                 self.source.release(number)
-        return Taken(batch=(number, batch), features=[batch], global_batch=self.order.size(number))
+            if self._uploads is not None:
+                held = self._uploads.begin([batch.dense, batch.labels])
+        return Taken(batch=(number, held), features=[batch], global_batch=self.order.size(number))
 
     def _release(self, batch: Arrival) -> None:
         if not self._ahead.depth:

@@ -14,6 +14,7 @@ import device_double
 import pytest
 import sharded_cases
 import sharded_codec_cases
+import stream_double
 import torch
 from device_double import OnDevice
 from device_stand_in import on_device
@@ -69,6 +70,7 @@ def trained_on_the_double(rank: int, world: int, **arguments: Any) -> tuple[Any,
 
     with (
         device_double.Device() as device,
+        stream_double.streams(),
         kernels_there(),
         mock.patch.object(ShardedTables, "check", counted),
     ):
@@ -90,7 +92,7 @@ def loaded_elsewhere(rank: int, world: int) -> None:
     states: list[dict[str, Any]] = []
     digests = []
     options: dict[str, Any] = {"rate": 0.1, "gradients": "sum", "device": device_double.DEVICE}
-    with device_double.Device(), kernels_there():
+    with device_double.Device(), stream_double.streams(), kernels_there():
         for homes in ({}, {"user": "dram", "item": "dram"}):
             module = ShardedEmbeddingBags(sharded_cases.at_home(sharded_cases.TABLES, homes), **options)
             assert [len(group["tables"]) for group in module.optimizer.param_groups] == [3, 1]
@@ -112,6 +114,7 @@ def coded_on_the_double(rank: int, world: int, **arguments: Any) -> Any:
     """What `sharded_codec_cases.coded` returns for tables on `device_double`."""
     with (
         device_double.Device(),
+        stream_double.streams(),
         mock.patch.object(engines, "implementation", side_effect=lambda *_, **__: Kernels()),
     ):
         return sharded_codec_cases.coded(rank, world, device=device_double.DEVICE, **arguments)
@@ -142,6 +145,7 @@ def unfit_there(rank: int, world: int, folder: str) -> None:
     table = Table(name="user", rows=1000, dim=4, row_shards=2)
     with (
         device_double.Device(),
+        stream_double.streams(),
         kernels_there(),
     ):
         options: dict[str, Any] = {"rate": 0.1, "gradients": "sum", "placement": "row_wise"}

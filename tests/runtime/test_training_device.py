@@ -54,6 +54,27 @@ def test_it_has_the_bits_of_host_memory(kept_world: Any, seed: int, tmp_path: Pa
         assert trained(there=False, folder="device", resumed=True) == wanted
 
 
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_input_is_copied_there_beside_the_steps_before(kept_world: Any, seed: int, ahead: int) -> None:
+    """The double refuses to let the host wait for a stream, an event or the device."""
+    steps = 4
+    for streams in kept_world(2).run(CASES, "uploaded", seed=seed, ahead=ahead, steps=steps):
+        step, samples, *tables = (streams.pop(name) for name in ("step", "copies 1", *sorted(streams)[1:-1]))
+        # Dense features and labels.
+        assert samples == ["copy", "copy", "record"] * (steps + ahead)
+        assert step.count("waits for copies 1") == steps
+        # Lengths and ids, which the lookup and the update read.
+        assert tables
+        assert all(ids == samples for ids in tables)
+        for number in range(2, 2 + len(tables)):
+            assert step.count(f"waits for copies {number}") == 2 * steps
+        assert step.count("keeps a tensor") == 2 * sum(what.startswith("waits") for what in step)
+
+
+def test_a_step_that_did_not_wait_for_its_copies_would_be_seen(kept_world: Any, seed: int) -> None:
+    assert kept_world(2).run(CASES, "not_awaited", seed=seed) == ["nan"] * 2
+
+
 def test_a_handover_keeps_them(kept_world: Any, seed: int) -> None:
     wanted = kept_world(2).run(CASES, "handed_over", seed=seed, there=False)
     assert wanted[0][0] == wanted[0][1]

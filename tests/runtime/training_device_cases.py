@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import device_double
+import stream_double
 import torch
 import torch.distributed as dist
 import training_cases
@@ -36,6 +37,7 @@ def on_the_double() -> Iterator[device_double.Device]:
         mock.patch.object(engines, "implementation", side_effect=lambda *_, **__: Kernels()),
         mock.patch.object(trainers, "_device", return_value=device_double.DEVICE),
         mock.patch.object(nn.Module, "to", device_double.moved),
+        stream_double.streams(),
     ):
         yield device
 
@@ -67,6 +69,25 @@ def train(rank: int, world: int, *, seed: int, there: bool, folder: str, resumed
         found = [fingerprint(run.weights()), report.loss, quality.auc, quality.log_loss]
         run.close()
         return found, waits
+
+
+def uploaded(rank: int, world: int, *, seed: int, ahead: int, steps: int) -> dict[str, list[str]]:
+    """What happened in each stream, in turn, until all batches that were begun are there."""
+    with on_the_double(), stream_double.streams() as log, training_cases.trainer(seed, batches_ahead=ahead) as run:
+        for _ in range(steps):
+            run.train_step()
+        run._ahead.drop()
+    found: dict[str, list[str]] = {}
+    for stream, _, what in (entry.partition(": ") for entry in log):
+        found.setdefault(stream, []).append(what)
+    return found
+
+
+def not_awaited(rank: int, world: int, *, seed: int) -> str:
+    """The error of a step whose stream waits for no copies."""
+    unawaited = mock.patch.object(stream_double.Stream, "wait_event")
+    with on_the_double(), unawaited, training_cases.trainer(seed) as run:
+        return str(run.train_step().loss)
 
 
 def handed_over(rank: int, world: int, *, seed: int, there: bool, **changed: Any) -> list[str]:
