@@ -47,8 +47,15 @@ def check(found: list[Any], digest: str, outputs: list[Any]) -> None:
     assert [sample for _, samples in found for sample in samples] == outputs
 
 
-@pytest.mark.parametrize("placement", [*SHARDINGS, MIXED], ids=str)
-@pytest.mark.parametrize(("world", "ahead"), [(1, 0), (1, 2), (2, 1), (3, 1)])
+RANKS_AND_AHEAD = ((1, 0), (1, 2), (2, 1), (3, 1))
+IN_FILES = [
+    *((*ranks_and_ahead, placement, None) for ranks_and_ahead in RANKS_AND_AHEAD for placement in (*SHARDINGS, MIXED)),
+    (1, 0, "row_wise", HOMES),
+    (2, 1, MIXED, HOMES),
+]
+
+
+@pytest.mark.parametrize(("world", "ahead", "placement", "homes"), IN_FILES, ids=str)
 def test_files_have_the_bits_of_memory(
     kept_world: Callable[..., Any],
     in_memory: tuple[str, list[Any]],
@@ -56,23 +63,11 @@ def test_files_have_the_bits_of_memory(
     world: int,
     ahead: int,
     placement: Any,
+    homes: dict[str, str] | None,
 ) -> None:
+    """With `homes` some tables are in memory."""
     kind, alone = in_memory
-    arguments = {"placement": placement, "kind": kind, "ahead": ahead, "folder": str(tmp_path)}
-    check(kept_world(world).run(CASES, "trained", memory_bytes=MEMORY_BYTES, **arguments), *alone)
-
-
-@pytest.mark.parametrize(("world", "ahead", "placement"), [(1, 0, "row_wise"), (2, 1, MIXED)], ids=str)
-def test_some_tables_in_files_and_some_in_memory_have_the_bits_of_memory(
-    kept_world: Callable[..., Any],
-    in_memory: tuple[str, list[Any]],
-    tmp_path: Path,
-    world: int,
-    ahead: int,
-    placement: Any,
-) -> None:
-    kind, alone = in_memory
-    arguments = {"placement": placement, "kind": kind, "ahead": ahead, "folder": str(tmp_path), "homes": HOMES}
+    arguments = {"placement": placement, "kind": kind, "ahead": ahead, "folder": str(tmp_path), "homes": homes}
     check(kept_world(world).run(CASES, "trained", memory_bytes=MEMORY_BYTES, **arguments), *alone)
 
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from sennit.testbed.bench import scaling
-from sennit.testbed.bench.overlap import Exposed
+from sennit.testbed.bench.turns import Exposed
 
 
 def measured(step_s: float, processor_s: float, alltoall_ms: float) -> scaling.Measured:
