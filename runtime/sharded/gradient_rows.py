@@ -83,6 +83,7 @@ class Layout:
         self.device = self.parameters[0].device if self.parameters else torch.device("cpu")
         """Where gradients of slices are added up. Their sums travel from host memory."""
         self.counts_length = _aligned(len(self.parameters) + slices.count)
+        self._buckets: dict[int | None, tuple[Bucket, ...]] = {}
         self.lengths: dict[torch.dtype, int] = {torch.float32: self.counts_length}
         self.starts: list[int] = []
         for parameter in self.parameters:
@@ -99,12 +100,17 @@ class Layout:
         start, parameter = self.starts[index] - first, self.parameters[index]
         return row[start : start + parameter.numel()].view(parameter.shape)
 
-    def buckets(self, size_bytes: int | None) -> list[Bucket]:
+    def buckets(self, size_bytes: int | None) -> tuple[Bucket, ...]:
         """All rows in ranges of at least `size_bytes`, the first ones smaller; None: whole rows.
 
         In the order in which gradients come: the last parameters first (Li et al., PyTorch Distributed, VLDB 2020). The
         counts are complete at the end of a pass, so the range that they are in comes last.
         """
+        if size_bytes not in self._buckets:
+            self._buckets[size_bytes] = self._cut(size_bytes)
+        return self._buckets[size_bytes]
+
+    def _cut(self, size_bytes: int | None) -> tuple[Bucket, ...]:
         found: list[Bucket] = []
         for dtype, length in self.lengths.items():
             end, inside = length, []
@@ -119,7 +125,7 @@ class Layout:
             found.append(Bucket(dtype, 0, end, tuple(inside)))
         has_counts = [bucket.dtype is torch.float32 and not bucket.start for bucket in found]
         order = sorted(range(len(found)), key=lambda i: (has_counts[i], -min(found[i].parameters, default=0)))
-        return [found[i] for i in order]
+        return tuple(found[i] for i in order)
 
 
 def _aligned(elements: int) -> int:

@@ -101,7 +101,7 @@ class Reduction:
         """From now on `begin` works in the thread of `run`, over `group`. Not with a codec, which knows whole rows."""
         self._run, self._run_group = (None if self._codec is not None else run), group
 
-    def buckets(self, layout: Layout) -> list[Bucket]:
+    def buckets(self, layout: Layout) -> tuple[Bucket, ...]:
         return layout.buckets(None if self._run is None else BUCKET_BYTES)
 
     def is_first(self, backward_pass: int) -> bool:
