@@ -13,7 +13,6 @@ import os
 import random
 import statistics
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -29,16 +28,14 @@ from sennit.runtime.backend.process_group import register
 from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.data import sources
 from sennit.runtime.data.batch_source import MemorySource, prepared
-from sennit.runtime.data.sources import Source
 from sennit.runtime.timeline import Timeline
-from sennit.runtime.timeline.summary import summarise
-from sennit.runtime.timeline.trace_file import read
 from sennit.runtime.training import launch
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.trainer import Trainer
 from sennit.testbed.bench import machine
 from sennit.testbed.bench.shaped_network import hosts_of
 from sennit.testbed.bench.timeline import median_and_interval
+from sennit.testbed.bench.turns import Exposed, TurnSettings, exposed_of, turn_of
 from sennit.testbed.topology.namespace import enter
 
 SERIAL: Final = "serial"
@@ -52,10 +49,9 @@ TIMEOUT_S: Final = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What to run."""
+class Settings(TurnSettings):
+    """What to run. A round is a turn of each schedule."""
 
-    data: str = "flights"
     world: int = 2
     hosts: int = 1
     """Network namespaces that ranks are spread over; 1: shared memory."""
@@ -67,12 +63,6 @@ class Settings:
     """Of each host's link, in each direction."""
 
     batch_size: int = 2_048
-    dim: int = 16
-    steps: int = 4
-    """Of a turn."""
-
-    rounds: int = 20
-    """Turns of each."""
 
     def __post_init__(self) -> None:
         if self.world % self.hosts:
@@ -81,28 +71,7 @@ class Settings:
             raise ValueError("a network, but 1 host; allowed: 2 or more")
 
     def config(self, schedule: str) -> TrainingConfig:
-        # Epochs enough that no evaluation comes between.
-        return TrainingConfig(
-            source=Source(data=self.data, samples=20_000),
-            batch_size=self.batch_size,
-            embedding_dim=self.dim,
-            max_steps=100_000,
-            epochs=100_000,
-            timeout_s=TIMEOUT_S,
-            **SCHEDULES[schedule],
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Exposed:
-    """Milliseconds of a step, mean of the ranks, by a timeline of its own."""
-
-    step_ms: float
-    alltoall_ms: float
-    """What a step waited for AlltoAll, itself or through another thread."""
-
-    others_ms: float
-    """The same of other collectives."""
+        return self.endless(batch_size=self.batch_size, timeout_s=TIMEOUT_S, **SCHEDULES[schedule])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,33 +168,6 @@ def _take_turns(
     dist.destroy_process_group()
     middle = {name: statistics.median(found[WARM_TURNS:]) for name, found in busy.items()}
     return {name: found[WARM_TURNS:] for name, found in turns.items()}, middle, exposed
-
-
-def turn_of(trainer: Trainer, steps: int) -> tuple[float, float]:
-    """Seconds, and processor seconds of this rank. What the last step left under way is part of the turn."""
-    dist.barrier()
-    began_s, busy_s = time.perf_counter(), time.process_time()
-    for _ in range(steps):
-        trainer.train_step()
-    trainer.tables.finish()
-    return time.perf_counter() - began_s, time.process_time() - busy_s
-
-
-def exposed_of(trainer: Trainer, timeline: Timeline, *, steps: int, world: int) -> Exposed | None:
-    """Takes so many steps more, with a timeline; None on the ranks that do not write it."""
-    with timeline:
-        for _ in range(steps):
-            with timeline.step(trainer.step):
-                trainer.train_step()
-    if not timeline.is_written:
-        return None
-    summary = summarise(read(timeline.path))
-    shares = {what: 0.0 for what in ("alltoall", "others")}
-    for (_, what), share in summary.shares.items():
-        if what.startswith("collective "):
-            kind = "alltoall" if "alltoall" in what else "others"
-            shares[kind] += share.exposed_ns / 1e6 / len(summary.steps) / world
-    return Exposed(step_ms=summary.step_ns / 1e6, alltoall_ms=shares["alltoall"], others_ms=shares["others"])
 
 
 def render(report: Report, console: Console) -> None:

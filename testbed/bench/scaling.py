@@ -24,14 +24,13 @@ from sennit.runtime.backend.process_group import register
 from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.data import sources
 from sennit.runtime.data.batch_source import MemorySource, prepared
-from sennit.runtime.data.sources import Source
 from sennit.runtime.planner.constants import cores_here
 from sennit.runtime.timeline import Timeline
 from sennit.runtime.training import launch
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.trainer import Trainer
 from sennit.testbed.bench import machine
-from sennit.testbed.bench.overlap import Exposed, exposed_of, turn_of
+from sennit.testbed.bench.turns import Exposed, TurnSettings, exposed_of, turn_of
 
 TIMEOUT_S: Final = 300.0
 WARM_TURNS: Final = 1
@@ -40,45 +39,29 @@ WORLDS: Final = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What to run."""
+class Settings(TurnSettings):
+    """What to run. A round is a run of each world, one world after the other."""
 
     data: str = "synthetic"
     samples: int = 40_000
-    """Of synthetic data."""
-
     worlds: tuple[int, ...] = WORLDS
     local_batch: int = 512
     """Samples of each rank in a step."""
 
-    dim: int = 16
     rank_slices: int = 2
     """Slices of the dense step that each rank takes. So all ranks compute the same, in any world."""
-
-    steps: int = 4
-    """Of a turn."""
 
     turns: int = 4
     """Timed turns of a run."""
 
     rounds: int = 3
-    """Runs of each world, one world after the other."""
 
     def __post_init__(self) -> None:
         if 1 not in self.worlds or any(world not in WORLDS for world in self.worlds):
             raise ValueError(f"worlds {self.worlds}; allowed: 1, and others of {WORLDS}")
 
     def config(self, world: int) -> TrainingConfig:
-        # Epochs enough that no evaluation comes between.
-        return TrainingConfig(
-            source=Source(data=self.data, samples=self.samples),
-            batch_size=self.local_batch * world,
-            embedding_dim=self.dim,
-            slices=self.rank_slices * world,
-            max_steps=100_000,
-            epochs=100_000,
-            timeout_s=TIMEOUT_S,
-        )
+        return self.endless(batch_size=self.local_batch * world, slices=self.rank_slices * world, timeout_s=TIMEOUT_S)
 
 
 @dataclass(frozen=True, kw_only=True)
