@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from sennit import capabilities
-from sennit.command_line import busy, fail, stdout_console, writable_file, write_json
+from sennit.testbed.bench.running import Figures, need, run_ranks
 
 
 def cost(
@@ -21,29 +19,22 @@ def cost(
     samples: Annotated[int, typer.Option(help="synthetic: number of samples", min=2)] = 200_000,
     steps: Annotated[int, typer.Option(help="steps of a turn", min=1)] = 12,
     rounds: Annotated[int, typer.Option(help="timed turns of each way", min=1)] = 8,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)
-    ] = None,
+    json_path: Figures = None,
 ) -> None:
     """Count processor seconds for a million samples by role: XDP and sennit, plain Python and gloo, TorchRec."""
-    from sennit.runtime.training.launch import RankFailure
     from sennit.testbed.bench import cost as bench
-    from sennit.transport.errors import ConfigError
 
-    if reason := capabilities.missing("netns", "bpf", "arena", "native-xdp"):
-        fail(reason)
-
-    try:
-        settings = bench.Settings(
-            kind=kind, data=data, ranks=ranks, batch_size=batch, dim=dim, samples=samples, steps=steps, rounds=rounds
-        )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    try:
-        with busy("training in turns, each way with ranks and feeders of its own"):
-            report = bench.run(settings)
-    except (RankFailure, ConfigError) as error:
-        fail(error)
-    bench.render(report, stdout_console())
-    if json_path is not None:
-        write_json(json_path, report.as_json())
+    need("netns", "bpf", "arena", "native-xdp")
+    run_ranks(
+        bench,
+        json_path,
+        doing="training in turns, each way with ranks and feeders of its own",
+        kind=kind,
+        data=data,
+        ranks=ranks,
+        batch_size=batch,
+        dim=dim,
+        samples=samples,
+        steps=steps,
+        rounds=rounds,
+    )

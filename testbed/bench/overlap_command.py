@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from sennit import capabilities
-from sennit.command_line import busy, fail, stdout_console, writable_file, write_json
+from sennit.testbed.bench.running import Figures, need, run_ranks
 
 
 def overlap(
@@ -22,35 +20,24 @@ def overlap(
     dim: Annotated[int, typer.Option(help="columns of every table", min=1)] = 16,
     steps: Annotated[int, typer.Option(help="steps of a turn", min=1)] = 4,
     rounds: Annotated[int, typer.Option(help="timed turns of each", min=1)] = 20,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)
-    ] = None,
+    json_path: Figures = None,
 ) -> None:
     """Time overlapped training steps beside serial ones; say what of the exchanges a step waits for."""
-    from sennit.runtime.training.launch import RankFailure
     from sennit.testbed.bench import overlap as bench
 
-    if hosts > 1 and (reason := capabilities.missing("netns")):
-        fail(reason)
-    try:
-        settings = bench.Settings(
-            data=data,
-            world=world,
-            hosts=hosts,
-            round_trip_us=round_trip_us,
-            rate_mbit=rate_mbit,
-            batch_size=batch,
-            dim=dim,
-            steps=steps,
-            rounds=rounds,
-        )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    try:
-        with busy("training serially and overlapped, in turns"):
-            report = bench.run(settings)
-    except RankFailure as error:
-        fail(error)
-    bench.render(report, stdout_console())
-    if json_path is not None:
-        write_json(json_path, report.as_json())
+    if hosts > 1:
+        need("netns")
+    run_ranks(
+        bench,
+        json_path,
+        doing="training serially and overlapped, in turns",
+        data=data,
+        world=world,
+        hosts=hosts,
+        round_trip_us=round_trip_us,
+        rate_mbit=rate_mbit,
+        batch_size=batch,
+        dim=dim,
+        steps=steps,
+        rounds=rounds,
+    )

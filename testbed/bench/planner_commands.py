@@ -8,10 +8,8 @@ from typing import Annotated
 
 import typer
 
-from sennit import capabilities
-from sennit.command_line import busy, fail, stdout_console, writable_file, write_json
-
-Figures = Annotated[Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)]
+from sennit.command_line import busy, fail, stdout_console
+from sennit.testbed.bench.running import Figures, need, run_ranks, write
 
 
 def planner(
@@ -36,8 +34,7 @@ def planner(
     except RankFailure as failure:
         fail(failure)
     bench.render(results, stdout_console())
-    if json_path is not None:
-        write_json(json_path, bench.as_json(results))
+    write(json_path, bench.as_json(results))
 
 
 def _large(json_path: Path | None) -> None:
@@ -46,8 +43,7 @@ def _large(json_path: Path | None) -> None:
     with busy("planning"):
         result = planner_scale.run()
     planner_scale.render(result, stdout_console())
-    if json_path is not None:
-        write_json(json_path, planner_scale.as_json(result))
+    write(json_path, planner_scale.as_json(result))
 
 
 def placements(
@@ -61,22 +57,19 @@ def placements(
     json_path: Figures = None,
 ) -> None:
     """Compare the best placement found with round robin and the choice of TorchRec's planner, in turns."""
-    from sennit.runtime.training.launch import RankFailure
     from sennit.testbed.bench import placements as bench
     from sennit.testbed.bench.planner import calibrated
-    from sennit.transport.errors import SennitError
 
-    if hosts > 1 and (reason := capabilities.missing("netns")):
-        fail(reason)
-    try:
-        settings = bench.Settings(ranks=ranks, steps=steps, is_confined=is_confined, hosts=hosts, rate_mbit=rate_mbit)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    try:
-        with busy("training with each placement"), calibrated(ranks):
-            result = bench.run(settings)
-    except (RankFailure, SennitError) as failure:
-        fail(failure)
-    bench.render(result, stdout_console())
-    if json_path is not None:
-        write_json(json_path, result.as_json())
+    if hosts > 1:
+        need("netns")
+    run_ranks(
+        bench,
+        json_path,
+        doing="training with each placement",
+        around=calibrated(ranks),
+        ranks=ranks,
+        steps=steps,
+        is_confined=is_confined,
+        hosts=hosts,
+        rate_mbit=rate_mbit,
+    )

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from sennit.command_line import busy, fail, stdout_console, writable_file, write_json
+from sennit.testbed.bench.running import Figures, run_ranks
 
 
 def scaling(
@@ -20,37 +19,25 @@ def scaling(
     steps: Annotated[int, typer.Option(help="steps of a turn", min=1)] = 4,
     turns: Annotated[int, typer.Option(help="timed turns of a run", min=1)] = 4,
     rounds: Annotated[int, typer.Option(help="runs of each number of ranks", min=1)] = 3,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)
-    ] = None,
+    json_path: Figures = None,
 ) -> None:
     """Take steps of 1 to 16 ranks with equally many samples each: efficiency, and what of a step is exposed."""
-    from sennit.runtime.training.launch import RankFailure
     from sennit.testbed.bench import scaling as bench
-    from sennit.transport.errors import ConfigError
 
     try:
         counts = tuple(int(one) for one in worlds.split(","))
     except ValueError:
         raise typer.BadParameter(f"worlds {worlds!r}; allowed: numbers with commas between them") from None
-    try:
-        settings = bench.Settings(
-            worlds=counts,
-            data=data,
-            local_batch=batch,
-            dim=dim,
-            rank_slices=slices,
-            steps=steps,
-            turns=turns,
-            rounds=rounds,
-        )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    try:
-        with busy("training with one number of ranks after the other"):
-            report = bench.run(settings)
-    except (RankFailure, ConfigError) as error:
-        fail(error)
-    bench.render(report, stdout_console())
-    if json_path is not None:
-        write_json(json_path, report.as_json())
+    run_ranks(
+        bench,
+        json_path,
+        doing="training with one number of ranks after the other",
+        worlds=counts,
+        data=data,
+        local_batch=batch,
+        dim=dim,
+        rank_slices=slices,
+        steps=steps,
+        turns=turns,
+        rounds=rounds,
+    )

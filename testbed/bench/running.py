@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What commands of `sennit bench` have in common: options, checks, and how a benchmark is run and reported."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sennit import capabilities
+from sennit.command_line import busy, fail, figure_file, stdout_console, writable_file, write_json
+
+Figures = Annotated[Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)]
+Picture = Annotated[
+    Path | None, typer.Option("--plot", help="write a figure to this file (.png, .svg, .pdf)", callback=figure_file)
+]
+
+
+def need(*names: str) -> None:
+    """Ends the command if this machine lacks a capability."""
+    if reason := capabilities.missing(*names):
+        fail(reason)
+
+
+@contextlib.contextmanager
+def mistakes_told() -> Iterator[None]:
+    """Inside, a `ValueError` is a mistake in the command line."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def write(json_path: Path | None, figures: object) -> None:
+    """Writes what is asked for."""
+    if json_path is not None:
+        write_json(json_path, figures)
+
+
+def run_ranks(
+    bench: Any,
+    json_path: Path | None,
+    *,
+    doing: str = "measuring in turns",
+    around: contextlib.AbstractContextManager[object] | None = None,
+    **settings: Any,
+) -> None:
+    """Runs a benchmark whose ranks are processes of this machine, with these settings of its module; shows and writes
+    what came of it. `doing`: what is said meanwhile. `around`: entered while it runs.
+    """
+    from sennit.runtime.training.launch import RankFailure
+    from sennit.transport.errors import SennitError
+
+    with mistakes_told():
+        chosen = bench.Settings(**settings)
+    try:
+        with busy(doing), around or contextlib.nullcontext():
+            report = bench.run(chosen)
+    except (RankFailure, SennitError) as error:
+        fail(error)
+    bench.render(report, stdout_console())
+    write(json_path, report.as_json())
