@@ -37,10 +37,9 @@ def writable_folder() -> Path:
         found = folder()
         found.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
-        number = error.errno if isinstance(error, OSError) else None
-        raise DeviceError(f"the cache's folder cannot be made ({error}); {REMEDY}", number) from error
+        raise DeviceError(f"the cache's folder cannot be made ({error}); {REMEDY}") from error
     if not os.access(found, os.W_OK | os.X_OK):
-        raise DeviceError(f"{found} cannot be written; {REMEDY}", errno.EACCES)
+        raise DeviceError(f"{found} cannot be written; {REMEDY}")
     return found
 
 

@@ -88,7 +88,7 @@ def cache_folder() -> Answer:
         with tempfile.TemporaryFile(dir=folder):
             return Answer(fine=True, what=str(folder))
     except DeviceError as error:
-        return Answer(fine=False, what=str(error), remedy=cache.REMEDY)
+        return Answer(fine=False, what=str(error).removesuffix(f"; {cache.REMEDY}"), remedy=cache.REMEDY)
     except OSError as error:
         return Answer(fine=False, what=f"{cache.folder()}: {error.strerror}", remedy=cache.REMEDY)
 

@@ -113,6 +113,7 @@ def test_a_home_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch,
     answer = surroundings.cache_folder()
     assert not answer.fine
     assert answer.remedy == cache.REMEDY
+    assert cache.REMEDY not in answer.what
 
 
 @pytest.mark.needs("backend")
@@ -124,6 +125,7 @@ def test_a_command_names_a_home_that_cannot_be_written_in_one_line() -> None:
     )  # fmt: skip
     assert done.returncode == 69, done.stderr
     assert done.stderr.startswith("error: the cache's folder cannot be made")
+    assert done.stderr.endswith(f"; {cache.REMEDY}\n")
     assert len(done.stderr.splitlines()) == 1
 
 
