@@ -66,6 +66,9 @@ class Question:
     required: bool = False
     """Without it, sennit is useless on this machine."""
 
+    of_tests: bool = False
+    """Only the project's own tests need it. A wheel has none."""
+
 
 def present(name: str, detail: str) -> Capability:
     return Capability(name=name, available=True, detail=detail)

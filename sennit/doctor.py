@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.text import Text
 
+from sennit import extras
 from sennit.capabilities import QUESTIONS, Capability, Question, probe
 
 
@@ -26,9 +27,11 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Runs every probe. Takes a few seconds, mostly for importing torch."""
+    """Runs every probe of use here. Takes a few seconds, mostly for importing torch."""
     return [
-        Finding(question=question, capabilities=tuple(probe(name) for name in question.needs)) for question in QUESTIONS
+        Finding(question=question, capabilities=tuple(probe(name) for name in question.needs))
+        for question in QUESTIONS
+        if extras.from_checkout() or not question.of_tests
     ]
 
 

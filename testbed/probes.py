@@ -134,15 +134,16 @@ capabilities.QUESTIONS += [
     Question(
         title="network namespaces, traffic control and BPF (tests of the outer rings)",
         needs=("root", "netns", "bpf", "tc"),
+        of_tests=True,
     ),
     Question(
         title="planes with loss, reordering and rate limits (testbed)",
         needs=("root", "netns", "tc-bpf", "nsenter", "packet-sockets"),
     ),
     Question(title="netem in place of the BPF program of the testbed", needs=("netem", "bridge")),
-    Question(title="independent decoding of captures (tests)", needs=("tshark",)),
-    Question(title="pages in a browser (tests)", needs=("chromium",)),
+    Question(title="independent decoding of captures (tests)", needs=("tshark",), of_tests=True),
+    Question(title="pages in a browser (tests)", needs=("chromium",), of_tests=True),
     Question(title="OpenMPI as a peer in benchmarks", needs=("openmpi",)),
-    Question(title="jobs of Slurm (tests)", needs=("slurm",)),
+    Question(title="jobs of Slurm (tests)", needs=("slurm",), of_tests=True),
     Question(title="Ray Train and Ray Data (examples/ray_train.py)", needs=("ray",)),
 ]

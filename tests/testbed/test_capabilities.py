@@ -9,7 +9,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from sennit import capabilities, doctor
+from sennit import capabilities, doctor, extras
 
 
 @pytest.mark.parametrize("name", capabilities.PROBES)
@@ -67,6 +67,13 @@ def test_json_has_every_question_and_can_be_read_back() -> None:
     assert [question["title"] for question in document["questions"]] == [item.title for item in capabilities.QUESTIONS]
     for question in document["questions"]:
         assert question["ok"] == all(capability["available"] for capability in question["capabilities"])
+
+
+def test_a_wheel_is_not_asked_for_what_tests_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "from_checkout", lambda: False)
+    asked = [found.question for found in doctor.examine()]
+    assert asked == [question for question in capabilities.QUESTIONS if "tests" not in question.title]
+    assert len(asked) < len(capabilities.QUESTIONS)
 
 
 def test_the_testbed_adds_its_own() -> None:
