@@ -6,8 +6,10 @@ from __future__ import annotations
 import io
 import os
 import re
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,32 @@ def test_colours_are_for_terminals_and_no_color_turns_them_off() -> None:
     )
     assert "RoCEv2 over UDP" in piped.stdout
     assert "\x1b" not in piped.stdout + piped.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.needs("backend")
+def test_train_feed_and_top_show_how_far_they_are() -> None:
+    """The trainer waits for the feeder, and that for `top`: so `top` sees a rank that runs."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    train = ["train", f"--ingest=cpu://127.0.0.1:{port}", "--batch-size=64", "--steps=30", "--epochs=9", "--dim=4"]
+    feed = ["feed", "--data=synthetic", "--samples=1024", "--row-limit=100", f"--to=127.0.0.1:{port}"]
+
+    def run(arguments: list[str], until: str = "", no_color: str | None = None) -> tuple[int, str]:
+        return run_on_terminal([*SENNIT, *arguments], timeout_s=COMMAND_TIMEOUT_S, until=until, NO_COLOR=no_color)
+
+    with ThreadPoolExecutor() as pool:
+        trained = pool.submit(run, train)
+        watched, seen = run(["top", "--interval=0.1"], until="op/s", no_color="1")
+        fed, feeding = run(feed, no_color="1")
+    assert (watched, fed) == (0, 0), seen + feeding
+    assert "op/s" in seen
+    assert "feeding" in feeding
+    assert not COLOUR.search(seen + feeding), seen + feeding
+    status, training = trained.result()
+    assert status == 0, training
+    assert re.search(r"30/30\b.* samples/s", training), training
+    assert COLOUR.search(training)
 
 
 def test_a_bar_says_what_the_steps_wait_for() -> None:

@@ -60,7 +60,9 @@ def test_weights_are_those_of_a_run_from_memory_also_when_resumed(tmp_path: Path
     with feeder(port) as process:
         options = [*saved, "--sketch", str(tmp_path / "ids.sketch"), "--sharding", "auto", "--rebalance", "5"]
         fed = train(tmp_path / "fed.json", *MODEL, *target, *options)
-        assert process.wait(30) == 0, process.stdout and process.stdout.read()
+        said, _ = process.communicate(timeout=30)
+        assert process.returncode == 0, said
+        assert "\x1b" not in said  # what it shows on a terminal, it does not show in a pipe
     assert fed["weights_sha256"] == expected["weights_sha256"]
     # Feeders count ids.
     assert fed["rebalance"]["looks"] == 3
