@@ -7,7 +7,7 @@ PY := .venv/bin/python
 QUIETLY := sennit/setup/quietly.sh
 CXX_FILES = $(shell git ls-files -co --exclude-standard '*.cpp' '*.hpp' '*.h')
 LAUNCHER := $(shell command -v ccache)
-.PHONY: help build wheels try-wheels matrix vm-kernel demo test test-cpp test-model test-fuzz test-vm test-rdma test-qemu test-python test-native test-one-core ebpf kernel fuzz frameworks lint fmt types bench comparison pictures architecture models docs testbed simulate clean
+.PHONY: help build wheels try-wheels matrix vm-kernel demo test test-cpp test-model test-fuzz test-vm test-rdma test-qemu test-python test-native test-one-core ebpf kernel fuzz frameworks lint fmt types bench comparison pictures architecture models quality docs testbed simulate clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -151,6 +151,16 @@ architecture: build  ## the pictures of docs/architecture.md, from the imports o
 
 models: build  ## the tables of docs/models.md: models of the Neo paper on its cluster, from examples/*.toml
 	@$(PY) -m sennit.testbed.models_page docs/models.md
+
+SEEDS ?= 3
+QUALITY_WAYS := fp32 "plain torch" "parameter server" "exchange bf16" "exchange fp8" "exchange int8" "tables fp16"
+QUALITY := $(PY) -m sennit bench quality --seeds $(SEEDS) --batch-sizes 256,8192,16384 --warmup 0.25 --same-time
+quality: build  ## the tables and pictures of docs/quality.md, on three data sets with SEEDS=3: half an hour on two cores
+	@mkdir -p build/quality
+	@only=(); for way in $(QUALITY_WAYS); do only+=(--only "$$way"); done; \
+	for run in "flights 1" "movielens 4" "adult 4"; do set -- $$run; \
+	  $(QUALITY) "$${only[@]}" --data $$1 --epochs $$2 --json build/quality/$$1.json; done
+	@$(PY) -m sennit.testbed.bench.quality_page docs build/quality/{flights,movielens,adult}.json
 
 docs: build  ## the documentation as a site: build/site/index.html
 	@NO_MKDOCS_2_WARNING=1 $(QUIETLY) build/docs.log $(PY) -m mkdocs --quiet build --strict

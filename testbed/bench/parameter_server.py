@@ -36,7 +36,10 @@ class Outcome:
     """The mean number of updates by others between a worker's reading and its update."""
 
     seconds: float
-    """Of training, without evaluation."""
+    """Of training, without loading data and evaluation."""
+
+    steps: int
+    """Updates of all workers together."""
 
 
 def train(config: TrainingConfig, workers: int) -> Outcome:
@@ -56,6 +59,8 @@ def _rank(config: TrainingConfig, rank: int, world_size: int, store: Store) -> O
     dist.init_process_group("sennit", store=store, rank=rank, world_size=world_size)
     try:
         plain = PlainTorch(config)
+        # The clock starts when all have loaded their data.
+        dist.barrier()
         if rank != SERVER:
             _work(plain, rank, world_size - 1)
             return None
@@ -86,7 +91,7 @@ class _Server:
         if self._failures:
             raise self._failures[0]
         staleness = self._staleness / max(1, self._updates)
-        return Outcome(quality=self._plain.evaluate(), staleness=staleness, seconds=seconds)
+        return Outcome(quality=self._plain.evaluate(), staleness=staleness, seconds=seconds, steps=self._updates)
 
     def _serve(self, worker: int) -> None:
         try:

@@ -61,12 +61,14 @@ def quality(
     ranks: Annotated[int, typer.Option(help="ranks, all on this machine", min=1)] = 2,
     only: Annotated[list[str] | None, typer.Option(help="one of the ways; may be repeated; default: all")] = None,
     batch_sizes: Annotated[str, typer.Option(help="also train with these batch sizes, comma-separated")] = "",
-    warmup: Annotated[float, typer.Option(help="share of the steps of --batch-sizes in which rates rise", min=0)] = 0.0,
+    rate_rules: Annotated[
+        str, typer.Option(help="how rates follow --batch-sizes: sqrt, linear, fixed, comma-separated")
+    ] = "sqrt",
+    warmup: Annotated[
+        float, typer.Option(help="share of the steps in which rates of --batch-sizes and parameter server rise", min=0)
+    ] = 0.0,
     same_time: Annotated[
-        bool,
-        typer.Option(
-            "--same-time", help="--batch-sizes also for as long as the parameter server took, and their best epoch"
-        ),
+        bool, typer.Option("--same-time", help="--batch-sizes also for as long as the parameter server took")
     ] = False,
     base: Annotated[str, typer.Option(help="the way to compare with, such as 'batch 8,192'")] = "fp32",
     json_path: Figures = None,
@@ -77,6 +79,8 @@ def quality(
     Compare their quality seed by seed.
     """
     from sennit.testbed.bench import quality as bench
+    from sennit.testbed.bench import quality_plots
+    from sennit.testbed.bench.quality_ways import WAYS
     from sennit.transport.errors import SennitError
 
     with mistakes_told():
@@ -85,8 +89,9 @@ def quality(
             seeds=seeds,
             epochs=epochs,
             ranks=ranks,
-            only=tuple(only or bench.WAYS),
+            only=tuple(only or WAYS),
             batch_sizes=tuple(int(size) for size in batch_sizes.split(",") if size),
+            rate_rules=tuple(rule for rule in rate_rules.split(",") if rule),
             warmup=warmup,
             equal_time=same_time,
             base=base,
@@ -99,4 +104,4 @@ def quality(
     bench.render(report, stdout_console())
     write(json_path, report.as_json())
     if plot_path is not None:
-        bench.plot(report, plot_path)
+        quality_plots.differences(report, plot_path)

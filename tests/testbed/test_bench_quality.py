@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +13,26 @@ import pytest
 
 pytest.importorskip("torch")
 
+from sennit.offload.ingest.facts import TableFacts
 from sennit.runtime.data.sources import Source
+from sennit.runtime.kernels.spec import Precision, Rounding
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.launch import RankFailure
-from sennit.testbed.bench import parameter_server, plain_torch, quality
+from sennit.testbed.bench import parameter_server, plain_torch, quality, quality_page, quality_plots, quality_ways
+from sennit.testbed.bench.quality_ways import ASYNCHRONOUS, Trained, batch_way, server_way, steps_within
 from sennit.transport.errors import SennitError
 from tests.runtime.whole_run import train
 
 pytestmark = pytest.mark.timeout(120)
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def report(*, qualities: dict[str, list[float]]) -> quality.Report:
-    runs = {way: [{"normalised_entropy": one, "auc": 1 - one} for one in found] for way, found in qualities.items()}
-    return quality.Report(settings=quality.Settings(seeds=3), machine={}, qualities=runs)
+    runs = {
+        way: [{"normalised_entropy": one, "auc": 1 - one, "calibration": 0.5 + one} for one in found]
+        for way, found in qualities.items()
+    }
+    return quality.Report(settings=quality.Settings(seeds=3), machine={"processor": "a processor"}, qualities=runs)
 
 
 def test_a_difference_is_paired_by_seed_and_has_an_interval() -> None:
@@ -33,7 +42,9 @@ def test_a_difference_is_paired_by_seed_and_has_an_interval() -> None:
     assert apart.mean == pytest.approx(0.02)
     assert apart.half == pytest.approx(4.303 * 0.001 / math.sqrt(3))
     assert found.difference("exchange fp8", "auc").mean == pytest.approx(-0.02)
-    assert found.as_json()["minus base"]["exchange fp8"]["auc"]["half"] == pytest.approx(apart.half)
+    minus = found.as_json()["minus base"]["exchange fp8"]
+    assert minus["auc"]["half"] == pytest.approx(apart.half)
+    assert minus["calibration"]["mean"] == pytest.approx(0.02)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +53,8 @@ def test_a_difference_is_paired_by_seed_and_has_an_interval() -> None:
         ({"only": ("fp7",)}, "way 'fp7'; allowed: fp32, plain torch"),
         ({"base": "batch 8,192"}, "base 'batch 8,192'; allowed: fp32, plain torch"),
         ({"warmup": 1.0, "batch_sizes": (512,)}, "a warm-up of 1 of the steps; allowed: 0 to below 1"),
+        ({"rate_rules": ("cubic",)}, "rate rule 'cubic'; allowed: sqrt, linear, fixed"),
+        ({"rate_rules": ()}, "no rate rule; allowed: sqrt"),
         ({"equal_time": True}, "the same time without batch sizes and 'parameter server'"),
         ({"equal_time": True, "batch_sizes": (512,), "only": ("fp32",)}, "the same time without batch sizes"),
         ({"seeds": 1}, "1 seeds; allowed: 2 to"),
@@ -53,38 +66,81 @@ def test_settings_that_have_no_answer_are_refused(settings: dict[str, Any], comp
         quality.Settings(**settings)
 
 
-def test_rates_grow_with_the_square_root_of_the_batch() -> None:
-    options = quality.batch_options(4 * TrainingConfig().batch_size)
-    given = dict(zip(options[::2], options[1::2], strict=True))
-    assert float(given["--sparse-rate"]) == 2 * TrainingConfig().sparse_rate
-    assert float(given["--dense-rate"]) == 2 * TrainingConfig().dense_rate
+@pytest.mark.parametrize(("rule", "factor"), [("sqrt", 2.0), ("linear", 4.0), ("fixed", 1.0)])
+def test_rates_follow_the_batch_size_by_the_rule(rule: str, factor: float) -> None:
+    default = TrainingConfig()
+    job = quality_ways.Job(data="synthetic", seed=1, epochs=1, ranks=2, warmup=0.0)
+    config = batch_way(4 * default.batch_size, rule).config(job)
+    assert config.sparse_rate == pytest.approx(factor * default.sparse_rate)
+    assert config.dense_rate == pytest.approx(factor * default.dense_rate)
+    server = server_way(rule).config(job)
+    assert server.sparse_rate == pytest.approx(default.sparse_rate / 8 ** quality_ways.RATE_RULES[rule])
+
+
+def test_what_fits_into_a_time_is_rounded_down() -> None:
+    """A run at this pace ends before the time is over, and one step more would not."""
+    like = Trained(quality={}, steps=30, seconds=3.0)
+    assert steps_within(2.0, like) == 20
+    assert steps_within(1.99, like) == 19
+    assert steps_within(0.01, like) == 1
 
 
 def test_the_same_time_is_that_of_the_parameter_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A way that takes a third of its time gets three times the epochs, whatever the speed of the machine."""
-    asked: list[tuple[str, int]] = []
+    """A way gets as many steps as fit, more or fewer than all epochs have, and is judged by its last evaluation."""
+    asked: list[tuple[str, int | None]] = []
+    paces = {ASYNCHRONOUS: (100, 3.1), "batch 512": (20, 1.0), "batch 256": (40, 6.2)}
 
-    def trained(settings: quality.Settings, way: str, seed: int) -> quality.Trained:
-        asked.append((way, settings.epochs))
-        seconds = {quality.ASYNCHRONOUS: 3.1, "batch 512": 1.0}.get(way, 0.0)
-        return quality.Trained(quality={"normalised_entropy": 0.5 + seed, "auc": 0.5}, seconds=seconds)
+    def trained(job: quality_ways.Job, way: quality_ways.Way, steps: int | None = None) -> Trained:
+        asked.append((way.name, steps))
+        took, seconds = paces.get(way.name, (steps, 3.0))
+        qualities = {"normalised_entropy": 0.5 + job.seed, "auc": 0.5, "calibration": 1.0}
+        return Trained(quality=qualities, steps=took, seconds=seconds)
 
-    monkeypatch.setattr(quality, "_train", trained)
-    settings = quality.Settings(
-        seeds=2, epochs=2, batch_sizes=(512,), only=(), base=quality.ASYNCHRONOUS, equal_time=True
-    )
+    monkeypatch.setattr(quality, "train", trained)
+    settings = quality.Settings(seeds=2, epochs=2, batch_sizes=(512, 256), only=(), base=ASYNCHRONOUS, equal_time=True)
     found = quality.run(settings)
-    assert asked == 2 * [(quality.ASYNCHRONOUS, 2), ("batch 512", 2), ("batch 512, same time", 6)]
+    expected = [(ASYNCHRONOUS, None), ("batch 512", None), ("batch 256", None)]
+    assert asked == 2 * [*expected, ("batch 512, same time", 62), ("batch 256, same time", 20)]
     assert found.seconds["batch 512"] == [1.0, 1.0]
+    assert found.steps["batch 256, same time"] == [20, 20]
+    assert found.time_ratio("batch 512") == pytest.approx(1.0 / 3.1)
+    assert found.time_ratio(ASYNCHRONOUS) == 1.0
+    assert quality.Report.from_json(json.loads(json.dumps(found.as_json()))) == found
+
+
+def test_a_run_of_so_many_steps_ends_there() -> None:
+    """In whole epochs and a part of one. So does the parameter server, with as many samples."""
+    job = quality_ways.Job(data="synthetic", seed=1, epochs=1, ranks=1, warmup=0.25)
+    way = batch_way(8_192, is_same_time=True)
+    steps = way.config(job).order_settings.order("", Source().samples).steps_per_epoch + 3
+    config = way.config(job, steps)
+    assert (config.max_steps, config.epochs, config.warmup) == (steps, 2, round(steps / 4))
+    source = Source(data="synthetic", samples=1_000, row_limit=100)
+    small = replace(config, source=source, batch_size=256, max_steps=4, warmup=1, sparse_rate=0.01, dense_rate=0.001)
+    trained = quality_ways._ours(small, 1)
+    assert trained.steps == 4
+    assert trained.seconds is not None
+    assert trained.seconds > 0
+    assert trained.quality["calibration"] > 0
+
+
+def test_ways_change_what_they_are_named_after() -> None:
+    job = quality_ways.Job(data="synthetic", seed=3, epochs=2, ranks=2, warmup=0.25)
+    plain = TrainingConfig(source=Source(data="synthetic"), seed=3, epochs=2)
+    made = {name: way.config(job) for name, way in quality_ways.WAYS.items()}
+    assert made["fp32"] == made["plain torch"] == plain
+    assert made["exchange fp8"] == replace(plain, exchange="fp8")
+    assert made["exchange and gradient int8"] == replace(plain, exchange="int8", gradient="int8")
+    for name, precision in (("tables fp16", Precision.FP16), ("tables bf16", Precision.BF16)):
+        (table,) = made[name].tables_of([TableFacts(name="one", rows=9, mean_length=1.0)])
+        assert (table.precision, table.rounding) == (precision, Rounding.STOCHASTIC)
 
 
 def test_the_warmup_is_a_share_of_the_steps() -> None:
-    settings = quality.Settings(data="synthetic", batch_sizes=(512,), warmup=0.25, epochs=2)
-    steps = quality._warmup(settings, 512, 1)
-    order = plain_torch.PlainTorch(
-        TrainingConfig(source=Source(data="synthetic"), batch_size=512, epochs=2, seed=1)
-    ).order
-    assert steps == ["--warmup", str(round(order.step_count / 4))]
+    job = quality_ways.Job(data="synthetic", seed=1, epochs=2, ranks=2, warmup=0.25)
+    config = batch_way(512).config(job)
+    assert config.warmup == round(config.order_settings.order("", Source().samples).step_count / 4)
+    assert quality_ways.WAYS["fp32"].config(job).warmup == 0
 
 
 def test_plain_torch_trains_the_same_model(tmp_path: Path) -> None:
@@ -107,6 +163,7 @@ def test_one_worker_of_a_parameter_server_is_plain_torch_and_several_are_stale()
     alone = parameter_server.train(config, 1)
     assert (alone.quality, alone.staleness) == (plain, 0.0)
     several = parameter_server.train(config, 2)
+    assert several.steps == alone.steps == config.epochs * (1_000 - 100) // 32
     # Each update is counted once, whoever came between.
     assert 0 <= several.staleness <= config.source.samples / 32
     assert several.quality.sample_count == plain.sample_count
@@ -140,14 +197,62 @@ def test_a_worker_that_fails_ends_the_training_with_its_reason(tmp_path: Path, m
         parameter_server.train(config, 2)
 
 
-def test_a_run_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(quality.WAYS, "exchange fp8", ("--exchange", "fp9"))
-    with pytest.raises(SennitError, match=r"sennit train \(exchange fp8, seed 1\) failed: .*fp9"):
-        quality._ours(quality.Settings(), "exchange fp8", 1)
+def test_a_run_that_fails_is_named() -> None:
+    job = quality_ways.Job(data="synthetic", seed=1, epochs=1, ranks=1, warmup=0.0)
+    with pytest.raises(SennitError, match=r"exchange fp9, seed 1: exchange 'fp9'; allowed: "):
+        quality_ways.train(job, quality_ways.Way(name="exchange fp9", changes={"exchange": "fp9"}))
+    changes = {"dense_rate": 999.0, "sparse_rate": 999.0, "dense_optimizer": "sgd"}
+    with pytest.raises(SennitError, match=r"(?s)hasty, seed 1: rank 0: .*loss is "):
+        quality_ways.train(job, quality_ways.Way(name="hasty", changes=changes))
 
 
-def test_the_picture_shows_every_way(tmp_path: Path) -> None:
+def whole() -> quality.Report:
+    """A report of all ways, of three seeds."""
+    settings = quality.Settings(seeds=3, batch_sizes=(256, 8_192), equal_time=True)
+    found = report(qualities={way.name: [0.5, 0.61, 0.7] for way in settings.ways})
+    timed = [name for name in found.qualities if name != quality_ways.PLAIN]
+    return replace(
+        found,
+        settings=settings,
+        seconds={name: [2.0, 3.0, 1.0] for name in timed},
+        steps={name: [1_000, 1_001, 1_000] for name in timed},
+    )
+
+
+def test_the_pictures_show_every_way(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     found = report(qualities={"fp32": [0.5, 0.6, 0.7], "exchange fp8": [0.52, 0.62, 0.72]})
-    quality.plot(found, tmp_path / "quality.svg")
+    quality_plots.differences(found, tmp_path / "quality.svg")
     assert "exchange fp8" in (tmp_path / "quality.svg").read_text()
+    for name in ("first.svg", "second.svg"):
+        quality_plots.batches([whole()], tmp_path / name)
+    drawn = (tmp_path / "first.svg").read_text()
+    assert "8,192" in drawn
+    assert "equal time" in drawn
+    assert (tmp_path / "second.svg").read_text() == drawn
+
+
+@pytest.mark.skipif(
+    not (DOCS / quality_page.FIGURES).exists(), reason="needs the quality.json that make quality writes"
+)
+def test_the_page_has_the_tables_of_its_figures() -> None:
+    for text in quality_page.tables(quality_page.read(DOCS / quality_page.FIGURES)).values():
+        assert text in (DOCS / quality_page.PAGE).read_text(), "make quality"
+
+
+def test_each_way_has_its_line_in_one_table(tmp_path: Path) -> None:
+    (tmp_path / "one.json").write_text(json.dumps(whole().as_json()))
+    (tmp_path / "all.json").write_text(quality_page.merged([tmp_path / "one.json"]))
+    made = quality_page.tables(quality_page.read(tmp_path / "all.json"))
+    assert "\n\nflights, 1 epoch, seeds 1 to 3 (a processor):\n\n| way | NE | NE - fp32 |" in made["ways"]
+    assert made["ways"].count("\n| ") == 2 + 8
+    assert made["parameter server"].count("\n| ") == 2 + 1 + 4
+    assert "(quality-flights.svg)" in made["ways"]
+    assert "| batch 8,192 | 1,000 to 1,001 | 0.60333 | +0.00000 ± 0.00000 | 0.39667 |" in made["batch sizes"]
+    assert "| batch 8,192, same time | 1,000 to 1,001 | 1.00 | 0.60333 |" in made["parameter server"]
+    marks = "\n".join(f"<!-- {part}: begin -->\nold\n<!-- {part}: end -->" for part in made)
+    page = quality_page.spliced(marks, made)
+    assert "old" not in page
+    assert quality_page.spliced(page, made) == page
+    with pytest.raises(ValueError, match="a page without"):
+        quality_page.spliced("nothing", made)
