@@ -34,13 +34,14 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpre
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_kernels_compile_for_an_h100_to_exact_instructions(tmp_path: Path) -> None:
     """The compiler may refuse what the interpreter accepts. Its code must round as the reference does."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     subprocess.run(
         [sys.executable, HERE / "triton_compiling.py", tmp_path],
         check=True,
-        timeout=110,
+        timeout=220,
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path / "cache")},
     )
     found = {path.stem: path.read_text() for path in tmp_path.glob("*.ptx")}

@@ -30,7 +30,7 @@ def run(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.Completed
         [sys.executable, *launcher, "-m", "sennit.runtime.training", *arguments],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         check=False,
     )
 
@@ -48,6 +48,7 @@ def test_flights_has_one_hash_at_any_number_of_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_a_run_its_resumption_and_torchrun_end_with_the_same_weights(tmp_path: Path) -> None:
     """A run saves increments in the background. A resumed run goes on from one of them under torchrun."""
     whole, rest = tmp_path / "whole.json", tmp_path / "rest.json"
