@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
+from sennit.testbed.marked_page import with_part
+
 ROOT: Final = Path(__file__).resolve().parents[1]
 FOLDERS: Final = ("ebpf", "offload", "transport", "runtime", "testbed", "sennit")
 FOUNDATIONS, COMMANDS = "sennit", "sennit: commands"
@@ -140,11 +142,7 @@ def with_pictures(page: str) -> str:
     """Returns the page with new text between its markers. Raises ValueError for a page without them."""
     for name, picture in pictures().items():
         begin, end = f"<!-- {name}: make architecture -->", f"<!-- end of {name} -->"
-        before, found, rest = page.partition(begin)
-        _, found_end, after = rest.partition(end)
-        if not found or not found_end:
-            raise ValueError(f"no place for a picture: the lines {begin!r} and {end!r} are missing")
-        page = f"{before}{begin}\n\n{picture}\n\n{end}{after}"
+        page = with_part(page, begin, end, f"\n{picture}\n", what="a picture")
     return page
 
 

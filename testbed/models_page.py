@@ -10,6 +10,7 @@ from typing import Final
 from sennit.runtime.planner.roofline import bounds_of
 from sennit.runtime.planner.roofline_files import read_machines, read_model, scaled
 from sennit.runtime.planner.roofline_report import page
+from sennit.testbed.marked_page import with_part
 
 EXAMPLES: Final = Path(__file__).resolve().parents[1] / "examples"
 MODELS: Final = ("neo-a", "neo-f", "neo-i")
@@ -30,11 +31,7 @@ def tables() -> str:
 
 def with_tables(text: str) -> str:
     """The page with new tables between its markers. Raises ValueError for a page without them."""
-    before, found, rest = text.partition(BEGIN)
-    _, found_end, after = rest.partition(END)
-    if not found or not found_end:
-        raise ValueError(f"no place for tables: the lines {BEGIN!r} and {END!r} are missing")
-    return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{after}"
+    return with_part(text, BEGIN, END, f"\n{tables()}\n", what="tables")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -17,6 +16,7 @@ from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.model.factory import build
 from sennit.runtime.model.inputs import ModelInputs
 from sennit.runtime.model.optimizer import dense_optimizer
+from sennit.runtime.planner.one_thread import one_thread
 from sennit.runtime.planner.problem import Fixed
 from sennit.runtime.sharded.cutting import CutArguments, join
 from sennit.runtime.sharded.slices import Slices
@@ -41,7 +41,7 @@ def measure(
 
     It gets the slices of a rank, cut and joined as `SlicedReplicas` does it.
     """
-    with torch.random.fork_rng(devices=[]), _one_thread():
+    with torch.random.fork_rng(devices=[]), one_thread():
         return _measure(model_name, inputs, slices, batch, dense_optimizer_name, budget_s)
 
 
@@ -95,19 +95,8 @@ def input_seconds(source: BatchSource, budget_s: float = BUDGET_S) -> float:
         samples, number = len(batch.labels), number + 1
         source.release(number)
 
-    with _one_thread():
+    with one_thread():
         return typical(take, budget_s) / max(1, samples)
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Ranks compute on one thread. Several would wait for one another where ranks share cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def typical(call: Callable[[], object], budget_s: float = BUDGET_S) -> float:

@@ -28,6 +28,7 @@ from sennit.runtime.model.toml_file import (
 )
 from sennit.runtime.planner.cluster import MAX_RANKS
 from sennit.runtime.planner.constants import Constants
+from sennit.runtime.planner.one_thread import one_thread
 from sennit.runtime.planner.roofline import SPREADS, Link, Machines, Tables, Tier, Workload
 from sennit.runtime.planner.usage import ZIPF, assumed
 from sennit.runtime.sharded.shards import expected
@@ -288,9 +289,7 @@ def read_rate() -> float:
 
     It takes a tenth of a second or a few.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         numbers = torch.ones(READ_BYTES // 4)
         best = math.inf
         calls: tuple[Callable[[], object], ...] = (numbers.sum, lambda: torch.dot(numbers, numbers))
@@ -299,8 +298,6 @@ def read_rate() -> float:
                 start_s = time.perf_counter()
                 call()
                 best = min(best, time.perf_counter() - start_s)
-    finally:
-        torch.set_num_threads(threads)
     return READ_BYTES / best
 
 

@@ -17,6 +17,7 @@ from typing import Final
 
 from sennit.testbed.bench.comparison import CORE, LOOKUPS, LOOPBACK, SHARED, STEP, Comparison, Row
 from sennit.testbed.bench.pictures import Chart, svg
+from sennit.testbed.marked_page import with_part
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 FIGURES: Final = "comparison.json"
@@ -80,11 +81,7 @@ def files(found: Comparison) -> dict[str, str]:
 
 def spliced(page: str, measured: str) -> str:
     """`page` with `measured` between its two marks. Raises ValueError without them."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"a page without {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n{measured}\n{END}{after}"
+    return with_part(page, BEGIN, END, measured, what="figures")
 
 
 def made_anew(docs: Path) -> dict[Path, str]:

@@ -18,6 +18,7 @@ from typing import Final
 from sennit.testbed.bench import quality_plots
 from sennit.testbed.bench.quality import METRICS, Report
 from sennit.testbed.bench.quality_ways import ASYNCHRONOUS, FP32, SAME_TIME
+from sennit.testbed.marked_page import with_part
 
 FIGURES: Final = "quality.json"
 PAGE: Final = "quality.md"
@@ -82,11 +83,7 @@ def spliced(page: str, made: dict[str, str]) -> str:
     """`page` with each table between its two marks. Raises ValueError without them."""
     for part, table in made.items():
         begin, end = (f"<!-- {part}: {mark} -->" for mark in ("begin", "end"))
-        before, found, rest = page.partition(begin)
-        _, found_end, after = rest.partition(end)
-        if not found or not found_end:
-            raise ValueError(f"a page without {begin} and {end}")
-        page = f"{before}{begin}\n\n{table}\n\n{end}{after}"
+        page = with_part(page, begin, end, f"\n{table}\n", what="tables")
     return page
 
 

@@ -11,17 +11,16 @@ import contextlib
 import functools
 import io
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
-
-import torch
 
 from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.data import sources
 from sennit.runtime.data.sources import Source
 from sennit.runtime.kernels.spec import Precision, Rounding
 from sennit.runtime.model.settings import SettingsFile
+from sennit.runtime.planner.one_thread import one_thread
 from sennit.runtime.training import launch
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.run import Place, run_rank
@@ -153,23 +152,12 @@ def train(job: Job, way: Way, steps: int | None = None) -> Trained:
         if not way.is_program:
             return _ours(config, job.ranks)
         if way.name == PLAIN:
-            with _one_thread():
+            with one_thread():
                 return Trained(quality=asdict(plain_torch.train(config)))
         outcome = parameter_server.train(config, WORKERS)
     except SennitError as error:
         raise SennitError(f"{way.name}, seed {job.seed}: {error}") from error
     return Trained(quality=asdict(outcome.quality), steps=outcome.steps, seconds=outcome.seconds)
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """As each rank of the other ways has. Sums then do not depend on the processors either."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _ours(config: TrainingConfig, ranks: int) -> Trained:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sennit.testbed.marked_page import with_part
 from sennit.testbed.simulation.outcome import Outcome
 from sennit.testbed.simulation.suite import Case
 
@@ -87,12 +88,7 @@ def provenance(cases: Sequence[Case], outcomes: dict[str, Outcome]) -> str:
 
 def write_page(page: Path, text: str, begin: str = BEGIN) -> None:
     """Replaces the text between the page's two markers. Raises ValueError for a page without them."""
-    content = page.read_text()
-    before, found, rest = content.partition(begin)
-    _, end, after = rest.partition(END)
-    if not found or not end:
-        raise ValueError(f"{page} has no place for results: it takes the lines {begin!r} and {END!r}")
-    page.write_text(f"{before}{begin}\n\n{text}\n\n{END}{after}")
+    page.write_text(with_part(page.read_text(), begin, END, f"\n{text}\n", what=f"results ({page})"))
 
 
 def plot(cases: Sequence[Case], outcomes: dict[str, Outcome], path: Path) -> None:
