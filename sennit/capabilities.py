@@ -231,7 +231,8 @@ def _backend() -> Capability:
     from sennit.runtime.backend import extension
 
     try:
-        extension.load()
+        # An import of torch would take most of the doctor's time.
+        extension.load() if "torch" in sys.modules else extension.try_link(torch.detail)
     except (ImportError, Unsupported) as error:
         return absent(name, f"{error}", extension.remedy(torch.detail))
     return present(name, f"the extension fits torch {torch.detail}")

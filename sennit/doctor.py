@@ -27,7 +27,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Runs every probe of use here. Takes a few seconds, mostly for importing torch."""
+    """Runs every probe of use here. Takes a second or two."""
     return [
         Finding(question=question, capabilities=tuple(probe(name) for name in question.needs))
         for question in QUESTIONS

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,3 +43,24 @@ def test_a_patch_release_keeps_the_interface_and_a_minor_one_does_not(tmp_path: 
     build = extension.Build(path=tmp_path / f"_c10d{extension.SUFFIX}", torch="2.13.0+cpu")
     fits = {version: build.fits(version) for version in ("2.13.0", "2.13.1+cu126", "2.12.0", "2.14.0+cpu", "2.1.0")}
     assert fits == {"2.13.0": True, "2.13.1+cu126": True, "2.12.0": False, "2.14.0+cpu": False, "2.1.0": False}
+
+
+def test_the_doctor_links_the_extension_without_an_import_of_torch() -> None:
+    program = (
+        "import sys\nfrom sennit import capabilities\nprint(capabilities.probe('backend'), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=90, check=True)
+    assert "available=True" in done.stdout
+    assert done.stdout.endswith(" False\n")
+
+
+@pytest.mark.parametrize(("size_bytes", "why"), [(5_000, "damaged: .* signal 7"), (10, "file too short")])
+def test_what_cannot_be_linked_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, size_bytes: int, why: str
+) -> None:
+    torn = tmp_path / f"_c10d{extension.SUFFIX}"
+    torn.write_bytes(Path(extension.load().__file__ or "").read_bytes()[:size_bytes])
+    (tmp_path / "build_info.json").write_text(json.dumps({"torch": torch.__version__}))
+    monkeypatch.setattr(extension, "builds", lambda _: [extension.record_of(tmp_path)])
+    with pytest.raises(Unsupported, match=rf"_c10d\S+ cannot be loaded with torch 2\.\S+ \(.*{why}\); make build"):
+        extension.try_link(torch.__version__)
