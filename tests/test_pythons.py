@@ -18,17 +18,19 @@ ROOT = Path(__file__).resolve().parents[1]
 WHEEL = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]["wheel"]
 
 
-def load() -> Any:
-    """The script, which no package has."""
-    spec = importlib.util.spec_from_file_location("pythons", ROOT / "sennit" / "setup" / "pythons.py")
+def load(name: str) -> Any:
+    """A script, which no package has."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "sennit" / "setup" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-pythons = load()
+pythons = load("pythons")
+sys.modules["sennit.setup.pythons"] = pythons  # by this name the matrix asks for it
+matrix = load("matrix")
 
 
 def program(folder: Path, text: str) -> Path:
@@ -86,3 +88,13 @@ def test_every_module_of_the_core_is_compiled_for_the_stable_abi() -> None:
     modules = [line for path in files for line in re.findall(r"nanobind_add_module\((.*)", path.read_text())]
     assert len(modules) >= 5
     assert not [line for line in modules if "STABLE_ABI" not in line.split()]
+
+
+def test_a_step_of_the_matrix_runs_once_and_shows_what_it_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(matrix, "BUILD", tmp_path)
+    row = matrix.Row(matrix.Pair(pythons.Python("python3", "3.12.1"), ""), lambda _: None)
+    counting = ["bash", "-c", "echo one >>times; wc -l <times; exit $1", "bash"]
+    assert row.run([*counting, "0"], tmp_path).endswith("\n1\n")
+    with pytest.raises(RuntimeError, match=r"^2$"):
+        row.run([*counting, "3"], tmp_path)
+    assert "wc -l" in row.log.read_text()

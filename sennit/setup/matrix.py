@@ -177,7 +177,7 @@ class Row:
         begun = self.log.stat().st_size
         # quietly.sh shows on a terminal how long it takes. It empties its log, so that it gets one of its own.
         step = self.log.with_suffix(".step")
-        waiting = ["bash", "-c", '. "$0"; waiting "$@"', str(QUIETLY), str(step), *command]
+        waiting = ["bash", "-c", '. "$1"; waiting "${@:2}"', "bash", str(QUIETLY), str(step), *command]
         try:
             code = subprocess.run(
                 waiting,
