@@ -101,7 +101,7 @@ class Config:
 
     paths: int = 8
     """`SENNIT_PATHS`, 1 to 256: UDP source ports (ECMP entropies) for each peer and rail. Eight load four equal-cost
-    planes almost evenly. More paths only cost memory."""
+    planes almost evenly. More paths only cost memory. Sockets of one address use one."""
 
     ports: tuple[int, int] | None = None
     """`SENNIT_PORTS`, "5000-5100": the first and the last UDP port that udp may use, for firewalls. On each rail and

@@ -18,7 +18,7 @@ from sennit.errors import FormatError
 
 ROCE_UDP_PORT = 4791
 DEFAULT_PARTITION_KEY = 0xFFFF
-PAYLOAD_MAX_BYTES = 4_096
+PAYLOAD_MAX_BYTES = 20_480  # Between sockets of one host; on a network 4,096.
 ICRC_BYTES = 4
 IPV4_DO_NOT_FRAGMENT = 0x4000
 PROTOCOL_UDP = 17

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 MAGIC: Final = 0x31554E53
-VERSION: Final = 6
+VERSION: Final = 7
 WIRE_REVISION: Final = 2
 FLAG_DEVICE: Final = 1
 EAGER_SLOTS: Final = 64

@@ -22,9 +22,9 @@ uint32_t eager_immediate(uint64_t packet) {
 }  // namespace
 
 EagerSender::EagerSender(const FlowConfig& config)
-    : payload_max_bytes_(config.payload_max_bytes),
+    : slot_bytes_(eager_slot_bytes(config)),
       slot_count_(config.eager_slot_count),
-      ring_(std::make_unique_for_overwrite<std::byte[]>(size_t{config.eager_slot_count} * config.payload_max_bytes)),
+      ring_(std::make_unique_for_overwrite<std::byte[]>(size_t{config.eager_slot_count} * slot_bytes_)),
       sizes_(config.eager_slot_count) {}
 
 void EagerSender::set_remote(uint64_t address, uint32_t rkey) {
@@ -40,7 +40,7 @@ bool EagerSender::push(const MessageHeader& header, uint32_t flags, const void* 
   const uint32_t data_bytes = flags == EAGER_REQUEST ? 0 : static_cast<uint32_t>(header.size_bytes);
   const EagerHeader head{header.key, header.signature, header.size_bytes, flags, data_bytes};
   const uint32_t slot = static_cast<uint32_t>(next_) & (slot_count_ - 1);
-  std::byte* at = ring_.get() + size_t{slot} * payload_max_bytes_;
+  std::byte* at = ring_.get() + size_t{slot} * slot_bytes_;
   std::memcpy(at, &head, sizeof head);
   if (data_bytes != 0) std::memcpy(at + sizeof head, data, data_bytes);
   sizes_[slot] = EAGER_HEADER_BYTES + data_bytes;
@@ -50,7 +50,7 @@ bool EagerSender::push(const MessageHeader& header, uint32_t flags, const void* 
 
 DataOut EagerSender::take_unsent() {
   const uint32_t slot = static_cast<uint32_t>(sent_) & (slot_count_ - 1);
-  const size_t offset = size_t{slot} * payload_max_bytes_;
+  const size_t offset = size_t{slot} * slot_bytes_;
   const DataOut packet{remote_address_ + offset, rkey_, eager_immediate(sent_), ring_.get() + offset, sizes_[slot]};
   ++sent_;
   return packet;
@@ -74,7 +74,7 @@ bool EagerSender::check(const ControlHeader& header) const {
 }
 
 EagerReceiver::EagerReceiver(const FlowConfig& config, std::span<std::byte> memory, uint32_t rkey)
-    : payload_max_bytes_(config.payload_max_bytes),
+    : slot_bytes_(eager_slot_bytes(config)),
       slot_count_(config.eager_slot_count),
       rkey_(rkey),
       memory_(memory),
@@ -88,7 +88,7 @@ Verdict EagerReceiver::classify(uint32_t index, uint32_t size_bytes) const {
   const uint64_t packet = this->packet(index);
   // Before the stream's start, `packet` has wrapped to a huge number.
   if (packet >= consumed_below_ + slot_count_) return Verdict::bad_slot;
-  if (size_bytes < EAGER_HEADER_BYTES || size_bytes > payload_max_bytes_) return Verdict::bad_range;
+  if (size_bytes < EAGER_HEADER_BYTES || size_bytes > slot_bytes_) return Verdict::bad_range;
   if (packet < received_below_ || present_.test(static_cast<uint32_t>(packet) & (slot_count_ - 1)))
     return Verdict::duplicate;
   return Verdict::place;
@@ -100,7 +100,7 @@ Verdict EagerReceiver::locate(uint32_t index, uint64_t address, uint32_t rkey, u
   if (verdict == Verdict::bad_slot) return verdict;
   if (rkey != rkey_) return Verdict::bad_key;
   const uint32_t slot = static_cast<uint32_t>(packet(index)) & (slot_count_ - 1);
-  std::byte* place = memory_.data() + size_t{slot} * payload_max_bytes_;
+  std::byte* place = memory_.data() + size_t{slot} * slot_bytes_;
   if (verdict == Verdict::bad_range || address != reinterpret_cast<uint64_t>(place)) return Verdict::bad_range;
   out = Placement{verdict == Verdict::place ? place : nullptr, make_immediate(EAGER_SLOT, index), address, size_bytes};
   return verdict;
@@ -121,7 +121,7 @@ bool EagerReceiver::on_data(uint32_t index, uint32_t size_bytes) {
 EagerReceiver::Taken EagerReceiver::take(Event& out) {
   if (consumed_below_ == received_below_) return Taken::none;
   const uint32_t slot = static_cast<uint32_t>(consumed_below_) & (slot_count_ - 1);
-  const std::byte* at = memory_.data() + size_t{slot} * payload_max_bytes_;
+  const std::byte* at = memory_.data() + size_t{slot} * slot_bytes_;
   EagerHeader head;
   std::memcpy(&head, at, sizeof head);
   const bool is_known = head.flags == EAGER_DATA || head.flags == EAGER_REQUEST;

@@ -16,11 +16,17 @@
 
 namespace sennit::flow {
 
+// An eager message takes one slot of the ring, however large bulk packets are.
+inline constexpr uint32_t EAGER_SLOT_MAX_BYTES = 4'096;
+inline uint32_t eager_slot_bytes(const FlowConfig& config) {
+  return std::min(config.payload_max_bytes, EAGER_SLOT_MAX_BYTES);
+}
+
 class EagerSender {
  public:
   explicit EagerSender(const FlowConfig& config);
   void set_remote(uint64_t address, uint32_t rkey);
-  uint64_t max_bytes() const { return payload_max_bytes_ - EAGER_HEADER_BYTES; }
+  uint64_t max_bytes() const { return slot_bytes_ - EAGER_HEADER_BYTES; }
   // False: the peer has not consumed enough yet.
   bool push(const MessageHeader& header, uint32_t flags, const void* data);
   bool has_unsent() const { return sent_ != next_; }
@@ -39,7 +45,7 @@ class EagerSender {
  private:
   uint64_t received_by(const ControlHeader& header) const;
   uint64_t consumed_by(const ControlHeader& header) const;
-  const uint32_t payload_max_bytes_, slot_count_;
+  const uint32_t slot_bytes_, slot_count_;
   const std::unique_ptr<std::byte[]> ring_;  // not zeroed: a flow without eager messages touches no page
   std::vector<uint32_t> sizes_;
   uint64_t remote_address_ = 0;
@@ -70,7 +76,7 @@ class EagerReceiver {
 
  private:
   uint64_t packet(uint32_t index) const;
-  const uint32_t payload_max_bytes_, slot_count_, rkey_;
+  const uint32_t slot_bytes_, slot_count_, rkey_;
   std::span<std::byte> memory_;
   Bitmap present_;  // by slot: arrived and not consumed
   std::vector<uint32_t> sizes_;

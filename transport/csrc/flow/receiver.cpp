@@ -20,7 +20,8 @@ void Receiver::advertise(uint64_t receive_id, const MessageHeader& header, std::
 }
 
 void Receiver::open_credits_in_window() {
-  const uint64_t part_max_bytes = uint64_t{CREDIT_MAX_PACKETS} * payload_max_bytes_;
+  const uint64_t part_max_bytes =
+      payload_max_bytes_ * std::min(CREDIT_MAX_PACKETS, ADVERT_PART_MASK / payload_max_bytes_);
   while (!waiting_.empty() && next_credit_ < completed_below_ + CREDIT_WINDOW) {
     const uint64_t number = waiting_.front();
     Message& message = messages_[number];

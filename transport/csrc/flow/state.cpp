@@ -34,8 +34,8 @@ const FlowConfig& checked(const FlowConfig& config, std::span<std::byte> eager_m
   require(config.rail_count >= 1 && config.rail_count <= config.path_count, "rail_count must be 1..path_count");
   require(config.ack_every_packets >= 1 && config.ack_delay_us >= 1, "acknowledgement limits must be positive");
   require(config.peer_timeout_us >= 1, "peer_timeout_us must be positive");
-  require(eager_memory.size() >= size_t{config.eager_slot_count} * config.payload_max_bytes,
-          "eager_memory must hold eager_slot_count * payload_max_bytes bytes");
+  require(eager_memory.size() >= size_t{config.eager_slot_count} * eager_slot_bytes(config),
+          "eager_memory must hold eager_slot_count slots");
   return config;
 }
 

@@ -84,6 +84,14 @@ Agreement agree(const RoceOffer& ours, uint32_t peer, const RoceOffer& theirs, c
     }
   }
   out.path_count = std::min(ours.path_count, theirs.path_count);
+  const bool stays_here =
+      !ours.is_device && !theirs.is_device && std::all_of(pairs.begin(), pairs.end(), [&](const RailPairs::Pair& pair) {
+        return ours.rails[pair.first].listen.address == theirs.rails[pair.second].listen.address;
+      });
+  if (stays_here) {
+    out.first_path = (ours.rank + peer) % out.path_count;
+    out.path_count = 1;
+  }
   flow::FlowConfig& flow = out.flow;
   flow.payload_max_bytes = wire::PAYLOAD_MAX_BYTES;
   for (const auto& [mine, other] : pairs)
@@ -91,6 +99,10 @@ Agreement agree(const RoceOffer& ours, uint32_t peer, const RoceOffer& theirs, c
   if (flow.payload_max_bytes < 256 || !std::has_single_bit(flow.payload_max_bytes))
     throw std::invalid_argument(who + " offers a payload of " + std::to_string(flow.payload_max_bytes) +
                                 " bytes a packet; powers of two from 256 to 4096 are allowed");
+  // A trial is over before this is known, and tries no larger packets than a network takes.
+  if (stays_here && ours.takes_local_packets && theirs.takes_local_packets &&
+      flow.payload_max_bytes == wire::PAYLOAD_MAX_BYTES)
+    flow.payload_max_bytes = wire::LOCAL_PAYLOAD_MAX_BYTES;
   flow.path_count = static_cast<uint32_t>(out.path_count * pairs.size());
   flow.rail_count = static_cast<uint32_t>(pairs.size());
   for (const RoceOffer::Rail& rail : theirs.rails)

@@ -15,7 +15,7 @@ namespace sennit {
 namespace {
 
 constexpr uint32_t MAGIC = 0x31554E53;  // "SNU1"
-constexpr uint32_t FLAG_DEVICE = 1, FLAG_RELIABLE = 2;
+constexpr uint32_t FLAG_DEVICE = 1, FLAG_RELIABLE = 2, FLAG_LOCAL_PACKETS = 4;
 // Of the first queue pair number: the others follow it. Without it they are the next numbers.
 constexpr uint32_t QPNS_LISTED = uint32_t{1} << 31;
 constexpr uint32_t RAIL_MAX_COUNT = 64, RANK_MAX_COUNT = 65'536;
@@ -85,7 +85,8 @@ std::vector<std::byte> RoceOffer::encode() const {
   out.put(MAGIC);
   out.put(VERSION);
   out.put(uint32_t{flow::CONTROL_VERSION});
-  out.put((is_device ? FLAG_DEVICE : 0) | (is_reliable ? FLAG_RELIABLE : 0));
+  out.put((is_device ? FLAG_DEVICE : 0) | (is_reliable ? FLAG_RELIABLE : 0) |
+          (takes_local_packets ? FLAG_LOCAL_PACKETS : 0));
   out.put(rank);
   out.put(size);
   out.put(path_count);
@@ -132,6 +133,7 @@ RoceOffer RoceOffer::decode(std::span<const std::byte> bytes) {
   const auto flags = in.get<uint32_t>();
   offer.is_device = (flags & FLAG_DEVICE) != 0;
   offer.is_reliable = (flags & FLAG_RELIABLE) != 0;
+  offer.takes_local_packets = (flags & FLAG_LOCAL_PACKETS) != 0;
   offer.rank = in.get<uint32_t>();
   offer.size = in.get_count(RANK_MAX_COUNT, "ranks");
   offer.path_count = in.get_count(PATH_MAX_COUNT, "paths");

@@ -16,7 +16,7 @@
 namespace sennit {
 
 struct RoceOffer {
-  static constexpr uint32_t VERSION = 6;
+  static constexpr uint32_t VERSION = 7;
 
   struct Rail {
     wire::Endpoint listen;            // where all packets for this rank go
@@ -38,7 +38,9 @@ struct RoceOffer {
   // SEND ONLY with immediate, into memory that the receiver chooses (docs/decisions/0030).
   bool is_device = false;
   bool is_reliable = false;  // its queue pairs use the reliable service; only for devices, and only on both sides
-  uint32_t path_count = 0;   // entropies for each rail
+  // Packets between sockets of this rank's address may have LOCAL_PAYLOAD_MAX_BYTES (wire/packet.hpp).
+  bool takes_local_packets = false;
+  uint32_t path_count = 0;  // entropies for each rail
   uint32_t eager_slot_count = 0;
   uint64_t receive_window_bytes = 0;  // how much one peer may have in flight to this rank
   uint64_t eager_base = 0;            // address of the eager rings, one for each rank; for a device: 0

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 
+#include "flow/eager.hpp"
 #include "flow/immediate.hpp"
 #include "ports/udp_peer.hpp"
 #include "ports/udp_setup.hpp"
@@ -19,7 +20,7 @@ UdpPort::Peer& UdpPort::prepare(uint32_t peer, std::span<const std::byte> info, 
   const auto payload_of = [this](const RoceOffer::Rail& one, const RoceOffer::Rail& other) {
     return pair_payload(interfaces_, one, other);
   };
-  const auto [rails, path_count, config] = agree(offer_, peer, theirs, send_, payload_of);
+  const auto [rails, first_path, path_count, config] = agree(offer_, peer, theirs, send_, payload_of);
   const RoceOffer::Peer& for_peer = for_peers_[peer];
   std::vector<RailPairs::Pair> pairs = rails.first;
   if (is_tried && !theirs.is_device && (pairs.size() + rails.reserves.size()) * path_count <= PATH_MAX_COUNT) {
@@ -27,10 +28,10 @@ UdpPort::Peer& UdpPort::prepare(uint32_t peer, std::span<const std::byte> info, 
     made->reserve_of = rails.reserve_of;
   }
   made->pair_count = static_cast<uint32_t>(pairs.size());
-  made->payload_max_bytes = config.payload_max_bytes;
+  made->payload_max_bytes = std::min<uint32_t>(config.payload_max_bytes, wire::PAYLOAD_MAX_BYTES);
   const size_t common_packet_bytes = wire::data_packet_bytes(config.payload_max_bytes);
   made->paths.reserve(path_count * pairs.size());
-  for (uint32_t path = 0; path < path_count; ++path) {
+  for (uint32_t path = first_path; path < first_path + path_count; ++path) {
     for (const auto& [mine, other] : pairs) {
       const RoceOffer::Rail &our_rail = offer_.rails[mine], &their_rail = theirs.rails[other];
       UdpPath& entry = made->paths.emplace_back(their_rail.listen);
@@ -46,8 +47,7 @@ UdpPort::Peer& UdpPort::prepare(uint32_t peer, std::span<const std::byte> info, 
       entry.source = our_rail.listen, entry.remote_source = their_rail.listen;
       entry.source.port = our_rail.entropies[path];
       entry.remote_source.port = their_rail.entropies[path];
-      // With one peer, each socket has only one destination.
-      if (offer_.size == 2 && entry.sender->connect(entry.remote)) entry.remote = entry.remote.of_connected();
+      entry.sender->add_destination(their_rail.listen);
       entry.outgoing = wire::NetworkCrc(entry.source, their_rail.listen, common_packet_bytes);
       entry.incoming = wire::NetworkCrc(entry.remote_source, our_rail.listen, common_packet_bytes);
       paths_by_qpn_[for_peer.qpns[mine * offer_.path_count + path]] = &entry;
@@ -62,7 +62,7 @@ void UdpPort::start(Peer& peer) {
   const uint32_t payload_bytes = peer.trial ? peer.trial->payload_bytes() : peer.payload_max_bytes;
   RoceOffer theirs = peer.offer;
   theirs.receive_window_bytes = window_at(theirs, payload_bytes);
-  auto [rails, path_count, config] =
+  auto [rails, first_path, path_count, config] =
       agree(offer_, peer.rank, theirs, send_,
             [payload_bytes](const RoceOffer::Rail&, const RoceOffer::Rail&) { return payload_bytes; });
   for (UdpPath& path : peer.paths) {
@@ -82,7 +82,7 @@ void UdpPort::start(Peer& peer) {
   config.agenda = &agenda_;
   config.agenda_member = peer.member = static_cast<uint32_t>(connected_.size());
   const std::span<std::byte> eager_memory(eager_memory_.get() + EAGER_RING_BYTES * peer.rank,
-                                          size_t{EAGER_SLOT_COUNT} * config.payload_max_bytes);
+                                          size_t{EAGER_SLOT_COUNT} * flow::eager_slot_bytes(config));
   peer.lane = std::make_unique<FlowLane>(peer.rank, config, eager_memory, for_peers_[peer.rank].eager_rkey, exposure_,
                                          loans_, *peer.sink);
   connected_.push_back(&peer);
@@ -95,6 +95,7 @@ void UdpPort::start(Peer& peer) {
   const size_t common_packet_bytes = wire::data_packet_bytes(config.payload_max_bytes);
   for (UdpPath* path : peer.used) {
     path->flow = &flow;
+    path->payload_limit_bytes = std::max(path->payload_limit_bytes, peer.payload_bytes);
     if (!peer.trial) continue;
     path->outgoing = wire::NetworkCrc(path->source, path->remote_listen, common_packet_bytes);
     path->incoming = wire::NetworkCrc(path->remote_source, path->local_listen, common_packet_bytes);
@@ -114,23 +115,15 @@ void UdpPort::connect(uint32_t peer, std::span<const std::byte> info, LaneSink& 
 
 void UdpPort::begin_trial(uint32_t peer, std::span<const std::byte> info, LaneSink& sink) {
   Peer& made = prepare(peer, info, sink, true);
-  // The paths of a pair of rails differ in the source port alone, which only a network looks at.
-  const bool is_on_this_host =
-      !made.offer.is_device &&
-      std::all_of(made.paths.begin(), made.paths.end(), [](const UdpPath& path) { return path.stays_here(); });
-  const uint32_t tried_count = is_on_this_host ? made.pair_count : static_cast<uint32_t>(made.paths.size());
   made.trial = std::make_unique<Trial>(Trial::Config{
-      .path_count = tried_count,
+      .path_count = static_cast<uint32_t>(made.paths.size()),
       .payload_max_bytes = made.payload_max_bytes,
       .decides = rank_ < peer,
       .pair_count = made.pair_count,
       .reserve_of = made.reserve_of,
       .peer_count = offer_.size - 1,
   });
-  for (UdpPath& path : made.paths) {
-    path.trial = made.trial.get();
-    path.number %= tried_count;
-  }
+  for (UdpPath& path : made.paths) path.trial = made.trial.get();
 }
 
 bool UdpPort::send_probes(Peer& peer, uint64_t now_us) {

@@ -23,15 +23,16 @@ struct UdpPath {
   uint32_t trial_rkey = 0;     // for probes that come here: the key of the ring that the peer may write to
   trace::Ends ends{};
   uint32_t index = 0;           // the flow's name for it
-  uint32_t number = 0;          // the trial's name for it, and for those that it stands for
+  uint32_t number = 0;          // the trial's name for it
   size_t rail = 0;              // ours
   UdpSender* sender = nullptr;  // owns the socket with this path's source port
   wire::Endpoint source, local_listen, remote_source, remote_listen;
   SocketAddress remote;  // the same, for sends
   uint32_t remote_qpn = 0;
   uint32_t next_psn = 0;
-  int error = 0;              // errno of its last probe that was not sent or came back
-  bool is_over_mtu = false;   // it did not take the last full packet
+  int error = 0;                                           // errno of its last probe that was not sent or came back
+  uint32_t payload_limit_bytes = wire::PAYLOAD_MAX_BYTES;  // of packets that come here
+  bool is_over_mtu = false;                                // it did not take the last full packet
   bool is_to_device = false;  // a device, which takes eager packets as SEND ONLY with immediate
   wire::NetworkCrc outgoing, incoming;
 

@@ -50,6 +50,11 @@ UdpPort::UdpPort(uint32_t rank, uint32_t size, const UdpConfig& config)
     if (!rail.other_family_address.empty()) open_rail(rail.other_family_address, rail.port, interface, sized);
   }
 
+  const uint64_t window_bytes = std::min<uint64_t>(offer_.receive_window_bytes, config.window_bytes);
+  offer_.takes_local_packets = std::all_of(offer_.rails.begin(), offer_.rails.end(), [&](const RoceOffer::Rail& rail) {
+    return takes_local_packets(interfaces_, rail.listen.is_ipv6, window_bytes);
+  });
+
   // Only address space: pages come with the first packet, so peers on other ports cost nothing.
   const size_t eager_bytes = EAGER_RING_BYTES * size;
   void* memory = mmap(nullptr, eager_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -236,19 +241,26 @@ bool UdpPort::send_from(Peer& peer, uint64_t now_us) {
   if (read_until_us_ >= flow.next_timeout_us()) flow.on_timeout(now_us);
   bool sent = false;
   uint32_t path = 0;
-  std::array<std::byte, flow::CONTROL_MAX_BYTES> control;
-  while (const size_t size_bytes = flow.poll_control(now_us, control, path)) {
-    UdpPath& way = *peer.used[path];
-    way.sender->send_control(way, std::span(control).first(size_bytes));
+  // A control that goes the way of data goes behind it, which saves a system call at both ends. With several paths it
+  // mostly goes another way.
+  UdpPath* const only_way = peer.used.size() == 1 && !peer.used[0]->is_over_mtu ? peer.used[0] : nullptr;
+  std::array<std::array<std::byte, flow::CONTROL_MAX_BYTES>, 2> buffers;
+  std::span<const std::byte> waiting;
+  for (size_t turn = 0; const size_t size_bytes = flow.poll_control(now_us, buffers[turn], path); turn ^= 1) {
+    std::span<const std::byte> control = std::span(buffers[turn]).first(size_bytes);
+    if (only_way != nullptr) std::swap(control, waiting);
+    if (!control.empty()) peer.used[path]->sender->send_control(*peer.used[path], control);
     sent = true;
-    if (way.sender->is_blocked()) return true;
+    if (peer.used[path]->sender->is_blocked()) return true;
   }
   std::array<flow::DataOut, UdpSender::BATCH_MAX_PACKETS> packets;
-  const auto batch = std::span(packets).first(peer.batch_packets);
-  if (const size_t count = flow.poll_data(now_us, batch, path)) {
+  const size_t count = flow.poll_data(now_us, std::span(packets).first(peer.batch_packets), path);
+  const auto batch = std::span(packets).first(count);
+  const bool takes_along = !waiting.empty() && count != 0 && UdpSender::takes_along(*only_way, batch, waiting.size());
+  if (count != 0) {
     UdpPath& way = *peer.used[path];
     way.sender->take_over_mtu();  // of a trial, or of another peer's batch
-    way.sender->send_data(way, batch.first(count));
+    way.sender->send_data(way, batch, takes_along ? waiting : std::span<const std::byte>());
     if (way.sender->take_over_mtu()) {
       note_over_mtu(peer, way, now_us);
     } else if (way.is_over_mtu && packets[0].size_bytes == peer.payload_bytes) {
@@ -256,6 +268,7 @@ bool UdpPort::send_from(Peer& peer, uint64_t now_us) {
     }
     sent = true;
   }
+  if (!waiting.empty() && !takes_along) only_way->sender->send_control(*only_way, waiting);
   return sent;
 }
 

@@ -44,7 +44,7 @@ UdpReceiver::Received UdpReceiver::receive(uint64_t now_us) {
   // Places are filled only now. Until here every packet stayed where recvmsg had put it.
   uint32_t identification = 0;
   Received received = Received::control;
-  uint32_t data = 0;
+  uint32_t data_bytes = 0;
   for (Arrival& arrival : arrivals_) {
     judge(arrival, batch, now_us, identification);
     if (arrival.packet.opcode != wire::Opcode::uc_write_only_immediate) continue;
@@ -52,12 +52,12 @@ UdpReceiver::Received UdpReceiver::receive(uint64_t now_us) {
         flow::slot_of(arrival.packet.immediate) != flow::EAGER_SLOT)
       right_guesses_ = 0;
     received = Received::data;
-    ++data;
+    data_bytes += arrival.packet.payload_bytes;
     expected_ = arrival.path->flow;
   }
-  if (data > 1)
+  if (data_bytes > SMALL_BYTES)
     looks_left_ = LOOKS_AFTER_BATCH;
-  else if (data == 1 && looks_left_ != 0)
+  else if (received == Received::data && looks_left_ != 0)
     --looks_left_;
   return received;
 }
@@ -161,7 +161,10 @@ void UdpReceiver::sort(const ReceivedBatch& batch) {
       // Mostly the path of the packet before.
       if (arrival.packet.qpn != qpn) path = find_path(qpn = arrival.packet.qpn);
       arrival.path = path;
-      if (path == nullptr) refusal = wire::Refusal::unknown_qpn;
+      if (path == nullptr)
+        refusal = wire::Refusal::unknown_qpn;
+      else if (arrival.packet.payload_bytes > path->payload_limit_bytes)
+        refusal = wire::Refusal::oversized;
     }
     if (refusal != wire::Refusal::none) {
       refuse(refusal);

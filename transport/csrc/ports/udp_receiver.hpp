@@ -59,8 +59,8 @@ class UdpReceiver {
   static constexpr size_t PLACE_MAX_COUNT = 64;
   // After this many right guesses in a row, stop looking. With a second peer, guesses are right half the time.
   static constexpr uint32_t TRUSTED_GUESSES = 8;
-  // Looking costs a system call, as much as copying one packet. After this many single packets in a row, do not look.
-  static constexpr uint32_t LOOKS_AFTER_BATCH = 16;
+  // Looking costs a system call, as much as copying 4 KiB. After this many small receives in a row, do not look.
+  static constexpr uint32_t LOOKS_AFTER_BATCH = 16, SMALL_BYTES = 4'096;
 
   struct Arrival {
     wire::Packet packet;

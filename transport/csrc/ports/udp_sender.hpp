@@ -5,6 +5,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -37,12 +38,17 @@ class UdpSender {
   UdpSender(UdpSocket socket, UdpSendCounters& counters);
 
   const wire::Endpoint& local() const { return socket_.local(); }
-  // For a sender that has only this destination.
-  bool connect(const SocketAddress& to) { return socket_.connect(to); }
+  // Packets may go there from now on. While that is the only destination, the socket is connected to it.
+  void add_destination(const wire::Endpoint& to);
+  bool is_connected() const { return connected_.has_value(); }
+  int fd() const { return socket_.fd(); }
   // How many packets of this payload one send takes.
   static size_t batch_packets(size_t payload_bytes);
-  // All but the last of `packets` have one size. The payloads are read before the call returns.
-  void send_data(UdpPath& path, std::span<const flow::DataOut> packets);
+  // All but the last of `packets` have one size. The payloads are read before the call returns. `control` is the
+  // payload of a control packet that goes behind them, if takes_along says so.
+  void send_data(UdpPath& path, std::span<const flow::DataOut> packets, std::span<const std::byte> control = {});
+  // Whether one send takes these packets and a control packet behind them. Only its last segment may be shorter.
+  static bool takes_along(const UdpPath& path, std::span<const flow::DataOut> packets, size_t control_bytes);
   void send_control(UdpPath& path, std::span<const std::byte> payload);
   // A batch waits for room in the device's queue. Nothing else may be sent before flush() is true.
   bool is_blocked() const { return !kept_.bytes.empty(); }
@@ -78,6 +84,9 @@ class UdpSender {
   static size_t same_kind(const UdpPath& path, std::span<const flow::DataOut> packets);
   // Returns the size of the first packet.
   size_t lay_out(UdpPath& path, std::span<const flow::DataOut> packets, uint32_t first_psn);
+  // Adds a control packet behind `place` packets that are laid out. Returns its size.
+  size_t lay_out_control(UdpPath& path, std::span<const std::byte> payload, uint32_t place);
+  const SocketAddress& address_of(const UdpPath& path) const { return connected_ ? *connected_ : path.remote; }
   void transmit(const UdpPath& path, std::span<const iovec> pieces, size_t segment_bytes);
   int send_one_by_one(const SocketAddress& to, std::span<const std::byte> bytes, size_t segment_bytes, size_t& done);
   void keep(const UdpPath& path, std::span<const iovec> pieces, size_t segment_bytes);
@@ -100,8 +109,12 @@ class UdpSender {
   bool is_over_mtu_ = false;
   uint32_t path_mtu_bytes_ = 0;
   Kept kept_;
+  std::optional<wire::Endpoint> destination_;  // the first one
+  bool has_several_destinations_ = false;
+  std::optional<SocketAddress> connected_;  // stands for the only destination
   std::array<std::byte, BATCH_MAX_PACKETS*(wire::DATA_HEADER_BYTES + 7)> frame_bytes_;
-  std::array<iovec, 2 * BATCH_MAX_PACKETS + 1> pieces_;
+  std::array<std::byte, wire::CONTROL_HEADER_BYTES + flow::CONTROL_MAX_BYTES + 7> control_bytes_;
+  std::array<iovec, 2 * BATCH_MAX_PACKETS + 2> pieces_;
   size_t piece_count_ = 0;
 };
 

@@ -18,6 +18,9 @@ constexpr size_t HEADERS_BYTES = 40 + 8 + wire::DATA_HEADER_BYTES + wire::ICRC_B
 // packets cost two to four times theirs.
 uint64_t overhead_of(uint32_t payload_bytes) { return payload_bytes >= 4'096 ? 2 : 4; }
 
+// In a smaller window, too few packets are under way to keep both ends busy.
+constexpr uint64_t LOCAL_WINDOW_PACKETS = 32;
+
 std::optional<UdpSocket> open_unless_taken(const std::string& address, uint16_t port) {
   try {
     return UdpSocket(wire::parse_endpoint(address, port));
@@ -66,6 +69,11 @@ UdpSocket open_sender(const std::string& address, const PortRange& ports) {
       if (error.code().value() != EADDRINUSE || attempt == ATTEMPT_COUNT) throw;
     }
   }
+}
+
+bool takes_local_packets(const std::vector<Interface>& interfaces, bool is_ipv6, uint64_t window_bytes) {
+  return loopback_mtu_bytes(interfaces, is_ipv6) >= HEADERS_BYTES + wire::LOCAL_PAYLOAD_MAX_BYTES &&
+         window_bytes >= LOCAL_WINDOW_PACKETS * wire::LOCAL_PAYLOAD_MAX_BYTES;
 }
 
 uint32_t payload_for_mtu(size_t mtu_bytes, const wire::Endpoint& local) {

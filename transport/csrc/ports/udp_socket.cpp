@@ -150,6 +150,12 @@ bool UdpSocket::connect(const SocketAddress& to) {
   return ::connect(fd_, reinterpret_cast<const sockaddr*>(&to.storage), to.size_bytes) == 0;
 }
 
+void UdpSocket::disconnect() {
+  sockaddr none{};
+  none.sa_family = AF_UNSPEC;
+  ::connect(fd_, &none, sizeof none);
+}
+
 size_t UdpSocket::set_receive_buffer(size_t size_bytes) {
   return set_buffer(fd_, SO_RCVBUFFORCE, SO_RCVBUF, size_bytes);
 }

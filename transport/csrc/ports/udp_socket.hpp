@@ -57,6 +57,8 @@ class UdpSocket {
   bool enable_receive_offload();
   // All packets will go there, so the kernel looks up the route only once. False if it has no route now.
   bool connect(const SocketAddress& to);
+  // Packets may go anywhere again.
+  void disconnect();
   // A destination that refuses packets makes the next send fail with ECONNREFUSED. See take_network_reports().
   void report_refusals();
   // Packets carry ECT(0): routers may mark them instead of dropping them (RFC 3168).

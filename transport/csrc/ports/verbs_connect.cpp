@@ -16,7 +16,7 @@ namespace sennit {
 VerbsPort::Peer& VerbsPort::prepare(uint32_t peer, std::span<const std::byte> info, LaneSink& sink) {
   RoceOffer theirs = RoceOffer::decode(info);
   check_peer("verbs", offer_, peer, peer < peers_.size() && peers_[peer] != nullptr);
-  const auto [rails, path_count, config] =
+  const auto [rails, first_path, path_count, config] =
       agree(offer_, peer, theirs, config_, [](const RoceOffer::Rail& ours, const RoceOffer::Rail& other) {
         return std::min(ours.payload_max_bytes, other.payload_max_bytes);
       });
@@ -57,7 +57,7 @@ VerbsPort::Peer& VerbsPort::prepare(uint32_t peer, std::span<const std::byte> in
 void VerbsPort::start(Peer& peer) {
   if (peer.trial) peer.payload_max_bytes = peer.trial->payload_bytes();
   const uint32_t payload_bytes = peer.payload_max_bytes;
-  auto [rails, path_count, config] =
+  auto [rails, first_path, path_count, config] =
       agree(offer_, peer.rank, peer.offer, config_,
             [payload_bytes](const RoceOffer::Rail&, const RoceOffer::Rail&) { return payload_bytes; });
   config.receive_budget = &receive_budget_;

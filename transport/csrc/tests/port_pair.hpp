@@ -98,8 +98,15 @@ struct PortPair {
   uint64_t progress_calls = 0;
   template <class Config>
   explicit PortPair(const Config& config) : PortPair(config, [](RoceOffer&) {}) {}
+  template <class Config>
+  PortPair(const Config& config, const Config& other)
+      : PortPair(
+            config, other, [](RoceOffer&) {}, 2) {}
   template <class Config, class Change>
-  PortPair(const Config& config, Change change, uint32_t size = 2) : a(0, config, size), b(1, config, size) {
+  PortPair(const Config& config, Change change, uint32_t size = 2) : PortPair(config, config, change, size) {}
+  template <class Config, class Change>
+  PortPair(const Config& config, const Config& other, Change change, uint32_t size)
+      : a(0, config, size), b(1, other, size) {
     for (auto [from, to, rank] : {std::tuple{&a, &b, 0u}, std::tuple{&b, &a, 1u}}) {
       RoceOffer offer = RoceOffer::decode(info_of(from->port, rank == 0 ? 1 : 0));
       change(offer);

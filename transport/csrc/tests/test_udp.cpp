@@ -102,12 +102,15 @@ TEST_CASE("every path policy and congestion control carries the same bytes, and 
     for (const std::string_view congestion : flow::congestion_controls()) {
       CAPTURE(policy);
       CAPTURE(congestion);
-      UdpConfig config = config_for("::1", 3);
-      config.path_policy = policy;
-      config.congestion = congestion;
-      config.window_bytes = 256 << 10;
-      Pair pair(config);
+      UdpConfig config = config_for("127.0.0.1", 3), other = config_for("127.0.0.2", 3);
+      for (UdpConfig* one : {&config, &other}) {
+        one->path_policy = policy;
+        one->congestion = congestion;
+        one->window_bytes = 256 << 10;
+      }
+      Pair pair(config, other);
       exchange(pair, 8, {3 << 20, 77, 123'457}, false);
+      CHECK(pair.a.port.lane(1).describe().starts_with("3 paths ("));
       const std::string expected = std::string("3 paths a rail (")
                                        .append(policy)
                                        .append("), window 262144 bytes (")
@@ -141,6 +144,65 @@ TEST_CASE("two rails of two families carry one flow") {
   Pair pair(config);
   exchange(pair, 4, {10 << 20, 77, 123'457}, false);
   CHECK(pair.a.counter("bad_icrc") == 0);
+}
+
+TEST_CASE("packets between ranks of one host are larger, where the window holds enough of them") {
+  struct Case {
+    const char* other;
+    uint32_t window_bytes, payload_bytes;
+  };
+  for (const Case& one :
+       {Case{"127.0.0.1", 2 << 20, 20'480}, Case{"127.0.0.1", 256 << 10, 4'096}, Case{"127.0.0.2", 2 << 20, 4'096}}) {
+    CAPTURE(one.other);
+    CAPTURE(one.window_bytes);
+    UdpConfig config = config_for("127.0.0.1", 1), other = config_for(one.other, 1);
+    other.window_bytes = one.window_bytes;  // one end's setting holds for both
+    Pair pair(config, other);
+    constexpr uint64_t SIZE_BYTES = 6'144'000;
+    exchange(pair, 5, {SIZE_BYTES}, false);
+    for (const Rank* rank : {&pair.a, &pair.b}) {
+      CHECK(rank->counter("data_packets_received") == SIZE_BYTES / one.payload_bytes);
+      CHECK(rank->counter("bad_icrc") == 0);
+    }
+    // Small messages are eager up to the same size everywhere.
+    CHECK(pair.a.port.lane(1).eager_max_bytes() == 4'096 - flow::EAGER_HEADER_BYTES);
+  }
+}
+
+TEST_CASE("a packet above 4,096 bytes is refused on a path that leaves the host") {
+  for (const auto& [other_address, counter] :
+       {std::pair{"127.0.0.2", "oversized"}, std::pair{"127.0.0.1", "bad_range"}}) {
+    CAPTURE(other_address);
+    Pair pair(config_for("127.0.0.1", 1), config_for(other_address, 1));
+    const RoceOffer offer = RoceOffer::decode(test::info_of(pair.b.port, 0));
+    std::vector<std::byte> bytes(wire::data_packet_bytes(8'192));
+    wire::write_data_header(std::span(bytes).first<wire::DATA_HEADER_BYTES>(), offer.for_reader.qpns[0], 0,
+                            offer.eager_address(0), offer.for_reader.eager_rkey, 0, 8'192);
+    const UdpSocket stranger(wire::parse_endpoint("127.0.0.1", 0));
+    iovec piece{bytes.data(), bytes.size()};
+    REQUIRE(send_segments(stranger.fd(), SocketAddress(offer.rails[0].listen), std::span(&piece, 1), 0) == 0);
+    pair.run_until([&] { return pair.b.counter(counter) == 1; });
+  }
+}
+
+TEST_CASE("a control goes with data between two ranks of one host") {
+  Pair pair(config_for("::1"));
+  exchange(pair, 6, std::vector<uint64_t>(8, 8 << 20), false);
+  for (const Rank* rank : {&pair.a, &pair.b})
+    CHECK(rank->counter("send_calls") < rank->counter("data_packets_sent") + rank->counter("control_packets_sent"));
+}
+
+TEST_CASE("a pair of rails has one path where both are one address, unless another pair leaves it") {
+  UdpConfig config = config_for("::1", 3);
+  config.rails.push_back({"127.0.0.1", 0});
+  UdpConfig other = config;
+  const auto paths = [&] { return Pair(config, other).a.port.lane(1).describe(); };
+  CHECK(paths().starts_with("2 paths ("));
+  other.rails[1].address = "127.0.0.2";
+  CHECK(paths().starts_with("6 paths ("));
+  config.rails.resize(1);
+  other.rails.resize(1);
+  CHECK(paths().starts_with("1 paths ("));
 }
 
 TEST_CASE("eager messages keep their order, also when the receiver has no room at first") {
@@ -200,7 +262,8 @@ TEST_CASE("a stranger's packets change counters and nothing else") {
                   bytes.begin() + static_cast<std::ptrdiff_t>(wire::DATA_HEADER_BYTES + size_bytes));
       return bytes;
     };
-    const uint32_t qpn = offer.for_reader.qpns[0], eager_rkey = offer.for_reader.eager_rkey;
+    // The only path between ranks 0 and 1 of one host is number 0 + 1.
+    const uint32_t qpn = offer.for_reader.qpns[1], eager_rkey = offer.for_reader.eager_rkey;
     const uint64_t eager_address = offer.eager_address(0);
     std::vector<std::byte> tiny(3), junk = noise(random, 2'000);
     const auto flood = [&] {
@@ -372,7 +435,7 @@ TEST_CASE("an offer that does not fit is refused with both sides") {
     CHECK_THROWS_AS(a.port.connect(1, std::span(info).first(size_bytes), a), std::invalid_argument);
   auto other_version = info, other_wire = info;
   other_version[4] = std::byte{9};
-  CHECK_THROWS_WITH_AS(a.port.connect(1, other_version, a), doctest::Contains("version 9, this rank has version 6"),
+  CHECK_THROWS_WITH_AS(a.port.connect(1, other_version, a), doctest::Contains("version 9, this rank has version 7"),
                        std::invalid_argument);
   other_wire[8] = std::byte{1};
   CHECK_THROWS_WITH_AS(a.port.connect(1, other_wire, a),

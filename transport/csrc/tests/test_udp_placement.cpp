@@ -2,8 +2,11 @@
 // Where a rank with several peers puts arriving bytes: straight into place, whichever rank sends next.
 #include <doctest/doctest.h>
 
+#include <sys/socket.h>
+
 #include <algorithm>
 #include <chrono>
+#include <filesystem>
 #include <memory>
 #include <string>
 #include <vector>
@@ -75,7 +78,33 @@ void exchange_all(Ranks& ranks) {
   }
 }
 
+// Of this process: UDP sockets with one destination.
+size_t connected_sockets() {
+  size_t count = 0;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    const int fd = std::stoi(entry.path().filename());
+    int type = 0;
+    socklen_t size = sizeof type;
+    if (getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &size) != 0 || type != SOCK_DGRAM) continue;
+    sockaddr_storage peer{};
+    size = sizeof peer;
+    if (getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &size) == 0 && peer.ss_family == AF_INET6) ++count;
+  }
+  return count;
+}
+
 }  // namespace
+
+TEST_CASE("each peer of one host has a socket of its own, which is connected, as far as sockets go") {
+  const size_t before = connected_sockets();
+  {
+    const Ranks ranks = connected_ranks(8, 1);
+    CHECK(connected_sockets() == before + 8 * 7);
+  }
+  // Each rank has 16 peers at 8 sockets: one of them has one peer at most, since a rank is no peer of its own.
+  const Ranks ranks = connected_ranks(17, 1);
+  CHECK(connected_sockets() <= before + 17);
+}
 
 TEST_CASE("with several peers data still lands where it belongs") {
   Ranks ranks = connected_ranks(5, 2 << 20);

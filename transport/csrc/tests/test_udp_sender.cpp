@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "ports/udp_sender.hpp"
+#include "ports/udp_setup.hpp"
 
 using namespace sennit;
 
@@ -119,6 +120,103 @@ TEST_CASE("packet numbers of a path go on at 0 after 2^24 - 1, within a batch an
     REQUIRE(received.psns.size() == packets.size() + 1);
     for (uint32_t i = 0; i < received.psns.size(); ++i) CHECK(received.psns[i] == ((first + i) & wire::PSN_MASK));
     CHECK(path.next_psn == ((first + packets.size() + 1) & wire::PSN_MASK));
+  }
+}
+
+TEST_CASE("a control packet goes behind data in the same send, if it fits there") {
+  for (const char* address : {"::1", "127.0.0.1"}) {
+    CAPTURE(address);
+    UdpSocket receiver(wire::parse_endpoint(address, 0)), socket(wire::parse_endpoint(address, 0));
+    REQUIRE(receiver.enable_receive_offload());
+    const wire::NetworkCrc network(socket.local(), receiver.local(), wire::data_packet_bytes(4'096));
+    UdpSendCounters counters;
+    UdpSender sender(std::move(socket), counters);
+    UdpPath path(receiver.local());
+    path.remote_qpn = 77;
+    path.outgoing = network;
+    const std::vector<std::byte> payload(4'096, std::byte{7}), control(101, std::byte{9});
+    const auto packets_of = [&](size_t count, uint32_t last_bytes) {
+      std::vector<flow::DataOut> packets(count, {0, 5, 1, payload.data(), 4'096});
+      packets.back().size_bytes = last_bytes;
+      return packets;
+    };
+    for (const size_t count : {size_t{1}, size_t{7}, UdpSender::batch_packets(4'096)}) {
+      CAPTURE(count);
+      const std::vector<flow::DataOut> packets = packets_of(count, 4'096);
+      REQUIRE(UdpSender::takes_along(path, packets, control.size()));
+      const uint64_t calls = counters.send_calls;
+      const uint32_t psn = path.next_psn;
+      sender.send_data(path, packets, control);
+      CHECK(counters.send_calls == calls + 1);
+      const Received received = drain(receiver, network);
+      CHECK(received.wrong_icrcs == 0);
+      REQUIRE(received.payloads.size() == count + 1);
+      for (size_t i = 0; i < count; ++i) CHECK(received.payloads[i] == payload);
+      CHECK(received.payloads.back() == control);
+      for (uint32_t i = 0; i <= count; ++i) CHECK(received.psns[i] == psn + i);
+    }
+    CHECK(UdpSender::takes_along(path, packets_of(1, 128), control.size()));
+    CHECK_FALSE(UdpSender::takes_along(path, packets_of(1, 64), control.size()));           // larger than the data
+    CHECK_FALSE(UdpSender::takes_along(path, packets_of(2, 2'048), control.size()));        // behind a shorter packet
+    CHECK_FALSE(UdpSender::takes_along(path, packets_of(15, 4'096), size_t{4'000}));        // more than a send takes
+    CHECK_FALSE(UdpSender::takes_along(path, std::vector(64, packets_of(1, 256)[0]), 20));  // segments are counted too
+    path.is_to_device = true;
+    CHECK_FALSE(UdpSender::takes_along(path, packets_of(7, 4'096), control.size()));
+  }
+}
+
+TEST_CASE("a control packet behind data arrives where the device cannot segment") {
+  UdpSocket receiver(wire::parse_endpoint("::1", 0)), socket(wire::parse_endpoint("::1", 0));
+  forbid_checksums(socket, true);
+  const wire::NetworkCrc network(socket.local(), receiver.local(), wire::data_packet_bytes(1'024));
+  UdpSendCounters counters;
+  UdpSender sender(std::move(socket), counters);
+  UdpPath path(receiver.local());
+  path.outgoing = network;
+  const std::vector<std::byte> payload(1'024, std::byte{7}), control(100, std::byte{9});
+  const std::vector<flow::DataOut> packets(3, {0, 5, 1, payload.data(), 1'024});
+  for (int time = 0; time < 2; ++time) {
+    sender.send_data(path, packets, control);
+    const Received received = drain(receiver, network);
+    CHECK(received.wrong_icrcs == 0);
+    CHECK(received.payloads == std::vector{payload, payload, payload, control});
+  }
+}
+
+TEST_CASE("a socket is connected while it has one destination, and keeps its port") {
+  for (const char* address : {"::1", "127.0.0.1"}) {
+    CAPTURE(address);
+    UdpSocket first(wire::parse_endpoint(address, 0)), second(wire::parse_endpoint(address, 0));
+    UdpSocket socket = open_sender(address, PortRange{});
+    const wire::Endpoint local = socket.local();
+    UdpSendCounters counters;
+    UdpSender sender(std::move(socket), counters);
+    const std::array<std::byte, 40> payload{};
+    const auto arrives_at = [&](const UdpSocket& receiver) {
+      UdpPath path(receiver.local());
+      path.outgoing = wire::NetworkCrc(local, receiver.local(), 0);
+      sender.send_control(path, payload);
+      const Received received = drain(receiver, path.outgoing);
+      CHECK(received.wrong_icrcs == 0);
+      return received.payloads.size() == 1;
+    };
+    CHECK_FALSE(sender.is_connected());
+    sender.add_destination(first.local());
+    sender.add_destination(first.local());
+    CHECK(sender.is_connected());
+    CHECK(arrives_at(first));
+    sender.add_destination(second.local());
+    CHECK_FALSE(sender.is_connected());
+    CHECK(arrives_at(first));
+    CHECK(arrives_at(second));
+    sender.add_destination(first.local());
+    CHECK_FALSE(sender.is_connected());
+    sockaddr_storage bound{};
+    socklen_t size = sizeof bound;
+    REQUIRE(getsockname(sender.fd(), reinterpret_cast<sockaddr*>(&bound), &size) == 0);
+    const uint16_t port = local.is_ipv6 ? reinterpret_cast<sockaddr_in6*>(&bound)->sin6_port
+                                        : reinterpret_cast<sockaddr_in*>(&bound)->sin_port;
+    CHECK(ntohs(port) == local.port);
   }
 }
 

@@ -461,6 +461,9 @@ TEST_CASE("a socket and a device agree only where they can understand each other
     return agree(ours, 1, socket, SendConfig{}, [](const auto&, const auto&) { return 4'096u; });
   };
   CHECK(agree_with("fd00::2", 4'791, false).flow.payload_max_bytes == 4'096);
+  // A device may send to its own host over a switch, so all paths count there too.
+  const wire::Endpoint here = device.rails[0].listen;
+  CHECK(agree_with(address_text(here), 4'791, false).path_count == device.path_count);
   CHECK_THROWS_WITH_AS(agree_with("192.0.2.2", 4'791, false), doctest::Contains("IPv6 is needed"),
                        std::invalid_argument);
   CHECK_THROWS_WITH_AS(agree_with("fd00::2", 5'000, false), doctest::Contains("rank 1 listens at [fd00::2]:5000"),

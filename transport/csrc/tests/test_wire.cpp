@@ -182,8 +182,8 @@ TEST_CASE("each malformed field has its own refusal") {
   Packet packet;
   header[1] |= std::byte{0x10};
   CHECK(parse(header, data_packet_bytes(0), packet) == Refusal::bad_pad);
-  write_data_header(header, 1, 2, 3, 4, 5, 4'100);
-  CHECK(parse(header, data_packet_bytes(4'100), packet) == Refusal::oversized);
+  write_data_header(header, 1, 2, 3, 4, 5, 20'484);
+  CHECK(parse(header, data_packet_bytes(20'484), packet) == Refusal::oversized);
   CHECK(parse(header, data_packet_bytes(4'101) - 1, packet) == Refusal::bad_pad);
 }
 

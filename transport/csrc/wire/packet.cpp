@@ -69,7 +69,7 @@ Refusal parse(std::span<const std::byte> head, size_t packet_bytes, Packet& out)
   const uint8_t pad_bytes = (flags >> 4) & 3;
   if (padded_bytes % 4 != 0 || pad_bytes > padded_bytes) return Refusal::bad_pad;
   const size_t payload_bytes = padded_bytes - pad_bytes;
-  if (payload_bytes > PAYLOAD_MAX_BYTES) return Refusal::oversized;
+  if (payload_bytes > LOCAL_PAYLOAD_MAX_BYTES) return Refusal::oversized;
 
   out.opcode = opcode;
   out.pad_bytes = pad_bytes;
