@@ -382,13 +382,13 @@ std::string Flow::describe() const {
   const auto count = [&](PathState path_state) { return std::to_string(in_state[static_cast<size_t>(path_state)]); };
   // A path is good until there is evidence against it. If nothing ever came, that is no news.
   const std::string path_states = state.silence.heard_us() == 0
-                                      ? "never heard from over any"
+                                      ? "never heard from"
                                       : count(PathState::good) + " good, " + count(PathState::skip) + " skip, " +
                                             count(PathState::bad) + " bad, " + count(PathState::probing) + " probing";
   const std::string round_trip = state.recovery.round_trip().sampled()
                                      ? "rtt " + std::to_string(state.counters.rtt_us) + " us"
                                      : "no round trip measured yet";
-  return std::to_string(paths.count()) + " paths (" + path_states + "; " + std::string(state.recovery.policy().name()) +
+  return std::to_string(paths.count()) + (paths.count() == 1 ? " path (" : " paths (") + path_states + "; " + std::string(state.recovery.policy().name()) +
          "), window " + std::to_string(state.counters.window_packets) + " packets (" +
          std::string(state.recovery.congestion().name()) + "), " + round_trip + ", " +
          std::to_string(state.recovery.outstanding()) + " packets unacknowledged, " +

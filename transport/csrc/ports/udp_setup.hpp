@@ -32,9 +32,9 @@ UdpSocket open_listener(const std::string& address, uint16_t port, const PortRan
 // Binds to a random port of RoCE's range, or of `ports`: the entropy of a path.
 UdpSocket open_sender(const std::string& address, const PortRange& ports);
 
-// The largest path MTU of IBTA that fits the interface of `local`.
 // Whether packets of LOCAL_PAYLOAD_MAX_BYTES fit the loopback interface, and enough of them into `window_bytes`.
 bool takes_local_packets(const std::vector<Interface>& interfaces, bool is_ipv6, uint64_t window_bytes);
+// The largest path MTU of IBTA that fits the interface of `local`.
 uint32_t payload_for_mtu(size_t mtu_bytes, const wire::Endpoint& local);
 // The payload between two rails of two ranks. `interfaces`: this machine's.
 uint32_t pair_payload(const std::vector<Interface>& interfaces, const RoceOffer::Rail& ours,
