@@ -104,8 +104,8 @@ class Config:
     planes almost evenly. More paths only cost memory. Sockets of one address use one."""
 
     ports: tuple[int, int] | None = None
-    """`SENNIT_PORTS`, "5000-5100": the first and the last UDP port that udp may use, for firewalls. On each rail and
-    for each process group, a rank needs one port to receive and one for each path. Ranks of a host share the range.
+    """`SENNIT_PORTS`, "5000-5100": the first and the last UDP port that udp may use, for firewalls. On each rail a
+    process needs one for each path, and one for each of its process groups to receive. Ranks of a host share the range.
     None: 4791 or any free port to receive, 49152 to 65535 to send. verbs always uses 4791."""
 
     verbs_service: VerbsService = VerbsService.UC

@@ -40,7 +40,7 @@ double UdpBare::exchange(const std::string& peer_address, uint16_t peer_port, ui
   };
   const auto send_greeting = [&](std::byte kind) {
     iovec piece{&kind, 1};
-    send_segments(socket_.fd(), peer, std::span(&piece, 1), 0);
+    send_segments(socket_.fd(), &peer, std::span(&piece, 1), 0);
   };
   constexpr std::byte HELLO{1}, SEEN{2};
 
@@ -74,7 +74,7 @@ double UdpBare::exchange(const std::string& peer_address, uint16_t peer_port, ui
     // The peer keeps the same rule, so at most twice the window waits in either socket.
     if (sent_bytes < size_bytes && sent_bytes < received_bytes + window_bytes_) {
       iovec piece{source_.data() + sent_bytes, std::min<uint64_t>(BATCH_BYTES, size_bytes - sent_bytes)};
-      if (send_segments(socket_.fd(), peer, std::span(&piece, 1), SEGMENT_BYTES) == 0) {
+      if (send_segments(socket_.fd(), &peer, std::span(&piece, 1), SEGMENT_BYTES) == 0) {
         sent_bytes += piece.iov_len;
         moved = true;
       }

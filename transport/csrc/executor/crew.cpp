@@ -15,7 +15,7 @@
 #include "executor/backoff.hpp"
 #include "executor/clock.hpp"
 #include "executor/lent_time.hpp"
-#include "executor/of_process.hpp"
+#include "ports/of_process.hpp"
 
 namespace sennit {
 namespace {
@@ -32,6 +32,23 @@ WakeEvent::WakeEvent() : fd(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
   if (fd < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
 }
 WakeEvent::~WakeEvent() { ::close(fd); }
+const WakeEvent* WakeEvent::of_this_thread() noexcept {
+  struct Mine {
+    uint64_t forks = 0;
+    std::unique_ptr<const WakeEvent> event;
+  };
+  thread_local Mine mine;
+  try {
+    // A child shares its parent's events, and so would wake it.
+    if (const uint64_t forks = fork_count(); mine.event == nullptr || mine.forks != forks) {
+      mine.event = std::make_unique<const WakeEvent>();
+      mine.forks = forks;
+    }
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+  return mine.event.get();
+}
 void WakeEvent::ring() const noexcept { eventfd_write(fd, 1); }
 void WakeEvent::silence() const noexcept {
   eventfd_t count;

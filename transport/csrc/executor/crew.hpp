@@ -23,6 +23,9 @@ namespace sennit {
 
 // Wakes a thread that sleeps in poll.
 struct WakeEvent {
+  // The calling thread's own, whatever group it sleeps for. Null: there is no descriptor for it.
+  static const WakeEvent* of_this_thread() noexcept;
+
   WakeEvent();  // throws std::system_error
   ~WakeEvent();
   WakeEvent(const WakeEvent&) = delete;

@@ -28,9 +28,9 @@
 #include "executor/backoff.hpp"
 #include "executor/clock.hpp"
 #include "executor/crew.hpp"
-#include "executor/of_process.hpp"
 #include "executor/operation.hpp"
 #include "messages/failure.hpp"
+#include "ports/of_process.hpp"
 #include "ports/shm_port.hpp"
 #include "ports/udp_port.hpp"
 #include "ports/verbs_port.hpp"
@@ -241,8 +241,9 @@ class Engine final : public OperationHost, private Crewed {
   std::condition_variable role_free_;  // signals that the driver's role is free, or that an operation ended
   bool driving_ = false;
   Sleep sleeping_ = Sleep::awake;
-  uint32_t ticket_ = 0;   // of the sleep in shared memory
-  size_t wake_slot_ = 0;  // of the wake event among the descriptors of the sleep
+  uint32_t ticket_ = 0;                    // of the sleep in shared memory
+  const WakeEvent* wake_event_ = nullptr;  // of the thread that sleeps in poll; null: it has none
+  size_t wake_slot_ = 0;                   // of it among the descriptors of the sleep
   uint32_t waiters_ = 0;
   uint32_t background_operations_ = 0;
   std::vector<Operation*> active_;
@@ -259,7 +260,6 @@ class Engine final : public OperationHost, private Crewed {
   std::string end_reason_;
   std::vector<uint32_t> lost_;  // the ranks that the failure blames
   bool stopping_ = false;
-  const WakeEvent wake_event_;
   std::shared_ptr<Crew> crew_;
   std::shared_ptr<Crew::Seat> seat_;
   std::atomic<uint32_t> references_{1};

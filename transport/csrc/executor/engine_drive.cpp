@@ -14,6 +14,8 @@ namespace {
 
 // How often a sleeping driver checks for dead peers and deadlines.
 constexpr uint64_t SLEEP_MAX_US = 50'000;
+// A thread for which there is no event sleeps so long.
+constexpr uint64_t BLIND_SLEEP_US = 1'000;
 // An idle communicator on a network must still acknowledge what arrives late, since its last acknowledgement may be
 // lost, and answer peers that wait for it. The pause grows to ten times this while nothing arrives.
 constexpr uint64_t LINGER_US = 5'000;
@@ -84,14 +86,19 @@ uint64_t Engine::announce_sleep(std::vector<pollfd>* fds, uint64_t now_us) {
       for (Port* port : ports_) port->check_on_peers(now_us);
     }
     if (fds == nullptr) return false;
-    wake_slot_ = fds->size();
-    fds->push_back({wake_event_.fd, POLLIN, 0});
+    wake_event_ = WakeEvent::of_this_thread();
+    // The crew sleeps for several groups.
+    const int event_fd = wake_event_ != nullptr ? wake_event_->fd : -1;
+    const auto known = std::find_if(fds->begin(), fds->end(), [&](const pollfd& one) { return one.fd == event_fd; });
+    wake_slot_ = static_cast<size_t>(known - fds->begin());
+    if (known == fds->end()) fds->push_back({event_fd, POLLIN, 0});
     for (const Port* port : ports_) port->append_poll_fds(*fds);
     return false;
   });
   if (has_failed) return 0;
   uint64_t until_us = std::min(now_us + SLEEP_MAX_US, next_deadline_us_);
   for (const Port* port : ports_) until_us = std::min(until_us, port->next_timeout_us());
+  if (fds != nullptr && wake_event_ == nullptr) until_us = std::min(until_us, now_us + BLIND_SLEEP_US);
   if (until_us <= now_us) return 0;
   const Sleep how = fds != nullptr ? Sleep::poll : Sleep::futex;
   ticket_ = has_shm ? shm_->prepare_sleep(how) : 0;
@@ -106,7 +113,7 @@ uint64_t Engine::announce_sleep(std::vector<pollfd>* fds, uint64_t now_us) {
 
 void Engine::close_sleep(const std::vector<pollfd>& fds) {
   if (sleeping_ == Sleep::poll) {
-    if (fds[wake_slot_].revents != 0) wake_event_.silence();
+    if (wake_event_ != nullptr && fds[wake_slot_].revents != 0) wake_event_->silence();
     if (shm_ && shm_->lane_count() != 0) {
       shm_->cancel_sleep();
       shm_->silence_bell();
@@ -138,7 +145,7 @@ void Engine::sleep(Lock& lock, uint64_t now_us) {
 
 void Engine::wake() {
   if (sleeping_ == Sleep::poll) {
-    wake_event_.ring();
+    if (wake_event_ != nullptr) wake_event_->ring();
   } else {
     shm_->wake();
   }

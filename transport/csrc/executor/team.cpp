@@ -10,7 +10,7 @@
 #include <system_error>
 
 #include "executor/lent_time.hpp"
-#include "executor/of_process.hpp"
+#include "ports/of_process.hpp"
 
 namespace sennit {
 

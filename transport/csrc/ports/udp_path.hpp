@@ -25,7 +25,7 @@ struct UdpPath {
   uint32_t index = 0;           // the flow's name for it
   uint32_t number = 0;          // the trial's name for it
   size_t rail = 0;              // ours
-  UdpSender* sender = nullptr;  // owns the socket with this path's source port
+  UdpSender* sender = nullptr;  // has the socket with this path's source port
   wire::Endpoint source, local_listen, remote_source, remote_listen;
   SocketAddress remote;  // the same, for sends
   uint32_t remote_qpn = 0;

@@ -21,7 +21,6 @@ namespace {
 // Receive memory that a rail asks of the kernel: this much for each peer, within these bounds.
 constexpr size_t RECEIVE_BUFFER_PER_PEER_BYTES = 4 << 20;
 constexpr size_t RECEIVE_BUFFER_MIN_BYTES = 8 << 20, RECEIVE_BUFFER_MAX_BYTES = 32 << 20;
-constexpr size_t SEND_BUFFER_BYTES = 4 << 20;
 // Rounds in one progress call, and batches that a rail receives in one: of data, and with control packets.
 constexpr int ROUND_MAX_COUNT = 4;
 constexpr uint32_t DATA_MAX_PER_ROUND = 4, RECEIVE_MAX_PER_ROUND = 8;
@@ -103,12 +102,9 @@ void UdpPort::open_rail(const std::string& address, uint16_t port, uint8_t inter
   listener.enable_receive_offload();  // without it packets come one by one
   rail->receiver = std::make_unique<UdpReceiver>(rank_, std::move(listener), paths_by_qpn_, *receive_counters_);
   for (uint32_t path = 0; path < offer_.path_count; ++path) {
-    UdpSocket socket = open_sender(address, config.ports);
-    socket.set_send_buffer(SEND_BUFFER_BYTES);
-    socket.report_refusals();
-    socket.announce_ecn();
-    offered.entropies.push_back(socket.local().port);
-    rail->senders.push_back(std::make_unique<UdpSender>(std::move(socket), *send_counters_));
+    rail->senders.push_back(
+        std::make_unique<UdpSender>(send_sockets_->open(address, config.ports, path), *send_counters_));
+    offered.entropies.push_back(rail->senders.back()->local().port);
   }
   rails_.push_back(std::move(rail));
 }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The port that runs anywhere: RoCEv2 packets on plain UDP sockets, without a NIC that knows RDMA.
 //
-// A rail is one local address: a listening socket (UDP port 4791 if it is free) and `path_count` sending sockets, whose
-// source ports are the entropies that routers hash. Rails of two ranks are paired in order within each address family.
-// A flow has `path_count` paths over each pair. An interface with addresses of both families has two rails, of which
-// the trial chooses one for each peer. Driven by progress().
+// A rail is one local address: a listening socket (UDP port 4791 if it is free) and `path_count` sending sockets, which
+// the groups of a process share. Their source ports are the entropies that routers hash. Rails of two ranks are paired
+// in order within each address family. A flow has `path_count` paths over each pair. An interface with addresses of
+// both families has two rails, of which the trial chooses one for each peer. Driven by progress().
 #pragma once
 
 #include <cstddef>
@@ -22,6 +22,7 @@
 #include "ports/exposure.hpp"
 #include "ports/flow_lane.hpp"
 #include "ports/interfaces.hpp"
+#include "ports/of_process.hpp"
 #include "ports/roce_offer.hpp"
 #include "ports/trial.hpp"
 #include "ports/udp_receiver.hpp"
@@ -118,6 +119,7 @@ class UdpPort final : public TriedPort {
   UdpPathByQpn paths_by_qpn_;
   KeysOnly exposure_{rank_, [this] { return next_key(); }};
   LoanPool loans_{exposure_};
+  const std::shared_ptr<UdpSendSockets> send_sockets_ = of_process<UdpSendSockets>();
   std::vector<std::unique_ptr<Rail>> rails_;
   std::vector<std::unique_ptr<Peer>> peers_;  // by rank; null where not connected
   std::vector<Peer*> connected_;

@@ -38,21 +38,10 @@ bool is_for_device_buffer(const UdpPath& path, const flow::DataOut& packet) {
 
 }  // namespace
 
-UdpSender::UdpSender(UdpSocket socket, UdpSendCounters& counters)
-    : socket_(std::move(socket)), counters_(counters), can_segment_(socket_.can_segment()) {}
+UdpSender::UdpSender(std::shared_ptr<UdpSendSocket> socket, UdpSendCounters& counters)
+    : socket_(std::move(socket)), counters_(counters), can_segment_(socket_->socket().can_segment()) {}
 
-void UdpSender::add_destination(const wire::Endpoint& to) {
-  if (has_several_destinations_ || destination_ == to) return;
-  const SocketAddress address(to);
-  if (destination_) {
-    has_several_destinations_ = true;
-    if (connected_) socket_.disconnect();
-    connected_.reset();
-  } else {
-    destination_ = to;
-    if (socket_.connect(address)) connected_ = address.of_connected();
-  }
-}
+UdpSender::~UdpSender() { socket_->leave(reports_); }
 
 size_t UdpSender::batch_packets(size_t payload_bytes) {
   return std::clamp<size_t>(SEND_MAX_BYTES / wire::data_packet_bytes(payload_bytes), 1, BATCH_MAX_PACKETS);
@@ -147,22 +136,6 @@ size_t UdpSender::lay_out(UdpPath& path, std::span<const flow::DataOut> packets,
   return packet_bytes(packets[0]);
 }
 
-int UdpSender::send(const SocketAddress& to, std::span<const iovec> pieces, size_t segment_bytes) {
-  ++counters_.send_calls;
-  const int error = send_segments(socket_.fd(), to, pieces, segment_bytes);
-  // An error report about an earlier packet makes the next send fail, whatever that is. This packet has not gone.
-  if (error == 0 || error == EAGAIN || error == ENOBUFS || !note_refusals()) return error;
-  ++counters_.send_calls;
-  return send_segments(socket_.fd(), to, pieces, segment_bytes);
-}
-
-bool UdpSender::note_refusals() {
-  const NetworkReports reports = take_network_reports(socket_.fd());
-  refused_.insert(refused_.end(), reports.refused.begin(), reports.refused.end());
-  if (reports.mtu_bytes != 0) path_mtu_bytes_ = reports.mtu_bytes;
-  return reports.error != 0;
-}
-
 void UdpSender::transmit(const UdpPath& path, std::span<const iovec> pieces, size_t segment_bytes) {
   size_t size_bytes = 0;
   for (const iovec& piece : pieces) size_bytes += piece.iov_len;
@@ -176,7 +149,7 @@ void UdpSender::transmit(const UdpPath& path, std::span<const iovec> pieces, siz
     send_kept();
     return;
   }
-  const int error = send(address_of(path), pieces, is_batch ? segment_bytes : 0);
+  const int error = socket_->send(path.remote, pieces, is_batch ? segment_bytes : 0, counters_.send_calls);
   if (error == 0) {
     is_stuck_ = false;
   } else if (error == EAGAIN || error == ENOBUFS) {
@@ -234,10 +207,10 @@ bool UdpSender::send_kept() {
   int error = 0;
   if (can_segment_ && kept_.bytes.size() > kept_.segment_bytes) {
     iovec piece{kept_.bytes.data(), kept_.bytes.size()};
-    error = send(address_of(*kept_.path), std::span(&piece, 1), kept_.segment_bytes);
+    error = socket_->send(kept_.path->remote, std::span(&piece, 1), kept_.segment_bytes, counters_.send_calls);
     if (error == 0) done_bytes = kept_.bytes.size();
   } else {
-    error = send_one_by_one(address_of(*kept_.path), kept_.bytes, kept_.segment_bytes, done_bytes);
+    error = send_one_by_one(kept_.path->remote, kept_.bytes, kept_.segment_bytes, done_bytes);
   }
   if (error == EAGAIN || error == ENOBUFS) {
     if (done_bytes != 0) kept_.since_us = 0;  // slow, not stuck
@@ -251,7 +224,7 @@ bool UdpSender::send_kept() {
 
 int UdpSender::send_one_by_one(const SocketAddress& to, std::span<const std::byte> bytes, size_t segment_bytes,
                                size_t& done_bytes) {
-  // One call for all of them. sendmmsg stops at the first that fails.
+  // One call for all of them.
   std::array<mmsghdr, BATCH_MAX_PACKETS> messages{};
   std::array<iovec, BATCH_MAX_PACKETS> pieces;
   size_t count = 0;
@@ -263,24 +236,10 @@ int UdpSender::send_one_by_one(const SocketAddress& to, std::span<const std::byt
     message.msg_iov = &pieces[count];
     message.msg_iovlen = 1;
   }
-  size_t sent = 0;
-  bool is_retried = false;
-  while (sent < count) {
-    ++counters_.send_calls;
-    const int result = sendmmsg(socket_.fd(), messages.data() + sent, static_cast<unsigned>(count - sent),
-                                MSG_DONTWAIT | MSG_NOSIGNAL);
-    if (result < 0 && errno == EINTR) continue;
-    if (result < 0) {
-      const int error = errno;
-      const bool is_full = error == EAGAIN || error == ENOBUFS;
-      if (!is_full && !std::exchange(is_retried, true) && note_refusals()) continue;
-      done_bytes = sent * segment_bytes;
-      return error;
-    }
-    sent += static_cast<size_t>(result);
-  }
-  done_bytes = bytes.size();
-  return 0;
+  int error = 0;
+  const size_t sent = socket_->send_each(std::span(messages).first(count), error, counters_.send_calls);
+  done_bytes = error == 0 ? bytes.size() : sent * segment_bytes;
+  return error;
 }
 
 }  // namespace sennit

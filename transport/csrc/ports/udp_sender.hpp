@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sends packets from one source port. Headers and ICRCs are made here, payloads are gathered from their place.
+// Sends a group's packets from one source port. Headers and ICRCs are made here, payloads are gathered from their
+// place. The socket may have other users (udp_send_socket.hpp). What waits for room, and what is lost, is this group's
+// alone.
 #pragma once
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <optional>
+#include <memory>
 #include <span>
 #include <string>
 #include <utility>
@@ -13,7 +15,7 @@
 
 #include "flow/flow.hpp"
 #include "ports/udp_path.hpp"
-#include "ports/udp_socket.hpp"
+#include "ports/udp_send_socket.hpp"
 
 namespace sennit {
 
@@ -35,13 +37,14 @@ class UdpSender {
   // Segments of one send: Linux's limit before 6.9, and the identifications that a receiver tries.
   static constexpr size_t BATCH_MAX_PACKETS = 64;
 
-  UdpSender(UdpSocket socket, UdpSendCounters& counters);
+  UdpSender(std::shared_ptr<UdpSendSocket> socket, UdpSendCounters& counters);
+  ~UdpSender();
+  UdpSender(const UdpSender&) = delete;
+  UdpSender& operator=(const UdpSender&) = delete;
 
-  const wire::Endpoint& local() const { return socket_.local(); }
-  // Packets may go there from now on. While that is the only destination, the socket is connected to it.
-  void add_destination(const wire::Endpoint& to);
-  bool is_connected() const { return connected_.has_value(); }
-  int fd() const { return socket_.fd(); }
+  const wire::Endpoint& local() const { return socket_->socket().local(); }
+  // Packets may go there from now on.
+  void add_destination(const wire::Endpoint& to) { socket_->add_destination(to, reports_); }
   // How many packets of this payload one send takes.
   static size_t batch_packets(size_t payload_bytes);
   // All but the last of `packets` have one size. The payloads are read before the call returns. `control` is the
@@ -56,10 +59,10 @@ class UdpSender {
   // lost, and so is everything after it until the kernel accepts something again. The flow finds another path.
   static constexpr uint64_t STUCK_US = 5'000;
   bool flush(uint64_t now_us);
-  bool has_refused() const { return !refused_.empty(); }
+  bool has_refused() const { return reports_.has_refused.load(std::memory_order_relaxed); }
   // Asks the kernel for reports now. Otherwise the next send returns them.
   bool look_for_refusals() {
-    note_refusals();
+    socket_->read_reports();
     return has_refused();
   }
   // Why the kernel refused the last refused packet since the last call (errno). 0: it refused none.
@@ -67,9 +70,9 @@ class UdpSender {
   // Whether a packet since the last call was larger than its path takes now (EMSGSIZE).
   bool take_over_mtu() { return std::exchange(is_over_mtu_, false); }
   // The path's MTU by the newest report of the network. 0: there was no report.
-  uint32_t path_mtu_bytes() const { return path_mtu_bytes_; }
+  uint32_t path_mtu_bytes() const { return socket_->path_mtu_bytes(reports_); }
   // Where packets came back from since the last call. Nobody listens there.
-  std::vector<RefusedPacket> take_refused() { return std::exchange(refused_, {}); }
+  std::vector<RefusedPacket> take_refused() { return socket_->take_refused(reports_); }
 
  private:
   // A batch for which the device had no room. Its payloads are copied, because an acknowledgement may free them.
@@ -86,7 +89,6 @@ class UdpSender {
   size_t lay_out(UdpPath& path, std::span<const flow::DataOut> packets, uint32_t first_psn);
   // Adds a control packet behind `place` packets that are laid out. Returns its size.
   size_t lay_out_control(UdpPath& path, std::span<const std::byte> payload, uint32_t place);
-  const SocketAddress& address_of(const UdpPath& path) const { return connected_ ? *connected_ : path.remote; }
   void transmit(const UdpPath& path, std::span<const iovec> pieces, size_t segment_bytes);
   int send_one_by_one(const SocketAddress& to, std::span<const std::byte> bytes, size_t segment_bytes, size_t& done);
   void keep(const UdpPath& path, std::span<const iovec> pieces, size_t segment_bytes);
@@ -94,24 +96,14 @@ class UdpSender {
   bool send_kept();
   void lose(const UdpPath& path, int error);
 
-  // Makes one send. Notes an earlier packet that came back, which does not stop this send.
-  int send(const SocketAddress& to, std::span<const iovec> pieces, size_t segment_bytes);
-
-  // False: the kernel had nothing to report.
-  bool note_refusals();
-
-  UdpSocket socket_;
+  const std::shared_ptr<UdpSendSocket> socket_;
+  UdpSendSocket::Reports reports_;
   UdpSendCounters& counters_;
-  std::vector<RefusedPacket> refused_;
   bool can_segment_;
   bool is_stuck_ = false;
   int last_error_ = 0;
   bool is_over_mtu_ = false;
-  uint32_t path_mtu_bytes_ = 0;
   Kept kept_;
-  std::optional<wire::Endpoint> destination_;  // the first one
-  bool has_several_destinations_ = false;
-  std::optional<SocketAddress> connected_;  // stands for the only destination
   std::array<std::byte, BATCH_MAX_PACKETS*(wire::DATA_HEADER_BYTES + 7)> frame_bytes_;
   std::array<std::byte, wire::CONTROL_HEADER_BYTES + flow::CONTROL_MAX_BYTES + 7> control_bytes_;
   std::array<iovec, 2 * BATCH_MAX_PACKETS + 2> pieces_;

@@ -40,8 +40,8 @@ UdpSocket open_in_range(const std::string& address, const PortRange& ports, uint
   throw std::system_error(EADDRINUSE, std::generic_category(),
                           "udp: all ports of SENNIT_PORTS=" + std::to_string(ports.first) + "-" +
                               std::to_string(ports.last) + " are taken at " + address +
-                              ": each rank of each process group takes one, and one more for each path (SENNIT_PATHS); "
-                              "widen the range");
+                              ": each process takes one for each path (SENNIT_PATHS), and one more for each of its "
+                              "groups; widen the range");
 }
 
 }  // namespace

@@ -150,10 +150,11 @@ bool UdpSocket::connect(const SocketAddress& to) {
   return ::connect(fd_, reinterpret_cast<const sockaddr*>(&to.storage), to.size_bytes) == 0;
 }
 
+// connect(2): an address of AF_UNSPEC dissolves the association. The socket stays bound.
 void UdpSocket::disconnect() {
-  sockaddr none{};
-  none.sa_family = AF_UNSPEC;
-  ::connect(fd_, &none, sizeof none);
+  sockaddr nowhere{};
+  nowhere.sa_family = AF_UNSPEC;
+  ::connect(fd_, &nowhere, sizeof nowhere);
 }
 
 size_t UdpSocket::set_receive_buffer(size_t size_bytes) {
@@ -198,10 +199,12 @@ bool UdpSocket::can_segment() const {
   return getsockopt(fd_, IPPROTO_UDP, UDP_SEGMENT, &value, &size) == 0;
 }
 
-int send_segments(int fd, const SocketAddress& to, std::span<const iovec> pieces, size_t segment_bytes) {
+int send_segments(int fd, const SocketAddress* to, std::span<const iovec> pieces, size_t segment_bytes) {
   msghdr message{};
-  message.msg_name = const_cast<sockaddr_storage*>(&to.storage);
-  message.msg_namelen = to.size_bytes;
+  if (to != nullptr) {
+    message.msg_name = const_cast<sockaddr_storage*>(&to->storage);
+    message.msg_namelen = to->size_bytes;
+  }
   message.msg_iov = const_cast<iovec*>(pieces.data());
   message.msg_iovlen = pieces.size();
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(uint16_t))];
@@ -246,7 +249,10 @@ NetworkReports take_network_reports(int fd) {
       sock_extended_err report;
       std::memcpy(&report, CMSG_DATA(option), sizeof report);
       reports.error = static_cast<int>(report.ee_errno);
-      if (report.ee_errno == EMSGSIZE) reports.mtu_bytes = report.ee_info;
+      if (report.ee_errno == EMSGSIZE) {
+        reports.mtu_bytes = report.ee_info;
+        reports.mtu_destination = endpoint_of(reinterpret_cast<const sockaddr*>(&destination));
+      }
       if (report.ee_errno == ECONNREFUSED && static_cast<size_t>(quoted_bytes) == quoted.size())
         reports.refused.push_back(
             {endpoint_of(reinterpret_cast<const sockaddr*>(&destination)), wire::read_qpn(quoted)});

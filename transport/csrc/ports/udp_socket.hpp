@@ -27,12 +27,6 @@ struct SocketAddress {
   sockaddr_storage storage{};
   socklen_t size_bytes = 0;
   explicit SocketAddress(const wire::Endpoint& endpoint);
-  // Stands for the address the socket is connected to: of the same family, with no address for the kernel to look up.
-  SocketAddress of_connected() const {
-    SocketAddress connected = *this;
-    connected.size_bytes = 0;
-    return connected;
-  }
 };
 
 // UDP ports from `first` to `last`. first 0: no limits.
@@ -74,8 +68,8 @@ class UdpSocket {
 };
 
 // Sends `pieces` as packets of `segment_bytes` (the last may be shorter) in one call; 0: as one packet.
-// Returns 0 or errno.
-int send_segments(int fd, const SocketAddress& to, std::span<const iovec> pieces, size_t segment_bytes);
+// `to` null: to where the socket is connected. Returns 0 or errno.
+int send_segments(int fd, const SocketAddress* to, std::span<const iovec> pieces, size_t segment_bytes);
 
 // A packet of ours that came back, as the ICMP report quotes it.
 struct RefusedPacket {
@@ -90,7 +84,8 @@ struct NetworkReports {
   // random and known only to the two ends (RFC 5927, 4.1 and 4.2).
   std::vector<RefusedPacket> refused;
   int error = 0;           // errno of the newest report, of any kind; 0: there was none
-  uint32_t mtu_bytes = 0;  // with EMSGSIZE: the path's MTU in the report
+  uint32_t mtu_bytes = 0;  // with EMSGSIZE: the path's MTU in the newest such report
+  wire::Endpoint mtu_destination;
 };
 // Returns the reports since the last call. Needs report_refusals().
 NetworkReports take_network_reports(int fd);

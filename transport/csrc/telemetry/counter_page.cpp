@@ -15,6 +15,7 @@
 #include <cstdio>
 #include <cstring>
 #include <mutex>
+#include <utility>
 
 namespace sennit {
 namespace {
@@ -82,7 +83,7 @@ bool CounterPage::create(uint32_t rank, uint32_t world) {
   // The file has no name until it has content to read.
   fd_ = ::open(FOLDER, O_RDWR | O_TMPFILE | O_CLOEXEC, 0600);
   if (fd_ < 0) return false;
-  // The lock shows that there is a writer. It is held as long as the process lives, whatever else the process closes.
+  // The lock shows that there is a writer. It is held as long as the page is mapped, whatever else the process closes.
   if (flock(fd_, LOCK_EX | LOCK_NB) != 0 || !grow(sizeof(Header))) return false;
   void* base = mmap(nullptr, RESERVED_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd_, 0);
   if (base == MAP_FAILED) return false;
@@ -103,18 +104,25 @@ bool CounterPage::create(uint32_t rank, uint32_t world) {
   std::snprintf(path, sizeof path, "%s/%s%016llx", FOLDER, PREFIX, static_cast<unsigned long long>(number));
   std::snprintf(open_file, sizeof open_file, "/proc/self/fd/%d", fd_);
   path_ = path;
-  if (linkat(AT_FDCWD, open_file, AT_FDCWD, path, AT_SYMLINK_FOLLOW) == 0) return true;
-  path_.clear();
-  return false;
+  if (linkat(AT_FDCWD, open_file, AT_FDCWD, path, AT_SYMLINK_FOLLOW) != 0) {
+    path_.clear();
+    return false;
+  }
+  // The mapping keeps the file open, and so its lock (flock(2)).
+  ::close(std::exchange(fd_, -1));
+  return true;
 }
 
 // Allocates the pages now, because running out later would be a SIGBUS.
 bool CounterPage::grow(size_t bytes) {
-  while (file_bytes_ < bytes) {
-    if (posix_fallocate(fd_, static_cast<off_t>(file_bytes_), GROW_BYTES) != 0) return false;
-    file_bytes_ += GROW_BYTES;
-  }
-  return true;
+  if (bytes <= file_bytes_) return true;
+  const size_t more_bytes = (bytes - file_bytes_ + GROW_BYTES - 1) / GROW_BYTES * GROW_BYTES;
+  const int fd = fd_ >= 0 ? fd_ : ::open(path_.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+  const bool has_grown =
+      fd >= 0 && posix_fallocate(fd, static_cast<off_t>(file_bytes_), static_cast<off_t>(more_bytes)) == 0;
+  if (fd >= 0 && fd != fd_) ::close(fd);
+  if (has_grown) file_bytes_ += more_bytes;
+  return has_grown;
 }
 
 void CounterPage::publish(size_t bytes) {

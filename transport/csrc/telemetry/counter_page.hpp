@@ -59,7 +59,7 @@ class CounterPage {
   bool create(uint32_t rank, uint32_t world);
 
   std::string path_;
-  int fd_ = -1;
+  int fd_ = -1;  // until the file has its name
   std::byte* base_ = nullptr;
   size_t reserved_bytes_ = 0, file_bytes_ = 0, used_bytes_ = 0;
   std::vector<std::string> groups_;                    // by names_id

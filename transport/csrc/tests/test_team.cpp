@@ -11,8 +11,8 @@
 #include <thread>
 #include <vector>
 
-#include "executor/of_process.hpp"
 #include "executor/team.hpp"
+#include "ports/of_process.hpp"
 #include "tests/in_child.hpp"
 
 using namespace sennit;

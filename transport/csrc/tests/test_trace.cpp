@@ -176,7 +176,7 @@ TEST_CASE("a udp peer that is gone is traced with its rank and path") {
 TEST_CASE("packets that the kernel does not take are traced with why") {
   UdpSocket socket(wire::parse_endpoint("127.0.0.1", 0));
   UdpSendCounters counters;
-  UdpSender sender(std::move(socket), counters);
+  UdpSender sender(std::make_shared<UdpSendSocket>(std::move(socket)), counters);
   UdpPath path(wire::parse_endpoint("127.0.0.1", 9));
   path.ends = {4, 5};
   path.index = 2;

@@ -179,8 +179,9 @@ TEST_CASE("a packet above 4,096 bytes is refused on a path that leaves the host"
     wire::write_data_header(std::span(bytes).first<wire::DATA_HEADER_BYTES>(), offer.for_reader.qpns[0], 0,
                             offer.eager_address(0), offer.for_reader.eager_rkey, 0, 8'192);
     const UdpSocket stranger(wire::parse_endpoint("127.0.0.1", 0));
+    const SocketAddress to(offer.rails[0].listen);
     iovec piece{bytes.data(), bytes.size()};
-    REQUIRE(send_segments(stranger.fd(), SocketAddress(offer.rails[0].listen), std::span(&piece, 1), 0) == 0);
+    REQUIRE(send_segments(stranger.fd(), &to, std::span(&piece, 1), 0) == 0);
     pair.run_until([&] { return pair.b.counter(counter) == 1; });
   }
 }
@@ -244,7 +245,7 @@ TEST_CASE("a stranger's packets change counters and nothing else") {
     std::mt19937_64 random(7);
     const auto send = [&](std::vector<std::byte> bytes) {
       iovec piece{bytes.data(), bytes.size()};
-      REQUIRE(send_segments(stranger.fd(), to, std::span(&piece, 1), 0) == 0);
+      REQUIRE(send_segments(stranger.fd(), &to, std::span(&piece, 1), 0) == 0);
     };
     // A forger who knows the queue pair and the eager key, but cannot send from the peer's address.
     const auto forge = [&](uint32_t qpn, uint32_t rkey, uint64_t remote_address, uint32_t immediate,
@@ -304,7 +305,7 @@ TEST_CASE("a queue pair that was offered to a rank of another port is as unknown
   const SocketAddress to(RoceOffer::decode(test::info_of(port, 1)).rails[0].listen);
   const auto send = [&](std::span<std::byte> bytes) {
     iovec piece{bytes.data(), bytes.size()};
-    REQUIRE(send_segments(stranger.fd(), to, std::span(&piece, 1), 0) == 0);
+    REQUIRE(send_segments(stranger.fd(), &to, std::span(&piece, 1), 0) == 0);
   };
   for (const uint32_t peer : {1u, 2u}) {
     const RoceOffer offer = RoceOffer::decode(test::info_of(port, peer));

@@ -26,10 +26,10 @@ uint64_t now_us() {
 
 // Sends its message to every rank that advertises, and has a place for the message of each other rank.
 struct Rank final : LaneSink {
-  Rank(uint32_t rank, uint32_t size, size_t size_bytes)
+  Rank(uint32_t rank, uint32_t size, size_t size_bytes, const PortRange& ports)
       : message(size_bytes, static_cast<std::byte>(rank + 1)),
         places(size, std::vector<std::byte>(size_bytes)),
-        port(rank, size, UdpConfig{SendConfig{.seed = 1}, {{"::1", 0}}}) {}
+        port(rank, size, UdpConfig{SendConfig{.seed = 1}, {{"::1", 0}}, ports}) {}
 
   bool on_eager(uint32_t, const MessageHeader&, uint32_t, const std::byte*) override { return true; }
   void on_advert(uint32_t peer, const MessageHeader&, uint64_t advert_id) override {
@@ -54,9 +54,14 @@ struct Rank final : LaneSink {
 
 using Ranks = std::vector<std::unique_ptr<Rank>>;
 
-Ranks connected_ranks(uint32_t size, size_t size_bytes) {
+// The ranks of a process share sockets. Those of other ports do not, as if they were in processes of their own.
+Ranks connected_ranks(uint32_t size, size_t size_bytes, bool is_process_each) {
   Ranks ranks;
-  for (uint32_t rank = 0; rank < size; ++rank) ranks.push_back(std::make_unique<Rank>(rank, size, size_bytes));
+  for (uint32_t rank = 0; rank < size; ++rank) {
+    const auto first = static_cast<uint16_t>(31'000 + 20 * rank);
+    const PortRange own{first, static_cast<uint16_t>(first + 19)};
+    ranks.push_back(std::make_unique<Rank>(rank, size, size_bytes, is_process_each ? own : PortRange{}));
+  }
   for (uint32_t rank = 0; rank < size; ++rank)
     for (uint32_t peer = 0; peer < size; ++peer)
       if (peer != rank) ranks[rank]->port.connect(peer, test::info_of(ranks[peer]->port, rank), *ranks[rank]);
@@ -98,24 +103,32 @@ size_t connected_sockets() {
 TEST_CASE("each peer of one host has a socket of its own, which is connected, as far as sockets go") {
   const size_t before = connected_sockets();
   {
-    const Ranks ranks = connected_ranks(8, 1);
+    const Ranks ranks = connected_ranks(8, 1, true);
     CHECK(connected_sockets() == before + 8 * 7);
   }
-  // Each rank has 16 peers at 8 sockets: one of them has one peer at most, since a rank is no peer of its own.
-  const Ranks ranks = connected_ranks(17, 1);
-  CHECK(connected_sockets() <= before + 17);
+  {
+    // Each rank has 16 peers at 8 sockets: one of them has one peer at most, since a rank is no peer of its own.
+    const Ranks ranks = connected_ranks(17, 1, true);
+    CHECK(connected_sockets() <= before + 17);
+  }
+  // All send from the same 8 sockets, and each socket has several destinations.
+  const Ranks ranks = connected_ranks(8, 1, false);
+  CHECK(connected_sockets() == before);
 }
 
-TEST_CASE("with several peers data still lands where it belongs") {
-  Ranks ranks = connected_ranks(5, 2 << 20);
-  exchange_all(ranks);
-  for (uint32_t rank = 0; rank < ranks.size(); ++rank) {
-    CAPTURE(rank);
-    for (uint32_t peer = 0; peer < ranks.size(); ++peer)
-      if (peer != rank) CHECK(ranks[rank]->places[peer] == ranks[peer]->message);
-    // The batches of four senders alternate. Without looking ahead, one prediction in four would be right.
-    CHECK(ranks[rank]->counter("placed_in_place") > 10 * ranks[rank]->counter("placed_by_copy"));
-    CHECK(ranks[rank]->counter("receive_peeks") > 0);
-    CHECK(ranks[rank]->counter("bad_icrc") == 0);
+TEST_CASE("with several peers data still lands where it belongs, from connected sockets and from others") {
+  for (const bool is_connected : {true, false}) {
+    CAPTURE(is_connected);
+    Ranks ranks = connected_ranks(5, 2 << 20, is_connected);
+    exchange_all(ranks);
+    for (uint32_t rank = 0; rank < ranks.size(); ++rank) {
+      CAPTURE(rank);
+      for (uint32_t peer = 0; peer < ranks.size(); ++peer)
+        if (peer != rank) CHECK(ranks[rank]->places[peer] == ranks[peer]->message);
+      // The batches of four senders alternate. Without looking ahead, one prediction in four would be right.
+      CHECK(ranks[rank]->counter("placed_in_place") > 10 * ranks[rank]->counter("placed_by_copy"));
+      CHECK(ranks[rank]->counter("receive_peeks") > 0);
+      CHECK(ranks[rank]->counter("bad_icrc") == 0);
+    }
   }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "executor/of_process.hpp"
+#include "ports/of_process.hpp"
 
 #include <pthread.h>
 
