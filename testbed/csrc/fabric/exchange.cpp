@@ -66,7 +66,7 @@ Exchange::Exchange(const TransportConfig& config, uint64_t seed, uint64_t sample
       keys_(0, [this] { return static_cast<uint32_t>(mix(seed_, keys_given_++)); }),
       hosts_(network.host_count()) {
   clock_.join();
-  for (Host& host : hosts_) host.loans = std::make_unique<LoanPool>(keys_);
+  for (Host& host : hosts_) host.loans = std::make_unique<LoanPool>(keys_, std::make_shared<LoanMemory>());
   if (config_.receive_budget_bytes == 0) return;
   const flow::ReceiveBudgetConfig defaults;
   for (Host& host : hosts_)

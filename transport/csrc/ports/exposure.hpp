@@ -29,8 +29,8 @@ class Exposure {
   // True once no packet of any age can be written there. The number is then invalid.
   virtual bool is_closed(uint64_t region) = 0;
 
-  // The lane's own memory, which stays mapped as long as this object lives.
-  virtual void keep(std::byte* /*address*/, size_t /*size_bytes*/) {}
+  // The lane's own memory. True: devices know it now, and it stays mapped until this object has ended.
+  virtual bool keep(std::byte* /*address*/, size_t /*size_bytes*/) { return false; }
 
   // Memory that is being sent, from transfer to `sent`. Returns the source's number.
   virtual uint64_t open_source(const std::byte* address, size_t size_bytes) = 0;

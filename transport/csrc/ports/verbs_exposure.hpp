@@ -40,7 +40,10 @@ class VerbsExposure final : public Exposure {
   bool is_open(uint64_t region, flow::Keys& keys) override;
   void close(uint64_t region) override;
   bool is_closed(uint64_t region) override;
-  void keep(std::byte* address, size_t size_bytes) override { registrations_.borrow(address, size_bytes); }
+  bool keep(std::byte* address, size_t size_bytes) override {
+    registrations_.borrow(address, size_bytes);
+    return true;
+  }
   uint64_t open_source(const std::byte* address, size_t size_bytes) override;
   bool is_source_closed(uint64_t source) override;
 
@@ -130,8 +133,9 @@ class VerbsJointExposure final : public Exposure {
   bool is_closed(uint64_t region) override {
     return is_done(regions_, region, [](VerbsExposure& device, uint64_t number) { return device.is_closed(number); });
   }
-  void keep(std::byte* address, size_t size_bytes) override {
+  bool keep(std::byte* address, size_t size_bytes) override {
     for (VerbsExposure* device : devices_) device->keep(address, size_bytes);
+    return true;
   }
   uint64_t open_source(const std::byte* address, size_t size_bytes) override {
     for (VerbsExposure* device : devices_) device->open_source(address, size_bytes);

@@ -5,8 +5,10 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <memory>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ports/flow_lane.hpp"
@@ -64,7 +66,7 @@ struct SlowExposure final : Exposure {
 };
 
 struct LanePair {
-  LanePair() {
+  explicit LanePair(std::shared_ptr<LoanMemory> shared = std::make_shared<LoanMemory>()) : memory(std::move(shared)) {
     const uint32_t link = network.add_link({.delay_us = 10, .loss_fraction = 0.02});
     const auto eager_address = [](auto& memory) { return reinterpret_cast<uint64_t>(memory.data()); };
     sender.lane = &a;
@@ -82,7 +84,8 @@ struct LanePair {
   std::vector<std::byte> memory_a = std::vector<std::byte>(64 * 1'024), memory_b = memory_a;
   RecordingSink sender, receiver;
   SlowExposure exposure_a, exposure_b;
-  LoanPool loans_a{exposure_a}, loans_b{exposure_b};
+  const std::shared_ptr<LoanMemory> memory;
+  LoanPool loans_a{exposure_a, memory}, loans_b{exposure_b, memory};
   FlowLane a{7, config, memory_a, 1, exposure_a, loans_a, sender};
   FlowLane b{7, config, memory_b, 2, exposure_b, loans_b, receiver};
   SimNetwork network{1};
@@ -121,23 +124,94 @@ TEST_CASE("Loans beyond the pool wait in order and are granted as others are rel
   CHECK(pair.b.idle());
 }
 
-TEST_CASE("A pool that has lent much refuses a lane's extra loans, not its first ones") {
+TEST_CASE("Pools that have lent much refuse extra loans to every lane of the process, not its first ones") {
   SlowExposure exposure;
-  LoanPool pool(exposure);
-  constexpr size_t MAX = LoanPool::EXTRA_BELOW_BYTES / MAX_LOAN_BYTES;
+  const auto memory = std::make_shared<LoanMemory>();
+  LoanPool pool(exposure, memory), other(exposure, memory);
+  constexpr size_t MAX = LoanMemory::EXTRA_BELOW_BYTES / MAX_LOAN_BYTES;
   std::set<std::byte*> lent;
-  for (size_t i = 0; i < MAX; ++i) lent.insert(pool.take(true));
+  for (size_t i = 0; i < MAX; ++i) lent.insert((i % 2 == 0 ? pool : other).take(true));
   CHECK(lent.size() == MAX);
   CHECK(lent.count(nullptr) == 0);
-  CHECK(pool.take(true) == nullptr);
-  std::byte* const first = pool.take(false);
-  CHECK(first != nullptr);
-  CHECK(lent.count(first) == 0);
-  pool.give_back(first);
-  CHECK(pool.take(true) == nullptr);  // the bound counts what is lent, and that is still MAX
-  pool.give_back(*lent.begin());
-  CHECK(pool.take(true) == *lent.begin());
-  CHECK(pool.allocated_bytes() == (MAX + 1) * MAX_LOAN_BYTES);
+  for (LoanPool* one : {&pool, &other}) {
+    CHECK(one->take(true) == nullptr);
+    std::byte* const first = one->take(false);
+    CHECK(first != nullptr);
+    CHECK(lent.count(first) == 0);
+    one->give_back(first);
+    CHECK(one->take(true) == nullptr);  // the bound counts what is lent, and that is still MAX
+  }
+  CHECK(memory->lent_bytes() == LoanMemory::EXTRA_BELOW_BYTES);
+  std::byte* const one_s = other.take(false);
+  other.give_back(one_s);
+  CHECK(pool.take(false) == one_s);  // what one group has given back, another one gets
+}
+
+TEST_CASE("A group that ends gives back what it had, and what nobody needs is bounded") {
+  SlowExposure exposure;
+  const auto memory = std::make_shared<LoanMemory>();
+  for (int group = 0; group < 3; ++group) {
+    LoanPool pool(exposure, memory);
+    std::vector<std::byte*> lent;
+    while (std::byte* const loan = pool.take(true)) lent.push_back(loan);
+    CHECK(lent.size() * MAX_LOAN_BYTES == LoanMemory::EXTRA_BELOW_BYTES);
+    for (int more = 0; more < 10; ++more) lent.push_back(pool.take(false));
+    CHECK(memory->lent_bytes() == LoanMemory::EXTRA_BELOW_BYTES + 10 * MAX_LOAN_BYTES);
+    if (group == 1)
+      for (std::byte* loan : lent) pool.give_back(loan);
+  }
+  CHECK(memory->lent_bytes() == 0);
+  CHECK(memory->free_bytes() == LoanMemory::EXTRA_BELOW_BYTES);
+}
+
+TEST_CASE("Memory that devices know stays with its port") {
+  struct Device final : Exposure {
+    uint64_t open(std::byte*, size_t) override { return 0; }
+    bool is_open(uint64_t, flow::Keys&) override { return true; }
+    void close(uint64_t) override {}
+    bool is_closed(uint64_t) override { return true; }
+    bool keep(std::byte* address, size_t) override { return known.insert(address).second; }
+    uint64_t open_source(const std::byte*, size_t) override { return 0; }
+    bool is_source_closed(uint64_t) override { return true; }
+    std::set<std::byte*> known;
+  } device;
+  SlowExposure exposure;
+  const auto memory = std::make_shared<LoanMemory>();
+  LoanPool plain(exposure, memory);
+  {
+    LoanPool pool(device, memory);
+    std::byte* const loan = pool.take(true);
+    pool.give_back(loan);
+    std::byte* const elsewhere = plain.take(true);
+    CHECK(elsewhere != loan);
+    CHECK(pool.take(true) == loan);
+    CHECK(device.known.size() == 1);  // registered once
+    CHECK(memory->lent_bytes() == 2 * MAX_LOAN_BYTES);
+    plain.give_back(elsewhere);
+  }
+  CHECK(memory->lent_bytes() == 0);
+  CHECK(memory->free_bytes() == MAX_LOAN_BYTES);
+}
+
+// The other group gives nothing back: only what the lane is sure of lets its receives end.
+TEST_CASE("Groups that hold all extra loans do not keep another group from its own") {
+  const auto memory = std::make_shared<LoanMemory>();
+  SlowExposure hoarder_exposure;
+  LoanPool hoarder(hoarder_exposure, memory);
+  while (hoarder.take(true) != nullptr) {
+  }
+  LanePair pair(memory);
+  constexpr uint64_t WISHES = 4 * FlowLane::LOAN_COUNT;
+  for (uint64_t i = 0; i < WISHES; ++i) pair.b.advertise(i, {i, 0, MAX_LOAN_BYTES}, nullptr);
+  size_t released = 0;
+  while (released < WISHES) {
+    pair.settle();
+    const size_t received = pair.receiver.received.size();
+    REQUIRE(received > released);
+    CHECK(received - released <= FlowLane::OWN_LOAN_COUNT);
+    for (; released < received; ++released) CHECK(pair.b.release(pair.receiver.loans[released]));
+  }
+  CHECK(pair.sender.sent.size() == WISHES);
 }
 
 TEST_CASE("Lanes of one port use the same memory one after the other") {
@@ -147,9 +221,10 @@ TEST_CASE("Lanes of one port use the same memory one after the other") {
   pair.settle();
   REQUIRE(pair.receiver.received.size() == FlowLane::LOAN_COUNT);
   for (const uint64_t loan : pair.receiver.loans) CHECK(pair.b.release(loan));
-  const size_t before_bytes = pair.loans_b.allocated_bytes();
+  CHECK(pair.memory->free_bytes() == FlowLane::LOAN_COUNT * MAX_LOAN_BYTES);
   for (uint64_t i = 0; i < 2 * FlowLane::LOAN_COUNT; ++i) other.advertise(i, {i, 0, MAX_LOAN_BYTES}, nullptr);
-  CHECK(pair.loans_b.allocated_bytes() == before_bytes);
+  CHECK(pair.memory->free_bytes() == 0);
+  CHECK(pair.loans_b.taken_bytes() == FlowLane::LOAN_COUNT * MAX_LOAN_BYTES);
 }
 
 TEST_CASE("An eager message without room is offered again, in order, and a request carries no data") {
