@@ -396,8 +396,9 @@ def killed(me: Rank) -> None:
         threading.Timer(me.arguments["after_s"], os.kill, (os.getpid(), signal.SIGKILL)).start()
         forever(group, array)
     failure = failure_of(group, array)
-    # Each element is what was lent, or the result (between hosts: of a host).
-    assert set(np.unique(array)) <= set(range(1, me.world + 1)), np.unique(array)[:10]
+    # In a host each element is what was lent, or the result. Where packets were expected, there may be other bytes.
+    if not me.arguments["has_packets"]:
+        assert set(np.unique(array)) <= set(range(1, me.world + 1)), np.unique(array)[:10]
     array[:] = 5
     successor = group.reconfigure()
     given = numbers(np.random.default_rng(4), successor.world, 200_000)

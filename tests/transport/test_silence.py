@@ -94,7 +94,7 @@ def test_a_stopped_rank_is_named_in_a_barrier(launch: Any, hosts: str) -> None:
         assert "SENNIT_PEER_TIMEOUT_S" in outcome["text"]
         if hosts == "udp":
             assert "times, in the end over its only path" in outcome["text"]
-            assert "1 paths (1 good" in outcome["text"]
+            assert "1 path (1 good" in outcome["text"]
 
 
 @pytest.mark.parametrize("hosts", HOSTS)

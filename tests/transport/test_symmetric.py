@@ -154,7 +154,7 @@ def test_a_rank_with_another_algorithm_is_refused(launch: Any, elements: int, sy
 @pytest.mark.parametrize(("hosts", "after_s"), [("aa", 0.05), ("aaa", 0.1), ("aaa", 0.23), ("aab", 0.15)])
 def test_arrays_outlive_a_rank_that_is_killed(launch: Any, hosts: str, after_s: float) -> None:
     victim = 1
-    reports = launch("killed", hosts, victim=victim, after_s=after_s).finish(dead=[victim])
+    reports = launch("killed", hosts, victim=victim, after_s=after_s, has_packets="b" in hosts).finish(dead=[victim])
     for rank, report in enumerate(reports):
         assert not [path for path in report["segments"] if Path(path).exists()]
         if rank != victim:

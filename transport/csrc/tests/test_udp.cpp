@@ -203,7 +203,7 @@ TEST_CASE("a pair of rails has one path where both are one address, unless anoth
   CHECK(paths().starts_with("6 paths ("));
   config.rails.resize(1);
   other.rails.resize(1);
-  CHECK(paths().starts_with("1 paths ("));
+  CHECK(paths().starts_with("1 path ("));
 }
 
 TEST_CASE("eager messages keep their order, also when the receiver has no room at first") {

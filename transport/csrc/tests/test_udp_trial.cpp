@@ -306,7 +306,7 @@ TEST_CASE("where one family is dead in one direction, the flow uses the other, a
       std::vector<pollfd> readable;
       rank->port.append_poll_fds(readable);
       CHECK(readable.size() == 1);
-      CHECK(rank->port.lane(peer).describe().starts_with("1 paths (1 good, 0 skip, 0 bad"));
+      CHECK(rank->port.lane(peer).describe().starts_with("1 path (1 good, 0 skip, 0 bad"));
     }
     std::mt19937_64 random(1);
     pair.a.outgoing[5] = test::noise(random, 1 << 20);
