@@ -104,9 +104,10 @@ class LoanPool {
     if (!memory_->lend(is_extra)) return nullptr;
     ++lent_count_;
     if (free_.empty()) {
-      free_.reserve(taken_.size() + 1);  // so that give_back cannot fail
-      std::byte* const block = memory_->take();
-      taken_.insert(block);
+      free_.reserve(taken_.size() + 1);                     // so that give_back cannot fail
+      std::unique_ptr<std::byte[]> fresh(memory_->take());  // insert may fail
+      taken_.insert(fresh.get());
+      std::byte* const block = fresh.release();
       is_kept_ = exposure_.keep(block, MAX_LOAN_BYTES);
       return block;
     }

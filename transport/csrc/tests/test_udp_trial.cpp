@@ -97,7 +97,8 @@ TEST_CASE("a trial finds every path good, of which ranks at one address have one
     }
     // Not that nothing was sent again: a test that does not run for a while makes its own timers end.
     const std::string count = std::to_string(tried_count);
-    CHECK(pair.a.port.lane(1).describe().starts_with(count + " paths (" + count + " good"));
+    CHECK(pair.a.port.lane(1).describe().starts_with(count + (tried_count == 1 ? " path (" : " paths (") + count +
+                                                     " good"));
     CHECK(std::equal(pair.a.outgoing[5].begin(), pair.a.outgoing[5].end(), pair.b.incoming[5].begin()));
   }
 }
