@@ -58,6 +58,7 @@ def test_a_run_its_resumption_and_torchrun_end_with_the_same_weights(tmp_path: P
                "--timeline", str(tmp_path / "run.json.gz"),
                "--tensorboard", str(tmp_path / "events"), "--json", str(whole))  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout + done.stderr  # in a pipe, neither a bar nor colours
     report = json.loads(whole.read_text())
     assert report["steps"] == {"first": 0, "last": 8}
     assert report["world_size"] == 2
