@@ -3,8 +3,8 @@
 //
 // A send takes the destination with it, and the kernel takes sends of several threads. So groups need not know of each
 // other. Two things of a socket are common to its users. What the network reports goes to those that send to the
-// destination in the report. And a socket with one destination is connected to it, so that the kernel looks up the
-// route only once.
+// destination in the report. And a socket with one destination is connected to it, so that the kernel looks up
+// the route only once.
 #pragma once
 
 #include <atomic>

@@ -2,6 +2,7 @@
 #include "ports/udp_socket.hpp"
 
 #include <arpa/inet.h>
+#include <fcntl.h>
 #include <linux/errqueue.h>
 #include <netinet/in.h>
 #include <netinet/udp.h>
@@ -112,7 +113,7 @@ SocketAddress::SocketAddress(const wire::Endpoint& endpoint) {
   }
 }
 
-UdpSocket::UdpSocket(const wire::Endpoint& local) : local_(local) {
+UdpSocket::UdpSocket(const wire::Endpoint& local, bool shares_port) : local_(local) {
   const int family = local.is_ipv6 ? AF_INET6 : AF_INET;
   fd_ = socket(family, SOCK_DGRAM | SOCK_NONBLOCK | SOCK_CLOEXEC, IPPROTO_UDP);
   if (fd_ < 0) raise(errno, advice(errno, local));
@@ -127,6 +128,7 @@ UdpSocket::UdpSocket(const wire::Endpoint& local) : local_(local) {
     } else {
       set_option(fd_, IPPROTO_IP, IP_MTU_DISCOVER, IP_PMTUDISC_DO, "IP_MTU_DISCOVER");
     }
+    if (shares_port) set_option(fd_, SOL_SOCKET, SO_REUSEADDR, 1, "SO_REUSEADDR");
     const SocketAddress address(local);
     if (bind(fd_, reinterpret_cast<const sockaddr*>(&address.storage), address.size_bytes) != 0)
       raise(errno, advice(errno, local));
@@ -150,11 +152,37 @@ bool UdpSocket::connect(const SocketAddress& to) {
   return ::connect(fd_, reinterpret_cast<const sockaddr*>(&to.storage), to.size_bytes) == 0;
 }
 
-// connect(2): an address of AF_UNSPEC dissolves the association. The socket stays bound.
+// connect(2): an address of AF_UNSPEC dissolves the association. The socket stays bound. But an IPv6 socket keeps its
+// old destination (sk_v6_daddr, in Linux's __udp_disconnect), and gets no reports about packets to another address.
 void UdpSocket::disconnect() {
+  if (local_.is_ipv6 && renew()) return;
   sockaddr nowhere{};
   nowhere.sa_family = AF_UNSPEC;
   ::connect(fd_, &nowhere, sizeof nowhere);
+}
+
+// A thread that sends meanwhile uses the one or the other.
+bool UdpSocket::renew() {
+  try {
+    set_option(fd_, SOL_SOCKET, SO_REUSEADDR, 1, "SO_REUSEADDR");  // both must permit it
+    UdpSocket fresh(local_, true);
+    for (const int option : {IPV6_RECVERR, IPV6_TCLASS}) {
+      int value = 0;
+      socklen_t size = sizeof value;
+      if (getsockopt(fd_, IPPROTO_IPV6, option, &value, &size) == 0)
+        set_option(fresh.fd_, IPPROTO_IPV6, option, value, "an option again");
+    }
+    int doubled = 0;  // by the kernel, for its own needs
+    socklen_t size = sizeof doubled;
+    if (getsockopt(fd_, SOL_SOCKET, SO_SNDBUF, &doubled, &size) == 0)
+      fresh.set_send_buffer(static_cast<size_t>(doubled) / 2);
+    set_option(fresh.fd_, SOL_SOCKET, SO_REUSEADDR, 0, "SO_REUSEADDR");
+    return dup3(fresh.fd_, fd_, O_CLOEXEC) >= 0;
+  } catch (const std::system_error&) {  // no more descriptors, or no memory
+    const int off = 0;
+    setsockopt(fd_, SOL_SOCKET, SO_REUSEADDR, &off, sizeof off);
+    return false;
+  }
 }
 
 size_t UdpSocket::set_receive_buffer(size_t size_bytes) {

@@ -37,7 +37,7 @@ struct PortRange {
 class UdpSocket {
  public:
   // Binds. Port 0 takes any port.
-  explicit UdpSocket(const wire::Endpoint& local);
+  explicit UdpSocket(const wire::Endpoint& local) : UdpSocket(local, false) {}
   ~UdpSocket();
   UdpSocket(UdpSocket&& other) noexcept;
   UdpSocket& operator=(UdpSocket&&) = delete;
@@ -63,6 +63,11 @@ class UdpSocket {
   bool can_segment() const;
 
  private:
+  // `shares_port`: with a socket that permits it.
+  UdpSocket(const wire::Endpoint& local, bool shares_port);
+  // Puts a socket that was never connected in the place of this one. False if there is none.
+  bool renew();
+
   int fd_ = -1;
   wire::Endpoint local_;
 };

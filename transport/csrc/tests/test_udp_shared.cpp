@@ -2,6 +2,7 @@
 // Groups of one process over udp: they send from the same sockets, and one does not suffer from another.
 #include <dirent.h>
 #include <doctest/doctest.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -94,6 +95,22 @@ std::shared_ptr<UdpSendSocket> open_socket(const char* address) {
   return of_process<UdpSendSockets>()->open(address, {}, 0);
 }
 
+// What a disconnect must not change.
+std::array<int, 4> options_of(const UdpSocket& socket) {
+  const bool is_ipv6 = socket.local().is_ipv6;
+  const int level = is_ipv6 ? IPPROTO_IPV6 : IPPROTO_IP;
+  std::array<int, 4> values{};
+  socklen_t size = sizeof(int);
+  REQUIRE(getsockopt(socket.fd(), level, is_ipv6 ? IPV6_RECVERR : IP_RECVERR, &values[0], &size) == 0);
+  REQUIRE(getsockopt(socket.fd(), level, is_ipv6 ? IPV6_TCLASS : IP_TOS, &values[1], &size) == 0);
+  REQUIRE(getsockopt(socket.fd(), SOL_SOCKET, SO_SNDBUF, &values[2], &size) == 0);
+  REQUIRE(getsockopt(socket.fd(), SOL_SOCKET, SO_REUSEADDR, &values[3], &size) == 0);
+  CHECK(values[0] == 1);
+  CHECK(values[1] == 2);  // ECT(0)
+  CHECK(values[3] == 0);
+  return values;
+}
+
 }  // namespace
 
 TEST_CASE("groups share a socket for each address, range and path, as long as one of them lives") {
@@ -120,6 +137,7 @@ TEST_CASE("a socket is connected while it has one destination, and sends to all 
     const auto socket = open_socket(address);
     CHECK_FALSE(socket->is_connected());
     const auto port = socket->socket().local().port;
+    const auto options = options_of(socket->socket());
     Way first(socket, address);
     first.sender.add_destination(first.path.remote_listen);
     CHECK(socket->is_connected());
@@ -135,7 +153,9 @@ TEST_CASE("a socket is connected while it has one destination, and sends to all 
     first.send();
     CHECK(first.arrived() == 3);
     CHECK(first.counters.send_errors == 0);
-    // It is bound as before.
+    // It is bound as before, has its options, and shares its port with nobody.
+    CHECK(options_of(socket->socket()) == options);
+    CHECK_THROWS_AS(UdpSocket(wire::parse_endpoint(address, port)), std::system_error);
     sockaddr_storage bound{};
     socklen_t size = sizeof bound;
     REQUIRE(getsockname(socket->socket().fd(), reinterpret_cast<sockaddr*>(&bound), &size) == 0);
