@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sennit.transport import algorithms
+from sennit.transport.algorithms.ranges import DEFAULT_CHUNK_BYTES
 from sennit.transport.elements import Dtype, ReduceOp, reduce_ops
 from sennit.transport.hosts import Hosts
 from sennit.transport.plan import Plan, Send
@@ -117,7 +118,7 @@ def test_a_host_sends_its_vector_once_to_other_hosts(count: int, ranks_each: int
 def test_partial_sums_on_their_way_take_little_memory() -> None:
     hosts = Hosts.equal(8, 2)
     plan = algorithms.allreduce(world=8, rank=0, elements=64 << 20, dtype=Dtype.F16, op=ReduceOp.SUM, hosts=hosts)
-    assert plan.scratch_bytes == 16 * 131_072
+    assert plan.scratch_bytes == 16 * DEFAULT_CHUNK_BYTES
 
 
 def test_ranks_of_a_host_follow_one_another() -> None:

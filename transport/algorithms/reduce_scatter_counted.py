@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sennit.transport.algorithms.ranges import ALIGNMENT_BYTES, DEFAULT_CHUNK_BYTES, peers_after, peers_before
+from sennit.transport.algorithms.ranges import ALIGNMENT_BYTES, peers_after, peers_before
 from sennit.transport.counts import CountRange
 from sennit.transport.elements import Dtype, ReduceOp, check_reducible
-from sennit.transport.plan import Operand, Plan, PlanBuilder
+from sennit.transport.plan import MAX_LOAN_BYTES, Operand, Plan, PlanBuilder
 from sennit.transport.signature import Kind, signature
 
 
 def pieces_of(counts: Sequence[int], item_bytes: int) -> int:
     """Returns into how many pieces the largest share is cut: a power of two, so that few plans serve all calls."""
-    chunks = -(-max(counts) * item_bytes // DEFAULT_CHUNK_BYTES)
+    chunks = -(-max(counts) * item_bytes // MAX_LOAN_BYTES)
     return 1 << max(chunks - 1, 0).bit_length()
 
 
