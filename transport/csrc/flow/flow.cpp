@@ -388,9 +388,9 @@ std::string Flow::describe() const {
   const std::string round_trip = state.recovery.round_trip().sampled()
                                      ? "rtt " + std::to_string(state.counters.rtt_us) + " us"
                                      : "no round trip measured yet";
-  return std::to_string(paths.count()) + (paths.count() == 1 ? " path (" : " paths (") + path_states + "; " + std::string(state.recovery.policy().name()) +
-         "), window " + std::to_string(state.counters.window_packets) + " packets (" +
-         std::string(state.recovery.congestion().name()) + "), " + round_trip + ", " +
+  return std::to_string(paths.count()) + (paths.count() == 1 ? " path (" : " paths (") + path_states + "; " +
+         std::string(state.recovery.policy().name()) + "), window " + std::to_string(state.counters.window_packets) +
+         " packets (" + std::string(state.recovery.congestion().name()) + "), " + round_trip + ", " +
          std::to_string(state.recovery.outstanding()) + " packets unacknowledged, " +
          std::to_string(state.sender.open_transfers()) + " transfers and " +
          std::to_string(state.receiver.open_credits()) + " credits open, " +
