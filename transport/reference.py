@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -71,12 +72,14 @@ class _Rank:
     # On a device: steps that start in list order, and leave the list then. Each list has its own order.
     ordered: list[list[int]] = field(default_factory=list)
     in_order: frozenset[int] = frozenset()
-    # Started sends and receives, in the order of their start.
-    sends: list[int] = field(default_factory=list)
+    # Started sends, by peer, and receives, in the order of their start.
+    sends: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     recvs: list[int] = field(default_factory=list)
     loans: dict[int, Bytes] = field(default_factory=dict)
     # Of loans on a round trip, by RECV: the rank that sent it, and its SEND.
     lenders: dict[int, tuple[_Rank, int]] = field(default_factory=dict)
+    # What may be delivered to this rank: None after a change of its receives, its loans or the sends to it.
+    deliveries: list[_Delivery] | None = None
     spans: list[_Span] = field(default_factory=list)
     done: int = 0
 
@@ -159,6 +162,10 @@ def _flat(array: npt.NDArray[Any]) -> Bytes:
     return array.reshape(-1).view(np.uint8)
 
 
+# Sender, its SEND, receiver, its RECV.
+_Delivery: TypeAlias = tuple[_Rank, int, _Rank, int]
+
+
 class Interpreter:
     """All ranks' plans, each of them checked, and buffers. `run` changes the buffers in place."""
 
@@ -189,7 +196,7 @@ class Interpreter:
             actions = [(rank, "message", 0) for rank in self._ranks if rank.messages]
             actions += [(rank, "local", 0) for rank in self._ranks if rank.local]
             actions += [(rank, "load", 0) for rank in self._ranks if rank.loads]
-            deliveries = self._deliveries()
+            deliveries = [delivery for rank in self._ranks for delivery in self._deliveries(rank)]
             actions += [(self._ranks[0], "deliver", index) for index in range(len(deliveries))]
             if not actions:
                 raise PlanFault(f"deadlock; {self._stuck()}")
@@ -237,7 +244,8 @@ class Interpreter:
         if isinstance(step, Send):
             data = rank.bytes_at(step.source.index, step.source.offset, rank.message_bytes(step))
             rank.claim(number, data, writing=step.comes_back)
-            rank.sends.append(number)
+            rank.sends[step.peer].append(number)
+            self._ranks[step.peer].deliveries = None
             return
         assert isinstance(step, Recv)
         if step.buffer is not None:
@@ -250,6 +258,7 @@ class Interpreter:
             # noise.
             data[:] = self._noise.integers(0, 256, data.size, np.uint8)
         rank.recvs.append(number)
+        rank.deliveries = None
 
     def _run_local(self, rank: _Rank, number: int) -> None:
         step = rank.plan.steps[number]
@@ -276,6 +285,7 @@ class Interpreter:
         for operand in operands:
             if operand.is_view:
                 rank.loans.pop(operand.index, None)
+                rank.deliveries = None
                 if operand.index in rank.lenders:
                     self._send_back(*rank.lenders.pop(operand.index), target)
         rank.finish(number)
@@ -310,38 +320,38 @@ class Interpreter:
         rank.claim(number, data, writing=False)
         return data
 
-    def _deliveries(self) -> list[tuple[_Rank, int, _Rank, int]]:
-        """Returns every (sender, SEND, receiver, RECV) that may complete now."""
-        found: list[tuple[_Rank, int, _Rank, int]] = []
-        for receiver in self._ranks:
-            granted: dict[int, int] = {}
-            for loan in receiver.loans:
-                peer = receiver.plan.steps[loan]
-                assert isinstance(peer, Recv)
-                granted[peer.peer] = granted.get(peer.peer, 0) + 1
-            for number in receiver.recvs:
-                recv = receiver.plan.steps[number]
-                assert isinstance(recv, Recv)
-                if recv.buffer is None:
-                    granted[recv.peer] = granted.get(recv.peer, 0) + 1
-                    if granted[recv.peer] > self._loans_per_peer:
-                        continue
-                senders = self._ranks if recv.peer == ANY_PEER else [self._ranks[recv.peer]]
-                for sender in senders:
-                    match = self._matching_send(sender, receiver.plan.rank, recv.slot)
-                    if match is not None:
-                        found.append((sender, match, receiver, number))
+    def _deliveries(self, receiver: _Rank) -> list[_Delivery]:
+        """Returns every (sender, SEND, receiver, RECV) that may complete now at this receiver."""
+        if receiver.deliveries is not None:
+            return receiver.deliveries
+        found: list[_Delivery] = []
+        granted: dict[int, int] = {}
+        for loan in receiver.loans:
+            peer = receiver.plan.steps[loan]
+            assert isinstance(peer, Recv)
+            granted[peer.peer] = granted.get(peer.peer, 0) + 1
+        for number in receiver.recvs:
+            recv = receiver.plan.steps[number]
+            assert isinstance(recv, Recv)
+            if recv.buffer is None:
+                granted[recv.peer] = granted.get(recv.peer, 0) + 1
+                if granted[recv.peer] > self._loans_per_peer:
+                    continue
+            senders = self._ranks if recv.peer == ANY_PEER else [self._ranks[recv.peer]]
+            for sender in senders:
+                match = self._matching_send(sender, receiver.plan.rank, recv.slot)
+                if match is not None:
+                    found.append((sender, match, receiver, number))
+        receiver.deliveries = found
         return found
 
     def _matching_send(self, sender: _Rank, receiver: int, slot: int) -> int | None:
-        for number in sender.sends:
+        # Messages that do not overtake one another: only the first may come.
+        for number in sender.sends[receiver][: 1 if self._in_order else None]:
             send = sender.plan.steps[number]
             assert isinstance(send, Send)
-            if send.peer == receiver:
-                if send.slot == slot:
-                    return number
-                if self._in_order:
-                    return None
+            if send.slot == slot:
+                return number
         return None
 
     def _deliver(self, sender: _Rank, send_number: int, receiver: _Rank, recv_number: int) -> None:
@@ -362,8 +372,9 @@ class Interpreter:
             receiver.loans[recv_number] = data.copy()
         else:
             receiver.bytes_at(recv.buffer, recv.offset, sent)[:] = data
-        sender.sends.remove(send_number)
+        sender.sends[send.peer].remove(send_number)
         receiver.recvs.remove(recv_number)
+        receiver.deliveries = None
         if send.comes_back:
             receiver.lenders[recv_number] = sender, send_number
         else:
@@ -373,7 +384,8 @@ class Interpreter:
     def _stuck(self) -> str:
         lines: list[str] = []
         for rank in self._ranks:
-            waiting: list[Step] = [rank.plan.steps[number] for number in [*rank.sends, *rank.recvs]]
+            started = [*itertools.chain(*rank.sends.values()), *rank.recvs]
+            waiting: list[Step] = [rank.plan.steps[number] for number in started]
             missing = len(rank.plan.steps) - rank.done
             if missing:
                 lines.append(f"rank {rank.plan.rank}: {missing} steps left, waits for {waiting[:4]}")
