@@ -13,7 +13,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -30,6 +30,9 @@ READ_MAX_BYTES_A_PEER = 100
 MEMORY_MAX_BYTES = 64 << 20
 # The offer's table in docs/reference/wire.md: where the fields lie that differ from rank to rank.
 OFFER_RANK_AT, OFFER_RAIL_AT = 16, 52
+# A thread that waits for the interpreter wakes up this often to ask for it. A thousand threads at the usual 5 ms take
+# more processor time for that than for their work.
+SWITCH_S = 1.0
 RAIL = struct.Struct("<BBBBHI16s")
 PATHS = 8
 UDP = {"path_count": PATHS, "path_policy": "round_robin", "congestion": "fixed", "window_bytes": 2 << 20}
@@ -131,6 +134,14 @@ class Rank(Recorder):
         return []
 
 
+@pytest.fixture
+def rare_switches() -> Iterator[None]:
+    usual_s = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_S)
+    yield
+    sys.setswitchinterval(usual_s)
+
+
 def real_offer(world: int) -> tuple[bytes, int]:
     """Returns a real offer to all, and how many bytes go to each peer besides."""
     core = _core.Communicator(0, world, timeout_s=1.0, seed=1)
@@ -138,6 +149,7 @@ def real_offer(world: int) -> tuple[bytes, int]:
     return offer, len(core.offer_for(1))
 
 
+@pytest.mark.usefixtures("rare_switches")
 def test_the_store_of_1024_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     offer, pair_bytes = real_offer(WORLD)
     # All ranks read the same blocks, and they are one process here.
