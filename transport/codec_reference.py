@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -38,19 +39,6 @@ class Minifloat:
         """The least scale that the encoder takes, as E8M0: the least code then means 2^-126."""
         return self.bias + self.mantissa
 
-    def magnitudes(self) -> npt.NDArray[np.float64]:
-        """The number of each code without its sign."""
-        code = np.arange(1 << (self.bits - 1))
-        exponent, mantissa = code >> self.mantissa, code & (1 << self.mantissa) - 1
-        normal = np.ldexp((1 << self.mantissa) + mantissa, exponent - self.bias - self.mantissa)
-        found: npt.NDArray[np.float64] = np.where(
-            exponent == 0, np.ldexp(1.0 * mantissa, 1 - self.bias - self.mantissa), normal
-        )
-        if self.infinity:
-            found[self.infinity] = np.inf
-            found[self.infinity + 1 :] = np.nan
-        return found
-
 
 FORMATS: Final = {
     CodecKind.FP16: Minifloat(16, 10, 15, 0x7C00, 0x7E00, 65504.0),
@@ -58,6 +46,22 @@ FORMATS: Final = {
     CodecKind.FP8_E5M2: Minifloat(8, 2, 15, 0x7C, 0x7E, 57344.0),
     CodecKind.MX4: Minifloat(4, 1, 1, 0, 0, 6.0),
 }
+
+
+@functools.cache
+def _magnitudes(form: Minifloat) -> npt.NDArray[np.float64]:
+    """The number of each code without its sign."""
+    code = np.arange(1 << (form.bits - 1))
+    exponent, mantissa = code >> form.mantissa, code & (1 << form.mantissa) - 1
+    normal = np.ldexp((1 << form.mantissa) + mantissa, exponent - form.bias - form.mantissa)
+    found: npt.NDArray[np.float64] = np.where(
+        exponent == 0, np.ldexp(1.0 * mantissa, 1 - form.bias - form.mantissa), normal
+    )
+    if form.infinity:
+        found[form.infinity] = np.inf
+        found[form.infinity + 1 :] = np.nan
+    found.setflags(write=False)
+    return found
 
 
 def philox(counter: tuple[Words, Words, Words, Words], key: int) -> tuple[Words, Words, Words, Words]:
@@ -180,7 +184,7 @@ def _codes(
     """The codes of values / 2^exponents. The quotient is exact but for numbers that are rounded to 0 anyway."""
     y = np.ldexp(np.abs(values), -exponents).astype(np.float32)
     # No number of the format that means 2^128 or more.
-    allowed = form.magnitudes()[: form.infinity or None]
+    allowed = _magnitudes(form)[: form.infinity or None]
     last = np.searchsorted(allowed, np.ldexp(1.0, 128 - exponents)) - 1
     y = np.minimum(np.where(np.isnan(y), 0, y), allowed[last]).astype(np.float32)
     exponent = np.maximum(np.where(y == 0, -200, np.frexp(y)[1] - 1), 1 - form.bias)
@@ -195,7 +199,7 @@ def _codes(
 
 
 def _values(form: Minifloat, codes: Array, scale: Array) -> Floats:
-    magnitude = form.magnitudes()[codes & (1 << (form.bits - 1)) - 1]
+    magnitude = _magnitudes(form)[codes & (1 << (form.bits - 1)) - 1]
     sign = np.where(codes >> (form.bits - 1), -1.0, 1.0)
     # An element's own infinity or NaN counts before the scale's.
     values = np.where(np.isfinite(magnitude), magnitude * scale, magnitude)
