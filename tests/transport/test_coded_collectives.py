@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,14 @@ from sennit.transport.errors import ArgumentError
 from tests.transport.test_communicator import run_ranks
 
 WORKER = Path(__file__).with_name("coded_worker.py")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def definitions_are_computed_once() -> Iterator[None]:
+    """All ranks of all worlds compare with the same codes, and NumPy takes long for them."""
+    with tempfile.TemporaryDirectory(prefix="sennit-test-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RESULTS", folder)
+        yield
 
 
 @pytest.mark.parametrize("world", [2, 3])
