@@ -163,6 +163,7 @@ void UdpSocket::disconnect() {
 
 // A thread that sends meanwhile uses the one or the other.
 bool UdpSocket::renew() {
+  bool is_renewed = false;
   try {
     set_option(fd_, SOL_SOCKET, SO_REUSEADDR, 1, "SO_REUSEADDR");  // both must permit it
     UdpSocket fresh(local_, true);
@@ -176,13 +177,13 @@ bool UdpSocket::renew() {
     socklen_t size = sizeof doubled;
     if (getsockopt(fd_, SOL_SOCKET, SO_SNDBUF, &doubled, &size) == 0)
       fresh.set_send_buffer(static_cast<size_t>(doubled) / 2);
-    set_option(fresh.fd_, SOL_SOCKET, SO_REUSEADDR, 0, "SO_REUSEADDR");
-    return dup3(fresh.fd_, fd_, O_CLOEXEC) >= 0;
-  } catch (const std::system_error&) {  // no more descriptors, or no memory
-    const int off = 0;
-    setsockopt(fd_, SOL_SOCKET, SO_REUSEADDR, &off, sizeof off);
-    return false;
+    is_renewed = dup3(fresh.fd_, fd_, O_CLOEXEC) >= 0;
+  } catch (const std::system_error&) {
+    // No more descriptors, or no memory.
   }
+  const int off = 0;
+  setsockopt(fd_, SOL_SOCKET, SO_REUSEADDR, &off, sizeof off);
+  return is_renewed;
 }
 
 size_t UdpSocket::set_receive_buffer(size_t size_bytes) {
