@@ -360,6 +360,10 @@ bool Engine::look_at_everything(uint64_t now_us) {
     }
   }
   moved |= begin_held();
+  // An operation may have sent its last message and ended, and its waiter leaves. Perhaps no round follows for long.
+  if (moved) {
+    for (Port* port : ports_) port->tell_peers();
+  }
   if (failed || mailbox_.failure() != nullptr || now_us >= next_deadline_us_) check_failures(now_us);
   // Operations that just failed count as movement: their waiters and callbacks must know before anybody sleeps.
   return moved || first_settled_ != nullptr;

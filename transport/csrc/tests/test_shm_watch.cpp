@@ -7,6 +7,7 @@
 #include <random>
 #include <thread>
 
+#include "tests/engine_group.hpp"
 #include "tests/shm_pair.hpp"
 
 using namespace sennit;
@@ -76,4 +77,33 @@ TEST_CASE("news is found whenever the owner of the inbox stops to look") {
   }
   owner.join();
   CHECK(found.load() == MESSAGE_COUNT);
+}
+
+TEST_CASE("the last message of an operation reaches a peer that has stopped to look, though no round follows it") {
+  constexpr uint32_t WORLD = 3;
+  const test::Group group(WORLD, 20'000'000);
+  // A chain: rank 0 tells rank 1, and rank 1 tells rank 2.
+  const auto post = [&](uint32_t rank) {
+    test::PlanWriter writer(WORLD, rank, 0, uint64_t{SENNIT_BROADCAST} << 56);
+    if (rank != 0) writer.add(StepKind::receive, rank - 1, 0, 0, 0, 0);
+    if (rank != WORLD - 1) {
+      const uint32_t send = writer.add(StepKind::send, rank + 1, 0, 0, 0, 0, {Operand{}});
+      if (rank != 0) writer.edge(0, send);
+    }
+    const test::LoadedPlan plan(writer.bytes());
+    const sennit_post_options options{0, 0, 0, 1.0, nullptr, 0, 0};
+    sennit_op* op = nullptr;
+    REQUIRE(sennit_post(group.comm(rank), plan.handle, nullptr, 0, &options, &op, nullptr, 0) == SENNIT_OK);
+    return op;
+  };
+  sennit_op* const last = post(2);
+  for (uint32_t round = 0; round < 2 * ShmPort::WATCH_ROUNDS; ++round) CHECK(sennit_wait(last, 1) == SENNIT_PENDING);
+  sennit_op* const middle = post(1);
+  CHECK(sennit_wait(middle, 1) == SENNIT_PENDING);
+  sennit_op* const first = post(0);
+  CHECK(sennit_wait(first, 0) == SENNIT_OK);
+  CHECK(sennit_wait(middle, 0) == SENNIT_OK);
+  // Nobody waits at rank 1 any more.
+  CHECK(sennit_wait(last, 5'000'000) == SENNIT_OK);
+  for (sennit_op* op : {first, middle, last}) sennit_op_release(op);
 }
