@@ -156,7 +156,7 @@ models: build  ## the tables of docs/models.md: models of the Neo paper on its c
 
 SEEDS ?= 3
 QUALITY_WAYS := fp32 "plain torch" "parameter server" "exchange bf16" "exchange fp8" "exchange int8" "tables fp16"
-QUALITY := $(PY) -m sennit bench quality --seeds $(SEEDS) --batch-sizes 256,8192,16384 --warmup 0.25 --same-time
+QUALITY := $(PY) -m sennit bench quality --seeds $(SEEDS) --batch-sizes 256,8192,16384 --warmup 0.5 --same-time
 quality: build  ## the tables and pictures of docs/quality.md, on three data sets with SEEDS=3
 	@mkdir -p build/quality
 	@only=(); for way in $(QUALITY_WAYS); do only+=(--only "$$way"); done; \

@@ -35,6 +35,8 @@ from sennit.testbed.bench.quality_ways import (
 
 METRICS: Final = {"normalised_entropy": "NE", "auc": "AUC", "calibration": "calibration"}
 """The fields of a run's quality that are compared, and their short names."""
+DIGITS: Final = {"normalised_entropy": 5, "auc": 5, "calibration": 4}
+"""How many are shown. Four are more than seeds agree on in calibration."""
 
 # Of 1, 2, ... degrees of freedom: the quantile 0.975 of Student's t.
 T_975: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.16, 2.145)
@@ -194,8 +196,11 @@ class Report:
         if way == self.settings.base:
             return ""
         apart = self.difference(way, metric)
-        digits = 4 if metric == "calibration" else 5
-        return f"{apart.mean:+.{digits}f} ± {apart.half:.{digits}f}"
+        return f"{apart.mean:+.{DIGITS[metric]}f} ± {apart.half:.{DIGITS[metric]}f}"
+
+    def mean_text(self, way: str, metric: str) -> str:
+        """The mean over seeds."""
+        return f"{statistics.fmean(self.values(way, metric)):.{DIGITS[metric]}f}"
 
     def time_ratio(self, way: str) -> float | None:
         """The median over seeds of its time of training divided by the parameter server's; None: not measured."""
@@ -264,6 +269,6 @@ def render(report: Report, console: Console) -> None:
     for way in report.qualities:
         cells = [way]
         for metric in METRICS:
-            cells += [f"{statistics.fmean(report.values(way, metric)):.5f}", report.text(way, metric)]
+            cells += [report.mean_text(way, metric), report.text(way, metric)]
         table.add_row(*cells, f"{statistics.fmean(report.seconds[way]):.1f}" if way in report.seconds else "")
     console.print(table)

@@ -9,7 +9,6 @@ can compare.
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -63,7 +62,7 @@ def _sizes(report: Report) -> str:
     report, rows = report.against(FP32), []
     for way in (FP32, *_batches(report)):
         if not way.endswith(SAME_TIME):
-            quality = [*_both(report, way, NE), *_both(report, way, AUC), _mean(report, way, CALIBRATION)]
+            quality = [*_both(report, way, NE), *_both(report, way, AUC), report.mean_text(way, CALIBRATION)]
             rows.append([way, _steps(report, way), *quality])
     return _table(report, ["way", "steps", *_names(report, NE), *_names(report, AUC), CALIBRATION], rows)
 
@@ -73,7 +72,7 @@ def _servers(report: Report) -> str:
     for way in (ASYNCHRONOUS, *_batches(report)):
         ratio = beside.time_ratio(way)
         assert ratio is not None
-        quality = [*_both(beside, way, NE), beside.text(way, AUC), _mean(beside, way, CALIBRATION)]
+        quality = [*_both(beside, way, NE), beside.text(way, AUC), beside.mean_text(way, CALIBRATION)]
         rows.append([way, _steps(beside, way), f"{ratio:.2f}", *quality])
     names = ["way", "steps", "time", *(name.replace(ASYNCHRONOUS, "server") for name in _names(beside, NE))]
     return _table(beside, [*names, "AUC - server", CALIBRATION], rows)
@@ -130,12 +129,7 @@ def _names(report: Report, metric: str) -> list[str]:
 
 
 def _both(report: Report, way: str, metric: str) -> list[str]:
-    return [_mean(report, way, metric), report.text(way, metric)]
-
-
-def _mean(report: Report, way: str, metric: str) -> str:
-    # Of calibration, four digits are more than seeds agree on.
-    return f"{statistics.fmean(report.values(way, metric)):.{4 if metric == CALIBRATION else 5}f}"
+    return [report.mean_text(way, metric), report.text(way, metric)]
 
 
 def _steps(report: Report, way: str) -> str:

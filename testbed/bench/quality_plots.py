@@ -21,7 +21,7 @@ def differences(report: Report, path: Path, ways: Sequence[str] | None = None) -
     `ways`: None for all but the base.
     """
     ways, base = report.others if ways is None else ways, report.settings.base
-    figure, axes = _panels(len(METRICS), height=1.3 + 0.26 * len(ways), sharey=True)
+    figure, (axes,) = _panels(len(METRICS), height=1.3 + 0.26 * len(ways), sharey=True)
     for axis, (metric, short) in zip(axes, METRICS.items(), strict=True):
         is_calibration = metric == "calibration"
         if is_calibration:
@@ -34,6 +34,7 @@ def differences(report: Report, path: Path, ways: Sequence[str] | None = None) -
         axis.axvline(1 if is_calibration else 0, color=GREY, linewidth=1)
         axis.errorbar(middles, range(len(ways)), xerr=halves, fmt="o", ms=4, color=BLUE, capsize=3)
         axis.set_title(short if is_calibration else f"{short} - {short} of {base}")
+        axis.locator_params(axis="x", nbins=4)
         axis.set_xlabel(f"{BETTER[metric]}; bars: 95 % over seeds")
     axes[0].set_yticks(range(len(ways)), ways)
     axes[0].invert_yaxis()
@@ -42,45 +43,48 @@ def differences(report: Report, path: Path, ways: Sequence[str] | None = None) -
 
 
 def batches(reports: Sequence[Report], path: Path) -> None:
-    """Synchronous batches beside the parameter server: a panel for each data set, NE by batch size."""
-    figure, axes = _panels(len(reports), height=3.9, sharey=False)
-    for axis, report in zip(axes, (one.against(ASYNCHRONOUS) for one in reports), strict=True):
-        sizes = report.settings.batch_sizes
-        axis.axhline(0, color=GREY, linewidth=1)
-        for is_same_time, colour, shift in ((False, BLUE, 0.97), (True, ORANGE, 1.03)):
+    """Synchronous batches beside the parameter server: NE by batch size. A column of panels for each data set, a row
+    for equal samples and one for equal time."""
+    figure, rows = _panels(len(reports), row_count=2, height=5.2, sharey=False)
+    for axes, is_same_time in zip(rows, (False, True), strict=True):
+        for axis, report in zip(axes, (one.against(ASYNCHRONOUS) for one in reports), strict=True):
+            sizes = report.settings.batch_sizes
             names = [batch_way(size, is_same_time=is_same_time).name for size in sizes]
             apart = [report.difference(name, "normalised_entropy") for name in names]
+            axis.axhline(0, color=GREY, linewidth=1)
             axis.errorbar(
-                [size * shift for size in sizes],
+                sizes,
                 [one.mean for one in apart],
                 yerr=[one.half for one in apart],
-                color=colour,
-                label="equal time" if is_same_time else "equal samples",
+                color=ORANGE if is_same_time else BLUE,
                 marker="o",
                 ms=4,
                 capsize=3,
             )
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=45, ha="right")
-        axis.minorticks_off()
-        axis.set_title(report.settings.data)
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=45, ha="right")
+            axis.minorticks_off()
+            axis.set_title(f"{report.settings.data}, equal {'time' if is_same_time else 'samples'}")
+        axes[0].set_ylabel("NE - NE of the server")
+    for axis in rows[-1]:
         axis.set_xlabel("synchronous batch size")
-    axes[0].set_ylabel("NE - NE of the parameter server")
-    axes[0].legend(frameon=False)
     _save(figure, "Synchronous beside asynchronous training (below 0: better; bars: 95 % over seeds)", path)
 
 
-def _panels(count: int, *, height: float, sharey: bool) -> tuple[Any, Any]:
+def _panels(count: int, *, row_count: int = 1, height: float, sharey: bool) -> tuple[Any, Any]:
+    """A figure, and its rows of `count` axes."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, count, figsize=(11, height), sharey=sharey, squeeze=False, layout="constrained")
-    for axis in axes[0]:
+    figure, rows = pyplot.subplots(
+        row_count, count, figsize=(11, height), sharey=sharey, squeeze=False, layout="constrained"
+    )
+    for axis in rows.flat:
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-    return figure, axes[0]
+    return figure, rows
 
 
 def _save(figure: Any, title: str, path: Path) -> None:
