@@ -135,6 +135,8 @@ class Row:
         self._say("first AllReduce, of NumPy arrays")
         start = time.monotonic()
         env = self.environment("env", [str(wheel)])
+        # In the folder of a program, or of tests, it would hide the package that is installed.
+        shutil.rmtree(self.folder / "sennit")
         program = self.folder / "all_reduce.py"
         program.write_text(numpy_all_reduce(self.folder))
         self.run([str(env / "bin" / "python"), str(program), str(self.folder / "store")], BUILD)
