@@ -82,7 +82,8 @@ def test_a_bar_says_what_the_steps_wait_for() -> None:
 
 def test_what_builds_shows_its_log_on_a_terminal_alone(tmp_path: Path) -> None:
     log, go = tmp_path / "log", tmp_path / "go"
-    command = [QUIETLY, str(log), "bash", "-c", f"echo first; until [ -e {go} ]; do sleep 0.05; done; exit 3"]
+    # The word is not in the command, which is shown where the log is still empty.
+    command = [QUIETLY, str(log), "bash", "-c", f"echo fir''st; until [ -e {go} ]; do sleep 0.05; done; exit 3"]
     status, shown = run_on_terminal(command, timeout_s=COMMAND_TIMEOUT_S, until="first", then=lambda _: go.touch())
     assert status == 3
     assert re.search(r"[|/\\-] 0:0\d first", shown), shown
