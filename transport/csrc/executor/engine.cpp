@@ -352,17 +352,20 @@ bool Engine::look_at_everything(uint64_t now_us) {
       break;
     }
   }
+  bool has_ended = false;
   for (size_t i = 0; i < active_.size();) {
     if (active_[i]->finished_steps()) {
       finish(active_[i], SENNIT_OK, {});
+      has_ended = true;
     } else {
       ++i;
     }
   }
   moved |= begin_held();
   // An operation may have sent its last message and ended, and its waiter leaves. Perhaps no round follows for long.
-  if (moved) {
-    for (Port* port : ports_) port->tell_peers();
+  if (moved || has_ended) {
+    const uint64_t end_us = has_ended ? clock_us() : now_us;
+    for (Port* port : ports_) port->tell_peers(has_ended, end_us);
   }
   if (failed || mailbox_.failure() != nullptr || now_us >= next_deadline_us_) check_failures(now_us);
   // Operations that just failed count as movement: their waiters and callbacks must know before anybody sleeps.

@@ -91,8 +91,9 @@ class Port {
   virtual std::string_view name() const = 0;
   // One bounded round (tens of microseconds to a few hundred). True when anything moved.
   virtual bool progress(uint64_t now_us) = 0;
-  // Tells the peers what was sent since progress(). It ends a round, because the next one may come late.
-  virtual void tell_peers() {}
+  // Tells the peers what was sent since progress(). It ends a round, because the next one may come late. `has_ended`:
+  // so has an operation, and its waiter leaves.
+  virtual void tell_peers(bool /*has_ended*/, uint64_t /*now_us*/) {}
   // Operations wait and nothing arrives: asks the host whether a peer is gone. Called from time to time.
   virtual void check_on_peers(uint64_t /*now_us*/) {}
   // Looks up the peers that have ended: their process, or their end of this group. Later calls may find more.

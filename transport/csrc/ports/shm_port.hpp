@@ -48,7 +48,7 @@ class ShmPort final : public Port {
 
   std::string_view name() const override { return "shm"; }
   bool progress(uint64_t now_us) override;
-  void tell_peers() override { ring_where_dirty(); }
+  void tell_peers(bool, uint64_t) override { ring_where_dirty(); }
   uint64_t next_timeout_us() const override { return UINT64_MAX; }
   void append_poll_fds(std::vector<pollfd>& out) const override;
   std::vector<uint32_t> find_gone(uint64_t now_us) override;

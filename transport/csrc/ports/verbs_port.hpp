@@ -62,6 +62,10 @@ class VerbsPort final : public TriedPort {
 
   std::string_view name() const override { return "verbs"; }
   bool progress(uint64_t now_us) override;
+  // While operations go on, the next round sends.
+  void tell_peers(bool has_ended, uint64_t now_us) override {
+    if (has_ended) send_round(now_us);
+  }
   std::vector<uint32_t> find_gone(uint64_t now_us) override;
   uint64_t next_timeout_us() const override;
   void append_poll_fds(std::vector<pollfd>& out) const override;
