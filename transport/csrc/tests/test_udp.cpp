@@ -22,6 +22,7 @@
 #include "flow/path_policy.hpp"
 #include "ports/udp_port.hpp"
 #include "tests/port_pair.hpp"
+#include "tests/udp_config.hpp"
 
 using namespace sennit;
 
@@ -29,17 +30,10 @@ namespace {
 
 using Rank = test::PortRank<UdpPort>;
 using Pair = test::PortPair<UdpPort>;
+using test::config_for;
 using test::exchange;
 using test::noise;
 using test::now_us;
-
-UdpConfig config_for(const std::string& address, uint32_t path_count = 4) {
-  UdpConfig config;
-  config.rails = {{address, 0}};
-  config.path_count = path_count;
-  config.seed = 1;
-  return config;
-}
 
 }  // namespace
 

@@ -19,6 +19,7 @@
 #include "ports/udp_port.hpp"
 #include "tests/in_child.hpp"
 #include "tests/port_pair.hpp"
+#include "tests/udp_config.hpp"
 
 using namespace sennit;
 
@@ -45,15 +46,8 @@ namespace {
 
 using Rank = test::PortRank<UdpPort>;
 using Pair = test::PortPair<UdpPort>;
+using test::config_for;
 using test::now_us;
-
-UdpConfig config_for(const std::string& address, uint32_t path_count = 4) {
-  UdpConfig config;
-  config.rails = {{address, 0}};
-  config.path_count = path_count;
-  config.seed = 1;
-  return config;
-}
 
 size_t open_descriptors() {
   size_t count = 0;

@@ -15,6 +15,7 @@
 #include "ports/udp_port.hpp"
 #include "ports/udp_setup.hpp"
 #include "tests/port_pair.hpp"
+#include "tests/udp_config.hpp"
 #include "wire/endpoint.hpp"
 
 using namespace sennit;
@@ -22,15 +23,8 @@ using namespace sennit;
 namespace {
 
 using Rank = test::PortRank<UdpPort>;
+using test::config_for;
 using test::now_us;
-
-UdpConfig config_for(const std::string& address) {
-  UdpConfig config;
-  config.rails = {{address, 0}};
-  config.path_count = 4;
-  config.seed = 1;
-  return config;
-}
 
 // Each end tries the other. `change` may give a false address of an end.
 struct Tried {
