@@ -231,8 +231,10 @@ def _backend() -> Capability:
     from sennit.runtime.backend import extension
 
     try:
-        # An import of torch would take most of the doctor's time.
-        extension.load() if "torch" in sys.modules else extension.try_link(torch.detail)
+        if "torch" in sys.modules:
+            extension.load()
+        else:  # an import of torch would take most of the doctor's time
+            extension.try_link(torch.detail)
     except (ImportError, Unsupported) as error:
         return absent(name, f"{error}", extension.remedy(torch.detail))
     return present(name, f"the extension fits torch {torch.detail}")
