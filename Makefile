@@ -104,7 +104,7 @@ test-rdma: build  ## tests over RDMA verbs, in a VM with soft-RoCE: User-Mode Li
 test-qemu: build  ## the same in QEMU with Debian's kernel and two processors: slow, finds races that one has not
 	@$(call ring,qemu)
 
-# Many containers set PYTHONDONTWRITEBYTECODE. Then each of some hundred processes would compile our sources anew.
+# Many containers set PYTHONDONTWRITEBYTECODE. Then each process would compile our sources anew.
 test-python: export PYTHONDONTWRITEBYTECODE :=
 test-python: build  ## Python tests, all rings that can run here
 	@$(PY) -m sennit trace headers >/dev/null || echo "test: bcc sessions are skipped"
