@@ -1,8 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native part of simulations and benchmarks (csrc/bindings.cpp)."""
+"""The native part of simulations, delayed networks and benchmarks (csrc/bindings.cpp)."""
 
 from collections.abc import Sequence
 from typing import Any, final
+
+def relay(*, inlet: int, outlet: int, table: int, stop: int, first_port: int, ports_a_plane: int) -> None:
+    """Passes packets on, each after its delay (sennit.testbed.topology.relay), until `stop` can be read.
+
+    The others are descriptors, too: two packet sockets and the memory of a RelayTable. A packet for plane p and host h
+    leaves by the interface with the index first_port + p * ports_a_plane + h. Raises RuntimeError if a socket fails.
+    """
 
 @final
 class UdpBare:

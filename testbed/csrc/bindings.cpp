@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// sennit.testbed._lab: simulated fabrics for sennit.testbed.simulation, a bare UDP transfer for the benchmarks.
+// sennit.testbed._lab: simulated fabrics for sennit.testbed.simulation, the relay of sennit.testbed.topology, a bare
+// UDP transfer for the benchmarks.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -12,6 +13,7 @@
 
 #include "executor/plan.hpp"
 #include "fabric/simulation.hpp"
+#include "relay.hpp"
 #include "udp_bare.hpp"
 
 namespace nb = nanobind;
@@ -135,7 +137,7 @@ class PyFabricSimulation {
 }  // namespace
 
 NB_MODULE(_lab, m) {
-  m.doc() = "What simulations and benchmarks run natively.";
+  m.doc() = "What simulations, delayed networks and benchmarks run natively.";
   nb::class_<PyFabricSimulation>(m, "FabricSimulation", "One simulated run of plans over a Clos fabric.")
       .def(nb::init<const nb::dict&>(), "config"_a,
            "Every field of sennit.testbed.simulation's Scenario by name. Raises KeyError for a missing one, ValueError "
@@ -146,6 +148,15 @@ NB_MODULE(_lab, m) {
       .def("run", &PyFabricSimulation::run, "Until every plan is done or the deadline has passed.")
       .def("result", &PyFabricSimulation::result)
       .def("traffic", &PyFabricSimulation::traffic, "(from, to, messages, bytes) for each pair, as received.");
+
+  m.def(
+      "relay",
+      [](int inlet, int outlet, int table, int stop, uint32_t first_port, uint32_t ports_a_plane) {
+        sennit::Relay(inlet, outlet, table, stop, first_port, ports_a_plane).run();
+      },
+      nb::kw_only(), "inlet"_a, "outlet"_a, "table"_a, "stop"_a, "first_port"_a, "ports_a_plane"_a,
+      nb::call_guard<nb::gil_scoped_release>(),
+      "Passes packets on, each after its delay, until `stop` can be read. Raises RuntimeError if a socket fails.");
 
   nb::class_<sennit::UdpBare>(m, "UdpBare", "The bare both-ways UDP transfer that benchmarks compare with.")
       .def(nb::init<const std::string&>(), "local_address"_a)

@@ -8,8 +8,9 @@ import os
 from dataclasses import dataclass
 from typing import Final
 
-# 64-bit words: four counters, then a delay for each plane and host, indexed by a byte of the hardware address.
-_RECEIVED, _SENT, _LOST, _OVERRUN, _DELAYS = range(5)
+# 64-bit words, as in testbed/csrc/relay.hpp: counters, then a delay for each plane and host, indexed by a byte of the
+# hardware address.
+_RECEIVED, _SENT, _LOST, _OVERRUN, _LATE_NS, _DELAYS = range(6)
 # Printed by the relay when it listens.
 READY: Final = "ready"
 TABLE_BYTES: Final = 8 * (_DELAYS + 256 * 256)
@@ -28,6 +29,9 @@ class RelayCounters:
     overrun: int
     """Lost because the relay could not keep up. Any value but 0 spoils a measurement. Up to 50 ms old."""
 
+    late_us: float = 0.0
+    """How much later than asked the relay sent a packet, on average."""
+
     @property
     def waiting(self) -> int:
         """Packets being delayed now."""
@@ -35,7 +39,7 @@ class RelayCounters:
 
 
 class RelayTable:
-    """A view of the shared memory. One process writes the counters, the other one the delays."""
+    """A view of the shared memory. The relay writes the counters, and its parent the delays."""
 
     def __init__(self, descriptor: int) -> None:
         self._words = memoryview(mmap.mmap(descriptor, TABLE_BYTES)).cast("Q")
@@ -43,25 +47,11 @@ class RelayTable:
     def set_delay_us(self, host: int, plane: int, delay_us: int) -> None:
         self._words[_DELAYS + (plane << 8 | host)] = delay_us
 
-    def delay_us(self, host: int, plane: int) -> int:
-        return self._words[_DELAYS + (plane << 8 | host)]
-
-    def count_received(self) -> None:
-        self._words[_RECEIVED] += 1
-
-    def count_sent(self) -> None:
-        self._words[_SENT] += 1
-
-    def count_lost(self) -> None:
-        self._words[_LOST] += 1
-
-    def count_overrun(self, packets: int) -> None:
-        self._words[_OVERRUN] += packets
-
     def counters(self) -> RelayCounters:
         # `sent` is read first: a packet counted as sent was counted as received before.
         sent, lost, overrun = self._words[_SENT], self._words[_LOST], self._words[_OVERRUN]
-        return RelayCounters(received=self._words[_RECEIVED], sent=sent, lost=lost, overrun=overrun)
+        late_us = self._words[_LATE_NS] / 1_000 / max(sent, 1)
+        return RelayCounters(received=self._words[_RECEIVED], sent=sent, lost=lost, overrun=overrun, late_us=late_us)
 
 
 def make_table() -> int:

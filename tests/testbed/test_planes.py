@@ -203,6 +203,50 @@ def test_delayed_packets_all_come_in_order_and_none_early(per_packet: bool) -> N
         assert planes.delay_counters().received == relay.received + 1
 
 
+def test_delays_of_hosts_differ_and_change_under_traffic(planes: Planes) -> None:
+    """A packet with a short delay overtakes those with a long one, whoever sent them."""
+    with (
+        planes.within(0, open_socket, planes.addresses(0)[0]) as slow,
+        planes.within(1, open_socket, planes.addresses(1)[0]) as other,
+    ):
+        slow.settimeout(DEADLINE_S)
+        other.settimeout(DEADLINE_S)
+        try:
+            planes.delay(300_000, hosts=[0])
+            planes.delay(1_000, hosts=[1])
+            began_s = time.monotonic()
+            slow.sendto(b"first", other.getsockname())
+            other.sendto(b"back", slow.getsockname())
+            assert slow.recv(100) == b"back"
+            planes.delay(1_000, hosts=[0])
+            for number in range(50):
+                slow.sendto(f"{number}".encode(), other.getsockname())
+            assert [other.recv(100) for _ in range(51)] == [*(f"{n}".encode() for n in range(50)), b"first"]
+            assert time.monotonic() - began_s >= 0.3
+        finally:
+            planes.delay(0)
+
+
+def test_delayed_packets_to_a_port_that_is_down_are_counted_as_lost(planes: Planes) -> None:
+    planes.delay(1_000, hosts=[0])
+    try:
+        before = planes.delay_counters()
+        with planes.within(0, open_socket, planes.addresses(0)[0]) as sender:
+            planes.unplug(1)
+            for _ in range(20):
+                sender.sendto(b"lost", (planes.addresses(1)[0], 9))
+        deadline_s = time.monotonic() + DEADLINE_S
+        while (after := planes.delay_counters()).received - before.received < 20 or after.waiting:
+            assert time.monotonic() < deadline_s, after
+            os.sched_yield()
+    finally:
+        for plane in range(2):
+            planes.switch(plane, up=True, how="link")
+        planes.delay(0)
+    assert (after.lost - before.lost, after.sent, after.overrun) == (20, before.sent, 0)
+    assert send_datagrams(planes, 100, plane=0).missing == set()
+
+
 def test_a_delay_that_cannot_keep_up_says_how_many_it_lost() -> None:
     count, size_bytes = 20_000, 8_900
     with Planes(hosts=2, planes=1) as planes:
