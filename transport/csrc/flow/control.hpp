@@ -48,7 +48,8 @@ struct ControlHeader {
   uint32_t advert_first = 0;     // credit number of the first advert here
   uint32_t granted = 0;          // how many bulk packets may be sent, counted from the start
   uint16_t probe_number = 0;     // with CONTROL_PROBE
-  // Newest queueing delay in the fabric towards the peer. 0: nothing new. QUEUE_OVERFLOWED_US: a queue lost packets.
+  // Newest standing queue in the fabric towards the peer (PathFeedback). 0: nothing new. QUEUE_OVERFLOWED_US: a queue
+  // lost packets.
   uint16_t queue_us = 0;
 };
 

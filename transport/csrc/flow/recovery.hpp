@@ -81,7 +81,7 @@ class Recovery {
   const Paths& paths() const { return paths_; }
   const PathPolicy& policy() const { return *policy_; }
   const CongestionControl& congestion() const { return *congestion_; }
-  // The newest queueing delay that an echo showed since the last take. 0: none did.
+  // The newest standing queue that an echo showed since the last take, at least 1. 0: none did.
   uint64_t newest_queue_us() const { return is_overflowing_ ? QUEUE_OVERFLOWED_US : newest_queue_us_; }
   uint64_t take_queue_us();
 

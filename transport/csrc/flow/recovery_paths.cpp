@@ -55,7 +55,7 @@ void Recovery::note_arrivals(uint64_t now_us, const Echo& echo, uint64_t fabric_
   if (fabric_us != 0) paths_.rail(echo.path).fabric_min.add(now_us, fabric_us);
   const PathFeedback feedback{
       now_us, echo.path, received, std::min(marked, received), fabric_us, paths_.fabric_min_us(echo.path)};
-  if (fabric_us != 0) newest_queue_us_ = std::max<uint64_t>(feedback.queue_us(), 1);
+  if (fabric_us != 0) newest_queue_us_ = std::max<uint64_t>(feedback.standing_queue_us(), 1);
   policy_->on_feedback(feedback);
   congestion_->on_feedback(feedback, paths_.count() - bad_paths_, in_flight_);
   note_window();

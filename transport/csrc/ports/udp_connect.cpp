@@ -145,8 +145,9 @@ bool UdpPort::send_probes(Peer& peer, uint64_t now_us) {
 
 bool UdpPort::try_network(uint64_t now_us) {
   last_now_us_ = now_us;
+  const flow::CallClock clock(now_us);
   for (const auto& rail : rails_) {
-    while (rail->receiver->receive(now_us) != UdpReceiver::Received::nothing) {
+    while (rail->receiver->receive(clock) != UdpReceiver::Received::nothing) {
     }
     for (const auto& sender : rail->senders) sender->flush(now_us);
   }

@@ -147,7 +147,7 @@ bool UdpPort::progress(uint64_t now_us) {
   bool moved = false;
   for (int round = 0; round < ROUND_MAX_COUNT; ++round) {
     bool received = false;
-    for (const auto& rail : rails_) received |= receive_from(*rail->receiver, clock.now_us());
+    for (const auto& rail : rails_) received |= receive_from(*rail->receiver, clock);
     const bool delivered = pump(clock.now_us());
     if (!send_round(clock.now_us()) && !received && !delivered) break;
     moved = true;
@@ -166,11 +166,11 @@ bool UdpPort::pump(uint64_t now_us) {
 
 // Receives as many data batches as this rank may send meanwhile, and the control packets between them. It does not try
 // for more: finding the socket empty costs a system call.
-bool UdpPort::receive_from(UdpReceiver& receiver, uint64_t now_us) {
+bool UdpPort::receive_from(UdpReceiver& receiver, const flow::CallClock& clock) {
   const auto wanted = std::clamp(static_cast<uint32_t>(connected_.size()), 1u, DATA_MAX_PER_ROUND);
   uint32_t data = 0, batches = 0;
   while (data < wanted && batches < RECEIVE_MAX_PER_ROUND) {
-    const auto received = receiver.receive(now_us);
+    const auto received = receiver.receive(clock);
     if (received == UdpReceiver::Received::nothing) break;
     ++batches;
     if (received == UdpReceiver::Received::data) ++data;

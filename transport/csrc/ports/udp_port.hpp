@@ -98,7 +98,7 @@ class UdpPort final : public TriedPort {
   void open_rail(const std::string& address, uint16_t port, uint8_t interface, const UdpConfig& config);
   std::vector<uint32_t> reserve_queue_pairs(uint32_t count);
   Peer& connected(uint32_t peer);
-  bool receive_from(UdpReceiver& receiver, uint64_t now_us);
+  bool receive_from(UdpReceiver& receiver, const flow::CallClock& clock);
   bool pump(uint64_t now_us);
   bool send_round(uint64_t now_us);
   bool send_from(Peer& peer, uint64_t now_us);

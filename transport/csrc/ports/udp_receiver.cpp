@@ -28,12 +28,15 @@ UdpReceiver::UdpReceiver(uint32_t rank, UdpSocket socket, const UdpPathByQpn& pa
   arrivals_.reserve(PLACE_MAX_COUNT);
 }
 
-UdpReceiver::Received UdpReceiver::receive(uint64_t now_us) {
-  received_until_us_ = now_us;
+UdpReceiver::Received UdpReceiver::receive(const flow::CallClock& clock) {
+  received_until_us_ = clock.now_us();
   if (!predict()) return Received::nothing;
   lay_out();
   ++counters_.receive_calls;
   const ReceivedBatch batch = receive_segments(socket_.fd(), pieces_);
+  // Not the time before: packets come while this thread is interrupted, and would seem to have come earlier than they
+  // did. A single round trip that looks too short makes all others look like queues for seconds.
+  const uint64_t now_us = clock.now_us();
   // The kernel knows when the batch arrived. Later packets may be queued behind it.
   received_until_us_ = now_us - std::min(batch.waited_us, now_us);
   if (batch.error != 0) {

@@ -19,6 +19,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "flow/agenda.hpp"
 #include "flow/flow.hpp"
 #include "ports/udp_path.hpp"
 #include "ports/udp_socket.hpp"
@@ -50,8 +51,8 @@ class UdpReceiver {
     place_limit_ = std::clamp(packet_count, place_limit_, PLACE_MAX_COUNT);
   }
   enum class Received { nothing, control, data };
-  // Receives one batch.
-  Received receive(uint64_t now_us);
+  // Receives one batch. The clock is read when the batch is there.
+  Received receive(const flow::CallClock& clock);
   // Everything that arrived before this time has been received.
   uint64_t received_until_us() const { return received_until_us_; }
 

@@ -132,6 +132,28 @@ TEST_CASE("One sender is not slowed down by the budget") {
   CHECK(took_us[true] < took_us[false] * 103 / 100);
 }
 
+TEST_CASE("A long way is no queue: the budget grows to what fills it") {
+  constexpr uint64_t DELAY_US = 500, RATE_BYTES_PER_S = 1'250'000'000;
+  flow::ReceiveBudget budget({.min_bytes = 65'536, .target_queue_us = 250});
+  flow::FlowConfig config{.window_bytes = 2 << 20};
+  SimPeer sender(config);
+  config.receive_budget = &budget;
+  SimPeer receiver(config);
+  SimPeer::introduce(sender, receiver);
+  // Each message begins with a burst of the whole budget, whose end waits for longer than the target.
+  receiver.max_open_receives = 1;
+  const std::vector<TestMessage> messages = bulk(60, 1 << 20);
+  sender.will_send(messages);
+  receiver.will_receive(messages);
+  SimNetwork network(1);
+  const uint32_t there = network.add_link({.delay_us = DELAY_US, .rate_bytes_per_s = RATE_BYTES_PER_S});
+  network.connect(
+      sender.flow(), receiver.flow(), std::array{there}, std::array{network.add_link({.delay_us = DELAY_US})},
+      [&](uint64_t now_us) { sender.progress(now_us); }, [&](uint64_t now_us) { receiver.progress(now_us); });
+  REQUIRE(network.run(SECOND_US, [&] { return sender.done() && receiver.done(); }));
+  CHECK(budget.bytes() >= 2 * DELAY_US * RATE_BYTES_PER_S / SECOND_US);
+}
+
 TEST_CASE("Grants never exceed the budget but for two packets a sender, and are given back") {
   flow::ReceiveBudget budget({.max_bytes = 40 * PACKET_BYTES,
                               .start_bytes = 40 * PACKET_BYTES,
