@@ -29,16 +29,18 @@ UdpReceiver::UdpReceiver(uint32_t rank, UdpSocket socket, const UdpPathByQpn& pa
 }
 
 UdpReceiver::Received UdpReceiver::receive(const flow::CallClock& clock) {
-  received_until_us_ = clock.now_us();
+  const uint64_t before_us = clock.now_us();
+  received_until_us_ = before_us;
   if (!predict()) return Received::nothing;
   lay_out();
   ++counters_.receive_calls;
   const ReceivedBatch batch = receive_segments(socket_.fd(), pieces_);
-  // Not the time before: packets come while this thread is interrupted, and would seem to have come earlier than they
-  // did. A single round trip that looks too short makes all others look like queues for seconds.
+  // The kernel knows when the batch arrived. Later packets may be queued behind it, or come while this thread is
+  // interrupted: they count as not received, so the earlier clock is the safe one here.
+  received_until_us_ = before_us - std::min(batch.waited_us, before_us);
+  // For round trips it is the later one. With the earlier, packets that come during an interruption would seem to have
+  // come before it, and one round trip that looks too short makes all others look like queues for seconds.
   const uint64_t now_us = clock.now_us();
-  // The kernel knows when the batch arrived. Later packets may be queued behind it.
-  received_until_us_ = now_us - std::min(batch.waited_us, now_us);
   if (batch.error != 0) {
     fail(batch.error);
     return Received::nothing;
