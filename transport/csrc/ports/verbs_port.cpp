@@ -40,17 +40,19 @@ VerbsPort::VerbsPort(uint32_t rank, uint32_t size, const VerbsConfig& config)
                                 std::to_string(size));
   config.check("verbs", config.addresses.size());
   const uint32_t peer_count = std::max(size, 2u) - 1;
-  if (size_t{peer_count} * config.addresses.size() * config.path_count > UINT16_MAX)
-    throw std::invalid_argument("verbs: " + std::to_string(config.path_count) + " paths over " +
-                                std::to_string(config.addresses.size()) + " rails to " + std::to_string(peer_count) +
-                                " peers; " + std::to_string(UINT16_MAX) + " in all are allowed (SENNIT_PATHS)");
+  const size_t place_count = size_t{peer_count} * config.addresses.size();
+  if (place_count > UINT16_MAX)
+    throw std::invalid_argument("verbs: " + std::to_string(config.addresses.size()) + " rails to " +
+                                std::to_string(peer_count) + " peers; " + std::to_string(UINT16_MAX) +
+                                " queue pairs are allowed");
+  config_.path_count = path_count(place_count, config.path_count);
   open_adapters(peer_count);
   make_offer(size);
   peers_.resize(size);
   eager_memory_.resize(size);
   for_peers_.resize(size);
   for (uint32_t peer = 0; peer < size; ++peer) {
-    for_peers_[peer].qpns.assign(rails_.size() * config.path_count, 0);
+    for_peers_[peer].qpns.assign(rails_.size() * config_.path_count, 0);
     if (peer != rank) make_paths(peer);
   }
   for (size_t buffer = send_buffers_.count(); buffer-- > 0;) free_buffers_.push_back(buffer);

@@ -7,6 +7,7 @@
 // devices, each device has its own key to a message (docs/decisions/0032).
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -38,6 +39,15 @@ struct VerbsConfig : SendConfig {
 
 class VerbsPort final : public TriedPort {
  public:
+  // A device keeps the state of its queue pairs in host memory and caches some thousands of them. With 5,000
+  // connections a ConnectX-5 reads half as fast (Kalia et al., "Datacenter RPCs can be General and Fast", NSDI 2019,
+  // figure 1). So a large group has fewer paths to each peer.
+  static constexpr size_t QUEUE_PAIR_GOOD_COUNT = 4'096;
+  // Of `wanted` paths to each of `places`, a peer over a rail: those that there are, one at least.
+  static uint32_t path_count(size_t places, uint32_t wanted) {
+    return static_cast<uint32_t>(std::clamp<size_t>(QUEUE_PAIR_GOOD_COUNT / places, 1, wanted));
+  }
+
   // Opens the devices and makes the queue pairs. Throws std::runtime_error or std::invalid_argument with what to do.
   VerbsPort(uint32_t rank, uint32_t size, const VerbsConfig& config);
   ~VerbsPort() override;
@@ -138,7 +148,7 @@ class VerbsPort final : public TriedPort {
   }
 
   uint32_t rank_;
-  VerbsConfig config_;
+  VerbsConfig config_;  // with the paths that there are
   std::vector<Rail> rails_;
   RoceOffer offer_;                                                         // ours
   std::vector<RoceOffer::Peer> for_peers_;                                  // by rank

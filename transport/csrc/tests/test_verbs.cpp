@@ -251,6 +251,15 @@ TEST_CASE("memory that cannot be registered ends the port and says what to do") 
   CHECK(pair.b.port.failure().find("fake0") != std::string::npos);
 }
 
+TEST_CASE("a rank of a large group makes fewer paths to each peer") {
+  CHECK(VerbsPort::path_count(7, 8) == 8);
+  CHECK(VerbsPort::path_count(1'023, 8) == 4);
+  CHECK(VerbsPort::path_count(2 * VerbsPort::QUEUE_PAIR_GOOD_COUNT, 8) == 1);
+  FakeVerbs fake;
+  const VerbsPort port(0, 1'500, config_for(fake));
+  CHECK(port.describe().find("2 paths a rail") != std::string::npos);
+}
+
 TEST_CASE("a queue pair in error is brought up again under its number") {
   FakeVerbs fake;
   Pair pair(config_for(fake));
