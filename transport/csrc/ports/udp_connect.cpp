@@ -149,8 +149,11 @@ bool UdpPort::try_network(uint64_t now_us) {
   for (const auto& rail : rails_) {
     while (rail->receiver->receive(clock) != UdpReceiver::Received::nothing) {
     }
-    for (const auto& sender : rail->senders) sender->flush(now_us);
   }
+  // Packets have the time of their arrival, which is later. What is sent must not seem to be earlier.
+  now_us = last_now_us_ = clock.now_us();
+  for (const auto& rail : rails_)
+    for (const auto& sender : rail->senders) sender->flush(now_us);
   if (now_us >= look_at_us_) {
     look_for_refusals(now_us);
     look_at_us_ = now_us + REFUSALS_US;
