@@ -116,7 +116,7 @@ bool Relay::receive() {
     fail("relay: cannot receive");
   }
   count(table_->received);
-  if (size_t(size_bytes) < HEADER_BYTES) {
+  if (size_t(size_bytes) < HEADER_BYTES || (message.msg_flags & MSG_TRUNC) != 0) {
     count(table_->lost);
     return true;
   }

@@ -53,7 +53,8 @@ def _go_first() -> None:
 
 def main() -> None:
     interface, descriptor = sys.argv[1:]
-    with _packet_socket(ETH_P_ALL) as inlet, _packet_socket(0) as outlet:
+    # Without a protocol a socket gets no packets, so before `bind` none of other interfaces.
+    with _packet_socket(0) as inlet, _packet_socket(0) as outlet:
         inlet.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
         inlet.bind((interface, ETH_P_ALL))
         _go_first()

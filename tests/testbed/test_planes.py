@@ -212,7 +212,7 @@ def test_delays_of_hosts_differ_and_change_under_traffic(planes: Planes) -> None
         slow.settimeout(DEADLINE_S)
         other.settimeout(DEADLINE_S)
         try:
-            planes.delay(300_000, hosts=[0])
+            planes.delay(1_000_000, hosts=[0])  # long beside what follows
             planes.delay(1_000, hosts=[1])
             began_s = time.monotonic()
             slow.sendto(b"first", other.getsockname())
@@ -222,7 +222,7 @@ def test_delays_of_hosts_differ_and_change_under_traffic(planes: Planes) -> None
             for number in range(50):
                 slow.sendto(f"{number}".encode(), other.getsockname())
             assert [other.recv(100) for _ in range(51)] == [*(f"{n}".encode() for n in range(50)), b"first"]
-            assert time.monotonic() - began_s >= 0.3
+            assert time.monotonic() - began_s >= 1.0
         finally:
             planes.delay(0)
 
