@@ -22,8 +22,8 @@ struct PathFeedback {
   uint64_t fabric_us;       // round-trip time without the waits inside both hosts; 0: no sample
   uint64_t fabric_min_us;   // the minimum of its rail so far
   uint64_t queue_us() const { return fabric_us > fabric_min_us ? fabric_us - fabric_min_us : 0; }
-  // What fills a round trip may come as one burst. Its end waits for up to a round trip, and no queue stays behind it.
-  // Targets cover that within a data centre. Of longer ways, the rest is left out.
+  // A burst may be as large as what fills a round trip. Its end then waits for up to a round trip, though no queue
+  // stays behind it. Targets allow for that on short ways. On longer ones, what they are longer by is subtracted.
   uint64_t standing_queue_us() const {
     const uint64_t burst_us = fabric_min_us > SHORT_WAY_US ? fabric_min_us - SHORT_WAY_US : 0;
     return queue_us() > burst_us ? queue_us() - burst_us : 0;
