@@ -116,7 +116,7 @@ def demo(
     ranks: Annotated[int, typer.Option(min=1, max=64, help="processes that train, all on this machine")] = 2,
 ) -> None:
     """Train a recommendation model on real flights over sennit, in about a minute. Writes no file."""
-    from sennit.runtime.training.command import main
+    from sennit.runtime.training.__main__ import main
 
     typer.echo(f"Which of 327,346 flights arrives late? This is: sennit train --data flights --ranks {ranks}")
     try:
@@ -140,7 +140,7 @@ def demo(
 )
 def train(context: typer.Context) -> None:
     # The options are those of `python -m sennit.runtime.training`, which torchrun starts.
-    from sennit.runtime.training.command import main
+    from sennit.runtime.training.__main__ import main
 
     main(context.args)
 

@@ -38,7 +38,7 @@ def test_demo_trains_on_flights_and_says_how_to_go_on(status: int, monkeypatch: 
         calls.append(arguments)
         raise SystemExit(status)
 
-    monkeypatch.setattr("sennit.runtime.training.command.main", train)
+    monkeypatch.setattr("sennit.runtime.training.__main__.main", train)
     result = runner.invoke(app, ["demo", "--ranks", "3"])
     assert calls == [["--data", "flights", "--ranks", "3"]]
     assert result.exit_code == status

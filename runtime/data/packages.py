@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 from pathlib import Path
 from types import ModuleType
 
@@ -30,6 +31,12 @@ def package_file(package: str, suffix: str, *, purpose: str) -> Path:
                 return path
     version = importlib.metadata.version(package)
     raise DataError(f"package {package} {version} is installed but has no file {suffix}, which {purpose} needs")
+
+
+def check_installed(package: str, *, purpose: str) -> None:
+    """`require` for a package named like its module, without the import: pyarrow's starts a thread."""
+    if importlib.util.find_spec(package) is None:
+        raise MissingPackage(package, purpose)
 
 
 def require(module: str, *, package: str, purpose: str) -> ModuleType:

@@ -10,7 +10,7 @@ from sennit.runtime.data import adult, flights, movielens, parquet, synthetic
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.features import RawSamples
 from sennit.runtime.data.files import DataFile, find_files
-from sennit.runtime.data.packages import package_file, require
+from sennit.runtime.data.packages import check_installed, package_file
 from sennit.runtime.data.schema import Schema, read_schema
 
 # name -> (package, one of its files): enough to report early that something is not installed.
@@ -57,7 +57,7 @@ def check(source: Source) -> None:
         raise DataError(f"--schema belongs to Parquet files, but the data set is {source.data!r}")
     if source.data in PACKAGED:
         purpose = f"the data set {source.data}"
-        require("pyarrow", package="pyarrow", purpose=purpose)
+        check_installed("pyarrow", purpose=purpose)
         package_file(*PACKAGED[source.data], purpose=purpose)
 
 

@@ -46,14 +46,21 @@ def build(name: str, inputs: ModelInputs) -> nn.Module:
     return model
 
 
+def check_name(name: str) -> None:
+    """Raises `ConfigError` for what is neither a model of sennit nor the name of a factory. Imports nothing."""
+    module_name, colon, path = name.partition(":")
+    is_factory = colon and all(part.isidentifier() for part in (*module_name.split("."), *path.split(".")))
+    if name not in MODELS and not is_factory:
+        allowed = f"{', '.join(MODELS)}, or package.module:factory"
+        raise ConfigError(f"model {name!r}; allowed: {allowed}{hint(name, MODELS)}")
+
+
 def find(name: str) -> Callable[[ModelInputs], Any]:
     """The callable that makes the model `name`. Imports a user's module. Raises `ConfigError`."""
     if name in MODELS:
         return MODELS[name]
-    module_name, colon, path = name.partition(":")
-    if not colon or not all(part.isidentifier() for part in (*module_name.split("."), *path.split("."))):
-        allowed = f"{', '.join(MODELS)}, or package.module:factory"
-        raise ConfigError(f"model {name!r}; allowed: {allowed}{hint(name, MODELS)}")
+    check_name(name)
+    module_name, _, path = name.partition(":")
     found: Any = _import(name, module_name)
     for part in path.split("."):
         if not hasattr(found, part):

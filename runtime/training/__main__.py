@@ -1,6 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`torchrun … -m sennit.runtime.training`: the options of `sennit train`, in processes that torchrun starts."""
+"""`sennit train` as a process of its own, and `torchrun … -m sennit.runtime.training` with the same options."""
 
-from sennit.runtime.training.command import main
+import os
+from collections.abc import Sequence
 
-main()
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Takes this process for a run. Call it before NumPy or torch is imported."""
+    if "RANK" not in os.environ:
+        # They read it on import. With more threads, this process could not be forked into its ranks.
+        os.environ["OMP_NUM_THREADS"] = "1"
+    from sennit.runtime.training import command
+
+    command.main(arguments, forked=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -21,14 +21,14 @@ from sennit.runtime.data import sources
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.sources import Source
 from sennit.runtime.ingest.address import Address
-from sennit.runtime.model.factory import MODELS, find
+from sennit.runtime.model.factory import MODELS, check_name, find
 from sennit.runtime.model.settings import SettingsFile
 from sennit.runtime.model.sharding_settings import AUTO, sharding_of
 from sennit.runtime.model.tensor_train import TensorTrainRule
 from sennit.runtime.sharded.files import TableStore
 from sennit.runtime.sharded.placement import SHARDINGS
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.launch import join_address, run_ranks, serve_store
+from sennit.runtime.training.launch import Ranks, join_address, serve_store
 from sennit.runtime.training.resumption import check_unused
 from sennit.runtime.training.run import Place, join_run, run_rank
 from sennit.transport.codecs import EXCHANGE_CODECS
@@ -250,21 +250,27 @@ def command(
             sketch_path=sketch,
             timeline=timeline,
         )
-        if context.obj is not None:
-            context.obj(config, ranks)
+        instead, forked = context.obj
+        if instead is not None:
+            instead(config, ranks)
             return
-        start(config, ranks, port=port, join=None if join is None else Address.parse(join))
+        start(config, ranks, port=port, join=None if join is None else Address.parse(join), forked=forked)
     except SennitError as error:
         fail(error)
 
 
-def start(config: TrainingConfig, ranks: int | None, *, port: int = 0, join: Address | None = None) -> None:
-    """Runs this process's rank under torchrun, else starts the ranks. Checks early what can be checked."""
+def start(
+    config: TrainingConfig, ranks: int | None, *, port: int = 0, join: Address | None = None, forked: bool = False
+) -> None:
+    """Runs this process's rank under torchrun, else starts the ranks. Checks early what can be checked.
+
+    `forked`: the ranks may be forks of this process.
+    """
     if (join is not None or port) and not config.elastic:
         raise ConfigError("--port or --join without --elastic; allowed: with it")
     if config.use is not None and not config.sharding.is_planned:
         raise ConfigError("--use with a placement that is given; allowed: with --sharding auto, the default")
-    find(config.model)
+    check_name(config.model)
     if config.ingest is None:
         sources.check(config.source)
     for name, folder in (
@@ -291,18 +297,26 @@ def start(config: TrainingConfig, ranks: int | None, *, port: int = 0, join: Add
             raise ConfigError(f"--ranks {ranks}, but torchrun started {world_size}; leave it out under torchrun")
         config.check_world(world_size)
         _check_ingest(config, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+        find(config.model)
         run_rank(config, Place(rank=int(os.environ["RANK"]), world_size=world_size))
         return
     world_size = ranks if ranks is not None else 1
     if join is not None:
         join.check()
-        _check_ingest(config, world_size)
-        run_ranks(
-            _join_here, config, world_size, address=join, store_timeout_s=config.timeout_s, on_loss=_tell_newcomer
-        )
-        return
-    config.check_world(world_size)
+    else:
+        config.check_world(world_size)
     _check_ingest(config, world_size)
+    # Before what must not be in a process that is forked: CUDA, threads of the store, the user's code.
+    with Ranks(world_size, forked=forked and config.device == "cpu") as here:
+        find(config.model)
+        if join is None:
+            _begin(config, world_size, here, port)
+        else:
+            here.run(_join_here, config, address=join, store_timeout_s=config.timeout_s, on_loss=_tell_newcomer)
+
+
+def _begin(config: TrainingConfig, world_size: int, here: Ranks, port: int) -> None:
+    """Serves the store, and runs the ranks."""
     # Kept open until the last rank is done.
     store, address = serve_store(port, timeout_s=config.timeout_s)
     if config.elastic:
@@ -316,10 +330,9 @@ def start(config: TrainingConfig, ranks: int | None, *, port: int = 0, join: Add
             typer.echo(f"ranks can join with --join {reachable}")
     source = "samples of feeders" if config.ingest is not None else config.source.data
     typer.echo(f"{config.model} on {source}: starting {world_size} rank{'s' if world_size > 1 else ''}")
-    run_ranks(
+    here.run(
         _run_here,
         config,
-        world_size,
         address=address,
         store_timeout_s=config.timeout_s,
         on_loss=_tell_loss if config.elastic else None,
@@ -402,8 +415,12 @@ def main(
     *,
     use: Callable[[TrainingConfig, int | None], None] | None = None,
     name: str = "sennit train",
+    forked: bool = False,
 ) -> None:
-    """The command line of `python -m sennit.runtime.training`. `use`: called in place of `start`."""
+    """The command line of `python -m sennit.runtime.training`.
+
+    `use`: called in place of `start`. `forked`: the ranks may be forks of this process, which does nothing else.
+    """
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command(epilog="Example: sennit train --data flights --ranks 2")(command)
-    app(args=list(sys.argv[1:] if arguments is None else arguments), prog_name=name, obj=use)
+    app(args=list(sys.argv[1:] if arguments is None else arguments), prog_name=name, obj=(use, forked))

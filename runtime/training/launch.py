@@ -7,6 +7,8 @@ message explains its failure.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import ipaddress
 import multiprocessing
 import multiprocessing.connection
@@ -19,8 +21,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkContext, ForkServerContext
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, Self
 
 from sennit.runtime.backend.torch_versions import Store, TCPStore
 from sennit.runtime.ingest.address import Address
@@ -37,6 +40,15 @@ RankFunction = Callable[[Any, int, int, Store], Any]
 
 class RankFailure(SennitError):
     """A rank failed. The message is that rank's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    environment: dict[str, str]
+    function: RankFunction
+    argument: Any
+    address: Address
+    store_timeout_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,68 +106,134 @@ def run_ranks(
     store_timeout_s: float,
     on_loss: Callable[[int, str], None] | None = None,
 ) -> list[Any]:
-    """Calls `function(argument, rank, world_size, store)` in `world_size` new processes. Returns the results by rank.
+    """Calls `function(argument, rank, world_size, store)` in `world_size` new processes: `Ranks.run` of new ranks."""
+    with Ranks(world_size) as ranks:
+        return ranks.run(function, argument, address=address, store_timeout_s=store_timeout_s, on_loss=on_loss)
 
-    A server process, without threads, has imported what ranks import, and forks them. It ends with this process,
-    and so do the ranks, even if this process is killed. A server that this process has already is taken as it is. Every
-    rank gets the environment of this call, with one thread for OpenMP, and connects to the store at `address`.
 
-    Raises `RankFailure` with the first cause. With `on_loss`, that function is called for each rank that fails, and the
-    call returns the results of the others. It raises only if no rank reaches the end.
+class Ranks:
+    """Processes of this machine that wait for the function to call. They end with `run`, or with the `with` block.
+
+    They are forks of one process that has imported what ranks import: of this one if `forked`, else of a server. A
+    process with other threads must not be forked, because a fork could wait for their locks for ever: its ranks come
+    from the server in any case. A server that this process has already is taken as it is. Ranks end with this process,
+    even if it is killed.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    ends: list[Connection] = []
-    processes: list[BaseProcess] = []
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    environment = dict(os.environ)
-    try:
-        for rank in range(world_size):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank_main,
-                args=(environment, function, argument, rank, world_size, address, store_timeout_s, theirs),
-            )
-            process.start()
-            theirs.close()
-            ends.append(ours)
-            processes.append(process)
-        outcomes = _collect(ends, processes, are_independent=on_loss is not None)
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
-        _end(processes)
-        for end in ends:
+
+    def __init__(self, count: int, *, forked: bool = False) -> None:
+        self._processes: list[BaseProcess] = []
+        self._ends: list[Connection] = []
+        self._has_begun = False
+        context = _context(forked)
+        # Nothing is ever sent. Only this process keeps the end that would send, so its close is this process's end.
+        alive, self._life = multiprocessing.Pipe(duplex=False)
+        before = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = "1"
+        try:
+            for rank in range(count):
+                ours, theirs = multiprocessing.Pipe()
+                process = context.Process(target=_rank_main, args=(rank, count, theirs, alive, self._life))
+                process.start()
+                theirs.close()
+                self._ends.append(ours)
+                self._processes.append(process)
+        except BaseException:
+            self._end()
+            raise
+        finally:
+            alive.close()
+            if before is None:
+                del os.environ["OMP_NUM_THREADS"]
+            else:
+                os.environ["OMP_NUM_THREADS"] = before
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def run(
+        self,
+        function: RankFunction,
+        argument: Any,
+        *,
+        address: Address,
+        store_timeout_s: float,
+        on_loss: Callable[[int, str], None] | None = None,
+    ) -> list[Any]:
+        """Calls `function(argument, rank, world_size, store)` on every rank, once. Returns the results by rank.
+
+        Every rank gets the environment of this call, with one thread for OpenMP, and connects to the store at
+        `address`.
+
+        Raises `RankFailure` with the first cause. With `on_loss`, that function is called for each rank that fails,
+        and the call returns the results of the others. It raises only if no rank reaches the end.
+        """
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._has_begun = True
+        for end in self._ends:
+            # `_collect` tells which ranks have ended.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                end.send(_Job(environment, function, argument, address, store_timeout_s))
+        try:
+            outcomes = _collect(self._ends, self._processes, are_independent=on_loss is not None)
+        finally:
+            self._end()
+        failed = sorted((item for item in outcomes if item.error is not None), key=lambda item: item.consequence)
+        if on_loss is not None and len(failed) < len(outcomes):
+            for item in failed:
+                on_loss(item.rank, str(item.error))
+        elif failed:
+            raise RankFailure(f"rank {failed[0].rank}: {failed[0].error}")
+        return [item.result for item in sorted(outcomes, key=lambda item: item.rank) if item.error is None]
+
+    def _end(self) -> None:
+        """Ends the ranks: at once those that still wait for their function."""
+        deadline = time.monotonic() + (GRACE_S if self._has_begun else 0.0)
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+        for end in (*self._ends, self._life):
             end.close()
-    failed = sorted((item for item in outcomes if item.error is not None), key=lambda item: item.consequence)
-    if on_loss is not None and len(failed) < len(outcomes):
-        for item in failed:
-            on_loss(item.rank, str(item.error))
-    elif failed:
-        raise RankFailure(f"rank {failed[0].rank}: {failed[0].error}")
-    return [item.result for item in sorted(outcomes, key=lambda item: item.rank) if item.error is None]
 
 
-def _rank_main(
-    environment: dict[str, str],
-    function: RankFunction,
-    argument: Any,
-    rank: int,
-    world_size: int,
-    address: Address,
-    timeout_s: float,
-    end: Connection,
-) -> None:
-    # The server that forked this process may be older than the call.
-    os.environ.clear()
-    os.environ.update(environment)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+def _context(forked: bool) -> ForkContext | ForkServerContext:
+    if forked and _is_alone():
+        for name in PRELOAD:
+            importlib.import_module(name)
+        # An import may have started threads.
+        if _is_alone():
+            return multiprocessing.get_context("fork")
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(PRELOAD)
+    return server
+
+
+def _is_alone() -> bool:
+    """Whether this process has one thread."""
+    return len(os.listdir("/proc/self/task")) == 1
+
+
+def _rank_main(rank: int, world_size: int, end: Connection, alive: Connection, life: Connection) -> None:
+    life.close()
+    threading.Thread(target=_end_with, args=(alive,), daemon=True).start()
+    # A fork's own processes would be forks, too, but it has threads soon.
+    multiprocessing.set_start_method("forkserver", force=True)
     try:
-        store = TCPStore(address.host, address.port, is_master=False, timeout=timedelta(seconds=timeout_s))
-        outcome = _Outcome(rank=rank, result=function(argument, rank, world_size, store))
+        try:
+            job = end.recv()
+        except EOFError:
+            os._exit(1)  # the process that made it is gone
+        # The process that forked this one may be older than the call.
+        os.environ.clear()
+        os.environ.update(job.environment)
+        timeout = timedelta(seconds=job.store_timeout_s)
+        store = TCPStore(job.address.host, job.address.port, is_master=False, timeout=timeout)
+        outcome = _Outcome(rank=rank, result=job.function(job.argument, rank, world_size, store))
     except KeyboardInterrupt:
         outcome = _Outcome(rank=rank, error="interrupted", consequence=True)
     except SennitError as error:
@@ -169,11 +247,9 @@ def _rank_main(
     end.close()
 
 
-def _end_with_parent() -> None:
-    """Ends this rank as soon as the process that called `run_ranks` is gone, and the store with it."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
+def _end_with(alive: Connection) -> None:
+    """Ends this rank as soon as the process that made it is gone, and the store with it."""
+    alive.poll(None)
     os._exit(1)
 
 
@@ -195,7 +271,7 @@ def _collect(ends: list[Connection], processes: list[BaseProcess], *, are_indepe
             rank = waiting.pop(end)
             try:
                 outcome = end.recv()
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 processes[rank].join(GRACE_S)
                 outcome = _Outcome(rank=rank, error=f"process ended with {_exit_text(processes[rank].exitcode)}")
             outcomes.append(outcome)
@@ -206,13 +282,3 @@ def _collect(ends: list[Connection], processes: list[BaseProcess], *, are_indepe
 
 def _exit_text(code: int | None) -> str:
     return f"signal {-code}" if code is not None and code < 0 else f"status {code}"
-
-
-def _end(processes: list[BaseProcess]) -> None:
-    deadline = time.monotonic() + GRACE_S
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-    for process in processes:
-        if process.is_alive():
-            process.kill()
-            process.join()

@@ -57,10 +57,10 @@ def _mortal_take_over(*arguments: Any) -> None:
     take_over(*arguments)
 
 
-# The ranks that `sennit train` starts run this module too, as __mp_main__.
+# Ranks that are forks of a server run this module too, as __mp_main__.
 if __name__ in ("__main__", "__mp_main__"):
     Trainer.train_step = _mortal_step  # type: ignore[method-assign]
     elastic_run.take_over = _mortal_take_over  # type: ignore[attr-defined,assignment]
 
 if __name__ == "__main__":
-    main()
+    main(forked=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit train` whose ranks tell feeders a port where nobody listens. Its ranks import this file, too."""
+"""`sennit train` whose ranks tell feeders a port where nobody listens: they are forks of this process."""
 
 from __future__ import annotations
 
@@ -25,4 +25,4 @@ class HiddenDoor(Door):
 run.Door = HiddenDoor  # type: ignore[assignment,attr-defined]
 
 if __name__ == "__main__":
-    main()
+    main(forked=True)

@@ -3,25 +3,34 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import importlib
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sennit.runtime.training.launch import RankFailure, run_ranks, serve_store
+from sennit.runtime.training.launch import RankFailure, Ranks, run_ranks, serve_store
 
 HERE = str(Path(__file__).parent)
 TIMEOUT_S = 30.0
 LAUNCHER = f"""
+import sys, threading
 import launch_cases
-from sennit.runtime.training.launch import run_ranks, serve_store
-store, address = serve_store(0, timeout_s={TIMEOUT_S})
-run_ranks(launch_cases.wait_to_be_ended, "{TIMEOUT_S}", 2, address=address, store_timeout_s={TIMEOUT_S})
+from sennit.runtime.training.launch import Ranks, serve_store
+how, function, argument = sys.argv[1:]
+if how == "threads":
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+with Ranks(2, forked=how != "server") as ranks:
+    store, address = serve_store(0, timeout_s={TIMEOUT_S})
+    print(ranks.run(getattr(launch_cases, function), argument, address=address, store_timeout_s={TIMEOUT_S}))
 """
 
 
@@ -58,9 +67,36 @@ def test_a_rank_that_ends_without_a_word_is_told_with_its_signal_or_status(
         run("end_at_once", how)
 
 
-def test_ranks_end_when_the_process_that_started_them_is_killed() -> None:
-    command, environment = [sys.executable, "-c", LAUNCHER], {**os.environ, "PYTHONPATH": HERE}
+@contextlib.contextmanager
+def launched(how: str, function: str, argument: str) -> Iterator[subprocess.Popen[str]]:
+    """A process whose two ranks run this function of launch_cases.py."""
+    command = [sys.executable, "-c", LAUNCHER, how, function, argument]
+    environment = {**os.environ, "PYTHONPATH": HERE, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as launcher:
+        try:
+            yield launcher
+        finally:
+            launcher.kill()
+
+
+@pytest.mark.parametrize("how", ["forked", "threads"])
+def test_only_a_process_without_other_threads_is_forked_into_its_ranks(how: str) -> None:
+    with launched(how, "parent", "") as launcher:
+        text, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 0
+    parents = ast.literal_eval(text)
+    assert [parent == launcher.pid for parent in parents] == [how == "forked"] * 2
+
+
+def test_ranks_that_are_never_run_are_ended() -> None:
+    with Ranks(2):
+        started = multiprocessing.active_children()
+    assert [process.exitcode for process in started] == [-signal.SIGKILL] * 2
+
+
+@pytest.mark.parametrize("how", ["forked", "server"])
+def test_ranks_end_when_the_process_that_started_them_is_killed(how: str) -> None:
+    with launched(how, "wait_to_be_ended", str(TIMEOUT_S)) as launcher:
         try:
             assert launcher.stdout is not None
             assert [launcher.stdout.readline() for _ in range(2)] == ["here\n"] * 2
@@ -71,6 +107,6 @@ def test_ranks_end_when_the_process_that_started_them_is_killed() -> None:
 
 
 def test_a_command_that_starts_ranks_does_not_import_torchs_compiler() -> None:
-    """It takes a second of processor time, and only the ranks need it, which are forks of one process that has it."""
+    """It takes a second of processor time, and mistakes are told without it. It is imported for the first rank."""
     program = "import sys, sennit.runtime.training.command; assert 'torch._dynamo' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -138,7 +139,7 @@ def test_coded_runs_train_like_plain_ones(
         ([*TINY, "--device", "cuda", "--backend", "gloo"], "error: --device cuda over 'gloo'; allowed: 'sennit'"),
         ([*TINY, "--device", "tpu"], "error: device 'tpu'; allowed: cpu, cuda"),
         ([*TINY, "--sharding", "rowwise"], "error: --sharding 'rowwise'; allowed: table_wise, row_wise,"),
-        ([*TINY, "--model", "no.such:thing"], "error: model no.such:thing: no.such cannot be imported: there is no"),
+        ([*TINY, "--model", "dlmr"], "error: model 'dlmr'; allowed: dlrm, dcnv2, deepfm, or package.module:factory"),
         ([*TINY, "--tables", "/no/such.toml"], "error: /no/such.toml"),
         (
             [*TINY, "--exchange", "zip"],
@@ -156,12 +157,29 @@ def test_coded_runs_train_like_plain_ones(
 def test_mistakes_are_told_before_a_rank_starts(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("ranks are started")
+
+    monkeypatch.setattr("sennit.runtime.training.command.Ranks", start)
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit, match="1"):
         main(arguments)
     told = capsys.readouterr().err
     assert told.startswith(message)
     assert len(told.splitlines()) == 1
+
+
+def test_ranks_are_forks_of_the_command(tmp_path: Path) -> None:
+    """Threads, of whatever the command imports, would send it to a server. So that it stays as it is."""
+    (tmp_path / "lineage.py").write_text(
+        "import os\ndef make(inputs):\n    raise ValueError(f'a rank of process {os.getppid()}')\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    command = [sys.executable, "-m", "sennit.runtime.training", *TINY, "--model", "lineage:make", "--ranks", "2"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as running:
+        _, told = running.communicate(timeout=120)
+    assert running.returncode == 1
+    assert f"a rank of process {running.pid}\n" in told
 
 
 @pytest.mark.slow
