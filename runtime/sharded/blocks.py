@@ -17,6 +17,11 @@ _HOST: Final = torch.device("cpu")
 
 def joined(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device = _HOST) -> Tensor:
     """One flat tensor of `dtype` on `device` from parts of any shape, type and device. Without parts it is empty."""
+    if not parts:
+        return torch.empty(0, dtype=dtype, device=device)
+    if all(part.dtype is dtype and part.device == device and part.is_contiguous() for part in parts):
+        # One call, and few kernels on a GPU, for any number of parts.
+        return torch.cat([part if part.dim() == 1 else part.view(-1) for part in parts])
     output = torch.empty(sum(part.numel() for part in parts), dtype=dtype, device=device)
     place = 0
     for part in parts:
@@ -25,10 +30,19 @@ def joined(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device = _
     return output
 
 
+def sums_of_runs(numbers: Tensor, sizes: Sequence[int]) -> list[int]:
+    """Sums of consecutive runs of `numbers`, [n] on the host. `sizes`: how many each run has, n in all."""
+    totals = torch.zeros(len(numbers) + 1, dtype=torch.int64)
+    torch.cumsum(numbers, 0, out=totals[1:])
+    ends = torch.tensor(sizes, dtype=torch.int64)
+    starts = ends.cumsum(0).sub_(ends)
+    sums: list[int] = (totals[ends.add_(starts)] - totals[starts]).tolist()
+    return sums
+
+
 def chosen_blocks(batch: Batch, gradient: Tensor, places: Sequence[int], dims: Sequence[int]) -> tuple[Batch, Tensor]:
     """The blocks at `places`, in this order, with the gradient of their result. `dims`: columns of each table."""
-    lengths = torch.split(batch.lengths, list(batch.bags_of_block))
-    counts = [int(part.sum()) for part in lengths]
+    counts = sums_of_runs(batch.lengths, batch.bags_of_block)
     vectors = counts if batch.pooling is Pooling.NONE else batch.bags_of_block
     sizes = [count * dims[table] for count, table in zip(vectors, batch.table_of_block, strict=True)]
 
@@ -41,7 +55,7 @@ def chosen_blocks(batch: Batch, gradient: Tensor, places: Sequence[int], dims: S
         table_of_block=tuple(batch.table_of_block[place] for place in places),
         bags_of_block=tuple(batch.bags_of_block[place] for place in places),
         slice_of_block=None if slices is None else tuple(slices[place] for place in places),
-        lengths=joined([lengths[place] for place in places], batch.lengths.dtype),
+        lengths=of(batch.lengths, batch.bags_of_block),
         values=of(batch.values, counts),
         weights=None if batch.weights is None else of(batch.weights, counts),
         pooling=batch.pooling,

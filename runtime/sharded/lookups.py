@@ -42,8 +42,10 @@ def lookups_of(
         for number, first, end in slices
         for feature in features
     ]
+    borders = sorted({place for _, first, end in slices for place in (first, end)})
+    starts_at = dict(zip(borders, starts[:, borders].t().tolist(), strict=True))
     pieces = [
-        (feature, slice(int(starts[feature, first]), int(starts[feature, end]))) for _, feature, _, first, end in blocks
+        (feature, slice(starts_at[first][feature], starts_at[end][feature])) for _, feature, _, first, end in blocks
     ]
     lengths = [ids.lengths[feature, first:end] for _, feature, _, first, end in blocks]
     values = [of_feature[feature][piece] for feature, piece in pieces]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sennit.runtime.kernels.batch import Batch
-from sennit.runtime.sharded.blocks import chosen_blocks, joined
+from sennit.runtime.sharded.blocks import chosen_blocks, joined, sums_of_runs
 from sennit.runtime.sharded.routes import Block, Columns, Part, Sum, blocks_of
 from sennit.runtime.sharded.shards import Announced, Shards
 from sennit.runtime.sharded.tables import Shard, Table
@@ -90,8 +90,8 @@ class Owner:
         """Takes ids by source, part, sample: `lengths` int32 [bags], `values` [ids], and perhaps `weights` [ids]."""
         if not self._parts_are_blocks:
             bags = [source.sample_count for source in sources for _ in self._parts]
+            counts = sums_of_runs(lengths, bags)
             by_part = torch.split(lengths, bags)
-            counts = [int(part.sum()) for part in by_part]
             order = [place * len(self._parts) + part for place in range(len(sources)) for part in self._part_of_block]
             lengths = joined([by_part[part] for part in order], lengths.dtype)
             ids = torch.split(values, counts)
@@ -140,7 +140,7 @@ class Owner:
         Also how many there are for each source. `gradient`: that of the answer's bags. Rows are read as they are now.
         """
         bags = [source.sample_count * len(self._blocks) for source in arrived.sources]
-        counts = [int(part.sum()) for part in torch.split(arrived.announced.batch.lengths, bags)]
+        counts = sums_of_runs(arrived.announced.batch.lengths, bags)
         return self._shards.weight_gradient(arrived.announced, self._by_block(arrived, gradient)), counts
 
     def release(self, arrived: Arrived) -> None:
