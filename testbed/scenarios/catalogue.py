@@ -347,12 +347,11 @@ def _jobs() -> list[Scenario]:
                 Goal(measure="impairment.dropped", at_least=1, must=True),
             ),
             short={
-                "topology": {"hosts": 5},
+                "topology": {"hosts": 4},
                 "job": {
                     "runs": (
                         Training(ranks=1, sharding="table_wise", transport="shm"),
-                        Training(ranks=4, sharding="table_row_wise", loss_fraction=0.01),
-                        Training(ranks=2, sharding="grid", loss_fraction=0.01, changes=True),
+                        Training(ranks=3, sharding="grid", loss_fraction=0.01, changes=True),
                     )
                 },
             },

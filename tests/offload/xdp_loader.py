@@ -18,7 +18,7 @@ PLAN = FeaturePlan(
     dense=(),
     sparse=(Sparse(column="hashed", rows=1000),),
 )
-with xdp_receiver()(BatchLayout(plan=PLAN, batch_rows=16, slots=2), session=77, udp_port=4800) as receiver:
+with xdp_receiver()(BatchLayout(plan=PLAN, batch_rows=16, slots=2), session=78, udp_port=4800) as receiver:
     receiver.attach(sys.argv[1])
 # Of ranks that share the interface.
 with Dispatcher(first_port=4800, receivers=1) as dispatcher:

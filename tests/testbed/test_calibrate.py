@@ -8,7 +8,9 @@ import errno
 import json
 import os
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -22,6 +24,7 @@ from sennit.transport.coded_cost import SPEEDS
 from sennit.transport.cost_model import NETWORK, SHARED_MEMORY, Costs
 from sennit.transport.hosts import Hosts
 from sennit.transport.selection import Selection
+from sennit.transport.store import FileStore
 
 TRUE = Costs(round_s=2e-5, message_s=3e-6, byte_s=4e-10, peer_share=0.3, fold_byte_s=5e-11)
 
@@ -110,11 +113,25 @@ def test_ranks_on_this_machine_write_a_file_that_ranks_read(tmp_path: Path, monk
     assert measured == {"crowd": cores_here() < 3, "switches": cores_here() <= 3}
 
 
-def test_a_way_that_is_not_measured_keeps_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_way_that_is_not_measured_keeps_the_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads measure with the least work. Speeds of kernels have the test above."""
     monkeypatch.setenv("SENNIT_TRANSPORT", "shm")
-    ways = calibrate.run_here(2)["ways"]
-    assert ways["network"] == {**dataclasses.asdict(NETWORK), "ranks": 0}
-    assert ways["shared_memory"]["ranks"] == 2
+    monkeypatch.setattr(calibrate, "TURNS", 1)
+    monkeypatch.setattr(calibrate, "SAMPLE_S", 1e-4)
+    monkeypatch.setattr(calibrate.kernel_speeds, "measure", lambda: {})
+    monkeypatch.setattr(calibrate.codec_speeds, "measure", lambda: SPEEDS)
+    monkeypatch.setattr(calibrate.core_sharing, "measure", lambda *_: Constants().sharing)
+
+    def measure(rank: int) -> dict[str, Any] | None:
+        return calibrate.measure(rank=rank, world=2, store=FileStore(tmp_path / "store"))
+
+    with ThreadPoolExecutor(2) as threads:
+        contents, nothing = threads.map(measure, range(2))
+    assert contents is not None
+    assert nothing is None
+    assert contents["ways"]["network"] == {**dataclasses.asdict(NETWORK), "ranks": 0}
+    assert contents["ways"]["shared_memory"]["ranks"] == 2
+    assert {check["way"] for check in contents["checks"]} == {"shared_memory"}
 
 
 def test_a_rank_that_fails_ends_the_command_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
