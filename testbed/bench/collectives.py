@@ -87,8 +87,8 @@ class Settings:
         return environment
 
 
-def run(settings: Settings, progress: Callable[[str, int, int], None]) -> Report:
-    """Measures all cases. Calls `progress(what, done, total)` before each."""
+def run(settings: Settings, progress: Callable[[str, int, int], None], *, has_memory: bool = True) -> Report:
+    """Measures all cases, and perhaps the growth of memory. Calls `progress(what, done, total)` before each."""
     report = Report(ours=settings.ours, settings=asdict(settings), machine=machine.describe())
     cases = settings.cases()
     peers = list(dict.fromkeys((settings.ours, *settings.against)))
@@ -103,8 +103,9 @@ def run(settings: Settings, progress: Callable[[str, int, int], None]) -> Report
         for done, case in enumerate(cases):
             progress(f"{case.collective} {format_size(case.size_bytes)}", done, len(cases))
             report.rows.append(_measure_case(case, peers, by_peer, settings.rounds))
-    progress("memory", len(cases), len(cases))
-    report.memory_growth_bytes = memory_growth_bytes(settings)
+    if has_memory:
+        progress("memory", len(cases), len(cases))
+        report.memory_growth_bytes = memory_growth_bytes(settings)
     return report
 
 

@@ -137,6 +137,7 @@ def _collectives(settings: Settings, absent: dict[str, str], update: Update) -> 
                 transport=transport, ours=ours, against=peers, sizes_bytes=sizes, rounds=settings.rounds
             ),
             lambda what, *_, part=part: update(f"{part}: {what}"),
+            has_memory=False,
         )
         for row in report.rows:
             case = f"{TITLES[row.case.collective.value]}, {format_size(row.case.size_bytes)}"

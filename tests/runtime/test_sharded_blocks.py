@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+# Torch types its dispatch thinly:
+# mypy: disable-error-code="no-untyped-call"
 """Blocks of a batch in another order: the same numbers, by few operations of torch."""
 
 from __future__ import annotations

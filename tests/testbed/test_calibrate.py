@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from sennit.cli import app
 from sennit.runtime.planner.constants import Constants, cores_here, read_constants
-from sennit.testbed.bench import calibrate
+from sennit.testbed.bench import calibrate, codec_speeds, core_sharing, kernel_speeds
 from sennit.testbed.bench.cost_fit import FitError, Sample, fit
 from sennit.transport.calibration import read_calibration
 from sennit.transport.coded_cost import SPEEDS
@@ -118,9 +118,9 @@ def test_a_way_that_is_not_measured_keeps_the_defaults(tmp_path: Path, monkeypat
     monkeypatch.setenv("SENNIT_TRANSPORT", "shm")
     monkeypatch.setattr(calibrate, "TURNS", 1)
     monkeypatch.setattr(calibrate, "SAMPLE_S", 1e-4)
-    monkeypatch.setattr(calibrate.kernel_speeds, "measure", lambda: {})
-    monkeypatch.setattr(calibrate.codec_speeds, "measure", lambda: SPEEDS)
-    monkeypatch.setattr(calibrate.core_sharing, "measure", lambda *_: Constants().sharing)
+    monkeypatch.setattr(kernel_speeds, "measure", lambda: {})
+    monkeypatch.setattr(codec_speeds, "measure", lambda: SPEEDS)
+    monkeypatch.setattr(core_sharing, "measure", lambda *_: Constants().sharing)
 
     def measure(rank: int) -> dict[str, Any] | None:
         return calibrate.measure(rank=rank, world=2, store=FileStore(tmp_path / "store"))

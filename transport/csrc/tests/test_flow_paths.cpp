@@ -34,7 +34,7 @@ struct Stall {
 TEST_CASE("A plane that goes dark stalls its flow for less than 5 ms, and is used again soon after it heals") {
   constexpr uint64_t DARK_US = 3'000, HEALED_US = 15'000;
   for (const std::string_view policy : {"round_robin", "reps"})
-    for (const uint64_t delay_us : {25u, 100u, 250u})
+    for (const uint64_t delay_us : {25u, 250u})
       for (const size_t dead_count : {1u, 3u})
         for (const uint32_t path_count : {4u, 16u}) {
           CAPTURE(policy);
