@@ -19,7 +19,9 @@ def joined(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device = _
     """One flat tensor of `dtype` on `device` from parts of any shape, type and device. Without parts it is empty."""
     if not parts:
         return torch.empty(0, dtype=dtype, device=device)
-    if all(part.dtype is dtype and part.device == device and part.is_contiguous() for part in parts):
+    here = parts[0].device  # `device` may lack the number of a GPU.
+    is_here = here.type == device.type and device.index in (None, here.index)
+    if is_here and all(part.dtype is dtype and part.device == here and part.is_contiguous() for part in parts):
         # One call, and few kernels on a GPU, for any number of parts.
         return torch.cat([part if part.dim() == 1 else part.view(-1) for part in parts])
     output = torch.empty(sum(part.numel() for part in parts), dtype=dtype, device=device)
