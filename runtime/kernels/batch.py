@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -136,12 +136,18 @@ class Batch:
     def blocks(self) -> Iterator[Block]:
         """Iterates over the blocks in order. Reads `lengths`."""
         bag = lookup = 0
-        until = torch.zeros(len(self.lengths) + 1, dtype=torch.int64, device=self.lengths.device)
-        torch.cumsum(self.lengths, 0, dtype=torch.int64, out=until[1:])
-        counts = until[list(itertools.accumulate(self.bags_of_block, initial=0))].diff().tolist()
+        counts = sums_of_runs(self.lengths, self.bags_of_block)
         for table, bags, count in zip(self.table_of_block, self.bags_of_block, counts, strict=True):
             yield Block(table=table, first_bag=bag, bag_count=bags, first_lookup=lookup, lookup_count=count)
             bag, lookup = bag + bags, lookup + count
+
+
+def sums_of_runs(numbers: Tensor, sizes: Sequence[int]) -> list[int]:
+    """Sums of consecutive runs of `numbers`, [n]. `sizes`: how many numbers each run has, n in all. Reads `numbers`."""
+    until = torch.zeros(len(numbers) + 1, dtype=torch.int64, device=numbers.device)
+    torch.cumsum(numbers, 0, dtype=torch.int64, out=until[1:])
+    sums: list[int] = until[list(itertools.accumulate(sizes, initial=0))].diff().tolist()
+    return sums
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sennit.runtime.kernels.batch import Batch
+from sennit.runtime.kernels.batch import Batch, sums_of_runs
 from sennit.runtime.kernels.spec import Pooling
 
 _HOST: Final = torch.device("cpu")
@@ -22,7 +22,7 @@ def joined(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device = _
     here = parts[0].device  # `device` may lack the number of a GPU.
     is_here = here.type == device.type and device.index in (None, here.index)
     if is_here and all(part.dtype is dtype and part.device == here and part.is_contiguous() for part in parts):
-        # One call, and few kernels on a GPU, for any number of parts.
+        # A single operation for any number of parts: on a GPU it takes few launches.
         return torch.cat([part if part.dim() == 1 else part.view(-1) for part in parts])
     output = torch.empty(sum(part.numel() for part in parts), dtype=dtype, device=device)
     place = 0
@@ -30,16 +30,6 @@ def joined(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device = _
         output[place : place + part.numel()].view(part.shape).copy_(part)
         place += part.numel()
     return output
-
-
-def sums_of_runs(numbers: Tensor, sizes: Sequence[int]) -> list[int]:
-    """Sums of consecutive runs of `numbers`, [n] on the host. `sizes`: how many each run has, n in all."""
-    totals = torch.zeros(len(numbers) + 1, dtype=torch.int64)
-    torch.cumsum(numbers, 0, out=totals[1:])
-    ends = torch.tensor(sizes, dtype=torch.int64)
-    starts = ends.cumsum(0).sub_(ends)
-    sums: list[int] = (totals[ends.add_(starts)] - totals[starts]).tolist()
-    return sums
 
 
 def chosen_blocks(batch: Batch, gradient: Tensor, places: Sequence[int], dims: Sequence[int]) -> tuple[Batch, Tensor]:

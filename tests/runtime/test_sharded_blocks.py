@@ -14,9 +14,9 @@ pytest.importorskip("torch")
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sennit.runtime.kernels.batch import Batch
+from sennit.runtime.kernels.batch import Batch, sums_of_runs
 from sennit.runtime.kernels.spec import Pooling
-from sennit.runtime.sharded.blocks import chosen_blocks, joined, sums_of_runs
+from sennit.runtime.sharded.blocks import chosen_blocks, joined
 
 DIMS = (3, 5)
 
