@@ -18,6 +18,7 @@ PLAN = FeaturePlan(
     dense=(),
     sparse=(Sparse(column="hashed", rows=1000),),
 )
+# The session is not that of test_xdp.py, which may run at the same time: a session names the folder of pinned maps.
 with xdp_receiver()(BatchLayout(plan=PLAN, batch_rows=16, slots=2), session=78, udp_port=4800) as receiver:
     receiver.attach(sys.argv[1])
 # Of ranks that share the interface.
