@@ -98,7 +98,7 @@ def plot(by_speed: Mapping[float, Sequence[Step]], path: Path) -> None:
     for axis, title in zip(axes, ("efficiency, %", "exposed share of a step, %"), strict=True):
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter("{x:g}")
-        axis.set_ylim(0, 105)
+        axis.set_ylim(0, max(105, axis.get_ylim()[1]))
         axis.set_xlabel("hosts")
         axis.set_title(title, fontsize=9)
         axis.spines[["top", "right"]].set_visible(False)
