@@ -7,10 +7,13 @@ PY := .venv/bin/python
 QUIETLY := sennit/setup/quietly.sh
 CXX_FILES = $(shell git ls-files -co --exclude-standard '*.cpp' '*.hpp' '*.h')
 LAUNCHER := $(shell command -v ccache)
-.PHONY: help build wheels try-wheels matrix vm-kernel demo test test-cpp test-model test-fuzz test-vm test-rdma test-qemu test-python test-native test-one-core ebpf kernel fuzz frameworks lint fmt types bench comparison pictures architecture models quality docs testbed simulate clean
+.PHONY: help packages build sanitized wheels try-wheels matrix vm-kernel demo test test-cpp test-model test-fuzz test-vm test-rdma test-qemu test-python test-native test-one-core ebpf kernel fuzz frameworks lint fmt types bench comparison pictures architecture models quality docs testbed simulate clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+packages:
+	@$(if $(BUILT),,sennit/setup/build.sh --packages)
 
 build:  ## make .venv, install what is missing, build the native extensions
 	@$(if $(BUILT),,sennit/setup/build.sh)
@@ -27,28 +30,31 @@ matrix:  ## wheels, first AllReduce, training and quick tests with every Python 
 demo: build  ## train a DLRM on real flights with 2 ranks over sennit
 	@$(PY) -m sennit demo
 
+# While Python packages are installed, half of the machine is idle. So what needs only system packages is compiled then.
 # Python tests often wait, so that they run in two processes, with the other rings beside them. What is compiled
 # meanwhile is nice to them: they have deadlines. RDMA comes last, beside what needs one core and is nice: on a busier
 # machine the VM's one processor stands still for so long that reliable queue pairs break.
-test: build  ## every test that can run on this machine
+test: packages  ## every test that can run on this machine
 	@failed=0; \
-	$(MAKE) --no-print-directory --keep-going BUILT=yes --jobs 3 test-python test-native || failed=1; \
-	$(MAKE) --no-print-directory --keep-going BUILT=yes --jobs 2 test-rdma test-one-core || failed=1; \
+	$(MAKE) --no-print-directory --keep-going --jobs 3 test-python test-native || failed=1; \
+	$(MAKE) --no-print-directory --keep-going --jobs 2 test-rdma test-one-core || failed=1; \
 	exit $$failed
 
 # The output of each ring comes when it has ended, between lines of the Python tests. The kernel and the tests that need
 # it are beside the C++ tests: each has parts that use one core, or wait.
-test-native: build
-	@$(MAKE) --no-print-directory --keep-going --output-sync=target test-vm test-cpp
+test-native: build sanitized
+	@$(MAKE) --no-print-directory --keep-going --output-sync=target BUILT=yes test-vm test-cpp
 
 test-one-core: build
-	@nice $(MAKE) --no-print-directory --keep-going --output-sync=target test-model test-fuzz
+	@nice $(MAKE) --no-print-directory --keep-going --output-sync=target BUILT=yes test-model test-fuzz
 
-test-cpp: build  ## C++ tests with address and undefined-behaviour sanitizers
+sanitized: packages
 	@cmake -S . -B build/asan -G Ninja -DSENNIT_TESTS=ON -DSENNIT_SANITIZE=ON -DSENNIT_PYTHON=OFF \
 	  -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_COMPILER_LAUNCHER=$(LAUNCHER) --log-level=WARNING >/dev/null
 	@echo "test: building the C++ tests under sanitizers"
 	@$(QUIETLY) build/asan.log nice cmake --build build/asan
+
+test-cpp: sanitized  ## C++ tests with address and undefined-behaviour sanitizers
 	@ctest --test-dir build/asan --output-on-failure --no-tests=error --timeout 300 --parallel 2
 
 test-model: build  ## a million schedules of faults against the real flow, without sanitizers

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # `make build`: system packages, .venv, torch, the Python packages and the native extensions, each only
-# when something it depends on has changed. Arguments: further extras of pyproject.toml, such as `mpi`.
+# when something it depends on has changed. Arguments: further extras of pyproject.toml, such as `mpi`; or --packages,
+# for the system packages alone.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 . sennit/setup/quietly.sh
@@ -17,6 +18,8 @@ LOG=build/setup.log
 # TorchRec asks for the FBGEMM of GPUs, another torch and an old torchmetrics, so that what it needs stands here.
 TORCHREC=(torchrec==1.9.2 tensordict torchmetrics iopath pyre-extensions lightning-utilities typing-inspect
   mypy-extensions portalocker pyvers cloudpickle importlib-metadata tqdm orjson)
+only_packages=
+if [ "${1:-}" = --packages ]; then only_packages=yes; shift; fi
 EXTRAS=dev,docs,train,bench,testbed,telemetry
 for extra in "$@"; do EXTRAS+=",$extra"; done
 
@@ -95,6 +98,7 @@ else
   command -v "$PYTHON" >/dev/null || fail "$PYTHON not found: install Python 3.11 or later, or set PYTHON"
   system_packages_named
 fi
+[ -z "$only_packages" ] || exit 0
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
   fail "$PYTHON is $("$PYTHON" --version 2>&1), sennit needs 3.11 or later: set PYTHON"
 
