@@ -42,6 +42,8 @@ EXCHANGES: Final[Mapping[str, str]] = {
     "AllReduce": "gradients",
 }
 FLOAT_BYTES: Final = 4
+RECEIVE_BUDGET_BYTES: Final = 2 << 20
+"""What a receiver lets all senders have in flight, as over sockets (`flow/receive_budget.hpp`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,8 +176,10 @@ def cases(shape: Shape, hosts: Sequence[int], constants: Constants, fixed: Fixed
         for name, size in exchange_bytes(shape, count, constants, fixed).items():
             scenario = base.with_(size_bytes=size)
             if name == "gradients":
-                # Few flows at a time: each needs a window for the whole path.
-                scenario = scenario.with_(pattern=Pattern.ALLREDUCE, window_bytes=128 << 10)
+                # Few flows at a time: each needs a window for the whole path. With many, receivers limit them.
+                scenario = scenario.with_(
+                    pattern=Pattern.ALLREDUCE, window_bytes=128 << 10, receive_budget_bytes=RECEIVE_BUDGET_BYTES
+                )
             found.append(Case(group=f"training {count}", way=name, scenario=scenario))
     return found
 
