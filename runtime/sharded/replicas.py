@@ -62,22 +62,27 @@ class SlicedReplicas(nn.Module):
         parameters and buffers, and `ArgumentError` if these are on several devices.
         """
         super().__init__()
-        self.module = module
-        self.passes = 0
-        """Forward passes in training mode so far. They decide random numbers: save it, and set it when you resume."""
-        self._seed, self._group = seed, group
-        self._synchronised = True
-        self._held = Held()
-        self._places = places_of(module)
         described = _description(module, slices, seed) | {"codec": str(codec)}
         check_agreement(described, group, warned=("threads", "processor"))
         check_codec(codec, group)
+        own = Slices(count=slices, rank=dist.get_rank(group), world_size=dist.get_world_size(group))
+        self._begin(module, own, seed, group, Reduction(own, group, codec, clock))
+        _broadcast(module, group)
+
+    def _begin(
+        self, module: nn.Module, slices: Slices, seed: int, group: dist.ProcessGroup | None, reduction: Reduction
+    ) -> None:
+        """Not collective."""
+        self.module, self.slices = module, slices
+        self.passes = 0
+        """Forward passes in training mode so far. They decide random numbers: save it, and set it when you resume."""
+        self._seed, self._group, self._reduction = seed, group, reduction
+        self._synchronised = True
+        self._held = Held()
+        self._places = places_of(module)
         self._device = _device_of(module)
-        self.slices = Slices(count=slices, rank=dist.get_rank(group), world_size=dist.get_world_size(group))
-        self._reduction = Reduction(self.slices, group, codec, clock)
         self._layout = Layout(self._places, self.slices)
         self._norms = [(name, part) for name, part in module.named_modules() if isinstance(part, NormBase)]
-        _broadcast(module, group)
 
     @property
     def residuals(self) -> Residuals | None:

@@ -149,8 +149,11 @@ def problem_of(
         dense_optimizer_name=config.dense_optimizer,
         budget_s=budget_s,
     )
+    ahead = config.batches_ahead > 0 or config.table_store is not None
     if isinstance(source, MemorySource):
-        fixed = dataclasses.replace(fixed, input_sample_s=dense.input_seconds(source, budget_s))
+        # A batch taken ahead is copied (`Trainer._take`).
+        input_sample_s = dense.input_seconds(source, budget_s, copies=ahead)
+        fixed = dataclasses.replace(fixed, input_sample_s=input_sample_s)
     return Problem(
         tables=tables,
         uses=tuple(uses_of(config, source, tables)),
@@ -159,7 +162,7 @@ def problem_of(
         batch=config.batch_size,
         slices=config.slices,
         fixed=fixed,
-        ahead=config.batches_ahead > 0 or config.table_store is not None,
+        ahead=ahead,
         tables_beside=(overlap or overlap_on(config, cluster)).has_tables,
     )
 

@@ -120,8 +120,8 @@ def measure(*, rank: int, world: int, store: Store, config: Config | None = None
             rank=home.index(rank), world=len(home), store=store, config=near, name=f"calibrate/cores/{home[0]}",
             timeout_s=RUN_S, ranks_here_min=ranks_here,
         ) as group:  # fmt: skip
-            sharing = core_sharing.measure(group, cores_here(), kernels.get("contention", 1.0))
-        kernels["sharing"] = dataclasses.asdict(sharing)
+            contention, sharing = core_sharing.measure(group, cores_here(), kernels.get("contention", 1.0))
+        kernels |= {"contention": contention, "sharing": dataclasses.asdict(sharing)}
     return _contents(ways, checks, world, len(hosts.spans), kernels) if rank == 0 else None
 
 

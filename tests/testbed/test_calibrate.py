@@ -120,7 +120,7 @@ def test_a_way_that_is_not_measured_keeps_the_defaults(tmp_path: Path, monkeypat
     monkeypatch.setattr(calibrate, "SAMPLE_S", 1e-4)
     monkeypatch.setattr(kernel_speeds, "measure", lambda: {})
     monkeypatch.setattr(codec_speeds, "measure", lambda: SPEEDS)
-    monkeypatch.setattr(core_sharing, "measure", lambda *_: Constants().sharing)
+    monkeypatch.setattr(core_sharing, "measure", lambda *_: (1.0, Constants().sharing))
 
     def measure(rank: int) -> dict[str, Any] | None:
         return calibrate.measure(rank=rank, world=2, store=FileStore(tmp_path / "store"))
