@@ -93,14 +93,14 @@ def _alone(slices: Slices, batch: int) -> tuple[Slices, int]:
 
 
 class _OwnSums(Reduction):
-    """Of a rank without others: what it has is the sum."""
+    """Of a rank without others: its partial sum is the whole one."""
 
     def total(self, layout: Layout, bucket: Bucket, rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
         return rows[0, bucket.start : bucket.end].clone()
 
 
 class _Alone(SlicedReplicas):
-    """Of a rank without others. Needs no process group: in a run the others are not asked."""
+    """Of a rank without others. It needs no process group: no other rank takes part in a measurement."""
 
     def __init__(self, module: nn.Module, slices: Slices) -> None:
         nn.Module.__init__(self)
