@@ -13,7 +13,7 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 packages:
-	@$(if $(BUILT),,sennit/setup/build.sh --packages)
+	@$(if $(BUILT)$(PACKAGES),,sennit/setup/build.sh --packages)
 
 build:  ## make .venv, install what is missing, build the native extensions
 	@$(if $(BUILT),,sennit/setup/build.sh)
@@ -30,13 +30,14 @@ matrix:  ## wheels, first AllReduce, training and quick tests with every Python 
 demo: build  ## train a DLRM on real flights with 2 ranks over sennit
 	@$(PY) -m sennit demo
 
-# While Python packages are installed, half of the machine is idle. So what needs only system packages is compiled then.
+# While Python packages are installed, half of the machine is idle. So what needs only system packages is compiled then,
+# and does not ask for those again: `build` has the lock by then.
 # Python tests often wait, so that they run in two processes, with the other rings beside them. What is compiled
 # meanwhile is nice to them: they have deadlines. RDMA comes last, beside what needs one core and is nice: on a busier
 # machine the VM's one processor stands still for so long that reliable queue pairs break.
 test: packages  ## every test that can run on this machine
 	@failed=0; \
-	$(MAKE) --no-print-directory --keep-going --jobs 3 test-python test-native || failed=1; \
+	$(MAKE) --no-print-directory --keep-going PACKAGES=yes --jobs 3 test-python test-native || failed=1; \
 	$(MAKE) --no-print-directory --keep-going --jobs 2 test-rdma test-one-core || failed=1; \
 	exit $$failed
 
