@@ -9,13 +9,13 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sennit.runtime.backend.torch_versions import tree_leaves
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.model.factory import build
 from sennit.runtime.model.inputs import ModelInputs
+from sennit.runtime.model.loss import summed_loss
 from sennit.runtime.model.optimizer import dense_optimizer
 from sennit.runtime.planner.one_thread import one_thread
 from sennit.runtime.planner.problem import Fixed
@@ -43,8 +43,8 @@ def measure(
 ) -> Fixed:
     """Builds the model of `inputs` and runs it on one thread, on random samples, three measurements in all.
 
-    It gets slices of a rank, as `SlicedReplicas` runs them: its sums of gradients took 7 % of the passes of a small
-    model.
+    `SlicedReplicas` run it on the slices of a rank. Their sums of gradients are a part of a step: of the passes of a
+    small model 7 %.
     """
     with torch.random.fork_rng(devices=[]), one_thread():
         return _measure(model_name, inputs, slices, batch, dense_optimizer_name, budget_s)
@@ -55,7 +55,7 @@ def _measure(
 ) -> Fixed:
     model = build(model_name, inputs)
     optimizer = dense_optimizer(optimizer_name, model.parameters(), rate=1e-6, weight_decay=0.0)
-    own, samples = _alone(slices, batch)
+    own, samples = _own_slices(slices, batch)
     dense, labels = torch.randn(samples, inputs.dense_count), (torch.rand(samples) < 0.5).float()
     vectors = {table.name: (torch.randn(samples, table.dim) * 0.1).requires_grad_() for table in inputs.tables}
     replica = _Alone(model, own)
@@ -65,7 +65,7 @@ def _measure(
             vector.grad = None
         optimizer.zero_grad()
         logits = replica(dense, vectors, global_batch=samples)
-        losses = replica.each_slice(_loss, logits, labels, global_batch=samples)
+        losses = replica.each_slice(summed_loss, logits, labels, global_batch=samples)
         torch.autograd.backward(replica.loss(losses, samples))
 
     early: Any = getattr(model, "early", None)
@@ -85,18 +85,18 @@ def _measure(
     )
 
 
-def _alone(slices: Slices, batch: int) -> tuple[Slices, int]:
-    """Slices of this rank as if it were alone, a power of two of them, and their samples."""
+def _own_slices(slices: Slices, batch: int) -> tuple[Slices, int]:
+    """A power of two of this rank's slices, as those of a rank without others, and how many samples they have."""
     span = slices.own
     count = 1 << (span.high - span.low).bit_length() - 1
     return Slices(count=count, rank=0, world_size=1), sum(slices.sizes(span, batch)[:count])
 
 
 class _OwnSums(Reduction):
-    """Of a rank without others: its partial sum is the whole one."""
+    """Of a rank without others: its one node is the whole tree."""
 
     def total(self, layout: Layout, bucket: Bucket, rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-        return rows[0, bucket.start : bucket.end].clone()
+        return rows[0, bucket.start : bucket.end].to(bucket.dtype, copy=True)
 
 
 class _Alone(SlicedReplicas):
@@ -105,10 +105,6 @@ class _Alone(SlicedReplicas):
     def __init__(self, module: nn.Module, slices: Slices) -> None:
         nn.Module.__init__(self)
         self._begin(module, slices, 0, None, _OwnSums(slices, None, None, None))
-
-
-def _loss(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
 
 
 def input_seconds(source: BatchSource, budget_s: float = BUDGET_S, *, copies: bool = False) -> float:

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sennit.closing import Closing
@@ -27,6 +26,7 @@ from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.data.combined import CombinedBatch
 from sennit.runtime.kernels.uploads import Upload, Uploads
 from sennit.runtime.model.factory import build
+from sennit.runtime.model.loss import summed_loss
 from sennit.runtime.model.optimizer import dense_optimizer
 from sennit.runtime.pipeline.ahead import BatchesAhead, Taken
 from sennit.runtime.pipeline.exchanges import Exchanges
@@ -215,7 +215,7 @@ class Trainer(Closing):
         vectors = self.tables(batch.sent)
         with self.clock.phase("dense forward"):
             logits = self.replicas(batch.dense, vectors, global_batch=batch.size)
-            losses = self.replicas.each_slice(_loss, logits, batch.labels, global_batch=batch.size)
+            losses = self.replicas.each_slice(summed_loss, logits, batch.labels, global_batch=batch.size)
             report = StepReport(
                 step=self.step + 1,
                 step_count=self.step_count,
@@ -403,11 +403,6 @@ def _device(config: TrainingConfig, rank: int) -> torch.device:
     device = torch.device(config.device, int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
-
-
-def _loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """The sum over the samples of a slice, so that slices of different sizes weigh what they should."""
-    return F.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
 
 
 def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
