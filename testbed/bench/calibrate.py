@@ -113,14 +113,15 @@ def measure(*, rank: int, world: int, store: Store, config: Config | None = None
         ways[way] = {**dataclasses.asdict(costs), "ranks": len(members)}
         checks += _check(way, costs, len(members), *checked)
     home = list(range(*hosts.spans[hosts.of_rank(rank)]))
-    kernels = kernel_speeds.measure() if rank == 0 else {}
+    cores = cores_here()
+    kernels = kernel_speeds.measure(has_contention=len(home) < cores) if rank == 0 else {}
     if len(home) > 1:
         near = dataclasses.replace(given, transport=TransportKind.SHM)
         with Communicator(
             rank=home.index(rank), world=len(home), store=store, config=near, name=f"calibrate/cores/{home[0]}",
             timeout_s=RUN_S, ranks_here_min=ranks_here,
         ) as group:  # fmt: skip
-            contention, sharing = core_sharing.measure(group, cores_here(), kernels.get("contention", 1.0))
+            contention, sharing = core_sharing.measure(group, cores, kernels.get("contention", 1.0))
         kernels |= {"contention": contention, "sharing": dataclasses.asdict(sharing)}
     return _contents(ways, checks, world, len(hosts.spans), kernels) if rank == 0 else None
 

@@ -23,11 +23,12 @@ from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
 from sennit.runtime.kernels.spec import ShardSpec
 from sennit.runtime.planner.constants import CONTENTION_MAX, Constants, Sharing
+from sennit.runtime.planner.one_thread import one_thread
 from sennit.transport.communicator import Communicator
 from sennit.transport.elements import ReduceOp
 
 TURNS: Final = 15
-# Tables that together are larger than a cache, as in a run: how one alone lies there is luck.
+# As in a run, the tables do not fit into a cache together. Whether one alone would is luck.
 TABLES, ROWS, DIM, BAGS, LENGTH = 8, 100_000, 32, 256, 10
 # A step is as long as a real one, with as many meetings: in short ones the start of a thread is a large share, and so
 # is a slice of the scheduler.
@@ -43,16 +44,18 @@ MOST: Final = 1.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """Seconds of a step, until all ranks have met. `alone` is processor time."""
+    """Seconds of a step, until all ranks have met. `alone` is processor time of one rank."""
 
     serial: float
-    """Of all ranks, with the further work of each in the same thread."""
+    """All ranks compute, each with its further work in the same thread."""
     threaded: float
-    """And with it in another thread."""
+    """The same, with the further work in another thread."""
     all: float
+    """All ranks compute, without further work."""
     some: float
-    """Of one rank a core."""
+    """Only one rank a core computes."""
     alone: float
+    """Only rank 0 computes."""
 
 
 def measure(group: Communicator, cores: int, contention: float) -> tuple[float, Sharing]:
@@ -61,12 +64,8 @@ def measure(group: Communicator, cores: int, contention: float) -> tuple[float, 
     What these ranks cannot show keeps its value. Fewer ranks than cores do not show `contention`, and nobody takes
     turns if every rank has a core.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         turns = _turns(group, cores)
-    finally:
-        torch.set_num_threads(threads)
     return found_in(turns, ranks=group.world, cores=cores, contention=contention)
 
 

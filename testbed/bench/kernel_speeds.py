@@ -43,6 +43,7 @@ from sennit.runtime.planner.constants import (
     as_json,
     cores_here,
 )
+from sennit.runtime.planner.one_thread import one_thread
 from sennit.runtime.sharded import Features, PhaseClock, ShardedEmbeddingBags, Table
 from sennit.runtime.sharded.blocks import joined
 from sennit.runtime.sharded.replicated import SparseAllReduce
@@ -82,11 +83,12 @@ CLOCKED: Final = {
 }
 
 
-def measure(folder: Path | None = None) -> dict[str, Any]:
-    """The part `kernels` of a calibration file, in a few seconds. `folder`: of the file tier; None: a temporary one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+def measure(folder: Path | None = None, *, has_contention: bool = True) -> dict[str, Any]:
+    """The part `kernels` of a calibration file, in a few seconds. `folder`: of the file tier; None: a temporary one.
+
+    `has_contention`: False if ranks measure that afterwards (`core_sharing`), which is better.
+    """
+    with one_thread():
         lookup, update = _tables()
         with tempfile.TemporaryDirectory(prefix="sennit-calibrate-", dir=folder) as there:
             memory = _memory(Path(there))
@@ -98,10 +100,8 @@ def measure(folder: Path | None = None) -> dict[str, Any]:
             replicas=_replicas(),
             memory=memory,
             gemm=_gemm(),
-            contention=_contention(),
+            contention=_contention() if has_contention else 1.0,
         )
-    finally:
-        torch.set_num_threads(threads)
     return as_json(constants)
 
 

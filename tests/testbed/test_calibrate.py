@@ -118,7 +118,7 @@ def test_a_way_that_is_not_measured_keeps_the_defaults(tmp_path: Path, monkeypat
     monkeypatch.setenv("SENNIT_TRANSPORT", "shm")
     monkeypatch.setattr(calibrate, "TURNS", 1)
     monkeypatch.setattr(calibrate, "SAMPLE_S", 1e-4)
-    monkeypatch.setattr(kernel_speeds, "measure", lambda: {})
+    monkeypatch.setattr(kernel_speeds, "measure", lambda **_: {})
     monkeypatch.setattr(codec_speeds, "measure", lambda: SPEEDS)
     monkeypatch.setattr(core_sharing, "measure", lambda *_: (1.0, Constants().sharing))
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from sennit.runtime.planner.constants import CONTENTION_MAX, Constants
@@ -15,7 +17,7 @@ DEFAULT = Constants().sharing
 
 def turns(**changed: float) -> list[Turn]:
     """Fair turns, of which two in three are changed: the median is one of these."""
-    odd = Turn(**{name: changed.get(name, getattr(FAIR, name)) for name in FAIR.__dataclass_fields__})
+    odd = dataclasses.replace(FAIR, **changed)
     return [FAIR, odd, odd]
 
 
