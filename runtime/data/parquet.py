@@ -70,28 +70,38 @@ def _row_groups(file: DataFile, schema: Schema) -> Iterator[_RowGroup]:
 
 
 def _check_types(file: DataFile, schema: Schema, found: Any, types: Any) -> None:
-    present = set(found.names)
+    """Arrow's type "null", as pandas writes a column of None, is a column of any type whose values are all null."""
     for name in schema.columns:
-        if name not in present:
-            raise DataError(f"{file}: no column {name}; there are: {', '.join(sorted(present))}")
+        if (count := found.names.count(name)) != 1:
+            what = f"no column {name}; there are" if count == 0 else f"{count} columns {name}; allowed: one. There are"
+            raise DataError(f"{file}: {what}: {', '.join(sorted(found.names))}")
     for name in (schema.label, *(part.name for part in schema.dense)):
         kind = found.field(name).type
-        if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
+        numbers = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
+        if not (numbers or types.is_null(kind)):
             raise DataError(f"{file}: column {name} is {kind}; allowed: {_NUMBERS}")
     for part in schema.sparse:
         kind = found.field(part.name).type
-        bag = types.is_list(kind) or types.is_large_list(kind)
+        bag = _is_bag(types, kind)
         inner = kind.value_type if bag else kind
         if types.is_dictionary(inner):
             inner = inner.value_type
-        text = types.is_string(inner) or types.is_large_string(inner)
-        if not (types.is_integer(inner) or (part.encode == "dictionary" and text)):
+        text = part.encode == "dictionary" and _is_text(types, inner)
+        if not (text or types.is_integer(inner) or types.is_null(inner)):
             allowed = "integer or list of integers"
             if part.encode == "dictionary":
                 allowed = "integer, string, or list of these"
             raise DataError(f"{file}: column {part.name} is {kind}; allowed with encode = {part.encode!r}: {allowed}")
-        if part.first is not None and not bag:
+        if part.first is not None and not (bag or types.is_null(kind)):
             raise DataError(f"{file}: column {part.name} is {kind}; allowed with first = {part.first}: lists")
+
+
+def _is_bag(types: Any, kind: Any) -> bool:
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+
+
+def _is_text(types: Any, kind: Any) -> bool:
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
 
 
 def _labels(groups: list[_RowGroup], name: str) -> npt.NDArray[np.float32]:
@@ -110,11 +120,15 @@ def _labels(groups: list[_RowGroup], name: str) -> npt.NDArray[np.float32]:
 
 def _numbers(groups: list[_RowGroup], part: DenseField) -> npt.NDArray[np.float32]:
     """The column with NaN for null. A NaN in the file is an error."""
+    arrow = require("pyarrow", package="pyarrow", purpose=_PURPOSE)
+    compute = require("pyarrow.compute", package="pyarrow", purpose=_PURPOSE)
     parts = []
     for group in groups:
-        column, place = group.table[part.name].combine_chunks(), group.place(part.name)
+        place = group.place(part.name)
+        # Integers above 2^53 are rounded.
+        column = compute.cast(_column(group, part), arrow.float64(), safe=False)
         is_null = np.asarray(column.is_null().to_numpy(zero_copy_only=False))
-        values = np.asarray(column.fill_null(0).to_numpy(zero_copy_only=False), dtype=np.float64)
+        values = np.asarray(column.fill_null(0).to_numpy(zero_copy_only=False))
         _check_finite(place, values, values, "value {}; allowed: finite numbers and null")
         made = dense_column(part, values.astype(np.float32))
         _check_finite(place, made, values, "value {}; allowed: what clamp and log1p make a finite float32 of")
@@ -134,36 +148,31 @@ def _feature(groups: list[_RowGroup], part: SparseField) -> Feature:
     A null list is empty. A null id is a category with a dictionary, and is left out otherwise.
     """
     arrow = require("pyarrow", package="pyarrow", purpose=_PURPOSE)
-    compute = require("pyarrow.compute", package="pyarrow", purpose=_PURPOSE)
+    # A column of type null is as the others are.
+    typed = [group for group in groups if not arrow.types.is_null(_column(group, part).type)]
+    has_lists = bool(typed) and _is_bag(arrow.types, _column(typed[0], part).type)
     columns: list[Any] = []
     lengths: list[npt.NDArray[np.int64]] = []
-    lists = [hasattr(_column(group, part), "value_lengths") for group in groups]
-    for group, is_list in zip(groups, lists, strict=True):
-        column, place = _column(group, part), group.place(part.name)
-        if is_list != lists[0]:
-            raise DataError(f"{place}: {column.type}, but in {groups[0].file} it is {groups[0].table[part.name].type}")
-        if is_list:
-            counts = np.asarray(column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False), dtype=np.int64)
-            # `flatten` yields nothing for null lists, whatever bytes they cover.
-            column = column.flatten()
-        else:
-            counts = np.ones(len(column), np.int64)
+    for group in groups:
+        column = _column(group, part)
+        if arrow.types.is_null(column.type) and has_lists:
+            column = arrow.nulls(len(column), arrow.list_(arrow.null()))
+        if _is_bag(arrow.types, column.type) != has_lists:
+            raise _two_types(group, typed[0], part)
+        column, counts = _ids(column, has_lists)
         if part.encode != "dictionary" and column.null_count:
             owner = np.repeat(np.arange(len(counts)), counts)
             is_there = np.asarray(column.is_valid().to_numpy(zero_copy_only=False))
             counts = np.bincount(owner[is_there], minlength=len(counts))
             column = column.drop_null()
         lengths.append(counts)
-        columns.append(_plain(arrow, compute, column))
-    kinds = {column.type for column in columns}
-    if len(kinds) > 1:
-        found = " and ".join(sorted(map(str, kinds)))
-        raise DataError(f"{groups[0].place(part.name)}: {found} in one data set; allowed: one type")
+        columns.append(column)
     counts = np.concatenate(lengths)
-    is_single = not lists[0] and bool((counts == 1).all())
+    is_single = not has_lists and bool((counts == 1).all())
     offsets = None if is_single else np.concatenate([[0], np.cumsum(counts)])
     if part.encode == "dictionary":
-        return Feature.categories(part.name, arrow.chunked_array(columns), offsets, first=part.first)
+        categories = arrow.chunked_array(_one_type(groups, columns, part))
+        return Feature.categories(part.name, categories, offsets, first=part.first)
     ids = []
     for group, column in zip(groups, columns, strict=True):
         values = np.asarray(column.to_numpy(zero_copy_only=False))
@@ -182,18 +191,55 @@ def _feature(groups: list[_RowGroup], part: SparseField) -> Feature:
     )
 
 
-def _column(group: _RowGroup, part: SparseField) -> Any:
+def _column(group: _RowGroup, part: DenseField | SparseField) -> Any:
     return group.table[part.name].combine_chunks()
 
 
-def _plain(arrow: Any, compute: Any, column: Any) -> Any:
-    """The column without its dictionary, with one type for all integers that fit int64, and one for all text."""
-    kind = column.type
-    if arrow.types.is_dictionary(kind):
-        column = compute.cast(column, kind.value_type)
-        kind = column.type
-    wide = arrow.large_string() if arrow.types.is_large_string(kind) or arrow.types.is_string(kind) else arrow.int64()
-    return column if arrow.types.is_uint64(kind) else compute.cast(column, wide)
+def _ids(column: Any, is_list: bool) -> tuple[Any, npt.NDArray[np.int64]]:
+    """The ids of one row group without lists and dictionaries, and how many of them each row has.
+
+    All text has one type, and so have all integers but uint64.
+    """
+    arrow = require("pyarrow", package="pyarrow", purpose=_PURPOSE)
+    compute = require("pyarrow.compute", package="pyarrow", purpose=_PURPOSE)
+    counts = np.ones(len(column), np.int64)
+    if is_list:
+        lists = compute.cast(column, arrow.large_list(column.type.value_type))
+        counts = np.asarray(lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False), dtype=np.int64)
+        # `flatten` yields nothing for null lists, whatever bytes they cover.
+        column = lists.flatten()
+    if arrow.types.is_dictionary(column.type):
+        column = compute.cast(column, column.type.value_type)
+    if not arrow.types.is_uint64(column.type) and not arrow.types.is_null(column.type):
+        is_text = _is_text(arrow.types, column.type)
+        column = compute.cast(column, arrow.large_string() if is_text else arrow.int64())
+    return column, counts
+
+
+def _one_type(groups: list[_RowGroup], columns: list[Any], part: SparseField) -> list[Any]:
+    """The row groups' ids with the one type that has all of them. Nulls have any type."""
+    arrow = require("pyarrow", package="pyarrow", purpose=_PURPOSE)
+    compute = require("pyarrow.compute", package="pyarrow", purpose=_PURPOSE)
+    found = {column.type for column in columns if not arrow.types.is_null(column.type)}
+    if len(found) == 1:
+        candidates = list(found)
+    else:
+        candidates = [] if arrow.large_string() in found else [arrow.int64(), arrow.uint64()]
+    for wide in candidates:
+        try:
+            return [compute.cast(column, wide) for column in columns]
+        except arrow.ArrowInvalid:  # negative, or above 2^63 - 1
+            continue
+    numbers = [number for number, column in enumerate(columns) if column.type in found]
+    first = numbers[0]
+    other = next(number for number in numbers if columns[number].type != columns[first].type)
+    raise _two_types(groups[other], groups[first], part)
+
+
+def _two_types(group: _RowGroup, first: _RowGroup, part: SparseField) -> DataError:
+    kinds = [_column(one, part).type for one in (group, first)]
+    allowed = "one type; integers with and without sign where int64 or uint64 has them all"
+    return DataError(f"{group.place(part.name)}: {kinds[0]}, but in {first.file} it is {kinds[1]}; allowed: {allowed}")
 
 
 def _check_rows(place: str, part: SparseField, values: npt.NDArray[Any]) -> None:

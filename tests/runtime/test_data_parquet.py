@@ -7,11 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from sennit.runtime.data import sources
 from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.features import Feature
 from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.data.schema import parse_schema, read_schema
 from sennit.runtime.data.sources import Source
@@ -113,9 +115,112 @@ def test_kinds_of_integers_and_of_text_are_one_kind(tmp_path: Path) -> None:
         assert feature.dictionary.tolist() == {"text": ["a", "b", "c"], "integers": [-3, 5, 9]}[name]
         expected = [value for column in columns for value in column.to_pylist()]
         assert [feature.dictionary[code] for code in feature.values] == expected
-    parquet.write_table(arrow.table({"clicked": label, "x": arrow.array([1, 2])}), tmp_path / "text" / "9.parquet")
-    with pytest.raises(DataError, match="column x, row group 0: int64 and large_string in one data set; allowed: one"):
-        sources.load(Source(data=str(tmp_path / "text"), schema=schema), seed=1)
+
+
+def parts_of(folder: Path, columns: list[Any], encode: str) -> Source:
+    """Files 0.parquet, 1.parquet, …, each with one of these columns x of two rows."""
+    (folder / "schema.toml").write_text(
+        f'label = "clicked"\n[sparse.x]\nencode = "{encode}"\n' + ("rows = 9\n" if encode != "dictionary" else "")
+    )
+    for number, column in enumerate(columns):
+        table = arrow.table({"clicked": arrow.array([0, 1], arrow.int64()), "x": column})
+        parquet.write_table(table, folder / f"{number}.parquet")
+    return Source(data=str(folder), schema=folder / "schema.toml")
+
+
+def ids(feature: Feature) -> list[list[Any]]:
+    """The ids of each sample; None is null."""
+    known = feature.dictionary
+    values = [None if code < 0 else known[code] for code in feature.values] if known is not None else feature.values
+    ends = np.cumsum(feature.lengths)
+    return [[*values[end - length : end]] for end, length in zip(ends, feature.lengths, strict=True)]
+
+
+INT64, UINT64, BIG = arrow.int64(), arrow.uint64(), 2**63 + 5
+
+
+@pytest.mark.parametrize("encode", ["id", "hash", "dictionary"])
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ([arrow.array([1, 2], INT64), arrow.array([3, 1], UINT64)], [[1], [2], [3], [1]]),
+        ([arrow.nulls(2), arrow.array([3, 1], UINT64)], [[None], [None], [3], [1]]),
+        ([arrow.nulls(2), arrow.array([[3, 1], []])], [[], [], [3, 1], []]),
+        ([arrow.array([[], None], arrow.list_(arrow.null())), arrow.array([[3], [1]])], [[], [], [3], [1]]),
+        ([arrow.nulls(2)], [[None], [None]]),
+        ([arrow.array([[3, 1], None], arrow.list_(INT64, 2)), arrow.array([[3], []])], [[3, 1], [], [3], []]),
+    ],
+    ids=["signs", "null before numbers", "null before lists", "empty lists", "all null", "fixed size"],
+)
+def test_parts_differ_in_type_where_all_values_have_one(
+    tmp_path: Path, columns: list[Any], expected: list[list[Any]], encode: str
+) -> None:
+    (feature,) = sources.load(parts_of(tmp_path, columns, encode), seed=1).features
+    if encode != "dictionary":
+        expected = [[value for value in row if value is not None] for row in expected]
+    assert ids(feature) == expected
+
+
+def test_text_of_all_types_and_nulls_is_one_kind(tmp_path: Path) -> None:
+    columns = [arrow.nulls(2), arrow.array(["b", None], arrow.string_view()), arrow.array(["a", "b"])]
+    (feature,) = sources.load(parts_of(tmp_path, columns, "dictionary"), seed=1).features
+    assert ids(feature) == [[None], [None], ["b"], [None], ["a"], ["b"]]
+
+
+def test_integers_beyond_int64_keep_their_values_beside_smaller_ones(tmp_path: Path) -> None:
+    columns = [arrow.array([1, 2], INT64), arrow.array([BIG, 1], UINT64)]
+    (feature,) = sources.load(parts_of(tmp_path, columns, "dictionary"), seed=1).features
+    assert ids(feature) == [[1], [2], [BIG], [1]]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (
+            [["a", "b"], [1, 2]],
+            "1.parquet: column x, row group 0: int64, but in .*0.parquet it is string; allowed: one",
+        ),
+        ([[1, 2], [4, 5], [[1], [2]]], "2.parquet: .*: list<element: int64>, but in .*0.parquet it is int64; allowed"),
+        (
+            [[-1, 2], [4, 5], arrow.array([BIG, 1], UINT64)],
+            "2.parquet: .*: uint64, but in .*0.parquet it is int64; allowed: one type; integers .* int64 or uint64",
+        ),
+        ([arrow.nulls(2), ["a", "b"], [1, 2]], "2.parquet: .*: int64, but in .*1.parquet it is string; allowed: one"),
+    ],
+)
+def test_a_part_of_another_type_is_the_one_that_is_named(tmp_path: Path, columns: list[Any], message: str) -> None:
+    columns = [arrow.array(column) if isinstance(column, list) else column for column in columns]
+    with pytest.raises(DataError, match=message):
+        sources.load(parts_of(tmp_path, columns, "dictionary"), seed=1)
+
+
+@pytest.mark.parametrize(
+    ("column", "expected"),
+    [
+        ([True, False, None, True], [1.0, 0.0, None, 1.0]),
+        (arrow.nulls(4), [None] * 4),
+        ([7, 2**53 + 1, None, -1], [7.0, float(2**53), None, -1.0]),
+        (arrow.array(np.array([1.5, 2.0, 0.0, -1.0], np.float16)), [1.5, 2.0, 0.0, -1.0]),
+    ],
+    ids=["bool", "null", "int64", "float16"],
+)
+def test_every_kind_of_number_is_read(tmp_path: Path, column: Any, expected: list[float | None]) -> None:
+    dense = sources.load(source(tmp_path, price=column), seed=1).dense.squeeze(1)
+    assert [None if np.isnan(value) else value for value in dense.tolist()] == expected
+
+
+@pytest.mark.parametrize("name", ["clicked", "price", "user"])
+def test_a_column_that_is_there_twice_is_refused(tmp_path: Path, name: str) -> None:
+    origin = source(tmp_path)
+    parquet.write_table(arrow.table([*COLUMNS.values(), COLUMNS[name]], names=[*COLUMNS, name]), origin.data)
+    with pytest.raises(DataError, match=rf"data.parquet: 2 columns {name}; allowed: one. There are: city, "):
+        sources.load(origin, seed=1)
+
+
+def test_a_column_twice_that_the_schema_does_not_name_does_not_matter(tmp_path: Path) -> None:
+    origin = source(tmp_path)
+    parquet.write_table(arrow.table([*COLUMNS.values(), COLUMNS["city"]], names=[*COLUMNS, "ignored"]), origin.data)
+    assert len(sources.load(origin, seed=1)) == 4
 
 
 def test_json_schema_and_no_dense_column(tmp_path: Path) -> None:
@@ -139,6 +244,7 @@ def test_json_schema_and_no_dense_column(tmp_path: Path) -> None:
             {"price": [1.0, None, float("nan"), 3.0]},
             "column price, row group 1: value nan; allowed: finite numbers and",
         ),
+        ({"clicked": arrow.nulls(4)}, "column clicked, row group 0: 2 nulls; allowed: none in the label"),
         ({"clicked": [0, 1, None, 0]}, "column clicked, row group 1: 1 nulls; allowed: none in the label"),
         ({"price": [1.0, 2.0, float("inf"), 3.0]}, "column price, row group 1: value inf; allowed: finite"),
         ({"user": [0, None, 10, 4]}, r"column user, row group 1: row id 10; allowed in table user: \[0, 10\)"),
