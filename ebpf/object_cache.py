@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from sennit import cache
+from sennit.errors import DeviceError
 
 FOLDER: Final = "bpf"
 DIGEST_BYTES: Final = hashlib.sha256().digest_size
@@ -27,7 +28,7 @@ def read(key: str) -> bytes | None:
     """The object that was written under this key; None if there is none that can be trusted."""
     try:
         folder = os.open(_folder(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
+    except (DeviceError, OSError):
         return None
     try:
         if not _is_ours(os.fstat(folder)):
@@ -42,7 +43,10 @@ def read(key: str) -> bytes | None:
         os.close(file)
         return None
     with open(file, "rb") as stream:
-        content = stream.read()
+        try:
+            content = stream.read()
+        except OSError:
+            return None
         with contextlib.suppress(OSError):
             os.utime(file)
     digest, image = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
@@ -51,7 +55,7 @@ def read(key: str) -> bytes | None:
 
 def write(key: str, image: bytes) -> None:
     """Writes an object atomically. A folder that cannot be written is no error: the next process compiles again."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(DeviceError, OSError):
         folder = _folder()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor, name = tempfile.mkstemp(dir=folder, prefix=".")

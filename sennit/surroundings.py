@@ -85,12 +85,13 @@ def cache_folder() -> Answer:
     """Whether things that take long to make can be kept."""
     try:
         folder = cache.writable_folder()
-        with tempfile.TemporaryFile(dir=folder):
-            return Answer(fine=True, what=str(folder))
     except DeviceError as error:
         return Answer(fine=False, what=str(error).removesuffix(f"; {cache.REMEDY}"), remedy=cache.REMEDY)
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return Answer(fine=True, what=str(folder))
     except OSError as error:
-        return Answer(fine=False, what=f"{cache.folder()}: {error.strerror}", remedy=cache.REMEDY)
+        return Answer(fine=False, what=f"{folder}: {error.strerror}", remedy=cache.REMEDY)
 
 
 def proxy() -> Answer:

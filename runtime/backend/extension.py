@@ -9,7 +9,6 @@ build-extension`). What is particular to a torch release is in torch_versions.py
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -63,20 +62,20 @@ def minor(torch: str) -> str:
 
 
 def record_of(folder: Path) -> Build | None:
-    """The extension in a folder; None if there is none. Neither torch nor the extension is loaded."""
-    record = folder / RECORD
-    if not record.exists():
+    """The extension in a folder; None if there is none that can be read. Neither torch nor the extension is loaded."""
+    try:
+        torch = str(json.loads((folder / RECORD).read_text())["torch"])
+        files = sorted(folder.glob("_c10d.*.so"), key=lambda path: not path.name.endswith(SUFFIX))
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    files = sorted(folder.glob("_c10d.*.so"), key=lambda path: not path.name.endswith(SUFFIX))
-    return Build(path=files[0], torch=str(json.loads(record.read_text())["torch"])) if files else None
+    return Build(path=files[0], torch=torch) if files else None
 
 
 def builds(torch: str | None = None) -> list[Build]:
     """All extensions on this machine, in the order in which they are tried. `torch`: also what was cached for it."""
     folders = [*_portions("sennit.runtime.backend"), *_portions(PACKAGE)]
     if torch is not None and (key := cache_key(torch)) is not None:
-        with contextlib.suppress(RuntimeError):  # a user without a home has no cache
-            folders.append(cache.folder() / key)
+        folders += cache.find(key)
     return [build for build in map(record_of, folders) if build is not None]
 
 

@@ -31,7 +31,8 @@ def installed() -> bool:
 
 def find() -> Path | None:
     """Headers in the cache; None if there are none."""
-    return next(iter(sorted(cache.folder().glob(f"{PREFIX}*"), reverse=True)), None)
+    found = cache.find(f"{PREFIX}*")
+    return found[-1] if found else None
 
 
 def provide() -> Path:

@@ -90,7 +90,10 @@ def problem(kind: Kind, kernel: Path, *, again: bool = False) -> str:
     Boots the kernel unless a machine like this has done so. With `again`, also boots one that failed.
     """
     record = kernel / RECORDS / _machine()
-    known = record.read_text().strip() if record.is_file() else ""
+    try:
+        known = record.read_text().strip()
+    except OSError:
+        known = ""
     if known == BOOTED:
         return ""
     if known and not again:

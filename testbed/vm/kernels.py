@@ -34,12 +34,12 @@ class KernelMissing(SennitError):
 
 def find(kind: Kind, patches: Sequence[Path] = ()) -> Path:
     """Returns the newest fitting kernel's folder in the cache. Raises KernelMissing if there is none."""
-    entries = sorted(cache.folder().glob(_name(kind, "*", patches)), key=lambda path: path.stat().st_mtime)
+    entries = sorted(cache.find(_name(kind, "*", patches)), key=lambda path: path.stat().st_mtime)
     if not entries:
         command = " ".join(["sennit testbed kernel", kind, *(f"--patch {file}" for file in patches)])
         plain = not patches and kind is Kind.UML and extras.from_checkout()
         how = f"'make kernel' or '{command}'" if plain else f"'{command}'"
-        raise KernelMissing(f"no such {kind} kernel in {cache.folder()}: run {how}")
+        raise KernelMissing(f"no such {kind} kernel in the cache: run {how}")
     return entries[-1]
 
 
