@@ -43,9 +43,11 @@ MEANINGS: Final = {
     "impairment.": "what the impairment did to sennit's packets, in packets (in bytes: bytes)",
     "retransmitted_packets": "packets that sennit sent again",
     "duplicate_packets": "packets that sennit received twice",
-    "corrupt_counted": "corrupt packets that sennit counted / corrupt packets that were made",
+    "corrupt_counted": "corrupt packets that sennit counted or a kernel dropped / corrupt packets that were made",
     "refused_packets": "packets that sennit counted as malformed, unknown or corrupt",
     "refused.": "the same, by counter (docs/reference/wire.md)",
+    "lost.": "UDP packets that the kernel of a host dropped, by reason: a wrong checksum, a full socket, no memory, no "
+    "socket",
     "hostile_sent": "hostile packets that the stranger sent",
     "hostile_packets_per_s": "hostile packets per second; the scenario sets the upper limit",
     "queue_drops": "packets dropped in the queue of the limited port, in all repetitions after a warm-up",
@@ -181,8 +183,14 @@ def _impairment(seen: Observations) -> Measures:
     measures["retransmitted_packets"] = counted.get("retransmitted_packets", 0)
     measures["duplicate_packets"] = counted.get("duplicate_packets", 0)
     measures["refused_packets"] = sum(counted.get(name, 0) for name in REFUSALS)
-    if done.get("corrupted"):
-        measures["corrupt_counted"] = measures["refused_packets"] / done["corrupted"]
+    lost = total(run.kernel_losses for run in ours)
+    if corrupted := done.get("corrupted"):
+        # Nobody knows which of the packets that a kernel dropped were corrupt: as many as are missing.
+        refused = measures["refused_packets"]
+        by_kernel = min(sum(lost.values()), max(corrupted - refused, 0))
+        measures["corrupt_counted"] = (refused + by_kernel) / corrupted
+        measures |= {f"refused.{name}": counted[name] for name in REFUSALS if counted.get(name)}
+        measures |= {f"lost.{name}": count for name, count in lost.items() if count}
     queued = total(run.queue_counters for run in ours)
     if queued:
         measures["queue_drops"] = queued["dropped"]

@@ -18,6 +18,8 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from sennit.errors import SennitError
+from sennit.testbed.scenarios import kernel_packets
+from sennit.testbed.scenarios.counters import total
 from sennit.testbed.scenarios.model import Library, Variant
 from sennit.testbed.topology import Planes
 
@@ -138,6 +140,14 @@ class Ranks:
 
     def suspend(self, rank: int) -> None:
         os.kill(self._pids[rank], signal.SIGSTOP)
+
+    def unread_bytes(self, silent: Collection[int] = ()) -> int:
+        """Bytes that have arrived for ranks that are not `silent`, and that these have not read."""
+        return sum(kernel_packets.waiting_bytes(pid) for rank, pid in enumerate(self._pids) if rank not in silent)
+
+    def lost_by_kernel(self, silent: Collection[int] = ()) -> dict[str, int]:
+        """What the kernels of ranks that are not `silent` have dropped (`kernel_packets.losses`)."""
+        return total(kernel_packets.losses(pid) for rank, pid in enumerate(self._pids) if rank not in silent)
 
     def stop(self, silent: Collection[int] = ()) -> None:
         """Ends all ranks that are not `silent` in order."""

@@ -111,6 +111,7 @@ def runs_as_json(seen: Observations) -> list[dict[str, Any]]:
             "impairment_counters": run.impairment_counters,
             "queue_counters": run.queue_counters,
             "rank_counters": run.rank_counters,
+            "kernel_losses": run.kernel_losses,
             "errors": {
                 str(rank): answer["error"]["message"] for rank, answer in enumerate(run.answers) if "error" in answer
             },

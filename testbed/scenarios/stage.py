@@ -11,13 +11,13 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from sennit import capabilities
-from sennit.testbed.scenarios import split_networks, training_runs
+from sennit.testbed.scenarios import kernel_packets, split_networks, training_runs
 from sennit.testbed.scenarios.counters import difference, total
 from sennit.testbed.scenarios.model import (
     NO_IMPAIRMENT,
@@ -37,7 +37,9 @@ from sennit.testbed.topology import Direction, Impairer, Planes
 PREPARE_TIMEOUT_S: Final = 60.0
 COUNTERS_TIMEOUT_S: Final = 10.0
 HOSTILE_TIMEOUT_S: Final = 10.0
-SETTLE_TIMEOUT_S: Final = 1.0
+SETTLE_TIMEOUT_S: Final = 10.0
+# Nothing comes to rest after a fault: ranks ask those that are silent, and try planes that are off.
+FAULT_SETTLE_TIMEOUT_S: Final = 1.0
 RECONFIGURE_TIMEOUT_S: Final = 20.0
 # Bytes of each packet in the capture: enough to see the protocol, few enough to open.
 CAPTURE_SIZE_BYTES: Final = 256 << 10
@@ -45,6 +47,9 @@ CAPTURE_SIZE_BYTES: Final = 256 << 10
 CAPTURE_TIMEOUT_S: Final = 3.0
 CAPTURE_LOOK_S: Final = 0.02
 CAPTURE_HEADER_BYTES: Final = 24
+
+# Of the impairment, of the limited queues, of each rank, and of the ranks' kernels.
+_Counters = tuple[dict[str, int], dict[str, int], list[dict[str, int]], dict[str, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +70,8 @@ class Run:
     """What the queues of the limited ports did during the run; empty without a limit."""
     rank_counters: list[dict[str, int]]
     """What each rank of sennit counted during the run."""
+    kernel_losses: dict[str, int] = field(default_factory=dict)
+    """UDP packets that the ranks' kernels dropped during the run (`kernel_packets.LOSSES`), summed over hosts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +224,7 @@ class _Stage:
 
     def _measure(self, crew: Ranks, round_: int, disturbed: bool) -> None:
         workload = self._scenario.workload
-        before, queued_before, counted_before = self._settled_counters(crew)
+        before, queued_before, counted_before, lost_before = self._settled_counters(crew)
         answers = self._repeat(
             crew,
             repetitions=workload.repetitions,
@@ -225,7 +232,7 @@ class _Stage:
             timeline=workload.timeline,
             events=self._events(crew) if disturbed else (),
         )
-        after, queued_after, counted_after = self._settled_counters(crew)
+        after, queued_after, counted_after, lost_after = self._settled_counters(crew)
         self._seen.runs.append(
             Run(
                 library=crew.library,
@@ -237,6 +244,7 @@ class _Stage:
                 impairment_counters=difference(after, before),
                 queue_counters=difference(queued_after, queued_before),
                 rank_counters=[difference(*counters) for counters in zip(counted_after, counted_before, strict=True)],
+                kernel_losses=difference(lost_after, lost_before),
             )
         )
 
@@ -274,7 +282,7 @@ class _Stage:
             command |= {"leaves": workload.leaves, "scattered": self._variant.scattered}
         if workload.codec is not None:
             command |= {"codec": workload.codec}
-        silent = self._scenario.victims() if crew.happened else ()
+        silent = self._silent(crew)
         crew.ask(command, timeout_s=PREPARE_TIMEOUT_S, silent=silent)
 
     def _events(self, crew: Ranks) -> list[Event]:
@@ -350,20 +358,31 @@ class _Stage:
         for kind, count in said["sent"].items():
             self._seen.hostile_sent[kind] = self._seen.hostile_sent.get(kind, 0) + count
 
-    def _settled_counters(self, crew: Ranks) -> tuple[dict[str, int], dict[str, int], list[dict[str, int]]]:
-        """Returns what the impairment, the limited queues and the ranks have counted, once nothing is in flight.
+    def _settled_counters(self, crew: Ranks) -> _Counters:
+        """Returns what the impairment, the limited queues, the ranks and their kernels have counted, once nothing is in
+        flight.
 
         The last acknowledgements are still in flight when a collective is done. Without the wait, one end would have
         counted a packet that the other end has not.
         """
-        deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
-        now = self._impairment_counters(), self._queue_counters(), self._rank_counters(crew)
+        timeout_s = FAULT_SETTLE_TIMEOUT_S if crew.happened else SETTLE_TIMEOUT_S
+        deadline_s = time.monotonic() + timeout_s
+        now = self._counters(crew)
         while time.monotonic() < deadline_s:
             previous = now
-            now = self._impairment_counters(), self._queue_counters(), self._rank_counters(crew)
-            if now == previous:
+            # Between the two looks, so that what was read last is counted at the second.
+            is_empty = not crew.unread_bytes(self._silent(crew)) and not kernel_packets.backlog_packets()
+            now = self._counters(crew)
+            if is_empty and now == previous:
                 break
         return now
+
+    def _counters(self, crew: Ranks) -> _Counters:
+        lost = crew.lost_by_kernel(self._silent(crew))
+        return self._impairment_counters(), self._queue_counters(), self._rank_counters(crew), lost
+
+    def _silent(self, crew: Ranks) -> Collection[int]:
+        return self._scenario.victims() if crew.happened else ()
 
     def _queue_counters(self) -> dict[str, int]:
         topology = self._scenario.topology
@@ -382,8 +401,7 @@ class _Stage:
         )
 
     def _rank_counters(self, crew: Ranks) -> list[dict[str, int]]:
-        dead = self._scenario.victims() if crew.happened else ()
-        answers = crew.ask({"do": "counters"}, timeout_s=COUNTERS_TIMEOUT_S, silent=dead)
+        answers = crew.ask({"do": "counters"}, timeout_s=COUNTERS_TIMEOUT_S, silent=self._silent(crew))
         return [answer.get("counters", {}) for answer in answers]
 
 

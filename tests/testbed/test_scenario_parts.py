@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import random
 import re
+import socket
 from typing import Any
 
 import numpy as np
@@ -14,8 +16,9 @@ import pytest
 
 pytest.importorskip("pyroute2", reason="the extra `testbed` is not installed")
 
-from sennit.testbed.scenarios import hostile, measures, results, timeline, verdicts
+from sennit.testbed.scenarios import hostile, kernel_packets, measures, results, timeline, verdicts
 from sennit.testbed.scenarios.catalogue import SCENARIOS, choose
+from sennit.testbed.scenarios.counters import difference
 from sennit.testbed.scenarios.model import (
     Goal,
     KillRank,
@@ -453,3 +456,35 @@ def test_goals_of_speed_fail_a_case_only_when_strict() -> None:
     # A goal without a measure is not met.
     assert verdicts.status_of(verdicts.judge(goals, {"goodput_kept": 1.0}), strict=False) is verdicts.Status.FAILED
     assert dataclasses.replace(goals[1], at_most=0.95).text() == "≥ 0.9 and ≤ 0.95"
+
+
+@pytest.mark.parametrize(("refused", "lost", "counted"), [(10, 5, 1.0), (8, 5, 1.0), (8, 1, 0.9), (11, 0, 1.1)])
+def test_corrupt_packets_are_accounted_for_by_name(refused: int, lost: int, counted: float) -> None:
+    done = run(
+        [],
+        impairment_counters={"corrupted": 10},
+        rank_counters=[{"bad_icrc": refused - 1}, {"unknown_qpn": 1}],
+        kernel_losses={"kernel_full_socket": lost, "kernel_checksum": 0},
+    )
+    found = observe(SCENARIOS["disorder"], done)
+    assert found["corrupt_counted"] == counted
+    by_name = {name: value for name, value in found.items() if name.startswith(("refused.", "lost."))}
+    losses = {"lost.kernel_full_socket": lost} if lost else {}
+    assert by_name == {"refused.bad_icrc": refused - 1, "refused.unknown_qpn": 1, **losses}
+
+
+def test_the_kernel_shows_what_waits_in_sockets_and_what_it_dropped() -> None:
+    pid = os.getpid()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as receiver, socket.socket(type=socket.SOCK_DGRAM) as sender:
+        receiver.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)  # the kernel's minimum
+        receiver.bind(("127.0.0.1", 0))
+        before = kernel_packets.losses(pid)
+        # No other process of this machine takes what is in this socket.
+        sender.sendto(bytes(100), receiver.getsockname())
+        assert kernel_packets.waiting_bytes(pid) >= 100
+        for _ in range(100):
+            sender.sendto(bytes(1000), receiver.getsockname())
+        lost = difference(kernel_packets.losses(pid), before)
+        assert lost["kernel_full_socket"] > 50
+        assert set(lost) == set(kernel_packets.LOSSES.values())
+    assert kernel_packets.backlog_packets() >= 0

@@ -25,6 +25,7 @@ from sennit.testbed.scenarios.model import (
 from sennit.testbed.scenarios.ranks import Event
 from sennit.testbed.topology import Impairer, Impairment, ImpairmentCounters, QueueCounters
 
+LOOKS = 4
 Played = list[tuple[str, int | None, int]]
 
 
@@ -70,6 +71,7 @@ class FakeRanks:
         self.library, self.happened = library, list[tuple[str, float]]()
         self._planes, self._world = planes, world
         self.asked: list[tuple[str, Collection[int]]] = []
+        self.unread = self.late = 0
 
     def ask(
         self, command: dict[str, Any], *, timeout_s: float, events: Sequence[Event] = (), silent: Collection[int] = ()
@@ -79,11 +81,21 @@ class FakeRanks:
         planes = self._planes
         if command["do"] == "run":
             planes.runs += 1
+            # A packet waits in a socket until the rank looks, some looks of ours later.
+            self.unread, self.late = LOOKS, self.late + 1
             is_calm = planes.impairment == NO_IMPAIRMENT
             planes.played.append((self.library, None if is_calm else planes.impairment.seed, command["repetitions"]))
         self.happened += [(event.name, 5.0) for event in events]
-        answer = {"counters": {"bad_icrc": 3 * planes.runs}, "describe": "a rank"}
+        read = self.late - bool(self.unread)
+        answer = {"counters": {"bad_icrc": 3 * planes.runs, "late": read}, "describe": "a rank"}
         return [{} if rank in silent else dict(answer) for rank in range(self._world)]
+
+    def unread_bytes(self, silent: Collection[int] = ()) -> int:
+        self.unread = max(0, self.unread - 1)
+        return self.unread
+
+    def lost_by_kernel(self, silent: Collection[int] = ()) -> dict[str, int]:
+        return {"kernel_full_socket": 2 * self._planes.runs}
 
     def kill(self, rank: int) -> None:
         raise AssertionError("the fake fires no events")
@@ -143,7 +155,7 @@ def test_counters_are_those_of_the_run_alone(tmp_path: Path) -> None:
     for run in seen.runs:
         assert run.impairment_counters["dropped"] == 3 * 2
         assert (run.queue_counters["packets"], run.queue_counters["dropped"]) == (10 * 2, 2 * 2)
-        assert run.rank_counters == [{"bad_icrc": 3}] * 3
+        assert run.rank_counters == [{"bad_icrc": 3, "late": 1}] * 3
 
 
 def test_nobody_waits_for_a_rank_that_was_killed(tmp_path: Path) -> None:
@@ -161,3 +173,11 @@ def test_nobody_waits_for_a_rank_that_was_killed(tmp_path: Path) -> None:
     assert seen.recovery is not None
     assert len(seen.recovery.reconfigured) == len(seen.recovery.answers) == 2
     assert seen.descriptions == ["a rank"] * 2
+
+
+def test_a_run_ends_when_its_last_packets_have_been_read(tmp_path: Path) -> None:
+    """Ranks without an operation look at their sockets every 50 ms: equal counters are not the last ones."""
+    scenario = Scenario(name="s", title="", workload=Workload(rounds=2))
+    runs = play(scenario, tmp_path).runs
+    assert [run.rank_counters[0]["late"] for run in runs] == [1, 1]
+    assert [run.kernel_losses for run in runs] == [{"kernel_full_socket": 2}] * 2
