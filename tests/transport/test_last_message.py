@@ -47,7 +47,9 @@ def test_the_last_message_of_an_operation_over_udp_leaves_with_it() -> None:
         first.wait()
         middle.wait()
         # Without the round at an operation's end, a thread sent it up to 50 ms later.
-        assert ends[1].counters()["data_packets_sent"] == sent
+        # On a busy machine an answer may be late, and a packet goes out again.
+        counters = ends[1].counters()
+        assert counters["data_packets_sent"] - counters["retransmitted_packets"] == sent
         last.wait()
     for end in ends:
         end.shutdown()
