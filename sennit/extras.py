@@ -14,6 +14,7 @@ DISTRIBUTIONS: Final = {
     "elftools": "pyelftools",
     "fbgemm_gpu": "fbgemm-gpu-cpu",
     "opentelemetry": "opentelemetry-sdk",
+    "prometheus_client": "prometheus-client",
 }
 # These are for work on sennit itself.
 NOT_OFFERED: Final = frozenset({"dev", "docs", "frameworks"})

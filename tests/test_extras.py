@@ -393,7 +393,8 @@ MISSING = {
     "plot": (["-m", "sennit", "bench", "collectives", "--plot", "figure.png"], "bench"),
     "testbed": (["-m", "sennit", "testbed", "list"], "testbed"),
     "simulate": (["-m", "sennit", "testbed", "simulate", "--quick"], "testbed"),
-    "metrics": (["-m", "sennit", "metrics", "--otlp", "http://127.0.0.1:1"], "telemetry"),
+    "metrics": (["-m", "sennit", "metrics"], "telemetry"),
+    "otlp": (["-m", "sennit", "metrics", "--otlp", "http://127.0.0.1:1"], "telemetry"),
     "mpi": (["-m", "sennit", "bench", "collectives", "--against", "openmpi"], "mpi"),
 }
 

@@ -6,6 +6,8 @@ Each group of counters has a map, made from the names on the pages. Its BTF has 
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
@@ -23,11 +25,18 @@ FOLDER_NAME: Final = "counters"
 ENTRIES_MAX: Final = 1 << 16
 # There are eight groups of counters. More may come, because any process may write pages.
 MAPS_MAX: Final = 64
-KEY: Final = np.dtype([("page", "<u8"), ("process", "<u4"), ("rank", "<u4"), ("peer", "<i4"), ("path", "<i4")])
-"""The number of a page tells process groups of one process apart; peer and path are -1 if there is none."""
+# What pages of each other user may take of both.
+FOREIGN_ENTRIES_MAX: Final = ENTRIES_MAX // 8
+FOREIGN_MAPS_MAX: Final = MAPS_MAX // 4
+KEY: Final = np.dtype(
+    [("page", "<u8"), ("process", "<u4"), ("rank", "<u4"), ("peer", "<i4"), ("path", "<i4"), ("user", "<u4")]
+)
+"""The number of a page tells process groups of one process apart; peer and path are -1 if there is none; `user` owns
+the page.
+"""
 NONE: Final = -1
 
-Key = tuple[int, int, int, int, int]
+Key = tuple[int, ...]
 
 
 class Publisher(Closing):
@@ -39,12 +48,15 @@ class Publisher(Closing):
         self.path = self._folder.path
         self._maps: dict[tuple[str, tuple[str, ...]], TypedHash] = {}
         self._keys: dict[tuple[str, tuple[str, ...]], set[Key]] = {}
+        self._entries_of: Counter[int] = Counter()
+        self._maps_of: Counter[int] = Counter()
         self.refused: dict[str, str] = {}
         """Group of counters -> why it has no map."""
 
     def publish(self, pages: Iterable[Page]) -> int:
         """Updates the maps to the pages of live ranks. Returns the number of entries."""
         before, self._keys = self._keys, {}
+        self._entries_of.clear()
         for page in pages:
             if page.is_alive:
                 for block in page.blocks:
@@ -59,19 +71,24 @@ class Publisher(Closing):
         kind = block.group, names
         try:
             key = _key(page, block)
-            self._map(kind)[key] = tuple(value for name, value in block.values.items() if name != UNUSED)
+            self._entries_of[page.owner] += 1
+            if page.owner != os.geteuid() and self._entries_of[page.owner] > FOREIGN_ENTRIES_MAX:
+                raise ValueError(f"more than {FOREIGN_ENTRIES_MAX:,} entries of user {page.owner}")
+            self._map(kind, page.owner)[key] = tuple(value for name, value in block.values.items() if name != UNUSED)
         except (BpfError, ValueError, OverflowError) as error:  # too many, or a malformed page
             self.refused[block.group] = f"{error}".splitlines()[0]
             return
         self._keys.setdefault(kind, set()).add(key)
 
-    def _map(self, kind: tuple[str, tuple[str, ...]]) -> TypedHash:
+    def _map(self, kind: tuple[str, tuple[str, ...]], owner: int) -> TypedHash:
         group, names = kind
         if kind not in self._maps:
             if not group.isidentifier() or not names:
                 raise ValueError(f"{group!r} is no group of counters")
-            if len(self._maps) == MAPS_MAX:
-                raise ValueError(f"more than {MAPS_MAX} groups of counters")
+            most = MAPS_MAX if owner == os.geteuid() else FOREIGN_MAPS_MAX
+            if len(self._maps) == MAPS_MAX or self._maps_of[owner] == most:
+                raise ValueError(f"more than {most} groups of counters")
+            self._maps_of[owner] += 1
             dtype = np.dtype([(name, "<u8") for name in names])
             made = TypedHash(group, key=KEY, value=dtype, entries=ENTRIES_MAX)
             # Ranks of two versions of sennit may have different counters in a group.
@@ -93,4 +110,4 @@ class Publisher(Closing):
 
 def _key(page: Page, block: Block) -> Key:
     peer, path = (NONE if number is None else number for number in (block.peer, block.path))
-    return int(page.number, 16), page.process, page.rank, peer, path
+    return int(page.number, 16), page.process, page.rank, peer, path, page.owner

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -62,8 +63,6 @@ def metrics(
 
     Without an option, print them once as OpenMetrics text.
     """
-    from sennit.runtime.telemetry import openmetrics, samples
-
     if (listen is not None) + (otlp is not None) + bpffs > 1:
         raise typer.BadParameter("--listen, --otlp and --bpffs: one of them")
     if directory is not None and not bpffs:
@@ -74,19 +73,25 @@ def metrics(
     if otlp is not None:
         _send(otlp, interval)
         return
+    from sennit.runtime.telemetry import openmetrics, samples
+
     if listen is None:
         typer.echo(openmetrics.render(samples.read()), nl=False)
         return
     address, separator, port = listen.rpartition(":")
-    if not separator or not port.isdecimal() or int(port) > 65_535:
-        raise typer.BadParameter(f"--listen {listen}, must be ADDRESS:PORT, such as 127.0.0.1:9464")
+    is_plain = ":" not in address or (address.startswith("[") and address.endswith("]"))
+    if not separator or not is_plain or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65_535:
+        raise typer.BadParameter(
+            f"--listen {listen}, must be ADDRESS:PORT, such as 127.0.0.1:9464, [::1]:9464, or *:9464 for all addresses"
+        )
     try:
         server = openmetrics.server(address.strip("[]"), int(port))
-    except OSError as error:
-        typer.echo(f"sennit metrics: {listen}: {error.strerror}", err=True)
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no name of a host"
+        typer.echo(f"sennit metrics: {listen}: {reason}", err=True)
         raise typer.Exit(1) from None
     with server, _until_ended():
-        typer.echo(f"sennit metrics: http://{address}:{server.server_port}/metrics", err=True)
+        typer.echo(f"sennit metrics: http://{address or '*'}:{server.server_port}/metrics", err=True)
         server.serve_forever()
 
 

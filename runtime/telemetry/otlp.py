@@ -18,6 +18,8 @@ from sennit.runtime.telemetry import samples
 TIMEOUT_S: Final = 5.0
 """Seconds for one export."""
 METER: Final = "sennit"
+VALUE_MAX: Final = (1 << 63) - 1
+"""OTLP has signed integers. Only a page that lies has more."""
 
 
 class _OnDemand(MetricReader):
@@ -55,7 +57,7 @@ class Exporter:
         now: dict[str, list[Observation]] = defaultdict(list)
         gauges = set()
         for sample in samples.read() if found is None else found:
-            now[sample.name].append(Observation(sample.value, sample.labels))
+            now[sample.name].append(Observation(min(sample.value, VALUE_MAX), sample.labels))
             if sample.is_gauge:
                 gauges.add(sample.name)
         self._now = now

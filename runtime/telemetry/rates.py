@@ -47,7 +47,7 @@ def difference(now: Page, before: Page | None, passed_s: float) -> RankRates:
 
     ended = grown(("engine", "operations_completed"))
     packets = grown(("flow", "data_packets_sent"))
-    states = [block.values["state"] for block in now.blocks if block.group == "path"]
+    states = [block.values.get("state") for block in now.blocks if block.group == "path"]
     return RankRates(
         page=now,
         operations_a_second=ended / passed_s,
@@ -55,7 +55,7 @@ def difference(now: Page, before: Page | None, passed_s: float) -> RankRates:
         sent_bytes_a_second=grown(*SENT) / passed_s,
         received_bytes_a_second=grown(*RECEIVED) / passed_s,
         retransmitted_share=grown(("flow", "retransmitted_packets")) / packets if packets else 0.0,
-        rtt_us=max((block.values["rtt_us"] for block in now.blocks if block.group == "flow"), default=0),
+        rtt_us=max((block.values.get("rtt_us", 0) for block in now.blocks if block.group == "flow"), default=0),
         bad_paths=sum(state in (PathState.BAD, PathState.PROBING) for state in states),
         paths=len(states),
         failed_operations=now.total("engine", "operations_failed"),

@@ -6,6 +6,7 @@ Every name starts with `sennit_`. A counter that RDMA devices have too gets thei
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,11 +56,14 @@ def exported_name(name: str) -> str:
 
 
 def of_pages(pages: Iterable[counters.Page]) -> Iterator[Sample]:
+    """Pages of other users, which root reads, have the label `user`: they say what that user wants."""
+    reader = os.geteuid()
     for page in pages:
         for block in page.blocks:
             labels = {"rank": f"{page.rank}", "process": f"{page.process}", "page": page.number, "group": block.group}
             labels |= {"peer": f"{block.peer}"} if block.peer is not None else {}
             labels |= {"path": f"{block.path}"} if block.path is not None else {}
+            labels |= {"user": f"{page.owner}"} if page.owner != reader else {}
             for name, value in block.values.items():
                 if name != UNUSED:
                     yield Sample(name=exported_name(name), is_gauge=name in GAUGES, labels=labels, value=value)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from rich.table import Table
+from rich.text import Text
 
 from sennit.command_line import red
 from sennit.runtime.telemetry.rates import INGEST, IngestRates, RankRates, difference, ingest_difference
@@ -33,7 +36,7 @@ def looks(interval_s: float, folder: Path = counters.FOLDER) -> Iterator[Look]:
     last_s = 0.0
     while True:
         now_s = time.clock_gettime(time.CLOCK_BOOTTIME)
-        pages = sorted(counters.pages(folder), key=lambda page: (page.process, page.rank))
+        pages = sorted(counters.pages(folder), key=lambda page: (page.owner != os.geteuid(), page.process, page.rank))
         look = Look([], [])
         for page in pages:
             passed_s = _passed_s(page, page.file in before, now_s, last_s)
@@ -61,7 +64,7 @@ def ranks_table(ranks: list[RankRates]) -> Table:
         table.add_row(
             f"{page.process}",
             f"{page.rank}/{page.world}",
-            "" if page.is_alive else red("gone"),
+            _standing(page),
             f"{rank.operations_a_second:,.0f}",
             f"{rank.operation_us:,.0f}",
             _rate(rank.sent_bytes_a_second),
@@ -85,7 +88,7 @@ def ingests_table(ingests: list[IngestRates]) -> Table:
         table.add_row(
             f"{page.process}",
             f"{page.rank}/{page.world}",
-            "" if page.is_alive else red("gone"),
+            _standing(page),
             f"{ingest.records_a_second:,.0f}",
             _rate(ingest.bytes_a_second),
             f"{ingest.batches_a_second:,.1f}",
@@ -109,17 +112,37 @@ def paths_table(ranks: list[RankRates]) -> Table:
             if block.group != "path":
                 continue
             values = block.values
-            state = PathState(values["state"]).name.lower()
+            state = _state(values.get("state"))
             names = ("rtt_us", "data_packets_sent", "retransmitted_packets", "lost_packets", "ecn_marked_packets")
             table.add_row(
                 f"{rank.page.process}",
                 f"{rank.page.rank}",
                 f"{block.peer}",
                 f"{block.path}",
-                state if values["state"] == PathState.GOOD else red(state),
-                *(f"{values[name]:,}" for name in names),
+                state if state == "good" else red(state),
+                *(f"{values.get(name, 0):,}" for name in names),
             )
     return table
+
+
+def _standing(page: counters.Page) -> Text:
+    """Whose page it is, if it is another user's, and whether its rank is gone."""
+    gone = red("" if page.is_alive else "gone")
+    return gone if page.owner == os.geteuid() else Text(f"of {_user(page.owner)} ").append_text(gone)
+
+
+def _user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:  # of a container
+        return f"user {number}"
+
+
+def _state(number: int | None) -> str:
+    try:
+        return PathState(number).name.lower()
+    except ValueError:  # of another version
+        return f"{number}"
 
 
 def _rate(bytes_a_second: float) -> str:

@@ -63,6 +63,7 @@ def counted(pages: list[counters.Page], group: str) -> dict[tuple[int, ...], dic
         (
             int(page.number, 16), page.process, page.rank,
             -1 if block.peer is None else block.peer, -1 if block.path is None else block.path,
+            page.owner,
         ): {STANDARD_NAMES.get(name, name): value for name, value in block.values.items() if name != UNUSED}
         for page in pages if page.is_alive
         for block in page.blocks if block.group == group
@@ -116,7 +117,7 @@ def test_without_privilege_it_says_which(tmp_path: Path) -> None:
 
 def page(file: Path, **changed: Any) -> counters.Page:
     fields: dict[str, Any] = {
-        "file": file, "rank": 0, "world": 2, "process": 7, "began_ns": 0, "is_alive": True,
+        "file": file, "rank": 0, "world": 2, "process": 7, "began_ns": 0, "is_alive": True, "owner": 0,
         "blocks": (counters.Block(group="some", peer=None, path=None, values={"a": 1, "none": 0}),),
     }  # fmt: skip
     return counters.Page(**(fields | changed))
@@ -135,11 +136,24 @@ def test_pages_of_two_versions_and_of_nobody(tmp_path: Path) -> None:
     ]
     with bpf_maps.Publisher() as made:
         assert made.publish([page(file), page(file, process=8, blocks=newer)]) == 2
-        assert dumped(made.path / "some") == {(255, 7, 0, -1, -1): {"a": 1}}
-        assert dumped(made.path / "some-2") == {(255, 8, 0, 1, 2): {"a": 1, "b": 2}}
+        assert dumped(made.path / "some") == {(255, 7, 0, -1, -1, 0): {"a": 1}}
+        assert dumped(made.path / "some-2") == {(255, 8, 0, 1, 2, 0): {"a": 1, "b": 2}}
         assert made.refused == {}
         found = made.publish([page(file, blocks=wrong), page(file.with_name("sennit.counters-x"))])
         assert found <= bpf_maps.MAPS_MAX
         assert {"../up", "spaced", "empty", "huge", "some", "g99"} <= made.refused.keys()
         assert dumped(made.path / "some") == dumped(made.path / "some-2") == {}
         assert made.publish([]) == 0
+
+
+def test_another_user_leaves_room_for_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bpf_maps, "FOREIGN_ENTRIES_MAX", 3)
+    monkeypatch.setattr(bpf_maps, "FOREIGN_MAPS_MAX", 2)
+    file = Path("/dev/shm/sennit.counters-00000000000000ff")
+    many = [counters.Block(group=f"g{n}", peer=None, path=None, values={"a": 1}) for n in range(10)]
+    same = [counters.Block(group="g0", peer=n, path=None, values={"a": 1}) for n in range(10)]
+    with bpf_maps.Publisher() as made:
+        assert made.publish([page(file, owner=7, blocks=many)]) == 2
+        assert made.publish([page(file, owner=7, blocks=same)]) == 3
+        assert "entries of user 7" in made.refused["g0"]
+        assert made.publish([page(file, blocks=[*many, *same[1:]])]) == 19
