@@ -69,6 +69,12 @@ def candidate(package: str) -> str:
     return found[1]
 
 
+def names(prefix: str) -> list[str]:
+    """The packages that apt knows whose names begin so, in no order."""
+    require([("apt-cache", "apt")], f"looking for {prefix}*")
+    return execute(["apt-cache", "pkgnames", prefix], timeout_s=QUERY_TIMEOUT_S).splitlines()
+
+
 def unpack(package: str, version: str, into: Path) -> None:
     """Puts the files of a package below `into`."""
     with tempfile.TemporaryDirectory(dir=into.parent) as downloads:

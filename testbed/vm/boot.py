@@ -73,7 +73,9 @@ def provide(
     """
 
     def take(kind: Kind) -> Path:
-        debian.require(MACHINES[kind].tools, f"a VM of the kind {kind}")
+        # All that needs no kernel first: what is missing is then said before minutes of building.
+        debian.require((*runner.TOOLS, *MACHINES[kind].tools), f"a VM of the kind {kind}")
+        kernels.guest_program()
         kernel = kernels.provide(kind, say, newest=newest, patches=patches)
         reason = problem(kind, kernel, again=True)
         if reason:

@@ -54,8 +54,12 @@ def vm(
         typer.Option(help="settings of tc-netem(8) for every device, or rxe0='loss 1%' for one; may be repeated"),
     ] = None,
     memory: Annotated[
-        str, typer.Option(help="memory of the VM, with the unit M or G; taken from the host as it is used")
-    ] = "4G",
+        str | None,
+        typer.Option(
+            help="memory of the VM, with the unit M or G; taken from the host as it is used",
+            show_default="4G, or three quarters of the room for it",
+        ),
+    ] = None,
     timeout_s: Annotated[float, typer.Option("--timeout", help="seconds after which the VM is killed")] = 600.0,
     env: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE, added to the environment of the command; may be repeated")
@@ -64,6 +68,9 @@ def vm(
         list[Path] | None,
         typer.Option(help="folder whose files are kept after the VM; may be repeated; the first is SENNIT_VM_OUT"),
     ] = None,
+    make_kernel: Annotated[
+        bool, typer.Option("--make-kernel", help="build or download the kernel first, if the cache has none that boots")
+    ] = False,
     show_console: Annotated[
         bool, typer.Option("--console", help="show the messages of the VM's kernel on stderr")
     ] = False,
@@ -73,7 +80,7 @@ def vm(
     Exit status: that of the command; 124 after the time limit; 125 if the VM itself failed.
     """
     from sennit.debian import StepFailed, Unavailable
-    from sennit.testbed.vm import boot, kernels, runner
+    from sennit.testbed.vm import boot, kernels, machines, runner
     from sennit.testbed.vm.links import Links
 
     try:
@@ -84,7 +91,7 @@ def vm(
             patches=tuple(patch or ()),
             environment={**os.environ, **dict(_pair(text) for text in env or [])},
             links=Links(count=links, mtu=mtu, netem=tuple(netem or ())),
-            memory_bytes=_bytes(memory),
+            memory_bytes=_bytes(memory) if memory is not None else machines.default_memory_bytes(),
             timeout_s=timeout_s,
             keep=tuple(bring_back or ()),
         )
@@ -93,7 +100,12 @@ def vm(
     try:
         with _interruptible():
             # A kernel that was named is not booted beforehand: if it fails, its console says why.
-            choice = boot.choose(kinds, request.patches) if kind == boot.AUTO else None
+            choice = None
+            if make_kernel:
+                with busy("looking for a kernel, or making one"):
+                    choice = boot.provide(kinds, _say, patches=request.patches)
+            elif kind == boot.AUTO:
+                choice = boot.choose(kinds, request.patches)
             if choice and choice.instead_because:
                 typer.echo(f"sennit testbed vm: in {boot.NAMES[choice.kind]}: {choice.instead_because}", err=True)
             outcome = runner.run(
@@ -123,6 +135,9 @@ def kernel(
         list[Path] | None,
         typer.Option(help="patch to apply to the source of the uml kernel, which is cached apart; may be repeated"),
     ] = None,
+    key: Annotated[
+        bool, typer.Option("--key", help="only print the name that the newest kernel has in the cache: a key for CI")
+    ] = False,
 ) -> None:
     """Build or download the VM's kernel unless the cache has it, and check that it boots. Needs no root.
 
@@ -131,15 +146,14 @@ def kernel(
     from sennit import debian
     from sennit.testbed.vm import boot, kernels
 
-    def say(what: str) -> None:
-        typer.echo(f"kernel: {what}", err=True)
-
     try:
         kinds = boot.wanted(kind, patch or ())
         kernels.check_patches(kinds[0], patch or ())
+        if key:
+            typer.echo(kernels.key(kinds[0], patch or ()))
+            return
         with busy("looking for a kernel, or making one"):
-            found = boot.provide(kinds, say, newest=newest, patches=patch or ())
-            kernels.guest_program()
+            found = boot.provide(kinds, _say, newest=newest, patches=patch or ())
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     except debian.Unavailable as error:
@@ -148,8 +162,12 @@ def kernel(
     except (debian.StepFailed, OSError) as error:
         fail(error)
     if found.instead_because:
-        say(f"taking {boot.NAMES[found.kind]}")
+        _say(f"taking {boot.NAMES[found.kind]}")
     typer.echo(f"kernel: ready: {found.kernel}")
+
+
+def _say(what: str) -> None:
+    typer.echo(f"kernel: {what}", err=True)
 
 
 def _explain(outcome: Outcome) -> None:

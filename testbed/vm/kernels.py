@@ -39,7 +39,7 @@ def find(kind: Kind, patches: Sequence[Path] = ()) -> Path:
         command = " ".join(["sennit testbed kernel", kind, *(f"--patch {file}" for file in patches)])
         plain = not patches and kind is Kind.UML and extras.from_checkout()
         how = f"'make kernel' or '{command}'" if plain else f"'{command}'"
-        raise KernelMissing(f"no such {kind} kernel in the cache: run {how}")
+        raise KernelMissing(f"no such {kind} kernel in the cache: run {how}, or the VM with --make-kernel")
     return entries[-1]
 
 
@@ -55,14 +55,27 @@ def provide(kind: Kind, say: Callable[[str], None], *, newest: bool = False, pat
     def waiting() -> None:
         say("waiting for another process that makes the same kernel")
 
+    name, make = _newest(kind, patches, say)
+    return cache.provide(name, make, waiting)
+
+
+def key(kind: Kind, patches: Sequence[Path] = ()) -> str:
+    """Returns the name that `provide` gives the newest kernel in the cache. It changes with version and patches.
+
+    Asks apt, and makes nothing.
+    """
+    return _newest(kind, patches, lambda what: None)[0]
+
+
+def _newest(kind: Kind, patches: Sequence[Path], say: Callable[[str], None]) -> tuple[str, Callable[[Path], None]]:
+    """Returns the name of the newest kernel that apt has, and what fills its folder."""
     if kind is Kind.QEMU:
         package = stock_kernel.package_name()
         name = _name(kind, package.removeprefix("linux-image-"))
-        return cache.provide(name, lambda entry: stock_kernel.fetch(entry, package, say), waiting)
-    uml_kernel.require_tools()
-    version = debian.candidate(uml_kernel.PACKAGE)
-    name = _name(kind, version, patches)
-    return cache.provide(name, lambda entry: uml_kernel.build(entry, version, say, patches), waiting)
+        return name, lambda entry: stock_kernel.fetch(entry, package, say)
+    package = uml_kernel.package_name()
+    version = debian.candidate(package)
+    return _name(kind, version, patches), lambda entry: uml_kernel.build(entry, package, version, say, patches)
 
 
 def check_patches(kind: Kind, patches: Sequence[Path]) -> None:

@@ -24,6 +24,7 @@ P9_MESSAGE_BYTES: Final = 512_000
 P9: Final = f"trans=virtio,version=9p2000.L,msize={P9_MESSAGE_BYTES}"
 SHM: Final = Path("/dev/shm")
 MIB: Final = 1 << 20
+MEMORY_DEFAULT_BYTES: Final = 4096 * MIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,20 +162,27 @@ class Qemu(Machine):
 MACHINES: Final[dict[Kind, type[Machine]]] = {Kind.UML: Uml, Kind.QEMU: Qemu}
 
 
+def default_memory_bytes() -> int:
+    """4 GiB, or three quarters of the room for the memory of a User-Mode Linux: others may use that folder, too."""
+    room = max((shutil.disk_usage(path).free for path in _memory_folders()), default=0)
+    return min(MEMORY_DEFAULT_BYTES, room * 3 // 4 // MIB * MIB)
+
+
 def memory_folder(memory_bytes: int) -> Path:
     """Returns a folder for the memory of a User-Mode Linux: a tmpfs with room that allows execution, else on disk."""
-    for path in (SHM, Path(tempfile.gettempdir())):
-        if (
-            path.is_dir()
-            and not os.statvfs(path).f_flag & os.ST_NOEXEC
-            and shutil.disk_usage(path).free >= memory_bytes
-        ):
+    for path in _memory_folders():
+        if shutil.disk_usage(path).free >= memory_bytes:
             return path
     free_mib = shutil.disk_usage(SHM).free // MIB if SHM.is_dir() else 0
     raise debian.Unavailable(
         f"the VM is to have {memory_bytes // MIB} MiB of memory, but {SHM} has {free_mib} MiB free and "
         f"{tempfile.gettempdir()} no more, or they are mounted noexec: ask for less with --memory, or set TMPDIR"
     )
+
+
+def _memory_folders() -> list[Path]:
+    folders = (SHM, Path(tempfile.gettempdir()))
+    return [path for path in folders if path.is_dir() and not os.statvfs(path).f_flag & os.ST_NOEXEC]
 
 
 def _quoted(path: str) -> str:

@@ -37,10 +37,8 @@ ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
 def package_name() -> str:
     """Returns the package of the newest kernel of the series. Its name contains the version."""
     debian.candidate(META_PACKAGE)  # or says that apt does not know the package
-    names = debian.execute(
-        ["apt-cache", "pkgnames", f"linux-image-{SERIES}."], timeout_s=debian.QUERY_TIMEOUT_S
-    ).splitlines()
-    plain = [name for name in names if re.fullmatch(rf"linux-image-{re.escape(SERIES)}\.\d+\+deb\d+-amd64", name)]
+    pattern = rf"linux-image-{re.escape(SERIES)}\.\d+\+deb\d+-amd64"
+    plain = [name for name in debian.names(f"linux-image-{SERIES}.") if re.fullmatch(pattern, name)]
     if not plain:
         raise debian.Unavailable(f"apt knows no kernel image of Linux {SERIES}: run 'apt-get update'")
     return max(plain, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the User-Mode Linux kernel from Debian's kernel source and uml.config."""
+"""Builds the User-Mode Linux kernel from the kernel source of Debian or Ubuntu and uml.config."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,10 @@ from sennit import debian
 CONFIGURATION: Final = Path(__file__).parent / "uml.config"
 # Without this patch the kernel panics on processors with AMX. Every kernel gets it, besides the caller's patches.
 XSTATE_PATCH: Final = Path(__file__).parent / "uml-xstate.patch"
-PACKAGE: Final = "linux-source-6.12"
+# What the patch and uml.config fit. Later kernels need no such patch, and rxe asks for another checksum there.
+OLDEST: Final = (6, 1)
+NEWEST: Final = (6, 12)
+PREFIX: Final = "linux-source-"
 BINARY: Final = "linux"
 TOOLS: Final = (
     ("make", "make"),
@@ -23,9 +27,10 @@ TOOLS: Final = (
     ("bison", "bison"),
     ("bc", "bc"),
     ("tar", "tar"),
-    ("xz", "xz-utils"),
     ("patch", "patch"),
 )
+# Debian names its sources by two numbers, and Ubuntu by three.
+UNPACKER: Final = {2: ("xz", "xz-utils"), 3: ("bzip2", "bzip2")}
 UNPACK_TIMEOUT_S: Final = 900.0
 PATCH_TIMEOUT_S: Final = 60.0
 CONFIGURE_TIMEOUT_S: Final = 600.0
@@ -44,26 +49,40 @@ UNUSED: Final = (
 )
 
 
-def require_tools() -> None:
-    """Raises `Unavailable` if a program that `build` runs is missing."""
-    debian.require(TOOLS, "building the kernel")
+def package_name() -> str:
+    """Returns the newest source that fits: linux-source-6.12 in Debian 12 and 13, linux-source-6.8.0 in Ubuntu 24.04.
+
+    Raises `Unavailable` if apt knows none, and names what it knows.
+    """
+    known = {name: _numbers(name) for name in debian.names(PREFIX) if re.fullmatch(rf"{PREFIX}[\d.]+", name)}
+    fitting = [name for name, numbers in known.items() if OLDEST <= numbers[:2] <= NEWEST and len(numbers) in UNPACKER]
+    if not fitting:
+        wanted = " to ".join(".".join(map(str, numbers)) for numbers in (OLDEST, NEWEST))
+        found = f" but {', '.join(sorted(known))}" if known else ""
+        raise debian.Unavailable(
+            f"apt knows no {PREFIX}* of Linux {wanted}{found}: run 'apt-get update', or use Debian 12 or 13"
+        )
+    return max(fitting, key=_numbers)
 
 
-def build(entry: Path, version: str, say: Callable[[str], None], patches: Sequence[Path] = ()) -> None:
+def _numbers(package: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in package.removeprefix(PREFIX).split("."))
+
+
+def build(entry: Path, package: str, version: str, say: Callable[[str], None], patches: Sequence[Path] = ()) -> None:
     """Fills `entry` with the kernel, its configuration and the log of the build. Works in a folder beside `entry`.
 
     Applies the patches to Debian's source in their order, after our own patch. Each must fit without fuzz.
     """
-    require_tools()
+    debian.require((*TOOLS, UNPACKER[len(_numbers(package))]), "building the kernel")
     log = entry / "build.log"
     work = entry.parent
-    package = work / "package"
-    say(f"downloading {PACKAGE} {version}")
-    debian.unpack(PACKAGE, version, package)
+    unpacked = work / "package"
+    say(f"downloading {package} {version}")
+    debian.unpack(package, version, unpacked)
     say("unpacking the source")
-    (archive,) = package.glob("usr/src/linux-source-*.tar.*")
-    exclude = [f"--exclude={pattern}" for pattern in UNUSED]
-    debian.execute(["tar", "-xf", str(archive), *exclude, "-C", str(work)], timeout_s=UNPACK_TIMEOUT_S, log=log)
+    unpack = ["tar", "-xf", str(archive(unpacked)), *(f"--exclude={pattern}" for pattern in UNUSED), "-C", str(work)]
+    debian.execute(unpack, timeout_s=UNPACK_TIMEOUT_S, log=log)
     (source,) = work.glob("linux-source-*")
     for file in (XSTATE_PATCH, *patches):
         say(f"applying {file}")
@@ -80,6 +99,12 @@ def build(entry: Path, version: str, say: Callable[[str], None], patches: Sequen
     debian.execute(["nice", *make, f"-j{jobs}", BINARY], timeout_s=BUILD_TIMEOUT_S, log=log)
     shutil.copy2(output / BINARY, entry / BINARY)
     shutil.copy2(output / ".config", entry / "config")
+
+
+def archive(unpacked: Path) -> Path:
+    """Returns the source in an unpacked package. In Ubuntu's, the name that Debian has is a link to it."""
+    (found,) = (path for path in unpacked.rglob(f"{PREFIX}*.tar.*") if not path.is_symlink())
+    return found
 
 
 def check_configuration(wanted: str, found: str) -> None:

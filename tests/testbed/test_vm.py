@@ -171,7 +171,8 @@ def test_running_out_of_memory_is_a_failure_of_the_vm(vm: Vm) -> None:
 def test_a_vm_that_hangs_is_no_command_that_takes_too_long(
     environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "SILENCE_S", 1.0)  # The default of ten would make the test longer.
+    monkeypatch.setattr(runner, "SILENCE_S", 1.0)  # The defaults would make the test longer.
+    monkeypatch.setattr(runner, "HUNG_S", 3.0)
     monkeypatch.setattr(tempfile, "tempdir", environment["TMPDIR"])
 
     def stop(data: bytes) -> None:
@@ -184,7 +185,6 @@ def test_a_vm_that_hangs_is_no_command_that_takes_too_long(
         kind=choice().kind,
         kernel=choice().kernel,
         links=Links(count=0),
-        timeout_s=LIMIT_S[choice().kind],
     )
     outcome = runner.run(request, output=stop, errors=lambda data: None)
     assert outcome.code == 125

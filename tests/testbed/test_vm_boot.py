@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 
 from sennit import debian
 from sennit.cli import app
-from sennit.testbed.vm import boot, kernels, machines, stock_kernel, uml_kernel
+from sennit.testbed.vm import boot, kernels, machines, runner, stock_kernel, uml_kernel
 from sennit.testbed.vm.kernels import Kind
 
 PANIC = "Kernel panic - not syncing: userspace - ptrace set fp regs failed, errno = 14"
@@ -136,6 +137,33 @@ def test_where_neither_boots_both_reasons_are_named_and_the_status_is_69(bench: 
     code, output = vm()
     assert code == 125
     assert PANIC in output
+
+
+def test_one_command_makes_the_kernel_and_runs_in_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Path] = []
+
+    def newest(kind: Kind, patches: tuple[Path, ...], say: object) -> tuple[str, Callable[[Path], None]]:
+        def make(entry: Path) -> None:
+            bench.script(entry / uml_kernel.BINARY, boots(UML_CONTROL))
+            made.append(entry)
+
+        return kernels._name(kind, "6.12.1-1", patches), make
+
+    monkeypatch.setattr(kernels, "_newest", newest)
+    code, output = vm()
+    assert code == 125
+    assert "or the VM with --make-kernel" in output
+    assert vm("--make-kernel") == (0, "")
+    assert vm("--make-kernel", "--kernel", "uml") == (0, "")
+    assert len(made) == 1
+
+
+def test_missing_programs_are_named_before_a_kernel_is_made(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "TOOLS", (("no-such-rdma", "iproute2"),))
+    monkeypatch.setattr(kernels, "provide", lambda *arguments, **options: pytest.fail("made a kernel"))
+    done = CliRunner().invoke(app, ["testbed", "kernel", "uml"])
+    assert done.exit_code == 69
+    assert "needs no-such-rdma: apt-get install iproute2" in done.output
 
 
 def test_a_patched_kernel_has_no_substitute(bench: Bench) -> None:

@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -18,7 +21,7 @@ from typer.testing import CliRunner
 from sennit import cache
 from sennit.cli import app
 from sennit.debian import StepFailed, Unavailable, require
-from sennit.testbed.vm import initramfs, job, kernels, links, runner, stock_kernel, uml_kernel
+from sennit.testbed.vm import initramfs, job, kernels, links, machines, runner, stock_kernel, uml_kernel
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +111,91 @@ def test_a_patched_kernel_is_one_of_its_own(empty_cache: Path, tmp_path: Path) -
     patch.write_text(patch.read_text().replace("+2", "+3"))
     with pytest.raises(kernels.KernelMissing):
         kernels.find(kernels.Kind.UML, [patch])
+
+
+@pytest.fixture
+def apt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Puts an apt first on the path that knows the given packages, each as `name=version`."""
+
+    def knows(packages: str) -> None:
+        folder = tmp_path / "apt"
+        folder.mkdir(exist_ok=True)
+        (folder / "known").write_text("".join(f"{package.replace('=', ' ')}\n" for package in packages.split()))
+        script = folder / "apt-cache"
+        script.write_text(
+            f"""#!/bin/sh
+while read -r name version; do
+  case "$1 $name" in
+    "pkgnames $2"*) echo "$name" ;;
+    "policy $2") printf '%s:\\n  Installed: (none)\\n  Candidate: %s\\n' "$name" "$version" ;;
+  esac
+done <{folder}/known
+"""
+        )
+        script.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+    return knows
+
+
+@pytest.mark.parametrize(
+    ("known", "taken"),
+    [
+        ("linux-source=6.1.1 linux-source-6.1=6.1.1 linux-source-6.12=6.12.1 linux-source-6.17=6.17.1", "6.12"),
+        ("linux-source=6.8.0.1 linux-source-6.8.0=6.8.0-1.1", "6.8.0"),
+        ("linux-source-6.8.0=6.8.0-1.1 linux-source-6.11.0=6.11.0-1.1", "6.11.0"),
+    ],
+)
+def test_the_newest_source_that_our_patch_fits_is_taken(apt: Callable[[str], None], known: str, taken: str) -> None:
+    apt(known)
+    assert uml_kernel.package_name() == f"linux-source-{taken}"
+    assert kernels.key(kernels.Kind.UML).startswith(f"kernel-uml-{taken}")
+
+
+@pytest.mark.parametrize(
+    ("known", "said"), [("", "run 'apt-get update'"), ("linux-source-7.0.0=7", "but linux-source-7.0.0: .* Debian 12")]
+)
+def test_without_a_source_that_fits_those_that_are_there_are_named(
+    apt: Callable[[str], None], known: str, said: str
+) -> None:
+    apt(known)
+    with pytest.raises(Unavailable, match=f"of Linux 6.1 to 6.12.*{said}"):
+        uml_kernel.package_name()
+
+
+def test_the_archive_of_ubuntus_package_is_found_behind_its_link(tmp_path: Path) -> None:
+    source = tmp_path / "usr/src/linux-source-6.8.0"
+    source.mkdir(parents=True)
+    (source / "debian").mkdir()
+    (source / "linux-source-6.8.0.tar.bz2").touch()
+    (source.parent / "linux-source-6.8.0.tar.bz2").symlink_to("linux-source-6.8.0/linux-source-6.8.0.tar.bz2")
+    assert uml_kernel.archive(tmp_path) == source / "linux-source-6.8.0.tar.bz2"
+
+
+def test_the_key_for_caches_follows_version_and_patches(apt: Callable[[str], None], tmp_path: Path) -> None:
+    def key(*options: str) -> str:
+        done = CliRunner().invoke(app, ["testbed", "kernel", "--key", *options])
+        assert done.exit_code == 0, done.output
+        return done.output.strip()
+
+    patch = tmp_path / "0001-one.patch"
+    patch.write_text("--- a/f\n+++ b/f\n@@ -1 +1 @@\n-1\n+2\n")
+    apt("linux-source-6.12=6.12.1-1")
+    first = key()
+    assert first == key("uml") == kernels._name(kernels.Kind.UML, "6.12.1-1")
+    assert key("uml", "--patch", str(patch)) == kernels._name(kernels.Kind.UML, "6.12.1-1", [patch])
+    apt("linux-source-6.12=6.12.2-1")
+    assert key() not in (first, key("uml", "--patch", str(patch)))
+    assert not kernels.cache.folder().exists()
+
+
+def test_the_default_memory_is_what_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def room(free_bytes: int) -> int:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free_bytes))
+        return machines.default_memory_bytes()
+
+    assert room(1 << 40) == 4 << 30
+    assert room(2 << 30) == 1536 << 20
 
 
 def test_the_tool_needs_nothing_that_has_to_be_built() -> None:
