@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from sennit import capabilities
-from sennit.testbed import probes as probes  # adds the capabilities of the outer rings
+from sennit.testbed import rings  # its import adds the capabilities of the outer rings
 
 # Every process that a test starts inherits it.
 os.environ.setdefault("SENNIT_INTERFACES", "lo")
@@ -93,6 +93,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     names = [name for ring, needed in RINGS.items() if item.get_closest_marker(ring) for name in needed]
     for marker in item.iter_markers("needs"):
         names.extend(marker.args)
+    item.user_properties.append((rings.PROPERTY, rings.of_test({*names, *(mark.name for mark in item.iter_markers())})))
     reason = capabilities.missing(*names)
     if reason is not None:
         pytest.skip(reason)

@@ -16,6 +16,7 @@ if [[ $clang == none ]] || ! command -v "$clang" >/dev/null; then
   echo "fuzz: skipped, no clang with a libFuzzer runtime (apt-get install clang libclang-rt-14-dev)"
   exit 0
 fi
+ran=
 fuzz() {  # folder of the project, its fuzzers
   local folder=$1 build=build/fuzz/${1%%/*} name
   shift
@@ -28,7 +29,10 @@ fuzz() {  # folder of the project, its fuzzers
     quietly "$log" "$build/fuzz_$name" -max_total_time="$seconds" -max_len=2048 -len_control=0 -timeout=20 \
       -rss_limit_mb=2048 -artifact_prefix="build/fuzz/$name-" "build/fuzz/corpus/$name" "$folder/corpus/$name"
     echo "fuzz: fuzz_$name, $(grep '^Done' "$log" | tail -n 1)"
+    ran+="<testcase name=\"$name\"/>"
   done
 }
 fuzz transport/csrc/tests/fuzz packet codec flow
 fuzz offload/csrc/tests/fuzz records
+mkdir -p build/rings
+printf '<testsuite name="fuzz">%s</testsuite>\n' "$ran" >build/rings/fuzz.xml  # for the end of `make test`
