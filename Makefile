@@ -8,7 +8,7 @@ QUIETLY := sennit/setup/quietly.sh
 REPORTS := build/rings
 CXX_FILES = $(shell git ls-files -co --exclude-standard '*.cpp' '*.hpp' '*.h')
 LAUNCHER := $(shell command -v ccache)
-.PHONY: help packages build sanitized wheels try-wheels matrix vm-kernel demo test test-cpp test-model test-fuzz test-vm test-rdma test-qemu test-python test-native test-one-core test-long ebpf kernel fuzz frameworks lint fmt types bench comparison pictures architecture models quality docs testbed simulate clean
+.PHONY: help packages build sanitized wheels try-wheels matrix vm-kernel demo test test-cpp test-model test-fuzz test-vm test-rdma test-qemu test-python test-native test-types test-one-core test-long ebpf kernel fuzz frameworks lint fmt types bench comparison pictures architecture models quality docs testbed simulate clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,12 +33,12 @@ demo: build  ## train a DLRM on real flights with 2 ranks over sennit
 
 # While Python packages are installed, half of the machine is idle. So what needs only system packages is compiled then,
 # and does not ask for those again: `build` has the lock by then.
-# Python tests often wait, so that they run in two processes, with the other rings beside them. What is compiled
-# meanwhile is nice to them: they have deadlines. RDMA comes last, beside what needs one core and is nice: on a busier
-# machine the VM's one processor stands still for so long that reliable queue pairs break.
+# Python tests often wait, so that they run in two processes, with the other rings beside them. What is compiled or
+# checked meanwhile is nice to them: they have deadlines. RDMA comes last, beside what needs one core and is nice: on a
+# busier machine the VM's one processor stands still for so long that reliable queue pairs break.
 test: packages  ## every test that can run on this machine
 	@failed=0; rm -rf $(REPORTS); mkdir -p $(REPORTS); \
-	$(MAKE) --no-print-directory --keep-going PACKAGES=yes --jobs 3 test-python test-native || failed=1; \
+	$(MAKE) --no-print-directory --keep-going PACKAGES=yes --jobs 3 test-python test-native test-types || failed=1; \
 	$(MAKE) --no-print-directory --keep-going --jobs 2 test-rdma test-one-core || failed=1; \
 	$(PY) -m sennit.testbed.rings $(REPORTS) || failed=1; \
 	exit $$failed
@@ -47,6 +47,9 @@ test: packages  ## every test that can run on this machine
 # it are beside the C++ tests: each has parts that use one core, or wait.
 test-native: build sanitized
 	@$(MAKE) --no-print-directory --keep-going --output-sync=target BUILT=yes test-vm test-cpp
+
+test-types: build
+	@nice $(MAKE) --no-print-directory --output-sync=target BUILT=yes types
 
 test-one-core: build
 	@nice $(MAKE) --no-print-directory --keep-going --output-sync=target BUILT=yes test-model test-fuzz
@@ -62,7 +65,7 @@ test-cpp: sanitized  ## C++ tests with address and undefined-behaviour sanitizer
 	@ctest --test-dir build/asan --output-on-failure --no-tests=error --timeout 300 --parallel 2 \
 	  --output-junit $(CURDIR)/$(REPORTS)/cpp.xml
 
-test-model: build  ## a million schedules of faults against the real flow, without sanitizers
+test-model: build  ## two hundred thousand schedules of faults against the real flow, without sanitizers
 	@cmake -S . -B build/model -G Ninja -DSENNIT_TESTS=ON -DSENNIT_PYTHON=OFF -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 	  -DCMAKE_CXX_COMPILER_LAUNCHER=$(LAUNCHER) --log-level=WARNING >/dev/null
 	@$(QUIETLY) build/model.log nice cmake --build build/model --target fault_model fault_model_small
@@ -72,6 +75,11 @@ test-model: build  ## a million schedules of faults against the real flow, witho
 
 test-fuzz: build  ## a few seconds of each fuzzer
 	@sennit/setup/fuzz.sh 8
+
+# Its model is that of `make test-model`.
+PARTS ?=
+test-long: build test-model  ## what takes too long for `make test`; PARTS="model,long" for some; docs/lab/long-tests.md
+	@$(PY) -m sennit.setup.long_tests --parts "$(PARTS)"
 
 SECONDS ?= 600
 fuzz: build  ## libFuzzer on the parsers, decoders and the flow, SECONDS=600 each
@@ -119,10 +127,6 @@ test-python: build  ## Python tests, all rings that can run here
 	@$(PY) -m sennit trace headers >/dev/null || echo "test: bcc sessions are skipped"
 	@$(PY) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --ignore $(VM_TESTS) \
 	  --durations 30 --durations-min 5 --junitxml $(REPORTS)/python.xml
-
-# Debian's debootstrap makes the empty roots for the VM's workflow (tests/testbed/test_empty_roots.py).
-test-long: build  ## tests that take minutes of processor time each
-	@$(PY) -m pytest -m long
 
 frameworks:  ## install Lightning, Accelerate and TorchRec, and run the tests and examples of others over sennit
 	@sennit/setup/build.sh frameworks bench-fbgemm

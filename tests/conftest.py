@@ -50,6 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--seed", default=DEFAULT_SEED, help="seed of all random choices: a number, or 'random' for a new one"
     )
+    parser.addoption("--long", action="store_true", help="also the tests marked `long`, which take minutes")
     parser.addoption(
         "--write-long-files", action="store_true", help=f"write the files that took long into {LONG_FILES.name}"
     )
@@ -68,7 +69,14 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where processes take whole files in turn, the longest come first: else all wait at the end for one of them."""
+    """Leaves out what takes minutes, unless `--long` asks for it.
+
+    Where processes take whole files in turn, the longest come first: else all wait at the end for one of them.
+    """
+    if not config.getoption("--long"):
+        left_out = [item for item in items if item.get_closest_marker("long") is not None]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.get_closest_marker("long") is None]
     if hasattr(config, "workerinput"):
         lines = LONG_FILES.read_text().splitlines()
         seconds = {path: float(text) for text, path in (line.split() for line in lines)}

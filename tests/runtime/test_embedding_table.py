@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import os
 
 import numpy as np
 import pytest
@@ -15,9 +14,6 @@ from sennit.runtime.kernels.implementations import IMPLEMENTATIONS, implementati
 from sennit.runtime.kernels.spec import Precision
 from sennit.transport.errors import Unsupported
 from tests.runtime.embedding_cases import CASES, BlockShape, Case, expected, run, same_bits, table
-
-# All cases go through Triton's interpreter too, which takes minutes: SENNIT_TEST_INTERPRETER=all.
-INTERPRETS_ALL = os.environ.get("SENNIT_TEST_INTERPRETER", "") == "all"
 
 # What the interpreter gets of products of values: each value at least once, and each pair of a scale's values. What is
 # ignored may change a mean. What is wrapped is an id like any other.
@@ -33,7 +29,7 @@ KEPT = {
     "wrap": {"sum", "weighted mean", "none"},
 }  # fmt: skip
 
-# Cases that the interpreter does not get, because others cover them.
+# Cases that the interpreter gets in the long tests alone, because others cover them.
 SPARED = {
     "skewed", "long runs 300 x 20", "slices skewed", "slices of few rows, bags of up to 9", "slices sum", "slices mean",
     "slices sgd", "slices adagrad", "slices adam", "slices partial_row_wise_adam",
@@ -55,10 +51,10 @@ def is_spared_the_interpreter(case: str) -> bool:
 
 
 PAIRS = [
-    (name, case)
+    pytest.param(name, case, marks=[pytest.mark.long] if name == "triton" and is_spared_the_interpreter(case) else [])
     for name in IMPLEMENTATIONS
     for case in CASES
-    if name != "reference" and not (name == "triton" and not INTERPRETS_ALL and is_spared_the_interpreter(case))
+    if name != "reference"
 ]
 
 

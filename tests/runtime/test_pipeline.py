@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 CASES = "pipeline_cases.py"
-# Of each world. 500 make the thousand that the project promises: SENNIT_TEST_SCHEDULES=500.
-SCHEDULES = int(os.environ.get("SENNIT_TEST_SCHEDULES", "12"))
+# Of each world. 500 of two worlds make the thousand that the project promises.
+SCHEDULES = [12, pytest.param(500, marks=pytest.mark.long)]
 
 
 @pytest.fixture(scope="module")
@@ -20,10 +19,13 @@ def serial(kept_world: Callable[..., Any]) -> Any:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("schedules", SCHEDULES)
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_no_schedule_changes_a_bit(kept_world: Callable[..., Any], serial: Any, world: int, seed: int) -> None:
-    for first in range(0, SCHEDULES, 50):
-        count = min(50, SCHEDULES - first)
+def test_no_schedule_changes_a_bit(
+    kept_world: Callable[..., Any], serial: Any, world: int, schedules: int, seed: int
+) -> None:
+    for first in range(0, schedules, 50):
+        count = min(50, schedules - first)
         for found in kept_world(world).run(
             CASES, "schedules", placement="row_wise", first=seed * 10_000 + first, count=count
         ):

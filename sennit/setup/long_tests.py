@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make test-long`: what takes too long for `make test`. It is run before a piece of work is called done.
+
+Each part is a command. What it did goes into docs/lab/long-tests.json at once, one entry a part: when, at which commit,
+on which processor, with which seed, how long, and how it ended. docs/lab/long-tests.md is made from that file. `make
+test-long PARTS="model,long"` runs these parts alone, and keeps the entries of the others. A part that fails stops
+no other; the exit code is 1 then. The whole output of a part is in build/long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from sennit.testbed.bench import machine
+from sennit.testbed.marked_page import with_part
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+LOGS: Final = ROOT / "build" / "long"
+RECORD: Final = ROOT / "docs" / "lab" / "long-tests.json"
+PAGE: Final = ROOT / "docs" / "lab" / "long-tests.md"
+PYTEST: Final = ("-m", "pytest", "--long", "-q", "-p", "no:cacheprovider")
+BEGIN, END = "<!-- long tests: begin -->", "<!-- long tests: end -->"
+MODEL: Final = "build/model/transport/csrc/tests/model"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """One command of the long tests."""
+
+    what: str
+    """Of the page: what it checks."""
+
+    command: tuple[str, ...]
+    """With `{seed}` where the seed goes. A command that begins with `-` is given to this Python."""
+
+    limit_s: int
+    """After it the part has failed."""
+
+
+PARTS: Final = {
+    "long": Part(
+        what="tests marked `long`: every case in Triton's interpreter, 500 schedules of overlapped steps, kills at "
+        "every point of a save, hostile pages and datagrams by the million",
+        command=(*PYTEST, "-m", "long", "--seed", "{seed}"),
+        limit_s=7_200,
+    ),
+    "model": Part(
+        what="five million schedules of faults against the flow",
+        command=(f"{MODEL}/fault_model", "--first", "{seed}000000", "--schedules", "5000000"),
+        limit_s=3_600,
+    ),
+    "small model": Part(
+        what="a million schedules with numbers that wrap",
+        command=(f"{MODEL}/fault_model_small", "--first", "{seed}000000", "--schedules", "1000000"),
+        limit_s=3_600,
+    ),
+    "fuzzers": Part(
+        what="libFuzzer, two minutes each", command=("make", "--no-print-directory", "fuzz", "SECONDS=120"), limit_s=1_800
+    ),
+    "frameworks": Part(
+        what="tests of Lightning, Accelerate and TorchRec over sennit",
+        command=("make", "--no-print-directory", "frameworks"),
+        limit_s=3_600,
+    ),
+    "same bits": Part(
+        what="`same-bits-training`: 210 runs with other ranks, placements, losses, deaths and newcomers, one digest",
+        command=("-m", "sennit", "testbed", "run", "same-bits-training", "--seed", "{seed}"),
+        limit_s=7_200,
+    ),
+    "wheels": Part(
+        what="the README's commands from the wheels, without a compiler, root, an index or a network",
+        command=("make", "--no-print-directory", "try-wheels"),
+        limit_s=3_600,
+    ),
+    "two processors": Part(
+        what="the tests over RDMA in QEMU, where the guest has two processors",
+        command=("make", "--no-print-directory", "test-qemu"),
+        limit_s=3_600,
+    ),
+}
+
+# The last line of pytest, of the model, of the fuzzers and of scenarios, whichever a part prints.
+_ENDS: Final = re.compile(r"^.*(?:\d+ passed|\d+ failed|schedules|fuzz: |cases).*$", re.MULTILINE)
+
+
+def run(name: str, part: Part, seed: int) -> dict[str, Any]:
+    """Runs a part, and returns its entry of the record."""
+    command = [word.format(seed=seed) for word in part.command]
+    if command[0].startswith("-"):
+        command.insert(0, sys.executable)
+    LOGS.mkdir(parents=True, exist_ok=True)
+    log = LOGS / f"{name.replace(' ', '-')}.log"
+    began_s, used = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    with log.open("w") as output:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            code: int | None = process.wait(part.limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    now = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ends = _ENDS.findall(log.read_text(errors="replace"))
+    about = machine.describe()
+    return {
+        "date": str(about["time_utc"])[:10],
+        "commit": _commit(),
+        "processor": about["processor"],
+        "cores": about["cores"],
+        "seed": seed,
+        "seconds": round(time.monotonic() - began_s),
+        "processor_s": round(now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime),
+        "outcome": "passed" if code == 0 else "took too long" if code is None else f"failed ({code})",
+        "said": ends[-1].strip(" =") if ends else "",
+    }
+
+
+def _commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    changed = subprocess.run(["git", "diff", "--quiet", "HEAD"], cwd=ROOT, check=False).returncode != 0
+    return done.stdout.strip() + (" and changes" if changed else "")
+
+
+def listed(record: dict[str, dict[str, Any]]) -> str:
+    """The list of the page: a part, what it checks, and its last run."""
+    lines = []
+    for name, part in PARTS.items():
+        text = f"- **{name}**: {part.what}."
+        if (one := record.get(name)) is None:
+            text += " Never run."
+        else:
+            took = f"{one['seconds'] / 60:.0f} min" if one["seconds"] >= 90 else f"{one['seconds']} s"
+            said = f" ({one['said']})" if one["said"] else ""
+            text += f" *{one['date']}, commit {one['commit']}, {one['processor']}, {one['cores']} cores, "
+            text += f"seed {one['seed']}: {one['outcome']}{said}, {took}.*"
+        lines.append(textwrap.fill(text, 118, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="make test-long")
+    parser.add_argument("--parts", default="", help=f"some of: {', '.join(PARTS)}; commas between them; default: all")
+    parser.add_argument("--seed", type=int, default=int(time.time()) // 86_400, help="default: the day's number")
+    asked = parser.parse_args(arguments)
+    names = [name.strip() for name in asked.parts.split(",") if name.strip()] or list(PARTS)
+    if unknown := [name for name in names if name not in PARTS]:
+        parser.error(f"no part {unknown[0]!r}; allowed: {', '.join(PARTS)}")
+    failed = []
+    for name in names:
+        print(f"test-long: {name}: {PARTS[name].what}", flush=True)
+        entry = run(name, PARTS[name], asked.seed)
+        record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+        record[name] = entry
+        RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+        PAGE.write_text(with_part(PAGE.read_text(), BEGIN, END, listed(record), what="the long tests"))
+        print(f"test-long: {name}: {entry['outcome']} in {entry['seconds']} s. {entry['said']}", flush=True)
+        if entry["outcome"] != "passed":
+            failed.append(name)
+    if failed:
+        print(f"test-long: failed: {', '.join(failed)}; their output is in {LOGS.relative_to(ROOT)}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
