@@ -186,7 +186,7 @@ def test_the_key_for_caches_follows_version_and_patches(apt: Callable[[str], Non
     assert key("uml", "--patch", str(patch)) == kernels._name(kernels.Kind.UML, "6.12.1-1", [patch])
     apt("linux-source-6.12=6.12.2-1")
     assert key() not in (first, key("uml", "--patch", str(patch)))
-    assert not kernels.cache.folder().exists()
+    assert not cache.folder().exists()
 
 
 def test_the_default_memory_is_what_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
