@@ -156,14 +156,14 @@ bench:  ## collectives beside gloo, OpenMPI and a bare UDP transfer; the figures
 	    --json build/bench-core-shm-$$world.json; done
 	@$(BENCH) --core --against udp-bare --transport udp --sizes 64MiB --json build/bench-core-udp.json
 
-comparison:  ## docs/comparison.md and the README's table anew, with every peer that can be installed
+comparison:  ## docs/comparison.md anew, with every peer that can be installed
 	@sennit/setup/build.sh mpi bench-fbgemm
 	@$(PY) -m sennit bench all --report build/comparison
 	@cp build/comparison/comparison.json docs/comparison.json
 	@$(PY) -m sennit.testbed.bench.comparison_page docs
 
-pictures: build  ## the pictures of docs/performance.md, from docs/performance.json
-	@$(PY) -m sennit.testbed.bench.pictures docs/performance.json
+pictures: build  ## docs/performance.md, its pictures and the README's figures, from docs/performance.json
+	@$(PY) -m sennit.testbed.bench.performance_page docs
 
 architecture: build  ## the pictures of docs/architecture.md, from the imports of the sources
 	@$(PY) -m sennit.testbed.import_graph docs/architecture.md

@@ -2,8 +2,7 @@
 """The tables and pictures of `sennit bench all`, and the places of the documents that hold them.
 
 `python -m sennit.testbed.bench.comparison_page docs` writes them anew from docs/comparison.json: the pictures, and what
-stands between the two marks of docs/comparison.md and of README.md. All of it is a function of the file, so a test can
-compare.
+stands between the two marks of docs/comparison.md. All of it is a function of the file, so a test can compare.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from sennit.testbed.bench.comparison import CORE, LOOKUPS, LOOPBACK, SHARED, STEP, Comparison, Row
+from sennit.testbed.bench.comparison import LOOKUPS, LOOPBACK, SHARED, STEP, Comparison, Row
+from sennit.testbed.bench.figures import place
 from sennit.testbed.bench.pictures import Chart, svg
 from sennit.testbed.marked_page import with_part
 
@@ -24,7 +24,6 @@ FIGURES: Final = "comparison.json"
 PAGE: Final = "comparison.md"
 PICTURES: Final = ("comparison-collectives.svg", "comparison-training.svg")
 GLOO: Final = "gloo"
-IN_README: Final = ("AllReduce", "AlltoAll")
 
 
 def document(found: Comparison) -> str:
@@ -35,20 +34,6 @@ def document(found: Comparison) -> str:
 def tables(found: Comparison) -> str:
     """`document` without pictures, as a terminal can show it."""
     return "\n".join([_machine(found), "", *_tables(found.rows), *_absent(found)]).strip()
-
-
-def summary(found: Comparison) -> str:
-    """The README's table: the time of a peer / the time of sennit."""
-    by_line: dict[tuple[str, str, str], list[str]] = {}
-    for row in found.rows:
-        name, _, size = row.case.partition(", ")
-        if row.part not in (SHARED, CORE, LOOPBACK):
-            by_line[row.part, row.case, row.peer] = [_ratio(row.ratio)]
-        elif name in IN_README:
-            by_line.setdefault((row.part, size, row.peer), []).append(f"{name} {_ratio(row.ratio)}")
-    lines = ["| | peer | sennit is so many times as fast |", "| --- | --- | --- |"]
-    lines += [f"| {part}; {case} | {peer} | {', '.join(cells)} |" for (part, case, peer), cells in by_line.items()]
-    return "\n".join([*lines, "", _machine(found)])
 
 
 def charts(found: Comparison) -> dict[str, Chart]:
@@ -85,12 +70,11 @@ def spliced(page: str, measured: str) -> str:
 
 
 def made_anew(docs: Path) -> dict[Path, str]:
-    """Path -> content of all that docs/comparison.json determines, the README beside `docs` included."""
+    """Path -> content of all that docs/comparison.json determines."""
     found = Comparison.from_json(json.loads((docs / FIGURES).read_text(encoding="utf-8")))
-    readme, page = docs.parent / "README.md", docs / PAGE
+    page = docs / PAGE
     return {
         page: spliced(page.read_text(encoding="utf-8"), document(found)),
-        readme: spliced(readme.read_text(encoding="utf-8"), summary(found)),
         **{docs / name: text for name, text in _drawn(found).items()},
     }
 
@@ -104,7 +88,7 @@ def _machine(found: Comparison) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
     date = str(where["time_utc"]).partition("T")[0]
     kernel = str(where["kernel"]).partition("-")[0]
-    text = f"Measured {date} on {where['processor']}, {where['cores']} cores, Linux {kernel}: {versions}."
+    text = f"Measured {date} on {place(where)}, Linux {kernel}: {versions}."
     return textwrap.fill(text, 120, break_on_hyphens=False)
 
 

@@ -1,19 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bar charts of docs/performance.md, as SVG, from the figures in docs/performance.json.
-
-`python -m sennit.testbed.bench.pictures docs/performance.json` writes a picture for each chart of the file beside it.
-The text is a function of the file alone, so a test can compare the committed pictures with it.
-"""
+"""Bar charts as SVG. The text is a function of the figures alone, so a test can compare committed pictures."""
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 from typing import Any, Final, Self
 
 COLOURS: Final = ("#1f6fb4", "#e08214", "#4d9221", "#8073ac")
@@ -77,16 +70,3 @@ def _lines(chart: Chart) -> Iterator[str]:
         top += group_height
     scale = " The scale is logarithmic and begins at 1." if chart.is_logarithmic else ""
     yield f'<text x="10" y="{height - 10}" fill="#555">{escape(chart.note + scale)}</text>'
-
-
-def pictures(figures: Path) -> dict[Path, str]:
-    """Path beside `figures` -> SVG, for each chart in it."""
-    found = json.loads(figures.read_text())
-    return {
-        figures.with_name(f"{figures.stem}-{name}.svg"): svg(Chart.from_json(chart)) for name, chart in found.items()
-    }
-
-
-if __name__ == "__main__":
-    for path, text in pictures(Path(sys.argv[1])).items():
-        path.write_text(text)

@@ -21,6 +21,7 @@ MACHINE = {
     "processor": "a processor",
     "cores": 2,
     "kernel": "6.1",
+    "load_average": [0.26, 0.5, 0.5],
     "time_utc": "2026-11-24T01:02:03Z",
     "versions": {"torch": "2.13.0", "sennit": "0.1.0"},
 }
@@ -62,7 +63,7 @@ def test_the_document_has_every_row_and_names_who_did_not_run() -> None:
     assert "| AllReduce, 4 KiB | 1e+03 ms | 0.50 (0.30 to 0.50) |" in text
     assert "| fp32, Zipf | 100 ms | 12 (12 to 12) |" in text
     assert "- TorchRec + FBGEMM did not run: cannot be imported" in text
-    assert "Measured 2026-11-24 on a processor, 2 cores, Linux 6.1: torch 2.13.0, sennit 0.1.0." in text
+    assert "Measured 2026-11-24 on a processor, 2 cores, load 0.3, Linux 6.1: torch 2.13.0, sennit 0.1.0." in text
     assert STEP not in text
 
 

@@ -1,32 +1,105 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures of docs/performance.md match the committed figures, which the page's tables contain too."""
+"""docs/performance.md, its pictures and the README's figures say what docs/performance.json says, digit by digit."""
 
+from __future__ import annotations
+
+import copy
 import json
+import re
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from sennit.testbed.bench import pictures
+from sennit.testbed.bench import performance_page, pictures
+from sennit.testbed.bench.figures import Figures, Row
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-FIGURES = DOCS / "performance.json"
 CHART = {"title": "t", "series": ["a", "b"], "groups": [{"name": "g", "values": [1, 2]}], "note": "n"}
 
 
-def test_the_committed_pictures_are_what_the_command_makes() -> None:
-    for path, text in pictures.pictures(FIGURES).items():
-        assert path.read_text() == text, f"make pictures writes {path.name} anew"
-        ElementTree.fromstring(text)
-        assert f"({path.name})" in (DOCS / "performance.md").read_text()
+def test_the_committed_pages_and_pictures_are_what_the_figures_say() -> None:
+    for path, text in performance_page.made_anew(DOCS).items():
+        assert path.read_text(encoding="utf-8") == text, f"make pictures writes {path.name} anew"
+        if path.suffix == ".svg":
+            ElementTree.fromstring(text)
+            assert f"({path.name})" in (DOCS / "performance.md").read_text(encoding="utf-8")
 
 
-def test_every_figure_of_the_pictures_is_on_the_page() -> None:
-    page = (DOCS / "performance.md").read_text()
-    for chart in json.loads(FIGURES.read_text()).values():
-        for group in chart["groups"]:
-            for value in group["values"]:
-                assert f" {value:g}" in page, f"{group['name']}: {value:g}"
+def numbers(found: Any) -> Iterator[tuple[Any, Any]]:
+    """Each figure in cells and sentences: what holds it, and its place there."""
+    if isinstance(found, list | dict):
+        for key, value in found.items() if isinstance(found, dict) else enumerate(found):
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                yield found, key
+            else:
+                yield from numbers(value)
+
+
+def test_every_figure_is_shown() -> None:
+    """Any figure that changes alone changes the page: none is typed into a template, and none is left out."""
+    figures = Figures.read(DOCS / performance_page.FIGURES)
+    shown = performance_page.rendered(figures, "performance.md.j2")
+    changed = 0
+    for table in figures.tables:
+        before = "\n".join(table.lines())
+        assert before in shown, table.name
+        for row in table.rows:
+            for holder, key in numbers(row.cells):
+                kept = holder[key]
+                holder[key] = kept + 1
+                assert "\n".join(table.lines()) != before, f"{table.name}, {row.name}: {kept}"
+                holder[key] = kept
+                changed += 1
+    for name, values in figures.sentences.items():
+        for number, value in enumerate(values):
+            other = copy.deepcopy(figures)
+            other.sentences[name][number] = value + 1
+            assert performance_page.rendered(other, "performance.md.j2") != shown, f"{name}: {value}"
+            changed += 1
+    assert changed > 400
+
+
+def test_no_figure_is_typed_into_a_cell_of_a_template() -> None:
+    for template in performance_page.TEMPLATES.glob("*.j2"):
+        for line in template.read_text(encoding="utf-8").splitlines():
+            typed = re.sub(r"\{\{.*?\}\}", "", line)
+            if line.startswith("| ") and not typed.startswith("| ---"):
+                cells = typed.split("|")[2:]
+                assert not [cell for cell in cells if re.search(r"\d", cell.replace("1 (TCP)", ""))], line
+
+
+def test_the_readme_says_where_a_peer_is_faster() -> None:
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    (line,) = (line for line in readme.splitlines() if "8 ranks; 16 MiB" in line)
+    assert "**AllReduce 0." in line
+    assert "**AlltoAll 0." in line
+
+
+def test_a_figure_is_bold_where_it_is_short_of_its_goal() -> None:
+    more = Row(name="r", cells=[], better="more", unit=" %")
+    assert more.text([80, 70, 75], [75]) == "80, **70**, 75 %"
+    assert more.text([70, 60], [75]) == "**70, 60 %**"
+    assert Row(name="r", cells=[], better="less").text([0.5, 1.1], [1]) == "0.50, **1.1**"
+    assert Row(name="r", cells=[], digits=2).text({"median": 1.5, "low": 1, "high": 2.0}, None) == "1.50 (1 to 2.00)"
+    with pytest.raises(ValueError, match="better 'most'; allowed: more, less"):
+        Row(name="r", cells=[], better="most")
+
+
+def test_a_figure_needs_a_run(tmp_path: Path) -> None:
+    found = json.loads((DOCS / performance_page.FIGURES).read_text(encoding="utf-8"))
+    found["tables"][0]["rows"][1]["run"] = "a run that nobody made"
+    path = tmp_path / "performance.json"
+    path.write_text(json.dumps(found))
+    with pytest.raises(ValueError, match="comes from run 'a run that nobody made'; allowed: noted 2026"):
+        Figures.read(path)
+
+
+def test_what_is_read_is_what_was_written() -> None:
+    path = DOCS / performance_page.FIGURES
+    assert Figures.read(path).text() == path.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("values", [[1], [1, 0], [1, -2]])

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figures of docs/performance.json: tables of cells, each row with the run that gave it, and how a page shows them.
+
+Figures before 27 November 2026 were typed. They have the day on which they were noted; nobody noted the load.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final, Self
+
+BETTER: Final = ("more", "less")
+GOAL: Final = "goal"
+"""The heading of a column with the goal of the column behind it. In other tables a row has the goals of those below."""
+
+Number = int | float
+Cell = list[Number] | dict[str, Number] | str | None
+"""What a row has in a column: figures of one run or several; a median with `low` and `high`; words; or nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of a table."""
+
+    name: str
+    cells: list[Cell]
+    run: str | None = None
+    """The key of its run. A row of goals has none."""
+
+    id: str | None = None
+    """For pictures and other pages that show its figures, too."""
+
+    goal: bool = False
+    """Whether the cells are the goals of the rows below."""
+
+    better: str | None = None
+    """`more` or `less`, where figures that are short of the goals above are bold."""
+
+    unit: str = ""
+    """Behind the last figure of a cell."""
+
+    digits: int | None = None
+    """Behind the point; otherwise as many as the figure has."""
+
+    def __post_init__(self) -> None:
+        if self.better not in (None, *BETTER):
+            raise ValueError(f"row {self.name!r}: better {self.better!r}; allowed: {', '.join(BETTER)}")
+
+    def text(self, cell: Cell, goal: Cell) -> str:
+        """The cell in Markdown. `goal`: what it is held against, if that is a number."""
+        match cell:
+            case None:
+                return ""
+            case str():
+                return cell
+            case {"median": median, "low": low, "high": high}:
+                return f"{self.shown(median)} ({self.shown(low)} to {self.shown(high)})"
+            case list():
+                return self._listed(cell, goal[0] if isinstance(goal, list) and self.better is not None else None)
+        raise ValueError(f"row {self.name!r}: cell {cell!r}; allowed: numbers, median with low and high, words, null")
+
+    def _listed(self, figures: list[Number], goal: Number | None) -> str:
+        """Neighbours that are both short of the goal, or both not, are bold together, or not."""
+        groups: list[tuple[bool, list[str]]] = []
+        for figure in figures:
+            short = goal is not None and (figure < goal if self.better == "more" else figure > goal)
+            if not groups or groups[-1][0] != short:
+                groups.append((short, []))
+            groups[-1][1].append(self.shown(figure))
+        groups[-1][1][-1] += self.unit
+        return ", ".join(f"**{', '.join(texts)}**" if short else ", ".join(texts) for short, texts in groups)
+
+    def shown(self, figure: Number) -> str:
+        if isinstance(figure, int):
+            return f"{figure:,}"
+        if self.digits is not None:
+            return f"{figure:.{self.digits}f}"
+        return f"{figure:.2f}" if figure < 1 else repr(figure)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """`columns`: the headings, that of the rows' names first."""
+
+    name: str
+    columns: list[str]
+    rows: list[Row]
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row.cells) != len(self.columns) - 1:
+                raise ValueError(f"table {self.name!r}, row {row.name!r}: {len(row.cells)} cells, not one a column")
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Self:
+        rows = [Row(**row) for row in found["rows"]]
+        return cls(name=found["name"], columns=found["columns"], rows=rows)
+
+    def lines(self) -> Iterator[str]:
+        """In Markdown."""
+        yield _line(self.columns)
+        yield _line(["---"] * len(self.columns))
+        goals: list[Cell] = [None] * (len(self.columns) - 1)
+        own = self.columns.index(GOAL) - 1 if GOAL in self.columns else None
+        for row in self.rows:
+            if own is not None:
+                goals = [row.cells[own] if number == own + 1 else None for number in range(len(row.cells))]
+            texts = [
+                _goal(cell, row) if row.goal or number == own else row.text(cell, goals[number])
+                for number, cell in enumerate(row.cells)
+            ]
+            yield _line([row.name, *texts])
+            goals = row.cells if row.goal else goals
+
+
+def _kept(row: Row) -> dict[str, Any]:
+    """Without what is as by default."""
+    return {each.name: value for each in fields(row) if (value := getattr(row, each.name)) != each.default}
+
+
+def _goal(cell: Cell, row: Row) -> str:
+    return f"{cell[0]:g}{row.unit if row.goal else ''}" if isinstance(cell, list) else row.text(cell, None)
+
+
+def _line(cells: Iterable[str]) -> str:
+    """Without a space in an empty cell."""
+    return re.sub(r"\|\s+(?=\|)", "| ", f"| {' | '.join(cells)} |")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """All that the page shows."""
+
+    runs: dict[str, dict[str, Any]]
+    """Where and when: `noted` (of typed figures) or `measured` (a date), `processor`, `cores`, `load_average`."""
+
+    tables: list[Table]
+    sentences: dict[str, list[Number]] = field(default_factory=dict)
+    """Figures inside of sentences, by name; those of `sentences` in the runs of `sentence_runs`."""
+
+    sentence_runs: dict[str, str] = field(default_factory=dict)
+    charts: dict[str, Any] = field(default_factory=dict)
+    """Pictures: see `performance_page.charts`."""
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Raises ValueError for rows without a run, and runs that are not there."""
+        found = json.loads(path.read_text(encoding="utf-8"))
+        tables = [Table.from_json(table) for table in found.pop("tables")]
+        figures = cls(tables=tables, **found)
+        for name, run in figures._runs_named():
+            if run not in figures.runs:
+                raise ValueError(f"{path.name}: {name!r} comes from run {run!r}; allowed: {', '.join(figures.runs)}")
+        return figures
+
+    def _runs_named(self) -> Iterator[tuple[str, str | None]]:
+        for table in self.tables:
+            yield from ((f"{table.name}: {row.name}", row.run) for row in table.rows if not row.goal)
+        yield from ((name, self.sentence_runs.get(name)) for name in self.sentences)
+
+    def text(self) -> str:
+        """What `read` reads. A list of figures is one line."""
+        tables = [{**vars(table), "rows": [_kept(row) for row in table.rows]} for table in self.tables]
+        text = json.dumps({**vars(self), "tables": tables}, indent=1, ensure_ascii=False)
+        return (
+            re.sub(r"\[\s+([^][{}]*?)\s+\]", lambda found: "[" + re.sub(r",\n\s+", ", ", found[1]) + "]", text) + "\n"
+        )
+
+    def table(self, name: str) -> Table:
+        return next(table for table in self.tables if table.name == name)
+
+    def row(self, wanted: str) -> tuple[Table, Row]:
+        """The row with this id."""
+        return next((table, row) for table in self.tables for row in table.rows if row.id == wanted)
+
+    def lowest(self, wanted: str, column: str) -> Number:
+        """The lowest figure, or the median, of a row in a column."""
+        table, row = self.row(wanted)
+        cell = row.cells[table.columns.index(column) - 1]
+        if isinstance(cell, dict):
+            return cell["median"]
+        if not isinstance(cell, list):
+            raise ValueError(f"row {wanted!r}, column {column!r}: {cell!r}; allowed: numbers")
+        return min(cell)
+
+    def each(self, wanted: str, column: str) -> list[str]:
+        """The figures of a row in a column as the page shows them, without a spread."""
+        table, row = self.row(wanted)
+        cell = row.cells[table.columns.index(column) - 1]
+        if isinstance(cell, list):
+            return [row.shown(figure) for figure in cell]
+        return [row.text(cell, None).partition(" (")[0]]
+
+    def taken(self, keys: Iterable[str | None]) -> str:
+        """When, and on what machine, in words, these runs were."""
+        runs = [self.runs[key] for key in dict.fromkeys(keys) if key is not None]
+        by_place: dict[tuple[str, str], list[str]] = {}
+        for run in sorted(runs, key=lambda run: str(run.get("measured") or run["noted"])):
+            verb, date = ("Measured", run["measured"]) if "measured" in run else ("Noted", run["noted"])
+            by_place.setdefault((verb, place(run)), []).append(date)
+        return " ".join(f"{verb} {', '.join(dates)} on {where}." for (verb, where), dates in by_place.items())
+
+
+def place(machine: Mapping[str, Any]) -> str:
+    """Processor, cores and load at the beginning, in words."""
+    load = machine["load_average"]
+    loaded = "load not recorded" if load is None else f"load {load[0]:.1f}"
+    return f"{machine['processor']}, {machine['cores']} cores, {loaded}"
