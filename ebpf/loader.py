@@ -126,6 +126,17 @@ class BpfObject(Closing):
             found = library().bpf_object__next_map(self._open(), found)
         return names
 
+    def write_variable(self, name: str, content: bytes) -> None:
+        """Writes a global variable of a loaded object. Its programs see it at once."""
+        symbol = self._elf.symbols.get(name)
+        if symbol is None or symbol.section not in (".bss", ".data") or len(content) != symbol.size_bytes:
+            allowed = f"{symbol.size_bytes} in {symbol.section}" if symbol else "those of its variables"
+            raise BpfError(errno.EINVAL, f"variable {name}: {len(content)} bytes; allowed: {allowed}")
+        section = self.map(symbol.section)
+        whole = section.read(0)
+        end = symbol.offset + len(content)
+        section.write(0, whole[: symbol.offset] + content + whole[end:])
+
     def arena(self, name: str) -> Arena:
         if name not in self._arenas:
             raise BpfError(errno.ENOENT, f"no arena {name!r} was asked for when the BPF object was loaded")

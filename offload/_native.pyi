@@ -38,6 +38,9 @@ class Program:
         self, sources: list[NDArray[np.float32] | Ids], outputs: Sequence[int], /
     ) -> list[NDArray[np.float32] | Ids]: ...
 
+def packet_checksum(packet: bytes | bytearray | memoryview) -> int:
+    """XXH64 of a packet of records with zeros in place of its checksum. ValueError if it has no whole header."""
+
 class RecordColumns:
     """Columns of a data set, to be encoded. Nothing is copied; the arrays must not change meanwhile."""
 
@@ -154,3 +157,21 @@ class SocketReader:
     def kernel_drops(self) -> int: ...
     def check(self) -> None: ...
     def stop(self, timeout_ms: int) -> None: ...
+
+class KernelSlots:
+    """The slots of a ring that BPF programs fill. Whoever claims a slot owns what is in it (ebpf/include/feed_slot.h)."""
+
+    def __init__(self, memory: NDArray[np.uint8], slots: int, slot_bytes: int) -> None: ...
+    def rows_taken(self, batch: int, /) -> int:
+        """The next row expected of the batch; 0 if its slot has another one. What is before it may be read."""
+
+    def row_ahead(self, batch: int, /) -> int: ...
+    def claim(self, batch: int, timeout_ms: int) -> int:
+        """Claims the batch's slot, whatever it has, and returns the state to give back. OSError (ETIMEDOUT) if a
+        processor does not leave it.
+        """
+
+    def rows_kept(self, batch: int, /) -> int: ...
+    def give_back(self, batch: int, state: int, /) -> None: ...
+    def open(self, batch: int, /) -> None:
+        """Gives the claimed slot to the batch."""

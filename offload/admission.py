@@ -7,6 +7,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from sennit.offload._native import packet_checksum
 from sennit.offload.records import HEADER, MAGIC, VERSION, Header
 
 
@@ -25,6 +26,7 @@ class Verdict(enum.IntEnum):
     OUT_OF_SEQUENCE = 9
     NO_CREDIT = 10
     BUSY = 11
+    CORRUPT = 12
 
 
 @dataclass(kw_only=True, slots=True)
@@ -50,7 +52,9 @@ def check_header(datagram: bytes, *, schema_id: int, session: int, batch_rows: i
     """Returns the parsed header, or the verdict that refuses the datagram."""
     if len(datagram) < HEADER.size:
         return Verdict.TRUNCATED
-    magic, version, flags, schema, session_found, batch, row, records, body_bytes = HEADER.unpack_from(datagram)
+    magic, version, flags, schema, session_found, batch, row, records, body_bytes, checksum = HEADER.unpack_from(
+        datagram
+    )
     if magic != MAGIC:
         return Verdict.FOREIGN
     if version != VERSION:
@@ -61,6 +65,8 @@ def check_header(datagram: bytes, *, schema_id: int, session: int, batch_rows: i
         return Verdict.WRONG_SESSION
     if HEADER.size + body_bytes != len(datagram):
         return Verdict.TRUNCATED if HEADER.size + body_bytes > len(datagram) else Verdict.OVERSIZED
+    if checksum != packet_checksum(datagram):
+        return Verdict.CORRUPT
     if flags or not records or row + records > batch_rows:
         return Verdict.MALFORMED
     return Header(schema_id=schema, session=session, batch=batch, row=row, records=records, body_bytes=body_bytes)

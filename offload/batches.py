@@ -24,10 +24,7 @@ PAGE_BYTES: Final = 4096
 RING_MAX_BYTES: Final = 1 << 32
 BATCH_ROWS_MAX: Final = 1 << 20
 SLOTS_MAX: Final = 256
-# `struct feed_slot` of ebpf/include/feed.h: a test compares its fields with these.
-STATE_DTYPE: Final = np.dtype(
-    [("batch", "<u4"), ("next_row", "<u4"), ("rows", "<u4"), ("busy", "<u4"), ("ahead_row", "<u4")]
-)
+# Before it is `struct feed_slot` of ebpf/include/feed_slot.h.
 CURSORS_OFFSET: Final = 64
 _LABEL = np.dtype("<f4")
 _DENSE = np.dtype("<f4")
@@ -96,41 +93,29 @@ class BatchLayout:
     def ring_bytes(self) -> int:
         return self.slot_bytes * self.slots
 
-    def state(self, memory: NDArray[np.uint8], slot: int) -> NDArray[Any]:
-        """The slot's state as an array of length 1."""
-        at = slot * self.slot_bytes
-        return memory[at : at + STATE_DTYPE.itemsize].view(STATE_DTYPE)
-
     def cursor_values(self, memory: NDArray[np.uint8], slot: int) -> NDArray[np.uint64]:
         at = slot * self.slot_bytes + CURSORS_OFFSET
         return memory[at : at + 8 * len(self.cursors)].view(np.uint64)
 
     def prepare(self, memory: NDArray[np.uint8]) -> None:
-        """Prepares every slot for its first batch and writes the lengths that never change."""
+        """Writes the lengths that never change."""
         for slot in range(self.slots):
             lengths = self.lengths(memory, slot)
             for number, table in enumerate(self.plan.tables):
                 lengths[number] = 0 if table.is_list else table.length
-            self.open(memory, slot, slot)
-
-    def open(self, memory: NDArray[np.uint8], slot: int, batch: int) -> None:
-        """Assigns the batch to the slot. Its number is written last: the producer starts when it sees the number."""
-        state = self.state(memory, slot)
-        state["next_row"] = state["rows"] = state["ahead_row"] = 0
-        self.cursor_values(memory, slot)[:] = 0
-        state["batch"] = batch
 
     def lengths(self, memory: NDArray[np.uint8], slot: int) -> NDArray[np.int32]:
         at, tables = slot * self.slot_bytes + self.lengths_offset, len(self.plan.sparse)
         rows = memory[at : at + self.lengths_pitch * tables].view(_LENGTH)
         return rows.reshape(tables, self.lengths_pitch // _LENGTH.itemsize)[:, : self.batch_rows]
 
-    def batch(self, memory: NDArray[np.uint8], number: int) -> Batch:
-        """The columns of a batch with the rows received so far. These are views; nothing is copied."""
+    def batch(self, memory: NDArray[np.uint8], number: int, rows: int, cursors: NDArray[np.uint64]) -> Batch:
+        """The columns of a batch with its first rows, and as many ids of each list as its cursor says.
+
+        These are views; nothing is copied.
+        """
         slot = number % self.slots
-        rows = int(self.state(memory, slot)["rows"][0])
         begin = slot * self.slot_bytes
-        cursors = self.cursor_values(memory, slot)
         counts = [table.length * rows for table in self.plan.tables]
         for cursor, table in enumerate(self.cursors):
             counts[table] = int(cursors[cursor])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames around a datagram (IEEE 802.3 and 802.1Q, RFC 8200, RFC 768), to run a program without a network."""
+"""Frames around a datagram (IEEE 802.3 and 802.1Q, RFC 8200, RFC 791, RFC 768), to run a program without a network."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from typing import Final
 
 import numpy as np
 
+ETHERTYPE_IPV4: Final = 0x0800
 ETHERTYPE_IPV6: Final = 0x86DD
+IPV4_BYTES: Final = 4
 IPPROTO_UDP: Final = 17
 _UDP_BYTES: Final = 8
+_IPV4_HEADER_BYTES: Final = 20
+_DO_NOT_FRAGMENT: Final = 0x4000
 _SENDER_PORT: Final = 49152
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ends:
-    """Source and destination: hardware addresses of 6 bytes, IPv6 addresses of 16 bytes."""
+    """Source and destination: hardware addresses of 6 bytes, and IPv6 addresses of 16 bytes or IPv4 addresses of 4."""
 
     source_hardware: bytes = bytes(6)
     hardware: bytes = bytes(6)
@@ -37,19 +41,26 @@ def frame(
     with_checksum: bool = False,
     vlan_tags: Sequence[tuple[int, int]] = (),
 ) -> bytes:
-    """Ethernet, IPv6 and UDP around a datagram.
+    """Ethernet, IP and UDP around a datagram.
 
     Without a checksum it is left at 0, as on a link whose device computes it. `vlan_tags`, outermost first: the tag's
     type (0x8100, or 0x88A8 of a service provider) and its 16 bits of priority and VLAN.
     """
     size = _UDP_BYTES + len(datagram)
     tags = b"".join(struct.pack(">HH", kind, control) for kind, control in vlan_tags)
-    ether = ends.hardware + ends.source_hardware + tags + struct.pack(">H", ETHERTYPE_IPV6)
-    ip = struct.pack(">IHBB", 6 << 28, size, IPPROTO_UDP, 64) + ends.source + ends.address
+    is_ipv4 = len(ends.address) == IPV4_BYTES
+    ether = ends.hardware + ends.source_hardware + tags
+    ether += struct.pack(">H", ETHERTYPE_IPV4 if is_ipv4 else ETHERTYPE_IPV6)
+    if is_ipv4:
+        head = struct.pack(">BBHHHBB", 0x45, 0, _IPV4_HEADER_BYTES + size, 0, _DO_NOT_FRAGMENT, 64, IPPROTO_UDP)
+        places = ends.source + ends.address
+        ip = head + struct.pack(">H", checksum(head + bytes(2) + places)) + places
+    else:
+        ip = struct.pack(">IHBB", 6 << 28, size, IPPROTO_UDP, 64) + ends.source + ends.address
     udp = struct.pack(">HHH", _SENDER_PORT, udp_port, size)
     found = 0
     if with_checksum:
-        pseudo = ends.source + ends.address + struct.pack(">II", size, IPPROTO_UDP)
+        pseudo = ends.source + ends.address + struct.pack(">HH" if is_ipv4 else ">II", size, IPPROTO_UDP)
         found = checksum(pseudo + udp + bytes(2) + datagram) or 0xFFFF
     return ether + ip + udp + struct.pack(">H", found) + datagram
 

@@ -11,14 +11,16 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from sennit.offload._native import packet_checksum
 from sennit.offload.columns import ColumnValues, Ragged, dense_of, ids_of
 from sennit.offload.errors import RecordError
 from sennit.offload.schema import ByteOrder, DenseKind, LabelKind, Schema
 
 MAGIC: Final = 0x5E17
-VERSION: Final = 1
-# Magic, version, flags, schema, session, batch, first row, record count, body bytes. All in network byte order.
-HEADER: Final = struct.Struct(">HBBIIIIHH")
+VERSION: Final = 2
+# Magic, version, flags, schema, session, batch, first row, record count, body bytes, checksum. Network byte order.
+HEADER: Final = struct.Struct(">HBBIIIIHHQ")
+_CHECKSUM: Final = struct.Struct(">Q")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +42,9 @@ class Header:
     version: int = VERSION
     flags: int = 0
 
-    def encode(self) -> bytes:
-        return HEADER.pack(
+    def encode(self, body: bytes) -> bytes:
+        """The packet: this header with its checksum, and the body."""
+        unsealed = HEADER.pack(
             MAGIC,
             self.version,
             self.flags,
@@ -51,7 +54,14 @@ class Header:
             self.row,
             self.records,
             self.body_bytes,
+            0,
         )
+        return sealed(unsealed + body)
+
+
+def sealed(packet: bytes) -> bytes:
+    """The packet with its right checksum, whatever it had."""
+    return packet[: HEADER.size - _CHECKSUM.size] + _CHECKSUM.pack(packet_checksum(packet)) + packet[HEADER.size :]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +131,7 @@ def encode_packets(
                 records=len(body),
                 body_bytes=size,
             )
-            packets.append(header.encode() + b"".join(body))
+            packets.append(header.encode(b"".join(body)))
             body, size, first = [], 0, number
         if len(record) > body_max_bytes:
             raise RecordError(f"record {number} has {len(record)} bytes; allowed: {body_max_bytes}")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
+from typing import Final
 
 from sennit.closing import Closing
 from sennit.ebpf.compiler import ToolMissing, compile_source
@@ -16,11 +17,13 @@ from sennit.ebpf.loader import BpfObject, Program
 from sennit.ebpf.maps import BpfMap
 from sennit.ebpf.pins import PinFolder
 from sennit.ebpf.run_times import RunTimes
+from sennit.offload._native import KernelSlots
 from sennit.offload.admission import FeedCounters, Verdict
 from sennit.offload.batches import Batch, BatchLayout
 from sennit.offload.cost import cpu_ns_per_record
 from sennit.offload.errors import NotOffloadable, TargetUnavailable
-from sennit.offload.framing import frame
+from sennit.offload.framing import ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV4_BYTES, LOOPBACK, Ends, frame
+from sennit.offload.interfaces import own_ends
 from sennit.offload.operators import Cross
 from sennit.offload.plan import Graph
 from sennit.offload.sketch import DEFAULT_SHAPE, Sketch, SketchShape
@@ -28,6 +31,8 @@ from sennit.offload.xdp_sketch import SlotSketches
 from sennit.offload.xdp_source import generate
 
 RING = "ring"
+# A processor has a slot for microseconds. A hypervisor may stop it for longer.
+SLOT_TIMEOUT_MS: Final = 5000
 # Receivers of one session on one machine that may have pinned counters.
 RECEIVERS_MAX = 64
 
@@ -62,6 +67,10 @@ class XdpReceiver(Closing):
             raise _explained(error, layout) from error
         self.memory = self.object.arena(RING).memory
         layout.prepare(self.memory)
+        self._slots = KernelSlots(self.memory, layout.slots, layout.slot_bytes)
+        for batch in range(layout.slots):
+            self._slots.open(batch)
+        self.receive_at(LOOPBACK)
         self.attached: Closing | None = None
         """The attachments that bring packets. They are closed with the receiver."""
 
@@ -80,8 +89,19 @@ class XdpReceiver(Closing):
     def repeated_program(self) -> Program:
         return self.object.program("feed_again")
 
+    def receive_at(self, destination: Ends) -> None:
+        """Takes packets for these addresses only. Until it is called or the program attached, those are of LOOPBACK."""
+        self.destination = destination
+        address = destination.address
+        kind = ETHERTYPE_IPV4 if len(address) == IPV4_BYTES else ETHERTYPE_IPV6
+        self.object.write_variable("own", destination.hardware + kind.to_bytes(2, "big") + address.ljust(16, b"\0"))
+
     def attach(self, interface: str) -> None:
-        """Attaches to an interface, in the driver if it can run programs. An interface takes one receiver."""
+        """Attaches to an interface, in the driver if it can run programs. An interface takes one receiver.
+
+        It takes what is for the interface's own addresses, and leaves the packets of others to the host.
+        """
+        self.receive_at(own_ends(interface))
         self.attached = attach_xdp(self.program, socket.if_nametoindex(interface))
 
     def count_time(self, *before: Program) -> None:
@@ -101,27 +121,35 @@ class XdpReceiver(Closing):
 
     def deliver(self, datagram: bytes) -> None:
         """Runs the program on one datagram without an interface."""
-        self.program.test_run(frame(datagram, self.udp_port))
+        self.program.test_run(frame(datagram, self.udp_port, self.destination))
 
     def rows_taken(self, batch: int) -> int:
         """The number of the batch's records received so far. The sender must continue from there."""
-        state = self.layout.state(self.memory, batch % self.layout.slots)
-        return int(state["next_row"][0]) if int(state["batch"][0]) == batch else 0
+        return self._slots.rows_taken(batch)
 
     def row_ahead(self, batch: int) -> int:
         """The highest row received out of sequence since the last row taken in order; 0 if no gap is known."""
-        state = self.layout.state(self.memory, batch % self.layout.slots)
-        return int(state["ahead_row"][0]) if int(state["batch"][0]) == batch else 0
+        return self._slots.row_ahead(batch)
 
     def batch(self, number: int) -> Batch:
-        return self.layout.batch(self.memory, number)
+        state = self._slots.claim(number, timeout_ms=SLOT_TIMEOUT_MS)
+        try:
+            rows = self._slots.rows_kept(number)
+            cursors = self.layout.cursor_values(self.memory, number % self.layout.slots).copy()
+        finally:
+            self._slots.give_back(number, state)
+        return self.layout.batch(self.memory, number, rows, cursors)
 
     def release(self, batch: int) -> None:
-        """Assigns the slot to the batch `slots` later, which gives its sender credit."""
+        """Assigns the slot to the batch `slots` later, which gives its sender credit.
+
+        Raises OSError (ETIMEDOUT) if a processor does not leave the slot.
+        """
+        self._slots.claim(batch, timeout_ms=SLOT_TIMEOUT_MS)
         if self.sketches:
             self.sketches.released(self.memory, batch)
-        following = (batch + self.layout.slots) % (1 << 32)
-        self.layout.open(self.memory, batch % self.layout.slots, following)
+        self.layout.cursor_values(self.memory, batch % self.layout.slots)[:] = 0
+        self._slots.open((batch + self.layout.slots) % (1 << 32))
 
     def sketch(self) -> Sketch | None:
         """How often ids occurred so far, open batches included; None if the sketch is off."""

@@ -30,7 +30,7 @@ _HEAD = """\
 // SPDX-License-Identifier: Apache-2.0
 // Generated from a feature plan.
 #include "branchless.h"
-#include "feed.h"
+#include "feed_receiver.h"
 #include "sketch.h"
 
 struct {
@@ -52,32 +52,45 @@ const volatile struct feed_settings settings = {};
 _TAKE = """
 static __always_inline enum feed_verdict take(struct xdp_md* context, struct feed_datagram found,
                                               struct feed_counters* count) {
-  void *data = (void*)(long)context->data, *data_end = (void*)(long)context->data_end;
-  if (found.bytes > (__u32)((long)data_end - (long)data) - found.at) return FEED_TRUNCATED;
-  const struct feed_header* header = data + found.at;
-  if (found.bytes < sizeof *header || (void*)(header + 1) > data_end) return FEED_TRUNCATED;
-  enum feed_verdict verdict = feed_check_header(header, found.bytes, SCHEMA_ID, settings.session, BATCH_ROWS);
+  if (!feed_is_whole(context, &found)) return FEED_TRUNCATED;
+  FEED_BYTES(context, return FEED_TRUNCATED);
+  __u64 header_at = found.at;
+  FEED_INSIDE(begin, header_at, sizeof(struct feed_header));
+  const struct feed_header* header = (const void*)begin;
+  enum feed_verdict verdict = feed_check_header(header, found.bytes, SCHEMA_ID, settings.session);
+  if (verdict != FEED_ACCEPTED) return verdict;
+  if (feed_checksum(context, found.at, found.at + found.bytes) != bpf_be64_to_cpu(header->checksum))
+    return FEED_CORRUPT;
+  verdict = feed_check_rows(header, BATCH_ROWS);
   if (verdict != FEED_ACCEPTED) return verdict;
   __u32 batch = bpf_ntohl(header->batch), row = bpf_ntohl(header->row);
-  __u64 slot_at = (__u64)(batch & (SLOTS - 1)) * SLOT_BYTES;
+  __u64 slot_at = (__u64)(batch & (SLOTS - 1)) * SLOT_BYTES, state = 0;
   struct feed_slot __arena* slot = AT(struct feed_slot, slot_at);
-  __s32 ahead = batch - slot->batch;
-  if (ahead) return ahead < 0 ? FEED_DUPLICATE : FEED_NO_CREDIT;
   // Packets of a batch come from one sender and so to one processor. Should another take one at the same time, it is as
   // if that packet were lost.
-  if (__sync_lock_test_and_set(&slot->busy, 1)) return FEED_BUSY;
-  if (row == slot->next_row)
+  switch (feed_slot_claim(slot, batch, row, &state)) {
+    case FEED_CLAIM_LATER_BATCH:
+      return FEED_NO_CREDIT;
+    case FEED_CLAIM_BUSY:
+      return FEED_BUSY;
+    case FEED_CLAIM_OLD_BATCH:
+    case FEED_CLAIM_OLD_ROW:
+      return FEED_DUPLICATE;
+    case FEED_CLAIMED:
+      break;
+  }
+  if (row == feed_slot_row(state))
     // The same as found.at + sizeof *header, but the verifier does not know the number, and so sees that one round of
     // the loop over records is like the next.
-    verdict = fill(context, header, found.at + found.bytes - bpf_ntohs(header->body_bytes), slot_at, count);
-  else if (row < slot->next_row)
-    verdict = FEED_DUPLICATE;
+    verdict = fill(context, header, found.at + found.bytes - bpf_ntohs(header->body_bytes), slot_at, &state, count);
   else {
     verdict = FEED_OUT_OF_SEQUENCE;
-    if (row > slot->ahead_row) slot->ahead_row = row;
+    feed_slot_skipped(slot, state, row);
   }
-  __sync_lock_test_and_set(&slot->busy, 0);
+  feed_slot_publish(slot, state);
   return verdict;
+malformed:
+  return FEED_TRUNCATED;
 }
 
 static __always_inline int receive(struct xdp_md* context) {
@@ -98,7 +111,7 @@ int feed(struct xdp_md* context) { return receive(context); }
 
 # For measuring only: BPF_PROG_TEST_RUN repeats the same packet.
 _REPEAT = """
-// Makes the packet the next one of its batch, from the first row again when the batch is full, and takes it.
+// Makes the packet the next one of its batch, in columns that begin again when they are full, and takes it.
 SEC("xdp")
 int feed_again(struct xdp_md* context) {
   struct feed_datagram found = feed_find_datagram(context, settings.udp_port);
@@ -108,11 +121,11 @@ int feed_again(struct xdp_md* context) {
   if (!found.at || (void*)(header + 1) > data_end) return XDP_ABORTED;
   __u64 slot_at = (__u64)(bpf_ntohl(header->batch) & (SLOTS - 1)) * SLOT_BYTES;
   struct feed_slot __arena* slot = AT(struct feed_slot, slot_at);
-  if (slot->next_row + bpf_ntohs(header->records) > BATCH_ROWS) {
-    slot->next_row = slot->rows = 0;
+  if (slot->rows + bpf_ntohs(header->records) > BATCH_ROWS) {
+    slot->rows = 0;
     REWIND_CURSORS
   }
-  header->row = bpf_htonl(slot->next_row);
+  slot->state = (__u64)bpf_ntohl(header->batch) << 32 | bpf_ntohl(header->row);
   return receive(context);
 }
 """
@@ -126,9 +139,14 @@ class XdpSource:
     tables: dict[str, NDArray[Any]]
 
 
-def generate(layout: BatchLayout, *, sketches: SlotSketches | None = None, repeatable: bool = False) -> XdpSource:
-    """Raises NotOffloadable for an operator that BPF cannot run. `repeatable` adds the program for measuring."""
-    return _Generator(layout, sketches).generate(repeatable)
+def generate(
+    layout: BatchLayout, *, sketches: SlotSketches | None = None, repeatable: bool = False, jumbo: bool = False
+) -> XdpSource:
+    """Raises NotOffloadable for an operator that BPF cannot run.
+
+    `repeatable` adds the program for measuring. `jumbo`: packets may have several buffers.
+    """
+    return _Generator(layout, sketches).generate(repeatable, jumbo)
 
 
 class _Generator:
@@ -139,7 +157,7 @@ class _Generator:
         self._values = ValueWriter(self._plan.schema, self._plan.graph, self._offsets, self._out)
         self._functions = Writer()
 
-    def generate(self, repeatable: bool) -> XdpSource:
+    def generate(self, repeatable: bool, jumbo: bool) -> XdpSource:
         layout, schema = self._layout, self._plan.schema
         self._fill()
         constants = {
@@ -148,7 +166,7 @@ class _Generator:
             "SLOTS": f"{layout.slots}u",
             "SLOT_BYTES": f"{layout.slot_bytes}ull",
         }
-        text = [_HEAD]
+        text = ["#define FEED_JUMBO\n" + _HEAD if jumbo else _HEAD]
         text += [f"#define {name} {value}" for name, value in constants.items()]
         text += [
             "// Arenas begin at a multiple of 4 GiB: an offset is an address.",
@@ -178,9 +196,10 @@ class _Generator:
             "static __always_inline enum feed_verdict fill(struct xdp_md* context, const struct feed_header* header,"
         )
         with out.block(
-            "                                              __u64 at, __u64 slot_at, struct feed_counters* count)"
+            "                                              __u64 at, __u64 slot_at, __u64* state,"
+            " struct feed_counters* count)"
         ):
-            out.line("void *data = (void*)(long)context->data, *data_end = (void*)(long)context->data_end;")
+            out.line("FEED_BYTES(context, return FEED_MALFORMED);")
             out.line("struct feed_slot __arena* slot = AT(struct feed_slot, slot_at);")
             out.line("const __u64 records = bpf_ntohs(header->records), end = at + bpf_ntohs(header->body_bytes);")
             if any(isinstance(condition, Sample) for condition in self._plan.keep):
@@ -199,9 +218,7 @@ class _Generator:
             out.line("if (at != end) goto malformed;")
             if self._sketches:
                 self._sketches.packet_lines(out)
-            out.line("slot->rows = kept;")
-            out.line("slot->next_row += records;")
-            out.line("slot->ahead_row = 0;")
+            out.line("*state = feed_slot_took(slot, *state, records, kept);")
             out.line("count->records += records;")
             if self._plan.keep:
                 out.line("count->filtered += filtered;")
@@ -266,7 +283,7 @@ class _Generator:
     def _function(self, out: Writer, head: str, if_malformed: str, used: tuple[str, ...]) -> Iterator[None]:
         """The first and last lines of every generated function."""
         with self._values.function(out), out.block(f"__noinline {head}"):
-            out.line("void *data = (void*)(long)context->data, *data_end = (void*)(long)context->data_end;")
+            out.line(f"FEED_BYTES(context, {if_malformed.removesuffix(';')});")
             # Unused arguments are not passed, but the verifier wants them initialised.
             operands = ", ".join(f'"r"({name})' for name in used)
             out.line(f'asm volatile("" ::{operands});')
@@ -353,7 +370,7 @@ class _Generator:
         )
         used = ("slot_at", "place", *("list" for _ in lists))
         with self._function(inner, f"int table_{number}({parameters})", "return 1;", used):
-            inner.line("const __u64 one = AT(struct feed_slot, slot_at)->busy;  // now; but that only we know")
+            inner.line("const __u64 one = AT(struct feed_slot, slot_at)->one;  // but that only we know")
             for name in lists:
                 inner.line(f"const __u64 at_{name} = list & 0xffff, n_{name} = list >> 16;")
             self._values_of_table(inner, number, "slot_at")

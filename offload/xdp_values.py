@@ -42,8 +42,6 @@ TABLE_BITS_MAX = 20
 # Above this count, a loop walks the ids of a fixed field. Loops live in functions of their own.
 UNROLLED_IDS_MAX = 8
 UNROLLED_IDS_IN_FUNCTION_MAX = 4
-# Every packet offset stays below this, so the verifier knows that adding a width does not overflow.
-OFFSET_LIMIT = 0x3FFF
 
 Use = Callable[[str], None]
 
@@ -105,8 +103,8 @@ def greatest_key(value: float) -> int:
 class ValueWriter:
     """Writes the values of columns into the body of the loop over records.
 
-    The loop has in scope: `data`, `data_end`, `fixed` (the record's fixed part, inside the packet), `begin` (its
-    offset), for each list `n_NAME` and `at_NAME` once it is reached, and the label `malformed`. Functions also have
+    The loop has in scope: what FEED_BYTES of feed_receiver.h declares, `fixed` (the record's fixed part, inside the
+    packet), `begin` (its offset), for each list `n_NAME` and `at_NAME` once it is reached, and the label `malformed`. Functions also have
     `one`: it is 1, but the verifier does not know that, and so does not walk every round of a loop of known length.
     """
 
@@ -244,11 +242,7 @@ class ValueWriter:
     def inside(self, at: str, size_bytes: int) -> str:
         """Writes a check that the bytes are inside the packet, and returns their address."""
         element = self._out.name("here")
-        # Without the barrier the compiler derives this check from another one, and the verifier loses the connection.
-        self._out.line(f'asm volatile("" : "+r"({at}));')
-        self._out.line(f"if ({at} > {OFFSET_LIMIT}) goto malformed;")
-        self._out.line(f"const __u8* {element} = data + {at};")
-        self._out.line(f"if ((void*)({element} + {size_bytes}) > data_end) goto malformed;")
+        self._out.line(f"FEED_INSIDE({element}, {at}, {size_bytes});")
         return element
 
     def _bucket(self, column: str, operator: Bucketize) -> str:

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a program that receives records shares with Python: packet header, slot state, counters and settings.
-// docs/reference/records.md specifies the header. Python reads these layouts from BTF; offload/batches.py repeats the
-// slot's.
+// What a program that receives records shares with Python: packet header, counters and settings.
+// docs/reference/records.md specifies the header. Python reads these layouts from BTF.
 #pragma once
 
 #include <linux/bpf.h>
@@ -15,21 +14,7 @@
 #include <bpf/bpf_helpers.h>
 
 #define FEED_MAGIC 0x5e17
-#define FEED_VERSION 1
-
-// BPF_MAP_TYPE_ARENA: the headers of a distribution may be older than its kernel.
-#define FEED_MAP_TYPE_ARENA 33
-#define __arena __attribute__((address_space(1)))
-
-// Leaves a loop that runs too long (may_goto, Linux 6.9). Unlike bpf_for, it lets the verifier keep the loop's counter
-// in a register, which makes a loop over ids three times as fast.
-#define STOP_ENDLESS(label) asm volatile goto("may_goto %l[" #label "]" :: ::label)
-
-// A copy whose origin the compiler does not know. Otherwise it would compute the addresses of all columns before the
-// loop over records, and has no room for so many: a BPF program's stack has 512 bytes.
-#define FORGET(copy, number) \
-  __u64 copy = number;       \
-  asm volatile("" : "+r"(copy))
+#define FEED_VERSION 2
 
 struct feed_header {
   __be16 magic;
@@ -41,16 +26,7 @@ struct feed_header {
   __be32 row;
   __be16 records;
   __be16 body_bytes;
-};
-
-struct feed_slot {
-  __u32 batch;     // the batch that the slot receives; the reader writes it last when it opens the slot
-  __u32 next_row;  // next row expected, in the sender's numbering; a packet that begins elsewhere changes nothing
-  __u32 rows;      // rows kept so far
-  __u32 busy;      // a processor is filling the slot
-  // The highest row received out of sequence since the last accepted packet; 0: none. If it is set, the reader knows
-  // without a timer that next_row is missing. An accepted packet clears it, so a second gap can be told from the first.
-  __u32 ahead_row;
+  __be64 checksum;
 };
 
 // The verdict on a datagram for the feed's port. Each datagram is counted under exactly one.
@@ -67,7 +43,8 @@ struct feed_slot {
   verdict(DUPLICATE, duplicate)             \
   verdict(OUT_OF_SEQUENCE, out_of_sequence) \
   verdict(NO_CREDIT, no_credit)             \
-  verdict(BUSY, busy)
+  verdict(BUSY, busy)                       \
+  verdict(CORRUPT, corrupt)
 // clang-format on
 
 #define FEED_ENUMERATOR(constant, name) FEED_##constant,
@@ -106,11 +83,23 @@ struct feed_datagram {
   __u32 port;   // destination port
 };
 
-static __always_inline struct feed_datagram feed_find_any(void* data, void* data_end) {
+// Where packets come to: the program takes them only if both addresses are these. Promiscuous interfaces, bridges and
+// routers see the packets of others, which go on.
+struct feed_destination {
+  __u8 hardware[ETH_ALEN];
+  __be16 type;        // ETH_P_IPV6 or ETH_P_IP
+  __be32 address[4];  // IPv4: the first word
+};
+
+// `own`: null for any destination.
+static __always_inline struct feed_datagram feed_find(void* data, void* data_end, const struct feed_destination* own) {
   struct feed_datagram none = {};
   struct ethhdr* ether = data;
   struct udphdr* udp;
   if ((void*)(ether + 1) > data_end) return none;
+  if (own && (*(__u32*)ether->h_dest != *(__u32*)own->hardware ||
+              *(__u16*)(ether->h_dest + 4) != *(__u16*)(own->hardware + 4)))
+    return none;
   __be16 type = ether->h_proto;
   void* network = ether + 1;
   __u32 at = sizeof *ether;
@@ -123,14 +112,20 @@ static __always_inline struct feed_datagram feed_find_any(void* data, void* data
     network = tag + 1;
     at += sizeof *tag;
   }
+  if (own && type != own->type) return none;
   if (type == bpf_htons(ETH_P_IPV6)) {
     struct ipv6hdr* ip = network;
     if ((void*)(ip + 1) > data_end || ip->nexthdr != IPPROTO_UDP) return none;
+    const __be32* address = ip->daddr.in6_u.u6_addr32;
+    if (own && (address[0] != own->address[0] || address[1] != own->address[1] || address[2] != own->address[2] ||
+                address[3] != own->address[3]))
+      return none;
     udp = (void*)(ip + 1);
     at += sizeof *ip + sizeof *udp;
   } else if (type == bpf_htons(ETH_P_IP)) {
     struct iphdr* ip = network;
     if ((void*)(ip + 1) > data_end || ip->protocol != IPPROTO_UDP || ip->ihl != 5) return none;
+    if (own && ip->daddr != own->address[0]) return none;
     if (ip->frag_off & bpf_htons(0x3fff)) return none;  // RFC 791: more fragments, or an offset
     udp = (void*)(ip + 1);
     at += sizeof *ip + sizeof *udp;
@@ -144,24 +139,9 @@ static __always_inline struct feed_datagram feed_find_any(void* data, void* data
   return found;
 }
 
-// feed_find_any with its result packed into one number. The verifier walks a global function once by itself and assumes
-// that it may return any number. So it walks the caller once, not once for each combination of headers.
-__attribute__((noinline)) __u64 feed_find_packed(struct xdp_md* context) {
-  struct feed_datagram found = feed_find_any((void*)(long)context->data, (void*)(long)context->data_end);
-  return (__u64)found.port << 32 | (__u64)found.bytes << 8 | found.at;
-}
-
-// Finds a datagram for this port.
-static __always_inline struct feed_datagram feed_find_datagram(struct xdp_md* context, __u16 udp_port) {
-  const __u64 packed = feed_find_packed(context);
-  struct feed_datagram none = {};
-  struct feed_datagram found = {.at = packed & 0xff, .bytes = packed >> 8 & 0xffff, .port = packed >> 32};
-  return found.port == udp_port ? found : none;
-}
-
-// Checks all of a header that does not depend on the slot. The caller has checked that it is inside the packet.
+// Checks whose packet it is, and that it is whole. The caller has checked that the header is inside the packet.
 static __always_inline enum feed_verdict feed_check_header(const struct feed_header* header, __u32 payload_bytes,
-                                                           __u32 schema_id, __u32 session, __u32 batch_rows) {
+                                                           __u32 schema_id, __u32 session) {
   if (header->magic != bpf_htons(FEED_MAGIC)) return FEED_FOREIGN;
   if (header->version != FEED_VERSION) return FEED_WRONG_VERSION;
   if (header->schema_id != bpf_htonl(schema_id)) return FEED_WRONG_SCHEMA;
@@ -169,6 +149,11 @@ static __always_inline enum feed_verdict feed_check_header(const struct feed_hea
   __u32 stated = sizeof *header + bpf_ntohs(header->body_bytes);
   if (stated > payload_bytes) return FEED_TRUNCATED;
   if (stated < payload_bytes) return FEED_OVERSIZED;
+  return FEED_ACCEPTED;
+}
+
+// Checks the rows of a packet that is not corrupt.
+static __always_inline enum feed_verdict feed_check_rows(const struct feed_header* header, __u32 batch_rows) {
   __u32 records = bpf_ntohs(header->records), row = bpf_ntohl(header->row);
   if (header->flags || !records || row >= batch_rows || records > batch_rows - row) return FEED_MALFORMED;
   return FEED_ACCEPTED;

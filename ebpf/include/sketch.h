@@ -3,7 +3,7 @@
 // explains the numbers.
 #pragma once
 
-#include "feed.h"
+#include "feed_receiver.h"
 #include "operators.h"
 
 #define SKETCH_SAMPLE_SEED 0x53414d504c45ull

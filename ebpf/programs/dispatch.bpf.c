@@ -15,7 +15,7 @@ const volatile __u32 first_port = 0;
 SEC("xdp")
 int dispatch(struct xdp_md* context) {
   void *data = (void*)(long)context->data, *data_end = (void*)(long)context->data_end;
-  struct feed_datagram found = feed_find_any(data, data_end);
+  struct feed_datagram found = feed_find(data, data_end, 0);
   if (found.at && found.port >= first_port) bpf_tail_call(context, &receivers, found.port - first_port);
   return XDP_PASS;
 }

@@ -9,7 +9,6 @@
 #endif
 
 #define PORT_AT (sizeof(struct ethhdr) + sizeof(struct ipv6hdr) + 2)
-#define BATCH_AT (sizeof(struct ethhdr) + sizeof(struct ipv6hdr) + sizeof(struct udphdr) + 12)
 #define CHECKSUM_AT (sizeof(struct ethhdr) + sizeof(struct ipv6hdr) + 6)
 
 struct frame {
@@ -25,7 +24,6 @@ struct {
 
 struct frames_state {
   __u32 next;  // the next frame of the batch
-  __u32 batch;
   __u32 interface_index;
   __u32 udp_port;
 };
@@ -38,7 +36,7 @@ struct {
   __type(value, struct frames_state);
 } state SEC(".maps");
 
-// Frames are prepared for batch 0 and port 0. Their checksum is updated for the real numbers as in RFC 1624.
+// Frames are prepared for port 0. Their UDP checksum is updated for the real one as in RFC 1624.
 SEC("xdp")
 int send_frame(struct xdp_md* context) {
   void *data = (void*)(long)context->data, *data_end = (void*)(long)context->data_end;
@@ -51,12 +49,9 @@ int send_frame(struct xdp_md* context) {
   __u64* to = data;
   for (__u32 word = 0; word < FRAME_BYTES / 8; word++) to[word] = frame->words[word];
   for (__u32 byte = FRAME_BYTES / 8 * 8; byte < FRAME_BYTES; byte++) ((__u8*)data)[byte] = ((__u8*)frame)[byte];
-  __u32 batch = at->batch;
-  *(__u16*)(data + BATCH_AT) = bpf_htons(batch >> 16);
-  *(__u16*)(data + BATCH_AT + 2) = bpf_htons(batch);
   __u16 port = bpf_htons(at->udp_port);
   *(__u16*)(data + PORT_AT) = port;
-  __u32 sum = (__u16) ~*(__u16*)(data + CHECKSUM_AT) + bpf_htons(batch >> 16) + bpf_htons(batch & 0xffff) + port;
+  __u32 sum = (__u16) ~*(__u16*)(data + CHECKSUM_AT) + port;
   sum = (sum & 0xffff) + (sum >> 16);
   sum = (sum & 0xffff) + (sum >> 16);
   // RFC 8200, 8.1: a computed 0 is sent as its complement.

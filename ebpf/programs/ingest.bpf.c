@@ -6,7 +6,7 @@
 
 #define TRAINERS_MAX 4096
 #define BATCHES_MAX 65536
-#define VERDICTS 12  // offload/admission.py
+#define VERDICTS 13  // offload/admission.py
 #define REASONS 4    // offload/ingest/leases.py, Why
 
 struct trainer_key {

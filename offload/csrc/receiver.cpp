@@ -10,18 +10,19 @@
 #include <system_error>
 #include <utility>
 
+#include "checksum.hpp"
 #include "tracepoints.hpp"
 
 namespace sennit::offload {
 namespace {
 
-constexpr std::size_t HEADER_BYTES = 24;
 constexpr std::uint16_t MAGIC = 0x5e17;
-constexpr std::uint8_t VERSION = 1;
+constexpr std::uint8_t VERSION = 2;
 constexpr std::size_t PAGE_BYTES = 4096;
 
 std::uint16_t read16(const std::uint8_t* from) { return static_cast<std::uint16_t>(from[0] << 8 | from[1]); }
 std::uint32_t read32(const std::uint8_t* from) { return std::uint32_t{read16(from)} << 16 | read16(from + 2); }
+std::uint64_t read64(const std::uint8_t* from) { return std::uint64_t{read32(from)} << 32 | read32(from + 4); }
 
 constexpr std::uint64_t state(std::uint32_t batch, std::uint32_t row) { return std::uint64_t{batch} << 32 | row; }
 constexpr std::uint32_t batch_of(std::uint64_t state) { return static_cast<std::uint32_t>(state >> 32); }
@@ -78,6 +79,7 @@ Verdict Receiver::judge(Datagram datagram) {
   const std::size_t stated_bytes = HEADER_BYTES + read16(header + 22);
   if (stated_bytes > datagram.size()) return Verdict::truncated;
   if (stated_bytes < datagram.size()) return Verdict::oversized;
+  if (read64(header + CHECKSUM_AT) != checksum_of(datagram)) return Verdict::corrupt;
   if (header[3] != 0 || records == 0 || row >= batch_rows_ || records > batch_rows_ - row) return Verdict::malformed;
 
   BatchSlot& slot = slot_of(batch);

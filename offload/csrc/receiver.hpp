@@ -30,8 +30,9 @@ enum class Verdict : std::uint8_t {
   out_of_sequence,
   no_credit,
   busy,
+  corrupt,
 };
-constexpr std::size_t VERDICTS = 12;
+constexpr std::size_t VERDICTS = 13;
 
 struct FeedCounters {
   std::array<std::uint64_t, VERDICTS> datagrams{};

@@ -175,6 +175,18 @@ class BoundSender {
 }  // namespace
 
 void bind_records(nb::module_& module) {
+  module.def("packet_checksum", [](nb::handle packet) {
+    Py_buffer view;
+    if (PyObject_GetBuffer(packet.ptr(), &view, PyBUF_SIMPLE) != 0) nb::raise_python_error();
+    const std::span bytes(static_cast<const std::uint8_t*>(view.buf), static_cast<std::size_t>(view.len));
+    const bool has_header = bytes.size() >= HEADER_BYTES;
+    const std::uint64_t found = has_header ? checksum_of(bytes) : 0;
+    PyBuffer_Release(&view);
+    if (!has_header)
+      throw std::invalid_argument("a packet of " + std::to_string(bytes.size()) +
+                                  " bytes; allowed: " + std::to_string(HEADER_BYTES) + " or more");
+    return found;
+  });
   nb::class_<BoundColumns>(module, "RecordColumns")
       .def(nb::init<bool, Vector<const float>, bool, Matrix, std::vector<bool>>())
       .def("add_ids", &BoundColumns::add_ids)

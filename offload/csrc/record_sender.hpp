@@ -10,9 +10,10 @@
 #include <span>
 #include <vector>
 
+#include "checksum.hpp"
+
 namespace sennit::offload {
 
-constexpr std::size_t HEADER_BYTES = 24;
 // The largest payload of a UDP datagram over IPv6.
 constexpr std::size_t BODY_MAX_BYTES = 65'535 - 48 - HEADER_BYTES;
 

@@ -4,18 +4,15 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import socket
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from sennit.closing import Closing
-from sennit.errors import ConfigError
 from sennit.offload.batches import BatchLayout
 from sennit.offload.errors import TargetUnavailable
+from sennit.offload.interfaces import TargetError, interface_address, interface_index, interface_mtu
 from sennit.offload.targets import Receiver, xdp_receiver
 
 if TYPE_CHECKING:
@@ -30,15 +27,8 @@ HEADERS_BYTES: Final = 48  # IPv6 and UDP
 # Datagrams in flight to a rank, over all its open batches. Below 256, the ring size of a veth interface.
 ON_THE_WAY_MAX: Final = 192
 CPU_BUFFER_BYTES: Final = ON_THE_WAY_MAX * CPU_PACKET_BYTES
-# linux/sockios.h
-_SIOCGIFADDR: Final = 0x8915
-_SIOCGIFMTU: Final = 0x8921
 # asm-generic/socket.h: exceeds net.core.rmem_max for processes with the right to.
 _SO_RCVBUFFORCE: Final = 33
-
-
-class TargetError(ConfigError):
-    """Records cannot be received at this target. The message says why, and what is allowed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,38 +191,3 @@ def _closed_on_error(receiver: Closing) -> Iterator[None]:
     except BaseException:
         receiver.close()
         raise
-
-
-def interface_index(name: str) -> int:
-    try:
-        return socket.if_nametoindex(name)
-    except OSError:
-        known = ", ".join(found for _, found in socket.if_nameindex())
-        raise TargetError(f"there is no interface {name!r}; there are {known}") from None
-
-
-def interface_address(name: str) -> str:
-    """The interface's first global IPv6 address, or else its IPv4 address."""
-    interface_index(name)
-    # Address, index, prefix, scope, flags, name (linux/Documentation/networking/proc_net_*); scope 0 is global.
-    table = Path("/proc/self/net/if_inet6")
-    for line in table.read_text().splitlines() if table.exists() else ():
-        digits, _, _, scope, flags, device = line.split()
-        is_tentative = int(flags, 16) & 0x40
-        if device == name and int(scope, 16) == 0 and not is_tentative:
-            return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
-    try:
-        return socket.inet_ntoa(_ask(name, _SIOCGIFADDR)[20:24])
-    except OSError:
-        raise TargetError(f"interface {name!r} has neither a global IPv6 address nor one of IPv4") from None
-
-
-def interface_mtu(name: str) -> int:
-    (mtu,) = struct.unpack_from("i", _ask(name, _SIOCGIFMTU), 16)
-    return int(mtu)
-
-
-def _ask(name: str, request: int) -> bytes:
-    """`struct ifreq` (linux/if.h) as the kernel fills it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        return fcntl.ioctl(any_socket, request, struct.pack("16s24x", name.encode()[:15]))

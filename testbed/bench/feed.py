@@ -23,6 +23,7 @@ from sennit.ebpf.links import XdpMode, attach_xdp
 from sennit.offload._native import RecordSender
 from sennit.offload.batches import BatchLayout
 from sennit.offload.columns import Ragged
+from sennit.offload.interfaces import own_ends
 from sennit.offload.record_store import Columns, IdColumn, RecordStore
 from sennit.offload.records import HEADER, Rows, encode_packets, encode_records
 from sennit.offload.xdp import XdpReceiver
@@ -125,6 +126,7 @@ def _sent(
         XdpReceiver(layout, session=SESSION, udp_port=UDP_PORT) as receiver,
     ):
         interface, address = planes.interfaces(1)[0], planes.addresses(1)[0]
+        receiver.receive_at(planes.within(1, own_ends, interface))
         link = planes.within(1, lambda: attach_xdp(receiver.program, socket.if_nametoindex(interface), XdpMode.NATIVE))
         outgoing = planes.within(0, lambda: socket.socket(socket.AF_INET6, socket.SOCK_DGRAM))
         with link, outgoing:

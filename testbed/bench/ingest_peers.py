@@ -22,6 +22,7 @@ from sennit.ebpf.links import XdpMode, attach_xdp
 from sennit.ebpf.loader import Program
 from sennit.offload.batches import Batch, BatchLayout
 from sennit.offload.cpu import CpuReceiver
+from sennit.offload.interfaces import own_ends
 from sennit.offload.operators import Clamp, PositiveModulus
 from sennit.offload.records import HEADER
 from sennit.offload.targets import Receiver
@@ -100,6 +101,7 @@ class XdpPeer(_ReceiverPeer):
 
     @contextlib.contextmanager
     def listening(self, link: cable.Cable) -> Iterator[None]:
+        self.receiver.receive_at(link.within(cable.FAR, own_ends, cable.FAR))
         with attached(link, self.receiver.program):
             yield
 

@@ -139,6 +139,7 @@ class Sampler:
         """Returns the seconds of a batch from its first packet to its columns."""
         total_s = 0.0
         for _ in range(batches):
+            self.source.prepare(self._batch)
             start = time.perf_counter()
             self._send()
             found = self.peer.batch(self._batch)

@@ -18,6 +18,7 @@ import numpy as np
 
 from sennit.closing import Closing
 from sennit.offload import reference
+from sennit.offload._native import packet_checksum
 from sennit.offload.admission import FeedCounters, Verdict, check_header, check_sequence
 from sennit.offload.batches import Batch, BatchLayout
 from sennit.offload.columns import ColumnValues, Ragged, dense_of, ids_of
@@ -88,7 +89,7 @@ class PythonReceiver(Closing):
 
     def deliver(self, datagram: bytes | memoryview) -> None:
         if len(datagram) >= HEADER.size:
-            *first, batch, row, records, body_bytes = HEADER.unpack_from(datagram)
+            *first, batch, row, records, body_bytes, checksum = HEADER.unpack_from(datagram)
             slot = self._slots[batch % self.layout.slots]
             # The usual packet, for which no header is made.
             if (
@@ -96,6 +97,7 @@ class PythonReceiver(Closing):
                 and (batch, row) == (slot.batch, slot.next_row)
                 and 0 < records <= self.layout.batch_rows - row
                 and records * self._record.itemsize == body_bytes == len(datagram) - HEADER.size
+                and checksum == packet_checksum(datagram)
             ):
                 self._keep(slot, datagram, row, records, body_bytes)
                 return

@@ -13,6 +13,7 @@ from sennit.ebpf.compiler import PROGRAMS, compile_source
 from sennit.ebpf.links import XdpMode, attach_xdp
 from sennit.ebpf.loader import BpfObject
 from sennit.offload.framing import Ends, frame
+from sennit.offload.records import sealed
 from sennit.testbed.topology import cable
 
 # The interfaces that a frame passes.
@@ -24,10 +25,15 @@ ENDS: Final = Ends(
 )
 
 
+# The batch number in a header (docs/reference/records.md).
+BATCH_AT: Final = 12
+
+
 class RecordSource(Closing):
     """Packets of one batch, all with the same size and number of records."""
 
     def __init__(self, datagrams: Sequence[bytes], link: cable.Cable) -> None:
+        self._datagrams = datagrams
         frames = [frame(datagram, 0, ENDS, with_checksum=True) for datagram in datagrams]
         self._first, self.count = frames[0], len(frames)
         if any(len(each) != len(self._first) for each in frames):
@@ -36,19 +42,27 @@ class RecordSource(Closing):
         self._object = BpfObject(compile_source("frames", source), max_entries={"frames": self.count})
         self._program = self._object.program("send_frame")
         self._interface_index = link.within(cable.NEAR, socket.if_nametoindex, cable.NEAR)
-        place_bytes = (len(self._first) + 7) // 8 * 8
-        stored = self._object.map("frames")
-        for number, each in enumerate(frames):
-            stored.write(number, each.ljust(place_bytes, b"\0"))
+        self.prepare(0)
         # An attached program is in the kernel's table of direct calls to XDP programs. Otherwise each run would enter
         # it there and remove it again, which takes 20 ms. Nothing arrives at this interface.
         self._link = link.within(
             cable.NEAR, lambda: attach_xdp(self._program, socket.if_nametoindex("lo"), XdpMode.GENERIC)
         )
 
+    def prepare(self, batch: int) -> None:
+        """Gives the packets this batch number, and their checksums. Otherwise the first `send` does."""
+        self._batch = batch
+        place_bytes = (len(self._first) + 7) // 8 * 8
+        stored = self._object.map("frames")
+        for number, datagram in enumerate(self._datagrams):
+            numbered = sealed(datagram[:BATCH_AT] + batch.to_bytes(4, "big") + datagram[BATCH_AT + 4 :])
+            stored.write(number, frame(numbered, 0, ENDS, with_checksum=True).ljust(place_bytes, b"\0"))
+
     def send(self, udp_port: int, batch: int, begin: int, end: int) -> None:
         """Sends packets `begin` to `end` - 1 of a batch to this port. The link may drop some."""
-        self._object.map("state").write(0, struct.pack("=4I", begin, batch, self._interface_index, udp_port))
+        if batch != self._batch:
+            self.prepare(batch)
+        self._object.map("state").write(0, struct.pack("=3I", begin, self._interface_index, udp_port))
         self._program.send(self._first, end - begin)
 
     def close(self) -> None:

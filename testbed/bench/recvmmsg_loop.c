@@ -8,7 +8,7 @@
 #include <string.h>
 #include <sys/socket.h>
 
-#define HEADER_BYTES 24
+#define HEADER_BYTES 32
 #define TABLES 26
 #define DENSE 13
 #define RECORD_BYTES (1 + 4 * DENSE + 4 * TABLES)

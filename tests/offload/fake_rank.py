@@ -73,7 +73,7 @@ class Rank:
             left_s = max(0.0, deadline_s - time.monotonic())
             assert select.select([self.records], [], [], left_s)[0], f"{len(found)} of {count} packets came"
             packet = self.records.recv(1 << 16)
-            *_, session, batch, row, _, body_bytes = HEADER.unpack_from(packet)
+            *_, session, batch, row, _, body_bytes, _ = HEADER.unpack_from(packet)
             assert (session, body_bytes) == (self.terms.session, len(packet) - HEADER.size)
             found.append((batch, row, packet[HEADER.size :]))
         return found

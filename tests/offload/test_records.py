@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sennit.offload._native import packet_checksum
 from sennit.offload.admission import Verdict, check_header, check_sequence
 from sennit.offload.columns import Ragged
 from sennit.offload.errors import RecordError
-from sennit.offload.records import HEADER, Header, Rows, decode_records, encode_packets, encode_records
+from sennit.offload.records import HEADER, Header, Rows, decode_records, encode_packets, encode_records, sealed
 from sennit.offload.schema import Dense, DenseKind, Ids, Schema
 from tests.offload.agreement import assert_same_bits, assert_same_column
 from tests.offload.strategies import random_rows, schemas
@@ -52,6 +53,14 @@ def test_golden_packets(vector: dict[str, Any]) -> None:
         schema, records, session=DOCUMENT["session"], batch=DOCUMENT["batch"], row=DOCUMENT["row"], body_max_bytes=1400
     )
     assert made == [packet]
+
+
+def test_the_checksum_is_xxh64_with_zeros_in_its_place() -> None:
+    packet = bytes(range(24)) + b"whatever" + bytes(range(69))
+    assert packet_checksum(packet) == 0x173AE6A98D16EA6C
+    assert packet_checksum(sealed(packet)) == packet_checksum(packet)
+    with pytest.raises(ValueError, match="a packet of 31 bytes; allowed: 32 or more"):
+        packet_checksum(packet[:31])
 
 
 @given(schema=schemas(), content=st.integers(0, 1 << 32), count=st.integers(1, 9))

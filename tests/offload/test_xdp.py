@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,14 @@ from sennit.ebpf.links import XdpMode, attach_xdp
 from sennit.ebpf.loader import BpfObject
 from sennit.offload import xdp
 from sennit.offload.admission import FeedCounters, Verdict
-from sennit.offload.batches import CURSORS_OFFSET, STATE_DTYPE, BatchLayout
+from sennit.offload.batches import CURSORS_OFFSET, BatchLayout
 from sennit.offload.errors import TargetUnavailable
-from sennit.offload.framing import frame
+from sennit.offload.framing import Ends, frame
 from sennit.offload.host_receiver import HostReceiver
+from sennit.offload.interfaces import own_ends
 from sennit.offload.operators import FirstX, SigridHash
 from sennit.offload.plan import FeaturePlan, Sparse
-from sennit.offload.records import HEADER, encode_packets, encode_records
+from sennit.offload.records import HEADER, encode_packets, encode_records, sealed
 from sennit.offload.schema import Dense, Ids, Schema
 from sennit.offload.xdp import XdpReceiver
 from sennit.testbed.topology import Planes
@@ -77,7 +79,7 @@ def packets(rng: np.random.Generator) -> list[list[bytes]]:
 def with_field(packet: bytes, number: int, value: int) -> bytes:
     fields = list(HEADER.unpack_from(packet))
     fields[number] = value
-    return HEADER.pack(*fields) + packet[HEADER.size :]
+    return sealed(HEADER.pack(*fields) + packet[HEADER.size :])
 
 
 def test_every_datagram_is_counted_by_name(receiver: XdpReceiver, packets: list[list[bytes]]) -> None:
@@ -89,6 +91,7 @@ def test_every_datagram_is_counted_by_name(receiver: XdpReceiver, packets: list[
         Verdict.WRONG_SESSION: with_field(first, 4, 9),
         Verdict.TRUNCATED: first[:-1],
         Verdict.OVERSIZED: first + b"x",
+        Verdict.CORRUPT: first[:-1] + bytes([first[-1] ^ 1]),
         Verdict.MALFORMED: with_field(first, 7, 3),
         Verdict.OUT_OF_SEQUENCE: second,
         Verdict.NO_CREDIT: packets[2][0],
@@ -104,6 +107,77 @@ def test_every_datagram_is_counted_by_name(receiver: XdpReceiver, packets: list[
     counted = receiver.counters()
     assert counted.datagrams[Verdict.ACCEPTED] == counted.datagrams[Verdict.DUPLICATE] == 1
     assert (counted.records, receiver.rows_taken(0)) == (4, 4)
+
+
+IPV4 = Ends(hardware=bytes(range(6)), source=bytes([192, 0, 2, 1]), address=bytes([192, 0, 2, 2]))
+IPV6 = Ends(hardware=bytes(range(6)), address=bytes(15) + b"\x02")
+
+
+@pytest.mark.parametrize("own", [IPV4, IPV6], ids=["IPv4", "IPv6"])
+def test_packets_for_other_destinations_go_on(receiver: XdpReceiver, packets: list[list[bytes]], own: Ends) -> None:
+    """What a promiscuous interface, a bridge or a router sees of others."""
+    receiver.receive_at(own)
+    first = packets[0][0]
+    others = [replace(own, hardware=bytes(6)), IPV4 if own is IPV6 else IPV6]
+    others += [
+        replace(own, address=own.address[:n] + bytes([own.address[n] ^ 1]) + own.address[n + 1 :])
+        for n in range(len(own.address))
+    ]
+    for other in others:
+        assert receiver.program.test_run(frame(first, PORT, other)).verdict == XDP_PASS
+    assert sum(receiver.counters().datagrams.values()) == 0
+    assert receiver.program.test_run(frame(first, PORT, own)).verdict == XDP_DROP
+    assert receiver.counters().datagrams[Verdict.ACCEPTED] == 1
+
+
+def test_ipv4_packets_with_options_or_in_fragments_go_on(receiver: XdpReceiver, packets: list[list[bytes]]) -> None:
+    receiver.receive_at(IPV4)
+    plain = bytearray(frame(packets[0][0], PORT, IPV4))
+    for at, changed in ((14, 0x46), (20, 0x20), (21, 1), (23, 6)):  # options, more fragments, an offset, TCP
+        other = bytearray(plain)
+        other[at] = changed
+        assert receiver.program.test_run(bytes(other)).verdict == XDP_PASS, at
+    for size_bytes in range(14, 14 + 20 + 8):
+        assert receiver.program.test_run(bytes(plain[:size_bytes])).verdict == XDP_PASS, size_bytes
+    assert sum(receiver.counters().datagrams.values()) == 0
+
+
+def test_ipv4_packets_make_the_reference_s_batch(receiver: XdpReceiver, packets: list[list[bytes]]) -> None:
+    receiver.receive_at(IPV4)
+    with HostReceiver(LAYOUT, session=SESSION) as expected:
+        for packet in (*packets[0], packets[0][1], packets[0][2][:-1]):
+            for tags in ((), (VLAN,)):
+                assert receiver.program.test_run(frame(packet, PORT, IPV4, vlan_tags=tags)).verdict == XDP_DROP
+                expected.deliver(packet)
+        assert_same_batch(receiver.batch(0), expected.batch(0))
+        assert receiver.counters() == expected.counters()
+
+
+def test_a_packet_with_any_bit_changed_changes_nothing(receiver: XdpReceiver, packets: list[list[bytes]]) -> None:
+    first = packets[0][0]
+    with HostReceiver(LAYOUT, session=SESSION) as expected:
+        for bit in range(8 * len(first)):
+            broken = bytearray(first)
+            broken[bit // 8] ^= 1 << bit % 8
+            for target in (receiver, expected):
+                target.deliver(bytes(broken))
+        counted = receiver.counters()
+        assert counted == expected.counters()
+        # The others differ in magic, version, schema, session or size.
+        assert counted.datagrams[Verdict.CORRUPT] == 8 * (len(first) - 13)
+        assert (receiver.rows_taken(0), receiver.row_ahead(0)) == (0, 0)
+        receiver.deliver(first)
+        assert receiver.rows_taken(0) == 4
+
+
+def test_checksums_of_every_length_are_those_of_the_native_core(
+    receiver: XdpReceiver, packets: list[list[bytes]]
+) -> None:
+    """A whole packet that has the wrong records is malformed, and would be corrupt with another checksum."""
+    first = packets[0][0]
+    for size_bytes in range(HEADER.size, HEADER.size + 100):
+        receiver.deliver(with_field(first[:size_bytes].ljust(size_bytes, b"x"), 8, size_bytes - HEADER.size))
+    assert receiver.counters().datagrams[Verdict.CORRUPT] == 0
 
 
 VLAN, SERVICE_VLAN = (0x8100, 0x6005), (0x88A8, 7)
@@ -151,6 +225,30 @@ def test_a_gap_is_known_until_the_missing_packet_comes(receiver: XdpReceiver, pa
             target.deliver(packets[1][3])
             target.release(1)
             assert target.row_ahead(3) == 0
+
+
+def test_a_duplicate_that_comes_while_its_batch_is_released_is_no_row_of_the_next(
+    receiver: XdpReceiver, packets: list[list[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for packet in packets[0]:
+        receiver.deliver(packet)
+    plain = BatchLayout.cursor_values
+
+    def late(self: BatchLayout, memory: NDArray[np.uint8], slot: int) -> NDArray[np.uint64]:
+        monkeypatch.undo()
+        receiver.deliver(packets[0][0])
+        return plain(self, memory, slot)
+
+    monkeypatch.setattr(BatchLayout, "cursor_values", late)
+    receiver.release(0)
+    assert receiver.rows_taken(2) == 0
+    assert receiver.counters().datagrams[Verdict.BUSY] == 1
+    with HostReceiver(LAYOUT, session=SESSION) as expected:
+        expected.release(0)
+        for packet in packets[2]:
+            receiver.deliver(packet)
+            expected.deliver(packet)
+        assert_same_batch(receiver.batch(2), expected.batch(2))
 
 
 def test_every_truncation_is_refused_and_leaves_no_trace(receiver: XdpReceiver, packets: list[list[bytes]]) -> None:
@@ -216,13 +314,12 @@ def test_c_and_python_agree_on_the_layouts() -> None:
     """Compares clang's layouts. A global variable of each type puts the type into the object's BTF."""
     names = ("feed_slot", "feed_header", "feed_counters", "feed_settings")
     source = "".join(f"struct {name} a_{name};\n" for name in names)
-    btf = Btf(Elf(compile_source("layouts", f'#include "feed.h"\n{source}')))
-    assert btf.dtype("feed_slot") == STATE_DTYPE
-    assert STATE_DTYPE.itemsize <= CURSORS_OFFSET
+    btf = Btf(Elf(compile_source("layouts", f'#include "feed_receiver.h"\n{source}')))
+    assert btf.dtype("feed_slot").itemsize <= CURSORS_OFFSET
     header = btf.dtype("feed_header")
     assert header.itemsize == HEADER.size
     assert header.fields is not None
-    assert [header.fields[name][1] for name in header.names or ()] == [0, 2, 3, 4, 8, 12, 16, 20, 22]
+    assert [header.fields[name][1] for name in header.names or ()] == [0, 2, 3, 4, 8, 12, 16, 20, 22, 24]
     # One list in C makes these fields and the verdicts, in the same order.
     assert list(btf.dtype("feed_counters").names or ()) == list(FeedCounters().as_mapping())
     assert list(FeedCounters().as_mapping())[: len(Verdict)] == [verdict.name.lower() for verdict in Verdict]
@@ -254,6 +351,7 @@ def test_records_arrive_over_a_link(packets: list[list[bytes]]) -> None:
         XdpReceiver(LAYOUT, session=SESSION, udp_port=PORT) as made,
     ):
         interface, address = planes.interfaces(1)[0], planes.addresses(1)[0]
+        made.receive_at(planes.within(1, own_ends, interface))
         link = planes.within(1, lambda: attach_xdp(made.program, socket.if_nametoindex(interface), XdpMode.NATIVE))
         sender = planes.within(0, lambda: socket.socket(socket.AF_INET6, socket.SOCK_DGRAM))
         with link, sender, HostReceiver(LAYOUT, session=SESSION) as expected:

@@ -15,7 +15,10 @@ pytestmark = [pytest.mark.root, pytest.mark.needs("arena", "native-xdp")]
 
 LOADER = Path(__file__).with_name("xdp_loader.py")
 # In a network namespace of its own, which ends with the command.
-INTERFACE = "ip link add sennit0 type veth peer name sennit1 && ip link set sennit0 up && ip link set sennit1 up"
+INTERFACE = (
+    "ip link add sennit0 type veth peer name sennit1 && ip address add 192.0.2.1/24 dev sennit0 && "
+    "ip link set sennit0 up && ip link set sennit1 up"
+)
 
 
 def load(capabilities: set[str]) -> subprocess.CompletedProcess[str]:

@@ -52,6 +52,9 @@ class Source:
     def __init__(self) -> None:
         self.asked: list[tuple[int, int, int]] = []
 
+    def prepare(self, batch: int) -> None:
+        pass
+
     def send(self, udp_port: int, batch: int, begin: int, end: int) -> None:
         self.asked.append((batch, begin, end))
 

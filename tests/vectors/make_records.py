@@ -33,12 +33,55 @@ SCHEMAS = {
 SESSION, BATCH, ROW = 0x01020304, 7, 5
 
 
+PRIMES = (
+    0,
+    0x9E3779B185EBCA87,
+    0xC2B2AE3D27D4EB4F,
+    0x165667B19E3779F9,
+    0x85EBCA77C2B2AE63,
+    0x27D4EB2F165667C5,
+)
+
+
+def xxh64(data: bytes) -> int:
+    """XXH64 with the seed 0 of at least 32 bytes, after its specification (github.com/Cyan4973/xxHash)."""
+    mask = (1 << 64) - 1
+
+    def turned(number: int, bits: int) -> int:
+        return (number << bits | number >> 64 - bits) & mask
+
+    def step(total: int, lane: int) -> int:
+        return turned((total + lane * PRIMES[2]) & mask, 31) * PRIMES[1] & mask
+
+    totals = [(PRIMES[1] + PRIMES[2]) & mask, PRIMES[2], 0, -PRIMES[1] & mask]
+    whole = len(data) // 32 * 32
+    for at in range(0, whole, 32):
+        totals = [step(total, lane) for total, lane in zip(totals, struct.unpack_from("<4Q", data, at), strict=True)]
+    found = sum(turned(total, bits) for total, bits in zip(totals, (1, 7, 12, 18), strict=True)) & mask
+    for total in totals:
+        found = ((found ^ step(0, total)) * PRIMES[1] + PRIMES[4]) & mask
+    found = (found + len(data)) & mask
+    rest = data[whole:]
+    while len(rest) >= 8:
+        found = (turned(found ^ step(0, int.from_bytes(rest[:8], "little")), 27) * PRIMES[1] + PRIMES[4]) & mask
+        rest = rest[8:]
+    if len(rest) >= 4:
+        half = int.from_bytes(rest[:4], "little") * PRIMES[1] & mask
+        found = (turned(found ^ half, 23) * PRIMES[2] + PRIMES[3]) & mask
+        rest = rest[4:]
+    for byte in rest:
+        found = turned(found ^ (byte * PRIMES[5] & mask), 11) * PRIMES[1] & mask
+    found = (found ^ found >> 33) * PRIMES[2] & mask
+    found = (found ^ found >> 29) * PRIMES[3] & mask
+    return found ^ found >> 32
+
+
 def packet(schema: Mapping[str, object], records: list[bytes]) -> str:
     canonical = json.dumps(schema, sort_keys=True, separators=(",", ":")).encode()
     body = b"".join(records)
-    header = struct.pack(">HBB", 0x5E17, 1, 0) + hashlib.sha256(canonical).digest()[:4]
+    header = struct.pack(">HBB", 0x5E17, 2, 0) + hashlib.sha256(canonical).digest()[:4]
     header += struct.pack(">IIIHH", SESSION, BATCH, ROW, len(records), len(body))
-    return (header + body).hex()
+    return (header + struct.pack(">Q", xxh64(header + bytes(8) + body)) + body).hex()
 
 
 little = [

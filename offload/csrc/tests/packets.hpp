@@ -3,8 +3,10 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
+#include "checksum.hpp"
 #include "receiver.hpp"
 
 namespace sennit::offload {
@@ -16,9 +18,16 @@ inline void append_big_endian(Bytes& to, std::uint64_t number, int width_bytes) 
     to.push_back(static_cast<std::uint8_t>(number >> shift));
 }
 
+// The packet with its right checksum.
+inline Bytes sealed(Bytes packet) {
+  const std::uint64_t checksum = checksum_of(packet);
+  for (std::size_t n = 0; n < 8; n++) packet[CHECKSUM_AT + n] = static_cast<std::uint8_t>(checksum >> (56 - 8 * n));
+  return packet;
+}
+
 struct Header {
   std::uint16_t magic = 0x5e17;
-  std::uint8_t version = 1, flags = 0;
+  std::uint8_t version = 2, flags = 0;
   std::uint32_t schema_id = 7, session = 9, batch = 0, row = 0;
   std::uint16_t records = 1;
 };
@@ -32,8 +41,9 @@ inline Bytes packet(const Header& header, const Bytes& body) {
     append_big_endian(made, word, 4);
   append_big_endian(made, header.records, 2);
   append_big_endian(made, body.size(), 2);
+  append_big_endian(made, 0, 8);
   made.insert(made.end(), body.begin(), body.end());
-  return made;
+  return sealed(std::move(made));
 }
 
 // A float32, a bfloat16, two ids of two bytes, a list of up to 300 ids of one byte, and one of up to 3 of eight.

@@ -39,8 +39,8 @@ TEST_CASE("each datagram has the verdict that comes first") {
   Receiver receiver(big_endian_schema(), {}, SESSION, ROWS, SLOTS);
   const Bytes body = record(1, 2);
   const auto verdict = [&](const Header& header) { return verdict_of(receiver, packet(header, body)); };
-  CHECK(verdict({.magic = 1, .version = 2}) == Verdict::foreign);
-  CHECK(verdict({.version = 2, .schema_id = 1}) == Verdict::wrong_version);
+  CHECK(verdict({.magic = 1, .version = 3}) == Verdict::foreign);
+  CHECK(verdict({.version = 3, .schema_id = 1}) == Verdict::wrong_version);
   CHECK(verdict({.schema_id = 1, .session = 1}) == Verdict::wrong_schema);
   CHECK(verdict({.session = 1}) == Verdict::wrong_session);
   CHECK(verdict({.flags = 1, .batch = 5}) == Verdict::malformed);
@@ -79,6 +79,22 @@ TEST_CASE("a datagram cut or lengthened at every byte changes nothing") {
   CHECK(receiver.content(0).rows == 0);
   CHECK(verdict_of(receiver, good) == Verdict::accepted);
   CHECK(receiver.content(0).rows == 2);
+}
+
+TEST_CASE("a datagram with any bit changed changes nothing") {
+  Receiver receiver(big_endian_schema(), {}, SESSION, ROWS, SLOTS);
+  const Bytes good = packet({.records = 2}, joined({record(1, 2), record(2, 0)}));
+  for (std::size_t bit = 0; bit < 8 * good.size(); bit++) {
+    Bytes broken = good;
+    broken[bit / 8] ^= static_cast<std::uint8_t>(1U << bit % 8);
+    const Verdict verdict = verdict_of(receiver, broken);
+    // What the fields before the checksum decide is decided by them: magic, version, schema, session and size.
+    const bool is_corrupt = (bit / 8 > 11 || bit / 8 == 3) && bit / 8 != 22 && bit / 8 != 23;
+    CHECK((verdict == Verdict::corrupt) == is_corrupt);
+  }
+  CHECK(receiver.row_ahead(0) == 0);
+  CHECK(receiver.content(0).rows == 0);
+  CHECK(verdict_of(receiver, good) == Verdict::accepted);
 }
 
 TEST_CASE("random bytes behind a good header never fill more than a batch") {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "batch.hpp"
+#include "checksum.hpp"
 #include "receiver.hpp"
 
 using namespace sennit::offload;
@@ -13,7 +14,6 @@ using namespace sennit::offload;
 namespace {
 
 constexpr std::uint32_t ROWS = 32, SLOTS = 2;
-constexpr std::size_t HEADER_BYTES = 24;
 
 // Reads the input from its start; zeros behind its end.
 class Input {
@@ -64,7 +64,7 @@ void mend(std::vector<std::uint8_t>& datagram, const Receiver& receiver, std::ui
   const std::size_t body_bytes = datagram.size() - HEADER_BYTES;
   const std::uint8_t head[] = {0x5e,
                                0x17,
-                               1,
+                               2,
                                0,
                                0,
                                0,
@@ -87,6 +87,8 @@ void mend(std::vector<std::uint8_t>& datagram, const Receiver& receiver, std::ui
                                static_cast<std::uint8_t>(body_bytes >> 8),
                                static_cast<std::uint8_t>(body_bytes)};
   std::memcpy(datagram.data(), head, sizeof head);
+  const std::uint64_t checksum = __builtin_bswap64(checksum_of(datagram));
+  std::memcpy(datagram.data() + CHECKSUM_AT, &checksum, sizeof checksum);
 }
 
 void check_columns(const Receiver& receiver, std::uint32_t batch) {

@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+// What all generated programs have in common: they find the packets for their port, read them, and verify them.
+#pragma once
+
+#include "checksum.h"
+#include "feed.h"
+#include "feed_slot.h"
+
+// BPF_MAP_TYPE_ARENA: the headers of a distribution may be older than its kernel.
+#define FEED_MAP_TYPE_ARENA 33
+#define __arena __attribute__((address_space(1)))
+
+// Leaves a loop that runs too long (may_goto, Linux 6.9). Unlike bpf_for, it lets the verifier keep the loop's counter
+// in a register, which makes a loop over ids three times as fast.
+#define STOP_ENDLESS(label) asm volatile goto("may_goto %l[" #label "]" :: ::label)
+
+// A copy whose origin the compiler does not know. Otherwise it would compute the addresses of all columns before the
+// loop over records, and has no room for so many: a BPF program's stack has 512 bytes.
+#define FORGET(copy, number) \
+  __u64 copy = number;       \
+  asm volatile("" : "+r"(copy))
+
+// FEED_BYTES declares `data`, where the bytes of a packet are. FEED_INSIDE declares `place`, the address of `size` of
+// them from the offset `at` on, or jumps to `malformed`. Without the barrier the compiler derives this check from
+// another one, and the verifier loses the connection.
+#ifdef FEED_JUMBO
+// A packet of several buffers (xdp.frags): a program sees only the first of them. So the UDP payload is copied. Offsets
+// are those in the payload. Bytes behind it are those of an earlier packet: what reads them ends behind the body, and
+// so is malformed.
+#define FEED_PAYLOAD_MAX_BYTES (1 << 14)
+struct feed_payload {
+  __u8 bytes[FEED_PAYLOAD_MAX_BYTES];
+};
+struct {
+  __uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+  __uint(max_entries, 1);
+  __type(key, __u32);
+  __type(value, struct feed_payload);
+} payload SEC(".maps");
+#define FEED_BYTES(context, if_none)                        \
+  __u32 first_entry = 0;                                    \
+  __u8* data = bpf_map_lookup_elem(&payload, &first_entry); \
+  if (!data) if_none
+#define FEED_INSIDE(place, at, size)                          \
+  asm volatile("" : "+r"(at));                                \
+  if ((at) > FEED_PAYLOAD_MAX_BYTES - (size)) goto malformed; \
+  const __u8* place = data + (at)
+#else
+// Every offset stays below this, so the verifier knows that adding a width does not overflow.
+#define FEED_OFFSET_MAX 0x3fff
+#define FEED_BYTES(context, if_none) \
+  void *data = (void*)(long)(context)->data, *data_end = (void*)(long)(context)->data_end
+#define FEED_INSIDE(place, at, size)          \
+  asm volatile("" : "+r"(at));                \
+  if ((at) > FEED_OFFSET_MAX) goto malformed; \
+  const __u8* place = data + (at);            \
+  if ((void*)(place + (size)) > data_end) goto malformed
+#endif
+
+// Where packets come to. The process writes it before it attaches the program.
+struct feed_destination own;
+
+// feed_find with its result packed into one number. The verifier walks a global function once by itself and assumes
+// that it may return any number. So it walks the caller once, not once for each combination of headers.
+__attribute__((noinline)) __u64 feed_find_packed(struct xdp_md* context) {
+  struct feed_datagram found = feed_find((void*)(long)context->data, (void*)(long)context->data_end, &own);
+  return (__u64)found.port << 32 | (__u64)found.bytes << 8 | found.at;
+}
+
+// Finds a datagram for this port.
+static __always_inline struct feed_datagram feed_find_datagram(struct xdp_md* context, __u16 udp_port) {
+  const __u64 packed = feed_find_packed(context);
+  struct feed_datagram none = {};
+  struct feed_datagram found = {.at = packed & 0xff, .bytes = packed >> 8 & 0xffff, .port = packed >> 32};
+  return found.port == udp_port ? found : none;
+}
+
+// Whether a datagram and its header are whole. `found->at` becomes the offset for FEED_INSIDE.
+static __always_inline int feed_is_whole(struct xdp_md* context, struct feed_datagram* found) {
+  if (found->bytes < sizeof(struct feed_header)) return 0;
+#ifdef FEED_JUMBO
+  FEED_BYTES(context, return 0);
+  __u64 bytes = found->bytes;
+  asm volatile("" : "+r"(bytes));
+  if (bytes < sizeof(struct feed_header) || bytes > FEED_PAYLOAD_MAX_BYTES) return 0;
+  if (bpf_xdp_load_bytes(context, found->at, data, bytes)) return 0;  // it checks the packet's length
+  found->at = 0;
+  return 1;
+#else
+  FEED_BYTES(context, return 0);
+  return found->bytes <= (__u32)((long)data_end - (long)data) - found->at;
+#endif
+}
+
+#define FEED_WORD(place, n) *(const __u64*)((place) + 8 * (n))
+
+// The checksum of the packet from `at` to `end`, with zeros in place of the one that it has.
+__attribute__((noinline)) __u64 feed_checksum(struct xdp_md* context, __u64 at, __u64 end) {
+  __u64 a = CHECKSUM_SUM_0, b = CHECKSUM_SUM_1, c = CHECKSUM_SUM_2, d = CHECKSUM_SUM_3;
+  const __u64 size = end - at;
+  FEED_BYTES(context, return 0);
+  FEED_INSIDE(header, at, CHECKSUM_STRIPE_BYTES);
+  a = checksum_word(a, FEED_WORD(header, 0));
+  b = checksum_word(b, FEED_WORD(header, 1));
+  c = checksum_word(c, FEED_WORD(header, 2));
+  d = checksum_word(d, 0);
+  at += CHECKSUM_STRIPE_BYTES;
+  while (at + CHECKSUM_STRIPE_BYTES <= end) {
+    STOP_ENDLESS(malformed);
+    FEED_INSIDE(stripe, at, CHECKSUM_STRIPE_BYTES);
+    a = checksum_word(a, FEED_WORD(stripe, 0));
+    b = checksum_word(b, FEED_WORD(stripe, 1));
+    c = checksum_word(c, FEED_WORD(stripe, 2));
+    d = checksum_word(d, FEED_WORD(stripe, 3));
+    at += CHECKSUM_STRIPE_BYTES;
+  }
+  __u64 all = checksum_join(a, b, c, d, size);
+  while (at + 8 <= end) {
+    STOP_ENDLESS(malformed);
+    FEED_INSIDE(word, at, 8);
+    all = checksum_tail_word(all, FEED_WORD(word, 0));
+    at += 8;
+  }
+  if (at + 4 <= end) {
+    FEED_INSIDE(half, at, 4);
+    all = checksum_tail_half(all, *(const __u32*)half);
+    at += 4;
+  }
+  while (at < end) {
+    STOP_ENDLESS(malformed);
+    FEED_INSIDE(byte, at, 1);
+    all = checksum_tail_byte(all, *byte);
+    at += 1;
+  }
+  return checksum_end(all);
+malformed:
+  return 0;
+}

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Addresses and MTU of this host's network interfaces."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+from pathlib import Path
+from typing import Final
+
+from sennit.errors import ConfigError
+from sennit.offload.framing import Ends
+
+# linux/sockios.h
+_SIOCGIFADDR: Final = 0x8915
+_SIOCGIFMTU: Final = 0x8921
+_SIOCGIFHWADDR: Final = 0x8927
+_HARDWARE_BYTES: Final = 6
+
+
+class TargetError(ConfigError):
+    """Records cannot be received at this target. The message says why, and what is allowed."""
+
+
+def interface_index(name: str) -> int:
+    try:
+        return socket.if_nametoindex(name)
+    except OSError:
+        known = ", ".join(found for _, found in socket.if_nameindex())
+        raise TargetError(f"there is no interface {name!r}; there are {known}") from None
+
+
+def interface_address(name: str) -> str:
+    """The interface's first global IPv6 address, or else its IPv4 address."""
+    interface_index(name)
+    # Address, index, prefix, scope, flags, name (linux/Documentation/networking/proc_net_*); scope 0 is global.
+    table = Path("/proc/thread-self/net/if_inet6")
+    for line in table.read_text().splitlines() if table.exists() else ():
+        digits, _, _, scope, flags, device = line.split()
+        is_tentative = int(flags, 16) & 0x40
+        if device == name and int(scope, 16) == 0 and not is_tentative:
+            return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+    try:
+        return socket.inet_ntoa(_ask(name, _SIOCGIFADDR)[20:24])
+    except OSError:
+        raise TargetError(f"interface {name!r} has neither a global IPv6 address nor one of IPv4") from None
+
+
+def interface_mtu(name: str) -> int:
+    (mtu,) = struct.unpack_from("i", _ask(name, _SIOCGIFMTU), 16)
+    return int(mtu)
+
+
+def _ask(name: str, request: int) -> bytes:
+    """`struct ifreq` (linux/if.h) as the kernel fills it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        return fcntl.ioctl(any_socket, request, struct.pack("16s24x", name.encode()[:15]))
+
+
+def own_ends(name: str) -> Ends:
+    """The destination of packets for this interface: its hardware address, and the address that feeders are told."""
+    address = interface_address(name)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    hardware = _ask(name, _SIOCGIFHWADDR)[18 : 18 + _HARDWARE_BYTES]
+    packed = socket.inet_pton(family, address)
+    return Ends(hardware=hardware, source=packed, address=packed)
