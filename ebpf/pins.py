@@ -7,6 +7,7 @@ processes left.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -70,7 +71,8 @@ class PinFolder(Closing):
         """Removes the names. Processes that opened a map keep it."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            _remove(self.path)
+            with contextlib.suppress(FileNotFoundError):  # somebody has removed it
+                _remove(self.path)
             os.close(descriptor)
 
 

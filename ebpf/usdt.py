@@ -22,7 +22,7 @@ BASE_SECTION: Final = ".stapsdt.base"
 OWNER: Final = "stapsdt"
 _ADDRESSES: Final = struct.Struct("<QQQ")
 """The addresses of the instruction, of the section that shows how the file was relocated, and of a semaphore."""
-_ARGUMENT: Final = re.compile(r"(-?)(\d)@(\S+)")
+_ARGUMENT: Final = re.compile(r"(-?)(\d)@(\[[^\]]*\]|\S+)")
 # Some x86 libraries have a second nop of five bytes behind the first, for a call (github.com/libbpf/usdt).
 _NOP_AND_NOP5: Final = bytes.fromhex("90 0f1f440000")
 
@@ -88,10 +88,15 @@ def read(path: Path) -> list[Tracepoint]:
     return [found[key] for key in sorted(found)]
 
 
+def split_arguments(text: str) -> list[tuple[str, str, str]]:
+    """Sign, width in bytes and operand of each argument. Memory operands of arm64 have a space: `[sp, 60]`."""
+    return _ARGUMENT.findall(text)
+
+
 def _decoded(elf: ELFFile, base_address: int | None, description: bytes) -> Tracepoint:
     address, noted_base, _ = _ADDRESSES.unpack_from(description)
     provider, name, arguments, *_ = description[_ADDRESSES.size :].split(b"\0")
-    found = _ARGUMENT.findall(arguments.decode())
+    found = split_arguments(arguments.decode())
     offset = _file_offset(elf, address + (base_address - noted_base if base_address is not None else 0))
     elf.stream.seek(offset)
     place = Place(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from sennit.ebpf import usdt_entries
-from sennit.ebpf.usdt import Argument, Place, Tracepoint
+from sennit.ebpf.usdt import Argument, Place, Tracepoint, split_arguments
 
 
 def text(size_bytes: int, operand: str, machine: str = "x86_64", *, is_signed: bool = False) -> str:
@@ -50,6 +50,17 @@ def test_where_x86_has_arguments(size_bytes: int, operand: str, call: str) -> No
 )
 def test_where_arm_has_arguments(size_bytes: int, operand: str, call: str) -> None:
     assert text(size_bytes, operand, "aarch64") == call
+
+
+def test_operands_with_a_space_are_read_whole() -> None:
+    """As a compiler for arm64 writes them into a note."""
+    assert split_arguments("-4@[sp, 60] 8@x0 4@[x21] 2@-8(%rbp) 4@$5") == [
+        ("-", "4", "[sp, 60]"),
+        ("", "8", "x0"),
+        ("", "4", "[x21]"),
+        ("", "2", "-8(%rbp)"),
+        ("", "4", "$5"),
+    ]
 
 
 def test_signed_arguments_stay_signed() -> None:
