@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import struct
 import time
@@ -65,19 +66,27 @@ def lead(
         missing = set(ranks[1:])
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(_name(session, interface))
-            listener.listen()
-            while missing:
-                listener.settimeout(max(0.001, deadline_s - time.monotonic()))
-                try:
-                    visitor, _ = listener.accept()
-                except TimeoutError:
-                    raise TargetUnavailable(
-                        f"xdp: local ranks {sorted(missing)} did not come to share {interface} within {timeout_s:g} s"
-                    ) from None
-                with visitor:
-                    visitor.settimeout(max(0.001, deadline_s - time.monotonic()))
-                    with contextlib.suppress(OSError):
-                        missing.discard(_receive(visitor, dispatcher, missing))
+            listener.listen(socket.SOMAXCONN)
+            visitors: set[socket.socket] = set()
+            try:
+                while missing:
+                    left_s = deadline_s - time.monotonic()
+                    if left_s <= 0:
+                        raise TargetUnavailable(
+                            f"xdp: local ranks {sorted(missing)} did not come to share {interface} "
+                            f"within {timeout_s:g} s"
+                        )
+                    ready, _, _ = select.select([listener, *visitors], [], [], left_s)
+                    for found in ready:
+                        if found is listener:
+                            visitors |= _accept(listener)
+                            continue
+                        visitors.discard(found)
+                        with found:
+                            missing.discard(_receive(found, dispatcher, missing))
+            finally:
+                for visitor in visitors:
+                    visitor.close()
     except BaseException:
         dispatcher.close()
         raise
@@ -102,16 +111,33 @@ def follow(program_descriptor: int, interface: str, number: int, *, session: int
         time.sleep(RETRY_S)
 
 
-def _receive(visitor: socket.socket, dispatcher: Dispatcher, missing: set[int]) -> int:
-    """The number of the rank that passed its program; -1 for a process that is not expected."""
+def _accept(listener: socket.socket) -> set[socket.socket]:
+    """The next visitor, if it is a process of this user. Nobody waits for what it says: others are heard meanwhile."""
+    visitor, _ = listener.accept()
     _, user, _ = _CREDENTIALS.unpack(visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    said, descriptors, _, _ = socket.recv_fds(visitor, _NUMBER.size, 1)
+    if user != os.geteuid():
+        visitor.close()
+        return set()
+    visitor.setblocking(False)
+    return {visitor}
+
+
+def _receive(visitor: socket.socket, dispatcher: Dispatcher, missing: set[int]) -> int:
+    """The number of the rank that passed its program; -1 for a process that is not expected or has gone.
+
+    Raises BpfError if the kernel refuses the program of an expected rank.
+    """
+    try:
+        said, descriptors, _, _ = socket.recv_fds(visitor, _NUMBER.size, 1)
+    except OSError:
+        return -1
     try:
         number = _NUMBER.unpack(said)[0] if len(said) == _NUMBER.size else -1
-        if user != os.geteuid() or number not in missing or not descriptors:
+        if number not in missing or not descriptors:
             return -1
         dispatcher.add(number, descriptors[0])
-        visitor.send(_DONE)
+        with contextlib.suppress(OSError):  # it has gone, which its run will say
+            visitor.send(_DONE)
         return int(number)
     finally:
         for descriptor in descriptors:

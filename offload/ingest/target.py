@@ -150,6 +150,8 @@ class IngestTarget:
 
         local_rank = receiver.udp_port - self.port
         interface, program, session = self._interface(local_rank), receiver.program.descriptor, receiver.session
+        if len(ranks) > 1:
+            receiver.receive_at(own_ends(interface))  # the dispatcher is what is attached
         if len(ranks) > 1 and local_rank == ranks[0]:
             dispatcher = lead(program, interface, ranks, session=session, first_port=self.port, timeout_s=timeout_s)
             receiver.attached = dispatcher

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from sennit.ebpf.library import BpfError
 from sennit.ebpf.links import attach_xdp
 from sennit.offload.admission import Verdict
 from sennit.offload.batches import BatchLayout
@@ -87,25 +88,55 @@ def test_who_leads_waits_for_the_others_but_not_for_ever(planes: Planes, receive
 
 @pytest.mark.needs("native-xdp", "tc-bpf")
 def test_visitors_that_are_not_awaited_are_left_out(planes: Planes, receivers: list[XdpReceiver]) -> None:
-    """Junk, a number without a program, a file that is no program, another rank's number; then the awaited rank."""
+    """Junk, a number without a program, another rank's number; then the awaited rank."""
     led: list[Dispatcher] = []
     number = (2).to_bytes(4, "little")
     leader = threading.Thread(target=lambda: led.append(lead_within(planes, receivers[0], DEADLINE_S)), daemon=True)
     leader.start()
-    with open(os.devnull) as other:
-        for said, descriptors in (
-            (b"x", []),
-            (number, []),
-            (number, [other.fileno()]),
-            ((7).to_bytes(4, "little"), [receivers[1].program.descriptor]),
-        ):
-            with planes.within(0, visit) as visitor:
-                socket.send_fds(visitor, [said], descriptors)
-                assert visitor.recv(1) == b""
+    for said, descriptors in (
+        (b"x", []),
+        (number, []),
+        ((7).to_bytes(4, "little"), [receivers[1].program.descriptor]),
+    ):
+        with planes.within(0, visit) as visitor:
+            socket.send_fds(visitor, [said], descriptors)
+            assert visitor.recv(1) == b""
     follow_within(planes, receivers[1], DEADLINE_S)
     leader.join(DEADLINE_S)
     with led[0] as dispatcher:
         assert dispatcher.program.test_run(frame(DATAGRAM, FIRST_PORT + 2)).verdict == XDP_DROP
+
+
+@pytest.mark.needs("native-xdp", "tc-bpf")
+def test_silent_visitors_hold_nobody_up(planes: Planes, receivers: list[XdpReceiver]) -> None:
+    led: list[Dispatcher] = []
+    leader = threading.Thread(target=lambda: led.append(lead_within(planes, receivers[0], DEADLINE_S)), daemon=True)
+    leader.start()
+    with planes.within(0, visit), planes.within(0, visit):
+        follow_within(planes, receivers[1], DEADLINE_S)
+        leader.join(DEADLINE_S)
+    with led[0] as dispatcher:
+        assert dispatcher.program.test_run(frame(DATAGRAM, FIRST_PORT + 2)).verdict == XDP_DROP
+
+
+@pytest.mark.needs("native-xdp", "tc-bpf")
+def test_a_program_that_the_kernel_refuses_is_an_error_and_not_a_rank_that_did_not_come(
+    planes: Planes, receivers: list[XdpReceiver]
+) -> None:
+    raised: list[BaseException] = []
+
+    def attempt() -> None:
+        with pytest.raises(BpfError) as refused:
+            lead_within(planes, receivers[0], DEADLINE_S)
+        raised.append(refused.value)
+
+    leader = threading.Thread(target=attempt, daemon=True)
+    leader.start()
+    with planes.within(0, visit) as visitor, open(os.devnull) as other:
+        socket.send_fds(visitor, [(2).to_bytes(4, "little")], [other.fileno()])
+        assert visitor.recv(1) == b""
+    leader.join(DEADLINE_S)
+    assert "map receivers" in str(raised[0])
 
 
 def visit() -> socket.socket:
