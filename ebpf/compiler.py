@@ -65,14 +65,14 @@ def _version(path: str) -> int:
 @functools.cache
 def compile_program(name: str) -> bytes:
     """The object file of `programs/<name>.bpf.c`, once a process."""
-    return _compile(PROGRAMS / f"{name}.bpf.c", INSTRUCTION_SET, find_clang())
+    return _compile(PROGRAMS / f"{name}.bpf.c", INSTRUCTION_SET, 0)
 
 
 def compile_with_header(name: str, header: str, text: str) -> bytes:
     """The object file of `programs/<name>.bpf.c`, for which the include file `header` has this text."""
     with tempfile.TemporaryDirectory(prefix="sennit-bpf-") as folder:
         (Path(folder) / header).write_text(text)
-        return _compile(PROGRAMS / f"{name}.bpf.c", INSTRUCTION_SET, find_clang(), f"-I{folder}")
+        return _compile(PROGRAMS / f"{name}.bpf.c", INSTRUCTION_SET, 0, f"-I{folder}")
 
 
 def compile_source(name: str, source: str) -> bytes:
@@ -81,22 +81,35 @@ def compile_source(name: str, source: str) -> bytes:
         path = Path(folder) / f"{name}.bpf.c"
         path.write_text(source)
         # Generated programs compute some values that nobody reads. clang removes them.
-        return _compile(
-            path, ARENA_INSTRUCTION_SET, find_clang(ARENA_CLANG_VERSION), "-Wno-unused-variable", "-Wno-unused-label"
-        )
+        return _compile(path, ARENA_INSTRUCTION_SET, ARENA_CLANG_VERSION, "-Wno-unused-variable", "-Wno-unused-label")
 
 
-def _compile(source: Path, instruction_set: str, clang: str, *options: str) -> bytes:
-    """The object of a source file. Comes from the cache if the same text was compiled in the same way before."""
+def _compile(source: Path, instruction_set: str, clang_version: int, *options: str) -> bytes:
+    """The object of a source file. Comes from the cache if the same text was compiled in the same way before.
+
+    Without a clang of this version the cache has the object of the same sources, whatever the headers of the system.
+    """
     # For the target bpf, clang does not search the folder where the host's compiler finds asm/types.h.
     multiarch = Path("/usr/include") / (sysconfig.get_config_var("MULTIARCH") or "")
     flags = ["-target", "bpf", f"-mcpu={instruction_set}", "-O2", "-g", "-Wall", "-Werror"]
     flags += [f"-D__TARGET_ARCH_{TARGET_ARCHITECTURES.get(platform.machine(), platform.machine())}"]
     flags += [option for option in options if not option.startswith("-I")]
     includes = [option for option in options if option.startswith("-I")] + [f"-I{INCLUDE}", f"-I{multiarch}"]
+    folders = [Path(include.removeprefix("-I")) for include in includes[:-1]]
+    sources = [source, *(path for folder in folders for path in sorted(folder.glob("*.h")))]
+    by_sources = _key(*flags, *(path.read_text() for path in sources))
+    try:
+        clang = find_clang(clang_version)
+    except ToolMissing as missing:
+        image = object_cache.read(by_sources)
+        if image is None:
+            raise ToolMissing(
+                f"{missing}; install it (Debian: clang-22 libbpf-dev), or bring a cache that has the object"
+            ) from None
+        return image
     # The text with all its headers, without the paths of this machine.
     text = _run([clang, *flags, *includes, "-E", "-P", os.fspath(source)])
-    key = hashlib.sha256("\0".join([_identity(clang), *flags, text]).encode()).hexdigest()
+    key = _key(_identity(clang), *flags, text)
     image = object_cache.read(key)
     if image is None:
         with tempfile.TemporaryDirectory(prefix="sennit-bpf-") as folder:
@@ -104,7 +117,12 @@ def _compile(source: Path, instruction_set: str, clang: str, *options: str) -> b
             _run([clang, *flags, *includes, "-c", os.fspath(source), "-o", os.fspath(target)])
             image = target.read_bytes()
         object_cache.write(key, image)
+        object_cache.write(by_sources, image)
     return image
+
+
+def _key(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 @functools.cache
@@ -114,7 +132,10 @@ def _identity(clang: str) -> str:
 
 
 def _run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise CompileError(f"{' '.join(command)}: no end within {COMPILE_TIMEOUT_S:g} s") from None
     if done.returncode != 0:
         missing = re.search(r"fatal error: '(.*)' file not found", done.stderr)
         if missing:

@@ -104,8 +104,9 @@ class ValueWriter:
     """Writes the values of columns into the body of the loop over records.
 
     The loop has in scope: what FEED_BYTES of feed_receiver.h declares, `fixed` (the record's fixed part, inside the
-    packet), `begin` (its offset), for each list `n_NAME` and `at_NAME` once it is reached, and the label `malformed`. Functions also have
-    `one`: it is 1, but the verifier does not know that, and so does not walk every round of a loop of known length.
+    packet), `begin` (its offset), for each list `n_NAME` and `at_NAME` once it is reached, and the label `malformed`.
+    Functions also have `one`: it is 1, but the verifier does not know that, and so does not walk every round of a loop
+    of known length.
     """
 
     def __init__(self, schema: Schema, graph: Graph, offsets: dict[str, int], out: Writer) -> None:

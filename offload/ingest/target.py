@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,10 @@ from sennit.offload.interfaces import TargetError, interface_address, interface_
 from sennit.offload.targets import Receiver, xdp_receiver
 
 if TYPE_CHECKING:
+    from sennit.ebpf.loader import Program
     from sennit.offload.xdp import XdpReceiver
 
+STATISTICS: Final = "SENNIT_BPF_STATISTICS"
 PORT: Final = 4800
 KINDS: Final = ("xdp", "cpu")
 # Records in one datagram. What native XDP takes on a virtual interface is 3,506 bytes of IP packet.
@@ -155,13 +158,13 @@ class IngestTarget:
         if len(ranks) > 1 and local_rank == ranks[0]:
             dispatcher = lead(program, interface, ranks, session=session, first_port=self.port, timeout_s=timeout_s)
             receiver.attached = dispatcher
-            receiver.count_time(dispatcher.program)
+            _count_time(receiver, dispatcher.program)
             return
         if len(ranks) == 1:
             receiver.attach(interface)
         else:
             follow(program, interface, local_rank, session=session, timeout_s=timeout_s)
-        receiver.count_time()
+        _count_time(receiver)
 
     def packets_on_the_way(self, local_rank: int, mates: Sequence[int]) -> int:
         """Datagrams that may be in flight to a rank. No queue on the host holds more."""
@@ -174,6 +177,12 @@ class IngestTarget:
         if self.kind == "cpu":
             return CPU_PACKET_BYTES
         return min(interface_mtu(self._interface(local_rank)), XDP_MTU_MAX) - HEADERS_BYTES
+
+
+def _count_time(receiver: XdpReceiver, *before: Program) -> None:
+    """Off unless it is asked for: the kernel then counts for all programs of the machine, which slows each of them."""
+    if os.environ.get(STATISTICS) == "1":
+        receiver.count_time(*before)
 
 
 def _receive_buffer_bytes() -> int:
