@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Self
 from sennit.closing import Closing
 from sennit.offload.batches import BatchLayout
 from sennit.offload.errors import TargetUnavailable
-from sennit.offload.interfaces import TargetError, interface_address, interface_index, interface_mtu
+from sennit.offload.interfaces import TargetError, interface_address, interface_index, interface_mtu, own_ends
 from sennit.offload.targets import Receiver, xdp_receiver
 
 if TYPE_CHECKING:
