@@ -159,7 +159,7 @@ class SocketReader:
     def stop(self, timeout_ms: int) -> None: ...
 
 class KernelSlots:
-    """The slots of a ring that BPF programs fill. Whoever claims a slot owns what is in it (ebpf/include/feed_slot.h)."""
+    """The slots of a ring that BPF programs fill (ebpf/include/feed_slot.h). Whoever claims a slot owns its content."""
 
     def __init__(self, memory: NDArray[np.uint8], slots: int, slot_bytes: int) -> None: ...
     def rows_taken(self, batch: int, /) -> int:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sennit.offload.ingest.target import IngestTarget
+from sennit.offload.ingest.target import STATISTICS, IngestTarget
 from sennit.runtime.backend.process_group import BACKEND_NAME, communicator, register
 from sennit.runtime.backend.torch_versions import PrefixStore, Store
 from sennit.runtime.data import sources
@@ -131,6 +131,7 @@ def take_turns(plan: Plan, rank: int, world: int, store: Store) -> Measured | No
     if place.network is not None:
         enter(place.network)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ[STATISTICS] = "1"
     register()
     dist.init_process_group(
         way.backend, store=PrefixStore(f"way{number}", store), rank=own, world_size=plan.ranks,

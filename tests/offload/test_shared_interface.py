@@ -19,7 +19,8 @@ from sennit.offload.batches import BatchLayout
 from sennit.offload.errors import TargetUnavailable
 from sennit.offload.framing import frame
 from sennit.offload.ingest.shared_interface import Dispatcher, follow, lead
-from sennit.offload.ingest.target import IngestTarget, TargetError
+from sennit.offload.ingest.target import IngestTarget
+from sennit.offload.interfaces import TargetError
 from sennit.offload.xdp import XdpReceiver
 from sennit.testbed.topology import Planes
 from tests.offload.ingest_world import PLAN, SESSION, packet
