@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 import sennit
 from sennit import extras
-from sennit.command_line import EXIT_UNAVAILABLE, busy, fail, stdout_console, writable_file
+from sennit.command_line import EXIT_UNAVAILABLE, busy, fail, output, stdout_console, writable_file
 from sennit.runtime.ingest.command import feed
 from sennit.runtime.telemetry.commands import metrics, top
 from sennit.runtime.timeline.command import timeline
@@ -26,7 +26,13 @@ ORDER = ("demo", "doctor", "train", "shard", "roofline", "timeline", "feed", "ex
 
 
 class Commands(TyperGroup):
-    """Ends a command that needs an optional package with one line that says how to install it."""
+    """Ends a command that needs an optional package with one line that says how to install it, and one whose output
+    cannot be written.
+    """
+
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        with output():
+            return super().main(*arguments, **options)
 
     def list_commands(self, ctx: Any) -> list[str]:
         """What a newcomer needs first."""

@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands share: output width, errors, and checks of files named by options."""
+"""What the commands share: output, its width and its end, errors, and checks of files named by options."""
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import importlib.util
+import io
 import json
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn, TextIO
 
 import typer
 
 if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
     from rich.console import Console
     from rich.text import Text
 
@@ -22,8 +25,100 @@ if TYPE_CHECKING:
 PIPE_WIDTH: Final = 160
 # sysexits.h, EX_UNAVAILABLE: this machine lacks something, and the message says what.
 EXIT_UNAVAILABLE: Final = 69
+# EX_IOERR
+EXIT_NO_OUTPUT: Final = 74
 ANOTHER_FILE: Final = "choose a file in a folder with room that can be written"
 FIGURE_SUFFIXES: Final = (".png", ".svg", ".pdf")
+# What stands for our letters where a terminal has ASCII or Latin-1 alone. Bars become digits.
+PLAIN: Final = str.maketrans(
+    {
+        "µ": "u",
+        "×": "x",
+        "·": ".",
+        "…": "...",
+        "→": "->",
+        "–": "-",
+        "≥": ">=",
+        "≤": "<=",
+        "²": "2",
+        "━": "-",
+        "╸": "-",
+        "✓": "ok",
+    }
+    | {bar: f"{height}" for height, bar in enumerate("▁▂▃▄▅▆▇█", 1)}
+)
+
+
+class OutputLost(OSError):
+    """Standard output or standard error cannot be written, and not because its reader has gone."""
+
+
+class _Stream(io.FileIO):
+    """What is below `sys.stdout`: tells a failure of it from every other OSError."""
+
+    def write(self, content: ReadableBuffer) -> int | None:  # type: ignore[override]
+        try:
+            return super().write(content)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputLost(error.errno, error.strerror) from None
+
+
+@contextlib.contextmanager
+def output() -> Iterator[None]:
+    """Around a command. Its output fits every terminal, and the command ends in order where it cannot be written.
+
+    A letter that the terminal's encoding lacks becomes a plain one. A closed pipe ends the command without a word, as
+    `| head` does, with 1. Any other failure, such as a full disk, is said in one line, with 74.
+    """
+    codecs.register_error("sennit", _plain)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        buffer = getattr(stream, "buffer", None)
+        old = getattr(buffer, "raw", buffer)  # (With -u, Python has no buffer.)
+        # Tests, and programs that call a command, have other streams.
+        if isinstance(old, io.FileIO):
+            stream.flush()
+            new = _Stream(stream.fileno(), "wb", closefd=False)
+            replaced = io.TextIOWrapper(
+                new if old is buffer else io.BufferedWriter(new),  # type: ignore[arg-type]
+                stream.encoding,
+                errors="sennit",
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            )
+            setattr(sys, name, replaced)
+    try:
+        try:
+            yield
+        finally:
+            # Now, because at the end of Python nobody could say it.
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except OutputLost as error:
+        _discard(sys.stdout)
+        with contextlib.suppress(OutputLost):
+            print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
+        _discard(sys.stderr)
+        sys.exit(EXIT_NO_OUTPUT)
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    found = error.object[error.start : error.end].translate(PLAIN)
+    return found.encode(error.encoding, "replace").decode(error.encoding), error.end
+
+
+def _discard(stream: TextIO) -> None:
+    """If the stream cannot be written, its text goes nowhere: Python would complain of it at its end."""
+    try:
+        stream.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def stdout_console() -> Console:

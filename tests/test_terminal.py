@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from sennit.command_line import EXIT_NO_OUTPUT, output
 from tests.terminal import run_on_terminal
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,6 +38,60 @@ def test_colours_are_for_terminals_and_no_color_turns_them_off() -> None:
     )
     assert "RoCEv2 over UDP" in piped.stdout
     assert "\x1b" not in piped.stdout + piped.stderr
+
+
+EXPLAIN, HELP = ["explain", "allreduce", "64KiB"], ["train", "--help"]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_letters_that_a_terminal_lacks_become_plain_ones(encoding: str) -> None:
+    variables = {**os.environ, "PYTHONIOENCODING": encoding}
+    for arguments, seen in ((EXPLAIN, "estimate µs"), (["doctor"], "RoCEv2 over UDP"), (["top", "--once"], "")):
+        done = subprocess.run(
+            [*SENNIT, *arguments], env=variables, capture_output=True, timeout=COMMAND_TIMEOUT_S, check=False
+        )
+        assert not done.stderr, done.stderr
+        assert (seen.replace("µ", "u") if encoding == "ascii" else seen) in done.stdout.decode(encoding)
+
+
+def test_every_letter_of_ours_has_a_plain_one() -> None:
+    """And bars keep their order."""
+    with output():
+        assert "µ×·…→ ▁▄█ 漢".encode("ascii", "sennit") == b"ux....-> 148 ?"
+        assert "µ→".encode("latin-1", "sennit") == b"\xb5->"
+
+
+@pytest.mark.parametrize("python", [[sys.executable], [sys.executable, "-u"]], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("arguments", [EXPLAIN, HELP, ["doctor", "--json"], ["version"]], ids=" ".join)
+def test_output_that_cannot_be_written_is_told_in_one_line(python: list[str], arguments: list[str]) -> None:
+    def run(error: int) -> subprocess.CompletedProcess[str]:
+        with open("/dev/full", "w") as full:
+            return subprocess.run(
+                [*python, "-m", "sennit", *arguments],
+                stdout=full, stderr=error or full, text=True, timeout=COMMAND_TIMEOUT_S, check=False,
+            )  # fmt: skip
+
+    done = run(subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (
+        EXIT_NO_OUTPUT, "error: the output cannot be written: No space left on device\n"
+    )  # fmt: skip
+    if arguments == EXPLAIN:
+        assert run(0).returncode == EXIT_NO_OUTPUT
+
+
+@pytest.mark.parametrize("module", ["sennit", "sennit.runtime.training"])
+def test_a_closed_pipe_ends_a_command_without_a_word(module: str) -> None:
+    arguments = ["--help"] if module != "sennit" else EXPLAIN
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", module, *arguments],
+            stdout=write, stderr=subprocess.PIPE, text=True, timeout=COMMAND_TIMEOUT_S, check=False,
+        )  # fmt: skip
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 @pytest.mark.slow

@@ -16,4 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from sennit.command_line import output
+
+    with output():
+        main()
