@@ -40,7 +40,6 @@ DEFAULT_SEED = "1"
 hypothesis.settings.register_profile(
     "sennit",
     deadline=None,  # a slow machine is not a failure
-    derandomize=True,
     database=None,
 )
 hypothesis.settings.load_profile("sennit")
@@ -58,7 +57,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     wanted = config.getoption("--seed")
-    config.stash[SESSION_SEED] = random.SystemRandom().getrandbits(32) if wanted == "random" else int(wanted)
+    seed = random.SystemRandom().getrandbits(32) if wanted == "random" else int(wanted)
+    config.stash[SESSION_SEED] = seed
+    # Other processes of this session take over its options, and so the same seed. Hypothesis draws from it, too.
+    config.option.seed = str(seed)
+    if config.getoption("--hypothesis-seed") is None:
+        hypothesis.core.global_force_seed = seed
 
 
 SESSION_SEED = pytest.StashKey[int]()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -67,8 +68,9 @@ class Thread:
         at = start_ns
         first = self.wait_before(start_ns + 1)
         place = bisect.bisect_right(self._wait_starts, start_ns)
-        waits = ([first] if first is not None and first.end_ns > start_ns else []) + self.waits[place:]
-        for wait in waits:
+        # (A slice of the list would make the time of all steps grow with the square of the spans.)
+        later = (self.waits[number] for number in range(place, len(self.waits)))
+        for wait in itertools.chain([first] if first is not None and first.end_ns > start_ns else [], later):
             if wait.start_ns >= end_ns:
                 break
             yield from self._worked(at, wait.start_ns)

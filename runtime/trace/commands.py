@@ -143,12 +143,14 @@ def packets(
                 # The last wanted packet ends the capture, but not a command.
                 return capture.drain() and not command
 
-            code = session.run(command or [], seconds, DRAIN_EVERY_S, drain, interrupted)
-            dropped = capture.dropped()
+            watched = session.run(command or [], seconds, DRAIN_EVERY_S, drain, interrupted)
+            dropped, was_interrupted = capture.dropped(), interrupted()
     except OSError as error:
         _fail(f"{(command or [''])[0]}: {error.strerror}; give a program that can be started behind --")
     typer.echo(f"{write}: {capture.packets:,} packets, {dropped:,} dropped")
-    raise typer.Exit(code)
+    # The capture is over. The command beside it goes on.
+    with session.interrupts() as interrupted:
+        raise typer.Exit(session.end(watched, lambda: interrupted() or was_interrupted))
 
 
 @app.command(epilog="Example: sennit trace headers")
@@ -184,6 +186,7 @@ def _session(
     kind: Any = importlib.import_module(f"sennit.runtime.trace.{name}")
     with contextlib.ExitStack() as held:
         try:
+            session.check_process(process)
             program = held.enter_context(kind.attach(process))
         except (session.SessionError, Unsupported) as error:
             _fail(str(error))
@@ -198,12 +201,13 @@ def _session(
             console.print(kind.table(collect()))
 
         try:
-            code = session.run(command or [], seconds, interval_s, show, interrupted)
+            watched = session.run(command or [], seconds, interval_s, show, interrupted)
             rows = collect()
         except OSError as error:
             _fail(f"{(command or [''])[0]}: {error.strerror}; give a program that can be started behind --")
         # (bcc's sessions do not count this.)
         uncounted = program.uncounted() if hasattr(program, "uncounted") else None
+        was_interrupted = interrupted()
     console.print(kind.table(rows))
     if not rows:
         typer.echo("nothing was seen: did the processes use this installation's library?", err=True)
@@ -214,7 +218,9 @@ def _session(
         found: object = [row.as_json() for row in rows]
         document = found if uncounted is None else {"rows": found, "uncounted": uncounted}
         write_json(json_path, document)
-    raise typer.Exit(code)
+    # The session is over. The command that it watched goes on.
+    with session.interrupts() as interrupted:
+        raise typer.Exit(session.end(watched, lambda: interrupted() or was_interrupted))
 
 
 def _fail(message: str) -> NoReturn:

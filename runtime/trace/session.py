@@ -93,11 +93,11 @@ def run(
     interval_s: float,
     tick: Callable[[], bool | None],
     interrupted: Callable[[], bool],
-) -> int:
+) -> subprocess.Popen[bytes] | None:
     """Calls `tick` every `interval_s` (0: never) until the command ends, the time is over, it is `interrupted`, or
     `tick` returns True.
 
-    Returns the command's exit code, 128 + signal if a signal ended it; 0 without a command.
+    Returns the command, which may go on: `end` waits for it.
     """
     begin_s = time.monotonic()
     end_s = begin_s + seconds if seconds is not None else float("inf")
@@ -113,9 +113,29 @@ def run(
                 if tick():
                     break
             time.sleep(LOOK_EVERY_S)
-    finally:
-        code = _end(process)
-    return code
+    except BaseException:
+        _terminate(process)
+        raise
+    return process
+
+
+def end(process: subprocess.Popen[bytes] | None, interrupted: Callable[[], bool]) -> int:
+    """Waits until the watched command ends by itself. Only an interrupt of the session ends it.
+
+    Returns its exit code, 128 + signal if a signal ended it; 0 without a command.
+    """
+    while process is not None and process.poll() is None and not interrupted():
+        time.sleep(LOOK_EVERY_S)
+    _terminate(process)
+    if process is None:
+        return 0
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode
+
+
+def check_process(process: int | None) -> None:
+    """Raises `SessionError` if there is no such process."""
+    if process is not None and not Path(f"/proc/{process}").exists():
+        raise SessionError(f"--pid {process}: no such process here; in a container, give the number that ps shows")
 
 
 @contextlib.contextmanager
@@ -138,14 +158,11 @@ def interrupts() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-def _end(process: subprocess.Popen[bytes] | None) -> int:
-    if process is None:
-        return 0
-    if process.poll() is None:
+def _terminate(process: subprocess.Popen[bytes] | None) -> None:
+    if process is not None and process.poll() is None:
         process.terminate()
         try:
             process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(END_TIMEOUT_S)
-    return process.returncode if process.returncode >= 0 else 128 - process.returncode

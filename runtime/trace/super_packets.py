@@ -23,12 +23,18 @@ _IPV4_TYPE: Final = 0x0800
 def wire_packets(frame: bytes, segment_bytes: int) -> Iterator[bytes]:
     """The Ethernet frames on the wire. `segment_bytes`: UDP payload of each; 0: the frame is a single packet.
 
-    Fills in a checksum that the stack left to the device.
+    Fills in a checksum that the stack left to the device. A frame without whole headers stays as it is.
     """
+    if len(frame) < ETHERNET_BYTES + 1:
+        yield frame
+        return
     is_ipv4 = struct.unpack_from("!H", frame, ETHERNET_BYTES - 2)[0] == _IPV4_TYPE
     ip_bytes = (frame[ETHERNET_BYTES] & 0xF) * 4 if is_ipv4 else IPV6_BYTES
     udp_at = ETHERNET_BYTES + ip_bytes
     payload_at = udp_at + UDP_BYTES
+    if len(frame) < payload_at:
+        yield frame
+        return
     payload = frame[payload_at:]
     addresses = frame[ETHERNET_BYTES + (12 if is_ipv4 else 8) : ETHERNET_BYTES + (20 if is_ipv4 else 40)]
     if segment_bytes == 0 or len(payload) <= segment_bytes:

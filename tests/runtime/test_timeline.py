@@ -26,6 +26,7 @@ from sennit.runtime.timeline.exposure import exposed
 from sennit.runtime.timeline.recorder import Recorder, operation_spans
 from sennit.runtime.timeline.spans import RankClock, Span, TimelineError, Trace
 from sennit.runtime.timeline.summary import summarise
+from sennit.runtime.timeline.threads import Thread, Wait
 from sennit.runtime.timeline.trace_file import open_new, read, write
 from tests.runtime import perfetto
 from tests.runtime.timeline_cases import SKEW_NS
@@ -127,6 +128,26 @@ def test_a_path_ends_though_waits_go_in_a_circle() -> None:
     path = summarise(Trace(ranks=tuple(clocks), spans=tuple(spans))).paths[0]
     assert sum(link.length_ns for link in path) == 100
     assert all(one.end_ns == other.start_ns for one, other in itertools.pairwise(path))
+
+
+class Counted(list[Any]):
+    """A list that counts the elements read of it."""
+
+    count = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        self.count += len(found) if isinstance(place, slice) else 1
+        return found
+
+
+def test_pieces_are_found_in_time_that_grows_with_them_alone() -> None:
+    waits = Counted(Wait(10 * n, 10 * n + 5, thread="x") for n in range(1000))
+    thread = Thread("main", waits=waits)
+    thread.index()
+    pieces = [piece for step in range(1000) for piece in thread.between(10 * step, 10 * step + 10)]
+    assert len(pieces) == 2000
+    assert waits.count <= 3 * len(waits)
 
 
 @pytest.mark.parametrize("name", ["run.json", "run.json.gz"])

@@ -78,3 +78,10 @@ def test_a_file_says_time_direction_and_what_is_missing(tmp_path: Path) -> None:
         done = subprocess.run([capinfos, str(path)], capture_output=True, text=True, timeout=60, check=True)
         assert "Name = some0" in done.stdout
         assert "Number of stat entries = 1" in done.stdout
+
+
+def test_a_frame_without_whole_headers_stays_as_it_is() -> None:
+    for ip_type in (b"\x08\x00", b"\x86\xdd"):
+        whole = bytes(12) + ip_type + b"\x45" + bytes(60)
+        for size in range(42 if ip_type[0] == 8 else 62):
+            assert list(wire_packets(whole[:size], 10)) == [whole[:size]]

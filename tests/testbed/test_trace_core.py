@@ -100,8 +100,10 @@ def test_waits_are_those_of_the_counters(tmp_path: Path, seed: int, apart: list[
     [
         (["paths", "--", "sh", "-c", "exit 3"], 3, "nothing was seen"),
         (["stalls", "--seconds", "0.2"], 0, "nothing was seen"),
+        # The command lives longer than the session, and says so.
+        (["stalls", "--seconds", "0.1", "--", "sh", "-c", "sleep 0.6; echo still here >&2; exit 4"], 4, "still here"),
         (["paths", "--", "/no/such/program"], 69, "/no/such/program: No such file"),
-        (["stalls", "--pid", "4194305"], 69, "is there a process 4194305?"),
+        (["stalls", "--pid", "4194305"], 69, "--pid 4194305: no such process"),
     ],
 )
 def test_how_a_session_ends(arguments: list[str], code: int, said: str, apart: list[str]) -> None:
