@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Final, NoReturn, TextIO
 
 import typer
 
+from sennit.errors import SennitError
+
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
     from rich.console import Console
@@ -49,14 +51,14 @@ PLAIN: Final = str.maketrans(
 )
 
 
-class OutputLost(OSError):
+class OutputLost(OSError, SennitError):
     """Standard output or standard error cannot be written, and not because its reader has gone."""
 
 
 class _Stream(io.FileIO):
     """What is below `sys.stdout`: tells a failure of it from every other OSError."""
 
-    def write(self, content: ReadableBuffer) -> int | None:  # type: ignore[override]
+    def write(self, content: ReadableBuffer) -> int | None:
         try:
             return super().write(content)
         except BrokenPipeError:

@@ -62,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Other processes of this session take over its options, and so the same seed. Hypothesis draws from it, too.
     config.option.seed = str(seed)
     if config.getoption("--hypothesis-seed") is None:
-        hypothesis.core.global_force_seed = seed
+        hypothesis.core.global_force_seed = seed  # type: ignore[assignment]
 
 
 SESSION_SEED = pytest.StashKey[int]()

@@ -81,9 +81,7 @@ def metrics(
     address, separator, port = listen.rpartition(":")
     is_plain = ":" not in address or (address.startswith("[") and address.endswith("]"))
     if not separator or not is_plain or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65_535:
-        raise typer.BadParameter(
-            f"--listen {listen}, must be ADDRESS:PORT, such as 127.0.0.1:9464, [::1]:9464, or *:9464 for all addresses"
-        )
+        raise typer.BadParameter(f"--listen {listen}, must be ADDRESS:PORT, such as 127.0.0.1:9464")
     try:
         server = openmetrics.server(address.strip("[]"), int(port))
     except (OSError, UnicodeError) as error:

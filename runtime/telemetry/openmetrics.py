@@ -29,7 +29,8 @@ CLIENTS_MAX: Final = 32
 
 def render(found: Iterable[samples.Sample]) -> str:
     """One exposition: a family for each name. Labels tell its samples apart."""
-    return exposition.generate_latest(_Families(found)).decode()
+    text: bytes = exposition.generate_latest(_Families(found))  # type: ignore[no-untyped-call]
+    return text.decode()
 
 
 class _Families:

@@ -140,7 +140,7 @@ def _user(number: int) -> str:
 
 def _state(number: int | None) -> str:
     try:
-        return PathState(number).name.lower()
+        return PathState(-1 if number is None else number).name.lower()
     except ValueError:  # of another version
         return f"{number}"
 

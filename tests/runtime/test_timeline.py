@@ -133,11 +133,11 @@ def test_a_path_ends_though_waits_go_in_a_circle() -> None:
 class Counted(list[Any]):
     """A list that counts the elements read of it."""
 
-    count = 0
+    reads = 0
 
     def __getitem__(self, place: Any) -> Any:
         found = super().__getitem__(place)
-        self.count += len(found) if isinstance(place, slice) else 1
+        self.reads += len(found) if isinstance(place, slice) else 1
         return found
 
 
@@ -147,7 +147,7 @@ def test_pieces_are_found_in_time_that_grows_with_them_alone() -> None:
     thread.index()
     pieces = [piece for step in range(1000) for piece in thread.between(10 * step, 10 * step + 10)]
     assert len(pieces) == 2000
-    assert waits.count <= 3 * len(waits)
+    assert waits.reads <= 3 * len(waits)
 
 
 @pytest.mark.parametrize("name", ["run.json", "run.json.gz"])

@@ -83,7 +83,7 @@ def look(folder: Path) -> int:
         top.ranks_table(looked.ranks), top.paths_table(looked.ranks), top.ingests_table(looked.ingests)
     )
     text = openmetrics.render(samples.of_pages(found))
-    list(text_string_to_metric_families(text))
+    list(text_string_to_metric_families(text))  # type: ignore[no-untyped-call]
     return len(found)
 
 
@@ -125,7 +125,7 @@ def test_labels_and_doubles_leave_a_sound_exposition() -> None:
     evil = samples.Sample(name="sennit_a", is_gauge=False, labels={"group": 'x"} 1\n# EOF\n'}, value=1)
     same_family = samples.Sample(name="sennit_a_total", is_gauge=False, labels={"rank": "0"}, value=2)
     found = [evil, evil, same_family, same_family]
-    (family,) = text_string_to_metric_families(openmetrics.render(found))
+    (family,) = text_string_to_metric_families(openmetrics.render(found))  # type: ignore[no-untyped-call]
     assert [(sample.labels, sample.value) for sample in family.samples] == [(evil.labels, 1.0), ({"rank": "0"}, 2.0)]
 
 

@@ -98,7 +98,7 @@ def test_a_killed_rank_leaves_its_page(ranks: Ranks, capsys: pytest.CaptureFixtu
 
 
 def has_sample(text: str, name: str, labels: dict[str, str], value: int) -> bool:
-    found = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    found = [sample for family in text_string_to_metric_families(text) for sample in family.samples]  # type: ignore[no-untyped-call]
     return any((one.name, one.labels, one.value) == (name, labels, value) for one in found)
 
 
