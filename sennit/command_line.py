@@ -84,7 +84,7 @@ def output() -> Iterator[None]:
             stream.flush()
             new = _Stream(stream.fileno(), "wb", closefd=False)
             replaced = io.TextIOWrapper(
-                new if old is buffer else io.BufferedWriter(new),  # type: ignore[arg-type]
+                new if old is buffer else io.BufferedWriter(new),
                 stream.encoding,
                 errors="sennit",
                 line_buffering=stream.line_buffering,
