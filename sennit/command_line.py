@@ -58,7 +58,7 @@ class OutputLost(OSError, SennitError):
 class _Stream(io.FileIO):
     """What is below `sys.stdout`: tells a failure of it from every other OSError."""
 
-    def write(self, content: ReadableBuffer) -> int | None:
+    def write(self, content: ReadableBuffer) -> int | None:  # type: ignore[override]
         try:
             return super().write(content)
         except BrokenPipeError:
