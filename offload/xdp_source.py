@@ -139,14 +139,12 @@ class XdpSource:
     tables: dict[str, NDArray[Any]]
 
 
-def generate(
-    layout: BatchLayout, *, sketches: SlotSketches | None = None, repeatable: bool = False, jumbo: bool = False
-) -> XdpSource:
+def generate(layout: BatchLayout, *, sketches: SlotSketches | None = None, repeatable: bool = False) -> XdpSource:
     """Raises NotOffloadable for an operator that BPF cannot run.
 
-    `repeatable` adds the program for measuring. `jumbo`: packets may have several buffers.
+    `repeatable` adds the program for measuring.
     """
-    return _Generator(layout, sketches).generate(repeatable, jumbo)
+    return _Generator(layout, sketches).generate(repeatable)
 
 
 class _Generator:
@@ -157,7 +155,7 @@ class _Generator:
         self._values = ValueWriter(self._plan.schema, self._plan.graph, self._offsets, self._out)
         self._functions = Writer()
 
-    def generate(self, repeatable: bool, jumbo: bool) -> XdpSource:
+    def generate(self, repeatable: bool) -> XdpSource:
         layout, schema = self._layout, self._plan.schema
         self._fill()
         constants = {
@@ -166,7 +164,7 @@ class _Generator:
             "SLOTS": f"{layout.slots}u",
             "SLOT_BYTES": f"{layout.slot_bytes}ull",
         }
-        text = ["#define FEED_JUMBO\n" + _HEAD if jumbo else _HEAD]
+        text = [_HEAD]
         text += [f"#define {name} {value}" for name, value in constants.items()]
         text += [
             "// Arenas begin at a multiple of 4 GiB: an offset is an address.",

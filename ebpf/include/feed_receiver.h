@@ -23,29 +23,6 @@
 // FEED_BYTES declares `data`, where the bytes of a packet are. FEED_INSIDE declares `place`, the address of `size` of
 // them from the offset `at` on, or jumps to `malformed`. Without the barrier the compiler derives this check from
 // another one, and the verifier loses the connection.
-#ifdef FEED_JUMBO
-// A packet of several buffers (xdp.frags): a program sees only the first of them. So the UDP payload is copied. Offsets
-// are those in the payload. Bytes behind it are those of an earlier packet: what reads them ends behind the body, and
-// so is malformed.
-#define FEED_PAYLOAD_MAX_BYTES (1 << 14)
-struct feed_payload {
-  __u8 bytes[FEED_PAYLOAD_MAX_BYTES];
-};
-struct {
-  __uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
-  __uint(max_entries, 1);
-  __type(key, __u32);
-  __type(value, struct feed_payload);
-} payload SEC(".maps");
-#define FEED_BYTES(context, if_none)                        \
-  __u32 first_entry = 0;                                    \
-  __u8* data = bpf_map_lookup_elem(&payload, &first_entry); \
-  if (!data) if_none
-#define FEED_INSIDE(place, at, size)                          \
-  asm volatile("" : "+r"(at));                                \
-  if ((at) > FEED_PAYLOAD_MAX_BYTES - (size)) goto malformed; \
-  const __u8* place = data + (at)
-#else
 // Every offset stays below this, so the verifier knows that adding a width does not overflow.
 #define FEED_OFFSET_MAX 0x3fff
 #define FEED_BYTES(context, if_none) \
@@ -55,7 +32,6 @@ struct {
   if ((at) > FEED_OFFSET_MAX) goto malformed; \
   const __u8* place = data + (at);            \
   if ((void*)(place + (size)) > data_end) goto malformed
-#endif
 
 // Where packets come to. The process writes it before it attaches the program.
 struct feed_destination own;
@@ -78,18 +54,8 @@ static __always_inline struct feed_datagram feed_find_datagram(struct xdp_md* co
 // Whether a datagram and its header are whole. `found->at` becomes the offset for FEED_INSIDE.
 static __always_inline int feed_is_whole(struct xdp_md* context, struct feed_datagram* found) {
   if (found->bytes < sizeof(struct feed_header)) return 0;
-#ifdef FEED_JUMBO
-  FEED_BYTES(context, return 0);
-  __u64 bytes = found->bytes;
-  asm volatile("" : "+r"(bytes));
-  if (bytes < sizeof(struct feed_header) || bytes > FEED_PAYLOAD_MAX_BYTES) return 0;
-  if (bpf_xdp_load_bytes(context, found->at, data, bytes)) return 0;  // it checks the packet's length
-  found->at = 0;
-  return 1;
-#else
   FEED_BYTES(context, return 0);
   return found->bytes <= (__u32)((long)data_end - (long)data) - found->at;
-#endif
 }
 
 #define FEED_WORD(place, n) *(const __u64*)((place) + 8 * (n))

@@ -68,7 +68,9 @@ PARTS: Final = {
         limit_s=3_600,
     ),
     "fuzzers": Part(
-        what="libFuzzer, two minutes each", command=("make", "--no-print-directory", "fuzz", "SECONDS=120"), limit_s=1_800
+        what="libFuzzer, two minutes each",
+        command=("make", "--no-print-directory", "fuzz", "SECONDS=120"),
+        limit_s=1_800,
     ),
     "frameworks": Part(
         what="tests of Lightning, Accelerate and TorchRec over sennit",
