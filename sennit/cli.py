@@ -4,7 +4,6 @@
 import contextlib
 import dataclasses
 import importlib.metadata
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +12,7 @@ from typer.core import TyperGroup
 
 import sennit
 from sennit import extras
-from sennit.command_line import EXIT_UNAVAILABLE, busy, fail, output, stdout_console, writable_file
+from sennit.command_line import EXIT_UNAVAILABLE, busy, fail, json_text, output, stdout_console, writable_file
 from sennit.runtime.ingest.command import feed
 from sennit.runtime.telemetry.commands import metrics, top
 from sennit.runtime.timeline.command import timeline
@@ -91,7 +90,7 @@ def doctor(
         return
     findings = doctor.examine()
     if as_json:
-        typer.echo(json.dumps(doctor.as_json(findings), indent=2, ensure_ascii=False))
+        typer.echo(json_text(doctor.as_json(findings), indent=2), nl=False)
     else:
         doctor.render(findings, stdout_console())
     if not doctor.healthy(findings):
@@ -106,7 +105,7 @@ def _doctor_of_pair(peer: str, port: int, as_json: bool) -> None:
 
     report = doctor_pair.visit(peer, port) if peer else doctor_pair.listen(port, say=say)
     if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(report), indent=2, ensure_ascii=False))
+        typer.echo(json_text(dataclasses.asdict(report), indent=2), nl=False)
     elif report.ok:
         typer.echo(f"Packets pass both ways: {report.description}")
         for note in report.notes:
@@ -271,7 +270,7 @@ def explain(
         stochastic=stochastic,
     )
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json_text(found, indent=2), nl=False)
     else:
         explanation.render(found, stdout_console())
 

@@ -173,9 +173,18 @@ def writable_file(path: Path | None) -> Path | None:
     return path
 
 
+def json_text(content: object, indent: int = 1) -> str:
+    """The content as JSON, which knows no NaN and no infinity: null stands for numbers that are not finite.
+
+    Of objects that JSON does not know, `str()` is written.
+    """
+    plain = json.loads(json.dumps(content, default=str), parse_constant=lambda name: None)
+    return json.dumps(plain, indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
+
+
 def write_json(path: Path, content: object) -> None:
     """Writes what a command found. Ends the command if that fails."""
-    write_text(path, json.dumps(content, indent=1) + "\n")
+    write_text(path, json_text(content))
 
 
 def write_text(path: Path, text: str) -> None:

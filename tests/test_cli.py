@@ -2,6 +2,7 @@
 """The command `sennit` as a user meets it: help, versions, wrong options."""
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -328,3 +329,11 @@ def test_brackets_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "pip install 'sennit[mpi]'" in shown
     assert "[fd00::1]:4791" in shown
+
+
+def test_json_has_null_for_what_is_no_number() -> None:
+    content = {"auc": math.nan, "rates": [math.inf, -math.inf, 0.5], "where": Path("here"), "who": "Jörg"}
+    text = command_line.json_text(content)
+    assert json.loads(text) == {"auc": None, "rates": [None, None, 0.5], "where": "here", "who": "Jörg"}
+    assert "Jörg" in text
+    assert text.endswith("}\n")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import time
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sennit.command_line import ANOTHER_FILE, fail
+from sennit.command_line import ANOTHER_FILE, fail, json_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -107,7 +106,7 @@ def feed(
     _summarise(report)
     if json_path is not None:
         try:
-            json_path.write_text(json.dumps(report.as_json(), indent=1) + "\n")
+            json_path.write_text(json_text(report.as_json()))
         except OSError as error:
             fail(f"--json {json_path}: {error.strerror}; the run itself was fed to its end")
 

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from sennit.command_line import ANOTHER_FILE, busy, fail, stdout_console, writable_file
+from sennit.command_line import ANOTHER_FILE, busy, fail, json_text, stdout_console, writable_file
 
 
 def timeline(
@@ -47,7 +46,7 @@ def timeline(
             fail(f"{plot} cannot be written: {error.strerror}; {ANOTHER_FILE}")
         typer.echo(f"step {shown} is drawn in {plot}")
     elif as_json:
-        typer.echo(json.dumps(summary.as_json(), indent=2))
+        typer.echo(json_text(summary.as_json(), indent=2), nl=False)
     elif step is not None:
         render_step(summary.paths[step], stdout_console())
     else:

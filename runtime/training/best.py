@@ -9,14 +9,16 @@ finds there how good it was.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+from sennit.command_line import json_text
 from sennit.runtime.training import checkpoint, resumption
 from sennit.runtime.training.manifest import CheckpointError
-from sennit.runtime.training.metrics import Evaluation, Quality
-from sennit.runtime.training.trainer import Trainer
+from sennit.runtime.training.metrics import METRICS, Evaluation, Quality
+from sennit.runtime.training.trainer import Trainer, TrainingError
 
 FOLDER: Final = "best"
 DOCUMENT: Final = "quality.json"
@@ -43,7 +45,15 @@ class Best:
         return self._trainer.config.checkpoint / FOLDER
 
     def hear(self, quality: Quality) -> bool:
-        """Takes an evaluation, and saves the checkpoint if it is the best. Returns whether to stop. Collective."""
+        """Takes an evaluation, and saves the checkpoint if it is the best. Returns whether to stop. Collective.
+
+        Raises TrainingError on every rank if `--stop-early` has nothing to compare.
+        """
+        if self._patience is not None and quality.undefined:
+            raise TrainingError(
+                f"--stop-early needs {METRICS[self._metric]}, which is not defined: {quality.undefined}; "
+                "hold back samples of both classes, or leave --stop-early out"
+            )
         epoch = -(-self._trainer.step // self._trainer.steps_per_epoch)
         new = Evaluation(step=self._trainer.step, epoch=epoch, quality=quality)
         if self.found is None or new.loss(self._metric) < self.found.loss(self._metric):
@@ -73,10 +83,15 @@ class Best:
             return None
         try:
             told: dict[str, Any] = json.loads((path / DOCUMENT).read_text(encoding="utf-8"))
-            return Evaluation(step=told["step"], epoch=told["epoch"], quality=Quality(**told["quality"]))
+            return Evaluation(step=told["step"], epoch=told["epoch"], quality=_quality(told["quality"]))
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path / DOCUMENT} is not what a run wrote: {error}") from error
 
 
 def _text(evaluation: Evaluation) -> str:
-    return json.dumps(asdict(evaluation), indent=2) + "\n"
+    return json_text(asdict(evaluation), indent=2)
+
+
+def _quality(told: dict[str, Any]) -> Quality:
+    """Of JSON, where null stands for what is not defined."""
+    return Quality(**{name: math.nan if value is None else value for name, value in told.items()})

@@ -90,6 +90,7 @@ class ConsoleDisplay:
         self._console.print(
             f"epoch {epoch + 1} (step {step}): AUC {quality.auc:.4f}, "
             f"normalised entropy {quality.normalised_entropy:.4f}, calibration {quality.calibration:.4f}"
+            + (f" (not defined: {quality.undefined})" if quality.undefined else "")
         )
 
     @contextlib.contextmanager

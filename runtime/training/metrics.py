@@ -36,6 +36,15 @@ class Quality:
     """Predicted positives divided by observed ones (He et al. 2014, section 3). 1 is best; below it, too few clicks are
     predicted. NaN without a positive sample, and in evaluations that earlier versions kept."""
 
+    @property
+    def undefined(self) -> str:
+        """Why AUC and normalised entropy are NaN; empty where they are not."""
+        if not math.isnan(self.auc):
+            return ""
+        if not self.sample_count:
+            return "no sample is held back"
+        return f"all {self.sample_count:,} held-back samples have the label {self.base_rate:.0f}"
+
 
 METRICS: Final = {"auc": "AUC", "ne": "normalised entropy"}
 """What an evaluation may be the best by."""

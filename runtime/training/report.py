@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from sennit.command_line import json_text
 from sennit.offload.admission import Verdict
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.runtime.sharded.tables import Table as EmbeddingTable
@@ -265,7 +265,7 @@ def write_json(report: RunReport, path: Path) -> None:
     partial = path.with_name(f"{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(report.as_json(), indent=2, default=str) + "\n", encoding="utf-8")
+        partial.write_text(json_text(report.as_json(), indent=2), encoding="utf-8")
         partial.rename(path)
     except OSError as error:
         raise SennitError(
@@ -285,7 +285,8 @@ def render(report: RunReport, console: Console) -> None:
         ("steps", f"{report.first_step + 1} to {report.step}, {report.config.batch_size:,} samples each"),
         ("embeddings", str(report.embedding)),
         ("speed", f"{report.samples_per_s:,.0f} samples/s, {report.train_s:.1f} s of training"),
-        ("AUC", f"{quality.auc:.4f} on {quality.sample_count:,} held-back samples"),
+        ("AUC", f"{quality.auc:.4f} on {quality.sample_count:,} held-back samples"
+         + (f"; not defined: {quality.undefined}" if quality.undefined else "")),
         ("normalised entropy", f"{quality.normalised_entropy:.4f} (log loss {quality.log_loss:.4f}, "
          f"base rate {quality.base_rate:.4f})"),
         ("calibration", f"{quality.calibration:.4f} (predicted positives / observed ones)"),

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 import sennit
-from sennit.command_line import ANOTHER_FILE
+from sennit.command_line import ANOTHER_FILE, json_text
 from sennit.errors import SennitError
 from sennit.runtime.planner.constants import Kernel, cores_here
 from sennit.testbed.bench import codec_speeds, core_sharing, kernel_speeds, machine
@@ -341,7 +341,7 @@ def write(path: Path, contents: dict[str, Any]) -> None:
     """Writes the file whole or not at all. Raises CalibrationError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(json.dumps(contents, indent=1) + "\n")
+        temporary.write_text(json_text(contents))
         calibration.read_calibration(str(temporary))
         temporary.replace(path)
     except OSError as error:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from sennit.command_line import json_text
 from sennit.testbed.scenarios import measures, timeline
 from sennit.testbed.scenarios.model import Library, Scenario, goal_as_json
 from sennit.testbed.scenarios.stage import Observations, Run
@@ -72,7 +73,7 @@ class Results:
         return {"schema": SCHEMA, **dataclasses.asdict(self)}
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(self.as_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+        path.write_text(json_text(self.as_json()))
 
 
 def read(path: Path) -> Results:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sennit.command_line import json_text
 from sennit.testbed.simulation.outcome import Outcome, TierUse
 from sennit.testbed.simulation.plans import program
 from sennit.testbed.simulation.scenario import Scenario
@@ -156,7 +157,7 @@ def run_cases(
         try:
             for future in concurrent.futures.as_completed(futures):
                 case, outcome = futures[future], future.result()
-                (folder / f"{case.name}.json").write_text(json.dumps(outcome.as_json()) + "\n")
+                (folder / f"{case.name}.json").write_text(json_text(outcome.as_json()))
                 outcomes[case.name] = outcome
                 done(case, outcome)
         except BaseException:

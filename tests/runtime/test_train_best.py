@@ -8,12 +8,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.metrics import Evaluation, Quality
+from sennit.runtime.training.metrics import Evaluation, Quality, quality
 from sennit.transport.errors import ConfigError
 from tests.runtime.whole_run import train
 
@@ -64,6 +65,37 @@ def test_what_is_best_depends_on_the_metric() -> None:
     assert calibrated.loss("ne") < ranked.loss("ne") < undefined.loss("ne")
 
 
+ONE_CLASS = """
+label = "clicked"
+[dense.price]
+[sparse.user]
+rows = 50
+"""
+
+
+def test_held_back_samples_of_one_class_are_named_and_no_reason_to_stop(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    count = 400
+    content = {"clicked": [0] * count, "price": [1.0] * count, "user": [number % 50 for number in range(count)]}
+    parquet.write_table(arrow.table(content), tmp_path / "clicks.parquet")
+    (tmp_path / "schema.toml").write_text(ONE_CLASS)
+    data = ["--data", str(tmp_path / "clicks.parquet"), "--schema", str(tmp_path / "schema.toml"), "--batch-size", "32"]
+    report = train(tmp_path / "plain.json", *data, "--steps", "2")
+    assert "NaN" not in (tmp_path / "plain.json").read_text()
+    assert report["quality"]["auc"] is report["quality"]["normalised_entropy"] is None
+    held_back = report["quality"]["sample_count"]
+    why = f"all {held_back} held-back samples have the label 0"
+    assert quality(np.zeros(held_back), np.zeros(held_back)).undefined == why
+    assert quality(np.zeros(2), np.arange(2.0)).undefined == ""
+    with pytest.raises(AssertionError):
+        train(tmp_path / "early.json", *data, "--stop-early", "1", "--checkpoint", str(tmp_path / "saved"))
+    assert f"--stop-early needs normalised entropy, which is not defined: {why}" in " ".join(
+        capfd.readouterr().err.split()
+    )
+
+
 def test_a_note_of_the_best_without_calibration_is_read(tmp_path: Path) -> None:
     """Earlier versions wrote none."""
     folder = tmp_path / "checkpoints"
@@ -74,7 +106,7 @@ def test_a_note_of_the_best_without_calibration_is_read(tmp_path: Path) -> None:
     assert note["quality"].pop("calibration") > 0
     (path / "quality.json").write_text(json.dumps(note))
     resumed = train(tmp_path / "second.json", *stopping, "--resume")
-    assert math.isnan(resumed["best"]["quality"].pop("calibration"))
+    assert resumed["best"]["quality"].pop("calibration") is None
     assert resumed["best"] == note
 
 
