@@ -128,7 +128,7 @@ def run(name: str, part: Part, seed: int) -> dict[str, Any]:
         "seconds": round(time.monotonic() - began_s),
         "processor_s": round(now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime),
         "outcome": "passed" if code == 0 else "took too long" if code is None else f"failed ({code})",
-        "said": ends[-1].strip(" =") if ends else "",
+        "said": textwrap.shorten(ends[-1].strip(" ="), 100, placeholder=" …") if ends else "",
     }
 
 
