@@ -79,7 +79,7 @@ test-fuzz: build  ## a few seconds of each fuzzer
 # Its model is that of `make test-model`.
 PARTS ?=
 test-long: build test-model  ## what takes too long for `make test`; PARTS="model,long" for some; docs/lab/long-tests.md
-	@$(PY) -m sennit.setup.long_tests --parts "$(PARTS)"
+	@$(PY) -m sennit.testbed.long_tests --parts "$(PARTS)"
 
 SECONDS ?= 600
 fuzz: build  ## libFuzzer on the parsers, decoders and the flow, SECONDS=600 each

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The long tests keep a record of what ran: each part ends in time, and the page says how."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from sennit.testbed import long_tests
+from sennit.testbed.long_tests import PARTS, Part
+
+
+@pytest.fixture
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A record and a page of its own, with parts that take no time."""
+    parts = {
+        "good": Part(what="what passes", command=("-c", "print('3 passed, seed {seed}')"), limit_s=60),
+        "bad": Part(what="what fails", command=(sys.executable, "-c", "raise SystemExit(3)"), limit_s=60),
+        "endless": Part(what="what hangs", command=("-c", "import time; time.sleep(600)"), limit_s=1),
+    }
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{long_tests.BEGIN}\n{long_tests.END}\nafter\n")
+    for name, value in {"PARTS": parts, "LOGS": tmp_path / "logs", "RECORD": tmp_path / "record.json"}.items():
+        monkeypatch.setattr(long_tests, name, value)
+    monkeypatch.setattr(long_tests, "PAGE", page)
+    monkeypatch.setattr(long_tests, "ROOT", tmp_path.parent)
+    monkeypatch.setattr(long_tests, "_commit", lambda: "abc1234")
+    return page
+
+
+def test_a_part_that_fails_or_hangs_stops_no_other(record: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert long_tests.main(["--seed", "7", "--parts", "endless, bad,good"]) == 1
+    found = json.loads(long_tests.RECORD.read_text())
+    assert {name: one["outcome"] for name, one in found.items()} == {
+        "endless": "took too long", "bad": "failed (3)", "good": "passed"
+    }  # fmt: skip
+    assert found["good"]["said"] == "3 passed, seed 7"
+    assert "failed: endless, bad" in capsys.readouterr().out
+    text = " ".join(record.read_text().split())
+    assert "abc1234" in text
+    assert "seed 7: passed (3 passed, seed 7)" in text
+    assert text.startswith("before")
+    assert text.endswith("after")
+
+
+def test_parts_that_do_not_run_keep_their_entries(record: Path) -> None:
+    assert long_tests.main(["--parts", "bad"]) == 1
+    assert "what passes. Never run." in record.read_text()
+    assert long_tests.main(["--parts", "good"]) == 0
+    assert json.loads(long_tests.RECORD.read_text()).keys() == {"bad", "good"}
+
+
+def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        long_tests.main(["--parts", "model,none"])
+    assert "no part 'none'; allowed: long, model" in capsys.readouterr().err
+
+
+def test_the_page_is_made_from_the_record() -> None:
+    page, found = long_tests.PAGE.read_text(), json.loads(long_tests.RECORD.read_text())
+    assert f"{long_tests.BEGIN}\n{long_tests.listed(found)}\n{long_tests.END}" in page
+    assert found.keys() <= PARTS.keys()
