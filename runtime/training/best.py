@@ -94,4 +94,5 @@ def _text(evaluation: Evaluation) -> str:
 
 def _quality(told: dict[str, Any]) -> Quality:
     """Of JSON, where null stands for what is not defined."""
-    return Quality(**{name: math.nan if value is None else value for name, value in told.items()})
+    values: dict[str, Any] = {name: math.nan if value is None else value for name, value in told.items()}
+    return Quality(**values)
