@@ -218,8 +218,10 @@ def test_an_instruction_of_a_process() -> None:
 
 
 def test_an_arena_is_shared() -> None:
+    # 33 is BPF_MAP_TYPE_ARENA: the headers of a distribution may be older than its kernel.
     program = """
-        struct { __uint(type, FEED_MAP_TYPE_ARENA); __uint(map_flags, BPF_F_MMAPABLE); __uint(max_entries, 1); } shared
+        #define __arena __attribute__((address_space(1)))
+        struct { __uint(type, 33); __uint(map_flags, BPF_F_MMAPABLE); __uint(max_entries, 1); } shared
             SEC(".maps");
         SEC("xdp") int add(struct xdp_md *c) {
           asm volatile("" :: "r"(&shared));

@@ -254,7 +254,7 @@ def test_records_that_no_packet_holds_are_named(store: RecordStore) -> None:
     thread = threading.Thread(target=rank.accept)
     with contextlib.closing(rank), contextlib.closing(big), Feeder("one", {}, big, part_of, timeout_s=5) as feeder:
         thread.start()
-        with pytest.raises(FeedError, match=r"record 0 has 81 bytes; allowed: 40 bytes in a packet to 127\.0\.0\.1"):
+        with pytest.raises(FeedError, match=r"record 0 has 81 bytes; allowed: 32 bytes in a packet to 127\.0\.0\.1"):
             feeder.run([rank.address])
         thread.join(DEADLINE_S)
 

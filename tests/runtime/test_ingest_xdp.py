@@ -99,9 +99,10 @@ def test_weights_are_those_of_a_run_from_memory(planes: Planes, tmp_path: Path, 
 
 
 def test_so_they_are_with_loss_strangers_and_a_feeder_that_is_killed(
-    planes: Planes, tmp_path: Path, from_memory: str, seed: int
+    planes: Planes, tmp_path: Path, from_memory: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The link is slow, so that the first feeder dies in the middle. Another one continues there."""
+    monkeypatch.setenv("SENNIT_BPF_STATISTICS", "1")
     planes.impair(Impairment(loss_fraction=LOSS, seed=seed), hosts=[FEEDER_HOST])
     planes.limit_rate(RATE_BITS_PER_S, queue_bytes=QUEUE_BYTES, hosts=[FEEDER_HOST])
     trainer = Trainer(planes, tmp_path)

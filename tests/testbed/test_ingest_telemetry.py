@@ -104,8 +104,8 @@ def test_a_running_ingest_is_seen(ingest: Ingest) -> None:
     assert 0 <= rates.waited_share <= 1.5
 
     text = openmetrics.render(samples.of_pages([page]))
-    labels = f'{{rank="0",process="{page.process}",page="{page.number}",group="ingest"}}'
-    assert f"sennit_ingest_records_total{labels} {page.total(GROUP, 'ingest_records')}\n" in text
+    labels = f'{{group="ingest",page="{page.number}",process="{page.process}",rank="0"}}'
+    assert f"sennit_ingest_records_total{labels} {page.total(GROUP, 'ingest_records')}.0\n" in text
     assert "# TYPE sennit_ingest_feeders_connected gauge\n" in text
     shown = subprocess.run(
         [sys.executable, "-m", "sennit", "top", "--once"],
