@@ -28,7 +28,8 @@ inline std::uint64_t checksum_of(std::span<const std::uint8_t> packet) {
   b = checksum_word(b, word(std::uint64_t{}));
   c = checksum_word(c, word(std::uint64_t{}));
   d = checksum_word(d, 0);
-  for (at += 8; end - at >= CHECKSUM_STRIPE_BYTES;) {
+  at += 8;
+  while (end - at >= CHECKSUM_STRIPE_BYTES) {
     a = checksum_word(a, word(std::uint64_t{}));
     b = checksum_word(b, word(std::uint64_t{}));
     c = checksum_word(c, word(std::uint64_t{}));
