@@ -5,7 +5,10 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["item_count"],
+    do_not_specialize_on_alignment=["left_numbers", "right_numbers", "starts"],
+)
 def fold_products_kernel(
     result,
     left,

@@ -5,12 +5,16 @@ import triton
 import triton.language as tl
 
 from sennit.runtime.kernels.triton_rows import dims_of, lane_tree, load_rows, table_field, weights_of
-from sennit.runtime.kernels.triton_tables import PADDED
+from sennit.runtime.kernels.triton_tables import CLASS, PADDED
 
+_CLASS = tl.constexpr(CLASS)
 _PADDED = tl.constexpr(PADDED)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["of_class", "vector_count"],
+    do_not_specialize_on_alignment=["values", "weights", "block_of_vector"],
+)
 def lookup_kernel(
     result,
     values,
@@ -18,7 +22,9 @@ def lookup_kernel(
     offsets,
     block_of_vector,
     blocks,
+    bases,
     tables,
+    of_class,
     vector_count,
     SEQUENCE: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -26,11 +32,13 @@ def lookup_kernel(
     ONE_DIM: tl.constexpr,
     PRECISIONS: tl.constexpr,
     ALIGN: tl.constexpr,
+    VECTOR_ALIGN: tl.constexpr,
+    ALONE: tl.constexpr,
     VECTORS: tl.constexpr,
     WIDTH: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """A program computes VECTORS vectors of the result.
+    """A program computes those of VECTORS vectors of the result that are of its class; all, if a class is ALONE.
 
     It adds a bag's rows one after another, in the order of `values`.
     """
@@ -38,11 +46,13 @@ def lookup_kernel(
     live = vector < vector_count
     block = tl.load(block_of_vector + vector, mask=live, other=0)
     table = tl.load(blocks + block * 2)
+    if not ALONE:
+        live = live & (table_field(tables, table, _CLASS) == of_class)
     address, precision = weights_of(tables, table)
     dim = dims_of(tables, table, ONE_DIM)
-    start = tl.load(blocks + block * 2 + 1) + vector * dim
-    if ALIGN > 1:
-        start = tl.multiple_of(start, [ALIGN])
+    start = tl.load(bases + block) + vector * dim
+    if VECTOR_ALIGN > 1:
+        start = tl.multiple_of(start, [VECTOR_ALIGN])
     columns = tl.arange(0, WIDTH)[None, :]
     inside = columns < dim[:, None]
     if SEQUENCE:
@@ -65,7 +75,10 @@ def lookup_kernel(
     tl.store(result + start[:, None] + columns, x, mask=inside & live[:, None])
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["of_class", "lookup_count"],
+    do_not_specialize_on_alignment=["values", "vector_of_lookup", "block_of_vector"],
+)
 def weight_gradient_kernel(
     result,
     gradient,
@@ -73,25 +86,33 @@ def weight_gradient_kernel(
     vector_of_lookup,
     block_of_vector,
     blocks,
+    bases,
     tables,
+    of_class,
     lookup_count,
     ONE_DIM: tl.constexpr,
     PRECISIONS: tl.constexpr,
     ALIGN: tl.constexpr,
+    VECTOR_ALIGN: tl.constexpr,
+    ALONE: tl.constexpr,
     LOOKUPS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """A program computes LOOKUPS dot products of a lookup's row and its bag's gradient."""
+    """A program computes LOOKUPS dot products of a lookup's row and its bag's gradient, those of its class."""
     lookup = tl.program_id(0).to(tl.int64) * LOOKUPS + tl.arange(0, LOOKUPS)
     live = lookup < lookup_count
     vector = tl.load(vector_of_lookup + lookup, mask=live, other=0).to(tl.int64)
-    block = tl.load(block_of_vector + vector)
+    block = tl.load(block_of_vector + vector, mask=live, other=0)
     table = tl.load(blocks + block * 2)
+    if not ALONE:
+        live = live & (table_field(tables, table, _CLASS) == of_class)
+    if not ALONE:
+        live = live & (table_field(tables, table, _CLASS) == of_class)
     address, precision = weights_of(tables, table)
     dim = dims_of(tables, table, ONE_DIM)
-    start = tl.load(blocks + block * 2 + 1) + vector * dim
-    if ALIGN > 1:
-        start = tl.multiple_of(start, [ALIGN])
+    start = tl.load(bases + block) + vector * dim
+    if VECTOR_ALIGN > 1:
+        start = tl.multiple_of(start, [VECTOR_ALIGN])
     row = tl.load(values + lookup, mask=live, other=-1).to(tl.int64)
     columns = tl.arange(0, WIDTH)[None, :]
     mask = (columns < dim[:, None]) & (row >= 0)[:, None]

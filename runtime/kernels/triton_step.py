@@ -4,15 +4,7 @@
 import triton
 import triton.language as tl
 
-from sennit.runtime.kernels.triton_rows import (
-    dims_of,
-    element_pointers,
-    lane_tree,
-    load_rows,
-    store_rows,
-    table_field,
-    weights_of,
-)
+from sennit.runtime.kernels.triton_rows import element_pointers, lane_tree, store_rows, table_field
 from sennit.runtime.kernels.triton_tables import STATE0, STATE1
 
 # Bits of CLIPPED.
@@ -40,10 +32,14 @@ def _whole(scalar, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit
 def step_rows(
     g,
+    w,
     live,
     table,
     row,
     tables,
+    address,
+    precision,
+    dim,
     bad,
     constants,
     step,
@@ -56,18 +52,16 @@ def step_rows(
     KEEP: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
-    ONE_DIM: tl.constexpr,
     PRECISIONS: tl.constexpr,
     ALIGN: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
     """Rules 7 and 8 of docs/reference/embedding.md for the rows [ROWS] that are `live`. `g` is +0 beyond a row's end.
 
-    `constants` are those of `optimizers.StepConstants` in the order of `triton_operator`. `bad` int64 [tables, 2]
+    `w` are the rows' weights; `address`, `precision` and `dim` are those of their tables. `constants` are those of `optimizers.StepConstants` in the order of `triton_operator`. `bad` int64 [tables, 2]
     counts skipped rows and keeps the lowest. Both are integers, so the order of the programs does not matter.
     """
     rate, scale1, scale2, epsilon, beta1, beta1_rest, beta2, beta2_rest, decay, keep, max_gradient, max_norm = constants
-    dim = dims_of(tables, table, ONE_DIM)
     columns = tl.arange(0, WIDTH)[None, :]
     inside = columns < dim[:, None]
 
@@ -78,8 +72,6 @@ def step_rows(
     live = live & (is_bad == 0)
     mask = inside & live[:, None]
 
-    address, precision = weights_of(tables, table)
-    w = load_rows(address, precision, row, dim, columns, mask, PRECISIONS, ALIGN)
     if _CLIP_VALUE & CLIPPED:
         g = tl.minimum(tl.maximum(g, -max_gradient), max_gradient)
     if _CLIP_NORM & CLIPPED:

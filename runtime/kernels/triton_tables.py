@@ -3,18 +3,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.layout import ShardMemory
 from sennit.runtime.kernels.spec import Pooling, Precision, ShardSpec
+from sennit.runtime.kernels.uploads import Kept
 
 # Fields of a table, one row of int64 each.
 WEIGHT: Final = 0
@@ -27,12 +31,13 @@ PADDED: Final = 4
 """Columns after padding for sums over columns."""
 PRECISION: Final = 5
 FIRST_KEY: Final = 6
-"""Rows of all previous tables. Row numbers counted through all tables are the sort keys."""
+"""Rows of all tables before it in the order of keys: class after class. So numbered, rows are the sort keys."""
 FIRST_ROW: Final = 7
 STREAM: Final = 8
 ROW_NUMBERS: Final = 9
 """The address of the global number of each row; 0 if they count from FIRST_ROW."""
-FIELDS: Final = 10
+CLASS: Final = 10
+FIELDS: Final = 11
 
 # Bits, so that a number is a set of them.
 FP32: Final = 1
@@ -42,6 +47,14 @@ _PRECISIONS: Final = {Precision.FP32: FP32, Precision.FP16: FP16, Precision.BF16
 
 _LANES: Final = 16
 
+MOST_CLASSES: Final = 3
+_ODD, _NARROW, _WIDE = range(MOST_CLASSES)
+_NARROW_PART: Final = 4
+
+# A thread moves 16 bytes at most: 4 floats, or 8 numbers of 16 bits.
+_MOST_ALIGN: Final = 8
+_FLOATS: Final = 4
+
 
 def padded(dim: int) -> int:
     """Columns with padding: a power of two, at least 16."""
@@ -49,14 +62,11 @@ def padded(dim: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tables:
-    """All tables of an operator."""
+class WidthClass:
+    """Tables that kernels take in one launch, because tiles of one width suit them."""
 
-    fields: Tensor
-    """Int64 [tables, FIELDS]."""
-
-    row_count: int
-    """Rows of all tables."""
+    tables: tuple[int, ...]
+    """Their numbers."""
 
     width: int
     """Columns of the widest table, padded."""
@@ -68,7 +78,33 @@ class Tables:
     """The precisions that occur."""
 
     align: int
-    """Divides all dims. Unless it is 1, all addresses are multiples of 16 bytes."""
+    """Divides all dims: 8, 4 or 1. Unless it is 1, all addresses are multiples of 16 bytes."""
+
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tables:
+    """All tables of an operator."""
+
+    fields: Tensor
+    """Int64 [tables · FIELDS]."""
+
+    first_keys: Tensor
+    """Int64 [classes + 1]: the first key of each class, and the number of all rows."""
+
+    none_bad: Tensor
+    """Int64 [tables · 2]: for each table no skipped row, and no lowest one."""
+
+    first_key_by_key: Tensor
+    """Int64 [tables]: the first key of each table, class after class."""
+
+    first_key_of_table: tuple[int, ...]
+
+    row_count: int
+    """Rows of all tables."""
+
+    classes: tuple[WidthClass, ...]
+    """At most MOST_CLASSES."""
 
 
 def describe(tables: Sequence[ShardMemory], device: torch.device) -> Tables:
@@ -77,116 +113,188 @@ def describe(tables: Sequence[ShardMemory], device: torch.device) -> Tables:
         (table.weight.data_ptr(), *(state.data_ptr() for state in table.states.values())) for table in tables
     )
     numbers = tuple(0 if table.row_numbers is None else table.row_numbers.data_ptr() for table in tables)
-    return _describe(tuple(table.spec for table in tables), addresses, numbers, device)
+    about, kept = _describe(tuple(table.spec for table in tables), addresses, numbers, device)
+    fields, first_keys, first_key_by_key, none_bad = kept.take()
+    return dataclasses.replace(
+        about, fields=fields, first_keys=first_keys, first_key_by_key=first_key_by_key, none_bad=none_bad
+    )
 
 
 @lru_cache(maxsize=64)
 def _describe(
     specs: tuple[ShardSpec, ...], addresses: tuple[tuple[int, ...], ...], numbers: tuple[int, ...], device: torch.device
-) -> Tables:
-    rows, first_key = [], 0
-    for spec, (weight, *states), row_numbers in zip(specs, addresses, numbers, strict=True):
-        state0, state1 = (*states, 0, 0)[:2]
-        precision = _PRECISIONS[spec.precision]
-        rows.append(
-            [
+) -> tuple[Tables, Kept]:
+    aligned = tuple(all(address % 16 == 0 for address in table) for table in addresses)
+    classes = classes_of(specs, aligned)
+    rows, first_key = [[0] * FIELDS for _ in specs], 0
+    first_keys = []
+    for number, one in enumerate(classes):
+        first_keys.append(first_key)
+        for table in one.tables:
+            spec = specs[table]
+            weight, state0, state1 = (*addresses[table], 0, 0)[:3]
+            rows[table] = [
                 weight,
                 state0,
                 state1,
                 spec.dim,
                 padded(spec.dim),
-                precision,
+                _PRECISIONS[spec.precision],
                 first_key,
                 spec.first_row,
                 spec.stream,
-                row_numbers,
+                numbers[table],
+                number,
             ]
-        )
-        first_key += spec.row_count
-    dims = {spec.dim for spec in specs}
-    aligned = all(address % 16 == 0 for table in addresses for address in table)
-    return Tables(
-        fields=torch.tensor(rows, dtype=torch.int64).reshape(-1, FIELDS).to(device),
-        row_count=first_key,
-        width=max((padded(dim) for dim in dims), default=_LANES),
-        one_dim=dims.pop() if len(dims) == 1 else 0,
-        precisions=sum({_PRECISIONS[spec.precision] for spec in specs}),
-        align=math.gcd(16, *(spec.dim for spec in specs)) if aligned else 1,
+            first_key += spec.row_count
+    parts = (
+        rows,
+        [*first_keys, first_key],
+        [rows[table][FIRST_KEY] for one in classes for table in one.tables],
+        [[0, np.iinfo(np.int64).max] for _ in specs],
     )
+    kept = Kept([np.array(part, dtype=np.int64).ravel() for part in parts], device)
+    fields, there, by_key, none_bad = kept.take()
+    about = Tables(
+        fields=fields,
+        first_keys=there,
+        first_key_by_key=by_key,
+        none_bad=none_bad,
+        first_key_of_table=tuple(row[FIRST_KEY] for row in rows),
+        row_count=first_key,
+        classes=classes,
+    )
+    return about, kept
+
+
+def classes_of(specs: Sequence[ShardSpec], aligned: Sequence[bool]) -> tuple[WidthClass, ...]:
+    """Classes of tables: those that 16-byte accesses cannot read, narrow ones, wide ones.
+
+    `aligned` [tables]: whether a table's memory begins at multiples of 16 bytes. A table is narrow if the widest that is
+    not odd has at least four times its width.
+    """
+    is_even = [whole and spec.dim % _FLOATS == 0 for spec, whole in zip(specs, aligned, strict=True)]
+    widest = max((padded(spec.dim) for spec, even in zip(specs, is_even, strict=True) if even), default=0)
+    members: list[list[int]] = [[] for _ in range(MOST_CLASSES)]
+    for table, (spec, even) in enumerate(zip(specs, is_even, strict=True)):
+        is_wide = padded(spec.dim) * _NARROW_PART > widest
+        members[(_WIDE if is_wide else _NARROW) if even else _ODD].append(table)
+    found = []
+    for kind, tables in enumerate(members):
+        dims = {specs[table].dim for table in tables}
+        if not dims:
+            continue
+        common = math.gcd(_MOST_ALIGN, *dims)
+        dims_align = common if common >= _FLOATS else 1
+        found.append(
+            WidthClass(
+                tables=tuple(tables),
+                width=max(map(padded, dims)),
+                one_dim=next(iter(dims)) if len(dims) == 1 else 0,
+                precisions=sum({_PRECISIONS[specs[table].precision] for table in tables}),
+                align=1 if kind == _ODD else dims_align,
+            )
+        )
+    return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vectors:
-    """The vectors of a batch's result: bags, or lookups without pooling."""
+    """The vectors of a batch's result: bags, or lookups without pooling. Vector v starts at float base + v · dim."""
 
     count: int
 
     block_of_vector: Tensor
-    """Int32 [count]."""
+    """Int32 [count], or one more."""
 
     blocks: Tensor
-    """Int64 [blocks, 2]: the block's table, and the base of its vectors in the result.
+    """Int64 [blocks · 2]: the table and the slice of each block."""
 
-    Vector v starts at float base + v · dim.
+    bases: Tensor
+    """Int64 [blocks]."""
+
+    aligns: tuple[int, ...]
+    """[tables]: 4 if all vectors of the table begin at multiples of 4 floats and have such dims, otherwise 1."""
+
+    def align(self, tables: Sequence[int]) -> int:
+        """The same of some tables."""
+        return min(self.aligns[table] for table in tables)
+
+
+def vectors_of(batch: Batch, tables: Sequence[ShardMemory], offsets: Tensor | None) -> Vectors:
+    """The positions of a batch's vectors. Does not wait for the device.
+
+    `offsets` int64 [bags + 1]: lookups before each bag. It is needed for sequences of different dims.
     """
-
-
-def vectors_of(batch: Batch, tables: Sequence[ShardMemory], offsets: Tensor) -> Vectors:
-    """The positions of a batch's vectors.
-
-    `offsets` int64 [bags + 1]: lookups before each bag. Does not wait for the device.
-    """
-    dims = tuple(tables[table].spec.dim for table in batch.table_of_block)
-    shape = _block_shape(batch.table_of_block, batch.bags_of_block, dims, batch.lengths.device)
+    shape = _shape_of(
+        batch.table_of_block,
+        batch.bags_of_block,
+        batch.slice_of_block,
+        tuple(table.spec.dim for table in tables),
+        batch.lengths.device,
+    )
+    blocks, bases, first_bag, steps, pairs = shape.kept.take()
+    block_of_bag = pairs.view(torch.int32)
     if batch.pooling is not Pooling.NONE:
-        owner = _block_of_bag(batch.bags_of_block, batch.lengths.device)
-        return Vectors(count=len(batch.lengths), block_of_vector=owner, blocks=shape.blocks)
-    first_lookup = offsets[shape.first_bag]
-    counts = first_lookup.diff()
-    starts = (counts * shape.dims).cumsum(0) - counts * shape.dims
+        return Vectors(
+            count=len(batch.lengths), block_of_vector=block_of_bag, blocks=blocks, bases=bases, aligns=shape.aligns
+        )
+    if shape.has_dims:
+        # The sum over earlier blocks of lookups · dim, less this block's first lookup · dim, by parts.
+        assert offsets is not None
+        bases = (offsets[first_bag] * steps).cumsum(0)
+    if len(block_of_bag) > len(batch.lengths):
+        block_of_bag = block_of_bag[: len(batch.lengths)]
+    owner = torch.repeat_interleave(block_of_bag, batch.lengths, output_size=len(batch.values))
     return Vectors(
-        count=len(batch.values),
-        block_of_vector=torch.repeat_interleave(shape.numbers, counts, output_size=len(batch.values)),
-        blocks=torch.stack((shape.blocks[:, 0], starts - first_lookup[:-1] * shape.dims), 1),
+        count=len(batch.values), block_of_vector=owner, blocks=blocks, bases=bases, aligns=shape.aligns_of_sequences
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _BlockShape:
-    """What depends on the tables and bags of a batch's blocks alone."""
+class _Shape:
+    """What depends on the tables, bags and slices of a batch's blocks alone."""
 
-    numbers: Tensor
-    """Int32 [blocks]: 0, 1, …"""
+    kept: Kept
+    """`Vectors.blocks`; `Vectors.bases` where bags are pooled, or where all dims are equal; the first bag of each block;
+    the dim of the block before less its own; the block of each bag, two int32 in one number."""
 
-    dims: Tensor
-    """Int64 [blocks]."""
+    has_dims: bool
+    """Whether blocks have different dims."""
 
-    first_bag: Tensor
-    """Int64 [blocks + 1]."""
-
-    blocks: Tensor
-    """`Vectors.blocks` where bags are pooled."""
+    aligns: tuple[int, ...]
+    aligns_of_sequences: tuple[int, ...]
 
 
 @lru_cache(maxsize=16)
-def _block_shape(
-    table_of_block: tuple[int, ...], bags_of_block: tuple[int, ...], dims: tuple[int, ...], device: torch.device
-) -> _BlockShape:
-    """Cached, because batches of one shape follow each other."""
-    bags, dim = torch.tensor(bags_of_block, dtype=torch.int64), torch.tensor(dims, dtype=torch.int64)
-    first_bag = torch.tensor([0, *bags_of_block]).cumsum(0)
-    starts = (bags * dim).cumsum(0) - bags * dim
-    tables = torch.tensor(table_of_block, dtype=torch.int64)
-    return _BlockShape(
-        numbers=torch.arange(len(dims), dtype=torch.int32, device=device),
-        dims=dim.to(device),
-        first_bag=first_bag.to(device),
-        blocks=torch.stack((tables, starts - first_bag[:-1] * dim), 1).to(device),
+def _shape_of(
+    table_of_block: tuple[int, ...],
+    bags_of_block: tuple[int, ...],
+    slice_of_block: tuple[int, ...] | None,
+    dim_of_table: tuple[int, ...],
+    device: torch.device,
+) -> _Shape:
+    """Cached, because batches of one shape often follow each other."""
+    dims = [dim_of_table[table] for table in table_of_block]
+    first_bag = [0, *itertools.accumulate(bags_of_block)][:-1]
+    starts = [0, *itertools.accumulate(bags * dim for bags, dim in zip(bags_of_block, dims, strict=True))]
+    aligns = [_FLOATS if dim % _FLOATS == 0 else 1 for dim in dim_of_table]
+    of_sequences = min((aligns[table] for table in table_of_block), default=1)
+    for table, start, bags in zip(table_of_block, starts, bags_of_block, strict=False):
+        if bags and start % _FLOATS:
+            aligns[table] = 1
+    slices = slice_of_block or (0,) * len(dims)
+    block_of_bag = np.repeat(np.arange(len(dims), dtype=np.int32), bags_of_block)
+    parts = [
+        np.array([table_of_block, slices], dtype=np.int64).T.ravel(),
+        np.array([start - bag * dim for start, bag, dim in zip(starts, first_bag, dims, strict=False)], dtype=np.int64),
+        np.array(first_bag, dtype=np.int64),
+        np.array([before - dim for before, dim in itertools.pairwise([0, *dims])], dtype=np.int64),
+        np.concatenate((block_of_bag, block_of_bag[: len(block_of_bag) % 2])).view(np.int64),
+    ]
+    return _Shape(
+        kept=Kept(parts, device),
+        has_dims=len(set(dims)) > 1,
+        aligns=tuple(aligns),
+        aligns_of_sequences=(of_sequences,) * len(dim_of_table),
     )
-
-
-@lru_cache(maxsize=16)
-def _block_of_bag(bags_of_block: tuple[int, ...], device: torch.device) -> Tensor:
-    """Int32 [bags]."""
-    blocks = torch.arange(len(bags_of_block), dtype=torch.int32)
-    return torch.repeat_interleave(blocks, torch.tensor(bags_of_block, dtype=torch.int64)).to(device)

@@ -17,15 +17,20 @@ class Tiles:
 
     vector_warps: int
 
-    runs: int
-    """Runs of at most one chunk that a program sums and updates at a time."""
+    rows: int
+    """Rows of tables that a program sums and updates at a time."""
 
-    run_warps: int
+    row_warps: int
 
     chunks: int
-    """Chunks per piece of a longer run: a power of two, because a piece has to be a subtree."""
+    """Chunks per piece of a long row: a power of two, because a piece has to be a subtree."""
 
     chunk_warps: int
+
+    pieces: int
+    """Sums of pieces that a program adds up at a time: a power of two."""
+
+    piece_warps: int
 
     programs: int
     """The most programs that are started if only the device knows the amount of work."""
@@ -37,7 +42,18 @@ class Tiles:
 def tiles_for(width: int, device: torch.device) -> Tiles:
     """The tiles for a device. They are large in the interpreter, where operations cost and elements do not."""
     if device.type == "cpu":
-        return Tiles(vectors=64, vector_warps=1, runs=64, run_warps=1, chunks=8, chunk_warps=1, programs=2, unroll=1)
+        return Tiles(
+            vectors=64,
+            vector_warps=1,
+            rows=64,
+            row_warps=1,
+            chunks=8,
+            chunk_warps=1,
+            pieces=8,
+            piece_warps=1,
+            programs=2,
+            unroll=1,
+        )
     return tiles_of_gpu(width, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -47,10 +63,12 @@ def tiles_of_gpu(width: int, multiprocessors: int) -> Tiles:
     return Tiles(
         vectors=max(1, 512 // width),
         vector_warps=max(4, min(8, width // 128)),
-        runs=max(1, 128 // width),
-        run_warps=max(1, min(8, width // 128)),
+        rows=max(1, 128 // width),
+        row_warps=max(1, min(8, width // 128)),
         chunks=chunks,
         chunk_warps=max(1, min(8, chunks * width // 512)),
+        pieces=max(2, 8192 // width),
+        piece_warps=8,
         programs=32 * multiprocessors,
         unroll=4,
     )

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels that write: gradients of equal rows are summed, and each row is updated once, in place.
 
-A run is the lookups of one row. A program sums and updates many runs of one chunk (`update_short_kernel`). Longer runs
-are cut into pieces of CHUNKS chunks, each of which is a subtree. A program sums the chunks of a piece side by side
-(`sum_long_kernel`). If a run has one piece, it is updated there. The sums of other pieces go to a buffer, are added up
-some levels of the tree per launch (`combine_kernel`), and these runs are updated with the short ones. Only the device
-knows how much work there is, so programs take it by stride. Which program takes what changes no sum.
+A program sums and updates some rows at a time (`update_kernel`). Long rows (`triton_runs`) are summed before, by many
+programs: their segments are cut into pieces of CHUNKS chunks, each of which is a subtree. A program sums the chunks of a
+piece side by side (`sum_long_kernel`), and one adds the pieces of a segment up (`combine_kernel`). Only the device knows
+how much work there is, so programs take it by stride. Which program takes what changes no sum.
 """
 
 import triton
 import triton.language as tl
 
-from sennit.runtime.kernels.triton_rows import dims_of, pair_tree
+from sennit.runtime.kernels.triton_rows import dims_of, load_rows, pair_tree, weights_of
 from sennit.runtime.kernels.triton_step import step_rows
 
 
@@ -27,20 +26,19 @@ def _gradients(
     lookups,
     vector_of_lookup,
     block_of_vector,
-    blocks,
+    bases,
     SEQUENCE: tl.constexpr,
     WEIGHTED: tl.constexpr,
     MEAN: tl.constexpr,
-    ALIGN: tl.constexpr,
+    VECTOR_ALIGN: tl.constexpr,
 ):
     """Float32 [places, columns] of the lookups at `places` of the sorted order; +0 where they are not `live`."""
     lookup = tl.load(lookups + places, mask=live, other=0)
     vector = lookup if SEQUENCE else tl.load(vector_of_lookup + lookup, mask=live, other=0)
-    vector = vector.to(tl.int64)
     block = tl.load(block_of_vector + vector, mask=live, other=0)
-    start = tl.load(blocks + block * 2 + 1) + vector * dim
-    if ALIGN > 1:
-        start = tl.multiple_of(start, [ALIGN])
+    start = tl.load(bases + block) + vector.to(tl.int64) * dim
+    if VECTOR_ALIGN > 1:
+        start = tl.multiple_of(start, [VECTOR_ALIGN])
     mask = (columns < dim[:, None]) & live[:, None]
     g = tl.load(gradient + start[:, None] + columns, mask=mask, other=0.0)
     if WEIGHTED:
@@ -60,8 +58,44 @@ def _table_and_row(place, live, values, lookups, vector_of_lookup, block_of_vect
     return table, tl.load(values + lookup, mask=live, other=0).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["step", "seed_low", "seed_high"])
-def update_short_kernel(
+@triton.jit
+def _no_halves(x, LEVELS: tl.constexpr):
+    """A zero for each level."""
+    halves = ()
+    for _ in tl.static_range(LEVELS):
+        halves = halves + (x * 0.0,)
+    return halves
+
+
+@triton.jit
+def _next_slice(x, halves, crossed, LEVELS: tl.constexpr):
+    """Ends the slice with the sum `x` [rows, columns], before lookups of another one. Returns the next `x` and `halves`.
+
+    `crossed` int32 [rows]: the bits in which the two slices' numbers differ; 0 where there is no other slice.
+    `halves`: for each level of the tree over slices the left half that waits for its right one, or +0. The two slices
+    meet at the highest of the bits. What waits below it is complete. Sums are never -0, so +0 may be added to them.
+    """
+    kept = ()
+    for level in tl.static_range(LEVELS):
+        rest = (crossed >> level)[:, None]
+        half = halves[level]
+        kept = kept + (tl.where(rest > 1, 0.0, tl.where(rest == 1, x, half)),)
+        x = tl.where(rest > 1, half + x, x)
+    return tl.where((crossed != 0)[:, None], 0.0, x), kept
+
+
+@triton.jit
+def _crossed(keys, place, live):
+    """The bits in which the key at each place differs from the one before, which is of the same row; 0 if not `live`."""
+    key = tl.load(keys + place, mask=live, other=0)
+    return (key ^ tl.load(keys + place - 1, mask=live, other=0)).to(tl.int32)
+
+
+@triton.jit(
+    do_not_specialize=["of_class", "count", "segment_room", "step", "seed_low", "seed_high"],
+    do_not_specialize_on_alignment=["values", "weights", "lengths", "vector_of_lookup", "block_of_vector"],
+)
+def update_kernel(
     gradient,
     values,
     weights,
@@ -70,16 +104,21 @@ def update_short_kernel(
     vector_of_lookup,
     block_of_vector,
     blocks,
+    bases,
     tables,
+    keys,
+    rows,
+    segments,
+    borders,
+    sums,
+    of_class,
+    count,
+    segment_room,
     bad,
     constants,
     step,
     seed_low,
     seed_high,
-    run_starts,
-    totals,
-    sums,
-    leads,
     out,
     SEQUENCE: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -87,47 +126,51 @@ def update_short_kernel(
     ONE_DIM: tl.constexpr,
     PRECISIONS: tl.constexpr,
     ALIGN: tl.constexpr,
+    VECTOR_ALIGN: tl.constexpr,
+    LEVELS: tl.constexpr,
     KIND: tl.constexpr,
     CLIPPED: tl.constexpr,
     DECAY: tl.constexpr,
     DECAY_AFTER: tl.constexpr,
     KEEP: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
     WIDTH: tl.constexpr,
-    RUNS: tl.constexpr,
+    ROWS: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """Updates runs of one chunk, and runs of several pieces whose sums are there; RUNS at a time.
+    """Sums and updates the rows of one class, ROWS at a time. The sums of long rows' segments are in `sums`.
 
-    KIND "none" writes their sums to `out` [runs, WIDTH] and updates nothing. With `leads` int8 [runs] the sums of all
-    rows are there, at the first run of each.
+    KIND "none" writes sums to `out` [rows of the class, WIDTH] and updates nothing.
     """
-    piece: tl.constexpr = CHUNK * CHUNKS
-    run_count = tl.load(totals)
+    first_row = tl.load(borders + of_class * 3)
+    row_end = tl.load(borders + of_class * 3 + 3)
+    first_piece = tl.load(borders + of_class * 3 + 2)
     columns = tl.arange(0, WIDTH)[None, :]
-    for first in tl.range(tl.program_id(0) * RUNS, run_count, tl.num_programs(0) * RUNS):
-        run = first + tl.arange(0, RUNS)
-        live = run < run_count
-        begin = tl.load(run_starts + run, mask=live, other=0)
-        length = tl.load(run_starts + run + 1, mask=live, other=0) - begin
-        if leads is None:
-            summed = length > piece
-            live = live & ((length <= CHUNK) | summed)
-            slot = 2 * begin.to(tl.int64) // piece
-        else:
-            live = live & (tl.load(leads + run, mask=live, other=0) != 0)
-            summed = live
-            slot = run.to(tl.int64)
+    for first in tl.range(first_row + tl.program_id(0) * ROWS, row_end, tl.num_programs(0) * ROWS):
+        number = first + tl.arange(0, ROWS)
+        live = number < row_end
+        begin = tl.load(rows + number, mask=live, other=0)
+        length = tl.load(rows + number + 1, mask=live, other=0) - begin
+        segment = tl.load(rows + count + 1 + number, mask=live, other=0)
+        segment_count = tl.load(rows + count + 2 + number, mask=live, other=0) - segment
+        length = tl.where(segment_count > 0, 0, length)
         table, row = _table_and_row(begin, live, values, lookups, vector_of_lookup, block_of_vector, blocks, SEQUENCE)
         dim = dims_of(tables, table, ONE_DIM)
-        g = tl.load(sums + slot[:, None] * WIDTH + columns, mask=(live & summed)[:, None] & (columns >= 0), other=0.0)
-        length = tl.where(live & (summed == 0), length, 0)
+        address, precision = weights_of(tables, table)
+        if KIND != "none":
+            # Before the gradients, which may be added meanwhile.
+            w = load_rows(
+                address, precision, row, dim, columns, (columns < dim[:, None]) & live[:, None], PRECISIONS, ALIGN
+            )
+        g = tl.zeros([ROWS, WIDTH], tl.float32)
+        halves = _no_halves(g, LEVELS)
         for place in tl.range(0, tl.max(length, axis=0), loop_unroll_factor=UNROLL):
+            here = place < length
+            if LEVELS > 0:
+                g, halves = _next_slice(g, halves, _crossed(keys, begin + place, here & (place > 0)), LEVELS)
             g = g + _gradients(
                 begin + place,
-                place < length,
+                here,
                 dim,
                 columns,
                 gradient,
@@ -136,22 +179,36 @@ def update_short_kernel(
                 lookups,
                 vector_of_lookup,
                 block_of_vector,
-                blocks,
+                bases,
                 SEQUENCE,
                 WEIGHTED,
                 MEAN,
-                ALIGN,
+                VECTOR_ALIGN,
             )
+        for place in tl.range(0, tl.max(segment_count, axis=0)):
+            here = place < segment_count
+            if LEVELS > 0:
+                begin = tl.load(segments + segment + place, mask=here, other=0)
+                g, halves = _next_slice(g, halves, _crossed(keys, begin, here & (place > 0)), LEVELS)
+            slot = tl.load(segments + 2 * segment_room + segment + place, mask=here, other=0) - first_piece
+            at = sums + slot.to(tl.int64)[:, None] * WIDTH + columns
+            g = g + tl.load(at, mask=here[:, None] & (columns >= 0), other=0.0)
+        for level in tl.static_range(LEVELS):
+            g = halves[level] + g
         if KIND == "none":
-            at = out + run.to(tl.int64)[:, None] * WIDTH + columns
+            at = out + (number - first_row).to(tl.int64)[:, None] * WIDTH + columns
             tl.store(at, g, mask=live[:, None] & (columns >= 0))
         else:
             step_rows(
                 g,
+                w,
                 live,
                 table,
                 row,
                 tables,
+                address,
+                precision,
+                dim,
                 bad,
                 constants,
                 step,
@@ -162,16 +219,18 @@ def update_short_kernel(
                 DECAY,
                 DECAY_AFTER,
                 KEEP,
-                RUNS,
+                ROWS,
                 WIDTH,
-                ONE_DIM,
                 PRECISIONS,
                 ALIGN,
                 STOCHASTIC,
             )
 
 
-@triton.jit(do_not_specialize=["step", "seed_low", "seed_high"])
+@triton.jit(
+    do_not_specialize=["of_class", "segment_room"],
+    do_not_specialize_on_alignment=["values", "weights", "lengths", "vector_of_lookup", "block_of_vector"],
+)
 def sum_long_kernel(
     gradient,
     values,
@@ -181,54 +240,57 @@ def sum_long_kernel(
     vector_of_lookup,
     block_of_vector,
     blocks,
+    bases,
     tables,
-    bad,
-    constants,
-    step,
-    seed_low,
-    seed_high,
-    run_starts,
-    long_runs,
-    pieces_until,
-    long_of_piece,
-    long_count,
+    segments,
+    borders,
     sums,
-    out,
+    of_class,
+    segment_room,
     SEQUENCE: tl.constexpr,
     WEIGHTED: tl.constexpr,
     MEAN: tl.constexpr,
     ONE_DIM: tl.constexpr,
-    PRECISIONS: tl.constexpr,
-    ALIGN: tl.constexpr,
-    KIND: tl.constexpr,
-    CLIPPED: tl.constexpr,
-    DECAY: tl.constexpr,
-    DECAY_AFTER: tl.constexpr,
-    KEEP: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+    VECTOR_ALIGN: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     WIDTH: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """Sums runs of several chunks, a piece at a time, and updates those of one piece."""
+    """Writes the sum of each piece of a class to `sums` [pieces, WIDTH]."""
     piece: tl.constexpr = CHUNK * CHUNKS
     columns = tl.arange(0, WIDTH)[None, :]
-    for item in tl.range(tl.program_id(0), tl.load(pieces_until + long_count), tl.num_programs(0)):
-        long = tl.load(long_of_piece + item)
-        number = item - tl.load(pieces_until + long)
-        run = tl.load(long_runs + long)
-        begin = tl.load(run_starts + run)
-        end = tl.load(run_starts + run + 1)
+    first_segment = tl.load(borders + of_class * 3 + 1)
+    segment_end = tl.load(borders + of_class * 3 + 4)
+    first_piece = tl.load(borders + of_class * 3 + 2)
+    piece_end = tl.load(borders + of_class * 3 + 5)
+    first_pieces = segments + 2 * segment_room
+    for item in tl.range(first_piece + tl.program_id(0), piece_end, tl.num_programs(0)):
+        # The last segment whose first piece is not after this one.
+        low = first_segment
+        high = segment_end
+        while high - low > 1:
+            middle = (low + high) // 2
+            is_after = tl.load(first_pieces + middle) > item
+            high = tl.where(is_after, middle, high)
+            low = tl.where(is_after, low, middle)
+        begin = tl.load(segments + low) + (item - tl.load(first_pieces + low)) * piece
+        end = tl.load(segments + segment_room + low)
         everywhere = tl.full([1], 1, tl.int1)
-        first = begin + tl.zeros([1], tl.int32)
-        table, row = _table_and_row(
-            first, everywhere, values, lookups, vector_of_lookup, block_of_vector, blocks, SEQUENCE
+        table, _ = _table_and_row(
+            begin + tl.zeros([1], tl.int32),
+            everywhere,
+            values,
+            lookups,
+            vector_of_lookup,
+            block_of_vector,
+            blocks,
+            SEQUENCE,
         )
         dim = dims_of(tables, table, ONE_DIM)
-        chunk = begin + number * piece + tl.arange(0, CHUNKS) * CHUNK
+        chunk = begin + tl.arange(0, CHUNKS) * CHUNK
         g = tl.zeros([CHUNKS, WIDTH], tl.float32)
-        for place in tl.range(0, CHUNK, loop_unroll_factor=UNROLL):
+        for place in tl.range(0, tl.minimum(CHUNK, end - begin), loop_unroll_factor=UNROLL):
             g = g + _gradients(
                 chunk + place,
                 chunk + place < end,
@@ -240,89 +302,38 @@ def sum_long_kernel(
                 lookups,
                 vector_of_lookup,
                 block_of_vector,
-                blocks,
+                bases,
                 SEQUENCE,
                 WEIGHTED,
                 MEAN,
-                ALIGN,
+                VECTOR_ALIGN,
             )
-        g = pair_tree(g, CHUNKS, WIDTH)
-        if end - begin > piece:
-            slot = 2 * begin.to(tl.int64) // piece + number
-            tl.store(sums + slot * WIDTH + columns, g)
-        elif KIND == "none":
-            tl.store(out + run.to(tl.int64) * WIDTH + columns, g)
-        else:
-            step_rows(
-                g,
-                everywhere,
-                table,
-                row,
-                tables,
-                bad,
-                constants,
-                step,
-                seed_low,
-                seed_high,
-                KIND,
-                CLIPPED,
-                DECAY,
-                DECAY_AFTER,
-                KEEP,
-                1,
-                WIDTH,
-                ONE_DIM,
-                PRECISIONS,
-                ALIGN,
-                STOCHASTIC,
-            )
+        slot = (item - first_piece).to(tl.int64)
+        tl.store(sums + slot * WIDTH + columns, pair_tree(g, CHUNKS, WIDTH))
 
 
-@triton.jit(do_not_specialize=["stride"])
-def combine_kernel(
-    sums,
-    run_starts,
-    long_runs,
-    pieces_until,
-    long_of_piece,
-    long_count,
-    stride,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Adds CHUNKS sums of the pieces 0, stride, 2·stride, … of a run at a time, and stores the result at the first of
-    them.
+@triton.jit(do_not_specialize=["of_class", "segment_room"])
+def combine_kernel(sums, segments, borders, of_class, segment_room, PIECES: tl.constexpr, WIDTH: tl.constexpr):
+    """Adds the pieces of each segment of a class up, PIECES neighbours at a time, at its first one.
 
-    A run that begins at place b of the sorted order has its sums from slot 2b // piece on. It has more than one piece,
-    so twice its length in pieces is never less than the slots that it needs.
+    A program takes a whole segment, level after level, and waits for its own stores between them.
     """
-    piece: tl.constexpr = CHUNK * CHUNKS
     columns = tl.arange(0, WIDTH)[None, :]
-    for item in tl.range(tl.program_id(0), tl.load(pieces_until + long_count), tl.num_programs(0)):
-        long = tl.load(long_of_piece + item)
-        before = tl.load(pieces_until + long)
-        number = item - before
-        count = tl.load(pieces_until + long + 1) - before
-        if (count > stride) & (number % (stride * CHUNKS) == 0):
-            begin = tl.load(run_starts + tl.load(long_runs + long))
-            each = number + tl.arange(0, CHUNKS) * stride
-            at = sums + (2 * begin.to(tl.int64) // piece + each)[:, None] * WIDTH + columns
-            x = tl.load(at, mask=(each < count)[:, None] & (columns >= 0), other=0.0)
-            slot = 2 * begin.to(tl.int64) // piece + number
-            tl.store(sums + slot * WIDTH + columns, pair_tree(x, CHUNKS, WIDTH))
-
-
-@triton.jit(do_not_specialize=["count"])
-def add_halves_kernel(sums, rights, count, RUNS: tl.constexpr, WIDTH: tl.constexpr):
-    """Adds the right halves of nodes to the left ones.
-
-    `rights` int64 [count]: where in `sums` [count, WIDTH] the right half is; -1 for what is no left half.
-    """
-    run = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)
-    columns = tl.arange(0, WIDTH)[None, :]
-    right = tl.load(rights + run, mask=run < count, other=-1)
-    mask = (right >= 0)[:, None] & (columns >= 0)
-    at = sums + run[:, None] * WIDTH + columns
-    x = tl.load(at, mask=mask) + tl.load(sums + right[:, None] * WIDTH + columns, mask=mask)
-    tl.store(at, x, mask=mask)
+    first_segment = tl.load(borders + of_class * 3 + 1)
+    segment_end = tl.load(borders + of_class * 3 + 4)
+    first_piece = tl.load(borders + of_class * 3 + 2)
+    first_pieces = segments + 2 * segment_room
+    for segment in tl.range(first_segment + tl.program_id(0), segment_end, tl.num_programs(0)):
+        first = tl.load(first_pieces + segment)
+        count = tl.load(first_pieces + segment + 1) - first
+        stride = count * 0 + 1
+        while stride < count:
+            for group in tl.range(0, count, stride * PIECES):
+                each = group + tl.arange(0, PIECES) * stride
+                slot = (first - first_piece + each).to(tl.int64)
+                at = sums + slot[:, None] * WIDTH + columns
+                x = tl.load(at, mask=(each < count)[:, None] & (columns >= 0), other=0.0)
+                to = (first - first_piece + group).to(tl.int64)
+                tl.store(sums + to * WIDTH + columns, pair_tree(x, PIECES, WIDTH))
+            tl.debug_barrier()
+            stride = stride * PIECES

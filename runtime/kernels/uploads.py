@@ -10,6 +10,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -55,3 +57,32 @@ class Upload:
             # Their memory is the other stream's, which would use it again while this one still reads.
             tensor.record_stream(stream)
         return self._there
+
+
+class Kept:
+    """Small tensors of integers that are copied to a device once, without a wait, and used from any stream later."""
+
+    def __init__(self, parts: Sequence[npt.NDArray[np.int64]], device: torch.device) -> None:
+        """`parts` are of one dimension each, and travel together."""
+        self._device = device
+        whole = torch.from_numpy(np.concatenate(parts))
+        if device.type == "cuda":
+            self._stream = torch.cuda.current_stream(device)
+            whole = whole.pin_memory().to(device, non_blocking=True)
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record(self._stream)
+        self._whole = whole.to(device)
+        self._parts = self._whole.split([len(part) for part in parts])
+
+    def take(self) -> tuple[Tensor, ...]:
+        """Int64 tensors like `parts`, for what the current stream does from now on."""
+        if self._device.type != "cuda":
+            return self._parts
+        stream = torch.cuda.current_stream(self._device)
+        if stream != self._stream:
+            # A stream that is captured may not wait for what came before; torch waits where a capture begins.
+            if not torch.cuda.is_current_stream_capturing():
+                stream.wait_event(self._done)
+            # Else the memory would be used again on its own stream, once this is dropped, while others still read.
+            self._whole.record_stream(stream)
+        return self._parts
