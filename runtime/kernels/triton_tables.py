@@ -81,7 +81,6 @@ class WidthClass:
     """Divides all dims: 8, 4 or 1. Unless it is 1, all addresses are multiples of 16 bytes."""
 
 
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tables:
     """All tables of an operator."""
