@@ -106,8 +106,6 @@ def weight_gradient_kernel(
     table = tl.load(blocks + block * 2)
     if not ALONE:
         live = live & (table_field(tables, table, _CLASS) == of_class)
-    if not ALONE:
-        live = live & (table_field(tables, table, _CLASS) == of_class)
     address, precision = weights_of(tables, table)
     dim = dims_of(tables, table, ONE_DIM)
     start = tl.load(bases + block) + vector * dim

@@ -281,7 +281,7 @@ class _Job:
         width = max(_WORD_COLUMNS if is_stochastic else 0, one.width)
         tiles = triton_tiles.tiles_for(width, self._device)
         room = runs.segments.shape[1]
-        shape = self._chosen | _shape(one, self._vectors) | {"WIDTH": width, "UNROLL": tiles.unroll}
+        shape = self._chosen | _shape(one, self._vectors) | {"WIDTH": width}
         if self._count > CHUNK:
             chunks = self._tiles[number].chunks
             sum_long_kernel[(min(runs.piece_room, tiles.programs),)](
@@ -294,6 +294,7 @@ class _Job:
                 **shape,
                 CHUNK=CHUNK,
                 CHUNKS=chunks,
+                UNROLL=tiles.chunk_unroll,
                 num_warps=tiles.chunk_warps,
             )
             if self._count > CHUNK * chunks:
@@ -327,6 +328,7 @@ class _Job:
             LEVELS=levels_of(runs.slice_bits),
             STOCHASTIC=is_stochastic,
             ROWS=tiles.rows,
+            UNROLL=tiles.unroll,
             num_warps=tiles.row_warps,
         )
 

@@ -5,7 +5,8 @@
 
 compiles every kernel, in the specialisations that `cases` launches, for an H100 (sm_90a), and prints for each what a
 thread and a program take. The operator runs as it is, on tensors of the CPU; where it would launch a kernel, the kernel
-is compiled instead. TRITON_INTERPRET must not be set: kernels that were imported for the interpreter cannot be compiled.
+is compiled instead. TRITON_INTERPRET must not be set: kernels that were imported for the interpreter cannot be
+compiled.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ TARGET: Final = GPUTarget("cuda", 90, 32)
 """Triton compiles capability 9.0 for sm_90a."""
 ARCHITECTURE: Final = "sm_90a"
 MULTIPROCESSORS: Final = 132
-OPTIONS: Final = ("num_warps", "enable_fp_fusion")
+OPTIONS: Final[tuple[str, ...]] = ("num_warps", "enable_fp_fusion")
 BAGS: Final = 1024
 
 # `ptxas --verbose`
@@ -136,7 +137,7 @@ def report(only: str = "") -> list[Compiled]:
         def launch(*arguments: Any, **keywords: Any) -> None:
             key, source, options = _specialised(kernel, arguments, keywords)
             if key not in found:
-                found[key] = _compiled(kernel, source, options, case)
+                found[key] = _compiled(source, options, case)
 
         return mock.MagicMock(__getitem__=lambda *_: launch)
 
@@ -153,6 +154,7 @@ def report(only: str = "") -> list[Compiled]:
                 triton_tiles, "tiles_for", lambda width, _: triton_tiles.tiles_of_gpu(width, MULTIPROCESSORS)
             )
         )
+        stack.enter_context(mock.patch.dict(triton_products.TILE, cpu=triton_products.TILE["cuda"]))
         for one in cases():
             case = one.name
             if case.startswith(only):
@@ -212,7 +214,8 @@ def _specialised(
     known: dict[tuple[int, ...], Any] = {}
     for place, parameter in enumerate(kernel.params):
         value = named[parameter.name]
-        if parameter.is_constexpr or value is None:
+        is_one = type(value) is int and value == 1 and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or is_one:
             signature[parameter.name] = "constexpr"
             constants[parameter.name] = value
         elif isinstance(value, tuple):
@@ -233,7 +236,7 @@ def _is_known_to_be_aligned(parameter: KernelParam, value: Any) -> bool:
     return isinstance(value, int) and not parameter.do_not_specialize and value % 16 == 0
 
 
-def _compiled(kernel: JITFunction[Any], source: ASTSource, options: dict[str, Any], case: str) -> Compiled:
+def _compiled(source: ASTSource, options: dict[str, Any], case: str) -> Compiled:
     made = triton.compile(source, target=TARGET, options=options)
     ptx = str(made.asm["ptx"])
     with tempfile.TemporaryDirectory() as folder:
@@ -247,11 +250,10 @@ def _compiled(kernel: JITFunction[Any], source: ASTSource, options: dict[str, An
     for kind, vector, bits in _ACCESS.findall(ptx):
         (loads if kind == "ld" else stores)[int(vector or 1) * int(bits) // 8] += 1
     return Compiled(
-        kernel=kernel.__name__,
+        kernel=source.fn.__name__,
         case=case,
-        constants={name: value for name, value in source.constants.items() if isinstance(value, (int, str))}
-        if all(isinstance(name, str) for name in source.constants)
-        else {},
+        # By the place of the parameter, as (place,).
+        constants={source.fn.arg_names[place]: value for (place,), value in source.constants.items()},
         warps=made.metadata.num_warps,
         registers=int(registers),
         spill_bytes=int(stored) + int(loaded),
@@ -299,7 +301,7 @@ def main() -> None:
             )
             + "\n"
         )
-    render(found, Console(width=160) if not sys.stdout.isatty() else Console())
+    render(found, Console(width=None if sys.stdout.isatty() else 160, markup=False, highlight=False))
 
 
 if __name__ == "__main__":

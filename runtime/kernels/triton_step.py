@@ -58,8 +58,9 @@ def step_rows(
 ):
     """Rules 7 and 8 of docs/reference/embedding.md for the rows [ROWS] that are `live`. `g` is +0 beyond a row's end.
 
-    `w` are the rows' weights; `address`, `precision` and `dim` are those of their tables. `constants` are those of `optimizers.StepConstants` in the order of `triton_operator`. `bad` int64 [tables, 2]
-    counts skipped rows and keeps the lowest. Both are integers, so the order of the programs does not matter.
+    `w` are the rows' weights; `address`, `precision` and `dim` are those of their tables. `constants` are those of
+    `optimizers.StepConstants` in the order of `triton_operator`. `bad` int64 [tables, 2] counts skipped rows and keeps
+    the lowest. Both are integers, so the order of the programs does not matter.
     """
     rate, scale1, scale2, epsilon, beta1, beta1_rest, beta2, beta2_rest, decay, keep, max_gradient, max_norm = constants
     columns = tl.arange(0, WIDTH)[None, :]

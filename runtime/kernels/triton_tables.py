@@ -169,8 +169,8 @@ def _describe(
 def classes_of(specs: Sequence[ShardSpec], aligned: Sequence[bool]) -> tuple[WidthClass, ...]:
     """Classes of tables: those that 16-byte accesses cannot read, narrow ones, wide ones.
 
-    `aligned` [tables]: whether a table's memory begins at multiples of 16 bytes. A table is narrow if the widest that is
-    not odd has at least four times its width.
+    `aligned` [tables]: whether a table's memory begins at multiples of 16 bytes. A table is narrow if the widest that
+    is not of the first class has at least four times its width.
     """
     is_even = [whole and spec.dim % _FLOATS == 0 for spec, whole in zip(specs, aligned, strict=True)]
     widest = max((padded(spec.dim) for spec, even in zip(specs, is_even, strict=True) if even), default=0)
@@ -255,8 +255,8 @@ class _Shape:
     """What depends on the tables, bags and slices of a batch's blocks alone."""
 
     kept: Kept
-    """`Vectors.blocks`; `Vectors.bases` where bags are pooled, or where all dims are equal; the first bag of each block;
-    the dim of the block before less its own; the block of each bag, two int32 in one number."""
+    """`Vectors.blocks`; `Vectors.bases` where bags are pooled, or where all dims are equal; the first bag of each
+    block; the dim of the block before less its own; the block of each bag, two int32 in one number."""
 
     has_dims: bool
     """Whether blocks have different dims."""

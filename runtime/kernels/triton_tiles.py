@@ -27,6 +27,9 @@ class Tiles:
 
     chunk_warps: int
 
+    chunk_unroll: int
+    """Like `unroll`, of chunks that are summed side by side."""
+
     pieces: int
     """Sums of pieces that a program adds up at a time: a power of two."""
 
@@ -49,6 +52,7 @@ def tiles_for(width: int, device: torch.device) -> Tiles:
             row_warps=1,
             chunks=8,
             chunk_warps=1,
+            chunk_unroll=1,
             pieces=8,
             piece_warps=1,
             programs=2,
@@ -67,6 +71,7 @@ def tiles_of_gpu(width: int, multiprocessors: int) -> Tiles:
         row_warps=max(1, min(8, width // 128)),
         chunks=chunks,
         chunk_warps=max(1, min(8, chunks * width // 512)),
+        chunk_unroll=2,
         pieces=max(2, 8192 // width),
         piece_warps=8,
         programs=32 * multiprocessors,

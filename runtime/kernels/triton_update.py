@@ -2,9 +2,9 @@
 """Kernels that write: gradients of equal rows are summed, and each row is updated once, in place.
 
 A program sums and updates some rows at a time (`update_kernel`). Long rows (`triton_runs`) are summed before, by many
-programs: their segments are cut into pieces of CHUNKS chunks, each of which is a subtree. A program sums the chunks of a
-piece side by side (`sum_long_kernel`), and one adds the pieces of a segment up (`combine_kernel`). Only the device knows
-how much work there is, so programs take it by stride. Which program takes what changes no sum.
+programs: their segments are cut into pieces of CHUNKS chunks, each of which is a subtree. A program sums the chunks of
+a piece side by side (`sum_long_kernel`), and one adds the pieces of a segment up (`combine_kernel`). Only the device
+knows how much work there is, so programs take it by stride. Which program takes what changes no sum.
 """
 
 import triton
@@ -63,13 +63,13 @@ def _no_halves(x, LEVELS: tl.constexpr):
     """A zero for each level."""
     halves = ()
     for _ in tl.static_range(LEVELS):
-        halves = halves + (x * 0.0,)
+        halves = halves + (x * 0.0,)  # noqa: RUF005 - the language has no unpacking
     return halves
 
 
 @triton.jit
 def _next_slice(x, halves, crossed, LEVELS: tl.constexpr):
-    """Ends the slice with the sum `x` [rows, columns], before lookups of another one. Returns the next `x` and `halves`.
+    """Ends the slice with the sum `x` [rows, columns], before lookups of another one. Returns the next `x`, `halves`.
 
     `crossed` int32 [rows]: the bits in which the two slices' numbers differ; 0 where there is no other slice.
     `halves`: for each level of the tree over slices the left half that waits for its right one, or +0. The two slices
@@ -79,14 +79,14 @@ def _next_slice(x, halves, crossed, LEVELS: tl.constexpr):
     for level in tl.static_range(LEVELS):
         rest = (crossed >> level)[:, None]
         half = halves[level]
-        kept = kept + (tl.where(rest > 1, 0.0, tl.where(rest == 1, x, half)),)
+        kept = kept + (tl.where(rest > 1, 0.0, tl.where(rest == 1, x, half)),)  # noqa: RUF005
         x = tl.where(rest > 1, half + x, x)
     return tl.where((crossed != 0)[:, None], 0.0, x), kept
 
 
 @triton.jit
 def _crossed(keys, place, live):
-    """The bits in which the key at each place differs from the one before, which is of the same row; 0 if not `live`."""
+    """The bits in which the key at each place differs from the one before, of the same row; 0 if not `live`."""
     key = tl.load(keys + place, mask=live, other=0)
     return (key ^ tl.load(keys + place - 1, mask=live, other=0)).to(tl.int32)
 

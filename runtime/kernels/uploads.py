@@ -72,7 +72,7 @@ class Kept:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record(self._stream)
         self._whole = whole.to(device)
-        self._parts = self._whole.split([len(part) for part in parts])
+        self._parts = torch.split(self._whole, [len(part) for part in parts])
 
     def take(self) -> tuple[Tensor, ...]:
         """Int64 tensors like `parts`, for what the current stream does from now on."""

@@ -227,6 +227,12 @@ def _sliced_cases() -> Iterator[Case]:
         tables=(table("one", 1, 32),),
         blocks=tuple(BlockShape(table=0, bags=40, most=4, slice=at) for at in (0, 1, 3)),
     )
+    # Of a width that 16-byte accesses cannot read, of narrow and of wide rows, in any order; with long rows in each.
+    yield Case(
+        name="three classes in slices",
+        tables=(table("wide", 3, 128), table("one", 2, 1), table("narrow", 3, 16, Precision.FP16), table("odd", 90, 7)),
+        blocks=tuple(BlockShape(table=n, bags=24, slice=at) for at in range(3) for n in (3, 0, 2, 1)),
+    )
     yield Case(
         name="slices skewed",
         tables=(table("heads", 3000, 16),),
