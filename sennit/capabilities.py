@@ -208,7 +208,12 @@ def _core() -> Capability:
 
     try:
         native.require_core()
-        return present(name, str(tracepoints.library()))
+        from sennit.transport import _core
+
+        detail = str(tracepoints.library())
+        if _core.CRC_BY != "ISA-L":
+            detail += f"; built without ISA-L, so CRCs are by {_core.CRC_BY} and udp is slower"
+        return present(name, detail)
     except Unsupported as error:
         what, _, remedy = str(error).rpartition("; ")
         return absent(name, what, remedy)
@@ -274,6 +279,13 @@ def _roce() -> Capability:
     from sennit.transport import devices
 
     name = "roce"
+    if not probe("core").available:
+        return absent(name, "needs the native core", probe("core").remedy)
+    from sennit.transport import _core
+
+    if not _core.HAS_VERBS:
+        again = extras.in_checkout("build", "pip install --no-binary sennit sennit")
+        return absent(name, "built without libibverbs", f"install its headers (Debian: libibverbs-dev), then {again}")
     if not probe("rdma").available:
         return absent(name, "needs an RDMA device", probe("rdma").remedy)
     found = devices.read_devices()

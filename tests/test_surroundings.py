@@ -243,3 +243,16 @@ def test_a_small_shm_is_named(monkeypatch: pytest.MonkeyPatch, mib: int, fine: b
     found = capabilities.PROBES["shm"]()
     assert found.available is fine
     assert ("docker run --shm-size=1g" in found.detail + found.remedy) is hint
+
+
+def test_the_doctor_says_what_a_build_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sennit.transport import _core
+
+    monkeypatch.setattr(_core, "CRC_BY", "tables")
+    monkeypatch.setattr(_core, "HAS_VERBS", False)
+    core, roce = capabilities.PROBES["core"](), capabilities.PROBES["roce"]()
+    assert core.available
+    assert core.detail.endswith("; built without ISA-L, so CRCs are by tables and udp is slower")
+    assert not roce.available
+    assert roce.detail == "built without libibverbs"
+    assert "Debian: libibverbs-dev" in roce.remedy

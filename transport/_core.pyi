@@ -13,6 +13,12 @@ PATH_POLICIES: Final[tuple[str, ...]]
 CONGESTION_CONTROLS: Final[tuple[str, ...]]
 """What may decide how much is in flight (csrc/flow/congestion.hpp)."""
 
+CRC_BY: Final[str]
+"""What computes CRCs in this build: "ISA-L", or "tables", which are slower."""
+
+HAS_VERBS: Final[bool]
+"""Whether this build has the verbs port. Without it `verbs_open` and `rdma_ports` raise, and say why."""
+
 DEFAULTS: Final[dict[str, int | float | str]]
 """The values that C++ uses for missing fields of `Config`. They equal the defaults of config.py."""
 

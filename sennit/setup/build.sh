@@ -82,9 +82,7 @@ system_packages_apt() {
 # Elsewhere: name what is missing and leave the installing to the user.
 system_packages_named() {
   local missing=() tool
-  for tool in cmake ninja g++ pkg-config; do command -v "$tool" >/dev/null || missing+=("$tool"); done
-  if command -v pkg-config >/dev/null && ! pkg-config --exists libisal; then missing+=("ISA-L with headers (libisal)"); fi
-  if command -v pkg-config >/dev/null && ! pkg-config --exists libibverbs; then missing+=("headers of rdma-core (libibverbs)"); fi
+  for tool in cmake ninja g++; do command -v "$tool" >/dev/null || missing+=("$tool"); done
   "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null || missing+=("venv for $PYTHON")
   "$PYTHON" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
     missing+=("headers for $PYTHON (Python.h)")

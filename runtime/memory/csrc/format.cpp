@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "format.hpp"
 
+#if SENNIT_ISAL
 #include <isa-l/crc.h>
+#else
+#include "sennit/crc32.hpp"
+#endif
 
 #include <algorithm>
 #include <bit>
@@ -63,8 +67,12 @@ class Reader {
 }  // namespace
 
 std::uint32_t crc32c(std::uint32_t crc, const void* data, std::size_t size_bytes) {
+#if SENNIT_ISAL
   // ISA-L does not change the buffer, although its prototype allows it.
   return crc32_iscsi(static_cast<unsigned char*>(const_cast<void*>(data)), static_cast<int>(size_bytes), crc);
+#else
+  return wire::crc_register<wire::CRC32C_POLYNOMIAL>(crc, data, size_bytes);
+#endif
 }
 
 std::uint64_t Geometry::row_count() const {

@@ -23,6 +23,7 @@
 #include "flow/path_policy.hpp"
 #include "messages/signature.hpp"
 #include "ports/interfaces.hpp"
+#include "wire/icrc.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -372,17 +373,17 @@ NB_MODULE(_core, m) {
   defaults["peer_timeout_s"] = peer_timeout_s;
   m.attr("DEFAULTS") = defaults;
   m.attr("CONGESTION_CONTROLS") = to_names(sennit::flow::congestion_controls());
+  m.attr("CRC_BY") = nb::str(sennit::wire::crc_by().data(), sennit::wire::crc_by().size());
+  m.attr("HAS_VERBS") = sennit::has_verbs();
   m.def(
       "rdma_ports",
       [] {
         nb::list out;
-        for (const sennit::VerbsDevicePort& port :
-             guarded([] { return sennit::find_verbs_ports(sennit::VerbsLibrary::system()); })) {
+        for (const sennit::ListedPort& port : guarded([] { return sennit::list_device_ports(); })) {
           nb::list gids;
-          for (const sennit::VerbsAddress& one : port.addresses)
-            gids.append(nb::make_tuple(one.gid_index, sennit::wire::address_text(one.endpoint), one.interface_index));
-          out.append(nb::make_tuple(port.device, port.number, static_cast<int>(port.state), port.is_ethernet,
-                                    port.mtu_bytes, port.partitions, gids, port.problem));
+          for (const auto& [index, address, link] : port.gids) gids.append(nb::make_tuple(index, address, link));
+          out.append(nb::make_tuple(port.device, port.number, port.state, port.is_ethernet, port.mtu_bytes,
+                                    port.partitions, gids, port.problem));
         }
         return out;
       },

@@ -67,7 +67,7 @@ std::vector<std::byte> Engine::verbs_open(const VerbsConfig& config) {
   VerbsConfig counting = config;
   counting.counter_page = &counter_page_;
   counting.peer_timeout_us = config_.peer_timeout_us;
-  verbs_ = std::make_unique<VerbsPort>(config_.rank, config_.world, counting);
+  verbs_ = open_verbs(config_.rank, config_.world, counting);
   return verbs_->local_info();
 }
 

@@ -30,10 +30,10 @@
 #include "executor/crew.hpp"
 #include "executor/operation.hpp"
 #include "messages/failure.hpp"
+#include "ports/device_port.hpp"
 #include "ports/of_process.hpp"
 #include "ports/shm_port.hpp"
 #include "ports/udp_port.hpp"
-#include "ports/verbs_port.hpp"
 #include "telemetry/counter_page.hpp"
 
 namespace sennit {
@@ -232,7 +232,7 @@ class Engine final : public OperationHost, private Crewed {
   const Counted<EngineCounters> counted_;
   std::unique_ptr<ShmPort> shm_;
   std::unique_ptr<UdpPort> udp_;
-  std::unique_ptr<VerbsPort> verbs_;
+  std::unique_ptr<DevicePort> verbs_;
   std::vector<Port*> ports_;
   Backoff backoff_;
 

@@ -12,6 +12,7 @@
 #include <stdexcept>
 #include <system_error>
 
+#include "ports/device_port.hpp"
 #include "wire/packet.hpp"
 
 namespace sennit {
@@ -167,6 +168,17 @@ std::vector<VerbsDevicePort> find_verbs_ports(const VerbsLibrary& library) {
   }
   for (int index = 0; index < count; ++index) append_ports(library, devices[index], out);
   library.free_device_list(devices);
+  return out;
+}
+
+std::vector<ListedPort> list_device_ports() {
+  std::vector<ListedPort> out;
+  for (const VerbsDevicePort& port : find_verbs_ports(VerbsLibrary::system())) {
+    ListedPort& listed = out.emplace_back(ListedPort{
+        port.device, port.number, port.problem, port.state, port.is_ethernet, port.mtu_bytes, port.partitions, {}});
+    for (const VerbsAddress& one : port.addresses)
+      listed.gids.push_back({one.gid_index, wire::address_text(one.endpoint), one.interface_index});
+  }
   return out;
 }
 

@@ -30,6 +30,12 @@ constexpr std::chrono::milliseconds END_MAX{1'000};
 
 }  // namespace
 
+bool has_verbs() { return true; }
+
+std::unique_ptr<DevicePort> open_verbs(uint32_t rank, uint32_t size, const VerbsConfig& config) {
+  return std::make_unique<VerbsPort>(rank, size, config);
+}
+
 VerbsPort::VerbsPort(uint32_t rank, uint32_t size, const VerbsConfig& config)
     : rank_(rank),
       config_(config),

@@ -20,24 +20,17 @@
 #include "flow/agenda.hpp"
 #include "flow/receive_budget.hpp"
 #include "messages/lane.hpp"
-#include "ports/agreement.hpp"
+#include "ports/device_port.hpp"
 #include "ports/flow_lane.hpp"
 #include "ports/trial.hpp"
 #include "ports/verbs_adapter.hpp"
 #include "ports/verbs_exposure.hpp"
 #include "ports/verbs_queue_pair.hpp"
 #include "ports/verbs_registrations.hpp"
-#include "telemetry/counter_page.hpp"
 
 namespace sennit {
 
-struct VerbsConfig : SendConfig {
-  std::vector<std::string> addresses;  // addresses of this machine, a rail each
-  VerbsService service = VerbsService::uc;
-  const VerbsLibrary* library = nullptr;  // null: this machine's libibverbs
-};
-
-class VerbsPort final : public TriedPort {
+class VerbsPort final : public DevicePort {
  public:
   // A device keeps the state of its queue pairs in host memory and caches some thousands of them. With 5,000
   // connections a ConnectX-5 reads half as fast (Kalia et al., "Datacenter RPCs can be General and Fast", NSDI 2019,
@@ -52,23 +45,17 @@ class VerbsPort final : public TriedPort {
   VerbsPort(uint32_t rank, uint32_t size, const VerbsConfig& config);
   ~VerbsPort() override;
 
-  // What peers pass to their connect(), sent through rendezvous.
-  std::vector<std::byte> local_info() const { return offer_.encode(); }
-  // What that peer alone needs besides: it follows local_info() in what the peer passes to connect().
-  std::vector<std::byte> info_for(uint32_t peer) const { return for_peers_.at(peer).encode(); }
-  // Throws std::invalid_argument if the peer's information does not fit ours, and std::system_error if the device
-  // cannot reach the peer.
-  void connect(uint32_t peer, std::span<const std::byte> info, LaneSink& sink);
-  Lane& lane(uint32_t peer);
+  std::vector<std::byte> local_info() const override { return offer_.encode(); }
+  std::vector<std::byte> info_for(uint32_t peer) const override { return for_peers_.at(peer).encode(); }
+  void connect(uint32_t peer, std::span<const std::byte> info, LaneSink& sink) override;
+  Lane& lane(uint32_t peer) override;
   void begin_trial(uint32_t peer, std::span<const std::byte> info, LaneSink& sink) override;
   bool try_network(uint64_t now_us) override;
   uint64_t next_trial_us() const override;
   Trial* trial(uint32_t peer) override;
   std::vector<TriedPath> tried_paths(uint32_t peer) const override;
-  // Memory that stays in place: an operation's buffers from its post to its end, or what the user guarantees
-  // (VerbsRegistrations).
-  void borrow(const void* address, size_t size_bytes);
-  void give_back(const void* address, size_t size_bytes);
+  void borrow(const void* address, size_t size_bytes) override;
+  void give_back(const void* address, size_t size_bytes) override;
 
   std::string_view name() const override { return "verbs"; }
   bool progress(uint64_t now_us) override;
@@ -85,8 +72,8 @@ class VerbsPort final : public TriedPort {
   void close() override;
   void revoke() noexcept override;
 
-  CounterList counters() const;
-  std::string describe() const;
+  CounterList counters() const override;
+  std::string describe() const override;
 
  private:
   static constexpr size_t BATCH_MAX_PACKETS = 32;

@@ -8,6 +8,7 @@
 #include <span>
 
 #include "flow/sequence_ring.hpp"
+#include "ports/device_port.hpp"
 #include "ports/verbs_device.hpp"
 
 namespace sennit {
@@ -24,8 +25,6 @@ constexpr VerbsRequest request_kind(uint64_t name) { return static_cast<VerbsReq
 constexpr uint8_t request_generation(uint64_t name) { return static_cast<uint8_t>(name >> 48); }
 constexpr uint16_t request_path(uint64_t name) { return static_cast<uint16_t>(name >> 32); }
 constexpr uint32_t request_number(uint64_t name) { return static_cast<uint32_t>(name); }
-
-enum class VerbsService : uint8_t { uc, rc };
 
 // Where a queue pair leads, and over which route.
 struct VerbsRoute {

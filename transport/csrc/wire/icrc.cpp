@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "wire/icrc.hpp"
 
+#if SENNIT_ISAL
 #include <isa-l/crc.h>
+#endif
 
 #include <algorithm>
 #include <cstring>
 
+#include "sennit/crc32.hpp"
 #include "wire/bytes.hpp"
 #include "wire/packet.hpp"
 
@@ -21,8 +24,14 @@ constexpr std::byte ONES{0xFF};
 
 }  // namespace
 
+std::string_view crc_by() { return SENNIT_ISAL ? "ISA-L" : "tables"; }
+
 uint32_t extend(uint32_t crc, std::span<const std::byte> bytes) {
+#if SENNIT_ISAL
   return crc32_gzip_refl(crc, reinterpret_cast<const unsigned char*>(bytes.data()), bytes.size());
+#else
+  return ~crc_register<CRC32_POLYNOMIAL>(~crc, bytes.data(), bytes.size());
+#endif
 }
 
 uint32_t extend_with_header(uint32_t crc, std::span<const std::byte> header) {

@@ -4,17 +4,22 @@
 // IBTA annex A17.3.3: eight bytes of ones (in place of a local routing header), the IP and UDP headers with the fields
 // that routers may change set to ones, then the InfiniBand packet with byte 4 of BTH (FECN, BECN, reserved) set to
 // ones. The result is sent least significant byte first. A CRC state here is a plain CRC-32 value: `extend(extend(0,
-// a), b)` is the CRC of a then b, so the payload is read in place. docs/decisions/0010 says why ISA-L computes it.
+// a), b)` is the CRC of a then b, so the payload is read in place. ISA-L computes it (docs/decisions/0010), or tables
+// of our own where a build has no ISA-L.
 #pragma once
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string_view>
 
 #include "wire/endpoint.hpp"
 
 namespace sennit::wire {
+
+// "ISA-L", or "tables".
+std::string_view crc_by();
 
 uint32_t extend(uint32_t crc, std::span<const std::byte> bytes);
 // `header` starts with BTH. Its byte 4 counts as ones.
