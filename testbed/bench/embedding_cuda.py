@@ -89,11 +89,18 @@ def power_law_batch(device: torch.device, seed: int, *, lookups: int = LOOKUPS, 
 
 
 def run(
-    *, rounds: int, seed: int, device: str = "cuda", lookups: int = LOOKUPS, rows: int = ROWS, dim: int = DIM
+    *,
+    rounds: int,
+    seed: int,
+    device: str = "cuda",
+    lookups: int = LOOKUPS,
+    rows: int = ROWS,
+    dim: int = DIM,
+    save: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
     """The whole report. On "cuda" it needs 20 GB of memory. On "cpu" (Triton's interpreter) nothing is timed.
 
-    Raises RuntimeError if bits do not repeat.
+    `save` gets the results so far after each optimizer. Raises RuntimeError if bits do not repeat.
     """
     where, is_timed = torch.device(device), device != "cpu"
     batch = power_law_batch(where, seed, lookups=lookups, rows=rows)
@@ -131,7 +138,7 @@ def run(
         }
         sums = set()
         for _ in range(2):
-            tables = _tables(spec, where, rows, dim)
+            tables = random_tables(spec, where, rows, dim)
             operator.update(tables, batch, gradient, **arguments)
             sums.add(tuple(int(table.weight.view(torch.int32).sum(dtype=torch.int64)) for table in tables))
         if len(sums) != 1:
@@ -150,6 +157,7 @@ def run(
             )
         )
         del tables
+        save({"results": [asdict(one) for one in results]})
     return {
         "machine": machine.describe(),
         "device": torch.cuda.get_device_name(where) if is_timed else INTERPRETER,
@@ -179,7 +187,8 @@ def render(report: dict[str, Any], console: Console) -> None:
     console.print(f"{report['device']}; {report['distinct_rows']:,} distinct rows")
 
 
-def _tables(optimizer: OptimizerSpec, device: torch.device, rows: int, dim: int) -> list[ShardMemory]:
+def random_tables(optimizer: OptimizerSpec, device: torch.device, rows: int, dim: int) -> list[ShardMemory]:
+    """`TABLES` tables with normal weights and states of zeros, the same in each call."""
     tables = [
         allocate(ShardSpec(name=str(number), row_count=rows, dim=dim), optimizer, device) for number in range(TABLES)
     ]

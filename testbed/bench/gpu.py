@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit bench gpu`: everything of sennit that needs a GPU, in one run and one file of figures.
+"""`sennit bench gpu`: everything of sennit that needs a GPU, in one run of at most 8 minutes and one file of figures.
 
-Four parts: the tests marked `gpu`; embedding lookups and updates beside FBGEMM's published times and a copy; staging,
-which is copies between host and device and collectives on device memory; a training step with tables on the device.
-A part that cannot run says why. One that fails takes no other with it.
+Parts run in order of their value. Each has a process of its own (`gpu_part`) in a session of its own, and a limit. At
+its limit all its processes are killed. What it saved before stays, and so does what it printed. A part that cannot run
+says why. One that fails takes no other with it.
 
 With `interpreter` each part runs on the CPU, in Triton's interpreter and with small shapes. Nothing is timed then: it
 shows that the program works before there is a GPU.
@@ -11,29 +11,45 @@ shows that the program works before there is a GPU.
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
+import contextlib
+import json
 import os
-import re
+import select
+import signal
 import subprocess
 import sys
 import tempfile
-import xml.etree.ElementTree as ElementTree
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from sennit.testbed.bench import machine
-from sennit.transport.errors import Unsupported
 
-TESTS_TIMEOUT_S: Final = 3_600.0
-_ROOT: Final = Path(__file__).resolve().parents[2]
-_MARK: Final = re.compile(r"pytest\.mark\.gpu\b")
+LIMITS_S: Final = {
+    "machine": 20.0,
+    "kernels": 90.0,
+    "embedding": 90.0,
+    "staging": 60.0,
+    "tests": 120.0,
+    "training step": 60.0,
+    "profile": 60.0,
+}
+"""The parts in their order, and what each may take. An import of torch, and the first use of a GPU, are in it."""
+
+TOTAL_S: Final = 480.0
+"""All parts together. The last ones get what is left."""
+
+INTERPRETER_TIMES: Final = 10.0
+"""Limits in the interpreter are so many times longer: it is slow, and so are machines that run it."""
+
+PROGRAM: Final = (sys.executable, "-m", "sennit.testbed.bench.gpu_part")
+SUMMARY: Final = "summary.md"
+_TAIL_BYTES: Final = 16_384
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,35 +71,99 @@ class Settings:
             raise ValueError(f"{self.world} ranks; allowed: 2, 4, 8 and so on")
 
 
-def run(settings: Settings, on_progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """The whole report. With `interpreter`, Triton must not have been imported for a GPU."""
-    if settings.interpreter:
-        os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it on import. Ranks and tests inherit it.
-    parts = {"tests": _tests, "embedding": _embedding, "staging": _staging, "training step": _training_step}
-    found: dict[str, dict[str, Any]] = {}
-    for name, part in parts.items():
-        on_progress(name)
-        try:
-            found[name] = part(settings)
-        except (Unsupported, ModuleNotFoundError) as reason:
-            found[name] = {"skipped": str(reason)}
-        except Exception as error:  # Whatever it is, the other parts are worth having.
-            found[name] = {"error": f"{type(error).__name__}: {error}"}
+def run(
+    settings: Settings,
+    on_progress: Callable[[str], None] = lambda _: None,
+    *,
+    folder: Path | None = None,
+    program: tuple[str, ...] = PROGRAM,
+    limits_s: Mapping[str, float] = LIMITS_S,
+    total_s: float = TOTAL_S,
+) -> dict[str, Any]:
+    """The whole report. `folder`: keeps the JSON and the output of each part, which are there as soon as it ends."""
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix="sennit-bench-gpu-") as made:
+            return run(settings, on_progress, folder=Path(made), program=program, limits_s=limits_s, total_s=total_s)
+    times = INTERPRETER_TIMES if settings.interpreter else 1.0
+    end_s = time.monotonic() + times * total_s
+    parts: dict[str, dict[str, Any]] = {}
+    for name, most_s in limits_s.items():
+        limit_s = min(times * most_s, end_s - time.monotonic())
+        if reason := parts.get("machine", {}).get("problems", {}).get(name):
+            parts[name] = {"skipped": reason}
+        elif limit_s < 1:
+            parts[name] = {"skipped": f"nothing is left of {times * total_s:.0f} s"}
+        else:
+            on_progress(name)
+            parts[name] = run_part(name, settings, folder, limit_s, program)
+    about = parts.get("machine", {})
     return {
         "schema": 1,
         "settings": asdict(settings),
         "machine": machine.describe(),
-        "gpus": [] if settings.interpreter else _gpus(),
-        "versions": _versions(),
-        "parts": found,
+        "gpus": about.get("gpus", []),
+        "versions": about.get("versions", {}),
+        "parts": parts,
     }
+
+
+def run_part(
+    name: str, settings: Settings, folder: Path, limit_s: float, program: tuple[str, ...] = PROGRAM
+) -> dict[str, Any]:
+    """What a part saved. `error`, and the end of its output, are added if it did not end by itself and in order."""
+    path, log = (folder / f"{name.replace(' ', '-')}.{suffix}" for suffix in ("json", "log"))
+    path.unlink(missing_ok=True)
+    command = [*program, name, str(path), json.dumps(asdict(settings)), f"{limit_s:.1f}"]
+    environment = dict(os.environ)
+    if settings.interpreter:
+        environment["TRITON_INTERPRET"] = "1"  # Triton reads it on import.
+    began_s = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            has_ended = _ends_within(process.pid, limit_s)
+        finally:
+            # Before it is waited for: until then its number is the group's, and nobody else's.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            code = process.wait()
+    found: dict[str, Any] = {}
+    with contextlib.suppress(FileNotFoundError):
+        found = json.loads(path.read_text())
+    if not has_ended:
+        found["error"] = f"killed at its limit, {limit_s:.0f} s"
+    elif code != 0 or not found:
+        found.setdefault(
+            "error", f"signal {-code}" if code < 0 else f"exit code {code}, and it saved {len(found)} results"
+        )
+    if "error" in found:
+        found.setdefault("traceback", log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace"))
+    found["took_s"] = round(time.monotonic() - began_s, 1)
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def _ends_within(pid: int, limit_s: float) -> bool:
+    """Whether a child of this process ends within the time. It is not reaped."""
+    descriptor = os.pidfd_open(pid)
+    try:
+        return bool(select.select([descriptor], [], [], limit_s)[0])
+    finally:
+        os.close(descriptor)
 
 
 def failures(report: Mapping[str, Any]) -> list[str]:
     """What went wrong, a line each: parts that failed, and tests."""
     parts = report["parts"]
-    found = [f"{name}: {part['error']}" for name, part in parts.items() if "error" in part]
-    return found + [f"test {name}" for name in parts["tests"].get("failed_tests", [])]
+    found = [f"{name}: {one_line(part['error'])}" for name, part in parts.items() if "error" in part]
+    return found + [f"test {name}" for name in parts.get("tests", {}).get("failed_tests", [])]
 
 
 def render(report: Mapping[str, Any], console: Console) -> None:
@@ -92,22 +172,21 @@ def render(report: Mapping[str, Any], console: Console) -> None:
     for name, part in report["parts"].items():
         for key in ("skipped", "error"):
             if key in part:
-                table.add_row(name, key, part[key])
-    tests = report["parts"]["tests"]
-    if "counts" in tests:
-        text = ", ".join(f"{count} {outcome}" for outcome, count in tests["counts"].items())
-        table.add_row("tests", f"marked gpu, in {tests['seconds']:.0f} s", text)
-    for name in ("embedding", "staging", "training step"):
-        for one in report["parts"][name].get("results", []):
-            table.add_row(name, one["name"], _text(one))
+                table.add_row(name, key, one_line(part[key]))
+        if "counts" in part:
+            text = ", ".join(f"{count} {outcome}" for outcome, count in part["counts"].items())
+            table.add_row(name, f"marked gpu, in {part['seconds']:.0f} s", text)
+        for one in part.get("results", []):
+            table.add_row(name, one["name"], text_of(one))
     console.print(table)
 
 
-def _text(one: Mapping[str, Any]) -> str:
-    time = one.get("graph_ms", one.get("ms"))
-    if time is None:
-        return str(one.get("absent", "ran"))
-    text = f"{time:.3f} ms"
+def text_of(one: Mapping[str, Any]) -> str:
+    """The figures of a result, with units."""
+    time_ms = one.get("graph_ms", one.get("ms"))
+    if time_ms is None:
+        return str(one.get("absent", one.get("outcome", "ran")))
+    text = f"{time_ms:.3f} ms"
     if "share_of_copy" in one:
         text += f", {one['share_of_copy']:.0%} of a copy"
     if "bytes_per_s" in one:
@@ -119,76 +198,6 @@ def _text(one: Mapping[str, Any]) -> str:
     return text
 
 
-def _gpus() -> list[dict[str, Any]]:
-    about = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    return [
-        {"name": one.name, "memory_bytes": one.total_memory, "multiprocessors": one.multi_processor_count}
-        for one in about
-    ]
-
-
-def _versions() -> dict[str, Any]:
-    found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "triton": None, "nccl": None}
-    if importlib.util.find_spec("triton") is not None:
-        found["triton"] = importlib.metadata.version("triton")
-    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return found
-
-
-def _tests(settings: Settings) -> dict[str, Any]:
-    """Counts of the tests marked `gpu`. Without a GPU they are skipped, which shows that they can be collected."""
-    tests = _ROOT / "tests"
-    if not tests.is_dir():
-        raise Unsupported("tests", "this is no checkout of sennit, so there are none")
-    if importlib.util.find_spec("pytest") is None:
-        raise Unsupported("tests", "pytest is not installed")
-    files = sorted(str(path) for path in tests.rglob("test_*.py") if _MARK.search(path.read_text()))
-    with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder) / "results.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", f"--junitxml={results}"]
-        done = subprocess.run(
-            [*command, *files], cwd=_ROOT, timeout=TESTS_TIMEOUT_S, capture_output=True, text=True, check=False
-        )
-        if done.returncode not in (0, 1):
-            raise RuntimeError(f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-500:]}")
-        return _counts(ElementTree.parse(results).getroot())
-
-
-def _counts(results: ElementTree.Element) -> dict[str, Any]:
-    """Counts from a JUnit file."""
-    outcomes: dict[str, list[str]] = {"passed": [], "failed": [], "skipped": []}
-    reasons, seconds = set(), 0.0
-    for case in results.iter("testcase"):
-        kinds = {child.tag: child for child in case}
-        outcome = "failed" if kinds.keys() & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
-        outcomes[outcome].append(f"{case.get('classname')}::{case.get('name')}")
-        seconds += float(case.get("time", 0))
-        if outcome == "skipped":
-            reasons.add(kinds["skipped"].get("message", ""))
-    return {
-        "counts": {outcome: len(names) for outcome, names in outcomes.items()},
-        "failed_tests": outcomes["failed"],
-        "reasons_to_skip": sorted(reasons),
-        "seconds": seconds,
-    }
-
-
-def _embedding(settings: Settings) -> dict[str, Any]:
-    from sennit.testbed.bench import embedding_cuda
-
-    if settings.interpreter:
-        return embedding_cuda.run(rounds=1, seed=settings.seed, device="cpu", lookups=200, rows=50, dim=16)
-    return embedding_cuda.run(rounds=settings.rounds, seed=settings.seed)
-
-
-def _staging(settings: Settings) -> dict[str, Any]:
-    from sennit.testbed.bench import gpu_staging
-
-    return gpu_staging.run(settings)
-
-
-def _training_step(settings: Settings) -> dict[str, Any]:
-    from sennit.testbed.bench import gpu_step
-
-    return gpu_step.run(settings)
+def one_line(text: str) -> str:
+    """The first line. The whole text is in the part's file."""
+    return text.strip().partition("\n")[0]

@@ -30,7 +30,7 @@ SMALL_SIZES: Final = (4 << 10,)
 Operation = tuple[str, int, Callable[[], object]]
 
 
-def run(settings: Settings) -> dict[str, Any]:
+def run(settings: Settings, _: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Times of the slowest rank. Raises `launch.RankFailure`, also if a result is wrong."""
     _store, address = launch.serve_store(0, timeout_s=TIMEOUT_S)
     by_rank = launch.run_ranks(_rank, settings, settings.world, address=address, store_timeout_s=TIMEOUT_S)

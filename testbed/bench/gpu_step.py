@@ -8,6 +8,7 @@ taken on a copy of the model, and both must have the same bits.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -96,7 +97,7 @@ class Model:
         return self.embeddings.digest(), self.replicas.digest()
 
 
-def run(settings: Settings) -> dict[str, Any]:
+def run(settings: Settings, _: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Times of the slowest rank. Raises `launch.RankFailure`, also if two runs have other bits."""
     load = SMALL if settings.interpreter else Load()
     _store, address = launch.serve_store(0, timeout_s=TIMEOUT_S)

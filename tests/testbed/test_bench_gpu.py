@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
-import xml.etree.ElementTree as ElementTree
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ pytest.importorskip("triton")
 
 from sennit import capabilities
 from sennit.cli import app
-from sennit.testbed.bench import gpu
+from sennit.runtime.kernels.implementations import implementation
+from sennit.runtime.kernels.native import NativeOperator
+from sennit.testbed.bench import gpu, gpu_kernels, gpu_machine, gpu_part, gpu_summary, gpu_tests
 from sennit.transport.errors import Unsupported
 
 pytestmark = [pytest.mark.needs("backend", "shm"), pytest.mark.timeout(180)]
@@ -27,20 +31,26 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 @without_gpu
 def test_all_parts_run_in_the_interpreter(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
-    result = CliRunner().invoke(app, ["bench", "gpu", "--interpreter", "--json", str(path)])
+    folder = tmp_path / "parts"
+    command = ["bench", "gpu", "--interpreter", "--report", str(folder), "--json", str(path)]
+    result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     report = json.loads(path.read_text())
     parts = report["parts"]
     assert not any("skipped" in part or "error" in part for part in parts.values()), parts
+    assert list(parts) == list(gpu.LIMITS_S)
+    assert {one["outcome"] for one in parts["kernels"]["results"]} == {gpu_kernels.EQUAL}
     assert parts["tests"]["counts"]["skipped"] > 100
     assert parts["tests"]["counts"]["failed"] == 0
     assert [one["name"] for one in parts["embedding"]["results"]] == ["forward", "backward+sgd", "backward+adam"]
     staged = [one["name"].partition(",")[0] for one in parts["staging"]["results"]]
     assert staged == ["host to device", "device to host"] * 2 + ["AllReduce", "AlltoAll", "nccl"]
-    assert [len(digest) for digest in parts["training step"]["results"][0]["digests"]] == [64, 64]
+    assert [len(digest) for digest in parts["training step"]["results"][2]["digests"]] == [64, 64]
     assert report["versions"]["torch"] == torch.__version__
     assert report["gpus"] == []
-    times = [key for part in parts.values() for one in part.get("results", []) for key in one if "ms" in key]
+    assert parts["profile"]["torch_operations"] > 0
+    assert "Kernels: the bits of the native ones in 32 cases" in (folder / gpu.SUMMARY).read_text()
+    times = [key for part in parts.values() for one in part.get("results", []) for key in one if key.endswith("_ms")]
     assert not times
 
 
@@ -59,39 +69,146 @@ def test_without_a_gpu_it_says_so_in_one_line() -> None:
     assert len(result.output.strip().splitlines()) == 1
 
 
-def test_a_part_that_cannot_run_takes_no_other_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unsupported(_: Any) -> Any:
-        raise Unsupported("staging", "no such thing")
+# Parts of a GPU run: this is their program. It starts at once, so that limits can be short.
+PARTS = """
+case $1 in
+  machine) printf '{"gpus": [], "versions": {"torch": "2"}, "problems": {"old": "too old a GPU"}}' >$2 ;;
+  hangs) printf '{"results": [{"name": "before"}]}' >$2; echo it hangs
+    (exec 9>$LOCK; flock 9; sleep 1000) & sleep 1000 ;;
+  dies) echo it dies; kill -SEGV $$ ;;
+  silent) ;;
+  *) printf '{"results": [{"name": "x", "ms": 2, "samples_per_s": 500}]}' >$2 ;;
+esac
+"""
 
-    def fails(_: Any) -> Any:
+
+def test_a_part_that_hangs_or_dies_takes_no_other_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, lock = tmp_path / "part.sh", tmp_path / "lock"
+    program.write_text(PARTS)
+    monkeypatch.setenv("LOCK", str(lock))
+    limits_s = {"machine": 60.0, "old": 60.0, "hangs": 2.0, "dies": 60.0, "silent": 60.0, "fine": 60.0}
+    report = gpu.run(gpu.Settings(), folder=tmp_path, program=("sh", str(program)), limits_s=limits_s)
+    parts = report["parts"]
+    assert list(parts) == list(limits_s)
+    assert parts["old"] == {"skipped": "too old a GPU"}
+    assert parts["hangs"]["error"] == "killed at its limit, 2 s"
+    assert parts["hangs"]["results"] == [{"name": "before"}]
+    assert parts["hangs"]["traceback"] == "it hangs\n"
+    with lock.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # what the part had started is gone, too
+    assert parts["dies"]["error"] == "signal 11"
+    assert parts["dies"]["traceback"].startswith("it dies")
+    assert parts["silent"]["error"] == "exit code 0, and it saved 0 results"
+    assert json.loads((tmp_path / "fine.json").read_text()) == parts["fine"]
+    assert report["versions"] == {"torch": "2"}
+    assert len(gpu.failures(report)) == 3
+    text = gpu_summary.page(report)
+    assert "- Hangs: killed at its limit, 2 s" in text
+    assert "- Old: too old a GPU" in text
+    assert "- Fine, x: 2.000 ms, 500 samples/s" in text
+    assert "## The first error: hangs\n\n```\nit hangs\n" in text
+
+
+def test_no_part_begins_when_the_time_of_all_is_over(tmp_path: Path) -> None:
+    report = gpu.run(gpu.Settings(), folder=tmp_path, program=("sh", "-c", "exit 1"), total_s=0)
+    assert {part["skipped"] for part in report["parts"].values()} == {"nothing is left of 0 s"}
+
+
+def part_with(monkeypatch: pytest.MonkeyPatch, *runs: Any) -> None:
+    """Makes the part `made`, of modules with these functions `run`."""
+    names = [f"made_{number}" for number in range(len(runs))]
+    for name, run in zip(names, runs, strict=True):
+        module = types.ModuleType(name)
+        module.__dict__["run"] = run
+        monkeypatch.setitem(sys.modules, f"sennit.testbed.bench.{name}", module)
+    monkeypatch.setitem(gpu_part.MODULES, "made", tuple(names))
+
+
+def test_what_a_part_saved_stays_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: gpu.Settings, save: gpu_part.Save) -> dict[str, Any]:
+        save({"results": [{"name": "second"}]})
         raise ValueError("of no use")
 
-    monkeypatch.setattr(gpu, "_tests", lambda _: {"counts": {"failed": 1}, "seconds": 1.0, "failed_tests": ["a::b"]})
-    monkeypatch.setattr(gpu, "_staging", unsupported)
-    monkeypatch.setattr(gpu, "_embedding", fails)
-    monkeypatch.setattr(gpu, "_training_step", lambda _: {"results": [{"name": "x", "ms": 2, "samples_per_s": 500}]})
-    path = tmp_path / "gpu.json"
-    result = CliRunner().invoke(app, ["bench", "gpu", "--interpreter", "--json", str(path)], env={"COLUMNS": "160"})
-    assert result.exit_code == 1
-    assert "error: embedding: ValueError: of no use; test a::b" in result.output
-    assert "2.000 ms, 500 samples/s" in result.output
-    parts = json.loads(path.read_text())["parts"]
-    assert parts["staging"]["skipped"].endswith("no such thing")
-    assert parts["embedding"] == {"error": "ValueError: of no use"}
+    part_with(monkeypatch, lambda *_: {"results": [{"name": "first"}]}, fails)
+    gpu_part.main("made", tmp_path / "made.json", gpu.Settings(), 60.0)
+    found = json.loads((tmp_path / "made.json").read_text())
+    assert found["results"] == [{"name": "first"}, {"name": "second"}]
+    assert found["error"] == "ValueError: of no use"
+    assert "in fails\n" in found["traceback"]
+
+
+def test_what_this_machine_lacks_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: Any) -> dict[str, Any]:
+        raise Unsupported("staging", "no such thing")
+
+    part_with(monkeypatch, unsupported)
+    gpu_part.main("made", tmp_path / "made.json", gpu.Settings(), 60.0)
+    found = json.loads((tmp_path / "made.json").read_text())
+    assert found["skipped"].endswith("no such thing")
+    assert "error" not in found
+
+
+def test_devices_that_are_too_old_or_too_small_are_named() -> None:
+    device = {"name": "T4", "capability": [7, 5], "free_bytes": 15_000_000_000}
+    found = gpu_machine.problems([device])
+    assert found["kernels"] == "T4 has compute capability 7.5; needed: 8.0"
+    assert "staging" not in found
+    assert "tests" not in found
+    small = gpu_machine.problems([device | {"capability": [9, 0]}])
+    assert small == dict.fromkeys(("embedding", "profile"), "T4 has 15.0 GB of memory free; needed: 20 GB")
+    assert gpu_machine.problems([device | {"capability": [9, 0], "free_bytes": 80 * 10**9}]) == {}
+
+
+def test_a_kernel_with_other_bits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = implementation("native")
+
+    class Wrong(NativeOperator):
+        def lookup(self, tables: Any, batch: Any) -> torch.Tensor:
+            result = super().lookup(tables, batch)
+            result[3] = -result[3]
+            return result
+
+    case = next(gpu_kernels.cases(gpu_kernels.SHAPES[0]))
+    assert gpu_kernels.differences(case, right, Wrong(), torch.device("cpu"), 1) == ["result in 1 of 36 elements"]
+    monkeypatch.setattr(gpu_kernels, "implementation", {"native": right, "triton": Wrong()}.__getitem__)
+    saved: list[dict[str, Any]] = []
+    with pytest.raises(
+        RuntimeError, match=r"12 of 32 cases are wrong\. The first: 5x4 3x2 lookup sum fp32: other bits"
+    ):
+        gpu_kernels.run(gpu.Settings(interpreter=True), saved.append)
+    assert len(saved) == 32
 
 
 def test_every_outcome_of_a_test_is_counted() -> None:
-    text = """<testsuites><testsuite>
-      <testcase classname="a" name="good" time="1.5"/>
-      <testcase classname="a" name="bad" time="0.5"><failure message="x"/></testcase>
-      <testcase classname="a" name="broken"><error message="x"/></testcase>
-      <testcase classname="a" name="left"><skipped message="no GPU"/></testcase>
-    </testsuite></testsuites>"""
-    counted = gpu._counts(ElementTree.fromstring(text))
-    assert counted["counts"] == {"passed": 1, "failed": 2, "skipped": 1}
-    assert counted["failed_tests"] == ["a::bad", "a::broken"]
-    assert counted["reasons_to_skip"] == ["no GPU"]
-    assert counted["seconds"] == 2
+    saved: list[dict[str, Any]] = []
+    outcomes = gpu_tests.Outcomes(saved.append)
+
+    def report(name: str, when: str, outcome: str, text: Any = "") -> Any:
+        return types.SimpleNamespace(
+            nodeid=name, when=when, outcome=outcome, duration=0.5, longrepr=text, longreprtext=str(text),
+            passed=outcome == "passed", failed=outcome == "failed", skipped=outcome == "skipped",
+        )  # fmt: skip
+
+    for when in ("setup", "call", "teardown"):
+        outcomes.pytest_runtest_logreport(report("a::good", when, "passed"))
+    outcomes.pytest_runtest_logreport(report("a::bad", "call", "failed", "why"))
+    outcomes.pytest_runtest_logreport(report("a::left", "setup", "skipped", ("a", 1, "no GPU")))
+    outcomes.pytest_collectreport(report("b", "collect", "failed", "no module"))
+    found = saved[-1]
+    assert found["counts"] == {"passed": 1, "failed": 2, "skipped": 1}
+    assert found["failures"] == {"a::bad": "why", "b": "no module"}
+    assert found["failed_tests"] == ["a::bad", "b"]
+    assert found["reasons_to_skip"] == ["no GPU"]
+    assert found["seconds"] == 2.5
+
+
+def test_what_is_slow_stands_beside_its_goal() -> None:
+    one = {"name": "backward+sgd", "graph_ms": 0.7, "share_of_copy": 0.2, "goal_ms": 0.614}
+    report: dict[str, Any] = {"parts": {"embedding": {"results": [one]}}, "gpus": [{"name": "H"}], "versions": {}}
+    text = gpu_summary.page(report)
+    assert "- embedding, backward+sgd: 0.700 ms; goal: 0.614 ms" in text
+    assert "- embedding, backward+sgd: 20% of a copy's speed; goal: 30%" in text
+    assert "## Wrong\n\nNothing.\n" in text
 
 
 def test_figures_of_a_gpu_have_their_units() -> None:
