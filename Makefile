@@ -8,7 +8,7 @@ QUIETLY := sennit/setup/quietly.sh
 REPORTS := build/rings
 CXX_FILES = $(shell git ls-files -co --exclude-standard '*.cpp' '*.hpp' '*.h')
 LAUNCHER := $(shell command -v ccache)
-.PHONY: help packages build sanitized wheels try-wheels matrix vm-kernel demo test test-cpp test-model test-fuzz test-vm test-rdma test-qemu test-python test-native test-types test-one-core test-long ebpf kernel fuzz frameworks lint fmt types bench comparison pictures architecture models quality docs testbed simulate clean
+.PHONY: help packages build sanitized wheels try-wheels gpu-bundle matrix vm-kernel demo test test-cpp test-model test-fuzz test-vm test-rdma test-qemu test-python test-native test-types test-one-core test-long ebpf kernel fuzz frameworks lint fmt types bench comparison pictures architecture models quality docs testbed simulate clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,6 +24,9 @@ wheels: build  ## wheels and sdists of sennit and sennit-torch, audited, in buil
 
 try-wheels: wheels  ## do with them what the README says, without a compiler, root, an index or a network, and time it
 	@sennit/setup/try_wheels.sh
+
+gpu-bundle:  ## a folder that builds and measures sennit on a GPU machine without a network: build/gpu-bundle
+	@/usr/bin/env python3 -m sennit.setup.gpu_bundle build/gpu-bundle
 
 matrix:  ## wheels, first AllReduce, training and quick tests with every Python and CPU build of torch to be had
 	@/usr/bin/python3 -m sennit.setup.matrix
