@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -110,6 +111,16 @@ def test_what_the_build_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert gpu_run.build_problem() == "no C++ compiler (c++, g++, clang++)"
     (tmp_path / "c++").symlink_to("/bin/true")
     assert gpu_run.build_problem() == "no cmake"
+
+
+def test_a_build_that_hangs_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    with (tmp_path / "log").open("wb") as log:
+        code = gpu_run.exit_code(["flock", str(lock), "sh", "-c", "sleep 1000 & sleep 1000"], log, 1.0)
+        assert code is None
+        assert gpu_run.exit_code(["sh", "-c", "exit 3"], log, 60.0) == 3
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def test_only_wheels_that_are_lacking_are_unpacked() -> None:
