@@ -19,7 +19,6 @@ import typer
 from sennit.errors import SennitError
 
 if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
     from rich.console import Console
     from rich.text import Text
 
@@ -58,7 +57,7 @@ class OutputLost(OSError, SennitError):
 class _Stream(io.FileIO):
     """What is below `sys.stdout`: tells a failure of it from every other OSError."""
 
-    def write(self, content: ReadableBuffer) -> int | None:  # type: ignore[override]
+    def write(self, content: Any) -> int | None:
         try:
             return super().write(content)
         except BrokenPipeError:

@@ -91,6 +91,7 @@ def test_the_compiler_is_quoted(folder: Path) -> None:
 
 def test_a_missing_compiler_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
+    (folder / "any.bpf.c").write_text("int any;\n")
     with pytest.raises(compiler.ToolMissing, match="clang: command not found"):
         compiler.compile_program("any")
 

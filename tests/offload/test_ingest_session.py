@@ -202,7 +202,7 @@ def test_foreign_datagrams_meanwhile_change_nothing(rank: Rank) -> None:
         stranger.connect(("127.0.0.1", rank.port))
         trained = []
         for number in range(len(SIZES)):
-            for junk in (b"", b"x", bytes(24), bytes(5000)):
+            for junk in (b"", b"x", bytes(32), bytes(5000)):
                 stranger.send(junk)
             trained.append(rank.session.take(number).values[0].tolist())
             rank.session.release(number)
