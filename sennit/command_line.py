@@ -57,7 +57,7 @@ class OutputLost(OSError, SennitError):
 class _Stream(io.FileIO):
     """What is below `sys.stdout`: tells a failure of it from every other OSError."""
 
-    def write(self, content: Any) -> int | None:
+    def write(self, content: Any) -> int | None:  # type: ignore[override]
         try:
             return super().write(content)
         except BrokenPipeError:
