@@ -157,7 +157,7 @@ def test_without_feeders_every_rank_says_what_it_waits_for(tmp_path: Path, port:
     """All ranks end at the deadline, though the run could lose some of them."""
     halt = tmp_path / "halted"
     # Feeders have half of it to start in, which takes seconds on a busy machine.
-    common = ["--timeout", "16", "--min-ranks", "2", "--sharding", "table_wise"]
+    common = ["--timeout", "28", "--min-ranks", "2", "--sharding", "table_wise"]
     with (
         feeder(port) as feed,
         trainer(port, "--ranks", "2", *common, HALTS=[[2, 4, str(halt)]]) as run,
@@ -168,7 +168,7 @@ def test_without_feeders_every_rank_says_what_it_waits_for(tmp_path: Path, port:
         with trainer(port + 2, "--join", join_address(run), *common) as newcomer:
             code, output = ended(newcomer)
             assert code == 1
-            assert "batch 5, rank 2: 0 of 23 records came, and none more within 8 s; feeders: none" in output
+            assert "batch 5, rank 2: 0 of 23 records came, and none more within 14 s; feeders: none" in output
         code, output = ended(run)
         assert code == 1
         assert "feeders: none" in output
