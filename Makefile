@@ -79,7 +79,7 @@ test-model: build  ## two hundred thousand schedules of faults against the real 
 test-fuzz: build  ## a few seconds of each fuzzer
 	@sennit/setup/fuzz.sh 8
 
-# Its model is that of `make test-model`.
+# It runs the two programs that `make test-model` builds.
 PARTS ?=
 test-long: build test-model  ## what takes too long for `make test`; PARTS="model,long" for some; docs/lab/long-tests.md
 	@$(PY) -m sennit.testbed.long_tests --parts "$(PARTS)"

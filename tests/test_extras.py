@@ -101,8 +101,8 @@ def third_party_imports() -> Iterator[tuple[Path, str]]:
 def test_every_package_that_is_imported_belongs_to_sennit_or_to_an_extra() -> None:
     required = {re.split(r"[><=\[; ]", text)[0] for text in PROJECT["dependencies"]}
     # From the system's packages (bcc, pyverbs), installed with torch for GPUs (triton), or by hand without what it
-    # requires, which would replace torch (torchrec). MkDocs calls its hooks itself. pytest
-    # runs the tests of a checkout on a GPU.
+    # requires, which would replace torch (torchrec). MkDocs calls its hooks itself.
+    # Only a checkout has tests, and so needs pytest.
     elsewhere = {"bcc", "mkdocs", "pytest", "pyverbs", "torchrec", "triton"}
     for path, module in third_party_imports():
         distribution = extras.DISTRIBUTIONS.get(module, module)
