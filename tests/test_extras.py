@@ -214,33 +214,43 @@ if __name__ == "__main__":
 """
 
 
+BUILD_EXTENSION = ("-m", "sennit", "build-extension")
+
+
 @wheel_test
-def test_where_no_extension_fits_the_first_call_names_it_and_a_command_builds_it(
+def test_where_no_extension_fits_the_first_call_names_it_and_what_builds_it(
     without_extension: Environment, tmp_path: Path
 ) -> None:
-    program, cache = tmp_path / "all_reduce.py", str(tmp_path / "cache")
-    program.write_text(TORCH_ALL_REDUCE)
     torch = version("torch")
     wanted = f"sennit-torch=={sennit.__version__}+torch{'.'.join(torch.split('.')[:2])}"
-
-    def reduce(name: str) -> subprocess.CompletedProcess[str]:
-        arguments = (str(program), str(tmp_path / name))
-        return without_extension.run(*arguments, timeout_s=COMMAND_TIMEOUT_S, XDG_CACHE_HOME=cache)
-
-    refused = reduce("before").stderr
+    refused = reduce(without_extension, tmp_path, "before").stderr
     assert f"no extension for torch {torch} and Python {platform.python_version()}; pip install '{wanted}'" in refused
     assert "sennit build-extension" in refused
-    folder = {"CCACHE_DIR": os.environ.get("CCACHE_DIR", str(Path.home() / ".cache" / "ccache"))}
-    build = ("-m", "sennit", "build-extension")
-    variables = {"XDG_CACHE_HOME": cache, **folder}
-    no_compiler = without_extension.run(*build, timeout_s=COMMAND_TIMEOUT_S, CXX="missing-g++", **variables)
+    variables = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "CXX": "missing-g++"}
+    no_compiler = without_extension.run(*BUILD_EXTENSION, timeout_s=COMMAND_TIMEOUT_S, **variables)
     assert (no_compiler.returncode, no_compiler.stderr) == (
         69, "error: compiler: CXX is missing-g++, which is not found; install g++, or set CXX to a compiler of C++20\n"
     )  # fmt: skip
-    built = without_extension.run(*build, timeout_s=WHEEL_TIMEOUT_S, **compiler(), **variables)
+
+
+@wheel_test
+@pytest.mark.long
+def test_a_command_builds_the_extension(without_extension: Environment, tmp_path: Path) -> None:
+    variables = {
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "CCACHE_DIR": os.environ.get("CCACHE_DIR", str(Path.home() / ".cache" / "ccache")),
+    }
+    built = without_extension.run(*BUILD_EXTENSION, timeout_s=WHEEL_TIMEOUT_S, **compiler(), **variables)
     assert built.returncode == 0, built.stdout + built.stderr
-    done = reduce("after")
+    done = reduce(without_extension, tmp_path, "after")
     assert done.returncode == 0, done.stderr
+
+
+def reduce(environment: Environment, folder: Path, name: str) -> subprocess.CompletedProcess[str]:
+    """Runs an AllReduce of two ranks, which meet in the file `name`."""
+    program, cache = folder / "all_reduce.py", str(folder / "cache")
+    program.write_text(TORCH_ALL_REDUCE)
+    return environment.run(str(program), str(folder / name), timeout_s=COMMAND_TIMEOUT_S, XDG_CACHE_HOME=cache)
 
 
 @wheel_test

@@ -114,9 +114,9 @@ def test_uneven_slices_are_the_same_on_any_number_of_ranks(tmp_path: Path) -> No
 def test_torchrun_restarts_the_group_and_it_resumes(tmp_path: Path) -> None:
     saved = ["--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "3", "--resume"]
     torchrun = [
-        "-m", "torch.distributed.run", "--standalone", "--nnodes", "1", "--nproc-per-node", "2", "--max-restarts", "2",
+        "-m", "torch.distributed.run", "--standalone", "--nnodes", "1", "--nproc-per-node", "2", "--max-restarts", "1",
     ]  # fmt: skip
-    report, _ = run(tmp_path, "restarted", *saved, deaths=[(1, 5), (0, 8)], launcher=torchrun)
+    report, _ = run(tmp_path, "restarted", *saved, deaths=[(0, 8)], launcher=torchrun)
     assert report["world_size"] == 2
     assert report["steps"]["first"] == 6
     expected = undisturbed(tmp_path, "--ranks", "2")

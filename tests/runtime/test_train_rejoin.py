@@ -108,8 +108,14 @@ def whole_run(folder: Path, *arguments: str) -> dict[str, Any]:
     [
         ("udp", 2, 0, "", "--table-store {}/rows --table-memory 256KiB --checkpoint-async"),
         ("shm", 3, 0, "--dense-optimizer adam --tensor-train 150:3", "--sharding data_parallel --exchange lossless"),
-        ("udp", 3, 1, "", "--sharding column_wise --checkpoint-async --checkpoint-increments 2"),
-        ("shm", 2, 1, "--exchange int8", "--sharding column_wise --table-store {}/rows --table-memory 256KiB"),
+        pytest.param(
+            *("udp", 3, 1, "", "--sharding column_wise --checkpoint-async --checkpoint-increments 2"),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            *("shm", 2, 1, "--exchange int8", "--sharding column_wise --table-store {}/rows --table-memory 256KiB"),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_rank_dies_and_a_new_one_takes_its_place(

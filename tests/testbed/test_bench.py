@@ -168,7 +168,7 @@ def test_small_run_from_end_to_end() -> None:
     ("transport", "hosts", "against"),
     [
         ("shm", 1, ("core-mx4", "core-fp8")),
-        ("auto", 2, ("core-int8", "core-int8-between")),
+        pytest.param("auto", 2, ("core-int8", "core-int8-between"), marks=pytest.mark.long),
     ],
 )
 def test_codecs_are_columns(transport: str, hosts: int, against: tuple[str, ...]) -> None:

@@ -16,12 +16,20 @@ from sennit.testbed.scenarios.verdicts import Status
 from sennit.testbed.topology import Impairer
 from sennit.testbed.topology.switch import NEEDS
 
+# Others cover these: the same at more and at less loss, other codecs, and the tests of training with other ranks.
+COVERED = {
+    "loss-1-allreduce", "loss-1-alltoall", "loss-5-allreduce", "same-bits-fp8", "same-bits-int8-alltoall",
+    "same-bits-training",
+}  # fmt: skip
+
 
 @pytest.mark.root
 @pytest.mark.slow
 @pytest.mark.needs(*NEEDS[Impairer.BPF], "core")
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if name in COVERED else []) for name in SCENARIOS]
+)
 def test_short_form_passes(name: str, seed: int, tmp_path: Path) -> None:
     case = runner.run_case(
         SCENARIOS[name].shortened(), short=True, strict=False, seed=seed, folder=tmp_path, say=lambda what: None

@@ -31,7 +31,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize(
-    ("world", "loss_fraction", "placement"), [(2, 0.01, "row_wise"), (3, 0.05, "column_wise"), (4, 0.01, "grid")]
+    ("world", "loss_fraction", "placement"),
+    [
+        pytest.param(2, 0.01, "row_wise", marks=pytest.mark.long),
+        (3, 0.05, "column_wise"),
+        pytest.param(4, 0.01, "grid", marks=pytest.mark.long),
+    ],
 )
 def test_loss_changes_no_bit_of_a_model(
     tmp_path: Path, alone: str, world: int, loss_fraction: float, placement: str, seed: int
