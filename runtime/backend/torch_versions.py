@@ -2,7 +2,7 @@
 """What sennit takes of torch that torch does not promise to keep: private names, and attributes of its groups.
 
 A new minor release of torch is tried here first, and in csrc/torch_versions.hpp. All other files use public names
-alone, which tests/runtime/test_torch_versions.py holds. The names are those of torch 2.13.
+alone, which tests/runtime/test_torch_versions.py holds. Torch 2.11 to 2.14 have all of these names.
 """
 
 from __future__ import annotations

@@ -267,7 +267,7 @@ SennitBackend::WorkPointer SennitBackend::reduce_scatter_tensor_coalesced(Tensor
   for (size_t index = 0; index < inputs.size(); ++index) {
     calls.push_back(reduce_scatter_call(outputs[index], inputs[index], options));
   }
-  return start_all(OpType::REDUCE_SCATTER_TENSOR_COALESCED, std::move(calls));
+  return start_all(REDUCE_SCATTER_TENSOR_COALESCED, std::move(calls));
 }
 
 SennitBackend::WorkPointer SennitBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
