@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import builtins
 import os
+from typing import Self
 
 
 class SennitError(RuntimeError):
@@ -68,6 +69,13 @@ class DeviceError(SennitError, OSError):
         text = reason if errno is None else f"{reason}: {os.strerror(errno)}"
         super().__init__(text)
         self.errno = errno
+
+    @classmethod
+    def told(cls, text: str, errno: int | None) -> Self:
+        """An error whose text has `errno` in words already."""
+        error = cls(text)
+        error.errno = errno
+        return error
 
 
 class Unsupported(SennitError, NotImplementedError):

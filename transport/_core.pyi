@@ -142,8 +142,10 @@ class Communicator:
     def shm_why_unnamed(self) -> str:
         """Why this rank's segment has no name in /dev/shm. Empty if it has one, or if there is none."""
 
-    def shm_accept(self, rank: int, offer: bytes) -> bool:
-        """Opens a peer's segment. Returns False if it cannot be reached."""
+    def shm_accept(self, rank: int, offer: bytes) -> str:
+        """Opens a peer's segment. Returns why it cannot be reached, or nothing. Raises DeviceError if this process
+        lacks descriptors or memory.
+        """
 
     def udp_open(
         self,

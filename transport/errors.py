@@ -41,6 +41,9 @@ _BY_STATUS: Final[dict[int, type[SennitError]]] = {
 }
 
 
-def from_status(status: int, message: str) -> SennitError:
-    """Returns the error for a failed `sennit_status`, with the core's message."""
-    return _BY_STATUS.get(status, SennitError)(message)
+def from_status(status: int, message: str, error_number: int = 0) -> SennitError:
+    """Returns the error for a failed `sennit_status`, with the core's message. `error_number`: errno, which the message
+    has in words; 0: none.
+    """
+    kind = _BY_STATUS.get(status, SennitError)
+    return kind.told(message, error_number or None) if issubclass(kind, DeviceError) else kind(message)

@@ -16,12 +16,14 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Final
 
+from sennit.transport import descriptors
 from sennit.transport.blocks import FAN_IN, Record, children_of, pack, pack_parcels, subtree, unpack, unpack_parcels
 from sennit.transport.errors import MismatchError, PeerError, SennitError, TimeoutError
+from sennit.transport.host import Process
 from sennit.transport.store import CheckedStore, Store
 from sennit.transport.version import Versions
 
@@ -33,6 +35,11 @@ WATCH_POLL_S: Final = 0.01
 # How often the first round's records are read again, and for how long one that fits no run may be of an earlier run.
 REREAD_S: Final = 0.1
 OLD_RECORD_S: Final = 10.0
+# How long another process with our rank may live on, as one does that is just being killed.
+DYING_S: Final = 1.0
+# How long rank 0 stays when it fails, for the others to read why: its process often holds the store.
+LINGER_S: Final = 2.0
+STORE_ADVICE: Final = "; the process that holds it may have ended, often rank 0's: see what that said"
 # What rank 0 leaves for those who wait for a run that it gave up.
 AGAIN: Final = "again"
 
@@ -43,7 +50,7 @@ class Exchanges:
     def __init__(
         self, store: Store, *, name: str, rank: int, world: int, timeout_s: float, watch: Callable[[], None] | None
     ) -> None:
-        self._store = CheckedStore(store, purpose=f"rendezvous of {name}")
+        self._store = CheckedStore(store, purpose=f"rendezvous of {name}", advice=STORE_ADVICE)
         self._name = name
         self._rank = rank
         self._world = world
@@ -51,11 +58,14 @@ class Exchanges:
         self._watch = watch
         self._versions = Versions.ours()
         self._nonce = secrets.token_urlsafe(6)
+        self._process = Process.ours()
         self._run = ""
         self._listed = b""  # the records of the run, as rank 0 left them
         self._children = children_of(rank, world)
         self._heard: set[str] = set()
         self._strange_run = ""
+        self._has_failed = False
+        self._in_our_place: Process | None = None  # in that run
         self._deadline_s = time.monotonic() + timeout_s
 
     @property
@@ -141,15 +151,16 @@ class Exchanges:
         itself. When all are counted, rank 0 says go. An earlier run may have left records and lists. So ranks with
         children read again until then, and rank 0 lists again if anything has changed.
 
-        Refuses a record of another world, unless an earlier run left it.
+        Refuses a record of another world, unless an earlier run left it; and another process with this rank, where it
+        can be seen that it lives, or where it came later.
         """
         own_key = self._key("hello", self._rank)
         authors = {self._key("hello", 0): 0} if self._rank else {}
         authors |= {self._key_of_child("hello", child): child for child in self._children}
         awaited_of_us = [self._key_of_child("hello", self._rank)] if self._rank else [own_key, self._listing_key()]
         with self._telling(awaited_of_us):
-            own = {"nonce": self._nonce, "world": self._world, **make()}
-            self._publish(own_key, own)
+            own = {"nonce": self._nonce, "world": self._world, "process": self._process.as_record(), **make()}
+            self._claim(own_key, own)
             self._wait("hello", authors)
             old_until_s = min(time.monotonic() + OLD_RECORD_S, self._deadline_s - 2 * REREAD_S)
             return self._settle(own, list(authors), old_until_s)
@@ -186,6 +197,8 @@ class Exchanges:
         while True:
             now_s = time.monotonic()
             if now_s >= reread_s:
+                if reread_s:
+                    self._refuse_successor()
                 reread_s = now_s + REREAD_S
                 read = self._read_hello(keys, own, is_early=now_s < old_until_s)
                 if read and read != known:
@@ -281,6 +294,50 @@ class Exchanges:
             self._count()
         else:
             self._strange_run = run
+            if len(records) == self._world:
+                other = Process.of_record(records[self._rank].get("process"))
+                self._refuse_if_alive(other)
+                if other is not None and not other.is_near(self._process):
+                    self._in_our_place = other
+
+    def _claim(self, key: str, own: Record) -> None:
+        """Leaves this rank's first record. Two processes with one rank cannot both think that they were first."""
+        value, before = self._as_value(own), ""
+        while (found := self._store.compare_set(key, before, value)) != value.encode():
+            try:
+                before, record = found.decode(), json.loads(found)
+            except ValueError:  # no rank of ours wrote it
+                self._store.set(key, value)
+                return
+            if isinstance(record, dict):
+                self._heard.add(str(record.get("nonce")))
+                self._refuse_if_alive(Process.of_record(record.get("process")))
+
+    def _refuse_if_alive(self, other: Process | None) -> None:
+        """Raises MismatchError if that is another process, and it lives. One of an earlier run may be just dying."""
+        until_s = min(time.monotonic() + DYING_S, self._deadline_s)
+        while other is not None and other.lives_beside(self._process):
+            if time.monotonic() >= until_s:
+                raise self._used_twice(other)
+            time.sleep(WATCH_POLL_S)
+
+    def _refuse_successor(self) -> None:
+        """Raises MismatchError if another process has taken this rank's place."""
+        data = self._store.get(self._key("hello", self._rank))
+        try:
+            record = json.loads(data)
+            other = Process.of_record(record.get("process"))
+        except (ValueError, AttributeError):
+            return
+        if other not in (None, self._process):
+            self._heard.add(str(record.get("nonce")))
+            raise self._used_twice(other)
+
+    def _used_twice(self, other: Process) -> MismatchError:
+        return MismatchError(
+            f"two processes say that they are rank {self._rank} of {self._world}: {other}, and {self._process}; see "
+            "what gives each its rank (RANK, or --node-rank of torchrun)"
+        )
 
     def _count(self) -> None:
         self._store.set(self._key("here", self._rank), "")
@@ -310,8 +367,8 @@ class Exchanges:
             yield
         except TimeoutError:
             raise
-        except Exception as error:
-            told = error
+        except Exception as raised:
+            told = error = descriptors.explained(raised, world=self._world)
             if not isinstance(error, (MismatchError, PeerError)):
                 reason = f"rank {self._rank} could not join {self._name}: {type(error).__name__}: {error}"
                 told = PeerError(reason, rank=self._rank)
@@ -321,12 +378,34 @@ class Exchanges:
                 "rank": getattr(told, "rank", None),
                 "nonces": sorted(self._heard),
             }
-            for key in keys:
-                self._publish(key, failure)
-            raise
+            # The store may be what failed. Then there is nobody to tell.
+            with suppress(SennitError):
+                for key in keys:
+                    self._publish(key, failure)
+                self._linger()
+            if error is raised:
+                raise
+            raise error from raised
+
+    def _linger(self) -> None:
+        """Rank 0 waits until all others that it has heard of know of the failure."""
+        self._count_as_failed()
+        until_s = min(time.monotonic() + LINGER_S, self._deadline_s)
+        others = min(len(self._heard - {self._nonce}), self._world - 1)
+        while self._rank == 0 and time.monotonic() < until_s:
+            if self._store.add(self._key("failed", "count"), 0) > others:
+                return
+            time.sleep(WATCH_POLL_S)
+
+    def _count_as_failed(self) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            self._store.add(self._key("failed", "count"), 1)
 
     def _failure(self, record: Record, peer: int) -> SennitError:
         text = str(record["failed"])
+        with suppress(SennitError):
+            self._count_as_failed()
         self._heard |= set(map(str, record.get("nonces", [])))
         if record.get("kind") == "mismatch":
             return MismatchError(text)
@@ -360,7 +439,7 @@ class Exchanges:
             raise
         except Exception as error:
             if time.monotonic() < self._deadline_s - STORE_CLOCK_SLACK_S:
-                raise PeerError(f"rendezvous of {self._name}: the store failed: {error}") from error
+                raise PeerError(f"rendezvous of {self._name}: the store failed: {error}{STORE_ADVICE}") from error
             raise self._too_late(what, authors) from error
 
     def _too_late(self, what: str, authors: Mapping[str, int]) -> TimeoutError:
@@ -368,9 +447,15 @@ class Exchanges:
         own_keys = {self._key(what, rank): rank for rank in range(self._world)}
         missing = self._absent(own_keys) or self._absent(authors) or sorted(set(authors.values()))
         who = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}"
-        return TimeoutError(
+        text = (
             f"rendezvous of {self._name}, round {what}: no word from {who} of {self._world} after {self._timeout_s:g} s"
         )
+        if self._in_our_place is not None and not self._run:
+            text += (
+                f". Rank 0 has begun a run with {self._in_our_place} as rank {self._rank}, not with {self._process}: "
+                "does another process have this rank number?"
+            )
+        return TimeoutError(text)
 
     def _absent(self, authors: Mapping[str, int]) -> list[int]:
         keys = list(authors)
@@ -389,7 +474,10 @@ class Exchanges:
             return False
 
     def _publish(self, key: str, record: Record) -> None:
-        self._store.set(key, json.dumps({**self._versions.as_record(), **record}))
+        self._store.set(key, self._as_value(record))
+
+    def _as_value(self, record: Record) -> str:
+        return json.dumps({**self._versions.as_record(), **record})
 
     def _decode_child(self, data: bytes, child: int, like: Record) -> list[Record]:
         ranks = subtree(child, self._world)

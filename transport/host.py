@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells hosts apart, for ranks that look for neighbours.
+"""Tells hosts apart, for ranks that look for neighbours, and processes, for a rank number that is used twice.
 
 Equal identities are only a hint that shared memory may work between two ranks. The proof is that each rank opens the
 other's segment (`rendezvous.py`). That fails between containers that share a kernel but not `/dev/shm`.
@@ -7,8 +7,12 @@ other's segment (`rendezvous.py`). That fails between containers that share a ke
 
 from __future__ import annotations
 
+import contextlib
+import os
+import platform
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Self
 
 from sennit.transport.errors import DeviceError
 
@@ -28,3 +32,60 @@ def machine_identity(*, boot_id: Path = BOOT_ID) -> str:
         return f"boot:{boot_id.read_text().strip()}"
     except OSError as error:
         raise DeviceError(f"cannot read {boot_id} (mount /proc in this container)", error.errno) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """A process of any host. Equal ones are the same process."""
+
+    host_name: str
+    """For people."""
+
+    pid: int
+    """In its own pid namespace."""
+
+    space: str
+    """Its machine and pid namespace. Empty if /proc does not say."""
+
+    began_ticks: int
+    """When it began, in clock ticks since boot: a pid is used again. 0 if /proc does not say."""
+
+    @classmethod
+    def ours(cls) -> Self:
+        pid, space = os.getpid(), ""
+        with contextlib.suppress(OSError):
+            space = f"{machine_identity()} {os.readlink('/proc/self/ns/pid')}"
+        return cls(host_name=platform.node(), pid=pid, space=space, began_ticks=_began_ticks(pid))
+
+    @classmethod
+    def of_record(cls, record: Any) -> Self | None:
+        """The process that `as_record` told of. None: `record` is none of these."""
+        try:
+            pid, began_ticks = int(record["pid"]), int(record["began_ticks"])
+            return cls(host_name=str(record["host_name"]), pid=pid, space=str(record["space"]), began_ticks=began_ticks)
+        except (TypeError, KeyError, ValueError):
+            return None
+
+    def as_record(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def is_near(self, here: Process) -> bool:
+        """Whether `here`, this process, can see if it lives."""
+        return self.space == here.space != "" and self.began_ticks != 0
+
+    def lives_beside(self, here: Process) -> bool:
+        """Whether it is alive, and not `here`, this process. False where that cannot be seen."""
+        return self.is_near(here) and self.pid != here.pid and _began_ticks(self.pid) == self.began_ticks
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host_name}"
+
+
+def _began_ticks(pid: int) -> int:
+    """When a process of this pid namespace began. 0: there is none, or it has ended."""
+    try:
+        # proc_pid_stat(5). The name in parentheses may hold spaces. Fields from 3 on: state, ..., 22: starttime.
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return 0 if fields[0] in "ZX" else int(fields[19])
+    except (OSError, ValueError, IndexError):
+        return 0

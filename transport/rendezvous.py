@@ -3,9 +3,10 @@
 
     round "hello"   version, world, host identity, a nonce
     "run"           rank 0 lists the records it read; the keys of all that follows hold the run's number
-    round "offer"   whether this rank has a shared-memory segment, or why not
+    round "offer"   whether this rank has a shared-memory segment, or why not and what helps
     value "segment" how to open it, which only the ranks of its host read
-    round "opened"  whose offers this rank could not open: two ranks use shared memory when both opened the other's
+    round "opened"  whose offers this rank could not open, and why: two ranks use shared memory when both opened the
+                    other's
     round "udp"     addresses and paths, of sockets or of RDMA devices, and what peers must have in common with the
                     latter; only where some pair has no shared memory
     swap "pairs"    with it: keys and queue pairs, which only the peer they are for reads
@@ -27,10 +28,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
+from sennit.transport import descriptors
 from sennit.transport.blocks import Record
 from sennit.transport.calibration import Calibration, read_calibration
 from sennit.transport.config import Config, TransportKind
-from sennit.transport.errors import ConfigError, Unsupported
+from sennit.transport.errors import ConfigError, DeviceError, Unsupported
 from sennit.transport.exchanges import Exchanges
 from sennit.transport.host import host_identity, machine_identity
 from sennit.transport.hosts import Hosts
@@ -48,7 +50,7 @@ class Endpoint(TriedEndpoint, Protocol):
 
     def shm_offer(self, ranks_here: list[int], /) -> bytes: ...
 
-    def shm_accept(self, rank: int, offer: bytes, /) -> bool: ...
+    def shm_accept(self, rank: int, offer: bytes, /) -> str: ...
 
     def udp_open(
         self,
@@ -161,13 +163,13 @@ def connect(
     def offer() -> Record:
         nonlocal endpoint
         endpoint = make_endpoint(ranks_here)
-        return _offer(endpoint, config, on_this_host, lambda segment: exchanges.put("segment", segment))
+        return _offer(endpoint, config, on_this_host, world, lambda segment: exchanges.put("segment", segment))
 
     offers = exchanges.exchange("offer", offer)
     assert endpoint is not None
     to_open = [peer for peer in on_this_host if peer != rank and offers[peer]["shm"] and offers[rank]["shm"]]
     segments = dict(zip(to_open, exchanges.get("segment", to_open), strict=True))
-    opened = exchanges.exchange("opened", lambda: _opened(endpoint, segments))
+    opened = exchanges.exchange("opened", lambda: _opened(endpoint, config, segments, world))
     neighbours = _neighbours(hello, offers, opened)
     by_shm = [peer in neighbours[rank] for peer in range(world)]
     needs_udp = [len(near) < world - 1 for near in neighbours]
@@ -176,11 +178,18 @@ def connect(
     if any(needs_udp):
 
         def open_udp() -> Record:
-            _refuse_strangers(config, hello, offers, by_shm, rank)
+            _refuse_strangers(config, hello, offers, opened, by_shm, rank)
             if not needs_udp[rank]:
                 return {"blob": "", "devices": []}
             chosen[:] = rails()
-            blob = _open_network(endpoint, config, chosen)
+            try:
+                blob = _open_network(endpoint, config, chosen)
+            except DeviceError as error:
+                given_up = offers[rank]["why_not"] or "; ".join(each["why"] for each in opened[rank]["closed"].values())
+                if config.transport is not TransportKind.AUTO or not given_up:
+                    raise
+                text = f"{error} (shared memory was given up before: {given_up})"
+                raise DeviceError.told(text, error.errno) from error
             return {"blob": _text(blob), "devices": [rail.as_record() for rail in chosen if isinstance(rail, RdmaRail)]}
 
         opened_networks = exchanges.exchange("udp", open_udp)
@@ -197,7 +206,7 @@ def connect(
     network = "verbs" if config.transport is TransportKind.VERBS else "udp"
     routes: list[Route] = [("shm", b"") if by_shm[peer] else (network, blobs[peer]) for peer in range(world)]
     routes[rank] = ("self", b"")
-    notes = _slower_neighbours(config, hello, offers, by_shm, rank)
+    notes = _slower_neighbours(config, hello, offers, opened, by_shm, rank)
     _tell(notes)
     if any(kind in NETWORKS for kind, _ in routes):
         for verdict in try_network(
@@ -256,21 +265,48 @@ def _hello(config: Config, constants: Calibration) -> Record:
     }
 
 
-def _offer(endpoint: Endpoint, config: Config, on_this_host: list[int], put: Callable[[bytes], None]) -> Record:
+def _offer(
+    endpoint: Endpoint, config: Config, on_this_host: list[int], world: int, put: Callable[[bytes], None]
+) -> Record:
     if config.transport in (TransportKind.UDP, TransportKind.VERBS):
-        return {"shm": False, "why_not": f"its SENNIT_TRANSPORT is {config.transport}", "is_meant": True}
+        return {"shm": False, "why_not": f"its SENNIT_TRANSPORT is {config.transport}", "help": "", "is_meant": True}
     try:
         put(endpoint.shm_offer(on_this_host))
     except OSError as error:
         if config.transport is TransportKind.SHM:
             raise
-        return {"shm": False, "why_not": f"it has no shared memory: {error}", "is_meant": False}
-    return {"shm": True, "why_not": "", "is_meant": True}
+        why_not = f"it has no shared memory: {error}"
+        return {"shm": False, "why_not": why_not, "help": _help(error, world), "is_meant": False}
+    return {"shm": True, "why_not": "", "help": "", "is_meant": True}
 
 
-def _opened(endpoint: Endpoint, segments: Mapping[int, bytes]) -> Record:
-    """Returns the ranks of this host whose segments this rank could not open. A rank without a segment tries none."""
-    return {"closed": [peer for peer, segment in segments.items() if not endpoint.shm_accept(peer, segment)]}
+def _opened(endpoint: Endpoint, config: Config, segments: Mapping[int, bytes], world: int) -> Record:
+    """Returns the ranks of this host whose segments this rank could not open, and why. A rank without a segment tries
+    none.
+    """
+    closed: dict[str, dict[str, str]] = {}
+    for peer, segment in segments.items():
+        try:
+            if why := endpoint.shm_accept(peer, segment):
+                closed[str(peer)] = {"why": why, "help": ""}
+        except OSError as error:
+            if config.transport is TransportKind.SHM:
+                raise
+            closed[str(peer)] = {"why": str(error), "help": f". {_help(error, world)}"}
+    return {"closed": closed}
+
+
+def _help(error: OSError, world: int) -> str:
+    return descriptors.advice(error, world=world) or "Give containers a larger /dev/shm (docker run --shm-size=1g)"
+
+
+def _why_closed(opened: Sequence[Record], rank: int, peer: int) -> str:
+    """Why two ranks of a host share no memory though both have some."""
+    return "; ".join(
+        f"rank {who} cannot open the shared memory of rank {whom}: {reason['why']}{reason['help']}"
+        for who, whom in ((rank, peer), (peer, rank))
+        if (reason := opened[who]["closed"].get(str(whom)))
+    )
 
 
 def _neighbours(hello: Sequence[Record], offers: Sequence[Record], opened: Sequence[Record]) -> list[set[int]]:
@@ -284,7 +320,7 @@ def _neighbours(hello: Sequence[Record], offers: Sequence[Record], opened: Seque
         for rank, (record, offer) in enumerate(zip(hello, offers, strict=True))
     ]
     for rank, record in enumerate(opened):
-        for peer in record["closed"]:
+        for peer in map(int, record["closed"]):
             near[rank].discard(peer)
             near[peer].discard(rank)
     return near
@@ -308,7 +344,12 @@ def _refuse_other_algorithms(hello: Sequence[Record]) -> None:
 
 
 def _refuse_strangers(
-    config: Config, hello: Sequence[Record], offers: Sequence[Record], by_shm: Sequence[bool], rank: int
+    config: Config,
+    hello: Sequence[Record],
+    offers: Sequence[Record],
+    opened: Sequence[Record],
+    by_shm: Sequence[bool],
+    rank: int,
 ) -> None:
     """Raises Unsupported, with the reason, if SENNIT_TRANSPORT=shm and shared memory does not reach a peer."""
     if config.transport is not TransportKind.SHM:
@@ -321,12 +362,17 @@ def _refuse_strangers(
         elif record["host"] != hello[rank]["host"]:
             reason = f"it is on another host ({record['host']}; here {hello[rank]['host']})"
         else:
-            reason = "one of both could not open the other's segment (containers with a /dev/shm of their own?)"
+            reason = _why_closed(opened, rank, peer)
         raise Unsupported("shared memory", f"SENNIT_TRANSPORT=shm, but rank {peer} is out of reach: {reason}")
 
 
 def _slower_neighbours(
-    config: Config, hello: Sequence[Record], offers: Sequence[Record], by_shm: Sequence[bool], rank: int
+    config: Config,
+    hello: Sequence[Record],
+    offers: Sequence[Record],
+    opened: Sequence[Record],
+    by_shm: Sequence[bool],
+    rank: int,
 ) -> list[str]:
     """Explains why `auto` reaches ranks on this host by udp although nobody asked for it, and what to do."""
     if config.transport is not TransportKind.AUTO:
@@ -338,14 +384,12 @@ def _slower_neighbours(
         refusing = [(who, offers[who]) for who in (rank, peer) if offers[who]["why_not"]]
         if any(offer["is_meant"] for _, offer in refusing):
             continue
-        why = "; ".join(f"rank {who}: {offer['why_not']}" for who, offer in refusing)
-        peers_of.setdefault(
-            why or "one rank cannot open the other's segment: containers with a /dev/shm of their own?", []
-        ).append(peer)
+        why = "; ".join(f"rank {who}: {offer['why_not']}. {offer['help']}" for who, offer in refusing)
+        peers_of.setdefault(why or _why_closed(opened, rank, peer), []).append(peer)
     return [
         f"SENNIT_TRANSPORT=auto takes udp, not shared memory, between rank {rank} and "
-        f"{'rank' if len(peers) == 1 else 'ranks'} {', '.join(map(str, peers))} of the same host: {why}. Give the "
-        "containers a larger or a common /dev/shm (docker run --shm-size=1g, --ipc=host), or set SENNIT_TRANSPORT=udp"
+        f"{'rank' if len(peers) == 1 else 'ranks'} {', '.join(map(str, peers))} of the same host: {why}. Or set "
+        "SENNIT_TRANSPORT=udp"
         for why, peers in peers_of.items()
     ]
 

@@ -21,34 +21,35 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
 
     def set(self, key: str, value: str, /) -> None:
-        with self._changed:
+        with self.changed:
             self.values[key] = value.encode()
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def get(self, key: str, /) -> bytes:
         return self.values[key]
 
     def add(self, key: str, amount: int, /) -> int:
-        with self._changed:
+        with self.changed:
             total = int(self.values.get(key, b"0")) + amount
             self.values[key] = str(total).encode()
             return total
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        with self._changed:
+        with self.changed:
             if self.values.get(key, b"") == expected.encode():
                 self.values[key] = desired.encode()
+                self.changed.notify_all()
             return self.values[key]
 
     def check(self, keys: Sequence[str], /) -> bool:
         return all(key in self.values for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta, /) -> None:
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.check(keys), timeout.total_seconds()):
+        with self.changed:
+            if not self.changed.wait_for(lambda: self.check(keys), timeout.total_seconds()):
                 raise RuntimeError("wait timeout")
 
 
@@ -71,9 +72,9 @@ class Recorder:
             raise DeviceError("shm_open", self.shm_errno)
         return f"{self.room}/{self.rank}".encode()
 
-    def shm_accept(self, rank: int, offer: bytes, /) -> bool:
+    def shm_accept(self, rank: int, offer: bytes, /) -> str:
         assert offer.endswith(f"/{rank}".encode())
-        return offer.decode().split("/")[0] == self.room
+        return "" if offer.decode().split("/")[0] == self.room else "another room. Open the door"
 
     def udp_open(self, rails: list[tuple[str, str]], /, **settings: Any) -> bytes:
         self.udp = (rails, settings)

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
+import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -17,6 +19,7 @@ from sennit.transport import exchanges as exchanges_module
 from sennit.transport.blocks import Record
 from sennit.transport.errors import ConfigError, MismatchError, PeerError, SennitError
 from sennit.transport.exchanges import Exchanges
+from sennit.transport.host import Process
 from tests.transport.meeting import MemoryStore
 
 # Ranks 32 and 64 have blocks of their own.
@@ -85,6 +88,73 @@ def test_whoever_watches_looks_and_leaves_the_store_its_time() -> None:
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(join, range(3))) == [[{"rank": rank} for rank in range(3)]] * 3
     assert watched
+
+
+def processes(monkeypatch: pytest.MonkeyPatch, names: dict[int, str]) -> None:
+    """Threads whose processes are on these hosts, where the others cannot see them. By the number in their name."""
+
+    def ours() -> Process:
+        number = int(threading.current_thread().name)
+        return Process(host_name=names[number], pid=100 + number, space=names[number], began_ticks=1)
+
+    monkeypatch.setattr(Process, "ours", ours)
+
+
+def start(number: int, join: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=join, name=str(number), daemon=True)
+    thread.start()
+    return thread
+
+
+def test_two_processes_of_two_hosts_with_one_rank_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can see whether the first still lives, so the second takes its place. The first says who took it."""
+    processes(monkeypatch, {0: "left", 1: "left", 2: "right"})
+    store, results = MemoryStore(), dict[int, Any]()
+
+    def join(number: int) -> None:
+        exchanges = Exchanges(store, name="group", rank=min(number, 1), world=2, timeout_s=120.0, watch=None)
+        try:
+            results[number] = exchanges.meet(dict)
+        except SennitError as error:
+            results[number] = error
+
+    first = start(1, lambda: join(1))
+    store.wait(["sennit/group/hello/1"], timedelta(seconds=60))
+    first_record = store.get("sennit/group/hello/1")
+    second = start(2, lambda: join(2))
+    with store.changed:
+        assert store.changed.wait_for(lambda: store.get("sennit/group/hello/1") != first_record, 60)
+    others = [second, start(0, lambda: join(0))]
+    for thread in [first, *others]:
+        thread.join(60)
+    assert "two processes say that they are rank 1 of 2: process 102 on right, and process 101 on left" in str(
+        results[1]
+    )
+    assert [type(results[number]) for number in (0, 2)] == [list, list]
+
+
+def test_a_rank_whose_place_another_host_has_in_the_run_says_so_at_its_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    processes(monkeypatch, {0: "left", 1: "left", 2: "right"})
+    store, results = MemoryStore(), dict[int, Any]()
+
+    def join(number: int, timeout_s: float) -> None:
+        exchanges = Exchanges(store, name="group", rank=min(number, 1), world=2, timeout_s=timeout_s, watch=None)
+        try:
+            results[number] = exchanges.meet(dict)
+        except SennitError as error:
+            results[number] = error
+
+    for thread in [start(number, functools.partial(join, number, 60.0)) for number in range(2)]:
+        thread.join(60)
+    start(2, lambda: join(2, 0.3)).join(60)
+    assert [type(results[number]) for number in (0, 1)] == [list, list]
+    assert isinstance(results[2], errors.TimeoutError)
+    assert (
+        "Rank 0 has begun a run with process 101 on left as rank 1, not with process 102 on right: does another "
+        "process have this rank number?" in str(results[2])
+    )
 
 
 @pytest.mark.parametrize("culprit", [0, 1, 32, 40])

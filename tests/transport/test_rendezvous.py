@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import resource
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -57,8 +58,8 @@ def test_containers_with_their_own_memory_fall_back_to_udp() -> None:
 def test_only_ranks_that_need_udp_open_it() -> None:
     # Ranks 0 and 1 share memory with all ranks. Ranks 2 and 3 cannot open each other's memory.
     class Picky(Recorder):
-        def shm_accept(self, rank: int, offer: bytes, /) -> bool:
-            return {self.rank, rank} != {2, 3}
+        def shm_accept(self, rank: int, offer: bytes, /) -> str:
+            return "no" if {self.rank, rank} == {2, 3} else ""
 
     endpoints = [Picky(rank, "a") for rank in range(4)]
     routes = meet(endpoints)
@@ -69,8 +70,8 @@ def test_only_ranks_that_need_udp_open_it() -> None:
 
 def test_one_sided_reach_is_not_enough() -> None:
     class Blind(Recorder):
-        def shm_accept(self, rank: int, offer: bytes, /) -> bool:
-            return False
+        def shm_accept(self, rank: int, offer: bytes, /) -> str:
+            return "no"
 
     assert meet([Recorder(0, "a"), Blind(1, "a")]) == [("self", "udp"), ("udp", "self")]
 
@@ -91,19 +92,29 @@ def test_a_full_shared_memory_is_no_reason_to_stop() -> None:
     [
         (
             Recorder(1, "a", shm_errno=errno.ENOSPC),
-            "rank 1: it has no shared memory: shm_open: No space left on device",
+            "rank 1: it has no shared memory: shm_open: No space left on device. Give containers a larger /dev/shm",
         ),
-        (Recorder(1, "b"), "one rank cannot open the other's segment: containers with a /dev/shm of their own?"),
+        (
+            Recorder(1, "a", shm_errno=errno.EMFILE),
+            "rank 1: it has no shared memory: shm_open: Too many open files. This process may have {limit} files open: "
+            "raise that by `ulimit -n`",
+        ),
+        (
+            Recorder(1, "b"),
+            "rank {rank} cannot open the shared memory of rank {peer}: another room. Open the door; rank {peer} cannot",
+        ),
     ],
 )
 def test_auto_says_when_it_does_not_take_shared_memory_and_why(second: Recorder, why: str) -> None:
     with pytest.warns(RuntimeWarning, match="auto") as named:
         assert meet([Recorder(0, "a"), second]) == [("self", "udp"), ("udp", "self")]
-    assert sorted(str(warning.message).partition(". Give")[0] for warning in named) == [
-        f"SENNIT_TRANSPORT=auto takes udp, not shared memory, between rank {rank} and rank {1 - rank} of the same "
-        f"host: {why}"
-        for rank in range(2)
-    ]
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    for rank, said in enumerate(sorted(str(warning.message) for warning in named)):
+        assert said.startswith(
+            f"SENNIT_TRANSPORT=auto takes udp, not shared memory, between rank {rank} and rank {1 - rank} of the same "
+            f"host: {why.format(rank=rank, peer=1 - rank, limit=limit)}"
+        )
+        assert said.endswith(". Or set SENNIT_TRANSPORT=udp")
 
 
 @pytest.mark.filterwarnings("error")
@@ -152,7 +163,7 @@ def test_udp_alone_makes_no_segment() -> None:
 @pytest.mark.parametrize(
     ("endpoints", "configs", "reason"),
     [
-        ([Recorder(0, "a"), Recorder(1, "b")], [Config(), Config()], "open the other's segment"),
+        ([Recorder(0, "a"), Recorder(1, "b")], [Config(), Config()], "another room"),
         ([Recorder(0, "a"), Recorder(1, "a")], [Config(), Config(host_id="far")], "on another host .named:far"),
         (
             [Recorder(0, "a"), Recorder(1, "a")],
@@ -286,6 +297,7 @@ def test_worlds_of_other_sizes_are_told_apart() -> None:
                 **Versions.ours().as_record(),
                 "nonce": "n",
                 "world": 3,
+                "process": {},
                 "host": "boot:x",
                 "machine": "boot:x",
                 "algorithm": "auto",
@@ -324,7 +336,7 @@ def test_records_of_an_earlier_run_in_the_same_store_do_not_count(old_world: int
             assert list(pool.map(join, range(2))) == [("self", "shm"), ("shm", "self")]
 
 
-@pytest.mark.parametrize("operation", ["wait", "get", "set", "check"])
+@pytest.mark.parametrize("operation", ["wait", "get", "compare_set", "check"])
 def test_a_broken_store_is_not_a_timeout(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: MemoryStore, *arguments: Any) -> Any:
         raise ConnectionResetError("server gone")

@@ -168,9 +168,10 @@ class PyCommunicator {
   std::string shm_why_unnamed() {
     return guarded([&] { return usable()->shm_why_unnamed(); });
   }
-  bool shm_accept(uint32_t rank, const nb::bytes& offer) {
+  std::string shm_accept(uint32_t rank, const nb::bytes& offer) {
     const std::vector<std::byte> bytes = to_bytes(offer);
-    return guarded([&] { return usable()->shm_accept(rank, bytes); });
+    std::string why = "that rank has none of its own";
+    return guarded([&] { return usable()->shm_accept(rank, bytes, &why); }) ? "" : why;
   }
   nb::bytes udp_open(const std::vector<std::pair<std::string, std::string>>& rails, uint32_t path_count,
                      const std::string& path_policy, const std::string& congestion, uint32_t window_bytes,
@@ -443,7 +444,7 @@ NB_MODULE(_core, m) {
            "Makes this rank's shared-memory segment for these ranks of its host, all if empty; what peers need to open "
            "it.")
       .def("shm_accept", &PyCommunicator::shm_accept, "rank"_a, "offer"_a,
-           "Opens a peer's segment; False when it cannot be reached.")
+           "Opens a peer's segment; why it cannot be reached, or empty.")
       .def("shm_why_unnamed", &PyCommunicator::shm_why_unnamed, "Why its segment has no name in /dev/shm, or empty.")
       .def("udp_open", &PyCommunicator::udp_open, "rails"_a, nb::kw_only(), "path_count"_a, "path_policy"_a,
            "congestion"_a, "window_bytes"_a, "ports"_a = std::pair<uint16_t, uint16_t>(0, 0), "seed"_a = 0,

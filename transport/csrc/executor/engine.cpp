@@ -51,8 +51,8 @@ std::vector<std::byte> Engine::shm_offer(std::span<const uint32_t> ranks_here) {
   return shm_->offer();
 }
 
-bool Engine::shm_accept(uint32_t peer, std::span<const std::byte> offer) {
-  return shm_ && !offer.empty() && shm_->accept(peer, offer);
+bool Engine::shm_accept(uint32_t peer, std::span<const std::byte> offer, std::string* why) {
+  return shm_ && shm_->accept(peer, offer, why);
 }
 
 std::vector<std::byte> Engine::udp_open(const UdpConfig& config) {

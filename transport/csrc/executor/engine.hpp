@@ -78,7 +78,7 @@ class Engine final : public OperationHost, private Crewed {
   // Set-up calls, in this order, before any operation. They throw on failure.
   // `ranks_here`: see ShmPort.
   std::vector<std::byte> shm_offer(std::span<const uint32_t> ranks_here = {});
-  bool shm_accept(uint32_t peer, std::span<const std::byte> offer);
+  bool shm_accept(uint32_t peer, std::span<const std::byte> offer, std::string* why = nullptr);
   // Why the segment that was offered has no name in /dev/shm; empty if it has one, or if there is none.
   std::string shm_why_unnamed() const { return shm_ ? shm_->why_unnamed() : ""; }
   std::vector<std::byte> udp_open(const UdpConfig& config);

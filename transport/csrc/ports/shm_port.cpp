@@ -68,10 +68,10 @@ uint32_t ShmPort::inbox_of(uint32_t rank) const {
   return static_cast<uint32_t>(at - ranks_here_.begin());
 }
 
-bool ShmPort::accept(uint32_t peer, std::span<const std::byte> offer) {
+bool ShmPort::accept(uint32_t peer, std::span<const std::byte> offer, std::string* why) {
   if (peer == rank_) throw std::out_of_range("no such peer");
   static_cast<void>(inbox_of(peer));  // throws unless it is on this host
-  peers_[peer] = ShmSegment::open(offer, peer, static_cast<uint32_t>(ranks_here_.size()));
+  peers_[peer] = ShmSegment::open(offer, peer, static_cast<uint32_t>(ranks_here_.size()), why);
   return static_cast<bool>(peers_[peer]);
 }
 

@@ -25,8 +25,9 @@ class ShmPort final : public Port {
 
   std::vector<std::byte> offer() const { return segment_.offer(); }
   const std::string& why_unnamed() const { return segment_.why_unnamed(); }
-  // Opens the segment of a peer of this host. False: there is no common memory with that rank.
-  bool accept(uint32_t peer, std::span<const std::byte> offer);
+  // Opens the segment of a peer of this host. False: there is no common memory with that rank, and `why` says why.
+  // Throws std::system_error if this process lacks descriptors or memory.
+  bool accept(uint32_t peer, std::span<const std::byte> offer, std::string* why = nullptr);
   // Makes the lane to an accepted peer.
   void connect(uint32_t peer, LaneSink& sink);
   Lane& lane(uint32_t peer) { return *lanes_.at(peer); }

@@ -96,6 +96,32 @@ std::string descriptor_path(int32_t process, int32_t descriptor) {
   return "/proc/" + std::to_string(process) + "/fd/" + std::to_string(descriptor);
 }
 
+// What keeps this process from opening another's memory, after open(2) failed for this reason. Throws where it is want
+// of descriptors or memory: that is no matter of reach.
+std::string why_closed(const std::string& path, int error) {
+  switch (error) {
+    case EMFILE:
+    case ENFILE:
+    case ENOMEM:
+      fail("cannot open a peer's shared memory", error);
+    case ENOENT:
+      return "no such file here. Give containers of one host a common /dev/shm (docker run --ipc=host)";
+    case EACCES:
+    case EPERM: {
+      // The owner of a file below /proc/PID/fd cannot be asked, but that of /proc/PID can.
+      const bool is_named = path.starts_with("/dev/shm/");
+      struct stat owner {};
+      if (stat(is_named ? path.c_str() : path.substr(0, path.find("/fd/")).c_str(), &owner) == 0 &&
+          owner.st_uid != geteuid())
+        return "it belongs to user " + std::to_string(owner.st_uid) + ", and that rank runs as user " +
+               std::to_string(geteuid()) + ". Run all ranks of a host as one user";
+      [[fallthrough]];
+    }
+    default:
+      return std::generic_category().message(error);
+  }
+}
+
 // Reserves what peers may write to at any time: running out of pages later would be a SIGBUS. The blocks get theirs
 // with the first large message of a peer, because clearing them takes longer than all the rest of making a group. But
 // all ranks of this host must find room for them in /dev/shm now.
@@ -219,7 +245,10 @@ void ShmSegment::make_bell() {
   if (is_named_) lock(bell_fd_);
 }
 
-ShmSegment ShmSegment::open(std::span<const std::byte> offer, uint32_t rank, uint32_t inbox_count) {
+ShmSegment ShmSegment::open(std::span<const std::byte> offer, uint32_t rank, uint32_t inbox_count, std::string* why) {
+  std::string unused;
+  std::string& reason = why != nullptr ? *why : unused;
+  reason = "what is there is no segment of that rank";
   Offer given{};
   const bool is_named = offer.size() == sizeof given.nonce;
   if (!is_named && offer.size() != sizeof given) return {};
@@ -231,14 +260,17 @@ ShmSegment ShmSegment::open(std::span<const std::byte> offer, uint32_t rank, uin
   const int flags = O_CLOEXEC | O_NONBLOCK | (is_named ? O_NOFOLLOW : 0);
   ShmSegment segment;
   segment.fd_ = ::open(path.c_str(), O_RDWR | flags);
-  if (segment.fd_ < 0) return {};
+  if (segment.fd_ < 0) {
+    reason = why_closed(path, errno);
+    return {};
+  }
   struct stat info {};
   if (fstat(segment.fd_, &info) != 0 || !S_ISREG(info.st_mode) ||
       info.st_size < static_cast<off_t>(sizeof(ShmSegmentHeader)))
     return {};
   segment.size_bytes_ = static_cast<size_t>(info.st_size);
   void* base = mmap(nullptr, segment.size_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, segment.fd_, 0);
-  if (base == MAP_FAILED) return {};
+  if (base == MAP_FAILED) fail("cannot map a peer's shared memory", errno);
   segment.base_ = static_cast<std::byte*>(base);
   const ShmSegmentHeader& header = segment.header();
   if (header.magic != SEGMENT_MAGIC || header.nonce != nonce || header.rank != rank ||
@@ -248,7 +280,11 @@ ShmSegment ShmSegment::open(std::span<const std::byte> offer, uint32_t rank, uin
     return {};
   }
   segment.bell_fd_ = ::open(bell.c_str(), O_WRONLY | flags);
-  if (segment.bell_fd_ < 0 || fstat(segment.bell_fd_, &info) != 0 || !S_ISFIFO(info.st_mode)) return {};
+  if (segment.bell_fd_ < 0) {
+    reason = why_closed(bell, errno);
+    return {};
+  }
+  if (fstat(segment.bell_fd_, &info) != 0 || !S_ISFIFO(info.st_mode)) return {};
   return segment;
 }
 

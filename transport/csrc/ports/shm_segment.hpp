@@ -93,8 +93,10 @@ class ShmSegment {
   // host will need, it has no name there. Throws std::system_error.
   static ShmSegment create(uint32_t rank, uint32_t own, uint32_t inbox_count, uint64_t nonce);
   static ShmSegment create_unnamed(uint32_t rank, uint32_t own, uint32_t inbox_count, uint64_t nonce);
-  // Opens a peer's segment from its offer. Returns an empty object if it cannot be reached.
-  static ShmSegment open(std::span<const std::byte> offer, uint32_t rank, uint32_t inbox_count);
+  // Opens a peer's segment from its offer. Returns an empty object, and the reason in `why`, if it cannot be reached.
+  // Throws std::system_error if this process lacks descriptors or memory.
+  static ShmSegment open(std::span<const std::byte> offer, uint32_t rank, uint32_t inbox_count,
+                         std::string* why = nullptr);
 
   ShmSegment() = default;
   ShmSegment(ShmSegment&& other) noexcept;

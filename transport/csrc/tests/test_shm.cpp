@@ -352,10 +352,13 @@ TEST_CASE("an offer that is foreign, stale or short opens no shared memory") {
   std::vector<std::byte> offer = b.offer();
   CHECK_FALSE(a.accept(1, std::span(offer).first(4)));
   offer[0] ^= std::byte{1};
-  CHECK_FALSE(a.accept(1, offer));
+  std::string why;
+  CHECK_FALSE(a.accept(1, offer, &why));
+  CHECK(why.starts_with("no such file here"));
   CHECK_FALSE(a.accept(1, ShmPort(0, 2).offer()));  // unlinked with its owner
   ShmPort other(0, 2);
-  CHECK_FALSE(a.accept(1, other.offer()));  // a segment of rank 0, not of rank 1
+  CHECK_FALSE(a.accept(1, other.offer(), &why));  // a segment of rank 0, not of rank 1
+  CHECK(why == "what is there is no segment of that rank");
   CHECK(a.accept(1, b.offer()));
 }
 
