@@ -42,7 +42,7 @@ def bad_arguments(rank: int, world: int) -> dict[str, str]:
     scatter = dist.ScatterOptions()
     scatter.rootRank = rank
     errors = {
-        "non_contiguous": raised(dist.all_reduce, ones.t()),
+        "expanded": raised(dist.all_reduce, torch.ones(1).expand(6)),
         "meta": raised(backend.allreduce, [torch.ones(3, device="meta")]),
         "band_of_float": raised(dist.all_reduce, ones, dist.ReduceOp.BAND),
         "avg_of_bool": raised(dist.all_reduce, torch.ones(3, dtype=torch.bool), dist.ReduceOp.AVG),
@@ -54,7 +54,7 @@ def bad_arguments(rank: int, world: int) -> dict[str, str]:
         "gather_size": raised(dist.all_gather_single, torch.empty(world * 3 + 1), torch.ones(3)),
         "gather_list": raised(group().allgather, [[torch.empty(3)] * (world + 1)], [torch.ones(3)]),
         "gather_dtype": raised(group()._allgather_base, pair.double(), torch.ones(3)),
-        "overlap": raised(dist.all_to_all_single, pair, pair),
+        "overlap": raised(group().allgather, [[pair] * world], [pair]),
         "split_sum": raised(dist.all_to_all_single, torch.empty(world * 3), pair, None, [1] * world),
         "split_negative": raised(dist.all_to_all_single, torch.empty(world * 3), pair, None, [-1] + [3] * (world - 1)),
         "split_count": raised(dist.all_to_all_single, torch.empty(world * 3), pair, None, [world * 3]),

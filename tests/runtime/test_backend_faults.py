@@ -18,7 +18,7 @@ CASES = "fault_cases.py"
 World = Callable[..., Any]
 
 MISTAKES = {
-    "non_contiguous": r"ValueError: tensor is not contiguous \(sizes \[4, 6\], strides \[1, 4\]\); pass tensor.contig",
+    "expanded": r"ValueError: tensor has elements that share memory \(sizes \[6\], strides \[0\]\); pass tensor.contig",
     "meta": r"ValueError: tensor is on device meta and holds no data",
     "band_of_float": r"ValueError: reduce op BAND is not defined for dtype Float; allowed: SUM, AVG, PRODUCT, MIN, MAX",
     "avg_of_bool": r"ValueError: reduce op AVG is not defined for dtype Bool; allowed: SUM, PRODUCT, MIN",
@@ -30,7 +30,7 @@ MISTAKES = {
     "gather_size": r"ValueError: output has 7 elements; needed: 6 \(2 ranks times the input's 3\)",
     "gather_list": r"ValueError: outputs has 3 tensors; one for each of the 2 ranks is needed",
     "gather_dtype": r"TypeError: output has dtype Double; allowed here: Float",
-    "overlap": r"ValueError: all_to_all: input and output share memory",
+    "overlap": r"ValueError: outputs\[0\] and outputs\[1\] share memory",
     "split_sum": r"ValueError: input_split_sizes adds up to 2; the first dimension of the tensor is 6",
     "split_negative": r"ValueError: input_split_sizes holds -1; allowed: 0 to 6",
     "split_count": r"ValueError: input_split_sizes has 1 entries; one for each of the 2 ranks is needed",

@@ -78,8 +78,6 @@ void check_tensor(std::string_view what, const at::Tensor& tensor, int64_t index
   const c10::DeviceType device = tensor.device().type();
   TORCH_CHECK_VALUE(device != at::kMeta, place(what, index),
                     " is on device meta and holds no data; allowed: ", "cpu or an accelerator");
-  TORCH_CHECK_VALUE(tensor.is_contiguous(), place(what, index), " is not contiguous (sizes ", tensor.sizes(),
-                    ", strides ", tensor.strides(), "); pass tensor.contiguous()");
   TORCH_CHECK_VALUE(!tensor.is_conj() && !tensor.is_neg(), place(what, index),
                     " is a lazy conjugate or negation; pass tensor.resolve_conj().resolve_neg()");
 }
@@ -107,17 +105,6 @@ void check_list(std::string_view what, const std::vector<at::Tensor>& tensors, i
 
 void check_rank(std::string_view what, int64_t rank, int64_t world) {
   TORCH_CHECK_VALUE(rank >= 0 && rank < world, what, " is ", rank, "; allowed: 0 to ", world - 1);
-}
-
-void check_no_overlap(std::string_view what, const at::Tensor& output, const at::Tensor& input) {
-  const auto output_first = reinterpret_cast<uintptr_t>(output.const_data_ptr());
-  const auto input_first = reinterpret_cast<uintptr_t>(input.const_data_ptr());
-  const uintptr_t output_last = output_first + data_bytes(output);
-  const uintptr_t input_last = input_first + data_bytes(input);
-  const bool shared = output_first < input_last && input_first < output_last;
-  TORCH_CHECK_VALUE(!shared, what, ": input and output share memory (", data_bytes(input), " bytes at ", input_first,
-                    ", ", data_bytes(output), " bytes at ", output_first,
-                    "); allowed: ranges apart, or exactly this rank's slice where the operation works in place");
 }
 
 void check_splits(std::string_view what, const std::vector<int64_t>& splits, const at::Tensor& tensor, int64_t world) {

@@ -20,8 +20,7 @@ uint8_t type_code(at::ScalarType type);
 
 uint64_t data_bytes(const at::Tensor& tensor);
 
-// Checks that a tensor is dense, contiguous, resolved and in memory of `device_type`. `what` names the argument,
-// `index` its place in a list.
+// Checks that a tensor has strides, is resolved and holds data. `what` names the argument, `index` its place in a list.
 void check_tensor(std::string_view what, const at::Tensor& tensor, int64_t index = -1);
 // Returns the only tensor in `tensors`, checked.
 void check_single(std::string_view what, const std::vector<at::Tensor>& tensors);
@@ -29,8 +28,6 @@ void check_single(std::string_view what, const std::vector<at::Tensor>& tensors)
 void check_list(std::string_view what, const std::vector<at::Tensor>& tensors, int64_t world, const at::Tensor& like);
 void check_same_type(std::string_view what, const at::Tensor& tensor, const at::Tensor& like);
 void check_rank(std::string_view what, int64_t rank, int64_t world);
-// Raises if two ranges share bytes but are not the same range.
-void check_no_overlap(std::string_view what, const at::Tensor& output, const at::Tensor& input);
 // Checks one split per rank: none negative, and their sum is the first dimension of `tensor`. Empty: an even split.
 void check_splits(std::string_view what, const std::vector<int64_t>& splits, const at::Tensor& tensor, int64_t world);
 

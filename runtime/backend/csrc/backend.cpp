@@ -12,6 +12,7 @@
 
 #include "arguments.hpp"
 #include "interpreter.hpp"
+#include "outputs.hpp"
 #include "stand_in.hpp"
 
 namespace sennit::runtime {
@@ -112,24 +113,39 @@ c10::intrusive_ptr<c10d::Backend> SennitBackend::shrink(const std::vector<int64_
 }
 
 void SennitBackend::startCoalescing() {
-  const std::lock_guard<std::mutex> lock(coalescing_mutex_);
-  TORCH_CHECK(!coalescing_, "sennit: startCoalescing was called twice without endCoalescing");
-  coalescing_ = true;
+  // If this thread is in a block already, an error of the program ended it: torch knows no blocks in blocks.
+  std::thread::id none;
+  const std::thread::id here = std::this_thread::get_id();
+  TORCH_CHECK(coalescing_thread_.compare_exchange_strong(none, here) || none == here,
+              "sennit: startCoalescing was called while another thread is in a coalescing block of this group");
+  coalesced_.clear();
+  refusal_ = nullptr;
 }
 
 c10::intrusive_ptr<c10d::Work> SennitBackend::endCoalescing() {
-  std::vector<WorkPointer> parts;
-  {
-    const std::lock_guard<std::mutex> lock(coalescing_mutex_);
-    TORCH_CHECK(coalescing_, "sennit: endCoalescing was called without startCoalescing");
-    coalescing_ = false;
-    parts.swap(coalesced_);
-  }
+  TORCH_CHECK(is_coalescing(), "sennit: endCoalescing was called without startCoalescing in this thread");
+  std::vector<WorkPointer> parts = std::exchange(coalesced_, {});
+  const std::exception_ptr refusal = std::exchange(refusal_, nullptr);
+  coalescing_thread_ = std::thread::id();
+  if (refusal) std::rethrow_exception(refusal);
   Tensors outputs;
   for (const auto& part : parts) {
     for (const at::Tensor& tensor : part->result()) outputs.push_back(tensor);
   }
   return c10::make_intrusive<JointWork>(rank_, c10d::OpType::COALESCED, std::move(parts), std::move(outputs));
+}
+
+SennitBackend::WorkPointer SennitBackend::guarded(c10::function_ref<WorkPointer()> call) {
+  if (!is_coalescing()) return call();
+  if (!refusal_) {
+    try {
+      coalesced_.push_back(call());
+      return coalesced_.back();
+    } catch (const std::exception&) {
+      refusal_ = std::current_exception();
+    }
+  }
+  return c10::make_intrusive<JointWork>(rank_, c10d::OpType::COALESCED, std::vector<WorkPointer>{}, Tensors());
 }
 
 Call SennitBackend::new_call(const char* title, c10d::OpType type, Collective collective, const at::Tensor& like,
@@ -188,49 +204,66 @@ void SennitBackend::cut_shares(Call& call) const {
   call.counts = std::move(cut);
 }
 
+static void pack(Call& call) {
+  for (at::Tensor& input : call.inputs) {
+    if (!input.is_contiguous()) input = packed_copy(input);
+  }
+  for (size_t index = 0; index < call.outputs.size(); ++index) {
+    at::Tensor& output = call.outputs[index];
+    if (output.is_contiguous()) continue;
+    at::Tensor packed = packed_copy(output);
+    if (call.is_send) {
+      output = std::move(packed);
+    } else {
+      call.packed.push_back({index, output, std::move(packed)});
+    }
+  }
+}
+
 SennitBackend::WorkPointer SennitBackend::start(Call call) {
   check_usable();
   const bool has_tensors = call.collective != Collective::BARRIER;
   call.on_device = !call.device.is_cpu() || (has_tensors && stand_in::is_active());
   if (!call.on_device) choose_way(call);
-  if (coalescing_) call.options.async = true;
-  WorkPointer work = call.on_device ? post_on_device(std::move(call)) : post(std::move(call));
-  if (coalescing_) {
-    const std::lock_guard<std::mutex> lock(coalescing_mutex_);
-    coalesced_.push_back(work);
-  }
-  return work;
+  if (is_coalescing()) call.options.async = true;
+  pack(call);
+  return call.on_device ? post_on_device(std::move(call)) : post(std::move(call));
 }
 
 SennitBackend::WorkPointer SennitBackend::start_all(c10d::OpType type, std::vector<Call> calls) {
-  std::vector<WorkPointer> parts;
   Tensors outputs;
-  for (Call& call : calls) {
-    outputs.insert(outputs.end(), call.outputs.begin(), call.outputs.end());
-    parts.push_back(start(std::move(call)));
-  }
+  for (const Call& call : calls) outputs.insert(outputs.end(), call.outputs.begin(), call.outputs.end());
+  const Outputs written("outputs", outputs);
+  std::vector<WorkPointer> parts;
+  for (Call& call : calls) parts.push_back(start(std::move(call)));
   if (parts.size() == 1) return parts[0];
   return c10::make_intrusive<JointWork>(rank_, type, std::move(parts), std::move(outputs));
 }
 
 SennitBackend::WorkPointer SennitBackend::post(Call call) {
   Buffers buffers;
-  for (const at::Tensor& tensor : call.inputs) {
-    buffers.push_back({const_cast<void*>(tensor.const_data_ptr()), data_bytes(tensor)});
+  if (!call.in_place) {
+    for (const at::Tensor& tensor : call.inputs) {
+      buffers.push_back({const_cast<void*>(tensor.const_data_ptr()), data_bytes(tensor)});
+    }
   }
+  const size_t first = buffers.size();
   for (const at::Tensor& tensor : call.outputs) buffers.push_back({tensor.mutable_data_ptr(), data_bytes(tensor)});
-  if (call.in_place) buffers.erase(buffers.begin());
+  for (const Packed& one : call.packed) buffers[first + one.index].data = one.packed.mutable_data_ptr();
   sennit_op* op = poster_->post(call.shape(), buffers, call.options);
   return c10::make_intrusive<SennitWork>(
       group_, call.type, call.title, op,
       Tensors(std::make_move_iterator(call.outputs.begin()), std::make_move_iterator(call.outputs.end())),
-      Tensors(std::make_move_iterator(call.inputs.begin()), std::make_move_iterator(call.inputs.end())));
+      Tensors(std::make_move_iterator(call.inputs.begin()), std::make_move_iterator(call.inputs.end())),
+      std::move(call.packed));
 }
 
 SennitBackend::WorkPointer SennitBackend::post_on_device(Call call) {
   Tensors buffers;
   if (!call.in_place) buffers.assign(call.inputs.begin(), call.inputs.end());
+  const size_t first = buffers.size();
   buffers.insert(buffers.end(), call.outputs.begin(), call.outputs.end());
+  for (const Packed& one : call.packed) buffers[first + one.index] = one.packed;
   const auto device_operation = std::make_shared<DeviceOperation>(copies_, call.device, buffers);
   const sennit_device handle = device_operation->handle();
   sennit_op* op = nullptr;
@@ -243,7 +276,7 @@ SennitBackend::WorkPointer SennitBackend::post_on_device(Call call) {
   return c10::make_intrusive<SennitWork>(
       group_, call.type, call.title, op,
       Tensors(std::make_move_iterator(call.outputs.begin()), std::make_move_iterator(call.outputs.end())), Tensors(),
-      device_operation->stream());
+      std::move(call.packed), device_operation->stream());
 }
 
 void SennitBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {

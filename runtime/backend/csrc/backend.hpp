@@ -5,11 +5,15 @@
 // copy and when, and device_copies.cpp copies them.
 #pragma once
 
+#include <c10/util/FunctionRef.h>
+
 #include <atomic>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <thread>
 
 #include "call.hpp"
 #include "device_operation.hpp"
@@ -44,7 +48,9 @@ class SennitBackend final : public c10d::Backend {
 
   const std::string getBackendName() const override { return "sennit"; }
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
-  bool supportsCoalescing() const override { return true; }
+  // batch_isend_irecv starts its messages one by one then. They gain nothing from each other, and a coalescing block of
+  // torch stays open after an error.
+  bool supportsCoalescing() const override { return false; }
   bool supportsShrinking() const override { return true; }
   c10::intrusive_ptr<c10d::Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int shrink_flags,
                                            const c10::intrusive_ptr<c10d::Backend::Options>& options) override;
@@ -55,7 +61,9 @@ class SennitBackend final : public c10d::Backend {
   c10d::ErrorType getError() override;
   void abort() override;
   void shutdown() override;
+  // For a block of `_coalescing_manager` with a device. Only calls of its thread belong to it.
   void startCoalescing() override;
+  // Raises what the first refused call of the block has raised.
   c10::intrusive_ptr<c10d::Work> endCoalescing() override;
 
   using WorkPointer = c10::intrusive_ptr<c10d::Work>;
@@ -90,6 +98,11 @@ class SennitBackend final : public c10d::Backend {
   void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
 
  private:
+  // Runs `call`, which checks and starts a call of the user. In a coalescing block an error is remembered until the
+  // block ends, and nothing is started after it: torch does not close a block that is left by an error, and does
+  // nothing in it from then on.
+  WorkPointer guarded(c10::function_ref<WorkPointer()> call);
+  bool is_coalescing() const { return coalescing_thread_.load() == std::this_thread::get_id(); }
   WorkPointer start(Call call);
   void choose_way(Call& call) const;
   void cut_shares(Call& call) const;
@@ -115,9 +128,9 @@ class SennitBackend final : public c10d::Backend {
   const std::shared_ptr<GroupState> group_;
   const std::shared_ptr<Poster> poster_;
   const std::shared_ptr<DeviceCopies> copies_;
-  std::mutex coalescing_mutex_;
-  std::atomic<bool> coalescing_{false};  // changed under the mutex
-  std::vector<WorkPointer> coalesced_;
+  std::atomic<std::thread::id> coalescing_thread_{};  // of none, while no block is open
+  std::vector<WorkPointer> coalesced_;                // of that thread
+  std::exception_ptr refusal_;
   std::atomic<bool> is_shut_down_{false};
 };
 

@@ -5,6 +5,7 @@
 #include <ATen/ATen.h>
 #include <c10/util/SmallVector.h>
 
+#include "packing.hpp"
 #include "plan_cache.hpp"
 #include "poster.hpp"
 #include "torch_versions.hpp"
@@ -29,6 +30,7 @@ struct Call {
   // In the order of the algorithms. A tensor that is input and output is in `outputs` only.
   c10::SmallVector<at::Tensor, 2> inputs;
   c10::SmallVector<at::Tensor, 2> outputs;
+  std::vector<Packed> packed;  // outputs that are not contiguous
   c10::Device device{c10::kCPU};
   bool on_device = false;  // tensors are in memory that only an accelerator can address
 

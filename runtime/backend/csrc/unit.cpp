@@ -6,6 +6,8 @@
 #include "device_copies.cpp"
 #include "device_operation.cpp"
 #include "module.cpp"
+#include "outputs.cpp"
+#include "packing.cpp"
 #include "plan_cache.cpp"
 #include "poster.cpp"
 #include "sparse.cpp"

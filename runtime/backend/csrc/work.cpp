@@ -17,10 +17,17 @@ constexpr uint64_t SIGNAL_CHECK_US = 100'000;
 
 // Holds the tensors of a Work that was dropped before its operation was done.
 struct Orphan {
+  sennit_op* op;  // a reference
   std::vector<at::Tensor> outputs;
   std::vector<at::Tensor> held;
+  std::vector<Packed> packed;
+  std::optional<c10::Stream> stream;
 
-  static void release(void* self) { delete static_cast<Orphan*>(self); }
+  static void release(void* self) {
+    const std::unique_ptr<Orphan> orphan(static_cast<Orphan*>(self));
+    if (!orphan->packed.empty() && sennit_op_status(orphan->op) == SENNIT_OK) unpack(orphan->packed, orphan->stream);
+    sennit_op_release(orphan->op);
+  }
 };
 
 }  // namespace
@@ -59,7 +66,8 @@ std::exception_ptr make_error(sennit_status status, const std::string& message) 
 }
 
 SennitWork::SennitWork(std::shared_ptr<GroupState> group, c10d::OpType type, const char* title, sennit_op* op,
-                       std::vector<at::Tensor> outputs, std::vector<at::Tensor> held, std::optional<c10::Stream> stream)
+                       std::vector<at::Tensor> outputs, std::vector<at::Tensor> held, std::vector<Packed> packed,
+                       std::optional<c10::Stream> stream)
     // The title is set only if a profiler is on: the record costs more than posting a small operation.
     : Work(static_cast<int>(sennit_comm_rank(group->comm)), type, at::hasCallbacks() ? title : nullptr),
       group_(std::move(group)),
@@ -67,17 +75,24 @@ SennitWork::SennitWork(std::shared_ptr<GroupState> group, c10d::OpType type, con
       op_(op),
       outputs_(std::move(outputs)),
       held_(std::move(held)),
+      packed_(std::move(packed)),
       stream_(stream) {}
 
 SennitWork::~SennitWork() {
   // A future keeps this Work until the operation is done, so if it is pending here, nobody has asked for a future.
   if (sennit_op_status(op_) == SENNIT_PENDING) {
-    sennit_op_on_done(op_, &Orphan::release, new Orphan{std::move(outputs_), std::move(held_)});
+    sennit_op_on_done(op_, &Orphan::release, new Orphan{op_, std::move(outputs_), std::move(held_), packed_, stream_});
+    return;
   }
+  if (sennit_op_status(op_) == SENNIT_OK) unpack();
   sennit_op_release(op_);
 }
 
-bool SennitWork::isCompleted() { return sennit_op_status(op_) != SENNIT_PENDING; }
+bool SennitWork::isCompleted() {
+  const sennit_status status = sennit_op_status(op_);
+  if (status == SENNIT_OK) unpack();
+  return status != SENNIT_PENDING;
+}
 
 bool SennitWork::isSuccess() const { return sennit_op_status(op_) == SENNIT_OK; }
 
@@ -118,7 +133,13 @@ bool SennitWork::wait(std::chrono::milliseconds timeout) {
   }
   end_profile();
   if (const std::exception_ptr error = failure()) std::rethrow_exception(error);
+  unpack();
   return true;
+}
+
+void SennitWork::unpack() {
+  if (packed_.empty()) return;
+  std::call_once(is_unpacked_, [this] { runtime::unpack(packed_, stream_); });
 }
 
 void SennitWork::end_profile() {
@@ -162,6 +183,7 @@ void SennitWork::on_done(void* self) {
     // A device's future records an event on the current stream: use a stream with nothing left to do.
     c10::OptionalStreamGuard guard;
     if (work->stream_) guard.reset_stream(*work->stream_);
+    work->unpack();
     work->future_->markCompleted(c10::IValue(work->outputs_));
   }
   work.reset();

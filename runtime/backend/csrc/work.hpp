@@ -11,10 +11,12 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "packing.hpp"
 #include "sennit/core.h"
 #include "torch_versions.hpp"
 
@@ -42,10 +44,11 @@ std::exception_ptr make_error(sennit_status status, const std::string& message);
 
 class SennitWork final : public c10d::Work {
  public:
-  // Takes over the reference to `op`. `outputs` is the future's value, `held` are tensors that must live, too. `stream`
-  // writes the outputs of a device operation.
+  // Takes over the reference to `op`. `outputs` is the future's value, `held` are tensors that must live, too. Those of
+  // `packed` are copied to their outputs before anyone hears that the operation is done. `stream` writes the outputs of
+  // a device operation.
   SennitWork(std::shared_ptr<GroupState> group, c10d::OpType type, const char* title, sennit_op* op,
-             std::vector<at::Tensor> outputs, std::vector<at::Tensor> held,
+             std::vector<at::Tensor> outputs, std::vector<at::Tensor> held, std::vector<Packed> packed,
              std::optional<c10::Stream> stream = std::nullopt);
   ~SennitWork() override;
 
@@ -64,12 +67,16 @@ class SennitWork final : public c10d::Work {
   static void on_done(void* self);
   std::exception_ptr failure() const;
   void end_profile();
+  // Once the operation has succeeded. Whoever comes first copies, and others wait.
+  void unpack();
 
   const std::shared_ptr<GroupState> group_;
   const char* const title_;
   sennit_op* const op_;
   std::vector<at::Tensor> outputs_;
   std::vector<at::Tensor> held_;
+  const std::vector<Packed> packed_;
+  std::once_flag is_unpacked_;
   const std::optional<c10::Stream> stream_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
