@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles BPF programs with clang when they are first needed, and keeps the objects on disk."""
+"""Compiles BPF programs with clang when they are first needed, and keeps the objects on disk.
+
+A wheel brings the objects of all programs that depend on nothing but the package (sennit/setup/bpf_objects.py). They
+are found by the same key as those of the cache: flags and sources. So an object of other sources is never taken.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -12,6 +17,7 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +26,8 @@ from sennit.errors import SennitError
 
 PROGRAMS: Final = Path(__file__).parent / "programs"
 INCLUDE: Final = Path(__file__).parent / "include"
+# What a wheel brings. A checkout has no such folder.
+OBJECTS: Final = Path(__file__).parent / "objects"
 COMPILE_TIMEOUT_S: Final = 60.0
 # v3 has compare-and-swap and fetch-and-add (Linux 5.12).
 INSTRUCTION_SET: Final = "v3"
@@ -65,14 +73,13 @@ def _version(path: str) -> int:
 @functools.cache
 def compile_program(name: str) -> bytes:
     """The object file of `programs/<name>.bpf.c`, once a process."""
-    return _compile(PROGRAMS / f"{name}.bpf.c", INSTRUCTION_SET, 0)
+    return _image(_program(name), 0)
 
 
 def compile_with_header(name: str, header: str, text: str) -> bytes:
     """The object file of `programs/<name>.bpf.c`, for which the include file `header` has this text."""
-    with tempfile.TemporaryDirectory(prefix="sennit-bpf-") as folder:
-        (Path(folder) / header).write_text(text)
-        return _compile(PROGRAMS / f"{name}.bpf.c", INSTRUCTION_SET, 0, f"-I{folder}")
+    with _with_header(name, header, text) as unit:
+        return _image(unit, 0)
 
 
 def compile_source(name: str, source: str) -> bytes:
@@ -81,43 +88,78 @@ def compile_source(name: str, source: str) -> bytes:
         path = Path(folder) / f"{name}.bpf.c"
         path.write_text(source)
         # Generated programs compute some values that nobody reads. clang removes them.
-        return _compile(path, ARENA_INSTRUCTION_SET, ARENA_CLANG_VERSION, "-Wno-unused-variable", "-Wno-unused-label")
+        unit = _Unit(path, ARENA_INSTRUCTION_SET, "-Wno-unused-variable", "-Wno-unused-label")
+        return _image(unit, ARENA_CLANG_VERSION)
 
 
-def _compile(source: Path, instruction_set: str, clang_version: int, *options: str) -> bytes:
-    """The object of a source file. Comes from the cache if the same text was compiled in the same way before.
+def write_object(folder: Path, name: str, header: str = "", text: str = "") -> None:
+    """Compiles `programs/<name>.bpf.c` into a folder that a wheel has as OBJECTS. `header`: see compile_with_header."""
+    with _with_header(name, header, text) if header else contextlib.nullcontext(_program(name)) as unit:
+        (folder / f"{unit.key}.o").write_bytes(unit.compiled(find_clang()))
+
+
+def _program(name: str) -> _Unit:
+    return _Unit(PROGRAMS / f"{name}.bpf.c", INSTRUCTION_SET)
+
+
+@contextlib.contextmanager
+def _with_header(name: str, header: str, text: str) -> Iterator[_Unit]:
+    with tempfile.TemporaryDirectory(prefix="sennit-bpf-") as folder:
+        (Path(folder) / header).write_text(text)
+        yield _Unit(PROGRAMS / f"{name}.bpf.c", INSTRUCTION_SET, f"-I{folder}")
+
+
+class _Unit:
+    """A source file, and how it is compiled."""
+
+    def __init__(self, source: Path, instruction_set: str, *options: str) -> None:
+        # For the target bpf, clang does not search the folder where the host's compiler finds asm/types.h.
+        multiarch = Path("/usr/include") / (sysconfig.get_config_var("MULTIARCH") or "")
+        includes = [option for option in options if option.startswith("-I")] + [f"-I{INCLUDE}"]
+        flags = ["-target", "bpf", f"-mcpu={instruction_set}", "-O2", "-g", "-Wall", "-Werror"]
+        flags += [f"-D__TARGET_ARCH_{TARGET_ARCHITECTURES.get(platform.machine(), platform.machine())}"]
+        flags += [option for option in options if not option.startswith("-I")]
+        self._source, self._flags = source, flags
+        self._arguments = [*flags, *includes, f"-I{multiarch}"]
+        folders = [Path(include.removeprefix("-I")) for include in includes]
+        sources = [source, *(path for folder in folders for path in sorted(folder.glob("*.h")))]
+        self.key = _key(*flags, *(path.read_text() for path in sources))
+        """Of flags and sources, whatever the compiler and the headers of the system."""
+
+    def exact_key(self, clang: str) -> str:
+        """Of the compiler, the flags, and the text with all its headers, without the paths of this machine."""
+        text = _run([clang, *self._arguments, "-E", "-P", os.fspath(self._source)])
+        return _key(_identity(clang), *self._flags, text)
+
+    def compiled(self, clang: str) -> bytes:
+        with tempfile.TemporaryDirectory(prefix="sennit-bpf-") as folder:
+            target = Path(folder) / "program.o"
+            _run([clang, *self._arguments, "-c", os.fspath(self._source), "-o", os.fspath(target)])
+            return target.read_bytes()
+
+
+def _image(unit: _Unit, clang_version: int) -> bytes:
+    """The object: of the wheel, or of the cache if the same text was compiled in the same way before.
 
     Without a clang of this version the cache has the object of the same sources, whatever the headers of the system.
     """
-    # For the target bpf, clang does not search the folder where the host's compiler finds asm/types.h.
-    multiarch = Path("/usr/include") / (sysconfig.get_config_var("MULTIARCH") or "")
-    flags = ["-target", "bpf", f"-mcpu={instruction_set}", "-O2", "-g", "-Wall", "-Werror"]
-    flags += [f"-D__TARGET_ARCH_{TARGET_ARCHITECTURES.get(platform.machine(), platform.machine())}"]
-    flags += [option for option in options if not option.startswith("-I")]
-    includes = [option for option in options if option.startswith("-I")] + [f"-I{INCLUDE}", f"-I{multiarch}"]
-    folders = [Path(include.removeprefix("-I")) for include in includes[:-1]]
-    sources = [source, *(path for folder in folders for path in sorted(folder.glob("*.h")))]
-    by_sources = _key(*flags, *(path.read_text() for path in sources))
+    with contextlib.suppress(OSError):
+        return (OBJECTS / f"{unit.key}.o").read_bytes()
     try:
         clang = find_clang(clang_version)
     except ToolMissing as missing:
-        image = object_cache.read(by_sources)
+        image = object_cache.read(unit.key)
         if image is None:
             raise ToolMissing(
                 f"{missing}; install it (Debian: clang-22 libbpf-dev), or bring a cache that has the object"
             ) from None
         return image
-    # The text with all its headers, without the paths of this machine.
-    text = _run([clang, *flags, *includes, "-E", "-P", os.fspath(source)])
-    key = _key(_identity(clang), *flags, text)
+    key = unit.exact_key(clang)
     image = object_cache.read(key)
     if image is None:
-        with tempfile.TemporaryDirectory(prefix="sennit-bpf-") as folder:
-            target = Path(folder) / "program.o"
-            _run([clang, *flags, *includes, "-c", os.fspath(source), "-o", os.fspath(target)])
-            image = target.read_bytes()
+        image = unit.compiled(clang)
         object_cache.write(key, image)
-        object_cache.write(by_sources, image)
+        object_cache.write(unit.key, image)
     return image
 
 

@@ -43,14 +43,14 @@ def program_name(name: str, place: int) -> str:
 
 
 def source(tracepoints: Iterable[Tracepoint], machine: str = platform.machine()) -> str:
-    """C text with the programs for every place of these tracepoints.
+    """C text with the programs for every place of these tracepoints, in the order of their names.
 
     Raises `UnknownOperand`.
     """
     return "".join(
         f'SEC("uprobe") int {program_name(point.name, number)}(struct pt_regs *ctx) {{\n'
         f"  {point.name}({arguments});\n  return 0;\n}}\n"
-        for point in tracepoints
+        for point in sorted(tracepoints, key=lambda point: point.name)
         for number, place in enumerate(point.places)
         for arguments in [
             ", ".join(

@@ -34,6 +34,8 @@ quietly "$log" "$python" -m build --no-isolation --sdist --outdir "$sdists" "$wo
 say "sennit: compiling"
 tar -xf "$sdists"/sennit-[0-9]*.tar.gz --strip-components 1 -C "$work/sennit"
 (cd "$work/sennit" && quietly "$log" env -u CXX "$python" -m build --no-isolation --wheel --outdir "$work/raw" .)
+"$python" -m zipfile --list "$work"/raw/sennit-[0-9]*.whl | grep -q '^sennit/ebpf/objects/.*\.o ' ||
+  say "sennit: without BPF programs: clang or libbpf's headers are missing (Debian: clang libbpf-dev)"
 quietly "$log" "$python" -m auditwheel repair --wheel-dir "$wheels" "$work"/raw/sennit-[0-9]*.whl
 
 # The extension is compiled against the wheel, not against this checkout: an environment that has the wheel, and what

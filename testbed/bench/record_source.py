@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from sennit.closing import Closing
-from sennit.ebpf.compiler import PROGRAMS, compile_source
+from sennit.ebpf.compiler import PROGRAMS, compile_program, compile_source
 from sennit.ebpf.links import XdpMode, attach_xdp
 from sennit.ebpf.loader import BpfObject
 from sennit.offload.framing import Ends, frame
@@ -74,7 +74,7 @@ class FrameSink(Closing):
     """Drops what arrives at an interface: the remaining cost is the load's."""
 
     def __init__(self) -> None:
-        self._object = BpfObject(compile_source("frames", (PROGRAMS / "frames.bpf.c").read_text()))
+        self._object = BpfObject(compile_program("frames"))
         self.program = self._object.program("drop_frame")
 
     def close(self) -> None:

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects that a wheel brings: where there is no clang and nothing is cached, they are enough."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import elftools
+import pytest
+
+from sennit.ebpf import compiler, usdt, usdt_entries
+from sennit.ebpf.loader import BpfObject
+from sennit.offload import tracepoints as offload_tracepoints
+from sennit.runtime.trace import ingest, paths, stalls
+from sennit.transport import tracepoints as core_tracepoints
+
+SCRIPT = Path(__file__).resolve().parents[2] / "sennit" / "setup" / "bpf_objects.py"
+SESSIONS = {
+    paths.PROGRAM: (paths.PROBES, core_tracepoints),
+    stalls.PROGRAM: (stalls.PROBES, core_tracepoints),
+    ingest.PROGRAM: (ingest.PROBES, offload_tracepoints),
+}
+NAMES = sorted(path.name.removesuffix(".bpf.c") for path in compiler.PROGRAMS.glob("*.bpf.c"))
+
+pytestmark = [pytest.mark.root, pytest.mark.needs("bpf", "clang", "tracepoints")]
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What CMake installs in a wheel."""
+    folder = tmp_path_factory.mktemp("built") / "objects"
+    (site,) = elftools.__path__
+    libraries = [core_tracepoints.library(), offload_tracepoints.library()]
+    command = [sys.executable, "-S", str(SCRIPT), str(folder), site, *map(str, libraries)]
+    subprocess.run(command, check=True, timeout=100)
+    return folder
+
+
+@pytest.fixture
+def alone(objects: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without clang, with an empty cache."""
+    monkeypatch.setattr(compiler, "OBJECTS", objects)
+    monkeypatch.setattr(compiler, "compile_program", compiler.compile_program.__wrapped__)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", NAMES)
+def test_every_program_of_the_package_is_loaded_without_clang(name: str) -> None:
+    if name in SESSIONS:
+        probes, module = SESSIONS[name]
+        points = {point.name: point for point in usdt.read(module.library())}
+        text = usdt_entries.source(points[probe] for probe in probes)
+        image = compiler.compile_with_header(name, usdt_entries.HEADER, text)
+    else:
+        image = compiler.compile_program(name)
+    with BpfObject(image) as loaded:
+        assert loaded.programs()
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_object_of_other_sources_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(compiler.ToolMissing):
+        compiler.compile_with_header("paths", usdt_entries.HEADER, "// the entries of another library\n")
+    include = tmp_path / "include"
+    include.mkdir()
+    for header in compiler.INCLUDE.glob("*.h"):
+        (include / header.name).write_text(header.read_text() + "\n")
+    monkeypatch.setattr(compiler, "INCLUDE", include)
+    with pytest.raises(compiler.ToolMissing):
+        compiler.compile_program("dispatch")
