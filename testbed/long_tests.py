@@ -31,7 +31,8 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 LOGS: Final = ROOT / "build" / "long"
 RECORD: Final = ROOT / "docs" / "lab" / "long-tests.json"
 PAGE: Final = ROOT / "docs" / "lab" / "long-tests.md"
-PYTEST: Final = ("-m", "pytest", "--long", "-q", "-p", "no:cacheprovider")
+# Each long test has its own limit.
+PYTEST: Final = ("-m", "pytest", "--long", "-q", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=0")
 BEGIN, END = "<!-- long tests: begin -->", "<!-- long tests: end -->"
 MODEL: Final = "build/model/transport/csrc/tests/model"
 
@@ -53,7 +54,8 @@ class Part:
 PARTS: Final = {
     "long": Part(
         what="tests marked `long`: every case in Triton's interpreter, 500 schedules of overlapped steps, kills at "
-        "every point of a save, hostile pages of counters by the million, and the VM in empty roots",
+        "every point of a save, hostile pages of counters by the million, ten million batches at XDP while packets are "
+        "replayed, and the VM in empty roots",
         command=(*PYTEST, "-m", "long", "--seed", "{seed}"),
         limit_s=7_200,
     ),
