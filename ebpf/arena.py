@@ -16,13 +16,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from sennit.closing import Closing
 from sennit.ebpf.library import BpfError
 
 BPF_MAP_TYPE_ARENA: Final = 33
 ALIGNMENT_BYTES: Final = 1 << 32
 MAX_BYTES: Final = 1 << 32
 # uapi/asm-generic/mman-common.h
-_MAP_FIXED_NOREPLACE: Final = 0x100000
+_MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 
@@ -39,37 +40,34 @@ def pages(size_bytes: int) -> int:
     return -(-size_bytes // mmap.PAGESIZE)
 
 
-def free_address() -> int:
-    """A multiple of 4 GiB with that much unused address space behind it."""
-    span = 2 * ALIGNMENT_BYTES
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    found = _libc.mmap(None, span, 0, flags, -1, 0)
-    if found == _MAP_FAILED:
-        code = ctypes.get_errno()
-        raise BpfError(code, f"{span} bytes of address space for an arena: {os.strerror(code)}")
-    _libc.munmap(found, span)
-    return int(-(-found // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+class Arena(Closing):
+    """The memory of an arena. It has its address before the kernel's map is made, because the verifier needs that.
 
+    All pages exist from the start, so a program never misses one.
+    """
 
-class Arena:
-    """The mapping of an arena. All pages exist from the start, so a program never misses one."""
+    def __init__(self, name: str, size_bytes: int) -> None:
+        self.name, self.size_bytes = name, size_bytes
+        self.address = _reserved(pages(size_bytes) * mmap.PAGESIZE)
+        """A multiple of 4 GiB. Nothing else of this process comes to be there."""
 
-    def __init__(self, descriptor: int, address: int, size_bytes: int, name: str) -> None:
-        flags = mmap.MAP_SHARED | _MAP_FIXED_NOREPLACE
-        mapped = _libc.mmap(address, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
-        if mapped != address:
+        self.memory: NDArray[np.uint8] = np.empty(0, np.uint8)
+        """The whole arena as bytes, once it is mapped. Views end with the arena: touching one after `close` is a
+        segmentation fault.
+        """
+
+        self._is_open = True
+
+    def map(self, descriptor: int) -> None:
+        """Maps the kernel's map of this size and address."""
+        flags = mmap.MAP_SHARED | _MAP_FIXED
+        mapped = _libc.mmap(self.address, self.size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+        if mapped != self.address:
             code = ctypes.get_errno()
-            if mapped != _MAP_FAILED:  # a kernel that treats the address as a hint
-                _libc.munmap(mapped, size_bytes)
-                code = errno.EEXIST
-            raise BpfError(code, f"arena {name}: cannot map {size_bytes} bytes at {address:#x}: {os.strerror(code)}")
-        self.name = name
-        self.size_bytes = size_bytes
-        self._address: int | None = address
+            raise BpfError(code, f"arena {self.name}: cannot map {self.size_bytes} bytes: {os.strerror(code)}")
+        mapping = (ctypes.c_uint8 * self.size_bytes).from_address(self.address)
+        self.memory = np.ctypeslib.as_array(mapping)
         # A fault of this process allocates the page. A fault of the program would read zeros and lose writes.
-        mapping = (ctypes.c_uint8 * size_bytes).from_address(address)
-        self.memory: NDArray[np.uint8] = np.ctypeslib.as_array(mapping)
-        """The whole arena as bytes. Views end with the arena: touching one after `close` is a segmentation fault."""
         self.memory[:: mmap.PAGESIZE] = 0
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -83,7 +81,22 @@ class Arena:
         return found.reshape(shape)
 
     def close(self) -> None:
-        address, self._address = self._address, None
-        if address is not None:
+        if self._is_open:
+            self._is_open = False
             self.memory = np.empty(0, np.uint8)
-            _libc.munmap(address, self.size_bytes)
+            _libc.munmap(self.address, self.size_bytes)
+
+
+def _reserved(size_bytes: int) -> int:
+    """Reserves address space, from a multiple of 4 GiB on."""
+    span = size_bytes + ALIGNMENT_BYTES
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    found = _libc.mmap(None, span, 0, flags, -1, 0)
+    if found == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise BpfError(code, f"{span} bytes of address space for an arena: {os.strerror(code)}")
+    address = -(-found // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    for begin, end in ((found, address), (address + size_bytes, found + span)):
+        if begin < end:
+            _libc.munmap(begin, end - begin)
+    return int(address)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from sennit.ebpf.arena import BPF_MAP_TYPE_ARENA, free_address
+from sennit.ebpf.arena import ALIGNMENT_BYTES, BPF_MAP_TYPE_ARENA
 from sennit.ebpf.compiler import ARENA_CLANG_VERSION, ToolMissing, find_clang
 from sennit.ebpf.library import BpfError, library
 from sennit.ebpf.links import BPF_XDP, XdpMode, create_link
@@ -91,9 +91,9 @@ def _map(name: str, kind: int, entries: int, flags: int, extra: int, remedy: str
 
 
 def _arena() -> Feature:
-    return _map(
-        "arena", BPF_MAP_TYPE_ARENA, 1, BPF_F_MMAPABLE, free_address(), "Linux 6.9 or later on a 64-bit machine"
-    )
+    # Nothing is mapped there.
+    place, remedy = ALIGNMENT_BYTES, "Linux 6.9 or later on a 64-bit machine"
+    return _map("arena", BPF_MAP_TYPE_ARENA, 1, BPF_F_MMAPABLE, place, remedy)
 
 
 def _clang() -> Feature:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from sennit.closing import Closing
-from sennit.ebpf.arena import BPF_MAP_TYPE_ARENA, Arena, free_address, pages
+from sennit.ebpf.arena import BPF_MAP_TYPE_ARENA, Arena, pages
 from sennit.ebpf.btf import Btf, BtfError
 from sennit.ebpf.elf import Elf, ElfError
 from sennit.ebpf.library import BpfError, clear_log, library, refusal
@@ -89,14 +89,14 @@ class BpfObject(Closing):
                     raise refusal(-result, f"BPF object: map {name} with {entries} entries")
             for name, value in (read_only or {}).items():
                 self._set_variable(name, value)
-            addresses = {name: self._place_arena(name, size) for name, size in (arenas or {}).items()}
+            for name, size in (arenas or {}).items():
+                self._arenas[name] = self._placed_arena(name, size)
             result = loaded.bpf_object__load(self._pointer)
             if result != 0:
                 names = ", ".join(name for name, _ in self._each_program())
                 raise refusal(-result, f"BPF object with the programs {names}: the kernel refused it")
-            for name, address in addresses.items():
-                found = self.map(name)
-                self._arenas[name] = Arena(found.descriptor, address, (arenas or {})[name], name)
+            for name, arena in self._arenas.items():
+                arena.map(self.map(name).descriptor)
         except BaseException:
             self.close()
             raise
@@ -180,15 +180,16 @@ class BpfObject(Closing):
             raise BpfError(errno.EINVAL, f"variable {name} is not inside {symbol.section} of {size.value} bytes")
         ctypes.memmove(section + symbol.offset, raw, len(raw))
 
-    def _place_arena(self, name: str, size_bytes: int) -> int:
-        """Sets an arena's size and address before it is created. The verifier needs the address."""
+    def _placed_arena(self, name: str, size_bytes: int) -> Arena:
+        """Sets an arena's size and address before the kernel creates it."""
         found = self._find_map(name)
         kind = library().bpf_map__type(found)
         if kind != BPF_MAP_TYPE_ARENA:
             raise BpfError(errno.EINVAL, f"map {name} is no arena: its type is {kind}")
-        address = free_address()
+        arena = Arena(name, size_bytes)
         result = library().bpf_map__set_max_entries(found, pages(size_bytes))
-        result = result or library().bpf_map__set_map_extra(found, address)
+        result = result or library().bpf_map__set_map_extra(found, arena.address)
         if result != 0:
-            raise refusal(-result, f"arena {name} of {size_bytes} bytes at {address:#x}")
-        return address
+            arena.close()
+            raise refusal(-result, f"arena {name} of {size_bytes} bytes at {arena.address:#x}")
+        return arena

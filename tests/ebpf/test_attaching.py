@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import os
 import socket
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sennit.ebpf import features, links
+from sennit.ebpf import features, library, links
 from sennit.ebpf.compiler import compile_source
 from sennit.ebpf.library import BpfError
 from sennit.ebpf.loader import BpfObject
@@ -25,6 +26,8 @@ from sennit.testbed.topology import namespace
 pytestmark = [pytest.mark.root, pytest.mark.needs("bpf", "arena")]
 TIMEOUT_S = 10.0
 XDP_DROP, XDP_PASS = 1, 2
+# uapi/asm-generic/mman-common.h
+MAP_NORESERVE = 0x4000
 
 HEAD = """
 #include "feed.h"
@@ -217,20 +220,22 @@ def test_an_instruction_of_a_process() -> None:
             links.attach_uprobe_at(made.program("entered"), Path("/no/such"), 16)
 
 
+# 33 is BPF_MAP_TYPE_ARENA: the headers of a distribution may be older than its kernel.
+ARENA = """
+    #define __arena __attribute__((address_space(1)))
+    struct { __uint(type, 33); __uint(map_flags, BPF_F_MMAPABLE); __uint(max_entries, 1); } shared
+        SEC(".maps");
+    SEC("xdp") int add(struct xdp_md *c) {
+      asm volatile("" :: "r"(&shared));
+      __u64 __arena *numbers = (__u64 __arena *)0;
+      numbers[1000] += numbers[999];
+      return XDP_DROP;
+    }
+"""
+
+
 def test_an_arena_is_shared() -> None:
-    # 33 is BPF_MAP_TYPE_ARENA: the headers of a distribution may be older than its kernel.
-    program = """
-        #define __arena __attribute__((address_space(1)))
-        struct { __uint(type, 33); __uint(map_flags, BPF_F_MMAPABLE); __uint(max_entries, 1); } shared
-            SEC(".maps");
-        SEC("xdp") int add(struct xdp_md *c) {
-          asm volatile("" :: "r"(&shared));
-          __u64 __arena *numbers = (__u64 __arena *)0;
-          numbers[1000] += numbers[999];
-          return XDP_DROP;
-        }
-    """
-    with BpfObject(compile_source("arena", HEAD + program), arenas={"shared": 3 * 4096}) as made:
+    with BpfObject(compile_source("arena", HEAD + ARENA), arenas={"shared": 3 * 4096}) as made:
         view = made.arena("shared").view(999 * 8, (2,), np.dtype("<u8"))
         view[:] = 5, 2
         assert made.program("add").test_run(bytes(64), repeat=3).verdict == XDP_DROP
@@ -239,6 +244,25 @@ def test_an_arena_is_shared() -> None:
             made.arena("shared").view(12280, (2,), np.dtype("<u8"))
         with pytest.raises(BpfError, match="no arena 'other'"):
             made.arena("other")
+
+
+def test_what_other_threads_map_while_an_object_is_loaded_is_not_where_its_arena_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    image, loaded = compile_source("arena", HEAD + ARENA), library.library()
+    load = loaded.bpf_object__load
+    others: list[mmap.mmap] = []
+
+    def late(pointer: int) -> int:
+        # As large as an arena can be, so that nothing but its place has room for the first of them.
+        others.extend(mmap.mmap(-1, 1 << 32, flags=mmap.MAP_PRIVATE | MAP_NORESERVE, prot=0) for _ in range(3))
+        return int(load(pointer))
+
+    monkeypatch.setattr(loaded, "bpf_object__load", late)
+    with BpfObject(image, arenas={"shared": 4096}) as made:
+        assert made.program("add").test_run(bytes(64)).verdict == XDP_DROP
+    for other in others:
+        other.close()
 
 
 def test_wrong_read_only_data_is_named() -> None:
