@@ -153,10 +153,10 @@ class PythonReceiver(Closing):
         )
 
     def release(self, batch: int) -> None:
-        slot = self._slots[batch % self.layout.slots]
-        # The thread may hold the packet of this very slot: its number changes last.
-        slot.next_row = slot.ahead_row = 0
-        slot.batch = (batch + self.layout.slots) % (1 << 32)
+        place = batch % self.layout.slots
+        # A new slot takes the place of the old one in one step. The thread may be looking at the old one, which is full
+        # and so takes nothing any more: a late packet cannot become one of the next batch.
+        self._slots[place] = _Slot((batch + self.layout.slots) % (1 << 32), self._slots[place].memory)
 
     def sketch(self) -> Sketch | None:
         return None

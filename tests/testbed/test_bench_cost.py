@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import random
+import sys
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -52,6 +54,30 @@ def test_the_python_ingest_makes_the_reference_s_batches(datagrams: list[bytes],
         assert (python.rows_taken(0), python.rows_taken(4)) == (0, 0)
         python.deliver(datagrams[0])
         assert python.counters().datagrams[Verdict.DUPLICATE] == 1
+
+
+def test_a_late_packet_is_no_row_of_the_next_batch_wherever_the_release_is(
+    datagrams: list[bytes], layout: BatchLayout
+) -> None:
+    """The receiving thread takes a duplicate before each line of `release`."""
+    with PythonReceiver(layout, session=SESSION, address="127.0.0.1", port=0) as python:
+        for datagram in datagrams:
+            python.deliver(datagram)
+
+        def at_line(frame: FrameType, event: str, argument: object) -> object:
+            if event == "line":
+                python.deliver(datagrams[0])
+            return at_line
+
+        def at_call(frame: FrameType, event: str, argument: object) -> object:
+            return at_line if frame.f_code is PythonReceiver.release.__code__ else None
+
+        before = sys.gettrace()
+        sys.settrace(at_call)
+        python.release(0)
+        sys.settrace(before)
+        assert python.rows_taken(4) == 0
+        assert python.counters().datagrams[Verdict.DUPLICATE] >= 2
 
 
 def test_it_refuses_what_the_reference_refuses(
