@@ -291,6 +291,7 @@ class _Generator:
             yield
             out.depth -= 1
             out.line("malformed:")
+            out.line("const __u64 one = AT(struct feed_slot, slot_at)->one;  // but that only we know")
             out.depth += 1
             out.line(if_malformed)
         out.line("")
@@ -368,7 +369,6 @@ class _Generator:
         )
         used = ("slot_at", "place", *("list" for _ in lists))
         with self._function(inner, f"int table_{number}({parameters})", "return 1;", used):
-            inner.line("const __u64 one = AT(struct feed_slot, slot_at)->one;  // but that only we know")
             for name in lists:
                 inner.line(f"const __u64 at_{name} = list & 0xffff, n_{name} = list >> 16;")
             self._values_of_table(inner, number, "slot_at")

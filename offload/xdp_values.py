@@ -227,11 +227,15 @@ class ValueWriter:
             return
         i, at, most = out.name("i"), out.name("at"), out.name("most")
         first = f"at_{part.name}" if part.is_list else f"begin + {self._offsets[part.name]}"
-        bound = f"n_{part.name}" if part.is_list else f"{count} * one"
-        if part.is_list and count < part.length:
-            bound = f"least_of(n_{part.name}, {count})"
+        bound = str(count)
+        if part.is_list:
+            bound = f"n_{part.name}" if count == part.length else f"least_of(n_{part.name}, {count})"
         out.line(f"__u64 {at} = {first};")
-        out.line(f"const __u64 {most} = {bound};")
+        # Each loop has a bound of its own, which the verifier does not know. From every round that may be the last it
+        # learns the bound, and would walk the next loop with the same one as often as this one has rounds.
+        factor = out.name("one")
+        out.line(f"FORGET({factor}, one);")
+        out.line(f"const __u64 {most} = {bound} * {factor};")
         with out.block(f"for (__u64 {i} = 0; {i} < {most}; {i}++)"):
             out.line("STOP_ENDLESS(malformed);")
             element = self.inside(at, width)
