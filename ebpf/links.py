@@ -35,7 +35,7 @@ _LIBXDP_DISPATCHER: Final = "xdp_dispatcher"
 
 # What these error numbers mean when an interface gets a program.
 _XDP_HINTS: Final = {
-    errno.ERANGE: "its MTU is above what its driver runs programs for (veth: 3,506 bytes)",
+    errno.ERANGE: "its MTU is above what its driver runs this program for (veth: 3,506 bytes without xdp.frags)",
 }
 
 

@@ -11,7 +11,7 @@ import errno
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from sennit.ebpf.elf import Elf, ElfError
 from sennit.ebpf.library import BpfError, clear_log, library, refusal
 from sennit.ebpf.maps import BpfMap
 from sennit.ebpf.trial import Trial, run_program, send_frames
+
+# uapi/linux/bpf.h (Linux 5.18): the XDP program takes packets in several pieces.
+_XDP_HAS_FRAGMENTS: Final = 1 << 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +69,11 @@ class BpfObject(Closing):
         max_entries: Mapping[str, int] | None = None,
         read_only: Mapping[str, Any] | None = None,
         arenas: Mapping[str, int] | None = None,
+        xdp_fragments: bool = False,
     ) -> None:
         """`max_entries`: map -> number of entries, overriding the source. `read_only`: global variable in .rodata ->
-        its value, which the verifier treats as a constant. `arenas`: arena -> its size in bytes.
+        its value, which the verifier treats as a constant. `arenas`: arena -> its size in bytes. `xdp_fragments`: the
+        object's XDP programs take packets in several pieces, as of interfaces with a large MTU.
         """
         loaded = library()
         clear_log()
@@ -89,6 +94,8 @@ class BpfObject(Closing):
                     raise refusal(-result, f"BPF object: map {name} with {entries} entries")
             for name, value in (read_only or {}).items():
                 self._set_variable(name, value)
+            for _, program in self._each_program() if xdp_fragments else ():
+                library().bpf_program__set_flags(program, _XDP_HAS_FRAGMENTS)
             for name, size in (arenas or {}).items():
                 self._arenas[name] = self._placed_arena(name, size)
             result = loaded.bpf_object__load(self._pointer)

@@ -17,6 +17,8 @@ _SIOCGIFADDR: Final = 0x8915
 _SIOCGIFMTU: Final = 0x8921
 _SIOCGIFHWADDR: Final = 0x8927
 _HARDWARE_BYTES: Final = 6
+# The longest IP packet that native XDP takes in one piece on a virtual interface.
+ONE_PIECE_MTU: Final = 3506
 
 
 class TargetError(ConfigError):
@@ -50,6 +52,11 @@ def interface_address(name: str) -> str:
 def interface_mtu(name: str) -> int:
     (mtu,) = struct.unpack_from("i", _ask(name, _SIOCGIFMTU), 16)
     return int(mtu)
+
+
+def has_fragments(name: str) -> bool:
+    """Whether an XDP program must take packets in several pieces there."""
+    return interface_mtu(name) > ONE_PIECE_MTU
 
 
 def _ask(name: str, request: int) -> bytes:

@@ -47,19 +47,24 @@ class XdpReceiver(Closing):
         session: int,
         udp_port: int,
         sketch: SketchShape | None = DEFAULT_SHAPE,
+        fragments: bool = False,
         repeatable: bool = False,
     ) -> None:
-        """`repeatable` adds a program for measuring that accepts the same packet again and again."""
+        """`fragments`: packets may come in several pieces, as at an interface with an MTU above 3,506. The program then
+        copies each packet before it reads it. `repeatable` adds a program for measuring that accepts the same packet
+        again and again.
+        """
         self.layout, self.session, self.udp_port = layout, session, udp_port
         self.sketches = SlotSketches(layout, sketch) if sketch and layout.plan.sparse else None
         """The memory in which the program counts ids."""
 
-        self.source = generate(layout, sketches=self.sketches, repeatable=repeatable)
+        self.source = generate(layout, sketches=self.sketches, fragments=fragments, repeatable=repeatable)
         try:
             self.object = BpfObject(
                 compile_source("feed", self.source.text),
                 read_only={"settings": (session, udp_port, 0), **self.source.tables},
                 arenas={RING: layout.ring_bytes + (self.sketches.size_bytes if self.sketches else 0)},
+                xdp_fragments=fragments,
             )
         except ToolMissing as error:
             raise TargetUnavailable(f"xdp: {error}; the target cpu needs no compiler") from error

@@ -26,9 +26,10 @@ from sennit.offload.xdp_values import UNROLLED_IDS_MAX, ValueWriter, Writer, gre
 # Lists that one function walks. A call costs about 10 ns. The verifier's work grows with each further loop.
 LISTS_IN_FUNCTION = 8
 
-_HEAD = """\
+_TITLE = """\
 // SPDX-License-Identifier: Apache-2.0
-// Generated from a feature plan.
+// Generated from a feature plan."""
+_HEAD = """\
 #include "branchless.h"
 #include "feed_receiver.h"
 #include "sketch.h"
@@ -139,12 +140,14 @@ class XdpSource:
     tables: dict[str, NDArray[Any]]
 
 
-def generate(layout: BatchLayout, *, sketches: SlotSketches | None = None, repeatable: bool = False) -> XdpSource:
+def generate(
+    layout: BatchLayout, *, sketches: SlotSketches | None = None, fragments: bool = False, repeatable: bool = False
+) -> XdpSource:
     """Raises NotOffloadable for an operator that BPF cannot run.
 
-    `repeatable` adds the program for measuring.
+    `fragments`: packets may come in several pieces. `repeatable` adds the program for measuring.
     """
-    return _Generator(layout, sketches).generate(repeatable)
+    return _Generator(layout, sketches).generate(fragments, repeatable)
 
 
 class _Generator:
@@ -155,7 +158,7 @@ class _Generator:
         self._values = ValueWriter(self._plan.schema, self._plan.graph, self._offsets, self._out)
         self._functions = Writer()
 
-    def generate(self, repeatable: bool) -> XdpSource:
+    def generate(self, fragments: bool, repeatable: bool) -> XdpSource:
         layout, schema = self._layout, self._plan.schema
         self._fill()
         constants = {
@@ -164,7 +167,7 @@ class _Generator:
             "SLOTS": f"{layout.slots}u",
             "SLOT_BYTES": f"{layout.slot_bytes}ull",
         }
-        text = [_HEAD]
+        text = [_TITLE, *(["#define FEED_FRAGMENTS"] if fragments else []), _HEAD]
         text += [f"#define {name} {value}" for name, value in constants.items()]
         text += [
             "// Arenas begin at a multiple of 4 GiB: an offset is an address.",
@@ -288,10 +291,10 @@ class _Generator:
             out.line("const __u64 row_of = place >> 16;")
             out.line("__u64 begin = place & 0xffff;")
             out.line(f"const __u8* fixed = {self._values.inside('begin', self._plan.schema.fixed_bytes)};")
+            out.line("const __u64 one = AT(struct feed_slot, slot_at)->one;  // but that only we know")
             yield
             out.depth -= 1
             out.line("malformed:")
-            out.line("const __u64 one = AT(struct feed_slot, slot_at)->one;  // but that only we know")
             out.depth += 1
             out.line(if_malformed)
         out.line("")

@@ -25,6 +25,7 @@
 // another one, and the verifier loses the connection.
 // Every offset stays below this, so the verifier knows that adding a width does not overflow.
 #define FEED_OFFSET_MAX 0x3fff
+#ifndef FEED_FRAGMENTS
 #define FEED_BYTES(context, if_none) \
   void *data = (void*)(long)(context)->data, *data_end = (void*)(long)(context)->data_end
 #define FEED_INSIDE(place, at, size)          \
@@ -32,6 +33,52 @@
   if ((at) > FEED_OFFSET_MAX) goto malformed; \
   const __u8* place = data + (at);            \
   if ((void*)(place + (size)) > data_end) goto malformed
+
+// Whether the packet has this many bytes.
+static __always_inline int feed_has(struct xdp_md* context, __u32 size) {
+  return size <= (__u32)((long)context->data_end - (long)context->data);
+}
+#else
+// Jumbo frames come in several pieces, and a program has the address of the first alone (xdp.frags, Linux 5.18). So the
+// packet is copied, and read there. What is behind its end are bytes of earlier packets: a record that reaches into
+// them does not end where its packet does, and so is malformed.
+struct feed_packet {
+  __u8 bytes[FEED_OFFSET_MAX + 1];
+};
+struct {
+  __uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+  __uint(max_entries, 1);
+  __type(key, __u32);
+  __type(value, struct feed_packet);
+} packet SEC(".maps");
+
+static __always_inline __u8* feed_packet_bytes(void) {
+  __u32 zero = 0;
+  struct feed_packet* found = bpf_map_lookup_elem(&packet, &zero);
+  return found ? found->bytes : 0;
+}
+
+// The verifier wants the context of every function, and the compiler leaves unused arguments out.
+#define FEED_BYTES(context, if_none)      \
+  asm volatile("" ::"r"(context));        \
+  const __u8* data = feed_packet_bytes(); \
+  if (!data) if_none
+#define FEED_INSIDE(place, at, size)                       \
+  asm volatile("" : "+r"(at));                             \
+  if ((at) > FEED_OFFSET_MAX + 1 - (size)) goto malformed; \
+  const __u8* place = data + (at)
+
+// Whether the packet has this many bytes. It then is where FEED_BYTES says.
+static __always_inline int feed_has(struct xdp_md* context, __u32 size) {
+  __u8* copy = feed_packet_bytes();
+  __u64 there = bpf_xdp_get_buff_len(context);
+  if (!copy || there < size || there > FEED_OFFSET_MAX + 1) return 0;
+  asm volatile("" : "+r"(there));  // else the compiler makes one comparison of two, which the verifier does not follow
+  if (!there) return 0;
+  asm volatile("" : "+r"(there));
+  return !bpf_xdp_load_bytes(context, 0, copy, there);
+}
+#endif
 
 // Where packets come to. The process writes it before it attaches the program.
 struct feed_destination own;
@@ -51,11 +98,10 @@ static __always_inline struct feed_datagram feed_find_datagram(struct xdp_md* co
   return found.port == udp_port ? found : none;
 }
 
-// Whether a datagram and its header are whole. `found->at` becomes the offset for FEED_INSIDE.
+// Whether a datagram and its header are whole.
 static __always_inline int feed_is_whole(struct xdp_md* context, struct feed_datagram* found) {
   if (found->bytes < sizeof(struct feed_header)) return 0;
-  FEED_BYTES(context, return 0);
-  return found->bytes <= (__u32)((long)data_end - (long)data) - found->at;
+  return feed_has(context, found->at + found->bytes);
 }
 
 #define FEED_WORD(place, n) *(const __u64*)((place) + 8 * (n))

@@ -32,9 +32,13 @@ _CREDENTIALS: Final = struct.Struct("3i")
 class Dispatcher(Closing):
     """The dispatcher at an interface: UDP port `first_port + n` goes to receiver `n`, everything else to the host."""
 
-    def __init__(self, *, first_port: int, receivers: int) -> None:
+    def __init__(self, *, first_port: int, receivers: int, fragments: bool = False) -> None:
+        """`fragments` as of the receivers' programs: the kernel takes no other ones."""
         self._object = BpfObject(
-            compile_program("dispatch"), read_only={"first_port": first_port}, max_entries={"receivers": receivers}
+            compile_program("dispatch"),
+            read_only={"first_port": first_port},
+            max_entries={"receivers": receivers},
+            xdp_fragments=fragments,
         )
         self._link: Link | None = None
         self.program = self._object.program("dispatch")
@@ -52,14 +56,21 @@ class Dispatcher(Closing):
 
 
 def lead(
-    program_descriptor: int, interface: str, ranks: Sequence[int], *, session: int, first_port: int, timeout_s: float
+    program_descriptor: int,
+    interface: str,
+    ranks: Sequence[int],
+    *,
+    session: int,
+    first_port: int,
+    fragments: bool = False,
+    timeout_s: float,
 ) -> Dispatcher:
     """Serves the other ranks at the interface, as its first rank. Returns when all have passed their programs.
 
     Raises TargetUnavailable if one has not by the deadline.
     """
     deadline_s = time.monotonic() + timeout_s
-    dispatcher = Dispatcher(first_port=first_port, receivers=ranks[-1] + 1)
+    dispatcher = Dispatcher(first_port=first_port, receivers=ranks[-1] + 1, fragments=fragments)
     try:
         dispatcher.add(ranks[0], program_descriptor)
         dispatcher.attach(interface)

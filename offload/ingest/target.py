@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Final, Self
 from sennit.closing import Closing
 from sennit.offload.batches import BatchLayout
 from sennit.offload.errors import TargetUnavailable
-from sennit.offload.interfaces import TargetError, interface_address, interface_index, interface_mtu, own_ends
+from sennit.offload.interfaces import (
+    TargetError,
+    has_fragments,
+    interface_address,
+    interface_index,
+    interface_mtu,
+    own_ends,
+)
 from sennit.offload.targets import Receiver, xdp_receiver
 
 if TYPE_CHECKING:
@@ -23,8 +30,8 @@ if TYPE_CHECKING:
 STATISTICS: Final = "SENNIT_BPF_STATISTICS"
 PORT: Final = 4800
 KINDS: Final = ("xdp", "cpu")
-# Records in one datagram. What native XDP takes on a virtual interface is 3,506 bytes of IP packet.
-XDP_MTU_MAX: Final = 3506
+# Records in one datagram: a jumbo frame.
+XDP_MTU_MAX: Final = 9000
 CPU_PACKET_BYTES: Final = 8192
 HEADERS_BYTES: Final = 48  # IPv6 and UDP
 # Datagrams in flight to a rank, over all its open batches. Below 256, the ring size of a veth interface.
@@ -129,7 +136,8 @@ class IngestTarget:
         """
         port = self.port + local_rank
         if self.kind == "xdp":
-            in_kernel = xdp_receiver()(layout, session=session, udp_port=port)
+            fragments = has_fragments(self._interface(local_rank))
+            in_kernel = xdp_receiver()(layout, session=session, udp_port=port, fragments=fragments)
             with _closed_on_error(in_kernel):
                 self._attach(in_kernel, self._sharing(local_rank, mates), timeout_s)
             return in_kernel
@@ -156,7 +164,15 @@ class IngestTarget:
         if len(ranks) > 1:
             receiver.receive_at(own_ends(interface))  # the dispatcher is what is attached
         if len(ranks) > 1 and local_rank == ranks[0]:
-            dispatcher = lead(program, interface, ranks, session=session, first_port=self.port, timeout_s=timeout_s)
+            dispatcher = lead(
+                program,
+                interface,
+                ranks,
+                session=session,
+                first_port=self.port,
+                fragments=has_fragments(interface),
+                timeout_s=timeout_s,
+            )
             receiver.attached = dispatcher
             _count_time(receiver, dispatcher.program)
             return

@@ -101,7 +101,7 @@ def test_xdp_agrees_with_numpy(plan: FeaturePlan, content: int, shape: SketchSha
     layout = BatchLayout(plan=plan, batch_rows=BATCH_ROWS, slots=2)
     with (
         HostReceiver(layout, session=SESSION, sketch=shape) as expected,
-        XdpReceiver(layout, session=SESSION, udp_port=4800, sketch=shape) as found,
+        XdpReceiver(layout, session=SESSION, udp_port=4800, sketch=shape, fragments=bool(content & 1)) as found,
     ):
         for packet in packets_of(plan, content):
             expected.deliver(packet)

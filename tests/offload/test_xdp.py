@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import errno
 import json
-import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,7 +19,6 @@ from sennit.ebpf.btf import Btf
 from sennit.ebpf.compiler import compile_source
 from sennit.ebpf.elf import Elf
 from sennit.ebpf.library import BpfError
-from sennit.ebpf.links import XdpMode, attach_xdp
 from sennit.ebpf.loader import BpfObject
 from sennit.offload import xdp
 from sennit.offload.admission import FeedCounters, Verdict
@@ -29,13 +26,11 @@ from sennit.offload.batches import CURSORS_OFFSET, BatchLayout
 from sennit.offload.errors import TargetUnavailable
 from sennit.offload.framing import Ends, frame
 from sennit.offload.host_receiver import HostReceiver
-from sennit.offload.interfaces import own_ends
 from sennit.offload.operators import FirstX, SigridHash
 from sennit.offload.plan import FeaturePlan, Sparse
 from sennit.offload.records import HEADER, encode_packets, encode_records, sealed
 from sennit.offload.schema import Dense, Ids, Schema
 from sennit.offload.xdp import XdpReceiver
-from sennit.testbed.topology import Planes
 from tests.offload.agreement import assert_same_batch
 from tests.offload.strategies import random_rows
 
@@ -342,37 +337,6 @@ def test_bpftool_shows_the_counters_by_name(receiver: XdpReceiver, packets: list
         assert second.pins.path.name == f"ingest-{SESSION:08x}-2"
     receiver.close()
     assert not receiver.pins.path.exists()
-
-
-@pytest.mark.needs("native-xdp", "tc-bpf")
-def test_records_arrive_over_a_link(packets: list[list[bytes]]) -> None:
-    with (
-        Planes(hosts=2, planes=1, mtu=1500, per_packet=True) as planes,
-        XdpReceiver(LAYOUT, session=SESSION, udp_port=PORT) as made,
-    ):
-        interface, address = planes.interfaces(1)[0], planes.addresses(1)[0]
-        made.receive_at(planes.within(1, own_ends, interface))
-        link = planes.within(1, lambda: attach_xdp(made.program, socket.if_nametoindex(interface), XdpMode.NATIVE))
-        sender = planes.within(0, lambda: socket.socket(socket.AF_INET6, socket.SOCK_DGRAM))
-        with link, sender, HostReceiver(LAYOUT, session=SESSION) as expected:
-            for packet in (*packets[0], packets[2][0], *packets[1]):
-                sender.sendto(packet, (address, PORT))
-                expected.deliver(packet)
-            deadline = time.monotonic() + 10.0
-            while made.counters() != expected.counters() and time.monotonic() < deadline:
-                time.sleep(0)
-            assert made.counters() == expected.counters()
-            for batch in (0, 1):
-                assert_same_batch(made.batch(batch), expected.batch(batch))
-
-
-@pytest.mark.needs("native-xdp", "tc-bpf")
-def test_an_interface_whose_mtu_is_too_large_is_named(receiver: XdpReceiver) -> None:
-    with (
-        Planes(hosts=2, planes=1, mtu=9000) as planes,
-        pytest.raises(BpfError, match="its MTU is above what its driver runs programs for"),
-    ):
-        planes.within(1, receiver.attach, planes.interfaces(1)[0])
 
 
 def test_without_privilege_it_says_what_is_missing_and_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan's program at a link: packets of one piece and of several, and what it leaves to the host as a router."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sennit.ebpf.library import BpfError
+from sennit.ebpf.links import XdpMode, attach_xdp
+from sennit.offload.admission import Verdict
+from sennit.offload.batches import BatchLayout
+from sennit.offload.framing import frame
+from sennit.offload.host_receiver import HostReceiver
+from sennit.offload.ingest.shared_interface import Dispatcher
+from sennit.offload.ingest.target import HEADERS_BYTES, IngestTarget
+from sennit.offload.interfaces import own_ends
+from sennit.offload.operators import SigridHash
+from sennit.offload.plan import FeaturePlan, Sparse
+from sennit.offload.records import HEADER, encode_packets, encode_records, sealed
+from sennit.offload.schema import Dense, Ids, Schema
+from sennit.offload.xdp import XdpReceiver
+from sennit.testbed.topology import Planes
+from tests.offload.agreement import assert_same_batch
+from tests.offload.strategies import random_rows
+
+pytestmark = [pytest.mark.root, pytest.mark.needs("bpf", "arena")]
+# The session is not that of the tests that may run at the same time: a session names the folder of pinned maps.
+SESSION, PORT, ROWS = 80, 4800, 96
+JUMBO, ETHERNET = 9000, 1500
+XDP_DROP = 1
+DEADLINE_S = 20.0
+# Lists of 0 to 100 ids: a jumbo frame has about twenty records.
+PLAN = FeaturePlan(
+    schema=Schema(dense=(Dense(name="age"),), ids=(Ids(name="user"), Ids(name="seen", length=100, is_list=True))),
+    columns={"who": SigridHash(column="user", salt=2, max_value=1 << 20)},
+    dense=("age",),
+    sparse=(Sparse(column="who", rows=1 << 20), Sparse(column="seen")),
+)
+LAYOUT = BatchLayout(plan=PLAN, batch_rows=ROWS, slots=2)
+
+
+@pytest.fixture
+def receiver() -> Iterator[XdpReceiver]:
+    """One that takes packets in several pieces."""
+    with XdpReceiver(LAYOUT, session=SESSION, udp_port=PORT, fragments=True) as made:
+        yield made
+
+
+def packets_of(batch: int, mtu: int, rng: np.random.Generator) -> list[bytes]:
+    records = encode_records(PLAN.schema, random_rows(PLAN.schema, ROWS, rng))
+    body_max_bytes = mtu - HEADERS_BYTES - HEADER.size
+    return encode_packets(PLAN.schema, records, session=SESSION, batch=batch, body_max_bytes=body_max_bytes)
+
+
+@pytest.mark.needs("native-xdp", "tc-bpf")
+@pytest.mark.parametrize("mtu", [ETHERNET, JUMBO])
+def test_records_arrive_over_a_link(mtu: int, rng: np.random.Generator) -> None:
+    with (
+        Planes(hosts=2, planes=1, mtu=mtu, per_packet=True) as planes,
+        XdpReceiver(LAYOUT, session=SESSION, udp_port=PORT, fragments=mtu == JUMBO) as made,
+        HostReceiver(LAYOUT, session=SESSION) as expected,
+    ):
+        interface, address = planes.interfaces(1)[0], planes.addresses(1)[0]
+        made.receive_at(planes.within(1, own_ends, interface))
+        link = planes.within(1, lambda: attach_xdp(made.program, socket.if_nametoindex(interface), XdpMode.NATIVE))
+        sender = planes.within(0, lambda: socket.socket(socket.AF_INET6, socket.SOCK_DGRAM))
+        batches = [packets_of(batch, mtu, rng) for batch in range(3)]
+        assert max(map(len, batches[0])) > mtu - HEADERS_BYTES - 500
+        with link, sender:
+            for packet in (*batches[0], batches[2][0], *batches[1], batches[0][1]):
+                sender.sendto(packet, (address, PORT))
+                expected.deliver(packet)
+            deadline_s = time.monotonic() + DEADLINE_S
+            while made.counters() != expected.counters() and time.monotonic() < deadline_s:
+                time.sleep(0)
+        assert made.counters() == expected.counters()
+        for batch in (0, 1):
+            assert_same_batch(made.batch(batch), expected.batch(batch))
+
+
+def test_packets_in_several_pieces_are_taken_and_refused_as_the_reference_does(
+    receiver: XdpReceiver, rng: np.random.Generator
+) -> None:
+    """Cut and lengthened at many places, with wrong counts of records and bytes, and with bits that changed."""
+    first, second, *rest = packets_of(0, JUMBO, rng)
+    sent = [first[:size] for size in (*range(0, 64), *range(64, len(first), 97), len(first) - 1)]
+    sent += [first + b"x", first + bytes(4000), second]
+    for at in range(0, len(first), 53):
+        broken = bytearray(first)
+        broken[at] ^= 1 << at % 8
+        sent.append(bytes(broken))
+    fields = HEADER.unpack_from(first)
+    for records in range(ROWS):  # whole packets, of another number of records: most of them end inside one
+        sent.append(sealed(HEADER.pack(*fields[:7], records, *fields[8:]) + first[HEADER.size :]))
+    sent.remove(first)  # the right number is among them
+    for size in range(HEADER.size, len(first), 411):  # a record reaches behind the end, into what others left there
+        body = HEADER.pack(*fields[:8], size - HEADER.size, fields[9])
+        sent.append(sealed(body + first[HEADER.size : size]))
+    sent += [first, first, second, *rest, bytes(60)]
+    with HostReceiver(LAYOUT, session=SESSION) as expected:
+        for packet in sent:
+            receiver.deliver(packet)
+            expected.deliver(packet)
+            assert receiver.counters() == expected.counters()
+        assert expected.counters().datagrams[Verdict.MALFORMED] > ROWS
+        assert receiver.rows_taken(0) == ROWS
+        assert_same_batch(receiver.batch(0), expected.batch(0))
+
+
+@pytest.fixture(scope="module")
+def jumbo() -> Iterator[Planes]:
+    with Planes(hosts=2, planes=1, mtu=JUMBO) as planes:
+        yield planes
+
+
+@pytest.mark.needs("native-xdp", "tc-bpf")
+def test_ranks_share_an_interface_of_jumbo_frames(
+    receiver: XdpReceiver, jumbo: Planes, rng: np.random.Generator
+) -> None:
+    (packet, *_) = packets_of(0, JUMBO, rng)
+    with Dispatcher(first_port=PORT, receivers=1, fragments=True) as dispatcher:
+        dispatcher.add(0, receiver.program.descriptor)
+        jumbo.within(1, dispatcher.attach, jumbo.interfaces(1)[0])
+        assert dispatcher.program.test_run(frame(packet, PORT)).verdict == XDP_DROP
+        assert receiver.counters().datagrams[Verdict.ACCEPTED] == 1
+    with Dispatcher(first_port=PORT, receivers=1) as dispatcher, pytest.raises(BpfError) as refused:
+        dispatcher.add(0, receiver.program.descriptor)
+    assert refused.value.errno == errno.EINVAL
+
+
+@pytest.mark.needs("native-xdp", "tc-bpf")
+def test_a_run_at_an_interface_of_jumbo_frames_takes_them(jumbo: Planes) -> None:
+    """And a program for whole packets is refused there by name."""
+    target = IngestTarget.parse(f"xdp://{jumbo.interfaces(1)[0]}:{PORT}")
+
+    def attempt() -> None:
+        assert target.packet_bytes(0) == JUMBO - HEADERS_BYTES
+        target.receiver(LAYOUT, 0, mates=[0], session=SESSION, timeout_s=DEADLINE_S).close()
+        with (
+            XdpReceiver(LAYOUT, session=SESSION, udp_port=PORT) as whole,
+            pytest.raises(BpfError, match="its MTU is above what its driver runs this program for"),
+        ):
+            whole.attach(jumbo.interfaces(1)[0])
+
+    jumbo.within(1, attempt)
+
+
+@pytest.mark.needs("native-xdp", "tc-bpf", "ip")
+@pytest.mark.parametrize("version", [6, 4])
+def test_a_router_s_program_leaves_forwarded_datagrams_to_the_host(version: int, rng: np.random.Generator) -> None:
+    """Host 1 routes what host 0 sends to an address behind host 2, at the very port that its receiver has."""
+    family, far, prefix = (
+        (socket.AF_INET6, "fd5e:ffff::1", 128) if version == 6 else (socket.AF_INET, "198.51.100.1", 32)
+    )
+    with (
+        Planes(hosts=3, planes=1, mtu=ETHERNET) as planes,
+        XdpReceiver(LAYOUT, session=SESSION, udp_port=PORT) as receiver,
+    ):
+        (plane,) = planes.interfaces(0)
+        near = [(planes.addresses if version == 6 else planes.ipv4_addresses)(host)[0] for host in range(3)]
+
+        def ip(host: int, *words: str) -> None:
+            command = ["ip", f"-{version}", *words]
+            planes.within(host, lambda: subprocess.run(command, check=True, timeout=DEADLINE_S))
+
+        ip(2, "address", "add", f"{far}/{prefix}", "dev", "lo")
+        ip(0, "route", "add", far, "via", near[1], "dev", plane)
+        ip(1, "route", "add", far, "via", near[2], "dev", plane)
+        switch = Path(f"/proc/sys/net/ipv{version}") / ("conf/all/forwarding" if version == 6 else "ip_forward")
+        planes.within(1, switch.write_text, "1")
+        (packet, *_) = packets_of(0, ETHERNET, rng)
+        planes.within(1, receiver.attach, plane)
+        if version == 4:  # `attach` takes the address of IPv6 where there is one
+            ends = planes.within(1, own_ends, plane)
+            packed = socket.inet_pton(family, near[1])
+            receiver.receive_at(type(ends)(hardware=ends.hardware, source=packed, address=packed))
+        with (
+            planes.within(2, lambda: socket.socket(family, socket.SOCK_DGRAM)) as behind,
+            planes.within(0, lambda: socket.socket(family, socket.SOCK_DGRAM)) as sender,
+        ):
+            behind.settimeout(DEADLINE_S)
+            behind.bind((far, PORT))
+            # The router's own comes first, so that it has been seen when the other one is through.
+            sender.sendto(packet, (near[1], PORT))
+            sender.sendto(packet, (far, PORT))
+            assert behind.recv(JUMBO) == packet
+        counted = receiver.counters()
+        assert counted.datagrams[Verdict.ACCEPTED] == sum(counted.datagrams.values()) == 1
