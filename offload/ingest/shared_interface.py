@@ -13,7 +13,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Final
 
 from sennit.closing import Closing
@@ -23,7 +23,12 @@ from sennit.ebpf.loader import BpfObject
 from sennit.offload.errors import TargetUnavailable
 
 RETRY_S: Final = 0.02
+# How long a leader that fails waits for the others, to tell them why.
+FAREWELL_S: Final = 5.0
 _DONE: Final = b"+"
+# Before the reason.
+_REFUSED: Final = b"-"
+_ANSWER_MAX_BYTES: Final = 8192
 _NUMBER: Final = struct.Struct("<I")
 # struct ucred (unix(7)): process, user, group.
 _CREDENTIALS: Final = struct.Struct("3i")
@@ -67,92 +72,127 @@ def lead(
 ) -> Dispatcher:
     """Serves the other ranks at the interface, as its first rank. Returns when all have passed their programs.
 
-    Raises TargetUnavailable if one has not by the deadline.
+    Raises TargetUnavailable if one has not by the deadline, or BpfError. Ranks that come then hear why.
     """
     deadline_s = time.monotonic() + timeout_s
-    dispatcher = Dispatcher(first_port=first_port, receivers=ranks[-1] + 1, fragments=fragments)
-    try:
-        dispatcher.add(ranks[0], program_descriptor)
-        dispatcher.attach(interface)
-        missing = set(ranks[1:])
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(_name(session, interface))
-            listener.listen(socket.SOMAXCONN)
-            visitors: set[socket.socket] = set()
+    missing = set(ranks[1:])
+    with _Reception(_name(session, interface)) as reception:
+        try:
+            dispatcher = Dispatcher(first_port=first_port, receivers=ranks[-1] + 1, fragments=fragments)
             try:
+                dispatcher.add(ranks[0], program_descriptor)
+                dispatcher.attach(interface)
                 while missing:
-                    left_s = deadline_s - time.monotonic()
-                    if left_s <= 0:
+                    visit = reception.next(deadline_s)
+                    if visit is None:
                         raise TargetUnavailable(
                             f"xdp: local ranks {sorted(missing)} did not come to share {interface} "
                             f"within {timeout_s:g} s"
                         )
-                    ready, _, _ = select.select([listener, *visitors], [], [], left_s)
-                    for found in ready:
-                        if found is listener:
-                            visitors |= _accept(listener)
-                            continue
-                        visitors.discard(found)
-                        with found:
-                            missing.discard(_receive(found, dispatcher, missing))
-            finally:
-                for visitor in visitors:
-                    visitor.close()
-    except BaseException:
-        dispatcher.close()
-        raise
+                    with visit:
+                        if visit.number in missing and visit.descriptors:
+                            dispatcher.add(visit.number, visit.descriptors[0])
+                            missing.discard(visit.number)
+                            visit.answer(_DONE)
+            except BaseException:
+                dispatcher.close()
+                raise
+        except Exception as error:
+            reception.refuse(missing, str(error), min(deadline_s, time.monotonic() + FAREWELL_S))
+            raise
     return dispatcher
 
 
 def follow(program_descriptor: int, interface: str, number: int, *, session: int, timeout_s: float) -> None:
-    """Passes this rank's program to the first rank. Raises TargetUnavailable if that does not answer in time."""
+    """Passes this rank's program to the first rank.
+
+    Raises TargetUnavailable if that does not answer in time, or with its reason if it failed.
+    """
     deadline_s = time.monotonic() + timeout_s
     while True:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visitor:
+        answer = b""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visitor, contextlib.suppress(OSError):
             visitor.settimeout(max(0.001, deadline_s - time.monotonic()))
-            try:
-                visitor.connect(_name(session, interface))
-                socket.send_fds(visitor, [_NUMBER.pack(number)], [program_descriptor])
-                if visitor.recv(1) == _DONE:
-                    return
-            except OSError:
-                pass
+            visitor.connect(_name(session, interface))
+            socket.send_fds(visitor, [_NUMBER.pack(number)], [program_descriptor])
+            answer = visitor.recv(_ANSWER_MAX_BYTES)
+        if answer == _DONE:
+            return
+        if answer.startswith(_REFUSED):
+            reason = answer.removeprefix(_REFUSED).decode(errors="replace")
+            raise TargetUnavailable(f"xdp: the rank that leads {interface} failed: {reason}")
         if time.monotonic() + RETRY_S >= deadline_s:
             raise TargetUnavailable(f"xdp: no rank shares {interface} with local rank {number} within {timeout_s:g} s")
         time.sleep(RETRY_S)
 
 
-def _accept(listener: socket.socket) -> set[socket.socket]:
-    """The next visitor, if it is a process of this user. Nobody waits for what it says: others are heard meanwhile."""
-    visitor, _ = listener.accept()
-    _, user, _ = _CREDENTIALS.unpack(visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    if user != os.geteuid():
-        visitor.close()
-        return set()
-    visitor.setblocking(False)
-    return {visitor}
+class _Visit(Closing):
+    """What a process has said: the number of its rank (-1: no number), and the programs that it passed."""
 
+    def __init__(self, visitor: socket.socket) -> None:
+        self._visitor = visitor
+        self.number, self.descriptors = -1, list[int]()
+        with contextlib.suppress(OSError):  # it has gone
+            said, self.descriptors, _, _ = socket.recv_fds(visitor, _NUMBER.size, 1)
+            if len(said) == _NUMBER.size:
+                (self.number,) = _NUMBER.unpack(said)
 
-def _receive(visitor: socket.socket, dispatcher: Dispatcher, missing: set[int]) -> int:
-    """The number of the rank that passed its program; -1 for a process that is not expected or has gone.
-
-    Raises BpfError if the kernel refuses the program of an expected rank.
-    """
-    try:
-        said, descriptors, _, _ = socket.recv_fds(visitor, _NUMBER.size, 1)
-    except OSError:
-        return -1
-    try:
-        number = _NUMBER.unpack(said)[0] if len(said) == _NUMBER.size else -1
-        if number not in missing or not descriptors:
-            return -1
-        dispatcher.add(number, descriptors[0])
+    def answer(self, text: bytes) -> None:
         with contextlib.suppress(OSError):  # it has gone, which its run will say
-            visitor.send(_DONE)
-        return int(number)
-    finally:
-        for descriptor in descriptors:
+            self._visitor.send(text)
+
+    def close(self) -> None:
+        self._visitor.close()
+        for descriptor in self.descriptors:
             os.close(descriptor)
+
+
+class _Reception(Closing):
+    """Where the other ranks come. All are heard at once, so that nobody waits for a silent one."""
+
+    def __init__(self, name: str) -> None:
+        self._visitors: set[socket.socket] = set()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._listener.bind(name)
+            self._listener.listen(socket.SOMAXCONN)
+        except BaseException:
+            self._listener.close()
+            raise
+
+    def next(self, deadline_s: float) -> _Visit | None:
+        """The next visitor that says something; None after the deadline."""
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            ready, _, _ = select.select([*self._visitors, self._listener], [], [], left_s)
+            for found in ready:
+                if found is not self._listener:
+                    self._visitors.discard(found)
+                    return _Visit(found)
+                self._accept()
+        return None
+
+    def refuse(self, ranks: Set[int], reason: str, deadline_s: float) -> None:
+        """Tells these ranks, as they come, why there is nothing to share."""
+        missing = set(ranks)
+        answer = _REFUSED + reason.encode()[: _ANSWER_MAX_BYTES - len(_REFUSED)]
+        while missing and (visit := self.next(deadline_s)):
+            with visit:
+                visit.answer(answer)
+                missing.discard(visit.number)
+
+    def _accept(self) -> None:
+        """Lets the next process in, if it is of this user."""
+        visitor, _ = self._listener.accept()
+        _, user, _ = _CREDENTIALS.unpack(visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        if user == os.geteuid():
+            visitor.setblocking(False)
+            self._visitors.add(visitor)
+        else:
+            visitor.close()
+
+    def close(self) -> None:
+        for waiting in (self._listener, *self._visitors):
+            waiting.close()
 
 
 def _name(session: int, interface: str) -> str:

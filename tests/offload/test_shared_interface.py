@@ -74,8 +74,7 @@ def lead_within(planes: Planes, receiver: XdpReceiver, timeout_s: float) -> Disp
     )
 
 
-def follow_within(planes: Planes, receiver: XdpReceiver, timeout_s: float) -> None:
-    descriptor = receiver.program.descriptor
+def follow_within(planes: Planes, descriptor: int, timeout_s: float) -> None:
     planes.within(0, lambda: follow(descriptor, INTERFACE, 2, session=SESSION, timeout_s=timeout_s))
 
 
@@ -84,7 +83,7 @@ def test_who_leads_waits_for_the_others_but_not_for_ever(planes: Planes, receive
     with pytest.raises(TargetUnavailable, match=r"local ranks \[2\] did not come to share plane0 within 0\.1 s"):
         lead_within(planes, receivers[0], 0.1)
     with pytest.raises(TargetUnavailable, match=r"no rank shares plane0 with local rank 2 within 0\.1 s"):
-        follow_within(planes, receivers[1], 0.1)
+        follow_within(planes, receivers[1].program.descriptor, 0.1)
 
 
 @pytest.mark.needs("native-xdp", "tc-bpf")
@@ -102,7 +101,7 @@ def test_visitors_that_are_not_awaited_are_left_out(planes: Planes, receivers: l
         with planes.within(0, visit) as visitor:
             socket.send_fds(visitor, [said], descriptors)
             assert visitor.recv(1) == b""
-    follow_within(planes, receivers[1], DEADLINE_S)
+    follow_within(planes, receivers[1].program.descriptor, DEADLINE_S)
     leader.join(DEADLINE_S)
     with led[0] as dispatcher:
         assert dispatcher.program.test_run(frame(DATAGRAM, FIRST_PORT + 2)).verdict == XDP_DROP
@@ -114,7 +113,7 @@ def test_silent_visitors_hold_nobody_up(planes: Planes, receivers: list[XdpRecei
     leader = threading.Thread(target=lambda: led.append(lead_within(planes, receivers[0], DEADLINE_S)), daemon=True)
     leader.start()
     with planes.within(0, visit), planes.within(0, visit):
-        follow_within(planes, receivers[1], DEADLINE_S)
+        follow_within(planes, receivers[1].program.descriptor, DEADLINE_S)
         leader.join(DEADLINE_S)
     with led[0] as dispatcher:
         assert dispatcher.program.test_run(frame(DATAGRAM, FIRST_PORT + 2)).verdict == XDP_DROP
@@ -124,20 +123,37 @@ def test_silent_visitors_hold_nobody_up(planes: Planes, receivers: list[XdpRecei
 def test_a_program_that_the_kernel_refuses_is_an_error_and_not_a_rank_that_did_not_come(
     planes: Planes, receivers: list[XdpReceiver]
 ) -> None:
+    leader, raised = leading_in_vain(planes, receivers[0])
+    with open(os.devnull) as other, pytest.raises(TargetUnavailable) as heard:
+        follow_within(planes, other.fileno(), DEADLINE_S)
+    leader.join(DEADLINE_S)
+    assert "map receivers" in str(raised[0])
+    # And the rank whose program it is hears it, too.
+    assert str(heard.value) == f"xdp: the rank that leads {INTERFACE} failed: {raised[0]}"
+
+
+@pytest.mark.needs("native-xdp", "tc-bpf")
+def test_ranks_that_come_later_hear_why_there_is_nothing_to_share(planes: Planes, receivers: list[XdpReceiver]) -> None:
+    with planes.within(0, lambda: attach_xdp(receivers[1].program, socket.if_nametoindex(INTERFACE))):
+        leader, raised = leading_in_vain(planes, receivers[0])
+        with pytest.raises(TargetUnavailable, match=f"the rank that leads {INTERFACE} failed: .*takes one: end the"):
+            follow_within(planes, receivers[1].program.descriptor, DEADLINE_S)
+        leader.join(DEADLINE_S)
+    assert isinstance(raised[0], BpfError)
+
+
+def leading_in_vain(planes: Planes, receiver: XdpReceiver) -> tuple[threading.Thread, list[BaseException]]:
+    """Leads in a thread, and keeps the error that this ends with."""
     raised: list[BaseException] = []
 
     def attempt() -> None:
         with pytest.raises(BpfError) as refused:
-            lead_within(planes, receivers[0], DEADLINE_S)
+            lead_within(planes, receiver, DEADLINE_S)
         raised.append(refused.value)
 
     leader = threading.Thread(target=attempt, daemon=True)
     leader.start()
-    with planes.within(0, visit) as visitor, open(os.devnull) as other:
-        socket.send_fds(visitor, [(2).to_bytes(4, "little")], [other.fileno()])
-        assert visitor.recv(1) == b""
-    leader.join(DEADLINE_S)
-    assert "map receivers" in str(raised[0])
+    return leader, raised
 
 
 def visit() -> socket.socket:
