@@ -26,7 +26,7 @@ from sennit.offload.batches import CURSORS_OFFSET, BatchLayout
 from sennit.offload.errors import TargetUnavailable
 from sennit.offload.framing import Ends, frame
 from sennit.offload.host_receiver import HostReceiver
-from sennit.offload.operators import FirstX, SigridHash
+from sennit.offload.operators import Cross, FirstX, SigridHash
 from sennit.offload.plan import FeaturePlan, Sparse
 from sennit.offload.records import HEADER, encode_packets, encode_records, sealed
 from sennit.offload.schema import Dense, Ids, Schema
@@ -282,6 +282,30 @@ def test_a_released_slot_takes_the_batch_after_the_next(receiver: XdpReceiver, p
         for batch in (1, 2):
             assert receiver.rows_taken(batch) == ROWS
             assert_same_batch(receiver.batch(batch), expected.batch(batch))
+
+
+def test_a_plan_with_several_loops_over_one_list_passes_the_verifier(rng: np.random.Generator) -> None:
+    """Four of them: one for each pair of ids in front."""
+    schema = Schema(ids=(Ids(name="pair", length=2), Ids(name="seen", length=5, is_list=True)))
+    plan = FeaturePlan(
+        schema=schema,
+        columns={
+            "inner": Cross(left="pair", right="seen"),
+            "hashed": SigridHash(column="pair", salt=1, max_value=348_137),
+            "outer": Cross(left="hashed", right="inner"),
+        },
+        sparse=(Sparse(column="outer"),),
+    )
+    layout = BatchLayout(plan=plan, batch_rows=ROWS, slots=2)
+    records = encode_records(schema, random_rows(schema, ROWS, rng))
+    with (
+        XdpReceiver(layout, session=SESSION, udp_port=PORT) as found,
+        HostReceiver(layout, session=SESSION) as expected,
+    ):
+        for packet in encode_packets(schema, records, session=SESSION, batch=0, body_max_bytes=200):
+            found.deliver(packet)
+            expected.deliver(packet)
+        assert_same_batch(found.batch(0), expected.batch(0))
 
 
 def test_torch_sees_the_arena_itself(receiver: XdpReceiver, packets: list[list[bytes]]) -> None:
