@@ -43,19 +43,14 @@ def lent_time_count(is_on: bool) -> None:
 def lent_time_ns() -> int:
     """Processor time that threads of the caller spent in posts and waits, while it was counted. Nanoseconds."""
 
-def operation_log_begin(room: int) -> None:
-    """Keeps the last `room` operations of all groups from now on, and forgets what there was."""
+def operation_log_begin(file: int, offset: int, room: int) -> None:
+    """Writes the last `room` operations of all groups to this file descriptor from now on, at this offset.
 
-def operation_log_read() -> tuple[list[tuple[str, int, str, int, int, int, int, int, int, int, int, int]], int]:
-    """The operations, in the order in which their owners let them go, and how many older ones there was no room for.
-
-    Each: group, sequence (0: point-to-point), plan, bytes sent, bytes received, status; when it was posted, when that
-    call was over, when the first wait began (0: none) and when it ended, as `time.monotonic_ns`; the kernel's numbers
-    of the threads that posted it and waited.
+    The offset is a multiple of the page size. executor/operation_log.hpp has the format.
     """
 
 def operation_log_end() -> None:
-    """Stops, and gives the memory back."""
+    """Stops."""
 
 def operation_log_name(group: int, name: str) -> None:
     """Names the group with this handle in the log."""

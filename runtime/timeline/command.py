@@ -25,6 +25,7 @@ def timeline(
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
 ) -> None:
     """Print the critical path of a run's steps, and how much of each exchange the overlaps hid."""
+    from sennit.runtime.timeline.left import write_left
     from sennit.runtime.timeline.plot import plot as draw
     from sennit.runtime.timeline.spans import TimelineError
     from sennit.runtime.timeline.summary import render, render_step, summarise
@@ -32,12 +33,16 @@ def timeline(
 
     try:
         with busy(f"reading {file}"):
+            if left := write_left(file):
+                typer.echo(f"{left.path}: written of {left}", err=True)
             trace = read(file)
             summary = summarise(trace)
         if step is not None and step not in summary.paths:
             raise TimelineError(f"step {step}; allowed: {summary.steps[0]} to {summary.steps[-1]}")
     except TimelineError as error:
         fail(error)
+    except OSError as error:
+        fail(f"{file} cannot be written of what ranks have left: {error.strerror}; {ANOTHER_FILE}")
     if plot is not None:
         shown = summary.usual_step if step is None else step
         try:

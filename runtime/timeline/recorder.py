@@ -1,24 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records one rank's spans. A span costs about a microsecond, and the oldest go when there is no room left."""
+"""Tells a log what the threads of this rank do. A span costs a microsecond or two."""
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from sennit.runtime.sharded.phases import PhaseClock
-from sennit.runtime.timeline.spans import COLLECTIVE, MAIN, PHASE, STEP, TASK, WAIT, Span
+from sennit.runtime.timeline.rank_log import KINDS, RankLog
+from sennit.runtime.timeline.spans import MAIN, PHASE, STEP, TASK, WAIT
 
-ROOM: Final = 100_000
-
-Operation = tuple[str, int, str, int, int, int, int, int, int, int, int, int]
-"""Of `operation_log_read`."""
-"""Spans of a rank, and as many collectives: some thousand steps, and 30 MB."""
+_STEP, _PHASE, _TASK, _WAIT = (KINDS.index(kind) for kind in (STEP, PHASE, TASK, WAIT))
+NO_STEP: Final = -1
 
 
 class TaskRecord(Protocol):
@@ -40,93 +36,111 @@ class TaskRecord(Protocol):
     def waiters(self) -> tuple[tuple[int, int], ...]: ...
 
 
-class Recorder:
-    """What threads of this rank did, by `time.monotonic_ns`. The thread that makes it takes the steps."""
+class _Open(NamedTuple):
+    """A span that goes on."""
 
-    def __init__(self, room: int = ROOM) -> None:
-        self._main = threading.get_ident()
-        # Threads by Python's number of them: the kernel's, which operations have, and a name.
-        self._threads = {self._main: (threading.get_native_id(), MAIN)}
-        # Thread, kind, name, begin, end, step, time in the queue, the thread whose task was waited for. The garbage
-        # collector forgets tuples of numbers and texts.
-        self._noted: deque[tuple[int, str, str, int, int, int, int, str]] = deque(maxlen=room)
-        self._counter = itertools.count()
+    log: RankLog
+    number: int
+    thread: int
+    kind: int
+    name: str
+    start_ns: int
+    step: int
+
+
+class Recorder:
+    """What threads of this rank do, by `time.monotonic_ns`. The thread that makes it takes the steps."""
+
+    def __init__(self) -> None:
+        self._log: RankLog | None = None
+        # The kernel's number of each thread, which operations have, and its name; by Python's number of it.
+        self._threads: dict[int, tuple[int, str]] = {}
+        self._here = threading.local()
+        self._meet(MAIN)
+
+    def begin(self, log: RankLog) -> None:
+        """Records to this log from now on."""
+        for thread, name in self._threads.values():
+            log.name_thread(thread, name)
+        self._log = log
+
+    def end(self) -> None:
+        """Records nothing from now on. Spans that go on end in the log that they began in."""
+        self._log = None
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """The block is one step of this rank."""
-        start_ns = time.monotonic_ns()
+        begun = self._open(_STEP, f"step {number}", number)
         try:
             yield
         finally:
-            self._note(self._main, STEP, f"step {number}", start_ns, time.monotonic_ns(), step=number)
+            self._close(begun)
 
-    def on_phase(self, name: str, start_ns: int, end_ns: int) -> None:
-        """A phase of the thread that calls this has ended."""
-        thread = threading.get_ident()
-        if thread not in self._threads:
-            self._threads[thread] = (threading.get_native_id(), threading.current_thread().name)
-        self._note(thread, PHASE, name, start_ns, end_ns)
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """The block is a phase of the thread that calls this."""
+        begun = self._open(_PHASE, name, NO_STEP)
+        try:
+            yield
+        finally:
+            self._close(begun)
 
     def on_task(self, record: TaskRecord) -> None:
         """A task has ended, in the thread that calls this."""
-        thread = threading.get_ident()
-        if self._threads.get(thread, (0, ""))[1] != record.thread and thread != self._main:
-            self._threads[thread] = (threading.get_native_id(), record.thread)
+        log = self._log
+        if log is None:
+            return
+        thread, name = self._threads[threading.get_ident()] if self._is_known() else self._meet(record.thread)
+        if name not in (record.thread, MAIN):
+            thread, _ = self._meet(record.thread)
         queued_ns = record.start_ns - record.submitted_ns
-        self._note(thread, TASK, record.name, record.start_ns, record.end_ns, step=record.step, queued_ns=queued_ns)
+        log.note(thread, _TASK, record.name, record.start_ns, record.end_ns, record.step, queued_ns, 0)
         for waiter, since_ns in record.waiters:
-            self._note(waiter, WAIT, f"wait for {record.name}", since_ns, record.end_ns, of=record.thread)
+            waiting = self._number_of(waiter)
+            log.note(waiting, _WAIT, f"wait for {record.name}", since_ns, record.end_ns, NO_STEP, 0, thread)
 
     def clock(self) -> PhaseClock:
         """A clock of phases whose phases are recorded here."""
         return _RecordedPhases(self)
 
-    def spans(self, rank: int) -> tuple[list[Span], int]:
-        """What was recorded of threads, and how much was lost."""
-        noted = list(self._noted)
-        found = [
-            Span(
-                rank=rank,
-                track=self._threads[thread][1] if thread in self._threads else f"thread {thread}",
-                kind=kind,
-                name=name,
-                start_ns=start_ns,
-                end_ns=end_ns,
-                facts=_facts(kind, step, queued_ns, of),
-            )
-            for thread, kind, name, start_ns, end_ns, step, queued_ns, of in noted
-            if start_ns <= end_ns
-        ]
-        return found, next(self._counter) - len(noted)
+    def _open(self, kind: int, name: str, step: int) -> _Open | None:
+        log = self._log
+        if log is None:
+            return None
+        if not self._is_known():
+            self._meet(threading.current_thread().name)
+        thread, start_ns = self._here.number, time.monotonic_ns()
+        return _Open(log, log.note(thread, kind, name, start_ns, 0, step, 0, 0), thread, kind, name, start_ns, step)
 
-    def track_of(self, native_id: int) -> str:
-        """The track of a thread, by the kernel's number of it."""
-        names = {native: name for native, name in self._threads.values()}
-        return names.get(native_id, f"thread {native_id}")
+    def _close(self, begun: _Open | None) -> None:
+        if begun is None:
+            return
+        end_ns = time.monotonic_ns()
+        if not begun.log.end(begun.number, end_ns):
+            begun.log.note(begun.thread, begun.kind, begun.name, begun.start_ns, end_ns, begun.step, 0, 0)
 
-    def _note(
-        self,
-        thread: int,
-        kind: str,
-        name: str,
-        start_ns: int,
-        end_ns: int,
-        *,
-        step: int = -1,
-        queued_ns: int = 0,
-        of: str = "",
-    ) -> None:
-        next(self._counter)
-        self._noted.append((thread, kind, name, start_ns, end_ns, step, queued_ns, of))
+    def _is_known(self) -> bool:
+        # Python gives the number of a thread that has ended to a new one, but not its local variables.
+        return hasattr(self._here, "number")
 
+    def _meet(self, name: str) -> tuple[int, str]:
+        """Notes the thread that calls this."""
+        self._here.number = threading.get_native_id()
+        found = self._threads[threading.get_ident()] = (self._here.number, name)
+        if self._log is not None:
+            self._log.name_thread(*found)
+        return found
 
-def _facts(kind: str, step: int, queued_ns: int, of: str) -> dict[str, int | str]:
-    if kind == STEP:
-        return {"step": step}
-    if kind == TASK:
-        return {"step": step, "queued_ns": queued_ns}
-    return {"thread": of} if kind == WAIT else {}
+    def _number_of(self, thread: int) -> int:
+        """The kernel's number of a thread, by Python's. 0: it has ended, and was never seen."""
+        if thread not in self._threads:
+            for one in threading.enumerate():
+                if one.ident == thread and one.native_id is not None:
+                    self._threads[thread] = (one.native_id, one.name)
+                    if self._log is not None:
+                        self._log.name_thread(one.native_id, one.name)
+        return self._threads.get(thread, (0, ""))[0]
 
 
 class _RecordedPhases(PhaseClock):
@@ -136,42 +150,5 @@ class _RecordedPhases(PhaseClock):
 
     @contextmanager
     def phase(self, name: str, *, is_whole: bool = False) -> Iterator[None]:
-        start_ns = time.monotonic_ns()
-        try:
-            with super().phase(name, is_whole=is_whole):
-                yield
-        finally:
-            self._recorder.on_phase(name, start_ns, time.monotonic_ns())
-
-
-def operation_spans(
-    operations: Sequence[Operation],
-    recorder: Recorder,
-    rank: int,
-) -> list[Span]:
-    """Collectives and the waits for them, from what `operation_log_read` returns."""
-    found = []
-    for group, sequence, plan, sent, received, status, posted, returned, wait, end, poster, waiter in operations:
-        name = plan or "operation"
-        facts: dict[str, int | str] = {"group": group, "sequence": sequence}
-        found.append(
-            Span(
-                rank=rank,
-                track=recorder.track_of(poster),
-                kind=COLLECTIVE,
-                name=name,
-                start_ns=posted,
-                end_ns=end,
-                facts=facts | {"sent_bytes": sent, "received_bytes": received, "status": status},
-            )
-        )
-        # What ends within the call that posts it was waited for there.
-        since = wait or (posted if end <= returned else 0)
-        if 0 < since < end:
-            track = recorder.track_of(waiter if wait else poster)
-            found.append(
-                Span(
-                    rank=rank, track=track, kind=WAIT, name=f"wait for {name}", start_ns=since, end_ns=end, facts=facts
-                )
-            )
-    return found
+        with self._recorder.phase(name), super().phase(name, is_whole=is_whole):
+            yield

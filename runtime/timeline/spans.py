@@ -62,6 +62,9 @@ class RankClock:
     lost: int = 0
     """Spans for which there was no room. Those that are kept are the last ones."""
 
+    has_died: bool = False
+    """Its process ended within the recording. What it did then has a name that ends in "not ended"."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:

@@ -73,7 +73,8 @@ class Summary:
                 for (thread, what), share in _by_time(self.shares)
             ],
             "clocks": [{"rank": clock.rank, "offset_us": clock.offset_ns / 1e3,
-                        "uncertainty_us": clock.uncertainty_ns / 1e3, "lost": clock.lost} for clock in self.clocks],
+                        "uncertainty_us": clock.uncertainty_ns / 1e3, "lost": clock.lost,
+                        "has_died": clock.has_died} for clock in self.clocks],
         }  # fmt: skip
 
 
@@ -109,6 +110,8 @@ def render(summary: Summary, console: Console) -> None:
             console.print(f"clock of rank {clock.rank}: known to {clock.uncertainty_ns / 1e3:.1f} µs")
         if clock.lost:
             console.print(f"rank {clock.rank} had no room for {clock.lost:,} earlier spans")
+        if clock.has_died:
+            console.print(f"rank {clock.rank} died")
     table = Table(title="Critical path: what the steps had to wait for", title_justify="left")
     for name in ("what", "kind"):
         table.add_column(name)

@@ -83,7 +83,8 @@ def _texts(trace: Trace) -> Iterator[str]:
 def _events(trace: Trace) -> Iterator[dict[str, Any]]:
     numbers = _track_numbers(trace.spans)
     for clock in trace.ranks:
-        yield _meta("process_name", clock.rank, 0, {"name": f"rank {clock.rank} on {clock.host}"})
+        name = f"rank {clock.rank} on {clock.host}" + (", died" if clock.has_died else "")
+        yield _meta("process_name", clock.rank, 0, {"name": name})
         yield _meta("process_sort_index", clock.rank, 0, {"sort_index": clock.rank})
     for (rank, title), number in numbers.items():
         yield _meta("thread_name", rank, number, {"name": title})
@@ -196,7 +197,8 @@ def read(path: Path) -> Trace:
 
 def _clock(values: dict[str, Any]) -> RankClock:
     clock = RankClock(**values)
-    if not isinstance(clock.host, str) or not all(type(values[name]) is int for name in values if name != "host"):
+    numbers = [value for name, value in values.items() if name not in ("host", "has_died")]
+    if type(clock.host) is not str or type(clock.has_died) is not bool or not all(type(one) is int for one in numbers):
         raise TypeError("a number that is none, or a text that is none")
     return clock
 

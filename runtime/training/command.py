@@ -27,10 +27,12 @@ from sennit.runtime.model.sharding_settings import AUTO, sharding_of
 from sennit.runtime.model.tensor_train import TensorTrainRule
 from sennit.runtime.sharded.files import TableStore
 from sennit.runtime.sharded.placement import SHARDINGS
+from sennit.runtime.timeline.left import left_paths, write_left
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.launch import Ranks, join_address, serve_store
 from sennit.runtime.training.resumption import check_unused
 from sennit.runtime.training.run import Place, join_run, run_rank
+from sennit.runtime.training.stretch import tell_timeline
 from sennit.transport.codecs import EXCHANGE_CODECS
 from sennit.transport.config import from_environment
 from sennit.transport.errors import ConfigError, SennitError
@@ -330,14 +332,32 @@ def _begin(config: TrainingConfig, world_size: int, here: Ranks, port: int) -> N
             typer.echo(f"ranks can join with --join {reachable}")
     source = "samples of feeders" if config.ingest is not None else config.source.data
     typer.echo(f"{config.model} on {source}: starting {world_size} rank{'s' if world_size > 1 else ''}")
-    here.run(
-        _run_here,
-        config,
-        address=address,
-        store_timeout_s=config.timeout_s,
-        on_loss=_tell_loss if config.elastic else None,
-    )
+    try:
+        here.run(
+            _run_here,
+            config,
+            address=address,
+            store_timeout_s=config.timeout_s,
+            on_loss=_tell_loss if config.elastic else None,
+        )
+    finally:
+        if config.timeline is not None:
+            _write_left(config.timeline)
     del store
+
+
+def _write_left(timeline: Path) -> None:
+    """Writes what the ranks, which have ended, have left of timelines: run.json.gz, run.2.json.gz, …"""
+    folder, name = timeline.absolute().parent, timeline.name.partition(".")[0]
+    for path in sorted(left_paths()):
+        if path.parent == folder and path.name.partition(".")[0] == name:
+            try:
+                left = write_left(path)
+            except OSError as error:
+                typer.echo(f"no timeline in {path}: {error.strerror}", err=True)
+            else:
+                if left is not None:
+                    tell_timeline(str(left), left.path)
 
 
 def _run_here(config: TrainingConfig, rank: int, world_size: int, store: Store) -> Any:

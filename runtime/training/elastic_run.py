@@ -9,6 +9,7 @@ keep their state and hand it over (`handover`). docs/how-to/train.md says what t
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import warnings
 from dataclasses import asdict
@@ -22,8 +23,9 @@ from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.ingest.fed import group_failure
 from sennit.runtime.sharded.tables import shard_name, shards_of
+from sennit.runtime.timeline.left import take_left, write_recordings
 from sennit.runtime.timeline.spans import TimelineError
-from sennit.runtime.timeline.timeline import Recording, Timeline, write_left
+from sennit.runtime.timeline.timeline import Timeline
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.handover import Claim, Holding, find_source, take_over
 from sennit.runtime.training.history import History, numbered
@@ -96,7 +98,7 @@ class ElasticRun:
         """Runs one stretch. Returns None if newcomers wait, and then keeps this rank's part of the state."""
         number = len(self._history.changes) + 1
         path = self._config.timeline
-        timeline = None if path is None else Timeline(numbered(path, number))
+        timeline = None if path is None else Timeline(numbered(path, number), writes_left=False)
         with served(self._make_source(), is_elastic=True) as source:
             try:
                 outcome = train(
@@ -110,8 +112,6 @@ class ElasticRun:
             except Exception as error:
                 if group_failure(error):
                     self._count(source)
-                    if timeline is not None and timeline.left is not None:
-                        self._history.left = number, timeline.left
                 raise
             if isinstance(outcome, RunReport):
                 return outcome
@@ -140,13 +140,13 @@ class ElasticRun:
             begin_run(trainer)
             self._run_id = trainer.run_id
             return
-        self._write_left()
         claim = None if self._holding is None else Claim(step=self._holding.step, shards=self._holding.shards)
         gathered: list[Any] = [None] * trainer.world_size
         dist.all_gather_object(gathered, (claim, self._history.changes, self._history.moved, self._run_id))
         # Members come before newcomers, so rank 0 knows the run's history.
         _, self._history.changes, self._history.moved, _ = gathered[0]
         self._run_id = next((run_id for *_, run_id in gathered if run_id), "")
+        self._write_left()
         if not self._run_id:
             # The first group ended before it had agreed on a run.
             begin_run(trainer)
@@ -166,25 +166,23 @@ class ElasticRun:
         self._holding = None
 
     def _write_left(self) -> None:
-        """Writes the timeline of the group before, if it failed: of the ranks that are still here."""
+        """Writes the timelines of earlier groups, if they failed: of the ranks of all hosts that have a rank here."""
         if self._config.timeline is None:
             return
+        paths = [numbered(self._config.timeline, number + 1) for number in range(len(self._history.changes))]
         is_first = dist.get_rank() == 0
-        found: list[tuple[int, Recording] | None] | None = [None] * dist.get_world_size() if is_first else None
-        dist.gather_object(self._history.left, found)
-        self._history.left = None
-        left = [one for one in found or () if one is not None]
-        if not left:
-            return
-        path = numbered(self._config.timeline, max(number for number, _ in left))
-        recordings = [recording for _, recording in left]
-        try:
-            write_left(recordings, path)
-        except (OSError, TimelineError) as failure:
-            warnings.warn(f"no timeline in {path}: {failure}", RuntimeWarning, stacklevel=2)
-            return
-        ranks = ", ".join(f"{recording.rank}" for recording in recordings)
-        tell_timeline(f"rank{'s' if len(recordings) > 1 else ''} {ranks} until the change", path)
+        found: list[Any] | None = [None] * dist.get_world_size() if is_first else None
+        dist.gather_object([take_left(path) for path in paths], found)
+        for path, *by_rank in zip(paths, *found or (), strict=True):
+            recordings = list(itertools.chain.from_iterable(by_rank))
+            if not recordings:
+                continue
+            try:
+                left = write_recordings(recordings, path)
+            except (OSError, TimelineError) as failure:
+                warnings.warn(f"no timeline in {path}: {failure}", RuntimeWarning, stacklevel=2)
+            else:
+                tell_timeline(str(left), path)
 
     def _is_awaited(self) -> bool:
         """Whether a newcomer waits and there is work for one more rank. The answer is the same on all ranks."""

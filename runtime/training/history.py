@@ -8,7 +8,6 @@ from pathlib import Path
 
 from sennit.offload.sketch import Sketch
 from sennit.runtime.data.batch_source import BatchSource
-from sennit.runtime.timeline.timeline import Recording
 from sennit.runtime.training.rebalance import Moved
 from sennit.runtime.training.report import Change
 
@@ -21,9 +20,6 @@ class History:
     moved: Moved = field(default_factory=Moved)
     counted: Sketch | None = None
     """The ids that feeders sent to this rank in earlier groups, for `--sketch`."""
-
-    left: tuple[int, Recording] | None = None
-    """What this rank has recorded of the last group, which failed, for `--timeline`; and that group's number."""
 
     def count(self, source: BatchSource) -> None:
         """Adds what a source has counted that is about to end."""

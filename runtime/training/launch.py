@@ -13,6 +13,7 @@ import ipaddress
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import socket
 import threading
 import time
@@ -250,6 +251,9 @@ def _rank_main(rank: int, world_size: int, end: Connection, alive: Connection, l
 def _end_with(alive: Connection) -> None:
     """Ends this rank as soon as the process that made it is gone, and the store with it."""
     alive.poll(None)
+    # At once, unless somebody here has more to do at a SIGTERM, as a timeline has.
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE_S)
     os._exit(1)
 
 

@@ -20,7 +20,7 @@ from sennit.runtime.ingest.fed import Door
 from sennit.runtime.timeline.timeline import Timeline
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.elastic_run import ElasticRun, check_terms, publish_terms
-from sennit.runtime.training.history import History
+from sennit.runtime.training.history import History, numbered
 from sennit.runtime.training.report import RunReport
 from sennit.runtime.training.resumption import check_data, publish_data
 from sennit.runtime.training.stretch import begin_run, shown_by, train
@@ -65,7 +65,9 @@ def _run(config: TrainingConfig, make_source: MakeSource) -> RunReport:
     if config.elastic:
         return ElasticRun(config, make_source, is_newcomer=False).run()
     with served(make_source()) as source:
-        timeline = None if config.timeline is None else Timeline(config.timeline)
+        # torchrun counts its restarts: a timeline of ranks that died is not written over by the next ones.
+        group = 1 + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        timeline = None if config.timeline is None else Timeline(numbered(config.timeline, group))
         report = train(config, source, History(), begin=begin_run, timeline=timeline)
     assert isinstance(report, RunReport)
     return report

@@ -47,11 +47,14 @@ def train(
     training stops and this rank's part of the state is returned.
     """
     before = transport_counters(config.backend)
-    with timeline or contextlib.nullcontext(), Trainer(config, source, timeline) as trainer:
-        outcome = _train(trainer, history, begin, is_awaited, before)
-    if timeline is not None and timeline.is_written:
-        tell_timeline("all ranks", timeline.path)
-    return outcome
+    try:
+        with timeline or contextlib.nullcontext(), Trainer(config, source, timeline) as trainer:
+            return _train(trainer, history, begin, is_awaited, before)
+    finally:
+        if timeline is not None and timeline.is_written:
+            tell_timeline("all ranks", timeline.path)
+        elif timeline is not None and timeline.left is not None:
+            tell_timeline(str(timeline.left), timeline.left.path)
 
 
 def _train(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import secrets
 import statistics
 import time
 from collections.abc import Sequence
@@ -25,12 +26,12 @@ from sennit.runtime.data import sources
 from sennit.runtime.data.batch_source import MemorySource, prepared
 from sennit.runtime.data.sources import Source
 from sennit.runtime.timeline import Timeline
+from sennit.runtime.timeline.rank_log import RankLog
 from sennit.runtime.training import launch
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.trainer import Trainer
 from sennit.testbed.bench import machine
 from sennit.testbed.bench.results import quantile
-from sennit.transport import _core
 
 PLAIN, RECORDED = 0, 1
 WARM_TURNS: Final = 4
@@ -110,9 +111,12 @@ def _take_turns(settings: Settings, rank: int, world: int, store: Store) -> list
     dist.init_process_group("sennit", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_S))
     config = settings.config()
     data = prepared(sources.load(config.source, seed=config.seed), config.order_settings)
-    # It is not entered: nothing is gathered or written, and the log is on in its own turns alone.
+    # It is not entered: nothing is gathered or written, and it records in its own turns alone.
     timeline = Timeline("never written")
+    log = RankLog.create(secrets.token_hex(8), rank=rank, path=timeline.path, room=LOG_ROOM)
     with contextlib.ExitStack() as stack:
+        stack.callback(log.close)
+        stack.callback(log.remove)
         trainers = []
         for recording in (None, timeline):
             source = MemorySource(data, rank=rank, world_size=world)
@@ -123,7 +127,11 @@ def _take_turns(settings: Settings, rank: int, world: int, store: Store) -> list
         found: list[list[tuple[float, float]]] = [[], []]
         for _ in range(WARM_TURNS + settings.rounds):
             for which in chance.sample((PLAIN, RECORDED), 2):
+                if which == RECORDED:
+                    timeline.record_to(log)
                 found[which].append(_turn(trainers[which], timeline if which == RECORDED else None, settings.steps))
+                if which == RECORDED:
+                    timeline.stop()
         plain, recorded = (trainer.weights() for trainer in trainers)
         if any(not plain[name].equal(recorded[name]) for name in plain):
             raise AssertionError("the weights with a timeline are not those without one")
@@ -133,16 +141,11 @@ def _take_turns(settings: Settings, rank: int, world: int, store: Store) -> list
 
 def _turn(trainer: Trainer, timeline: Timeline | None, steps: int) -> tuple[float, float]:
     dist.barrier()
-    if timeline is not None:
-        _core.operation_log_begin(LOG_ROOM)
     began_s, busy_s = time.perf_counter(), time.process_time()
     for _ in range(steps):
         with contextlib.nullcontext() if timeline is None else timeline.step(trainer.step):
             trainer.train_step()
-    found = time.perf_counter() - began_s, time.process_time() - busy_s
-    if timeline is not None:
-        _core.operation_log_end()
-    return found
+    return time.perf_counter() - began_s, time.process_time() - busy_s
 
 
 def render(report: Report, console: Console) -> None:

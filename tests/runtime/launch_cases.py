@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from types import FrameType
 
 from torch._C._distributed_c10d import Store
 
@@ -28,7 +29,13 @@ def end_at_once(how: str, rank: int, world_size: int, store: Store) -> None:
 
 
 def wait_to_be_ended(seconds: str, rank: int, world_size: int, store: Store) -> None:
-    """Says that it is here, and says so again after a while."""
+    """Says that it is here, and says so again after a while. Says that it was asked to end."""
+
+    def asked(number: int, frame: FrameType | None) -> None:
+        os.write(1, b"asked\n")
+        os._exit(1)
+
+    signal.signal(signal.SIGTERM, asked)
     os.write(1, b"here\n")  # in one piece: two ranks share the pipe
     threading.Event().wait(float(seconds))
     print("still here", flush=True)

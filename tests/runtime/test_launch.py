@@ -102,8 +102,8 @@ def test_ranks_end_when_the_process_that_started_them_is_killed(how: str) -> Non
             assert [launcher.stdout.readline() for _ in range(2)] == ["here\n"] * 2
         finally:
             launcher.kill()
-        # Its end is that of the last process that has it.
-        assert launcher.stdout.read() == ""
+        # Its end is that of the last process that has it. They may end in order: a timeline is written then.
+        assert launcher.stdout.read() == "asked\n" * 2
 
 
 def test_a_command_that_starts_ranks_does_not_import_torchs_compiler() -> None:

@@ -8,7 +8,6 @@ import gzip
 import itertools
 import json
 import random
-import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +18,9 @@ import pytest
 from typer.testing import CliRunner
 
 from sennit.cli import app
-from sennit.runtime.pipeline.scheduler import Scheduler
 from sennit.runtime.timeline.clocks import Offset, estimate, shift
 from sennit.runtime.timeline.critical_path import TRANSFER, WORK
 from sennit.runtime.timeline.exposure import exposed
-from sennit.runtime.timeline.recorder import Recorder, operation_spans
 from sennit.runtime.timeline.spans import RankClock, Span, TimelineError, Trace
 from sennit.runtime.timeline.summary import summarise
 from sennit.runtime.timeline.threads import Thread, Wait
@@ -328,52 +325,6 @@ def test_clocks_that_run_apart_are_followed() -> None:
     last = Offset(at_ns=11_000, offset_ns=150, uncertainty_ns=1)
     assert [shift(time, first, last) for time in (1000, 6000, 11_000)] == [1050, 6100, 11_150]
     assert shift(5, first, first) == 55
-
-
-def test_a_recorder_knows_threads_and_who_waited(seed: int) -> None:
-    recorder = Recorder(room=8)
-    go = threading.Event()
-    with Scheduler(on_task=recorder.on_task) as scheduler:
-        task = scheduler.submit("ids", lambda: go.wait(30), thread="ids", step=3)
-        releaser = threading.Timer(0, go.set)
-        with recorder.step(3), recorder.clock().phase("input"):
-            releaser.start()
-            task.result()
-        releaser.join()
-    spans, lost = recorder.spans(1)
-    by_kind = {one.kind: one for one in spans}
-    assert lost == 0
-    assert (by_kind["task"].track, by_kind["task"].facts["step"]) == ("ids", 3)
-    assert by_kind["phase"].name == "input"
-    assert by_kind["step"].start_ns <= by_kind["phase"].start_ns <= by_kind["phase"].end_ns <= by_kind["step"].end_ns
-    if "wait" in by_kind:  # Unless the task had ended before the main thread looked.
-        assert (by_kind["wait"].track, by_kind["wait"].facts) == ("main", {"thread": "ids"})
-        assert by_kind["wait"].end_ns == by_kind["task"].end_ns
-    for number in range(20):
-        with recorder.step(number):
-            pass
-    spans, lost = recorder.spans(1)
-    assert [one.facts["step"] for one in spans] == list(range(12, 20))
-    assert lost >= 15
-
-
-def test_operations_become_collectives_and_waits() -> None:
-    recorder = Recorder()
-    own = threading.get_native_id()
-    operations = [
-        ("world", 1, "allreduce", 8, 8, 0, 100, 110, 120, 200, own, own),
-        ("world", 2, "barrier", 0, 0, 0, 300, 350, 0, 340, own, 0),  # it ended within the call
-        ("world", 3, "alltoall", 8, 8, 0, 400, 410, 0, 500, own, 0),  # nobody waited
-        ("world", 0, "", 8, 0, 0, 600, 610, 620, 700, own, 1),  # another thread waited
-    ]
-    spans = operation_spans(operations, recorder, 0)
-    waits = [(one.track, one.name, one.start_ns, one.end_ns) for one in spans if one.kind == "wait"]
-    assert waits == [
-        ("main", "wait for allreduce", 120, 200),
-        ("main", "wait for barrier", 300, 340),
-        ("thread 1", "wait for operation", 620, 700),
-    ]
-    assert [one.name for one in spans if one.kind == "collective"] == ["allreduce", "barrier", "alltoall", "operation"]
 
 
 def test_a_pipeline_of_two_ranks_has_a_timeline_and_its_bits(kept_world: Callable[..., Any], tmp_path: Path) -> None:

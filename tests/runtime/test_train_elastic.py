@@ -35,6 +35,17 @@ def run(
     folder: Path, name: str, *arguments: str, deaths: Sequence[tuple[int, int]] = (), launcher: Sequence[str] = ()
 ) -> tuple[dict[str, Any], str]:
     """Returns the report and the output of a run that must end normally."""
+    done, report = started(folder, name, *arguments, deaths=deaths, launcher=launcher)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result: dict[str, Any] = json.loads(report.read_text())
+    assert result["steps"]["last"] == STEP_COUNT
+    return result, done.stdout + done.stderr
+
+
+def started(
+    folder: Path, name: str, *arguments: str, deaths: Sequence[tuple[int, int]], launcher: Sequence[str] = ()
+) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """Returns a run that has ended, in which all these ranks have died, and the file of its report."""
     markers = {f"{rank}-{step}": folder / f"{name}-died-{rank}-{step}" for rank, step in deaths}
     plan = [[rank, step, str(markers[f"{rank}-{step}"])] for rank, step in deaths]
     report = folder / f"{name}.json"
@@ -46,11 +57,8 @@ def run(
         timeout=200,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert all(marker.exists() for marker in markers.values())
-    result: dict[str, Any] = json.loads(report.read_text())
-    assert result["steps"]["last"] == STEP_COUNT
-    return result, done.stdout + done.stderr
+    assert all(marker.exists() for marker in markers.values()), done.stdout + done.stderr
+    return done, report
 
 
 def recorded(path: Path) -> tuple[list[int], set[int | str]]:
@@ -88,19 +96,32 @@ def test_survivors_go_on_from_the_checkpoint(tmp_path: Path, monkeypatch: pytest
 
 
 def test_one_after_the_other_until_one_is_left_without_a_checkpoint(tmp_path: Path) -> None:
-    """Also the death of rank 0, which reports. Timelines of the survivors end where a rank died."""
+    """Also the death of rank 0, which reports. Timelines of groups where a rank died have what it did until then."""
     told = ["--timeline", str(tmp_path / "steps.json.gz")]
     report, output = run(tmp_path, "last", "--ranks", "3", "--elastic", *told, deaths=[(0, 2), (1, 3)])
     assert [change["lost"] for change in report["changes"]] == [[0], [1]]
     assert [change["step"] for change in report["changes"]] == [0, 0]
-    assert recorded(tmp_path / "steps.json.gz") == ([1, 2], {0, 1, 2})
-    assert recorded(tmp_path / "steps.2.json.gz") == ([0], {0, 1, 2, 3})
+    assert recorded(tmp_path / "steps.json.gz") == ([0, 1, 2], {0, 1, 2})
+    assert recorded(tmp_path / "steps.2.json.gz") == ([0, 1], {0, 1, 2, 3})
     assert recorded(tmp_path / "steps.3.json.gz") == ([0], set(range(STEP_COUNT)))
-    assert f"timeline of ranks 1, 2 until the change: sennit timeline {tmp_path}/steps.json.gz" in output
+    whose = "ranks 0, 1, 2 until the failure, where rank 0 died"
+    assert f"timeline of {whose}: sennit timeline {tmp_path}/steps.json.gz" in output
     assert f"timeline of all ranks: sennit timeline {tmp_path}/steps.3.json.gz" in output
     assert not list(tmp_path.glob(".*"))
     expected = undisturbed(tmp_path, "--ranks", "1")
     assert report["weights_sha256"] == expected["weights_sha256"]
+
+
+def test_a_run_that_a_death_ends_has_a_timeline_of_all_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "steps.json"
+    done, _ = started(tmp_path, "ended", "--ranks", "2", "--timeline", str(path), deaths=[(1, 3)])
+    assert done.returncode == 1
+    assert "error: rank 1: process ended with signal 9" in done.stderr
+    assert f"timeline of ranks 0, 1 until the failure, where rank 1 died: sennit timeline {path}" in done.stdout
+    assert recorded(path) == ([0, 1], {0, 1, 2, 3})
+    steps = [[span.name for span in read(path).spans if (span.rank, span.kind) == (rank, STEP)] for rank in (0, 1)]
+    assert [names[-1] for names in steps] == ["step 3", "step 2"]
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_uneven_slices_are_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
@@ -116,8 +137,14 @@ def test_torchrun_restarts_the_group_and_it_resumes(tmp_path: Path) -> None:
     torchrun = [
         "-m", "torch.distributed.run", "--standalone", "--nnodes", "1", "--nproc-per-node", "2", "--max-restarts", "1",
     ]  # fmt: skip
-    report, _ = run(tmp_path, "restarted", *saved, deaths=[(0, 8)], launcher=torchrun)
+    told = ["--timeline", str(tmp_path / "steps.json")]
+    report, _ = run(tmp_path, "restarted", *saved, *told, deaths=[(0, 8)], launcher=torchrun)
     assert report["world_size"] == 2
+    # (A rank that torchrun ends may not have taken its last step.)
+    for name, first, last in (("steps.json", 0, 7), ("steps.2.json", 6, STEP_COUNT - 1)):
+        ranks, steps = recorded(tmp_path / name)
+        assert ranks == [0, 1]
+        assert {first, last} <= steps
     assert report["steps"]["first"] == 6
     expected = undisturbed(tmp_path, "--ranks", "2")
     assert report["weights_sha256"] == expected["weights_sha256"]

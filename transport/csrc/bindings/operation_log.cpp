@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bindings/operation_log.hpp"
 
-#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
 
 #include "bindings/errors.hpp"
 #include "executor/engine.hpp"
@@ -14,31 +14,16 @@ using namespace nb::literals;
 
 void bind_operation_log(nb::module_& module) {
   module.def(
-      "operation_log_begin", [](size_t room) { OperationLog::shared().begin(room); }, "room"_a,
-      "Keeps the last `room` operations of all groups from now on, and forgets what there was.");
+      "operation_log_begin",
+      [](int file, uint64_t offset, size_t room) { OperationLog::shared().begin(file, offset, room); }, "file"_a,
+      "offset"_a, "room"_a,
+      "Writes the last `room` operations of all groups to this file descriptor from now on, at this offset, a multiple "
+      "of the page size (executor/operation_log.hpp has the format).");
   module.def(
-      "operation_log_read",
-      [] {
-        const OperationLog::Content content = OperationLog::shared().read();
-        nb::list records, groups;
-        for (const OperationRecord& one : content.records) {
-          const bool is_named = one.group != OperationRecord::NO_GROUP;
-          records.append(nb::make_tuple(is_named ? content.groups[one.group].c_str() : "", one.sequence,
-                                        one.name.data(), one.sent_bytes, one.received_bytes, one.status, one.posted_ns,
-                                        one.returned_ns, one.wait_ns, one.end_ns, one.posting_thread,
-                                        one.waiting_thread));
-        }
-        return nb::make_tuple(records, content.lost);
-      },
-      "The operations, in the order in which their owners let them go, and how many older ones there was no room for. "
-      "Each: group, sequence (0: point-to-point), plan, bytes sent, bytes received, status; when it was posted, when "
-      "that call was over, when the first wait began (0: none) and when it ended, as time.monotonic_ns; the kernel's "
-      "numbers of the threads that posted it and waited.");
-  module.def(
-      "operation_log_end", [] { OperationLog::shared().end(); }, "Stops, and gives the memory back.");
+      "operation_log_end", [] { OperationLog::shared().end(); }, "Stops.");
   module.def(
       "operation_log_name",
-      [](uintptr_t group, const std::string& name) {
+      [](uintptr_t group, std::string_view name) {
         OperationLog::shared().name_group(static_cast<const OperationHost*>(reinterpret_cast<const Engine*>(group)),
                                           name);
       },

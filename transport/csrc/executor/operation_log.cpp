@@ -1,10 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "executor/operation_log.hpp"
 
+#include <sys/mman.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
-#include <algorithm>
+#include <cerrno>
+#include <stdexcept>
+#include <string>
+#include <system_error>
 
 namespace sennit {
 
@@ -40,44 +45,51 @@ OperationLog& OperationLog::shared() {
   return *log;
 }
 
-void OperationLog::begin(size_t room) {
-  std::vector<OperationRecord> ring(std::max<size_t>(room, 1));
+void OperationLog::begin(int fd, uint64_t offset, size_t room) {
+  struct stat file {};
+  if (fstat(fd, &file) != 0) throw std::system_error(errno, std::generic_category(), "log of operations");
+  const uint64_t size_bytes = room * sizeof(OperationRecord);
+  if (room == 0 || offset + size_bytes > static_cast<uint64_t>(file.st_size))
+    throw std::invalid_argument("log of operations: a file of " + std::to_string(file.st_size) + " bytes for " +
+                                std::to_string(room) + " records from " + std::to_string(offset));
+  // The pages are there when an operation ends: finding one takes longer than writing the record.
+  void* const memory =
+      mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, static_cast<off_t>(offset));
+  if (memory == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "log of operations");
+  end();
   const std::lock_guard<std::mutex> lock(mutex_);
-  ring_ = std::move(ring);
+  ring_ = static_cast<OperationRecord*>(memory);
+  room_ = room;
   added_ = 0;
   is_on_.store(true, std::memory_order_relaxed);
 }
 
-OperationLog::Content OperationLog::read() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  Content content;
-  content.groups = groups_;
-  const uint64_t kept = std::min<uint64_t>(added_, ring_.size());
-  content.lost = added_ - kept;
-  content.records.reserve(kept);
-  for (uint64_t i = content.lost; i < added_; ++i) content.records.push_back(ring_[i % ring_.size()]);
-  return content;
-}
-
 void OperationLog::end() {
-  std::vector<OperationRecord> ring;
   const std::lock_guard<std::mutex> lock(mutex_);
   is_on_.store(false, std::memory_order_relaxed);
-  ring_.swap(ring);
-  added_ = 0;
+  if (ring_ != nullptr) munmap(ring_, room_ * sizeof(OperationRecord));
+  ring_ = nullptr;
 }
 
-void OperationLog::name_group(const void* host, const std::string& name) {
+void OperationLog::name_group(const void* host, std::string_view name) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  groups_.push_back(name);
-  group_of_[host] = static_cast<uint32_t>(groups_.size() - 1);
+  std::array<char, 48>& kept = group_of_[host];
+  kept = {};
+  name.copy(kept.data(), kept.size() - 1);
 }
 
 void OperationLog::add(const void* host, OperationRecord record) noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (ring_.empty()) return;
+  if (ring_ == nullptr) return;
   if (const auto found = group_of_.find(host); found != group_of_.end()) record.group = found->second;
-  ring_[added_++ % ring_.size()] = record;
+  // A kill leaves what the processor has stored so far, in this order: the number says that the rest is there.
+  OperationRecord& place = ring_[added_ % room_];
+  std::atomic_ref<uint64_t> number(place.number);
+  number.store(0, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_release);
+  record.number = 0;
+  place = record;
+  number.store(++added_, std::memory_order_release);
 }
 
 }  // namespace sennit

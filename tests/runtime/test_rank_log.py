@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logs of ranks: what threads record, what a kill leaves, and that the timeline is written of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import secrets
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from sennit.cli import app
+from sennit.runtime.pipeline.scheduler import Scheduler
+from sennit.runtime.timeline import rank_log
+from sennit.runtime.timeline.left import left_paths, write_recordings
+from sennit.runtime.timeline.rank_log import OPERATION, SPAN, RankLog
+from sennit.runtime.timeline.recorder import Recorder
+from sennit.runtime.timeline.spans import TimelineError
+from sennit.runtime.timeline.summary import summarise
+from sennit.runtime.timeline.trace_file import read
+
+CASES = "timeline_cases.py"
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[RankLog]:
+    """Of rank 1, with room for eight spans."""
+    found = RankLog.create(secrets.token_hex(8), rank=1, path=tmp_path / "run.json", room=8)
+    yield found
+    found.remove()
+    found.close()
+
+
+def test_a_recorder_knows_threads_and_who_waited(log: RankLog) -> None:
+    recorder = Recorder()
+    recorder.begin(log)
+    go = threading.Event()
+    with Scheduler(on_task=recorder.on_task) as scheduler:
+        task = scheduler.submit("ids", lambda: go.wait(30), thread="ids", step=3)
+        releaser = threading.Timer(0, go.set)
+        with recorder.step(3), recorder.clock().phase("input"):
+            releaser.start()
+            task.result()
+        releaser.join()
+    found = log.read()
+    by_kind = {one.kind: one for one in found.spans}
+    assert found.lost == 0
+    assert (by_kind["task"].track, by_kind["task"].facts["step"]) == ("ids", 3)
+    assert by_kind["phase"].name == "input"
+    assert by_kind["step"].start_ns <= by_kind["phase"].start_ns <= by_kind["phase"].end_ns <= by_kind["step"].end_ns
+    if "wait" in by_kind:  # Unless the task had ended before the main thread looked.
+        assert (by_kind["wait"].track, by_kind["wait"].facts) == ("main", {"thread": "ids"})
+        assert by_kind["wait"].end_ns == by_kind["task"].end_ns
+    for number in range(20):
+        with recorder.step(number):
+            pass
+    found = log.read()
+    assert [one.facts["step"] for one in found.spans] == list(range(12, 20))
+    assert found.lost >= 15
+    recorder.end()
+    with recorder.step(20):
+        pass
+    assert log.read().spans == found.spans
+
+
+def test_a_step_of_more_spans_than_there_is_room_for_is_kept(log: RankLog) -> None:
+    recorder = Recorder()
+    recorder.begin(log)
+    with recorder.step(0):
+        for _ in range(9):
+            with recorder.phase("one"):
+                pass
+    assert [one.name for one in log.read().spans][-2:] == ["one", "step 0"]
+
+
+def test_a_thread_gets_no_name_of_one_that_had_its_number_before(log: RankLog) -> None:
+    """Python gives the numbers of threads that have ended to new ones."""
+    recorder = Recorder()
+    recorder.begin(log)
+
+    def work() -> None:
+        with recorder.phase("work"):
+            pass
+
+    for name in ("one", "other"):
+        thread = threading.Thread(target=work, name=name)
+        thread.start()
+        thread.join()
+    assert [one.track for one in log.read().spans] == ["one", "other"]
+
+
+def test_operations_become_collectives_and_waits(log: RankLog) -> None:
+    recorder = Recorder()
+    recorder.begin(log)
+    own = threading.get_native_id()
+    operations = [
+        (1, 8, 8, 100, 110, 120, 200, 0, own, own, b"allreduce", b"world"),
+        (2, 0, 0, 300, 350, 0, 340, 0, own, 0, b"barrier", b"world"),  # it ended within the call
+        (3, 8, 8, 400, 410, 0, 500, 0, own, 0, b"alltoall", b"world"),  # nobody waited
+        (0, 8, 0, 600, 610, 620, 700, 0, own, 1, b"", b"world"),  # another thread waited
+    ]
+    write_at(log, log.operations_at, *(OPERATION.pack(number, *one) for number, one in enumerate(operations, 1)))
+    spans = log.read().spans
+    waits = [(one.track, one.name, one.start_ns, one.end_ns) for one in spans if one.kind == "wait"]
+    assert waits == [
+        ("main", "wait for allreduce", 120, 200),
+        ("main", "wait for barrier", 300, 340),
+        ("thread 1", "wait for operation", 620, 700),
+    ]
+    assert [one.name for one in spans if one.kind == "collective"] == ["allreduce", "barrier", "alltoall", "operation"]
+
+
+def write_at(log: RankLog, at: int, *records: bytes) -> None:
+    os.pwrite(log.descriptor, b"".join(records), at)
+
+
+def test_records_that_a_kill_cut_in_two_are_not_there(log: RankLog) -> None:
+    """A span's record is written from its begin to its number; a number of before is taken away first."""
+    for step in range(11):
+        log.note(7, 0, f"step {step}", 10 * step + 1, 10 * step + 9, step, 0, 0)
+    found = log.read()
+    assert ([one.facts["step"] for one in found.spans], found.lost) == (list(range(3, 11)), 3)
+    whole = SPAN.pack(111, 119, 11, 0, 7, 0, 0, b"step 11", 12)
+    place = log.spans_at + 11 % 8 * SPAN.size
+    for size in range(SPAN.size - 7):  # The number is written at once.
+        write_at(log, place, whole[:size], bytes(SPAN.size - size))
+        assert [one.facts["step"] for one in log.read().spans] == list(range(4, 11))
+    write_at(log, place, whole)
+    assert [one.facts["step"] for one in log.read().spans] == list(range(4, 12))
+
+
+def test_what_went_on_at_the_end_is_told(log: RankLog, tmp_path: Path) -> None:
+    recorder = Recorder()
+    recorder.begin(log)
+    with recorder.step(0):
+        pass
+    with recorder.step(1), recorder.phase("forward"):
+        names = [(one.kind, one.name) for one in log.read().spans]
+        died = log.read()
+    assert names == [("step", "step 0"), ("phase", "step 1, not ended"), ("phase", "forward, not ended")]
+    assert died.has_died
+    # The last thing that is known of it.
+    assert [one.end_ns for one in died.spans[1:]] == [died.spans[2].start_ns] * 2
+    log.leave()
+    assert not log.read().has_died
+    path = tmp_path / "run.json"
+    write_recordings([died], path)
+    assert read(path).ranks[0].has_died
+    shown = CliRunner().invoke(app, ["timeline", str(path)])
+    assert "rank 1 died" in shown.stdout
+
+
+def test_logs_that_are_none_are_refused(log: RankLog, seed: int) -> None:
+    """Cut, damaged at random, a link, a pipe: nothing else than a refusal, or a recording."""
+    assert log.file is not None
+    good = log.file.read_bytes()
+    forged = log.file.with_name(f"{log.file.name}0")
+    chance = random.Random(seed)
+    try:
+        for size in (0, 10, len(good) // 2, len(good) - 1, len(good) + 1):
+            forged.write_bytes(good[:size].ljust(size, b"x"))
+            with pytest.raises(TimelineError, match="no log of a rank"):
+                RankLog.open(forged)
+        for _ in range(200):
+            damaged = bytearray(good)
+            for _ in range(chance.randrange(1, 20)):
+                struct.pack_into("=Q", damaged, chance.randrange(len(good) - 8), chance.getrandbits(64))
+            forged.write_bytes(damaged)
+            with contextlib.suppress(TimelineError), contextlib.closing(RankLog.open(forged)) as opened:
+                write_recordings([opened.read()], log.path)
+        forged.unlink()
+        os.mkfifo(forged)
+        with pytest.raises(TimelineError, match="no ordinary file"):
+            RankLog.open(forged)
+        forged.unlink()
+        forged.symlink_to(log.file)
+        with pytest.raises(OSError, match="symbolic links"):
+            RankLog.open(forged)
+    finally:
+        forged.unlink(missing_ok=True)
+
+
+def test_without_shared_memory_a_rank_records_and_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_log, "FOLDER", tmp_path / "none")
+    with pytest.warns(RuntimeWarning, match="No such file or directory, for 0 MiB of a timeline: what rank 3 records"):
+        log = RankLog.create("token", rank=3, path=tmp_path / "run.json", room=8)
+    log.note(7, 0, "step 0", 1, 9, 0, 0, 0)
+    assert [one.name for one in log.read().spans] == ["step 0"]
+    log.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "died"),
+    [
+        ("killed", [2]),
+        ("exits", [2]),
+        ("all raise", []),
+        ("all are killed", [0, 1, 2]),
+        ("all are terminated", []),
+    ],
+)
+def test_ranks_that_die_leave_their_timeline(
+    new_world: Callable[..., Any], tmp_path: Path, how: str, died: list[int]
+) -> None:
+    path = tmp_path / "run.json.gz"
+    world = new_world(3)
+    left = [one for one in world.run(CASES, "cut_short", path=str(path), how=how) if one is not None]
+    world.close()
+    if how == "all are killed":
+        assert not path.exists()
+        result = CliRunner().invoke(app, ["timeline", str(path)])
+        assert f"{path}: written of ranks 0, 1, 2 until the failure, where ranks 0, 1, 2 died" in result.stderr
+        assert "3 ranks, steps 0 to 0" in result.stdout
+    elif how != "all are terminated":
+        assert left == [{"path": str(path), "ranks": [0, 1, 2], "died": died}]
+    trace = read(path)
+    assert [(clock.rank, clock.has_died) for clock in trace.ranks] == [(rank, rank in died) for rank in range(3)]
+    for rank in range(3):
+        names = [(one.kind, one.name) for one in trace.spans if one.rank == rank and one.track == "main"]
+        assert {("step", "step 0"), ("phase", "sum"), ("collective", "allreduce")} <= set(names), names
+        is_open = how.startswith("all are") or rank in died
+        assert (("phase", "last words, not ended") in names) is is_open
+        assert (("phase", "step 1, not ended") in names) is is_open
+        assert (("step", "step 1") in names) is not is_open
+    assert summarise(trace).steps[0] == 0
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+    assert path not in left_paths()
