@@ -8,7 +8,7 @@ QUIETLY := sennit/setup/quietly.sh
 REPORTS := build/rings
 CXX_FILES = $(shell git ls-files -co --exclude-standard '*.cpp' '*.hpp' '*.h')
 LAUNCHER := $(shell command -v ccache)
-.PHONY: help packages build sanitized wheels try-wheels gpu-bundle matrix vm-kernel demo test test-cpp test-model test-fuzz test-vm test-rdma test-qemu test-python test-native test-types test-one-core test-long ebpf kernel fuzz frameworks lint fmt types bench comparison pictures architecture models quality docs testbed simulate clean
+.PHONY: help packages build sanitized wheels try-wheels gpu-bundle matrix vm-kernel demo test test-cpp test-model test-fuzz test-vm test-rdma test-qemu test-python test-native test-types test-one-core test-long ebpf kernel fuzz frameworks lint fmt types bench figures comparison pictures architecture models quality docs testbed simulate clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -158,6 +158,11 @@ bench:  ## collectives beside gloo, OpenMPI and a bare UDP transfer; the figures
 	  $(BENCH) --core --against openmpi --transport shm --world $$world --sizes 4KiB,64KiB \
 	    --json build/bench-core-shm-$$world.json; done
 	@$(BENCH) --core --against udp-bare --transport udp --sizes 64MiB --json build/bench-core-udp.json
+
+ONLY ?=
+figures:  ## docs/performance.json anew, by its commands, on a quiet machine; ONLY="collectives" for some
+	@sennit/setup/build.sh mpi bench-fbgemm
+	@$(PY) -m sennit.testbed.bench.measured_figures docs --only "$(ONLY)"
 
 comparison:  ## docs/comparison.md anew, with every peer that can be installed
 	@sennit/setup/build.sh mpi bench-fbgemm

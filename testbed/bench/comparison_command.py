@@ -8,14 +8,29 @@ from typing import Annotated
 
 import typer
 
-from sennit.command_line import fail, stdout_console, write_json, write_text
+from sennit.command_line import fail, stdout_console, write_text
 from sennit.testbed.bench.progress import progress
+from sennit.testbed.bench.running import write
+
+
+def _made(report: Path | None) -> Path | None:
+    """Makes the folder now, not after minutes of measuring."""
+    if report is not None:
+        try:
+            report.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise typer.BadParameter(f"--report {report}: {error.strerror}; choose a folder that can be made") from None
+    return report
 
 
 def compare(
     report: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="write JSON, tables and two pictures there: send it with your machine"),
+        typer.Option(
+            metavar="FOLDER",
+            help="write JSON, tables and two pictures there: send it with your machine",
+            callback=_made,
+        ),
     ] = None,
     rounds: Annotated[int, typer.Option(help="turns of each peer; the median is reported", min=2)] = 15,
     quick: Annotated[
@@ -27,11 +42,6 @@ def compare(
 
     from sennit.testbed.bench import comparison, comparison_page
 
-    if report is not None:
-        try:
-            report.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise typer.BadParameter(f"--report {report}: {error.strerror}; choose a folder that can be made") from None
     settings = comparison.Settings(rounds=rounds, quick=quick)
     try:
         with progress() as update:
@@ -40,7 +50,7 @@ def compare(
         fail(error)
     stdout_console().print(Markdown(comparison_page.tables(found)))
     if report is not None:
-        write_json(report / comparison_page.FIGURES, found.as_json())
+        write(report / comparison_page.FIGURES, found.as_json())
         for name, text in comparison_page.files(found).items():
             write_text(report / name, text)
         typer.echo(f"written to {report}: {comparison_page.PAGE} has it all")

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from sennit.testbed.bench import quiet
 from sennit.testbed.bench.comparison import LOOKUPS, LOOPBACK, SHARED, STEP, Comparison, Row
 from sennit.testbed.bench.figures import place
 from sennit.testbed.bench.pictures import Chart, svg
@@ -71,7 +72,9 @@ def spliced(page: str, measured: str) -> str:
 
 def made_anew(docs: Path) -> dict[Path, str]:
     """Path -> content of all that docs/comparison.json determines."""
-    found = Comparison.from_json(json.loads((docs / FIGURES).read_text(encoding="utf-8")))
+    raw = json.loads((docs / FIGURES).read_text(encoding="utf-8"))
+    quiet.refuse_busy(raw, FIGURES)
+    found = Comparison.from_json(raw)
     page = docs / PAGE
     return {
         page: spliced(page.read_text(encoding="utf-8"), document(found)),

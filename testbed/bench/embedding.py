@@ -187,9 +187,24 @@ def as_json(results: list[Result], *, rounds: int, seed: int, threads: int) -> d
                 "lookups": result.shape.lookup_count,
                 "forward_s": result.forward_s,
                 "backward_s": result.backward_s,
+                "median_ms": {
+                    name: [1e3 * statistics.median(seconds[name]) for seconds in (result.forward_s, result.backward_s)]
+                    for name in result.forward_s
+                },
                 "ratio": {name: statistics.median(result.ratios(name)) for name in result.forward_s if name != OURS},
+                "spread": {name: _percentiles(result.ratios(name)) for name in result.forward_s if name != OURS},
+                "backward_spread": {
+                    name: _percentiles(result.ratios(name, backward_only=True))
+                    for name in result.forward_s
+                    if name != OURS
+                },
                 "absent": result.absent,
             }
             for result in results
         ],
     }
+
+
+def _percentiles(ratios: list[float]) -> dict[str, float]:
+    """The median, and the 10th and 90th percentiles."""
+    return {"median": statistics.median(ratios), "low": quantile(ratios, 0.1), "high": quantile(ratios, 0.9)}

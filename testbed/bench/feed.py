@@ -27,7 +27,7 @@ from sennit.offload.interfaces import own_ends
 from sennit.offload.record_store import Columns, IdColumn, RecordStore
 from sennit.offload.records import HEADER, Rows, encode_packets, encode_records
 from sennit.offload.xdp import XdpReceiver
-from sennit.testbed.bench.machine import one_core
+from sennit.testbed.bench.machine import describe, one_core
 from sennit.testbed.bench.offload import DENSE, TABLES, median_ns, shapes
 from sennit.testbed.topology import Planes
 
@@ -168,5 +168,6 @@ def render(results: list[Result], console: Console) -> None:
     console.print(table)
 
 
-def as_json(results: list[Result]) -> list[dict[str, Any]]:
-    return [{**asdict(result), "records_per_s": result.records_per_s} for result in results]
+def as_json(results: list[Result]) -> dict[str, Any]:
+    found = [{**asdict(result), "records_per_s": result.records_per_s} for result in results]
+    return {"machine": describe(), "results": found}

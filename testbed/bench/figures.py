@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, Self
+
+from sennit.testbed.bench import quiet
 
 BETTER: Final = ("more", "less")
 GOAL: Final = "goal"
@@ -45,6 +47,11 @@ class Row:
 
     digits: int | None = None
     """Behind the point; otherwise as many as the figure has."""
+
+    source: dict[str, Any] | None = None
+    """How `make figures` measures it: `bench`, options of `sennit bench`; `figures`, for each column an expression
+    (JMESPath) on the JSON, or `text` around several (`of`), or null for a goal; `scale`, a factor.
+    """
 
     def __post_init__(self) -> None:
         if self.better not in (None, *BETTER):
@@ -148,10 +155,12 @@ class Figures:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises ValueError for rows without a run, and runs that are not there."""
+        """Raises ValueError for rows without a run, and for runs that are not there, or of a busy machine."""
         found = json.loads(path.read_text(encoding="utf-8"))
         tables = [Table.from_json(table) for table in found.pop("tables")]
         figures = cls(tables=tables, **found)
+        for key, about in figures.runs.items():
+            quiet.refuse_busy(about, f"{path.name}: {key}")
         for name, run in figures._runs_named():
             if run not in figures.runs:
                 raise ValueError(f"{path.name}: {name!r} comes from run {run!r}; allowed: {', '.join(figures.runs)}")
@@ -169,6 +178,10 @@ class Figures:
         return (
             re.sub(r"\[\s+([^][{}]*?)\s+\]", lambda found: "[" + re.sub(r",\n\s+", ", ", found[1]) + "]", text) + "\n"
         )
+
+    def without_unused_runs(self) -> Self:
+        used = {run for _, run in self._runs_named()}
+        return replace(self, runs={key: run for key, run in self.runs.items() if key in used})
 
     def table(self, name: str) -> Table:
         return next(table for table in self.tables if table.name == name)
@@ -207,6 +220,6 @@ class Figures:
 
 def place(machine: Mapping[str, Any]) -> str:
     """Processor, cores and load at the beginning, in words."""
-    load = machine["load_average"]
+    load = machine.get("load_average")
     loaded = "load not recorded" if load is None else f"load {load[0]:.1f}"
     return f"{machine['processor']}, {machine['cores']} cores, {loaded}"

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sennit.errors import SennitError
+from sennit.testbed.bench import machine
 from sennit.testbed.bench.ingest_turns import MEMORY
 from sennit.testbed.topology import Planes
 
@@ -118,8 +119,8 @@ def render(found: list[Result], console: Console) -> None:
     console.print(table)
 
 
-def as_json(found: list[Result]) -> list[dict[str, Any]]:
-    return [asdict(result) for result in found]
+def as_json(found: list[Result]) -> dict[str, Any]:
+    return {"machine": machine.describe(), "results": [asdict(result) for result in found]}
 
 
 def _on(core: int) -> list[str]:

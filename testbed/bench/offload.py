@@ -30,6 +30,7 @@ from sennit.offload.records import Rows, encode_packets, encode_records
 from sennit.offload.reference import evaluate
 from sennit.offload.schema import Dense, Ids, Schema
 from sennit.offload.xdp import XdpReceiver
+from sennit.testbed.bench import machine
 
 BATCH_ROWS: Final = 4096
 # Fits an MTU of 3,506 bytes, the largest that native XDP takes on a virtual interface.
@@ -174,5 +175,5 @@ def render(results: list[Result], console: Console) -> None:
     console.print(table)
 
 
-def as_json(results: list[Result]) -> list[dict[str, Any]]:
-    return [asdict(result) for result in results]
+def as_json(results: list[Result]) -> dict[str, Any]:
+    return {"machine": machine.describe(), "results": [asdict(result) for result in results]}

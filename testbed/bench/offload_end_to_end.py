@@ -26,7 +26,7 @@ from sennit.offload.batches import Batch, BatchLayout
 from sennit.offload.host_receiver import HostReceiver
 from sennit.offload.records import HEADER, encode_packets, encode_records
 from sennit.testbed.bench.ingest_peers import LoopPeer, NativePeer, Peer, PythonPeer, XdpPeer, attached
-from sennit.testbed.bench.machine import one_core
+from sennit.testbed.bench.machine import describe, one_core
 from sennit.testbed.bench.offload import FIRST_ROWS, rows_of, shapes
 from sennit.testbed.bench.record_source import FrameSink, RecordSource
 from sennit.testbed.topology import cable
@@ -254,5 +254,5 @@ def render(results: list[Measured], console: Console) -> None:
     console.print(table)
 
 
-def as_json(results: list[Measured]) -> list[dict[str, Any]]:
-    return [asdict(result) for result in results]
+def as_json(results: list[Measured]) -> dict[str, Any]:
+    return {"machine": describe(), "results": [asdict(result) for result in results]}

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
-from sennit.testbed.bench import quality_plots
+from sennit.testbed.bench import quality_plots, quiet
+from sennit.testbed.bench.figures import place
 from sennit.testbed.bench.quality import METRICS, Report
 from sennit.testbed.bench.quality_ways import ASYNCHRONOUS, FP32, SAME_TIME
 from sennit.testbed.marked_page import with_part
@@ -29,7 +30,10 @@ PARTS: Final = ("ways", "batch sizes", "parameter server")
 
 def read(path: Path) -> list[Report]:
     """A report for each data set."""
-    return [Report.from_json(found) for found in json.loads(path.read_text(encoding="utf-8"))]
+    reports = json.loads(path.read_text(encoding="utf-8"))
+    for found in reports:
+        quiet.refuse_busy(found, path.name)
+    return [Report.from_json(found) for found in reports]
 
 
 def tables(reports: Sequence[Report]) -> dict[str, str]:
@@ -119,8 +123,8 @@ def _batches(report: Report) -> list[str]:
 
 
 def _table(report: Report, names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    settings, where = report.settings, report.machine
-    title = f"{settings.data}, {settings.duration}, seeds 1 to {settings.seeds} ({where['processor']}):"
+    settings = report.settings
+    title = f"{settings.data}, {settings.duration}, seeds 1 to {settings.seeds} ({place(report.machine)}):"
     return "\n".join([title, "", *(f"| {' | '.join(cells)} |" for cells in (names, ["---"] * len(names), *rows))])
 
 

@@ -4,19 +4,41 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
 from sennit import capabilities
 from sennit.command_line import busy, fail, figure_file, stdout_console, writable_file, write_json
+from sennit.testbed.bench import quiet
 
 Figures = Annotated[Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)]
 Picture = Annotated[
     Path | None, typer.Option("--plot", help="write a figure to this file (.png, .svg, .pdf)", callback=figure_file)
 ]
+Force = Annotated[bool, typer.Option("--force", help="write figures though others are busy; the file says so")]
+WRITES: Final = ("json_path", "report")
+"""Parameters of commands that name what figures are written to."""
+
+
+def measured(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` with one option more, `--force`. Without it, figures are written on a quiet machine only."""
+    own = inspect.signature(command, eval_str=True)
+
+    @functools.wraps(command)
+    def run(*, force: bool = False, **given: Any) -> None:
+        is_written = any(given.get(name) is not None for name in WRITES)
+        with quiet.watched(is_forced=force) if is_written else contextlib.nullcontext():
+            command(**given)
+
+    more = inspect.Parameter("force", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Force)
+    run.__signature__ = own.replace(parameters=[*own.parameters.values(), more])  # type: ignore[attr-defined]
+    run.__annotations__ = {name: one.annotation for name, one in own.parameters.items()} | {"force": Force}
+    return run
 
 
 def need(*names: str) -> None:
@@ -34,10 +56,10 @@ def mistakes_told() -> Iterator[None]:
         raise typer.BadParameter(str(error)) from None
 
 
-def write(json_path: Path | None, figures: object) -> None:
-    """Writes what is asked for."""
+def write(json_path: Path | None, figures: Mapping[str, Any]) -> None:
+    """Writes what is asked for, with the load of the machine."""
     if json_path is not None:
-        write_json(json_path, figures)
+        write_json(json_path, quiet.noted(figures))
 
 
 def run_ranks(

@@ -20,7 +20,7 @@ DEADLINE_S = 100.0
 def test_every_peer_is_measured_under_every_setting_and_the_link_is_as_before(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     command = [sys.executable, "-m", "sennit", "bench", "rdma", "--rounds", "1", "--in-flight", "2", "--no-cpu"]
-    command += ["--netem", "", "--netem", "loss 1%", "--against", "kernel-rc", "--json", str(path)]
+    command += ["--netem", "", "--netem", "loss 1%", "--against", "kernel-rc", "--force", "--json", str(path)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     report = json.loads(path.read_text())

@@ -17,7 +17,7 @@ from sennit.transport.codecs import CodecKind
 def test_command_writes_every_figure(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     path = tmp_path / "found.json"
-    options = ["--size", "256KiB", "--rounds", "2", "--json", str(path)]
+    options = ["--size", "256KiB", "--rounds", "2", "--force", "--json", str(path)]
     result = CliRunner().invoke(app, ["bench", "codecs", *options])
     assert result.exit_code == 0, result.output
     found = json.loads(path.read_text())

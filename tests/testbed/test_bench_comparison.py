@@ -106,7 +106,7 @@ def test_the_command_runs_what_is_installed(tmp_path: Path, monkeypatch: pytest.
     # It has a test of its own, and starts two more processes.
     monkeypatch.setattr(sharded, "run", lambda settings: replace(STEPS, settings=settings))
     folder = tmp_path / "report"
-    result = CliRunner().invoke(app, ["bench", "all", "--quick", "--rounds", "2", "--report", str(folder)])
+    result = CliRunner().invoke(app, ["bench", "all", "--quick", "--rounds", "2", "--force", "--report", str(folder)])
     assert result.exit_code == 0, result.output
     found = Comparison.from_json(json.loads((folder / comparison_page.FIGURES).read_text()))
     assert {row.part for row in found.rows} - {CORE} == {SHARED, LOOPBACK, LOOKUPS, STEP}

@@ -49,7 +49,7 @@ def test_peers_take_turns_and_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ]
     monkeypatch.setattr(embedding, "shapes", lambda: shapes)
     path = tmp_path / "found.json"
-    options = ["--against", "torch", "--against", "tensor-train", "--rounds", "3", "--json", str(path)]
+    options = ["--against", "torch", "--against", "tensor-train", "--rounds", "3", "--force", "--json", str(path)]
     result = CliRunner().invoke(app, ["bench", "embedding", *options])
     assert result.exit_code == 0, result.output
     found = {shape["name"]: shape for shape in json.loads(path.read_text())["shapes"]}
@@ -60,6 +60,9 @@ def test_peers_take_turns_and_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     }
     assert "torch" in found["halves"]["absent"]
     for shape in found.values():
+        for peer, ratio in shape["ratio"].items():
+            assert shape["spread"][peer]["low"] <= ratio == shape["spread"][peer]["median"]
+            assert len(shape["median_ms"][peer]) == 2
         for seconds in (*shape["forward_s"].values(), *shape["backward_s"].values()):
             assert len(seconds) == 3
             assert min(seconds) > 0
@@ -76,7 +79,8 @@ def test_a_peer_with_other_results_is_no_peer(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.gpu
 def test_command_writes_every_figure(tmp_path: Path) -> None:
     result = CliRunner().invoke(
-        app, ["bench", "embedding", "--device", "cuda", "--rounds", "2", "--json", str(tmp_path / "found.json")]
+        app,
+        ["bench", "embedding", "--device", "cuda", "--rounds", "2", "--force", "--json", str(tmp_path / "found.json")],
     )
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "found.json").read_text())["results"]

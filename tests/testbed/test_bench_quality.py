@@ -32,7 +32,9 @@ def report(*, qualities: dict[str, list[float]]) -> quality.Report:
         way: [{"normalised_entropy": one, "auc": 1 - one, "calibration": 0.5 + one} for one in found]
         for way, found in qualities.items()
     }
-    return quality.Report(settings=quality.Settings(seeds=3), machine={"processor": "a processor"}, qualities=runs)
+    return quality.Report(
+        settings=quality.Settings(seeds=3), machine={"processor": "a processor", "cores": 3}, qualities=runs
+    )
 
 
 def test_a_difference_is_paired_by_seed_and_has_an_interval() -> None:
@@ -244,7 +246,10 @@ def test_each_way_has_its_line_in_one_table(tmp_path: Path) -> None:
     (tmp_path / "one.json").write_text(json.dumps(whole().as_json()))
     (tmp_path / "all.json").write_text(quality_page.merged([tmp_path / "one.json"]))
     made = quality_page.tables(quality_page.read(tmp_path / "all.json"))
-    assert "\n\nflights, 1 epoch, seeds 1 to 3 (a processor):\n\n| way | NE | NE - fp32 |" in made["ways"]
+    assert (
+        "\n\nflights, 1 epoch, seeds 1 to 3 (a processor, 3 cores, load not recorded):\n\n| way | NE | NE - fp32 |"
+        in made["ways"]
+    )
     assert made["ways"].count("\n| ") == 2 + 8
     assert made["parameter server"].count("\n| ") == 2 + 1 + 4
     assert "(quality-flights.svg)" in made["ways"]

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the machine is quiet: what other processes use of its processors before and after a benchmark.
+
+A figure of a busy machine says how busy it was. So a benchmark writes none there, unless it is told to. Then the file
+says so, and no page is made of it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from sennit.command_line import fail
+
+WINDOW_S: Final = 1.0
+# Of one processor. An idle machine needs some hundredths for its timers and daemons.
+OTHERS_MAX: Final = 0.2
+BUSY: Final = "busy"
+"""In what a benchmark writes, beside `others`: the processors that others used before it began, and after."""
+
+
+@dataclass(frozen=True)
+class Watch:
+    """One run of a benchmark."""
+
+    begun: float
+    """Processors that others used before it began."""
+
+    is_forced: bool
+
+    def noted(self, figures: Mapping[str, Any]) -> dict[str, Any]:
+        """`figures` with the load beside them. Ends the command if others are busy now."""
+        now = others()
+        is_busy = max(self.begun, now) > OTHERS_MAX
+        if is_busy and not self.is_forced:
+            fail(_refusal(now, "Nothing was written"))
+        return {**figures, "others": [round(self.begun, 2), round(now, 2)], BUSY: is_busy}
+
+
+_watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
+
+
+@contextmanager
+def watched(*, is_forced: bool) -> Iterator[None]:
+    """Around a benchmark that writes figures. Ends the command if others are busy before it has begun."""
+    begun = others()
+    if begun > OTHERS_MAX and not is_forced:
+        fail(_refusal(begun, "Nothing was measured"))
+    token = _watch.set(Watch(begun, is_forced))
+    try:
+        yield
+    finally:
+        _watch.reset(token)
+
+
+def noted(figures: Mapping[str, Any]) -> Mapping[str, Any]:
+    """See `Watch.noted`. Outside `watched`, `figures` as they are."""
+    watch = _watch.get()
+    return figures if watch is None else watch.noted(figures)
+
+
+def refuse_busy(found: Mapping[str, Any], name: str) -> None:
+    """For makers of pages: raises ValueError for figures of a busy machine."""
+    if found.get(BUSY):
+        raise ValueError(
+            f"{name}: measured while others used {max(found['others']):.1f} processors; allowed in a page: up to "
+            f"{OTHERS_MAX:g}. Measure again, without --force"
+        )
+
+
+def others() -> float:
+    """Processors that other processes and virtual machines use, over a second in which this one sleeps."""
+    busy_s, own_s, begun_s = _busy_s(), _own_s(), time.monotonic()
+    time.sleep(WINDOW_S)
+    spent_s = _busy_s() - busy_s - (_own_s() - own_s)
+    return max(0.0, spent_s / (time.monotonic() - begun_s))
+
+
+def _busy_s() -> float:
+    # proc_stat(5): user nice system idle iowait irq softirq steal, of all processors; guests are in user and nice.
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    user, nice, system, _, _, irq, softirq, steal = (int(field) for field in fields)
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_s() -> float:
+    """Of this process and its children that have ended."""
+    return sum(os.times()[:4])
+
+
+def _refusal(used: float, what: str) -> str:
+    return (
+        f"other processes use {used:.1f} of {os.cpu_count()} processors; allowed for figures: up to {OTHERS_MAX:g}. "
+        f"{what}. Wait until the machine is quiet (`top` names who is busy), or give --force: then the file says that "
+        "the machine was busy, and no page takes it"
+    )
