@@ -13,24 +13,10 @@ from sennit.testbed.bench.progress import progress
 from sennit.testbed.bench.running import write
 
 
-def _made(report: Path | None) -> Path | None:
-    """Makes the folder now, not after minutes of measuring."""
-    if report is not None:
-        try:
-            report.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise typer.BadParameter(f"--report {report}: {error.strerror}; choose a folder that can be made") from None
-    return report
-
-
 def compare(
     report: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="write JSON, tables and two pictures there: send it with your machine",
-            callback=_made,
-        ),
+        typer.Option(metavar="FOLDER", help="write JSON, tables and two pictures there: send it with your machine"),
     ] = None,
     rounds: Annotated[int, typer.Option(help="turns of each peer; the median is reported", min=2)] = 15,
     quick: Annotated[
