@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Torch types its collectives thinly:
-# mypy: disable-error-code="attr-defined,no-untyped-call,arg-type,union-attr,assignment,type-arg,func-returns-value"
+# mypy: disable-error-code="attr-defined,no-untyped-call,no-any-return,arg-type,union-attr,func-returns-value"
 """Tensors of any strides, memory that arguments share, and refusals in blocks: run by test_backend_arguments.py."""
 
 from __future__ import annotations

@@ -234,6 +234,11 @@ SennitBackend::WorkPointer SennitBackend::start_all(c10d::OpType type, std::vect
   Tensors outputs;
   for (const Call& call : calls) outputs.insert(outputs.end(), call.outputs.begin(), call.outputs.end());
   const Outputs written("outputs", outputs);
+  // They run at the same time: an input may lie in the output of another call.
+  for (Call& call : calls) {
+    if (call.in_place) continue;
+    for (at::Tensor& input : call.inputs) input = written.apart(input);
+  }
   std::vector<WorkPointer> parts;
   for (Call& call : calls) parts.push_back(start(std::move(call)));
   if (parts.size() == 1) return parts[0];
