@@ -34,6 +34,9 @@ T = TypeVar("T")
 TILE: Final = 1024
 """Keys that a program takes."""
 
+LIST_WARPS: Final = 8
+"""Warps of a program that writes lists of rows: a thread has four keys, and half of the registers that eight take."""
+
 _WORD_COLUMNS: Final = 64
 """The fewest columns of a tile with random words."""
 
@@ -98,8 +101,8 @@ class TritonOperator:
         )
         if len(result) == 0:
             return result
-        about, offsets = describe(tables, _device(batch)), _offsets(batch)
-        vectors = vectors_of(batch, tables, offsets)
+        about, vectors = describe(tables, _device(batch)), vectors_of(batch, tables)
+        offsets = None if batch.pooling is Pooling.NONE else _offsets(batch)
         for number, one in enumerate(about.classes):
             tiles = triton_tiles.tiles_for(one.width, _device(batch))
             lookup_kernel[(_parts(vectors.count, tiles.vectors),)](
@@ -134,7 +137,7 @@ class TritonOperator:
         result = torch.empty(count, dtype=torch.float32, device=_device(batch))
         if count == 0:
             return result
-        about, vectors, owner = describe(tables, _device(batch)), vectors_of(batch, tables, None), _bag_of_lookup(batch)
+        about, vectors, owner = describe(tables, _device(batch)), vectors_of(batch, tables), _bag_of_lookup(batch)
         for number, one in enumerate(about.classes):
             tiles = triton_tiles.tiles_for(one.width, _device(batch))
             weight_gradient_kernel[(_parts(count, tiles.vectors),)](
@@ -193,7 +196,7 @@ class TritonOperator:
     ) -> Tensor:
         """`update` without waiting for the device. Returns int64 [tables, 2]: rows skipped, and the lowest of them."""
         about = describe(tables, _device(batch))
-        bad = about.none_bad.clone().view(-1, 2)
+        bad = about.none_bad.clone()
         if len(batch.values) == 0:
             return bad
         chosen: dict[str, object] = {
@@ -241,7 +244,7 @@ class _Job:
             raise ArgumentError(f"{self._count} lookups; allowed: {MAX_LOOKUPS}")
         is_sequence = batch.pooling is Pooling.NONE
         owner = None if is_sequence else _bag_of_lookup(batch)
-        vectors = vectors_of(batch, tables, _offsets(batch) if is_sequence else None)
+        vectors = vectors_of(batch, tables)
         self._about, self._vectors = about, vectors
         self._tiles = [triton_tiles.tiles_for(one.width, self._device) for one in about.classes]
         self.runs = sorted_runs(about, batch, vectors, owner, [CHUNK * tiles.chunks for tiles in self._tiles])
@@ -378,7 +381,17 @@ def sorted_runs(about: Tables, batch: Batch, vectors: Vectors, owner: Tensor | N
     count_runs_kernel[grid](counts, keys, about.first_keys, *shape, *more, **chosen)
     until = counts.cumsum(1, dtype=torch.int32)
     write_runs_kernel[grid](
-        rows, segments, borders, until, keys, about.first_keys, *shape, segment_room, *more, **chosen
+        rows,
+        segments,
+        borders,
+        until,
+        keys,
+        about.first_keys,
+        *shape,
+        segment_room,
+        *more,
+        **chosen,
+        num_warps=LIST_WARPS,
     )
     return Runs(
         keys=keys,

@@ -92,7 +92,7 @@ class Tables:
     """Int64 [classes + 1]: the first key of each class, and the number of all rows."""
 
     none_bad: Tensor
-    """Int64 [tables · 2]: for each table no skipped row, and no lowest one."""
+    """Int64 [tables, 2]: for each table no skipped row, and no lowest one."""
 
     first_key_by_key: Tensor
     """Int64 [tables]: the first key of each table, class after class."""
@@ -147,12 +147,12 @@ def _describe(
             ]
             first_key += spec.row_count
     parts = (
-        rows,
+        list(itertools.chain.from_iterable(rows)),
         [*first_keys, first_key],
         [rows[table][FIRST_KEY] for one in classes for table in one.tables],
         [[0, np.iinfo(np.int64).max] for _ in specs],
     )
-    kept = Kept([np.array(part, dtype=np.int64).ravel() for part in parts], device)
+    kept = Kept([np.array(part, dtype=np.int64) for part in parts], device)
     fields, there, by_key, none_bad = kept.take()
     about = Tables(
         fields=fields,
@@ -220,11 +220,8 @@ class Vectors:
         return min(self.aligns[table] for table in tables)
 
 
-def vectors_of(batch: Batch, tables: Sequence[ShardMemory], offsets: Tensor | None) -> Vectors:
-    """The positions of a batch's vectors. Does not wait for the device.
-
-    `offsets` int64 [bags + 1]: lookups before each bag. It is needed for sequences of different dims.
-    """
+def vectors_of(batch: Batch, tables: Sequence[ShardMemory]) -> Vectors:
+    """The positions of a batch's vectors. Does not wait for the device."""
     shape = _shape_of(
         batch.table_of_block,
         batch.bags_of_block,
@@ -232,7 +229,7 @@ def vectors_of(batch: Batch, tables: Sequence[ShardMemory], offsets: Tensor | No
         tuple(table.spec.dim for table in tables),
         batch.lengths.device,
     )
-    blocks, bases, first_bag, steps, pairs = shape.kept.take()
+    blocks, bases, bag_before, steps, pairs = shape.kept.take()
     block_of_bag = pairs.view(torch.int32)
     if batch.pooling is not Pooling.NONE:
         return Vectors(
@@ -240,8 +237,7 @@ def vectors_of(batch: Batch, tables: Sequence[ShardMemory], offsets: Tensor | No
         )
     if shape.has_dims:
         # The sum over earlier blocks of lookups · dim, less this block's first lookup · dim, by parts.
-        assert offsets is not None
-        bases = (offsets[first_bag] * steps).cumsum(0)
+        bases = (batch.lengths.cumsum(0, dtype=torch.int64)[bag_before] * steps).cumsum(0)
     if len(block_of_bag) > len(batch.lengths):
         block_of_bag = block_of_bag[: len(batch.lengths)]
     owner = torch.repeat_interleave(block_of_bag, batch.lengths, output_size=len(batch.values))
@@ -255,8 +251,9 @@ class _Shape:
     """What depends on the tables, bags and slices of a batch's blocks alone."""
 
     kept: Kept
-    """`Vectors.blocks`; `Vectors.bases` where bags are pooled, or where all dims are equal; the first bag of each
-    block; the dim of the block before less its own; the block of each bag, two int32 in one number."""
+    """`Vectors.blocks`; `Vectors.bases` where bags are pooled, or where all dims are equal; the bag before each block;
+    the dim of the block before less its own, or 0 where no bag is before; the block of each bag, two int32 in one
+    number."""
 
     has_dims: bool
     """Whether blocks have different dims."""
@@ -287,8 +284,14 @@ def _shape_of(
     parts = [
         np.array([table_of_block, slices], dtype=np.int64).T.ravel(),
         np.array([start - bag * dim for start, bag, dim in zip(starts, first_bag, dims, strict=False)], dtype=np.int64),
-        np.array(first_bag, dtype=np.int64),
-        np.array([before - dim for before, dim in itertools.pairwise([0, *dims])], dtype=np.int64),
+        np.array([max(bag - 1, 0) for bag in first_bag], dtype=np.int64),
+        np.array(
+            [
+                before - dim if bag else 0
+                for (before, dim), bag in zip(itertools.pairwise([0, *dims]), first_bag, strict=True)
+            ],
+            dtype=np.int64,
+        ),
         np.concatenate((block_of_bag, block_of_bag[: len(block_of_bag) % 2])).view(np.int64),
     ]
     return _Shape(

@@ -62,18 +62,21 @@ def tiles_for(width: int, device: torch.device) -> Tiles:
 
 
 def tiles_of_gpu(width: int, multiprocessors: int) -> Tiles:
-    """One warp for 128 columns of a row. Chunks side by side until a thread holds 16 elements, or 32 of wide rows."""
+    """One warp for 128 columns of a row. Chunks side by side until a thread holds 16 elements, or 32 of wide rows.
+
+    Of narrow rows it holds 8: with 16 the compiler spills registers where precisions are mixed.
+    """
     chunks = max(2, min(16, 8192 // width))
     return Tiles(
         vectors=max(1, 512 // width),
         vector_warps=max(4, min(8, width // 128)),
         rows=max(1, 128 // width),
-        row_warps=max(1, min(8, width // 128)),
+        row_warps=max(1, min(16, width // 128)),
         chunks=chunks,
-        chunk_warps=max(1, min(8, chunks * width // 512)),
+        chunk_warps=max(1, min(8, chunks * width // (512 if width >= 128 else 256))),
         chunk_unroll=2,
-        pieces=max(2, 8192 // width),
+        pieces=max(2, 4096 // width),
         piece_warps=8,
         programs=32 * multiprocessors,
-        unroll=4,
+        unroll=4 if width < 4096 else 2,
     )

@@ -63,16 +63,22 @@ class Kept:
     """Small tensors of integers that are copied to a device once, without a wait, and used from any stream later."""
 
     def __init__(self, parts: Sequence[npt.NDArray[np.int64]], device: torch.device) -> None:
-        """`parts` are of one dimension each, and travel together."""
+        """`parts` travel together."""
         self._device = device
-        whole = torch.from_numpy(np.concatenate(parts))
+        numbers = np.concatenate([part.ravel() for part in parts])
         if device.type == "cuda":
             self._stream = torch.cuda.current_stream(device)
-            whole = whole.pin_memory().to(device, non_blocking=True)
+            pinned = torch.empty(len(numbers), dtype=torch.int64, pin_memory=True)
+            pinned.numpy()[:] = numbers
+            self._whole = pinned.to(device, non_blocking=True)
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record(self._stream)
-        self._whole = whole.to(device)
-        self._parts = torch.split(self._whole, [len(part) for part in parts])
+        else:
+            self._whole = torch.from_numpy(numbers)
+        flat = torch.split(self._whole, [part.size for part in parts])
+        self._parts = tuple(
+            one if part.ndim == 1 else one.view(part.shape) for one, part in zip(flat, parts, strict=True)
+        )
 
     def take(self) -> tuple[Tensor, ...]:
         """Int64 tensors like `parts`, for what the current stream does from now on."""

@@ -52,7 +52,7 @@ def test_kernels_compile_for_an_h100_exactly_and_keep_to_registers(tmp_path: Pat
     assert {one["kernel"] for one in found} == {name for name in launched if name.endswith("_kernel")}
     assert {one["kernel"]: one["inexact"] for one in found if one["inexact"]} == {}
     hot = [one for one in found if one["case"].startswith("hot: ")]
-    assert [one for one in hot if one["spill_bytes"]] == []
+    assert [one for one in found if one["spill_bytes"]] == []
     # The first case has only rows of 128 columns. They move 16 bytes at a time.
     first = [one for one in hot if one["case"] == "hot: sequences"]
     for kernel in ("lookup_kernel", "update_kernel", "sum_long_kernel"):
@@ -114,7 +114,8 @@ class _Waits(TorchFunctionMode):
 def test_a_sliced_update_takes_few_launches_and_operations_and_waits_once(
     dims: list[int], pooling: Pooling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counted the second time: a batch's shape is copied to the device the first time. Kernels are not run."""
+    """Kernels are not run. Counted when the tables are known. What depends on a batch's shape is kept, too: a new shape
+    takes two operations more, and on a GPU a third one, which copies it there."""
     launches: Counter[str] = Counter()
 
     class Counted:
@@ -132,18 +133,19 @@ def test_a_sliced_update_takes_few_launches_and_operations_and_waits_once(
         allocate(ShardSpec(name=str(number), row_count=1000, dim=dim), optimizer, torch.device("cpu"))
         for number, dim in enumerate(dims)
     ]
-    blocks, bags, length = 8 * len(dims), 3, 5
-    batch = Batch(
-        table_of_block=tuple(range(len(dims))) * 8,
-        bags_of_block=(bags,) * blocks,
-        lengths=torch.full((blocks * bags,), length, dtype=torch.int32),
-        values=torch.zeros(blocks * bags * length, dtype=torch.int64),
-        pooling=pooling,
-        slice_of_block=tuple(block // len(dims) for block in range(blocks)),
-    )
-    gradient = torch.zeros(batch.output_size(tuple(table.spec for table in tables)))
-    triton = TritonOperator()
-    for _ in range(2):
+    triton, blocks, length = TritonOperator(), 8 * len(dims), 5
+    counts = []
+    first = 3 if pooling is Pooling.SUM else 5  # The parameter before has other shapes.
+    for bags in (first, first + 1, first + 1):
+        batch = Batch(
+            table_of_block=tuple(range(len(dims))) * 8,
+            bags_of_block=(bags,) * blocks,
+            lengths=torch.full((blocks * bags,), length, dtype=torch.int32),
+            values=torch.zeros(blocks * bags * length, dtype=torch.int64),
+            pooling=pooling,
+            slice_of_block=tuple(block // len(dims) for block in range(blocks)),
+        )
+        gradient = torch.zeros(batch.output_size(tuple(table.spec for table in tables)))
         launches.clear()
         with _Operations() as operations, _Waits() as waits:
             triton.update(
@@ -155,9 +157,11 @@ def test_a_sliced_update_takes_few_launches_and_operations_and_waits_once(
                 rounding=Rounding.NEAREST,
                 seed=0,
             )
-    assert 0 < launches.total() <= 12, launches
-    assert 0 < operations.counts.total() <= 20, operations.counts
-    assert waits.calls == ["tolist"]
+        assert 0 < launches.total() <= 12, launches
+        assert waits.calls == ["tolist"]
+        counts.append(operations.counts)
+    assert counts[1].total() <= 19, counts[1]
+    assert counts[2].total() < counts[1].total()
 
 
 @interpreted
@@ -192,7 +196,7 @@ def test_sort_is_stable_and_cuts_rows(row_count: int, slices: int, monkeypatch: 
     )
     memory = ShardMemory(spec=ShardSpec(name="t", row_count=row_count, dim=1), weight=torch.zeros(1), states={})
     about = describe([memory], torch.device("cpu"))
-    runs = sorted_runs(about, batch, vectors_of(batch, [memory], torch.arange(511)), None, [64])
+    runs = sorted_runs(about, batch, vectors_of(batch, [memory]), None, [64])
 
     bits = (slices - 1).bit_length()
     is_ignored = values < 0
