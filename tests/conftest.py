@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all tests share: the seed, the markers of the outer rings, and the rule that traffic stays on loopback."""
 
+import faulthandler
 import multiprocessing
 import os
 import random
@@ -13,6 +14,7 @@ from typing import Any
 import hypothesis
 import numpy as np
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from sennit import capabilities
 from sennit.testbed import rings  # its import adds the capabilities of the outer rings
@@ -36,6 +38,9 @@ LONG_S = 3.0
 # Marker -> the capabilities that its ring needs.
 RINGS = {"root": ("root", "netns"), "rdma": ("rdma",), "gpu": ("gpu",)}
 DEFAULT_SEED = "1"
+
+# A test that does not end at its timeout hangs in native code.
+ENDS_AFTER_S = 60
 
 hypothesis.settings.register_profile(
     "sennit",
@@ -109,6 +114,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     reason = capabilities.missing(*names)
     if reason is not None:
         pytest.skip(reason)
+    _let_it_take_its_timeout(item)
+
+
+def _let_it_take_its_timeout(item: pytest.Item) -> None:
+    """Moves the end of the session (pyproject.toml, faulthandler_timeout) behind the time that a test asks for."""
+    marker = item.get_closest_marker("timeout")
+    if marker is not None and marker.args[0] >= float(item.config.getini("faulthandler_timeout")):
+        stderr = item.config.stash[fault_handler_stderr_fd_key]
+        faulthandler.dump_traceback_later(marker.args[0] + ENDS_AFTER_S, file=stderr, exit=True)
 
 
 @pytest.fixture

@@ -4,18 +4,24 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.metadata
 import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import venv
+import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests import gpu_report
 
 ROOT = Path(__file__).resolve().parents[1]
 TEST_ENVIRONMENT = ("TRITON_INTERPRET", "SENNIT_INTERFACES", "PYTHONPATH")
@@ -35,20 +41,60 @@ gpu_bundle = load("gpu_bundle")
 gpu_run = load("gpu_run")
 
 
+GPU_MACHINE = ("torch", "triton", "numpy", "nanobind")
+"""Its distributions. It has what they require, too."""
+
+
+def with_requirements(names: Iterable[str]) -> set[str]:
+    """Names of distributions, and of all that they need here."""
+    found, left = set(), list(names)
+    while left:
+        name = canonicalize_name(left.pop())
+        if name in found:
+            continue
+        found.add(name)
+        for requirement in map(Requirement, importlib.metadata.requires(name) or ()):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                left.append(requirement.name)
+    return found
+
+
+def write_wheel(name: str, folder: Path) -> None:
+    """A wheel of what is installed."""
+    distribution = importlib.metadata.distribution(name)
+    with zipfile.ZipFile(folder / f"{name.replace('-', '_')}-{distribution.version}-py3-none-any.whl", "w") as wheel:
+        for file in distribution.files or ():
+            if ".." not in file.parts and file.suffix != ".pyc":
+                wheel.write(str(distribution.locate_file(file)), str(file))
+
+
+def bare_python(folder: Path, names: Iterable[str] = ()) -> Path:
+    """A Python without packages but these distributions, which are links."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    packages = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    for name in names:
+        distribution = importlib.metadata.distribution(name)
+        for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            if not top.endswith(".pth") and not (packages / top).exists():
+                (packages / top).symlink_to(str(distribution.locate_file(top)))
+    return folder / "bin" / "python3"
+
+
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle without wheels, because there may be no index: what they have is installed."""
-    folder: Path = tmp_path_factory.mktemp("bundle") / "gpu-bundle"
+    """A bundle. There may be no index, so its wheels are of what is installed."""
+    folder: Path = tmp_path_factory.mktemp("machine") / "gpu-bundle"
     gpu_bundle.make(folder, with_wheels=False)
+    for name in with_requirements(gpu_bundle.WHEELS) - with_requirements(GPU_MACHINE):
+        write_wheel(name, folder / "wheels")
     return folder
 
 
-def bare_python(folder: Path) -> Path:
-    """A Python with the packages of this one, but without sennit, whose installation is editable."""
-    venv.create(folder, with_pip=False, symlinks=True)
-    packages = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-    (packages / "packages.pth").write_text(sysconfig.get_path("platlib") + "\n")
-    return folder / "bin" / "python3"
+@pytest.fixture(scope="module")
+def python(bundle: Path) -> Path:
+    """The Python of a GPU machine, beside the bundle."""
+    pytest.importorskip("triton")
+    return bare_python(bundle.parent / "python", with_requirements(GPU_MACHINE))
 
 
 def run(
@@ -129,11 +175,11 @@ def test_only_wheels_that_are_lacking_are_unpacked() -> None:
     assert not gpu_run.lacks("pytest", "9.0")
 
 
-def test_without_a_compiler_the_python_parts_run(bundle: Path, tmp_path: Path) -> None:
+@pytest.mark.timeout(300)
+def test_without_a_compiler_the_python_parts_run(bundle: Path, python: Path, tmp_path: Path) -> None:
     """Parts that need native code say so; the summary is there."""
-    pytest.importorskip("triton")
-    done = run(bundle, tmp_path / "out", bare_python(tmp_path / "python"), CXX="no-such-compiler")
-    assert "run: the native parts are not built: no C++ compiler (no-such-compiler); the rest runs\n" in done.stdout
+    done = run(bundle, tmp_path / "out", python, CXX="no-such-compiler")
+    assert "run: the native parts are not built: no C++ compiler (no-such-compiler)\n" in done.stdout
     assert done.returncode == 1
     report = json.loads((tmp_path / "out" / "results" / "gpu.json").read_text())
     assert report["versions"]["torch"] is not None
@@ -141,23 +187,33 @@ def test_without_a_compiler_the_python_parts_run(bundle: Path, tmp_path: Path) -
     assert (tmp_path / "out" / "results" / "summary.md").exists()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.needs("backend", "shm")
 @pytest.mark.timeout(3_600)
-def test_rehearsal_without_network_and_optional_libraries(bundle: Path, tmp_path: Path) -> None:
-    """Builds everything, runs all parts, and does both again over the first."""
-    pytest.importorskip("triton")
-    python, out = bare_python(tmp_path / "python"), tmp_path / "out"
-    launcher = shutil.which("ccache") or ""
-    for _ in range(2):
-        done = run(
-            bundle, out, python, "--define", "SENNIT_OPTIONAL_LIBRARIES=OFF",
-            before=("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"),
-            CMAKE_CXX_COMPILER_LAUNCHER=launcher,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "run: built without ISA-L" in done.stdout
-        summary = (out / "results" / "summary.md").read_text()
-        assert "## Wrong\n\nNothing.\n\n## Did not run\n\nNothing.\n" in summary
-        assert summary in done.stdout
+@pytest.mark.parametrize(
+    "build_type", ["None", pytest.param("RelWithDebInfo", marks=pytest.mark.long)], ids=["not optimised", "as users"]
+)
+def test_rehearsal_without_network_and_optional_libraries(bundle: Path, python: Path, build_type: str) -> None:
+    """All is compiled and all parts run, with nothing but the bundle, and with packages that a GPU machine has."""
+    out = bundle.parent / build_type
+    isolated = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
+    define = ("--define", "SENNIT_OPTIONAL_LIBRARIES=OFF", "--define", f"CMAKE_BUILD_TYPE={build_type}")
+    cached = {
+        "CMAKE_CXX_COMPILER_LAUNCHER": shutil.which("ccache") or "",
+        # Folders of tests have other names each time.
+        "CCACHE_BASEDIR": str(bundle.parent),
+        "CCACHE_NOHASHDIR": "1",
+    }
+    done = run(bundle, out, python, *define, before=isolated, **cached)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "run: built without ISA-L" in done.stdout
+    for name in ("rich", "typer", "pytest"):
+        assert (out / "wheels" / name).is_dir(), f"{name} is not from its wheel"
+    summary = (out / "results" / "summary.md").read_text()
+    assert summary in done.stdout
+    gpu_report.check(json.loads((out / "results" / "gpu.json").read_text()), summary)
+
+    done = run(bundle, out, python, *define, "--build-only", before=isolated, **cached)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Building CXX" not in (out / "build.log").read_text()

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -126,8 +126,11 @@ def cases() -> Iterator[Case]:
     yield Case(name="wide", tables=tables(4096), optimizer=wide)
 
 
-def report(only: str = "") -> list[Compiled]:
-    """Compiles what the cases launch whose names begin with `only`, and folds of tensor trains."""
+def report(only: str = "", on_compiled: Callable[[Compiled], None] = lambda _: None) -> list[Compiled]:
+    """Compiles what the cases launch whose names begin with `only`, and folds of tensor trains.
+
+    `on_compiled` gets each kernel as soon as it is compiled.
+    """
     if knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET=1: kernels were imported for the interpreter; allowed: unset")
     found: dict[tuple[Any, ...], Compiled] = {}
@@ -138,6 +141,7 @@ def report(only: str = "") -> list[Compiled]:
             key, source, options = _specialised(kernel, arguments, keywords)
             if key not in found:
                 found[key] = _compiled(source, options, case)
+                on_compiled(found[key])
 
         return mock.MagicMock(__getitem__=lambda *_: launch)
 

@@ -137,7 +137,8 @@ def build(out: Path, site: Path, defined: Sequence[str]) -> str | None:
     jobs = max(1, min(len(os.sched_getaffinity(0)), most))
     torch = "ON" if importlib.util.find_spec("torch") is not None else "OFF"
     configure = ["cmake", "-S", str(SOURCES), "-B", str(out / "build"), f"-DPython_EXECUTABLE={sys.executable}"]
-    configure += [f"-DSENNIT_TORCH={torch}", "-DSENNIT_WARNINGS_ARE_ERRORS=OFF", *(f"-D{text}" for text in defined)]
+    configure += [f"-DSENNIT_TORCH={torch}", "-DSENNIT_LAB=OFF", "-DSENNIT_WARNINGS_ARE_ERRORS=OFF"]
+    configure += [f"-D{text}" for text in defined]
     if shutil.which("ninja") is not None:
         configure += ["-G", "Ninja"]
     commands = [configure, ["cmake", "--build", str(out / "build"), "--parallel", str(jobs)]]
@@ -161,6 +162,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="run.sh")
     parser.add_argument("out", type=Path, help="folder for everything; it is made")
     parser.add_argument("--rehearse", action="store_true", help="without a GPU, in Triton's interpreter; times nothing")
+    parser.add_argument("--build-only", action="store_true", help="run nothing: a later call finds all compiled")
     parser.add_argument("--define", action="append", default=[], metavar="NAME=VALUE", help="an option of CMake")
     chosen = parser.parse_args(arguments)
     out: Path = chosen.out.resolve()
@@ -187,7 +189,9 @@ def main(arguments: Sequence[str]) -> int:
             print("\n".join((out / "build.log").read_text(errors="replace").splitlines()[-LOG_LINES:]), flush=True)
     took_s = round(time.monotonic() - began_s, 1)
     (out / "build.json").write_text(json.dumps({"seconds": took_s, "problem": problem}) + "\n")
-    say(f"the native parts are not built: {problem}; the rest runs" if problem else f"built in {took_s:.0f} s")
+    say(f"the native parts are not built: {problem}" if problem else f"built in {took_s:.0f} s")
+    if chosen.build_only:
+        return int(problem is not None)
     results = out / "results"
     command = [sys.executable, "-m", "sennit", "bench", "gpu", "--report", str(results)]
     command += ["--json", str(results / "gpu.json"), *(["--interpreter"] if chosen.rehearse else [])]

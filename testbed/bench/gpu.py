@@ -31,13 +31,14 @@ from rich.table import Table
 from sennit.testbed.bench import machine
 
 LIMITS_S: Final = {
-    "machine": 20.0,
+    "machine": 10.0,
     "kernels": 90.0,
     "embedding": 90.0,
     "staging": 60.0,
     "tests": 120.0,
     "training step": 60.0,
     "profile": 60.0,
+    "compiler": 60.0,
 }
 """The parts in their order, and what each may take. An import of torch, and the first use of a GPU, are in it."""
 
@@ -49,6 +50,9 @@ INTERPRETER_TIMES: Final = 10.0
 
 PROGRAM: Final = (sys.executable, "-m", "sennit.testbed.bench.gpu_part")
 SUMMARY: Final = "summary.md"
+HOT: Final = "hot: "
+"""The begin of the names of cases that `compiler` compiles, of shapes that users have most."""
+
 _TAIL_BYTES: Final = 16_384
 
 
@@ -84,6 +88,7 @@ def run(
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="sennit-bench-gpu-") as made:
             return run(settings, on_progress, folder=Path(made), program=program, limits_s=limits_s, total_s=total_s)
+    folder = folder.resolve()  # Parts may work in other folders.
     times = INTERPRETER_TIMES if settings.interpreter else 1.0
     end_s = time.monotonic() + times * total_s
     parts: dict[str, dict[str, Any]] = {}
@@ -115,7 +120,8 @@ def run_part(
     path.unlink(missing_ok=True)
     command = [*program, name, str(path), json.dumps(asdict(settings)), f"{limit_s:.1f}"]
     environment = dict(os.environ)
-    if settings.interpreter:
+    environment.pop("TRITON_INTERPRET", None)
+    if settings.interpreter and name != "compiler":
         environment["TRITON_INTERPRET"] = "1"  # Triton reads it on import.
     began_s = time.monotonic()
     with log.open("wb") as output:
@@ -144,7 +150,7 @@ def run_part(
             "error", f"signal {-code}" if code < 0 else f"exit code {code}, and it saved {len(found)} results"
         )
     if "error" in found:
-        found.setdefault("traceback", log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace"))
+        found["traceback"] = log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
     found["took_s"] = round(time.monotonic() - began_s, 1)
     path.write_text(json.dumps(found, indent=1) + "\n")
     return found
@@ -176,6 +182,8 @@ def render(report: Mapping[str, Any], console: Console) -> None:
         if "counts" in part:
             text = ", ".join(f"{count} {outcome}" for outcome, count in part["counts"].items())
             table.add_row(name, f"marked gpu, in {part['seconds']:.0f} s", text)
+        if "kernels" in part:
+            table.add_row(name, f"kernels for {part['architecture']}", str(len(part["kernels"])))
         for one in part.get("results", []):
             table.add_row(name, one["name"], text_of(one))
     console.print(table)
@@ -193,7 +201,7 @@ def text_of(one: Mapping[str, Any]) -> str:
         text += f", {one['bytes_per_s'] / 1e9:.1f} GB/s"
     if "samples_per_s" in one:
         text += f", {one['samples_per_s']:,.0f} samples/s"
-    if "goal_ms" in one:
+    if one.get("goal_ms") is not None:
         text += f"; FBGEMM on an H100 {one['goal_ms']:.3f} ms"
     return text
 

@@ -26,8 +26,9 @@ MODULES: Final = {
     "embedding": ("gpu_embedding",),
     "staging": ("gpu_staging",),
     "tests": ("gpu_tests",),
-    "training step": ("gpu_training", "gpu_step"),
+    "training step": ("gpu_training", "gpu_overlap", "gpu_step"),
     "profile": ("gpu_profile",),
+    "compiler": ("gpu_compiler",),
 }
 """Modules of this folder, in turn. `run(settings)` of each returns results; if it takes `save`, it saves them, too."""
 
@@ -54,8 +55,8 @@ def main(name: str, path: Path, settings: Settings, limit_s: float) -> None:
     except (Unsupported, ModuleNotFoundError) as reason:
         _add(path, skipped=str(reason))
     except BaseException as error:  # Whatever it is, the report shall have it.
-        traceback.print_exc()
-        _add(path, error=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
+        traceback.print_exc()  # Beside what else the part prints: all of it tells why.
+        _add(path, error=f"{type(error).__name__}: {error}")
     faulthandler.cancel_dump_traceback_later()
 
 

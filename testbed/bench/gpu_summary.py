@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from sennit.testbed.bench import gpu
 
 GOAL_SHARE_OF_COPY: Final = 0.3
 """Of an update's bytes a second."""
+
+GOAL_ALONE: Final = 0.01
+"""Of the time, that the device only copies in `sennit train`."""
 
 TRACEBACK_LINES: Final = 40
 
@@ -35,6 +38,9 @@ def page(report: Mapping[str, Any]) -> str:
     ):
         lines += ["", f"## {title}", ""]
         lines += [f"- {line}" for line in found] or ["Nothing."]
+    if kernels := parts.get("compiler", {}).get("kernels"):
+        lines += ["", f"## Hot kernels, compiled for {parts['compiler']['architecture']}", ""]
+        lines += hot_kernels(kernels)
     first = next(((name, part["traceback"]) for name, part in parts.items() if "traceback" in part), None)
     if first is None:
         failures = parts.get("tests", {}).get("failures", {})
@@ -49,11 +55,13 @@ def slow(report: Mapping[str, Any]) -> list[str]:
     found = []
     for name, part in report["parts"].items():
         for one in part.get("results", []):
-            if "goal_ms" in one and one["graph_ms"] > one["goal_ms"]:
+            if one.get("goal_ms") is not None and one["graph_ms"] > one["goal_ms"]:
                 found.append(f"{name}, {one['name']}: {one['graph_ms']:.3f} ms; goal: {one['goal_ms']:.3f} ms")
             share = one.get("share_of_copy")
             if share is not None and one["name"].startswith("backward") and share < GOAL_SHARE_OF_COPY:
                 found.append(f"{name}, {one['name']}: {share:.0%} of a copy's speed; goal: {GOAL_SHARE_OF_COPY:.0%}")
+            if one.get("alone_share", 0) > GOAL_ALONE:
+                found.append(f"{name}, {one['name']}: {one['outcome']}; goal: {GOAL_ALONE:.0%}")
     return found
 
 
@@ -74,6 +82,8 @@ def right(report: Mapping[str, Any]) -> list[str]:
                 f"Profile: an update with Adam has {part['launches']} launches and {part['torch_operations']} torch "
                 "operations"
             )
+        elif "kernels" in part:
+            found.append(f"Compiler: {len(part['kernels'])} kernels for {part['architecture']}; hot ones spill nothing")
         elif name == "machine":
             if "copy_bytes_per_s" not in part:
                 continue
@@ -81,6 +91,25 @@ def right(report: Mapping[str, Any]) -> list[str]:
         else:
             found += [f"{name.capitalize()}, {one['name']}: {gpu.text_of(one)}" for one in results]
     return found
+
+
+def hot_kernels(kernels: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A table with a row for each kernel, of its hot cases."""
+    by_name: dict[str, list[Mapping[str, Any]]] = {}
+    for one in kernels:
+        if one["case"].startswith(gpu.HOT):
+            by_name.setdefault(one["kernel"].removesuffix("_kernel"), []).append(one)
+    lines = ["| kernel | cases | registers | bytes spilled | shared bytes | load, store |", "| --- |" + " --- |" * 5]
+    for name, cases in by_name.items():
+        registers = sorted(one["registers"] for one in cases)
+        spilled, shared = (max(one[key] for one in cases) for key in ("spill_bytes", "shared_bytes"))
+        # JSON has texts for keys.
+        widest = [max((int(size) for one in cases for size in one[key]), default=0) for key in ("loads", "stores")]
+        lines.append(
+            f"| {name} | {len(cases)} | {registers[0]} to {registers[-1]} | {spilled} | {shared:,} | "
+            f"{widest[0]}, {widest[1]} |"
+        )
+    return lines
 
 
 def _outcome(part: Mapping[str, Any]) -> str:

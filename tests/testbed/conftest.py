@@ -5,17 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from sennit.testbed.topology import Impairment, Planes
 from sennit.transport import tracepoints
 from tests.testbed.trace_runs import command_prefix
+
+if TYPE_CHECKING:
+    from sennit.testbed.topology import Planes
 
 
 @pytest.fixture(scope="module")
 def planes() -> Iterator[Planes]:
     """Two hosts and two planes. Each packet has its own dice."""
+    from sennit.testbed.topology import Planes  # needs pyroute2, which a GPU machine may lack
+
     with Planes(hosts=2, planes=2, per_packet=True) as made:
         yield made
 
@@ -23,6 +28,8 @@ def planes() -> Iterator[Planes]:
 @pytest.fixture
 def clear_planes(planes: Planes) -> Iterator[Planes]:
     """The planes of the module. The impairment is removed after each test."""
+    from sennit.testbed.topology import Impairment
+
     try:
         yield planes
     finally:

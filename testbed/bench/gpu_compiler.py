@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Part of `sennit bench gpu`: what the compiler makes of the Triton kernels (`triton_report`). It needs no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from typing import Any, Final
+
+from rich.console import Console
+
+from sennit.runtime.kernels import triton_report
+from sennit.testbed.bench.gpu import HOT, Settings
+
+ONE_CASE: Final = "hot: sequences"
+"""For the interpreter's runs: most of the kernels, in seconds."""
+
+
+def run(settings: Settings, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """The printed table is in the part's output. Raises RuntimeError if a hot kernel spills, or one is inexact."""
+    compiled: list[triton_report.Compiled] = []
+    found: dict[str, Any] = {"architecture": triton_report.ARCHITECTURE, "kernels": []}
+
+    def on_compiled(one: triton_report.Compiled) -> None:
+        compiled.append(one)
+        found["kernels"].append(asdict(one))
+        save(found)
+
+    triton_report.report(ONE_CASE if settings.interpreter else "", on_compiled)
+    triton_report.render(compiled, Console(width=160, markup=False, highlight=False))
+    if wrong := problems(found["kernels"]):
+        raise RuntimeError("; ".join(wrong))
+    return found
+
+
+def problems(kernels: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What no kernel may do."""
+    found = []
+    for one in kernels:
+        what = f"{one['kernel']} ({one['case']})"
+        if one["spill_bytes"] and one["case"].startswith(HOT):
+            found.append(f"{what} spills {one['spill_bytes']} bytes")
+        if one["inexact"]:
+            found.append(f"{what} has {', '.join(one['inexact'])}")
+    return found
