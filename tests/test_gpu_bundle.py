@@ -159,6 +159,31 @@ def test_what_the_build_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert gpu_run.build_problem() == "no cmake"
 
 
+def test_an_old_python_is_said_in_one_line(bundle: Path, tmp_path: Path) -> None:
+    python = tmp_path / "python3"
+    python.write_text("#!/bin/sh\n[ $1 = -V ] && echo Python 3.9.2\nexit 1\n")
+    python.chmod(0o755)
+    done = run(bundle, tmp_path / "out", python)
+    assert done.returncode == 1
+    assert done.stderr == f"run: error: {python} is no Python of 3.11 or later (Python 3.9.2); set PYTHON to one\n"
+
+
+def test_an_old_torch_costs_its_extension_alone(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    version, built = importlib.metadata.version, []
+    monkeypatch.setattr(gpu_run, "BUNDLE", bundle)
+    monkeypatch.setattr(gpu_run, "taken_from", lambda _: tmp_path / "out" / "site" / "sennit")
+    monkeypatch.setattr(gpu_run, "build", lambda *_, with_torch: built.append(with_torch))
+    assert gpu_run.main([str(tmp_path / "out"), "--build-only"]) == 0
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.9.1+cu130" if name == "torch" else version(name))
+    assert gpu_run.main([str(tmp_path / "out"), "--build-only"]) == 1
+    assert built == [True, False]
+    last = "the extension for torch is not built: torch 2.9.1+cu130; needed: 2.11 or later"
+    assert capsys.readouterr().out.splitlines()[-1] == f"run: {last}"
+    assert json.loads((tmp_path / "out" / "build.json").read_text())["problem"] == last
+
+
 def test_a_build_that_hangs_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
     with (tmp_path / "log").open("wb") as log:

@@ -28,7 +28,12 @@ WHEELS: Final = ("rich", "typer", "pytest", "pytest-timeout", "hypothesis", "exp
 RUN: Final = """#!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # bash run.sh OUT [--rehearse]: builds sennit in OUT, runs all that needs a GPU, and writes OUT/results/summary.md.
-exec "${PYTHON:-python3}" "$(dirname "${BASH_SOURCE[0]}")/src/sennit/setup/gpu_run.py" "$@"
+python=${PYTHON:-python3}
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || {
+  echo "run: error: $python is no Python of 3.11 or later ($("$python" -V 2>&1)); set PYTHON to one" >&2
+  exit 1
+}
+exec "$python" "$(dirname "${BASH_SOURCE[0]}")/src/sennit/setup/gpu_run.py" "$@"
 """
 
 

@@ -33,6 +33,7 @@ COMPILERS: Final = ("c++", "g++", "clang++")
 BUILD_LIMIT_S: Final = 1_800.0
 """Minutes on 16 cores. A busy machine with two takes a quarter of an hour."""
 
+OLDEST_TORCH: Final = (2, 11)
 BYTES_A_JOB: Final = 2 << 30
 """What the compiler takes for a file that includes torch's headers."""
 
@@ -115,6 +116,16 @@ def build_problem() -> str | None:
     return None
 
 
+def torch_problem() -> str | None:
+    """Why the extension for torch cannot be built; None: it can."""
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return "no torch"
+    needed = ".".join(map(str, OLDEST_TORCH))
+    return f"torch {version}; needed: {needed} or later" if lacks("torch", needed) else None
+
+
 def exit_code(command: Sequence[str], output: IO[bytes], limit_s: float) -> int | None:
     """Of a command; None if it took too long: then it is killed, with all that it has started."""
     process = subprocess.Popen(
@@ -130,19 +141,25 @@ def exit_code(command: Sequence[str], output: IO[bytes], limit_s: float) -> int 
             process.wait()
 
 
-def build(out: Path, site: Path, defined: Sequence[str]) -> str | None:
-    """Compiles what has changed, and installs into `site`; returns why it failed. All output is in `build.log`."""
+def build(out: Path, site: Path, defined: Sequence[str], *, with_torch: bool) -> str | None:
+    """Compiles what has changed, and installs into `site`; returns why it failed. All output is in `build.log`.
+
+    `with_torch`: the extension for torch, too.
+    """
     available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     most = int(available[1]) * 1024 // BYTES_A_JOB if available else 1
     jobs = max(1, min(len(os.sched_getaffinity(0)), most))
-    torch = "ON" if importlib.util.find_spec("torch") is not None else "OFF"
     configure = ["cmake", "-S", str(SOURCES), "-B", str(out / "build"), f"-DPython_EXECUTABLE={sys.executable}"]
-    configure += [f"-DSENNIT_TORCH={torch}", "-DSENNIT_LAB=OFF", "-DSENNIT_WARNINGS_ARE_ERRORS=OFF"]
+    configure += [
+        f"-DSENNIT_TORCH={'ON' if with_torch else 'OFF'}",
+        "-DSENNIT_LAB=OFF",
+        "-DSENNIT_WARNINGS_ARE_ERRORS=OFF",
+    ]
     configure += [f"-D{text}" for text in defined]
     if shutil.which("ninja") is not None:
         configure += ["-G", "Ninja"]
     commands = [configure, ["cmake", "--build", str(out / "build"), "--parallel", str(jobs)]]
-    for component in ("python", "torch")[: 2 if torch == "ON" else 1]:
+    for component in ("python", "torch") if with_torch else ("python",):
         commands.append(["cmake", "--install", str(out / "build"), "--component", component, "--prefix", str(site)])
     began_s = time.monotonic()
     with (out / "build.log").open("wb") as log:
@@ -181,15 +198,18 @@ def main(arguments: Sequence[str]) -> int:
     if (other := taken_from(environment)) != site / "sennit":
         print(f"run: error: {sys.executable} has a sennit of its own, {other}; set PYTHON to another", file=sys.stderr)
         return 1
-    problem = build_problem()
+    problem, of_torch = build_problem(), torch_problem()
     if problem is None:
         say("building the native parts")
-        problem = build(out, site, chosen.define)
+        problem = build(out, site, chosen.define, with_torch=of_torch is None)
         if problem is not None:
             print("\n".join((out / "build.log").read_text(errors="replace").splitlines()[-LOG_LINES:]), flush=True)
     took_s = round(time.monotonic() - began_s, 1)
-    (out / "build.json").write_text(json.dumps({"seconds": took_s, "problem": problem}) + "\n")
     say(f"the native parts are not built: {problem}" if problem else f"built in {took_s:.0f} s")
+    if problem is None and of_torch is not None:
+        problem = f"the extension for torch is not built: {of_torch}"
+        say(problem)
+    (out / "build.json").write_text(json.dumps({"seconds": took_s, "problem": problem}) + "\n")
     if chosen.build_only:
         return int(problem is not None)
     results = out / "results"
