@@ -32,3 +32,8 @@ def library() -> Path:
     if path is None or not path.exists():
         raise Unsupported("core", f"{LIBRARY} is not built: make build")
     return path
+
+
+def is_library(file: Path) -> bool:
+    """Whether a file of this name, of any installation, has these tracepoints."""
+    return file.name == LIBRARY

@@ -3,6 +3,9 @@
 #include <uapi/linux/ptrace.h>
 #include "slots.h"
 
+#define PATHS_MAX 10240
+#define LATENCIES_MAX 65536
+
 enum { GOOD, SKIP, BAD, PROBING };
 
 struct path {
@@ -18,14 +21,17 @@ struct latency {
 	u32 slot, unused;
 };
 
-BPF_HASH(totals, struct path, struct total);
-BPF_HASH(latencies, struct latency, u64);
+BPF_HASH(totals, struct path, struct total, PATHS_MAX);
+BPF_HASH(latencies, struct latency, u64, LATENCIES_MAX);
 
-static inline struct total *total_of(struct path *path)
+static __always_inline struct total *total_of(struct path *path)
 {
 	struct total zero = {};
+	struct total *found = totals.lookup_or_try_init(path, &zero);
 
-	return totals.lookup_or_try_init(path, &zero);
+	if (!found)
+		count_uncounted(MAP_FULL);
+	return found;
 }
 
 /* (bcc finds the arguments of a tracepoint by the function that reads them, so each function reads its own.) */
@@ -51,7 +57,12 @@ int packet_lost(struct pt_regs *ctx)
 	bpf_usdt_readarg(5, ctx, &sent_us);
 	u64 now_us = bpf_ktime_get_ns() / 1000;
 	latency.slot = slot_of(now_us > sent_us ? now_us - sent_us : 0);
-	latencies.atomic_increment(latency);
+	u64 none = 0;
+	u64 *count = latencies.lookup_or_try_init(&latency, &none);
+	if (count)
+		lock_xadd(count, 1);
+	else
+		count_uncounted(MAP_FULL);
 	return 0;
 }
 

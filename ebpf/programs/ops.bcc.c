@@ -4,6 +4,8 @@
 #include "slots.h"
 
 #define OPERATIONS_IN_FLIGHT 16384
+#define GROUPS_MAX 10240
+#define LATENCIES_MAX 65536
 
 struct operation {
 	u64 address; /* of the operation's object, which lives as long as the operation */
@@ -29,8 +31,8 @@ struct latency {
 };
 
 BPF_TABLE("lru_hash", struct operation, struct begun, begun, OPERATIONS_IN_FLIGHT);
-BPF_HASH(totals, struct group, struct total);
-BPF_HASH(latencies, struct latency, u64);
+BPF_HASH(totals, struct group, struct total, GROUPS_MAX);
+BPF_HASH(latencies, struct latency, u64, LATENCIES_MAX);
 
 int operation_begin(struct pt_regs *ctx)
 {
@@ -53,8 +55,10 @@ int operation_end(struct pt_regs *ctx)
 
 	bpf_usdt_readarg(2, ctx, &operation.address);
 	struct begun *start = begun.lookup(&operation);
-	if (!start)
-		return 0; /* posted before the session began */
+	if (!start) { /* posted before the session began, or with too many others */
+		count_uncounted(UNMATCHED);
+		return 0;
+	}
 	u64 time_ns = bpf_ktime_get_ns() - start->at_ns;
 	u64 bytes = start->sent_bytes > start->received_bytes ? start->sent_bytes : start->received_bytes;
 
@@ -73,8 +77,15 @@ int operation_end(struct pt_regs *ctx)
 		lock_xadd(&total->sent_bytes, start->sent_bytes);
 		lock_xadd(&total->received_bytes, start->received_bytes);
 		lock_xadd(&total->time_ns, time_ns);
+	} else {
+		count_uncounted(MAP_FULL);
 	}
-	latencies.atomic_increment(latency);
+	u64 none = 0;
+	u64 *count = latencies.lookup_or_try_init(&latency, &none);
+	if (count)
+		lock_xadd(count, 1);
+	else
+		count_uncounted(MAP_FULL);
 	begun.delete(&operation);
 	return 0;
 }

@@ -26,7 +26,9 @@ Process = Annotated[
     int | None, typer.Option("--pid", help="watch only this process; default: all that use this installation")
 ]
 Seconds = Annotated[float | None, typer.Option(help="end after this many seconds; default: at Ctrl-C", min=0.1)]
-Interval = Annotated[float, typer.Option(help="seconds between two tables; 0: one table at the end", min=0)]
+Interval = Annotated[
+    float, typer.Option(help="seconds between two tables of what came since; 0: one table at the end", min=0)
+]
 Json = Annotated[
     Path | None, typer.Option("--json", help="also write the last table to this file", callback=writable_file)
 ]
@@ -124,6 +126,7 @@ def packets(
 
     from sennit.runtime.trace import session
     from sennit.runtime.trace.packets import DRAIN_EVERY_S, Flow, PacketCapture
+    from sennit.runtime.trace.target import SessionError
 
     try:
         flow = Flow(peer=None if peer is None else ip_address(peer), qpn=qpn, source_port=source_port)
@@ -131,7 +134,7 @@ def packets(
         raise typer.BadParameter(f"{error}", param_hint="--peer") from None
     try:
         capture = PacketCapture(interface, flow, write, count)
-    except session.SessionError as error:
+    except SessionError as error:
         _fail(str(error))
     except OSError as error:
         _fail(f"{write}: {error.strerror}; {ANOTHER_FILE}")
@@ -180,44 +183,47 @@ def _session(
     **choices: bool,
 ) -> None:
     """Runs the session of the module `name`: what `attach` opens, with tables of what `collect` finds by `choices`."""
-    from sennit.runtime.trace import session
+    from sennit.runtime.trace import intervals, session
+    from sennit.runtime.trace.target import SessionError, target_of, why_empty
     from sennit.transport.errors import Unsupported
 
     kind: Any = importlib.import_module(f"sennit.runtime.trace.{name}")
     with contextlib.ExitStack() as held:
         try:
-            session.check_process(process)
-            program = held.enter_context(kind.attach(process))
-        except (session.SessionError, Unsupported) as error:
+            target = target_of(kind.LIBRARY, process)
+            program = held.enter_context(kind.attach(target))
+        except (SessionError, Unsupported) as error:
             _fail(str(error))
         interrupted = held.enter_context(session.interrupts())
-        who = "every process" if process is None else f"process {process}"
         until = "" if command or seconds else "; an interrupt ends it"
-        typer.echo(f"sennit trace: {len(kind.PROBES)} tracepoints of {who}{until}", err=True)
+        typer.echo(f"sennit trace: {len(kind.PROBES)} tracepoints of {target}{until}", err=True)
         console = stdout_console()
         collect = functools.partial(kind.collect, program, **choices)
+        before: list[Any] = []
 
         def show() -> None:
-            console.print(kind.table(collect()))
+            nonlocal before
+            now = collect()
+            console.print(kind.table(intervals.since(before, now)))
+            before = now
 
         try:
             watched = session.run(command or [], seconds, interval_s, show, interrupted)
             rows = collect()
         except OSError as error:
             _fail(f"{(command or [''])[0]}: {error.strerror}; give a program that can be started behind --")
-        # (bcc's sessions do not count this.)
-        uncounted = program.uncounted() if hasattr(program, "uncounted") else None
+        uncounted = program.uncounted()
         was_interrupted = interrupted()
-    console.print(kind.table(rows))
     if not rows:
-        typer.echo("nothing was seen: did the processes use this installation's library?", err=True)
-    if uncounted is not None and any(uncounted.values()):
+        typer.echo(f"nothing was seen: {why_empty(target, kind.LIBRARY)}", err=True)
+    if interval_s:
+        console.print("the whole session:")
+    console.print(kind.table(rows))
+    if any(uncounted.values()):
         typer.echo(f"not counted: {uncounted['map_full']:,} hits for which there was no room, "
                    f"{uncounted['unmatched']:,} ends of what had begun before", err=True)  # fmt: skip
     if json_path is not None:
-        found: object = [row.as_json() for row in rows]
-        document = found if uncounted is None else {"rows": found, "uncounted": uncounted}
-        write_json(json_path, document)
+        write_json(json_path, {"rows": [row.as_json() for row in rows], "uncounted": uncounted})
     # The session is over. The command that it watched goes on.
     with session.interrupts() as interrupted:
         raise typer.Exit(session.end(watched, lambda: interrupted() or was_interrupted))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Final
+from typing import ClassVar, Final
 
 from rich.console import Group
 from rich.table import Table
@@ -17,8 +17,10 @@ from sennit.offload import tracepoints
 from sennit.offload.admission import Verdict
 from sennit.offload.ingest.leases import Why
 from sennit.runtime.trace import histogram
+from sennit.runtime.trace.target import Target
 from sennit.runtime.trace.tracing import Tracing
 
+LIBRARY: Final = tracepoints
 PROGRAM: Final = "ingest"
 PROBES: Final = (
     "batch_begun", "batch_complete", "batch_wanted", "batch_taken", "batch_released", "rows_requested",
@@ -31,12 +33,17 @@ TIMES: Final = ("filling_us", "waiting_us", "starved_us")
 class Trainer:
     """One rank that takes batches."""
 
+    KEY: ClassVar[tuple[str, ...]] = ("process", "rank")
+    LEVELS: ClassVar[tuple[str, ...]] = ()
+
     process: int
     rank: int
     batches: int = 0
     """Complete batches."""
     rows: int = 0
     """Records in complete batches."""
+    later_batches: int = 0
+    """Without the first one."""
     seconds: float = 0.0
     """Seconds from the first complete batch to the last."""
     released: int = 0
@@ -51,7 +58,7 @@ class Trainer:
 
     @property
     def batches_per_s(self) -> float:
-        return (self.batches - 1) / self.seconds if self.seconds > 0 else 0.0
+        return self.later_batches / self.seconds if self.seconds > 0 else 0.0
 
     def as_json(self) -> dict[str, object]:
         shown: dict[str, object] = {
@@ -68,6 +75,9 @@ class Trainer:
 class Feeder:
     """One process that sends records, in one session."""
 
+    KEY: ClassVar[tuple[str, ...]] = ("process", "session")
+    LEVELS: ClassVar[tuple[str, ...]] = ()
+
     process: int
     session: int
     packets: int
@@ -83,9 +93,9 @@ class Feeder:
                 "calls": self.calls, "blocked": self.blocked, "errors": self.errors}  # fmt: skip
 
 
-def attach(process: int | None) -> Tracing:
-    """Watches this process, or all. Raises SessionError or Unsupported."""
-    return Tracing(PROGRAM, PROBES, tracepoints.library(), process)
+def attach(target: Target) -> Tracing:
+    """Watches the library of the target. Raises SessionError."""
+    return Tracing(PROGRAM, PROBES, target)
 
 
 def collect(tracing: Tracing) -> list[Trainer | Feeder]:
@@ -102,6 +112,7 @@ def collect(tracing: Tracing) -> list[Trainer | Feeder]:
                 process=process,
                 rank=int(key["rank"]),
                 batches=int(value["batches"]),
+                later_batches=max(0, int(value["batches"]) - 1),
                 rows=int(value["rows"]),
                 seconds=(int(value["last_ns"]) - int(value["first_ns"])) / 1e9,
                 released=int(value["released"]),

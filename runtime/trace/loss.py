@@ -6,12 +6,15 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from rich.table import Table
 
 from sennit.runtime.trace import histogram, session
+from sennit.runtime.trace.target import Target
+from sennit.transport import tracepoints
 
+LIBRARY: Final = tracepoints
 PROGRAM: Final = "loss"
 PROBES: Final = ("packet_lost", "retransmit", "probe_timeout", "path_state")
 COUNTS: Final = ("lost", "retransmitted", "moved", "timeouts", "turned_bad", "readmitted")
@@ -20,6 +23,9 @@ COUNTS: Final = ("lost", "retransmitted", "moved", "timeouts", "turned_bad", "re
 @dataclass(kw_only=True)
 class Path:
     """One path from a rank to a peer."""
+
+    KEY: ClassVar[tuple[str, ...]] = ("rank", "peer", "path")
+    LEVELS: ClassVar[tuple[str, ...]] = ()
 
     rank: int
     peer: int
@@ -39,9 +45,9 @@ class Path:
         return asdict(self) | histogram.summary(self.detected_us, "detected_us", (50, 99), "detected_")
 
 
-def attach(process: int | None) -> AbstractContextManager[Any]:
-    """Watches this process, or all. Raises SessionError."""
-    return session.open_bcc(PROGRAM, PROBES, process)
+def attach(target: Target) -> AbstractContextManager[session.BccProgram]:
+    """Watches the library of the target. Raises SessionError."""
+    return session.open_bcc(PROGRAM, PROBES, target)
 
 
 def collect(program: Any) -> list[Path]:

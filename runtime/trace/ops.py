@@ -6,15 +6,18 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from rich.table import Table
 
 from sennit.command_line import red
 from sennit.runtime.trace import histogram, session
+from sennit.runtime.trace.target import Target
+from sennit.transport import tracepoints
 from sennit.transport.signature import Kind
 from sennit.transport.sizes import format_size
 
+LIBRARY: Final = tracepoints
 PROGRAM: Final = "ops"
 PROBES: Final = ("operation_begin", "operation_end")
 
@@ -22,6 +25,9 @@ PROBES: Final = ("operation_begin", "operation_end")
 @dataclass(kw_only=True)
 class Group:
     """Operations of one kind and size. The size is all bytes sent, or received if that is more."""
+
+    KEY: ClassVar[tuple[str, ...]] = ("kind", "bytes_log2", "rank")
+    LEVELS: ClassVar[tuple[str, ...]] = ()
 
     kind: str
     bytes_log2: int
@@ -48,9 +54,9 @@ class Group:
         }
 
 
-def attach(process: int | None) -> AbstractContextManager[Any]:
-    """Watches this process, or all. Raises SessionError."""
-    return session.open_bcc(PROGRAM, PROBES, process)
+def attach(target: Target) -> AbstractContextManager[session.BccProgram]:
+    """Watches the library of the target. Raises SessionError."""
+    return session.open_bcc(PROGRAM, PROBES, target)
 
 
 def collect(program: Any, *, by_rank: bool) -> list[Group]:

@@ -22,8 +22,8 @@ from sennit.ebpf.links import attach_tcx
 from sennit.ebpf.loader import BpfObject
 from sennit.ebpf.ringbuffer import RingBuffer
 from sennit.runtime.trace import pcapng
-from sennit.runtime.trace.session import SessionError
 from sennit.runtime.trace.super_packets import wire_packets
+from sennit.runtime.trace.target import SessionError
 
 PROGRAM: Final = "packets"
 DRAIN_EVERY_S: Final = 0.05

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from typing import Final
+from typing import ClassVar, Final
 
 from rich.table import Table
 
 from sennit.command_line import red
 from sennit.runtime.trace import histogram
+from sennit.runtime.trace.target import Target
 from sennit.runtime.trace.tracing import Tracing
 from sennit.transport import tracepoints
 from sennit.transport.tracepoints import PathState
 
+LIBRARY: Final = tracepoints
 PROGRAM: Final = "paths"
 PROBES: Final = ("packet_sent", "packet_received", "rtt_sample", "packet_lost", "path_state")
 COUNTS: Final = (
@@ -26,6 +28,9 @@ COUNTS: Final = (
 @dataclass(kw_only=True)
 class Path:
     """One path from a rank to a peer. Packets are data packets."""
+
+    KEY: ClassVar[tuple[str, ...]] = ("rank", "peer", "path")
+    LEVELS: ClassVar[tuple[str, ...]] = ("state",)
 
     rank: int
     peer: int
@@ -54,9 +59,9 @@ class Path:
         }
 
 
-def attach(process: int | None) -> Tracing:
-    """Watches this process, or all. Raises SessionError or Unsupported."""
-    return Tracing(PROGRAM, PROBES, tracepoints.library(), process)
+def attach(target: Target) -> Tracing:
+    """Watches the library of the target. Raises SessionError."""
+    return Tracing(PROGRAM, PROBES, target)
 
 
 def collect(tracing: Tracing) -> list[Path]:

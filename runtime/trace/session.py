@@ -15,9 +15,8 @@ from types import FrameType
 from typing import Any, Final
 
 from sennit.ebpf.compiler import INCLUDE, PROGRAMS
-from sennit.errors import SennitError
 from sennit.runtime.trace import kernel_headers
-from sennit.transport import tracepoints
+from sennit.runtime.trace.target import SessionError, Target
 
 TRACEFS: Final = Path("/sys/kernel/tracing")
 # sched.h, sys/mount.h
@@ -25,10 +24,6 @@ CLONE_NEWNS: Final = 0x20000
 MS_REC_PRIVATE: Final = 0x4000 | 0x40000
 END_TIMEOUT_S: Final = 10.0
 LOOK_EVERY_S: Final = 0.05
-
-
-class SessionError(SennitError):
-    """The session cannot run here. The message says why, and what to do."""
 
 
 def problem() -> str:
@@ -44,9 +39,24 @@ def problem() -> str:
     return ""
 
 
+class BccProgram:
+    """A program of bcc that runs."""
+
+    def __init__(self, program: Any) -> None:
+        self._program = program
+
+    def __getitem__(self, table: str) -> Any:
+        return self._program[table.encode()]
+
+    def uncounted(self) -> dict[str, int]:
+        """Hits missing in the session's figures, by reason (uncounted.h)."""
+        found = self["uncounted"]
+        return {name: found.sum(number).value for number, name in enumerate(("map_full", "unmatched"))}
+
+
 @contextlib.contextmanager
-def open_bcc(name: str, probes: Sequence[str], process: int | None) -> Iterator[Any]:
-    """A bcc.BPF with `programs/<name>.bcc.c`, each of its functions attached to the tracepoint of that name.
+def open_bcc(name: str, probes: Sequence[str], target: Target) -> Iterator[BccProgram]:
+    """`programs/<name>.bcc.c`, with each of its functions attached to the tracepoint of that name.
 
     Raises `SessionError`.
     """
@@ -58,17 +68,17 @@ def open_bcc(name: str, probes: Sequence[str], process: int | None) -> Iterator[
     _make_tracefs_visible()
     from bcc import BPF, USDT
 
-    library = tracepoints.library()
+    library = os.fspath(target.file)
     try:
-        usdt = USDT(path=os.fspath(library)) if process is None else USDT(path=os.fspath(library), pid=process)
+        usdt = USDT(path=library) if target.process is None else USDT(path=library, pid=target.process)
         for probe in probes:
             usdt.enable_probe(probe=probe, fn_name=probe)
-        text = (PROGRAMS / f"{name}.bcc.c").read_text()
+        text = (INCLUDE / "uncounted.h").read_bytes() + (PROGRAMS / f"{name}.bcc.c").read_bytes()
         program = BPF(text=text, usdt_contexts=[usdt], cflags=[f"-I{INCLUDE}"])
     except Exception as error:  # bcc raises this class itself
-        raise SessionError(f"bcc: {error}; is {library} built with tracepoints, and in that process?") from None
+        raise SessionError(f"bcc: {error}; is {target.path} built with tracepoints, and in {target}?") from None
     try:
-        yield program
+        yield BccProgram(program)
     finally:
         program.cleanup()
 
@@ -130,12 +140,6 @@ def end(process: subprocess.Popen[bytes] | None, interrupted: Callable[[], bool]
     if process is None:
         return 0
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
-
-
-def check_process(process: int | None) -> None:
-    """Raises `SessionError` if there is no such process."""
-    if process is not None and not Path(f"/proc/{process}").exists():
-        raise SessionError(f"--pid {process}: no such process here; in a container, give the number that ps shows")
 
 
 @contextlib.contextmanager

@@ -7,15 +7,17 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Final
+from typing import ClassVar, Final
 
 from rich.table import Table
 from rich.text import Text
 
 from sennit.runtime.trace import histogram
+from sennit.runtime.trace.target import Target
 from sennit.runtime.trace.tracing import Tracing
 from sennit.transport import tracepoints
 
+LIBRARY: Final = tracepoints
 PROGRAM: Final = "stalls"
 PROBES: Final = (
     "operation_begin", "operation_end", "step_begin", "step_end", "credit_stall_begin", "credit_stall_end",
@@ -43,6 +45,9 @@ ORDER: Final = (Kind.OPERATION, Kind.SEND, Kind.RECEIVE, Kind.REDUCE, Kind.ENCOD
 class Wait:
     """The waits of a rank, over all peers or for one."""
 
+    KEY: ClassVar[tuple[str, ...]] = ("rank", "kind", "peer")
+    LEVELS: ClassVar[tuple[str, ...]] = ("open",)
+
     rank: int
     kind: Kind
     peer: int | None
@@ -54,12 +59,17 @@ class Wait:
     """Current waits. This and the following only over all peers."""
     busy_s: float = 0.0
     """Time with at least one wait."""
-    share: float = 0.0
-    """`busy_s` as a share of the time in which an operation was in flight."""
+    whole_s: float = 0.0
+    """Time in which an operation was in flight."""
     failed: int = 0
     """Durations of operations."""
     time_us: Counter[int] = field(default_factory=Counter)
     """Counts by slot (histogram.py)."""
+
+    @property
+    def share(self) -> float:
+        """`busy_s` as a share of the time in which an operation was in flight."""
+        return self.busy_s / self.whole_s if self.whole_s > 0 else 0.0
 
     def as_json(self) -> dict[str, object]:
         whole = {"open": self.open, "busy_s": self.busy_s, "share": self.share} if self.peer is None else {}
@@ -75,9 +85,9 @@ class Wait:
         }
 
 
-def attach(process: int | None) -> Tracing:
-    """Watches this process, or all. Raises SessionError or Unsupported."""
-    return Tracing(PROGRAM, PROBES, tracepoints.library(), process)
+def attach(target: Target) -> Tracing:
+    """Watches the library of the target. Raises SessionError."""
+    return Tracing(PROGRAM, PROBES, target)
 
 
 def collect(tracing: Tracing, *, by_peer: bool) -> list[Wait]:
@@ -110,8 +120,8 @@ def collect(tracing: Tracing, *, by_peer: bool) -> list[Wait]:
             wait.time_us += histogram.from_array(value["time_us"])
     for wait in waits.values():
         whole = waits.get((wait.rank, 0, -1))
-        if wait.peer is None and whole is not None and whole.busy_s > 0:
-            wait.share = wait.busy_s / whole.busy_s
+        if wait.peer is None and whole is not None:
+            wait.whole_s = whole.busy_s
     return [waits[key] for key in sorted(waits)]
 
 

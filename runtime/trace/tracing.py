@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from sennit.ebpf import features, links, usdt, usdt_entries
 from sennit.ebpf.compiler import CompileError, compile_with_header
 from sennit.ebpf.library import BpfError
 from sennit.ebpf.loader import BpfObject
-from sennit.runtime.trace.session import SessionError
+from sennit.runtime.trace.target import SessionError, Target
 
 
 def problem() -> str:
@@ -33,15 +32,18 @@ def problem() -> str:
 class Tracing(Closing):
     """`programs/<name>.bpf.c`, attached while this is open."""
 
-    def __init__(self, name: str, probes: Sequence[str], library: Path, process: int | None) -> None:
+    def __init__(self, name: str, probes: Sequence[str], target: Target) -> None:
         """Attaches to these tracepoints of the library, in one process or in all that use it. Raises `SessionError`."""
         what = problem()
         if what:
             raise SessionError(what)
-        points = {point.name: point for point in usdt.read(library)}
+        try:
+            points = {point.name: point for point in usdt.read(target.file)}
+        except (OSError, ValueError) as error:
+            raise SessionError(f"{target.path} of {target} cannot be read: {error}") from None
         missing = [probe for probe in probes if probe not in points]
         if missing:
-            raise SessionError(f"{library} has no tracepoint {', '.join(missing)}: was it built with sys/sdt.h?")
+            raise SessionError(f"{target.path} has no tracepoint {', '.join(missing)}: was it built with sys/sdt.h?")
         wanted = [points[probe] for probe in probes]
         # The kernel uses a call if there is room for one, and a trap otherwise.
         can_call = features.probe("uprobe-call").available
@@ -53,13 +55,11 @@ class Tracing(Closing):
                 for number, place in enumerate(point.places):
                     program = self.object.program(usdt_entries.program_name(point.name, number))
                     offset = place.offset + (can_call and place.has_call_nop)
-                    of = links.EVERY_PROCESS if process is None else process
-                    self._held.enter_context(links.attach_uprobe_at(program, library, offset, process=of))
+                    of = links.EVERY_PROCESS if target.process is None else target.process
+                    self._held.enter_context(links.attach_uprobe_at(program, target.file, offset, process=of))
         except (BpfError, CompileError, usdt_entries.UnknownOperand) as error:
             self.close()
-            raise SessionError(
-                f"{error}" + (f"; is there a process {process}?" if process is not None else "")
-            ) from None
+            raise SessionError(f"{error}" + (f"; is there a {target}?" if target.process is not None else "")) from None
 
     def entries(self, name: str, key: str) -> list[tuple[Any, Any]]:
         """The entries of a hash map with keys of `struct key`: pairs of NumPy records."""

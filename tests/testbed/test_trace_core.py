@@ -19,7 +19,7 @@ from sennit.ebpf.loader import BpfObject
 from sennit.runtime.trace import paths, tracing
 from sennit.testbed.topology import Impairment, Planes
 from sennit.transport import counters
-from tests.testbed.trace_runs import DEADLINE_S, SENNIT, WORLD, Ranks, last_pages, session
+from tests.testbed.trace_runs import DEADLINE_S, SENNIT, WORLD, Ranks, everybody, last_pages, session
 
 PLANES = 2
 pytestmark = [pytest.mark.root, pytest.mark.needs("tc-bpf", "nsenter", "tracepoints")]
@@ -104,6 +104,8 @@ def test_waits_are_those_of_the_counters(tmp_path: Path, seed: int, apart: list[
         (["stalls", "--seconds", "0.1", "--", "sh", "-c", "sleep 0.6; echo still here >&2; exit 4"], 4, "still here"),
         (["paths", "--", "/no/such/program"], 69, "/no/such/program: No such file"),
         (["stalls", "--pid", "4194305"], 69, "--pid 4194305: no such process"),
+        (["paths", "--interval", "0.1", "--seconds", "0.3"], 0, "no process that runs now uses"),
+        (["paths", "--pid", "1", "--seconds", "0.1"], 0, "nothing was seen: process 1 had not loaded /"),
     ],
 )
 def test_how_a_session_ends(arguments: list[str], code: int, said: str, apart: list[str]) -> None:
@@ -124,7 +126,7 @@ def test_hits_without_room_are_counted(
     def start(_: int, command: list[str], **options: Any) -> subprocess.Popen[str]:
         return subprocess.Popen([*apart, *command], env=here, **options)
 
-    with tracing.Tracing(paths.PROGRAM, paths.PROBES, own_core, None) as running:
+    with tracing.Tracing(paths.PROGRAM, paths.PROBES, everybody(own_core)) as running:
         pages = last_pages(Ranks(start, tmp_path, seed))
         rows, uncounted = paths.collect(running), running.uncounted()
     assert len(rows) == 1

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, Self
 
+from sennit.runtime.trace.target import Target
 from sennit.transport import counters
 
 WORKER: Final = Path(__file__).with_name("lossy_worker.py")
@@ -33,6 +34,11 @@ def command_prefix(library: Path, copy: Path) -> list[str]:
     shutil.copyfile(library, copy)
     script = 'mount --bind "$0" "$1" && shift && exec "$@"'
     return ["unshare", "--mount", "sh", "-c", script, str(copy), str(library)]
+
+
+def everybody(library: Path) -> Target:
+    """Every process that uses this library."""
+    return Target(file=library, path=str(library), process=None, is_mapped=False)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions find the library of a process, wherever it lies; they count what they miss; intervals are differences."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sennit.transport._core", reason="the native core is not built")
+
+from sennit.ebpf.compiler import PROGRAMS
+from sennit.offload import tracepoints as of_ingest
+from sennit.runtime.trace import ingest, intervals, loss, ops, paths, session, stalls, target
+from sennit.runtime.trace.target import SessionError, target_of, why_empty
+from sennit.transport import tracepoints
+from sennit.transport.tracepoints import PathState
+from tests.testbed.trace_runs import DEADLINE_S, Ranks, everybody
+from tests.testbed.trace_runs import session as running_session
+
+HOLDS = """
+import mmap, sys
+with open(sys.argv[1], "rb") as file:
+    held = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+print(flush=True)
+input()
+"""
+
+
+def test_an_interval_has_what_came_in_it() -> None:
+    before = paths.Path(rank=0, peer=1, path=0, sent_packets=5, state=PathState.BAD, rtt_us=Counter({3: 2, 4: 1}))
+    before.state_s = {"good": 1.0}
+    now = paths.Path(rank=0, peer=1, path=0, sent_packets=9, state=PathState.GOOD, rtt_us=Counter({3: 2, 4: 2, 7: 1}))
+    now.state_s = {"good": 1.5, "bad": 0.25}
+    new = paths.Path(rank=1, peer=0, path=0, sent_packets=3)
+    between, first = intervals.since([before], [now, new])
+    assert (between.rank, between.peer, between.path, between.sent_packets, between.state) == (
+        0,
+        1,
+        0,
+        4,
+        PathState.GOOD,
+    )
+    assert between.rtt_us == {4: 1, 7: 1}
+    assert between.state_s == {"good": 0.5, "bad": 0.25}
+    assert first is new
+
+
+def test_shares_and_rates_of_an_interval_are_its_own() -> None:
+    kind = stalls.Kind.SEND
+    before = stalls.Wait(rank=0, kind=kind, peer=None, busy_s=1.0, whole_s=1.0, open=3)
+    now = stalls.Wait(rank=0, kind=kind, peer=None, busy_s=1.5, whole_s=3.0, open=2)
+    (between,) = intervals.since([before], [now])
+    assert (between.share, between.open, between.kind) == (0.25, 2, kind)
+    start = ingest.Trainer(process=7, rank=0, batches=11, later_batches=10, seconds=1.0, asked={"gap": 1})
+    later = ingest.Trainer(process=7, rank=0, batches=31, later_batches=30, seconds=2.0, asked={"gap": 4})
+    (rate,) = intervals.since([start], [later])
+    assert (start.batches_per_s, rate.batches, rate.batches_per_s, rate.asked) == (10.0, 20, 20.0, {"gap": 3})
+    group = ops.Group(kind="barrier", bytes_log2=0, rank=None, count=2, time_ns=50)
+    assert intervals.since([group], [group])[0] == ops.Group(kind="barrier", bytes_log2=0, rank=None)
+    path = loss.Path(rank=0, peer=1, path=2, lost=3)
+    assert intervals.since([path], [path]) == [loss.Path(rank=0, peer=1, path=2)]
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process with a library of its own, in a pid namespace; the file has been removed."""
+    copy = tmp_path / tracepoints.LIBRARY
+    copy.write_bytes(tracepoints.library().read_bytes()[:4096])
+    inside = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", HOLDS, str(copy)]
+    with subprocess.Popen(inside, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "\n"
+            copy.unlink()
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.root
+def test_a_process_with_a_library_of_its_own_is_found_by_either_number(
+    holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (number,) = Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()
+    found = target_of(tracepoints, int(number))
+    assert found.path.endswith(f"/{tracepoints.LIBRARY} (deleted)")
+    assert (str(found), found.is_mapped) == (f"process {number}", True)
+    assert found.file.stat().st_nlink == 0
+    assert found.file.read_bytes() == tracepoints.library().read_bytes()[:4096]
+    assert f"process {number} uses {found.path}, and came to none" in why_empty(found, tracepoints)
+
+    # Other tests run at the same time: only the processes of this one are looked at.
+    shown = {"1", str(holder.pid), number}
+    monkeypatch.setattr(target, "_numbers", lambda: sorted(int(one) for one in shown))
+    with pytest.raises(
+        SessionError, match=rf"--pid 1: in a container a process has this number; here it is --pid {number}"
+    ):
+        target_of(tracepoints, 1)
+    told = why_empty(target_of(tracepoints, None), tracepoints)
+    assert told.startswith(f"no process that runs now uses {tracepoints.library()}; with a library of its own, ")
+    assert f": --pid {number} ({found.path})" in told
+    assert not target_of(of_ingest, holder.pid).is_mapped  # `unshare` itself has none
+
+
+@pytest.mark.root
+@pytest.mark.needs("tracepoints", "loopback-ipv6")
+@pytest.mark.parametrize("name", ["paths", pytest.param("ops", marks=pytest.mark.needs("bcc"))])
+def test_a_session_from_outside_sees_a_rank_with_a_library_of_its_own(
+    tmp_path: Path, seed: int, apart: list[str], own_core: Path, name: str
+) -> None:
+    here = {**os.environ, "SENNIT_TRANSPORT": "udp", "SENNIT_INTERFACES": "lo", "SENNIT_TIMEOUT_S": f"{DEADLINE_S}"}
+    written = tmp_path / "found.json"
+
+    def start(_: int, command: list[str], **options: Any) -> subprocess.Popen[str]:
+        return subprocess.Popen([*apart, *command], env=here, **options)
+
+    with Ranks(start, tmp_path, seed) as ranks:
+        own_core.unlink()  # as after an update of the package
+        process = ranks.processes[0].pid
+        with running_session(name, "--pid", f"{process}", "--json", str(written), said=f"of process {process}"):
+            for rank in range(2):
+                ranks.begin_barrier(rank)
+            assert all(ranks.answer(rank) for rank in range(2))
+    rows = json.loads(written.read_text())["rows"]
+    assert {row["rank"] for row in rows} <= {0, None}
+    assert sum(row.get("sent_packets", 0) + row.get("count", 0) for row in rows) > 0
+
+
+@pytest.mark.root
+@pytest.mark.needs("tracepoints", "bcc", "loopback-ipv6")
+def test_hits_that_bcc_has_no_room_for_are_counted(
+    tmp_path: Path, seed: int, apart: list[str], own_core: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The maps have room for one group and for one duration."""
+    text = (PROGRAMS / "ops.bcc.c").read_text()
+    small = text.replace("GROUPS_MAX 10240", "GROUPS_MAX 1").replace("LATENCIES_MAX 65536", "LATENCIES_MAX 1")
+    assert small.count("_MAX 1\n") == 2
+    (tmp_path / "ops.bcc.c").write_text(small)
+    monkeypatch.setattr(session, "PROGRAMS", tmp_path)
+    here = {**os.environ, "SENNIT_TRANSPORT": "udp", "SENNIT_INTERFACES": "lo", "SENNIT_TIMEOUT_S": f"{DEADLINE_S}"}
+
+    def start(_: int, command: list[str], **options: Any) -> subprocess.Popen[str]:
+        return subprocess.Popen([*apart, *command], env=here, **options)
+
+    with session.open_bcc(ops.PROGRAM, ops.PROBES, everybody(own_core)) as program:
+        with Ranks(start, tmp_path, seed) as ranks:
+            done = sum(page.total("engine", "operations_completed") for page in ranks.pages())
+        rows, uncounted = ops.collect(program, by_rank=True), program.uncounted()
+    (row,) = [row for row in rows if row.count]
+    durations = sum(sum(row.latencies_us.values()) for row in rows)
+    assert uncounted["map_full"] == (done - row.count) + (done - durations) > 0
+    assert uncounted["unmatched"] == 0
