@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Types of an object file as NumPy dtypes, read from its BTF (Linux, Documentation/bpf/btf.rst).
 
-A C struct's layout is therefore written once: Python sees what clang laid out.
+A C struct's layout is therefore written once: Python sees what clang laid out. (libbpf's `btf__*` was tried: the types
+behind its pointers have to be declared all the same, in as many lines, and a mistake is a crash.)
 """
 
 from __future__ import annotations

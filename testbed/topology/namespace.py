@@ -3,7 +3,8 @@
 
 A name is bound below /run/netns, where `ip netns` finds it too. It contains the process that made it, so the next
 process recognises and removes what a killed one left behind. `ip netns exec` would also remount /sys and hide bpffs;
-entering with setns(2), or `nsenter --net`, leaves the file systems alone.
+entering with setns(2), or `nsenter --net`, leaves the file systems alone. pyroute2's `netns.create` would move this
+process into the namespace, and make /run/netns a shared mount of the machine.
 """
 
 from __future__ import annotations
