@@ -133,7 +133,7 @@ test-python: build  ## Python tests, all rings that can run here
 
 frameworks:  ## install Lightning, Accelerate and TorchRec, and run the tests and examples of others over sennit
 	@sennit/setup/build.sh frameworks bench-fbgemm
-	@$(PY) -m pytest -v tests/runtime/frameworks
+	@$(PY) -m pytest -v --long tests/runtime/frameworks
 
 lint: build  ## ruff and clang-format, changing nothing
 	@$(PY) -m ruff check .

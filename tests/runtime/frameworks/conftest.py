@@ -8,6 +8,15 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.runtime.conftest import World
+from tests.runtime.frameworks.rows import ROWS, need_package
+
+
+@pytest.fixture(autouse=True)
+def package(request: pytest.FixtureRequest) -> None:
+    """Skips the test of a row without its package, or fails it where it must run."""
+    test = request.function.__name__
+    if any(row.test == test for row in ROWS):
+        need_package(test, is_long=request.config.getoption("--long"))
 
 
 @pytest.fixture(scope="module")

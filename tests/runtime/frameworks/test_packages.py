@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,26 +14,17 @@ from tests.runtime.conftest import World
 pytestmark = pytest.mark.timeout(180)
 
 
-def skip_without(package: str) -> None:
-    """Does not import it: that takes seconds, and only the ranks need it."""
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"the package {package} is not installed: make frameworks")
-
-
 @pytest.mark.parametrize("name", ["test_ops", "test_sync", "test_script"])
 def test_accelerate(ranks: Callable[[int], World], tmp_path: Path, port: int, name: str) -> None:
-    skip_without("accelerate")
     ranks(2).run("frameworks/accelerate_cases.py", "script", folder=str(tmp_path), port=port, name=name)
 
 
 def test_accelerate_data_loop(ranks: Callable[[int], World], tmp_path: Path, port: int) -> None:
-    skip_without("accelerate")
     ranks(2).run("frameworks/accelerate_cases.py", "data_loop", folder=str(tmp_path), port=port)
 
 
 @pytest.mark.parametrize("model", ["BoringModel", "ManualOptimBoringModel"])
 def test_lightning(ranks: Callable[[int], World], port: int, model: str) -> None:
-    skip_without("lightning")
     ranks(2).run("frameworks/lightning_cases.py", "fit", port=port, model=model)
 
 
@@ -51,5 +41,4 @@ def test_lightning(ranks: Callable[[int], World], port: int, model: str) -> None
 )
 def test_torchrec(ranks: Callable[[int], World], port: int, sharding: str, options: dict[str, Any]) -> None:
     """Rows over gloo TorchRec skips, because gloo sums no reduce_scatter in the background."""
-    skip_without("torchrec")
     ranks(2).run("frameworks/torchrec_cases.py", "sharding", port=port, sharding_type=sharding, options=options)
