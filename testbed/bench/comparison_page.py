@@ -39,7 +39,7 @@ def tables(found: Comparison) -> str:
 
 def charts(found: Comparison) -> dict[str, Chart]:
     """File name -> picture. A picture without bars is left out."""
-    note = f"{found.machine['processor']}, {found.machine['cores']} cores. Medians; above 1 sennit is faster."
+    words = {"note": "Medians; above 1 sennit is faster.", "taken": f"{_taken(found)}."}
     groups = []
     for part in (SHARED, LOOPBACK):
         sizes = dict.fromkeys(_size(row) for row in found.rows if row.part == part)
@@ -51,12 +51,12 @@ def charts(found: Comparison) -> dict[str, Chart]:
         names = [row.case.partition(",")[0] for row in found.rows if row.part == SHARED and row.peer == GLOO]
         series = tuple(dict.fromkeys(names))
         made[PICTURES[0]] = Chart(
-            title="Collectives: time of gloo / time of sennit", series=series, groups=tuple(groups), note=note
+            title="Collectives: time of gloo / time of sennit", series=series, groups=tuple(groups), **words
         )
     bars = tuple((_bar(row), (_round(row.ratio),)) for row in found.rows if row.part in (LOOKUPS, STEP))
     if bars:
         title = "Embedding tables and training: time of the peer / time of sennit"
-        made[PICTURES[1]] = Chart(title=title, series=("peer / sennit",), groups=bars, note=note)
+        made[PICTURES[1]] = Chart(title=title, series=("peer / sennit",), groups=bars, **words)
     return made
 
 
@@ -89,10 +89,13 @@ def _drawn(found: Comparison) -> dict[str, str]:
 def _machine(found: Comparison) -> str:
     where = found.machine
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
-    date = str(where["time_utc"]).partition("T")[0]
     kernel = str(where["kernel"]).partition("-")[0]
-    text = f"Measured {date} on {place(where)}, Linux {kernel}: {versions}."
+    text = f"{_taken(found)}, Linux {kernel}: {versions}."
     return textwrap.fill(text, 120, break_on_hyphens=False)
+
+
+def _taken(found: Comparison) -> str:
+    return f"Measured {str(found.machine['time_utc']).partition('T')[0]} on {place(found.machine)}"
 
 
 def _pictures(found: Comparison) -> Iterator[str]:

@@ -79,7 +79,8 @@ def charts(figures: Figures) -> dict[str, Chart]:
             {"name": group["name"], "values": [figures.lowest(group["row"], column) for column in found["columns"]]}
             for group in found["groups"]
         ]
-        made[name] = Chart.from_json({**found, "groups": groups})
+        taken = figures.taken(figures.row(group["row"])[1].run for group in found["groups"])
+        made[name] = Chart.from_json({**found, "groups": groups, "taken": taken})
     return made
 
 

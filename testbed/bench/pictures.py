@@ -11,7 +11,7 @@ from typing import Any, Final, Self
 
 COLOURS: Final = ("#1f6fb4", "#e08214", "#4d9221", "#8073ac")
 WIDTH, LEFT, RIGHT = 760, 170, 60
-BAR, BAR_GAP, GROUP_GAP, HEAD, FOOT = 16, 3, 14, 58, 28
+BAR, BAR_GAP, GROUP_GAP, HEAD, FOOT, LINE = 16, 3, 14, 58, 28, 18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +22,8 @@ class Chart:
     series: tuple[str, ...]
     groups: tuple[tuple[str, tuple[float, ...]], ...]
     note: str
+    taken: str
+    """When, and on what machine."""
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Self:
@@ -30,7 +32,8 @@ class Chart:
         for name, values in groups:
             if len(values) != len(series) or not all(value > 0 for value in values):
                 raise ValueError(f"group {name!r} has {values}; allowed: {len(series)} numbers above 0")
-        return cls(title=str(found["title"]), series=series, groups=groups, note=str(found["note"]))
+        words = {name: str(found[name]) for name in ("title", "note", "taken")}
+        return cls(series=series, groups=groups, **words)
 
     @property
     def is_logarithmic(self) -> bool:
@@ -45,7 +48,7 @@ def svg(chart: Chart) -> str:
 
 def _lines(chart: Chart) -> Iterator[str]:
     group_height = len(chart.series) * (BAR + BAR_GAP) + GROUP_GAP
-    height = HEAD + len(chart.groups) * group_height + FOOT
+    height = HEAD + len(chart.groups) * group_height + FOOT + LINE
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
         'font-family="sans-serif" font-size="12">'
@@ -69,4 +72,5 @@ def _lines(chart: Chart) -> Iterator[str]:
             yield f'<text x="{LEFT + length + 5}" y="{y + 12}">{value:g}</text>'
         top += group_height
     scale = " The scale is logarithmic and begins at 1." if chart.is_logarithmic else ""
-    yield f'<text x="10" y="{height - 10}" fill="#555">{escape(chart.note + scale)}</text>'
+    yield f'<text x="10" y="{height - 10 - LINE}" fill="#555">{escape(chart.note + scale)}</text>'
+    yield f'<text x="10" y="{height - 10}" fill="#555">{escape(chart.taken)}</text>'

@@ -17,7 +17,7 @@ from sennit.testbed.bench import performance_page, pictures
 from sennit.testbed.bench.figures import Figures, Row
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-CHART = {"title": "t", "series": ["a", "b"], "groups": [{"name": "g", "values": [1, 2]}], "note": "n"}
+CHART = {"title": "t", "series": ["a", "b"], "groups": [{"name": "g", "values": [1, 2]}], "note": "n", "taken": "t"}
 
 
 def test_the_committed_pages_and_pictures_are_what_the_figures_say() -> None:
