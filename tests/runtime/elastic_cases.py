@@ -128,7 +128,7 @@ def too_few(rank: int, world: int) -> str:
         os.kill(os.getpid(), signal.SIGKILL)
     failure(meet_twice)
     try:
-        elastic.reconfigure(Terms(timeout_s=1, wait_s=0.2, min_world=world))
+        elastic.reconfigure(Terms(timeout_s=4, wait_s=0.2, min_world=world))
     except SennitError as error:
         failure(lambda: dist.all_reduce(torch.ones(3)))
         return f"{type(error).__name__}: {error}"

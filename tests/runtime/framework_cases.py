@@ -206,8 +206,8 @@ def names_again(rank: int, world: int, folder: str) -> None:
     """torch gives the name of a group of one rank to a group of all, in the same store, after destroy_process_group."""
     store = dist.FileStore(f"{folder}/store", world)
     for ranks in ([0], list(range(world)), [world - 1], list(range(world))):
-        dist.init_process_group("sennit", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=20))
-        group = dist.new_group(ranks, timeout=timedelta(seconds=20))
+        dist.init_process_group("sennit", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+        group = dist.new_group(ranks, timeout=timedelta(seconds=60))
         if rank in ranks:
             total = torch.ones(1)
             dist.all_reduce(total, group=group)

@@ -46,7 +46,7 @@ def plans(rank: int, world: int, *, port: int, sharding: str) -> dict[str, Any]:
         patch.setattr(IngestTarget, "receiver", receives)
         patch.setattr(session.Session, "__init__", begins)
         door.facts = facts
-        source = FedSource(door, config.order_settings, rank=rank, world_size=world, timeout_s=20.0, is_elastic=False)
+        source = FedSource(door, config.order_settings, rank=rank, world_size=world, timeout_s=60.0, is_elastic=False)
         with Trainer(config, source) as trainer:
             source.begin(0)
             shards = sorted(map(str, trainer.own_shards))

@@ -55,5 +55,5 @@ def test_torch_shrinks_the_group(new_world: World, die: bool, abort: bool) -> No
 def test_too_few_survivors(new_world: World) -> None:
     texts = new_world(3).run(CASES, "too_few")
     for text in texts[1:]:
-        assert "TimeoutError: default: epoch 1 was not agreed upon within 1 s: 2 ranks are here" in text
+        assert "TimeoutError: default: epoch 1 was not agreed upon within 4 s: 2 ranks are here" in text
         assert "at least 3 are wanted" in text

@@ -70,7 +70,7 @@ def test_a_loop_may_be_left(kept_world: Callable[..., Any], depth: int) -> None:
 
 @pytest.mark.parametrize("where", ["input", "ids", "step", "AllReduce"])
 def test_a_rank_that_dies_is_named(new_world: Callable[..., Any], where: str) -> None:
-    survivor, victim = new_world(2, timeout_s=20.0).run(CASES, "dies", victim=1, where=where)
+    survivor, victim = new_world(2).run(CASES, "dies", victim=1, where=where)
     assert victim is None
     assert "rank 1" in survivor
     assert "no error" not in survivor

@@ -15,6 +15,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -263,9 +264,11 @@ def mismatch(group: Communicator, seed: int) -> None:
 
 def late(group: Communicator, seed: int) -> None:
     """A rank comes too late. The error at the deadline names it."""
+    store = group._store
+    assert store is not None
     if group.rank == 0:
         # This rank lives, but posts nothing until the others have given up.
-        threading.Event().wait(1.0)
+        store.wait([f"late/{rank}" for rank in range(1, group.world)], timedelta(seconds=60))
         return
     operation = group.post(
         "late",
@@ -276,6 +279,7 @@ def late(group: Communicator, seed: int) -> None:
     # With three ranks, another rank's deadline may pass first, and that rank tells the others.
     with pytest.raises((errors.TimeoutError, errors.PeerError), match=r"ranks? 0\b") as caught:
         operation.wait()
+    store.set(f"late/{group.rank}", "")
     assert group.world > 2 or caught.type is errors.TimeoutError
 
 

@@ -128,7 +128,7 @@ def meet(
     configs: Sequence[Config] | None = None,
     *,
     store: Store | None = None,
-    timeout_s: float = 20.0,
+    timeout_s: float = 60.0,
     absent: Sequence[int] = (),
     rails: Sequence[Sequence[Rail]] = (),
     notes: dict[int, tuple[str, ...]] | None = None,

@@ -128,7 +128,7 @@ def killed(me: Rank) -> None:
 def go_on(me: Rank, group: Communicator) -> None:
     """Reconfigures, runs a collective, and reports its new rank."""
     began_s = time.monotonic()
-    successor = group.reconfigure(Terms(timeout_s=30, **me.arguments.get("terms", {})))
+    successor = group.reconfigure(Terms(timeout_s=START_S, **me.arguments.get("terms", {})))
     check_sum(successor)
     me.report(rank=successor.rank, world=successor.world, epoch=successor.epoch, elapsed_s=time.monotonic() - began_s)
     successor.shutdown()
@@ -146,7 +146,7 @@ def stopped(me: Rank) -> None:
         failure = failed_call(group, lambda: [group.allreduce(array) for _ in range(1_000_000)])
         untouched = array.tobytes() == np.ones(LARGE_ELEMENTS, np.float32).tobytes()
         try:
-            group.reconfigure(Terms(timeout_s=20))
+            group.reconfigure(Terms(timeout_s=START_S))
         except PeerError as error:
             me.report(**failure, untouched=untouched, refused=str(error))
         return
@@ -197,7 +197,7 @@ def grows(me: Rank) -> None:
     if me.rank < 0:
         group = Communicator.join(store=me.store, timeout_s=START_S)
     else:
-        group = me.make().reconfigure(Terms(timeout_s=40, wait_s=40, expect=me.world + 1))
+        group = me.make().reconfigure(Terms(timeout_s=START_S, wait_s=START_S, expect=me.world + 1))
     check_sum(group)
     me.report(rank=group.rank, world=group.world, epoch=group.epoch)
     me.say(f"grown-{me.rank}")

@@ -34,7 +34,7 @@ from sennit.transport.tree import Span
 
 Bytes = npt.NDArray[np.uint8]
 WORLD = 3
-CONFIG = Config(transport=TransportKind.SHM, timeout_s=20.0)
+CONFIG = Config(transport=TransportKind.SHM, timeout_s=60.0)
 # Around the size of a piece of a local copy, 262,144 bytes.
 sizes = st.one_of(st.just(0), st.integers(0, 40), st.integers(262_100, 262_200), st.just(600_000))
 

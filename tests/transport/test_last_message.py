@@ -23,7 +23,7 @@ def chain(rank: int) -> _core.Plan:
 
 def test_the_last_message_of_an_operation_over_udp_leaves_with_it() -> None:
     settings = Config()
-    ends = [_core.Communicator(rank, WORLD, timeout_s=20, seed=rank) for rank in range(WORLD)]
+    ends = [_core.Communicator(rank, WORLD, timeout_s=60, seed=rank) for rank in range(WORLD)]
     offers = [
         end.udp_open(
             [("127.0.0.1", "")],

@@ -98,7 +98,7 @@ def test_an_epoch_that_one_rank_could_not_connect_is_nobodys(pair: Pair, monkeyp
 def test_a_group_that_gets_no_successor_is_still_there(pair: Pair) -> None:
     def refused(rank: int) -> str:
         with pytest.raises(errors.TimeoutError) as caught:
-            pair[rank].reconfigure(Terms(timeout_s=0.5, min_world=3))
+            pair[rank].reconfigure(Terms(timeout_s=2, min_world=3))
         return str(caught.value)
 
     assert all("2 ranks are here, at least 3 are wanted" in text for text in on_both(refused))

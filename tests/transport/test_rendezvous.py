@@ -324,7 +324,7 @@ def test_records_of_an_earlier_run_in_the_same_store_do_not_count(old_world: int
         def join(rank: int, late: int = late, come: threading.Event = come, endpoints: Any = endpoints) -> Any:
             if rank == late:
                 # By then the other rank has read the old records.
-                assert come.wait(20)
+                assert come.wait(60)
             watch = None if rank == late else come.set
             # Another host than in every earlier run, so an old record looks like a stranger's.
             config = Config(host_id=f"run-{late}")
