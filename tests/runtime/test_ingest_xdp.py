@@ -33,7 +33,8 @@ DEADLINE_S = 90.0
 # 24 batches and the evaluation rows are 5 MB of records, which take some seconds.
 RATE_BITS_PER_S, QUEUE_BYTES = 6_000_000, 200_000
 LOSS = 0.02
-
+# Bytes: what XDP takes in one piece, and jumbo frames.
+MTU, JUMBO_MTU = 3500, 9000
 
 # Root with the capabilities of the DaemonSet (examples/cluster/kubernetes/xdp.yaml), and no others.
 GIVEN = ",".join(["-all", *(f"+{name.removeprefix('CAP_').lower()}" for name in CAPABILITIES)])
@@ -51,8 +52,8 @@ def from_memory(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def planes() -> Iterator[Planes]:
-    with Planes(hosts=2, planes=2, mtu=3500, per_packet=True) as made:
+def planes(request: pytest.FixtureRequest) -> Iterator[Planes]:
+    with Planes(hosts=2, planes=2, mtu=getattr(request, "param", MTU), per_packet=True) as made:
         yield made
 
 
@@ -85,7 +86,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.long
+@pytest.mark.parametrize("planes", [JUMBO_MTU], indirect=True, ids=["jumbo frames"])
 def test_weights_are_those_of_a_run_from_memory(planes: Planes, tmp_path: Path, from_memory: str) -> None:
     """Both ranks use one interface, with no rights but those that XDP takes. In the next test each has its own."""
     trainer = Trainer(planes, tmp_path, interfaces=1, prefix=AS_IN_A_POD)
