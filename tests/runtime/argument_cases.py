@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from device_stand_in import on_device  # type: ignore[import-not-found]
 from fault_cases import raised  # type: ignore[import-not-found]
 
@@ -231,6 +232,7 @@ def refused_blocks(rank: int, world: int) -> list[str]:
         lambda: block(lambda: dist.reduce_scatter_single(torch.ones(2), big)),
         lambda: block(two_broadcasts, host),
         lambda: block(lambda: dist.all_reduce(torch.ones(3), dist.ReduceOp.BAND), host),
+        lambda: functional.all_reduce(torch.ones(3), "band", group).sum(),
     ):
         errors.append(raised(wrong))
         check()

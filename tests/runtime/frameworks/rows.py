@@ -20,6 +20,9 @@ CI: Final = "CI"
 LONG: Final = "test-long"
 """By `make test-long`: its part `frameworks` installs more, and gives `--long`."""
 
+CLONE: Final = "clone"
+"""Where an environment variable names a clone of the program."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -39,6 +42,8 @@ ROWS: Final = (
     Row(name="DCP", test="test_checkpoint", where=CI),
     Row(name="functional collectives", test="test_functional_collectives", where=CI),
     Row(name="`torch.compile`", test="test_compile", where=CI),
+    Row(name="DLRM", test="test_dlrm", where=CLONE),
+    Row(name="PARAM", test="test_param", where=CLONE),
     Row(name="Lightning", test="test_lightning", where=LONG, package="lightning"),
     Row(name="Accelerate", test="test_accelerate", where=LONG, package="accelerate"),
     Row(name="Accelerate, uneven data", test="test_accelerate_data_loop", where=LONG, package="accelerate"),

@@ -16,7 +16,7 @@ from tests.runtime.frameworks.rows import CI, LONG, ROWS, Row
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 # A row begins with its name, and ends with who runs it, and its test.
-ROW = re.compile(r"^\| (.*?) \| .* \| (CI|test-long) \| `(test_\w+)` \|$", re.MULTILINE)
+ROW = re.compile(r"^\| (.*?) \| .* \| (CI|test-long|clone) \| `(test_\w+)` \|$", re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/reference/frameworks.md"])
