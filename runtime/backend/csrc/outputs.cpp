@@ -64,17 +64,20 @@ Outputs::Outputs(std::string_view what, at::TensorList tensors) {
   };
   for (size_t begin = 0, end = 0; begin < found.size(); begin = end) {
     uintptr_t last = found[begin].last;
-    bool is_dense = tensors[found[begin].index].is_non_overlapping_and_dense();
+    const at::Tensor& lowest = tensors[found[begin].index];
+    bool is_dense = lowest.is_non_overlapping_and_dense();
     for (end = begin + 1; end < found.size() && found[end].first < last; ++end) {
+      const at::Tensor& next = tensors[found[end].index];
       last = std::max(last, found[end].last);
-      is_dense = is_dense && tensors[found[end].index].is_non_overlapping_and_dense();
-      if (is_dense) refuse(found[end - 1], found[end]);
+      is_dense = is_dense && next.is_non_overlapping_and_dense();
+      // Elements of two sizes do not lie between each other.
+      if (is_dense || next.element_size() != lowest.element_size()) refuse(found[end - 1], found[end]);
     }
     spans_.push_back({found[begin].first, last, found[begin].index});
     if (end - begin == 1) continue;
     const at::NoGradGuard no_grad;
     const uintptr_t base = found[begin].first;
-    const auto elements = static_cast<int64_t>((last - base) / tensors[found[begin].index].element_size());
+    const auto elements = static_cast<int64_t>((last - base) / lowest.element_size());
     at::Tensor marks = at::zeros({elements}, at::kBool);
     for (size_t place = begin; place < end; ++place) {
       if (mark(tensors[found[place].index], base, marks)) continue;
