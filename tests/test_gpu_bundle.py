@@ -47,7 +47,8 @@ GPU_MACHINE = ("torch", "triton", "numpy", "nanobind")
 
 def with_requirements(names: Iterable[str]) -> set[str]:
     """Names of distributions, and of all that they need here."""
-    found, left = set(), list(names)
+    found: set[str] = set()
+    left = list(names)
     while left:
         name = canonicalize_name(left.pop())
         if name in found:

@@ -150,11 +150,7 @@ def build(out: Path, site: Path, defined: Sequence[str], *, with_torch: bool) ->
     most = int(available[1]) * 1024 // BYTES_A_JOB if available else 1
     jobs = max(1, min(len(os.sched_getaffinity(0)), most))
     configure = ["cmake", "-S", str(SOURCES), "-B", str(out / "build"), f"-DPython_EXECUTABLE={sys.executable}"]
-    configure += [
-        f"-DSENNIT_TORCH={'ON' if with_torch else 'OFF'}",
-        "-DSENNIT_LAB=OFF",
-        "-DSENNIT_WARNINGS_ARE_ERRORS=OFF",
-    ]
+    configure += [f"-DSENNIT_TORCH={int(with_torch)}", "-DSENNIT_LAB=OFF", "-DSENNIT_WARNINGS_ARE_ERRORS=OFF"]
     configure += [f"-D{text}" for text in defined]
     if shutil.which("ninja") is not None:
         configure += ["-G", "Ninja"]
