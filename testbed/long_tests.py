@@ -31,8 +31,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 LOGS: Final = ROOT / "build" / "long"
 RECORD: Final = ROOT / "docs" / "lab" / "long-tests.json"
 PAGE: Final = ROOT / "docs" / "lab" / "long-tests.md"
-# Each long test has its own limit.
-PYTEST: Final = ("-m", "pytest", "--long", "-q", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=0")
+PYTEST: Final = ("-m", "pytest", "--long", "-q", "-p", "no:cacheprovider")
 BEGIN, END = "<!-- long tests: begin -->", "<!-- long tests: end -->"
 MODEL: Final = "build/model/transport/csrc/tests/model"
 

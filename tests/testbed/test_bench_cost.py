@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import sys
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,12 +65,12 @@ def test_a_late_packet_is_no_row_of_the_next_batch_wherever_the_release_is(
         for datagram in datagrams:
             python.deliver(datagram)
 
-        def at_line(frame: FrameType, event: str, argument: object) -> object:
+        def at_line(frame: FrameType, event: str, argument: object) -> Any:
             if event == "line":
                 python.deliver(datagrams[0])
             return at_line
 
-        def at_call(frame: FrameType, event: str, argument: object) -> object:
+        def at_call(frame: FrameType, event: str, argument: object) -> Any:
             return at_line if frame.f_code is PythonReceiver.release.__code__ else None
 
         before = sys.gettrace()
