@@ -10,6 +10,7 @@ from pathlib import Path
 import elftools
 import pytest
 
+from sennit import capabilities
 from sennit.ebpf import compiler, usdt, usdt_entries
 from sennit.ebpf.loader import BpfObject
 from sennit.offload import tracepoints as offload_tracepoints
@@ -59,6 +60,19 @@ def test_every_program_of_the_package_is_loaded_without_clang(name: str) -> None
         image = compiler.compile_program(name)
     with BpfObject(image) as loaded:
         assert loaded.programs()
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_testbed_asks_for_no_clang_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pyroute2")
+    probe = capabilities.PROBES["tc-bpf"]
+    capabilities.probe.cache_clear()
+    try:
+        assert probe().available
+        monkeypatch.setattr(compiler, "OBJECTS", Path("/nowhere"))
+        assert (probe().available, probe().detail.partition(";")[0]) == (False, "clang: command not found")
+    finally:
+        capabilities.probe.cache_clear()
 
 
 @pytest.mark.usefixtures("alone")
