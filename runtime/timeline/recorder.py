@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.timeline.rank_log import KINDS, RankLog
@@ -36,16 +36,8 @@ class TaskRecord(Protocol):
     def waiters(self) -> tuple[tuple[int, int], ...]: ...
 
 
-class _Open(NamedTuple):
-    """A span that goes on."""
-
-    log: RankLog
-    number: int
-    thread: int
-    kind: int
-    name: str
-    start_ns: int
-    step: int
+Begun = tuple[RankLog, int, int, int, str, int, int]
+"""A span that goes on: its log and number there, thread, kind, name, begin and step."""
 
 
 class Recorder:
@@ -71,20 +63,24 @@ class Recorder:
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """The block is one step of this rank."""
-        begun = self._open(_STEP, f"step {number}", number)
+        begun = self._begin(_STEP, f"step {number}", number)
         try:
             yield
         finally:
-            self._close(begun)
+            self.end_span(begun)
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """The block is a phase of the thread that calls this."""
-        begun = self._open(_PHASE, name, NO_STEP)
-        try:
-            yield
-        finally:
-            self._close(begun)
+    def begin_phase(self, name: str) -> Begun | None:
+        """A phase of the thread that calls this begins. None: nothing is recorded."""
+        return self._begin(_PHASE, name, NO_STEP)
+
+    def end_span(self, begun: Begun | None) -> None:
+        """What `begin_phase` returned ends."""
+        if begun is None:
+            return
+        end_ns = time.monotonic_ns()
+        log, number, thread, kind, name, start_ns, step = begun
+        if not log.end(number, end_ns):
+            log.note(thread, kind, name, start_ns, end_ns, step, 0, 0)
 
     def on_task(self, record: TaskRecord) -> None:
         """A task has ended, in the thread that calls this."""
@@ -104,21 +100,14 @@ class Recorder:
         """A clock of phases whose phases are recorded here."""
         return _RecordedPhases(self)
 
-    def _open(self, kind: int, name: str, step: int) -> _Open | None:
+    def _begin(self, kind: int, name: str, step: int) -> Begun | None:
         log = self._log
         if log is None:
             return None
         if not self._is_known():
             self._meet(threading.current_thread().name)
         thread, start_ns = self._here.number, time.monotonic_ns()
-        return _Open(log, log.note(thread, kind, name, start_ns, 0, step, 0, 0), thread, kind, name, start_ns, step)
-
-    def _close(self, begun: _Open | None) -> None:
-        if begun is None:
-            return
-        end_ns = time.monotonic_ns()
-        if not begun.log.end(begun.number, end_ns):
-            begun.log.note(begun.thread, begun.kind, begun.name, begun.start_ns, end_ns, begun.step, 0, 0)
+        return log, log.note(thread, kind, name, start_ns, 0, step, 0, 0), thread, kind, name, start_ns, step
 
     def _is_known(self) -> bool:
         # Python gives the number of a thread that has ended to a new one, but not its local variables.
@@ -150,5 +139,9 @@ class _RecordedPhases(PhaseClock):
 
     @contextmanager
     def phase(self, name: str, *, is_whole: bool = False) -> Iterator[None]:
-        with self._recorder.phase(name), super().phase(name, is_whole=is_whole):
-            yield
+        begun = self._recorder.begin_phase(name)
+        try:
+            with super().phase(name, is_whole=is_whole):
+                yield
+        finally:
+            self._recorder.end_span(begun)

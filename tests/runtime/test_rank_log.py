@@ -75,7 +75,7 @@ def test_a_step_of_more_spans_than_there_is_room_for_is_kept(log: RankLog) -> No
     recorder.begin(log)
     with recorder.step(0):
         for _ in range(9):
-            with recorder.phase("one"):
+            with recorder.clock().phase("one"):
                 pass
     assert [one.name for one in log.read().spans][-2:] == ["one", "step 0"]
 
@@ -86,7 +86,7 @@ def test_a_thread_gets_no_name_of_one_that_had_its_number_before(log: RankLog) -
     recorder.begin(log)
 
     def work() -> None:
-        with recorder.phase("work"):
+        with recorder.clock().phase("work"):
             pass
 
     for name in ("one", "other"):
@@ -141,7 +141,7 @@ def test_what_went_on_at_the_end_is_told(log: RankLog, tmp_path: Path) -> None:
     recorder.begin(log)
     with recorder.step(0):
         pass
-    with recorder.step(1), recorder.phase("forward"):
+    with recorder.step(1), recorder.clock().phase("forward"):
         names = [(one.kind, one.name) for one in log.read().spans]
         died = log.read()
     assert names == [("step", "step 0"), ("phase", "step 1, not ended"), ("phase", "forward, not ended")]

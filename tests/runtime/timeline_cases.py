@@ -68,11 +68,13 @@ def cut_short(rank: int, world: int, path: str, how: str) -> dict[str, Any] | No
             dist.all_reduce(torch.ones(5))
         dist.barrier()
         with timeline.step(1), phases.phase("last words"):
+            store.set(f"inside/{rank}", "")
             if how == "all raise":
                 raise ValueError(f"rank {rank}")
             if how == "all are killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if rank == world - 1:
+                store.wait([f"inside/{one}" for one in range(world)])
                 end(how, [int(store.get(f"process/{one}")) for one in range(world)])
             dist.all_reduce(torch.ones(5))
     left = timeline.left
