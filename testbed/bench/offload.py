@@ -176,4 +176,5 @@ def render(results: list[Result], console: Console) -> None:
 
 
 def as_json(results: list[Result]) -> dict[str, Any]:
-    return {"machine": machine.describe(), "results": [asdict(result) for result in results]}
+    found = [{**asdict(result), "numpy / cpu": result.numpy_ns_a_record / result.cpu_ns_a_record} for result in results]
+    return {"machine": machine.describe(), "results": found}

@@ -39,12 +39,25 @@ class Report:
             "memory_bytes": self.load.memory_bytes,
             "trainer": {
                 **vars(self.trainer),
+                **_summary(self.trainer.memory_s, self.trainer.stored_s),
                 "ratio": self.trainer.ratio,
                 "memory_samples_per_s": self.load.bags / statistics.median(self.trainer.memory_s),
                 "stored_samples_per_s": self.load.bags / statistics.median(self.trainer.stored_s),
             },
-            "homes": [{**vars(result), "ratio": result.ratio} for result in self.homes],
+            "homes": [
+                {**vars(result), **_summary(result.memory_s, result.tiers_s), "ratio": result.ratio}
+                for result in self.homes
+            ],
         }
+
+
+def _summary(memory_s: list[float], tiers_s: list[float]) -> dict[str, Any]:
+    """Median milliseconds in memory and with tiers, and the spread of memory / tiers."""
+    ratios = [memory / tiers for memory, tiers in zip(memory_s, tiers_s, strict=True)]
+    return {
+        "median_ms": [1e3 * statistics.median(seconds) for seconds in (memory_s, tiers_s)],
+        "spread": {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios)},
+    }
 
 
 def run(folder: Path, load: Load, *, steps: int, seed: int) -> Report:
