@@ -156,7 +156,7 @@ def absent(rank: int, world: int) -> str:
 
 def impatient() -> dist.ProcessGroup:
     """A group whose calls have a second. The making of it may take longer, on a busy machine."""
-    made = dist.new_group()
+    made: dist.ProcessGroup = dist.new_group()
     made._get_backend(torch.device("cpu")).set_timeout(timedelta(seconds=1))
     return made
 
