@@ -26,7 +26,7 @@ MODULES: Final = {
     "embedding": ("gpu_embedding",),
     "staging": ("gpu_staging",),
     "tests": ("gpu_tests",),
-    "training step": ("gpu_training", "gpu_overlap", "gpu_step"),
+    "training step": ("gpu_training", "gpu_step", "gpu_overlap"),
     "profile": ("gpu_profile",),
     "compiler": ("gpu_compiler",),
 }
