@@ -32,6 +32,7 @@ from rich.table import Table
 from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, KernelParam, mangle_type
 
@@ -246,8 +247,11 @@ def _compiled(source: ASTSource, options: dict[str, Any], case: str) -> Compiled
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
-        command = [knobs.nvidia.ptxas.path, "--verbose", f"--gpu-name={ARCHITECTURE}", path, "-o", "/dev/null"]
-        said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stderr
+        command = [get_ptxas(TARGET.arch).path, "--verbose", f"--gpu-name={ARCHITECTURE}", path, "-o", "/dev/null"]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    said = done.stderr
+    if done.returncode != 0:
+        raise RuntimeError(f"{command[0]} ended with {done.returncode}: {said.strip()}")
     (registers,) = _REGISTERS.findall(said)
     ((stored, loaded),) = _SPILLS.findall(said)
     loads, stores = Counter[int](), Counter[int]()

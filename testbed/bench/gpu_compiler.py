@@ -10,14 +10,14 @@ from typing import Any, Final
 from rich.console import Console
 
 from sennit.runtime.kernels import triton_report
-from sennit.testbed.bench.gpu import HOT, Settings
+from sennit.testbed.bench.gpu import Settings
 
 ONE_CASE: Final = "hot: sequences"
 """For the interpreter's runs: most of the kernels, in seconds."""
 
 
 def run(settings: Settings, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """The printed table is in the part's output. Raises RuntimeError if a hot kernel spills, or one is inexact."""
+    """The printed table is in the part's output. Raises RuntimeError if a kernel is inexact."""
     compiled: list[triton_report.Compiled] = []
     found: dict[str, Any] = {"architecture": triton_report.ARCHITECTURE, "kernels": []}
 
@@ -34,12 +34,5 @@ def run(settings: Settings, save: Callable[[dict[str, Any]], None]) -> dict[str,
 
 
 def problems(kernels: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What no kernel may do."""
-    found = []
-    for one in kernels:
-        what = f"{one['kernel']} ({one['case']})"
-        if one["spill_bytes"] and one["case"].startswith(HOT):
-            found.append(f"{what} spills {one['spill_bytes']} bytes")
-        if one["inexact"]:
-            found.append(f"{what} has {', '.join(one['inexact'])}")
-    return found
+    """Kernels that do not round as IEEE 754 says. (What spills is slow, not wrong: `gpu_summary`.)"""
+    return [f"{one['kernel']} ({one['case']}) has {', '.join(one['inexact'])}" for one in kernels if one["inexact"]]

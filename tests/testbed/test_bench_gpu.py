@@ -253,15 +253,16 @@ def test_copies_are_hidden_where_the_device_does_something_else() -> None:
         gpu_overlap.verdict([None, None], False)
 
 
-def test_hot_kernels_that_spill_are_wrong() -> None:
+def test_hot_kernels_that_spill_are_slow_and_inexact_ones_wrong() -> None:
     one = {
         "kernel": "update_kernel", "case": "hot: fp16", "registers": 80, "spill_bytes": 0, "shared_bytes": 2048,
         "loads": {"4": 3, "16": 1}, "stores": {"8": 1}, "inexact": [],
     }  # fmt: skip
     cold = one | {"case": "wide", "spill_bytes": 24}
     spills = one | {"registers": 255, "spill_bytes": 8}
-    assert gpu_compiler.problems([one, cold]) == []
-    assert gpu_compiler.problems([one, spills]) == ["update_kernel (hot: fp16) spills 8 bytes"]
+    assert gpu_compiler.problems([one, cold, spills]) == []
+    report = {"parts": {"compiler": {"kernels": [one, cold, spills]}}}
+    assert gpu_summary.slow(report) == ["compiler, update_kernel (fp16): 8 bytes spilled; goal: 0"]
     assert gpu_compiler.problems([cold | {"inexact": ["fma.rn.f32"]}]) == ["update_kernel (wide) has fma.rn.f32"]
     assert gpu_summary.hot_kernels([one, spills, cold])[2:] == ["| update | 2 | 80 to 255 | 8 | 2,048 | 16, 8 |"]
 
