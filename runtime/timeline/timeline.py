@@ -83,12 +83,12 @@ class Timeline:
         try:
             # Here all ranks have their logs.
             log.begin(offset_to_first(self._group))
+            self.record_to(log)
         except BaseException:
             log.remove()
             log.close()
             self._discard()
             raise
-        self.record_to(log)
         self._process = os.getpid()
         # Only the main thread may.
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
