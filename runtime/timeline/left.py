@@ -21,7 +21,7 @@ from sennit.runtime.timeline import rank_log
 from sennit.runtime.timeline.aligned import aligned
 from sennit.runtime.timeline.rank_log import PREFIX, RankLog, Recording
 from sennit.runtime.timeline.spans import TimelineError
-from sennit.runtime.timeline.trace_file import open_new, write
+from sennit.runtime.timeline.trace_file import open_new, with_word, write
 
 # A rank that dies closes its files one after the other, so peers may hear of its death before its lock is gone. And of
 # ranks that leave together, one looks whether others still record while they look, too.
@@ -93,8 +93,7 @@ def left_paths() -> set[Path]:
 def _write(recordings: Sequence[Recording], path: Path) -> Left | None:
     """None if there is nothing in them."""
     if all(one.rank for one in recordings):
-        endings = "".join(path.suffixes[-2:])
-        path = path.with_name(f"{path.name.removesuffix(endings)}.{recordings[0].host}{endings}")
+        path = with_word(path, recordings[0].host)
     with contextlib.suppress(TimelineError):
         return write_recordings(recordings, path)
     return None

@@ -83,11 +83,11 @@ class Recording:
 class RankLog:
     """The file of one rank. The functions that write are the recording rank's, those that lock and read anybody's."""
 
-    def __init__(self, descriptor: int, room: int, file: Path | None) -> None:
+    def __init__(self, descriptor: int, room: int, file: Path | None, flags: int = 0) -> None:
         """Maps a file that is complete and open. `file` None: it has no name, and its memory ends with the process."""
         self.descriptor, self.room, self.file = descriptor, room, file
-        self.spans_at, self.operations_at, self._size = _layout(room)
-        self._memory = mmap.mmap(descriptor, self._size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self.spans_at, self.operations_at, size = _layout(room)
+        self._memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | flags)
         self._numbers = itertools.count(1)
         self._newest = 0
         self._thread_count = 0
@@ -118,7 +118,8 @@ class RankLog:
             descriptor, file = _reserved(os.memfd_create("sennit timeline", os.MFD_CLOEXEC), size), None
         host = socket.gethostname().encode()
         os.pwrite(descriptor, HEADER.pack(MAGIC, rank, room, 0, 0, 0, 0, host, os.fsencode(path)), 0)
-        log = cls(descriptor, room, file)
+        # Finding a page at the first span in it would take longer than the span.
+        log = cls(descriptor, room, file, mmap.MAP_POPULATE)
         if file is not None:
             # It has its name when it is complete and locked.
             log._lock(_RECORDS)

@@ -56,6 +56,12 @@ def open_new(path: Path) -> IO[bytes]:
     return open(path.with_name(f".{path.name}.part"), "wb")
 
 
+def with_word(path: Path, word: str) -> Path:
+    """run.WORD.json.gz for run.json.gz."""
+    endings = "".join(path.suffixes[-2:])
+    return path.with_name(f"{path.name.removesuffix(endings)}.{word}{endings}")
+
+
 def write(trace: Trace, file: IO[bytes], path: Path) -> None:
     """Writes to `file` of `open_new`, and gives it the name `path`. Raises OSError."""
     with file:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sennit.offload.sketch import Sketch
 from sennit.runtime.data.batch_source import BatchSource
+from sennit.runtime.timeline.trace_file import with_word
 from sennit.runtime.training.rebalance import Moved
 from sennit.runtime.training.report import Change
 
@@ -43,7 +44,4 @@ class History:
 
 def numbered(path: Path, group: int) -> Path:
     """The file of a run's groups, from 1: run.json.gz, run.2.json.gz, …"""
-    if group == 1:
-        return path
-    endings = "".join(path.suffixes[-2:])
-    return path.with_name(f"{path.name.removesuffix(endings)}.{group}{endings}")
+    return path if group == 1 else with_word(path, f"{group}")

@@ -7,7 +7,10 @@ import contextlib
 import os
 import random
 import secrets
+import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,8 +21,8 @@ from typer.testing import CliRunner
 
 from sennit.cli import app
 from sennit.runtime.pipeline.scheduler import Scheduler
-from sennit.runtime.timeline import rank_log
-from sennit.runtime.timeline.left import left_paths, write_recordings
+from sennit.runtime.timeline import left, rank_log
+from sennit.runtime.timeline.left import write_recordings
 from sennit.runtime.timeline.rank_log import OPERATION, SPAN, RankLog
 from sennit.runtime.timeline.recorder import Recorder
 from sennit.runtime.timeline.spans import TimelineError
@@ -198,6 +201,69 @@ def test_without_shared_memory_a_rank_records_and_says_what_is_missing(
     log.close()
 
 
+HOLDS = """
+import fcntl, sys
+with open(sys.argv[1], "r+b") as file:
+    fcntl.lockf(file, fcntl.LOCK_EX, 1, 0)
+    print(flush=True)
+    input()
+"""
+
+
+def test_what_is_left_is_written_when_no_rank_records(
+    log: RankLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 has died and rank 2 lives on. Rank 0 was on another host, which has a file of its own."""
+    monkeypatch.setattr(left, "PATIENCE_S", 0.0)
+    path = tmp_path / "run.json.gz"
+    other = RankLog.create(log.token, rank=2, path=log.path, room=8)
+    for one in (log, other):
+        one.note(7, 0, "step 0", 1, 9, 0, 0, 0)
+        one.close()
+    assert other.file is not None
+    command = [sys.executable, "-c", HOLDS, str(other.file)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "\n"
+        assert left.write_left(log.path) is None
+        assert left.left_paths() >= {log.path}
+        holder.communicate("\n", timeout=60)
+    found = left.write_left(log.path)
+    assert found is not None
+    assert (found.path, found.ranks, found.died) == (tmp_path / f"run.{socket.gethostname()}.json", (1, 2), (1, 2))
+    assert str(found) == "ranks 1, 2 until the failure, where ranks 1, 2 died"
+    assert [clock.rank for clock in read(found.path).ranks] == [1, 2]
+    assert log.path not in left.left_paths()
+    assert not path.exists()
+
+
+def test_what_cannot_be_written_stays_left(log: RankLog, tmp_path: Path) -> None:
+    log.note(7, 0, "step 0", 1, 9, 0, 0, 0)
+    log.close()
+    tmp_path.chmod(0o700)
+    away = tmp_path.with_name(f"{tmp_path.name} away")
+    tmp_path.rename(away)
+    try:
+        with pytest.raises(FileNotFoundError):
+            left.write_left(log.path)
+        result = CliRunner().invoke(app, ["timeline", str(log.path)])
+        assert result.exit_code == 1
+        assert f"{log.path} cannot be written of what ranks have left: No such file or directory" in result.stderr
+    finally:
+        away.rename(tmp_path)
+    assert left.write_left(log.path) is not None
+
+
+def test_a_run_to_the_same_path_removes_what_an_earlier_one_has_left(log: RankLog, tmp_path: Path) -> None:
+    log.note(7, 0, "step 0", 1, 9, 0, 0, 0)
+    log.close()
+    left.remove_left(tmp_path / "other.json")
+    assert log.path in left.left_paths()
+    left.remove_left(log.path)
+    assert log.path not in left.left_paths()
+    assert left.write_left(log.path) is None
+
+
 @pytest.mark.parametrize(
     ("how", "died"),
     [
@@ -213,7 +279,7 @@ def test_ranks_that_die_leave_their_timeline(
 ) -> None:
     path = tmp_path / "run.json.gz"
     world = new_world(3)
-    left = [one for one in world.run(CASES, "cut_short", path=str(path), how=how) if one is not None]
+    told = [one for one in world.run(CASES, "cut_short", path=str(path), how=how) if one is not None]
     world.close()
     if how == "all are killed":
         assert not path.exists()
@@ -221,7 +287,7 @@ def test_ranks_that_die_leave_their_timeline(
         assert f"{path}: written of ranks 0, 1, 2 until the failure, where ranks 0, 1, 2 died" in result.stderr
         assert "3 ranks, steps 0 to 0" in result.stdout
     elif how != "all are terminated":
-        assert left == [{"path": str(path), "ranks": [0, 1, 2], "died": died}]
+        assert told == [{"path": str(path), "ranks": [0, 1, 2], "died": died}]
     trace = read(path)
     assert [(clock.rank, clock.has_died) for clock in trace.ranks] == [(rank, rank in died) for rank in range(3)]
     for rank in range(3):
@@ -233,4 +299,4 @@ def test_ranks_that_die_leave_their_timeline(
         assert (("step", "step 1") in names) is not is_open
     assert summarise(trace).steps[0] == 0
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
-    assert path not in left_paths()
+    assert path not in left.left_paths()
