@@ -31,7 +31,8 @@ def machine_identity(*, boot_id: Path = BOOT_ID) -> str:
     try:
         return f"boot:{boot_id.read_text().strip()}"
     except OSError as error:
-        raise DeviceError(f"cannot read {boot_id} (mount /proc in this container)", error.errno) from error
+        hint = " (mount /proc in this container)" if isinstance(error, FileNotFoundError) else ""
+        raise DeviceError(f"cannot read {boot_id}{hint}", error.errno) from error
 
 
 @dataclass(frozen=True, kw_only=True)

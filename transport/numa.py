@@ -24,14 +24,18 @@ def node_of_interface(name: str, sys: Path) -> int | None:
 
 
 def nodes_of_cpus(cpus: Collection[int], sys: Path) -> set[int]:
-    """Returns the NUMA nodes that have any of the CPUs. Empty where the kernel knows no nodes."""
+    """Returns the NUMA nodes that have any of the CPUs. Empty where the kernel knows no nodes, or does not say."""
+    try:
+        lists = {folder.name: (folder / "cpulist").read_text() for folder in sys.glob("devices/system/node/node[0-9]*")}
+    except OSError:
+        return set()
     nodes = set()
-    for folder in (sys / "devices/system/node").glob("node[0-9]*"):
+    for name, cpu_list in lists.items():
         # As in "0-3,8,10-11". A node with memory alone has an empty list.
-        for part in (folder / "cpulist").read_text().strip().split(","):
+        for part in cpu_list.strip().split(","):
             first, _, last = part.partition("-")
             if first and not set(range(int(first), int(last or first) + 1)).isdisjoint(cpus):
-                nodes.add(int(folder.name.removeprefix("node")))
+                nodes.add(int(name.removeprefix("node")))
     return nodes
 
 

@@ -80,6 +80,8 @@ class Endpoint(TriedEndpoint, Protocol):
 
     def connect(self, routes: Sequence[Route], /) -> None: ...
 
+    def abort(self, reason: str, /) -> None: ...
+
 
 AnyEndpoint = TypeVar("AnyEndpoint", bound=Endpoint)
 
@@ -181,10 +183,10 @@ def connect(
             _refuse_strangers(config, hello, offers, opened, by_shm, rank)
             if not needs_udp[rank]:
                 return {"blob": "", "devices": []}
-            chosen[:] = rails()
             try:
+                chosen[:] = rails()
                 blob = _open_network(endpoint, config, chosen)
-            except DeviceError as error:
+            except OSError as error:
                 given_up = offers[rank]["why_not"] or "; ".join(each["why"] for each in opened[rank]["closed"].values())
                 if config.transport is not TransportKind.AUTO or not given_up:
                     raise
@@ -206,19 +208,26 @@ def connect(
     network = "verbs" if config.transport is TransportKind.VERBS else "udp"
     routes: list[Route] = [("shm", b"") if by_shm[peer] else (network, blobs[peer]) for peer in range(world)]
     routes[rank] = ("self", b"")
-    notes = _slower_neighbours(config, hello, offers, opened, by_shm, rank)
-    _tell(notes)
+    to_tell = _slower_neighbours(config, hello, offers, opened, by_shm, rank)
+    notes = list(to_tell)
     if any(kind in NETWORKS for kind, _ in routes):
         for verdict in try_network(
             endpoint, routes, exchanges, rank=rank, deadline_s=exchanges.deadline_s, watch=watch
         ):
-            _tell(verdict.warnings)
+            to_tell += verdict.warnings
             notes += [*verdict.warnings, *verdict.notes]
         notes += _unpaired_rails(endpoint, routes, chosen, rank)
         notes += _without_ipv6(chosen, rank)
     if far := describe_distance(f"rank {rank}", [rail.interface for rail in chosen]):
         notes.append(far)
-    endpoint.connect(routes)
+    try:
+        _tell(to_tell)  # raises where warnings are errors
+        endpoint.connect(routes)
+    except Exception as error:
+        told = descriptors.explained(error, world=world)
+        # The others may be connected already.
+        endpoint.abort(f"rank {rank} could not join {name}: {type(told).__name__}: {told}")
+        raise told from error
     return Connection(
         endpoint=endpoint,
         routes=tuple(kind for kind, _ in routes),

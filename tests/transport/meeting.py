@@ -116,6 +116,9 @@ class Recorder:
     def trial_payload_max_bytes(self, rank: int, /) -> int:
         raise AssertionError(rank)
 
+    def abort(self, reason: str, /) -> None:
+        raise AssertionError(reason)
+
     def give_up(self, reason: str, /) -> None:
         raise AssertionError(reason)
 

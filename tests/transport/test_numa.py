@@ -67,3 +67,8 @@ def test_a_group_notes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(first) == 1
     assert first[0].startswith("rank 0 runs on NUMA node 1, far from its network interfaces (eth0: node 0)")
     assert not second
+
+
+def test_nodes_that_cannot_be_read_are_no_reason_to_stop(tmp_path: Path) -> None:
+    (tmp_path / "devices/system/node/node0/cpulist").mkdir(parents=True)
+    assert numa.nodes_of_cpus({0}, tmp_path) == set()
