@@ -48,7 +48,8 @@ class Lane {
  public:
   virtual ~Lane() = default;
   virtual uint64_t eager_max_bytes() const = 0;
-  // Copies the message. False: no room now, so try again at the next progress.
+  // Copies the message. False: no room now, so try again at the next progress. Also false once the lane is dead or the
+  // peer has left: the sink hears of it, and what waits for room fails.
   [[nodiscard]] virtual bool send_eager(const MessageHeader& header, uint32_t flags, const void* data) = 0;
   // `destination` null: a loan (size_bytes <= MAX_LOAN_BYTES). The lane may delay a loan's advert until it has memory.
   // It grants in call order.

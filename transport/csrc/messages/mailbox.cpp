@@ -14,10 +14,8 @@ namespace {
 
 // Limits of kept unexpected messages: of all peers while nothing here waits for them, divided evenly ...
 constexpr uint64_t ARRIVALS_BYTES = 16'777'216;
-// ... but at least this much for each, about the share of a peer in a world of 64 ...
+// ... but at least this much for each, about the share of a peer in a world of 64.
 constexpr uint64_t ARRIVAL_SHARE_MIN_BYTES = 262'144;
-// ... and at most this much for a peer that something here waits for.
-constexpr uint64_t ARRIVALS_AWAITED_BYTES = 268'435'456;
 // A send that waits this long for its advert shows its header to the receiver. A receiver that runs another operation,
 // or expects another size, then reports that instead of waiting for its deadline.
 constexpr uint64_t PROBE_AFTER_US = 200'000;
@@ -63,6 +61,7 @@ void Mailbox::send(MailboxClient& client, uint32_t step, uint32_t peer, const Me
     return;
   }
   const uint32_t send = sends_.add({&client, header, data, step, peer, now_us_, false, false, use});
+  ++peers_[peer].waits;
   const uint32_t advert = advertised_.pop(peer, header.key);
   if (advert != KeyIndex::NONE) {
     const Advert found = adverts_[advert];
@@ -72,7 +71,6 @@ void Mailbox::send(MailboxClient& client, uint32_t step, uint32_t peer, const Me
   }
   pending_.push(peer, header.key, send);
   ++pending_count_;
-  ++peers_[peer].waits;
   if (is_p2p(header.key)) {
     sends_[send].requested = true;
     waiting_eager_[peer].push_back(send);
@@ -101,8 +99,7 @@ void Mailbox::set_peer(uint32_t receive, uint32_t peer) {
 
 bool Mailbox::has_room(uint32_t peer, uint64_t size_bytes) const {
   const bool is_awaited = peers_[peer].waits != 0 || waits_for_any_ != 0;
-  const uint64_t limit_bytes = is_awaited ? ARRIVALS_AWAITED_BYTES : arrival_share_bytes_;
-  return peers_[peer].arrival_bytes + size_bytes <= limit_bytes;
+  return is_awaited || peers_[peer].arrival_bytes + size_bytes <= arrival_share_bytes_;
 }
 
 void Mailbox::start_transfer(uint32_t send, uint64_t advert_id) {
@@ -277,7 +274,6 @@ void Mailbox::on_advert(uint32_t peer, const MessageHeader& header, uint64_t adv
     return;
   }
   --pending_count_;
-  --peers_[peer].waits;
   if (check(peer, header, sends_[send].header, false)) start_transfer(send, advert_id);
 }
 
@@ -292,6 +288,7 @@ void Mailbox::on_received(uint64_t receive_id, const std::byte* data, uint64_t l
 void Mailbox::on_sent(uint64_t send_id) {
   const Send record = sends_[static_cast<uint32_t>(send_id)];
   sends_.remove(static_cast<uint32_t>(send_id));
+  --peers_[record.peer].waits;
   record.client->on_message_sent(record.step);
 }
 

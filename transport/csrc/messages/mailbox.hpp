@@ -7,7 +7,13 @@
 //
 // A small message without a receive is unexpected and is kept. Each peer has a share of memory for such messages. The
 // lane holds up a peer beyond its share, and thus in the end its sender, but only while nothing here waits for that
-// peer. Once something waits, the message that it needs may be behind others in the same lane, so all are let in.
+// peer. Once something waits, what it needs may be behind others in the same lane, so all are let in, as many as there
+// are.
+//
+// Why no ranks can wait for each other by this: a record in a lane can end something at its receiver in two ways only.
+// It is for a receive that is posted there, or it is the advert or the end of a send that is posted there. Both count
+// as waiting for the peer (`waits`) from the call until they are complete, whichever way their bytes go. So whoever
+// needs a record reads its lane, and a lane that is held up has nothing that its receiver needs.
 #pragma once
 
 #include <memory>
@@ -188,7 +194,7 @@ class Mailbox final : public LaneSink {
   uint64_t waiting_eager_count_ = 0;
   struct PeerState {
     uint64_t arrival_bytes = 0;  // unexpected messages, with the overhead of each
-    uint64_t waits = 0;          // receives and sends here that need something from this peer
+    uint64_t waits = 0;          // receives, and sends that need an advert, posted here and not complete
   };
   std::vector<PeerState> peers_;
   uint64_t waits_for_any_ = 0;

@@ -43,7 +43,8 @@ uint64_t ShmLane::data_bytes_of(const Record& eager) {
 }
 
 bool ShmLane::send_eager(const MessageHeader& header, uint32_t flags, const void* data) {
-  if (dead_) return true;
+  // It waits for the port or the peer's last word to say that the peer is lost.
+  if (is_ending()) return false;
   wake();
   if (!waiting_records_.empty()) return false;
   Record record{};
@@ -308,6 +309,7 @@ bool ShmLane::release(uint64_t loan_id) {
 }
 
 bool ShmLane::push_fragment() {
+  if (peer_left_) return false;  // nobody reads it
   Transfer& transfer = transfers_.front();
   const uint64_t size_bytes = std::min(BULK_BLOCK_BYTES, transfer.size_bytes - transfer.sent_bytes);
   if (!find_free_block()) {

@@ -76,6 +76,8 @@ class ShmLane final : public Lane {
   // Whether something here has waited for the peer lately.
   bool is_expected(uint64_t now_us) const { return expected_us_ != 0 && now_us < expected_us_ + EXPECTED_US; }
   bool is_dead() const { return dead_; }
+  // Nothing that is sent from now on is read.
+  bool is_ending() const { return dead_ || peer_left_; }
   // Why this rank cannot receive from the peer. Empty while it can.
   const std::string& failure() const { return failure_; }
   // Whether the peer must be told of something since the last call.

@@ -149,11 +149,11 @@ TEST_CASE("a callback that throws harms neither the process nor other operations
   });
 }
 
-TEST_CASE("threads that shut a group down at the same time all return when its thread has ended") {
+TEST_CASE("threads that shut a group down at the same time all return when its callbacks have") {
   Group group(2, 20'000'000);
   std::vector<std::byte> memory(BYTES);
   sennit_op* const op = post_receive(group.comm(0), memory, 0, SENNIT_POST_ASYNC);
-  // Holds the engine's thread, so that all callers wait for its end.
+  // All callers wait for its end.
   struct Hold {
     std::atomic<bool> is_held{false}, is_released{false};
   } hold;
@@ -173,7 +173,7 @@ TEST_CASE("threads that shut a group down at the same time all return when its t
     threads.emplace_back([&] {
       ++entered;
       // Calls the engine itself, because the C interface lets no exception out.
-      CHECK_NOTHROW(group.engines[0]->shutdown(0));
+      CHECK_NOTHROW(group.engines[0]->shutdown(20'000'000));
       ++returned;
     });
   while (entered != THREADS) std::this_thread::yield();
@@ -319,4 +319,45 @@ TEST_CASE("a message that is needed overtakes any number of unexpected ones, of 
       CHECK(transfer(StepKind::send, 0, 2) == SENNIT_OK);
     }
   });
+}
+
+TEST_CASE("what was not sent when the peer aborts or leaves never ends well, over any port") {
+  constexpr uint32_t SMALL = 8'000, COUNT = 3'000;  // more than the peer keeps
+  for (const Route::Kind kind : {Route::Kind::shm, Route::Kind::udp}) {
+    for (const bool aborts : {true, false}) {
+      CAPTURE(aborts);
+      CAPTURE(static_cast<int>(kind));
+      const Group group(2, 20'000'000, kind);
+      std::vector<std::byte> memory(BYTES);
+      const auto post_send = [&](uint64_t size_bytes, uint32_t tag) {
+        PlanWriter writer(2, 0, 1, TAG_SIGNATURE);
+        writer.add(StepKind::send, 1, 0, 0, 0, size_bytes, {Operand{}});
+        const LoadedPlan plan(writer.bytes());
+        const sennit_buffer buffer{memory.data(), memory.size()};
+        const sennit_post_options options{0, SENNIT_POST_P2P, tag, 1.0, nullptr, 0, 0};
+        sennit_op* op = nullptr;
+        sennit_post(group.comm(0), plan.handle, &buffer, 1, &options, &op, nullptr, 0);
+        return op;
+      };
+      std::vector<sennit_op*> sends{post_send(BYTES, 1)};
+      for (uint32_t i = 0; i < COUNT; ++i) sends.push_back(post_send(SMALL, 2));
+      const auto sent = [&] {
+        return std::count_if(sends.begin(), sends.end(), [](auto* op) { return sennit_op_status(op) == SENNIT_OK; });
+      };
+      REQUIRE(sent() < COUNT);
+      if (aborts) {
+        sennit_abort(group.comm(1), "a test");
+      } else {
+        sennit_shutdown(group.comm(1), 0);
+      }
+      // The peer reads nothing any more. What this rank finds room for until it hears of that does not count.
+      CHECK(sennit_wait(sends.back(), 0) == SENNIT_PEER);
+      CHECK(sennit_wait(sends.front(), 0) == SENNIT_PEER);
+      const auto after = sent();
+      CHECK(after < COUNT);
+      CHECK(post_send(SMALL, 3) == nullptr);
+      CHECK(sent() == after);
+      for (sennit_op* op : sends) sennit_op_release(op);
+    }
+  }
 }
