@@ -98,7 +98,6 @@ void SennitBackend::shutdown() {
   }
   sennit_shutdown(group_->comm, std::min(SHUTDOWN_US, poster_->timeout_us()));
   copies_->stop(std::chrono::microseconds(SHUTDOWN_US));
-  group_->wait_for_futures(std::chrono::microseconds(SHUTDOWN_US));
 }
 
 c10::intrusive_ptr<c10d::Backend> SennitBackend::shrink(const std::vector<int64_t>& ranks_to_exclude, int shrink_flags,

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <thread>
 
 #include "interpreter.hpp"
 
@@ -14,6 +13,8 @@ namespace {
 
 // The duration of one wait before signals are checked: short enough for Ctrl-C, and long enough to cost nothing.
 constexpr uint64_t SIGNAL_CHECK_US = 100'000;
+// The longest wait for the thread that completes the future of an operation that has ended.
+constexpr std::chrono::seconds COMPLETION_LIMIT{5};
 
 // Holds the tensors of a Work that was dropped before its operation was done.
 struct Orphan {
@@ -46,11 +47,23 @@ void GroupState::note_failure(sennit_status status) {
   error.compare_exchange_strong(none, kind);
 }
 
-void GroupState::wait_for_futures(std::chrono::microseconds limit) {
-  const auto deadline = std::chrono::steady_clock::now() + limit;
-  while (open_futures.load() != 0 && std::chrono::steady_clock::now() < deadline) {
-    std::this_thread::sleep_for(std::chrono::microseconds(200));
-  }
+std::pair<FutureOfWork::Pointer, bool> FutureOfWork::get(const std::vector<c10::Device>& devices) {
+  const std::lock_guard<std::mutex> lock(signal_->mutex);
+  if (future_) return {future_, false};
+  future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
+  // The first callback of all.
+  future_->addCallback(
+      [signal = signal_](c10::ivalue::Future&) {
+        const std::lock_guard<std::mutex> lock(signal->mutex);
+        signal->is_complete.notify_all();
+      },
+      /*uses_future=*/false);
+  return {future_, true};
+}
+
+void FutureOfWork::wait_until_complete() {
+  std::unique_lock<std::mutex> lock(signal_->mutex);
+  if (future_) signal_->is_complete.wait_for(lock, COMPLETION_LIMIT, [this] { return future_->completed(); });
 }
 
 std::exception_ptr make_error(sennit_status status, const std::string& message) {
@@ -131,6 +144,7 @@ bool SennitWork::wait(std::chrono::milliseconds timeout) {
     status = sennit_wait(op_, slice_us);
     if (status == SENNIT_PENDING) check_signals();
   }
+  future_.wait_until_complete();
   end_profile();
   if (const std::exception_ptr error = failure()) std::rethrow_exception(error);
   unpack();
@@ -157,37 +171,34 @@ void SennitWork::abort() {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> SennitWork::getFuture() {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (future_) return future_;
-    std::vector<c10::Device> devices;
-    if (stream_) devices.push_back(stream_->device());
-    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
-  }
-  const auto future = future_;
-  // The callback may run Python (`then`), in this thread or the core's, so the caller must not hold the GIL.
+  std::vector<c10::Device> devices;
+  if (stream_) devices.push_back(stream_->device());
+  const auto [future, is_new] = future_.get(devices);
+  if (!is_new) return future;
+  // The lock of the core is needed, whose holder may need the GIL.
   const WithoutGil without_gil;
   c10::raw::intrusive_ptr::incref(this);
-  group_->open_futures.fetch_add(1);
-  sennit_op_on_done(op_, &SennitWork::on_done, this);
+  const sennit_status status = sennit_op_on_done(op_, &SennitWork::on_done, this);
+  if (status != SENNIT_OK) {
+    std::rethrow_exception(
+        make_error(status, std::string(title_) + ": no thread can be started that completes the future"));
+  }
   return future;
 }
 
 void SennitWork::on_done(void* self) {
-  auto work = c10::intrusive_ptr<SennitWork>::reclaim(static_cast<SennitWork*>(self));
-  const auto group = work->group_;
+  const auto work = c10::intrusive_ptr<SennitWork>::reclaim(static_cast<SennitWork*>(self));
+  const FutureOfWork::Pointer future = work->future_.get().first;
   work->end_profile();
   if (const std::exception_ptr error = work->failure()) {
-    work->future_->setErrorIfNeeded(error);
+    future->setErrorIfNeeded(error);
   } else {
     // A device's future records an event on the current stream: use a stream with nothing left to do.
     c10::OptionalStreamGuard guard;
     if (work->stream_) guard.reset_stream(*work->stream_);
     work->unpack();
-    work->future_->markCompleted(c10::IValue(work->outputs_));
+    future->markCompleted(c10::IValue(work->outputs_));
   }
-  work.reset();
-  group->open_futures.fetch_sub(1);
 }
 
 uint64_t SennitWork::getSequencenumber() const { return sennit_op_sequence(op_); }
@@ -226,6 +237,8 @@ bool JointWork::wait(std::chrono::milliseconds timeout) {
     }
     part->wait(left);
   }
+  const WithoutGil without_gil;
+  future_.wait_until_complete();
   return true;
 }
 
@@ -234,12 +247,8 @@ void JointWork::abort() {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> JointWork::getFuture() {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (future_) return future_;
-    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-  }
-  const auto future = future_;
+  const auto [future, is_new] = future_.get();
+  if (!is_new) return future;
   const auto outputs = outputs_;
   if (parts_.empty()) {
     future->markCompleted(c10::IValue(outputs));
@@ -247,7 +256,7 @@ c10::intrusive_ptr<c10::ivalue::Future> JointWork::getFuture() {
   }
   const auto pending = std::make_shared<std::atomic<size_t>>(parts_.size());
   for (const auto& part : parts_) {
-    part->getFuture()->addCallback([future, outputs, pending](c10::ivalue::Future& done) {
+    part->getFuture()->addCallback([future = future, outputs, pending](c10::ivalue::Future& done) {
       if (done.hasError()) future->setErrorIfNeeded(done.exception_ptr());
       if (pending->fetch_sub(1) == 1 && !future->completed()) future->markCompleted(c10::IValue(outputs));
     });

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // One call on the backend as torch sees it: a Work for one operation of the core, or for several Works.
 //
-// The thread that waits drives the operation. If a future was asked for, the thread that finishes the operation
-// completes it, so nobody needs to wait. Tensors live until the core has released them, even if the Work does not.
+// The thread that waits drives the operation. If a future was asked for, a thread of the core that does nothing else
+// completes it and runs its callbacks, so nobody needs to wait. Tensors live until the core has released them, even if
+// the Work does not.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -10,10 +11,12 @@
 
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "packing.hpp"
@@ -30,12 +33,29 @@ struct GroupState {
   GroupState& operator=(const GroupState&) = delete;
 
   void note_failure(sennit_status status);
-  // Waits until no thread is completing a future any more. Such a thread may need the GIL.
-  void wait_for_futures(std::chrono::microseconds limit);
 
   sennit_comm* const comm;
   std::atomic<c10d::ErrorType> error{c10d::ErrorType::SUCCESS};
-  std::atomic<uint32_t> open_futures{0};
+};
+
+// The future of a Work, made when it is asked for. As with gloo, it is complete when the Work's wait returns. But that
+// wait does not wait for the future's callbacks.
+class FutureOfWork {
+ public:
+  using Pointer = c10::intrusive_ptr<c10::ivalue::Future>;
+
+  // Whether the caller made it, and so has to see to its completion. `devices` of its value.
+  std::pair<Pointer, bool> get(const std::vector<c10::Device>& devices = {});
+  // The work is done: waits for a future that was asked for.
+  void wait_until_complete();
+
+ private:
+  struct Signal {
+    std::mutex mutex;
+    std::condition_variable is_complete;
+  };
+  const std::shared_ptr<Signal> signal_ = std::make_shared<Signal>();
+  Pointer future_;
 };
 
 // The torch exception for a failed operation: ValueError for mistakes of the caller, DistNetworkError for devices,
@@ -78,7 +98,7 @@ class SennitWork final : public c10d::Work {
   const std::vector<Packed> packed_;
   std::once_flag is_unpacked_;
   const std::optional<c10::Stream> stream_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  FutureOfWork future_;
 };
 
 // Several coalesced calls as one Work: done when all are done, failed when one has failed.
@@ -99,7 +119,7 @@ class JointWork final : public c10d::Work {
  private:
   const std::vector<c10::intrusive_ptr<c10d::Work>> parts_;
   const std::vector<at::Tensor> outputs_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  FutureOfWork future_;
 };
 
 }  // namespace sennit::runtime

@@ -37,6 +37,8 @@ ROWS: Final = (
     Row(name="TorchRec", test="test_torchrec", where=LONG, package="torchrec"),
     Row(name="collectives", test="test_collectives", where=CI),
     Row(name="DDP", test="test_ddp", where=CI),
+    Row(name="DDP's communication hooks", test="test_ddp_hooks", where=CI),
+    Row(name="ZeRO in a hook of DDP", test="test_overlapped_zero", where=CI),
     Row(name="FSDP2", test="test_fsdp2", where=CI),
     Row(name="DTensor", test="test_dtensor", where=CI),
     Row(name="DCP", test="test_checkpoint", where=CI),

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.timeout(180)
 
 Ranks = Callable[[int], World]
 MODELS = "frameworks/torch_model_cases.py"
+HOOKS = "frameworks/torch_hook_cases.py"
 # Of torch's tests, in torch 2.13. Most of the others need a GPU.
 LEAST_COLLECTIVES = 100
 LEAST_DDP = 12
@@ -33,6 +34,14 @@ def test_collectives(ranks: Ranks, tmp_path: Path) -> None:
 
 def test_ddp(ranks: Ranks, tmp_path: Path) -> None:
     assert len(run_backend_tests(ranks, tmp_path, of_ddp=True)) >= LEAST_DDP
+
+
+def test_ddp_hooks(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(HOOKS, "hooks", folder=str(tmp_path))
+
+
+def test_overlapped_zero(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(HOOKS, "overlapped_zero", folder=str(tmp_path))
 
 
 def test_fsdp2(ranks: Ranks, tmp_path: Path) -> None:

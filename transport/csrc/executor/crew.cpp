@@ -23,9 +23,6 @@ namespace {
 // A group with nothing to do gets a turn this often while others are busy.
 constexpr uint64_t REST_US = 1'000;
 
-// The seat whose turn this thread is in.
-thread_local const void* turn_of = nullptr;
-
 }  // namespace
 
 WakeEvent::WakeEvent() : fd(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
@@ -55,42 +52,26 @@ void WakeEvent::silence() const noexcept {
   eventfd_read(fd, &count);
 }
 
-// This thread inside a hand. Also ends when a callback ends the thread, as Python does at the end of a process.
+// The crew inside a hand.
 class Crew::Inside {
  public:
-  Inside(Crew& crew, Seat& seat) : crew_(crew), seat_(seat), is_in_(!seat.is_inside.exchange(true)) {}
-  ~Inside() {
-    if (!is_in_) return;
-    const bool is_owed = seat_.is_owed;
-    crew_.step_out(seat_);
-    if (is_owed) seat_.hand.relieved();
-  }
+  Inside(Crew& crew, Seat& seat) : crew_(crew), seat_(seat) { seat_.is_inside = true; }
+  ~Inside() { crew_.step_out(seat_); }
   Inside(const Inside&) = delete;
-  // False: it has left, or a thread whose place this one took is still inside.
-  explicit operator bool() const { return is_in_ && !seat_.has_left; }
+  explicit operator bool() const { return !seat_.has_left; }
 
  private:
   Crew& crew_;
   Seat& seat_;
-  const bool is_in_;
 };
 
 std::shared_ptr<Crew::Seat> Crew::join(Crewed& hand) {
   auto seat = std::make_shared<Seat>(hand);
   std::unique_lock lock(mutex_);
-  called_.reserve(members_.size() + 1);
-  members_.reserve(members_.size() + 1);
-  if (shift_in_charge_ == nullptr) start();
-  members_.push_back(seat);
-  if (watch_) return seat;
-  try {
-    answering_ = of_process<Answering>();
-    watch_ = answering_->join([this] { return watch(); });
-  } catch (...) {
-    lock.unlock();
-    leave(seat);
-    throw;
-  }
+  left_event_.wait(lock, [this] { return !is_ending_; });
+  called_.reserve(members_ + 1);
+  if (!thread_.joinable()) thread_ = std::thread([self = shared_from_this()] { self->work(); });
+  ++members_;
   return seat;
 }
 
@@ -99,20 +80,6 @@ void Crew::step_out(Seat& seat) noexcept {
   if (!seat.has_left) return;
   const std::lock_guard lock(mutex_);
   left_event_.notify_all();
-}
-
-// The lock is held.
-void Crew::start() {
-  auto shift = std::make_shared<Shift>();
-  auto thread = std::thread([self = shared_from_this(), shift] { self->work(shift.get()); });
-  if (thread_.joinable()) thread_.detach();  // the stuck one
-  thread_ = std::move(thread);
-  shift_ = std::move(shift);
-  shift_in_charge_ = shift_.get();
-  watched_turns_ = 0;
-  // It drives all that the one before drove.
-  called_.clear();
-  for (const auto& seat : members_) list(seat);
 }
 
 // The lock is held.
@@ -140,78 +107,35 @@ void Crew::call(const std::shared_ptr<Seat>& seat) noexcept {
 }
 
 void Crew::relieve(const std::shared_ptr<Seat>& seat) {
-  if (leave(seat)) seat->hand.relieved();
-}
-
-// Returns whether relieved() is due now.
-bool Crew::leave(const std::shared_ptr<Seat>& seat) {
-  const bool is_in_turn = turn_of == seat.get();
   std::unique_lock lock(mutex_);
   const bool is_first = !seat->has_left.exchange(true);
   if (is_first) {
-    if (is_in_turn) seat->is_owed = true;
-    std::erase(members_, seat);
+    --members_;
     end_rest();
   }
-  if (!is_in_turn) left_event_.wait(lock, [&] { return !seat->is_inside; });
-  std::thread ending;
-  std::shared_ptr<Answering::Member> watch;
-  std::shared_ptr<Answering> answering;
-  if (is_first && members_.empty()) {
-    shift_in_charge_ = nullptr;
-    ending = std::move(thread_);
-    watch = std::move(watch_);
-    answering = std::move(answering_);
+  left_event_.wait(lock, [&] { return !seat->is_inside; });
+  if (is_first && members_ == 0 && thread_.joinable()) {
+    is_ending_ = true;
     end_rest();
+    lock.unlock();
+    thread_.join();
+    lock.lock();
+    called_.clear();
+    is_ending_ = false;
+    left_event_.notify_all();
   }
   lock.unlock();
-  if (watch) answering->leave(watch);
-  if (ending.get_id() == std::this_thread::get_id()) {
-    ending.detach();
-  } else if (ending.joinable()) {
-    ending.join();
-  }
-  return is_first && !is_in_turn;
+  if (is_first) seat->hand.relieved();
 }
 
-// On the answering thread.
-uint64_t Crew::watch() {
-  const std::unique_lock lock(mutex_, std::try_to_lock);
-  if (!lock || members_.empty()) return WATCH_US;
-  const uint64_t now_us = clock_us();
-  const uint64_t turns = shift_->turns.load(std::memory_order_relaxed);
-  const bool is_dead = shift_in_charge_ == nullptr;
-  if (!is_dead && (turns != watched_turns_ || turns % 2 == 0 || members_.size() == 1)) {
-    watched_turns_ = turns;
-    watched_since_us_ = now_us;
-    return WATCH_US;
-  }
-  if (!is_dead && now_us - watched_since_us_ < WATCH_US / 2) return WATCH_US;
-  try {
-    start();
-  } catch (const std::exception&) {  // the next look tries again
-  }
-  return WATCH_US;
-}
-
-void Crew::work(Shift* shift) {
+void Crew::work() {
   begin_own_thread("sennit-crew");
-  // A callback may end this thread.
-  struct Charge {
-    ~Charge() {
-      const std::lock_guard lock(crew.mutex_);
-      if (crew.shift_in_charge_ == shift) crew.shift_in_charge_ = nullptr;
-    }
-    Crew& crew;
-    Shift* const shift;
-  } const charge{*this, shift};
   std::vector<Active> active;
   std::vector<pollfd> fds;
   bool is_rested = true;
-  while (gather(active, shift)) {
-    const Crewed::Turn next = pass(active, shift, is_rested);
+  while (gather(active)) {
+    const Crewed::Turn next = pass(active, is_rested);
     is_rested = false;
-    if (is_over(shift)) return;
     switch (next) {
       case Crewed::Turn::spin:
         relax();
@@ -220,7 +144,7 @@ void Crew::work(Shift* shift) {
         sched_yield();
         break;
       case Crewed::Turn::sleep:
-        rest(active, fds, shift);
+        rest(active, fds);
         is_rested = true;
         break;
       case Crewed::Turn::off:
@@ -230,12 +154,12 @@ void Crew::work(Shift* shift) {
   }
 }
 
-// Takes over the seats that called. Waits while there is none. False: the shift is over.
-bool Crew::gather(std::vector<Active>& active, const Shift* shift) {
-  if (!active.empty() && !has_news_) return !is_over(shift);
+// Takes over the seats that called. Waits while there is none. False: this thread ends.
+bool Crew::gather(std::vector<Active>& active) {
+  if (!active.empty() && !has_news_) return true;
   std::unique_lock lock(mutex_);
   for (;;) {
-    if (is_over(shift)) return false;
+    if (is_ending_) return false;
     has_news_ = false;
     try {
       for (; !called_.empty(); called_.pop_back()) active.push_back({called_.back()});
@@ -252,7 +176,7 @@ bool Crew::gather(std::vector<Active>& active, const Shift* shift) {
 }
 
 // A turn for each. Returns how to wait for the next pass.
-Crewed::Turn Crew::pass(std::vector<Active>& active, Shift* shift, bool is_rested) {
+Crewed::Turn Crew::pass(std::vector<Active>& active, bool is_rested) {
   using Turn = Crewed::Turn;
   Turn next = Turn::sleep;
   const uint64_t now_us = active.size() == 1 ? 0 : clock_us();
@@ -265,29 +189,8 @@ Crewed::Turn Crew::pass(std::vector<Active>& active, Shift* shift, bool is_reste
     it.seat->is_called = false;
     Turn turn = Turn::off;
     {
-      struct Counted {
-        explicit Counted(Shift& of, const Seat& seat) : shift(of) {
-          turn_of = &seat;
-          count();
-        }
-        ~Counted() {
-          count();
-          turn_of = nullptr;
-        }
-        void count() { shift.turns.store(shift.turns.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed); }
-        Shift& shift;
-      };
       const Inside inside(*this, *it.seat);
-      const Counted counted(*shift, *it.seat);
       if (inside) turn = it.seat->hand.take_turn(it.is_first);
-    }
-    if (is_over(shift)) {
-      // The thread that took this one's place passed the seat over.
-      const std::lock_guard lock(mutex_);
-      it.seat->is_called = true;
-      if (!it.seat->has_left && !it.seat->is_listed) list(it.seat);
-      end_rest();
-      return Turn::off;
     }
     it.is_first = false;
     it.rests_until_us = turn == Turn::sleep ? clock_us() + REST_US : 0;
@@ -305,13 +208,12 @@ Crewed::Turn Crew::pass(std::vector<Active>& active, Shift* shift, bool is_reste
 // False: it was called in the meantime.
 bool Crew::drop(Seat& seat) {
   const std::lock_guard lock(mutex_);
-  if (seat.is_called && !seat.has_left && !seat.is_inside) return false;
+  if (seat.is_called && !seat.has_left) return false;
   seat.is_called = seat.is_listed = false;
   return true;
 }
 
-void Crew::rest(std::vector<Active>& active, std::vector<pollfd>& fds, const Shift* shift) {
-  const bool is_alone = active.size() == 1 && active.front().seat->hand.sleeps_by_itself();
+void Crew::rest(std::vector<Active>& active, std::vector<pollfd>& fds) {
   const uint64_t now_us = clock_us();
   uint64_t until_us = UINT64_MAX;
   size_t announced = 0;
@@ -322,13 +224,16 @@ void Crew::rest(std::vector<Active>& active, std::vector<pollfd>& fds, const Shi
   } catch (const std::bad_alloc&) {
     return;
   }
+  Seat& first = *active.front().seat;
+  first.is_inside = true;
+  const bool is_alone = active.size() == 1 && !first.has_left && first.hand.sleeps_by_itself();
   for (const Active& it : active) {
     Seat& seat = *it.seat;
-    const bool is_in = !seat.is_inside.exchange(true);
-    const uint64_t end_us = is_in && !seat.has_left ? seat.hand.prepare_sleep(is_alone ? nullptr : &fds, now_us) : 0;
+    seat.is_inside = true;
+    const uint64_t end_us = seat.has_left ? 0 : seat.hand.prepare_sleep(is_alone ? nullptr : &fds, now_us);
     may_sleep = end_us != 0;
     if (!may_sleep) {
-      if (is_in) step_out(seat);
+      step_out(seat);
       break;
     }
     until_us = std::min(until_us, end_us);
@@ -336,7 +241,7 @@ void Crew::rest(std::vector<Active>& active, std::vector<pollfd>& fds, const Shi
   }
   if (may_sleep) {
     const std::lock_guard lock(mutex_);
-    may_sleep = !has_news_ && !is_over(shift);
+    may_sleep = !has_news_;
     if (may_sleep) {
       rest_ = is_alone ? Rest::alone : Rest::poll;
       sleeper_ = is_alone ? &active.front().seat->hand : nullptr;

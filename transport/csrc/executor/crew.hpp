@@ -2,9 +2,7 @@
 // The one thread that drives the operations that nobody waits for, of all groups of a process.
 //
 // It looks at each group that called, one round a turn, and sleeps once for all of them. A group that has had nothing
-// to do for a while gets a turn only now and then while others are busy. A turn may run callbacks, and a callback may
-// block. So the answering thread watches: when a turn lasts too long and there are other groups, another thread takes
-// the place of the stuck one, which ends when its turn does.
+// to do for a while gets a turn only now and then while others are busy. A turn runs no user code and does not block.
 #pragma once
 
 #include <poll.h>
@@ -16,8 +14,6 @@
 #include <mutex>
 #include <thread>
 #include <vector>
-
-#include "executor/answering.hpp"
 
 namespace sennit {
 
@@ -68,11 +64,7 @@ class Crew : public std::enable_shared_from_this<Crew> {
     Crewed& hand;
     std::atomic<bool> is_called{false}, has_left{false}, is_inside{false};
     bool is_listed = false;  // among those that called or have turns
-    bool is_owed = false;    // relieved() comes when the turn in progress ends
   };
-
-  // Longer than a turn takes without a callback, and far below the time after which peers give up a silent rank.
-  static constexpr uint64_t WATCH_US = 100'000;
 
   Crew() = default;
   Crew(const Crew&) = delete;
@@ -82,15 +74,10 @@ class Crew : public std::enable_shared_from_this<Crew> {
   std::shared_ptr<Seat> join(Crewed& hand);
   // There is work. The hand's lock may be held. Throws nothing.
   void call(const std::shared_ptr<Seat>& seat) noexcept;
-  // After it no thread of the crew is inside the hand, except the caller if it is in the hand's turn. The last one ends
-  // the thread. Idempotent.
+  // After it the crew is not inside the hand. The last one ends the thread. Idempotent. Not from within a turn.
   void relieve(const std::shared_ptr<Seat>& seat);
 
  private:
-  // One thread's time as the driver.
-  struct Shift {
-    std::atomic<uint64_t> turns{0};  // begun and ended: odd within a turn
-  };
   struct Active {
     std::shared_ptr<Seat> seat;
     bool is_first = true;
@@ -99,33 +86,25 @@ class Crew : public std::enable_shared_from_this<Crew> {
   class Inside;
   enum class Rest : uint8_t { none, idle, poll, alone };
 
-  void start();
-  void work(Shift* shift);
-  bool is_over(const Shift* shift) const { return shift_in_charge_.load(std::memory_order_acquire) != shift; }
-  bool gather(std::vector<Active>& active, const Shift* shift);
+  void work();
+  bool gather(std::vector<Active>& active);
   void list(const std::shared_ptr<Seat>& seat) noexcept;
-  void rest(std::vector<Active>& active, std::vector<pollfd>& fds, const Shift* shift);
-  Crewed::Turn pass(std::vector<Active>& active, Shift* shift, bool is_rested);
+  void rest(std::vector<Active>& active, std::vector<pollfd>& fds);
+  Crewed::Turn pass(std::vector<Active>& active, bool is_rested);
   bool drop(Seat& seat);
   void step_out(Seat& seat) noexcept;
-  bool leave(const std::shared_ptr<Seat>& seat);
   void end_rest() noexcept;
-  uint64_t watch();
 
   const WakeEvent event_;
   std::mutex mutex_;
   std::condition_variable called_event_, left_event_;
-  std::vector<std::shared_ptr<Seat>> members_;
+  size_t members_ = 0;
   std::vector<std::shared_ptr<Seat>> called_;  // has room for all members, so that a call allocates nothing
-  std::atomic<bool> has_news_{false};          // called, left, or another thread in charge
+  std::atomic<bool> has_news_{false};          // called or left
   Rest rest_ = Rest::none;
   Crewed* sleeper_ = nullptr;  // Rest::alone
-  std::atomic<Shift*> shift_in_charge_{nullptr};
-  std::shared_ptr<Shift> shift_;
-  uint64_t watched_turns_ = 0, watched_since_us_ = 0;
+  bool is_ending_ = false;     // the last one has left, and the thread has not ended yet
   std::thread thread_;
-  std::shared_ptr<Answering> answering_;
-  std::shared_ptr<Answering::Member> watch_;
 };
 
 }  // namespace sennit

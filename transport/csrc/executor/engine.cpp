@@ -248,6 +248,7 @@ sennit_status Engine::post(Plan& plan, const OperationMemory& memory, const senn
   const bool is_p2p = (options.flags & SENNIT_POST_P2P) != 0;
   const uint64_t sequence = is_p2p ? 0 : sequence_.load(std::memory_order_relaxed) + 1;
   if ((options.flags & SENNIT_POST_ASYNC) != 0) join_crew();
+  if (plan.on_device) join_callbacks();
   active_.reserve(active_.size() + 1);
   auto* const operation = new Operation(*this, plan, memory, options, sequence, std::move(counted));
   try {
@@ -271,7 +272,7 @@ sennit_status Engine::post(Plan& plan, const OperationMemory& memory, const senn
   guarded([&] { return launch(*operation, now_us); });
   if (sleeping_ != Sleep::awake) wake();
   if (background_operations_ != 0 && !driving_) call_crew();
-  run_callbacks(lock);
+  let_go(lock);
   *out = operation;
   return SENNIT_OK;
 }
@@ -368,20 +369,23 @@ bool Engine::look_at_everything(uint64_t now_us) {
     for (Port* port : ports_) port->tell_peers(has_ended, end_us);
   }
   if (failed || mailbox_.failure() != nullptr || now_us >= next_deadline_us_) check_failures(now_us);
-  // Operations that just failed count as movement: their waiters and callbacks must know before anybody sleeps.
+  // Operations that just failed count as movement: their waiters must know before anybody sleeps.
   return moved || first_settled_ != nullptr;
 }
 
 bool Engine::on_done(Operation& operation, Operation::Callback callback) {
+  Callbacks::stand_aside();
   {
     Lock lock = enter();
     if (operation.set_callback(callback)) {
+      operation.callback_level_ = Callbacks::next_level();
       // The caller may never wait, so the crew drives the operation.
       if (!operation.background_) {
         operation.background_ = true;
         ++background_operations_;
       }
       try {
+        join_callbacks();
         join_crew();
       } catch (const std::exception&) {
         return false;

@@ -4,7 +4,8 @@
 // One thread at a time is the driver: it runs rounds (ports, mailbox, ready steps) under the lock and gives the lock
 // away between rounds. A thread in wait() becomes the driver if there is none. Operations that nobody waits for are
 // driven by the crew (crew.hpp), and while no thread drives, the answering thread answers the peers (answering.hpp).
-// All groups of a process share these two.
+// None of them runs user code: callbacks of operations have threads of their own (callbacks.hpp). All groups of a
+// process share these threads.
 //
 // A group ends once, by end(), after a shutdown, an abort or a failure. end() first tells the peers. Then ports and
 // devices give up all user memory. Only then do the operations in flight end, so that their owners may free the memory.
@@ -26,6 +27,7 @@
 
 #include "executor/answering.hpp"
 #include "executor/backoff.hpp"
+#include "executor/callbacks.hpp"
 #include "executor/clock.hpp"
 #include "executor/crew.hpp"
 #include "executor/operation.hpp"
@@ -107,8 +109,11 @@ class Engine final : public OperationHost, private Crewed {
   // False while a device still copies the earlier send. The lock is held.
   bool may_send(const Operation& operation) const override;
   sennit_status wait(Operation& operation, uint64_t timeout_us);
-  // False: no thread could be started that drives the operation while nobody waits. The callback is set nevertheless.
+  // False: a thread that drives the operation, or one that calls back, could not be started. The callback is set
+  // nevertheless.
   bool on_done(Operation& operation, Operation::Callback callback);
+  // Of an operation that has ended, in a thread that holds no role and no lock.
+  void run_callbacks(Operation& operation);
   void set_timeout(uint64_t timeout_us);  // the default deadline of later operations
   void abort(std::string_view reason);
   // Why the group ended. Empty while it works.
@@ -200,7 +205,7 @@ class Engine final : public OperationHost, private Crewed {
   void wake();
   void borrow_memory(const Operation& operation);
   void finish(Operation* operation, sennit_status status, std::string reason) noexcept;
-  void run_callbacks(Lock& lock);
+  void let_go(Lock& lock);
   bool call(Operation::Callback callback);
   void check_failures(uint64_t now_us);
   void fail_as_told(uint32_t reporter, const FailureNotice& notice);
@@ -215,6 +220,8 @@ class Engine final : public OperationHost, private Crewed {
   uint64_t answer();
   // Starts the crew's thread if this is its first engine. Throws std::system_error.
   void join_crew();
+  // The same for the threads that call back.
+  void join_callbacks();
   void call_crew() noexcept;
   void leave_threads();
 
@@ -250,7 +257,7 @@ class Engine final : public OperationHost, private Crewed {
   std::deque<Operation*> held_;  // collectives that are active but not begun, in the group's order
   uint32_t device_collectives_running_ = 0;
   std::vector<Operation*> unsent_;  // point-to-point sends from a device, and sends behind them, in order of the calls
-  // Settled operations whose callbacks are still to come. A linked list, so that ending an operation allocates nothing.
+  // Settled operations that let_go() has not seen. A linked list, so that ending an operation allocates nothing.
   Operation* first_settled_ = nullptr;
   Operation* last_settled_ = nullptr;
   std::vector<pollfd> poll_fds_;  // used by the driver's last sleep
@@ -262,6 +269,8 @@ class Engine final : public OperationHost, private Crewed {
   bool stopping_ = false;
   std::shared_ptr<Crew> crew_;
   std::shared_ptr<Crew::Seat> seat_;
+  const std::shared_ptr<Callbacks> callbacks_ = of_process<Callbacks>();
+  Callbacks::Member called_back_;
   std::atomic<uint32_t> references_{1};
   std::atomic<uint64_t> last_round_us_{0};
   uint64_t idle_answers_ = 0;  // used by the answering thread only

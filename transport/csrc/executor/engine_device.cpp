@@ -56,10 +56,10 @@ void Engine::copy_done(Operation& operation, uint32_t step, const char* error) {
     return operation.run_ready(false);
   });
   if (ended_ != SENNIT_OK) {
-    run_callbacks(lock);
+    let_go(lock);
     return;
   }
-  // The driver does the rest. Callbacks may wait for other copies, so they must not run in this thread.
+  // The driver does the rest.
   if (sleeping_ != Sleep::awake) wake();
   if (background_operations_ != 0 && !driving_) call_crew();
 }

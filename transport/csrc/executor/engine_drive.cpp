@@ -19,7 +19,7 @@ constexpr uint64_t BLIND_SLEEP_US = 1'000;
 // An idle communicator on a network must still acknowledge what arrives late, since its last acknowledgement may be
 // lost, and answer peers that wait for it. The pause grows to ten times this while nothing arrives.
 constexpr uint64_t LINGER_US = 5'000;
-// A driver that has made no round for this long is in a callback.
+// A driver that has made no round for this long does not run.
 constexpr uint64_t DRIVER_AWAY_US = 2 * SLEEP_MAX_US;
 // Peers in shared memory see a counter grow this often: a fifth of the smallest peer timeout.
 constexpr uint64_t BEAT_US = 100'000;
@@ -28,6 +28,7 @@ constexpr uint64_t BEAT_US = 100'000;
 
 sennit_status Engine::wait(Operation& operation, uint64_t timeout_us) {
   if (operation.status() != SENNIT_PENDING) return operation.status();
+  Callbacks::stand_aside();
   Lock lock = enter();
   const Waiting waiting(*this);
   const uint64_t give_up_us = timeout_us == 0 ? UINT64_MAX : clock_us() + timeout_us;
@@ -50,7 +51,7 @@ uint64_t Engine::drive_once(Lock& lock) {
   const uint64_t now_us = clock_us();
   backoff_.begin_round(now_us);
   const bool moved = round(now_us);
-  run_callbacks(lock);
+  let_go(lock);
   if (moved) {
     backoff_.reset();
   } else {
@@ -127,7 +128,7 @@ void Engine::sleep(Lock& lock, uint64_t now_us) {
   poll_fds_.clear();
   const uint64_t until_us = announce_sleep(polls ? &poll_fds_ : nullptr, now_us);
   if (until_us == 0) {
-    run_callbacks(lock);
+    let_go(lock);
     return;
   }
   const uint64_t timeout_us = until_us - now_us;
@@ -161,6 +162,11 @@ void Engine::join_crew() {
 }
 
 // The lock is held.
+void Engine::join_callbacks() {
+  if (!stopping_) callbacks_->join(called_back_);
+}
+
+// The lock is held.
 void Engine::call_crew() noexcept {
   if (seat_) crew_->call(seat_);
 }
@@ -172,11 +178,12 @@ void Engine::leave_threads() {
   const std::shared_ptr<Crew> crew = crew_;
   const std::shared_ptr<Crew::Seat> seat = seat_;
   lock.unlock();
+  callbacks_->leave(called_back_);
   if (answering) answering->leave(answer_);
   if (seat) crew->relieve(seat);
 }
 
-// Runs on the answering thread, which must not be held up, so callbacks are left to other threads. Returns the pause.
+// Runs on the answering thread, which must not be held up. Returns the pause.
 uint64_t Engine::answer() {
   if (!has_network()) {
     shm_->beat();
@@ -187,34 +194,28 @@ uint64_t Engine::answer() {
   };
   if (!round_is_due(clock_us(), LINGER_US)) return LINGER_US;
   // Other groups wait for their answers too. A thread that holds the lock for long is at work.
-  const Lock lock(mutex_, std::try_to_lock);
+  Lock lock(mutex_, std::try_to_lock);
   if (!lock) return LINGER_US;
   const uint64_t now_us = clock_us();
   if (stopping_ || !round_is_due(now_us, driving_ ? DRIVER_AWAY_US : LINGER_US)) return LINGER_US;
   idle_answers_ = round(now_us) ? 0 : idle_answers_ + 1;
-  if (first_settled_ != nullptr) {
-    if (waiters_ != 0) role_free_.notify_all();
-    call_crew();
-  }
+  let_go(lock);
   return LINGER_US * std::min<uint64_t>(10, 1 + idle_answers_ / 200);
 }
 
-// One round, unless somebody else drives or waits. Blocks only in callbacks.
+// One round, unless somebody else drives or waits. Does not block.
 Engine::Turn Engine::take_turn(bool is_first) {
   // Taking the lock would win the race against every thread that wants to post.
   if (entering_.load(std::memory_order_relaxed) != 0) return Turn::yield;
   Lock lock(mutex_, std::try_to_lock);
   if (!lock) return Turn::yield;
-  if (stopping_) return Turn::off;
-  // Of operations that the answering thread found finished.
-  run_callbacks(lock);
   if (stopping_ || background_operations_ == 0 || waiters_ != 0 || driving_) return Turn::off;
   const Driving driving(*this);
   if (is_first) backoff_.reset();
   const uint64_t now_us = clock_us();
   backoff_.begin_round(now_us);
   const bool moved = round(now_us);
-  run_callbacks(lock);
+  let_go(lock);
   if (moved) {
     backoff_.reset();
     return Turn::moved;
@@ -231,11 +232,12 @@ Engine::Turn Engine::take_turn(bool is_first) {
 }
 
 uint64_t Engine::prepare_sleep(std::vector<pollfd>* fds, uint64_t now_us) {
-  const Lock lock(mutex_, std::try_to_lock);
+  Lock lock(mutex_, std::try_to_lock);
   if (!lock || entering_.load(std::memory_order_relaxed) != 0) return 0;
-  if (stopping_ || background_operations_ == 0 || waiters_ != 0 || driving_ || first_settled_ != nullptr) return 0;
+  if (stopping_ || background_operations_ == 0 || waiters_ != 0 || driving_) return 0;
   const uint64_t until_us = announce_sleep(fds, now_us);
   driving_ = until_us != 0;
+  if (until_us == 0) let_go(lock);
   return until_us;
 }
 

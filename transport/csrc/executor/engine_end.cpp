@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How operations and groups end: which rank is to blame, the error texts, the notice to the peers, and the callbacks.
+// How operations and groups end: which rank is to blame, the error texts, the notice to the peers, and who calls back.
 #include <cxxabi.h>
 
 #include <algorithm>
@@ -211,28 +211,36 @@ void Engine::finish(Operation* operation, sennit_status status, std::string reas
   last_settled_ = operation;
 }
 
-// Callbacks may call back into this core, and may drop the last reference. Both need the lock to be free.
-void Engine::run_callbacks(Lock& lock) {
+// Wakes the waiters of operations that have ended, and lets the operations go: those with callbacks to the threads that
+// call them.
+void Engine::let_go(Lock& lock) {
   if (first_settled_ == nullptr) return;
-  if (waiters_ > 1) role_free_.notify_all();
-  // The lock is taken again in every case. A callback may end its thread, as Python does at the end of a process.
-  struct Unlocked {
-    explicit Unlocked(Lock& held) : lock(held) { lock.unlock(); }
-    ~Unlocked() { lock.lock(); }
-    Lock& lock;
-  };
-  uint64_t failed = 0;
-  while (first_settled_ != nullptr) {
-    Operation* const operation = first_settled_;
-    first_settled_ = operation->next_settled_;
-    if (first_settled_ == nullptr) last_settled_ = nullptr;
-    const Operation::Callback of_device = operation->take_device_callback();
-    const Operation::Callback callback = operation->take_callback();
-    const Unlocked unlocked(lock);
-    if (of_device.function != nullptr && !call(of_device)) ++failed;
-    if (callback.function != nullptr && !call(callback)) ++failed;
-    operation->release();
+  if (waiters_ != 0) role_free_.notify_all();
+  Operation* without_callbacks = nullptr;
+  for (Operation* operation = std::exchange(first_settled_, nullptr); operation != nullptr;) {
+    Operation* const next = operation->next_settled_;
+    if (operation->has_callbacks()) {
+      callbacks_->add(called_back_, *operation);
+    } else {
+      operation->next_settled_ = std::exchange(without_callbacks, operation);
+    }
+    operation = next;
   }
+  last_settled_ = nullptr;
+  // The end of an operation frees memory, and perhaps releases the engine.
+  lock.unlock();
+  while (without_callbacks != nullptr) {
+    std::exchange(without_callbacks, without_callbacks->next_settled_)->release();
+  }
+  lock.lock();
+}
+
+void Engine::run_callbacks(Operation& operation) {
+  uint64_t failed = 0;
+  for (const Operation::Callback callback : {operation.take_device_callback(), operation.take_callback()})
+    if (callback.function != nullptr && !call(callback)) ++failed;
+  if (failed == 0) return;
+  Lock lock = enter();
   counted_->callbacks_failed += failed;
 }
 
@@ -258,10 +266,11 @@ void Engine::abort(std::string_view reason) {
   } catch (const std::bad_alloc&) {
   }
   end(SENNIT_ABORTED, std::move(text), std::move(notice), Farewell::notice);
-  run_callbacks(lock);
+  let_go(lock);
 }
 
 void Engine::shutdown(uint64_t timeout_us) {
+  Callbacks::stand_aside();
   {
     Lock lock = enter();
     const uint64_t give_up_us = clock_us() + timeout_us;
@@ -290,8 +299,9 @@ void Engine::shutdown(uint64_t timeout_us) {
     end(SENNIT_ABORTED, std::move(reason), {}, Farewell::goodbye);
     stopping_ = true;
     if (sleeping_ != Sleep::awake) wake();
-    run_callbacks(lock);
+    let_go(lock);
   }
+  callbacks_->wait(called_back_, timeout_us);
   leave_threads();
 }
 

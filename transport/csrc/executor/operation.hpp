@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "executor/callbacks.hpp"
 #include "executor/operation_log.hpp"
 #include "executor/plan.hpp"
 #include "executor/scratch.hpp"
@@ -112,6 +113,7 @@ class Operation final : public MailboxClient {
   Callback take_callback();
   // Call it before take_callback: it tells the owner of the device.
   Callback take_device_callback();
+  bool has_callbacks() const { return callback_.function != nullptr || device_.ended != nullptr; }
   bool set_callback(Callback callback);  // false: already settled, so the caller must call it
 
   sennit_status status() const { return static_cast<sennit_status>(status_.load(std::memory_order_acquire)); }
@@ -139,6 +141,7 @@ class Operation final : public MailboxClient {
 
  private:
   friend class Engine;
+  friend class Callbacks;
   struct Loan {
     const std::byte* data = nullptr;
     uint64_t id = 0;
@@ -198,7 +201,9 @@ class Operation final : public MailboxClient {
   uint32_t source_ = SENNIT_ANY_PEER;
   std::string error_;
   Callback callback_;
-  Operation* next_settled_ = nullptr;  // the engine's list: the operation that settled after this one
+  Operation* next_settled_ = nullptr;          // the operation that settled after this one, in the list where both are
+  Callbacks::Member* callbacks_of_ = nullptr;  // in a list of Callbacks
+  uint32_t callback_level_ = 0;
   std::atomic<int> status_{SENNIT_PENDING};
   std::atomic<uint32_t> references_{1};
 };

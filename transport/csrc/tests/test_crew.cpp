@@ -145,7 +145,6 @@ TEST_CASE("a callback that blocks holds up no other group") {
   CHECK_FALSE(is_released);
   is_released = true;
   wait_until([&] { return theirs.status() != SENNIT_PENDING; });
-  // The group that was held goes on with the thread that took over.
   const Background again(blocked, 0), again_too(blocked, 1);
   wait_until([&] { return again.status() != SENNIT_PENDING && again_too.status() != SENNIT_PENDING; });
   CHECK(again.is_right());
@@ -175,20 +174,6 @@ TEST_CASE("who is relieved has no thread of the crew inside any more") {
     CHECK(hand.turns == turns);
   }
   other.relieve();
-}
-
-TEST_CASE("a hand may leave in its own turn, also the last one, and the crew works again after it") {
-  const auto crew = std::make_shared<Crew>();
-  for (int i = 0; i < 20; ++i) {
-    Hand hand(crew, [](Hand& own) {
-      own.relieve();
-      CHECK_FALSE(own.is_relieved);  // only when the turn is over
-      return Crewed::Turn::moved;
-    });
-    hand.call();
-    wait_until([&] { return hand.is_relieved.load(); });
-    CHECK(hand.turns == 1);
-  }
 }
 
 TEST_CASE("the crew sleeps once for all, and wakes for a call, for a descriptor and for who leaves") {

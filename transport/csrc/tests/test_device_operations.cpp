@@ -373,7 +373,7 @@ TEST_CASE("after an abort queued copies touch nothing that was freed, and each o
     }
   }
   for (const auto& call : calls) {
-    CHECK(call->ended_count() == 1);
+    expect([&] { return call->ended_count() == 1; });
     // The device had begun the copy. It ends now, into memory that its owner kept, and the core ignores it.
     while (call->run_one()) {
     }

@@ -168,11 +168,14 @@ SENNIT_API const char* sennit_op_error(const sennit_op* op);
 SENNIT_API uint32_t sennit_op_source(const sennit_op* op);
 // The operation's sequence number in the group (collectives), or 0 (P2P).
 SENNIT_API uint64_t sennit_op_sequence(const sennit_op* op);
-// Calls `callback(argument)` once when the op is done: at once if it already is, else from the thread that finishes it
-// (no lock held). An op takes at most one callback. A callback should not throw. If it does, the exception is dropped
-// and counted (callbacks_failed). The background thread drives the op from here on, so nobody has to wait for it.
-// SENNIT_DEVICE: no such thread can be started. The callback is set, but runs only when some wait or post on this group
-// finishes the op. SENNIT_ARGUMENT: in a child of fork. The callback is never called.
+// Calls `callback(argument)` once when the op is done: at once if it already is, else from a thread of its own, soon
+// after. There it may do what any thread may: wait, post, take locks, sleep, shut groups down. Callbacks of a process
+// run one after the other, in the order in which their ops end, but none waits long for one that blocks. A sennit_wait
+// for the op does not wait for its callback. An op takes at most one callback. A callback should not throw. If it does,
+// the exception is dropped and counted (callbacks_failed). The background thread drives the op from here on, so nobody
+// has to wait for it. SENNIT_DEVICE: a thread for this cannot be started. The callback is set, but some wait or post on
+// this group must finish the op, and the callback runs once a thread can be started. SENNIT_ARGUMENT: in a child of
+// fork. The callback is never called.
 SENNIT_API sennit_status sennit_op_on_done(sennit_op* op, void (*callback)(void*), void* argument);
 SENNIT_API void sennit_op_retain(sennit_op* op);
 SENNIT_API void sennit_op_release(sennit_op* op);
@@ -192,8 +195,8 @@ SENNIT_API uint64_t sennit_fork_count(void);
 // and all later ones, and returns. Does nothing to a group that has ended.
 SENNIT_API void sennit_abort(sennit_comm* comm, const char* reason);
 // Sends what is still unacknowledged (at most `timeout_us`), says goodbye to the peers, takes all buffers back as
-// sennit_abort does, ends operations still in flight with SENNIT_ABORTED, and leaves the background thread. No
-// callback of this group runs in that thread after the return.
+// sennit_abort does, ends operations still in flight with SENNIT_ABORTED, and leaves the background threads. Waits for
+// callbacks of this group at most as long again, not for one in which it is called. Those that block longer go on.
 SENNIT_API void sennit_shutdown(sennit_comm* comm, uint64_t timeout_us);
 
 // Memory that the other ranks of this host map: their transfers from it are one copy, or none where they only sum it.
