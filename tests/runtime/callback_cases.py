@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fault_cases import raised
+from fault_cases import raised  # type: ignore[import-not-found]
 
 LIMIT_S = 20
 COUNT = 1_000
@@ -99,7 +99,7 @@ def thrown(rank: int, world: int) -> str:
     def callback(future: Any) -> None:
         raise RuntimeError("of the user's callback")
 
-    text = raised(sum_of(1.0).then(callback).wait)
+    text: str = raised(sum_of(1.0).then(callback).wait)
     assert torch.equal(sum_of(1.0).wait()[0], torch.full((COUNT,), float(world)))
     return text
 
@@ -113,7 +113,8 @@ def makes_and_destroys_groups(rank: int, world: int) -> None:
         total: torch.Tensor = sum_of(2.0, fresh).wait()[0]
         dist.destroy_process_group(fresh)
         dist.destroy_process_group(other)
-        return future.value()[0] + total
+        both: torch.Tensor = future.value()[0] + total
+        return both
 
     pending = dist.irecv(torch.ones(COUNT), (rank + 1) % world, group=other).get_future()
     assert torch.equal(sum_of(1.0).then(callback).wait(), torch.full((COUNT,), 3.0 * world))

@@ -23,8 +23,9 @@ def test_early_messages_beside_a_sum(kept_world: World, transport: str, elements
 
 @pytest.mark.parametrize("transport", ["shm", "udp"])
 @pytest.mark.parametrize("messages", [3_000, pytest.param(36_000, marks=pytest.mark.long)])
-def test_a_message_behind_early_ones(kept_world: World, transport: str, messages: int) -> None:
-    kept_world(2, transport).run(CASES, "behind_others", messages=messages)
+def test_a_message_behind_early_ones(new_world: World, transport: str, messages: int) -> None:
+    world = new_world(2, environment={"SENNIT_TRANSPORT": transport}, timeout_s=100)
+    world.run(CASES, "behind_others", timeout_s=100, messages=messages)
 
 
 @pytest.mark.parametrize(

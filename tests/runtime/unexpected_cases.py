@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fault_cases import raised
+from fault_cases import raised  # type: ignore[import-not-found]
 
 SMALL = 2_000  # floats: 8,000 bytes, which travel eagerly
 
