@@ -42,7 +42,7 @@ class BufferViews {
   }
   BufferViews(const BufferViews&) = delete;
 
-  // Releases the buffers of an operation that was given up while it ran. The engine's thread calls this without the
+  // Releases the buffers of an operation that was given up while it ran. A thread of callbacks calls this without the
   // GIL. So the buffers go when Python's main thread next runs pending calls, or at the next post.
   static void drop_later(void* self) {
     auto* const views = static_cast<BufferViews*>(self);
