@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +80,17 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 # The base of all BatchNorm and InstanceNorm modules, which have no public one.
 NormBase = _NormBase
+
+
+def coalescing(group: dist.ProcessGroup, *, async_ops: bool) -> AbstractContextManager[Any]:
+    """A block whose calls become one. It yields what is waited for, where `async_ops` is set."""
+    block: AbstractContextManager[Any] = dist._coalescing_manager(group, async_ops=async_ops)
+    return block
+
+
+def premul_sum(factor: float) -> Any:
+    """The reduction that multiplies by a factor and sums."""
+    return dist._make_nccl_premul_sum(factor)
 
 
 def default_group() -> dist.ProcessGroup:

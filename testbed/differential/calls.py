@@ -14,6 +14,8 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from sennit.runtime.backend.torch_versions import coalescing, premul_sum
+
 SHAPES: Final = ((), (0,), (1,), (7,), (3, 4), (2, 0, 3), (5, 2, 3), (2, 3, 4, 2), (257,), (31, 65), (3, 9_001))
 OFTEN: Final = (torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.float16, torch.bfloat16)
 SELDOM: Final = (torch.int8, torch.bool, torch.complex64, torch.int16, torch.uint16, torch.float8_e5m2)
@@ -88,7 +90,7 @@ class Draw:
     def operation(self) -> Any:
         self.op_name = self.same.choice(OPERATIONS)
         if self.op_name == "PREMUL_SUM":
-            return dist._make_nccl_premul_sum(0.5)
+            return premul_sum(0.5)
         return getattr(dist.ReduceOp, self.op_name)
 
     @property
@@ -286,7 +288,7 @@ def coalesced(draw: Draw) -> Call:
     op: Any = dist.ReduceOp.SUM if what is dist.all_gather_single else draw.operation()
 
     def start(group: Any, given: list[torch.Tensor], out: list[torch.Tensor]) -> list[Any]:
-        with dist._coalescing_manager(group, async_ops=True) as block:
+        with coalescing(group, async_ops=True) as block:
             for index, tensor in enumerate(out):
                 if what is dist.all_reduce:
                     dist.all_reduce(tensor, op, group=group)
