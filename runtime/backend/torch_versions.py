@@ -84,13 +84,13 @@ NormBase = _NormBase
 
 def coalescing(group: dist.ProcessGroup, *, async_ops: bool) -> AbstractContextManager[Any]:
     """A block whose calls become one. It yields what is waited for, where `async_ops` is set."""
-    block: AbstractContextManager[Any] = dist._coalescing_manager(group, async_ops=async_ops)
+    block: AbstractContextManager[Any] = dist.distributed_c10d._coalescing_manager(group, async_ops=async_ops)
     return block
 
 
 def premul_sum(factor: float) -> Any:
     """The reduction that multiplies by a factor and sums."""
-    return dist._make_nccl_premul_sum(factor)
+    return torch._C._distributed_c10d._make_nccl_premul_sum(factor)
 
 
 def default_group() -> dist.ProcessGroup:
