@@ -48,8 +48,9 @@ void GroupState::note_failure(sennit_status status) {
 }
 
 std::pair<FutureOfWork::Pointer, bool> FutureOfWork::get(const std::vector<c10::Device>& devices) {
-  const std::lock_guard<std::mutex> lock(signal_->mutex);
+  const std::lock_guard<std::mutex> lock(mutex_);
   if (future_) return {future_, false};
+  signal_ = std::make_shared<Signal>();
   future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
   // The first callback of all.
   future_->addCallback(
@@ -62,8 +63,13 @@ std::pair<FutureOfWork::Pointer, bool> FutureOfWork::get(const std::vector<c10::
 }
 
 void FutureOfWork::wait_until_complete() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!future_) return;
+  }
+  // Neither changes once it is there.
   std::unique_lock<std::mutex> lock(signal_->mutex);
-  if (future_) signal_->is_complete.wait_for(lock, COMPLETION_LIMIT, [this] { return future_->completed(); });
+  signal_->is_complete.wait_for(lock, COMPLETION_LIMIT, [this] { return future_->completed(); });
 }
 
 std::exception_ptr make_error(sennit_status status, const std::string& message) {

@@ -54,7 +54,8 @@ class FutureOfWork {
     std::mutex mutex;
     std::condition_variable is_complete;
   };
-  const std::shared_ptr<Signal> signal_ = std::make_shared<Signal>();
+  std::mutex mutex_;
+  std::shared_ptr<Signal> signal_;  // made with the future: most Works are never asked for one
   Pointer future_;
 };
 
