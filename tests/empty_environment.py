@@ -54,14 +54,16 @@ def build_extension_wheel(folder: Path, environment: Environment) -> Path:
         ROOT / "sennit" / "setup" / "torch_extension", sources, ignore=shutil.ignore_patterns("build", "*.egg-info")
     )
     command = ["--python", str(environment.python), "wheel", *BUILD_OPTIONS, "--wheel-dir", str(folder), str(sources)]
-    _pip(command, {**environment.variables, **compiler()}, BUILD_TIMEOUT_S)
+    _pip(command, {**environment.variables, **compiler(folder.parent)}, BUILD_TIMEOUT_S)
     (wheel,) = folder.glob("sennit_torch-*.whl")
     return wheel
 
 
-def compiler() -> dict[str, str]:
-    """Environment variables for compiling what an earlier test may have compiled."""
-    return {"CXX": "ccache g++"} if shutil.which("ccache") else {}
+def compiler(base: Path) -> dict[str, str]:
+    """Environment variables for compiling what an earlier run may have compiled, below another `base`."""
+    if not shutil.which("ccache"):
+        return {}
+    return {"CXX": "ccache g++", "CCACHE_BASEDIR": str(base), "CCACHE_NOHASHDIR": "1"}
 
 
 class Environment:

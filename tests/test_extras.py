@@ -240,7 +240,7 @@ def test_a_command_builds_the_extension(without_extension: Environment, tmp_path
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
         "CCACHE_DIR": os.environ.get("CCACHE_DIR", str(Path.home() / ".cache" / "ccache")),
     }
-    built = without_extension.run(*BUILD_EXTENSION, timeout_s=WHEEL_TIMEOUT_S, **compiler(), **variables)
+    built = without_extension.run(*BUILD_EXTENSION, timeout_s=WHEEL_TIMEOUT_S, **compiler(tmp_path.parent), **variables)
     assert built.returncode == 0, built.stdout + built.stderr
     done = reduce(without_extension, tmp_path, "after")
     assert done.returncode == 0, done.stderr

@@ -43,7 +43,13 @@ def group(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("step", "keep"), [(7, 0), (8, 1)], ids=["the same step again", "a newer step, one kept"])
+@pytest.mark.parametrize(
+    ("step", "keep"),
+    [
+        pytest.param(7, 0, id="the same step again", marks=pytest.mark.long),
+        pytest.param(8, 1, id="a newer step, one kept"),
+    ],
+)
 def test_killed_at_any_point_of_a_save_a_whole_checkpoint_is_left(tmp_path: Path, step: int, keep: int) -> None:
     done = subprocess.run(
         [sys.executable, str(PROGRAM), str(tmp_path), str(step), str(keep)],

@@ -101,7 +101,7 @@ def available(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(there)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(case=cases(most_lookups=1200))
 def test_any_case_makes_the_bits_of_the_reference(case: Case) -> None:
     """Runs natively, with each instruction set of this processor, and with several threads."""
@@ -110,7 +110,7 @@ def test_any_case_makes_the_bits_of_the_reference(case: Case) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the whole test table")
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(case=cases(most_lookups=150))
 def test_any_case_makes_the_bits_of_the_reference_in_triton(case: Case) -> None:
     if not available(("triton",)):

@@ -229,7 +229,7 @@ KINDS += [(Optimizer.ROW_WISE_ADAGRAD, precision, shape) for precision in Precis
 # Triton's interpreter is slow, and neither optimizers nor precisions have anything to do with slices.
 FOR_TRITON = [(Optimizer.ROW_WISE_ADAGRAD, Precision.FP32, shape) for shape in SHAPES]
 FOR_TRITON.append((Optimizer.LAMB, Precision.FP32, "sum"))
-BRIEFLY = [kind for kind in FOR_TRITON if kind[2] in ("weighted mean", "sequence")]
+BRIEFLY = [kind for kind in FOR_TRITON if kind[2] == "weighted mean"]
 RUNS = [
     pytest.param(name, *kind, ranks, marks=[pytest.mark.long] if name == "triton" and kind not in BRIEFLY else [])
     for name in IMPLEMENTATIONS

@@ -132,6 +132,7 @@ def test_survivors_and_a_newcomer_are_fed_on(tmp_path: Path, port: int, monkeypa
     assert ranks == [[0, 1, 2], [0, 1], [0, 1, 2]]
 
 
+@pytest.mark.long
 def test_a_newcomer_that_no_feeder_reaches_ends_and_the_others_go_on(tmp_path: Path, port: int) -> None:
     halt, path = tmp_path / "halted", tmp_path / "run.json"
     common = ["--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "3", "--timeout", "24"]

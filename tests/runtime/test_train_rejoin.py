@@ -107,7 +107,16 @@ def whole_run(folder: Path, *arguments: str) -> dict[str, Any]:
     ("transport", "ranks", "victim", "model", "own"),
     [
         ("udp", 2, 0, "", "--table-store {}/rows --table-memory 256KiB --checkpoint-async"),
-        ("shm", 3, 0, "--dense-optimizer adam --tensor-train 150:3", "--sharding data_parallel --exchange lossless"),
+        pytest.param(
+            *(
+                "shm",
+                3,
+                0,
+                "--dense-optimizer adam --tensor-train 150:3",
+                "--sharding data_parallel --exchange lossless",
+            ),
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             *("udp", 3, 1, "", "--sharding column_wise --checkpoint-async --checkpoint-increments 2"),
             marks=pytest.mark.long,

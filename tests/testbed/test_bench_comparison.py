@@ -99,7 +99,7 @@ def test_the_committed_pages_and_pictures_are_what_the_figures_say() -> None:
 
 
 @pytest.mark.needs("backend", "shm")
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command_runs_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = Shape(name="fp32, Zipf", table_count=2, row_count=100, bags=10, length=3, zipf=1.2)
     monkeypatch.setattr(embedding, "shapes", lambda: [small])

@@ -18,8 +18,8 @@ from sennit.testbed.topology.switch import NEEDS
 
 # Others cover these: the same at more and at less loss, other codecs, and the tests of training with other ranks.
 COVERED = {
-    "loss-1-allreduce", "loss-1-alltoall", "loss-5-allreduce", "same-bits-fp8", "same-bits-int8-alltoall",
-    "same-bits-training",
+    "loss-0.1-alltoall", "loss-1-allreduce", "loss-1-alltoall", "loss-5-allreduce", "same-bits-fp8",
+    "same-bits-int8-alltoall", "same-bits-training",
 }  # fmt: skip
 
 
