@@ -68,10 +68,10 @@ test-cpp: sanitized  ## C++ tests with address and undefined-behaviour sanitizer
 	@ctest --test-dir build/asan --output-on-failure --no-tests=error --timeout 300 --parallel 2 \
 	  --output-junit $(CURDIR)/$(REPORTS)/cpp.xml
 
-test-model: build  ## two hundred thousand schedules of faults against the real flow, without sanitizers
+test-model: build  ## schedules of faults against the real flow, and of exchanges over shared memory, without sanitizers
 	@cmake -S . -B build/model -G Ninja -DSENNIT_TESTS=ON -DSENNIT_PYTHON=OFF -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 	  -DCMAKE_CXX_COMPILER_LAUNCHER=$(LAUNCHER) --log-level=WARNING >/dev/null
-	@$(QUIETLY) build/model.log nice cmake --build build/model --target fault_model fault_model_small
+	@$(QUIETLY) build/model.log nice cmake --build build/model --target fault_model fault_model_small exchange_model
 	@mkdir -p $(REPORTS)
 	@ctest --test-dir build/model -L model --output-on-failure --no-tests=error \
 	  --output-junit $(CURDIR)/$(REPORTS)/model.xml
@@ -79,7 +79,7 @@ test-model: build  ## two hundred thousand schedules of faults against the real 
 test-fuzz: build  ## a few seconds of each fuzzer
 	@sennit/setup/fuzz.sh 8
 
-# It runs the two programs that `make test-model` builds.
+# It runs the programs that `make test-model` builds.
 PARTS ?=
 test-long: build test-model  ## what takes too long for `make test`; PARTS="model,long" for some; docs/lab/long-tests.md
 	@$(PY) -m sennit.testbed.long_tests --parts "$(PARTS)"

@@ -68,6 +68,11 @@ PARTS: Final = {
         command=(f"{MODEL}/fault_model_small", "--first", "{seed}000000", "--schedules", "1000000"),
         limit_s=3_600,
     ),
+    "exchanges": Part(
+        what="a million schedules of messages among two to five ranks over shared memory",
+        command=(f"{MODEL}/exchange_model", "--first", "{seed}000000", "--schedules", "1000000"),
+        limit_s=7_200,
+    ),
     "fuzzers": Part(
         what="libFuzzer, two minutes each",
         command=("make", "--no-print-directory", "fuzz", "SECONDS=120"),

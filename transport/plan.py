@@ -15,7 +15,7 @@ from sennit.transport.coding import Coding
 from sennit.transport.elements import Dtype, ReduceOp, accumulator
 from sennit.transport.tree import balanced
 
-# The most bytes that a receive without destination may hold (MAX_LOAN_BYTES in messages/lane.hpp).
+# The most bytes that a receive without destination may hold (MAX_LOAN_BYTES in messages/budgets.hpp).
 MAX_LOAN_BYTES: Final = 131_072
 # Slots are 20 bits of a message's 64-bit key.
 SLOT_LIMIT: Final = 1 << 20

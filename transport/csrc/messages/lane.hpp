@@ -16,13 +16,11 @@
 #include <vector>
 
 #include "flow/message.hpp"
+#include "messages/budgets.hpp"
 
 struct pollfd;
 
 namespace sennit {
-
-// docs/reference/plans.md rule 3: the largest receive without destination.
-inline constexpr uint64_t MAX_LOAN_BYTES = 131'072;
 
 class LaneSink {
  public:

@@ -6,16 +6,13 @@
 #include <numeric>
 #include <unordered_map>
 
+#include "messages/budgets.hpp"
 #include "messages/signature.hpp"
 #include "sennit/core.h"
 
 namespace sennit {
 namespace {
 
-// Limits of kept unexpected messages: of all peers while nothing here waits for them, divided evenly ...
-constexpr uint64_t ARRIVALS_BYTES = 16'777'216;
-// ... but at least this much for each, about the share of a peer in a world of 64.
-constexpr uint64_t ARRIVAL_SHARE_MIN_BYTES = 262'144;
 // A send that waits this long for its advert shows its header to the receiver. A receiver that runs another operation,
 // or expects another size, then reports that instead of waiting for its deadline.
 constexpr uint64_t PROBE_AFTER_US = 200'000;

@@ -12,8 +12,6 @@
 namespace sennit {
 namespace {
 
-// What is copied in one round, so that all peers take turns.
-constexpr uint64_t PIECE_BYTES = 262'144;
 // A peer that writes a piece and has its core is done much sooner. One that lost it may be stopped.
 constexpr uint64_t WRITER_LIMIT_NS = 200'000'000;
 
@@ -181,7 +179,7 @@ void ShmLane::take_reference(const Record& record) {
 bool ShmLane::read_piece() {
   const Read read = reads_.front();
   Receive& receive = receives_[read.slot];
-  const uint64_t piece_bytes = std::min(PIECE_BYTES, receive.size_bytes - receive.received_bytes);
+  const uint64_t piece_bytes = std::min(DIRECT_PIECE_BYTES, receive.size_bytes - receive.received_bytes);
   std::byte* const destination = receive.destination + receive.received_bytes;
   const std::byte* const source = read.source + receive.received_bytes;
   copy(destination, source, piece_bytes, receive.size_bytes >= STREAM_FROM_BYTES);
@@ -231,7 +229,7 @@ std::byte* ShmLane::take_place(uint32_t slot, uint64_t size_bytes) {
 
 bool ShmLane::place_piece() {
   Placement& placement = placements_.front();
-  const uint64_t piece_bytes = std::min(PIECE_BYTES, placement.size_bytes - placement.placed_bytes);
+  const uint64_t piece_bytes = std::min(DIRECT_PIECE_BYTES, placement.size_bytes - placement.placed_bytes);
   if (!begin_writing()) {
     placements_.clear();
     end_by_peer();

@@ -14,9 +14,6 @@ namespace sennit {
 namespace {
 
 constexpr uint64_t LINE = 64;
-constexpr uint64_t EAGER_MAX_BYTES = 8'192;
-// Limits one progress round, so that both directions and all peers take turns.
-constexpr uint32_t RECORDS_A_ROUND = 64;
 
 uint64_t lines(uint64_t size_bytes) { return (size_bytes + LINE - 1) / LINE * LINE; }
 
@@ -36,7 +33,7 @@ ShmLane::ShmLane(uint32_t peer, ShmInbox in, ShmInbox out, LaneSink& sink, Count
   static_assert(sizeof(Record) == LINE);
 }
 
-uint64_t ShmLane::eager_max_bytes() const { return EAGER_MAX_BYTES; }
+uint64_t ShmLane::eager_max_bytes() const { return SHM_EAGER_MAX_BYTES; }
 
 uint64_t ShmLane::data_bytes_of(const Record& eager) {
   return eager.flags == EAGER_REQUEST ? 0 : eager.header.size_bytes;

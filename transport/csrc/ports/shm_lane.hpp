@@ -167,9 +167,6 @@ class ShmLane final : public Lane {
   static constexpr uint64_t REFERENCE_LOAN = uint64_t{1} << 32;
   // Results of at least this size leave the cache before anyone reads them, so writes bypass it.
   static constexpr uint64_t STREAM_FROM_BYTES = 2'097'152;
-  // Up to this size a message was mostly made just now, and its bytes are in the sender's cache: the sender places it.
-  // Of larger ones the receiver takes the copy, so that the receivers of one sender share the work.
-  static constexpr uint64_t PLACED_MAX_BYTES = 262'144;
 
   static uint64_t data_bytes_of(const Record& eager);
   bool fits(const Record& fragment) const;

@@ -61,10 +61,6 @@ class ShmPort final : public Port {
   CounterList counters() const;
   const flow::Agenda& agenda() const { return agenda_; }
 
-  // A lane that was visited this often without a result is visited again when its peer has set its bit. Long enough
-  // that a busy lane never costs its peer an atomic operation, and short beside the time between two operations.
-  static constexpr uint32_t WATCH_ROUNDS = 1'024;
-
  private:
   void look_at_bells();
   bool stop_watching(uint32_t peer);

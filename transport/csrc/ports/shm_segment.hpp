@@ -21,15 +21,11 @@
 #include <vector>
 
 #include "memory/shared_heap.hpp"
+#include "messages/budgets.hpp"
 #include "messages/lane.hpp"
 
 namespace sennit {
 
-inline constexpr uint64_t CONTROL_RING_BYTES = 65'536;  // records: eager messages, adverts, fragments
-inline constexpr uint64_t BULK_BLOCK_BYTES = MAX_LOAN_BYTES;
-inline constexpr uint32_t BULK_BLOCKS_MAX = 4;  // all of them fit easily into the second-level cache
-inline constexpr uint32_t BULK_BLOCKS_MIN = 2;  // a loan, which is enough for every plan, and one for the rest
-inline constexpr uint64_t BULK_BUDGET_BYTES = 16'777'216;  // for all inboxes of a rank
 inline constexpr size_t LAST_WORD_MAX_BYTES = 1'020;
 inline constexpr uint32_t WATCH_WORDS = 16, WATCH_BITS = 64 * WATCH_WORDS;
 

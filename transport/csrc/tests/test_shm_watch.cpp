@@ -29,8 +29,8 @@ TEST_CASE("a round looks into the inboxes that have news, and an inbox without a
     return port.agenda().visits() - before;
   };
   CHECK(rounds(a, 2) == 6);
-  rounds(a, ShmPort::WATCH_ROUNDS);
-  rounds(b, 2 * ShmPort::WATCH_ROUNDS);
+  rounds(a, WATCH_ROUNDS);
+  rounds(b, 2 * WATCH_ROUNDS);
   CHECK(rounds(a, 1'000) == 0);
 
   // News of one peer: the first round finds it, and only that inbox is looked at from then on.
@@ -42,12 +42,12 @@ TEST_CASE("a round looks into the inboxes that have news, and an inbox without a
     CHECK(rounds(a, 10) == 10);
   }
   // This side has something to send: it looks for the answer by itself.
-  rounds(a, 2 * ShmPort::WATCH_ROUNDS);
+  rounds(a, 2 * WATCH_ROUNDS);
   REQUIRE(rounds(a, 10) == 0);
   CHECK(a.lane(65).send_eager({9, 2, 0}, EAGER_DATA, nullptr));
   CHECK(rounds(a, 10) == 10);
   // The end of a peer is found, however long nobody looked.
-  rounds(a, 2 * ShmPort::WATCH_ROUNDS);
+  rounds(a, 2 * WATCH_ROUNDS);
   REQUIRE(rounds(a, 10) == 0);
   b.abort("rank 65 has had enough");
   a.progress(1);
@@ -99,7 +99,7 @@ TEST_CASE("the last message of an operation reaches a peer that has stopped to l
   };
   sennit_op* const last = post(2);
   const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(10);
-  for (uint32_t round = 0; round < 2 * ShmPort::WATCH_ROUNDS && std::chrono::steady_clock::now() < give_up; ++round)
+  for (uint32_t round = 0; round < 2 * WATCH_ROUNDS && std::chrono::steady_clock::now() < give_up; ++round)
     CHECK(sennit_wait(last, 1) == SENNIT_PENDING);
   sennit_op* const middle = post(1);
   CHECK(sennit_wait(middle, 1) == SENNIT_PENDING);

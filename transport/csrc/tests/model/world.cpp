@@ -19,7 +19,7 @@ constexpr const char* FAILURE = "the program failed";
 
 }  // namespace
 
-Tally& Tally::operator+=(const Tally& other) {
+World::Tally& World::Tally::operator+=(const Tally& other) {
   schedules += other.schedules;
   completed += other.completed;
   lost += other.lost;
@@ -173,6 +173,13 @@ void World::judge() const {
     rank.check_counters(peer);
     directions_[index].check_guards();
   }
+}
+
+std::string World::summary(const Tally& tally) {
+  const auto number = [](uint64_t value) { return std::to_string(value); };
+  return number(tally.completed) + " complete, " + number(tally.lost) + " peers lost, " + number(tally.aborted) +
+         " aborts; " + number(tally.packets) + " packets, " + number(tally.dropped) + " dropped, " +
+         number(tally.duplicated) + " duplicated, " + number(tally.virtual_us / 1'000'000) + " s of virtual time";
 }
 
 std::string World::describe() const {

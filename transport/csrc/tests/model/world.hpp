@@ -11,16 +11,16 @@
 
 namespace sennit::model {
 
-struct Tally {
-  uint64_t schedules, completed, lost, aborted;  // by what became of the ranks
-  uint64_t packets, dropped, duplicated, happenings;
-  uint64_t virtual_us;
-  Tally& operator+=(const Tally& other);
-};
-
 // Keeps its memory from one schedule to the next.
 class World {
  public:
+  struct Tally {
+    uint64_t schedules, completed, lost, aborted;  // by what became of the ranks
+    uint64_t packets, dropped, duplicated, happenings;
+    uint64_t virtual_us;
+    Tally& operator+=(const Tally& other);
+  };
+  static std::string summary(const Tally& tally);
   // Throws Violation.
   void run(uint64_t seed, bool is_verbose, Tally& tally);
   // The schedule that ran last, even if it failed.
