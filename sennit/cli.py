@@ -221,7 +221,7 @@ def explain(
     from sennit import explain_codecs
     from sennit.transport.calibration import read_calibration
     from sennit.transport.config import from_environment
-    from sennit.transport.cost_model import Collective
+    from sennit.transport.costs import Collective
     from sennit.transport.errors import ConfigError
     from sennit.transport.sizes import parse_size
 

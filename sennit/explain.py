@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 from sennit import explain_codecs
 from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.calibration import DEFAULTS
-from sennit.transport.cost_model import Collective, Work
+from sennit.transport.cost_model import Work
+from sennit.transport.costs import Collective
 from sennit.transport.elements import Dtype, accumulator
 from sennit.transport.hosts import Hosts
 from sennit.transport.selection import OF_PARTS, Selection, size_class

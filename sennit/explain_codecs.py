@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sennit.transport.codecs import COLLECTIVE_CODECS, Codec
 from sennit.transport.coded_cost import CodedWork, break_even_byte_s, coded_work
-from sennit.transport.cost_model import Collective, Costs, Work
+from sennit.transport.cost_model import Work
+from sennit.transport.costs import Collective, Costs
 from sennit.transport.elements import Dtype
 
 if TYPE_CHECKING:

@@ -21,8 +21,12 @@ def exporter(package: str, names: Mapping[str, str]) -> Callable[[str], object]:
     def get(name: str) -> object:
         if name not in names:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value: object = getattr(importlib.import_module(f"{package}.{names[name]}"), name)
-        setattr(sys.modules[package], name, value)
+        module = importlib.import_module(f"{package}.{names[name]}")
+        # All names of the module, because the import has set its own name, which one of them may have, too.
+        for other, file in names.items():
+            if file == names[name]:
+                setattr(sys.modules[package], other, getattr(module, other))
+        value: object = getattr(module, name)
         return value
 
     return get

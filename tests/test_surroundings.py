@@ -45,6 +45,8 @@ def test_a_processor_without_avx2_is_named(tmp_path: Path, flags: str, fine: boo
 # Groups of one rank, on a processor without AVX2 as far as Python knows.
 SLOW = """
 from sennit import surroundings
+from sennit.transport import _core
+_core.HAS_WIDE_VECTORS = False
 surroundings.vector_units = lambda: surroundings.Answer(fine=False, what="no AVX2: slower", remedy="another processor")
 """
 GROUPS = {

@@ -7,6 +7,9 @@ from typing import Any, Final, final
 WIRE_REVISION: Final[int]
 """The version of the control payload and of packets (docs/reference/wire.md)."""
 
+HAS_WIDE_VECTORS: Final[bool]
+"""Whether sums, codecs and lookups need not take portable kernels. `sennit.surroundings` says what is missing."""
+
 PATH_POLICIES: Final[tuple[str, ...]]
 """How a flow may choose among its paths (csrc/flow/path_policy.hpp)."""
 

@@ -12,22 +12,22 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from sennit.transport import algorithms
-from sennit.transport.algorithms.reduce_scatter_counted import piece_counts, pieces_of
 from sennit.transport.config import Algorithm
-from sennit.transport.cost_model import Collective
+from sennit.transport.costs import Collective
 from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.errors import ArgumentError
-from sennit.transport.plan import ANY_PEER, Plan
-from sennit.transport.selection import Selection, size_class
 from sennit.transport.tree import check_rows, given_spans
 
 if TYPE_CHECKING:
-    from sennit.transport.codecs import Codec
+    import numpy.typing as npt
 
-Array: TypeAlias = npt.NDArray[Any]
+    from sennit.transport.codecs import Codec
+    from sennit.transport.plan import Plan
+    from sennit.transport.selection import Selection
+
+    Array: TypeAlias = npt.NDArray[Any]
 
 # By their names in NumPy.
 DTYPES: Final[dict[str, Dtype]] = {
@@ -64,7 +64,10 @@ class ArrayCollectives(ABC):
 
     rank: int
     world: int
-    selection: Selection
+
+    @property
+    @abstractmethod
+    def selection(self) -> Selection: ...
 
     @abstractmethod
     def post(
@@ -243,12 +246,12 @@ class ArrayCollectives(ABC):
             return output
         is_direct = self.selection.of_parts(Collective.REDUCE_SCATTER, given.nbytes) is Algorithm.DIRECT
         if is_direct and len(set(elements)) > 1:
-            pieces = pieces_of(elements, dtype.item_bytes)
+            pieces = algorithms.pieces_of(elements, dtype.item_bytes)
             self._run(
                 _Call(algorithms.reduce_scatter_counted, self, pieces=pieces, dtype=dtype, op=op),
                 [given, output],
                 scalar=scalar,
-                counts=piece_counts(elements, dtype.item_bytes, pieces),
+                counts=algorithms.piece_counts(elements, dtype.item_bytes, pieces),
             )
             return output
         self._run(
@@ -355,6 +358,8 @@ class ArrayCollectives(ABC):
             return output
         is_equal = send_counts is None and recv_counts is None
         if is_equal and self.selection.of_parts(Collective.ALLTOALL, given.nbytes) is not Algorithm.DIRECT:
+            from sennit.transport.selection import size_class
+
             staged = _Call(self.selection.alltoall, self, size_class=size_class(given.nbytes), **_movement(given))
             self._run(staged, [given, output], counts=[sent[0] * row_elements])
             return output
@@ -378,6 +383,8 @@ class ArrayCollectives(ABC):
         """Fills `output` from `peer` (None: whichever rank sends first). Returns the sender's rank."""
         if not output.flags.c_contiguous:
             raise ArgumentError("the array to receive into is not contiguous")
+        from sennit.transport.plan import ANY_PEER
+
         sender = ANY_PEER if peer is None else peer
         plan = _Call(algorithms.recv, self, peer=sender, **_movement(output))
         operation = self._run(plan, [output], tag=tag, counts=[output.size])

@@ -16,12 +16,14 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from sennit.transport.coded_cost import SPEEDS, CodecSpeed
-from sennit.transport.coding import CodecKind
-from sennit.transport.cost_model import NETWORK, SHARED_MEMORY, Costs
+from sennit.transport.costs import NETWORK, SHARED_MEMORY, Costs
 from sennit.transport.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sennit.transport.coded_cost import CodecSpeed
+    from sennit.transport.coding import CodecKind
 
 SCHEMA: Final = 1
 # A file has a few KiB. The limit is for a wrong name.
@@ -42,12 +44,19 @@ class Calibration:
 
     shared_memory: Costs = SHARED_MEMORY
     network: Costs = NETWORK
-    codecs: Mapping[CodecKind, CodecSpeed] = field(default_factory=lambda: SPEEDS)
+    measured_codecs: Mapping[CodecKind, CodecSpeed] = field(default_factory=dict)
     """They choose nothing, so ranks may differ in them."""
     source: str = DEFAULTS
     """The file."""
     notes: tuple[str, ...] = field(default=(), compare=False)
     """What says that the file is old, or of another machine."""
+
+    @property
+    def codecs(self) -> Mapping[CodecKind, CodecSpeed]:
+        """All codecs: those that were not measured have the defaults."""
+        from sennit.transport.coded_cost import SPEEDS
+
+        return {**SPEEDS, **self.measured_codecs}
 
     def digest(self) -> str:
         """Returns 8 hexadecimal digits that are equal for equal constants."""
@@ -83,7 +92,7 @@ def read_calibration(path: str | None) -> Calibration:
     return Calibration(
         shared_memory=_costs(path, ways, "shared_memory"),
         network=_costs(path, ways, "network"),
-        codecs=_codecs(path, found),
+        measured_codecs=_codecs(path, found),
         source=path,
         notes=tuple(_strange(path, found)),
     )
@@ -127,7 +136,9 @@ def _costs(path: str, ways: object, way: str) -> Costs:
 
 
 def _codecs(path: str, found: Mapping[str, object]) -> dict[CodecKind, CodecSpeed]:
-    """Files of an earlier version have none. What a file does not have keeps its default."""
+    """Files of an earlier version have none."""
+    from sennit.transport.coded_cost import SPEEDS, CodecSpeed
+
     given = found.get("codecs", {})
     if not isinstance(given, Mapping):
         raise ConfigError(f"calibration file {path}: field codecs is {given!r:.40}; allowed: an object")
@@ -136,8 +147,7 @@ def _codecs(path: str, found: Mapping[str, object]) -> dict[CodecKind, CodecSpee
         raise ConfigError(
             f"calibration file {path}: field codecs.{strange[0]:.40} is unknown; allowed: {', '.join(names)}"
         )
-    speeds = {names[name]: CodecSpeed(**_numbers(path, given[name], f"codecs.{name}.", CodecSpeed)) for name in given}
-    return {**SPEEDS, **speeds}
+    return {names[name]: CodecSpeed(**_numbers(path, given[name], f"codecs.{name}.", CodecSpeed)) for name in given}
 
 
 def _numbers(path: str, given: object, outer: str, kind: type[Costs | CodecSpeed]) -> dict[str, float]:

@@ -19,34 +19,41 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from sennit.transport import config as configuration
-from sennit.transport import membership, rendezvous
+from sennit.transport import rendezvous
 from sennit.transport.array_collectives import ArrayCollectives
 from sennit.transport.errors import ArgumentError, ConfigError
 from sennit.transport.native import require_core
-from sennit.transport.plan import Plan
 from sennit.transport.plan_cache import PlanCache
-from sennit.transport.rails import Rail, find_rails
-from sennit.transport.rdma_rails import find_rdma_rails
-from sennit.transport.selection import Selection
 from sennit.transport.store import Store
 
 if TYPE_CHECKING:
-    from sennit.transport import _core
+    from sennit.transport import _core, membership
+    from sennit.transport.plan import Plan
+    from sennit.transport.rails import Rail
+    from sennit.transport.selection import Selection
 
 # How long leaving the `with` block waits for peers to acknowledge what was sent.
 SHUTDOWN_S: Final = 5.0
 
 
 def _rails(config: configuration.Config) -> Sequence[Rail]:
-    # Only a group that needs a network looks for interfaces and devices.
+    # Only a group that needs a network looks for interfaces and devices, and loads what knows them.
     if config.transport is configuration.TransportKind.VERBS:
+        from sennit.transport.rdma_rails import find_rdma_rails
+
         return find_rdma_rails(config.interfaces)
+    from sennit.transport.rails import find_rails
+
     return find_rails(config.interfaces)
 
 
 @functools.cache
 def _tell_of_slow_kernels() -> None:
     """Once in a process, because all works without wide vectors, and only the time says that they are missing."""
+    from sennit.transport import _core
+
+    if _core.HAS_WIDE_VECTORS:
+        return
     from sennit import surroundings
 
     found = surroundings.vector_units()
@@ -191,19 +198,22 @@ class Communicator(ArrayCollectives):
         self.ranks_here = connection.ranks_here
         self.host_names = connection.host_names
         """The name of each rank's host, the same on all ranks: SENNIT_HOST_ID, or what the kernel calls it."""
-        constants = connection.calibration
-        self.selection = Selection(
-            hosts=connection.hosts,
-            forced=self.config.algorithm,
-            near=constants.shared_memory,
-            far=constants.network,
-        )
-        """Which algorithms the group's reductions run."""
+        self.hosts = connection.hosts
+        """Which ranks reach each other through shared memory."""
+        self._constants = connection.calibration
         self.notes = connection.notes
         """Notes on how the ranks reach each other: dead paths, smaller packets."""
         self._plans: PlanCache[_core.Plan] = PlanCache(_core.Plan)
         self._store = store
         self._lineage = Lineage(name=name) if lineage is None else lineage
+
+    @functools.cached_property
+    def selection(self) -> Selection:
+        """Which algorithms the group's collectives run."""
+        from sennit.transport.selection import Selection
+
+        near, far = self._constants.shared_memory, self._constants.network
+        return Selection(hosts=self.hosts, forced=self.config.algorithm, near=near, far=far)
 
     @property
     def handle(self) -> int:
@@ -305,6 +315,8 @@ class Communicator(ArrayCollectives):
         get new numbers. Raises TimeoutError if no group forms in time, and PeerError if the others went on without this
         rank. docs/reference/membership.md has the protocol.
         """
+        from sennit.transport import membership
+
         name = self._lineage.name
         own = self._lineage.membership
         if own is None:
@@ -333,6 +345,8 @@ class Communicator(ArrayCollectives):
         terms: membership.Terms | None = None,
     ) -> Communicator:
         """Joins an existing group at its members' next `reconfigure`. `store` and `name` are the group's."""
+        from sennit.transport import membership
+
         config = configuration.from_environment() if config is None else config
         _, group = connect_next(
             membership.Membership.of_newcomer(store, name=name),

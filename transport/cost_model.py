@@ -10,45 +10,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import Final
 
 from sennit.transport.algorithms.halving import widths
 from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.algorithms.ranges import DEFAULT_CHUNK_BYTES
 from sennit.transport.config import Algorithm
+from sennit.transport.costs import Collective, Costs
 from sennit.transport.hosts import Hosts
 from sennit.transport.plan import MAX_LOAN_BYTES
-
-
-class Collective(StrEnum):
-    """The collectives that have several algorithms."""
-
-    ALLREDUCE = "allreduce"
-    REDUCE_SCATTER = "reduce_scatter"
-    REDUCE = "reduce"
-    ALLGATHER = "allgather"
-    GATHER = "gather"
-    """Of equal parts."""
-    ALLTOALL = "alltoall"
-    """Of equal parts."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Costs:
-    """Seconds that the parts of a collective take, for one way between ranks."""
-
-    round_s: float
-    """From the send of a small message until its receiver can go on."""
-    message_s: float
-    """Processor time of a message on one rank, at both ends together."""
-    byte_s: float
-    """Of each byte that a rank sends."""
-    peer_share: float
-    """By what share each further peer, up to PEERS_MAX, makes a byte dearer: more acknowledgements, shorter bursts."""
-    fold_byte_s: float
-    """Of each byte that a reduction reads."""
-
 
 # Of parts that ranks pass on for others. They lie in scratch, a few times over.
 STAGED_MAX_BYTES: Final = 1 << 20
@@ -58,8 +28,6 @@ STREAM_MAX_BYTES: Final = 16_384
 EAGER_MAX_BYTES: Final = 8_192
 # With more peers the dearer bytes were not measured.
 PEERS_MAX: Final = 8
-SHARED_MEMORY: Final = Costs(round_s=2.5e-6, message_s=0.8e-6, byte_s=0.05e-9, peer_share=0, fold_byte_s=0.08e-9)
-NETWORK: Final = Costs(round_s=8e-6, message_s=5e-6, byte_s=1e-9, peer_share=0.1, fold_byte_s=0.08e-9)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ error ("udp: cannot bind [::1]:0: Too many open files") names neither limit nor 
 from __future__ import annotations
 
 import errno
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -33,6 +32,8 @@ def advice(error: BaseException, *, world: int) -> str:
     if cause is None:
         return ""
     if cause.errno == errno.EMFILE:
+        import resource
+
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         limit = (
             f"This process may have {soft} files open: raise that by `ulimit -n` (up to {hard}; LimitNOFILE= in "

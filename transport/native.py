@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.machinery
 import importlib.util
-import sysconfig
 from pathlib import Path
 
 from sennit.errors import Unsupported
@@ -33,7 +33,7 @@ def explain(error: ImportError) -> str:
         return f"{error}: {surroundings.libraries().what}; {surroundings.NEWER}"
     others = [path.name for folder in _folders() for path in sorted(folder.glob("_core.*.so"))]
     if isinstance(error, ModuleNotFoundError):
-        here = str(sysconfig.get_config_var("EXT_SUFFIX"))
+        here = importlib.machinery.EXTENSION_SUFFIXES[0]
         what = f"there is {', '.join(others)}, and this Python takes _core{here}" if others else "it is not installed"
         return f"the native core is missing: {what}; {again}"
     return f"{error}; {again}"

@@ -13,10 +13,12 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from sennit.transport.errors import PeerError, TimeoutError
-from sennit.transport.reachability import TriedPath, Verdict, judge, refusal
+
+if TYPE_CHECKING:
+    from sennit.transport.reachability import TriedPath, Verdict
 
 Record = dict[str, Any]
 Route = tuple[str, bytes]
@@ -149,6 +151,8 @@ def _find_out(
         if now_s >= begun_s + GONE_S:
             for peer in silent:
                 if all(path.error == errno.ECONNREFUSED for path in _paths(endpoint, peer)):
+                    from sennit.transport.reachability import refusal
+
                     raise PeerError(f"rank {peer} is gone: {refusal(_paths(endpoint, peer))}", rank=peer)
         if now_s >= deadline_s:
             raise _too_late(endpoint, rank, still_open, silent)
@@ -207,10 +211,14 @@ def _learn(endpoint: TriedEndpoint, board: Board, rank: int, peer: int) -> Recor
 
 
 def _paths(endpoint: TriedEndpoint, peer: int) -> list[TriedPath]:
+    from sennit.transport.reachability import TriedPath
+
     return [TriedPath(*path) for path in endpoint.tried_paths(peer)]
 
 
 def _verdict(endpoint: TriedEndpoint, rank: int, peer: int, peer_error: int) -> Verdict:
+    from sennit.transport.reachability import judge
+
     return judge(
         _paths(endpoint, peer),
         rank=rank,

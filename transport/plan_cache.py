@@ -6,9 +6,10 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from sennit.transport.plan import Plan
+if TYPE_CHECKING:
+    from sennit.transport.plan import Plan
 
 Loaded = TypeVar("Loaded")
 

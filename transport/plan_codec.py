@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from sennit.transport.coding import CodecKind, Coding
 from sennit.transport.counts import CountRange, end_of
@@ -30,6 +29,9 @@ from sennit.transport.plan import (
     bytes_read,
     bytes_written,
 )
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 MAGIC: Final = 0x31504E53
 VERSION: Final = 2

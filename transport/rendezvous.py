@@ -26,7 +26,7 @@ import base64
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 
 from sennit.transport import descriptors
 from sennit.transport.blocks import Record
@@ -38,9 +38,10 @@ from sennit.transport.host import host_identity, machine_identity
 from sennit.transport.hosts import Hosts
 from sennit.transport.network_trial import NETWORKS, TriedEndpoint, try_network
 from sennit.transport.numa import describe_distance
-from sennit.transport.rails import Rail
-from sennit.transport.rdma_rails import RdmaRail, check_pair
 from sennit.transport.store import Store
+
+if TYPE_CHECKING:
+    from sennit.transport.rails import Rail
 
 Route: TypeAlias = tuple[str, bytes]
 
@@ -192,14 +193,14 @@ def connect(
                     raise
                 text = f"{error} (shared memory was given up before: {given_up})"
                 raise DeviceError.told(text, error.errno) from error
-            return {"blob": _text(blob), "devices": [rail.as_record() for rail in chosen if isinstance(rail, RdmaRail)]}
+            return {"blob": _text(blob), "devices": _devices(config, chosen)}
 
         opened_networks = exchanges.exchange("udp", open_udp)
 
         def pair_up() -> dict[int, bytes]:
             elsewhere = [peer for peer in range(world) if peer != rank and not by_shm[peer]]
             for peer in elsewhere:
-                check_pair(opened_networks[rank]["devices"], opened_networks[peer]["devices"], peer)
+                _check_devices(opened_networks[rank]["devices"], opened_networks[peer]["devices"], peer)
                 blobs[peer] = base64.b64decode(opened_networks[peer]["blob"])
             return {peer: endpoint.offer_for(peer) for peer in elsewhere}
 
@@ -218,7 +219,7 @@ def connect(
             notes += [*verdict.warnings, *verdict.notes]
         notes += _unpaired_rails(endpoint, routes, chosen, rank)
         notes += _without_ipv6(chosen, rank)
-    if far := describe_distance(f"rank {rank}", [rail.interface for rail in chosen]):
+    if chosen and (far := describe_distance(f"rank {rank}", [rail.interface for rail in chosen])):
         notes.append(far)
     try:
         _tell(to_tell)  # raises where warnings are errors
@@ -263,6 +264,21 @@ def _open_network(endpoint: Endpoint, config: Config, rails: Sequence[Rail]) -> 
         window_bytes=config.window_bytes,
         ports=config.ports or (0, 0),
     )
+
+
+def _devices(config: Config, rails: Sequence[Rail]) -> list[Record]:
+    if config.transport is not TransportKind.VERBS:
+        return []
+    from sennit.transport.rdma_rails import RdmaRail
+
+    return [rail.as_record() for rail in rails if isinstance(rail, RdmaRail)]
+
+
+def _check_devices(ours: Sequence[Record], theirs: Sequence[Record], peer: int) -> None:
+    if ours:
+        from sennit.transport.rdma_rails import check_pair
+
+        check_pair(ours, theirs, peer)
 
 
 def _hello(config: Config, constants: Calibration) -> Record:

@@ -15,7 +15,8 @@ from typing import Any, Final
 from sennit.transport import algorithms
 from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.config import Algorithm
-from sennit.transport.cost_model import NETWORK, SHARED_MEMORY, Collective, Costs, Work, stream_count, work_of
+from sennit.transport.cost_model import Work, stream_count, work_of
+from sennit.transport.costs import NETWORK, SHARED_MEMORY, Collective, Costs
 from sennit.transport.elements import Dtype, ReduceOp, accumulator
 from sennit.transport.hosts import Hosts
 from sennit.transport.plan import Plan
@@ -88,7 +89,7 @@ class Selection:
         on_device: bool = False,
     ) -> Plan:
         """Returns a plan with the buffers and the result of `algorithms.allreduce`."""
-        compile_plan: Callable[..., Plan] = algorithms.allreduce
+        compile_plan: Callable[..., Plan]
         candidates = ON_DEVICE if on_device else tuple(Algorithm)
         if not in_place:
             # To lend, a rank would have to copy its vector first. That costs more than the round trips save.
@@ -105,6 +106,8 @@ class Selection:
                 compile_plan = algorithms.allreduce_halving
             case Algorithm.HIERARCHICAL:
                 compile_plan = functools.partial(algorithms.allreduce, hosts=self.hosts)
+            case _:
+                compile_plan = algorithms.allreduce
         return compile_plan(
             world=world,
             rank=rank,

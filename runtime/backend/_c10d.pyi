@@ -29,15 +29,14 @@ class SennitBackend(Backend):
         group_name: str,
         global_ranks: Sequence[int],
         plan_cache_bytes: int,
-        staged_alltoalls: int,
-        staged_allgathers: int,
-        staged_reduce_scatters: int,
+        staged_classes: Callable[[int], int],
     ) -> None:
         """`communicator` lives as long as the backend.
 
         `compile_plan` makes plans that the cache does not have. `shrink` makes the backend of a smaller group; its
-        arguments are the ranks to exclude, and whether to abort operations in flight. Bit k of the last three says
-        whether an alltoall of equal parts, an allgather or a reduce_scatter of 2**k bytes in all is not direct.
+        arguments are the ranks to exclude, and whether to abort operations in flight. `staged_classes` is asked once
+        for a kind of collective. Bit k of its answer, for k from 1 to 62, says whether an alltoall of equal parts, an
+        allgather or a reduce_scatter of 2**k bytes in all is not direct.
         """
 
     @property

@@ -11,12 +11,12 @@ from __future__ import annotations
 import atexit
 import functools
 import hashlib
+import importlib.machinery
 import importlib.util
 import json
 import platform
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,6 @@ from typing import Final
 import sennit
 from sennit import cache, extras
 from sennit.errors import Unsupported
-from sennit.transport import tracepoints
 from sennit.transport.native import require_core
 
 MODULE: Final = "sennit.runtime.backend._c10d"
@@ -34,7 +33,7 @@ DISTRIBUTION: Final = "sennit-torch"
 PACKAGE: Final = "sennit_torch"
 RECORD: Final = "build_info.json"
 # As .cpython-311-x86_64-linux-gnu.so: names the Python that an extension fits.
-SUFFIX: Final = str(sysconfig.get_config_var("EXT_SUFFIX"))
+SUFFIX: Final = importlib.machinery.EXTENSION_SUFFIXES[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +70,19 @@ def record_of(folder: Path) -> Build | None:
     return Build(path=files[0], torch=torch) if files else None
 
 
-def builds(torch: str | None = None) -> list[Build]:
+def builds(torch: str | None = None) -> Iterator[Build]:
     """All extensions on this machine, in the order in which they are tried. `torch`: also what was cached for it."""
-    folders = [*_portions("sennit.runtime.backend"), *_portions(PACKAGE)]
+    for folder in _folders(torch):
+        if (build := record_of(folder)) is not None:
+            yield build
+
+
+def _folders(torch: str | None) -> Iterator[Path]:
+    yield from _portions("sennit.runtime.backend")
+    yield from _portions(PACKAGE)
+    # The key is a digest of all sources. Where an extension was built or installed, nobody comes so far.
     if torch is not None and (key := cache_key(torch)) is not None:
-        folders += cache.find(key)
-    return [build for build in map(record_of, folders) if build is not None]
+        yield from cache.find(key)
 
 
 def sources() -> Path | None:
@@ -132,6 +138,8 @@ def try_link(torch: str) -> None:
     It takes a fifth of the time of `import torch`: a process of its own links the shared objects, and runs no Python of
     torch.
     """
+    from sennit.transport import tracepoints
+
     chosen = _chosen(torch)
     folder = next(_portions("torch"))
     files = [tracepoints.library(), folder / "lib" / "libtorch_python.so", chosen.path]
@@ -152,10 +160,11 @@ def try_link(torch: str) -> None:
 
 
 def _chosen(torch: str) -> Build:
-    found = builds(torch)
-    for build in found:
+    found = []
+    for build in builds(torch):
         if build.fits(torch):
             return build
+        found.append(build)
     raise Unsupported("torch-extension", missing(torch, found))
 
 

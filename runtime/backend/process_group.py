@@ -179,8 +179,6 @@ def _digest(ranks: list[int]) -> str:
 def _backend_of(
     communicator: Communicator, name: str, global_ranks: list[int], timeout: timedelta, options: Options
 ) -> dist.Backend:
-    from sennit.transport.cost_model import Collective
-
     global _ranks_here
     _ranks_here = max(_ranks_here, sum(route in ("self", "shm") for route in communicator.routes))
 
@@ -202,11 +200,16 @@ def _backend_of(
         group_name=name,
         global_ranks=global_ranks,
         plan_cache_bytes=options.plan_cache_bytes,
-        staged_alltoalls=communicator.selection.staged_classes(Collective.ALLTOALL),
-        staged_allgathers=communicator.selection.staged_classes(Collective.ALLGATHER),
-        staged_reduce_scatters=communicator.selection.staged_classes(Collective.REDUCE_SCATTER),
+        staged_classes=lambda kind: _staged_classes(communicator, kind),
     )
     return backend
+
+
+def _staged_classes(communicator: Communicator, kind: int) -> int:
+    from sennit.transport.costs import Collective
+    from sennit.transport.signature import Kind
+
+    return communicator.selection.staged_classes(Collective[Kind(kind).name])
 
 
 def ranks_here() -> int:
@@ -225,7 +228,7 @@ class PlanCompiler:
     """Compiles plans that the C++ plan cache does not have."""
 
     def __init__(self, communicator: Communicator, codec: Codec | None = None) -> None:
-        self._rank, self._world, self._selection = communicator.rank, communicator.world, communicator.selection
+        self._rank, self._world, self._group = communicator.rank, communicator.world, communicator
         self._codec = codec
 
     def __call__(
@@ -247,11 +250,13 @@ class PlanCompiler:
         `counts` is empty if the plan takes its counts when it is posted.
         """
         from sennit.transport import algorithms
-        from sennit.transport.device_plan import SEGMENT_BYTES, cut_messages, for_device
         from sennit.transport.elements import Dtype, ReduceOp
         from sennit.transport.signature import Kind
 
-        world, rank = self._world, self._rank
+        if on_device:
+            from sennit.transport.device_plan import SEGMENT_BYTES, cut_messages, for_device
+
+        world, rank, selection = self._world, self._rank, self._group.selection
         floats = (Dtype.F16, Dtype.BF16, Dtype.F32)
         moved: dict[str, Any] = {"world": world, "rank": rank, "item_bytes": item_bytes, "type_code": type_code}
 
@@ -263,16 +268,14 @@ class PlanCompiler:
             case Kind.ALLREDUCE if self._codec is not None and not on_device and type_code in floats:
                 plan = self._coded(**reduced(), elements=counts[0], codec=self._codec)
             case Kind.ALLREDUCE:
-                plan = self._selection.allreduce(**reduced(), elements=counts[0], on_device=on_device)
+                plan = selection.allreduce(**reduced(), elements=counts[0], on_device=on_device)
             case Kind.REDUCE:
-                plan = self._selection.reduce(**reduced(), elements=counts[0], root=root, on_device=on_device)
+                plan = selection.reduce(**reduced(), elements=counts[0], root=root, on_device=on_device)
             case Kind.BROADCAST:
                 segment_bytes = SEGMENT_BYTES if on_device else None
-                plan = self._selection.broadcast(**moved, elements=counts[0], root=root, segment_bytes=segment_bytes)
+                plan = selection.broadcast(**moved, elements=counts[0], root=root, segment_bytes=segment_bytes)
             case Kind.ALLGATHER:
-                plan = self._selection.allgather(
-                    **moved, in_place=in_place, list_output=separate, staged=size_class != 0
-                )
+                plan = selection.allgather(**moved, in_place=in_place, list_output=separate, staged=size_class != 0)
             case Kind.GATHER:
                 plan = algorithms.gather(**moved, root=root, list_output=separate)
             case Kind.SCATTER:
@@ -280,11 +283,9 @@ class PlanCompiler:
             case Kind.REDUCE_SCATTER if size_class:
                 plan = algorithms.reduce_scatter_counted(**reduced(), pieces=1 << size_class - 1, list_input=separate)
             case Kind.REDUCE_SCATTER:
-                plan = self._selection.reduce_scatter(
-                    **reduced(), counts=counts, list_input=separate, on_device=on_device
-                )
+                plan = selection.reduce_scatter(**reduced(), counts=counts, list_input=separate, on_device=on_device)
             case Kind.ALLTOALL if size_class:
-                plan = self._selection.alltoall(**moved, size_class=size_class)
+                plan = selection.alltoall(**moved, size_class=size_class)
             case Kind.ALLTOALL:
                 plan = algorithms.alltoall(**moved, list_input=separate, list_output=separate)
             case Kind.P2P:
@@ -304,6 +305,6 @@ class PlanCompiler:
 
         coding = codec.coding(dtype)
         if codec.between_hosts:
-            hosts = self._selection.hosts
+            hosts = self._group.hosts
             return algorithms.allreduce_between_hosts(dtype=dtype, coding=coding, in_place=True, hosts=hosts, **what)
         return algorithms.allreduce_coded(dtype=dtype, coding=coding, in_place=True, **what)

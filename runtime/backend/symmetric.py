@@ -37,7 +37,7 @@ def symmetric_memory() -> Iterator[None]:
 def memory_for_peers(group: dist.ProcessGroup | None) -> contextlib.AbstractContextManager[None]:
     """`symmetric_memory` if ranks of the group share a host, and nothing otherwise."""
     found = communicator_or_names(group)
-    is_shared = not isinstance(found, list) and (found.selection.hosts is None or found.selection.hosts.peers[0] > 0)
+    is_shared = not isinstance(found, list) and found.hosts.peers[0] > 0
     return symmetric_memory() if is_shared else contextlib.nullcontext()
 
 

@@ -27,7 +27,8 @@ from sennit.runtime.sharded.reduction import BUCKET_BYTES
 from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.tables import Home, Shard, Table, shard_bytes
 from sennit.transport.algorithms.leaves import Leaves
-from sennit.transport.cost_model import Collective, Costs, Traffic
+from sennit.transport.cost_model import Traffic
+from sennit.transport.costs import Collective, Costs
 from sennit.transport.hosts import Hosts
 from sennit.transport.selection import Selection
 from sennit.transport.tree import Span, cover

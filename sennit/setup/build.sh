@@ -176,4 +176,7 @@ fi
 # scikit-build-core puts the folder above the clone on the path, too: torch would then take a folder `triton` beside the
 # clone for Triton.
 sed -i "\|^$(dirname "$PWD")\$|d" "$(site_packages)"/_editable_*_sennit.pth
+# As pip does with a wheel: where PYTHONDONTWRITEBYTECODE is set, as in many containers, each process would compile all
+# that it imports.
+"$VENV/bin/python" -m compileall -q ebpf offload transport runtime testbed sennit
 say "ready: $VENV (torch $torch)"

@@ -35,7 +35,8 @@ from sennit.testbed.bench.cost_fit import Sample, fit
 from sennit.transport import algorithms, calibration
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import Algorithm, Config, TransportKind, from_environment
-from sennit.transport.cost_model import NETWORK, SHARED_MEMORY, Collective, Costs, Work
+from sennit.transport.cost_model import Work
+from sennit.transport.costs import NETWORK, SHARED_MEMORY, Collective, Costs
 from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.hosts import Hosts
 from sennit.transport.plan import Plan

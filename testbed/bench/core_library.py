@@ -14,7 +14,7 @@ from sennit.transport import algorithms
 from sennit.transport.codecs import COLLECTIVE_CODECS, Codec
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import Algorithm
-from sennit.transport.cost_model import Collective as selected
+from sennit.transport.costs import Collective as selected
 from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.plan import Plan
 from sennit.transport.store import FileStore

@@ -11,7 +11,8 @@ from typing import Final
 import numpy as np
 
 from sennit.errors import SennitError
-from sennit.transport.cost_model import Costs, Traffic
+from sennit.transport.cost_model import Traffic
+from sennit.transport.costs import Costs
 
 # Of reweighting. The constants hardly change after half as many.
 ROUNDS: Final = 10

@@ -24,7 +24,7 @@ from sennit.testbed.scenarios.trainings import SHARDINGS, Training, Trainings, p
 from sennit.testbed.topology import Impairment
 from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.config import Algorithm
-from sennit.transport.cost_model import Collective
+from sennit.transport.costs import Collective
 from sennit.transport.hosts import Hosts
 from sennit.transport.selection import Selection
 

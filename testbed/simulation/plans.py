@@ -12,7 +12,7 @@ from math import gcd
 from sennit.testbed.simulation.scenario import Pattern, Scenario
 from sennit.transport import algorithms
 from sennit.transport.config import Algorithm
-from sennit.transport.cost_model import Collective, Costs
+from sennit.transport.costs import Collective, Costs
 from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.hosts import Hosts
 from sennit.transport.plan import Copy, Operand, Plan, PlanBuilder, Recv, Send

@@ -64,3 +64,32 @@ def test_what_cannot_be_linked_is_named(
     monkeypatch.setattr(extension, "builds", lambda _: [extension.record_of(tmp_path)])
     with pytest.raises(Unsupported, match=rf"_c10d\S+ cannot be loaded with torch 2\.\S+ \(.*{why}\); make build"):
         extension.try_link(torch.__version__)
+
+
+STARTS = """
+import sys
+import torch
+import torch.distributed as dist
+
+before = set(sys.modules)
+dist.init_process_group("sennit", store=dist.HashStore(), rank=0, world_size=1)
+made = set(sys.modules)
+dist.all_reduce(torch.ones(1024))
+print(*sorted(made - before))
+print(*sorted(set(sys.modules) - made))
+"""
+# What a group needs for a network, a codec, a device or a failure.
+FOR_OTHERS = {"rails", "rdma_rails", "devices", "reachability", "coded_cost", "device_plan", "membership"}
+
+
+def test_a_group_of_one_host_loads_what_it_needs_and_no_compiler() -> None:
+    """All ranks of a host load it at the same time, so that each module counts as often as there are ranks a core."""
+    done = subprocess.run([sys.executable, "-c", STARTS], capture_output=True, text=True, timeout=90, check=True)
+    at_init, at_first_call = (line.split() for line in done.stdout.splitlines())
+    ours = [name for name in at_init if name.startswith("sennit.")]
+    assert "sennit.transport.rendezvous" in ours
+    assert not [name for name in ours if name.startswith(("sennit.transport.plan_codec", "sennit.transport.selection"))]
+    assert not {name.rpartition(".")[2] for name in [*ours, *at_first_call]} & FOR_OTHERS
+    assert len([name for name in at_first_call if name.startswith("sennit.transport.algorithms.")]) < 12
+    # torch's own are in `import torch`.
+    assert not [name for name in [*at_init, *at_first_call] if name.startswith(("torch.", "sympy", "numpy."))]

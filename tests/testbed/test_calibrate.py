@@ -21,7 +21,7 @@ from sennit.testbed.bench import calibrate, codec_speeds, core_sharing, kernel_s
 from sennit.testbed.bench.cost_fit import FitError, Sample, fit
 from sennit.transport.calibration import read_calibration
 from sennit.transport.coded_cost import SPEEDS
-from sennit.transport.cost_model import NETWORK, SHARED_MEMORY, Costs
+from sennit.transport.costs import NETWORK, SHARED_MEMORY, Costs
 from sennit.transport.hosts import Hosts
 from sennit.transport.selection import Selection
 from sennit.transport.store import FileStore

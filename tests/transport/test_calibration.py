@@ -17,7 +17,7 @@ from sennit.transport.coded_cost import SPEEDS, CodecSpeed
 from sennit.transport.coding import CodecKind
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import Config
-from sennit.transport.cost_model import NETWORK, SHARED_MEMORY, Costs
+from sennit.transport.costs import NETWORK, SHARED_MEMORY, Costs
 from sennit.transport.errors import ConfigError, PeerError
 from tests.transport.meeting import Recorder, meet
 

@@ -14,7 +14,7 @@ from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.codecs import Codec, CodecKind
 from sennit.transport.coded_cost import CODED, SPEEDS, CodecSpeed, break_even_byte_s, coded_work
 from sennit.transport.coding import Coding
-from sennit.transport.cost_model import Collective
+from sennit.transport.costs import Collective
 from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.hosts import Hosts
 from sennit.transport.plan import Decode, Encode, Plan, Send

@@ -20,7 +20,7 @@ from hypothesis.strategies import DataObject
 pytest.importorskip("sennit.transport._core", reason="the native core is not built")
 
 from sennit.transport import _core, algorithms, reference
-from sennit.transport.algorithms.reduce_scatter_counted import piece_counts, pieces_of
+from sennit.transport.algorithms import piece_counts, pieces_of
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import Config, TransportKind
 from sennit.transport.counts import COUNTED_MAX_BYTES, CountRange

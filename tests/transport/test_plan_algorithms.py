@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 
 from sennit.transport import algorithms, reference
+from sennit.transport.algorithms import piece_counts, pieces_of
 from sennit.transport.algorithms.ranges import DEFAULT_CHUNK_BYTES
-from sennit.transport.algorithms.reduce_scatter_counted import piece_counts, pieces_of
 from sennit.transport.device_plan import cut_messages, for_device
 from sennit.transport.elements import Dtype, ReduceOp, reduce_ops
 from sennit.transport.errors import ArgumentError, MismatchError

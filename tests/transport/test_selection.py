@@ -11,7 +11,8 @@ import pytest
 from sennit.transport import algorithms
 from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.config import Algorithm, Config
-from sennit.transport.cost_model import Collective, work_of
+from sennit.transport.cost_model import work_of
+from sennit.transport.costs import Collective
 from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.errors import ConfigError
 from sennit.transport.hosts import Hosts

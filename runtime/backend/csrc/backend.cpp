@@ -30,11 +30,12 @@ std::set<SennitBackend*> open_backends;
 
 }  // namespace
 
-SennitBackend::SennitBackend(sennit_comm* comm, CompilePlan compile, Shrink shrink, std::shared_ptr<void> owner,
-                             c10::intrusive_ptr<Options> options)
+SennitBackend::SennitBackend(sennit_comm* comm, CompilePlan compile, StagedClasses staged_classes, Shrink shrink,
+                             std::shared_ptr<void> owner, c10::intrusive_ptr<Options> options)
     : Backend(static_cast<int>(sennit_comm_rank(comm)), static_cast<int>(sennit_comm_size(comm))),
       options_(std::move(options)),
       owner_(std::move(owner)),
+      staged_classes_(std::move(staged_classes)),
       shrink_(std::move(shrink)),
       group_(std::make_shared<GroupState>(comm)),
       poster_(
@@ -168,24 +169,33 @@ static int size_class_of(const Call& call, int world) {
   return std::bit_width(std::max<uint64_t>(size_bytes, 1) - 1);
 }
 
+bool SennitBackend::is_staged(const Call& call) {
+  const int size_class = size_class_of(call, size_);
+  if (size_class == 0) return false;
+  std::atomic<uint64_t>& known = staged_[static_cast<size_t>(call.collective)];
+  uint64_t classes = known.load(std::memory_order_relaxed);
+  if (classes == 0) {
+    classes = staged_classes_(call.collective) | 1;
+    known.store(classes, std::memory_order_relaxed);
+  }
+  return (classes >> size_class & 1) != 0;
+}
+
 // From what all ranks know: the sizes of an allgather, or that the parts of an alltoall are equal.
-void SennitBackend::choose_way(Call& call) const {
+void SennitBackend::choose_way(Call& call) {
   if (call.collective == Collective::REDUCE_SCATTER) return cut_shares(call);
   const bool is_allgather = call.collective == Collective::ALLGATHER;
-  const uint64_t classes = is_allgather ? options_->staged_allgathers : options_->staged_alltoalls;
-  if (classes == 0 || !(is_allgather || call.equal_parts)) return;
-  const int size_class = size_class_of(call, size_);
-  if ((classes >> size_class & 1) == 0) return;
+  if (!(is_allgather || call.equal_parts) || !is_staged(call)) return;
   // Such an allgather serves all sizes. What others pass on in an alltoall is in scratch, of a size that the plan must
   // know.
-  call.size_class = is_allgather ? 1 : static_cast<uint8_t>(size_class);
+  call.size_class = is_allgather ? 1 : static_cast<uint8_t>(size_class_of(call, size_));
   if (call.equal_parts) call.counts.resize(1);
 }
 
 // Uneven shares: so that the plan of other sizes serves these, too (transport/algorithms/reduce_scatter_counted.py).
-void SennitBackend::cut_shares(Call& call) const {
+void SennitBackend::cut_shares(Call& call) {
   if (std::ranges::adjacent_find(call.counts, std::ranges::not_equal_to()) == call.counts.end()) return;
-  if ((options_->staged_reduce_scatters >> size_class_of(call, size_) & 1) != 0) return;
+  if (is_staged(call)) return;
   constexpr uint64_t PIECE_BYTES = 131'072, LINE_BYTES = 64;
   const auto divided = [](uint64_t number, uint64_t by) { return (number + by - 1) / by; };
   const uint64_t largest = *std::max_element(call.counts.begin(), call.counts.end());

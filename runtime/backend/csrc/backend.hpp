@@ -7,6 +7,7 @@
 
 #include <c10/util/FunctionRef.h>
 
+#include <array>
 #include <atomic>
 #include <exception>
 #include <functional>
@@ -27,18 +28,18 @@ class SennitBackend final : public c10d::Backend {
   struct Options final : c10d::Backend::Options {
     explicit Options(std::chrono::milliseconds timeout) : c10d::Backend::Options("sennit", timeout) {}
     size_t plan_cache_bytes = 16 * 1024 * 1024;
-    // Which are not direct: bit k is for sizes above 2^(k-1) bytes in all, up to 2^k.
-    uint64_t staged_alltoalls = 0;  // of equal parts
-    uint64_t staged_allgathers = 0;
-    uint64_t staged_reduce_scatters = 0;
   };
+
+  // Which sizes are not direct of an alltoall of equal parts, an allgather or a reduce_scatter: bit k, from 1 to 62, is
+  // for those above 2^(k-1) bytes in all, up to 2^k.
+  using StagedClasses = std::function<uint64_t(Collective)>;
 
   // Makes the backend of this group without some of its ranks. The flag says whether to abort operations in flight.
   using Shrink = std::function<c10::intrusive_ptr<c10d::Backend>(const std::vector<int64_t>& excluded, bool abort)>;
 
   // `owner` has to live as long as the backend. It is only stored and returned.
-  SennitBackend(sennit_comm* comm, CompilePlan compile, Shrink shrink, std::shared_ptr<void> owner,
-                c10::intrusive_ptr<Options> options);
+  SennitBackend(sennit_comm* comm, CompilePlan compile, StagedClasses staged_classes, Shrink shrink,
+                std::shared_ptr<void> owner, c10::intrusive_ptr<Options> options);
   ~SennitBackend() override;
 
   c10::intrusive_ptr<Options> options() const { return options_; }
@@ -104,8 +105,9 @@ class SennitBackend final : public c10d::Backend {
   WorkPointer guarded(c10::function_ref<WorkPointer()> call);
   bool is_coalescing() const { return coalescing_thread_.load() == std::this_thread::get_id(); }
   WorkPointer start(Call call);
-  void choose_way(Call& call) const;
-  void cut_shares(Call& call) const;
+  void choose_way(Call& call);
+  void cut_shares(Call& call);
+  bool is_staged(const Call& call);
   WorkPointer start_all(c10d::OpType type, std::vector<Call> calls);
   WorkPointer post(Call call);
   WorkPointer post_on_device(Call call);
@@ -124,6 +126,9 @@ class SennitBackend final : public c10d::Backend {
 
   const c10::intrusive_ptr<Options> options_;
   const std::shared_ptr<void> owner_;
+  const StagedClasses staged_classes_;
+  // What it said, by collective, and bit 0. Zero: not asked yet. To ask takes milliseconds, and few groups need it.
+  std::array<std::atomic<uint64_t>, static_cast<size_t>(Collective::BARRIER) + 1> staged_{};
   const Shrink shrink_;
   const std::shared_ptr<GroupState> group_;
   const std::shared_ptr<Poster> poster_;

@@ -19,8 +19,11 @@ namespace {
 // The backend's Python half. It is kept beyond the interpreter's end, but not touched then.
 class PythonHalf {
  public:
-  PythonHalf(py::object communicator, py::function compile, py::function shrink)
-      : communicator_(std::move(communicator)), compile_(std::move(compile)), shrink_(std::move(shrink)) {}
+  PythonHalf(py::object communicator, py::function compile, py::function staged_classes, py::function shrink)
+      : communicator_(std::move(communicator)),
+        compile_(std::move(compile)),
+        staged_classes_(std::move(staged_classes)),
+        shrink_(std::move(shrink)) {}
   PythonHalf(const PythonHalf&) = delete;
   PythonHalf& operator=(const PythonHalf&) = delete;
   ~PythonHalf() {
@@ -41,6 +44,7 @@ class PythonHalf {
       leak();
     } else {
       compile_ = py::function();
+      staged_classes_ = py::function();
       shrink_ = py::function();
       communicator_ = py::object();
     }
@@ -48,7 +52,7 @@ class PythonHalf {
 
   std::string compile(const PlanShape& shape) const {
     const py::gil_scoped_acquire gil;
-    TORCH_CHECK(compile_.ptr() != nullptr, "sennit: the interpreter is exiting; no new operation can start");
+    check_for_exit(compile_);
     const std::span<const uint64_t> given = shape.compiled_counts();
     py::tuple counts(given.size());
     for (size_t index = 0; index < given.size(); ++index) counts[index] = py::int_(given[index]);
@@ -58,6 +62,12 @@ class PythonHalf {
     return plan;
   }
 
+  uint64_t staged_classes(Collective collective) const {
+    const py::gil_scoped_acquire gil;
+    check_for_exit(staged_classes_);
+    return py::cast<uint64_t>(staged_classes_(static_cast<unsigned>(collective)));
+  }
+
   c10::intrusive_ptr<c10d::Backend> shrink(const std::vector<int64_t>& excluded, bool abort) const {
     const py::gil_scoped_acquire gil;
     TORCH_CHECK(shrink_.ptr() != nullptr, "sennit: the interpreter is exiting; no group can be made");
@@ -65,14 +75,19 @@ class PythonHalf {
   }
 
  private:
+  static void check_for_exit(const py::function& function) {
+    TORCH_CHECK(function.ptr() != nullptr, "sennit: the interpreter is exiting; no new operation can start");
+  }
+
   void leak() {
     communicator_.release();
     compile_.release();
+    staged_classes_.release();
     shrink_.release();
   }
 
   py::object communicator_;
-  py::function compile_, shrink_;
+  py::function compile_, staged_classes_, shrink_;
   const uint64_t forks_ = sennit_fork_count();
 };
 
@@ -95,22 +110,20 @@ void close_all() {
 c10::intrusive_ptr<SennitBackend> make_backend(const py::object& communicator, py::function compile_plan,
                                                py::function shrink, std::chrono::milliseconds timeout,
                                                const std::string& group_name, std::vector<uint64_t> global_ranks,
-                                               size_t plan_cache_bytes, uint64_t staged_alltoalls,
-                                               uint64_t staged_allgathers, uint64_t staged_reduce_scatters) {
+                                               size_t plan_cache_bytes, py::function staged_classes) {
   auto options = c10::make_intrusive<SennitBackend::Options>(timeout);
   options->group_name = group_name;
   options->global_ranks_in_group = std::move(global_ranks);
   options->plan_cache_bytes = plan_cache_bytes;
-  options->staged_alltoalls = staged_alltoalls;
-  options->staged_allgathers = staged_allgathers;
-  options->staged_reduce_scatters = staged_reduce_scatters;
   const auto handle = py::cast<uintptr_t>(communicator.attr("handle"));
   // A copy of a std::function copies what it holds, so the callables are shared instead.
-  auto python = std::make_shared<PythonHalf>(communicator, std::move(compile_plan), std::move(shrink));
+  auto python =
+      std::make_shared<PythonHalf>(communicator, std::move(compile_plan), std::move(staged_classes), std::move(shrink));
   std::erase_if(python_halves(), [](const auto& weak) { return weak.expired(); });
   python_halves().push_back(python);
   return c10::make_intrusive<SennitBackend>(
       reinterpret_cast<sennit_comm*>(handle), [python](const PlanShape& shape) { return python->compile(shape); },
+      [python](Collective collective) { return python->staged_classes(collective); },
       [python](const std::vector<int64_t>& excluded, bool abort) { return python->shrink(excluded, abort); }, python,
       std::move(options));
 }
@@ -134,8 +147,7 @@ PYBIND11_MODULE(_c10d, module) {
   py::class_<SennitBackend, c10::intrusive_ptr<SennitBackend>, c10d::Backend>(module, "SennitBackend")
       .def(py::init(&sennit::runtime::make_backend), py::kw_only(), py::arg("communicator"), py::arg("compile_plan"),
            py::arg("shrink"), py::arg("timeout"), py::arg("group_name"), py::arg("global_ranks"),
-           py::arg("plan_cache_bytes"), py::arg("staged_alltoalls"), py::arg("staged_allgathers"),
-           py::arg("staged_reduce_scatters"))
+           py::arg("plan_cache_bytes"), py::arg("staged_classes"))
       .def_property_readonly("options", &SennitBackend::options)
       .def_property_readonly("communicator", &sennit::runtime::communicator_of);
   module.def("close_all", &sennit::runtime::close_all);

@@ -357,12 +357,22 @@ class PyCommunicator {
   sennit::Engine* engine_ = nullptr;
 };
 
+// What the fast kernels take on this kind of processor. On others all are portable.
+bool has_wide_vectors() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+#else
+  return true;
+#endif
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
   nb::module_::import_("atexit").attr("register")(nb::cpp_function([] { python_runs = false; }));
   m.doc() = "The native data plane: plans run over shared memory, RoCEv2 on UDP, and RDMA devices.";
   m.attr("WIRE_REVISION") = static_cast<int>(sennit::flow::CONTROL_VERSION);
+  m.attr("HAS_WIDE_VECTORS") = has_wide_vectors();
   m.attr("PATH_POLICIES") = to_names(sennit::flow::path_policies());
   const sennit::flow::FlowConfig config;
   nb::dict defaults;

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the cost model (cost_model.py) is told: the collective, and how long its parts take between two ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+
+class Collective(StrEnum):
+    """The collectives that have several algorithms."""
+
+    ALLREDUCE = "allreduce"
+    REDUCE_SCATTER = "reduce_scatter"
+    REDUCE = "reduce"
+    ALLGATHER = "allgather"
+    GATHER = "gather"
+    """Of equal parts."""
+    ALLTOALL = "alltoall"
+    """Of equal parts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Costs:
+    """Seconds that the parts of a collective take, for one way between ranks."""
+
+    round_s: float
+    """From the send of a small message until its receiver can go on."""
+    message_s: float
+    """Processor time of a message on one rank, at both ends together."""
+    byte_s: float
+    """Of each byte that a rank sends."""
+    peer_share: float
+    """By what share each further peer, up to PEERS_MAX, makes a byte dearer: more acknowledgements, shorter bursts."""
+    fold_byte_s: float
+    """Of each byte that a reduction reads."""
+
+
+SHARED_MEMORY: Final = Costs(round_s=2.5e-6, message_s=0.8e-6, byte_s=0.05e-9, peer_share=0, fold_byte_s=0.08e-9)
+NETWORK: Final = Costs(round_s=8e-6, message_s=5e-6, byte_s=1e-9, peer_share=0.1, fold_byte_s=0.08e-9)
