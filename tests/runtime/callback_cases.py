@@ -5,13 +5,21 @@
 
 from __future__ import annotations
 
+import random
 import threading
+import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from fault_cases import raised  # type: ignore[import-not-found]
+from torch.nn.parallel import DistributedDataParallel
+
+with warnings.catch_warnings():  # torch uses what it advises against
+    warnings.simplefilter("ignore")
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 LIMIT_S = 20
 COUNT = 1_000
@@ -35,12 +43,8 @@ def nested(rank: int, world: int, depth: int, chains: int) -> None:
 
         return callback
 
-    # In a group the order of calls must be the same on all ranks. Sums of one size may end in any order, so each chain
-    # begins in a group of its own. What the callbacks of a chain post stays together.
-    groups = [dist.new_group() for _ in range(chains)]
-    for one in groups:
-        total = sum_of(1.0, one).then(multiply(depth)).wait()
-        assert torch.equal(total, torch.full((COUNT,), float(world) ** (depth + 1)))
+    for future in [sum_of(1.0).then(multiply(depth)) for _ in range(chains)]:
+        assert torch.equal(future.wait(), torch.full((COUNT,), float(world) ** (depth + 1)))
 
 
 def chained(rank: int, world: int, callback: Callable[[Any], Any]) -> Any:
@@ -133,3 +137,112 @@ def done_after_wait(rank: int, world: int) -> None:
         assert future.value()[0][0].item() == world
     gate.set()
     held.wait()
+
+
+def many_buckets(rank: int, world: int, hook: str) -> None:
+    """DDP with a bucket for each weight, whose hook's callbacks post and wait while backward posts more.
+
+    The bits are those of the same hook when it waits for its future at once, over gloo too. Rank 0 dawdles.
+    """
+    alone = train_with_hook(rank, hook, dist.group.WORLD, together=False)
+    assert equal(alone, train_with_hook(rank, hook, dist.group.WORLD, together=True))
+    if world == 2:  # gloo adds three numbers in another order
+        # It lives until the process ends: a thread of gloo that drops the last reference to its group aborts.
+        gloo = dist.new_group(backend="gloo")
+        assert equal(alone, train_with_hook(rank, hook, gloo, together=False))
+
+
+def train_with_hook(rank: int, name: str, group: Any, together: bool) -> list[torch.Tensor]:
+    """The weights after some steps with torch's hook. `together`: its callbacks run beside backward."""
+    torch.manual_seed(3)
+    layers: list[torch.nn.Module] = [torch.nn.Linear(24, 24) for _ in range(12)]
+    model: Any = DistributedDataParallel(torch.nn.Sequential(*layers), process_group=group, bucket_cap_mb=1e-4)
+    state: Any = group
+    hook: Any = default_hooks.fp16_compress_hook
+    if name == "PowerSGD":
+        state = powerSGD_hook.PowerSGDState(group, 1, start_powerSGD_iter=2)
+        hook = powerSGD_hook.powerSGD_hook
+    dawdling = random.Random(rank)
+
+    def dawdle() -> None:
+        if together and rank == 0 and dawdling.random() < 0.3:
+            time.sleep(dawdling.random() * 0.002)
+
+    def run(state: Any, bucket: Any) -> Any:
+        dawdle()
+        future = hook(state, bucket)
+        dawdle()
+        if not together:
+            future.wait()
+        return future.then(lambda future: (dawdle(), future.value())[1])
+
+    model.register_comm_hook(state, lambda state, bucket: run(state, bucket))  # torch reads annotations
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(6):
+        numbers = torch.Generator().manual_seed(100 * step + rank)
+        model(torch.randn(8, 24, generator=numbers)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [weight.detach() for weight in model.parameters()]
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
+
+
+def begun_in_order(rank: int, world: int) -> None:
+    """Callbacks of sums in flight together run in the order in which they were asked for, and post in that order."""
+    posted = []
+
+    def callback(number: int) -> Callable[[Any], Any]:
+        def post(future: Any) -> Any:
+            total = torch.full((COUNT,), float(number))
+            posted.append((number, total, dist.all_reduce(total, async_op=True)))
+
+        return post
+
+    for step in range(20):
+        works = [dist.all_reduce(torch.ones(1 + 10_000 * (number % 3)), async_op=True) for number in range(9)]
+        if rank == step % world:
+            works[4].wait()
+        futures = [work.get_future().then(callback(number)) for number, work in enumerate(works)]
+        after = torch.full((COUNT,), -1.0)
+        dist.all_reduce(after)
+        assert after[0].item() == -world
+        for future in futures:
+            future.wait()
+        assert [number for number, _, _ in posted] == list(range(9))
+        for number, total, work in posted:
+            work.wait()
+            assert total[0].item() == number * world
+        posted.clear()
+
+
+def refused_after_a_block(rank: int, world: int) -> str:
+    """A callback blocks until its own program has finished a later sum. Then it may post no sum."""
+    gate = threading.Event()
+    group = dist.new_group()
+    start = dist.irecv(torch.zeros(1), (rank + 1) % world, tag=9)
+    first = torch.ones(COUNT)
+
+    def late(future: Any) -> Any:
+        gate.wait(LIMIT_S)
+        return sum_of(1.0, group)
+
+    # The sum cannot have ended when its callback is asked for: each rank waits for the other one's word.
+    if rank == 0:
+        future = dist.all_reduce(first, group=group, async_op=True).get_future().then(late)
+        dist.send(torch.zeros(1), 1, tag=9)
+        start.wait()
+    else:
+        start.wait()
+        future = None
+        dist.send(torch.zeros(1), 0, tag=9)
+        dist.all_reduce(first, group=group)
+    later = torch.ones(COUNT)
+    dist.all_reduce(later, group=group)
+    assert later[0].item() == world
+    gate.set()
+    text: str = raised(future.wait) if future is not None else ""
+    dist.barrier()
+    return text

@@ -31,6 +31,22 @@ def test_callbacks(kept_world: World, transport: str, case: str) -> None:
     kept_world(2, transport).run(CASES, case)
 
 
+@pytest.mark.parametrize("hook", ["fp16", "PowerSGD"])
+@pytest.mark.parametrize(("transport", "size"), [("shm", 2), ("udp", 3)])
+def test_hooks_of_many_buckets(kept_world: World, transport: str, size: int, hook: str) -> None:
+    kept_world(size, transport).run(CASES, "many_buckets", hook=hook)
+
+
+@pytest.mark.parametrize(("transport", "size"), [("shm", 2), ("udp", 3)])
+def test_callbacks_begin_in_order(kept_world: World, transport: str, size: int) -> None:
+    kept_world(size, transport).run(CASES, "begun_in_order")
+
+
+def test_a_callback_that_posts_after_it_has_blocked(kept_world: World) -> None:
+    text, _ = kept_world(2, "shm").run(CASES, "refused_after_a_block")
+    assert "ranks would number their collectives in different orders" in text
+
+
 def test_a_callback_that_throws(kept_world: World) -> None:
     assert all("of the user's callback" in text for text in kept_world(2, "shm").run(CASES, "thrown"))
 

@@ -14,12 +14,14 @@ inline bool interpreter_is_usable() {
 #endif
 }
 
+inline bool holds_gil() { return interpreter_is_usable() && PyGILState_Check() != 0; }
+
 // Releases the GIL during its lifetime if this thread holds it. c10d's own bindings have released it already.
 // Destructors and calls from other C++ code have not, and the threads that finish operations need it.
 class WithoutGil {
  public:
   WithoutGil() {
-    if (interpreter_is_usable() && PyGILState_Check() != 0) saved_ = PyEval_SaveThread();
+    if (holds_gil()) saved_ = PyEval_SaveThread();
   }
   ~WithoutGil() {
     if (saved_ != nullptr) PyEval_RestoreThread(saved_);

@@ -181,10 +181,12 @@ c10::intrusive_ptr<c10::ivalue::Future> SennitWork::getFuture() {
   if (stream_) devices.push_back(stream_->device());
   const auto [future, is_new] = future_.get(devices);
   if (!is_new) return future;
+  // Callbacks in Python may post. Those of torch itself, as in DDP without a hook, do not: later calls need not wait.
+  const auto ask = holds_gil() ? &sennit_op_on_done_in_order : &sennit_op_on_done;
   // The lock of the core is needed, whose holder may need the GIL.
   const WithoutGil without_gil;
   c10::raw::intrusive_ptr::incref(this);
-  const sennit_status status = sennit_op_on_done(op_, &SennitWork::on_done, this);
+  const sennit_status status = ask(op_, &SennitWork::on_done, this);
   if (status != SENNIT_OK) {
     std::rethrow_exception(
         make_error(status, std::string(title_) + ": no thread can be started that completes the future"));
@@ -253,18 +255,26 @@ void JointWork::abort() {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> JointWork::getFuture() {
-  const auto [future, is_new] = future_.get();
+  std::vector<c10::Device> devices;
+  for (const at::Tensor& output : outputs_)
+    if (!output.device().is_cpu()) devices.push_back(output.device());
+  const auto [future, is_new] = future_.get(devices);
   if (!is_new) return future;
   const auto outputs = outputs_;
   if (parts_.empty()) {
     future->markCompleted(c10::IValue(outputs));
     return future;
   }
+  std::vector<FutureOfWork::Pointer> of_parts;
+  for (const auto& part : parts_) of_parts.push_back(part->getFuture());
   const auto pending = std::make_shared<std::atomic<size_t>>(parts_.size());
-  for (const auto& part : parts_) {
-    part->getFuture()->addCallback([future = future, outputs, pending](c10::ivalue::Future& done) {
+  for (const auto& of_part : of_parts) {
+    of_part->addCallback([future = future, outputs, of_parts, pending](c10::ivalue::Future& done) {
       if (done.hasError()) future->setErrorIfNeeded(done.exception_ptr());
-      if (pending->fetch_sub(1) == 1 && !future->completed()) future->markCompleted(c10::IValue(outputs));
+      if (pending->fetch_sub(1) != 1 || future->completed()) return;
+      // The current streams wait for the parts, so that the future's events come after all of them.
+      for (const auto& one : of_parts) one->wait();
+      future->markCompleted(c10::IValue(outputs));
     });
   }
   return future;

@@ -4,6 +4,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <thread>
 #include <utility>
@@ -22,6 +23,7 @@ struct Callbacks::Turn {
   const Member* member = nullptr;
   uint32_t level = 0;
   bool stands_aside = false;
+  std::atomic<bool> waits{false};
   uint64_t began_us = 0;
   uint64_t forks = 0;
   Turn* next = nullptr;
@@ -45,6 +47,7 @@ class Callbacks::Called {
     Operation* const operation = turn_.operation;
     Turn::current = nullptr;
     lock_.lock();
+    if (operation->callback_level_ != 0) --callbacks.asked_[slot_of(operation->callback_level_)];
     if (--operation->callbacks_of_->open <= 1) callbacks.returned_event_.notify_all();
     Turn** link = &callbacks.running_;
     while (*link != &turn_) link = &(*link)->next;
@@ -108,7 +111,7 @@ void Callbacks::tell_others() noexcept {
 
 void Callbacks::add(Member& member, Operation& operation) noexcept {
   const std::lock_guard lock(mutex_);
-  Queue& queue = queues_[std::min(operation.callback_level_, LEVELS - 1)];
+  Queue& queue = queues_[slot_of(operation.callback_level_)];
   operation.next_settled_ = nullptr;
   (queue.last != nullptr ? queue.last->next_settled_ : queue.first) = &operation;
   queue.last = &operation;
@@ -133,9 +136,35 @@ void Callbacks::stand_aside() noexcept {
   turn->callbacks.tell_others();
 }
 
-uint32_t Callbacks::next_level() noexcept {
+Operation* Callbacks::operation_here() noexcept {
   const Turn* const turn = Turn::here();
-  return turn == nullptr ? 0 : turn->level + 1;
+  return turn == nullptr ? nullptr : turn->operation;
+}
+
+void Callbacks::ask(Operation& operation) noexcept {
+  const Turn* const turn = Turn::here();
+  if (turn == nullptr) return;
+  const std::lock_guard lock(mutex_);
+  operation.callback_level_ = turn->level + 1;
+  ++asked_[slot_of(turn->level + 1)];
+}
+
+bool Callbacks::is_waiting(const Operation& operation) {
+  const std::lock_guard lock(mutex_);
+  const Turn* turn = running_;
+  while (turn != nullptr && turn->operation != &operation) turn = turn->next;
+  if (turn == nullptr || turn->waits.load(std::memory_order_relaxed)) return true;
+  const auto deeper = asked_.begin() + slot_of(turn->level) + 1;
+  return std::any_of(deeper, asked_.end(), [](uint32_t count) { return count != 0; });
+}
+
+Callbacks::Wait::Wait() noexcept {
+  stand_aside();
+  if (Turn* const turn = Turn::here()) turn->waits.store(true, std::memory_order_relaxed);
+}
+
+Callbacks::Wait::~Wait() {
+  if (Turn* const turn = Turn::here()) turn->waits.store(false, std::memory_order_relaxed);
 }
 
 // What may begin first. Null: nothing waits. The lock is held.

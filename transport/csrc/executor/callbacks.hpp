@@ -47,8 +47,21 @@ class Callbacks : public std::enable_shared_from_this<Callbacks> {
   bool wait(const Member& member, uint64_t limit_us);
   // The calling thread may block now. Does nothing outside a callback.
   static void stand_aside() noexcept;
-  // Of a callback that the calling thread asks for. 0 outside a callback.
-  static uint32_t next_level() noexcept;
+  // The operation in whose callbacks the calling thread is. Null outside a callback.
+  static Operation* operation_here() noexcept;
+  // The operation's callback is asked for here. Sets its level.
+  void ask(Operation& operation) noexcept;
+  // Whether the operation's callbacks wait for an operation, as far as is known, or do not run. If they asked for
+  // callbacks, they may wait for these.
+  bool is_waiting(const Operation& operation);
+
+  // While a callback waits for an operation. Does nothing outside a callback.
+  class Wait {
+   public:
+    Wait() noexcept;
+    ~Wait();
+    Wait(const Wait&) = delete;
+  };
 
  private:
   using Lock = std::unique_lock<std::mutex>;
@@ -69,13 +82,15 @@ class Callbacks : public std::enable_shared_from_this<Callbacks> {
 
   // Deeper callbacks share the last one, where HELD_US alone helps.
   static constexpr uint32_t LEVELS = 32;
+  static constexpr uint32_t slot_of(uint32_t level) { return level < LEVELS ? level : LEVELS - 1; }
   // So many threads stay while there is nothing to do: one for the next callback, one in case that it blocks.
   static constexpr uint32_t KEPT_IDLE = 2;
 
   std::mutex mutex_;
   std::condition_variable added_event_, returned_event_;
   std::array<Queue, LEVELS> queues_{};
-  Turn* running_ = nullptr;  // a list
+  std::array<uint32_t, LEVELS> asked_{};  // callbacks that were asked for within callbacks, and have not returned
+  Turn* running_ = nullptr;               // a list
   uint32_t members_ = 0;
   uint32_t threads_ = 0;
   uint32_t idle_ = 0;

@@ -69,6 +69,13 @@ sennit_status post(sennit_comm* comm, sennit_plan* plan, const sennit::Operation
   return SENNIT_DEVICE;
 }
 
+sennit_status on_done(sennit_op* op, Operation::Callback callback, bool in_order) {
+  Operation& watched = operation(op);
+  if (watched.engine().is_inherited()) return SENNIT_ARGUMENT;
+  return guarded(SENNIT_DEVICE,
+                 [&] { return watched.engine().on_done(watched, callback, in_order) ? SENNIT_OK : SENNIT_DEVICE; });
+}
+
 }  // namespace
 
 int sennit_reduce_is_defined(uint32_t dtype, uint32_t reduce) {
@@ -136,11 +143,11 @@ void sennit_op_retain(sennit_op* op) { operation(op).retain(); }
 void sennit_op_release(sennit_op* op) { operation(op).release(); }
 
 sennit_status sennit_op_on_done(sennit_op* op, void (*callback)(void*), void* argument) {
-  Operation& watched = operation(op);
-  if (watched.engine().is_inherited()) return SENNIT_ARGUMENT;
-  return guarded(SENNIT_DEVICE, [&] {
-    return watched.engine().on_done(watched, {callback, argument}) ? SENNIT_OK : SENNIT_DEVICE;
-  });
+  return on_done(op, {callback, argument}, false);
+}
+
+sennit_status sennit_op_on_done_in_order(sennit_op* op, void (*callback)(void*), void* argument) {
+  return on_done(op, {callback, argument}, true);
 }
 
 uint64_t sennit_fork_count() {

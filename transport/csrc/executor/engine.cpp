@@ -246,30 +246,34 @@ sennit_status Engine::post(Plan& plan, const OperationMemory& memory, const senn
   }
   // What can fail comes first. After `active_.push_back` the operation runs, and an exception ends the group.
   const bool is_p2p = (options.flags & SENNIT_POST_P2P) != 0;
-  const uint64_t sequence = is_p2p ? 0 : sequence_.load(std::memory_order_relaxed) + 1;
+  const Caller caller = is_p2p ? Caller{} : caller_here();
+  if (!is_p2p && !(error = refusal_here()).empty()) return SENNIT_ARGUMENT;
   if ((options.flags & SENNIT_POST_ASYNC) != 0) join_crew();
   if (plan.on_device) join_callbacks();
   active_.reserve(active_.size() + 1);
-  auto* const operation = new Operation(*this, plan, memory, options, sequence, std::move(counted));
+  auto* const operation = new Operation(*this, plan, memory, options, 0, std::move(counted));
   try {
     borrow_memory(*operation);
   } catch (...) {
     operation->release();
     throw;
   }
-  // A number without an operation would put this rank out of step with the others.
-  if (!is_p2p) sequence_.store(sequence, std::memory_order_relaxed);
   const uint64_t now_us = clock_us();
   operation->timeout_us_ = options.timeout_us != 0 ? options.timeout_us : config_.timeout_us;
   operation->deadline_us_ = now_us + operation->timeout_us_;
   next_deadline_us_ = std::min(next_deadline_us_, operation->deadline_us_);
-  trace::operation_begin(config_.rank, operation, plan.name.c_str(), operation->sizes().sent_bytes,
-                         operation->sizes().received_bytes, plan.signature, sequence);
   ++counted_->operations_posted;
   operation->retain();  // the engine's reference, until the operation ends
   active_.push_back(operation);
   if (operation->background_) ++background_operations_;
-  guarded([&] { return launch(*operation, now_us); });
+  operation->is_of_callback_ = Callbacks::operation_here() != nullptr;
+  if (is_p2p) {
+    start(*operation, now_us);
+  } else if (caller.is_next(order_)) {
+    number(*operation, now_us);
+  } else {
+    order_.insert(operation->place_of_post_, caller.place);
+  }
   if (sleeping_ != Sleep::awake) wake();
   if (background_operations_ != 0 && !driving_) call_crew();
   let_go(lock);
@@ -355,7 +359,7 @@ bool Engine::look_at_everything(uint64_t now_us) {
   }
   bool has_ended = false;
   for (size_t i = 0; i < active_.size();) {
-    if (active_[i]->finished_steps()) {
+    if (active_[i]->finished_steps() && active_[i]->has_number()) {
       finish(active_[i], SENNIT_OK, {});
       has_ended = true;
     } else {
@@ -369,18 +373,32 @@ bool Engine::look_at_everything(uint64_t now_us) {
     for (Port* port : ports_) port->tell_peers(has_ended, end_us);
   }
   if (failed || mailbox_.failure() != nullptr || now_us >= next_deadline_us_) check_failures(now_us);
+  moved |= look_at_callbacks(now_us);
   // Operations that just failed count as movement: their waiters must know before anybody sleeps.
   return moved || first_settled_ != nullptr;
 }
 
-bool Engine::on_done(Operation& operation, Operation::Callback callback) {
+bool Engine::on_done(Operation& operation, Operation::Callback callback, bool in_order) {
   Callbacks::stand_aside();
   {
     Lock lock = enter();
-    if (operation.set_callback(callback)) {
-      operation.callback_level_ = Callbacks::next_level();
+    const bool is_in_order = in_order && operation.is_collective();
+    const Caller caller = is_in_order ? caller_here() : Caller{};
+    if (operation.status() == SENNIT_PENDING || !caller.is_next(order_)) {
+      operation.set_callback(callback);
+      callbacks_->ask(operation);
+      if (caller.is_ordered) {
+        // The order has a reference: the engine's, if the operation is pending.
+        if (operation.status() != SENNIT_PENDING) operation.retain();
+        operation.is_called_in_order_ = true;
+        if (caller.place != nullptr) pull_forward(operation, *caller.place);
+        order_.insert(operation.place_of_callbacks_, caller.place);
+        let_go(lock);
+      } else if (is_in_order && !keeps_order_) {
+        operation.passed_at_ = sequence_.load(std::memory_order_relaxed);
+      }
       // The caller may never wait, so the crew drives the operation.
-      if (!operation.background_) {
+      if (operation.status() == SENNIT_PENDING && !operation.background_) {
         operation.background_ = true;
         ++background_operations_;
       }

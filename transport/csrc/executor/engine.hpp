@@ -27,6 +27,7 @@
 
 #include "executor/answering.hpp"
 #include "executor/backoff.hpp"
+#include "executor/call_order.hpp"
 #include "executor/callbacks.hpp"
 #include "executor/clock.hpp"
 #include "executor/crew.hpp"
@@ -48,6 +49,9 @@ struct EngineConfig {
   uint32_t ranks_here;  // ranks that share this machine's cores, this one included
   uint64_t peer_timeout_us = flow::FlowConfig{}.peer_timeout_us;
   uint32_t threads = 1;  // that share folds and copies, the driver included
+  // How long a callback may keep later calls waiting while it waits for no operation. One that computes is much faster.
+  // One that waits for what its own rank does later would block for ever. A fifth, if somebody waits for such a call.
+  uint64_t blocked_us = 5'000'000;
 };
 
 struct Route {
@@ -110,8 +114,8 @@ class Engine final : public OperationHost, private Crewed {
   bool may_send(const Operation& operation) const override;
   sennit_status wait(Operation& operation, uint64_t timeout_us);
   // False: a thread that drives the operation, or one that calls back, could not be started. The callback is set
-  // nevertheless.
-  bool on_done(Operation& operation, Operation::Callback callback);
+  // nevertheless. `in_order`: the callback of a collective gets a place in the order of calls (call_order.hpp).
+  bool on_done(Operation& operation, Operation::Callback callback, bool in_order = false);
   // Of an operation that has ended, in a thread that holds no role and no lock.
   void run_callbacks(Operation& operation);
   void set_timeout(uint64_t timeout_us);  // the default deadline of later operations
@@ -193,6 +197,20 @@ class Engine final : public OperationHost, private Crewed {
     return guarded([&] { return look_at_everything(now_us); });
   }
   bool look_at_everything(uint64_t now_us);
+  // Where the calling thread's posts and callbacks come in the order of calls.
+  struct Caller {
+    bool is_ordered = false;            // false: they wait for nothing
+    CallOrder::Place* place = nullptr;  // before it, or at the end
+    bool is_next(const CallOrder& order) const { return !is_ordered || order.first() == place; }
+  };
+  Caller caller_here() const;
+  std::string refusal_here() const;
+  void start(Operation& operation, uint64_t now_us);
+  void number(Operation& operation, uint64_t now_us);
+  void advance_order() noexcept;
+  void pull_forward(Operation& operation, CallOrder::Place& caller);
+  void callbacks_returned(Operation& operation);
+  bool look_at_callbacks(uint64_t now_us);
   bool launch(Operation& operation, uint64_t now_us);
   bool begin(Operation& operation);
   bool begin_held();
@@ -257,6 +275,13 @@ class Engine final : public OperationHost, private Crewed {
   std::deque<Operation*> held_;  // collectives that are active but not begun, in the group's order
   uint32_t device_collectives_running_ = 0;
   std::vector<Operation*> unsent_;  // point-to-point sends from a device, and sends behind them, in order of the calls
+  CallOrder order_;
+  bool keeps_order_ = true;    // false: a callback has blocked for too long
+  uint32_t held_waiters_ = 0;  // threads outside callbacks that wait for a collective without a number
+  uint64_t last_outside_ = 0;  // the last number of a collective that no callback posted
+  uint64_t looked_us_ = 0;     // when look_at_callbacks() last looked,
+  uint64_t looked_at_ = 0;     // at the callbacks of which operation,
+  uint64_t blocked_us_ = 0;    // and how long they have blocked
   // Settled operations that let_go() has not seen. A linked list, so that ending an operation allocates nothing.
   Operation* first_settled_ = nullptr;
   Operation* last_settled_ = nullptr;

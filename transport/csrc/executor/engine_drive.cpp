@@ -19,18 +19,23 @@ constexpr uint64_t BLIND_SLEEP_US = 1'000;
 // An idle communicator on a network must still acknowledge what arrives late, since its last acknowledgement may be
 // lost, and answer peers that wait for it. The pause grows to ten times this while nothing arrives.
 constexpr uint64_t LINGER_US = 5'000;
-// A driver that has made no round for this long does not run.
-constexpr uint64_t DRIVER_AWAY_US = 2 * SLEEP_MAX_US;
 // Peers in shared memory see a counter grow this often: a fifth of the smallest peer timeout.
 constexpr uint64_t BEAT_US = 100'000;
 
 }  // namespace
 
 sennit_status Engine::wait(Operation& operation, uint64_t timeout_us) {
+  if (Callbacks::operation_here() != nullptr) {
+    Lock lock = enter();
+    if (const Caller caller = caller_here(); caller.place != nullptr) pull_forward(operation, *caller.place);
+    let_go(lock);
+  }
   if (operation.status() != SENNIT_PENDING) return operation.status();
-  Callbacks::stand_aside();
+  const Callbacks::Wait in_callback;
   Lock lock = enter();
   const Waiting waiting(*this);
+  const bool is_held = !operation.has_number() && Callbacks::operation_here() == nullptr;
+  if (is_held) ++held_waiters_;
   const uint64_t give_up_us = timeout_us == 0 ? UINT64_MAX : clock_us() + timeout_us;
   while (operation.status() == SENNIT_PENDING && clock_us() < give_up_us) {
     if (driving_) {
@@ -44,6 +49,7 @@ sennit_status Engine::wait(Operation& operation, uint64_t timeout_us) {
     while (operation.status() == SENNIT_PENDING && drive_once(lock) < give_up_us) {
     }
   }
+  if (is_held) --held_waiters_;
   return operation.status();
 }
 
@@ -189,15 +195,15 @@ uint64_t Engine::answer() {
     shm_->beat();
     return BEAT_US;
   }
-  const auto round_is_due = [this](uint64_t now_us, uint64_t patience_us) {
-    return now_us >= last_round_us_.load(std::memory_order_relaxed) + patience_us;
+  const auto round_is_due = [this](uint64_t now_us) {
+    return now_us >= last_round_us_.load(std::memory_order_relaxed) + LINGER_US;
   };
-  if (!round_is_due(clock_us(), LINGER_US)) return LINGER_US;
+  if (!round_is_due(clock_us())) return LINGER_US;
   // Other groups wait for their answers too. A thread that holds the lock for long is at work.
   Lock lock(mutex_, std::try_to_lock);
   if (!lock) return LINGER_US;
   const uint64_t now_us = clock_us();
-  if (stopping_ || !round_is_due(now_us, driving_ ? DRIVER_AWAY_US : LINGER_US)) return LINGER_US;
+  if (stopping_ || driving_ || !round_is_due(now_us)) return LINGER_US;
   idle_answers_ = round(now_us) ? 0 : idle_answers_ + 1;
   let_go(lock);
   return LINGER_US * std::min<uint64_t>(10, 1 + idle_answers_ / 200);

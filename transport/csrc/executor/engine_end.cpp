@@ -122,6 +122,8 @@ void Engine::fail_late(const Operation& operation, const std::vector<uint32_t>& 
                        ": not finished within its timeout of " + seconds(operation.timeout_us_);
   if (std::find(held_.begin(), held_.end(), &operation) != held_.end()) {
     reason += "; it waits for earlier operations on device memory";
+  } else if (!operation.has_number()) {
+    reason += "; it waits for callbacks of earlier operations of the group";
   } else if (const uint32_t copies = operation.copies_running(); copies != 0) {
     reason += "; it waits for " + std::to_string(copies) + " copies between host and device";
   }
@@ -199,7 +201,8 @@ void Engine::finish(Operation* operation, sennit_status status, std::string reas
   // Once the operation is settled, its owner may free the memory.
   if (verbs_)
     operation->for_each_memory([this](const void* data, uint64_t size_bytes) { verbs_->give_back(data, size_bytes); });
-  trace::operation_end(config_.rank, operation, status, operation->sequence());
+  if (operation->place_of_post_.is_in) order_.remove(operation->place_of_post_);
+  if (operation->has_number()) trace::operation_end(config_.rank, operation, status, operation->sequence());
   if (status == SENNIT_OK) {
     ++counted_->operations_completed;
     counted_->operation_time_us += clock_us() - operation->posted_us();
@@ -212,21 +215,24 @@ void Engine::finish(Operation* operation, sennit_status status, std::string reas
 }
 
 // Wakes the waiters of operations that have ended, and lets the operations go: those with callbacks to the threads that
-// call them.
+// call them, or to their place in the order of calls.
 void Engine::let_go(Lock& lock) {
   if (first_settled_ == nullptr) return;
-  if (waiters_ != 0) role_free_.notify_all();
   Operation* without_callbacks = nullptr;
-  for (Operation* operation = std::exchange(first_settled_, nullptr); operation != nullptr;) {
-    Operation* const next = operation->next_settled_;
-    if (operation->has_callbacks()) {
-      callbacks_->add(called_back_, *operation);
-    } else {
-      operation->next_settled_ = std::exchange(without_callbacks, operation);
+  while (first_settled_ != nullptr) {
+    last_settled_ = nullptr;
+    for (Operation* operation = std::exchange(first_settled_, nullptr); operation != nullptr;) {
+      Operation* const next = operation->next_settled_;
+      if (!operation->has_callbacks()) {
+        operation->next_settled_ = std::exchange(without_callbacks, operation);
+      } else if (!operation->place_of_callbacks_.is_in) {
+        callbacks_->add(called_back_, *operation);
+      }
+      operation = next;
     }
-    operation = next;
+    advance_order();
   }
-  last_settled_ = nullptr;
+  if (waiters_ != 0) role_free_.notify_all();
   // The end of an operation frees memory, and perhaps releases the engine.
   lock.unlock();
   while (without_callbacks != nullptr) {
@@ -236,6 +242,13 @@ void Engine::let_go(Lock& lock) {
 }
 
 void Engine::run_callbacks(Operation& operation) {
+  // Also when a callback ends this thread.
+  struct Returned {
+    ~Returned() {
+      if (operation.is_called_in_order_) operation.engine().callbacks_returned(operation);
+    }
+    Operation& operation;
+  } const returned{operation};
   uint64_t failed = 0;
   for (const Operation::Callback callback : {operation.take_device_callback(), operation.take_callback()})
     if (callback.function != nullptr && !call(callback)) ++failed;

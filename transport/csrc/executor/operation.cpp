@@ -72,7 +72,7 @@ Operation::~Operation() {
   if (times_.end_ns != 0) {
     OperationRecord record;
     record.status = status();
-    record.sequence = sequence_;
+    record.sequence = sequence();
     record.sent_bytes = sizes_.sent_bytes;
     record.received_bytes = sizes_.received_bytes;
     record.set(times_, plan_.name);
@@ -113,6 +113,11 @@ void Operation::take_scratch() {
     buffers_[plan_.buffer_count] = scratch;
   }
   has_memory_ = true;
+}
+
+void Operation::number(uint64_t sequence) {
+  sequence_.store(sequence, std::memory_order_relaxed);
+  key_base_ = sequence << KEY_SLOT_BITS;
 }
 
 void Operation::start() {
@@ -434,15 +439,9 @@ Operation::Callback Operation::take_device_callback() {
 
 Operation::Callback Operation::take_callback() { return std::exchange(callback_, {}); }
 
-bool Operation::set_callback(Callback callback) {
-  if (status() != SENNIT_PENDING) return false;
-  callback_ = callback;
-  return true;
-}
-
 std::string Operation::describe() const {
   std::string text = plan_.name.empty() ? describe_signature(plan_.signature) : plan_.name;
-  if ((key_base_ & P2P_KEY) == 0) text += " (operation " + std::to_string(sequence_) + " of the group)";
+  if (is_collective() && has_number()) text += " (operation " + std::to_string(sequence()) + " of the group)";
   return text;
 }
 

@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "executor/call_order.hpp"
 #include "executor/callbacks.hpp"
 #include "executor/operation_log.hpp"
 #include "executor/plan.hpp"
@@ -63,7 +64,7 @@ struct OperationMemory {
 
 class Operation final : public MailboxClient {
  public:
-  // `counted`: the plan's sizes, if it takes counts.
+  // `sequence`: 0 if it is point-to-point, or if number() follows. `counted`: the plan's sizes, if it takes counts.
   Operation(OperationHost& host, Plan& plan, const OperationMemory& memory, const sennit_post_options& options,
             uint64_t sequence, RunSizes counted);
   ~Operation() override;
@@ -74,6 +75,9 @@ class Operation final : public MailboxClient {
   // Before a start on a device. Throws DeviceError.
   void take_scratch();
   void drop_scratch() { has_memory_ = false; }
+  // Of a collective, before its start: its place in the group's order.
+  void number(uint64_t sequence);
+  bool has_number() const { return !is_collective() || sequence() != 0; }
   void start();
   bool on_device() const { return device_.copy != nullptr; }
   bool has_loans() const { return plan_.has_loans; }
@@ -90,6 +94,7 @@ class Operation final : public MailboxClient {
       visit(buffers_[index], sizes_.buffer_extents[index]);
     }
   }
+  const Plan& plan() const { return plan_; }
   const RunSizes& sizes() const { return sizes_; }
   bool finished_steps() const { return steps_left_ == 0; }
   void on_message_sent(uint32_t step) override;
@@ -114,12 +119,13 @@ class Operation final : public MailboxClient {
   // Call it before take_callback: it tells the owner of the device.
   Callback take_device_callback();
   bool has_callbacks() const { return callback_.function != nullptr || device_.ended != nullptr; }
-  bool set_callback(Callback callback);  // false: already settled, so the caller must call it
+  void set_callback(Callback callback) { callback_ = callback; }
 
   sennit_status status() const { return static_cast<sennit_status>(status_.load(std::memory_order_acquire)); }
   const std::string& error() const { return error_; }
   uint32_t source() const { return source_; }
-  uint64_t sequence() const { return sequence_; }
+  // 0: point-to-point, or without a number yet.
+  uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
   uint64_t deadline_us() const { return deadline_us_; }
   uint64_t posted_us() const { return deadline_us_ - timeout_us_; }
   bool background() const { return background_; }
@@ -189,8 +195,8 @@ class Operation final : public MailboxClient {
   std::array<uint32_t, 3> next_ordered_{};  // one for each list of plan_.ordered
   bool is_sent_ = false;                    // point-to-point: the message is in the mailbox
   uint32_t held_send_ = NO_STEP;
-  const uint64_t sequence_;
-  const uint64_t key_base_;
+  std::atomic<uint64_t> sequence_;
+  uint64_t key_base_;
   const double scalar_;
   const uint64_t seed_;
   const uint64_t signature_;  // of its messages
@@ -204,6 +210,10 @@ class Operation final : public MailboxClient {
   Operation* next_settled_ = nullptr;          // the operation that settled after this one, in the list where both are
   Callbacks::Member* callbacks_of_ = nullptr;  // in a list of Callbacks
   uint32_t callback_level_ = 0;
+  CallOrder::Place place_of_post_{this, true}, place_of_callbacks_{this, false};
+  bool is_of_callback_ = false;      // posted within a callback
+  bool is_called_in_order_ = false;  // its callbacks had a place in the order
+  uint64_t passed_at_ = UINT64_MAX;  // the group's sequence when its callbacks lost their place in the order
   std::atomic<int> status_{SENNIT_PENDING};
   std::atomic<uint32_t> references_{1};
 };

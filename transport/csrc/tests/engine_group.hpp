@@ -173,7 +173,8 @@ inline std::string refusal(const PlanWriter& writer) {
 
 // The engines of all ranks, connected through shared memory or UDP on loopback. Each is shut down at the end.
 struct Group {
-  Group(uint32_t world, uint64_t timeout_us, Route::Kind kind = Route::Kind::shm, uint32_t threads = 1) {
+  Group(uint32_t world, uint64_t timeout_us, Route::Kind kind = Route::Kind::shm, uint32_t threads = 1,
+        uint64_t blocked_us = EngineConfig{}.blocked_us) {
     std::vector<std::vector<std::byte>> offers;
     for (uint32_t rank = 0; rank < world; ++rank) {
       engines.push_back(new Engine({.rank = rank,
@@ -181,7 +182,8 @@ struct Group {
                                     .timeout_us = timeout_us,
                                     .seed = rank,
                                     .ranks_here = world,
-                                    .threads = threads}));
+                                    .threads = threads,
+                                    .blocked_us = blocked_us}));
       offers.push_back(offer(*engines.back(), kind));
     }
     // All ranks open all segments before any rank connects, because connecting unlinks the segment's name.

@@ -166,7 +166,8 @@ SENNIT_API sennit_status sennit_op_status(const sennit_op* op);
 SENNIT_API const char* sennit_op_error(const sennit_op* op);
 // The rank that a SENNIT_ANY_PEER receive matched. SENNIT_ANY_PEER before the match.
 SENNIT_API uint32_t sennit_op_source(const sennit_op* op);
-// The operation's sequence number in the group (collectives), or 0 (P2P).
+// The operation's sequence number in the group (collectives), or 0 (P2P, or it waits for a callback:
+// sennit_op_on_done_in_order).
 SENNIT_API uint64_t sennit_op_sequence(const sennit_op* op);
 // Calls `callback(argument)` once when the op is done: at once if it already is, else from a thread of its own, soon
 // after. There it may do what any thread may: wait, post, take locks, sleep, shut groups down. Callbacks of a process
@@ -177,6 +178,13 @@ SENNIT_API uint64_t sennit_op_sequence(const sennit_op* op);
 // this group must finish the op, and the callback runs once a thread can be started. SENNIT_ARGUMENT: in a child of
 // fork. The callback is never called.
 SENNIT_API sennit_status sennit_op_on_done(sennit_op* op, void (*callback)(void*), void* argument);
+// The same for a callback that may post collectives of the group. All ranks get them in one order: that of a program in
+// which the callback runs in this call. So collectives that are posted later, and callbacks that are asked for later,
+// wait until this callback has returned. If it blocks for 5 s while they wait, and not in a wait for an op, the group
+// keeps no such order any more, and a collective that would be out of order is refused (SENNIT_ARGUMENT). A callback
+// that waits for an op behind it takes that op and the collectives before it first. Same as sennit_op_on_done: for a
+// point-to-point op, and within callbacks of such ops and of other groups.
+SENNIT_API sennit_status sennit_op_on_done_in_order(sennit_op* op, void (*callback)(void*), void* argument);
 SENNIT_API void sennit_op_retain(sennit_op* op);
 SENNIT_API void sennit_op_release(sennit_op* op);
 
@@ -185,7 +193,7 @@ SENNIT_API void sennit_comm_retain(sennit_comm* comm);
 SENNIT_API void sennit_comm_release(sennit_comm* comm);
 SENNIT_API uint32_t sennit_comm_rank(const sennit_comm* comm);
 SENNIT_API uint32_t sennit_comm_size(const sennit_comm* comm);
-// Operations posted so far on this rank (collectives only). Equal on all ranks that are in step.
+// Operations numbered so far on this rank (collectives only). Equal on all ranks that are in step.
 SENNIT_API uint64_t sennit_comm_sequence(const sennit_comm* comm);
 // True (1) in a child of fork: the communicator belongs to the parent.
 SENNIT_API int sennit_comm_is_inherited(const sennit_comm* comm);
