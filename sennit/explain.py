@@ -14,7 +14,7 @@ from sennit.transport.cost_model import Work
 from sennit.transport.costs import Collective
 from sennit.transport.elements import Dtype, accumulator
 from sennit.transport.hosts import Hosts
-from sennit.transport.selection import OF_PARTS, Selection, size_class
+from sennit.transport.selection import OF_PARTS, Selection, grade, grade_bytes, size_class
 from sennit.transport.sizes import format_size
 
 # By torch's names for them.
@@ -56,11 +56,13 @@ def explain(
     given = None if leaves is None else Leaves(ranks, leaves)
     ratio = accumulator(dtype).item_bytes / dtype.item_bytes
     rated = selection.rate(collective, size_bytes=size_bytes, partial_ratio=ratio, leaves=given)
-    chosen, why = selection.choose(rated), _reason(forced, rated)
+    rounded_bytes = grade_bytes(grade(size_bytes))
+    of_grade = selection.rate(collective, size_bytes=rounded_bytes, partial_ratio=ratio, leaves=given)
+    chosen, why = selection.choose(of_grade), _reason(forced, of_grade)
     if collective in OF_PARTS:
         chosen, rounded_bytes = selection.of_parts(collective, size_bytes), 1 << size_class(size_bytes)
-        if forced is None and rounded_bytes != size_bytes:
-            why += f" for {format_size(rounded_bytes)}"
+    if forced is None and rounded_bytes != size_bytes:
+        why += f" for {format_size(rounded_bytes)}"
     coded = explain_codecs.rate_codecs(
         codecs,
         collective,

@@ -120,8 +120,8 @@ class ArrayCollectives(ABC):
         if partial:
             raise ArgumentError("partial sums without leaves; allowed: partial=True with leaves=V")
         output = np.empty_like(given)
-        plan = _Call(self.selection.allreduce, self, elements=given.size, dtype=dtype, op=op, in_place=False)
-        self._run(plan, [given, output], scalar=scalar)
+        plan = _Call(self.selection.allreduce, self, dtype=dtype, op=op, in_place=False, **_up_to(given))
+        self._run(plan, [given, output], scalar=scalar, counts=[given.size])
         return output
 
     def _allreduce_coded(
@@ -210,8 +210,9 @@ class ArrayCollectives(ABC):
         """Returns the fold at `root`, and None elsewhere."""
         given, dtype = _contiguous(array), dtype_of(array)
         output = np.empty_like(given) if self.rank == root else None
-        plan = _Call(self.selection.reduce, self, elements=given.size, dtype=dtype, op=op, root=root, in_place=False)
-        self._run(plan, [given] if output is None else [given, output], scalar=scalar)
+        plan = _Call(self.selection.reduce, self, dtype=dtype, op=op, root=root, in_place=False, **_up_to(given))
+        buffers = [given] if output is None else [given, output]
+        self._run(plan, buffers, scalar=scalar, counts=[given.size])
         return output
 
     def reduce_scatter(
@@ -264,8 +265,8 @@ class ArrayCollectives(ABC):
     def broadcast(self, array: Array, root: int) -> Array:
         """Returns the root's array. The other ranks' arrays give shape and type."""
         data = array.copy(order="C")
-        plan = _Call(self.selection.broadcast, self, elements=data.size, root=root, **_movement(data))
-        self._run(plan, [data])
+        plan = _Call(self.selection.broadcast, self, root=root, **_up_to(data), **_movement(data))
+        self._run(plan, [data], counts=[data.size])
         return data
 
     def allgather(self, array: Array, *, counts: Sequence[int] | None = None, codec: Codec | None = None) -> Array:
@@ -438,6 +439,13 @@ def _movement(array: Array) -> dict[str, int]:
         raise ArgumentError(f"dtype {array.dtype.str}; allowed: any without Python objects")
     dtype = DTYPES.get(array.dtype.name)
     return {"item_bytes": array.dtype.itemsize, "type_code": OTHER_TYPE if dtype is None else int(dtype)}
+
+
+def _up_to(array: Array) -> dict[str, int]:
+    """The arguments of a plan for arrays of up to as many elements as this one's grade has."""
+    from sennit.transport.selection import grade, grade_bytes
+
+    return {"elements": grade_bytes(grade(array.nbytes)) // max(array.itemsize, 1), "counted": True}
 
 
 def _row_elements(array: Array) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Final, Self
 
 from sennit.transport.errors import ArgumentError
@@ -76,6 +77,8 @@ def with_counts(plan: Plan, counts: Sequence[int]) -> Plan:
     binder = _Binder(plan, counts)
     return replace(
         plan,
+        signature=plan.signature | (counts[0] & 0xFFFF_FFFF if plan.cut else 0),
+        cut=None,
         scratch_bytes=binder.number(plan.scratch_bytes),
         count_count=0,
         equal_counts=False,
@@ -87,10 +90,15 @@ def with_counts(plan: Plan, counts: Sequence[int]) -> Plan:
 
 class _Binder:
     def __init__(self, plan: Plan, counts: Sequence[int]) -> None:
-        taken = 1 if plan.equal_counts else plan.count_count
+        taken = 1 if plan.equal_counts or plan.cut else plan.count_count
         if len(counts) != taken:
             raise ArgumentError(f"plan {plan.name} takes {taken} counts, {len(counts)} given")
         self._name, self._scratch = plan.name, plan.scratch
+        # Ranks of a vector without elements must still hear of each other.
+        self._skips_empty = plan.cut is not None and plan.cut.elements_max != 0
+        if plan.cut is not None:
+            self._starts = list(accumulate(plan.cut.sizes(counts[0], plan.unit_bytes), initial=0))
+            return
         share = plan.count_count if plan.equal_counts else 1
         self._starts = [0]
         for index, count in enumerate(counts):
@@ -104,7 +112,10 @@ class _Binder:
 
     def step(self, number: int, step: Step) -> Step:
         size_bytes = self.number(step.size_bytes)
+        nothing = Operand(self._scratch)
         match step:
+            case Send() | Recv() if self._skips_empty and not size_bytes:
+                return Copy(nothing, self._scratch, 0, 0, step.after)
             case Send():
                 return replace(step, source=self._source(number, step), size_bytes=size_bytes)
             case Recv(buffer=None) if not size_bytes:
@@ -132,12 +143,13 @@ class _Binder:
                 offset = self._offset(number, step, step.offset)
                 return replace(step, source=source, offset=offset, size_bytes=size_bytes)
             case Reduce() if not size_bytes:
-                nothing = Operand(self._scratch)
                 return Copy(nothing, self._scratch, 0, 0, step.after)
             case Reduce():
                 offset = self._offset(number, step, step.offset)
+                sized = replace(step, size_bytes=size_bytes)
                 operands = tuple(
-                    replace(operand, offset=self._offset(number, step, operand.offset)) for operand in step.operands
+                    replace(operand, offset=self._offset(number, step, operand.offset, sized.bytes_of(operand)))
+                    for operand in step.operands
                 )
                 return replace(step, operands=operands, offset=offset, size_bytes=size_bytes)
 

@@ -14,6 +14,7 @@ from typing import Final, TypeAlias
 from sennit.transport.coding import Coding
 from sennit.transport.elements import Dtype, ReduceOp, accumulator
 from sennit.transport.tree import balanced
+from sennit.transport.vector_cut import VectorCut
 
 # The most bytes that a receive without destination may hold (MAX_LOAN_BYTES in messages/budgets.hpp).
 MAX_LOAN_BYTES: Final = 131_072
@@ -192,6 +193,8 @@ class Plan:
     """Whether all counts are equal: then a post gives one in place of all."""
     unit_bytes: int = 0
     """The bytes of one counted element; 0 if the plan takes no counts."""
+    cut: VectorCut | None = None
+    """A post gives one count, the elements of a vector. All counts of the plan come from how it is cut."""
 
     @property
     def scratch(self) -> int:
@@ -267,6 +270,8 @@ class PlanBuilder:
         self._count_count = count_count
         self._equal_counts = equal_counts
         self._unit_bytes = unit_bytes
+        self._cut: VectorCut | None = None
+        self._counts: list[tuple[int, int]] = []
         self._steps: list[Step] = []
 
     def send(
@@ -362,8 +367,32 @@ class PlanBuilder:
     def reserve_scratch(self, size_bytes: int) -> int:
         """Makes scratch larger. Returns the offset of the new part, which starts on a cache line."""
         offset = -(-self._scratch_bytes // 64) * 64
-        self._scratch_bytes = offset + size_bytes
+        # The only part may have a size that is a range of counts.
+        self._scratch_bytes = offset + size_bytes if offset else size_bytes
         return offset
+
+    def take_vector(self, cut: VectorCut, counts: Sequence[tuple[int, int]], item_bytes: int) -> None:
+        """Has the plan take the elements of a vector, and a first list of counts (`VectorCut.counts`).
+
+        Each of the caller's buffers holds a vector as large as these counts together.
+        """
+        from sennit.transport.counts import CountRange
+
+        self._cut, self._unit_bytes = cut, item_bytes
+        self.add_counts(counts)
+        if cut.elements_max:
+            self._buffer_bytes = (CountRange(0, len(counts)),) * len(self._buffer_bytes)
+
+    def add_counts(self, counts: Sequence[tuple[int, int]]) -> int:
+        """Adds counts of the vector. Returns the number of the first one."""
+        self._counts += counts
+        return len(self._counts) - len(counts)
+
+    def scratch_counts(self, first: int) -> None:
+        """Has the counts from number `first` on be the scratch."""
+        from sennit.transport.counts import CountRange
+
+        self._scratch_bytes = CountRange(first, len(self._counts))
 
     def build(self) -> Plan:
         """Returns the plan, unchecked: the core checks every plan that it loads, and `plan_check.check` asks it."""
@@ -374,11 +403,12 @@ class PlanBuilder:
             signature=self._signature,
             buffer_bytes=self._buffer_bytes,
             scratch_bytes=self._scratch_bytes,
-            count_count=self._count_count,
+            count_count=len(self._counts) or self._count_count,
             equal_counts=self._equal_counts,
             unit_bytes=self._unit_bytes,
             steps=tuple(self._steps),
             leaves=self._leaves,
+            cut=self._cut and replace(self._cut, counts=tuple(self._counts)),
         )
 
     def _add(self, step: Step) -> int:

@@ -29,6 +29,7 @@ from sennit.transport.plan import (
     bytes_read,
     bytes_written,
 )
+from sennit.transport.vector_cut import WIDTH_BITS, VectorCut
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -42,6 +43,7 @@ FLAG_STOCHASTIC: Final = 8  # of an ENCODE
 FLAG_HAS_LENGTH: Final = 16  # of a SEND or RECV
 FLAG_ON_DEVICE: Final = 1  # of the header
 FLAG_EQUAL_COUNTS: Final = 2  # of the header
+FLAG_CUTS_VECTOR: Final = 4  # of the header
 SEND, RECV, COPY, REDUCE, ENCODE, DECODE = range(6)
 # Where an operand's `kind` holds: whether it is a view, a number or a counted number, whether a partial sum, and the
 # combinations that follow it.
@@ -62,6 +64,8 @@ STEP: Final = np.dtype(
         ("buffer", "<u4"), ("offset", "<u8"), ("size_bytes", "<u8"),
     ]
 )  # fmt: skip
+# Of a plan that cuts a vector: what comes before its counts.
+CUT: Final = struct.Struct("<QQII")
 OPERAND: Final = np.dtype([("kind", "<u4"), ("index", "<u4"), ("offset", "<u8")])
 
 
@@ -163,12 +167,13 @@ def encode(plan: Plan) -> bytes:
 
     encoded_name = plan.name.encode()
     flags = plan.on_device * FLAG_ON_DEVICE | plan.equal_counts * FLAG_EQUAL_COUNTS
+    flags |= (plan.cut is not None) * FLAG_CUTS_VECTOR
     header = HEADER.pack(
         MAGIC, VERSION, len(plan.buffer_bytes), plan.world, plan.rank, plan.signature,
         count, len(operands), len(edges), len(encoded_name), plan.scratch_bytes, flags,
         plan.count_count, plan.leaves, plan.unit_bytes,
     )  # fmt: skip
-    return b"".join((header, table.tobytes(), operands.tobytes(), edges.tobytes(), encoded_name))
+    return b"".join((header, table.tobytes(), operands.tobytes(), edges.tobytes(), _encode_cut(plan.cut), encoded_name))
 
 
 def decode(data: bytes) -> Plan:
@@ -181,7 +186,8 @@ def decode(data: bytes) -> Plan:
     ) = HEADER.unpack_from(data)  # fmt: skip
     if magic != MAGIC or version != VERSION:
         raise ArgumentError(f"magic {magic:#x} version {version}; expected {MAGIC:#x} version {VERSION}")
-    sizes = (HEADER.size, steps * STEP.itemsize, operands * OPERAND.itemsize, edges * 4, name_bytes)
+    cut_bytes = CUT.size + 4 * count_count if flags & FLAG_CUTS_VECTOR else 0
+    sizes = (HEADER.size, steps * STEP.itemsize, operands * OPERAND.itemsize, edges * 4, cut_bytes, name_bytes)
     if sum(sizes) != len(data):
         raise ArgumentError(f"a plan of {len(data)} bytes; its header describes {sum(sizes)}")
     starts = np.cumsum(sizes)
@@ -220,7 +226,7 @@ def decode(data: bytes) -> Plan:
             end = end_of(plan_step.offset, bytes_written(plan_step))
             ends[plan_step.buffer] = max(ends[plan_step.buffer], end)
     return Plan(
-        name=data[int(starts[3]) :].decode(),
+        name=data[int(starts[4]) :].decode(),
         world=world,
         rank=rank,
         signature=signature,
@@ -232,6 +238,26 @@ def decode(data: bytes) -> Plan:
         count_count=count_count,
         equal_counts=bool(flags & FLAG_EQUAL_COUNTS),
         unit_bytes=unit_bytes,
+        cut=_decode_cut(data, int(starts[3]), count_count) if cut_bytes else None,
+    )
+
+
+def _encode_cut(cut: VectorCut | None) -> bytes:
+    if cut is None:
+        return b""
+    counts = np.array([number << WIDTH_BITS | width for number, width in cut.counts], "<u4")
+    return CUT.pack(cut.elements_max, cut.piece_bytes, cut.shares, cut.pieces) + counts.tobytes()
+
+
+def _decode_cut(data: bytes, start: int, count_count: int) -> VectorCut:
+    elements_max, piece_bytes, shares, pieces = CUT.unpack_from(data, start)
+    counts = np.frombuffer(data, "<u4", count_count, start + CUT.size).tolist()
+    return VectorCut(
+        elements_max=elements_max,
+        piece_bytes=piece_bytes,
+        shares=shares,
+        pieces=pieces,
+        counts=tuple((count >> WIDTH_BITS, count & (1 << WIDTH_BITS) - 1) for count in counts),
     )
 
 

@@ -34,6 +34,18 @@ def size_class(size_bytes: int) -> int:
     return max(size_bytes - 1, 0).bit_length()
 
 
+def grade(size_bytes: int) -> int:
+    """Returns the number of a size, rounded up to one of four sizes between two powers of two."""
+    shift = max((size_bytes - 1).bit_length() - 3, 0) if size_bytes else 0
+    return 4 * shift + (-(-size_bytes >> shift) if shift else size_bytes)
+
+
+def grade_bytes(number: int) -> int:
+    """Returns the largest size of a grade."""
+    shift = max((number - 5) // 4, 0)
+    return number - 4 * shift << shift
+
+
 @dataclass(frozen=True, kw_only=True)
 class Selection:
     """Which algorithm each collective of a group runs, and the plans of reductions."""
@@ -87,8 +99,9 @@ class Selection:
         leaves: int | None = None,
         partial: bool = False,
         on_device: bool = False,
+        counted: bool = False,
     ) -> Plan:
-        """Returns a plan with the buffers and the result of `algorithms.allreduce`."""
+        """Returns a plan with the buffers and the result of `algorithms.allreduce`, and its `counted`."""
         compile_plan: Callable[..., Plan]
         candidates = ON_DEVICE if on_device else tuple(Algorithm)
         if not in_place:
@@ -99,7 +112,9 @@ class Selection:
             case Algorithm.ONE_SHOT:
                 compile_plan = functools.partial(algorithms.allreduce, one_shot=True)
             case Algorithm.ROUND_TRIP:
-                return algorithms.allreduce_round_trip(world=world, rank=rank, elements=elements, dtype=dtype, op=op)
+                return algorithms.allreduce_round_trip(
+                    world=world, rank=rank, elements=elements, dtype=dtype, op=op, counted=counted
+                )
             case Algorithm.DISSEMINATION:
                 compile_plan = algorithms.allreduce_dissemination
             case Algorithm.HALVING:
@@ -117,6 +132,7 @@ class Selection:
             in_place=in_place,
             leaves=leaves,
             partial=partial,
+            counted=counted,
         )
 
     def reduce_scatter(
@@ -151,12 +167,22 @@ class Selection:
         root: int,
         in_place: bool = True,
         on_device: bool = False,
+        counted: bool = False,
     ) -> Plan:
-        """Returns a plan with the buffers and the result of `algorithms.reduce`."""
+        """Returns a plan with the buffers and the result of `algorithms.reduce`, and its `counted`."""
         candidates = ON_DEVICE if on_device else tuple(Algorithm)
         in_tree = self._choose(Collective.REDUCE, elements, dtype, candidates) is Algorithm.TREE
         compile_plan: Callable[..., Plan] = algorithms.reduce_tree if in_tree else algorithms.reduce
-        return compile_plan(world=world, rank=rank, elements=elements, dtype=dtype, op=op, root=root, in_place=in_place)
+        return compile_plan(
+            world=world,
+            rank=rank,
+            elements=elements,
+            dtype=dtype,
+            op=op,
+            root=root,
+            in_place=in_place,
+            counted=counted,
+        )
 
     def broadcast(self, **call: Any) -> Plan:
         """Returns a plan with the arguments of `algorithms.broadcast`."""
@@ -215,7 +241,7 @@ class Selection:
             return Algorithm.DIRECT
         rated = self.rate(
             collective,
-            size_bytes=elements * dtype.item_bytes,
+            size_bytes=grade_bytes(grade(elements * dtype.item_bytes)),
             partial_ratio=accumulator(dtype).item_bytes / dtype.item_bytes,
             leaves=leaves,
             candidates=candidates,

@@ -29,6 +29,7 @@ class SennitBackend(Backend):
         group_name: str,
         global_ranks: Sequence[int],
         plan_cache_bytes: int,
+        is_coded: bool,
         staged_classes: Callable[[int], int],
     ) -> None:
         """`communicator` lives as long as the backend.

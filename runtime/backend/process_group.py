@@ -200,6 +200,7 @@ def _backend_of(
         group_name=name,
         global_ranks=global_ranks,
         plan_cache_bytes=options.plan_cache_bytes,
+        is_coded=options.codec is not None,
         staged_classes=lambda kind: _staged_classes(communicator, kind),
     )
     return backend
@@ -251,6 +252,7 @@ class PlanCompiler:
         """
         from sennit.transport import algorithms
         from sennit.transport.elements import Dtype, ReduceOp
+        from sennit.transport.selection import grade_bytes
         from sennit.transport.signature import Kind
 
         if on_device:
@@ -263,17 +265,20 @@ class PlanCompiler:
         def reduced() -> dict[str, Any]:
             return {"world": world, "rank": rank, "dtype": Dtype(type_code), "op": ReduceOp(reduce_op)}
 
+        vector: dict[str, Any] = {"elements": counts[0] if counts else 0}
+        if size_class and Kind(kind) in (Kind.ALLREDUCE, Kind.REDUCE, Kind.BROADCAST):
+            vector = {"elements": grade_bytes(size_class - 1) // item_bytes, "counted": True}
         plan: Plan
         match Kind(kind):
             case Kind.ALLREDUCE if self._codec is not None and not on_device and type_code in floats:
                 plan = self._coded(**reduced(), elements=counts[0], codec=self._codec)
             case Kind.ALLREDUCE:
-                plan = selection.allreduce(**reduced(), elements=counts[0], on_device=on_device)
+                plan = selection.allreduce(**reduced(), **vector, on_device=on_device)
             case Kind.REDUCE:
-                plan = selection.reduce(**reduced(), elements=counts[0], root=root, on_device=on_device)
+                plan = selection.reduce(**reduced(), **vector, root=root, on_device=on_device)
             case Kind.BROADCAST:
                 segment_bytes = SEGMENT_BYTES if on_device else None
-                plan = selection.broadcast(**moved, elements=counts[0], root=root, segment_bytes=segment_bytes)
+                plan = selection.broadcast(**moved, **vector, root=root, segment_bytes=segment_bytes)
             case Kind.ALLGATHER:
                 plan = selection.allgather(**moved, in_place=in_place, list_output=separate, staged=size_class != 0)
             case Kind.GATHER:

@@ -80,6 +80,31 @@ def new_counts(rank: int, world: int, seed: int) -> None:
         assert not compiled
 
 
+def new_sizes(rank: int, world: int, seed: int) -> None:
+    """Vectors of a size never seen before do not enter Python, if one of their grade has been here."""
+
+    def call_all(elements: int) -> None:
+        parts = numbers_of_all(world, elements, seed)
+        for root in (None, 0, world - 1):
+            tensor = parts[rank].clone()
+            dist.all_reduce(tensor) if root is None else dist.reduce(tensor, root)
+            if root in (None, rank):
+                assert torch.equal(tensor, torch.stack(parts).sum(0, dtype=torch.int16))
+        moved = parts[rank].clone()
+        dist.broadcast(moved, world - 1)
+        assert torch.equal(moved, parts[-1])
+
+    largest = (0, 1, 5 * 2**8, 5 * 2**15, 7 * 2**18)
+    with compilations() as compiled:
+        for elements in largest:
+            call_all(elements)
+        assert len(compiled) <= 4 * len(largest)
+        compiled.clear()
+        for elements in (*(5 * 2**8 - less for less in (1, 2, 77, 255)), 5 * 2**15 - 8_000, 7 * 2**18 - 123_457, 0):
+            call_all(elements)
+        assert not compiled
+
+
 def forgotten_plans(rank: int, world: int, seed: int) -> None:
     """A group keeps the plans of the last calls, as many as fit into `plan_cache_bytes`, and one in any case."""
     for cache_bytes, expected in ((1 << 20, [1, 1, 0, 0, 0]), (1, [1, 1, 1, 0, 1])):

@@ -39,6 +39,6 @@ def test_collective(kept_world: Callable[..., Any], transport: str, size: int, c
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("size", WORLDS)
-@pytest.mark.parametrize("case", ["chosen_ways", "even_exchange", "new_counts", "forgotten_plans"])
+@pytest.mark.parametrize("case", ["chosen_ways", "even_exchange", "new_counts", "new_sizes", "forgotten_plans"])
 def test_plans(kept_world: Callable[..., Any], transport: str, size: int, case: str, seed: int) -> None:
     kept_world(size, transport).run("plan_cases.py", case, seed=seed)

@@ -102,6 +102,95 @@ def test_allreduce(
     check_allreduce(run, data, plans, inputs(seed, world, elements, dtype), kind, in_place)
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.data(), worlds, st.integers(0, 3_000), arithmetic, st.booleans(), st.sampled_from([64, 192, 1024]), seeds)
+def test_one_allreduce_plan_serves_vectors_of_many_sizes(
+    data: DataObject,
+    world: int,
+    most: int,
+    kind: tuple[Dtype, ReduceOp],
+    in_place: bool,
+    chunk_bytes: int,
+    seed: int,
+) -> None:
+    dtype, op = kind
+    elements = data.draw(st.integers(min(most, 1), most), "elements")
+    widths = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5), "widths")
+    call = {"world": world, "elements": most, "dtype": dtype, "op": op, "counted": True}
+    chunked = {**call, "chunk_bytes": chunk_bytes}
+    hosts = {**chunked, "in_place": in_place, "hosts": hosts_of(cut(widths, world))}
+    algorithm, arguments = data.draw(
+        st.sampled_from(
+            [
+                (algorithms.allreduce, {**chunked, "in_place": in_place}),
+                (algorithms.allreduce, {**chunked, "in_place": in_place, "one_shot": True}),
+                (algorithms.allreduce, hosts),
+                (algorithms.allreduce_round_trip, chunked),
+                *([(algorithms.allreduce_dissemination, {**call, "in_place": in_place})] if world > 1 else []),
+                *([(algorithms.allreduce_halving, {**chunked, "in_place": in_place})] if world > 1 else []),
+            ]
+        ),
+        "algorithm",
+    )
+    plans = [algorithm(**arguments, rank=rank) for rank in range(world)]
+    takes = Vectors(elements)
+    check_allreduce(takes.run, data, plans, inputs(seed, world, elements, dtype), kind, arguments.get("in_place", True))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), worlds, st.integers(0, 3_000), arithmetic, st.booleans(), st.sampled_from([64, 192, 1024]), seeds)
+def test_one_reduce_plan_serves_vectors_of_many_sizes(
+    data: DataObject,
+    world: int,
+    most: int,
+    kind: tuple[Dtype, ReduceOp],
+    in_place: bool,
+    chunk_bytes: int,
+    seed: int,
+) -> None:
+    elements = data.draw(st.integers(min(most, 1), most), "elements")
+    root = data.draw(st.integers(0, world - 1), "root")
+    algorithm = data.draw(st.sampled_from([algorithms.reduce, algorithms.reduce_tree][: min(world, 2)]), "algorithm")
+    plans = [
+        algorithm(
+            world=world, rank=rank, elements=most, dtype=kind[0], op=kind[1], root=root,
+            in_place=in_place, chunk_bytes=chunk_bytes, counted=True,
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    takes = Vectors(elements)
+    check_reduce(takes.run, data, plans, inputs(seed, world, elements, kind[0]), kind, root, in_place)
+
+
+class Vectors:
+    """Runs plans that take a vector, with this size."""
+
+    def __init__(self, elements: int) -> None:
+        self.counts = [elements]
+
+    def run(self, draw: DataObject, plans: Sequence[Plan], buffers: Sequence[Sequence[Array]]) -> None:
+        for plan in plans:
+            check(plan)
+            assert decode(plan.encode()).cut == plan.cut
+        check_plans(plans, [plan.with_counts(self.counts) for plan in plans], buffers)
+        run_in_any_order(draw, plans, buffers, [self.counts] * len(plans))
+
+
+@pytest.mark.parametrize("elements", [-1, 0, 101])
+def test_a_vector_of_another_size_than_the_plan_serves_is_refused(elements: int) -> None:
+    plan = algorithms.allreduce(world=2, rank=0, elements=100, dtype=Dtype.F32, op=ReduceOp.SUM, counted=True)
+    with pytest.raises(ArgumentError, match=rf"the vector has {elements} elements; allowed: 1\.\.100"):
+        plan.with_counts([elements])
+
+
+def test_ranks_of_vectors_of_different_sizes_are_named_by_their_sizes() -> None:
+    call = {"world": 2, "elements": 100, "dtype": Dtype.F32, "op": ReduceOp.SUM, "counted": True, "one_shot": True}
+    plans = [algorithms.allreduce(rank=rank, **call) for rank in range(2)]
+    buffers = [[noise(400)], [noise(400)]]
+    with pytest.raises(MismatchError):
+        reference.run(plans, buffers, counts=[[100], [99]], seed=0)
+
+
 counts_of = st.lists(st.one_of(st.just(0), st.integers(0, 300)), min_size=9, max_size=9)
 
 

@@ -17,7 +17,7 @@ from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.errors import ConfigError
 from sennit.transport.hosts import Hosts
 from sennit.transport.plan import Copy, Plan, Recv, Send
-from sennit.transport.selection import Selection, size_class
+from sennit.transport.selection import Selection, grade, grade_bytes, size_class
 from tests.transport.meeting import Recorder, meet
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -366,3 +366,13 @@ def test_ranks_with_different_algorithms_make_no_group() -> None:
     for error in meet([Recorder(rank, "a") for rank in range(3)], configs):
         assert isinstance(error, ConfigError)
         assert str(error) == "rank 0 has SENNIT_ALGORITHM=auto, rank 2 has halving; allowed: the same on all ranks"
+
+
+def test_a_grade_has_the_sizes_up_to_one_of_four_between_two_powers_of_two() -> None:
+    numbers = [grade(size_bytes) for size_bytes in range(3_000)]
+    assert [grade_bytes(number) for number in range(21)] == [*range(9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64]
+    for size_bytes, number in enumerate(numbers):
+        assert grade_bytes(number) >= size_bytes
+        assert number == 0 or grade_bytes(number - 1) < size_bytes
+    assert grade_bytes(grade(1 << 62)) == 1 << 62
+    assert grade(1 << 62) < 255

@@ -15,8 +15,9 @@ from sennit.transport.algorithms.blocks import Blocks
 from sennit.transport.algorithms.fold import Fold, Layout, Share, add_fold
 from sennit.transport.algorithms.leaves import allreduce_builder
 from sennit.transport.algorithms.one_shot import add_one_shot
-from sennit.transport.algorithms.ranges import DEFAULT_CHUNK_BYTES, check_chunk, chunks, shares
-from sennit.transport.elements import Dtype, ReduceOp
+from sennit.transport.algorithms.ranges import DEFAULT_CHUNK_BYTES, check_chunk
+from sennit.transport.algorithms.vector import WHOLE, Vector
+from sennit.transport.elements import Dtype, ReduceOp, accumulator
 from sennit.transport.hosts import Hosts
 from sennit.transport.plan import MAX_LOAN_BYTES, Plan
 
@@ -34,8 +35,10 @@ def allreduce(
     hosts: Hosts | None = None,
     leaves: int | None = None,
     partial: bool = False,
+    counted: bool = False,
 ) -> Plan:
-    """Buffers: those of `allreduce_builder`.
+    """Buffers: those of `allreduce_builder`. With `counted` the plan serves vectors of 1 to `elements` elements, and
+    its count is theirs: of one leaf a rank.
 
     One shot runs with two ranks or more, where what a rank gives fits a message of MAX_LOAN_BYTES. With two `hosts` or
     more, these make partial sums. Raises ArgumentError if there are fewer leaves than ranks.
@@ -50,14 +53,24 @@ def allreduce(
         dtype=dtype,
         op=op,
         in_place=in_place,
+        counted=counted,
     )
-    if one_shot and world > 1:
-        blocks = Blocks(layout, rank=rank, elements=elements, dtype=dtype, op=op, result=result)
-        if max(blocks.sizes) <= MAX_LOAN_BYTES:
-            add_one_shot(builder, blocks, world=world, rank=rank, result=result)
-            return builder.build()
+    blocks = Blocks(layout, rank=rank, elements=elements, dtype=dtype, op=op, result=result)
+    if one_shot and world > 1 and max(blocks.sizes) <= MAX_LOAN_BYTES:
+        blocks.cut(Vector(builder, elements=elements, item_bytes=dtype.item_bytes, counted=counted))
+        add_one_shot(builder, blocks, world=world, rank=rank, result=result)
+        return builder.build()
     chunk_bytes = layout.chunk_bytes(dtype, chunk_bytes)
-    parts = shares(elements, world, dtype.item_bytes)
+    vector = Vector(
+        builder,
+        elements=elements,
+        item_bytes=dtype.item_bytes,
+        counted=counted,
+        shares=world,
+        # A rank alone lends nothing.
+        piece_bytes=chunk_bytes if world > 1 or not counted else WHOLE,
+        partial_item_bytes=accumulator(dtype).item_bytes,
+    )
     add_fold(
         builder,
         Fold(
@@ -65,10 +78,10 @@ def allreduce(
             dtype=dtype,
             op=op,
             layout=layout,
-            shares=[Share(buffer=0, offset=part.offset, chunks=chunks(part.size_bytes, chunk_bytes)) for part in parts],
+            shares=[Share(buffer=0, offset=0, chunks=pieces) for pieces in vector.shares],
             elements=elements,
             result_buffer=result,
-            result_offsets=[part.offset for part in parts],
+            result_offsets=[0] * world,
             gather=True,
             in_place=result == 0,
         ),

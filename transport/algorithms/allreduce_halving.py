@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from sennit.transport.algorithms.halving import Halving, add_halving, cut_units, widths
+from sennit.transport.algorithms.halving import Halving, add_halving, cut_units, piece_units, widths
 from sennit.transport.algorithms.leaves import Leaves, allreduce_builder
 from sennit.transport.algorithms.ranges import DEFAULT_CHUNK_BYTES, Part, check_chunk, check_world, shares
+from sennit.transport.algorithms.vector import Vector
 from sennit.transport.elements import Dtype, ReduceOp, accumulator
 from sennit.transport.plan import Plan
 
@@ -21,15 +22,31 @@ def allreduce_halving(
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     leaves: int | None = None,
     partial: bool = False,
+    counted: bool = False,
 ) -> Plan:
-    """Buffers: those of `allreduce_builder`. Two ranks or more."""
+    """Buffers: those of `allreduce_builder`; `counted` as of `allreduce`. Two ranks or more."""
     check_chunk(chunk_bytes)
     check_world(world)
     given = Leaves(world, leaves, partial=partial)
     builder, result = allreduce_builder(
-        "allreduce by halving", given, rank=rank, elements=elements, dtype=dtype, op=op, in_place=in_place
+        "allreduce by halving",
+        given,
+        rank=rank,
+        elements=elements,
+        dtype=dtype,
+        op=op,
+        in_place=in_place,
+        counted=counted,
     )
     chunk_bytes = max(chunk_bytes // int(max(widths(given))), accumulator(dtype).item_bytes)
+    unit_bytes = chunk_bytes // accumulator(dtype).item_bytes * dtype.item_bytes
+    vector = Vector(
+        builder, elements=elements, item_bytes=dtype.item_bytes, counted=counted, shares=world, piece_bytes=unit_bytes
+    )
+    if vector.is_counted:
+        units = piece_units(zip(_order(world), vector.shares, strict=True), dtype)
+    else:
+        units = cut_units(_parts(world, elements, dtype.item_bytes), dtype, chunk_bytes)
     add_halving(
         builder,
         Halving(
@@ -38,7 +55,7 @@ def allreduce_halving(
             dtype=dtype,
             op=op,
             elements=elements,
-            units=cut_units(_parts(world, elements, dtype.item_bytes), dtype, chunk_bytes),
+            units=units,
             result=lambda unit: (result, unit.offset),
             scratch=result + 1,
             chunk_bytes=chunk_bytes,
@@ -49,11 +66,14 @@ def allreduce_halving(
     return builder.build()
 
 
-def _parts(world: int, elements: int, item_bytes: int) -> list[tuple[int, Part]]:
+def _order(world: int) -> list[int]:
     """Shares lie in the order of their ranks' reversed bits: what a rank keeps in a round is then one half."""
+    bits = (world - 1).bit_length()
+    return sorted(range(world), key=lambda rank: int(f"{rank:0{bits}b}"[::-1], 2))
+
+
+def _parts(world: int, elements: int, item_bytes: int) -> list[tuple[int, Part]]:
     if not elements:
         return [(0, Part(0, 0, 0))]
-    bits = (world - 1).bit_length()
-    order = sorted(range(world), key=lambda rank: int(f"{rank:0{bits}b}"[::-1], 2))
     cut = shares(elements, world, item_bytes)
-    return [(rank, Part(0, part.offset, part.size_bytes)) for rank, part in zip(order, cut, strict=True)]
+    return [(rank, Part(0, part.offset, part.size_bytes)) for rank, part in zip(_order(world), cut, strict=True)]

@@ -11,14 +11,8 @@ from __future__ import annotations
 from itertools import zip_longest
 
 from sennit.transport.algorithms.leaves import Leaves, allreduce_builder
-from sennit.transport.algorithms.ranges import (
-    DEFAULT_CHUNK_BYTES,
-    check_chunk,
-    chunks,
-    peers_after,
-    peers_before,
-    shares,
-)
+from sennit.transport.algorithms.ranges import DEFAULT_CHUNK_BYTES, check_chunk, peers_after, peers_before
+from sennit.transport.algorithms.vector import Vector
 from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.plan import Operand, Plan
 
@@ -31,8 +25,9 @@ def allreduce_round_trip(
     dtype: Dtype,
     op: ReduceOp,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    counted: bool = False,
 ) -> Plan:
-    """Buffers: `[data]`, `elements` of `dtype`. Needs shared memory between all ranks."""
+    """Buffers: `[data]`, `elements` of `dtype`; `counted` as of `allreduce`. Needs shared memory between all ranks."""
     check_chunk(chunk_bytes)
     builder, data = allreduce_builder(
         "allreduce by round trips",
@@ -43,21 +38,26 @@ def allreduce_round_trip(
         op=op,
         in_place=True,
         round_trips=True,
+        counted=counted,
     )
-    cut = [
-        [(share.offset + chunk.offset, chunk.size_bytes) for chunk in chunks(share.size_bytes, chunk_bytes)]
-        for share in shares(elements, world, dtype.item_bytes)
-    ]
+    vector = Vector(
+        builder,
+        elements=elements,
+        item_bytes=dtype.item_bytes,
+        counted=counted,
+        shares=world,
+        piece_bytes=chunk_bytes,
+    )
     # Chunk by chunk, so that a rank folds while it lends.
-    for slot, of_ranks in enumerate(zip_longest(*cut)):
+    for slot, of_ranks in enumerate(zip_longest(*vector.shares)):
         for peer in peers_after(rank, world):
             if of_ranks[peer] is not None:
-                offset, size_bytes = of_ranks[peer]
+                offset, size_bytes = of_ranks[peer].offset, of_ranks[peer].size_bytes
                 # The message of an empty share only shows the signature.
                 builder.send(peer, slot, Operand(data, offset), size_bytes, comes_back=size_bytes != 0)
         if of_ranks[rank] is None:
             continue
-        offset, size_bytes = of_ranks[rank]
+        offset, size_bytes = of_ranks[rank].offset, of_ranks[rank].size_bytes
         if size_bytes == 0:
             for peer in peers_before(rank, world):
                 builder.recv(peer, slot, data, offset, 0)

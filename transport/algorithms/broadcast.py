@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from sennit.transport.algorithms.ranges import check_root, chunks
+from sennit.transport.algorithms.ranges import check_root
+from sennit.transport.algorithms.vector import Vector
 from sennit.transport.elements import Dtype
 from sennit.transport.errors import ArgumentError
 from sennit.transport.hosts import Hosts
@@ -29,8 +30,9 @@ def broadcast(
     type_code: int = Dtype.U8,
     segment_bytes: int | None = None,
     hosts: Hosts | None = None,
+    counted: bool = False,
 ) -> Plan:
-    """Buffers: `[data]`, read at the root and written elsewhere.
+    """Buffers: `[data]`, read at the root and written elsewhere. `counted` as of `allreduce`.
 
     `segment_bytes` cuts messages; default: by `world`. `hosts` says which ranks share one; default: all of them.
     """
@@ -42,14 +44,18 @@ def broadcast(
         "broadcast",
         world=world,
         rank=rank,
-        signature=signature(Kind.BROADCAST, type_code=type_code, root=root, elements=elements),
+        signature=signature(Kind.BROADCAST, type_code=type_code, root=root, elements=0 if counted else elements),
         buffer_bytes=[size_bytes],
     )
     parent, children = _tree(hosts or Hosts.equal(world, 1), rank, root)
     if segment_bytes is None:
         # Two ranks have no levels to overlap, and the transport itself cuts a message into packets.
         segment_bytes = DEFAULT_SEGMENT_BYTES if world > 2 else max(size_bytes, 1)
-    for slot, part in enumerate(chunks(size_bytes, segment_bytes)):
+    if counted:
+        # The core cuts whole elements.
+        segment_bytes = max(segment_bytes // item_bytes, 1) * item_bytes
+    vector = Vector(builder, elements=elements, item_bytes=item_bytes, counted=counted, piece_bytes=segment_bytes)
+    for slot, part in enumerate(vector.shares[0]):
         after: tuple[int, ...] = ()
         if parent is not None:
             after = (builder.recv(parent, slot, 0, part.offset, part.size_bytes),)

@@ -20,10 +20,13 @@ from typing import Final
 
 from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.algorithms.ranges import Range
+from sennit.transport.algorithms.vector import Piece, bytes_max
+from sennit.transport.counts import CountRange
 from sennit.transport.elements import Dtype, ReduceOp, accumulator
 from sennit.transport.hosts import Hosts
 from sennit.transport.plan import Operand, PlanBuilder
 from sennit.transport.tree import Span, combinations
+from sennit.transport.vector_cut import LINE_BYTES, lines
 
 # A folded chunk is sent this many chunks behind the contributions. By then its fold is done, so a rank, which runs
 # ready steps in list order, keeps sending contributions while it folds.
@@ -115,11 +118,17 @@ def _add_alone(builder: PlanBuilder, fold: Fold) -> None:
     share, offset = fold.shares[0], fold.result_offsets[0]
     if fold.op is ReduceOp.PREMUL_SUM or fold.dtype is Dtype.BOOL:
         for chunk in share.chunks:
-            source, place = Operand(share.buffer, share.offset + chunk.offset), offset + chunk.offset
+            source, place = Operand(share.buffer, at(share.offset, chunk.offset)), at(offset, chunk.offset)
             builder.reduce([source], fold.result_buffer, place, chunk.size_bytes, dtype=fold.dtype, op=fold.op)
     elif not fold.in_place:
-        size_bytes = sum(chunk.size_bytes for chunk in share.chunks)
-        builder.copy(Operand(share.buffer, share.offset), fold.result_buffer, offset, size_bytes)
+        for chunk in share.chunks:
+            source, place = Operand(share.buffer, at(share.offset, chunk.offset)), at(offset, chunk.offset)
+            builder.copy(source, fold.result_buffer, place, chunk.size_bytes)
+
+
+def at(start: int, offset: int) -> int:
+    """`offset` from `start`. An offset that is a range of counts has no other start than 0."""
+    return start + offset if start else offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +139,8 @@ class Chunk:
     range: Range
     buffer: int
     """Of this rank's contribution."""
-    start: int
-    """Its first element there."""
+    offset: int
+    """Where it is there."""
     result: int
     """The offset of the result."""
 
@@ -165,9 +174,11 @@ class FoldWriter:
         # Of messages with partial sums: the SEND steps, and the last step before the last one to each rank.
         self._partial_sends: list[int] = []
         self._last_fold: dict[int, int] = {}
-        largest = max(chunk.range.size_bytes for chunks in self._chunks for chunk in chunks)
+        largest = bytes_max(chunk.range for chunks in self._chunks for chunk in chunks)
         widest = max(len(self._layout.host_nodes[self._host]), len(self._layout.rank_nodes[self._rank]))
         self._ring_bytes = largest // self._item_bytes * self._partial_bytes * widest
+        if any(isinstance(chunk.range, Piece) for chunks in self._chunks for chunk in chunks):
+            self._ring_bytes = -(-self._ring_bytes // LINE_BYTES) * LINE_BYTES
         self._ring = builder.reserve_scratch(min(self._count_partials(), PARTIALS_SENT_MAX) * self._ring_bytes)
 
     def _list_chunks(self) -> list[list[Chunk]]:
@@ -177,8 +188,7 @@ class FoldWriter:
         for owner, (share, result) in enumerate(zip(self._fold.shares, self._fold.result_offsets, strict=True)):
             listed.append([])
             for part in share.chunks:
-                start = (share.offset + part.offset) // self._item_bytes
-                chunk = Chunk(owner, number, part, share.buffer, start, result + part.offset)
+                chunk = Chunk(owner, number, part, share.buffer, at(share.offset, part.offset), at(result, part.offset))
                 listed[owner].append(chunk)
                 number += 1
         return listed
@@ -235,12 +245,30 @@ class FoldWriter:
         return 2 * (chunk.number * self._layout.messages_max + message)
 
     def _node_bytes(self, chunk: Chunk) -> int:
+        if isinstance(chunk.range, Piece):
+            return chunk.range.partial_bytes
         return chunk.range.size_bytes // self._item_bytes * self._partial_bytes
+
+    def _in_turn(self, chunk: Chunk, start: int, count: int) -> tuple[list[int], int]:
+        """Where `count` nodes begin that lie one after another from `start`, and the bytes of all."""
+        if not isinstance(chunk.range, Piece):
+            node_bytes = self._node_bytes(chunk)
+            return [start + index * node_bytes for index in range(count)], count * node_bytes
+        if count == 1:
+            return [start], chunk.range.partial_bytes
+        counts = [lines(start), *[(chunk.range.number, self._partial_bytes)] * count]
+        first = self._builder.add_counts(counts)
+        offsets = [CountRange(first, first + 1 + index) for index in range(count)]
+        return list(offsets), CountRange(first + 1, first + 1 + count)
 
     def _own(self, chunk: Chunk) -> Values:
         """The leaves or nodes that this rank gives."""
         fold = self._fold
-        places = self._layout.places(self._rank, fold.dtype, fold.elements, chunk.buffer, chunk.start)
+        if self._layout.are_single:
+            places = [Operand(chunk.buffer, chunk.offset)]
+        else:
+            start = chunk.offset // self._item_bytes
+            places = self._layout.places(self._rank, fold.dtype, fold.elements, chunk.buffer, start)
         return Values(self._layout.given(self._rank), places)
 
     def _contribute(self, chunk: Chunk) -> None:
@@ -265,12 +293,12 @@ class FoldWriter:
         if len(self._partial_sends) >= PARTIALS_SENT_MAX:
             after.add(self._partial_sends[-PARTIALS_SENT_MAX])
         steps: list[int] = []
-        for index, node in enumerate(nodes if node_bytes else []):
-            offset = place + index * node_bytes
+        offsets, size_bytes = self._in_turn(chunk, place, len(nodes))
+        for offset, node in zip(offsets, nodes if node_bytes else [], strict=False):
             steps.append(self._reduce(values, node, self._scratch, offset, node_bytes, after=after))
             after = {steps[-1]}
-        source = Operand(self._scratch, place)
-        sent = self._builder.send(taker, slot, source, node_bytes * len(nodes), after=steps or after)
+        source = Operand(self._scratch, offsets[0])
+        sent = self._builder.send(taker, slot, source, size_bytes, after=steps or after)
         self._read.setdefault(chunk.number, []).extend(steps)
         self._partial_sends.append(sent)
         self._last_fold[taker] = steps[-1] if steps else sent
@@ -326,10 +354,9 @@ class FoldWriter:
         if self._layout.is_leaf(span):
             loan = self._builder.loan(sender, slot, chunk.range.size_bytes)
             return Values([span], [Operand(loan, 0, is_view=True)])
-        node_bytes = self._node_bytes(chunk)
-        loan = self._builder.loan(sender, slot, node_bytes * len(nodes))
-        operands = [Operand(loan, index * node_bytes, is_view=True, is_partial=True) for index in range(len(nodes))]
-        return Values(list(nodes), operands)
+        offsets, size_bytes = self._in_turn(chunk, 0, len(nodes))
+        loan = self._builder.loan(sender, slot, size_bytes)
+        return Values(list(nodes), [Operand(loan, offset, is_view=True, is_partial=True) for offset in offsets])
 
     def _fold_all(self, chunk: Chunk, here: Values) -> None:
         """Folds the host's leaves and the nodes of all other hosts into the result."""

@@ -136,7 +136,7 @@ class _Writer(FoldWriter):
             self._count(chunk) * dtype.item_bytes,
             dtype=dtype,
             coding=self._coding,
-            first_index=base + chunk.start,
+            first_index=base + chunk.offset // self._item_bytes,
             after=[*after, *before],
         )
         return _Coded(Operand(self._scratch, place), step, users)

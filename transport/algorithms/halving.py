@@ -15,15 +15,18 @@ leaf. If it gives several, the spans of ranks need not be nodes, and then a mess
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
 from sennit.transport.algorithms.leaves import Leaves
-from sennit.transport.algorithms.ranges import Part, chunks
+from sennit.transport.algorithms.ranges import Part, Range, chunks
+from sennit.transport.algorithms.vector import Piece
+from sennit.transport.counts import CountRange
 from sennit.transport.elements import Dtype, ReduceOp, accumulator
 from sennit.transport.plan import Operand, PlanBuilder
 from sennit.transport.tree import Span, combinations
+from sennit.transport.vector_cut import FILL
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +40,9 @@ class Unit:
     """Its bytes in `buffer`, the same on every rank."""
     position: int
     count: int
+    """The most that it may have, if a post gives its size."""
+    piece: int | None = None
+    """The number of a piece whose size a post gives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +82,21 @@ def cut_units(parts: Collection[tuple[int, Part]], dtype: Dtype, chunk_bytes: in
         for piece in chunks(part.size_bytes, unit_bytes) if part.size_bytes or all_empty else []:
             offset, count = part.offset + piece.offset, piece.size_bytes // dtype.item_bytes
             units.append(Unit(share=share, buffer=part.buffer, offset=offset, position=position, count=count))
+            position += count
+    return units
+
+
+def piece_units(shares: Iterable[tuple[int, Sequence[Range]]], dtype: Dtype) -> list[Unit]:
+    """The units of a vector whose pieces have sizes that a post gives, by the rank that owns a share in the end."""
+    units = []
+    position = 0
+    for share, pieces in shares:
+        for piece in pieces:
+            assert isinstance(piece, Piece)
+            count = piece.bytes_max // dtype.item_bytes
+            units.append(
+                Unit(share=share, buffer=0, offset=piece.offset, position=position, count=count, piece=piece.number)
+            )
             position += count
     return units
 
@@ -129,6 +150,20 @@ class _Run:
 
 
 @dataclass(frozen=True, slots=True)
+class _Place:
+    """An offset in scratch. If sizes are counts, also the number of the count there."""
+
+    offset: int
+    count: int | None = None
+
+    def after(self, size_bytes: int, units: int) -> _Place:
+        """Where so many bytes end, which are the sums of so many units."""
+        if self.count is None or not isinstance(self.offset, CountRange):
+            return _Place(self.offset + size_bytes)
+        return _Place(CountRange(self.offset.first, self.count + units), self.count + units)
+
+
+@dataclass(frozen=True, slots=True)
 class _Held:
     """What a rank holds of a unit, from left to right, and the steps that brought it."""
 
@@ -143,6 +178,9 @@ class _Writer:
         self._job, self._leaves, self._world = halving, halving.leaves, halving.leaves.world
         self._item_bytes = halving.dtype.item_bytes
         self._partial_bytes = accumulator(halving.dtype).item_bytes
+        self._is_counted = any(unit.piece is not None for unit in halving.units)
+        # The count with which scratch begins, if sizes are counts.
+        self._scratch_first = 1 + builder.add_counts([FILL]) if self._is_counted else 0
         self._held: dict[Unit, _Held] = {}
         # Per unit: the step that sent it, and the one that made its result here.
         self._sent: dict[Unit, int] = {}
@@ -156,9 +194,7 @@ class _Writer:
         other = _span(self._leaves, self._node(level) ^ 1 << level, level)
         taken = [run for run in runs if run.taker == self._job.rank]
         # What arrives lies in the order of units, so that one step may read several runs.
-        sizes = [self._bytes(run, other) for run in taken]
-        places = accumulate(sizes, initial=self._builder.reserve_scratch(sum(sizes)))
-        place_of = dict(zip((run.first for run in taken), places, strict=False))
+        place_of = dict(zip((run.first for run in taken), self._reserve(taken, other), strict=True))
         # What its taker passes on first goes first. Otherwise some ranks could pass on at once, others only at the end
         # of a round, and links would idle.
         for run in sorted(runs, key=lambda run: self._passed_on(run, level)):
@@ -172,7 +208,7 @@ class _Writer:
     def gather_level(self, level: int) -> None:
         for run in self._runs(level):
             buffer, offset = self._job.result(run.units[0])
-            slot, size_bytes = 2 * run.first + 1, run.count * self._item_bytes
+            slot, size_bytes = 2 * run.first + 1, self._size(run.units)
             if run.taker == self._job.rank:
                 after = {self._made[unit] for unit in run.units}
                 self._builder.send(run.giver, slot, Operand(buffer, offset), size_bytes, after=after)
@@ -187,27 +223,54 @@ class _Writer:
         held, size_bytes = self._holds(run.units[0]), self._bytes(run, span)
         source, after = Operand(held.places[0].index, held.places[0].offset), set(held.came)
         if len(held.nodes) > 1 and size_bytes:
-            source, after = Operand(self._job.scratch, self._builder.reserve_scratch(size_bytes)), set()
-            offset = source.offset
+            place = self._reserve([run], span)[0]
+            source, after = Operand(self._job.scratch, place.offset), set()
+            if place.count is not None:
+                size_bytes = CountRange(place.count, place.count + len(run.units))
             for node in self._leaves.nodes(span):
                 for _, group in groupby(run.units, self._lines):
                     piece = tuple(group)
                     part_bytes = _count(piece) * self._partial_bytes
-                    after.add(self._fold(piece, node, self._job.scratch, offset, part_bytes, gives_partial=True))
-                    offset += part_bytes
+                    if place.count is not None:
+                        part_bytes = CountRange(place.count, place.count + len(piece))
+                    after.add(self._fold(piece, node, self._job.scratch, place.offset, part_bytes, gives_partial=True))
+                    place = place.after(part_bytes, len(piece))
         step = self._builder.send(run.taker, 2 * run.first, source, size_bytes, after=after)
         self._sent |= dict.fromkeys(run.units, step)
 
-    def _take(self, run: _Run, span: Span, place: int) -> None:
+    def _reserve(self, runs: Sequence[_Run], span: Span) -> list[_Place]:
+        """Makes room in scratch for the sums of runs, one after another. Returns where each run begins."""
+        if not self._is_counted:
+            sizes = [self._bytes(run, span) for run in runs]
+            starts = accumulate(sizes[:-1], initial=self._builder.reserve_scratch(sum(sizes)))
+            return [_Place(start) for start in starts][: len(runs)]
+        width = self._item_bytes if self._leaves.is_leaf(span) else self._partial_bytes
+        counts = [(unit.piece or 0, width) for run in runs for unit in run.units]
+        first = self._builder.add_counts([*counts, FILL])
+        self._builder.scratch_counts(self._scratch_first)
+        lengths = accumulate((len(run.units) for run in runs[:-1]), initial=first)
+        return [_Place(CountRange(self._scratch_first, count), count) for count in lengths][: len(runs)]
+
+    def _size(self, units: Sequence[Unit]) -> int:
+        """The bytes of the elements of neighbouring units."""
+        if not self._is_counted:
+            return _count(units) * self._item_bytes
+        first = units[0].piece or 0
+        return CountRange(first, first + len(units))
+
+    def _take(self, run: _Run, span: Span, place: _Place) -> None:
         """Receives the other half's sums of a run."""
-        came = self._builder.recv(run.giver, 2 * run.first, self._job.scratch, place, self._bytes(run, span))
+        size_bytes = self._bytes(run, span)
+        if place.count is not None:
+            size_bytes = CountRange(place.count, place.count + len(run.units))
+        came = self._builder.recv(run.giver, 2 * run.first, self._job.scratch, place.offset, size_bytes)
         is_partial = not self._leaves.is_leaf(span)
         width = self._partial_bytes if is_partial else self._item_bytes
         count = run.count
         nodes = tuple(self._leaves.nodes(span)) if count else ()
-        for unit in run.units:
-            start = place + (unit.position - run.units[0].position) * width
-            offsets = (start + index * count * width for index in range(len(nodes)))
+        for index, unit in enumerate(run.units):
+            start = place.after((unit.position - run.units[0].position) * width, index).offset
+            offsets = (start + number * count * width if number else start for number in range(len(nodes)))
             places = tuple(Operand(self._job.scratch, offset, is_partial=is_partial) for offset in offsets)
             held = self._holds(unit)
             left, right = (held.nodes, held.places), (nodes, places)
@@ -219,7 +282,7 @@ class _Writer:
         """Folds all of a run into its result."""
         root = Span(0, self._leaves.count)
         for unit in run.units:
-            size_bytes = unit.count * self._item_bytes
+            size_bytes = self._size((unit,))
             step = self._holds(unit).came[-1]
             if size_bytes:
                 step = self._fold((unit,), root, *self._job.result(unit), size_bytes, gives_partial=False)
@@ -246,7 +309,9 @@ class _Writer:
     def _holds(self, unit: Unit) -> _Held:
         if unit not in self._held:
             start = unit.offset // self._item_bytes
-            places = self._leaves.places(self._job.rank, self._job.dtype, self._job.elements, unit.buffer, start)
+            places = [Operand(unit.buffer, unit.offset)]
+            if not self._leaves.are_single:
+                places = self._leaves.places(self._job.rank, self._job.dtype, self._job.elements, unit.buffer, start)
             self._held[unit] = _Held(tuple(self._leaves.given(self._job.rank)), tuple(places))
         return self._held[unit]
 
@@ -270,7 +335,7 @@ class _Writer:
     def _bytes(self, run: _Run, span: Span) -> int:
         """The size of a run with the sums of this span."""
         if self._leaves.is_leaf(span):
-            return run.count * self._item_bytes
+            return self._size(run.units)
         return run.count * len(self._leaves.nodes(span)) * self._partial_bytes
 
     def _runs(self, level: int) -> Iterator[_Run]:
@@ -301,13 +366,18 @@ class _Writer:
         return (
             last[0] + 1 == number
             and last[2:] == (giver, taker)
-            and (last[1].buffer, last[1].offset + last[1].count * self._item_bytes) == (unit.buffer, unit.offset)
+            and (
+                self._is_counted
+                or (last[1].buffer, last[1].offset + last[1].count * self._item_bytes) == (unit.buffer, unit.offset)
+            )
             and size_bytes * self._partial_bytes <= self._job.chunk_bytes
         )
 
     def _lines(self, unit: Unit) -> list[tuple[int, int]]:
         """Equal for neighbouring units whose places, too, are side by side: where unit 0 would be."""
         places = self._holds(unit).places
+        if unit.piece is not None:
+            return [(place.index, place.offset - (unit.piece << 32)) for place in places]
         widths = [self._partial_bytes if place.is_partial else self._item_bytes for place in places]
         return [
             (place.index, place.offset - unit.position * width) for place, width in zip(places, widths, strict=True)

@@ -83,15 +83,19 @@ def allreduce_builder(
     in_place: bool,
     round_trips: bool = False,
     coding: Coding | None = None,
+    counted: bool = False,
 ) -> tuple[PlanBuilder, int]:
     """Returns the builder of an allreduce, and the number of the buffer for its result.
 
     Buffers: `[data]` in place, else `[input, output]`; `elements` of `dtype` each. With leaves that were counted, the
     buffers are `[input, output]`, and the input holds the leaves of `leaves_of(rank, world, leaves)`, one after
     another; `partial`: the sums of their nodes, in the accumulator's type (`given_spans`). Raises ArgumentError if the
-    operation is not defined for the type, or if PREMUL_SUM is to scale partial sums.
+    operation is not defined for the type, if PREMUL_SUM is to scale partial sums, or if a vector whose size a post
+    gives (`counted`) has other leaves than one a rank.
     """
     check_reducible(dtype, op)
+    if counted and not leaves.are_single:
+        raise ArgumentError(f"{leaves.count} leaves of {leaves.world} ranks with a counted size; allowed: one a rank")
     if leaves.partial and op is ReduceOp.PREMUL_SUM:
         raise ArgumentError("PREMUL_SUM of partial sums; allowed: SUM, of leaves that were scaled before")
     size_bytes = elements * dtype.item_bytes
@@ -99,7 +103,8 @@ def allreduce_builder(
     given_bytes = len(leaves.given(rank)) * elements * leaves.item_bytes(dtype)
     # Of counted leaves, sizes of messages tell apart what the low bits do not.
     root = 1 + (leaves.count - 1) % 255 if leaves.are_counted else 0
-    summed = elements * leaves.count if leaves.are_counted else elements
+    # A size that the post gives is put there by the core.
+    summed = 0 if counted else elements * leaves.count if leaves.are_counted else elements
     called = signature(Kind.ALLREDUCE, type_code=dtype, op=op, root=root, elements=summed) | round_trips * ROUND_TRIPS
     builder = PlanBuilder(
         name,

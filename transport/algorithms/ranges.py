@@ -11,9 +11,10 @@ from typing import Final
 from sennit.transport.counts import CountRange
 from sennit.transport.errors import ArgumentError
 from sennit.transport.plan import MAX_LOAN_BYTES, Operand, PlanBuilder
+from sennit.transport.vector_cut import LINE_BYTES, share_bounds
 
 # Shares and chunks start on cache lines of the vector, so that no two ranks write to one line.
-ALIGNMENT_BYTES: Final = 64
+ALIGNMENT_BYTES: Final = LINE_BYTES
 # A loan must hold it. Chunks of this size need few steps and still fit well into a core's second-level cache. Over UDP
 # each is two full sends: of 15 packets of 4,096 bytes, or of 3 packets of 20,480. A third, short send of each chunk
 # would cost as many system calls again at both ends.
@@ -30,10 +31,8 @@ class Range:
 
 def shares(elements: int, world: int, item_bytes: int) -> list[Range]:
     """Returns `world` nearly equal parts of a vector, in order. Each begins on a cache line, so some may be empty."""
-    unit = ALIGNMENT_BYTES // item_bytes
-    units = -(-elements // unit)
-    bounds = [min((units * part // world) * unit, elements) * item_bytes for part in range(world + 1)]
-    return [Range(low, high - low) for low, high in pairwise(bounds)]
+    bounds = share_bounds(elements, world, item_bytes)
+    return [Range(low * item_bytes, (high - low) * item_bytes) for low, high in pairwise(bounds)]
 
 
 def chunks(size_bytes: int, chunk_bytes: int) -> list[Range]:

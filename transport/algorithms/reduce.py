@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from sennit.transport.algorithms.fold import Fold, Layout, Share, add_fold
-from sennit.transport.algorithms.ranges import DEFAULT_CHUNK_BYTES, check_chunk, check_root, chunks
+from sennit.transport.algorithms.ranges import DEFAULT_CHUNK_BYTES, check_chunk, check_root
+from sennit.transport.algorithms.vector import WHOLE, Vector
 from sennit.transport.elements import Dtype, ReduceOp, check_reducible
 from sennit.transport.hosts import Hosts
 from sennit.transport.plan import Plan, PlanBuilder
@@ -21,8 +22,12 @@ def reduce(
     root: int,
     in_place: bool = True,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    counted: bool = False,
 ) -> Plan:
-    """Buffers: at the root `[data]` in place, else `[input, output]`; elsewhere `[input]`, which is not changed."""
+    """Buffers: at the root `[data]` in place, else `[input, output]`; elsewhere `[input]`, which is not changed.
+
+    `counted` as of `allreduce`.
+    """
     check_reducible(dtype, op)
     check_chunk(chunk_bytes)
     check_root(root, world)
@@ -32,10 +37,12 @@ def reduce(
         "reduce",
         world=world,
         rank=rank,
-        signature=signature(Kind.REDUCE, type_code=dtype, op=op, root=root, elements=elements),
+        signature=signature(Kind.REDUCE, type_code=dtype, op=op, root=root, elements=0 if counted else elements),
         buffer_bytes=[size_bytes] * (2 if own_output else 1),
     )
-    cut = chunks(size_bytes, chunk_bytes)
+    # A rank alone lends nothing.
+    piece_bytes = chunk_bytes if world > 1 or not counted else WHOLE
+    vector = Vector(builder, elements=elements, item_bytes=dtype.item_bytes, counted=counted, piece_bytes=piece_bytes)
     add_fold(
         builder,
         Fold(
@@ -43,7 +50,9 @@ def reduce(
             dtype=dtype,
             op=op,
             layout=Layout(Hosts.equal(world, 1)),
-            shares=[Share(buffer=0, offset=0, chunks=cut if owner == root else ()) for owner in range(world)],
+            shares=[
+                Share(buffer=0, offset=0, chunks=vector.shares[0] if owner == root else ()) for owner in range(world)
+            ],
             result_buffer=1 if own_output else 0,
             result_offsets=[0] * world,
             gather=False,

@@ -181,9 +181,27 @@ bool SennitBackend::is_staged(const Call& call) {
   return (classes >> size_class & 1) != 0;
 }
 
+// The size, rounded up to one of four sizes between two powers of two (transport/selection.py, `grade`).
+static int grade_of(uint64_t size_bytes) {
+  const int shift = size_bytes == 0 ? 0 : std::max(static_cast<int>(std::bit_width(size_bytes - 1)) - 3, 0);
+  return 4 * shift + static_cast<int>((size_bytes + (uint64_t{1} << shift) - 1) >> shift);
+}
+
 // From what all ranks know: the sizes of an allgather, or that the parts of an alltoall are equal.
 void SennitBackend::choose_way(Call& call) {
-  if (call.collective == Collective::REDUCE_SCATTER) return cut_shares(call);
+  switch (call.collective) {
+    case Collective::REDUCE_SCATTER:
+      return cut_shares(call);
+    case Collective::ALLREDUCE:
+      if (options_->is_coded) return;
+      [[fallthrough]];
+    case Collective::REDUCE:
+    case Collective::BROADCAST:
+      call.size_class = static_cast<uint8_t>(1 + grade_of(call.counts[0] * call.item_bytes));
+      return;
+    default:
+      break;
+  }
   const bool is_allgather = call.collective == Collective::ALLGATHER;
   if (!(is_allgather || call.equal_parts) || !is_staged(call)) return;
   // Such an allgather serves all sizes. What others pass on in an alltoall is in scratch, of a size that the plan must

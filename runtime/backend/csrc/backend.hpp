@@ -28,6 +28,7 @@ class SennitBackend final : public c10d::Backend {
   struct Options final : c10d::Backend::Options {
     explicit Options(std::chrono::milliseconds timeout) : c10d::Backend::Options("sennit", timeout) {}
     size_t plan_cache_bytes = 16 * 1024 * 1024;
+    bool is_coded = false;  // an allreduce sends codes, and its plan is for one size
   };
 
   // Which sizes are not direct of an alltoall of equal parts, an allgather or a reduce_scatter: bit k, from 1 to 62, is

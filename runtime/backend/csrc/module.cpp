@@ -110,11 +110,12 @@ void close_all() {
 c10::intrusive_ptr<SennitBackend> make_backend(const py::object& communicator, py::function compile_plan,
                                                py::function shrink, std::chrono::milliseconds timeout,
                                                const std::string& group_name, std::vector<uint64_t> global_ranks,
-                                               size_t plan_cache_bytes, py::function staged_classes) {
+                                               size_t plan_cache_bytes, bool is_coded, py::function staged_classes) {
   auto options = c10::make_intrusive<SennitBackend::Options>(timeout);
   options->group_name = group_name;
   options->global_ranks_in_group = std::move(global_ranks);
   options->plan_cache_bytes = plan_cache_bytes;
+  options->is_coded = is_coded;
   const auto handle = py::cast<uintptr_t>(communicator.attr("handle"));
   // A copy of a std::function copies what it holds, so the callables are shared instead.
   auto python =
@@ -147,7 +148,7 @@ PYBIND11_MODULE(_c10d, module) {
   py::class_<SennitBackend, c10::intrusive_ptr<SennitBackend>, c10d::Backend>(module, "SennitBackend")
       .def(py::init(&sennit::runtime::make_backend), py::kw_only(), py::arg("communicator"), py::arg("compile_plan"),
            py::arg("shrink"), py::arg("timeout"), py::arg("group_name"), py::arg("global_ranks"),
-           py::arg("plan_cache_bytes"), py::arg("staged_classes"))
+           py::arg("plan_cache_bytes"), py::arg("is_coded"), py::arg("staged_classes"))
       .def_property_readonly("options", &SennitBackend::options)
       .def_property_readonly("communicator", &sennit::runtime::communicator_of);
   module.def("close_all", &sennit::runtime::close_all);

@@ -46,7 +46,8 @@ struct PlanShape {
   bool is_send = false;    // P2P only
   bool on_device = false;  // the buffers are in accelerator memory
   // 0: none. ALLGATHER, or ALLTOALL of equal parts: the algorithm is not direct, for 2^size_class bytes in all or less.
-  // REDUCE_SCATTER: the plan takes the counts of 2^(size_class - 1) pieces of each share.
+  // REDUCE_SCATTER: the plan takes the counts of 2^(size_class - 1) pieces of each share. ALLREDUCE, REDUCE, BROADCAST:
+  // the plan takes the elements of a vector, whose size has the grade size_class - 1 (transport/selection.py).
   uint8_t size_class = 0;
   uint32_t item_bytes = 1;
   uint32_t root = 0;  // root or peer; SENNIT_ANY_PEER: receive from any rank
@@ -64,6 +65,9 @@ struct PlanShape {
       case Collective::P2P:
         return !on_device;
       case Collective::REDUCE_SCATTER:
+      case Collective::ALLREDUCE:
+      case Collective::REDUCE:
+      case Collective::BROADCAST:
         return size_class != 0;
       default:
         return false;

@@ -78,14 +78,14 @@ Rank::Rank(Connections& connections, std::unique_ptr<Plan> plan, std::span<const
     : OperationHost(plan->rank, plan->world, 1, 0), plan_(plan.release()) {
   try {
     if (plan_->on_device) throw std::invalid_argument("the plan is for device memory; allowed: host memory");
-    if (plan_->count_count != 0 || !counts.empty()) counted_ = plan_->measure(counts);
+    sizes_ = plan_->sizes_of(counts);
   } catch (...) {
     delete plan_;
     throw;
   }
   // Data that is left out needs no arithmetic.
   std::ranges::fill(plan_->kernels, [](const FoldArguments&) {});
-  const RunSizes& sizes = plan_->count_count != 0 ? counted_ : plan_->sizes;
+  const RunSizes& sizes = *sizes_;
   for (const Step& step : plan_->steps) {
     if (step.kind != StepKind::send && step.kind != StepKind::receive) continue;
     std::unique_ptr<RankLane>& lane = lanes_[step.peer];
@@ -107,7 +107,7 @@ Rank::~Rank() {
 }
 
 uint64_t Rank::memory_bytes() const {
-  const RunSizes& sizes = plan_->count_count != 0 ? counted_ : plan_->sizes;
+  const RunSizes& sizes = *sizes_;
   uint64_t most_bytes = 1;
   for (uint32_t buffer = 0; buffer < plan_->buffer_count; ++buffer)
     most_bytes = std::max(most_bytes, sizes.buffer_extents[buffer]);
@@ -117,7 +117,7 @@ uint64_t Rank::memory_bytes() const {
 void Rank::post(std::byte* memory) {
   const std::vector<sennit_buffer> buffers(plan_->buffer_count, {memory, memory_bytes()});
   sennit_post_options options{};
-  operation_ = new Operation(*this, *plan_, {buffers}, options, 1, counted_);
+  operation_ = new Operation(*this, *plan_, {buffers}, options, 1, sizes_);
   operation_->start();
 }
 

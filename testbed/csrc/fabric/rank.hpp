@@ -124,7 +124,7 @@ class Rank final : public OperationHost {
 
  private:
   Plan* const plan_;  // holds a reference
-  RunSizes counted_;
+  std::shared_ptr<const RunSizes> sizes_;
   std::unordered_map<uint32_t, Sent> sent_;
   std::unordered_map<uint32_t, std::unique_ptr<RankLane>> lanes_;
   Operation* operation_ = nullptr;

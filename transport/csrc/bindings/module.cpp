@@ -63,7 +63,7 @@ class PyPlan {
   ~PyPlan() { sennit_plan_release(plan_); }
   PyPlan(const PyPlan&) = delete;
   sennit_plan* handle() const { return plan_; }
-  const sennit::Plan& plan() const { return *reinterpret_cast<sennit::Plan*>(plan_); }
+  sennit::Plan& plan() const { return *reinterpret_cast<sennit::Plan*>(plan_); }
 
  private:
   sennit_plan* plan_ = nullptr;
@@ -430,8 +430,9 @@ NB_MODULE(_core, m) {
       .def_prop_ro(
           "buffer_bytes",
           [](const PyPlan& self) {
-            std::vector<uint64_t> extents = self.plan().sizes.buffer_extents;
-            if (!extents.empty()) extents.pop_back();  // the scratch
+            if (self.plan().count_count != 0) return std::vector<uint64_t>();
+            std::vector<uint64_t> extents = self.plan().sizes_of({})->buffer_extents;
+            extents.pop_back();  // the scratch
             return extents;
           },
           "Bytes of each of the caller's buffers that the plan touches; empty if it takes counts.")

@@ -215,17 +215,14 @@ sennit_status Engine::post(Plan& plan, const OperationMemory& memory, const senn
     error = "the plan makes round trips, but rank " + std::to_string(peer) + " is not reached over shared memory";
     return SENNIT_ARGUMENT;
   }
-  RunSizes counted;
-  const std::span<const uint64_t> counts(options.counts, options.count_count);
-  if (plan.count_count != 0 || !counts.empty()) {
-    try {
-      counted = plan.measure(counts);
-    } catch (const PlanError& wrong) {
-      error = wrong.what();
-      return SENNIT_ARGUMENT;
-    }
+  std::shared_ptr<const RunSizes> sizes;
+  try {
+    sizes = plan.sizes_of({options.counts, options.count_count});
+  } catch (const PlanError& wrong) {
+    error = wrong.what();
+    return SENNIT_ARGUMENT;
   }
-  const std::vector<uint64_t>& extents = (plan.count_count != 0 ? counted : plan.sizes).buffer_extents;
+  const std::vector<uint64_t>& extents = sizes->buffer_extents;
   for (uint32_t i = 0; i < buffers.size(); ++i) {
     if (extents[i] == 0) continue;
     if (buffers[i].data == nullptr || buffers[i].size_bytes < extents[i]) {
@@ -251,7 +248,7 @@ sennit_status Engine::post(Plan& plan, const OperationMemory& memory, const senn
   if ((options.flags & SENNIT_POST_ASYNC) != 0) join_crew();
   if (plan.on_device) join_callbacks();
   active_.reserve(active_.size() + 1);
-  auto* const operation = new Operation(*this, plan, memory, options, 0, std::move(counted));
+  auto* const operation = new Operation(*this, plan, memory, options, 0, std::move(sizes));
   try {
     borrow_memory(*operation);
   } catch (...) {

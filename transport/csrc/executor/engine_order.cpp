@@ -33,7 +33,7 @@ std::string Engine::refusal_here() const {
 
 void Engine::start(Operation& operation, uint64_t now_us) {
   trace::operation_begin(config_.rank, &operation, operation.plan().name.c_str(), operation.sizes().sent_bytes,
-                         operation.sizes().received_bytes, operation.plan().signature, operation.sequence());
+                         operation.sizes().received_bytes, operation.signature(), operation.sequence());
   guarded([&] { return launch(operation, now_us); });
 }
 

@@ -36,11 +36,10 @@ uint64_t length_before(const std::byte* place) {
 }  // namespace
 
 Operation::Operation(OperationHost& host, Plan& plan, const OperationMemory& memory, const sennit_post_options& options,
-                     uint64_t sequence, RunSizes counted)
+                     uint64_t sequence, std::shared_ptr<const RunSizes> sizes)
     : host_(&host),
       plan_(plan),
-      counted_(std::move(counted)),
-      sizes_(plan.count_count != 0 ? counted_ : plan.sizes),
+      sizes_(std::move(sizes)),
       buffers_(plan.buffer_count + 1),
       waits_(plan.waits),
       operands_(size_t{plan.operand_max} * host.team().threads()),
@@ -49,13 +48,13 @@ Operation::Operation(OperationHost& host, Plan& plan, const OperationMemory& mem
       key_base_((options.flags & SENNIT_POST_P2P) != 0 ? P2P_KEY | options.tag : sequence << KEY_SLOT_BITS),
       scalar_(options.scalar),
       seed_(options.seed),
-      signature_(with_seed(plan.signature, options.seed)),
+      signature_(plan.signature_of(*sizes_, options.seed)),
       background_((options.flags & SENNIT_POST_ASYNC) != 0) {
   if (memory.device != nullptr) {
     device_ = *memory.device;
   } else {
     for (uint32_t i = 0; i < plan.buffer_count; ++i) buffers_[i] = static_cast<std::byte*>(memory.buffers[i].data);
-    if (const uint64_t scratch_bytes = sizes_.buffer_extents.back(); scratch_bytes != 0) {
+    if (const uint64_t scratch_bytes = sizes_->buffer_extents.back(); scratch_bytes != 0) {
       scratch_ = ScratchPool::shared().take(scratch_bytes);
       buffers_[plan.buffer_count] = scratch_.get();
     }
@@ -73,8 +72,8 @@ Operation::~Operation() {
     OperationRecord record;
     record.status = status();
     record.sequence = sequence();
-    record.sent_bytes = sizes_.sent_bytes;
-    record.received_bytes = sizes_.received_bytes;
+    record.sent_bytes = sizes_->sent_bytes;
+    record.received_bytes = sizes_->received_bytes;
     record.set(times_, plan_.name);
     OperationLog::shared().add(host_, record);
   }
@@ -99,11 +98,11 @@ MessageHeader Operation::header(const Step& step) const {
 }
 
 std::byte* Operation::destination(const Step& step) const {
-  return buffers_[step.destination_buffer] + sizes_.bytes(step.destination_offset);
+  return buffers_[step.destination_buffer] + sizes_->bytes(step.destination_offset);
 }
 
 const std::byte* Operation::source(const Operand& operand) const {
-  return (operand.kind == 0 ? buffers_[operand.index] : loans_[operand.index].data) + sizes_.bytes(operand.offset);
+  return (operand.kind == 0 ? buffers_[operand.index] : loans_[operand.index].data) + sizes_->bytes(operand.offset);
 }
 
 void Operation::take_scratch() {
@@ -202,6 +201,10 @@ bool Operation::run_ready(bool copies) {
 }
 
 void Operation::dispatch(uint32_t at) {
+  if (plan_.skips_empty() && size_bytes(plan_.steps[at]) == 0) {
+    done(at);
+    return;
+  }
   if (plan_.steps[at].kind == StepKind::send && !host_->may_send(*this)) {
     held_send_ = at;
     return;
@@ -250,7 +253,7 @@ bool Operation::run_copy_piece(uint32_t at) {
   ThreadTeam::Turn team = host_->team().take(left_bytes, SHARED_PART_BYTES);
   const uint64_t piece_bytes = std::min(left_bytes, team.threads() * COPY_PIECE_BYTES);
   if (piece_bytes != 0) {
-    const bool streams = sizes_.buffer_extents[step.destination_buffer] >= STREAM_FROM_BYTES;
+    const bool streams = sizes_->buffer_extents[step.destination_buffer] >= STREAM_FROM_BYTES;
     team.share(piece_bytes, 4'096, [&](uint32_t, uint64_t first, uint64_t end) {
       if (streams) {
         large_copy(CopySource::memory, to + copied_bytes_ + first, from + copied_bytes_ + first, end - first);
@@ -286,7 +289,7 @@ bool Operation::run_code_piece(uint32_t at) {
     team.share(end - start, unit, [&](uint32_t, uint64_t first, uint64_t last) {
       if (step.kind == StepKind::encode) {
         const Operand& number = plan_.operands[step.operand_first + 1];
-        const uint64_t index = number.kind == 3 ? sizes_.bytes(number.offset) / item_bytes : number.offset;
+        const uint64_t index = number.kind == 3 ? sizes_->bytes(number.offset) / item_bytes : number.offset;
         encode_part(codec, dtype, from, count, index, to, start + first, start + last);
       } else {
         decode_part(codec, from, count, dtype, to, start + first, start + last);
@@ -440,7 +443,7 @@ Operation::Callback Operation::take_device_callback() {
 Operation::Callback Operation::take_callback() { return std::exchange(callback_, {}); }
 
 std::string Operation::describe() const {
-  std::string text = plan_.name.empty() ? describe_signature(plan_.signature) : plan_.name;
+  std::string text = plan_.name.empty() ? describe_signature(signature_) : plan_.name;
   if (is_collective() && has_number()) text += " (operation " + std::to_string(sequence()) + " of the group)";
   return text;
 }

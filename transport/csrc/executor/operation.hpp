@@ -64,9 +64,9 @@ struct OperationMemory {
 
 class Operation final : public MailboxClient {
  public:
-  // `sequence`: 0 if it is point-to-point, or if number() follows. `counted`: the plan's sizes, if it takes counts.
+  // `sequence`: 0 if it is point-to-point, or if number() follows. `sizes`: the plan's for the counts of the post.
   Operation(OperationHost& host, Plan& plan, const OperationMemory& memory, const sennit_post_options& options,
-            uint64_t sequence, RunSizes counted);
+            uint64_t sequence, std::shared_ptr<const RunSizes> sizes);
   ~Operation() override;
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;
@@ -91,11 +91,12 @@ class Operation final : public MailboxClient {
     if (!has_memory_) return;
     const uint32_t first = on_device() ? plan_.buffer_count : 0;
     for (uint32_t index = first; index <= plan_.buffer_count; ++index) {
-      visit(buffers_[index], sizes_.buffer_extents[index]);
+      visit(buffers_[index], sizes_->buffer_extents[index]);
     }
   }
   const Plan& plan() const { return plan_; }
-  const RunSizes& sizes() const { return sizes_; }
+  const RunSizes& sizes() const { return *sizes_; }
+  uint64_t signature() const { return signature_; }
   bool finished_steps() const { return steps_left_ == 0; }
   void on_message_sent(uint32_t step) override;
   void on_message_received(uint32_t step, uint32_t peer, const std::byte* data, uint64_t loan) override;
@@ -158,7 +159,7 @@ class Operation final : public MailboxClient {
   void ready(uint32_t step);
   void ready_in_order(uint32_t list);
   const Step& begin(uint32_t step) const;
-  uint64_t size_bytes(const Step& step) const { return sizes_.bytes(step.size_bytes); }
+  uint64_t size_bytes(const Step& step) const { return sizes_->bytes(step.size_bytes); }
   // Of a receive: whether its bytes stay in the transport. An empty message is no loan.
   bool is_loan(const Step& step) const { return (step.flags & STEP_LOAN) != 0 && size_bytes(step) != 0; }
   void done(uint32_t step);
@@ -175,8 +176,7 @@ class Operation final : public MailboxClient {
 
   OperationHost* host_;  // kept alive by a reference
   Plan& plan_;
-  const RunSizes counted_;
-  const RunSizes& sizes_;  // `counted_`, or the plan's
+  const std::shared_ptr<const RunSizes> sizes_;
   std::vector<std::byte*> buffers_;
   ScratchPool::Memory scratch_;
   std::vector<uint32_t> waits_;

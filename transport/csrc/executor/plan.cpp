@@ -18,6 +18,7 @@ constexpr uint16_t PLAN_VERSION = 2;
 constexpr uint32_t SLOT_LIMIT = 1u << 20;
 constexpr uint32_t PLAN_ON_DEVICE = 1;
 constexpr uint32_t PLAN_EQUAL_COUNTS = 2;
+constexpr uint32_t PLAN_CUTS_VECTOR = 4;
 // What the counts of a post may sum up to, so that no sum of two of their ranges wraps.
 constexpr uint64_t COUNTED_MAX_BYTES = (uint64_t{1} << 63) - 1;
 
@@ -39,6 +40,14 @@ struct FileHeader {
   uint32_t unit_bytes;
 };
 static_assert(sizeof(FileHeader) == 64);
+
+struct FileCut {  // before the counts of a vector
+  uint64_t elements_max;
+  uint64_t piece_bytes;
+  uint32_t share_count;
+  uint32_t piece_count;
+};
+static_assert(sizeof(FileCut) == 24);
 
 [[noreturn]] void refuse(const std::string& what) { throw PlanError("malformed plan: " + what); }
 
@@ -86,6 +95,7 @@ class Checker {
              std::to_string(plan_.unit_bytes) + " bytes");
     if (plan_.equal_counts && plan_.count_count == 0) refuse("its counts are equal, but it takes none");
     if (plan_.count_count != 0 && plan_.on_device) refuse("it takes counts; a plan for device memory must not");
+    if (plan_.cuts_vector) check_cut();
     check_counted(plan_.scratch_bytes, "the scratch");
     for (uint32_t at = 0; at < plan_.steps.size(); ++at) check_step(at);
     if (plan_.count_count == 0) measure();
@@ -96,9 +106,14 @@ class Checker {
   }
 
  private:
+  void check_cut() const {
+    if (plan_.count_count == 0 || plan_.equal_counts) refuse("it cuts a vector into counts that it does not name");
+    if (const std::string why = plan_.cut.refusal(plan_.unit_bytes); !why.empty()) refuse(why);
+  }
+
   void measure() {
     try {
-      plan_.sizes = plan_.measure({});
+      plan_.sizes_of({});
     } catch (const PlanError& error) {
       refuse(error.what());
     }
@@ -179,11 +194,12 @@ class Checker {
 
   void check_round_trip(const Step& step, const std::string& where) {
     plan_.has_round_trips = true;
-    if (plan_.on_device || collective_of(plan_.signature) == SENNIT_P2P || CountRange::is(step.size_bytes))
-      refuse(where + " makes a round trip; a plan on device, a counted size or a send/recv must not");
+    const bool is_counted = CountRange::is(step.size_bytes);
+    if (plan_.on_device || collective_of(plan_.signature) == SENNIT_P2P || (is_counted && !plan_.skips_empty()))
+      refuse(where + " makes a round trip; a plan on device, a counted size that may be empty or a send/recv must not");
     const bool is_loan = step.kind == StepKind::receive && (step.flags & STEP_LOAN) != 0;
     if (step.kind == StepKind::send) {
-      if (step.size_bytes == 0 || step.size_bytes > MAX_LOAN_BYTES)
+      if (!is_counted && (step.size_bytes == 0 || step.size_bytes > MAX_LOAN_BYTES))
         refuse(where + " makes a round trip of " + std::to_string(step.size_bytes) + " bytes; allowed: 1.." +
                std::to_string(MAX_LOAN_BYTES));
     } else if (!is_loan && (step.kind != StepKind::reduce || (step.flags & STEP_PARTIAL) != 0)) {
@@ -201,7 +217,8 @@ class Checker {
       refuse(where + ": " + reduce_name(step.reduce) + " of " + dtype_name(step.dtype) + " does not exist");
     const bool is_counted = CountRange::is(step.size_bytes);
     if (!is_counted && step.size_bytes % result_bytes(step) != 0) refuse(where + " reduces part of an element");
-    if (is_counted && (step.flags & STEP_PARTIAL) != 0) refuse(where + " makes partial sums of a counted size");
+    if (is_counted && !plan_.cuts_vector && (step.flags & STEP_PARTIAL) != 0)
+      refuse(where + " makes partial sums of a counted size");
     static_assert(SENNIT_I64 < SENNIT_F16, "integers come first");
     plan_.scales_integers |= step.reduce == SENNIT_PREMUL_SUM && step.dtype < SENNIT_F16;
     uint32_t depth = 0;
@@ -241,7 +258,7 @@ class Checker {
     const bool is_counted = CountRange::is(step.size_bytes);
     const bool is_elsewhere =
         operand.kind == 0 && !CountRange::is(operand.offset) && operand.index != step.destination_buffer;
-    if (is_counted && operand.is_partial != 0 && !is_elsewhere)
+    if (is_counted && !plan_.cuts_vector && operand.is_partial != 0 && !is_elsewhere)
       refuse(where + " reads partial sums of a counted size where parts lie one after another");
     if (operand.kind == 3 && !CountRange::is(operand.offset)) refuse(where + " has a counted number without counts");
     if (operand.kind == 3) check_counted(operand.offset, where);
@@ -253,8 +270,8 @@ class Checker {
       const uint64_t low = std::max(operand.offset, step.destination_offset);
       const uint64_t high = std::min(operand.offset + size_bytes, step.destination_offset + step.size_bytes);
       const bool same = operand.offset == step.destination_offset && size_bytes == step.size_bytes;
-      // Whether counted ranges overlap is not known yet.
-      const bool overlaps = low < high || is_counted;
+      // Whether other counted ranges overlap is not known yet.
+      const bool overlaps = is_counted ? !are_apart(operand.offset, step) : low < high;
       if (step.kind == StepKind::reduce && operand.index == step.destination_buffer && overlaps && !same)
         refuse(where + " writes over part of an operand; allowed: the whole of it, or nothing");
       return;
@@ -263,9 +280,11 @@ class Checker {
     const Step& loan = plan_.steps[operand.index];
     if (loan.kind != StepKind::receive || (loan.flags & STEP_LOAN) == 0)
       refuse(where + " reads a step that is no loan");
-    // How many codes counted elements have is known when the plan is posted.
-    const bool decodes_counted = step.kind == StepKind::decode && is_counted && CountRange::is(loan.size_bytes);
-    if (decodes_counted ? operand.offset != 0
+    // How many codes counted elements have, and how wide their partial sums are, is known when the plan is posted.
+    const bool is_measured =
+        (step.kind == StepKind::decode || plan_.cuts_vector) && is_counted && CountRange::is(loan.size_bytes);
+    if (plan_.cuts_vector) check_place(step.destination_buffer, operand.offset, step, where);
+    if (is_measured ? operand.offset != 0 && !(plan_.cuts_vector && CountRange::is(operand.offset))
         : is_counted || CountRange::is(loan.size_bytes)
             ? operand.offset != 0 || size_bytes != loan.size_bytes
             : operand.offset > loan.size_bytes || size_bytes > loan.size_bytes - operand.offset)
@@ -279,6 +298,14 @@ class Checker {
     if (readers_.empty()) readers_.assign(plan_.steps.size(), UINT32_MAX);
     if (readers_[operand.index] != UINT32_MAX && readers_[operand.index] != at) refuse("a loan is read by two steps");
     readers_[operand.index] = at;
+  }
+
+  // Of a counted size: whether what a step reads in the buffer where it writes are other counts.
+  static bool are_apart(uint64_t offset, const Step& step) {
+    if (!CountRange::is(offset) || !CountRange::is(step.destination_offset)) return false;
+    const CountRange from(offset), to(step.destination_offset);
+    const uint64_t size = CountRange(step.size_bytes).size();
+    return from.first == to.first && (from.end + size <= to.end || to.end + size <= from.end);
   }
 
   // The step that reads a loan hands it back. So each loan has a reader, which must not run before the bytes are there.
@@ -375,6 +402,15 @@ class Measure {
       throw PlanError("the plan takes " + std::to_string(plan_.posted_counts()) + " counts, " +
                       std::to_string(counts.size()) + " given");
     if (counts.empty()) return;
+    if (plan_.cuts_vector) {
+      const uint64_t most = plan_.cut.elements_max;
+      if (counts[0] > most || (counts[0] == 0 && most != 0))
+        throw PlanError("the vector has " + std::to_string(static_cast<int64_t>(counts[0])) + " elements; allowed: " +
+                        std::to_string(std::min<uint64_t>(most, 1)) + ".." + std::to_string(most));
+      sizes_.elements = counts[0];
+      sizes_.count_starts = plan_.cut.starts(counts[0], plan_.unit_bytes);
+      return;
+    }
     if (plan_.equal_counts) {
       check_count(counts, 0, COUNTED_MAX_BYTES / plan_.unit_bytes / plan_.count_count);
       sizes_.part_bytes = counts[0] * plan_.unit_bytes;
@@ -401,10 +437,10 @@ class Measure {
     const Step& step = plan_.steps[at];
     const bool loan = step.kind == StepKind::receive && (step.flags & STEP_LOAN) != 0;
     const uint64_t size_bytes = sizes_.bytes(step.size_bytes);
-    if (loan && size_bytes > MAX_LOAN_BYTES)
+    const bool comes_back = (step.flags & STEP_ROUND_TRIP) != 0;
+    if ((loan || (comes_back && step.kind == StepKind::send)) && size_bytes > MAX_LOAN_BYTES)
       throw PlanError("step " + std::to_string(at) + " is a loan of " + std::to_string(size_bytes) +
                       " bytes; allowed: 0.." + std::to_string(MAX_LOAN_BYTES));
-    const bool comes_back = (step.flags & STEP_ROUND_TRIP) != 0;
     if (step.kind == StepKind::send || (comes_back && loan)) sizes_.sent_bytes += size_bytes;
     if (step.kind == StepKind::receive || (comes_back && step.kind == StepKind::send))
       sizes_.received_bytes += size_bytes;
@@ -422,7 +458,10 @@ class Measure {
       const Operand& operand = plan_.operands[step.operand_first + o];
       const uint64_t read_bytes = operand_bytes(step, operand, size_bytes);
       if (operand.kind == 0) add_place(at, operand.index, operand.offset, read_bytes);
-      if (operand.kind == 1 && read_bytes > sizes_.bytes(plan_.steps[operand.index].size_bytes))
+      if (operand.kind != 1) continue;
+      const uint64_t loan_bytes = sizes_.bytes(plan_.steps[operand.index].size_bytes);
+      const uint64_t begin = sizes_.bytes(operand.offset);
+      if (begin > loan_bytes || read_bytes > loan_bytes - begin)
         throw PlanError("step " + std::to_string(at) + " reads beyond a loan");
     }
   }
@@ -454,7 +493,18 @@ class Measure {
 
 }  // namespace
 
-RunSizes Plan::measure(std::span<const uint64_t> counts) const { return Measure(*this).run(counts); }
+uint64_t Plan::signature_of(const RunSizes& run, uint64_t seed) const {
+  return with_seed(signature, seed) | (run.elements & 0xFFFF'FFFF);
+}
+
+std::shared_ptr<const RunSizes> Plan::sizes_of(std::span<const uint64_t> counts) {
+  const std::lock_guard<std::mutex> lock(last_mutex);
+  if (!last_sizes || !std::ranges::equal(counts, last_counts)) {
+    last_sizes = std::make_shared<const RunSizes>(Measure(*this).run(counts));
+    last_counts.assign(counts.begin(), counts.end());
+  }
+  return last_sizes;
+}
 
 std::unique_ptr<Plan> Plan::decode(const void* bytes, size_t size_bytes) {
   FileHeader header;
@@ -466,9 +516,10 @@ std::unique_ptr<Plan> Plan::decode(const void* bytes, size_t size_bytes) {
   if (header.version != PLAN_VERSION) {
     refuse("version " + std::to_string(header.version) + ", this core reads " + std::to_string(PLAN_VERSION));
   }
+  const bool cuts_vector = (header.flags & PLAN_CUTS_VECTOR) != 0;
   const uint64_t needed = sizeof header + uint64_t{header.step_count} * sizeof(Step) +
                           uint64_t{header.operand_count} * sizeof(Operand) + uint64_t{header.edge_count} * 4 +
-                          header.name_bytes;
+                          (cuts_vector ? sizeof(FileCut) + uint64_t{header.count_count} * 4 : 0) + header.name_bytes;
   if (needed != size_bytes) refuse(std::to_string(size_bytes) + " bytes instead of " + std::to_string(needed));
   auto plan = std::make_unique<Plan>();
   plan->world = header.world;
@@ -477,7 +528,7 @@ std::unique_ptr<Plan> Plan::decode(const void* bytes, size_t size_bytes) {
   plan->signature = header.signature;
   plan->scratch_bytes = header.scratch_bytes;
   plan->buffer_count = header.buffer_count;
-  if ((header.flags & ~(PLAN_ON_DEVICE | PLAN_EQUAL_COUNTS)) != 0)
+  if ((header.flags & ~(PLAN_ON_DEVICE | PLAN_EQUAL_COUNTS | PLAN_CUTS_VECTOR)) != 0)
     refuse("unknown flags in " + std::to_string(header.flags));
   plan->on_device = (header.flags & PLAN_ON_DEVICE) != 0;
   plan->equal_counts = (header.flags & PLAN_EQUAL_COUNTS) != 0;
@@ -486,6 +537,16 @@ std::unique_ptr<Plan> Plan::decode(const void* bytes, size_t size_bytes) {
   at = take(plan->steps, at, header.step_count);
   at = take(plan->operands, at, header.operand_count);
   at = take(plan->edges, at, header.edge_count);
+  if (cuts_vector) {
+    FileCut cut;
+    std::memcpy(&cut, at, sizeof cut);
+    plan->cuts_vector = true;
+    plan->cut.elements_max = cut.elements_max;
+    plan->cut.piece_bytes = cut.piece_bytes;
+    plan->cut.share_count = cut.share_count;
+    plan->cut.piece_count = cut.piece_count;
+    at = take(plan->cut.counts, at + sizeof cut, header.count_count);
+  }
   plan->name.assign(reinterpret_cast<const char*>(at), header.name_bytes);
   Checker(*plan).run();
   return plan;

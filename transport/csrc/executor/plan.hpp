@@ -7,11 +7,13 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "executor/vector_cut.hpp"
 #include "reduce/fold.hpp"
 
 namespace sennit {
@@ -81,6 +83,7 @@ struct RunSizes {
     return count_starts[range.end] - count_starts[range.first];
   }
 
+  uint64_t elements = 0;                 // of the vector, if the plan cuts one
   std::vector<uint64_t> count_starts;    // per count, and for the end of the last: bytes of those before
   uint64_t part_bytes = 0;               // of each count, if all are equal: then there are no count_starts
   std::vector<uint64_t> buffer_extents;  // per buffer, scratch last: bytes from its start that the run may touch
@@ -97,13 +100,18 @@ struct Plan {
   }
 
   // How many counts a post gives.
-  size_t posted_counts() const { return equal_counts ? 1 : count_count; }
+  size_t posted_counts() const { return equal_counts || cuts_vector ? 1 : count_count; }
+  // Of the messages of a run. Of a vector that the plan cuts, the post knows the elements.
+  uint64_t signature_of(const RunSizes& run, uint64_t seed) const;
+  // Whether a run sends no empty messages. Ranks of a vector without elements must still hear of each other.
+  bool skips_empty() const { return cuts_vector && cut.elements_max != 0; }
 
   // Throws PlanError with the rule that the plan breaks.
   static std::unique_ptr<Plan> decode(const void* bytes, size_t size_bytes);
 
+  // The sizes of a run with these counts. Those of the last run are kept, because most calls repeat one.
   // Throws PlanError where the counts do not fit the plan, or make one of its ranges overflow.
-  RunSizes measure(std::span<const uint64_t> counts) const;
+  std::shared_ptr<const RunSizes> sizes_of(std::span<const uint64_t> counts);
 
   uint32_t world = 0;
   uint32_t rank = 0;
@@ -113,8 +121,10 @@ struct Plan {
   uint32_t buffer_count = 0;
   uint32_t count_count = 0;   // counts that a post gives
   bool equal_counts = false;  // a post gives one, which stands for all
-  uint32_t unit_bytes = 0;    // of one counted element
-  bool on_device = false;     // the caller's buffers are device memory, which only copies touch
+  bool cuts_vector = false;   // a post gives one, the elements of a vector; `cut` makes all counts of it
+  VectorCut cut;
+  uint32_t unit_bytes = 0;  // of one counted element
+  bool on_device = false;   // the caller's buffers are device memory, which only copies touch
   std::string name;
   std::vector<Step> steps;
   std::vector<Operand> operands;
@@ -122,7 +132,6 @@ struct Plan {
   // Derived from the above.
   std::vector<uint32_t> waits;      // per step: steps that must be done before it
   std::vector<FoldKernel> kernels;  // per step: REDUCE only
-  RunSizes sizes;                   // if the plan takes no counts
   uint32_t operand_max = 0;         // the largest number of operands of a step
   // On a device: lists of steps that start in the list's order, and for each step 1 + its list, or 0.
   std::array<std::vector<uint32_t>, 3> ordered;  // copies to the host, sends that wait only for these, receives
@@ -131,6 +140,10 @@ struct Plan {
   bool has_loans = false;
   bool has_round_trips = false;
   bool scales_integers = false;  // for PREMUL_SUM of an integer type
+
+  std::mutex last_mutex;
+  std::vector<uint64_t> last_counts;
+  std::shared_ptr<const RunSizes> last_sizes;
 
   std::atomic<uint32_t> references{1};
 };

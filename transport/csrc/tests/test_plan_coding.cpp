@@ -133,7 +133,8 @@ TEST_CASE("a long step runs in pieces, and gives the bits of the whole") {
 
 TEST_CASE("sizes are those of the codec") {
   const std::vector<std::byte> bytes = Coded{}.plan().bytes();
-  CHECK(Plan::decode(bytes.data(), bytes.size())->sizes.buffer_extents == std::vector<uint64_t>{400, 108, 400, 0});
+  CHECK(Plan::decode(bytes.data(), bytes.size())->sizes_of({})->buffer_extents ==
+        std::vector<uint64_t>{400, 108, 400, 0});
   CHECK(refusal(Coded{.count = 0}.plan()).empty());
 }
 

@@ -38,7 +38,7 @@ TEST_CASE("partial sums are as wide as the accumulator, in range checks too") {
         writer.add(StepKind::reduce, 0, 0, 1, 0, size_bytes, {Operand{.is_partial = operand_is_partial}}, flags);
     writer.step(step).dtype = dtype;
     const std::vector<std::byte> bytes = writer.bytes();
-    return Plan::decode(bytes.data(), bytes.size())->sizes.buffer_extents;
+    return Plan::decode(bytes.data(), bytes.size())->sizes_of({})->buffer_extents;
   };
   using Extents = std::vector<uint64_t>;
   CHECK(reaches(SENNIT_F16, 0, 0, 8) == Extents{8, 8, 0});
