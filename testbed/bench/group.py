@@ -2,36 +2,42 @@
 """`sennit bench group`: what it takes to make a group of many ranks, sennit beside gloo, through torch.distributed.
 
 All ranks are processes of this machine. They make a group, sum 4 KiB, and leave it, with one backend after the other.
-The first turn of each backend counts bytes and memory, and is not timed.
+Each round has new processes, as torchrun starts them (group_rank.py): what they import for the group counts, and
+`import torch` does not. With `warm`, all rounds are in processes that have imported everything, as for later groups of
+a program. The first round counts bytes and memory, and is not timed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
-from pathlib import Path
-from typing import Any, Final
+from itertools import chain
+from typing import IO, Any, Final
 
-import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from sennit.runtime.backend.torch_versions import PrefixStore, Store
+from sennit.runtime.backend.torch_versions import Store
+from sennit.runtime.ingest.address import Address
 from sennit.runtime.training import launch
 from sennit.testbed.bench import collectives, machine
+from sennit.testbed.bench.group_rank import TIMEOUT_S, Turn, result_key, take_turns
 from sennit.testbed.bench.report import format_seconds
 from sennit.testbed.bench.results import quantile
 
 OURS: Final = "sennit"
 PEERS: Final = (OURS, "gloo")
-ELEMENTS: Final = 1_024
-TIMEOUT_S: Final = 180.0
+# Of fresh processes. A processor imports torch for one rank in a second or two.
+ROUND_S: Final = 900.0
+POLL_S: Final = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +56,9 @@ class Settings:
     rounds: int = 5
     """Timed groups of each peer."""
 
+    warm: bool = False
+    """Whether ranks have imported everything before, as for a later group of a program."""
+
     def __post_init__(self) -> None:
         for peer in self.against:
             if peer not in PEERS:
@@ -58,22 +67,8 @@ class Settings:
     def peers(self) -> list[str]:
         return list(dict.fromkeys((OURS, *self.against)))
 
-
-@dataclass(frozen=True, kw_only=True)
-class Turn:
-    """One group on one rank. Times are readings of `time.monotonic`, which all ranks share."""
-
-    peer: str
-    begin_s: float
-    end_s: float
-    read_bytes: int
-    """What the rank read from the store."""
-
-    memory_bytes: int
-    """How much more memory of its own the rank holds than before, without shared memory."""
-
-    segments: dict[int, int]
-    """Bytes of the segments that the rank has open in /dev/shm, its own and those of others, by inode."""
+    def environment(self) -> dict[str, str]:
+        return collectives.Settings(transport=self.transport).environment()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +77,9 @@ class Result:
 
     seconds: list[float]
     """From the first rank's call of `init_process_group` to the end of the last rank's AllReduce, by round."""
+
+    processor_s: list[float]
+    """Of a rank in that time, the mean of all ranks, by round."""
 
     read_bytes_a_peer: float
     """Bytes that a rank reads from the store, divided by the number of its peers. The mean of all ranks."""
@@ -114,119 +112,83 @@ class Report:
         }
 
 
-class CountingStore(Store):
-    """A rank's view of a store. Counts what is read."""
-
-    def __init__(self, store: Store) -> None:
-        super().__init__()
-        self._store = store
-        self.read_bytes = 0
-
-    def get(self, key: str, /) -> bytes:
-        value: bytes = self._store.get(key)
-        self.read_bytes += len(value)
-        return value
-
-    def multi_get(self, keys: list[str], /) -> list[bytes]:
-        values: list[bytes] = self._store.multi_get(keys)
-        self.read_bytes += sum(map(len, values))
-        return values
-
-
-def _pass_on(name: str) -> Any:
-    def method(self: CountingStore, *arguments: Any) -> Any:
-        return getattr(self._store, name)(*arguments)
-
-    return method
-
-
-for _name in ("set", "multi_set", "add", "check", "wait", "compare_set", "delete_key", "append", "has_extended_api"):
-    setattr(CountingStore, _name, _pass_on(_name))
-
-
 def run(settings: Settings) -> Report:
     """Raises `launch.RankFailure` if a rank fails, or if a sum is wrong."""
     # The store ends with this object.
-    _store, address = launch.serve_store(0, timeout_s=TIMEOUT_S)
-    by_rank = launch.run_ranks(_take_turns, settings, settings.world, address=address, store_timeout_s=TIMEOUT_S)
+    store, address = launch.serve_store(0, timeout_s=TIMEOUT_S)
+    if settings.warm:
+        by_rank = launch.run_ranks(_warm_rank, settings, settings.world, address=address, store_timeout_s=TIMEOUT_S)
+    else:
+        rounds = [_fresh_round(settings, number, store, address) for number in range(settings.rounds + 1)]
+        by_rank = [list(chain(*turns)) for turns in zip(*rounds, strict=True)]
     results = {}
     for peer in settings.peers():
         # [turn][rank]
         counted, *timed = zip(*([turn for turn in turns if turn.peer == peer] for turns in by_rank), strict=True)
         results[peer] = Result(
             seconds=[max(turn.end_s for turn in ranks) - min(turn.begin_s for turn in ranks) for ranks in timed],
+            processor_s=[statistics.mean(turn.processor_s for turn in ranks) for ranks in timed],
             read_bytes_a_peer=statistics.mean(turn.read_bytes for turn in counted) / (settings.world - 1),
             memory_bytes=max(turn.memory_bytes for turn in counted) + _shared_bytes(counted) / settings.world,
         )
     return Report(settings=settings, machine=machine.describe(), results=results)
 
 
-def _take_turns(settings: Settings, rank: int, world: int, store: Store) -> list[Turn]:
-    os.environ.update(collectives.Settings(transport=settings.transport).environment())
-    torch.set_num_threads(1)
-    turns = []
-    for number, peer in enumerate(settings.peers() * (1 + settings.rounds)):
-        of_turn = PrefixStore(f"turn-{number}", store)
-        is_counted = number < len(settings.peers())
-        turns.append(_take_turn(peer, rank, world, of_turn, is_counted=is_counted))
-    return turns
+def _warm_rank(settings: Settings, rank: int, world: int, store: Store) -> list[Turn]:
+    os.environ.update(settings.environment())
+    peers = settings.peers()
+    return [
+        turn
+        for number in range(settings.rounds + 1)
+        for turn in take_turns(peers, rank, world, store, first=number * len(peers), are_counted=number == 0)
+    ]
 
 
-def _take_turn(peer: str, rank: int, world: int, store: Store, *, is_counted: bool) -> Turn:
-    values = torch.full((ELEMENTS,), float(rank))
-    counting = CountingStore(store)
-    before_bytes = _anonymous_bytes()
-    _meet(store, "begin", world)
-    begin_s = time.monotonic()
-    dist.init_process_group(
-        peer,
-        store=counting if is_counted else store,
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=TIMEOUT_S),
-    )
-    dist.all_reduce(values)
-    end_s = time.monotonic()
-    memory_bytes = _anonymous_bytes() - before_bytes
-    segments = _segments()
-    if not bool((values == sum(range(world))).all()):
-        raise RuntimeError(f"{peer}: wrong sum")
-    _meet(store, "end", world)
-    dist.destroy_process_group()
-    return Turn(
-        peer=peer,
-        begin_s=begin_s,
-        end_s=end_s,
-        read_bytes=counting.read_bytes,
-        memory_bytes=memory_bytes,
-        segments=segments,
-    )
+def _fresh_round(settings: Settings, number: int, store: Store, address: Address) -> list[list[Turn]]:
+    """The turns of each rank. The peer that begins changes from round to round: it warms the processor's caches."""
+    peers = settings.peers()[:: 1 if number % 2 else -1]
+    module = [sys.executable, "-m", "sennit.testbed.bench.group_rank", address.host, str(address.port), str(number)]
+    shared = {**os.environ, **settings.environment(), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(settings.world)}
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank in range(settings.world):
+            log = stack.enter_context(tempfile.TemporaryFile("w+"))
+            process = subprocess.Popen(
+                [*module, *peers], env={**shared, "RANK": str(rank)}, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+            stack.callback(_end, process)
+            ranks.append((process, log))
+        _await(ranks)
+    told = (json.loads(store.get(result_key(number, rank))) for rank in range(settings.world))
+    return [[Turn(**turn) for turn in turns] for turns in told]
 
 
-def _meet(store: Store, name: str, world: int) -> None:
-    if store.add(name, 1) == world:
-        store.set(f"{name}/all", "")
-    store.wait([f"{name}/all"])
+def _await(ranks: Sequence[tuple[subprocess.Popen[bytes], IO[str]]]) -> None:
+    """Returns when all have ended well. Raises RankFailure for the first that has not."""
+    deadline_s = time.monotonic() + ROUND_S
+    running = dict(enumerate(ranks))
+    while running:
+        for rank, (process, log) in list(running.items()):
+            try:
+                code = process.wait(POLL_S)
+            except subprocess.TimeoutExpired:
+                if time.monotonic() > deadline_s:
+                    raise launch.RankFailure(f"rank {rank} has not ended within {ROUND_S:.0f} s") from None
+                continue
+            del running[rank]
+            if code != 0:
+                log.seek(0)
+                said = log.read().strip().splitlines() or [f"status {code}"]
+                raise launch.RankFailure(f"rank {rank}: {said[-1]}")
 
 
-def _anonymous_bytes() -> int:
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:"))
-
-
-def _segments() -> dict[int, int]:
-    sizes = {}
-    for link in Path("/proc/self/fd").iterdir():
-        # The descriptor of the listing itself is closed by now.
-        with contextlib.suppress(FileNotFoundError):
-            if os.readlink(link).startswith("/dev/shm/"):
-                found = link.stat()
-                sizes[found.st_ino] = found.st_blocks * 512
-    return sizes
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
 
 
 def _shared_bytes(turns: Iterable[Turn]) -> int:
-    segments: dict[int, int] = {}
+    segments: dict[str, int] = {}
     for turn in turns:
         segments |= turn.segments
     return sum(segments.values())
@@ -235,17 +197,20 @@ def _shared_bytes(turns: Iterable[Turn]) -> int:
 def render(report: Report, console: Console) -> None:
     """One line per peer: the speed-up of sennit, and what a rank takes."""
     settings = report.settings
+    processes = "warm" if settings.warm else "fresh"
     table = Table(
-        title=f"a group of {settings.world} ranks on one machine, transport {settings.transport}, "
-        f"{settings.rounds} rounds"
+        title=f"a group of {settings.world} ranks on one machine, {processes} processes, transport "
+        f"{settings.transport}, {settings.rounds} rounds"
     )
-    for heading in ("peer", f"peer / {OURS}", "first AllReduce  (p10 - p90)", "store bytes a peer", "MiB a rank"):
+    headings = ("first AllReduce  (p10 - p90)", "processor ms a rank", "store bytes a peer", "MiB a rank")
+    for heading in ("peer", f"peer / {OURS}", *headings):
         table.add_column(heading, justify="left" if heading == "peer" else "right", no_wrap=True)
     for peer, result in report.results.items():
         table.add_row(
             peer,
             f"{report.ratio(peer):.2f}",
             _spread(result.seconds),
+            f"{1e3 * statistics.median(result.processor_s):.0f}",
             f"{result.read_bytes_a_peer:.0f}",
             f"{result.memory_bytes / (1 << 20):.1f}",
         )

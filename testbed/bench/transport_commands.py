@@ -76,12 +76,17 @@ def group(
     transport: Annotated[str, typer.Option(help="value of SENNIT_TRANSPORT: auto, shm or udp")] = "auto",
     world: Annotated[int, typer.Option(help="number of ranks, all on this machine", min=2)] = 64,
     rounds: Annotated[int, typer.Option(help="timed groups of each peer; the median is reported", min=1)] = 5,
+    warm: Annotated[bool, typer.Option("--warm", help="ranks have imported everything before")] = False,
     json_path: Figures = None,
 ) -> None:
-    """Time the making of a group up to its first AllReduce; count bytes read from the store, and memory."""
+    """Time the making of a group up to its first AllReduce; count bytes read from the store, and memory.
+
+    Each round starts new processes, as torchrun does. Their `import torch` does not count.
+    """
     from sennit.testbed.bench import group
 
-    run_ranks(group, json_path, transport=transport, world=world, against=tuple(against or ("gloo",)), rounds=rounds)
+    peers = tuple(against or ("gloo",))
+    run_ranks(group, json_path, transport=transport, world=world, against=peers, rounds=rounds, warm=warm)
 
 
 def codecs(

@@ -4,18 +4,20 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from sennit.runtime.training.launch import RankFailure
-from sennit.testbed.bench import group
+from sennit.testbed.bench import group, group_rank
 
 pytestmark = pytest.mark.needs("backend", "shm")
 
 
 def test_a_small_group_is_made_with_each_peer_in_turn() -> None:
-    report = group.run(group.Settings(world=3, rounds=2, transport="udp"))
+    report = group.run(group.Settings(world=3, rounds=2, transport="udp", warm=True))
     assert list(report.results) == ["sennit", "gloo"]
     for result in report.results.values():
         assert len(result.seconds) == 2
@@ -33,4 +35,18 @@ def test_wrong_settings_are_refused_and_a_rank_that_fails_is_named() -> None:
     with pytest.raises(ValueError, match="peer 'mpi': known are sennit, gloo"):
         group.Settings(against=("mpi",))
     with pytest.raises(RankFailure, match=r"rank \d: SENNIT_TRANSPORT"):
+        group.run(group.Settings(world=2, rounds=1, transport="pigeon", warm=True))
+
+
+def test_each_round_has_fresh_processes_that_import_torch_alone() -> None:
+    report = group.run(group.Settings(world=2, rounds=1))
+    assert [len(result.seconds) for result in report.results.values()] == [1, 1]
+    assert all(result.processor_s[0] > 0 and result.read_bytes_a_peer > 0 for result in report.results.values())
+    # What a backend imports for a group is measured. torch itself imports the file of torch's versions.
+    imported = re.findall(r"^from (sennit\S*) import", Path(group_rank.__file__).read_text(), re.MULTILINE)
+    assert imported == ["sennit.runtime.backend.torch_versions"]
+
+
+def test_a_fresh_rank_that_fails_is_named() -> None:
+    with pytest.raises(RankFailure, match=r"rank \d: .*SENNIT_TRANSPORT"):
         group.run(group.Settings(world=2, rounds=1, transport="pigeon"))
