@@ -8,7 +8,7 @@ QUIETLY := sennit/setup/quietly.sh
 REPORTS := build/rings
 CXX_FILES = $(shell git ls-files -co --exclude-standard '*.cpp' '*.hpp' '*.h')
 LAUNCHER := $(shell command -v ccache)
-.PHONY: help packages build sanitized wheels try-wheels gpu-bundle matrix vm-kernel demo test test-cpp test-model test-fuzz test-vm test-rdma test-qemu test-python test-native test-types test-one-core test-long ebpf kernel fuzz frameworks lint fmt types bench figures comparison pictures architecture models quality docs testbed simulate clean
+.PHONY: help packages build sanitized wheels try-wheels gpu-bundle matrix vm-kernel demo test test-cpp test-model test-fuzz test-vm test-rdma test-qemu test-python test-native test-types test-one-core test-long ebpf kernel fuzz frameworks lint fmt types bench figures comparison pictures architecture models quality docs testbed simulate congestion clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -195,6 +195,13 @@ docs: build  ## the documentation as a site: build/site/index.html
 
 simulate: build  ## the transport in fabrics of 1,024 simulated hosts; writes docs/lab/simulation.md
 	@$(PY) -m sennit testbed simulate --page docs/lab/simulation.md
+
+congestion: build  ## who yields to whom on one simulated link; writes docs/lab/congestion.md
+	@cmake -S . -B build/model -G Ninja -DSENNIT_TESTS=ON -DSENNIT_PYTHON=OFF -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+	  -DCMAKE_CXX_COMPILER_LAUNCHER=$(LAUNCHER) --log-level=WARNING >/dev/null
+	@$(QUIETLY) build/model.log nice cmake --build build/model --target simulated_networks
+	@build/model/transport/csrc/tests/networks/simulated_networks >build/congestion.jsonl
+	@$(PY) -m sennit.testbed.simulation.congestion_page docs build/congestion.jsonl
 
 testbed: build  ## every scenario of loss and failure at full size, as root; report in build/testbed/report.html
 	@$(PY) -m sennit testbed run all

@@ -50,6 +50,7 @@ class PathPolicy(StrEnum):
 class Congestion(StrEnum):
     """What decides how much may be in flight. The names are those of csrc/flow/congestion.cpp."""
 
+    DCTCP = "dctcp"
     FIXED = "fixed"
     SWIFT = "swift"
 
@@ -116,9 +117,10 @@ class Config:
     """`SENNIT_PATH_POLICY`. round_robin: all working paths in turn, best where paths are equal. reps: reuses paths
     whose packets just arrived unmarked, faster ones first, for fabrics whose paths have unequal load."""
 
-    congestion: Congestion = Congestion.FIXED
-    """`SENNIT_CONGESTION`. fixed: always the whole window; only the receivers' grants limit incast. swift: a window
-    that follows delay and ECN marks, with pacing, for shared fabrics (decision 25 has its cost)."""
+    congestion: Congestion = Congestion.DCTCP
+    """`SENNIT_CONGESTION`. dctcp: a window that ECN marks and overflowing queues make smaller, beside the receivers'
+    grants, which follow delay. fixed: always the whole window, for hosts that share no link with others. swift: a
+    window that follows delay, too, for the shortest queues (docs/lab/congestion.md compares them)."""
 
     window_bytes: int = 2 << 20
     """`SENNIT_WINDOW_BYTES`, 64 KiB to 64 MiB: how much this rank may have in flight to one peer. The peer's socket

@@ -165,7 +165,7 @@ def test_ranks_need_not_agree_on_how_they_send(tmp_path: Path) -> None:
     ("changed", "message"),
     [
         ({"path_policy": "random"}, 'path_policy "random"; allowed: round_robin, reps'),
-        ({"congestion": "cubic"}, 'congestion "cubic"; allowed: fixed, swift'),
+        ({"congestion": "cubic"}, 'congestion "cubic"; allowed: dctcp, fixed, swift'),
         ({"window_bytes": 65_535}, "a window of 65535 bytes; 65536 to 67108864 are allowed"),
         ({"path_count": 0}, "0 paths over 1 rails"),
     ],

@@ -72,7 +72,7 @@ def test_every_variable() -> None:
         ("SENNIT_PATHS", "many", "SENNIT_PATHS=many; allowed: a whole number"),
         ("SENNIT_VERBS_SERVICE", "ud", "SENNIT_VERBS_SERVICE=ud; allowed: uc, rc"),
         ("SENNIT_PATH_POLICY", "random", "SENNIT_PATH_POLICY=random; allowed: round_robin, reps"),
-        ("SENNIT_CONGESTION", "cubic", "SENNIT_CONGESTION=cubic; allowed: fixed, swift"),
+        ("SENNIT_CONGESTION", "cubic", "SENNIT_CONGESTION=cubic; allowed: dctcp, fixed, swift"),
         ("SENNIT_WINDOW_BYTES", "65535", r"window_bytes 65535; allowed: 65536\.\.67108864"),
         ("SENNIT_WINDOW_BYTES", "67108865", "window_bytes 67108865"),
         ("SENNIT_WINDOW_BYTES", "2MiB", "SENNIT_WINDOW_BYTES=2MiB; allowed: a whole number"),
@@ -112,7 +112,7 @@ def test_a_configuration_cannot_change_and_takes_names_only() -> None:
         Config(transport="tcp")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="path_policy 'random'; allowed: round_robin, reps"):
         Config(path_policy="random")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="congestion 'cubic'; allowed: fixed, swift"):
+    with pytest.raises(ConfigError, match="congestion 'cubic'; allowed: dctcp, fixed, swift"):
         Config(congestion="cubic")  # type: ignore[arg-type]
 
 

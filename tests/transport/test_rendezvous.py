@@ -48,7 +48,7 @@ def test_containers_with_their_own_memory_fall_back_to_udp() -> None:
         {
             "path_count": 8,
             "path_policy": "round_robin",
-            "congestion": "fixed",
+            "congestion": "dctcp",
             "window_bytes": 2 << 20,
             "ports": (0, 0),
         },
@@ -211,7 +211,7 @@ def test_verbs_and_udp_are_one_wire_and_each_rank_chooses_its_own() -> None:
     assert settings == {
         "path_count": 3,
         "path_policy": "round_robin",
-        "congestion": "fixed",
+        "congestion": "dctcp",
         "window_bytes": 2 << 20,
         "service": "rc",
     }

@@ -25,6 +25,7 @@ std::unique_ptr<CongestionControl> make_fixed_window(const CongestionLimits& lim
 }
 
 constexpr Registry REGISTRY(std::to_array<Named<decltype(&make_swift)>>({
+    {"dctcp", make_dctcp},
     {"fixed", make_fixed_window},
     {"swift", make_swift},
 }));

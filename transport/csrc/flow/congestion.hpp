@@ -55,6 +55,7 @@ std::span<const std::string_view> congestion_controls();
 // Throws std::invalid_argument with the allowed names.
 std::unique_ptr<CongestionControl> make_congestion_control(std::string_view name, const CongestionLimits& limits);
 
+std::unique_ptr<CongestionControl> make_dctcp(const CongestionLimits& limits);
 std::unique_ptr<CongestionControl> make_swift(const CongestionLimits& limits);
 
 }  // namespace sennit::flow

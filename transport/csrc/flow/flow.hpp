@@ -54,7 +54,7 @@ struct FlowConfig {
   uint32_t peer_key_count = 1;            // keys that open one region of the peer: one for each of its devices
   std::vector<uint8_t> key_of_rail = {};  // for each rail, which key its packets carry; empty: the first
   std::string_view path_policy = "round_robin";  // or "reps"; path_policy.hpp
-  std::string_view congestion = "fixed";         // or "swift"; congestion.hpp
+  std::string_view congestion = "dctcp";         // or "fixed", "swift"; congestion.hpp
   uint64_t target_queue_us = 100;                // "swift": the target queueing delay in the fabric
   ReceiveBudget* receive_budget = nullptr;       // shared by the flows of a port, outlives them; null: no limit
   Agenda* agenda = nullptr;                      // of the port, outlives the flow; null: the port asks every flow

@@ -108,11 +108,50 @@ void SimNetwork::send_control(uint32_t number, uint32_t path, std::span<const st
   transmit(number, path, index);
 }
 
+uint64_t SimNetwork::queued_bytes(uint32_t number) const {
+  const Link& link = links_[number];
+  const uint64_t now_ns = now_us_ * 1'000;
+  return link.busy_until_ns > now_ns ? (link.busy_until_ns - now_ns) * link.config.rate_bytes_per_s / 1'000'000'000 : 0;
+}
+
+std::optional<uint64_t> SimNetwork::enqueue_ns(Link& link, size_t size_bytes, bool& is_marked) {
+  const SimLinkConfig& config = link.config;
+  const uint64_t now_ns = now_us_ * 1'000;
+  is_marked = false;
+  if (config.rate_bytes_per_s == 0) return now_ns;
+  const uint64_t start_ns = std::max(link.busy_until_ns, now_ns);
+  const uint64_t queued_bytes = (start_ns - now_ns) * config.rate_bytes_per_s / 1'000'000'000;
+  if (config.queue_limit_bytes != 0 && queued_bytes + size_bytes > config.queue_limit_bytes) return std::nullopt;
+  is_marked = config.ecn_threshold_bytes != 0 && queued_bytes > config.ecn_threshold_bytes;
+  return link.busy_until_ns = start_ns + size_bytes * 1'000'000'000 / config.rate_bytes_per_s;
+}
+
+std::optional<uint64_t> SimNetwork::carry(uint32_t number, size_t size_bytes) {
+  Link& link = links_[number];
+  bool is_marked = false;
+  if (link.config.ecn_threshold_bytes != 0 && queued_bytes(number) > link.config.ecn_threshold_bytes)
+    return std::nullopt;
+  const std::optional<uint64_t> leaves_ns = enqueue_ns(link, size_bytes, is_marked);
+  if (!leaves_ns) return std::nullopt;
+  return *leaves_ns / 1'000 + link.config.delay_us;
+}
+
+void SimNetwork::call_at(uint64_t at_us, std::function<void()> call) {
+  uint32_t number = static_cast<uint32_t>(calls_.size());
+  if (free_calls_.empty()) {
+    calls_.emplace_back();
+  } else {
+    number = free_calls_.back();
+    free_calls_.pop_back();
+  }
+  calls_[number] = std::move(call);
+  schedule(std::max(at_us, now_us_) * 1'000, number, CALL);
+}
+
 void SimNetwork::transmit(uint32_t number, uint32_t path, uint32_t index) {
   const Endpoint& endpoint = endpoints_[number];
   Link& link = links_[endpoint.links[path % endpoint.links.size()]];
   const SimLinkConfig& config = link.config;
-  const uint64_t now_ns = now_us_ * 1'000;
   std::vector<std::byte>& packet = packets_[index];
   labels_[index].path = path;
   ++counters_.sent;
@@ -124,18 +163,12 @@ void SimNetwork::transmit(uint32_t number, uint32_t path, uint32_t index) {
     trace(0);
     free_packets_.push_back(index);
   };
-  uint64_t leaves_ns = now_ns;
-  if (config.rate_bytes_per_s != 0) {
-    const uint64_t start_ns = std::max(link.busy_until_ns, now_ns);
-    const uint64_t queued_bytes = (start_ns - now_ns) * config.rate_bytes_per_s / 1'000'000'000;
-    if (config.queue_limit_bytes != 0 && queued_bytes + packet.size() > config.queue_limit_bytes)
-      return drop(counters_.queue_drops);
-    if (config.ecn_threshold_bytes != 0 && queued_bytes > config.ecn_threshold_bytes) {
-      ++counters_.marked;
-      labels_[index].is_marked = true;
-    }
-    leaves_ns = link.busy_until_ns = start_ns + packet.size() * 1'000'000'000 / config.rate_bytes_per_s;
-  }
+  bool is_marked = false;
+  const std::optional<uint64_t> queued_ns = enqueue_ns(link, packet.size(), is_marked);
+  if (!queued_ns) return drop(counters_.queue_drops);
+  const uint64_t leaves_ns = *queued_ns;
+  counters_.marked += is_marked;
+  labels_[index].is_marked = is_marked;
   const bool black_hole = std::ranges::any_of(config.black_holes, [&](const SimWindow& window) {
     return now_us_ >= window.from_us && now_us_ < window.until_us;
   });
@@ -264,6 +297,11 @@ void SimNetwork::kick() {
 }
 
 void SimNetwork::happen(const Happening& happening) {
+  if (happening.packet == CALL) {
+    const std::function<void()> call = std::exchange(calls_[happening.endpoint], {});
+    free_calls_.push_back(happening.endpoint);
+    return call();
+  }
   Endpoint& endpoint = endpoints_[happening.endpoint];
   if (happening.packet == RESUME) return resume(happening.endpoint);
   const bool is_timer = happening.packet == NO_PACKET;

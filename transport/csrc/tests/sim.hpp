@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <optional>
 #include <queue>
 #include <span>
 #include <vector>
@@ -90,6 +91,13 @@ class SimNetwork {
   uint64_t now_us() const { return now_us_; }
   // Lets every flow send what it has. Call it after a flow got work from outside of its Progress.
   void kick();
+  // Somebody else's packet on a link, which shares its queue and has no loss of its own: when it arrives. Nothing: the
+  // queue was full, or would have marked it. It knows no ECN, and then a router drops (RFC 3168, 5).
+  std::optional<uint64_t> carry(uint32_t link, size_t size_bytes);
+  // Calls back at `at_us` or, if that is over, next.
+  void call_at(uint64_t at_us, std::function<void()> call);
+  // What waits in front of a packet that comes to the link now.
+  uint64_t queued_bytes(uint32_t link) const;
   // Handles the next event. False: nothing will ever happen again.
   bool step();
   // Steps through all events up to `until_us`, and lets the time pass until then.
@@ -122,12 +130,13 @@ class SimNetwork {
   struct Happening {
     uint64_t at_ns, order;
     uint32_t endpoint;
-    uint32_t packet;  // index into packets_; NO_PACKET: a timer, RESUME: the end of a pause
+    uint32_t
+        packet;  // index into packets_; NO_PACKET: a timer, RESUME: the end of a pause, CALL: `endpoint` is a call's
     bool operator>(const Happening& other) const {
       return at_ns != other.at_ns ? at_ns > other.at_ns : order > other.order;
     }
   };
-  static constexpr uint32_t NO_PACKET = UINT32_MAX, RESUME = UINT32_MAX - 1;
+  static constexpr uint32_t NO_PACKET = UINT32_MAX, RESUME = UINT32_MAX - 1, CALL = UINT32_MAX - 2;
 
   void service(uint32_t endpoint);
   void happen(const Happening& happening);
@@ -142,6 +151,8 @@ class SimNetwork {
   uint32_t new_packet();
   void schedule(uint64_t at_ns, uint32_t endpoint, uint32_t packet);
   void trace(uint64_t value);
+  // A packet enters the link's queue: when its last byte leaves. Nothing: the queue was full.
+  std::optional<uint64_t> enqueue_ns(Link& link, size_t size_bytes, bool& is_marked);
 
   SimRandom random_;
   std::vector<Link> links_;
@@ -154,6 +165,8 @@ class SimNetwork {
   };
   std::vector<Label> labels_;  // by packet
   std::vector<uint32_t> free_packets_;
+  std::vector<std::function<void()>> calls_;
+  std::vector<uint32_t> free_calls_;
   uint64_t now_us_ = 0, order_ = 0;
   uint64_t trace_hash_ = 0xCBF2'9CE4'8422'2325;  // FNV-1a, 64 bits
   SimCounters counters_{};

@@ -234,7 +234,7 @@ TEST_CASE("A configuration out of range is refused before anything is sent") {
   CHECK_THROWS_AS(make({.path_count = 4, .rail_count = 5}), std::invalid_argument);
   CHECK_THROWS_WITH_AS(make({.path_policy = "random"}), "path_policy \"random\"; allowed: round_robin, reps",
                        std::invalid_argument);
-  CHECK_THROWS_WITH_AS(make({.congestion = "cubic"}), "congestion \"cubic\"; allowed: fixed, swift",
+  CHECK_THROWS_WITH_AS(make({.congestion = "cubic"}), "congestion \"cubic\"; allowed: dctcp, fixed, swift",
                        std::invalid_argument);
   CHECK_NOTHROW(make({.path_policy = "reps", .congestion = "swift"}));
   CHECK_THROWS_AS(make({.eager_slot_count = 48}), std::invalid_argument);

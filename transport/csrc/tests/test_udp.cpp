@@ -124,7 +124,8 @@ TEST_CASE("unknown names and windows out of range are refused before a socket is
                        std::invalid_argument);
   config = config_for("::1");
   config.congestion = "cubic";
-  CHECK_THROWS_WITH_AS(UdpPort(0, 2, config), "congestion \"cubic\"; allowed: fixed, swift", std::invalid_argument);
+  CHECK_THROWS_WITH_AS(UdpPort(0, 2, config), "congestion \"cubic\"; allowed: dctcp, fixed, swift",
+                       std::invalid_argument);
   for (const uint32_t window_bytes : {0u, 65'535u, (64u << 20) + 1}) {
     config = config_for("::1");
     config.window_bytes = window_bytes;

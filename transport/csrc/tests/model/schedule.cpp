@@ -107,7 +107,7 @@ void draw_rank(SimRandom& random, const flow::FlowConfig& config, bool is_calm, 
   rank.scribble = chance(random, 30) ? 16'384 : 0;
   rank.waits = chance(random, 50);
   rank.path_policy = pick<std::string_view>(random, {"round_robin", "reps"});
-  rank.congestion = pick<std::string_view>(random, {"fixed", "fixed", "swift"});
+  rank.congestion = pick<std::string_view>(random, {"dctcp", "fixed", "swift"});
   rank.has_budget = chance(random, 40);
   rank.budget.min_bytes = (1 + spread(random, 4)) * config.payload_max_bytes;
   rank.budget.start_bytes = rank.budget.min_bytes + spread(random, 12);
