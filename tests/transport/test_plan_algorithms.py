@@ -184,7 +184,14 @@ def test_a_vector_of_another_size_than_the_plan_serves_is_refused(elements: int)
 
 
 def test_ranks_of_vectors_of_different_sizes_are_named_by_their_sizes() -> None:
-    call: dict[str, Any] = {"world": 2, "elements": 100, "dtype": Dtype.F32, "op": ReduceOp.SUM, "counted": True, "one_shot": True}
+    call: dict[str, Any] = {
+        "world": 2,
+        "elements": 100,
+        "dtype": Dtype.F32,
+        "op": ReduceOp.SUM,
+        "counted": True,
+        "one_shot": True,
+    }
     plans = [algorithms.allreduce(rank=rank, **call) for rank in range(2)]
     buffers = [[noise(400)], [noise(400)]]
     with pytest.raises(MismatchError):
