@@ -10,23 +10,32 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Mapping
+from types import ModuleType
 
 
 def exporter(package: str, names: Mapping[str, str]) -> Callable[[str], object]:
     """A module's `__getattr__` (PEP 562). `names` maps each public name to the module of `package` that defines it.
 
-    The function raises an AttributeError for any other name.
+    The function raises an AttributeError for any other name. A module may be called as one of its names: `package.name`
+    is what it defines, even after an import of the module by its path.
     """
 
     def get(name: str) -> object:
         if name not in names:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = importlib.import_module(f"{package}.{names[name]}")
-        # All names of the module, because the import has set its own name, which one of them may have, too.
-        for other, file in names.items():
-            if file == names[name]:
-                setattr(sys.modules[package], other, getattr(module, other))
-        value: object = getattr(module, name)
+        value: object = getattr(importlib.import_module(f"{package}.{names[name]}"), name)
+        setattr(sys.modules[package], name, value)
         return value
 
+    namesakes = {name for name, module in names.items() if name == module}
+    if namesakes:
+
+        class Package(ModuleType):
+            def __setattr__(self, name: str, value: object) -> None:
+                if name in namesakes and isinstance(value, ModuleType):
+                    # Set by the import of the module.
+                    value = getattr(value, name)
+                super().__setattr__(name, value)
+
+        sys.modules[package].__class__ = Package
     return get

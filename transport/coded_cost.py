@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from sennit.transport.algorithms import coded_pieces
 from sennit.transport.algorithms.coded_parts import DEFAULT_CHUNK_ELEMENTS, chunk_limit
 from sennit.transport.algorithms.leaves import Leaves
+from sennit.transport.algorithms.reduce_scatter_coded import coded_pieces
 from sennit.transport.coding import CodecKind, Coding
 from sennit.transport.cost_model import Traffic, Work
 from sennit.transport.costs import Collective

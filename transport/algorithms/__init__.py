@@ -13,11 +13,9 @@ from sennit.exports import exporter
 
 if TYPE_CHECKING:
     from sennit.transport.algorithms.allgather import allgather as allgather
-    from sennit.transport.algorithms.allgather import allgather_builder as allgather_builder
     from sennit.transport.algorithms.allgather_by_host import allgather_by_host as allgather_by_host
     from sennit.transport.algorithms.allreduce import allreduce as allreduce
     from sennit.transport.algorithms.allreduce_coded import allreduce_coded as allreduce_coded
-    from sennit.transport.algorithms.allreduce_coded import shares_of as shares_of
     from sennit.transport.algorithms.allreduce_dissemination import allreduce_dissemination as allreduce_dissemination
     from sennit.transport.algorithms.allreduce_halving import allreduce_halving as allreduce_halving
     from sennit.transport.algorithms.allreduce_round_trip import allreduce_round_trip as allreduce_round_trip
@@ -51,16 +49,13 @@ if TYPE_CHECKING:
     from sennit.transport.algorithms.scatter import scatter as scatter
 
 # Loaded when they are first used: a group needs few of them, and all would take longer than to make the group.
-# Other files import such a name from here, because a module may be called as its function is.
 __getattr__ = exporter(
     __name__,
     {
         "allgather": "allgather",
-        "allgather_builder": "allgather",
         "allgather_by_host": "allgather_by_host",
         "allreduce": "allreduce",
         "allreduce_coded": "allreduce_coded",
-        "shares_of": "allreduce_coded",
         "allreduce_dissemination": "allreduce_dissemination",
         "allreduce_halving": "allreduce_halving",
         "allreduce_round_trip": "allreduce_round_trip",

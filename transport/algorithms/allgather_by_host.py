@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from sennit.transport.algorithms import allgather_builder
+from sennit.transport.algorithms.allgather import allgather_builder
 from sennit.transport.algorithms.ranges import copy_part, peers_after, recv_part, send_part
 from sennit.transport.elements import Dtype
 from sennit.transport.hosts import Hosts

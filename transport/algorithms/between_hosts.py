@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from sennit.transport.algorithms import shares_of
+from sennit.transport.algorithms.allreduce_coded import shares_of
 from sennit.transport.algorithms.coded_parts import DEFAULT_CHUNK_ELEMENTS, chunk_limit, cut
 from sennit.transport.algorithms.fold import Fold, Share
 from sennit.transport.algorithms.fold_between_hosts import NodeLayout, add_fold_between_hosts
