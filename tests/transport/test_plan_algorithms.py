@@ -119,19 +119,15 @@ def test_one_allreduce_plan_serves_vectors_of_many_sizes(
     call = {"world": world, "elements": most, "dtype": dtype, "op": op, "counted": True}
     chunked = {**call, "chunk_bytes": chunk_bytes}
     hosts = {**chunked, "in_place": in_place, "hosts": hosts_of(cut(widths, world))}
-    algorithm, arguments = data.draw(
-        st.sampled_from(
-            [
-                (algorithms.allreduce, {**chunked, "in_place": in_place}),
-                (algorithms.allreduce, {**chunked, "in_place": in_place, "one_shot": True}),
-                (algorithms.allreduce, hosts),
-                (algorithms.allreduce_round_trip, chunked),
-                *([(algorithms.allreduce_dissemination, {**call, "in_place": in_place})] if world > 1 else []),
-                *([(algorithms.allreduce_halving, {**chunked, "in_place": in_place})] if world > 1 else []),
-            ]
-        ),
-        "algorithm",
-    )
+    ways: list[tuple[Callable[..., Plan], dict[str, Any]]] = [
+        (algorithms.allreduce, {**chunked, "in_place": in_place}),
+        (algorithms.allreduce, {**chunked, "in_place": in_place, "one_shot": True}),
+        (algorithms.allreduce, hosts),
+        (algorithms.allreduce_round_trip, chunked),
+        *([(algorithms.allreduce_dissemination, {**call, "in_place": in_place})] if world > 1 else []),
+        *([(algorithms.allreduce_halving, {**chunked, "in_place": in_place})] if world > 1 else []),
+    ]
+    algorithm, arguments = data.draw(st.sampled_from(ways), "algorithm")
     plans = [algorithm(**arguments, rank=rank) for rank in range(world)]
     takes = Vectors(elements)
     check_allreduce(takes.run, data, plans, inputs(seed, world, elements, dtype), kind, arguments.get("in_place", True))
