@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from device_stand_in import delayed_copies, on_device  # type: ignore[import-not-found]
 
+from sennit.runtime.backend.torch_versions import coalescing
+
 # More bytes than an operation's scratch, so that all scratch is reused.
 MANY = 3_000_001
 # Elements of an output whose input is dropped. The inputs are so small that the allocator reuses their memory.
@@ -162,6 +164,12 @@ def futures(rank: int, world: int, device: str) -> None:
         work.wait()
         assert work.is_completed()
         assert torch.equal(work.get_future().value()[0].cpu(), torch.full((1_000,), float(world)))
+        tensors = [torch.ones(1_000, device=device) for _ in range(3)]
+        with coalescing(group, async_ops=True) as block:
+            for tensor in tensors:
+                dist.all_reduce(tensor, group=group)
+        for total in block.works[0].get_future().then(lambda future: future.value()).wait():
+            assert torch.equal(total.cpu(), torch.full((1_000,), float(world)))
 
 
 def streams(rank: int, world: int, device: str) -> None:
