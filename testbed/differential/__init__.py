@@ -9,4 +9,7 @@ no tensor is.
 
 Every outcome is values or a refusal, and is compared at once (comparison.py). Where sennit refuses what gloo takes,
 `DIFFERENCES` must say why (docs/reference/torch.md). What lies between the elements of an output must stay as it was.
+
+With `--callbacks`, the calls are programs of callbacks (callbacks.py): random trees of calls on several groups, with
+results that are known.
 """

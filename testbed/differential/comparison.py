@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -113,12 +113,12 @@ def outcome(call: Call, plain: Given, theirs: str, given: Given, mine: str) -> s
     return "same"
 
 
-def run_rank(rank: int, world: int, store: str, options: dict[str, int]) -> None:
-    """One process of the program: makes the default group, compares, and prints what it has seen."""
+def run_rank(rank: int, world: int, store: str, what: Callable[..., dict[str, int]], options: dict[str, int]) -> None:
+    """One process of the program: makes the default group, runs `what`, and prints what it has seen."""
     torch.set_num_threads(1)
     limit, records = DEADLINE, dist.FileStore(store, world)
     dist.init_process_group("sennit", store=records, rank=rank, world_size=world, timeout=limit)
-    found = compare(rank, world, **options)
+    found = what(rank, world, **options)
     dist.destroy_process_group()
     counts = ", ".join(f"{found[name]} {name}" for name in sorted(found))
     print(f"rank {rank}: {sum(found.values())} calls: {counts}", flush=True)

@@ -68,8 +68,11 @@ def waits_for_a_future_from_outside(rank: int, world: int) -> None:
 
 
 def locked(rank: int, world: int) -> None:
-    """The program holds a lock in its calls. Callbacks take it, so none may run inside a call."""
-    lock = threading.Lock()
+    """The program holds a lock in its calls. Callbacks take it, so none may run inside a call.
+
+    A group of its own: it gives up the order of calls here, for good.
+    """
+    lock, group = threading.Lock(), dist.new_group()
 
     def callback(future: Any) -> None:
         with lock:
@@ -77,11 +80,12 @@ def locked(rank: int, world: int) -> None:
 
     futures = []
     for _ in range(200):
-        futures.append(sum_of(1.0).then(callback))
+        futures.append(sum_of(1.0, group).then(callback))
         with lock:
-            dist.all_reduce(torch.ones(COUNT))
+            dist.all_reduce(torch.ones(COUNT), group=group)
     for future in futures:
         future.wait()
+    dist.destroy_process_group(group)
 
 
 def blocked(rank: int, world: int) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from sennit.testbed.differential import __main__ as program
+from sennit.testbed.differential import callbacks, comparison
 from sennit.testbed.differential import calls as drawn
-from sennit.testbed.differential import comparison
 
 LONG = [pytest.mark.long, pytest.mark.timeout(3_600)]
 
@@ -27,5 +27,31 @@ def test_random_calls_end_as_over_gloo(kept_world: Callable[..., Any], transport
         assert {f"refused by sennit alone, {name}" for name in drawn.DIFFERENCES} < seen.keys()
 
 
-def test_the_program_starts_its_ranks() -> None:
-    assert program.main(["--calls", "20", "--ranks", "2"]) == 0
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("transport", "size", "calls"),
+    [
+        ("shm", 2, 2_000),
+        ("udp", 3, 2_000),
+        *(
+            pytest.param(transport, size, 125_000, marks=LONG, id=f"{transport}-{size}-long")
+            for transport in ("shm", "udp")
+            for size in (2, 3, 4, 5)
+        ),
+    ],
+)
+def test_random_programs_of_callbacks(
+    new_world: Callable[..., Any], transport: str, size: int, calls: int, seed: int
+) -> None:
+    world = new_world(size, environment={"SENNIT_TRANSPORT": transport})
+    found = world.run(
+        callbacks.__file__, "stress", calls=calls, seed=seed, timeout_s=3_500.0 if calls > 10_000 else 100.0
+    )
+    seen: Counter[str] = sum(map(Counter, found), Counter())
+    assert seen["right"] > calls / 4
+    assert calls < 10_000 or seen["failed after an abort"] > 0
+
+
+@pytest.mark.parametrize("what", [[], ["--callbacks"]])
+def test_the_program_starts_its_ranks(what: list[str]) -> None:
+    assert program.main(["--calls", "20", "--ranks", "2", *what]) == 0
