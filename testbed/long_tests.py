@@ -54,8 +54,8 @@ PARTS: Final = {
     "long": Part(
         what="tests marked `long`: every case in Triton's interpreter, 500 schedules of overlapped steps, kills at "
         "every point of a save, hostile pages of counters by the million, ten million batches at XDP while packets are "
-        "replayed, a hundred thousand random calls beside gloo, a million calls of random programs of callbacks, and the VM "
-        "in empty roots",
+        "replayed, a hundred thousand random calls beside gloo, a million calls of random programs of callbacks, and "
+        "the VM in empty roots",
         command=(*PYTEST, "-m", "long", "--seed", "{seed}"),
         limit_s=7_200,
     ),

@@ -22,6 +22,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from sennit.errors import SennitError
 from sennit.testbed.differential.comparison import Differs
 
 LIMIT: Final = timedelta(seconds=60)
@@ -30,7 +31,7 @@ COLLECTIVES: Final = ("all_reduce", "broadcast", "all_gather_single", "barrier")
 ACTIONS: Final = ("", "", "", "post", "post", "wait", "wait", "lock", "sleep", "throw")
 
 
-class Thrown(Exception):
+class Thrown(SennitError):
     """Of a callback that throws."""
 
 
