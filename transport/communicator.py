@@ -141,6 +141,7 @@ class Communicator(ArrayCollectives):
         ranks_here_min: int = 1,
         watch: Callable[[], None] | None = None,
         lineage: Lineage | None = None,
+        keeps_greeting: bool = False,
     ) -> None:
         """Returns when every rank has joined. The deadline is `connect_timeout_s` (default: `timeout_s`).
 
@@ -148,7 +149,8 @@ class Communicator(ArrayCollectives):
         `store` (a world of 1 needs none). `name` tells the groups of one store apart. `ranks_here_min` is a lower bound
         on the ranks that share this machine's cores, for a group that is part of a larger one. `watch` is called
         repeatedly until every rank has joined, and may raise to end the wait. `lineage` is set if another group was
-        made into this one.
+        made into this one. `keeps_greeting`: a few records stay in the store, so that a process that comes too late
+        hears that its rank is taken.
         """
         if world < 1 or not 0 <= rank < world:
             raise ArgumentError(f"rank {rank} of {world}; allowed: world 1 or more, rank 0..world-1")
@@ -184,6 +186,7 @@ class Communicator(ArrayCollectives):
             name=name,
             timeout_s=self.timeout_s if connect_timeout_s is None else connect_timeout_s,
             watch=watch,
+            keeps_greeting=keeps_greeting,
         )
         self._core = connection.endpoint
         _core.operation_log_name(self._core.handle, name)

@@ -5,7 +5,8 @@ Records travel up a tree of ranks: a rank with children reads what they left, an
 block of all, which everybody reads. So a rank reads a few dozen keys and O(world) bytes, in O(log world) steps.
 
 Keys hold the name of the group and, from the second round on, the number of the run: a store may hold the records of
-an earlier one.
+an earlier one. Records go when all have read them: at the end of a round each rank deletes what it left for earlier
+ones, and the last rank that is connected deletes the rest (`finish`).
 """
 
 from __future__ import annotations
@@ -67,6 +68,9 @@ class Exchanges:
         self._has_failed = False
         self._in_our_place: Process | None = None  # in that run
         self._deadline_s = time.monotonic() + timeout_s
+        # What this rank left and nobody has deleted, and the round that came last.
+        self._left: list[str] = []
+        self._last_round = ""
 
     @property
     def deadline_s(self) -> float:
@@ -80,19 +84,24 @@ class Exchanges:
         Every record must have the fields of `make`'s record, with the same types.
         """
         everybody = self._key(round_name, "all")
+        # Whoever takes part in this round has read all of those before.
+        read, self._last_round = list(self._left), round_name
         with self._telling([self._key_of_child(round_name, self._rank) if self._rank else everybody]):
             own = make()
+            self._left.append(self._key(round_name, self._rank))
             self._publish(self._key(round_name, self._rank), own)
             authors = {self._key_of_child(round_name, child): child for child in self._children}
             records = [own]
             for child, data in zip(self._children, self._await(round_name, authors), strict=True):
                 records += self._decode_child(data, child, own)
         if self._rank == 0:
-            self._store.set(everybody, pack(records))
+            self._write(everybody, pack(records))
+            self._delete(read)
             return records
         if self._children:
-            self._store.set(self._key_of_child(round_name, self._rank), pack(records))
+            self._write(self._key_of_child(round_name, self._rank), pack(records))
         (data,) = self._await(round_name, {everybody: 0})
+        self._delete(read)
         return self._decode_block(data, range(self._world))
 
     def swap(self, round_name: str, make: Callable[[], Mapping[int, bytes]]) -> list[bytes]:
@@ -127,7 +136,9 @@ class Exchanges:
             }
             self._store.multi_set({**mine, self._key(round_name, self._rank): ""})
             for number in to_sort:
-                values = self._await(round_name, {left(sender, number): sender for sender in rows[own]})
+                senders = {left(sender, number): sender for sender in rows[own]}
+                values = self._await(round_name, senders)
+                self._store.delete(list(senders))
                 row = rows[number]
                 table = [self._decode_parcels(value, row, at) for value, at in zip(values, rows[own], strict=True)]
                 self._store.multi_set(
@@ -138,6 +149,7 @@ class Exchanges:
                 )
             authors = {sorted_by(number, self._rank): sorter(number, own) for number in range(len(rows))}
             values = self._await(round_name, authors)
+            self._store.delete(list(authors))
             return [
                 parcel
                 for value, row, author in zip(values, rows, authors.values(), strict=True)
@@ -166,8 +178,8 @@ class Exchanges:
             return self._settle(own, list(authors), old_until_s)
 
     def put(self, what: str, data: bytes, /) -> None:
-        """Leaves something that few ranks read, before this rank's record of a round."""
-        self._store.set(self._key(what, self._rank), base64.b64encode(data).decode())
+        """Leaves something that few ranks read, before this rank's record of a round. They read it before the next."""
+        self._write(self._key(what, self._rank), base64.b64encode(data).decode())
 
     def get(self, what: str, peers: list[int], /) -> list[bytes]:
         """Reads what these ranks have put. After that round."""
@@ -191,6 +203,33 @@ class Exchanges:
             return None
         return self._decode(self._store.get(key), peer, {"messages": {}, "errors": {}})
 
+    def finish(self, *, keeps_greeting: bool) -> None:
+        """Counts this rank as connected: it reads no record any more. The last one to come deletes what is left.
+
+        With `keeps_greeting` the first round's records stay. They show a process that comes too late that another one
+        has its rank.
+        """
+        with suppress(SennitError):
+            if self._store.add(self._key("done", "count"), 1) != self._world:
+                return
+            of_tree = [self._last_round, *([] if keeps_greeting else ["hello"])]
+            ranks = range(self._world)
+            keys = [self._key(name, rank) for name in (*of_tree, "pairs", "trial") for rank in ranks]
+            keys += [self._key_of_child(name, rank) for name in of_tree for rank in ranks]
+            keys += [self._key(self._last_round, "all"), self._key("done", "count")]
+            if not keeps_greeting:
+                # The listing goes before what it lists.
+                keys += [self._listing_key(), self._key("run", "all")]
+            self._store.delete(set(keys))
+
+    def _write(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+        self._left.append(key)
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        self._store.delete(keys)
+        self._left = [key for key in self._left if key not in keys]
+
     def _settle(self, own: Record, keys: list[str], old_until_s: float) -> list[Record]:
         known: list[Record] = []
         reread_s, pause_s = 0.0, POLL_FIRST_S
@@ -213,7 +252,8 @@ class Exchanges:
                     self._wait("here", awaited)
                 if self._store.check(list(awaited)):
                     if self._rank == 0:
-                        self._store.set(self._key("here", "go"), "")
+                        self._write(self._key("here", "go"), "")
+                        self._left += [self._key("here", "count"), self._key("here", "full")]
                         return known
                     if self._store.get(self._key("here", "go")) != AGAIN.encode():
                         return self._decode_block(self._listed, range(self._world))
@@ -287,7 +327,10 @@ class Exchanges:
         run = str(listing["run"])
         if run == self._strange_run:
             return
-        self._listed = self._store.get(f"sennit/{self._name}/{run}/run/all")
+        listed = f"sennit/{self._name}/{run}/run/all"
+        if not self._store.check([listed]):
+            return  # of a group that is connected
+        self._listed = self._store.get(listed)
         records = unpack(self._listed)
         if len(records) == self._world and records[self._rank].get("nonce") == self._nonce:
             self._run = run
@@ -340,7 +383,7 @@ class Exchanges:
         )
 
     def _count(self) -> None:
-        self._store.set(self._key("here", self._rank), "")
+        self._write(self._key("here", self._rank), "")
         if self._store.add(self._key("here", "count"), 1) == self._world:
             self._store.set(self._key("here", "full"), "")
 

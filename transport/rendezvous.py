@@ -122,12 +122,14 @@ def connect(
     name: str = "world",
     timeout_s: float | None = None,
     watch: Callable[[], None] | None = None,
+    keeps_greeting: bool = False,
 ) -> Connection[AnyEndpoint]:
     """Makes an endpoint, agrees on its route to every rank, and connects it.
 
     `make_endpoint` gets the number of ranks that share this machine's cores, this one included. `rails` is called for
     local addresses only if some pair needs udp. `name` keeps groups that share a store apart. `watch` is called while
-    this rank waits, and may raise an error to end the wait.
+    this rank waits, and may raise an error to end the wait. Records in the store go when all have read them; with
+    `keeps_greeting` those of the first round stay, so that a process that comes too late hears that its rank is taken.
     """
     if world == 1:
         constants = read_calibration(config.calibration)
@@ -229,6 +231,7 @@ def connect(
         # The others may be connected already.
         endpoint.abort(f"rank {rank} could not join {name}: {type(told).__name__}: {told}")
         raise told from error
+    exchanges.finish(keeps_greeting=keeps_greeting)
     return Connection(
         endpoint=endpoint,
         routes=tuple(kind for kind, _ in routes),

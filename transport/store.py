@@ -10,8 +10,8 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
@@ -48,6 +48,10 @@ class Store(Protocol):
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
         """Sets `key` if its value is `expected` (empty: if it has no value). Returns the value afterwards."""
+        ...
+
+    def delete_key(self, key: str, /) -> bool:
+        """Forgets `key`. Returns whether it was there."""
         ...
 
 
@@ -106,6 +110,12 @@ class CheckedStore:
         for key, value in values.items():
             self.set(key, value)
 
+    def delete(self, keys: Iterable[str], /) -> None:
+        """Forgets keys that nobody reads any more. A store that cannot keeps them."""
+        with suppress(Exception):
+            for key in keys:
+                self._store.delete_key(key)
+
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
         self._store.wait(keys, timeout)
 
@@ -160,6 +170,13 @@ class FileStore:
                 return current
             self.set(key, desired)
             return desired.encode()
+
+    def delete_key(self, key: str, /) -> bool:
+        try:
+            self._path(key).unlink()
+        except FileNotFoundError:
+            return False
+        return True
 
     def wait(self, keys: Sequence[str], timeout: timedelta, /) -> None:
         if not _poll(lambda: self.check(keys), timeout.total_seconds()):

@@ -167,6 +167,8 @@ def _create(group: Any, options: Options | None) -> dist.Backend:
             name=f"{made}.{_made[made]}",
             timeout_s=group.timeout.total_seconds(),
             ranks_here_min=_ranks_here,
+            # torch names no ranks for the default group.
+            keeps_greeting=not group.global_ranks_in_group,
         )
     return _backend_of(communicator, name, list(group.global_ranks_in_group), group.timeout, options)
 

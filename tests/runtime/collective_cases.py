@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sennit.runtime.backend import all_reduce_leaves
+from sennit.runtime.backend import all_reduce_leaves, torch_versions
 from sennit.transport.arithmetic import fold
 from sennit.transport.elements import Dtype, ReduceOp, reduce_ops
 from sennit.transport.errors import ArgumentError
@@ -428,3 +428,16 @@ def many_in_flight(rank: int, world: int, seed: int) -> None:
         check_fold(tensor, numbers, ReduceOp.SUM, "in flight")
     for group in (groups[1], groups[0], groups[2]):
         dist.destroy_process_group(group)
+
+
+def groups_without_records(rank: int, world: int, seed: int) -> None:
+    """A group that is connected leaves nothing in the store."""
+    store = torch_versions.backend_and_store(dist.group.WORLD)[1]
+    counts = []
+    for _ in range(3):
+        dist.barrier()
+        counts.append(store.num_keys())
+        # Nobody begins a group while another rank counts.
+        dist.barrier()
+        dist.destroy_process_group(dist.new_group())
+    assert counts == counts[:1] * 3

@@ -31,6 +31,7 @@ WORLDS = (2, 3, 4)
         "objects",
         "leaves",
         "many_in_flight",
+        "groups_without_records",
     ],
 )
 def test_collective(kept_world: Callable[..., Any], transport: str, size: int, case: str, seed: int) -> None:

@@ -44,6 +44,10 @@ class MemoryStore:
                 self.changed.notify_all()
             return self.values[key]
 
+    def delete_key(self, key: str, /) -> bool:
+        with self.changed:
+            return self.values.pop(key, None) is not None
+
     def check(self, keys: Sequence[str], /) -> bool:
         return all(key in self.values for key in keys)
 
@@ -131,6 +135,7 @@ def meet(
     configs: Sequence[Config] | None = None,
     *,
     store: Store | None = None,
+    name: str = "world",
     timeout_s: float = 60.0,
     absent: Sequence[int] = (),
     rails: Sequence[Sequence[Rail]] = (),
@@ -152,6 +157,7 @@ def meet(
                 store=shared,
                 rank=rank,
                 world=world,
+                name=name,
                 rails=lambda: rails[rank] if rails else [Rail(interface="eth0", address=f"10.0.0.{rank}")],
                 timeout_s=timeout_s,
             )

@@ -403,3 +403,20 @@ def test_over_torch_stores() -> None:
 
 def test_python_and_the_core_speak_of_one_wire_revision() -> None:
     assert WIRE_REVISION == _core.WIRE_REVISION
+
+
+@pytest.mark.parametrize("rooms", ["aaa", "abc", "a" * 40, "ab" * 20])
+def test_records_go_when_all_have_read_them(rooms: str) -> None:
+    store = MemoryStore()
+    for number in range(2):
+        endpoints = [Recorder(rank, room) for rank, room in enumerate(rooms)]
+        results = meet(endpoints, store=store, name=f"group{number}")
+        assert all(isinstance(result, tuple) for result in results)
+        assert not store.values
+
+
+def test_records_of_a_group_that_did_not_form_stay_for_those_who_come_late() -> None:
+    store = MemoryStore()
+    results = meet([Recorder(0, "a"), Recorder(1, "a", shm_errno=errno.ENOSPC)], store=store, timeout_s=0.3, absent=[1])
+    assert isinstance(results[0], errors.TimeoutError)
+    assert "sennit/world/hello/0" in store.values
