@@ -2,6 +2,7 @@
 """The native data plane: plans run over shared memory and RoCEv2 on UDP (csrc/bindings/module.cpp)."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final, final
 
 WIRE_REVISION: Final[int]
@@ -57,6 +58,12 @@ def operation_log_end() -> None:
 
 def operation_log_name(group: int, name: str) -> None:
     """Names the group with this handle in the log."""
+
+def available_bytes(proc: str | Path = "/proc", cgroup: str | Path = "/sys/fs/cgroup") -> int:
+    """Memory that this process can still use: `MemAvailable`, or less if its control group has less left.
+
+    2**62 without information.
+    """
 
 def describe_signature(signature: int) -> str:
     """Returns a signature in words, as errors name it: "allreduce of float32 (sum), 1024 elements"."""

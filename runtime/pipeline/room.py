@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sennit.runtime.sharded.memory_limits import available_bytes, host_place
+from sennit.runtime.sharded.memory_limits import host_place
 from sennit.runtime.sharded.module import ShardedTables
 from sennit.runtime.sharded.sent import Sent
 from sennit.runtime.sharded.shards import Announced
+from sennit.transport._core import available_bytes
 from sennit.transport.errors import ConfigError
 
 _LEAVES: Final = (Tensor, np.ndarray)

@@ -5,31 +5,19 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+
+from sennit.transport._core import available_bytes
 
 SHARE: Final = 0.9
 """The share of available memory that tables may use. The rest is for batches, gradients and buffers."""
 
 PROC: Final = Path("/proc")
-CGROUP: Final = Path("/sys/fs/cgroup")
-
-
-class _Names(NamedTuple):
-    """Of a control group's files, and of the entry of `memory.stat` for clean file pages."""
-
-    limit: str
-    used: str
-    clean: str
-
-
-# Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
-_SECOND: Final = _Names("memory.max", "memory.current", "inactive_file")
-_FIRST: Final = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def memory_limits(
@@ -40,7 +28,7 @@ def memory_limits(
 ) -> list[int]:
     """Bytes for tables on each rank of the group, the same list on every rank. Collective.
 
-    `own_bytes` is what the user gives each rank; None: `available_bytes` of the host, divided by the ranks there.
+    `own_bytes` is what the user gives each rank; None: what the host has available, divided by the ranks there.
     With a GPU as `device`, its free memory, divided by the ranks on it.
     """
     place, available = host_place(), available_bytes()
@@ -64,33 +52,6 @@ def shared_limits(told: Sequence[tuple[str, int | None, int]]) -> list[int]:
 def host_place() -> str:
     """What ranks that share the memory of a host, or of a container, have in common."""
     return f"{socket.gethostname()} {_read(PROC / 'sys/kernel/random/boot_id')}"
-
-
-def available_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """Memory that this process can still use: `MemAvailable`, or less if its control group (v1 or v2) has less left."""
-    fields = dict(line.split(":", 1) for line in _read(proc / "meminfo").splitlines())
-    found = [int(fields["MemAvailable"].split()[0]) << 10] if "MemAvailable" in fields else []
-    for line in _read(proc / "self/cgroup").splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number == "0":
-            found += _left_in(cgroup, path, _SECOND)
-        elif "memory" in controllers.split(","):
-            found += _left_in(cgroup / "memory", path, _FIRST)
-    # Without information, there is no limit.
-    return min(found, default=1 << 62)
-
-
-def _left_in(root: Path, path: str, names: _Names) -> Iterator[int]:
-    """What a control group has left, and what its parents have: their limits apply, too."""
-    group = root / path.lstrip("/")
-    for level in (group, *group.parents):
-        limit, used = _read(level / names.limit), _read(level / names.used)
-        if limit.isdecimal() and used.isdecimal():
-            # Clean file pages count as used, but can be reclaimed.
-            stat = dict(line.split(" ", 1) for line in _read(level / "memory.stat").splitlines())
-            yield max(0, int(limit) - int(used) + int(stat.get(names.clean, "0")))
-        if level == root:
-            break
 
 
 def _read(path: Path) -> str:

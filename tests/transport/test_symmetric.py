@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -285,3 +285,42 @@ print("well")
 
 def test_what_a_child_of_fork_frees_and_writes_stays_in_the_child() -> None:
     assert subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60).stdout == "well\n"
+
+
+# Joins the control group, then asks for more than it may have.
+IN_GROUP = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from sennit.transport.symmetric import symmetric_empty
+(Path(sys.argv[1]) / "cgroup.procs").write_text(str(os.getpid()))
+try:
+    symmetric_empty(400 << 20, np.uint8)
+except MemoryError as error:
+    print(error)
+symmetric_empty(70 << 20, np.uint8)
+"""
+
+
+@pytest.mark.root
+def test_no_more_is_given_than_the_control_group_has_left(memory_group: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IN_GROUP, str(memory_group)], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "419430400" in done.stdout
+
+
+@pytest.fixture
+def memory_group() -> Iterator[Path]:
+    """A control group of 200 MiB, of the first or the second version."""
+    root = Path("/sys/fs/cgroup")
+    second = (root / "cgroup.controllers").exists()
+    folder = (root if second else root / "memory") / f"sennit-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+        (folder / ("memory.max" if second else "memory.limit_in_bytes")).write_text(str(200 << 20))
+    except OSError as error:
+        pytest.skip(f"no control group of memory: {error}")
+    yield folder
+    folder.rmdir()

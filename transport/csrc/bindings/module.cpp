@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // sennit.transport._core: communicators, plans and operations for Python. All functions that wait release the GIL.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/filesystem.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -21,6 +22,7 @@
 #include "flow/congestion.hpp"
 #include "flow/control.hpp"
 #include "flow/path_policy.hpp"
+#include "memory/available.hpp"
 #include "messages/signature.hpp"
 #include "ports/interfaces.hpp"
 #include "wire/icrc.hpp"
@@ -423,6 +425,14 @@ NB_MODULE(_core, m) {
   m.def(
       "symmetric_free", [](uintptr_t address) { return sennit_symmetric_free(reinterpret_cast<void*>(address)) != 0; },
       "address"_a, "Frees what symmetric_alloc returned. False: it is not from there.");
+  m.def(
+      "available_bytes",
+      [](const std::filesystem::path& proc, const std::filesystem::path& cgroup) {
+        return std::min(sennit::available_bytes(proc, cgroup), uint64_t{1} << 62);
+      },
+      "proc"_a = "/proc", "cgroup"_a = "/sys/fs/cgroup",
+      "Memory that this process can still use: `MemAvailable`, or less if its control group (v1 or v2) has less left. "
+      "2**62 without information.");
   m.def("describe_signature", &sennit::describe_signature, "signature"_a, "A plan's signature in words.");
   nb::class_<PyPlan>(m, "Plan", "A compiled plan (docs/reference/plans.md). Raises ArgumentError for malformed bytes.")
       .def(nb::init<const nb::bytes&>(), "data"_a)

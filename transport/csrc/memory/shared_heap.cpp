@@ -20,6 +20,8 @@
 #include <set>
 #include <utility>
 
+#include "memory/available.hpp"
+
 namespace sennit {
 namespace {
 
@@ -52,18 +54,7 @@ uint64_t heap_size_bytes() {
 }
 
 // A reservation that takes the last memory makes the kernel end processes, where malloc would have failed or waited.
-bool has_memory_for(uint64_t size_bytes) {
-  if (size_bytes < LARGE_BYTES) return true;
-  std::FILE* file = std::fopen("/proc/meminfo", "re");
-  if (file == nullptr) return true;
-  uint64_t available_kib = UINT64_MAX >> 10;
-  char line[128];
-  while (std::fgets(line, sizeof line, file) != nullptr) {
-    if (std::sscanf(line, "MemAvailable: %" SCNu64, &available_kib) == 1) break;
-  }
-  std::fclose(file);
-  return size_bytes <= available_kib << 10;
-}
+bool has_memory_for(uint64_t size_bytes) { return size_bytes < LARGE_BYTES || size_bytes <= available_bytes(); }
 
 }  // namespace
 
