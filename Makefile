@@ -8,7 +8,7 @@ QUIETLY := sennit/setup/quietly.sh
 REPORTS := build/rings
 CXX_FILES = $(shell git ls-files -co --exclude-standard '*.cpp' '*.hpp' '*.h')
 LAUNCHER := $(shell command -v ccache)
-.PHONY: help packages build sanitized wheels try-wheels gpu-bundle matrix vm-kernel demo test test-cpp test-model test-fuzz test-vm test-rdma test-qemu test-python test-native test-types test-one-core test-long ebpf kernel fuzz frameworks lint fmt types bench figures comparison pictures architecture models quality docs testbed simulate congestion clean
+.PHONY: help packages build sanitized wheels try-wheels gpu-bundle matrix vm-kernel demo test test-cpp test-model test-fuzz test-vm test-rdma test-qemu test-python test-native test-types test-one-core test-long ebpf kernel fuzz frameworks lint fmt types bench figures comparison pictures architecture models quality docs testbed simulate congestion ablation clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,10 +68,12 @@ test-cpp: sanitized  ## C++ tests with address and undefined-behaviour sanitizer
 	@ctest --test-dir build/asan --output-on-failure --no-tests=error --timeout 300 --parallel 2 \
 	  --output-junit $(CURDIR)/$(REPORTS)/cpp.xml
 
+MODEL := cmake -S . -B build/model -G Ninja -DSENNIT_TESTS=ON -DSENNIT_PYTHON=OFF -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+  -DCMAKE_CXX_COMPILER_LAUNCHER=$(LAUNCHER) --log-level=WARNING >/dev/null
+MODELS := fault_model fault_model_small exchange_model recovery_ablation
 test-model: build  ## schedules of faults against the real flow, and of exchanges over shared memory, without sanitizers
-	@cmake -S . -B build/model -G Ninja -DSENNIT_TESTS=ON -DSENNIT_PYTHON=OFF -DCMAKE_BUILD_TYPE=RelWithDebInfo \
-	  -DCMAKE_CXX_COMPILER_LAUNCHER=$(LAUNCHER) --log-level=WARNING >/dev/null
-	@$(QUIETLY) build/model.log nice cmake --build build/model --target fault_model fault_model_small exchange_model
+	@$(MODEL)
+	@$(QUIETLY) build/model.log nice cmake --build build/model --target $(MODELS)
 	@mkdir -p $(REPORTS)
 	@ctest --test-dir build/model -L model --output-on-failure --no-tests=error \
 	  --output-junit $(CURDIR)/$(REPORTS)/model.xml
@@ -196,9 +198,15 @@ docs: build  ## the documentation as a site: build/site/index.html
 simulate: build  ## the transport in fabrics of 1,024 simulated hosts; writes docs/lab/simulation.md
 	@$(PY) -m sennit testbed simulate --page docs/lab/simulation.md
 
+NETWORKS ?= 100000
+ablation: build  ## what each mechanism of loss recovery earns in simulated networks; writes docs/lab/recovery.md
+	@$(MODEL)
+	@$(QUIETLY) build/model.log nice cmake --build build/model --target recovery_ablation
+	@build/model/transport/csrc/tests/networks/recovery_ablation --networks $(NETWORKS) >build/ablation.jsonl
+	@$(PY) -m sennit.testbed.simulation.recovery_page docs build/ablation.jsonl
+
 congestion: build  ## who yields to whom on one simulated link; writes docs/lab/congestion.md
-	@cmake -S . -B build/model -G Ninja -DSENNIT_TESTS=ON -DSENNIT_PYTHON=OFF -DCMAKE_BUILD_TYPE=RelWithDebInfo \
-	  -DCMAKE_CXX_COMPILER_LAUNCHER=$(LAUNCHER) --log-level=WARNING >/dev/null
+	@$(MODEL)
 	@$(QUIETLY) build/model.log nice cmake --build build/model --target simulated_networks
 	@build/model/transport/csrc/tests/networks/simulated_networks >build/congestion.jsonl
 	@$(PY) -m sennit.testbed.simulation.congestion_page docs build/congestion.jsonl

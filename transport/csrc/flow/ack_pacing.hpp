@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "flow/flow.hpp"
+#include "flow/mechanisms.hpp"
 
 namespace sennit::flow {
 
@@ -34,8 +35,11 @@ class AckPacing {
     const bool is_first_on_rail = !is_rail_heard_[rail];
     is_rail_heard_[rail] = true;
     if (++unacknowledged_packets_ >= every_packets_ || arrival.message_complete) return 0;
-    const bool is_gap = is_single_path_ && !arrival.in_order;
-    return is_gap || arrival.ends_short || is_first_on_rail ? hurried_us() : delay_us_;
+    const bool is_gap = uses(Mechanism::hurry_gap) && is_single_path_ && !arrival.in_order;
+    return is_gap || (arrival.ends_short && uses(Mechanism::hurry_end)) ||
+                   (is_first_on_rail && uses(Mechanism::hurry_first))
+               ? hurried_us()
+               : delay_us_;
   }
   // Also for packets that the sender repeats, because it missed an acknowledgement.
   uint64_t hurried_us() const { return delay_us_ / HURRY; }

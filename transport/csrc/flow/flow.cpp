@@ -6,6 +6,7 @@
 #include <array>
 
 #include "flow/immediate.hpp"
+#include "flow/mechanisms.hpp"
 #include "flow/state.hpp"
 #include "wire/utf8.hpp"
 
@@ -195,7 +196,6 @@ void Flow::on_data(uint64_t now_us, uint32_t path, uint32_t immediate, uint32_t 
     state.request_control(now_us + state.ack_pacing.hurried_us());
     return;
   }
-  state.nudges = 0;
   state.answered_since_data = false;
   ++state.counters.data_packets_received;
   state.counters.data_bytes_received += size_bytes;
@@ -245,7 +245,7 @@ void Flow::on_control(uint64_t now_us, uint32_t path, std::span<const std::byte>
   if ((control.header().flags & CONTROL_PROBE) != 0) {
     state.note_arrival(now_us, path, ECHO_PROBE | control.header().probe_number, false, 0);
     // The sender takes what this answer does not acknowledge as lost, and it may not have read the answers before.
-    state.receiver.report_all();
+    if (uses(Mechanism::report_all)) state.receiver.report_all();
     state.is_asked = true;
     state.request_control(now_us);
   }
@@ -260,7 +260,7 @@ uint64_t Flow::next_timeout_us() const {
   const uint64_t send_at_us = state.can_send() ? state.recovery.paced_until_us() : NEVER;
   if (send_at_us == 0) return 0;
   return std::min({send_at_us, state.control_due_us, state.repeat_at_us, state.recovery.next_timeout_us(),
-                   state.advert_retry_us(), state.ask_at_us, state.nudge_at_us(), state.look_at_us()});
+                   state.advert_retry_us(), state.ask_at_us, state.look_at_us()});
 }
 
 void Flow::on_timeout(uint64_t now_us) {
@@ -280,13 +280,6 @@ void Flow::on_timeout(uint64_t now_us) {
   if (state.repeat_at_us <= now_us) {
     state.repeat_at_us = NEVER;
     ++state.repeats;
-    state.request_control(now_us);
-  }
-  if (state.nudge_at_us() <= now_us) {
-    state.nudged_us = now_us;
-    state.nudges = std::min(state.nudges + 1, BACKOFF_MAX);
-    state.repeats_itself = true;
-    state.ask = true;
     state.request_control(now_us);
   }
   if (state.ask_at_us <= now_us) {

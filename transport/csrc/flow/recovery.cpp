@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "flow/mechanisms.hpp"
 #include "telemetry/counter_page.hpp"
 
 namespace sennit::flow {
@@ -55,13 +56,14 @@ Recovery::Recovery(const FlowConfig& config, FlowCounters& counters)
 void Recovery::note_window() {
   counters_.window_packets = window_ = congestion_->window_packets();
   // Half of the window: two paths carry all of it, and a dead path stops no more than half.
-  if (paths_.count() > 2) paths_.set_in_flight_limit(std::max(window_ / 2, 1u));
+  if (paths_.count() > 2 && uses(Mechanism::path_limit)) paths_.set_in_flight_limit(std::max(window_ / 2, 1u));
 }
 
 uint32_t Recovery::choose_path(uint64_t now_us) {
   for (uint32_t index = 0; index < paths_.count(); ++index)
     if (paths_.offers(index, now_us))
-      return policy_->choose(now_us, paths_, lost_.empty() ? Paths::NONE : outstanding_[lost_.head].path);
+      return policy_->choose(
+          now_us, paths_, lost_.empty() || !uses(Mechanism::other_path) ? Paths::NONE : outstanding_[lost_.head].path);
   const uint32_t path = paths_.least_bad();
   // All paths are bad, so each gets its turn.
   if (paths_[path].is_bad()) paths_[path].until_us = std::max(paths_[path].until_us, now_us) + 1;
@@ -169,13 +171,13 @@ bool Recovery::take_probe(uint64_t now_us, DataOut& out, uint32_t& path_index) {
   out = outstanding_[id].packet;
   ++counters_.tail_probe_packets;
   trace::probe_timeout(ends_, path_index, unanswered_probes_, counters_.rto_us);
-  want_mark(path_index);
+  if (uses(Mechanism::probe_mark)) want_mark(path_index);
   // Nobody answered the last probe, so this path may be dead. Each rail gets a mark, every time on another path.
   if (unanswered_probes_ != 0) {
     ++counters_.local_ack_timeout_err;
     const uint32_t rails = paths_.rail_count();
     for (uint32_t rail = 0; rail < rails; ++rail)
-      if (rail != paths_.rail_of(path_index))
+      if (rail != paths_.rail_of(path_index) && uses(Mechanism::rail_marks))
         want_mark((rail + unanswered_probes_ * rails) % (paths_.count() / rails * rails));
   }
   unanswered_probes_ = std::min(unanswered_probes_ + 1, BACKOFF_MAX);
@@ -259,13 +261,14 @@ void Recovery::end_of_acks(uint64_t now_us) {
     Path& path = paths_[index];
     // A dead path that carries one packet at a time never shows several silent packets. So two silences are enough.
     // (Any answer ends the question.)
-    if (path.question != 0 && path.question < heard_below_) {
+    if (uses(Mechanism::question) && path.question != 0 && path.question < heard_below_) {
       if (++path.silences >= 2) make_rail_bad(now_us, index, path.question);
       path.question = 0;
     }
     if (is_idle) path.is_mark_wanted = false;
     detect_losses(now_us, index);
-    path.is_doubted = is_overtaken(path) && outstanding_[path.in_flight.head].serial < previous_begin_;
+    path.is_doubted =
+        uses(Mechanism::doubt) && is_overtaken(path) && outstanding_[path.in_flight.head].serial < previous_begin_;
   }
 }
 
@@ -296,8 +299,8 @@ void Recovery::detect_losses(uint64_t now_us, uint32_t index) {
   while (!path.in_flight.empty()) {
     const PacketRecord& oldest = outstanding_[path.in_flight.head];
     if (oldest.order >= path.newest_acked_order) break;
-    const bool far_behind = path.newest_acked_order - oldest.order >= REORDER_PACKETS;
-    if (!far_behind && now_us < oldest.sent_us + round_trip(path).reorder_deadline_us()) break;
+    const bool far_behind = uses(Mechanism::order_count) && path.newest_acked_order - oldest.order >= REORDER_PACKETS;
+    if (!far_behind && now_us < reorder_at_us(path)) break;
     mark_lost(path, path.in_flight.head);
     ++lost;
   }
@@ -323,7 +326,7 @@ bool Recovery::is_silent(uint32_t index, const PacketRecord& record) const {
 
 void Recovery::detect_silence(uint64_t now_us, uint32_t index) {
   Path& path = paths_[index];
-  if (!is_overtaken(path) || !is_silent(index, outstanding_[path.in_flight.head])) return;
+  if (!uses(Mechanism::silence) || !is_overtaken(path) || !is_silent(index, outstanding_[path.in_flight.head])) return;
   const uint64_t oldest = outstanding_[path.in_flight.head].serial;
   const bool is_alive = outstanding_[path.in_flight.head].order < path.newest_acked_order;
   uint32_t lost = 0;
@@ -340,7 +343,7 @@ void Recovery::detect_silence(uint64_t now_us, uint32_t index) {
 }
 
 uint64_t Recovery::probe_at_us() const {
-  if (in_flight_ == 0) return UINT64_MAX;
+  if (in_flight_ == 0 || !uses(Mechanism::tail_probe)) return UINT64_MAX;
   const auto wait_us = [&](uint64_t ack_delay_us) {
     const uint64_t pto_us =
         round_trip_.sampled() ? round_trip_.pto_us(ack_delay_us) : PTO_INITIAL_US + in_flight_ * INITIAL_PACKET_US;
@@ -348,12 +351,14 @@ uint64_t Recovery::probe_at_us() const {
   };
   const uint64_t since_us = std::max(last_sent_us_, last_heard_us_);
   const uint64_t delayed_us = since_us + wait_us(peer_ack_delay_us_);
-  return is_tail_ ? std::min(delayed_us, std::max(since_us, tail_since_us_) + wait_us(0)) : delayed_us;
+  return is_tail_ && uses(Mechanism::tail_timer) ? std::min(delayed_us, std::max(since_us, tail_since_us_) + wait_us(0))
+                                                 : delayed_us;
 }
 
 // A verdict needs a later packet, and none is in flight.
 uint64_t Recovery::confirm_at_us() const {
-  if (next_serial_ != round_begin_ || !fabric_round_trip_.sampled()) return UINT64_MAX;
+  if (!uses(Mechanism::confirm_marks) || next_serial_ != round_begin_ || !fabric_round_trip_.sampled())
+    return UINT64_MAX;
   uint64_t at_us = UINT64_MAX;
   for (uint32_t index = 0; index < paths_.count(); ++index) {
     const Path& path = paths_[index];
@@ -367,7 +372,7 @@ uint64_t Recovery::confirm_at_us() const {
 uint64_t Recovery::reorder_at_us(const Path& path) const {
   if (path.in_flight.empty()) return UINT64_MAX;
   const PacketRecord& oldest = outstanding_[path.in_flight.head];
-  if (oldest.order >= path.newest_acked_order) return UINT64_MAX;
+  if (oldest.order >= path.newest_acked_order || !uses(Mechanism::order_time)) return UINT64_MAX;
   return oldest.sent_us + round_trip(path).reorder_deadline_us();
 }
 

@@ -21,6 +21,7 @@
 
 #include "flow/congestion.hpp"
 #include "flow/control.hpp"
+#include "flow/mechanisms.hpp"
 #include "flow/outstanding.hpp"
 #include "flow/path_policy.hpp"
 #include "flow/paths.hpp"
@@ -114,7 +115,7 @@ class Recovery {
   void on_answer(uint64_t now_us, Path& path);
   void make_bad(uint64_t now_us, uint32_t index);
   void make_rail_bad(uint64_t now_us, uint32_t index, uint64_t silent_since);
-  bool marks_tail() const { return is_tail_ && lossy_packets_ != 0; }
+  bool marks_tail() const { return is_tail_ && lossy_packets_ != 0 && uses(Mechanism::tail_marks); }
   uint32_t probe_path(uint64_t now_us, uint32_t from, bool is_moved);
   bool is_mark_due(const Path& path) const;
   bool may_probe() const;

@@ -59,7 +59,7 @@ void Recovery::note_arrivals(uint64_t now_us, const Echo& echo, uint64_t fabric_
   policy_->on_feedback(feedback);
   congestion_->on_feedback(feedback, paths_.count() - bad_paths_, in_flight_);
   note_window();
-  if (feedback.marked_packets != 0) {
+  if (feedback.marked_packets != 0 && uses(Mechanism::ecn_skip)) {
     set_state(path, PathState::skip);
     path.until_us = now_us + round_trip(path).smoothed_us();
   } else {
@@ -78,7 +78,7 @@ void Recovery::make_bad(uint64_t now_us, uint32_t index) {
   Path& path = paths_[index];
   while (!path.in_flight.empty()) mark_lost(path, path.in_flight.head);
   path.is_doubted = false;
-  if (path.is_bad()) return;
+  if (path.is_bad() || !uses(Mechanism::bad_paths)) return;
   set_state(path, PathState::bad);
   path.probes = 0;
   path.until_us = now_us;
@@ -88,7 +88,7 @@ void Recovery::make_bad(uint64_t now_us, uint32_t index) {
 // Then the other paths need not find that out one after the other.
 void Recovery::make_rail_bad(uint64_t now_us, uint32_t index, uint64_t silent_since) {
   make_bad(now_us, index);
-  if (paths_.rail_count() == 1) return;
+  if (paths_.rail_count() == 1 || !uses(Mechanism::rail_verdict)) return;
   const uint32_t rail = paths_.rail_of(index);
   if (paths_.rail(index).arrived.serial > silent_since) return;
   for (uint32_t other = rail; other < paths_.count(); other += paths_.rail_count())
@@ -96,7 +96,9 @@ void Recovery::make_rail_bad(uint64_t now_us, uint32_t index, uint64_t silent_si
 }
 
 // While the peer answers nowhere, data itself tries the paths, with back-off, so that a slow peer is not flooded.
-bool Recovery::may_probe() const { return bad_paths_ != 0 && bad_paths_ != paths_.count() && outstanding_.size() != 0; }
+bool Recovery::may_probe() const {
+  return uses(Mechanism::path_probes) && bad_paths_ != 0 && bad_paths_ != paths_.count() && outstanding_.size() != 0;
+}
 
 uint64_t Recovery::next_path_probe_us() const {
   if (!may_probe()) return UINT64_MAX;

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "flow/immediate.hpp"
+#include "flow/mechanisms.hpp"
 #include "telemetry/counter_page.hpp"
 #include "wire/utf8.hpp"
 
@@ -76,7 +77,9 @@ uint32_t Flow::State::control_path(uint64_t now_us) {
   // The peer or this side repeats something. Every other time, try the next of all paths, whatever its state. Only data
   // finds out that a path is dead, and a path may be dead in one direction only.
   if (repeats_itself || is_second_answer) {
-    if (is_second_answer || ++repetitions % 2 == 0) {
+    if (!uses(Mechanism::other_control)) {
+      is_second_answer = false;
+    } else if (is_second_answer || ++repetitions % 2 == 0) {
       repeats_itself = is_second_answer = false;
       return ++other_path % config.path_count;
     }
@@ -119,19 +122,11 @@ bool Flow::State::idle() const {
 }
 
 uint64_t Flow::State::advert_retry_us() const {
-  if (!receiver.has_unseen_adverts() || receiver.has_unsent_adverts()) return NEVER;
+  if (!uses(Mechanism::advert_retry) || !receiver.has_unseen_adverts() || receiver.has_unsent_adverts()) return NEVER;
   // A sender that has something for it answers within a round-trip time. A computing one is asked ever more rarely.
   const uint64_t wait_us = recovery.round_trip().pto_us(config.ack_delay_us)
                            << std::min(advert_retries, ADVERT_BACKOFF_MAX);
   return advert_sent_us + std::min(wait_us, RTO_MAX_US);
-}
-
-// In the middle of a message, nothing comes. Either the peer waits for an acknowledgement that was lost, or it is gone,
-// which a question will show.
-uint64_t Flow::State::nudge_at_us() const {
-  if (!receiver.has_partial()) return NEVER;
-  const uint64_t wait_us = recovery.round_trip().rto_us() << std::min(nudges, BACKOFF_MAX);
-  return std::max(silence.heard_us(), nudged_us) + std::min(wait_us, RTO_MAX_US);
 }
 
 // In the middle of a bulk message each side waits for the other. The flow does not know of other waits: see expect().
@@ -232,7 +227,7 @@ size_t Flow::State::write_control(uint64_t now_us, std::span<std::byte> out) {
     advert_sent_us = now_us;
   }
   // Asked again with nothing new in between: the answer's path may be dead in this direction, so it is sent twice.
-  is_second_answer |= is_asked && answered_since_data;
+  is_second_answer |= uses(Mechanism::second_answer) && is_asked && answered_since_data;
   answered_since_data |= std::exchange(is_asked, false);
   ask = false;
   ack_pacing.on_acknowledged();
@@ -242,7 +237,9 @@ size_t Flow::State::write_control(uint64_t now_us, std::span<std::byte> out) {
       receiver.has_unsent_adverts() || receiver.has_postponed_sacks() || last_words != 0 || is_second_answer;
   control_due_us = more ? now_us : NEVER;
   // In the middle of a message the sender needs this control: a lost one would take a grant or the tail's state along.
-  repeat_at_us = receiver.has_partial() && repeats < REPEATS_MAX ? now_us + REPEAT_DELAYS * config.ack_delay_us : NEVER;
+  repeat_at_us = uses(Mechanism::repeat_control) && receiver.has_partial() && repeats < REPEATS_MAX
+                     ? now_us + REPEAT_DELAYS * config.ack_delay_us
+                     : NEVER;
   return writer.finish();
 }
 
@@ -268,7 +265,8 @@ void Flow::State::apply_control(uint64_t now_us, uint64_t waited_us, const Contr
     request_control(now_us);
 
   if (receiver.on_seen(header)) advert_retries = 0;
-  const bool gap = (header.flags & CONTROL_ADVERT_GAP) != 0 && receiver.has_unseen_adverts();
+  const bool gap =
+      uses(Mechanism::advert_gap) && (header.flags & CONTROL_ADVERT_GAP) != 0 && receiver.has_unseen_adverts();
   // Not sooner than one round-trip time after they were last sent, which may have filled the gap.
   if (gap && now_us - receiver.oldest_unseen_sent_us() >= recovery.round_trip().smoothed_us()) {
     receiver.resend_adverts();

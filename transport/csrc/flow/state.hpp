@@ -27,7 +27,7 @@ namespace sennit::flow {
 inline constexpr uint64_t NEVER = UINT64_MAX;
 // Goodbye and abort are not acknowledged. Three copies arrive where one may not.
 inline constexpr uint32_t LAST_WORD_COPIES = 3;
-// Adverts, questions and nudges are repeated after the retransmission timeout, which doubles at most this often.
+// Adverts and questions are repeated after the retransmission timeout, which doubles at most this often.
 inline constexpr uint32_t BACKOFF_MAX = 8;
 // Starts from the probe timeout, which is shorter.
 inline constexpr uint32_t ADVERT_BACKOFF_MAX = 12;
@@ -52,7 +52,6 @@ struct Flow::State {
   bool idle() const;
   bool has_outstanding() const { return !idle() || receiver.has_open(); }
   uint64_t advert_retry_us() const;
-  uint64_t nudge_at_us() const;
   uint64_t look_at_us() const;
   void look_for_life(uint64_t now_us);
   std::string describe_silence() const;
@@ -95,8 +94,6 @@ struct Flow::State {
   uint32_t advert_retries = 0;
   uint64_t ask_at_us = NEVER;
   uint32_t asks = 0;
-  uint64_t nudged_us = 0;
-  uint32_t nudges = 0;
   Silence silence;
   uint32_t life_probes = 0;       // questions still to send that ask whether the peer lives
   uint32_t life_path = 0;         // path of the next one
