@@ -277,7 +277,6 @@ class Engine final : public OperationHost, private Crewed {
   std::vector<Operation*> unsent_;  // point-to-point sends from a device, and sends behind them, in order of the calls
   CallOrder order_;
   bool keeps_order_ = true;    // false: a callback has blocked for too long
-  uint32_t held_waiters_ = 0;  // threads outside callbacks that wait for a collective without a number
   uint64_t last_outside_ = 0;  // the last number of a collective that no callback posted
   uint64_t looked_us_ = 0;     // when look_at_callbacks() last looked,
   uint64_t looked_at_ = 0;     // at the callbacks of which operation,

@@ -34,8 +34,6 @@ sennit_status Engine::wait(Operation& operation, uint64_t timeout_us) {
   const Callbacks::Wait in_callback;
   Lock lock = enter();
   const Waiting waiting(*this);
-  const bool is_held = !operation.has_number() && Callbacks::operation_here() == nullptr;
-  if (is_held) ++held_waiters_;
   const uint64_t give_up_us = timeout_us == 0 ? UINT64_MAX : clock_us() + timeout_us;
   while (operation.status() == SENNIT_PENDING && clock_us() < give_up_us) {
     if (driving_) {
@@ -49,7 +47,6 @@ sennit_status Engine::wait(Operation& operation, uint64_t timeout_us) {
     while (operation.status() == SENNIT_PENDING && drive_once(lock) < give_up_us) {
     }
   }
-  if (is_held) --held_waiters_;
   return operation.status();
 }
 

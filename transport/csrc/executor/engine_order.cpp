@@ -110,7 +110,7 @@ bool Engine::look_at_callbacks(uint64_t now_us) {
   const uint64_t sequence = first->operation->sequence();
   const bool is_new = std::exchange(looked_at_, sequence) != sequence;
   blocked_us_ = is_new || callbacks_->is_waiting(*first->operation) ? 0 : blocked_us_ + passed_us;
-  if (blocked_us_ < (held_waiters_ != 0 ? config_.blocked_us / 5 : config_.blocked_us)) return false;
+  if (blocked_us_ < config_.blocked_us) return false;
   keeps_order_ = false;
   advance_order();
   return true;
