@@ -7,8 +7,7 @@
 namespace sennit::flow {
 
 enum class Mechanism : uint8_t {
-  order_count,     // a packet is lost when the third later one of its path was acknowledged
-  order_time,      // ... or one, and the reorder window has passed
+  order_time,      // a later packet of its path was acknowledged, and the reorder window has passed
   silence,         // lost, because packets of other paths that were sent a round trip later arrived
   rail_verdict,    // the paths of a silent rail become bad together
   doubt,           // no data on a path that others have overtaken, before the verdict
@@ -36,10 +35,10 @@ enum class Mechanism : uint8_t {
 };
 
 inline constexpr auto MECHANISMS = std::to_array<std::string_view>(
-    {"order_count", "order_time", "silence",     "rail_verdict",   "doubt",         "bad_paths",     "path_probes",
-     "question",    "tail_probe", "tail_timer",  "probe_mark",     "rail_marks",    "tail_marks",    "confirm_marks",
-     "other_path",  "path_limit", "ecn_skip",    "repeat_control", "second_answer", "other_control", "report_all",
-     "hurry_end",   "hurry_gap",  "hurry_first", "advert_retry",   "advert_gap"});
+    {"order_time", "silence",     "rail_verdict",   "doubt",         "bad_paths",     "path_probes",   "question",
+     "tail_probe", "tail_timer",  "probe_mark",     "rail_marks",    "tail_marks",    "confirm_marks", "other_path",
+     "path_limit", "ecn_skip",    "repeat_control", "second_answer", "other_control", "report_all",    "hurry_end",
+     "hurry_gap",  "hurry_first", "advert_retry",   "advert_gap"});
 static_assert(MECHANISMS.size() == static_cast<size_t>(Mechanism::advert_gap) + 1);
 
 }  // namespace sennit::flow

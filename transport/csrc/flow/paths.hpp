@@ -45,6 +45,7 @@ struct Path {
   bool is_doubted = false;            // later packets of other paths were acknowledged before those of this path
   Transmission mark;                  // the newest tail mark (Recovery::take_tail_mark)
   uint64_t mark_order = 0;            // the order of the mark
+  uint64_t mark_answered_below = 0;   // packets before it that its echo does not acknowledge are lost, without a wait
   uint16_t mark_number = 0;           // the mark's probe number
   bool is_mark_open = false;          // the mark is not answered yet
   bool is_mark_wanted = false;        // send a mark at the next chance

@@ -9,8 +9,6 @@
 namespace sennit::flow {
 namespace {
 
-// RFC 8985's DupThresh, RFC 5681's three duplicate acknowledgements.
-constexpr uint64_t REORDER_PACKETS = 3;
 constexpr uint32_t WINDOW_MIN_PACKETS = 8;
 // Back-off doubles at most this often. RTO_MAX_US caps it anyway.
 constexpr uint32_t BACKOFF_MAX = 10;
@@ -127,9 +125,7 @@ bool Recovery::take_tail_mark(uint64_t now_us, uint32_t& index) {
     Path& path = paths_[index];
     if (!path.is_mark_wanted && !(marks_tail() && is_mark_due(path))) continue;
     path.is_mark_wanted = false;
-    // Far enough behind all data that the echo condemns missing data without a wait.
-    path.mark_order = path.next_order + REORDER_PACKETS;
-    path.next_order = path.mark_order + 1;
+    path.mark_order = path.next_order++;
     path.mark = {next_serial_++, now_us};
     path.mark_number = ++probe_number_;
     path.is_mark_open = true;
@@ -210,6 +206,7 @@ void Recovery::on_echo(uint64_t now_us, const Echo& echo, uint64_t control_waite
   if (path.is_mark_open && echo.immediate == (ECHO_PROBE | path.mark_number)) {
     path.is_mark_open = false;
     path.newest_acked_order = std::max(path.newest_acked_order, path.mark_order);
+    path.mark_answered_below = path.mark_order;
     note_arrived(echo.path, path.mark);
     last_heard_us_ = now_us;
     unanswered_probes_ = 0;
@@ -299,8 +296,8 @@ void Recovery::detect_losses(uint64_t now_us, uint32_t index) {
   while (!path.in_flight.empty()) {
     const PacketRecord& oldest = outstanding_[path.in_flight.head];
     if (oldest.order >= path.newest_acked_order) break;
-    const bool far_behind = uses(Mechanism::order_count) && path.newest_acked_order - oldest.order >= REORDER_PACKETS;
-    if (!far_behind && now_us < reorder_at_us(path)) break;
+    // By time alone (RFC 8985, 6.2): a path that reorders delivers three later packets first, and more.
+    if (oldest.order >= path.mark_answered_below && now_us < reorder_at_us(path)) break;
     mark_lost(path, path.in_flight.head);
     ++lost;
   }

@@ -4,8 +4,8 @@
 // Driven by transmissions (on_sent, resend), acknowledgements (on_echo, on_acked, end_of_acks) and the timer. Only the
 // peer's word condemns a packet, never the time alone (RFC 9002, 6.2). Threads that share a core do not run for
 // milliseconds, and a retransmission to such a peer delays its answer further.
-//   order     a later packet of the same path was acknowledged, by 3 packets or by the reorder window
-//             (RFC 8985's RACK, per path: spraying alone causes no retransmission)
+//   order     a later packet of the same path was acknowledged, and the reorder window has passed (RFC 8985's RACK,
+//             per path: spraying alone causes no retransmission), or the echo of a later mark lacks it
 //   silence   another packet of the same rail arrived, although it was sent a round trip of this path later: the
 //             peer reads a rail's packets in order. Or the whole rail is silent for two rounds of others
 //             (docs/decisions/0026). If nothing on the path arrived, the path is bad, and so is its rail if the

@@ -102,6 +102,15 @@ TEST_CASE("Reordering, duplication and corruption") {
   }
 }
 
+TEST_CASE("A path that reorders far more than three packets deep is not taken for lossy") {
+  const SimLinkConfig link{.delay_us = 100, .jitter_us = 40, .rate_bytes_per_s = 1'000'000'000};
+  SimPair pair(7, {.path_count = 1}, link, link);
+  pair.exchange(bulk(8, 1'048'576), {});
+  REQUIRE(pair.run(SECOND_US));
+  CHECK(pair.b.flow().counters().out_of_sequence > 100);
+  CHECK(pair.a.flow().counters().retransmitted_packets < 100);  // of 2,048; 211 if three later packets condemn one
+}
+
 TEST_CASE("A path that dies costs a few packets, and is used again when it comes back") {
   const SimLinkConfig good{.delay_us = 20, .rate_bytes_per_s = 200'000'000};
   SimLinkConfig bad = good;
