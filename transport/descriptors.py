@@ -42,8 +42,8 @@ def advice(error: BaseException, *, world: int) -> str:
     else:
         limit = f"This machine may have {_file_max()} files open: raise that by `sysctl fs.file-max`"
     return (
-        f"{limit}. A group takes 2 for each rank of its host over shared memory (here up to {2 * world}), and 1 for "
-        "each interface over UDP; the groups of a process share 8 more for each interface"
+        f"{limit}. A group takes 1 for each rank of its host over shared memory and 1 more (here up to {world + 1}), "
+        "and 1 for each interface over UDP; the groups of a process share 8 more for each interface"
     )
 
 

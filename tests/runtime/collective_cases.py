@@ -9,6 +9,8 @@ All ranks make all ranks' inputs from one seed, so each checks its own result al
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -441,3 +443,19 @@ def groups_without_records(rank: int, world: int, seed: int) -> None:
         dist.barrier()
         dist.destroy_process_group(dist.new_group())
     assert counts == counts[:1] * 3
+
+
+def groups_with_few_descriptors(rank: int, world: int, seed: int) -> None:
+    """A group holds its own segment and the bell of each rank of its host, or a socket."""
+
+    def make() -> tuple[dist.ProcessGroup, int]:
+        group = dist.new_group()
+        dist.all_reduce(torch.ones(4), group=group)
+        dist.barrier()
+        return group, len(os.listdir("/proc/self/fd"))
+
+    # What the first group makes may stay for all.
+    (first, held), (second, more), (third, most) = make(), make(), make()
+    for group in (first, second, third):
+        dist.destroy_process_group(group)
+    assert max(more - held, most - more) <= world + 1

@@ -32,6 +32,7 @@ WORLDS = (2, 3, 4)
         "leaves",
         "many_in_flight",
         "groups_without_records",
+        "groups_with_few_descriptors",
     ],
 )
 def test_collective(kept_world: Callable[..., Any], transport: str, size: int, case: str, seed: int) -> None:

@@ -154,7 +154,10 @@ def test_want_of_descriptors_names_the_limit_and_what_a_group_needs_on_every_ran
         limit = re.match(r"DeviceError: (.*Too many open files.*)\. This process may have (\d+) files open", second)
         assert limit is not None, second
         assert "raise that by `ulimit -n` (up to " in second
-        assert "A group takes 2 for each rank of its host over shared memory (here up to 4), and 1 for each" in second
+        assert (
+            "A group takes 1 for each rank of its host over shared memory and 1 more (here up to 3), and 1 for each"
+            in second
+        )
         assert ("shared memory was given up before" in limit[1]) == (
             transport == "auto" and "boot_id" not in limit[1]
         ), second

@@ -148,7 +148,7 @@ void reserve_inboxes(int fd, uint64_t stride, uint32_t own, uint32_t inbox_count
   fail(reason.c_str(), error != 0 ? error : ENOSPC);
 }
 
-// Tells remove_orphans() that the file's owner lives, and peers too (ShmSegment::owner_alive).
+// Tells remove_orphans() that the file's owner lives; with a bell also peers (ShmSegment::owner_alive).
 void lock(int fd) {
   struct flock lock {};
   lock.l_type = F_WRLCK;
@@ -156,12 +156,12 @@ void lock(int fd) {
   if (fcntl(fd, F_SETLK, &lock) != 0) fail("cannot lock the shared-memory segment", errno);
 }
 
-bool has_owner(const ShmSegmentHeader& header, int fd) {
+bool has_owner(const ShmSegmentHeader& header, int bell_fd) {
   if (header.process_id == this_process_id()) return true;
   struct flock lock {};
   lock.l_type = F_WRLCK;
   lock.l_whence = SEEK_SET;
-  return fcntl(fd, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
+  return fcntl(bell_fd, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
 }
 
 }  // namespace
@@ -242,7 +242,7 @@ void ShmSegment::make_bell() {
   for (const int end : ends)
     if (end >= 0) close(end);
   if (bell_fd_ < 0) fail("cannot open the bell of the shared-memory segment", error);
-  if (is_named_) lock(bell_fd_);
+  lock(bell_fd_);
 }
 
 ShmSegment ShmSegment::open(std::span<const std::byte> offer, uint32_t rank, uint32_t inbox_count, std::string* why) {
@@ -285,6 +285,8 @@ ShmSegment ShmSegment::open(std::span<const std::byte> offer, uint32_t rank, uin
     return {};
   }
   if (fstat(segment.bell_fd_, &info) != 0 || !S_ISFIFO(info.st_mode)) return {};
+  // The mapping stays, and the bell shows whether the owner lives.
+  close(std::exchange(segment.fd_, -1));
   return segment;
 }
 
@@ -329,10 +331,11 @@ ShmInbox ShmSegment::inbox(uint32_t number) const {
   inbox.control = inbox.bulk - CONTROL_RING_BYTES;
   inbox.bulk_blocks = static_cast<uint32_t>(head.bulk_blocks);
   inbox.fd = fd_;
+  inbox.bell_fd = bell_fd_;
   return inbox;
 }
 
-bool ShmInbox::owner_alive() const { return fd < 0 || has_owner(*segment, fd); }
+bool ShmInbox::owner_alive() const { return bell_fd < 0 || has_owner(*segment, bell_fd); }
 
 int ShmInbox::reserve_blocks() const { return fd < 0 ? 0 : reserve(fd, bulk_offset, bulk_blocks * BULK_BLOCK_BYTES); }
 
@@ -382,6 +385,6 @@ void ShmSegment::silence_bell() const {
   }
 }
 
-bool ShmSegment::owner_alive() const { return mine_ || has_owner(header(), fd_); }
+bool ShmSegment::owner_alive() const { return mine_ || has_owner(header(), bell_fd_); }
 
 }  // namespace sennit

@@ -10,7 +10,8 @@
 // the same pid namespace, which a file does not, so a file comes first.
 //
 // The owner sleeps on a futex word of the segment. A futex cannot be polled. So an owner that also waits for sockets
-// sleeps in poll(2), and the bell is among the descriptors: a FIFO beside the segment, with the same lifetime.
+// sleeps in poll(2), and the bell is among the descriptors: a FIFO beside the segment, with the same lifetime. Peers
+// keep the bell alone open.
 #pragma once
 
 #include <atomic>
@@ -78,7 +79,8 @@ struct ShmInbox {
   std::byte* control = nullptr;
   std::byte* bulk = nullptr;
   uint32_t bulk_blocks = 0;
-  int fd = -1;  // of the segment, where the blocks begin at `bulk_offset`; -1: this is no file
+  int fd = -1;  // of an own segment, where the blocks begin at `bulk_offset`; -1: of a peer, or this is no file
+  int bell_fd = -1;
   uint64_t bulk_offset = 0;
 };
 
@@ -115,7 +117,7 @@ class ShmSegment {
   int bell_fd() const { return bell_fd_; }
   void silence_bell() const;
   // Whether the owning process still lives. Works across pid namespaces, because the owner keeps a POSIX record lock on
-  // the file (fcntl(2): gone when the process ends, not inherited by fork).
+  // the bell (fcntl(2): gone when the process ends, not inherited by fork).
   bool owner_alive() const;
 
  private:
