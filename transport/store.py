@@ -50,10 +50,6 @@ class Store(Protocol):
         """Sets `key` if its value is `expected` (empty: if it has no value). Returns the value afterwards."""
         ...
 
-    def delete_key(self, key: str, /) -> bool:
-        """Forgets `key`. Returns whether it was there."""
-        ...
-
 
 class CheckedStore:
     """A store whose failures are a PeerError with the reason. Stores may raise errors of any kind.
@@ -111,10 +107,10 @@ class CheckedStore:
             self.set(key, value)
 
     def delete(self, keys: Iterable[str], /) -> None:
-        """Forgets keys that nobody reads any more. A store that cannot keeps them."""
+        """Forgets keys that nobody reads any more. A store without `delete_key` keeps them."""
         with suppress(Exception):
             for key in keys:
-                self._store.delete_key(key)
+                self._store.delete_key(key)  # type: ignore[attr-defined]
 
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
         self._store.wait(keys, timeout)
