@@ -152,6 +152,9 @@ def stress(rank: int, world: int, *, calls: int, seed: int, first: int = 0) -> d
         programs = [[drawn(rng, len(members[i]), numbers, 2) for _ in range(rng.randrange(1, 12))] for i in chosen]
         aborted = chosen[0] if rng.random() < 0.03 else -1
         aborter, at = rng.choice(members[chosen[0]]), rng.randrange(len(programs[0]))
+        if aborted >= 0:
+            # A rank that has ended the program before must not abort what others still have in flight of it.
+            dist.barrier()
         own = random.Random(f"{seed}/{number}/{rank}")
         runs = {i: Run(groups[i], members[i].index(rank), len(members[i]), own) for i in chosen if rank in members[i]}
         for place in range(max(map(len, programs))):
