@@ -28,8 +28,10 @@ WORLD, RANKS_A_HOST = 1_024, 8
 STORE_MAX_BYTES = 200_000
 READ_MAX_BYTES_A_PEER = 100
 MEMORY_MAX_BYTES = 64 << 20
+PEER_MAX_BYTES = 40 << 10
 # The offer's table in docs/reference/wire.md: where the fields lie that differ from rank to rank.
 OFFER_RANK_AT, OFFER_RAIL_AT = 16, 52
+OFFER_PAYLOAD_AT = OFFER_RAIL_AT + 6
 # A thread that waits for the interpreter wakes up this often to ask for it. A thousand threads at the usual 5 ms take
 # more processor time for that than for their work.
 SWITCH_S = 1.0
@@ -198,7 +200,7 @@ import random, struct, sys
 from pathlib import Path
 from sennit.transport import _core
 
-WORLD, RANKS_A_HOST, RANK_AT, PATHS = (int(word) for word in sys.argv[1:])
+WORLD, RANKS_A_HOST, RANK_AT, PATHS, PAYLOAD_AT, PAYLOAD = (int(word) for word in sys.argv[1:])
 
 def anonymous_bytes():
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
@@ -214,26 +216,33 @@ routes = [("self", b"")]
 for peer in range(1, WORLD):
     blob = bytearray(offer)
     struct.pack_into("<I", blob, RANK_AT, peer)
+    if PAYLOAD:  # which counts between hosts: at an address that no interface has
+        struct.pack_into("<I4s", blob, PAYLOAD_AT, PAYLOAD, bytes([127, 0, 0, 2]))
     routes.append(("udp", bytes(blob) + struct.pack("<II", 7, 16 * peer)))
 core.connect(routes)
 print(anonymous_bytes() - before)
 """
 
 
-def test_the_memory_of_one_rank_of_1024() -> None:
-    """A rank with 1,023 peers over udp, which has not talked to any, and its segment for the ranks of its host."""
-    arguments = [str(number) for number in (WORLD, RANKS_A_HOST, OFFER_RANK_AT, PATHS)]
+@pytest.mark.parametrize(
+    ("world", "payload"), [(WORLD, 0), (64, 1_024)], ids=["1024 ranks", "64 ranks, an MTU of 1,500 bytes"]
+)
+def test_the_memory_of_a_rank_that_has_met_its_peers(world: int, payload: int) -> None:
+    """All peers are reached over udp, and it has talked to none. It has a segment for the ranks of its host besides."""
+    numbers = (world, RANKS_A_HOST, OFFER_RANK_AT, PATHS, OFFER_PAYLOAD_AT, payload)
+    arguments = [str(number) for number in numbers]
     done = subprocess.run(
         [sys.executable, "-c", CONNECT, *arguments], capture_output=True, text=True, timeout=120, check=True
     )
-    core = _core.Communicator(0, WORLD, timeout_s=1.0, seed=1)
+    core = _core.Communicator(0, world, timeout_s=1.0, seed=1)
     before = shared_memory_bytes()
     core.shm_offer(list(range(RANKS_A_HOST)))
     segment_bytes = shared_memory_bytes() - before
     own_bytes = int(done.stdout)
-    print(f"{WORLD} ranks: {own_bytes / 2**20:.1f} MiB of a rank's own, {segment_bytes / 2**20:.1f} MiB shared memory")
+    print(f"{world} ranks: {own_bytes / 2**20:.1f} MiB of a rank's own, {segment_bytes / 2**20:.1f} MiB shared memory")
     assert 0 < segment_bytes < 8 << 20
     assert own_bytes + segment_bytes <= MEMORY_MAX_BYTES
+    assert own_bytes / (world - 1) <= PEER_MAX_BYTES
 
 
 def shared_memory_bytes() -> int:

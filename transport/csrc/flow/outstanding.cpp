@@ -1,14 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "flow/outstanding.hpp"
 
-#include <bit>
+#include <algorithm>
 
 namespace sennit::flow {
-
-// At most a quarter full, so that probes stay short and the table never grows.
-Outstanding::Outstanding(uint32_t capacity) : records_(capacity), by_immediate_(std::bit_ceil(capacity * 4)) {
-  clear();
-}
 
 void Outstanding::clear() {
   by_immediate_.clear();
@@ -19,7 +14,17 @@ void Outstanding::clear() {
   }
 }
 
+void Outstanding::grow() {
+  const auto count = static_cast<uint32_t>(records_.size());
+  records_.resize(std::min(std::max(2 * count, FIRST_RECORDS), capacity_));
+  for (uint32_t id = static_cast<uint32_t>(records_.size()); id-- > count;) {
+    records_[id].next = free_;
+    free_ = id;
+  }
+}
+
 uint32_t Outstanding::insert(const DataOut& packet) {
+  if (free_ == NO_RECORD) grow();
   const uint32_t id = free_;
   free_ = records_[id].next;
   records_[id] = PacketRecord{packet, 0, 0, 0, NO_RECORD, NO_RECORD, 0, 0, 0, false};

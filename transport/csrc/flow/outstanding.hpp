@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The packets that are sent and not yet acknowledged. They are found by immediate and kept in order of sending.
 //
-// A fixed set of records, a hash table over their immediates (unique among unacknowledged packets), and lists linked
-// through the records. Nothing allocates after construction; every operation is O(1).
+// Records, a hash table over their immediates (unique among unacknowledged packets), and lists linked through the
+// records. Both grow with use: most peers of a large group get few packets at a time. Every operation is O(1).
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -32,9 +32,9 @@ struct RecordList {
 
 class Outstanding {
  public:
-  explicit Outstanding(uint32_t capacity);
+  explicit Outstanding(uint32_t capacity) : capacity_(capacity), by_immediate_(2 * FIRST_RECORDS) {}
   uint32_t size() const { return static_cast<uint32_t>(by_immediate_.size()); }
-  bool full() const { return free_ == NO_RECORD; }
+  bool full() const { return size() == capacity_; }
   PacketRecord& operator[](uint32_t id) { return records_[id]; }
   const PacketRecord& operator[](uint32_t id) const { return records_[id]; }
 
@@ -42,13 +42,19 @@ class Outstanding {
     const size_t at = by_immediate_.find(immediate);
     return at == by_immediate_.NONE ? NO_RECORD : by_immediate_.value_at(at);
   }
-  uint32_t insert(const DataOut& packet);  // not full, and in no list yet
+  // Not full. The record is in no list yet, and others may have moved.
+  uint32_t insert(const DataOut& packet);
   void erase(uint32_t id);                 // in no list any more
   void push_back(RecordList& list, uint32_t id);
   void unlink(RecordList& list, uint32_t id);
   void clear();
 
  private:
+  static constexpr uint32_t FIRST_RECORDS = 16;
+
+  void grow();
+
+  const uint32_t capacity_;
   std::vector<PacketRecord> records_;
   ProbeTable<uint32_t, uint32_t, NO_RECORD> by_immediate_;  // record ids
   uint32_t free_ = NO_RECORD;
