@@ -44,7 +44,7 @@ class Outstanding {
   }
   // Not full. The record is in no list yet, and others may have moved.
   uint32_t insert(const DataOut& packet);
-  void erase(uint32_t id);                 // in no list any more
+  void erase(uint32_t id);  // in no list any more
   void push_back(RecordList& list, uint32_t id);
   void unlink(RecordList& list, uint32_t id);
   void clear();
