@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 #include <barrier>
+#include <chrono>
 #include <memory>
 #include <stdexcept>
 #include <thread>
@@ -177,7 +178,9 @@ TEST_CASE("threads that shut a group down at the same time all return when its c
       ++returned;
     });
   while (entered != THREADS) std::this_thread::yield();
-  for (int turn = 0; turn < 10'000; ++turn) std::this_thread::yield();
+  // Far less than they wait for at most. A turn takes milliseconds where others are busy.
+  const auto enough = std::chrono::steady_clock::now() + std::chrono::seconds(2);
+  for (int turn = 0; turn < 10'000 && std::chrono::steady_clock::now() < enough; ++turn) std::this_thread::yield();
   CHECK(returned == 0);
   hold.is_released = true;
   for (std::thread& thread : threads) thread.join();

@@ -143,7 +143,8 @@ TEST_CASE("what makes a round trip is a loan's size, of a collective in host mem
   CHECK(refusal(send(MAX_LOAN_BYTES)) == "");
   CHECK(refusal(send(0)).ends_with("step 0 makes a round trip of 0 bytes; allowed: 1..131072"));
   CHECK(refusal(send(MAX_LOAN_BYTES + 1)).ends_with("step 0 makes a round trip of 131073 bytes; allowed: 1..131072"));
-  const std::string never = "makes a round trip; a plan on device, a counted size or a send/recv must not";
+  const std::string never =
+      "makes a round trip; a plan on device, a counted size that may be empty or a send/recv must not";
   CHECK(refusal(send(64, P2P)).ends_with(never));
   CHECK(LoanPlan{.signature = P2P}.refusal().ends_with(never));
   CHECK(refusal(send(PlanWriter::counted(0, 1)).takes(1, 4)).ends_with(never));
