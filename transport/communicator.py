@@ -141,7 +141,7 @@ class Communicator(ArrayCollectives):
         ranks_here_min: int = 1,
         watch: Callable[[], None] | None = None,
         lineage: Lineage | None = None,
-        keeps_greeting: bool = False,
+        keeps_greeting: bool = True,
     ) -> None:
         """Returns when every rank has joined. The deadline is `connect_timeout_s` (default: `timeout_s`).
 

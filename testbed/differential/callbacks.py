@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from sennit.errors import SennitError
+from sennit.runtime.backend.torch_versions import backend_of
 from sennit.testbed.differential.comparison import Differs
 
 LIMIT: Final = timedelta(seconds=60)
@@ -163,7 +164,7 @@ def stress(rank: int, world: int, *, calls: int, seed: int, first: int = 0) -> d
                     continue
                 runs[index].dawdle()
                 if index == aborted and rank == aborter and place == at:
-                    groups[index]._get_backend(torch.device("cpu")).abort()
+                    backend_of(groups[index], torch.device("cpu")).abort()
                 try:
                     runs[index].post(program[place])
                 except RuntimeError:

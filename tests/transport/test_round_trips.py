@@ -193,7 +193,7 @@ def fold_of(b: PlanBuilder, loan: int, size_bytes: int, *, comes_back: bool, giv
         (build(lambda b: b.send(1, 0, Operand(0), 8, comes_back=True), kind=Kind.P2P), "or a send/recv must not"),
         (
             build(lambda b: b.send(1, 0, Operand(1), 8, comes_back=True), device=True),
-            "a plan on device, a counted size or a send/recv must not",
+            "a plan on device, a counted size that may be empty or a send/recv must not",
         ),
         (build(lambda b: b._add(Recv(1, 0, 8, 0, 0, (), True))), "only a send, a loan and a reduction to final"),
         (

@@ -167,6 +167,11 @@ const Step& Operation::begin(uint32_t at) const {
 void Operation::done(uint32_t at) {
   const Step& step = plan_.steps[at];
   trace::step_end(plan_.rank, this, at, static_cast<uint32_t>(step.kind), step.peer, size_bytes(step));
+  pass(step);
+}
+
+// It is done, or it is empty and never began.
+void Operation::pass(const Step& step) {
   --steps_left_;
   for (uint32_t e = 0; e < step.edge_count; ++e) {
     const uint32_t next = plan_.edges[step.edge_first + e];
@@ -201,10 +206,7 @@ bool Operation::run_ready(bool copies) {
 }
 
 void Operation::dispatch(uint32_t at) {
-  if (plan_.skips_empty() && size_bytes(plan_.steps[at]) == 0) {
-    done(at);
-    return;
-  }
+  if (plan_.skips_empty() && size_bytes(plan_.steps[at]) == 0) return pass(plan_.steps[at]);
   if (plan_.steps[at].kind == StepKind::send && !host_->may_send(*this)) {
     held_send_ = at;
     return;

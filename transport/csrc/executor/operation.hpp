@@ -163,6 +163,7 @@ class Operation final : public MailboxClient {
   // Of a receive: whether its bytes stay in the transport. An empty message is no loan.
   bool is_loan(const Step& step) const { return (step.flags & STEP_LOAN) != 0 && size_bytes(step) != 0; }
   void done(uint32_t step);
+  void pass(const Step& step);
   void dispatch(uint32_t step);
   void dispatch_device_copy(uint32_t step);
   bool run_copy_piece(uint32_t step);
