@@ -179,7 +179,8 @@ TEST_CASE("a callback that blocks holds up neither deadlines nor waits nor other
 
 TEST_CASE("a lock that is held around posts and waits may be taken in callbacks") {
   const Group group(2, DEADLINE_US);
-  std::mutex of_user;
+  // Recursive, because a callback that is set when its operation has ended runs in the thread that sets it.
+  std::recursive_mutex of_user;
   std::atomic<uint32_t> taken{0};
   std::vector<std::thread> ranks;
   for (const uint32_t rank : {SENDER, RECEIVER})
