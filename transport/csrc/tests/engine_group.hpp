@@ -268,4 +268,13 @@ inline Result run(Engine& engine, const LoadedPlan& plan, std::vector<float>& in
   return result;
 }
 
+// Until another thread has done something. Far longer than that takes, also where others are busy.
+inline void wait_until(const std::function<bool()>& is_so) {
+  const uint64_t deadline_us = clock_us() + 20'000'000;
+  while (!is_so()) {
+    REQUIRE(clock_us() < deadline_us);
+    std::this_thread::yield();
+  }
+}
+
 }  // namespace sennit::test

@@ -19,19 +19,12 @@ using namespace sennit;
 using test::Group;
 using test::LoadedPlan;
 using test::PlanWriter;
+using test::wait_until;
 
 namespace {
 
 constexpr uint64_t DEADLINE_US = 20'000'000;
 constexpr uint32_t COUNT = 16;
-
-void wait_until(const std::function<bool()>& is_so) {
-  const uint64_t deadline_us = clock_us() + DEADLINE_US;
-  while (!is_so()) {
-    REQUIRE(clock_us() < deadline_us);
-    std::this_thread::yield();
-  }
-}
 
 // A sum of `value` of each rank. All sums have one size, so that the transport cannot tell two that are mixed up.
 class Sum {

@@ -20,6 +20,7 @@ using namespace sennit;
 using test::Group;
 using test::LoadedPlan;
 using test::PlanWriter;
+using test::wait_until;
 
 namespace {
 
@@ -35,14 +36,6 @@ std::string thread_name() {
   char name[16] = "";
   pthread_getname_np(pthread_self(), name, sizeof name);
   return name;
-}
-
-void wait_until(const std::function<bool()>& is_so) {
-  const uint64_t deadline_us = clock_us() + DEADLINE_US;
-  while (!is_so()) {
-    REQUIRE(clock_us() < deadline_us);
-    std::this_thread::yield();
-  }
 }
 
 // One message from rank 0 to rank 1, on one of the two. It calls back once it is done.

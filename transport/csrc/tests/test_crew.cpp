@@ -18,6 +18,7 @@ using namespace sennit;
 using test::Group;
 using test::LoadedPlan;
 using test::PlanWriter;
+using test::wait_until;
 
 namespace {
 
@@ -27,14 +28,6 @@ constexpr size_t COUNT = 10'000;  // floats: beyond what travels eagerly
 size_t threads_here() {
   const std::filesystem::directory_iterator folder("/proc/self/task");
   return static_cast<size_t>(std::distance(begin(folder), end(folder)));
-}
-
-void wait_until(const std::function<bool()>& is_so) {
-  const uint64_t deadline_us = clock_us() + DEADLINE_US;
-  while (!is_so()) {
-    REQUIRE(clock_us() < deadline_us);
-    std::this_thread::yield();
-  }
 }
 
 // A hand whose turns are the test's.
