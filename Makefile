@@ -164,7 +164,7 @@ bench:  ## collectives beside gloo, OpenMPI and a bare UDP transfer; the figures
 ONLY ?=
 figures:  ## docs/performance.json anew, by its commands, on a quiet machine; ONLY="collectives" for some
 	@sennit/setup/build.sh mpi bench-fbgemm
-	@$(PY) -m sennit.testbed.bench.measured_figures docs --only "$(ONLY)"
+	@$(PY) -m sennit.testbed.bench.figures.measured_figures docs --only "$(ONLY)"
 
 comparison:  ## docs/comparison.md anew, with every peer that can be installed
 	@sennit/setup/build.sh mpi bench-fbgemm
@@ -173,7 +173,7 @@ comparison:  ## docs/comparison.md anew, with every peer that can be installed
 	@$(PY) -m sennit.testbed.bench.comparison_page docs
 
 pictures: build  ## docs/performance.md, its pictures and the README's figures, from docs/performance.json
-	@$(PY) -m sennit.testbed.bench.performance_page docs
+	@$(PY) -m sennit.testbed.bench.figures.performance_page docs
 
 architecture: build  ## the pictures of docs/architecture.md, from the imports of the sources
 	@$(PY) -m sennit.testbed.import_graph docs/architecture.md
@@ -189,7 +189,7 @@ quality: build  ## the tables and pictures of docs/quality.md, on three data set
 	@only=(); for way in $(QUALITY_WAYS); do only+=(--only "$$way"); done; \
 	for run in "flights 1" "movielens 4" "adult 4"; do set -- $$run; \
 	  $(QUALITY) "$${only[@]}" --data $$1 --epochs $$2 --json build/quality/$$1.json; done
-	@$(PY) -m sennit.testbed.bench.quality_page docs build/quality/{flights,movielens,adult}.json
+	@$(PY) -m sennit.testbed.bench.training.quality_page docs build/quality/{flights,movielens,adult}.json
 
 docs: build  ## the documentation as a site: build/site/index.html
 	@NO_MKDOCS_2_WARNING=1 $(QUIETLY) build/docs.log $(PY) -m mkdocs --quiet build --strict

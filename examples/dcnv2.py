@@ -21,7 +21,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.optim.lr_scheduler import LambdaLR
 
 from sennit.runtime.data import Order, PreparedData, Source, load
-from sennit.runtime.sharded import Optimizer, OptimizerSpec, ShardedEmbeddingBags, SlicedReplicas, Table
+from sennit.runtime.replicas import SlicedReplicas
+from sennit.runtime.sharded import Optimizer, OptimizerSpec, ShardedEmbeddingBags, Table
 
 BATCH = 512  # samples of all ranks together, however many there are
 WARM_UP = 8  # steps

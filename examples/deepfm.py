@@ -17,7 +17,8 @@ from torch import Generator, Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from sennit.runtime.data import Order, PreparedData, Source, load
-from sennit.runtime.sharded import ShardedEmbeddingBags, SlicedReplicas, Table
+from sennit.runtime.replicas import SlicedReplicas
+from sennit.runtime.sharded import ShardedEmbeddingBags, Table
 
 BATCH = 512  # samples of all ranks together
 DIM = 16

@@ -24,7 +24,8 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from sennit.runtime.sharded import ShardedEmbeddingBags, SlicedReplicas, Table
+from sennit.runtime.replicas import SlicedReplicas
+from sennit.runtime.sharded import ShardedEmbeddingBags, Table
 
 BATCH = 512  # samples of all workers together, however many there are
 ROWS, DIM = 1024, 16

@@ -19,7 +19,8 @@ from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from sennit.runtime.sharded import Pooling, ShardedEmbeddingBags, SlicedReplicas, Table
+from sennit.runtime.replicas import SlicedReplicas
+from sennit.runtime.sharded import Pooling, ShardedEmbeddingBags, Table
 
 BATCH = 512  # samples of all ranks together
 DIM = 16

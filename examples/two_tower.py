@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sennit.runtime.data import Order, PreparedData, Source, load
-from sennit.runtime.sharded import Pooling, ShardedEmbeddingBags, SlicedReplicas, Table
+from sennit.runtime.replicas import SlicedReplicas
+from sennit.runtime.sharded import Pooling, ShardedEmbeddingBags, Table
 
 BATCH = 1024  # samples of all ranks together: 127 negatives for each, in slices of 128
 DIM = 32

@@ -54,7 +54,7 @@ def list_() -> None:
     _check_packages()
     from rich.table import Table
 
-    from sennit import capabilities
+    from sennit.doctor import capabilities
     from sennit.testbed.scenarios.catalogue import SCENARIOS
     from sennit.testbed.topology.switch import Impairer, resolve
 

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from sennit.testbed.bench import machine
+from sennit.runtime.calibrate import machine
 from sennit.testbed.marked_page import with_part
 
 ROOT: Final = Path(__file__).resolve().parents[1]

@@ -9,8 +9,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from sennit import capabilities, extras
-from sennit.capabilities import Capability, Question, absent, command, in_new_namespace, present, probe
+from sennit import extras
+from sennit.doctor import capabilities
+from sennit.doctor.capabilities import Capability, Question, absent, command, in_new_namespace, present, probe
 
 
 def _vm() -> Capability:

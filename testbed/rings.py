@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from sennit import capabilities
+from sennit.doctor import capabilities
 from sennit.testbed import probes as probes  # adds the capabilities of the outer rings
 
 PROPERTY: Final = "ring"

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
-from sennit import capabilities
+from sennit.doctor import capabilities
 from sennit.testbed import rings  # its import adds the capabilities of the outer rings
 
 # Every process that a test starts inherits it.

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sennit.testbed.bench import gpu, gpu_kernels
+from sennit.testbed.bench.gpu import gpu, gpu_kernels
 
 
 def check(report: Mapping[str, Any], summary: str) -> None:

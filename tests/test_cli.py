@@ -16,9 +16,10 @@ from rich.table import Table
 from typer.testing import CliRunner
 
 import sennit
-from sennit import capabilities, command_line
-from sennit.cli import ORDER, app
-from sennit.transport.calibration import REMEDY
+from sennit import command_line
+from sennit.commands.cli import ORDER, app
+from sennit.doctor import capabilities
+from sennit.transport.choice.calibration import REMEDY
 from sennit.transport.codecs import COLLECTIVE_CODECS
 
 runner = CliRunner()
@@ -306,7 +307,7 @@ def test_wrong_benchmark_options_are_explained(options: list[str], message: str)
 def test_help_imports_nothing_that_takes_long() -> None:
     program = (
         "import sys\n"
-        "from sennit.cli import app\n"
+        "from sennit.commands.cli import app\n"
         "try:\n    app(['--help'])\nexcept SystemExit:\n    pass\n"
         "late = {'torch', 'numpy', 'rich.progress', 'rich.table', 'rich.markdown', 'urllib.request'} & {*sys.modules}\n"
         "assert not late, late\n"

@@ -21,7 +21,7 @@ import pytest
 import typer
 import yaml
 
-from sennit.cli import app
+from sennit.commands.cli import app
 from sennit.runtime.training import command as training
 from sennit.runtime.training import roofline_command, shard_command
 from tests import pages

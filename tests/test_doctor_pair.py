@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 
 pytest.importorskip("sennit.transport._core", reason="the native core is not built")
 
-from sennit import capabilities, doctor_pair, host_name, pair_store
-from sennit.cli import app
+from sennit import host_name
+from sennit.commands.cli import app
+from sennit.doctor import capabilities, doctor_pair, pair_store
 from sennit.transport.errors import ConfigError, DeviceError, TimeoutError
 
 runner = CliRunner()

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from sennit.cli import app
 from sennit.command_line import ANOTHER_FILE
+from sennit.commands.cli import app
 
 pytestmark = pytest.mark.needs("backend")
 

@@ -54,7 +54,7 @@ ALL_REDUCE = """
 import multiprocessing, sys
 import numpy as np
 from sennit.transport.communicator import Communicator
-from sennit.transport.store import FileStore
+from sennit.transport.meeting.store import FileStore
 
 def rank(number):
     with Communicator(rank=number, world=2, store=FileStore(sys.argv[1])) as group:
@@ -74,7 +74,7 @@ if __name__ == "__main__":
 COUNTING = """
 import sys
 from sennit.transport.communicator import Communicator
-from sennit.transport.store import FileStore
+from sennit.transport.meeting.store import FileStore
 
 with Communicator(rank=0, world=1, store=FileStore(sys.argv[1])):
     print("counting", flush=True)

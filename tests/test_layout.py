@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "sennit": {"ebpf", "offload", "transport", "runtime"},
 }
 # The command line alone joins the testbed to the product: it has the commands of both.
-COMMAND_LINE = ROOT / "sennit" / "cli.py"
+COMMAND_LINE = ROOT / "sennit" / "commands" / "cli.py"
 # transport/csrc, bottom up. A file may include files of its own folder and of lower layers. Folders of one layer do not
 # know each other. `sennit` is the C interface (include/sennit).
 CORE_LAYERS = (
@@ -78,10 +78,10 @@ ROOM_LAYERS = (
     {"backend", "kernels", "telemetry"},
     {"data", "memory", "trace"},
     {"ingest", "sharded"},
-    {"model", "timeline"},
+    {"checkpoint", "model", "replicas", "timeline"},
     {"pipeline"},
     {"planner"},
-    {"training"},
+    {"calibrate", "training"},
 )
 
 
@@ -98,7 +98,7 @@ def test_rooms_of_the_runtime_import_only_lower_ones() -> None:
 
 
 # Files of `sennit/` that every folder may use.
-SHARED = {"cache", "closing", "command_line", "debian", "errors", "exports", "thread_names"}
+SHARED = {"cache", "closing", "command_line", "debian", "errors", "exports", "extras", "thread_names"}
 
 
 def test_what_all_folders_share_imports_none_of_them() -> None:
@@ -164,7 +164,7 @@ def test_other_native_code_sees_the_core_through_its_c_interface() -> None:
 def test_links_for_type_checkers_match_the_table() -> None:
     table = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]["wheel"]["packages"]
     expected = {name: ROOT / folder for name, folder in table.items() if name != "sennit"}
-    root_files = {path.name for path in (ROOT / table["sennit"]).iterdir() if path.is_file()}
+    root_files = {path.name for path in (ROOT / table["sennit"]).iterdir() if path.is_file()} | {"commands", "doctor"}
     expected |= {f"sennit/{name}": ROOT / table["sennit"] / name for name in root_files}
     links = {str(path.relative_to(ROOT / ".types")): path for path in (ROOT / ".types" / "sennit").iterdir()}
     assert links.keys() == expected.keys()

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from sennit import cache, capabilities, extras, surroundings
+from sennit import cache, extras, surroundings
+from sennit.doctor import capabilities
 from sennit.errors import DeviceError
 from sennit.transport import native
 
@@ -155,11 +156,11 @@ def in_namespace(setup: str, code: str, *before: str) -> str:
     return done.stdout
 
 
-PROBE = "from sennit.capabilities import probe; found = probe({!r}); print(found.available, found.detail, found.remedy)"
+PROBE = "from sennit.doctor.capabilities import probe; it = probe({!r}); print(it.available, it.detail, it.remedy)"
 # What the first group over UDP asks after it has met the others.
 RAILS = """
 from sennit.errors import ConfigError
-from sennit.transport.rails import find_rails
+from sennit.transport.meeting.rails import find_rails
 try:
     print(find_rails(()))
 except ConfigError as error:
@@ -171,7 +172,7 @@ import multiprocessing, sys, tempfile
 import numpy as np
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import Config, TransportKind
-from sennit.transport.store import FileStore
+from sennit.transport.meeting.store import FileStore
 
 def rank(number, folder):
     config = Config(transport=TransportKind.{})

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 import numpy as np
 
 from sennit.transport import algorithms
+from sennit.transport.choice.costs import Collective
 from sennit.transport.config import Algorithm
-from sennit.transport.costs import Collective
-from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.errors import ArgumentError
-from sennit.transport.tree import check_rows, given_spans
+from sennit.transport.plans.elements import Dtype, ReduceOp
+from sennit.transport.plans.tree import check_rows, given_spans
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from sennit.transport.choice.selection import Selection
     from sennit.transport.codecs import Codec
-    from sennit.transport.plan import Plan
-    from sennit.transport.selection import Selection
+    from sennit.transport.plans.plan import Plan
 
     Array: TypeAlias = npt.NDArray[Any]
 
@@ -359,7 +359,7 @@ class ArrayCollectives(ABC):
             return output
         is_equal = send_counts is None and recv_counts is None
         if is_equal and self.selection.of_parts(Collective.ALLTOALL, given.nbytes) is not Algorithm.DIRECT:
-            from sennit.transport.selection import size_class
+            from sennit.transport.choice.selection import size_class
 
             staged = _Call(self.selection.alltoall, self, size_class=size_class(given.nbytes), **_movement(given))
             self._run(staged, [given, output], counts=[sent[0] * row_elements])
@@ -384,7 +384,7 @@ class ArrayCollectives(ABC):
         """Fills `output` from `peer` (None: whichever rank sends first). Returns the sender's rank."""
         if not output.flags.c_contiguous:
             raise ArgumentError("the array to receive into is not contiguous")
-        from sennit.transport.plan import ANY_PEER
+        from sennit.transport.plans.plan import ANY_PEER
 
         sender = ANY_PEER if peer is None else peer
         plan = _Call(algorithms.recv, self, peer=sender, **_movement(output))
@@ -443,7 +443,7 @@ def _movement(array: Array) -> dict[str, int]:
 
 def _up_to(array: Array) -> dict[str, int]:
     """The arguments of a plan for arrays of up to as many elements as this one's grade has."""
-    from sennit.transport.selection import grade, grade_bytes
+    from sennit.transport.choice.selection import grade, grade_bytes
 
     return {"elements": grade_bytes(grade(array.nbytes)) // max(array.itemsize, 1), "counted": True}
 

@@ -19,18 +19,19 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from sennit.transport import config as configuration
-from sennit.transport import rendezvous
 from sennit.transport.array_collectives import ArrayCollectives
 from sennit.transport.errors import ArgumentError, ConfigError
+from sennit.transport.meeting import rendezvous
+from sennit.transport.meeting.store import Store
 from sennit.transport.native import require_core
-from sennit.transport.plan_cache import PlanCache
-from sennit.transport.store import Store
+from sennit.transport.plans.plan_cache import PlanCache
 
 if TYPE_CHECKING:
-    from sennit.transport import _core, membership
-    from sennit.transport.plan import Plan
-    from sennit.transport.rails import Rail
-    from sennit.transport.selection import Selection
+    from sennit.transport import _core
+    from sennit.transport.choice.selection import Selection
+    from sennit.transport.meeting import membership
+    from sennit.transport.meeting.rails import Rail
+    from sennit.transport.plans.plan import Plan
 
 # How long leaving the `with` block waits for peers to acknowledge what was sent.
 SHUTDOWN_S: Final = 5.0
@@ -39,10 +40,10 @@ SHUTDOWN_S: Final = 5.0
 def _rails(config: configuration.Config) -> Sequence[Rail]:
     # Only a group that needs a network looks for interfaces and devices, and loads what knows them.
     if config.transport is configuration.TransportKind.VERBS:
-        from sennit.transport.rdma_rails import find_rdma_rails
+        from sennit.transport.meeting.rdma_rails import find_rdma_rails
 
         return find_rdma_rails(config.interfaces)
-    from sennit.transport.rails import find_rails
+    from sennit.transport.meeting.rails import find_rails
 
     return find_rails(config.interfaces)
 
@@ -213,7 +214,7 @@ class Communicator(ArrayCollectives):
     @functools.cached_property
     def selection(self) -> Selection:
         """Which algorithms the group's collectives run."""
-        from sennit.transport.selection import Selection
+        from sennit.transport.choice.selection import Selection
 
         near, far = self._constants.shared_memory, self._constants.network
         return Selection(hosts=self.hosts, forced=self.config.algorithm, near=near, far=far)
@@ -318,7 +319,7 @@ class Communicator(ArrayCollectives):
         get new numbers. Raises TimeoutError if no group forms in time, and PeerError if the others went on without this
         rank. docs/reference/membership.md has the protocol.
         """
-        from sennit.transport import membership
+        from sennit.transport.meeting import membership
 
         name = self._lineage.name
         own = self._lineage.membership
@@ -348,7 +349,7 @@ class Communicator(ArrayCollectives):
         terms: membership.Terms | None = None,
     ) -> Communicator:
         """Joins an existing group at its members' next `reconfigure`. `store` and `name` are the group's."""
-        from sennit.transport import membership
+        from sennit.transport.meeting import membership
 
         config = configuration.from_environment() if config is None else config
         _, group = connect_next(

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from sennit.transport.errors import ArgumentError
-from sennit.transport.plan import Plan
+from sennit.transport.plans.plan import Plan
 
 
 def check(plan: Plan) -> None:

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from sennit.runtime.backend.process_group import communicator
 from sennit.transport.array_collectives import Operation
 from sennit.transport.codecs import Codec
-from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.errors import ArgumentError
+from sennit.transport.plans.elements import Dtype, ReduceOp
 
 _TYPES: Final = {torch.float32: Dtype.F32, torch.float16: Dtype.F16, torch.bfloat16: Dtype.BF16}
 # PREMUL_SUM needs a factor, which torch's name for the operation does not hold.

@@ -21,7 +21,7 @@ from sennit.runtime.backend import process_group as backend
 from sennit.transport import config
 from sennit.transport.communicator import Communicator, Witness, connect_next
 from sennit.transport.errors import ArgumentError
-from sennit.transport.membership import Membership, NoEvidence, Terms, View
+from sennit.transport.meeting.membership import Membership, NoEvidence, Terms, View
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from sennit.runtime.backend.gathering import all_gather_parts
 from sennit.runtime.backend.process_group import communicator_or_names
-from sennit.transport.arithmetic import run_program
 from sennit.transport.array_collectives import DTYPES
-from sennit.transport.elements import Dtype, ReduceOp, accumulator
 from sennit.transport.errors import ArgumentError
-from sennit.transport.tree import check_rows, combinations, given_spans
+from sennit.transport.plans.arithmetic import run_program
+from sennit.transport.plans.elements import Dtype, ReduceOp, accumulator
+from sennit.transport.plans.tree import check_rows, combinations, given_spans
 
 # torch's names are NumPy's, and these.
 _TYPES: Final = DTYPES | {"bfloat16": Dtype.BF16, "complex32": Dtype.C32}

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from sennit.transport.codecs import Codec
     from sennit.transport.communicator import Communicator
-    from sennit.transport.elements import Dtype
-    from sennit.transport.plan import Plan
+    from sennit.transport.plans.elements import Dtype
+    from sennit.transport.plans.plan import Plan
 
 BACKEND_NAME: Final = "sennit"
 DEVICES: Final = ("cpu", "cuda")
@@ -48,8 +48,8 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.codec is not None:
-            from sennit.transport.elements import Dtype
             from sennit.transport.errors import ArgumentError
+            from sennit.transport.plans.elements import Dtype
 
             self.codec.coding(Dtype.F32)
             if self.codec.stochastic:
@@ -186,7 +186,7 @@ def _backend_of(
 
     def shrink(excluded: list[int], abort: bool) -> dist.Backend:
         """Implements `torch.distributed.shrink_group`: makes a backend of the remaining ranks, which all call this."""
-        from sennit.transport.membership import Terms
+        from sennit.transport.meeting.membership import Terms
 
         if abort:
             communicator.abort("shrink_group was called with SHRINK_ABORT")
@@ -209,8 +209,8 @@ def _backend_of(
 
 
 def _staged_classes(communicator: Communicator, kind: int) -> int:
-    from sennit.transport.costs import Collective
-    from sennit.transport.signature import Kind
+    from sennit.transport.choice.costs import Collective
+    from sennit.transport.plans.signature import Kind
 
     return communicator.selection.staged_classes(Collective[Kind(kind).name])
 
@@ -253,12 +253,12 @@ class PlanCompiler:
         `counts` is empty if the plan takes its counts when it is posted.
         """
         from sennit.transport import algorithms
-        from sennit.transport.elements import Dtype, ReduceOp
-        from sennit.transport.selection import grade_bytes
-        from sennit.transport.signature import Kind
+        from sennit.transport.choice.selection import grade_bytes
+        from sennit.transport.plans.elements import Dtype, ReduceOp
+        from sennit.transport.plans.signature import Kind
 
         if on_device:
-            from sennit.transport.device_plan import SEGMENT_BYTES, cut_messages, for_device
+            from sennit.transport.plans.device_plan import SEGMENT_BYTES, cut_messages, for_device
 
         world, rank, selection = self._world, self._rank, self._group.selection
         floats = (Dtype.F16, Dtype.BF16, Dtype.F32)

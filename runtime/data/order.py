@@ -24,7 +24,7 @@ from torch import Tensor
 from sennit.offload.permutation import KeyedPermutation
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.samples import held_back
-from sennit.transport.tree import leaves_of
+from sennit.transport.plans.tree import leaves_of
 
 ORDER_VERSION: Final = 3
 """Incremented when the same settings give another order, so that no run resumes in the middle of a different order."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from sennit.runtime.memory.cache import RowCache as RowCache
     from sennit.runtime.memory.errors import CorruptStore as CorruptStore
     from sennit.runtime.memory.errors import ForeignStore as ForeignStore
+    from sennit.runtime.memory.large_buffers import keep_large_buffers as keep_large_buffers
     from sennit.runtime.memory.layout import RowPart as RowPart
     from sennit.runtime.memory.layout import StoreLayout as StoreLayout
     from sennit.runtime.memory.store import FileAccess as FileAccess
@@ -27,6 +28,7 @@ __getattr__ = exporter(
         "RowCache": "cache",
         "CorruptStore": "errors",
         "ForeignStore": "errors",
+        "keep_large_buffers": "large_buffers",
         "RowPart": "layout",
         "StoreLayout": "layout",
         "FileAccess": "store",

@@ -20,9 +20,9 @@ from sennit.runtime.pipeline.ahead import Arrived, BatchesAhead
 from sennit.runtime.pipeline.group_thread import GroupThread
 from sennit.runtime.pipeline.scheduler import Scheduler
 from sennit.runtime.pipeline.task import Task
+from sennit.runtime.replicas.replicas import SlicedReplicas
 from sennit.runtime.sharded.beside import Beside
 from sennit.runtime.sharded.module import ShardedTables
-from sennit.runtime.sharded.replicas import SlicedReplicas
 
 EXCHANGE: Final = "exchange"
 GRADIENTS: Final = "gradients"

@@ -23,8 +23,8 @@ from sennit.runtime.pipeline.depth import BATCHES_AHEAD_MAX
 from sennit.runtime.pipeline.exchanges import Exchanges
 from sennit.runtime.pipeline.scheduler import Scheduler
 from sennit.runtime.pipeline.task import Record, Task
+from sennit.runtime.replicas.replicas import SlicedReplicas
 from sennit.runtime.sharded.module import ShardedTables
-from sennit.runtime.sharded.replicas import SlicedReplicas
 from sennit.runtime.sharded.sent import InputEnded
 from sennit.runtime.timeline.timeline import Timeline
 from sennit.transport.errors import ArgumentError, ConfigError

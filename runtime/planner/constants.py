@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the kernels and the memory of a machine cost: a part of the file of `sennit calibrate`.
 
-The network's part is `sennit.transport.calibration`. A file without kernels keeps the constants that stand here.
+The network's part is `sennit.transport.choice.calibration`. A file without kernels keeps the constants that stand here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from sennit.transport.calibration import Calibration, read_calibration
+from sennit.transport.choice.calibration import Calibration, read_calibration
 from sennit.transport.errors import ConfigError
 
 SCHEMA: Final = 1

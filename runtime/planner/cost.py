@@ -16,22 +16,22 @@ import numpy as np
 import numpy.typing as npt
 
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
+from sennit.runtime.memory.large_buffers import KEPT_BYTES
 from sennit.runtime.planner.constants import Kernel
 from sennit.runtime.planner.kinds import KINDS, Kind
 from sennit.runtime.planner.problem import Problem
 from sennit.runtime.planner.schedule import FORWARD, PHASES, Schedule, Time
-from sennit.runtime.sharded.buffers import KEPT_BYTES
+from sennit.runtime.replicas.reduction import BUCKET_BYTES
 from sennit.runtime.sharded.engines import groups_of
 from sennit.runtime.sharded.placement import EVERYWHERE
-from sennit.runtime.sharded.reduction import BUCKET_BYTES
 from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.tables import Home, Shard, Table, shard_bytes
 from sennit.transport.algorithms.leaves import Leaves
-from sennit.transport.cost_model import Traffic
-from sennit.transport.costs import Collective, Costs
-from sennit.transport.hosts import Hosts
-from sennit.transport.selection import Selection
-from sennit.transport.tree import Span, cover
+from sennit.transport.choice.cost_model import Traffic
+from sennit.transport.choice.costs import Collective, Costs
+from sennit.transport.choice.selection import Selection
+from sennit.transport.plans.hosts import Hosts
+from sennit.transport.plans.tree import Span, cover
 
 Work = npt.NDArray[np.float64]
 """[..., kinds of work, ranks]."""

@@ -19,10 +19,10 @@ from sennit.runtime.model.loss import summed_loss
 from sennit.runtime.model.optimizer import dense_optimizer
 from sennit.runtime.planner.one_thread import one_thread
 from sennit.runtime.planner.problem import Fixed
-from sennit.runtime.sharded.cutting import CutArguments
-from sennit.runtime.sharded.gradient_rows import Bucket, Layout
-from sennit.runtime.sharded.reduction import Reduction
-from sennit.runtime.sharded.replicas import SlicedReplicas
+from sennit.runtime.replicas.cutting import CutArguments
+from sennit.runtime.replicas.gradient_rows import Bucket, Layout
+from sennit.runtime.replicas.reduction import Reduction
+from sennit.runtime.replicas.replicas import SlicedReplicas
 from sennit.runtime.sharded.slices import Slices
 
 # Of one measurement; a run that starts takes less.

@@ -34,8 +34,8 @@ from sennit.runtime.planner.usage import ZIPF, assumed
 from sennit.runtime.sharded.shards import expected
 from sennit.runtime.sharded.tables import Table
 from sennit.transport.codecs import COLLECTIVE_CODECS
-from sennit.transport.coding import CodecKind
 from sennit.transport.errors import ConfigError
+from sennit.transport.plans.coding import CodecKind
 from sennit.transport.sizes import parse_size
 
 # Of a number on a link, without the scales of blocks.

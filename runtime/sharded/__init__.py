@@ -12,8 +12,6 @@ from sennit.exports import exporter
 if TYPE_CHECKING:
     from sennit.runtime.sharded.agreement import PeerInputError as PeerInputError
     from sennit.runtime.sharded.bags import ShardedEmbeddingBags as ShardedEmbeddingBags
-    from sennit.runtime.sharded.buffers import keep_large_buffers as keep_large_buffers
-    from sennit.runtime.sharded.cutting import Along as Along
     from sennit.runtime.sharded.features import Features as Features
     from sennit.runtime.sharded.features import IdError as IdError
     from sennit.runtime.sharded.files import TableStore as TableStore
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
     from sennit.runtime.sharded.placement import Placement as Placement
     from sennit.runtime.sharded.placement import place as place
     from sennit.runtime.sharded.placement import placed as placed
-    from sennit.runtime.sharded.replicas import SlicedReplicas as SlicedReplicas
     from sennit.runtime.sharded.sent import Sent as Sent
     from sennit.runtime.sharded.sequences import ShardedEmbeddings as ShardedEmbeddings
     from sennit.runtime.sharded.slices import Slices as Slices
@@ -37,11 +34,8 @@ if TYPE_CHECKING:
 __getattr__ = exporter(
     __name__,
     {
-        "Along": "cutting",
-        "SlicedReplicas": "replicas",
         "PeerInputError": "agreement",
         "ShardedEmbeddingBags": "bags",
-        "keep_large_buffers": "buffers",
         "Features": "features",
         "IdError": "features",
         "TableStore": "files",

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sennit.runtime.kernels.checks import GradientError
-from sennit.runtime.sharded.passes import Arrive
+from sennit.runtime.sharded.overlap import Arrive
 from sennit.runtime.sharded.pending import Pending, RunBeside, Running
 from sennit.runtime.sharded.sent import Sent
 

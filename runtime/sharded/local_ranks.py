@@ -10,7 +10,7 @@ import torch.distributed as dist
 from sennit.runtime.backend.process_group import communicator_or_names
 from sennit.transport.config import from_environment
 from sennit.transport.host import host_identity
-from sennit.transport.hosts import Hosts
+from sennit.transport.plans.hosts import Hosts
 
 
 def local_ranks(group: dist.ProcessGroup | None = None) -> int | None:

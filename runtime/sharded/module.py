@@ -23,7 +23,7 @@ from sennit.runtime.sharded.files import TableStore
 from sennit.runtime.sharded.homes import Homes
 from sennit.runtime.sharded.local_ranks import local_ranks
 from sennit.runtime.sharded.moving import moved
-from sennit.runtime.sharded.passes import Lookup
+from sennit.runtime.sharded.overlap import Lookup
 from sennit.runtime.sharded.pending import RunBeside
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.sharded.placement import Placement, place

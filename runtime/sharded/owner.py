@@ -15,7 +15,7 @@ from sennit.runtime.sharded.blocks import chosen_blocks, joined
 from sennit.runtime.sharded.routes import Block, Columns, Part, Sum, blocks_of
 from sennit.runtime.sharded.shards import Announced, Shards
 from sennit.runtime.sharded.tables import Shard, Table
-from sennit.transport.tree import balanced
+from sennit.transport.plans.tree import balanced
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,7 @@ from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.split import dealt, dealt_order
 from sennit.runtime.sharded.tables import Shard, Table
 from sennit.runtime.sharded.wire import Wire
-from sennit.transport.tree import balanced, combinations
+from sennit.transport.plans.tree import balanced, combinations
 
 
 class Exchange:

@@ -15,7 +15,7 @@ from sennit.runtime.sharded.blocks import chosen_blocks, joined
 from sennit.runtime.sharded.shards import Shards
 from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.wire import Wire
-from sennit.transport.tree import Span
+from sennit.transport.plans.tree import Span
 
 
 class SparseAllReduce:

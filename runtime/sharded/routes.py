@@ -16,7 +16,7 @@ from typing import NamedTuple
 from sennit.runtime.sharded.features import features_of
 from sennit.runtime.sharded.placement import Placement
 from sennit.runtime.sharded.tables import Shard, Table
-from sennit.transport.tree import Span, cover
+from sennit.transport.plans.tree import Span, cover
 
 
 class Part(NamedTuple):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sennit.transport.errors import ArgumentError, ConfigError
-from sennit.transport.tree import Span, cover, leaves_of
+from sennit.transport.plans.tree import Span, cover, leaves_of
 
 DEFAULT_SLICES = 8
 MAX_SLICES = 1 << 15

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from sennit.transport import counters, devices
+from sennit.transport import counters
+from sennit.transport.meeting import devices
 
 PREFIX: Final = "sennit_"
 # Our names -> the names in mlx5 and rxe (drivers/infiniband/hw/mlx5/counters.c, sw/rxe/rxe_hw_counters.c).

@@ -14,7 +14,7 @@ from sennit.command_line import red
 from sennit.runtime.trace import histogram, session
 from sennit.runtime.trace.target import Target
 from sennit.transport import tracepoints
-from sennit.transport.signature import Kind
+from sennit.transport.plans.signature import Kind
 from sennit.transport.sizes import format_size
 
 LIBRARY: Final = tracepoints

@@ -11,14 +11,10 @@ from sennit.exports import exporter
 if TYPE_CHECKING:
     from sennit.runtime.training.config import TrainingConfig as TrainingConfig
     from sennit.runtime.training.export import export_int8 as export_int8
-    from sennit.runtime.training.fingerprint import fingerprint as fingerprint
-    from sennit.runtime.training.manifest import CheckpointError as CheckpointError
-    from sennit.runtime.training.manifest import Manifest as Manifest
     from sennit.runtime.training.metrics import Quality as Quality
     from sennit.runtime.training.metrics import quality as quality
     from sennit.runtime.training.report import RankReport as RankReport
     from sennit.runtime.training.report import RunReport as RunReport
-    from sennit.runtime.training.saver import Saver as Saver
     from sennit.runtime.training.trainer import StepReport as StepReport
     from sennit.runtime.training.trainer import Trainer as Trainer
     from sennit.runtime.training.trainer import TrainingError as TrainingError
@@ -26,14 +22,10 @@ if TYPE_CHECKING:
 __getattr__ = exporter(
     __name__,
     {
-        "CheckpointError": "manifest",
         "TrainingConfig": "config",
         "export_int8": "export",
-        "fingerprint": "fingerprint",
-        "Manifest": "manifest",
         "Quality": "metrics",
         "quality": "metrics",
-        "Saver": "saver",
         "RankReport": "report",
         "RunReport": "report",
         "StepReport": "trainer",

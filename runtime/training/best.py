@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from sennit.command_line import json_text
-from sennit.runtime.training import checkpoint, resumption
-from sennit.runtime.training.manifest import CheckpointError
+from sennit.runtime.checkpoint import folder as checkpoint
+from sennit.runtime.checkpoint.manifest import CheckpointError
+from sennit.runtime.training import resumption
 from sennit.runtime.training.metrics import METRICS, Evaluation, Quality
 from sennit.runtime.training.trainer import Trainer, TrainingError
 

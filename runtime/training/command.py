@@ -36,7 +36,7 @@ from sennit.runtime.training.stretch import tell_timeline
 from sennit.transport.codecs import EXCHANGE_CODECS
 from sennit.transport.config import from_environment
 from sennit.transport.errors import ConfigError, SennitError
-from sennit.transport.rails import find_rails
+from sennit.transport.meeting.rails import find_rails
 from sennit.transport.sizes import parse_size
 
 _DEFAULT = TrainingConfig()

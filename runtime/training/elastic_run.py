@@ -35,7 +35,7 @@ from sennit.runtime.training.stretch import begin_run, shown_by, tell, tell_time
 from sennit.runtime.training.supply import MakeSource, served
 from sennit.runtime.training.trainer import Trainer
 from sennit.transport.errors import ConfigError, PeerError
-from sennit.transport.membership import Terms
+from sennit.transport.meeting.membership import Terms
 
 TERMS_KEY: Final = "sennit/train/terms"
 # Settings that a newcomer may choose. All others decide what is computed, or which calls are collective.

@@ -11,11 +11,11 @@ from typing import Any, Final
 
 import torch
 
+from sennit.runtime.checkpoint import folder as checkpoint
+from sennit.runtime.checkpoint.manifest import CheckpointError
+from sennit.runtime.checkpoint.reading import OpenedCheckpoint
 from sennit.runtime.data import preprocessing
 from sennit.runtime.kernels.int8 import int8_rows
-from sennit.runtime.training import checkpoint
-from sennit.runtime.training.manifest import CheckpointError
-from sennit.runtime.training.opened import OpenedCheckpoint
 from sennit.runtime.training.trainer import DENSE, TABLES
 from sennit.transport.errors import ConfigError, DeviceError
 

@@ -29,7 +29,7 @@ from typing import Any, Self
 from sennit.runtime.backend.torch_versions import Store, TCPStore
 from sennit.runtime.ingest.address import Address
 from sennit.transport.errors import AbortedError, ConfigError, PeerError, SennitError, TimeoutError, Unsupported
-from sennit.transport.rails import Rail
+from sennit.transport.meeting.rails import Rail
 
 # The time after a failure in which other ranks may report theirs, and the time for any rank to exit.
 GRACE_S = 5.0

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from sennit.command_line import stdout_console
 from sennit.runtime.data import sources
 from sennit.runtime.data.batch_source import BatchSource, MemorySource, prepared
+from sennit.runtime.memory.large_buffers import keep_large_buffers
 from sennit.runtime.model.inputs import ModelInputs
 from sennit.runtime.model.sharding_settings import Sharding
 from sennit.runtime.planner import dense
@@ -23,7 +24,6 @@ from sennit.runtime.planner.cost import Rating
 from sennit.runtime.planner.problem import Problem
 from sennit.runtime.planner.search import round_robin, search
 from sennit.runtime.planner.usage import ZIPF, Use, sampled, saved, uses
-from sennit.runtime.sharded.buffers import keep_large_buffers
 from sennit.runtime.sharded.homes import Homes
 from sennit.runtime.sharded.memory_limits import memory_limits, shared_limits
 from sennit.runtime.sharded.placement import Placement, placed

@@ -17,14 +17,8 @@ from typing import Any, Final, TypeVar
 import torch.distributed as dist
 
 from sennit.runtime.backend.torch_versions import Store
-from sennit.runtime.data import preprocessing
-from sennit.runtime.data.batch_source import BatchSource
-from sennit.runtime.data.order import ORDER_VERSION
-from sennit.runtime.model.settings import as_json
-from sennit.runtime.sharded.tables import Table
-from sennit.runtime.training import checkpoint
-from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.manifest import (
+from sennit.runtime.checkpoint import folder as checkpoint
+from sennit.runtime.checkpoint.manifest import (
     CheckpointError,
     Manifest,
     check_same_run,
@@ -32,7 +26,13 @@ from sennit.runtime.training.manifest import (
     differences,
     new_run_id,
 )
-from sennit.runtime.training.saver import Saver
+from sennit.runtime.checkpoint.writing import Saver
+from sennit.runtime.data import preprocessing
+from sennit.runtime.data.batch_source import BatchSource
+from sennit.runtime.data.order import ORDER_VERSION
+from sennit.runtime.model.settings import as_json
+from sennit.runtime.sharded.tables import Table
+from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.trainer import LOST, Trainer
 from sennit.transport.errors import ConfigError, SennitError
 

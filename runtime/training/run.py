@@ -25,7 +25,7 @@ from sennit.runtime.training.report import RunReport
 from sennit.runtime.training.resumption import check_data, publish_data
 from sennit.runtime.training.stretch import begin_run, shown_by, train
 from sennit.runtime.training.supply import MakeSource, fed_sources, memory_sources, served
-from sennit.transport.membership import Terms
+from sennit.transport.meeting.membership import Terms
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

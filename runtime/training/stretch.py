@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from sennit.command_line import busy
 from sennit.runtime.backend.process_group import BACKEND_NAME, communicator
+from sennit.runtime.checkpoint.fingerprint import fingerprint
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.ingest.sketches import save_sketch
 from sennit.runtime.telemetry.cost import CostMeter
@@ -21,7 +22,6 @@ from sennit.runtime.training import resumption
 from sennit.runtime.training.best import Best
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.display import ConsoleDisplay, Listener, Listeners, TensorBoardLog, stdout_console
-from sennit.runtime.training.fingerprint import fingerprint
 from sennit.runtime.training.handover import Holding
 from sennit.runtime.training.history import History
 from sennit.runtime.training.metrics import Quality

@@ -25,17 +25,17 @@ from sennit.closing import Closing
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.data.combined import CombinedBatch
 from sennit.runtime.kernels.uploads import Upload, Uploads
+from sennit.runtime.memory.large_buffers import keep_large_buffers
 from sennit.runtime.model.factory import build
 from sennit.runtime.model.loss import summed_loss
 from sennit.runtime.model.optimizer import dense_optimizer
 from sennit.runtime.pipeline.ahead import BatchesAhead, Taken
 from sennit.runtime.pipeline.exchanges import Exchanges
 from sennit.runtime.pipeline.scheduler import Scheduler
+from sennit.runtime.replicas.replicas import SlicedReplicas
 from sennit.runtime.sharded.bags import ShardedEmbeddingBags
-from sennit.runtime.sharded.buffers import keep_large_buffers
 from sennit.runtime.sharded.local_ranks import local_ranks
 from sennit.runtime.sharded.phases import PhaseClock
-from sennit.runtime.sharded.replicas import SlicedReplicas
 from sennit.runtime.timeline.timeline import Timeline
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.metrics import Quality, quality_of_ranks
@@ -338,7 +338,7 @@ class Trainer(Closing):
         return [f"{TABLES}{shard}" for shard in self.tables.in_files]
 
     def _state(self, tables: Mapping[str, Any]) -> dict[str, Any]:
-        from sennit.runtime.training import dcp
+        from sennit.runtime.checkpoint import dcp
 
         state: dict[str, Any] = self._dense_weights()
         state.update({f"{TABLES}{name}": value for name, value in tables.items()})
@@ -367,7 +367,7 @@ class Trainer(Closing):
 
     def restore(self, state: dict[str, Any]) -> None:
         """Takes over a loaded `state`, which must be of the same run. Error feedback may be missing: it begins anew."""
-        from sennit.runtime.training import dcp
+        from sennit.runtime.checkpoint import dcp
 
         def part(prefix: str) -> dict[str, Any]:
             return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}

@@ -13,10 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Self
 
+from sennit.runtime.calibrate import machine
 from sennit.runtime.training.launch import RankFailure
-from sennit.testbed.bench import collectives, embedding, machine, sharded
-from sennit.testbed.bench.conductor import WorkerError, mpirun
 from sennit.testbed.bench.results import quantile
+from sennit.testbed.bench.tables import embedding
+from sennit.testbed.bench.training import sharded
+from sennit.testbed.bench.transport import collectives
+from sennit.testbed.bench.transport.conductor import WorkerError, mpirun
 from sennit.transport.sizes import format_size
 
 KIB: Final = 1 << 10

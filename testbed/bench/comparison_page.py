@@ -16,8 +16,8 @@ from typing import Final
 
 from sennit.testbed.bench import quiet
 from sennit.testbed.bench.comparison import LOOKUPS, LOOPBACK, SHARED, STEP, Comparison, Row
-from sennit.testbed.bench.figures import place
-from sennit.testbed.bench.pictures import Chart, svg
+from sennit.testbed.bench.figures.figures import place
+from sennit.testbed.bench.figures.pictures import Chart, svg
 from sennit.testbed.marked_page import with_part
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"

@@ -22,7 +22,7 @@ def cost(
     json_path: Figures = None,
 ) -> None:
     """Count processor seconds for a million samples by role: XDP and sennit, plain Python and gloo, TorchRec."""
-    from sennit.testbed.bench import cost as bench
+    from sennit.testbed.bench.training import cost as bench
 
     need("netns", "bpf", "arena", "native-xdp")
     run_ranks(

@@ -23,7 +23,7 @@ def overlap(
     json_path: Figures = None,
 ) -> None:
     """Time overlapped training steps beside serial ones; say what of the exchanges a step waits for."""
-    from sennit.testbed.bench import overlap as bench
+    from sennit.testbed.bench.training import overlap as bench
 
     if hosts > 1:
         need("netns")

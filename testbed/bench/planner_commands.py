@@ -24,7 +24,7 @@ def planner(
         _large(json_path)
         return
     from sennit.runtime.training.launch import RankFailure
-    from sennit.testbed.bench import planner as bench
+    from sennit.testbed.bench.training import planner as bench
 
     if only not in (None, "tuned", "held-out"):
         raise typer.BadParameter(f"--only {only}; allowed: tuned, held-out")
@@ -38,7 +38,7 @@ def planner(
 
 
 def _large(json_path: Path | None) -> None:
-    from sennit.testbed.bench import planner_scale
+    from sennit.testbed.bench.training import planner_scale
 
     with busy("planning"):
         result = planner_scale.run()
@@ -57,8 +57,8 @@ def placements(
     json_path: Figures = None,
 ) -> None:
     """Compare the best placement found with round robin and the choice of TorchRec's planner, in turns."""
-    from sennit.testbed.bench import placements as bench
-    from sennit.testbed.bench.planner import calibrated
+    from sennit.testbed.bench.training import placements as bench
+    from sennit.testbed.bench.training.planner import calibrated
 
     if hosts > 1:
         need("netns")

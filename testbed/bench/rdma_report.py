@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from sennit.testbed.bench.rdma import NONE, Report, Row, describe
+from sennit.testbed.bench.transport.rdma import NONE, Report, Row, describe
 
 
 def render(report: Report, console: Console) -> None:

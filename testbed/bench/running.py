@@ -12,8 +12,8 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from sennit import capabilities
 from sennit.command_line import busy, fail, figure_file, stdout_console, writable_file, write_json
+from sennit.doctor import capabilities
 from sennit.testbed.bench import quiet
 
 Figures = Annotated[Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)]

@@ -22,7 +22,7 @@ def scaling(
     json_path: Figures = None,
 ) -> None:
     """Take steps of 1 to 16 ranks with equally many samples each: efficiency, and what of a step is exposed."""
-    from sennit.testbed.bench import scaling as bench
+    from sennit.testbed.bench.training import scaling as bench
 
     try:
         counts = tuple(int(one) for one in worlds.split(","))

@@ -23,10 +23,10 @@ from sennit.testbed.scenarios.model import (
 from sennit.testbed.scenarios.trainings import SHARDINGS, Training, Trainings, product
 from sennit.testbed.topology import Impairment
 from sennit.transport.algorithms.leaves import Leaves
+from sennit.transport.choice.costs import Collective
+from sennit.transport.choice.selection import Selection
 from sennit.transport.config import Algorithm
-from sennit.transport.costs import Collective
-from sennit.transport.hosts import Hosts
-from sennit.transport.selection import Selection
+from sennit.transport.plans.hosts import Hosts
 
 MIB: Final = 1 << 20
 BOTH: Final = (Library.SENNIT, Library.GLOO)

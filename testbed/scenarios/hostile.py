@@ -18,8 +18,8 @@ import sys
 import time
 from typing import Final
 
-from sennit.capabilities import UDP_SEGMENT
-from sennit.transport import wire
+from sennit.doctor.capabilities import UDP_SEGMENT
+from sennit.transport.oracle import wire
 
 # linux/udp.h before Linux 6.9: UDP_MAX_SEGMENTS
 BATCH_PACKETS: Final = 64

@@ -52,14 +52,14 @@ class SennitGroup:
 
     def __init__(self, *, rank: int, world: int, store: Path, timeout_s: float) -> None:
         from sennit.transport.communicator import Communicator
-        from sennit.transport.store import FileStore
+        from sennit.transport.meeting.store import FileStore
 
         self._group = Communicator(rank=rank, world=world, store=FileStore(store), timeout_s=timeout_s)
 
     def run(self, payload: Payload) -> None:
         from sennit.transport import algorithms
-        from sennit.transport.elements import Dtype, ReduceOp
-        from sennit.transport.plan import Plan
+        from sennit.transport.plans.elements import Dtype, ReduceOp
+        from sennit.transport.plans.plan import Plan
 
         world, rank, elements = self._group.world, self._group.rank, payload.elements
         if payload.codec is not None and payload.operation is Operation.ALLTOALL:
@@ -114,7 +114,7 @@ class SennitGroup:
         return list(self._group.lost_ranks)
 
     def reconfigure(self, timeout_s: float) -> tuple[int, int]:
-        from sennit.transport.membership import Terms
+        from sennit.transport.meeting.membership import Terms
 
         self._group = self._group.reconfigure(Terms(timeout_s=timeout_s))
         return self._group.rank, self._group.world

@@ -17,7 +17,7 @@ from sennit.testbed.scenarios.counters import total
 from sennit.testbed.scenarios.model import Library, Operation, Scenario
 from sennit.testbed.scenarios.stage import Observations, Recovery, Run
 from sennit.testbed.scenarios.training_runs import Ended
-from sennit.transport import wire
+from sennit.transport.oracle import wire
 
 Measures = dict[str, float]
 

@@ -322,7 +322,7 @@ class Scenario:
         return dataclasses.replace(self, **changes)
 
     def needs(self, impairer: Impairer) -> tuple[str, ...]:
-        """Capabilities (`sennit/capabilities.py`) without which the case is unsupported."""
+        """Capabilities (`sennit/doctor/capabilities.py`) without which the case is unsupported."""
         return (*TOPOLOGY_NEEDS[impairer], "core", *(("torch",) if self.job or Library.GLOO in self.libraries else ()))
 
     def why_not_by(self, impairer: Impairer) -> str | None:

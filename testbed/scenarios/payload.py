@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from sennit.testbed.scenarios.model import ELEMENT_BYTES, Operation
-from sennit.transport import codec_reference
 from sennit.transport.algorithms.exchange_coded import RANK_SHIFT
 from sennit.transport.codecs import COLLECTIVE_CODECS, Codec
-from sennit.transport.tree import balanced, leaves_of
+from sennit.transport.oracle import codec_reference
+from sennit.transport.plans.tree import balanced, leaves_of
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 

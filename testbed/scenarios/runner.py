@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from sennit import capabilities
-from sennit.testbed.bench import machine
+from sennit.doctor import capabilities
+from sennit.runtime.calibrate import machine
 from sennit.testbed.scenarios import measures, results, stage, verdicts
 from sennit.testbed.scenarios.model import Scenario
 from sennit.testbed.scenarios.results import Case, Results

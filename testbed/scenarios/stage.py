@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from sennit import capabilities
+from sennit.doctor import capabilities
 from sennit.testbed.scenarios import kernel_packets, split_networks, training_runs
 from sennit.testbed.scenarios.counters import difference, total
 from sennit.testbed.scenarios.model import (

@@ -11,13 +11,13 @@ from math import gcd
 
 from sennit.testbed.simulation.scenario import Pattern, Scenario
 from sennit.transport import algorithms
+from sennit.transport.choice.costs import Collective, Costs
+from sennit.transport.choice.selection import Selection
 from sennit.transport.config import Algorithm
-from sennit.transport.costs import Collective, Costs
-from sennit.transport.elements import Dtype, ReduceOp
-from sennit.transport.hosts import Hosts
-from sennit.transport.plan import Copy, Operand, Plan, PlanBuilder, Recv, Send
-from sennit.transport.selection import Selection
-from sennit.transport.signature import Kind, signature
+from sennit.transport.plans.elements import Dtype, ReduceOp
+from sennit.transport.plans.hosts import Hosts
+from sennit.transport.plans.plan import Copy, Operand, Plan, PlanBuilder, Recv, Send
+from sennit.transport.plans.signature import Kind, signature
 
 # Around the 4,096 bytes of a packet (testbed/csrc/fabric/network.hpp).
 OVERHEAD_BYTES = 122

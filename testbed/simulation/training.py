@@ -31,7 +31,7 @@ from sennit.runtime.sharded.tables import Table
 from sennit.testbed.simulation.outcome import Outcome
 from sennit.testbed.simulation.scenario import Pattern, Scenario
 from sennit.testbed.simulation.suite import Case
-from sennit.transport.costs import Costs
+from sennit.transport.choice.costs import Costs
 
 HOSTS: Final = (16, 64, 256, 1024)
 # Phases that wait for an exchange, and the exchange.

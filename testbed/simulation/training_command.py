@@ -35,7 +35,7 @@ def simulate_steps(
     from sennit.testbed.simulation import report, runner, training, training_report
     from sennit.testbed.simulation.outcome import Outcome
     from sennit.testbed.simulation.suite import Case
-    from sennit.transport.calibration import processor_name
+    from sennit.transport.choice.calibration import processor_name
     from sennit.transport.config import from_environment
     from sennit.transport.errors import SennitError
 

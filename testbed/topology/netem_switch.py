@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from pyroute2 import IPRoute
 
-from sennit import capabilities
+from sennit.doctor import capabilities
 from sennit.testbed.topology import netem
 from sennit.testbed.topology.fabric import mac_address, port_ifindex
 from sennit.testbed.topology.impairment import Impairment, port_seed

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, Self, TypeVar
 
 from pyroute2 import IPRoute
 
-from sennit import capabilities
+from sennit.doctor import capabilities
 from sennit.testbed.topology import namespace
 from sennit.testbed.topology.bpf_switch import BpfSwitch
 from sennit.testbed.topology.capture import SNAP_BYTES, Capture

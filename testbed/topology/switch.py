@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import Final, Protocol
 
-from sennit import capabilities
+from sennit.doctor import capabilities
 from sennit.testbed.topology.impairment import Impairment
 from sennit.testbed.topology.relay_table import RelayCounters
 
@@ -30,7 +30,7 @@ class Impairer(StrEnum):
 
 _COMMON: Final = ("root", "netns", "nsenter")
 NEEDS: Final = {Impairer.BPF: (*_COMMON, "tc-bpf"), Impairer.NETEM: (*_COMMON, "netem", "bridge")}
-"""Capabilities (`sennit/capabilities.py`) of each."""
+"""Capabilities (`sennit/doctor/capabilities.py`) of each."""
 
 
 def resolve(asked: Impairer) -> Impairer:

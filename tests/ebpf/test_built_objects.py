@@ -10,7 +10,7 @@ from pathlib import Path
 import elftools
 import pytest
 
-from sennit import capabilities
+from sennit.doctor import capabilities
 from sennit.ebpf import compiler, usdt, usdt_entries
 from sennit.ebpf.loader import BpfObject
 from sennit.offload import tracepoints as offload_tracepoints

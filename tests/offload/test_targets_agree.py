@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 
-from sennit import capabilities
+from sennit.doctor import capabilities
 from sennit.offload._native import Program
 from sennit.offload.admission import Verdict
 from sennit.offload.batches import BatchLayout

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from sennit.transport import wire
+from sennit.transport.oracle import wire
 
 # linux/if_ether.h. Any other value would hide what this machine sends.
 ETH_P_ALL: Final = 3

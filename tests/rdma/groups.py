@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 from sennit.testbed.topology.namespace import within
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import Config, TransportKind, VerbsService
-from sennit.transport.store import FileStore
+from sennit.transport.meeting.store import FileStore
 
 TIMEOUT_S: Final = 50.0
 Result = TypeVar("Result")

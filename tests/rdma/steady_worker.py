@@ -13,7 +13,7 @@ import numpy as np
 
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import from_environment
-from sennit.transport.store import FileStore
+from sennit.transport.meeting.store import FileStore
 
 ELEMENTS = 100_003
 

@@ -14,14 +14,15 @@ import numpy.typing as npt
 import pytest
 
 from sennit.testbed.vm import links
-from sennit.transport import errors, rendezvous
+from sennit.transport import errors
 from sennit.transport.algorithms import alltoall, point_to_point
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import Config, TransportKind
-from sennit.transport.elements import Dtype
-from sennit.transport.rails import Rail
-from sennit.transport.signature import Kind, signature
-from sennit.transport.store import FileStore
+from sennit.transport.meeting import rendezvous
+from sennit.transport.meeting.rails import Rail
+from sennit.transport.meeting.store import FileStore
+from sennit.transport.plans.elements import Dtype
+from sennit.transport.plans.signature import Kind, signature
 
 pytestmark = pytest.mark.rdma
 

@@ -13,7 +13,7 @@ import pytest
 from sennit.testbed.vm import links
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import Config, TransportKind
-from sennit.transport.store import FileStore
+from sennit.transport.meeting.store import FileStore
 
 pytestmark = pytest.mark.rdma
 

@@ -15,13 +15,13 @@ import numpy.typing as npt
 import pytest
 
 from sennit.testbed.vm import links
-from sennit.transport import reference
 from sennit.transport.algorithms import allreduce, alltoall
-from sennit.transport.arithmetic import narrow
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import TransportKind
-from sennit.transport.elements import Dtype, ReduceOp
-from sennit.transport.plan import Plan
+from sennit.transport.oracle import reference
+from sennit.transport.plans.arithmetic import narrow
+from sennit.transport.plans.elements import Dtype, ReduceOp
+from sennit.transport.plans.plan import Plan
 
 pytestmark = pytest.mark.rdma
 

@@ -13,7 +13,7 @@ import pytest
 from sennit.testbed.vm import links
 from sennit.testbed.vm.guest_command import execute
 from sennit.transport import errors
-from sennit.transport.rdma_rails import find_rdma_rails
+from sennit.transport.meeting.rdma_rails import find_rdma_rails
 
 pytestmark = pytest.mark.rdma
 
@@ -37,7 +37,7 @@ def test_an_interface_without_a_device_is_told_what_there_is() -> None:
 def test_little_locked_memory_ends_the_start() -> None:
     # The limit counts only without this capability, which root has.
     limited = ["setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock", "prlimit", "--memlock=1048576"]
-    code = "from sennit.transport.rdma_rails import find_rdma_rails; find_rdma_rails()"
+    code = "from sennit.transport.meeting.rdma_rails import find_rdma_rails; find_rdma_rails()"
     ended = subprocess.run(
         [*limited, sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=DEADLINE_S
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit.transport.devices` on real devices: what it reads, and the problems that it reports."""
+"""`sennit.transport.meeting.devices` on real devices: what it reads, and the problems that it reports."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from sennit import capabilities
+from sennit.doctor import capabilities
 from sennit.testbed.vm import links
 from sennit.testbed.vm.guest_command import execute
-from sennit.transport import devices
+from sennit.transport.meeting import devices
 
 pytestmark = pytest.mark.rdma
 

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from sennit.runtime.training import checkpoint
-from sennit.runtime.training.manifest import Manifest
+from sennit.runtime.checkpoint import folder as checkpoint
+from sennit.runtime.checkpoint.manifest import Manifest
 
 EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"}
 RUN_ID = "0123456789abcdef"

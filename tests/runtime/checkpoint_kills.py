@@ -27,10 +27,10 @@ import torch.distributed as dist
 from checkpoint_crashes import die_at_action  # type: ignore[import-not-found]
 from torch._C._distributed_c10d import FileStore
 
-from sennit.runtime.training import checkpoint
-from sennit.runtime.training.manifest import Manifest
-from sennit.runtime.training.opened import OpenedCheckpoint
-from sennit.runtime.training.saver import Saver
+from sennit.runtime.checkpoint import folder as checkpoint
+from sennit.runtime.checkpoint.manifest import Manifest
+from sennit.runtime.checkpoint.reading import OpenedCheckpoint
+from sennit.runtime.checkpoint.writing import Saver
 
 WORLD = 2
 HELD = (("user/0.0", "genre/0.0"), ("user/1.0", "genre/0.0"))

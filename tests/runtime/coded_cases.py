@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from sennit.runtime.backend import Options, all_reduce_coded, coded_hook
-from sennit.transport import codec_reference
 from sennit.transport.codecs import Codec, CodecKind
 from sennit.transport.errors import ArgumentError
+from sennit.transport.oracle import codec_reference
 
 INT8 = Codec(kind=CodecKind.INT8, block=64, stochastic=True, seed=11)
 

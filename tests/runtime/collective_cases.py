@@ -4,7 +4,7 @@
 """Every collective against its definition, bit for bit: run on each rank by test_backend_collectives.py.
 
 All ranks make all ranks' inputs from one seed, so each checks its own result alone. Reductions are compared with
-`sennit.transport.arithmetic.fold`, the tree over ranks that docs/reference/plans.md promises.
+`sennit.transport.plans.arithmetic.fold`, the tree over ranks that docs/reference/plans.md promises.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from sennit.runtime.backend import all_reduce_leaves, torch_versions
-from sennit.transport.arithmetic import fold
-from sennit.transport.elements import Dtype, ReduceOp, reduce_ops
 from sennit.transport.errors import ArgumentError
-from sennit.transport.tree import given_spans, leaves_of
+from sennit.transport.plans.arithmetic import fold
+from sennit.transport.plans.elements import Dtype, ReduceOp, reduce_ops
+from sennit.transport.plans.tree import given_spans, leaves_of
 
 FACTOR = 0.75
 # Odd sizes, and the limits of one message, one chunk, several chunks.

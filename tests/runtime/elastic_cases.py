@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sennit.runtime.backend import elastic
 from sennit.runtime.backend.process_group import communicator
 from sennit.transport.errors import SennitError
-from sennit.transport.membership import Terms
+from sennit.transport.meeting.membership import Terms
 
 
 def check_group() -> None:

@@ -15,10 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sennit.runtime.sharded import ShardedEmbeddingBags, SlicedReplicas, Table, place
+from sennit.runtime.replicas import SlicedReplicas
+from sennit.runtime.sharded import ShardedEmbeddingBags, Table, place
 from sennit.runtime.sharded.local_ranks import local_ranks
 from sennit.transport import algorithms
-from sennit.transport.elements import Dtype
+from sennit.transport.plans.elements import Dtype
 
 BATCH = 32
 # The last one is for data-parallel runs, where an AllGather carries its gradients.

@@ -19,7 +19,8 @@ from torch.nn import functional
 from sennit.runtime.kernels import Optimizer, OptimizerSpec, Pooling
 from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.pipeline import Pipeline, Record, Task, room
-from sennit.runtime.sharded import ShardedEmbeddingBags, ShardedEmbeddings, SlicedReplicas, Table, reduction
+from sennit.runtime.replicas import SlicedReplicas, reduction
+from sennit.runtime.sharded import ShardedEmbeddingBags, ShardedEmbeddings, Table
 from sennit.runtime.timeline import Timeline
 from sennit.transport.errors import ArgumentError, ConfigError
 

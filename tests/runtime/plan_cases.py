@@ -18,7 +18,7 @@ from sennit.runtime.backend.process_group import Options, PlanCompiler
 from sennit.runtime.sharded.bags import ShardedEmbeddingBags
 from sennit.runtime.sharded.placement import placed
 from sennit.runtime.sharded.tables import Table
-from sennit.transport.signature import Kind
+from sennit.transport.plans.signature import Kind
 
 
 def numbers_of_all(world: int, elements: int, seed: int) -> list[torch.Tensor]:

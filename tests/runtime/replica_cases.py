@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sennit.runtime.sharded import Along, SlicedReplicas
+from sennit.runtime.replicas import Along, SlicedReplicas
 from sennit.transport.errors import ArgumentError, ConfigError, MismatchError, SennitError, Unsupported
 
 FEATURES, VECTORS, WIDTH = 13, 5, 16

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sennit.runtime.sharded import PhaseClock, SlicedReplicas
-from sennit.transport import codec_reference
+from sennit.runtime.replicas import SlicedReplicas
+from sennit.runtime.sharded import PhaseClock
 from sennit.transport.codecs import Codec, CodecKind
 from sennit.transport.errors import ConfigError
+from sennit.transport.oracle import codec_reference
 
 INT8 = Codec(kind=CodecKind.INT8, block=64, stochastic=True, seed=11)
 

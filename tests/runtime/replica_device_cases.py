@@ -10,7 +10,7 @@ import device_double
 import torch
 from replica_cases import VECTORS, WIDTH, Cross, batch, digest, mine
 
-from sennit.runtime.sharded import Along, SlicedReplicas
+from sennit.runtime.replicas import Along, SlicedReplicas
 
 
 def train_there(rank: int, world: int, device: str = "cpu", no_sync: bool = False) -> tuple[list[str], int]:

@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sennit.runtime.checkpoint import folder as checkpoint
+from sennit.runtime.checkpoint.manifest import CheckpointError, Manifest
+from sennit.runtime.checkpoint.reading import OpenedCheckpoint
+from sennit.runtime.checkpoint.writing import Saver
 from sennit.runtime.kernels import Optimizer, OptimizerSpec, Precision
 from sennit.runtime.sharded import ShardedEmbeddingBags, Table, TableStore
-from sennit.runtime.training import checkpoint
-from sennit.runtime.training.manifest import CheckpointError, Manifest
-from sennit.runtime.training.opened import OpenedCheckpoint
-from sennit.runtime.training.saver import Saver
 
 SAMPLES = 16
 PREFIX = "tables."
@@ -137,7 +137,7 @@ def loses_a_rank(rank: int, world: int, folder: str) -> float:
     saver = Saver(Path(folder), in_background=True, timeout_s=1000)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr("sennit.runtime.training.saver._leave", lambda *_: os._exit(9))
+            patch.setattr("sennit.runtime.checkpoint.writing._leave", lambda *_: os._exit(9))
         saver.save(about(1), lambda: {"x": torch.ones(9)})
         with pytest.raises(Exception, match=r"rank 1|closed|lost|died"):
             saver.save(about(2), lambda: {"x": torch.ones(9)})

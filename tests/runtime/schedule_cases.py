@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from device_stand_in import delayed_copies, on_device  # type: ignore[import-not-found]
 
-from sennit.transport.arithmetic import fold
-from sennit.transport.elements import Dtype, ReduceOp
+from sennit.transport.plans.arithmetic import fold
+from sennit.transport.plans.elements import Dtype, ReduceOp
 
 # Elements of fp32: more than a staging buffer of device memory holds (2 MiB).
 LARGE = (600_000, 900_000)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sennit.runtime.kernels import Bounds, Optimizer, OptimizerSpec, Pooling, Precision
 from sennit.runtime.kernels.checks import GradientError
+from sennit.runtime.memory import keep_large_buffers
 from sennit.runtime.sharded import (
     Features,
     Home,
@@ -29,7 +30,6 @@ from sennit.runtime.sharded import (
     ShardedEmbeddings,
     Table,
     TableStore,
-    keep_large_buffers,
     place,
     placed,
 )

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from sennit.runtime.backend import communicator
 from sennit.runtime.kernels import Optimizer, OptimizerSpec, Pooling
-from sennit.runtime.sharded import PhaseClock, ShardedEmbeddingBags, ShardedEmbeddings, SlicedReplicas, Table
+from sennit.runtime.replicas import SlicedReplicas
+from sennit.runtime.sharded import PhaseClock, ShardedEmbeddingBags, ShardedEmbeddings, Table
 from sennit.transport.codecs import EXCHANGE_CODECS, Codec, CodecKind
 from sennit.transport.errors import ConfigError, SennitError
 

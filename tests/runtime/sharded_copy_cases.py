@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sennit.runtime.backend import communicator, is_symmetric
-from sennit.runtime.sharded import Features, ShardedEmbeddingBags, SlicedReplicas, Table
+from sennit.runtime.replicas import SlicedReplicas
+from sennit.runtime.sharded import Features, ShardedEmbeddingBags, Table
 
 # Operators that write a tensor from another one.
 COPIES = ("copy_", "clone", "cat", "index_select", "index", "gather", "contiguous", "_to_copy", "stack", "scatter_")

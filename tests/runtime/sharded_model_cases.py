@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sennit.runtime.kernels import Optimizer, OptimizerSpec, Pooling, Precision
 from sennit.runtime.model import ModelInputs, build
-from sennit.runtime.sharded import ShardedEmbeddingBags, ShardedEmbeddings, SlicedReplicas, Table
+from sennit.runtime.replicas import SlicedReplicas
+from sennit.runtime.sharded import ShardedEmbeddingBags, ShardedEmbeddings, Table
 
 DIM = 16
 SAMPLES = 44  # Slices of 5 and 6 samples.

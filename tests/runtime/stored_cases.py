@@ -10,13 +10,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from sennit.runtime.checkpoint import folder as checkpoint
+from sennit.runtime.checkpoint.fingerprint import fingerprint
 from sennit.runtime.data.batch_source import MemorySource, prepared
 from sennit.runtime.data.samples import Column, Samples
 from sennit.runtime.data.seeds import numpy_stream
 from sennit.runtime.sharded.files import TableStore
-from sennit.runtime.training import checkpoint, resumption
+from sennit.runtime.training import resumption
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.fingerprint import fingerprint
 from sennit.runtime.training.trainer import Trainer
 
 SMALL: dict[str, Any] = {"batch_size": 24, "embedding_dim": 4, "bottom": (8,), "top": (8,), "epochs": 3}

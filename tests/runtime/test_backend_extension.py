@@ -87,8 +87,8 @@ def test_a_group_of_one_host_loads_what_it_needs_and_no_compiler() -> None:
     done = subprocess.run([sys.executable, "-c", STARTS], capture_output=True, text=True, timeout=90, check=True)
     at_init, at_first_call = (line.split() for line in done.stdout.splitlines())
     ours = [name for name in at_init if name.startswith("sennit.")]
-    assert "sennit.transport.rendezvous" in ours
-    assert not [name for name in ours if name.startswith(("sennit.transport.plan_codec", "sennit.transport.selection"))]
+    assert "sennit.transport.meeting.rendezvous" in ours
+    assert not {"sennit.transport.plans.plan_codec", "sennit.transport.choice.selection"} & set(ours)
     assert not {name.rpartition(".")[2] for name in [*ours, *at_first_call]} & FOR_OTHERS
     assert len([name for name in at_first_call if name.startswith("sennit.transport.algorithms.")]) < 12
     # torch's own are in `import torch`.

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from sennit.runtime.training import checkpoint
-from sennit.runtime.training.manifest import CheckpointError, Manifest
+from sennit.runtime.checkpoint import folder as checkpoint
+from sennit.runtime.checkpoint.manifest import CheckpointError, Manifest
 
 PROGRAM = Path(__file__).with_name("checkpoint_crashes.py")
 RUN, OTHER = "0123456789abcdef", "fedcba9876543210"

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from sennit.runtime.checkpoint.fingerprint import line
 from sennit.runtime.data.seeds import numpy_stream
 from sennit.runtime.model.optimizer import dense_optimizer
 from sennit.runtime.sharded.memory_limits import shared_limits
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.fingerprint import line
 from sennit.runtime.training.metrics import quality
 from sennit.transport._core import available_bytes
 from sennit.transport.errors import ConfigError

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from sennit.cli import app
+from sennit.commands.cli import app
+from sennit.runtime.checkpoint import folder as checkpoint
 from sennit.runtime.data.seeds import torch_stream
 from sennit.runtime.kernels.int8 import float_rows, int8_rows
-from sennit.runtime.training import checkpoint
 from sennit.runtime.training.export import export_int8
 from sennit.transport.errors import ArgumentError, ConfigError, DeviceError
 

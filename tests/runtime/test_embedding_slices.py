@@ -28,7 +28,7 @@ from sennit.runtime.kernels.reference import sums_by_row
 from sennit.runtime.kernels.spec import Bounds, Pooling, Precision, ShardSpec
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.transport.errors import ArgumentError, Unsupported
-from sennit.transport.tree import Span, balanced, combinations, cover
+from sennit.transport.plans.tree import Span, balanced, combinations, cover
 from tests.runtime.embedding_cases import same_bits
 
 SLICES, BAGS, ROWS = 8, 9, 400

@@ -22,7 +22,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from sennit.cli import app
+from sennit.commands.cli import app
 from sennit.offload.batches import BatchLayout
 from sennit.offload.ingest.facts import Facts
 from sennit.offload.ingest.protocol import End, Error, FactsOf, Send, Taken

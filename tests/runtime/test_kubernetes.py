@@ -18,7 +18,7 @@ pytest.importorskip("jsonschema", reason="the package jsonschema is not installe
 import yaml
 from jsonschema import Draft202012Validator
 
-from sennit.cli import app
+from sennit.commands.cli import app
 from sennit.ebpf.features import CAPABILITIES
 from sennit.offload.ingest import target
 

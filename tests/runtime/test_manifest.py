@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from sennit.runtime.training import resumption
-from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.manifest import (
+from sennit.runtime.checkpoint.manifest import (
     MAX_BYTES,
     NAME,
     CheckpointError,
@@ -22,6 +20,8 @@ from sennit.runtime.training.manifest import (
     check_same_run,
     differences,
 )
+from sennit.runtime.training import resumption
+from sennit.runtime.training.config import TrainingConfig
 from sennit.transport.errors import ConfigError
 
 CASES = "training_cases.py"

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from sennit.cli import app
+from sennit.commands.cli import app
+from sennit.runtime.calibrate.kernel_speeds import non_negative
 from sennit.runtime.model.sharding_settings import sharding_of
 from sennit.runtime.planner import plan_file
 from sennit.runtime.planner.cluster import Cluster, read_cluster
@@ -27,7 +28,6 @@ from sennit.runtime.planner.search import Found, exact, greedy, local, of_placem
 from sennit.runtime.planner.usage import assumed, counted, uses
 from sennit.runtime.sharded.placement import place
 from sennit.runtime.sharded.tables import Home, Shard, Table, shard_bytes, shards_of
-from sennit.testbed.bench.kernel_speeds import non_negative
 from sennit.transport.errors import ConfigError
 
 HERE = Cluster(ranks=2, local_ranks=2, cores=2)

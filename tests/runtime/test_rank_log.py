@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from sennit.cli import app
+from sennit.commands.cli import app
 from sennit.runtime.pipeline.scheduler import Scheduler
 from sennit.runtime.timeline import left, rank_log
 from sennit.runtime.timeline.left import write_recordings

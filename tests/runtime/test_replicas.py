@@ -12,8 +12,9 @@ pytest.importorskip("torch")
 
 import torch
 
-from sennit.runtime.sharded import Along, Slices
-from sennit.runtime.sharded.cutting import CutArguments, join
+from sennit.runtime.replicas import Along
+from sennit.runtime.replicas.cutting import CutArguments, join
+from sennit.runtime.sharded import Slices
 
 pytestmark = pytest.mark.timeout(240)
 

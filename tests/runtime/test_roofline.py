@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
-from sennit.cli import app
+from sennit.commands.cli import app
 from sennit.runtime.model.factory import build
 from sennit.runtime.model.inputs import ModelInputs
 from sennit.runtime.planner.constants import Constants

@@ -21,10 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
+from sennit.runtime.checkpoint import dcp
+from sennit.runtime.checkpoint import folder as checkpoint
+from sennit.runtime.checkpoint.manifest import NAME, CheckpointError, Manifest
+from sennit.runtime.checkpoint.writing import Saver
 from sennit.runtime.kernels.int8 import int8_rows
-from sennit.runtime.training import checkpoint, dcp, export_int8
-from sennit.runtime.training.manifest import NAME, CheckpointError, Manifest
-from sennit.runtime.training.saver import Saver
+from sennit.runtime.training import export_int8
 
 CASES = "saver_cases.py"
 KILLS = Path(__file__).with_name("checkpoint_kills.py")

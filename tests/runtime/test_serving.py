@@ -18,7 +18,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from sennit.cli import app
+from sennit.commands.cli import app
 
 pytest.importorskip("pyarrow")
 CASES = "serving_cases.py"

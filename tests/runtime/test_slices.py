@@ -7,7 +7,7 @@ import pytest
 
 from sennit.runtime.sharded import Slices
 from sennit.transport.errors import ArgumentError, ConfigError
-from sennit.transport.tree import Span
+from sennit.transport.plans.tree import Span
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])

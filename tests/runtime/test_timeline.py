@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from sennit.cli import app
+from sennit.commands.cli import app
 from sennit.runtime.timeline.clocks import Offset, estimate, shift
 from sennit.runtime.timeline.critical_path import TRANSFER, WORK
 from sennit.runtime.timeline.exposure import exposed

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from sennit.runtime.checkpoint.manifest import Manifest
 from sennit.runtime.timeline.summary import summarise
 from sennit.runtime.timeline.trace_file import read
 from sennit.runtime.training.command import main
-from sennit.runtime.training.manifest import Manifest
 from tests.runtime.whole_run import train
 
 TINY = [

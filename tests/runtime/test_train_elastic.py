@@ -18,7 +18,7 @@ from sennit.runtime.timeline.spans import STEP
 from sennit.runtime.timeline.trace_file import read
 from sennit.runtime.training.command import main
 from sennit.runtime.training.launch import join_address, serve_store
-from sennit.transport.rails import Rail
+from sennit.transport.meeting.rails import Rail
 from tests.runtime.whole_run import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]

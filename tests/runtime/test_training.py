@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sennit.runtime.training import checkpoint
+from sennit.runtime.checkpoint import folder as checkpoint
 
 CASES = "training_cases.py"
 

@@ -18,6 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sennit.runtime.checkpoint.fingerprint import fingerprint
+from sennit.runtime.checkpoint.manifest import CheckpointError
 from sennit.runtime.data.batch_source import MemorySource, prepared
 from sennit.runtime.data.combined import CombinedBatch
 from sennit.runtime.data.samples import Column, Samples
@@ -30,8 +32,6 @@ from sennit.runtime.planner.constants import PRECISIONS, Constants, Kernel
 from sennit.runtime.sharded.files import TableStore
 from sennit.runtime.training import overlap, planned, resumption
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.fingerprint import fingerprint
-from sennit.runtime.training.manifest import CheckpointError
 from sennit.runtime.training.metrics import quality, quality_of_ranks
 from sennit.runtime.training.rebalance import Moved, shape_of
 from sennit.runtime.training.trainer import Trainer, TrainingError

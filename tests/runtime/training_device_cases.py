@@ -18,12 +18,12 @@ import training_cases
 from sharded_device_cases import Kernels
 from torch import nn
 
+from sennit.runtime.checkpoint.fingerprint import fingerprint
 from sennit.runtime.kernels import engine as engines
 from sennit.runtime.sharded.files import TableStore
 from sennit.runtime.sharded.memory_limits import memory_limits
 from sennit.runtime.training import resumption
 from sennit.runtime.training import trainer as trainers
-from sennit.runtime.training.fingerprint import fingerprint
 from sennit.runtime.training.handover import Claim, Holding, find_source, take_over
 from sennit.runtime.training.trainer import StepReport, Trainer
 from sennit.transport.errors import SennitError

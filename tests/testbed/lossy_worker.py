@@ -12,11 +12,11 @@ import sys
 
 import numpy as np
 
-from sennit.transport.arithmetic import fold
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import from_environment
-from sennit.transport.elements import Dtype, ReduceOp
-from sennit.transport.store import FileStore
+from sennit.transport.meeting.store import FileStore
+from sennit.transport.plans.arithmetic import fold
+from sennit.transport.plans.elements import Dtype, ReduceOp
 
 # The largest first, so that every plane carries much data before anything is known about it.
 ELEMENTS = (2_000_003, 1, 40_001)

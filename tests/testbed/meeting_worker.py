@@ -17,7 +17,7 @@ import numpy as np
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import from_environment
 from sennit.transport.errors import SennitError
-from sennit.transport.store import FileStore
+from sennit.transport.meeting.store import FileStore
 
 
 def main() -> None:

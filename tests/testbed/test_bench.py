@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sennit.testbed.bench import collectives, ingest, rdma, rdma_report, report, results
+from sennit.testbed.bench import rdma_report, report, results
 from sennit.testbed.bench.cases import Case, Collective
-from sennit.testbed.bench.collectives import Settings
-from sennit.testbed.bench.commands import Join
-from sennit.testbed.bench.conductor import WorkerError, Workers
+from sennit.testbed.bench.samples import ingest
+from sennit.testbed.bench.transport import collectives, rdma
+from sennit.testbed.bench.transport.collectives import Settings
+from sennit.testbed.bench.transport.commands import Join
+from sennit.testbed.bench.transport.conductor import WorkerError, Workers
 from sennit.transport.sizes import format_size, parse_size
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from sennit.cli import app
-from sennit.testbed.bench import codecs
+from sennit.commands.cli import app
+from sennit.testbed.bench.transport import codecs
 from sennit.transport import _core
 from sennit.transport.codecs import CodecKind
 

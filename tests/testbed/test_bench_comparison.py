@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from sennit.cli import app
-from sennit.testbed.bench import comparison, comparison_page, embedding, sharded
+from sennit.commands.cli import app
+from sennit.testbed.bench import comparison, comparison_page
 from sennit.testbed.bench.comparison import CORE, LOOKUPS, LOOPBACK, SHARED, STEP, Comparison, Row
-from sennit.testbed.bench.embedding_peers import Shape
+from sennit.testbed.bench.tables import embedding
+from sennit.testbed.bench.tables.embedding_peers import Shape
+from sennit.testbed.bench.training import sharded
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 MACHINE = {

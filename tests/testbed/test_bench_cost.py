@@ -17,10 +17,10 @@ from sennit.offload.errors import TargetUnavailable
 from sennit.offload.host_receiver import HostReceiver
 from sennit.offload.records import HEADER, encode_packets, encode_records
 from sennit.offload.schema import Dense, Ids, LabelKind, Schema
-from sennit.testbed.bench import cost as bench
-from sennit.testbed.bench.cost_ways import Measured, turn_order
-from sennit.testbed.bench.offload import rows_of, shapes
-from sennit.testbed.bench.python_receiver import PythonReceiver, record_of
+from sennit.testbed.bench.samples.offload import rows_of, shapes
+from sennit.testbed.bench.samples.python_receiver import PythonReceiver, record_of
+from sennit.testbed.bench.training import cost as bench
+from sennit.testbed.bench.training.cost_ways import Measured, turn_order
 from tests.offload.agreement import assert_same_batch
 
 SESSION = 7

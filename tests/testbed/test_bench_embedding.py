@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 pytest.importorskip("triton")
 
-from sennit import capabilities
-from sennit.cli import app
+from sennit.commands.cli import app
+from sennit.doctor import capabilities
 from sennit.runtime.kernels.spec import Pooling, Precision
-from sennit.testbed.bench import embedding, embedding_cuda, embedding_peers
-from sennit.testbed.bench.embedding_peers import Shape
+from sennit.testbed.bench.tables import embedding, embedding_cuda, embedding_peers
+from sennit.testbed.bench.tables.embedding_peers import Shape
 
 
 def test_ids_follow_the_power_law() -> None:

@@ -11,10 +11,10 @@ import pytest
 
 from sennit.ebpf.library import BpfError
 from sennit.offload.batches import Batch, BatchLayout
-from sennit.testbed.bench import offload_end_to_end as bench
-from sennit.testbed.bench.ingest_peers import Peer
-from sennit.testbed.bench.offload import shapes
-from sennit.testbed.bench.record_source import FrameSink, RecordSource
+from sennit.testbed.bench.samples import offload_end_to_end as bench
+from sennit.testbed.bench.samples.ingest_peers import Peer
+from sennit.testbed.bench.samples.offload import shapes
+from sennit.testbed.bench.samples.record_source import FrameSink, RecordSource
 
 PACKETS = 195
 PER_PACKET = bench.BATCH_ROWS // PACKETS

@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 
 pytest.importorskip("triton")
 
-from sennit import capabilities
-from sennit.cli import app
+from sennit.commands.cli import app
+from sennit.doctor import capabilities
 from sennit.runtime.kernels.implementations import implementation
 from sennit.runtime.kernels.native import NativeOperator
-from sennit.testbed.bench import (
+from sennit.testbed.bench.gpu import (
     gpu,
     gpu_compiler,
     gpu_kernels,
@@ -125,7 +125,7 @@ def part_with(monkeypatch: pytest.MonkeyPatch, *runs: Any) -> None:
     for name, run in zip(names, runs, strict=True):
         module = types.ModuleType(name)
         module.__dict__["run"] = run
-        monkeypatch.setitem(sys.modules, f"sennit.testbed.bench.{name}", module)
+        monkeypatch.setitem(sys.modules, f"sennit.testbed.bench.gpu.{name}", module)
     monkeypatch.setitem(gpu_part.MODULES, "made", tuple(names))
 
 

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from sennit.runtime.training.launch import RankFailure
-from sennit.testbed.bench import group, group_rank
+from sennit.testbed.bench.transport import group, group_rank
 
 pytestmark = pytest.mark.needs("backend", "shm")
 

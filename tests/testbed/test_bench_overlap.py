@@ -8,7 +8,7 @@ import json
 import pytest
 from rich.console import Console
 
-from sennit.testbed.bench import overlap
+from sennit.testbed.bench.training import overlap
 
 
 @pytest.mark.needs("backend", "shm", "netns")

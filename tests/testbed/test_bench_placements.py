@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sennit.testbed.bench import placements
-from sennit.testbed.bench.confinement import confined
+from sennit.testbed.bench.training import placements
+from sennit.testbed.bench.training.confinement import confined
 from sennit.transport.errors import Unsupported
 
 pytestmark = [pytest.mark.needs("backend", "shm"), pytest.mark.timeout(180)]

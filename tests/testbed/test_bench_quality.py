@@ -18,8 +18,15 @@ from sennit.runtime.data.sources import Source
 from sennit.runtime.kernels.spec import Precision, Rounding
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.launch import RankFailure
-from sennit.testbed.bench import parameter_server, plain_torch, quality, quality_page, quality_plots, quality_ways
-from sennit.testbed.bench.quality_ways import ASYNCHRONOUS, Trained, batch_way, server_way, steps_within
+from sennit.testbed.bench.training import (
+    parameter_server,
+    plain_torch,
+    quality,
+    quality_page,
+    quality_plots,
+    quality_ways,
+)
+from sennit.testbed.bench.training.quality_ways import ASYNCHRONOUS, Trained, batch_way, server_way, steps_within
 from sennit.transport.errors import SennitError
 from tests.runtime.whole_run import train
 

@@ -14,10 +14,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from sennit.cli import app
-from sennit.testbed.bench import comparison_page, performance_page, planner_scale, quality_page, quiet
+from sennit.commands.cli import app
+from sennit.testbed.bench import comparison_page, quiet
 from sennit.testbed.bench.command_line import app as bench
-from sennit.testbed.bench.figures import Figures
+from sennit.testbed.bench.figures import performance_page
+from sennit.testbed.bench.figures.figures import Figures
+from sennit.testbed.bench.training import planner_scale, quality_page
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 # It has no figures of pages.

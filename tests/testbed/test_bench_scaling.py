@@ -8,8 +8,8 @@ import json
 import pytest
 from rich.console import Console
 
-from sennit.testbed.bench import scaling
-from sennit.testbed.bench.turns import Exposed
+from sennit.testbed.bench.training import scaling
+from sennit.testbed.bench.training.turns import Exposed
 
 
 def measured(step_s: float, processor_s: float, alltoall_ms: float) -> scaling.Measured:

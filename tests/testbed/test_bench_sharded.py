@@ -8,7 +8,7 @@ import json
 import pytest
 from rich.console import Console
 
-from sennit.testbed.bench import sharded
+from sennit.testbed.bench.training import sharded
 
 pytestmark = [pytest.mark.needs("backend", "shm"), pytest.mark.timeout(180)]
 

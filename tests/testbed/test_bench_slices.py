@@ -8,7 +8,7 @@ import json
 import pytest
 from rich.console import Console
 
-from sennit.testbed.bench import slices
+from sennit.testbed.bench.training import slices
 
 pytestmark = pytest.mark.needs("backend", "shm")
 

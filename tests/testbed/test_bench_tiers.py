@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sennit.testbed.bench import embedding_tiers, tiers, training_tiers
+from sennit.testbed.bench.tables import embedding_tiers, tiers, training_tiers
 
 LOAD = embedding_tiers.Load(table_count=2, row_count=3_000, dim=8, bags=16, memory_share=0.3)
 

@@ -8,7 +8,7 @@ import json
 import pytest
 from rich.console import Console
 
-from sennit.testbed.bench import timeline
+from sennit.testbed.bench.training import timeline
 
 
 @pytest.mark.needs("backend", "shm")

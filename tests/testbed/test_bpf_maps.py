@@ -32,7 +32,7 @@ PR_CAPBSET_DROP = 24
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[Ranks]:
-    pytest.importorskip("sennit.transport.rails")
+    pytest.importorskip("sennit.transport.meeting.rails")
     made = Ranks(tmp_path, "udp")
     try:
         yield made

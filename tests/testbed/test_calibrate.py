@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from sennit.cli import app
+from sennit.commands.cli import app
+from sennit.runtime.calibrate import calibrate, codec_speeds, core_sharing, kernel_speeds
+from sennit.runtime.calibrate.cost_fit import FitError, Sample, fit
 from sennit.runtime.planner.constants import Constants, cores_here, read_constants
-from sennit.testbed.bench import calibrate, codec_speeds, core_sharing, kernel_speeds
-from sennit.testbed.bench.cost_fit import FitError, Sample, fit
-from sennit.transport.calibration import read_calibration
-from sennit.transport.coded_cost import SPEEDS
-from sennit.transport.costs import NETWORK, SHARED_MEMORY, Costs
-from sennit.transport.hosts import Hosts
-from sennit.transport.selection import Selection
-from sennit.transport.store import FileStore
+from sennit.transport.choice.calibration import read_calibration
+from sennit.transport.choice.coded_cost import SPEEDS
+from sennit.transport.choice.costs import NETWORK, SHARED_MEMORY, Costs
+from sennit.transport.choice.selection import Selection
+from sennit.transport.meeting.store import FileStore
+from sennit.transport.plans.hosts import Hosts
 
 TRUE = Costs(round_s=2e-5, message_s=3e-6, byte_s=4e-10, peer_share=0.3, fold_byte_s=5e-11)
 

@@ -9,7 +9,8 @@ import sys
 import pytest
 from rich.console import Console
 
-from sennit import capabilities, doctor, extras
+from sennit import extras
+from sennit.doctor import capabilities, doctor
 
 
 @pytest.mark.parametrize("name", capabilities.PROBES)

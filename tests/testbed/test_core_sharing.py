@@ -7,8 +7,8 @@ import dataclasses
 
 import pytest
 
+from sennit.runtime.calibrate.core_sharing import MOST, Turn, found_in
 from sennit.runtime.planner.constants import CONTENTION_MAX, Constants
-from sennit.testbed.bench.core_sharing import MOST, Turn, found_in
 
 # Two ranks a core, as the turns of one rank explain them.
 FAIR = Turn(alone=1.0, some=1.0, all=2.0, serial=2.5, threaded=2.5)

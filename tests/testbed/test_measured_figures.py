@@ -15,25 +15,15 @@ from typing import Any
 import pytest
 import typer
 
-from sennit.testbed.bench import (
-    cost,
-    embedding,
-    embedding_tiers,
-    feed,
-    ingest,
-    measured_figures,
-    offload,
-    performance_page,
-    sharded,
-    slices,
-    tiers,
-    training_tiers,
-)
 from sennit.testbed.bench.cases import Case, Collective
 from sennit.testbed.bench.command_line import app
-from sennit.testbed.bench.cost_ways import Measured
-from sennit.testbed.bench.figures import GOAL, Figures
+from sennit.testbed.bench.figures import measured_figures, performance_page
+from sennit.testbed.bench.figures.figures import GOAL, Figures
 from sennit.testbed.bench.results import Report, Row
+from sennit.testbed.bench.samples import feed, ingest, offload
+from sennit.testbed.bench.tables import embedding, embedding_tiers, tiers, training_tiers
+from sennit.testbed.bench.training import cost, sharded, slices
+from sennit.testbed.bench.training.cost_ways import Measured
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 MACHINE = {

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("pyroute2", reason="missing capability tc-bpf: pyroute2 is not installed")
 
-from sennit import capabilities
+from sennit.doctor import capabilities
 from sennit.testbed.scenarios import runner
 from sennit.testbed.scenarios.catalogue import SCENARIOS
 from sennit.testbed.scenarios.verdicts import Status

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from sennit.testbed.bench import performance_page, pictures
-from sennit.testbed.bench.figures import Figures, Row
+from sennit.testbed.bench.figures import performance_page, pictures
+from sennit.testbed.bench.figures.figures import Figures, Row
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 CHART = {"title": "t", "series": ["a", "b"], "groups": [{"name": "g", "values": [1, 2]}], "note": "n", "taken": "t"}

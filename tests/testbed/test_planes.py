@@ -21,7 +21,7 @@ pytest.importorskip("pyroute2", reason="missing capability tc-bpf: pyroute2 is n
 from pyroute2 import IPRoute
 
 from sennit.testbed.topology import Direction, Impairment, Planes, QueueCounters, namespace
-from sennit.transport import rails
+from sennit.transport.meeting import rails
 from tests.testbed.datagrams import open_socket, send_datagrams
 
 pytestmark = [pytest.mark.root, pytest.mark.needs("tc-bpf", "nsenter")]

@@ -17,7 +17,7 @@ pytest.importorskip("sennit.transport._core", reason="the native core is not bui
 
 from sennit.testbed.topology import Impairer, Planes
 from sennit.testbed.topology.switch import NEEDS
-from sennit.transport.store import FileStore
+from sennit.transport.meeting.store import FileStore
 
 WORKER = Path(__file__).parents[1] / "transport" / "silent_worker.py"
 HOSTS = 3

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sennit import capabilities
+from sennit.doctor import capabilities
 from sennit.testbed import rings
 from sennit.testbed.vm import boot, kernels
 

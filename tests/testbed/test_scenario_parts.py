@@ -32,7 +32,7 @@ from sennit.testbed.scenarios.model import (
 )
 from sennit.testbed.scenarios.payload import Payload, expected_sum, random_input, recoded, summed
 from sennit.testbed.scenarios.stage import Observations, Recovery, Run
-from sennit.transport import wire
+from sennit.transport.oracle import wire
 
 SIZE_BYTES = 4096
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from sennit.cli import app
+from sennit.commands.cli import app
 from sennit.runtime.planner.constants import Constants
 from sennit.runtime.planner.problem import Fixed
 from sennit.testbed.simulation import report, training, training_report

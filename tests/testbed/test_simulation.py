@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from sennit.cli import app
+from sennit.commands.cli import app
 from sennit.testbed.simulation import report, runner, suite
 from sennit.testbed.simulation.outcome import Outcome
 from sennit.testbed.simulation.plans import Program, program
 from sennit.testbed.simulation.scenario import Pattern, Scenario
 from sennit.transport.config import Algorithm
-from sennit.transport.plan import Plan, Recv, Send
+from sennit.transport.plans.plan import Plan, Recv, Send
 
 SMALL = Scenario(hosts=32, hosts_per_leaf=8, spines=8, size_bytes=16 << 10)
 

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("pyroute2", reason="the extra `testbed` is not installed")
 
-from sennit import capabilities
+from sennit.doctor import capabilities
 from sennit.testbed.scenarios import stage
 from sennit.testbed.scenarios.model import (
     NO_IMPAIRMENT,

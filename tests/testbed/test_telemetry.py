@@ -35,7 +35,7 @@ SENNIT = (sys.executable, "-m", "sennit")
 @pytest.fixture(params=["shm", "udp"])
 def ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ranks]:
     if request.param == "udp":
-        pytest.importorskip("sennit.transport.rails")
+        pytest.importorskip("sennit.transport.meeting.rails")
     made = Ranks(tmp_path, request.param)
     try:
         yield made

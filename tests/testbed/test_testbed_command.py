@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 pytest.importorskip("pyroute2", reason="the extra `testbed` is not installed")
 
-from sennit import capabilities
-from sennit.cli import app
+from sennit.commands.cli import app
+from sennit.doctor import capabilities
 from sennit.testbed.scenarios import page, results, runner, stage
 from sennit.testbed.scenarios.catalogue import SCENARIOS
 from sennit.testbed.scenarios.model import Library, Variant

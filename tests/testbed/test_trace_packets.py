@@ -23,7 +23,7 @@ from scapy.layers.l2 import Ether
 from scapy.utils import RawPcapNgReader
 
 from sennit.testbed.topology import Planes
-from sennit.transport import wire
+from sennit.transport.oracle import wire
 from tests.testbed.trace_runs import DEADLINE_S, SENNIT, WORLD, Ranks, Start, last_pages, session
 
 ROCE_PORT = 4791

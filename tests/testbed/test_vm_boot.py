@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sennit import debian
-from sennit.cli import app
+from sennit.commands.cli import app
 from sennit.testbed.vm import boot, kernels, machines, runner, stock_kernel, uml_kernel
 from sennit.testbed.vm.kernels import Kind
 

@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sennit import cache
-from sennit.cli import app
+from sennit.commands.cli import app
 from sennit.debian import StepFailed, Unavailable, require
 from sennit.testbed.vm import initramfs, job, kernels, links, machines, runner, stock_kernel, uml_kernel
 
@@ -200,7 +200,7 @@ def test_the_default_memory_is_what_there_is_room_for(monkeypatch: pytest.Monkey
 
 def test_the_tool_needs_nothing_that_has_to_be_built() -> None:
     # Importable without the native parts (docs/how-to/soft-roce-vm.md), and quickly.
-    modules = "sennit.cli, sennit.testbed.vm.commands, sennit.testbed.vm.runner"
+    modules = "sennit.commands.cli, sennit.testbed.vm.commands, sennit.testbed.vm.runner"
     code = f"import sys, {modules}; print([m for m in ('torch', 'numpy', 'sennit.transport') if m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
     assert loaded.stdout == "[]\n"

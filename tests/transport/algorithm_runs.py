@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from sennit.transport import reference
-from sennit.transport.arithmetic import fold, narrow
-from sennit.transport.elements import COMPLEXES, FLOATS, Dtype, ReduceOp
-from sennit.transport.hosts import Hosts
-from sennit.transport.plan import Plan, Recv, Send
-from sennit.transport.plan_codec import decode
+from sennit.transport.oracle import reference
+from sennit.transport.plans.arithmetic import fold, narrow
+from sennit.transport.plans.elements import COMPLEXES, FLOATS, Dtype, ReduceOp
+from sennit.transport.plans.hosts import Hosts
+from sennit.transport.plans.plan import Plan, Recv, Send
+from sennit.transport.plans.plan_codec import decode
 
 Array = npt.NDArray[Any]
 Run = Callable[[st.DataObject, Sequence[Plan], Sequence[Sequence[Array]]], None]

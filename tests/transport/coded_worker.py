@@ -16,16 +16,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from sennit.transport import codec_reference, errors
-from sennit.transport.arithmetic import fold, narrow, run_program
+from sennit.transport import errors
 from sennit.transport.codecs import Codec, CodecKind
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import from_environment
-from sennit.transport.elements import Dtype, ReduceOp
-from sennit.transport.hosts import Hosts
-from sennit.transport.plan import Plan
-from sennit.transport.store import FileStore
-from sennit.transport.tree import combinations, cover, leaves_of
+from sennit.transport.meeting.store import FileStore
+from sennit.transport.oracle import codec_reference
+from sennit.transport.plans.arithmetic import fold, narrow, run_program
+from sennit.transport.plans.elements import Dtype, ReduceOp
+from sennit.transport.plans.hosts import Hosts
+from sennit.transport.plans.plan import Plan
+from sennit.transport.plans.tree import combinations, cover, leaves_of
 
 Array = npt.NDArray[Any]
 

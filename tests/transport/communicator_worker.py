@@ -26,15 +26,15 @@ import pytest
 
 from sennit.transport import algorithms, errors
 from sennit.transport.algorithms import allreduce, recv
-from sennit.transport.arithmetic import fold
+from sennit.transport.choice.selection import Selection
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import Algorithm, from_environment
-from sennit.transport.elements import COMPLEXES, FLOATS, Dtype, ReduceOp, reduce_ops
-from sennit.transport.plan import Plan
-from sennit.transport.selection import Selection
-from sennit.transport.store import FileStore
-from sennit.transport.tree import given_spans, leaves_of
-from sennit.transport.wire import REFUSALS
+from sennit.transport.meeting.store import FileStore
+from sennit.transport.oracle.wire import REFUSALS
+from sennit.transport.plans.arithmetic import fold
+from sennit.transport.plans.elements import COMPLEXES, FLOATS, Dtype, ReduceOp, reduce_ops
+from sennit.transport.plans.plan import Plan
+from sennit.transport.plans.tree import given_spans, leaves_of
 
 Array = npt.NDArray[Any]
 SCALAR = 0.75

@@ -14,8 +14,8 @@ import socket
 import sys
 import time
 
-from sennit.capabilities import UDP_SEGMENT
-from sennit.transport import wire
+from sennit.doctor.capabilities import UDP_SEGMENT
+from sennit.transport.oracle import wire
 
 BATCH_PACKETS = 64  # linux/udp.h before Linux 6.9: UDP_MAX_SEGMENTS
 BATCHES = 256

@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
-from sennit.transport import rendezvous
 from sennit.transport.config import Config
 from sennit.transport.errors import DeviceError, SennitError
-from sennit.transport.rails import Rail
-from sennit.transport.store import Store
+from sennit.transport.meeting import rendezvous
+from sennit.transport.meeting.rails import Rail
+from sennit.transport.meeting.store import Store
 
 
 class MemoryStore:

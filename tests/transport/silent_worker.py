@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from sennit.transport.communicator import Communicator
 from sennit.transport.errors import SennitError
-from sennit.transport.store import FileStore
+from sennit.transport.meeting.store import FileStore
 
 # A C call on so many elements holds the GIL for some tenths of a second, without a bytecode in between.
 RANGE_ELEMENTS: Final = 20_000_000

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from sennit.transport import rendezvous
 from sennit.transport.communicator import Communicator
 from sennit.transport.errors import PeerError, SennitError
-from sennit.transport.membership import Terms
-from sennit.transport.store import FileStore
+from sennit.transport.meeting import rendezvous
+from sennit.transport.meeting.membership import Terms
+from sennit.transport.meeting.store import FileStore
 
 LARGE_ELEMENTS = 8_000_000
 # Processes take longer than this to start and load only on a far too busy machine.

@@ -22,14 +22,14 @@ import numpy.typing as npt
 import pytest
 
 from sennit.transport import _core, algorithms
-from sennit.transport.arithmetic import fold
+from sennit.transport.choice.selection import Selection
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import Algorithm
-from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.errors import ArgumentError, MismatchError, PeerError, SennitError
-from sennit.transport.plan import Plan
-from sennit.transport.selection import Selection
-from sennit.transport.store import FileStore
+from sennit.transport.meeting.store import FileStore
+from sennit.transport.plans.arithmetic import fold
+from sennit.transport.plans.elements import Dtype, ReduceOp
+from sennit.transport.plans.plan import Plan
 from sennit.transport.symmetric import symmetric_empty
 
 Array = npt.NDArray[Any]

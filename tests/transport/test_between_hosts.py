@@ -13,14 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 
-from sennit.transport import algorithms, reference
-from sennit.transport.arithmetic import fold, narrow, run_program
+from sennit.transport import algorithms
 from sennit.transport.codecs import Codec, CodecKind
-from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.errors import ArgumentError, MismatchError
-from sennit.transport.hosts import Hosts
-from sennit.transport.plan import Decode, Encode, Plan, Send
-from sennit.transport.tree import Span, balanced, combinations, cover, leaves_of
+from sennit.transport.oracle import reference
+from sennit.transport.plans.arithmetic import fold, narrow, run_program
+from sennit.transport.plans.elements import Dtype, ReduceOp
+from sennit.transport.plans.hosts import Hosts
+from sennit.transport.plans.plan import Decode, Encode, Plan, Send
+from sennit.transport.plans.tree import Span, balanced, combinations, cover, leaves_of
 from tests.transport.algorithm_runs import SCALAR, Array, check_plans, inputs, noise
 from tests.transport.coded_worker import coded_and_back, definition
 from tests.transport.test_coded_algorithms import OPS, codecs, exchange, plans_of, run, tables

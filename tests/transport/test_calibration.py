@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sennit.transport.calibration import Calibration, read_calibration
-from sennit.transport.coded_cost import SPEEDS, CodecSpeed
-from sennit.transport.coding import CodecKind
+from sennit.transport.choice.calibration import Calibration, read_calibration
+from sennit.transport.choice.coded_cost import SPEEDS, CodecSpeed
+from sennit.transport.choice.costs import NETWORK, SHARED_MEMORY, Costs
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import Config
-from sennit.transport.costs import NETWORK, SHARED_MEMORY, Costs
 from sennit.transport.errors import ConfigError, PeerError
+from sennit.transport.plans.coding import CodecKind
 from tests.transport.meeting import Recorder, meet
 
 WAY = {"round_s": 1e-5, "message_s": 2e-6, "byte_s": 3e-10, "peer_share": 0.25, "fold_byte_s": 0}

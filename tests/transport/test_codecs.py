@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sennit.transport import codec_reference
 from sennit.transport.codecs import Codec, CodecKind
-from sennit.transport.elements import Dtype
 from sennit.transport.errors import ArgumentError
+from sennit.transport.oracle import codec_reference
+from sennit.transport.plans.elements import Dtype
 
 Floats = npt.NDArray[np.float32]
 SPECIALS = [

@@ -11,15 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 
-from sennit.transport import algorithms, reference
-from sennit.transport.arithmetic import narrow
+from sennit.transport import algorithms
 from sennit.transport.codecs import Codec, CodecKind
-from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.errors import ArgumentError, MismatchError
-from sennit.transport.hosts import Hosts
-from sennit.transport.plan import MAX_LOAN_BYTES, Plan, Recv, Send
+from sennit.transport.oracle import reference
 from sennit.transport.plan_check import check
-from sennit.transport.tree import leaves_of
+from sennit.transport.plans.arithmetic import narrow
+from sennit.transport.plans.elements import Dtype, ReduceOp
+from sennit.transport.plans.hosts import Hosts
+from sennit.transport.plans.plan import MAX_LOAN_BYTES, Plan, Recv, Send
+from sennit.transport.plans.tree import leaves_of
 from tests.transport.algorithm_runs import SCALAR, Array, check_plans, inputs, noise
 from tests.transport.coded_worker import coded_and_back, definition, scattered
 

@@ -12,8 +12,8 @@ import pytest
 
 from sennit.transport.codecs import Codec, CodecKind
 from sennit.transport.communicator import Communicator
-from sennit.transport.elements import ReduceOp
 from sennit.transport.errors import ArgumentError
+from sennit.transport.plans.elements import ReduceOp
 from tests.transport.test_communicator import run_ranks
 
 WORKER = Path(__file__).with_name("coded_worker.py")

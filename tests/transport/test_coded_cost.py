@@ -11,13 +11,13 @@ import pytest
 
 from sennit.transport import algorithms
 from sennit.transport.algorithms.leaves import Leaves
+from sennit.transport.choice.coded_cost import CODED, SPEEDS, CodecSpeed, break_even_byte_s, coded_work
+from sennit.transport.choice.costs import Collective
 from sennit.transport.codecs import Codec, CodecKind
-from sennit.transport.coded_cost import CODED, SPEEDS, CodecSpeed, break_even_byte_s, coded_work
-from sennit.transport.coding import Coding
-from sennit.transport.costs import Collective
-from sennit.transport.elements import Dtype, ReduceOp
-from sennit.transport.hosts import Hosts
-from sennit.transport.plan import Decode, Encode, Plan, Send
+from sennit.transport.plans.coding import Coding
+from sennit.transport.plans.elements import Dtype, ReduceOp
+from sennit.transport.plans.hosts import Hosts
+from sennit.transport.plans.plan import Decode, Encode, Plan, Send
 
 # Shares of one and of several chunks, all of whole blocks.
 ELEMENTS = (4 * 64, 4 * 98_304)

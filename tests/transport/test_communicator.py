@@ -22,7 +22,7 @@ pytest.importorskip("sennit.transport._core", reason="the native core is not bui
 from sennit.transport import _core
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import Config, Congestion, PathPolicy
-from sennit.transport.elements import ReduceOp
+from sennit.transport.plans.elements import ReduceOp
 from tests.transport.forked import start
 
 WORKER = Path(__file__).with_name("communicator_worker.py")

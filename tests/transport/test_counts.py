@@ -19,18 +19,19 @@ from hypothesis.strategies import DataObject
 
 pytest.importorskip("sennit.transport._core", reason="the native core is not built")
 
-from sennit.transport import _core, algorithms, reference
+from sennit.transport import _core, algorithms
 from sennit.transport.algorithms import piece_counts, pieces_of
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import Config, TransportKind
-from sennit.transport.counts import COUNTED_MAX_BYTES, CountRange
-from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.errors import ArgumentError, MismatchError, PeerError
-from sennit.transport.hosts import Hosts
-from sennit.transport.plan import Operand, Plan, PlanBuilder
-from sennit.transport.signature import Kind, signature
-from sennit.transport.store import FileStore
-from sennit.transport.tree import Span
+from sennit.transport.meeting.store import FileStore
+from sennit.transport.oracle import reference
+from sennit.transport.plans.counts import COUNTED_MAX_BYTES, CountRange
+from sennit.transport.plans.elements import Dtype, ReduceOp
+from sennit.transport.plans.hosts import Hosts
+from sennit.transport.plans.plan import Operand, Plan, PlanBuilder
+from sennit.transport.plans.signature import Kind, signature
+from sennit.transport.plans.tree import Span
 
 Bytes = npt.NDArray[np.uint8]
 WORLD = 3

@@ -12,15 +12,16 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from sennit.transport import algorithms, reference
+from sennit.transport import algorithms
 from sennit.transport._core import describe_signature
-from sennit.transport.device_plan import RING_BYTES, SEGMENT_BYTES, cut_messages, for_device
-from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.errors import ArgumentError, MismatchError
-from sennit.transport.plan import Copy, Operand, Plan, PlanBuilder
+from sennit.transport.oracle import reference
+from sennit.transport.oracle.reference import PlanFault
 from sennit.transport.plan_check import check
-from sennit.transport.reference import PlanFault
-from sennit.transport.signature import Kind, signature
+from sennit.transport.plans.device_plan import RING_BYTES, SEGMENT_BYTES, cut_messages, for_device
+from sennit.transport.plans.elements import Dtype, ReduceOp
+from sennit.transport.plans.plan import Copy, Operand, Plan, PlanBuilder
+from sennit.transport.plans.signature import Kind, signature
 
 MIB = 1 << 20
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from sennit.transport import devices
-from sennit.transport.devices import DevicePort, Gid
 from sennit.transport.errors import Unsupported
+from sennit.transport.meeting import devices
+from sennit.transport.meeting.devices import DevicePort, Gid
 
 GOOD = DevicePort(
     device="rxe0",

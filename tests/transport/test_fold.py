@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from sennit.transport import algorithms
 from sennit.transport.algorithms.ranges import DEFAULT_CHUNK_BYTES
-from sennit.transport.elements import Dtype, ReduceOp, reduce_ops
-from sennit.transport.hosts import Hosts
-from sennit.transport.plan import Plan, Send
-from sennit.transport.tree import Span
+from sennit.transport.plans.elements import Dtype, ReduceOp, reduce_ops
+from sennit.transport.plans.hosts import Hosts
+from sennit.transport.plans.plan import Plan, Send
+from sennit.transport.plans.tree import Span
 from tests.transport.algorithm_runs import (
     Array,
     check_allreduce,

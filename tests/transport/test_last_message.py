@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from sennit.transport import _core
 from sennit.transport.config import Config
-from sennit.transport.plan import Operand, PlanBuilder
-from sennit.transport.signature import Kind, signature
+from sennit.transport.plans.plan import Operand, PlanBuilder
+from sennit.transport.plans.signature import Kind, signature
 
 WORLD = 3
 ROUNDS = 20

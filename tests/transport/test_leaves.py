@@ -13,18 +13,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sennit.transport import algorithms, reference
+from sennit.transport import algorithms
 from sennit.transport._core import describe_signature
 from sennit.transport.algorithms.halving import widths
 from sennit.transport.algorithms.leaves import Leaves
-from sennit.transport.arithmetic import fold, run_program
 from sennit.transport.config import Algorithm
-from sennit.transport.elements import Dtype, ReduceOp, reduce_ops
 from sennit.transport.errors import ArgumentError, MismatchError
-from sennit.transport.hosts import Hosts
-from sennit.transport.plan import Plan, Send
-from sennit.transport.plan_codec import decode
-from sennit.transport.tree import balanced, given_spans, leaves_of
+from sennit.transport.oracle import reference
+from sennit.transport.plans.arithmetic import fold, run_program
+from sennit.transport.plans.elements import Dtype, ReduceOp, reduce_ops
+from sennit.transport.plans.hosts import Hosts
+from sennit.transport.plans.plan import Plan, Send
+from sennit.transport.plans.plan_codec import decode
+from sennit.transport.plans.tree import balanced, given_spans, leaves_of
 from tests.transport.algorithm_runs import check_pair_order, inputs
 
 Array = npt.NDArray[Any]

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sennit.transport import lossless_reference
 from sennit.transport.codecs import Codec, CodecKind
-from sennit.transport.elements import Dtype
 from sennit.transport.errors import ArgumentError
-from sennit.transport.lossless_reference import Malformed
+from sennit.transport.oracle import lossless_reference
+from sennit.transport.oracle.lossless_reference import Malformed
+from sennit.transport.plans.elements import Dtype
 
 Array = npt.NDArray[Any]
 CODEC = Codec(kind=CodecKind.LOSSLESS)

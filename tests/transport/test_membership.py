@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from sennit.transport import errors, membership
+from sennit.transport import errors
 from sennit.transport.errors import ArgumentError, ConfigError, MismatchError, PeerError
-from sennit.transport.membership import Membership, NoEvidence, Terms, View
-from sennit.transport.store import FileStore
+from sennit.transport.meeting import membership
+from sennit.transport.meeting.membership import Membership, NoEvidence, Terms, View
+from sennit.transport.meeting.store import FileStore
 
 NAME = "group"
 # Longer than any wait in these tests: a test that really waits fails by its own timeout.

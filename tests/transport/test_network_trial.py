@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from sennit.transport import network_trial
 from sennit.transport.errors import PeerError, TimeoutError
-from sennit.transport.network_trial import Record, try_network
-from sennit.transport.reachability import TriedPath, Verdict, judge
+from sennit.transport.meeting import network_trial
+from sennit.transport.meeting.network_trial import Record, try_network
+from sennit.transport.meeting.reachability import TriedPath, Verdict, judge
 
 PATHS = 8
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from sennit.transport import numa
 from sennit.transport.config import Config, TransportKind
-from sennit.transport.rails import Rail
+from sennit.transport.meeting import machine as numa
+from sennit.transport.meeting.rails import Rail
 from tests.transport.meeting import Recorder, meet
 
 

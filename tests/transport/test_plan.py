@@ -16,12 +16,22 @@ from hypothesis import strategies as st
 from sennit.transport import _core
 from sennit.transport._core import describe_signature
 from sennit.transport.algorithms import allreduce, alltoall, barrier, broadcast, recv
-from sennit.transport.elements import Dtype, ReduceOp, reduce_ops
 from sennit.transport.errors import ArgumentError
-from sennit.transport.plan import ANY_PEER, MAX_LOAN_BYTES, SLOT_LIMIT, Copy, Operand, Plan, PlanBuilder, Recv, Send
 from sennit.transport.plan_check import check
-from sennit.transport.plan_codec import HEADER, OPERAND, STEP, decode
-from sennit.transport.signature import Kind, signature
+from sennit.transport.plans.elements import Dtype, ReduceOp, reduce_ops
+from sennit.transport.plans.plan import (
+    ANY_PEER,
+    MAX_LOAN_BYTES,
+    SLOT_LIMIT,
+    Copy,
+    Operand,
+    Plan,
+    PlanBuilder,
+    Recv,
+    Send,
+)
+from sennit.transport.plans.plan_codec import HEADER, OPERAND, STEP, decode
+from sennit.transport.plans.signature import Kind, signature
 
 
 def builder(*buffers: int, rank: int = 0, kind: Kind = Kind.ALLREDUCE) -> PlanBuilder:

@@ -14,16 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 
-from sennit.transport import algorithms, reference
+from sennit.transport import algorithms
 from sennit.transport.algorithms import piece_counts, pieces_of
 from sennit.transport.algorithms.ranges import DEFAULT_CHUNK_BYTES
-from sennit.transport.device_plan import cut_messages, for_device
-from sennit.transport.elements import Dtype, ReduceOp, reduce_ops
 from sennit.transport.errors import ArgumentError, MismatchError
-from sennit.transport.hosts import Hosts
-from sennit.transport.plan import ANY_PEER, MAX_LOAN_BYTES, Plan, Recv, Send
+from sennit.transport.oracle import reference
 from sennit.transport.plan_check import check
-from sennit.transport.plan_codec import decode
+from sennit.transport.plans.device_plan import cut_messages, for_device
+from sennit.transport.plans.elements import Dtype, ReduceOp, reduce_ops
+from sennit.transport.plans.hosts import Hosts
+from sennit.transport.plans.plan import ANY_PEER, MAX_LOAN_BYTES, Plan, Recv, Send
+from sennit.transport.plans.plan_codec import decode
 from tests.transport.algorithm_runs import (
     Array,
     check_allreduce,

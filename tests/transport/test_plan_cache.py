@@ -6,8 +6,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 from sennit.transport.algorithms import broadcast
-from sennit.transport.plan import Plan
-from sennit.transport.plan_cache import PlanCache
+from sennit.transport.plans.plan import Plan
+from sennit.transport.plans.plan_cache import PlanCache
 
 PLAN = broadcast(world=2, rank=0, elements=4, item_bytes=4, root=0)
 PLAN_BYTES = len(PLAN.encode())

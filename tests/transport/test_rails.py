@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sennit.transport import rails
 from sennit.transport.errors import ConfigError
+from sennit.transport.meeting import rails
 
 LOOPBACK = rails.Interface(name="lo", is_up=True, is_loopback=True, ipv6=("::1",), ipv4=("127.0.0.1",))
 FIRST = rails.Interface(name="eth0", is_up=True, is_loopback=False, ipv6=("2001:db8::5",), ipv4=("192.0.2.5",))

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from sennit.transport import devices, rdma_rails
-from sennit.transport.devices import DevicePort, Gid, Problem
 from sennit.transport.errors import ConfigError, DeviceError, MismatchError, Unsupported
-from sennit.transport.rdma_rails import check_pair, choose_rdma_rails, find_rdma_rails
+from sennit.transport.meeting import devices, rdma_rails
+from sennit.transport.meeting.devices import DevicePort, Gid, Problem
+from sennit.transport.meeting.rdma_rails import check_pair, choose_rdma_rails, find_rdma_rails
 
 
 def port(device: str, *gids: tuple[str, str], number: int = 1, state: str = "active") -> DevicePort:

@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from sennit.transport import errors, rendezvous
+from sennit.transport import errors
 from sennit.transport.config import Config, TransportKind
 from sennit.transport.errors import ConfigError, PeerError, SennitError
-from sennit.transport.membership import Terms
-from sennit.transport.store import FileStore
+from sennit.transport.meeting import rendezvous
+from sennit.transport.meeting.membership import Terms
+from sennit.transport.meeting.store import FileStore
 
 pytest.importorskip("sennit.transport._core", reason="the native core is not built")
 

@@ -9,12 +9,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from sennit.transport import algorithms, reference
-from sennit.transport.elements import Dtype, ReduceOp
+from sennit.transport import algorithms
 from sennit.transport.errors import ArgumentError
-from sennit.transport.plan import Operand, Plan, PlanBuilder, Recv, Reduce, Send
-from sennit.transport.reference import PlanFault
-from sennit.transport.signature import Kind, signature
+from sennit.transport.oracle import reference
+from sennit.transport.oracle.reference import PlanFault
+from sennit.transport.plans.elements import Dtype, ReduceOp
+from sennit.transport.plans.plan import Operand, Plan, PlanBuilder, Recv, Reduce, Send
+from sennit.transport.plans.signature import Kind, signature
 
 
 def plan(rank: int, add: Callable[[PlanBuilder], None], buffers: tuple[int, ...] = (16,)) -> Plan:

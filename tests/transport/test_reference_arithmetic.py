@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sennit.transport.arithmetic import fold, narrow, run_program, widen
-from sennit.transport.elements import COMPLEXES, FLOATS, INTEGERS, Dtype, ReduceOp, accumulator, reduce_ops
 from sennit.transport.errors import ArgumentError
-from sennit.transport.tree import Span, combinations, cover
+from sennit.transport.plans.arithmetic import fold, narrow, run_program, widen
+from sennit.transport.plans.elements import COMPLEXES, FLOATS, INTEGERS, Dtype, ReduceOp, accumulator, reduce_ops
+from sennit.transport.plans.tree import Span, combinations, cover
 
 NUMPY: dict[Dtype, Any] = {
     Dtype.U8: np.uint8, Dtype.I8: np.int8, Dtype.I16: np.int16, Dtype.I32: np.int32, Dtype.I64: np.int64,

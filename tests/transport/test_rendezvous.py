@@ -17,13 +17,14 @@ from typing import Any
 import pytest
 
 import sennit
-from sennit.transport import _core, errors, rendezvous
+from sennit.transport import _core, errors
 from sennit.transport.config import Config, Congestion, PathPolicy, TransportKind, VerbsService
-from sennit.transport.devices import DevicePort
 from sennit.transport.errors import ConfigError, DeviceError, MismatchError, PeerError, Unsupported
-from sennit.transport.rails import Rail
-from sennit.transport.rdma_rails import RdmaRail
-from sennit.transport.store import FileStore
+from sennit.transport.meeting import rendezvous
+from sennit.transport.meeting.devices import DevicePort
+from sennit.transport.meeting.rails import Rail
+from sennit.transport.meeting.rdma_rails import RdmaRail
+from sennit.transport.meeting.store import FileStore
 from sennit.transport.version import PROTOCOL_VERSION, WIRE_REVISION, Versions
 from tests.transport.meeting import MemoryStore, Recorder, meet
 

@@ -12,16 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 
-from sennit.transport import algorithms, reference
-from sennit.transport.arithmetic import fold
-from sennit.transport.device_plan import for_device
-from sennit.transport.elements import Dtype, ReduceOp, reduce_ops
+from sennit.transport import algorithms
 from sennit.transport.errors import ArgumentError, MismatchError
-from sennit.transport.plan import MAX_LOAN_BYTES, Operand, Plan, PlanBuilder, Recv, Reduce, Send
+from sennit.transport.oracle import reference
+from sennit.transport.oracle.reference import PlanFault
 from sennit.transport.plan_check import check
-from sennit.transport.plan_codec import FLAG_LOAN, FLAG_ROUND_TRIP, HEADER, STEP, decode
-from sennit.transport.reference import PlanFault
-from sennit.transport.signature import ROUND_TRIPS, Kind, on_device, signature
+from sennit.transport.plans.arithmetic import fold
+from sennit.transport.plans.device_plan import for_device
+from sennit.transport.plans.elements import Dtype, ReduceOp, reduce_ops
+from sennit.transport.plans.plan import MAX_LOAN_BYTES, Operand, Plan, PlanBuilder, Recv, Reduce, Send
+from sennit.transport.plans.plan_codec import FLAG_LOAN, FLAG_ROUND_TRIP, HEADER, STEP, decode
+from sennit.transport.plans.signature import ROUND_TRIPS, Kind, on_device, signature
 from tests.transport.algorithm_runs import Array, check_allreduce, check_plans, inputs, run_in_any_order
 
 

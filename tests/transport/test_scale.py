@@ -19,9 +19,10 @@ from datetime import timedelta
 
 import pytest
 
-from sennit.transport import _core, blocks, exchanges, rendezvous
+from sennit.transport import _core
 from sennit.transport.config import Config
-from sennit.transport.rails import Rail
+from sennit.transport.meeting import blocks, exchanges, rendezvous
+from sennit.transport.meeting.rails import Rail
 from tests.transport.meeting import Recorder
 
 WORLD, RANKS_A_HOST = 1_024, 8

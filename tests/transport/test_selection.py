@@ -10,14 +10,14 @@ import pytest
 
 from sennit.transport import algorithms
 from sennit.transport.algorithms.leaves import Leaves
+from sennit.transport.choice.cost_model import work_of
+from sennit.transport.choice.costs import Collective
+from sennit.transport.choice.selection import Selection, grade, grade_bytes, size_class
 from sennit.transport.config import Algorithm, Config
-from sennit.transport.cost_model import work_of
-from sennit.transport.costs import Collective
-from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.errors import ConfigError
-from sennit.transport.hosts import Hosts
-from sennit.transport.plan import Copy, Plan, Recv, Send
-from sennit.transport.selection import Selection, grade, grade_bytes, size_class
+from sennit.transport.plans.elements import Dtype, ReduceOp
+from sennit.transport.plans.hosts import Hosts
+from sennit.transport.plans.plan import Copy, Plan, Recv, Send
 from tests.transport.meeting import Recorder, meet
 
 KIB, MIB = 1 << 10, 1 << 20

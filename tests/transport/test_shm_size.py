@@ -25,7 +25,7 @@ rank = 0 if child else 1
 import warnings
 import numpy as np
 from sennit.transport.communicator import Communicator
-from sennit.transport.store import FileStore
+from sennit.transport.meeting.store import FileStore
 
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("default")
@@ -47,7 +47,7 @@ import contextlib, tempfile, threading
 import numpy as np
 from sennit.errors import SennitError
 from sennit.transport.communicator import Communicator
-from sennit.transport.store import FileStore
+from sennit.transport.meeting.store import FileStore
 from sennit.transport.symmetric import symmetric_empty
 
 lines = []

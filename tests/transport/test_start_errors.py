@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sennit.transport.store import FileStore
+from sennit.transport.meeting.store import FileStore
 
 pytest.importorskip("sennit.transport._core", reason="the native core is not built")
 
@@ -26,7 +26,7 @@ RANK = """
 import sys
 from sennit.errors import SennitError
 from sennit.transport.communicator import Communicator
-from sennit.transport.store import FileStore
+from sennit.transport.meeting.store import FileStore
 
 rank, world, folder, timeout_s = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4])
 try:
@@ -173,7 +173,7 @@ folder = tempfile.mkdtemp()
 os.chmod(folder, 0o777)
 from sennit.errors import SennitError
 from sennit.transport.communicator import Communicator
-from sennit.transport.store import FileStore
+from sennit.transport.meeting.store import FileStore
 
 child = os.fork()
 rank = 0 if child else 1

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from sennit.transport.store import FileStore
+from sennit.transport.meeting.store import FileStore
 from tests.transport import forked
 
 pytest.importorskip("sennit.transport._core", reason="the native core is not built")

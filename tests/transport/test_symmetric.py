@@ -22,7 +22,7 @@ pytest.importorskip("sennit.transport._core", reason="the native core is not bui
 
 from sennit.transport import _core
 from sennit.transport.errors import ArgumentError
-from sennit.transport.store import FileStore
+from sennit.transport.meeting.store import FileStore
 from sennit.transport.symmetric import symmetric_empty
 from tests.transport import forked
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sennit.transport.errors import ArgumentError
-from sennit.transport.tree import Span, balanced, combinations, cover, is_node, leaves_of
+from sennit.transport.plans.tree import Span, balanced, combinations, cover, is_node, leaves_of
 
 
 def order(low: int, high: int, leaves: int) -> str:

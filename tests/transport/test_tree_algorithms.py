@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sennit.transport import algorithms
-from sennit.transport.elements import Dtype, ReduceOp, reduce_ops
 from sennit.transport.errors import ArgumentError
-from sennit.transport.plan import Plan, Recv, Send
+from sennit.transport.plans.elements import Dtype, ReduceOp, reduce_ops
+from sennit.transport.plans.plan import Plan, Recv, Send
 from tests.transport.algorithm_runs import (
     Array,
     check_allreduce,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transport/wire.py against the golden packets, and against invalid packets."""
+"""transport/oracle/wire.py against the golden packets, and against invalid packets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sennit.transport import wire
+from sennit.transport.oracle import wire
 
 VECTORS: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "vectors" / "packets.json").read_text())
 SEED = 20_260

@@ -11,7 +11,7 @@ import json
 import random
 from pathlib import Path
 
-from sennit.transport import wire
+from sennit.transport.oracle import wire
 
 SEED = 4791
 ADDRESSES = {

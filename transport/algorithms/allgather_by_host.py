@@ -11,10 +11,10 @@ from typing import Final
 
 from sennit.transport.algorithms.allgather import allgather_builder
 from sennit.transport.algorithms.ranges import copy_part, peers_after, recv_part, send_part
-from sennit.transport.elements import Dtype
-from sennit.transport.hosts import Hosts
-from sennit.transport.plan import Operand, Plan
-from sennit.transport.signature import BY_HOST, Kind, signature
+from sennit.transport.plans.elements import Dtype
+from sennit.transport.plans.hosts import Hosts
+from sennit.transport.plans.plan import Operand, Plan
+from sennit.transport.plans.signature import BY_HOST, Kind, signature
 
 # Of what a neighbour passes on: this, and the rank that gave it.
 PASSED_ON_SLOT: Final = 1

@@ -17,9 +17,9 @@ from sennit.transport.algorithms.leaves import allreduce_builder
 from sennit.transport.algorithms.one_shot import add_one_shot
 from sennit.transport.algorithms.ranges import DEFAULT_CHUNK_BYTES, check_chunk
 from sennit.transport.algorithms.vector import WHOLE, Vector
-from sennit.transport.elements import Dtype, ReduceOp, accumulator
-from sennit.transport.hosts import Hosts
-from sennit.transport.plan import MAX_LOAN_BYTES, Plan
+from sennit.transport.plans.elements import Dtype, ReduceOp, accumulator
+from sennit.transport.plans.hosts import Hosts
+from sennit.transport.plans.plan import MAX_LOAN_BYTES, Plan
 
 
 def allreduce(

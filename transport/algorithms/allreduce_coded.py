@@ -29,10 +29,10 @@ from sennit.transport.algorithms.coded_parts import (
 from sennit.transport.algorithms.fold import GATHER_LAG_CHUNKS
 from sennit.transport.algorithms.leaves import Leaves, allreduce_builder
 from sennit.transport.algorithms.ranges import Range, peers_after, peers_before
-from sennit.transport.coding import Coding
-from sennit.transport.elements import Dtype, ReduceOp
-from sennit.transport.plan import Operand, Plan, PlanBuilder
-from sennit.transport.tree import balanced, combinations
+from sennit.transport.plans.coding import Coding
+from sennit.transport.plans.elements import Dtype, ReduceOp
+from sennit.transport.plans.plan import Operand, Plan, PlanBuilder
+from sennit.transport.plans.tree import balanced, combinations
 
 # Of partial sums and decoded numbers.
 _SUM: Final = Dtype.F32

@@ -15,9 +15,9 @@ from sennit.transport.algorithms.blocks import Blocks
 from sennit.transport.algorithms.leaves import Leaves, allreduce_builder
 from sennit.transport.algorithms.ranges import check_world
 from sennit.transport.algorithms.vector import Vector
-from sennit.transport.counts import CountRange
-from sennit.transport.elements import Dtype, ReduceOp
-from sennit.transport.plan import Operand, Plan
+from sennit.transport.plans.counts import CountRange
+from sennit.transport.plans.elements import Dtype, ReduceOp
+from sennit.transport.plans.plan import Operand, Plan
 
 
 def allreduce_dissemination(

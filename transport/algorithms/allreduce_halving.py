@@ -7,8 +7,8 @@ from sennit.transport.algorithms.halving import Halving, add_halving, cut_units,
 from sennit.transport.algorithms.leaves import Leaves, allreduce_builder
 from sennit.transport.algorithms.ranges import DEFAULT_CHUNK_BYTES, Part, check_chunk, check_world, shares
 from sennit.transport.algorithms.vector import Vector
-from sennit.transport.elements import Dtype, ReduceOp, accumulator
-from sennit.transport.plan import Plan
+from sennit.transport.plans.elements import Dtype, ReduceOp, accumulator
+from sennit.transport.plans.plan import Plan
 
 
 def allreduce_halving(

@@ -13,8 +13,8 @@ from itertools import zip_longest
 from sennit.transport.algorithms.leaves import Leaves, allreduce_builder
 from sennit.transport.algorithms.ranges import DEFAULT_CHUNK_BYTES, check_chunk, peers_after, peers_before
 from sennit.transport.algorithms.vector import Vector
-from sennit.transport.elements import Dtype, ReduceOp
-from sennit.transport.plan import Operand, Plan
+from sennit.transport.plans.elements import Dtype, ReduceOp
+from sennit.transport.plans.plan import Operand, Plan
 
 
 def allreduce_round_trip(

@@ -15,9 +15,9 @@ from sennit.transport.algorithms.ranges import (
     recv_part,
     send_part,
 )
-from sennit.transport.elements import Dtype
-from sennit.transport.plan import Plan, PlanBuilder
-from sennit.transport.signature import Kind, signature
+from sennit.transport.plans.elements import Dtype
+from sennit.transport.plans.plan import Plan, PlanBuilder
+from sennit.transport.plans.signature import Kind, signature
 
 
 def alltoall(

@@ -9,10 +9,10 @@ all-to-all communications in multiport message-passing systems", 1997).
 
 from __future__ import annotations
 
-from sennit.transport.counts import CountRange
-from sennit.transport.elements import Dtype
-from sennit.transport.plan import Operand, Plan, PlanBuilder
-from sennit.transport.signature import BRUCK, Kind, signature
+from sennit.transport.plans.counts import CountRange
+from sennit.transport.plans.elements import Dtype
+from sennit.transport.plans.plan import Operand, Plan, PlanBuilder
+from sennit.transport.plans.signature import BRUCK, Kind, signature
 
 
 def alltoall_bruck(*, world: int, rank: int, part_bytes_max: int, item_bytes: int, type_code: int = Dtype.U8) -> Plan:

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from sennit.transport.algorithms.ranges import Part, copy_part, counted_parts, peers_after, recv_part, send_part
-from sennit.transport.counts import CountRange
-from sennit.transport.elements import Dtype
-from sennit.transport.hosts import Hosts
-from sennit.transport.plan import Operand, Plan, PlanBuilder
-from sennit.transport.signature import BY_HOST, Kind, signature
+from sennit.transport.plans.counts import CountRange
+from sennit.transport.plans.elements import Dtype
+from sennit.transport.plans.hosts import Hosts
+from sennit.transport.plans.plan import Operand, Plan, PlanBuilder
+from sennit.transport.plans.signature import BY_HOST, Kind, signature
 
 SCRATCH: Final = 2
 ONE_PART: Final = CountRange(0, 1)

@@ -7,8 +7,8 @@ sends an empty message to the rank 2^k further on. There are ceil(log2 world) ro
 
 from __future__ import annotations
 
-from sennit.transport.plan import Operand, Plan, PlanBuilder
-from sennit.transport.signature import Kind, signature
+from sennit.transport.plans.plan import Operand, Plan, PlanBuilder
+from sennit.transport.plans.signature import Kind, signature
 
 
 def barrier(*, world: int, rank: int) -> Plan:

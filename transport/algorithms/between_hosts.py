@@ -14,12 +14,12 @@ from sennit.transport.algorithms.fold import Fold, Share
 from sennit.transport.algorithms.fold_between_hosts import NodeLayout, add_fold_between_hosts
 from sennit.transport.algorithms.leaves import allreduce_builder
 from sennit.transport.algorithms.ranges import Range, check_counts
-from sennit.transport.coding import Coding
-from sennit.transport.elements import Dtype, ReduceOp, check_reducible
 from sennit.transport.errors import ArgumentError
-from sennit.transport.hosts import Hosts
-from sennit.transport.plan import MAX_LOAN_BYTES, Plan, PlanBuilder, Recv, Send
-from sennit.transport.signature import Kind, coded, signature
+from sennit.transport.plans.coding import Coding
+from sennit.transport.plans.elements import Dtype, ReduceOp, check_reducible
+from sennit.transport.plans.hosts import Hosts
+from sennit.transport.plans.plan import MAX_LOAN_BYTES, Plan, PlanBuilder, Recv, Send
+from sennit.transport.plans.signature import Kind, coded, signature
 
 
 def allreduce_between_hosts(

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 
 from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.algorithms.vector import Vector
-from sennit.transport.elements import Dtype, ReduceOp, accumulator
-from sennit.transport.plan import Operand, PlanBuilder
-from sennit.transport.tree import Span, balanced, combinations
+from sennit.transport.plans.elements import Dtype, ReduceOp, accumulator
+from sennit.transport.plans.plan import Operand, PlanBuilder
+from sennit.transport.plans.tree import Span, balanced, combinations
 
 
 class Blocks:

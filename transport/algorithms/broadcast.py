@@ -10,11 +10,11 @@ from typing import Final
 
 from sennit.transport.algorithms.ranges import check_root
 from sennit.transport.algorithms.vector import Vector
-from sennit.transport.elements import Dtype
 from sennit.transport.errors import ArgumentError
-from sennit.transport.hosts import Hosts
-from sennit.transport.plan import Operand, Plan, PlanBuilder
-from sennit.transport.signature import Kind, signature
+from sennit.transport.plans.elements import Dtype
+from sennit.transport.plans.hosts import Hosts
+from sennit.transport.plans.plan import Operand, Plan, PlanBuilder
+from sennit.transport.plans.signature import Kind, signature
 
 # Large enough that a step's cost is negligible, small enough that 64 MiB fill a tree of several levels.
 DEFAULT_SEGMENT_BYTES: Final = 1_048_576

@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Final
 
 from sennit.transport.algorithms.ranges import Range
-from sennit.transport.coding import Coding
 from sennit.transport.errors import ArgumentError
-from sennit.transport.plan import MAX_LOAN_BYTES
+from sennit.transport.plans.coding import Coding
+from sennit.transport.plans.plan import MAX_LOAN_BYTES
 
 # As float32 a quarter of a second-level cache, so that what is decoded is folded there.
 DEFAULT_CHUNK_ELEMENTS: Final = 32_768

@@ -13,12 +13,12 @@ from typing import Final
 
 from sennit.transport.algorithms.exchange_coded import Exchange
 from sennit.transport.algorithms.ranges import peers_after, peers_before
-from sennit.transport.coding import Coding
-from sennit.transport.counts import CountRange
-from sennit.transport.elements import Dtype
-from sennit.transport.hosts import Hosts
-from sennit.transport.plan import Operand, Plan
-from sennit.transport.signature import Kind
+from sennit.transport.plans.coding import Coding
+from sennit.transport.plans.counts import CountRange
+from sennit.transport.plans.elements import Dtype
+from sennit.transport.plans.hosts import Hosts
+from sennit.transport.plans.plan import Operand, Plan
+from sennit.transport.plans.signature import Kind
 
 # Of what a neighbour passes on: this, and the rank that gave it. A giver's own messages have lower slots.
 PASSED_ON_SLOT: Final = 2

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from typing import Final
 
 from sennit.transport.algorithms.ranges import peers_after, peers_before
-from sennit.transport.coding import CodecKind, Coding
-from sennit.transport.counts import CountRange
-from sennit.transport.elements import Dtype
-from sennit.transport.plan import LENGTH_BYTES, Operand, Plan, PlanBuilder
-from sennit.transport.signature import Kind, coded, signature
+from sennit.transport.plans.coding import CodecKind, Coding
+from sennit.transport.plans.counts import CountRange
+from sennit.transport.plans.elements import Dtype
+from sennit.transport.plans.plan import LENGTH_BYTES, Operand, Plan, PlanBuilder
+from sennit.transport.plans.signature import Kind, coded, signature
 
 # Ranks of an alltoall draw random numbers of their own.
 RANK_SHIFT: Final = 40

@@ -21,12 +21,12 @@ from typing import Final
 from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.algorithms.ranges import Range
 from sennit.transport.algorithms.vector import Piece, bytes_max
-from sennit.transport.counts import CountRange
-from sennit.transport.elements import Dtype, ReduceOp, accumulator
-from sennit.transport.hosts import Hosts
-from sennit.transport.plan import Operand, PlanBuilder
-from sennit.transport.tree import Span, combinations
-from sennit.transport.vector_cut import LINE_BYTES, lines
+from sennit.transport.plans.counts import CountRange
+from sennit.transport.plans.elements import Dtype, ReduceOp, accumulator
+from sennit.transport.plans.hosts import Hosts
+from sennit.transport.plans.plan import Operand, PlanBuilder
+from sennit.transport.plans.tree import Span, combinations
+from sennit.transport.plans.vector_cut import LINE_BYTES, lines
 
 # A folded chunk is sent this many chunks behind the contributions. By then its fold is done, so a rank, which runs
 # ready steps in list order, keeps sending contributions while it folds.

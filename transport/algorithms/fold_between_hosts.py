@@ -21,10 +21,10 @@ from typing import Final
 
 from sennit.transport.algorithms.coded_parts import CHUNKS_IN_WORK, Ring
 from sennit.transport.algorithms.fold import PARTIALS_SENT_MAX, Chunk, Fold, FoldWriter, Layout, Values, add_fold
-from sennit.transport.coding import Coding
-from sennit.transport.elements import Dtype, ReduceOp
-from sennit.transport.plan import Operand, PlanBuilder
-from sennit.transport.tree import Span, combinations
+from sennit.transport.plans.coding import Coding
+from sennit.transport.plans.elements import Dtype, ReduceOp
+from sennit.transport.plans.plan import Operand, PlanBuilder
+from sennit.transport.plans.tree import Span, combinations
 
 # Of partial sums and decoded numbers.
 _SUM: Final = Dtype.F32

@@ -13,10 +13,10 @@ from sennit.transport.algorithms.ranges import (
     recv_part,
     send_part,
 )
-from sennit.transport.counts import CountRange
-from sennit.transport.elements import Dtype
-from sennit.transport.plan import Plan, PlanBuilder
-from sennit.transport.signature import Kind, signature
+from sennit.transport.plans.counts import CountRange
+from sennit.transport.plans.elements import Dtype
+from sennit.transport.plans.plan import Plan, PlanBuilder
+from sennit.transport.plans.signature import Kind, signature
 
 
 def gather(

@@ -12,9 +12,9 @@ from itertools import accumulate
 
 from sennit.transport.algorithms.halving import owner
 from sennit.transport.algorithms.ranges import check_counts, check_root
-from sennit.transport.elements import Dtype
-from sennit.transport.plan import Operand, Plan, PlanBuilder
-from sennit.transport.signature import Kind, signature
+from sennit.transport.plans.elements import Dtype
+from sennit.transport.plans.plan import Operand, Plan, PlanBuilder
+from sennit.transport.plans.signature import Kind, signature
 
 
 def gather_tree(

@@ -22,11 +22,11 @@ from itertools import accumulate, groupby
 from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.algorithms.ranges import Part, Range, chunks
 from sennit.transport.algorithms.vector import Piece
-from sennit.transport.counts import CountRange
-from sennit.transport.elements import Dtype, ReduceOp, accumulator
-from sennit.transport.plan import Operand, PlanBuilder
-from sennit.transport.tree import Span, combinations
-from sennit.transport.vector_cut import FILL
+from sennit.transport.plans.counts import CountRange
+from sennit.transport.plans.elements import Dtype, ReduceOp, accumulator
+from sennit.transport.plans.plan import Operand, PlanBuilder
+from sennit.transport.plans.tree import Span, combinations
+from sennit.transport.plans.vector_cut import FILL
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

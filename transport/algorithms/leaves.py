@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from sennit.transport.coding import Coding
-from sennit.transport.elements import Dtype, ReduceOp, accumulator, check_reducible
 from sennit.transport.errors import ArgumentError
-from sennit.transport.plan import Operand, PlanBuilder
-from sennit.transport.signature import ROUND_TRIPS, Kind, coded, signature
-from sennit.transport.tree import Span, cover, given_spans, leaves_of
+from sennit.transport.plans.coding import Coding
+from sennit.transport.plans.elements import Dtype, ReduceOp, accumulator, check_reducible
+from sennit.transport.plans.plan import Operand, PlanBuilder
+from sennit.transport.plans.signature import ROUND_TRIPS, Kind, coded, signature
+from sennit.transport.plans.tree import Span, cover, given_spans, leaves_of
 
 
 class Leaves:

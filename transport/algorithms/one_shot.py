@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from sennit.transport.algorithms.blocks import Blocks
 from sennit.transport.algorithms.ranges import peers_after, peers_before
-from sennit.transport.plan import Operand, PlanBuilder
+from sennit.transport.plans.plan import Operand, PlanBuilder
 
 
 def add_one_shot(builder: PlanBuilder, blocks: Blocks, *, world: int, rank: int, result: int) -> None:

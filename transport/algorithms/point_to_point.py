@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from sennit.transport.counts import CountRange
-from sennit.transport.elements import Dtype
 from sennit.transport.errors import ArgumentError
-from sennit.transport.plan import ANY_PEER, Operand, Plan, PlanBuilder
-from sennit.transport.signature import Kind, signature
+from sennit.transport.plans.counts import CountRange
+from sennit.transport.plans.elements import Dtype
+from sennit.transport.plans.plan import ANY_PEER, Operand, Plan, PlanBuilder
+from sennit.transport.plans.signature import Kind, signature
 
 ALL: Final = CountRange(0, 1)
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Final
 
-from sennit.transport.counts import CountRange
 from sennit.transport.errors import ArgumentError
-from sennit.transport.plan import MAX_LOAN_BYTES, Operand, PlanBuilder
-from sennit.transport.vector_cut import LINE_BYTES, share_bounds
+from sennit.transport.plans.counts import CountRange
+from sennit.transport.plans.plan import MAX_LOAN_BYTES, Operand, PlanBuilder
+from sennit.transport.plans.vector_cut import LINE_BYTES, share_bounds
 
 # Shares and chunks start on cache lines of the vector, so that no two ranks write to one line.
 ALIGNMENT_BYTES: Final = LINE_BYTES

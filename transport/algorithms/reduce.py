@@ -6,10 +6,10 @@ from __future__ import annotations
 from sennit.transport.algorithms.fold import Fold, Layout, Share, add_fold
 from sennit.transport.algorithms.ranges import DEFAULT_CHUNK_BYTES, check_chunk, check_root
 from sennit.transport.algorithms.vector import WHOLE, Vector
-from sennit.transport.elements import Dtype, ReduceOp, check_reducible
-from sennit.transport.hosts import Hosts
-from sennit.transport.plan import Plan, PlanBuilder
-from sennit.transport.signature import Kind, signature
+from sennit.transport.plans.elements import Dtype, ReduceOp, check_reducible
+from sennit.transport.plans.hosts import Hosts
+from sennit.transport.plans.plan import Plan, PlanBuilder
+from sennit.transport.plans.signature import Kind, signature
 
 
 def reduce(

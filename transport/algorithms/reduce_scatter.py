@@ -14,10 +14,10 @@ from sennit.transport.algorithms.ranges import (
     chunks,
     places,
 )
-from sennit.transport.elements import Dtype, ReduceOp, check_reducible
-from sennit.transport.hosts import Hosts
-from sennit.transport.plan import Plan, PlanBuilder
-from sennit.transport.signature import Kind, signature
+from sennit.transport.plans.elements import Dtype, ReduceOp, check_reducible
+from sennit.transport.plans.hosts import Hosts
+from sennit.transport.plans.plan import Plan, PlanBuilder
+from sennit.transport.plans.signature import Kind, signature
 
 
 def reduce_scatter(

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 
 from sennit.transport.algorithms.coded_parts import CHUNKS_IN_WORK, DEFAULT_CHUNK_ELEMENTS, Ring, chunk_limit
 from sennit.transport.algorithms.ranges import peers_after, peers_before
-from sennit.transport.coding import Coding
-from sennit.transport.counts import CountRange
-from sennit.transport.elements import Dtype, ReduceOp, check_reducible
 from sennit.transport.errors import ArgumentError
-from sennit.transport.plan import Operand, Plan, PlanBuilder
-from sennit.transport.signature import Kind, coded, signature
+from sennit.transport.plans.coding import Coding
+from sennit.transport.plans.counts import CountRange
+from sennit.transport.plans.elements import Dtype, ReduceOp, check_reducible
+from sennit.transport.plans.plan import Operand, Plan, PlanBuilder
+from sennit.transport.plans.signature import Kind, coded, signature
 
 
 def coded_pieces(counts: Sequence[int], coding: Coding, chunk_elements: int = DEFAULT_CHUNK_ELEMENTS) -> int:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sennit.transport.algorithms.ranges import ALIGNMENT_BYTES, peers_after, peers_before
-from sennit.transport.counts import CountRange
-from sennit.transport.elements import Dtype, ReduceOp, check_reducible
-from sennit.transport.plan import MAX_LOAN_BYTES, Operand, Plan, PlanBuilder
-from sennit.transport.signature import Kind, signature
+from sennit.transport.plans.counts import CountRange
+from sennit.transport.plans.elements import Dtype, ReduceOp, check_reducible
+from sennit.transport.plans.plan import MAX_LOAN_BYTES, Operand, Plan, PlanBuilder
+from sennit.transport.plans.signature import Kind, signature
 
 
 def pieces_of(counts: Sequence[int], item_bytes: int) -> int:

@@ -15,9 +15,9 @@ from sennit.transport.algorithms.ranges import (
     check_world,
     places,
 )
-from sennit.transport.elements import Dtype, ReduceOp, check_reducible
-from sennit.transport.plan import Plan, PlanBuilder
-from sennit.transport.signature import Kind, signature
+from sennit.transport.plans.elements import Dtype, ReduceOp, check_reducible
+from sennit.transport.plans.plan import Plan, PlanBuilder
+from sennit.transport.plans.signature import Kind, signature
 
 
 def reduce_scatter_halving(

@@ -10,9 +10,9 @@ from sennit.transport.algorithms.halving import Halving, add_halving, cut_units,
 from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.algorithms.ranges import DEFAULT_CHUNK_BYTES, Part, check_chunk, check_root, check_world
 from sennit.transport.algorithms.vector import Vector
-from sennit.transport.elements import Dtype, ReduceOp, accumulator, check_reducible
-from sennit.transport.plan import Plan, PlanBuilder
-from sennit.transport.signature import Kind, signature
+from sennit.transport.plans.elements import Dtype, ReduceOp, accumulator, check_reducible
+from sennit.transport.plans.plan import Plan, PlanBuilder
+from sennit.transport.plans.signature import Kind, signature
 
 
 def reduce_tree(

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from sennit.transport.algorithms.ranges import ALIGNMENT_BYTES, Range, chunks, shares
-from sennit.transport.counts import CountRange
-from sennit.transport.plan import PlanBuilder
-from sennit.transport.vector_cut import VectorCut
+from sennit.transport.plans.counts import CountRange
+from sennit.transport.plans.plan import PlanBuilder
+from sennit.transport.plans.vector_cut import VectorCut
 
 # The piece of a vector that is not cut.
 WHOLE: Final = 0

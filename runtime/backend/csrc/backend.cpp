@@ -181,7 +181,7 @@ bool SennitBackend::is_staged(const Call& call) {
   return (classes >> size_class & 1) != 0;
 }
 
-// The size, rounded up to one of four sizes between two powers of two (transport/selection.py, `grade`).
+// The size, rounded up to one of four sizes between two powers of two (transport/choice/selection.py, `grade`).
 static int grade_of(uint64_t size_bytes) {
   const int shift = size_bytes == 0 ? 0 : std::max(static_cast<int>(std::bit_width(size_bytes - 1)) - 3, 0);
   return 4 * shift + static_cast<int>((size_bytes + (uint64_t{1} << shift) - 1) >> shift);

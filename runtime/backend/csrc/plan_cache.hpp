@@ -47,7 +47,7 @@ struct PlanShape {
   bool on_device = false;  // the buffers are in accelerator memory
   // 0: none. ALLGATHER, or ALLTOALL of equal parts: the algorithm is not direct, for 2^size_class bytes in all or less.
   // REDUCE_SCATTER: the plan takes the counts of 2^(size_class - 1) pieces of each share. ALLREDUCE, REDUCE, BROADCAST:
-  // the plan takes the elements of a vector, whose size has the grade size_class - 1 (transport/selection.py).
+  // the plan takes the elements of a vector, whose size has the grade size_class - 1 (transport/choice/selection.py).
   uint8_t size_class = 0;
   uint32_t item_bytes = 1;
   uint32_t root = 0;  // root or peer; SENNIT_ANY_PEER: receive from any rank

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sennit.transport import wire
+from sennit.transport.oracle import wire
 
 PAYLOAD_BYTES: Final = 4_096
 BTH: Final = struct.Struct(">BBHII")

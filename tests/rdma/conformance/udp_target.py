@@ -10,8 +10,9 @@ from typing import Final, Self
 
 import numpy as np
 
-from sennit.transport import _core, wire
-from sennit.transport.plan import PlanBuilder
+from sennit.transport import _core
+from sennit.transport.oracle import wire
+from sennit.transport.plans.plan import PlanBuilder
 
 from .packets import PAYLOAD_BYTES, Aim, Datagram
 from .sockets import Sockets

@@ -22,7 +22,7 @@ from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr
 from pyverbs.srq import SRQ, SrqAttr, SrqInitAttr
 from pyverbs.wr import SGE, RecvWR, SendWR
 
-from sennit.transport import devices
+from sennit.transport.meeting import devices
 
 BUFFER_BYTES: Final = 4_096
 RECEIVES: Final = 256

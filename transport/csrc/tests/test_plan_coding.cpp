@@ -11,7 +11,7 @@ using namespace sennit::test;
 
 namespace {
 
-// As transport/signature.py: coded, and which codec.
+// As transport/plans/signature.py: coded, and which codec.
 uint64_t signature(CodecKind kind, uint32_t block, bool stochastic) {
   return uint64_t{1} << 56 | uint64_t{1} << 44 | static_cast<uint64_t>(kind) | uint64_t{stochastic} << 3 |
          (block & 0xFFF) << 4;

@@ -1,1 +1,0 @@
-../../sennit/explain.py

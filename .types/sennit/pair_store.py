@@ -1,1 +1,0 @@
-../../sennit/pair_store.py

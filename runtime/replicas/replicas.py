@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A module replicated on every rank, whose gradients have the same bits in every world: in place of DDP.
+
+replicas = SlicedReplicas(module)           # module(features, labels) returns the mean loss of its samples
+losses = replicas(features, labels)         # of this rank's samples: the loss of each of its slices
+replicas.loss(losses).backward()            # parameter.grad: the gradient of the mean loss of all V slices
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from sennit.runtime.backend.gathering import all_gather_parts
+from sennit.runtime.backend.torch_versions import NormBase, tree_leaves, tree_map
+from sennit.runtime.data.seeds import derive
+from sennit.runtime.replicas.cutting import Along, CutArguments, join
+from sennit.runtime.replicas.gradient_rows import Layout, places_of
+from sennit.runtime.replicas.gradients import Held, SliceSums
+from sennit.runtime.replicas.reduction import Reduction, Residuals
+from sennit.runtime.sharded.agreement import check_agreement, check_codec
+from sennit.runtime.sharded.pending import Pending, RunBeside
+from sennit.runtime.sharded.phases import PhaseClock
+from sennit.runtime.sharded.slices import DEFAULT_SLICES, Slices
+from sennit.transport.codecs import Codec
+from sennit.transport.errors import ArgumentError, ConfigError, SennitError
+
+
+class SlicedReplicas(nn.Module):
+    """Runs `module` on one slice of the global batch after the other (docs/reference/sharded.md).
+
+    The backward pass leaves in `parameter.grad` the sum over all V slices, summed in the canonical tree. Parameters,
+    buffers and the order of random numbers are those of rank 0 and of (seed, pass, slice). So runs of 1 to V ranks end
+    with the same bits, if the loss is computed slice by slice.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        slices: int = DEFAULT_SLICES,
+        seed: int = 0,
+        group: dist.ProcessGroup | None = None,
+        codec: Codec | None = None,
+        clock: PhaseClock | None = None,
+    ) -> None:
+        """Collective. Parameters and buffers become those of rank 0.
+
+        `slices`: V, a power of two. `seed`: of the random numbers that `module` draws from torch's default generator.
+        `codec`: of the AllReduce of gradients, with error feedback; bits then depend on the ranks.
+        `clock`: measures the phase "AllReduce".
+
+        Raises on all ranks `ConfigError` if they disagree on V, the seed, the codec, or the names, shapes or types of
+        parameters and buffers, and `ArgumentError` if these are on several devices.
+        """
+        super().__init__()
+        described = _description(module, slices, seed) | {"codec": str(codec)}
+        check_agreement(described, group, warned=("threads", "processor"))
+        check_codec(codec, group)
+        own = Slices(count=slices, rank=dist.get_rank(group), world_size=dist.get_world_size(group))
+        self._begin(module, own, seed, group, Reduction(own, group, codec, clock))
+        _broadcast(module, group)
+
+    def _begin(
+        self, module: nn.Module, slices: Slices, seed: int, group: dist.ProcessGroup | None, reduction: Reduction
+    ) -> None:
+        """Not collective."""
+        self.module, self.slices = module, slices
+        self.passes = 0
+        """Forward passes in training mode so far. They decide random numbers: save it, and set it when you resume."""
+        self._seed, self._group, self._reduction = seed, group, reduction
+        self._synchronised = True
+        self._held = Held()
+        self._places = places_of(module)
+        self._device = _device_of(module)
+        self._layout = Layout(self._places, self.slices)
+        self._norms = [(name, part) for name, part in module.named_modules() if isinstance(part, NormBase)]
+
+    @property
+    def residuals(self) -> Residuals | None:
+        """What coding took from the last gradients of this rank; None without a codec. Save its `state_dict`."""
+        return self._reduction.residuals
+
+    def forward(self, *args: Any, global_batch: int | None = None, **kwargs: Any) -> Any:
+        """Returns what `module` returns for this rank's samples: tensors by dimension 0, 0-dim tensors [own slices].
+
+        Tensors are cut along dimension 0, in tuples, lists and dicts too; `Along` says otherwise. Without
+        `global_batch`, the samples of all ranks, all slices have one size. Raises `ArgumentError` if the samples are
+        not those of this rank's slices, and if the module changes a buffer.
+
+        If an argument is `Pending`, a method `early` of the module is called for all slices before it is awaited, with
+        None in its place. `module` then gets the result as `early`, in which it has done what it would do first.
+        """
+        self._refuse_running_statistics()
+        buffers = [(name, buffer, buffer._version) for name, buffer in self.module.named_buffers()]
+        sums, begun = None, {}
+        early: Any = getattr(self.module, "early", None)
+        if early is not None and _is_pending((args, kwargs)) and not _is_compiled(self.module):
+            cut = CutArguments(tree_map(_without, (args, kwargs)), self.slices, global_batch)
+            sums = self._sums(cut)
+            for number, (arguments, options) in cut:
+                with self._random_numbers("module", number), _parameters_of(sums, number):
+                    begun[number] = early(*arguments, **options), torch.get_rng_state()
+        cut = CutArguments(tree_map(_arrived, (args, kwargs)), self.slices, global_batch)
+        sums = sums or self._sums(cut)
+        outputs = []
+        for number, (arguments, options) in cut:
+            with self._random_numbers("module", number), _parameters_of(sums, number) as own:
+                if number in begun:
+                    options["early"], random_numbers = begun.pop(number)
+                    torch.set_rng_state(random_numbers)
+                outputs.append(self.module(*arguments, **options))
+            if sums is not None:
+                sums.check_leaves(outputs[-1], own)
+        if sums is not None:
+            sums.has_all_slices()
+        for name, buffer, version in buffers:
+            if buffer._version != version:
+                raise ArgumentError(f"the module changed its buffer {name}: slices would see each other's changes")
+        self.passes += self.training
+        return join(outputs, None if sums is None else sums.expect)
+
+    def each_slice(
+        self, function: Callable[..., Any], *args: Any, global_batch: int | None = None, **kwargs: Any
+    ) -> Any:
+        """Calls `function`, which has no parameters, slice by slice: for a loss that the module does not compute.
+
+        Arguments and results are those of `forward`.
+        """
+        outputs = []
+        for number, (arguments, options) in CutArguments((args, kwargs), self.slices, global_batch):
+            with self._random_numbers("function", number):
+                outputs.append(function(*arguments, **options))
+        return join(outputs, None)
+
+    def loss(self, losses: Tensor, divisor: float | None = None) -> Tensor:
+        """What to call `backward` on: `losses` [own slices], summed and divided by a number that no world changes.
+
+        `divisor`: the number of slices by default, for means over samples (exact, since it is a power of two); the
+        global batch for sums over samples. The value is this rank's part; `global_loss` gives that of all.
+        """
+        self._check_losses(losses)
+        return losses.sum() / (self.slices.count if divisor is None else divisor)
+
+    def global_loss(self, losses: Tensor, divisor: float | None = None) -> Tensor:
+        """Collective: the loss of all slices, a 0-dim tensor with the same bits on every rank and in every world."""
+        self._check_losses(losses)
+        total = self._reduction.leaves(losses.detach()).to(losses.device)
+        return total / (self.slices.count if divisor is None else divisor)
+
+    def gathered(self, own: Tensor, global_batch: int | None = None) -> Tensor:
+        """Collective: the results of all samples, [global batch, …], in their order and without gradients.
+
+        `own`: those of this rank's samples, [B, …]. `global_batch`: needed only where slices differ in size.
+        """
+        batch, of_sample = self.slices.global_batch(len(own), global_batch), own.shape[1:]
+        ends = [self.slices.samples(rank, batch) for rank in range(self.slices.world_size)]
+        sizes = [(end.high - end.low) * math.prod(of_sample) for end in ends]
+        return all_gather_parts(own.detach().reshape(-1), sizes, self._group).view(batch, *of_sample)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes of forward passes made inside keep gradients on this rank, added up slice by slice.
+
+        The next one from outside adds them to its own, slice by slice, and sums over all slices. So gradients are
+        accumulated with one AllReduce, and the same bits in every world.
+        """
+        before, self._synchronised = self._synchronised, False
+        try:
+            yield
+        finally:
+            self._synchronised = before
+
+    def overlap(self, run: RunBeside | None, group: dist.ProcessGroup | None = None) -> None:
+        """From now on sums of gradients travel as they come, in the thread of `run`, over `group` of the same ranks.
+
+        All but the last: that one travels when the backward pass ends, which waits for all of them. Nothing else may
+        use `group`. With a codec, on a GPU, and after `overlap(None)`, everything stays here.
+        """
+        self._reduction.overlap(run if self._device.type == "cpu" else None, group)
+
+    def digest(self) -> str:
+        """SHA-256 of all parameters and buffers with their names. Collective; raises `SennitError` if ranks differ."""
+        found = hashlib.sha256()
+        for name, tensor in _state(self.module):
+            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            found.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data)
+        everyone: list[Any] = [None] * self.slices.world_size
+        dist.all_gather_object(everyone, found.hexdigest(), group=self._group)
+        for rank, other in enumerate(everyone):
+            if other != everyone[0]:
+                raise SennitError(f"parameters or buffers of rank {rank} differ from those of rank 0")
+        return found.hexdigest()
+
+    def _sums(self, cut: CutArguments) -> SliceSums | None:
+        if not torch.is_grad_enabled() or not (layout := self._current_layout()).parameters:
+            return None
+        return SliceSums(layout, cut.sizes, self._held, self._reduction, synchronised=self._synchronised)
+
+    def _current_layout(self) -> Layout:
+        """The module may have got other parameters, or frozen some."""
+        if not self._layout.fits(self._places):
+            if self._held:
+                raise ArgumentError("parameters changed while no_sync held gradients of them")
+            self._places = places_of(self.module)
+            self._layout = Layout(self._places, self.slices)
+        return self._layout
+
+    @contextlib.contextmanager
+    def _random_numbers(self, what: str, number: int) -> Iterator[None]:
+        """Inside, torch's default generators begin where (seed, pass, slice) say. Outside, nothing has changed.
+
+        They are those of the host and of the module's device.
+        """
+        generators = [torch.default_generator]
+        if self._device.type == "cuda":
+            generators.append(torch.cuda.default_generators[self._device.index])
+        states = [generator.get_state() for generator in generators]
+        for generator in generators:
+            generator.manual_seed(derive(self._seed, what, self.passes, number))
+        try:
+            yield
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+
+    def _refuse_running_statistics(self) -> None:
+        for name, norm in self._norms:
+            if norm.training and norm.track_running_stats:
+                raise ConfigError(
+                    f"{name} ({type(norm).__name__}) updates running statistics, which depend on the order of slices. "
+                    "Give it track_running_stats=False (statistics of a slice), call eval() on it, or take LayerNorm"
+                )
+
+    def _check_losses(self, losses: Tensor) -> None:
+        own = self.slices.own
+        if losses.shape != (own.high - own.low,):
+            raise ArgumentError(
+                f"losses of shape {tuple(losses.shape)}; allowed: ({own.high - own.low},), one 0-dim loss for each "
+                "slice of this rank. Compute it in the module or by each_slice"
+            )
+
+
+def _parameters_of(sums: SliceSums | None, number: int) -> contextlib.AbstractContextManager[list[nn.Parameter]]:
+    return contextlib.nullcontext([]) if sums is None else sums.own_parameters(number)
+
+
+def _is_pending(arguments: object) -> bool:
+    return any(isinstance(getattr(leaf, "value", leaf), Pending) for leaf in tree_leaves(arguments))
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Then `early` would be plain code, which may round differently."""
+    return hasattr(module, "_orig_mod")
+
+
+def _without(leaf: object) -> object:
+    return None if _is_pending(leaf) else leaf
+
+
+def _arrived(leaf: object) -> object:
+    if isinstance(leaf, Along) and isinstance(leaf.value, Pending):
+        return Along(leaf.value.wait(), leaf.dim)
+    return leaf.wait() if isinstance(leaf, Pending) else leaf
+
+
+def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from ((f"parameter {name}", tensor) for name, tensor in module.named_parameters())
+    yield from ((f"buffer {name}", tensor) for name, tensor in module.named_buffers())
+
+
+def _description(module: nn.Module, slices: int, seed: int) -> dict[str, str]:
+    """What all ranks must agree on. Nothing raises here: peers would wait for a rank that left."""
+    found = {"slices": str(slices), "seed": str(seed)}
+    for name, tensor in _state(module):
+        if is_lazy(tensor):
+            found[name] = "not initialised"
+        else:
+            frozen = "" if tensor.requires_grad or name.startswith("buffer") else ", frozen"
+            found[name] = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device.type}{frozen}"
+    found["threads"] = f"{torch.get_num_threads()} (torch.set_num_threads)"
+    found["processor"] = torch.backends.cpu.get_cpu_capability()
+    devices = {tensor.device for _, tensor in _state(module)}
+    found["devices"] = str(len(devices))
+    for device in devices:
+        if device.type == "cuda":
+            found["processor"] = torch.cuda.get_device_name(device)
+    return found
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    """Where all of the module is; the host, if it has nothing."""
+    device = next((tensor.device for _, tensor in _state(module)), torch.device("cpu"))
+    for name, tensor in _state(module):
+        if is_lazy(tensor):
+            raise ArgumentError(f"{name} is not initialised; run the module once before")
+        if tensor.device.type == "meta":
+            raise ArgumentError(f"{name} on {tensor.device}; allowed: memory of the host or of a GPU")
+        if tensor.device != device:
+            raise ArgumentError(f"{name} on {tensor.device}, others on {device}; allowed: one device")
+    return device
+
+
+def _broadcast(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    with torch.no_grad():
+        for _, tensor in _state(module):
+            values = tensor.detach().contiguous()
+            dist.broadcast(values, group=group, group_src=0)
+            if values.data_ptr() != tensor.data_ptr():
+                tensor.copy_(values)

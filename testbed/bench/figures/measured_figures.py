@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make figures`: measures figures of docs/performance.json anew, and makes the pages of them.
+
+A row's `source` names a command of `sennit bench` and, for each column, where its JSON has the figure (JMESPath). Each
+command runs as often as its rows show figures side by side. What has been measured is written after each command. Rows
+without a source keep what they have, and are listed: no command of `sennit bench` gives them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import jmespath
+
+from sennit.errors import FormatError
+from sennit.testbed.bench import quiet
+from sennit.testbed.bench.figures import performance_page
+from sennit.testbed.bench.figures.figures import Cell, Figures, Number, Row
+
+RUNS: Final = 2
+WHERE: Final = ("processor", "cores", "load_average")
+"""Of a report's machine: what a run of the page has."""
+
+Measure = Callable[[str], dict[str, Any]]
+"""Options of `sennit bench` -> the JSON that it wrote."""
+
+
+class NotThereError(FormatError):
+    """A report lacks the figure of a cell: a peer did not run."""
+
+
+def commands(figures: Figures) -> list[str]:
+    """The commands that rows name, each once, in the order of the page."""
+    return list(dict.fromkeys(row.source["bench"] for _, row in _rows(figures) if row.source is not None))
+
+
+def unmeasured(figures: Figures) -> list[str]:
+    """Rows that no command gives."""
+    return [f"{table}: {row.name}" for table, row in _rows(figures) if row.source is None and not row.goal and row.run]
+
+
+def measured(figures: Figures, bench: str, measure: Measure) -> list[str]:
+    """Runs a command, and changes the rows that it gives. Returns those that it did not give, and why."""
+    reports = [measure(bench) for _ in range(RUNS)]
+    for report in reports:
+        quiet.refuse_busy(report, f"sennit bench {bench}")
+    where = reports[0]["machine"]
+    key = f"sennit bench {bench}"
+    figures.runs[key] = {"measured": str(where["time_utc"]).partition("T")[0]}
+    figures.runs[key] |= {name: where[name] for name in WHERE} | {"others": reports[0]["others"]}
+    missing = []
+    for table in figures.tables:
+        for place, row in enumerate(table.rows):
+            if row.source is not None and row.source["bench"] == bench:
+                try:
+                    table.rows[place] = _renewed(row, key, reports)
+                except NotThereError as error:
+                    missing.append(f"{table.name}: {row.name}: {error}")
+    if not any(row.run == key for _, row in _rows(figures)):
+        del figures.runs[key]
+    return missing
+
+
+def _renewed(row: Row, key: str, reports: Sequence[dict[str, Any]]) -> Row:
+    assert row.source is not None
+    found = zip(row.source["figures"], row.cells, strict=True)
+    return replace(
+        row, cells=[cell if wanted is None else _cell(row, wanted, reports) for wanted, cell in found], run=key
+    )
+
+
+def _cell(row: Row, wanted: str | dict[str, Any], reports: Sequence[dict[str, Any]]) -> Cell:
+    """`wanted`: an expression; or several, and the text around them."""
+    scale = 1 if row.source is None else row.source.get("scale", 1)
+
+    def find(expression: str, report: dict[str, Any]) -> Any:
+        value = jmespath.search(expression, report)
+        if value is None or value == []:
+            raise NotThereError(f"no {expression}")
+        return value
+
+    def rounded(value: float) -> Number:
+        value *= scale
+        if row.digits is not None:
+            return round(value, row.digits)
+        return round(value) if abs(value) >= 100 else float(f"{value:.{2 if abs(value) < 10 else 3}g}")
+
+    if isinstance(wanted, dict):
+        return str(wanted["text"]).format(*(rounded(find(each, reports[0])) for each in wanted["of"]))
+    values = [find(wanted, report) for report in reports]
+    match values[0]:
+        case dict():
+            return {name: rounded(value) for name, value in values[0].items()}
+        case list():
+            return [rounded(value) for value in values[0]]
+    return [rounded(value) for value in values]
+
+
+def _rows(figures: Figures) -> Iterator[tuple[str, Row]]:
+    return ((table.name, row) for table in figures.tables for row in table.rows)
+
+
+def _run(folder: Path) -> Measure:
+    def measure(bench: str) -> dict[str, Any]:
+        path = folder / "figures.json"
+        command = [sys.executable, "-m", "sennit", "bench", *shlex.split(bench), "--json", str(path)]
+        print(f"figures: sennit bench {bench}", flush=True)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+
+    return measure
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="make figures")
+    parser.add_argument("docs", type=Path)
+    parser.add_argument("--only", default="", help="commands that begin with this")
+    asked = parser.parse_args(arguments)
+    path = asked.docs / performance_page.FIGURES
+    figures = Figures.read(path)
+    wanted = [bench for bench in commands(figures) if bench.startswith(asked.only)]
+    if not wanted:
+        parser.error(f"no command begins with {asked.only!r}; allowed: {'; '.join(commands(figures))}")
+    folder = Path("build/figures")
+    folder.mkdir(parents=True, exist_ok=True)
+    failed = []
+    for bench in wanted:
+        try:
+            failed += measured(figures, bench, _run(folder))
+        except subprocess.CalledProcessError as error:
+            # It has said why: a machine that is busy, or lacks something.
+            failed.append(f"sennit bench {bench}: ended with {error.returncode}")
+            continue
+        path.write_text(figures.without_unused_runs().text(), encoding="utf-8")
+        performance_page.main([str(asked.docs)])
+    for text in failed:
+        print(f"figures: not measured: {text}")
+    left = unmeasured(figures)
+    print(f"figures: {len(left)} rows have no command, and stay as they were noted: {'; '.join(left)}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sennit bench`: embedding tables, in files, in memory and on a GPU. A command imports what it needs when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sennit.command_line import busy, fail, stdout_console
+from sennit.testbed.bench.progress import progress
+from sennit.testbed.bench.running import Figures, mistakes_told, need, write
+
+
+def tiers(
+    folder: Annotated[Path, typer.Option(help="folder for files of rows, 1.6 GB, which are removed at the end")] = Path(
+        "."
+    ),
+    steps: Annotated[int, typer.Option(help="steps of 2,048 samples with an id for each of 26 tables", min=1)] = 50,
+    seed: Annotated[int, typer.Option(help="seed of rows and ids", min=0)] = 1,
+    json_path: Figures = None,
+) -> None:
+    """Time training with embedding tables ten times larger than their memory, beside all tables in memory."""
+    from sennit.testbed.bench.tables import embedding_tiers, tiers
+    from sennit.transport.errors import SennitError
+
+    try:
+        with busy("training from files and from memory"):
+            report = tiers.run(folder, embedding_tiers.Load(), steps=steps, seed=seed)
+    except SennitError as error:
+        fail(error)
+    tiers.render(report, stdout_console())
+    write(json_path, report.as_json())
+
+
+def _bench_embedding_on_a_gpu(rounds: int, seed: int, json_path: Path | None) -> None:
+    need("gpu")
+    from sennit.testbed.bench.tables import embedding_cuda
+
+    with busy("measuring in turns"):
+        report = embedding_cuda.run(rounds=rounds, seed=seed)
+    embedding_cuda.render(report, stdout_console())
+    write(json_path, report)
+
+
+def embedding(
+    device: Annotated[
+        str, typer.Option(help="cpu, or cuda: the Triton kernels with the shape of FBGEMM's published times")
+    ] = "cpu",
+    against: Annotated[
+        list[str] | None, typer.Option(help="peer: fbgemm, torch or tensor-train; may be repeated")
+    ] = None,
+    only: Annotated[str, typer.Option(help="only shapes whose name contains this")] = "",
+    threads: Annotated[int, typer.Option(help="threads of each peer", min=1, max=256)] = 1,
+    rounds: Annotated[int, typer.Option(help="turns of each peer; the median is reported", min=1)] = 15,
+    seed: Annotated[int, typer.Option(help="seed of ids and weights", min=0)] = 1,
+    json_path: Figures = None,
+) -> None:
+    """Time lookups and updates of embedding tables beside fbgemm and torch, or on a GPU."""
+    if device not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"--device {device}; allowed: cpu, cuda")
+    if device == "cuda":
+        if against or only or threads != 1:
+            raise typer.BadParameter("--against, --only and --threads are for --device cpu")
+        _bench_embedding_on_a_gpu(rounds, seed, json_path)
+        return
+    from sennit.testbed.bench.tables import embedding, embedding_peers
+
+    names = tuple(against or ("fbgemm", "torch"))
+    allowed = [name for name in embedding_peers.PEERS if name != embedding.OURS]
+    for name in names:
+        if name not in allowed:
+            raise typer.BadParameter(f"--against {name}; allowed: {', '.join(allowed)}")
+    with progress() as update:
+        results = embedding.run(against=names, rounds=rounds, seed=seed, only=only, threads=threads, on_progress=update)
+    embedding.render(results, stdout_console())
+    write(json_path, embedding.as_json(results, rounds=rounds, seed=seed, threads=threads))
+
+
+def gpu(
+    world: Annotated[int, typer.Option(help="ranks of staging and training step; they may share a GPU", min=2)] = 2,
+    rounds: Annotated[int, typer.Option(help="timed turns of each operation; the median is reported", min=1)] = 20,
+    seed: Annotated[int, typer.Option(help="seed of ids and weights", min=0)] = 1,
+    interpreter: Annotated[
+        bool, typer.Option("--interpreter", help="small shapes on the CPU in Triton's interpreter; nothing is timed")
+    ] = False,
+    report_folder: Annotated[
+        Path | None,
+        typer.Option("--report", help="folder for summary.md, and for the JSON and the output of each part"),
+    ] = None,
+    json_path: Figures = None,
+) -> None:
+    """Run everything that needs a GPU: kernels, tests, copies and collectives, a training step, a profile.
+
+    Takes 8 minutes at most. Needs a CUDA device, or --interpreter. A part that cannot run says why.
+    """
+    if not interpreter:
+        need("gpu")
+    from sennit.testbed.bench.gpu import gpu, gpu_summary
+
+    if report_folder is not None:
+        try:
+            report_folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise typer.BadParameter(
+                f"--report {report_folder}: {error.strerror}; choose a folder that can be made"
+            ) from None
+    with mistakes_told():
+        settings = gpu.Settings(world=world, rounds=rounds, seed=seed, interpreter=interpreter)
+    with progress() as update:
+        report = gpu.run(settings, update, folder=report_folder)
+    gpu.render(report, stdout_console())
+    if report_folder is not None:
+        (report_folder / gpu.SUMMARY).write_text(gpu_summary.page(report))
+    write(json_path, report)
+    if wrong := gpu.failures(report):
+        fail("; ".join(wrong))

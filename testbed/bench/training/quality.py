@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sennit bench quality`: what a way to train costs in quality.
+
+Every way trains the same model on the same data with the same seeds: seed by seed, so that the luck of a seed drops out
+of the difference (a paired comparison). The differences have an interval of 95 % by Student's t.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+from sennit.runtime.calibrate import machine
+from sennit.testbed.bench.training.quality_ways import (
+    ASYNCHRONOUS,
+    FP32,
+    RATE_RULES,
+    SAME_TIME,
+    SQRT,
+    WAYS,
+    Job,
+    Trained,
+    Way,
+    batch_way,
+    server_way,
+    steps_within,
+    train,
+)
+
+METRICS: Final = {"normalised_entropy": "NE", "auc": "AUC", "calibration": "calibration"}
+"""The fields of a run's quality that are compared, and their short names."""
+DIGITS: Final = {"normalised_entropy": 5, "auc": 5, "calibration": 4}
+"""How many are shown. Four are more than seeds agree on in calibration."""
+
+# Of 1, 2, ... degrees of freedom: the quantile 0.975 of Student's t.
+T_975: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.16, 2.145)
+SEEDS_MAX: Final = len(T_975) + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What to run."""
+
+    data: str = "flights"
+    seeds: int = 5
+    """Runs of each way, with the seeds 1, 2, ..."""
+
+    epochs: int = 1
+    ranks: int = 2
+    batch_sizes: tuple[int, ...] = ()
+    """Also these, in fp32."""
+
+    rate_rules: tuple[str, ...] = (SQRT,)
+    """How rates follow `batch_sizes`, and the batch size of the parameter server: each is a way of its own."""
+
+    warmup: float = 0.0
+    """The share of the steps in which rates rise: of `batch_sizes` and of the parameter server."""
+
+    equal_time: bool = False
+    """Each of `batch_sizes` also for as long as the parameter server took: "batch N, same time"."""
+
+    only: tuple[str, ...] = tuple(WAYS)
+    base: str = FP32
+    """The way that others are compared with."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for ways that do not exist, and numbers of seeds without an interval."""
+        for rule in self.rate_rules:
+            if rule not in RATE_RULES:
+                raise ValueError(f"rate rule {rule!r}; allowed: {', '.join(RATE_RULES)}")
+        if not self.rate_rules:
+            raise ValueError(f"no rate rule; allowed: {', '.join(RATE_RULES)}")
+        known = dict.fromkeys([*WAYS, *(way.name for way in (*self._servers, *self._batches))])
+        if self.base not in known:
+            raise ValueError(f"base {self.base!r}; allowed: {', '.join(known)}")
+        for name in self.only:
+            if name not in WAYS:
+                raise ValueError(f"way {name!r}; allowed: {', '.join(WAYS)}")
+        if not 0 <= self.warmup < 1:
+            raise ValueError(f"a warm-up of {self.warmup:g} of the steps; allowed: 0 to below 1")
+        if self.equal_time and not (self.batch_sizes and self._has_servers):
+            raise ValueError(f"the same time without batch sizes and {ASYNCHRONOUS!r}; allowed: with both")
+        if not 2 <= self.seeds <= SEEDS_MAX:
+            raise ValueError(f"{self.seeds} seeds; allowed: 2 to {SEEDS_MAX}")
+
+    @property
+    def duration(self) -> str:
+        """For people."""
+        return "1 epoch" if self.epochs == 1 else f"{self.epochs} epochs"
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """All of them, in the order in which they run: what sets a time comes before those that have it."""
+        named = [WAYS[name] for name in self.only if name != ASYNCHRONOUS]
+        longer = [
+            batch_way(size, rule, is_same_time=True)
+            for size in self.batch_sizes
+            for rule in self.rate_rules
+            if self.equal_time
+        ]
+        servers = self._servers if self._has_servers else []
+        found = [*named, *servers, *self._batches, *longer]
+        if self.base in WAYS:
+            found.append(WAYS[self.base])
+        by_name = {way.name: way for way in found}
+        return (by_name.pop(self.base), *by_name.values())
+
+    @property
+    def _has_servers(self) -> bool:
+        return ASYNCHRONOUS in self.only or self.base.startswith(ASYNCHRONOUS)
+
+    @property
+    def _servers(self) -> list[Way]:
+        return [server_way(rule) for rule in self.rate_rules]
+
+    @property
+    def _batches(self) -> list[Way]:
+        return [batch_way(size, rule) for size in self.batch_sizes for rule in self.rate_rules]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Of a metric, this way minus the base: the mean over seeds, and half of its interval of 95 %."""
+
+    mean: float
+    half: float
+
+    @classmethod
+    def of(cls, way: Sequence[float], base: Sequence[float]) -> Difference:
+        apart = [ours - theirs for ours, theirs in zip(way, base, strict=True)]
+        return cls(mean=statistics.fmean(apart), half=interval_half(apart))
+
+
+def interval_half(values: Sequence[float]) -> float:
+    """Half of the interval of 95 % of the mean of 2 to `SEEDS_MAX` values."""
+    return T_975[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The quality of each run, by way and in the order of seeds."""
+
+    settings: Settings
+    machine: dict[str, object]
+    qualities: dict[str, list[dict[str, float]]]
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    """Of training, by way and seed, where they were measured."""
+
+    steps: dict[str, list[int]] = field(default_factory=dict)
+    """Of training, too."""
+
+    @classmethod
+    def of(cls, settings: Settings, by_seed: Sequence[dict[str, Trained]], where: dict[str, object]) -> Report:
+        """Of the runs of each seed."""
+        runs = {way.name: [found[way.name] for found in by_seed] for way in settings.ways}
+        timed = {name: found for name, found in runs.items() if found[0].seconds is not None}
+        return cls(
+            settings=settings,
+            machine=where,
+            qualities={name: [one.quality for one in found] for name, found in runs.items()},
+            seconds={name: [one.seconds or 0.0 for one in found] for name, found in timed.items()},
+            steps={name: [one.steps or 0 for one in found] for name, found in timed.items()},
+        )
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Report:
+        settings: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in found["settings"].items()
+        }
+        return cls(
+            settings=Settings(**settings),
+            machine=found["machine"],
+            qualities=found["qualities"],
+            seconds=found["seconds"],
+            steps=found["steps"],
+        )
+
+    def against(self, base: str) -> Report:
+        """The same runs, compared with another way."""
+        return replace(self, settings=replace(self.settings, base=base))
+
+    def values(self, way: str, metric: str) -> list[float]:
+        return [found[metric] for found in self.qualities[way]]
+
+    def difference(self, way: str, metric: str) -> Difference:
+        return Difference.of(self.values(way, metric), self.values(self.settings.base, metric))
+
+    def text(self, way: str, metric: str) -> str:
+        """For people: the difference from the base; nothing for the base itself."""
+        if way == self.settings.base:
+            return ""
+        apart = self.difference(way, metric)
+        return f"{apart.mean:+.{DIGITS[metric]}f} ± {apart.half:.{DIGITS[metric]}f}"
+
+    def mean_text(self, way: str, metric: str) -> str:
+        """The mean over seeds."""
+        return f"{statistics.fmean(self.values(way, metric)):.{DIGITS[metric]}f}"
+
+    def time_ratio(self, way: str) -> float | None:
+        """The median over seeds of its time of training divided by the parameter server's; None: not measured."""
+        rules = {one.name: one.rule for one in self.settings.ways}
+        server = server_way(rules[way]).name
+        if way not in self.seconds or server not in self.seconds:
+            return None
+        pairs = zip(self.seconds[way], self.seconds[server], strict=True)
+        return statistics.median(ours / theirs for ours, theirs in pairs)
+
+    @property
+    def others(self) -> list[str]:
+        """All ways but the base."""
+        return [way for way in self.qualities if way != self.settings.base]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "settings": asdict(self.settings),
+            "machine": self.machine,
+            "qualities": self.qualities,
+            "seconds": self.seconds,
+            "steps": self.steps,
+            "minus base": {
+                way: {metric: asdict(self.difference(way, metric)) for metric in METRICS} for way in self.others
+            },
+        }
+
+
+def run(settings: Settings, tell: Callable[[str, int, int], None] = lambda *_: None) -> Report:
+    """Trains all of them, one after another. `tell` hears what begins, how many runs are done, and how many in all."""
+    count = len(settings.ways)
+    by_seed = []
+    for seed in range(1, settings.seeds + 1):
+
+        def of_seed(name: str, done: int, seed: int = seed) -> None:
+            tell(f"seed {seed}: {name}", (seed - 1) * count + done, settings.seeds * count)
+
+        by_seed.append(train_seed(settings, seed, of_seed))
+    return Report.of(settings, by_seed, machine.describe())
+
+
+def train_seed(settings: Settings, seed: int, tell: Callable[[str, int], None] = lambda *_: None) -> dict[str, Trained]:
+    """Trains in all ways with one seed. Returns the runs by name of the way."""
+    job = Job(data=settings.data, seed=seed, epochs=settings.epochs, ranks=settings.ranks, warmup=settings.warmup)
+    found: dict[str, Trained] = {}
+    for way in settings.ways:
+        tell(way.name, len(found))
+        steps = None
+        if way.is_same_time:
+            server = found[server_way(way.rule).name]
+            assert server.seconds is not None
+            steps = steps_within(server.seconds, found[way.name.removesuffix(SAME_TIME)])
+        found[way.name] = train(job, way, steps)
+    return found
+
+
+def render(report: Report, console: Console) -> None:
+    """A line for each way: means, and differences from the base with their intervals."""
+    settings = report.settings
+    table = Table(title=f"{settings.data}, {settings.duration}, seeds 1 to {settings.seeds}, {settings.ranks} ranks")
+    table.add_column("way")
+    for short in METRICS.values():
+        table.add_column(short, justify="right")
+        table.add_column(f"{short} - {settings.base}", justify="right")
+    table.add_column("seconds", justify="right")
+    for way in report.qualities:
+        cells = [way]
+        for metric in METRICS:
+            cells += [report.mean_text(way, metric), report.text(way, metric)]
+        table.add_row(*cells, f"{statistics.fmean(report.seconds[way]):.1f}" if way in report.seconds else "")
+    console.print(table)

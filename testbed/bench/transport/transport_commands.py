@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sennit bench`: collectives, groups, codecs, and soft-RoCE. Each command imports what it needs when it runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from sennit.command_line import fail, stdout_console
+from sennit.testbed.bench.progress import progress
+from sennit.testbed.bench.running import Figures, Picture, mistakes_told, run_ranks, write
+
+
+def collectives(
+    against: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="peer: gloo, openmpi, symmetric, sennit-core, core-symmetric, udp-bare, core-CODEC or "
+            "core-CODEC-between (fp16, bf16, fp8, fp8_e5m2, int8, mx4); may be repeated. The symmetric ones are sennit "
+            "with symmetric memory, those with a codec the core with fewer bytes"
+        ),
+    ] = None,
+    core: Annotated[bool, typer.Option("--core", help="measure the native core alone, without torch")] = False,
+    transport: Annotated[str, typer.Option(help="value of SENNIT_TRANSPORT: auto, shm or udp")] = "auto",
+    world: Annotated[int, typer.Option(help="number of ranks, all on this machine", min=2)] = 2,
+    hosts: Annotated[
+        int, typer.Option(help="hosts that sennit is told the ranks are spread over; between them udp", min=1)
+    ] = 1,
+    sizes: Annotated[
+        str, typer.Option(help="message sizes, comma-separated: bytes of a rank's larger buffer")
+    ] = "4KiB,64KiB,1MiB,16MiB,64MiB",
+    only: Annotated[
+        str | None,
+        typer.Option(help="some of allreduce, alltoall, reduce_scatter, all_gather, comma-separated; default: all"),
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="measurements of each case and peer", min=1)] = 15,
+    json_path: Figures = None,
+    plot_path: Picture = None,
+) -> None:
+    """Time AllReduce, AlltoAll, ReduceScatter and AllGather beside gloo, OpenMPI or a bare UDP transfer.
+
+    Peers take turns round by round. The report begins with the ratios.
+    """
+    from sennit.testbed.bench import cases, report
+    from sennit.testbed.bench.transport import collectives
+    from sennit.testbed.bench.transport.conductor import WorkerError
+    from sennit.transport.sizes import parse_size
+
+    with mistakes_told():
+        settings = collectives.Settings(
+            transport=transport,
+            world=world,
+            hosts=hosts,
+            ours="sennit-core" if core else "sennit",
+            against=tuple(against or ("gloo",)),
+            collectives=tuple(
+                cases.Collective(name.strip()) for name in (only or ",".join(cases.Collective)).split(",")
+            ),
+            sizes_bytes=tuple(parse_size(size) for size in sizes.split(",")),
+            rounds=rounds,
+        )
+    console = stdout_console()
+    try:
+        with progress() as update:
+            result = collectives.run(settings, update)
+    except WorkerError as error:
+        fail(error)
+    report.render(result, console)
+    write(json_path, result.as_json())
+    if plot_path is not None:
+        report.plot(result, plot_path)
+
+
+def group(
+    against: Annotated[list[str] | None, typer.Option(help="peer: gloo")] = None,
+    transport: Annotated[str, typer.Option(help="value of SENNIT_TRANSPORT: auto, shm or udp")] = "auto",
+    world: Annotated[int, typer.Option(help="number of ranks, all on this machine", min=2)] = 64,
+    rounds: Annotated[int, typer.Option(help="timed groups of each peer; the median is reported", min=1)] = 5,
+    warm: Annotated[bool, typer.Option("--warm", help="ranks have imported everything before")] = False,
+    json_path: Figures = None,
+) -> None:
+    """Time the making of a group up to its first AllReduce; count bytes read from the store, and memory.
+
+    Each round starts new processes, as torchrun does. Their `import torch` does not count.
+    """
+    from sennit.testbed.bench.transport import group
+
+    peers = tuple(against or ("gloo",))
+    run_ranks(group, json_path, transport=transport, world=world, against=peers, rounds=rounds, warm=warm)
+
+
+def codecs(
+    size: Annotated[str, typer.Option(help="bytes of float32 that are coded, at least 4")] = "4MiB",
+    rounds: Annotated[int, typer.Option(help="measurements of each; the median is reported", min=1)] = 25,
+    seed: Annotated[int, typer.Option(help="seed of the numbers", min=0)] = 1,
+    json_path: Figures = None,
+) -> None:
+    """Time codecs on one thread, beside torch's and NumPy's own conversions."""
+    from sennit.testbed.bench.transport import codecs
+    from sennit.transport.sizes import parse_size
+
+    with mistakes_told():
+        size_bytes = parse_size(size)
+    if size_bytes < 4:
+        raise typer.BadParameter(f"--size {size}; allowed: 4 bytes or more")
+    with progress() as update:
+        results = codecs.run(size_bytes=size_bytes, rounds=rounds, seed=seed, on_progress=update)
+    codecs.render(results, stdout_console())
+    write(json_path, codecs.as_json(results, size_bytes=size_bytes, rounds=rounds, seed=seed))
+
+
+def rdma(
+    size: Annotated[str, typer.Option(help="bytes that each rank sends to the other in one operation")] = "64KiB",
+    netem: Annotated[
+        list[str] | None,
+        typer.Option(help="settings of tc-netem(8), '' for none; the first is the reference; may be repeated"),
+    ] = None,
+    against: Annotated[list[str] | None, typer.Option(help="peer: kernel-rc or udp; may be repeated")] = None,
+    in_flight: Annotated[str, typer.Option(help="operations in flight, comma-separated numbers")] = "1,8",
+    rounds: Annotated[int, typer.Option(help="measurements of each peer and setting", min=1)] = 5,
+    cpu: Annotated[bool, typer.Option(help="also measure the CPU time per GB of verbs and udp")] = True,
+    json_path: Figures = None,
+) -> None:
+    """Time AlltoAll over soft-RoCE under loss, delay and reordering, beside the kernel's reliable queue pairs.
+
+    Runs in the VM of `sennit testbed vm`.
+    """
+    from sennit.testbed.bench import rdma_report
+    from sennit.testbed.bench.transport import rdma
+    from sennit.testbed.bench.transport.conductor import WorkerError
+    from sennit.transport.sizes import parse_size
+
+    with mistakes_told():
+        settings = rdma.Settings(
+            part_bytes=parse_size(size),
+            in_flight=tuple(int(number) for number in in_flight.split(",")),
+            rounds=rounds,
+            netem=tuple(netem or rdma.NETEM),
+            against=tuple(against or ("kernel-rc",)),
+            cpu=cpu,
+        )
+    try:
+        with progress() as update:
+            result = rdma.run(settings, update)
+    except (WorkerError, rdma.Unusable) as error:
+        fail(error)
+    rdma_report.render(result, stdout_console())
+    write(json_path, result.as_json())

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's side of the benchmark: obeys the conductor's commands, one at a time.
+
+`python -m sennit.testbed.bench.transport.worker LIBRARY SOCKET [RANK WORLD STORE]`. Between commands a worker sleeps
+in a socket read, even if its library would busy-wait.
+"""
+
+import sys
+from multiprocessing.connection import Client
+from pathlib import Path
+
+from sennit.testbed.bench.transport.commands import (
+    Allocate,
+    Command,
+    Failure,
+    Join,
+    Measure,
+    ReadPeak,
+    ResetPeak,
+    Stop,
+    Verify,
+)
+from sennit.testbed.bench.transport.library import Library, make_library
+
+
+def _status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) << 10
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+def _measure(library: Library, command: Measure) -> float:
+    library.run(command.peer, command.case, 1)  # untimed: aligns the ranks
+    return library.run(command.peer, command.case, command.iterations)
+
+
+def _obey(library: Library, command: Command) -> float | int | None:
+    match command:
+        case Join(peer):
+            library.join(peer)
+        case Verify(peer, case):
+            library.verify(peer, case)
+        case Measure():
+            return _measure(library, command)
+        case Allocate(case):
+            library.allocate(case)
+        case ResetPeak():
+            # proc(5), clear_refs: 5 resets the peak resident set size.
+            Path("/proc/self/clear_refs").write_text("5")
+            return _status_bytes("VmRSS")
+        case ReadPeak():
+            return _status_bytes("VmHWM")
+        case Stop():
+            library.stop()
+    return None
+
+
+def main(arguments: list[str]) -> None:
+    """Connects to the conductor, introduces itself, and obeys until the conductor says stop."""
+    library = make_library(arguments[0], arguments[2:])
+    with Client(arguments[1], family="AF_UNIX") as conductor:
+        conductor.send(library.rank)
+        while True:
+            command = conductor.recv()
+            try:
+                answer = _obey(library, command)
+            except Exception as error:
+                conductor.send(Failure(f"{type(error).__name__}: {error}"))
+                raise
+            conductor.send(answer)
+            if isinstance(command, Stop):
+                return
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
