@@ -19,7 +19,8 @@ from sennit.testbed.marked_page import with_part
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 FOLDERS: Final = ("ebpf", "offload", "transport", "runtime", "testbed", "sennit")
-FOUNDATIONS, COMMANDS = "sennit", "sennit: commands"
+# What everything rests on, and what rests on everything.
+FOUNDATIONS, COMMANDS = "sennit", "sennit/commands"
 CORE: Final = "transport/csrc"
 # Folders in the native core's tree that do not belong to the core.
 NOT_CORE: Final = {"tests", "model", "fuzz", "fabric"}
@@ -56,29 +57,40 @@ def imports(path: Path, known: dict[str, Path]) -> Iterator[Path]:
 
 
 def room(path: Path) -> str:
-    """Returns the folder that stands for a file in the picture, two levels deep in `runtime` and `offload/ingest`."""
+    """Returns the folder that stands for a file in the picture: two levels deep where a folder has rooms."""
+    if path == ROOT / "sennit/__main__.py":
+        return COMMANDS
     parts = path.relative_to(ROOT).parts
-    is_room = len(parts) > 2 and (parts[0] == "runtime" or parts[:2] == ("offload", "ingest"))
+    is_room = len(parts) > 2 and (parts[0] in ("runtime", "sennit") or parts[:2] == ("offload", "ingest"))
     return "/".join(parts[:2]) if is_room else parts[0]
 
 
-def python_edges() -> Edges:
-    """Returns the imports between rooms.
-
-    The root package is two places: what everything rests on, and the commands, which rest on everything.
-    """
+def file_edges() -> dict[Path, set[Path]]:
+    """Returns what each file imports, wherever the import stands. Imports of a whole package are no edges."""
     known = modules()
-    files = {path: set(imports(path, known)) for path in known.values()}
-    roots = {path for path in files if room(path) == FOUNDATIONS}
-    commands = {path for path in roots if any(target not in roots for target in files[path])}
-    commands -= {ROOT / "sennit" / "__init__.py"}  # It imports the backend when torch asks for it.
-    while more := {path for path in roots - commands if files[path] & commands and path.name != "__init__.py"}:
-        commands |= more
+    files = {path: imports(path, known) for path in known.values() if path.name != "__init__.py"}
+    return {path: {target for target in targets if target.name != "__init__.py"} for path, targets in files.items()}
 
-    def name(path: Path) -> str:
-        return COMMANDS if path in commands else room(path)
 
-    edges = {(name(path), name(target)) for path, targets in files.items() for target in targets}
+def folder_edges() -> dict[str, set[str]]:
+    """Returns which folders import which. A file that lies beside folders of modules stands for itself."""
+    files = file_edges()
+    folders = {path.parent for path in files}
+    mixed = {folder for folder in folders if any(folder in other.parents for other in folders)}
+
+    def place(path: Path) -> str:
+        return str((path if path.parent in mixed else path.parent).relative_to(ROOT))
+
+    found: dict[str, set[str]] = {place(path): set() for path in files}
+    for path, targets in files.items():
+        found[place(path)] |= {place(target) for target in targets} - {place(path)}
+    return found
+
+
+def python_edges() -> Edges:
+    """Returns the imports between rooms."""
+    known = modules()
+    edges = {(room(path), room(target)) for path in known.values() for target in imports(path, known)}
     return {(one, other) for one, other in edges if one != other and FOUNDATIONS not in (one, other)}
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from sennit.testbed import import_graph
+
 ROOT = Path(__file__).resolve().parents[1]
 # Folder -> the other folders whose modules it may import.
 MAY_IMPORT = {
@@ -95,6 +97,10 @@ def test_rooms_of_the_runtime_import_only_lower_ones() -> None:
             room = module.removeprefix("sennit.runtime.").partition(".")[0]
             if module.startswith("sennit.runtime.") and room in rooms and room != own:
                 assert layer_of[room] < layer_of[own], f"{path}: {own} may not import {module}"
+
+
+def test_no_circle_of_folders() -> None:
+    assert set(graphlib.TopologicalSorter(import_graph.folder_edges()).static_order())
 
 
 # Files of `sennit/` that every folder may use.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -17,37 +17,14 @@ from sennit.transport import algorithms
 from sennit.transport.choice.costs import Collective
 from sennit.transport.config import Algorithm
 from sennit.transport.errors import ArgumentError
-from sennit.transport.plans.elements import Dtype, ReduceOp
+from sennit.transport.plans.elements import DTYPES, OTHER_TYPE, Dtype, ReduceOp, dtype_of
 from sennit.transport.plans.tree import check_rows, given_spans
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from sennit.transport.choice.selection import Selection
     from sennit.transport.codecs import Codec
+    from sennit.transport.plans.elements import Array
     from sennit.transport.plans.plan import Plan
-
-    Array: TypeAlias = npt.NDArray[Any]
-
-# By their names in NumPy.
-DTYPES: Final[dict[str, Dtype]] = {
-    "uint8": Dtype.U8, "int8": Dtype.I8, "int16": Dtype.I16, "int32": Dtype.I32, "int64": Dtype.I64,
-    "float16": Dtype.F16, "float32": Dtype.F32, "float64": Dtype.F64,
-    "complex64": Dtype.C64, "complex128": Dtype.C128, "bool": Dtype.BOOL,
-    "uint16": Dtype.U16, "uint32": Dtype.U32, "uint64": Dtype.U64,
-}  # fmt: skip
-
-
-# The type code of types without arithmetic. torch uses the codes from 0x80 up (runtime/backend/csrc).
-OTHER_TYPE: Final = 0x7F
-
-
-def dtype_of(array: Array) -> Dtype:
-    """Returns the element type of `array`. The core must know the type, and the byte order must be native."""
-    dtype = DTYPES.get(array.dtype.name)
-    if dtype is None or not array.dtype.isnative:
-        raise ArgumentError(f"dtype {array.dtype.str}; allowed: {', '.join(DTYPES)}, in native byte order")
-    return dtype
 
 
 class Operation(Protocol):

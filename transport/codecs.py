@@ -15,10 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from sennit.transport import _core
-from sennit.transport.array_collectives import dtype_of
 from sennit.transport.errors import ArgumentError
 from sennit.transport.plans.coding import LOSSLESS_BLOCK, CodecKind, Coding
-from sennit.transport.plans.elements import FLOATS, Dtype
+from sennit.transport.plans.elements import FLOATS, Dtype, dtype_of
 
 __all__ = ["COLLECTIVE_CODECS", "EXCHANGE_CODECS", "Codec", "CodecKind"]
 

@@ -17,10 +17,9 @@ import torch.distributed as dist
 
 from sennit.runtime.backend.gathering import all_gather_parts
 from sennit.runtime.backend.process_group import communicator_or_names
-from sennit.transport.array_collectives import DTYPES
 from sennit.transport.errors import ArgumentError
 from sennit.transport.plans.arithmetic import run_program
-from sennit.transport.plans.elements import Dtype, ReduceOp, accumulator
+from sennit.transport.plans.elements import DTYPES, Dtype, ReduceOp, accumulator
 from sennit.transport.plans.tree import check_rows, combinations, given_spans
 
 # torch's names are NumPy's, and these.

@@ -255,9 +255,11 @@ class PlanCompiler:
         from sennit.transport import algorithms
         from sennit.transport.choice.selection import grade_bytes
         from sennit.transport.plans.elements import Dtype, ReduceOp
+        from sennit.transport.plans.plan_codec import encode
         from sennit.transport.plans.signature import Kind
 
         if on_device:
+            from sennit.transport.plans.binding import with_counts
             from sennit.transport.plans.device_plan import SEGMENT_BYTES, cut_messages, for_device
 
         world, rank, selection = self._world, self._rank, self._group.selection
@@ -301,11 +303,11 @@ class PlanCompiler:
                 plan = algorithms.barrier(world=world, rank=rank)
         if on_device:
             if plan.count_count:
-                plan = plan.with_counts(counts)
+                plan = with_counts(plan, counts)
                 # A message between two ranks has one slot.
                 plan = plan if kind == Kind.P2P else cut_messages(plan)
             plan = for_device(plan)
-        return plan.encode()
+        return encode(plan)
 
     def _coded(self, *, dtype: Dtype, codec: Codec, **what: Any) -> Plan:
         from sennit.transport import algorithms

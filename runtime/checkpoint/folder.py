@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -84,35 +84,6 @@ def find_link(folder: Path, link: Link) -> Path:
         except CheckpointError:
             continue
     raise CheckpointError(f"{folder / name_of(link.step)}, which later checkpoints need, is lost or another one")
-
-
-def save(
-    folder: Path,
-    about: Manifest,
-    state: dict[str, Any],
-    *,
-    documents: Mapping[str, str] | None = None,
-    keep: int | None = None,
-) -> Path:
-    """Writes `state` as checkpoint `about.step`, with `documents` (file name to text) beside it.
-
-    With `keep`, only that many of the run's checkpoints remain, once the new one is durable. Collective. Raises
-    `CheckpointError` on every rank or on none.
-    """
-    from sennit.runtime.checkpoint.writing import Saver
-
-    Saver(folder, keep=keep).save(about, lambda: state, documents=documents)
-    return folder / name_of(about.step)
-
-
-def load(path: Path, state: dict[str, Any], *, alone: bool = False) -> None:
-    """Loads into the tensors of `state`, and replaces its other values. Collective, unless this process is `alone`.
-
-    All files are checked first. Raises `CheckpointError` on every rank or on none.
-    """
-    from sennit.runtime.checkpoint.reading import OpenedCheckpoint
-
-    OpenedCheckpoint(path, alone=alone).read(state)
 
 
 def put_in_place(partial: Path, final: Path) -> None:

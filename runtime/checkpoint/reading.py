@@ -105,6 +105,14 @@ class OpenedCheckpoint:
             raise CheckpointError(f"{what}: {error}") from error
 
 
+def load(path: Path, state: dict[str, Any], *, alone: bool = False) -> None:
+    """Loads into the tensors of `state`, and replaces its other values. Collective, unless this process is `alone`.
+
+    All files are checked first. Raises `CheckpointError` on every rank or on none.
+    """
+    OpenedCheckpoint(path, alone=alone).read(state)
+
+
 def _read_rows(link: _Link, tensors: Mapping[str, Tensor]) -> None:
     """Overwrites the rows that `link` has of some tensors."""
     parts = {name: link.empty(name) for name in {*tensors, *map(rows_of, tensors)}}

@@ -187,6 +187,23 @@ class Saver:
             return False
 
 
+def save(
+    folder: Path,
+    about: Manifest,
+    state: dict[str, Any],
+    *,
+    documents: Mapping[str, str] | None = None,
+    keep: int | None = None,
+) -> Path:
+    """Writes `state` as checkpoint `about.step`, with `documents` (file name to text) beside it.
+
+    With `keep`, only that many of the run's checkpoints remain, once the new one is durable. Collective. Raises
+    `CheckpointError` on every rank or on none.
+    """
+    Saver(folder, keep=keep).save(about, lambda: state, documents=documents)
+    return folder / name_of(about.step)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Part:
     """What a rank has written."""

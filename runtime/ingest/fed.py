@@ -25,7 +25,7 @@ from sennit.runtime.data.order import Order, OrderSettings
 from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.ingest.page import IngestPage
 from sennit.transport.errors import ConfigError, PeerError
-from sennit.transport.host import machine_identity
+from sennit.transport.meeting.host import machine_identity
 
 SLOTS: Final = 4
 NETWORK: Final = Path("/proc/self/ns/net")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from sennit.runtime.backend.process_group import communicator_or_names
 from sennit.transport.config import from_environment
-from sennit.transport.host import host_identity
+from sennit.transport.meeting.host import host_identity
 from sennit.transport.plans.hosts import Hosts
 
 

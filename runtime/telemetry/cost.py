@@ -17,7 +17,7 @@ from typing import Final
 
 from sennit.closing import Closing
 from sennit.transport import _core
-from sennit.transport.host import machine_identity
+from sennit.transport.meeting.host import machine_identity
 
 # Counters of whole processor packages, of Intel and of AMD (Linux, Documentation/power/powercap/powercap.rst). Mostly
 # only root may read them.

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.checkpoint import folder as checkpoint
+from sennit.runtime.checkpoint import reading
 from sennit.runtime.checkpoint.manifest import (
     CheckpointError,
     Manifest,
@@ -212,7 +213,7 @@ def _load(trainer: Trainer, path: Path, about: Manifest) -> list[str]:
     forgotten = [name for name in lost if name not in about.tensors]
     for name in forgotten:
         del state[name]
-    checkpoint.load(path, state)
+    reading.load(path, state)
     if state["position"]["step"] != about.step:
         raise CheckpointError(
             f"{path}: its manifest is of step {about.step}, its weights are of step {state['position']['step']}"

@@ -189,8 +189,7 @@ def _rails() -> Capability:
     """The local addresses that udp would use with the present settings."""
     from sennit.transport import config
     from sennit.transport.errors import ConfigError
-    from sennit.transport.meeting import machine as numa
-    from sennit.transport.meeting import rails
+    from sennit.transport.meeting import numa, rails
 
     try:
         found = rails.find_rails(config.from_environment().interfaces)

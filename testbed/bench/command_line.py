@@ -4,14 +4,21 @@
 import typer
 
 from sennit.testbed.bench.comparison_command import compare
-from sennit.testbed.bench.cost_command import cost
-from sennit.testbed.bench.overlap_command import overlap
-from sennit.testbed.bench.planner_commands import placements, planner
+from sennit.testbed.bench.gpu.gpu_command import gpu
 from sennit.testbed.bench.running import measured
 from sennit.testbed.bench.samples.samples_commands import feed, ingest, offload
-from sennit.testbed.bench.scaling_command import scaling
-from sennit.testbed.bench.tables.table_commands import embedding, gpu, tiers
-from sennit.testbed.bench.training.training_commands import quality, sharded, slices, timeline
+from sennit.testbed.bench.tables.table_commands import embedding, tiers
+from sennit.testbed.bench.training.training_commands import (
+    cost,
+    overlap,
+    placements,
+    planner,
+    quality,
+    scaling,
+    sharded,
+    slices,
+    timeline,
+)
 from sennit.testbed.bench.transport.transport_commands import codecs, collectives, group, rdma
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure sennit and its peers in turn, in one run.")

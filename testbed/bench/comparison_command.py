@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from sennit.command_line import fail, stdout_console, write_text
-from sennit.testbed.bench.progress import progress
-from sennit.testbed.bench.running import write
+from sennit.testbed.bench.running import progress, write
 
 
 def compare(

@@ -8,13 +8,32 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Protocol
 
 import typer
 
 from sennit.command_line import busy, fail, figure_file, stdout_console, writable_file, write_json
 from sennit.doctor import capabilities
 from sennit.testbed.bench import quiet
+
+
+class Update(Protocol):
+    """Says what is measured, and how much of it is done."""
+
+    def __call__(self, what: str, done: int | None = None, total: int | None = None, /) -> None: ...
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Update]:
+    """The line. It goes when the measuring ends."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True, markup=False)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda what, done=None, total=None: bar.update(task, description=what, completed=done, total=total)
+
 
 Figures = Annotated[Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)]
 Picture = Annotated[

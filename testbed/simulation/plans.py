@@ -17,6 +17,7 @@ from sennit.transport.config import Algorithm
 from sennit.transport.plans.elements import Dtype, ReduceOp
 from sennit.transport.plans.hosts import Hosts
 from sennit.transport.plans.plan import Copy, Operand, Plan, PlanBuilder, Recv, Send
+from sennit.transport.plans.plan_codec import encode
 from sennit.transport.plans.signature import Kind, signature
 
 # Around the 4,096 bytes of a packet (testbed/csrc/fabric/network.hpp).
@@ -42,7 +43,7 @@ class Program:
         """Identifies the plans, by those of a few ranks: all of them would take as long as some runs."""
         digest = hashlib.sha256(repr((self.algorithm, self.counts)).encode())
         for rank in sorted({number * (world - 1) // (DIGESTED_RANKS - 1) for number in range(DIGESTED_RANKS)}):
-            digest.update(self.compile_plan(rank).encode())
+            digest.update(encode(self.compile_plan(rank)))
         return digest.hexdigest()[:16]
 
     def plans(self, world: int) -> Iterator[Plan]:

@@ -20,6 +20,7 @@ from sennit.testbed.simulation.outcome import Outcome, TierUse
 from sennit.testbed.simulation.plans import program
 from sennit.testbed.simulation.scenario import Scenario
 from sennit.testbed.simulation.suite import QUICK, Case
+from sennit.transport.plans.plan_codec import encode
 
 if TYPE_CHECKING:
     from sennit.testbed._lab import FabricSimulation
@@ -75,7 +76,7 @@ def simulation_of(scenario: Scenario) -> FabricSimulation:
     simulation = FabricSimulation(scenario.as_dict())
     of_all = program(scenario)
     for plan in of_all.plans(scenario.hosts):
-        simulation.add_rank(plan.encode(), of_all.counts)
+        simulation.add_rank(encode(plan), of_all.counts)
     return simulation
 
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from sennit.runtime.checkpoint import folder as checkpoint
+from sennit.runtime.checkpoint import reading, writing
 from sennit.runtime.checkpoint.manifest import Manifest
 
 EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"}
@@ -33,13 +34,13 @@ OLD, NEW, LATER = 1.0, 2.0, 3.0
 
 def save(folder: Path, step: int, value: float, keep: int | None) -> None:
     about = Manifest(run_id=RUN_ID, step=step, fixed={}, free={}, code={})
-    checkpoint.save(folder, about, {"weights": torch.full((1000,), value)}, documents={"more.json": "{}"}, keep=keep)
+    writing.save(folder, about, {"weights": torch.full((1000,), value)}, documents={"more.json": "{}"}, keep=keep)
 
 
 def value_in(path: Path) -> float:
     """Reads a checkpoint that must be whole: one value in all weights, a manifest and the other document."""
     state = {"weights": torch.zeros(1000)}
-    checkpoint.load(path, state, alone=True)
+    reading.load(path, state, alone=True)
     assert Manifest.read(path).run_id == RUN_ID
     assert json.loads((path / "more.json").read_text()) == {}
     assert len(set(state["weights"].tolist())) == 1

@@ -28,6 +28,7 @@ from checkpoint_crashes import die_at_action  # type: ignore[import-not-found]
 from torch._C._distributed_c10d import FileStore
 
 from sennit.runtime.checkpoint import folder as checkpoint
+from sennit.runtime.checkpoint import reading
 from sennit.runtime.checkpoint.manifest import Manifest
 from sennit.runtime.checkpoint.reading import OpenedCheckpoint
 from sennit.runtime.checkpoint.writing import Saver
@@ -80,7 +81,7 @@ class Training:
 
     def restore(self, path: Path, *, alone: bool = False) -> None:
         state = self.state()
-        checkpoint.load(path, state, alone=alone)
+        reading.load(path, state, alone=alone)
         self.step = state["position"]["step"]
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from sennit.runtime.checkpoint import folder as checkpoint
+from sennit.runtime.checkpoint import reading
 from sennit.runtime.checkpoint.manifest import CheckpointError, Manifest
 from sennit.runtime.checkpoint.reading import OpenedCheckpoint
 from sennit.runtime.checkpoint.writing import Saver
@@ -87,7 +88,7 @@ def loaded(rank: int, world: int, placement: Any, path: str) -> str:
     tables = tables_of(placement)
     train(tables, 99)
     state = state_of(tables)
-    checkpoint.load(Path(path), state)
+    reading.load(Path(path), state)
     tables.load_state_dict({name.removeprefix(PREFIX): value for name, value in state.items()})
     return tables.digest()
 
@@ -95,7 +96,7 @@ def loaded(rank: int, world: int, placement: Any, path: str) -> str:
 def refuses_damage(rank: int, world: int, path: str) -> str:
     """The message, which all ranks get, whichever has read the damaged file."""
     with pytest.raises(CheckpointError) as told:
-        checkpoint.load(Path(path), {"x": torch.zeros(1)})
+        reading.load(Path(path), {"x": torch.zeros(1)})
     return str(told.value)
 
 

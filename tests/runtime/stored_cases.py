@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from sennit.runtime.checkpoint import folder as checkpoint
+from sennit.runtime.checkpoint import reading, writing
 from sennit.runtime.checkpoint.fingerprint import fingerprint
 from sennit.runtime.data.batch_source import MemorySource, prepared
 from sennit.runtime.data.samples import Column, Samples
@@ -79,7 +80,7 @@ def save_and_go_on(rank: int, world: int, *, seed: int, checkpoints: str, folder
     run = trainer(seed, folder, memory_bytes)
     for _ in range(7):
         run.train_step()
-    checkpoint.save(Path(checkpoints), resumption.manifest_of(run), run.state())
+    writing.save(Path(checkpoints), resumption.manifest_of(run), run.state())
     return _go_on(run)
 
 
@@ -92,7 +93,7 @@ def resume_and_go_on(
     found = checkpoint.latest(Path(checkpoints))
     assert found is not None
     state = run.state()
-    checkpoint.load(found, state)
+    reading.load(found, state)
     run.restore(state)
     return _go_on(run)
 

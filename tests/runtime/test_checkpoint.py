@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from sennit.runtime.checkpoint import folder as checkpoint
+from sennit.runtime.checkpoint import writing
 from sennit.runtime.checkpoint.manifest import CheckpointError, Manifest
 
 PROGRAM = Path(__file__).with_name("checkpoint_crashes.py")
@@ -31,7 +32,7 @@ def about(step: int, run_id: str = RUN) -> Manifest:
 
 
 def save(folder: Path, step: int, value: float = 0.0, run_id: str = RUN, keep: int | None = None) -> None:
-    checkpoint.save(folder, about(step, run_id), {"weights": torch.full((9000,), value)}, keep=keep)
+    writing.save(folder, about(step, run_id), {"weights": torch.full((9000,), value)}, keep=keep)
 
 
 @pytest.fixture
@@ -175,7 +176,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, limit_bytes: int) -> 
         with pytest.raises(
             CheckpointError, match=r"step-000000001 was not written: rank 0: .*(too large|write|unexpected pos)"
         ):
-            checkpoint.save(folder, large, {"weights": torch.full((9000,), NEW)}, keep=1)
+            writing.save(folder, large, {"weights": torch.full((9000,), NEW)}, keep=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, action)

@@ -12,7 +12,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from sennit.commands.cli import app
-from sennit.runtime.checkpoint import folder as checkpoint
+from sennit.runtime.checkpoint import reading
 from sennit.runtime.data.seeds import torch_stream
 from sennit.runtime.kernels.int8 import float_rows, int8_rows
 from sennit.runtime.training.export import export_int8
@@ -114,7 +114,7 @@ def test_the_command_writes_what_torch_loads(kept_world: Any, seed: int, tmp_pat
     assert sorted(tables) == ["genre", "hour", "user"]
     trained = {f"tables.{name}/0.0.weight": table for name, table in tables.items()}
     trained |= {f"dense.{name}": torch.empty_like(weight) for name, weight in found["dense"].items()}
-    checkpoint.load(source, trained, alone=True)
+    reading.load(source, trained, alone=True)
     for name, rows in found["tables"].items():
         assert torch.equal(rows, int8_rows(trained[f"tables.{name}/0.0.weight"]))
     assert found["dense"]

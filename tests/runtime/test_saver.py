@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from sennit.runtime.checkpoint import dcp
+from sennit.runtime.checkpoint import dcp, reading
 from sennit.runtime.checkpoint import folder as checkpoint
 from sennit.runtime.checkpoint.manifest import NAME, CheckpointError, Manifest
 from sennit.runtime.checkpoint.writing import Saver
@@ -57,7 +57,7 @@ class Run:
 
 def read(path: Path) -> tuple[Tensor, Tensor]:
     state = {"t.weight": torch.full((ROWS, 4), torch.nan), "dense": torch.full((3,), torch.nan)}
-    checkpoint.load(path, state)
+    reading.load(path, state)
     return state["t.weight"], state["dense"]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sennit.testbed.bench import rdma_report, report, results
+from sennit.testbed.bench import report, results
 from sennit.testbed.bench.cases import Case, Collective
 from sennit.testbed.bench.samples import ingest
 from sennit.testbed.bench.transport import collectives, rdma
@@ -233,4 +233,4 @@ def test_goodput_is_compared_with_as_many_in_flight() -> None:
     assert made.of_ideal(rows[3], "verbs") == pytest.approx(0.53125)
     assert made.of_ideal(rows[3], "kernel-rc") == pytest.approx(0.6875)
     console = Console(file=io.StringIO(), width=160)
-    rdma_report.render(made, console)
+    rdma.render(made, console)

@@ -16,7 +16,9 @@ from sennit.testbed.simulation.outcome import Outcome
 from sennit.testbed.simulation.plans import Program, program
 from sennit.testbed.simulation.scenario import Pattern, Scenario
 from sennit.transport.config import Algorithm
+from sennit.transport.plans.binding import with_counts
 from sennit.transport.plans.plan import Plan, Recv, Send
+from sennit.transport.plans.plan_codec import encode
 
 SMALL = Scenario(hosts=32, hosts_per_leaf=8, spines=8, size_bytes=16 << 10)
 
@@ -94,7 +96,7 @@ def test_messages_are_those_of_the_plans(
     of_all = program(scenario)
     assert algorithm in (None, of_all.algorithm)
     for plan in of_all.plans(hosts):
-        for step in (plan.with_counts(of_all.counts) if of_all.counts else plan).steps:
+        for step in (with_counts(plan, of_all.counts) if of_all.counts else plan).steps:
             if isinstance(step, Send):
                 expected[plan.rank, step.peer] += 1
                 expected_bytes[plan.rank, step.peer] += step.size_bytes
@@ -150,7 +152,7 @@ def test_plans_that_do_not_fit_the_hosts_are_refused(ranks: list[int], message: 
 
     def add_and_run() -> None:
         for rank in ranks:
-            simulation.add_rank(of_all.compile_plan(rank).encode(), of_all.counts)
+            simulation.add_rank(encode(of_all.compile_plan(rank)), of_all.counts)
         simulation.run()
 
     with pytest.raises(ValueError, match=message):
@@ -173,7 +175,7 @@ def test_ranks_that_run_different_operations_end_the_run() -> None:
     simulation = FabricSimulation(scenario.as_dict())
     for rank in range(8):
         size_bytes = 1 << 10 if rank != 3 else 2 << 10
-        simulation.add_rank(program(scenario.with_(size_bytes=size_bytes)).compile_plan(rank).encode(), [])
+        simulation.add_rank(encode(program(scenario.with_(size_bytes=size_bytes)).compile_plan(rank)), [])
     simulation.run()
     result = simulation.result()
     assert not result["is_complete"]

@@ -16,7 +16,7 @@ from sennit.transport.plans.arithmetic import fold, narrow
 from sennit.transport.plans.elements import COMPLEXES, FLOATS, Dtype, ReduceOp
 from sennit.transport.plans.hosts import Hosts
 from sennit.transport.plans.plan import Plan, Recv, Send
-from sennit.transport.plans.plan_codec import decode
+from sennit.transport.plans.plan_codec import decode, encode
 
 Array = npt.NDArray[Any]
 Run = Callable[[st.DataObject, Sequence[Plan], Sequence[Sequence[Array]]], None]
@@ -64,7 +64,7 @@ def check_pair_order(plans: Sequence[Plan]) -> None:
 def check_plans(plans: Sequence[Plan], fixed: Sequence[Plan], buffers: Sequence[Sequence[Array]]) -> None:
     """Checks the binary form, the buffers and the messages. `fixed` are the plans with their counts."""
     for plan, fixed_plan, given_buffers in zip(plans, fixed, buffers, strict=True):
-        assert decode(plan.encode()).steps == plan.steps
+        assert decode(encode(plan)).steps == plan.steps
         assert tuple(buffer.size for buffer in given_buffers) == fixed_plan.buffer_bytes
     check_pair_order(fixed)
 

@@ -34,6 +34,7 @@ from sennit.transport.oracle.wire import REFUSALS
 from sennit.transport.plans.arithmetic import fold
 from sennit.transport.plans.elements import COMPLEXES, FLOATS, Dtype, ReduceOp, reduce_ops
 from sennit.transport.plans.plan import Plan
+from sennit.transport.plans.plan_codec import encode
 from sennit.transport.plans.tree import given_spans, leaves_of
 
 Array = npt.NDArray[Any]
@@ -115,7 +116,7 @@ def finite(data: Array, dtype: Dtype) -> Array:
 
 def run_plan(group: Communicator, plan: Plan, *buffers: Array) -> Array:
     """Returns the last buffer, where results are."""
-    group.post(plan.encode(), lambda: plan, buffers, scalar=SCALAR).wait()
+    group.post(encode(plan), lambda: plan, buffers, scalar=SCALAR).wait()
     return buffers[-1]
 
 

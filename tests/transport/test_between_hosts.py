@@ -18,6 +18,7 @@ from sennit.transport.codecs import Codec, CodecKind
 from sennit.transport.errors import ArgumentError, MismatchError
 from sennit.transport.oracle import reference
 from sennit.transport.plans.arithmetic import fold, narrow, run_program
+from sennit.transport.plans.binding import with_counts
 from sennit.transport.plans.elements import Dtype, ReduceOp
 from sennit.transport.plans.hosts import Hosts
 from sennit.transport.plans.plan import Decode, Encode, Plan, Send
@@ -216,7 +217,7 @@ def test_an_allgather_sends_each_part_to_each_other_host_once() -> None:
     counts = algorithms.allgather_counts([elements] * 8, Dtype.F32, coding)
     for rank in range(8):
         plan = algorithms.allgather_between_hosts(world=8, rank=rank, hosts=hosts, dtype=Dtype.F32, coding=coding)
-        sends = [step for step in plan.with_counts(counts).steps if isinstance(step, Send)]
+        sends = [step for step in with_counts(plan, counts).steps if isinstance(step, Send)]
         far = [step.size_bytes for step in sends if hosts.of_rank(step.peer) != hosts.of_rank(rank)]
         near = [step.size_bytes for step in sends if hosts.of_rank(step.peer) == hosts.of_rank(rank)]
         assert far == [coding.coded_bytes(elements)]

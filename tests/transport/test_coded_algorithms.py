@@ -15,11 +15,12 @@ from sennit.transport import algorithms
 from sennit.transport.codecs import Codec, CodecKind
 from sennit.transport.errors import ArgumentError, MismatchError
 from sennit.transport.oracle import reference
-from sennit.transport.plan_check import check
 from sennit.transport.plans.arithmetic import narrow
+from sennit.transport.plans.binding import with_counts
 from sennit.transport.plans.elements import Dtype, ReduceOp
 from sennit.transport.plans.hosts import Hosts
 from sennit.transport.plans.plan import MAX_LOAN_BYTES, Plan, Recv, Send
+from sennit.transport.plans.plan_codec import check
 from sennit.transport.plans.tree import leaves_of
 from tests.transport.algorithm_runs import SCALAR, Array, check_plans, inputs, noise
 from tests.transport.coded_worker import coded_and_back, definition, scattered
@@ -74,7 +75,7 @@ def run(
     """Runs the plans under a random schedule. With `counts` it checks them, too."""
     for plan in plans:
         check(plan)
-    fixed = plans if counts is None else [plan.with_counts(given) for plan, given in zip(plans, counts, strict=True)]
+    fixed = plans if counts is None else [with_counts(plan, given) for plan, given in zip(plans, counts, strict=True)]
     check_plans(plans, fixed, buffers)
     reference.run(
         plans,

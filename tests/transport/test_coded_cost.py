@@ -14,6 +14,7 @@ from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.choice.coded_cost import CODED, SPEEDS, CodecSpeed, break_even_byte_s, coded_work
 from sennit.transport.choice.costs import Collective
 from sennit.transport.codecs import Codec, CodecKind
+from sennit.transport.plans.binding import with_counts
 from sennit.transport.plans.coding import Coding
 from sennit.transport.plans.elements import Dtype, ReduceOp
 from sennit.transport.plans.hosts import Hosts
@@ -42,7 +43,7 @@ def compile_plan(collective: Collective, world: int, elements: int, coding: Codi
         Collective.ALLTOALL: lambda: algorithms.alltoall_counts(0, parts, parts, Dtype.F32, coding),
     }
     plan = calls[collective]()
-    return plan.with_counts(counts[collective]()) if collective in counts else plan
+    return with_counts(plan, counts[collective]()) if collective in counts else plan
 
 
 @pytest.mark.parametrize("collective", CODED)
@@ -73,10 +74,10 @@ def test_the_work_between_hosts_is_that_of_the_plan(collective: Collective, elem
             plan = algorithms.reduce_scatter_between_hosts(counts=parts, **sums)
         case Collective.ALLGATHER:
             counts = algorithms.allgather_counts(parts, Dtype.F32, coding)
-            plan = algorithms.allgather_between_hosts(**moves).with_counts(counts)
+            plan = with_counts(algorithms.allgather_between_hosts(**moves), counts)
         case _:
             counts = algorithms.alltoall_counts(0, parts, parts, Dtype.F32, coding)
-            plan = algorithms.alltoall_between_hosts(**moves).with_counts(counts)
+            plan = with_counts(algorithms.alltoall_between_hosts(**moves), counts)
     found = coded_work(collective, hosts=hosts, elements=elements, coding=coding)
     assert found is not None
     for way, is_near in ((found.work.near, True), (found.work.far, False)):

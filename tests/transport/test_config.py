@@ -21,7 +21,7 @@ from sennit.transport.config import (
     from_environment,
 )
 from sennit.transport.errors import ConfigError, DeviceError, SennitError, Unsupported, from_status
-from sennit.transport.host import host_identity, machine_identity
+from sennit.transport.meeting.host import host_identity, machine_identity
 
 
 def test_defaults_without_any_variable() -> None:

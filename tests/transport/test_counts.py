@@ -17,6 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 
+from sennit.transport.plans import plan_codec
+from sennit.transport.plans.binding import with_counts
+from sennit.transport.plans.plan_codec import encode
+
 pytest.importorskip("sennit.transport._core", reason="the native core is not built")
 
 from sennit.transport import _core, algorithms
@@ -26,7 +30,8 @@ from sennit.transport.config import Config, TransportKind
 from sennit.transport.errors import ArgumentError, MismatchError, PeerError
 from sennit.transport.meeting.store import FileStore
 from sennit.transport.oracle import reference
-from sennit.transport.plans.counts import COUNTED_MAX_BYTES, CountRange
+from sennit.transport.plans.binding import COUNTED_MAX_BYTES
+from sennit.transport.plans.counts import CountRange
 from sennit.transport.plans.elements import Dtype, ReduceOp
 from sennit.transport.plans.hosts import Hosts
 from sennit.transport.plans.plan import Operand, Plan, PlanBuilder
@@ -81,7 +86,7 @@ def run_native(
 
 
 def random_buffers(rng: np.random.Generator, plan: Plan, counts: Sequence[int]) -> list[Bytes]:
-    return [rng.integers(0, 256, size, np.uint8) for size in plan.with_counts(counts).buffer_bytes]
+    return [rng.integers(0, 256, size, np.uint8) for size in with_counts(plan, counts).buffer_bytes]
 
 
 def compare(
@@ -240,7 +245,7 @@ def test_copies_of_any_ranges_of_counts(alone: Communicator, data: DataObject, u
     native, expected = (np.zeros(sum(counts[half:]) * unit_bytes, np.uint8) for _ in range(2))
     if change:
         with pytest.raises(ArgumentError, match=r"bytes \(.*\), but its place has") as refused:
-            plan.with_counts(counts)
+            with_counts(plan, counts)
         words = str(refused.value).split(": ", 1)[1]
         with pytest.raises(ArgumentError, match=re.escape(words)):
             alone.post(key, lambda: plan, [content, native], counts=counts)
@@ -323,13 +328,12 @@ def test_ranks_whose_counts_differ_are_told_both_sizes(tmp_path: Path) -> None:
 
 def test_new_counts_compile_no_plan(groups: list[Communicator], monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
-    encode = Plan.encode
 
     def counting(plan: Plan) -> bytes:
         compiled.append(plan.name)
         return encode(plan)
 
-    monkeypatch.setattr(Plan, "encode", counting)
+    monkeypatch.setattr(plan_codec, "encode", counting)
 
     def call_all(rows: int) -> list[str]:
         """Every collective with counts, each rank in its thread; what was compiled."""
@@ -438,11 +442,11 @@ def counted(*steps: Callable[[PlanBuilder], object], world: int = 2, buffers: in
 )
 def test_rules_of_counted_steps(plan: Plan, words: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(words)):
-        _core.Plan(plan.encode())
+        _core.Plan(encode(plan))
 
 
 def test_a_range_of_counts_that_ends_before_it_begins_is_refused() -> None:
-    data = bytearray(counted(lambda b: b.recv(1, 0, 0, 0, CountRange(0, 1))).encode())
+    data = bytearray(encode(counted(lambda b: b.recv(1, 0, 0, 0, CountRange(0, 1)))))
     at = 64 + 40  # size_bytes of the only step
     data[at : at + 8] = (1 << 63 | 1 << 32 | 2).to_bytes(8, "little")
     with pytest.raises(ArgumentError, match=re.escape("step 0 names counts[2:1] of 2 counts")):

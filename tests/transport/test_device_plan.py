@@ -17,10 +17,11 @@ from sennit.transport._core import describe_signature
 from sennit.transport.errors import ArgumentError, MismatchError
 from sennit.transport.oracle import reference
 from sennit.transport.oracle.reference import PlanFault
-from sennit.transport.plan_check import check
+from sennit.transport.plans.binding import with_counts
 from sennit.transport.plans.device_plan import RING_BYTES, SEGMENT_BYTES, cut_messages, for_device
 from sennit.transport.plans.elements import Dtype, ReduceOp
 from sennit.transport.plans.plan import Copy, Operand, Plan, PlanBuilder
+from sennit.transport.plans.plan_codec import check
 from sennit.transport.plans.signature import Kind, signature
 
 MIB = 1 << 20
@@ -45,7 +46,7 @@ def make_cut(world: int, rank: int, size_bytes: int) -> Plan:
 
 def make_alltoall(world: int, rank: int, size_bytes: int) -> Plan:
     counts = [size_bytes // world] * 2 * world
-    return cut_messages(algorithms.alltoall(world=world, rank=rank, item_bytes=1).with_counts(counts))
+    return cut_messages(with_counts(algorithms.alltoall(world=world, rank=rank, item_bytes=1), counts))
 
 
 def make_broadcast(world: int, rank: int, size_bytes: int) -> Plan:
@@ -84,7 +85,7 @@ def test_small_calls_take_one_copy_each_way() -> None:
 
 
 def test_a_message_between_two_ranks_is_not_cut() -> None:
-    made = algorithms.send(world=2, rank=0, peer=1, item_bytes=1).with_counts([32 * MIB])
+    made = with_counts(algorithms.send(world=2, rank=0, peer=1, item_bytes=1), [32 * MIB])
     plan = for_device(made)
     assert [type(step).__name__ for step in plan.steps] == ["Copy", "Send"]
     assert plan.scratch_bytes == 32 * MIB
@@ -130,7 +131,7 @@ def test_waits_for_scratch_are_needed(make: Callable[[int, int, int], Plan]) -> 
 
 def test_ranks_that_expect_another_number_of_segments_find_out() -> None:
     def plan(rank: int, sent: list[int], received: list[int]) -> Plan:
-        fixed = algorithms.alltoall(world=2, rank=rank, item_bytes=1).with_counts([*sent, *received])
+        fixed = with_counts(algorithms.alltoall(world=2, rank=rank, item_bytes=1), [*sent, *received])
         return for_device(cut_messages(fixed, 64))
 
     plans = [plan(0, [0, 192], [0, 0]), plan(1, [0, 0], [128, 0])]

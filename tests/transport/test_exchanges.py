@@ -16,11 +16,11 @@ import pytest
 
 from sennit.transport import errors
 from sennit.transport.errors import ConfigError, MismatchError, PeerError, SennitError
-from sennit.transport.host import Process
 from sennit.transport.meeting import blocks
 from sennit.transport.meeting import exchanges as exchanges_module
 from sennit.transport.meeting.blocks import Record
 from sennit.transport.meeting.exchanges import Exchanges
+from sennit.transport.meeting.host import Process
 from tests.transport.meeting import MemoryStore
 
 # Ranks 32 and 64 have blocks of their own.

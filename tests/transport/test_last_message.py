@@ -6,6 +6,7 @@ from __future__ import annotations
 from sennit.transport import _core
 from sennit.transport.config import Config
 from sennit.transport.plans.plan import Operand, PlanBuilder
+from sennit.transport.plans.plan_codec import encode
 from sennit.transport.plans.signature import Kind, signature
 
 WORLD = 3
@@ -18,7 +19,7 @@ def chain(rank: int) -> _core.Plan:
     heard = [plan.recv(rank - 1, 0, 0, 0, 0)] if rank else []
     if rank + 1 < WORLD:
         plan.send(rank + 1, 0, Operand(0), 0, after=heard)
-    return _core.Plan(plan.build().encode())
+    return _core.Plan(encode(plan.build()))
 
 
 def test_the_last_message_of_an_operation_over_udp_leaves_with_it() -> None:

@@ -24,7 +24,7 @@ from sennit.transport.plans.arithmetic import fold, run_program
 from sennit.transport.plans.elements import Dtype, ReduceOp, reduce_ops
 from sennit.transport.plans.hosts import Hosts
 from sennit.transport.plans.plan import Plan, Send
-from sennit.transport.plans.plan_codec import decode
+from sennit.transport.plans.plan_codec import decode, encode
 from sennit.transport.plans.tree import balanced, given_spans, leaves_of
 from tests.transport.algorithm_runs import check_pair_order, inputs
 
@@ -142,7 +142,7 @@ def test_any_leaves_in_any_order_of_events(
     plans = plans_of(world, count, elements, dtype, op, chunk_bytes, **drawn(data, world))
     check_pair_order(plans)
     for plan in plans:
-        assert decode(plan.encode()).steps == plan.steps
+        assert decode(encode(plan)).steps == plan.steps
     results = run(
         plans,
         leaves,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sennit.transport.config import Config, TransportKind
-from sennit.transport.meeting import machine as numa
+from sennit.transport.meeting import numa
 from sennit.transport.meeting.rails import Rail
 from tests.transport.meeting import Recorder, meet
 

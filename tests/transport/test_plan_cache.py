@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from sennit.transport.algorithms import broadcast
 from sennit.transport.plans.plan import Plan
 from sennit.transport.plans.plan_cache import PlanCache
+from sennit.transport.plans.plan_codec import encode
 
 PLAN = broadcast(world=2, rank=0, elements=4, item_bytes=4, root=0)
-PLAN_BYTES = len(PLAN.encode())
+PLAN_BYTES = len(encode(PLAN))
 
 
 class Compiler:

@@ -25,7 +25,7 @@ from sennit.transport.meeting.devices import DevicePort
 from sennit.transport.meeting.rails import Rail
 from sennit.transport.meeting.rdma_rails import RdmaRail
 from sennit.transport.meeting.store import FileStore
-from sennit.transport.version import PROTOCOL_VERSION, WIRE_REVISION, Versions
+from sennit.transport.meeting.version import PROTOCOL_VERSION, WIRE_REVISION, Versions
 from tests.transport.meeting import MemoryStore, Recorder, meet
 
 # Endpoints in different rooms are on one host here. Another test covers the warning about that.

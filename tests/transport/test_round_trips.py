@@ -16,12 +16,11 @@ from sennit.transport import algorithms
 from sennit.transport.errors import ArgumentError, MismatchError
 from sennit.transport.oracle import reference
 from sennit.transport.oracle.reference import PlanFault
-from sennit.transport.plan_check import check
 from sennit.transport.plans.arithmetic import fold
 from sennit.transport.plans.device_plan import for_device
 from sennit.transport.plans.elements import Dtype, ReduceOp, reduce_ops
 from sennit.transport.plans.plan import MAX_LOAN_BYTES, Operand, Plan, PlanBuilder, Recv, Reduce, Send
-from sennit.transport.plans.plan_codec import FLAG_LOAN, FLAG_ROUND_TRIP, HEADER, STEP, decode
+from sennit.transport.plans.plan_codec import FLAG_LOAN, FLAG_ROUND_TRIP, HEADER, STEP, check, decode, encode
 from sennit.transport.plans.signature import ROUND_TRIPS, Kind, on_device, signature
 from tests.transport.algorithm_runs import Array, check_allreduce, check_plans, inputs, run_in_any_order
 
@@ -164,7 +163,7 @@ def test_one_side_alone_cannot_make_a_round_trip() -> None:
 @pytest.mark.parametrize("world", [1, 2, 5])
 def test_the_flag_survives_the_binary_form(world: int) -> None:
     for plan in compiled(world, 70_001, Dtype.BF16):
-        data = plan.encode()
+        data = encode(plan)
         assert decode(data) == plan
         rows = np.frombuffer(data, STEP, len(plan.steps), HEADER.size)
         for step, row in zip(plan.steps, rows, strict=True):

@@ -23,7 +23,6 @@ from typing import Final
 
 from sennit.transport import descriptors
 from sennit.transport.errors import MismatchError, PeerError, SennitError, TimeoutError
-from sennit.transport.host import Process
 from sennit.transport.meeting.blocks import (
     FAN_IN,
     Record,
@@ -34,8 +33,9 @@ from sennit.transport.meeting.blocks import (
     unpack,
     unpack_parcels,
 )
+from sennit.transport.meeting.host import Process
 from sennit.transport.meeting.store import CheckedStore, Store
-from sennit.transport.version import Versions
+from sennit.transport.meeting.version import Versions
 
 # Stores count in milliseconds or use another clock. A store that gives up this little early has timed out, not failed.
 STORE_CLOCK_SLACK_S: Final = 0.05

@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from sennit.transport.errors import ArgumentError, MismatchError, PeerError, SennitError, TimeoutError
 from sennit.transport.meeting.store import CheckedStore, Store
-from sennit.transport.version import Versions
+from sennit.transport.meeting.version import Versions
 
 # A candidate rewrites its record this often. If the decision takes longer than BEATS_FAST, less often.
 BEAT_S: Final = 0.05

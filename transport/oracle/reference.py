@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sennit.transport.errors import ArgumentError, MismatchError, SennitError
-from sennit.transport.plan_check import check
 from sennit.transport.plans.arithmetic import run_program
+from sennit.transport.plans.binding import with_counts
 from sennit.transport.plans.coding import CodecKind
 from sennit.transport.plans.elements import Dtype
 from sennit.transport.plans.plan import (
@@ -40,6 +40,7 @@ from sennit.transport.plans.plan import (
     bytes_written,
     ordered_steps,
 )
+from sennit.transport.plans.plan_codec import check
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -182,7 +183,7 @@ class Interpreter:
         in_order: bool = False,
     ) -> None:
         if counts is not None:
-            plans = [plan.with_counts(given) for plan, given in zip(plans, counts, strict=True)]
+            plans = [with_counts(plan, given) for plan, given in zip(plans, counts, strict=True)]
         self._random = random.Random(seed)
         self._noise = np.random.default_rng(seed)
         self._scalar = scalar

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from sennit.transport.errors import ArgumentError
-from sennit.transport.plan_check import check
 from sennit.transport.plans.plan import Copy, Decode, Encode, Operand, Plan, Recv, Reduce, Send, Step
+from sennit.transport.plans.plan_codec import check
 from sennit.transport.plans.signature import on_device
 
 # One ring each for loaded, folded and received bytes. Large enough that the network hides the copies.

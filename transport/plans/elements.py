@@ -8,9 +8,14 @@ it.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from sennit.transport.errors import ArgumentError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Array: TypeAlias = npt.NDArray[Any]
 
 
 class Dtype(IntEnum):
@@ -93,3 +98,24 @@ def check_reducible(dtype: Dtype, op: ReduceOp) -> None:
     if op not in allowed:
         names = ", ".join(sorted(allowed_op.name for allowed_op in allowed))
         raise ArgumentError(f"reduce op {op.name} is not defined for {dtype.name}; allowed: {names}")
+
+
+# By their names in NumPy.
+DTYPES: Final[dict[str, Dtype]] = {
+    "uint8": Dtype.U8, "int8": Dtype.I8, "int16": Dtype.I16, "int32": Dtype.I32, "int64": Dtype.I64,
+    "float16": Dtype.F16, "float32": Dtype.F32, "float64": Dtype.F64,
+    "complex64": Dtype.C64, "complex128": Dtype.C128, "bool": Dtype.BOOL,
+    "uint16": Dtype.U16, "uint32": Dtype.U32, "uint64": Dtype.U64,
+}  # fmt: skip
+
+
+# The type code of types without arithmetic. torch uses the codes from 0x80 up (runtime/backend/csrc).
+OTHER_TYPE: Final = 0x7F
+
+
+def dtype_of(array: Array) -> Dtype:
+    """Returns the element type of `array`. The core must know the type, and the byte order must be native."""
+    dtype = DTYPES.get(array.dtype.name)
+    if dtype is None or not array.dtype.isnative:
+        raise ArgumentError(f"dtype {array.dtype.str}; allowed: {', '.join(DTYPES)}, in native byte order")
+    return dtype

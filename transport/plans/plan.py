@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 from sennit.transport.plans.coding import Coding
+from sennit.transport.plans.counts import CountRange
 from sennit.transport.plans.elements import Dtype, ReduceOp, accumulator
 from sennit.transport.plans.tree import balanced
 from sennit.transport.plans.vector_cut import VectorCut
@@ -201,18 +202,6 @@ class Plan:
         """The number of the scratch buffer."""
         return len(self.buffer_bytes)
 
-    def encode(self) -> bytes:
-        """Returns the binary form that `sennit_plan_load` takes."""
-        from sennit.transport.plans.plan_codec import encode
-
-        return encode(self)
-
-    def with_counts(self, counts: Sequence[int]) -> Plan:
-        """The plan of these counts: with sizes that are fixed. Raises ArgumentError where they do not fit."""
-        from sennit.transport.plans.counts import with_counts
-
-        return with_counts(self, counts)
-
 
 def ordered_steps(plan: Plan) -> list[list[int]]:
     """Lists the steps of a device plan that start in list order: copies to the host, sends that wait only for these,
@@ -376,8 +365,6 @@ class PlanBuilder:
 
         Each of the caller's buffers holds a vector as large as these counts together.
         """
-        from sennit.transport.plans.counts import CountRange
-
         self._cut, self._unit_bytes = cut, item_bytes
         self.add_counts(counts)
         if cut.elements_max:
@@ -390,12 +377,10 @@ class PlanBuilder:
 
     def scratch_counts(self, first: int) -> None:
         """Has the counts from number `first` on be the scratch."""
-        from sennit.transport.plans.counts import CountRange
-
         self._scratch_bytes = CountRange(first, len(self._counts))
 
     def build(self) -> Plan:
-        """Returns the plan, unchecked: the core checks every plan that it loads, and `plan_check.check` asks it."""
+        """Returns the plan, unchecked: the core checks every plan that it loads, and `plan_codec.check` asks it."""
         return Plan(
             name=self._name,
             world=self._world,

@@ -38,8 +38,10 @@ class PlanCache(Generic[Loaded]):
             if entry is not None:
                 self._entries.move_to_end(key)
                 return entry[0]
+        from sennit.transport.plans.plan_codec import encode
+
         # Compiled without the lock. Two threads may compile the same plan, which only costs time once.
-        data = compile_plan().encode()
+        data = encode(compile_plan())
         loaded = self._load(data)
         with self._lock:
             known = self._entries.get(key)

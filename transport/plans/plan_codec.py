@@ -34,6 +34,21 @@ from sennit.transport.plans.vector_cut import WIDTH_BITS, VectorCut
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+
+def check(plan: Plan) -> None:
+    """Raises ArgumentError, naming step and rule, where `plan` breaks one."""
+    from sennit.transport import _core
+
+    touched = _core.Plan(encode(plan)).buffer_bytes
+    if plan.count_count:
+        return
+    for buffer, (needs, has) in enumerate(zip(touched, plan.buffer_bytes, strict=True)):
+        if needs > has:
+            raise ArgumentError(
+                f"plan {plan.name}: a step reaches byte {needs} of buffer {buffer}, which has {has} bytes"
+            )
+
+
 MAGIC: Final = 0x31504E53
 VERSION: Final = 2
 FLAG_LOAN: Final = 1  # of a RECV

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit bench`: embedding tables, in files, in memory and on a GPU. A command imports what it needs when it runs."""
+"""`sennit bench`: embedding tables, in files and in memory. A command imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from sennit.command_line import busy, fail, stdout_console
-from sennit.testbed.bench.progress import progress
-from sennit.testbed.bench.running import Figures, mistakes_told, need, write
+from sennit.testbed.bench.running import Figures, need, progress, write
 
 
 def tiers(
@@ -76,43 +75,3 @@ def embedding(
         results = embedding.run(against=names, rounds=rounds, seed=seed, only=only, threads=threads, on_progress=update)
     embedding.render(results, stdout_console())
     write(json_path, embedding.as_json(results, rounds=rounds, seed=seed, threads=threads))
-
-
-def gpu(
-    world: Annotated[int, typer.Option(help="ranks of staging and training step; they may share a GPU", min=2)] = 2,
-    rounds: Annotated[int, typer.Option(help="timed turns of each operation; the median is reported", min=1)] = 20,
-    seed: Annotated[int, typer.Option(help="seed of ids and weights", min=0)] = 1,
-    interpreter: Annotated[
-        bool, typer.Option("--interpreter", help="small shapes on the CPU in Triton's interpreter; nothing is timed")
-    ] = False,
-    report_folder: Annotated[
-        Path | None,
-        typer.Option("--report", help="folder for summary.md, and for the JSON and the output of each part"),
-    ] = None,
-    json_path: Figures = None,
-) -> None:
-    """Run everything that needs a GPU: kernels, tests, copies and collectives, a training step, a profile.
-
-    Takes 8 minutes at most. Needs a CUDA device, or --interpreter. A part that cannot run says why.
-    """
-    if not interpreter:
-        need("gpu")
-    from sennit.testbed.bench.gpu import gpu, gpu_summary
-
-    if report_folder is not None:
-        try:
-            report_folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise typer.BadParameter(
-                f"--report {report_folder}: {error.strerror}; choose a folder that can be made"
-            ) from None
-    with mistakes_told():
-        settings = gpu.Settings(world=world, rounds=rounds, seed=seed, interpreter=interpreter)
-    with progress() as update:
-        report = gpu.run(settings, update, folder=report_folder)
-    gpu.render(report, stdout_console())
-    if report_folder is not None:
-        (report_folder / gpu.SUMMARY).write_text(gpu_summary.page(report))
-    write(json_path, report)
-    if wrong := gpu.failures(report):
-        fail("; ".join(wrong))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives each process a part of a core that it cannot exceed: then ranks on few cores cannot lend each other time.
+"""Confines ranks on one machine: each to a part of a core, and to a host of its own with a link as slow as asked.
 
-A control group of the kernel for each process, with a quota (Documentation/scheduler/sched-bwc.rst). Needs root.
+`confined` is a control group of the kernel with a quota (Documentation/scheduler/sched-bwc.rst): ranks on few cores
+then cannot lend each other time. `hosts_of` makes network namespaces. Both need root.
 """
 
 from __future__ import annotations
@@ -12,7 +13,37 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from sennit.testbed.topology import Planes
+from sennit.testbed.topology.switch import Impairer
 from sennit.transport.errors import Unsupported
+
+# Of a host's own queue at a limited link, which holds its sockets back.
+QUEUE_BYTES: Final = 1 << 20
+
+
+@contextlib.contextmanager
+def hosts_of(
+    count: int, *, round_trip_us: int = 0, rate_mbit: int | None = None
+) -> Iterator[list[tuple[str, dict[str, str]]]]:
+    """For each host its namespace (`testbed.topology.namespace.enter`), and what its ranks need in the environment.
+
+    `round_trip_us`: what the network adds to a round trip. `rate_mbit`: of each host's link, in each direction. One
+    host: this machine as it is, an empty list.
+    """
+    if count == 1:
+        yield []
+        return
+    with Planes(hosts=count, planes=1, mtu=9000, impairer=Impairer.AUTO) as planes:
+        if round_trip_us:
+            planes.delay(round_trip_us // 2)
+        if rate_mbit is not None:
+            planes.limit_rate(rate_mbit * 10**6, queue_bytes=QUEUE_BYTES)
+        yield [
+            # Ranks of a host share memory.
+            (planes.netns_name(host), {**planes.environment(host), "SENNIT_TRANSPORT": "auto"})
+            for host in range(count)
+        ]
+
 
 PERIOD_US: Final = 5_000
 ROOT: Final = Path("/sys/fs/cgroup")

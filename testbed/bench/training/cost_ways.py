@@ -35,8 +35,8 @@ from sennit.runtime.telemetry.run_cost import SENT
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.planned import model_inputs
 from sennit.runtime.training.trainer import Trainer
-from sennit.testbed.bench.bare_step import BareStep
 from sennit.testbed.bench.samples.python_receiver import PythonTarget
+from sennit.testbed.bench.training.plain_torch import BareStep
 from sennit.testbed.bench.training.sharded_torchrec import torchrec_step
 from sennit.testbed.topology.namespace import enter
 from sennit.transport.errors import ConfigError, Unsupported

@@ -33,7 +33,7 @@ from sennit.runtime.timeline import Timeline
 from sennit.runtime.training import launch
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.trainer import Trainer
-from sennit.testbed.bench.shaped_network import hosts_of
+from sennit.testbed.bench.training.confinement import hosts_of
 from sennit.testbed.bench.training.timeline import median_and_interval
 from sennit.testbed.bench.training.turns import Exposed, TurnSettings, exposed_of, turn_of
 from sennit.testbed.topology.namespace import enter

@@ -41,8 +41,7 @@ from sennit.runtime.training import launch
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.planned import cluster_of, problem_of
 from sennit.runtime.training.trainer import Trainer
-from sennit.testbed.bench.shaped_network import hosts_of
-from sennit.testbed.bench.training.confinement import confined
+from sennit.testbed.bench.training.confinement import confined, hosts_of
 from sennit.testbed.bench.training.sharded_torchrec import HINT
 from sennit.testbed.topology.namespace import enter
 from sennit.transport.config import from_environment

@@ -3,13 +3,172 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from sennit.command_line import fail, stdout_console
-from sennit.testbed.bench.progress import progress
-from sennit.testbed.bench.running import Figures, Picture, mistakes_told, run_ranks, write
+from sennit.command_line import busy, fail, stdout_console
+from sennit.testbed.bench.running import Figures, Picture, mistakes_told, need, progress, run_ranks, write
+
+
+def planner(
+    only: Annotated[str | None, typer.Option(help="tuned or held-out; default: both")] = None,
+    is_large: Annotated[
+        bool, typer.Option("--large", help="time a plan for 1,000 tables on 128 ranks instead; nothing is trained")
+    ] = False,
+    json_path: Figures = None,
+) -> None:
+    """Compare predicted with measured step times of placements, 2 and 4 ranks here."""
+    if is_large:
+        _large(json_path)
+        return
+    from sennit.runtime.training.launch import RankFailure
+    from sennit.testbed.bench.training import planner as bench
+
+    if only not in (None, "tuned", "held-out"):
+        raise typer.BadParameter(f"--only {only}; allowed: tuned, held-out")
+    try:
+        with busy("training with each placement"):
+            results = bench.run([case for case in bench.CASES if only is None or case.is_held_out == (only != "tuned")])
+    except RankFailure as failure:
+        fail(failure)
+    bench.render(results, stdout_console())
+    write(json_path, bench.as_json(results))
+
+
+def _large(json_path: Path | None) -> None:
+    from sennit.testbed.bench.training import planner_scale
+
+    with busy("planning"):
+        result = planner_scale.run()
+    planner_scale.render(result, stdout_console())
+    write(json_path, planner_scale.as_json(result))
+
+
+def placements(
+    ranks: Annotated[int, typer.Option(help="ranks, all on this machine", min=2, max=8)] = 4,
+    steps: Annotated[int, typer.Option(help="steps of each placement", min=2)] = 25,
+    is_confined: Annotated[
+        bool, typer.Option("--confined", help="each rank gets its own part of a core (needs root)")
+    ] = False,
+    hosts: Annotated[int, typer.Option(help="network namespaces that the ranks are spread over", min=1)] = 1,
+    rate_mbit: Annotated[int | None, typer.Option(help="of a host's link", min=1)] = None,
+    json_path: Figures = None,
+) -> None:
+    """Compare the best placement found with round robin and the choice of TorchRec's planner, in turns."""
+    from sennit.testbed.bench.training import placements as bench
+    from sennit.testbed.bench.training.planner import calibrated
+
+    if hosts > 1:
+        need("netns")
+    run_ranks(
+        bench,
+        json_path,
+        doing="training with each placement",
+        around=calibrated(ranks),
+        ranks=ranks,
+        steps=steps,
+        is_confined=is_confined,
+        hosts=hosts,
+        rate_mbit=rate_mbit,
+    )
+
+
+def cost(
+    kind: Annotated[str, typer.Option(help="whole: training steps; bare: ingest and exchange alone")] = "whole",
+    data: Annotated[str, typer.Option(help="data set of equally long samples: flights or synthetic")] = "flights",
+    ranks: Annotated[int, typer.Option(help="ranks of each way: 1, 2, 4 or 8")] = 2,
+    batch: Annotated[int, typer.Option(help="samples of a step, all ranks together", min=8)] = 2_048,
+    dim: Annotated[int, typer.Option(help="columns of every table", min=1)] = 16,
+    samples: Annotated[int, typer.Option(help="synthetic: number of samples", min=2)] = 200_000,
+    steps: Annotated[int, typer.Option(help="steps of a turn", min=1)] = 12,
+    rounds: Annotated[int, typer.Option(help="timed turns of each way", min=1)] = 8,
+    json_path: Figures = None,
+) -> None:
+    """Count processor seconds for a million samples by role: XDP and sennit, plain Python and gloo, TorchRec."""
+    from sennit.testbed.bench.training import cost as bench
+
+    need("netns", "bpf", "arena", "native-xdp")
+    run_ranks(
+        bench,
+        json_path,
+        doing="training in turns, each way with ranks and feeders of its own",
+        kind=kind,
+        data=data,
+        ranks=ranks,
+        batch_size=batch,
+        dim=dim,
+        samples=samples,
+        steps=steps,
+        rounds=rounds,
+    )
+
+
+def overlap(
+    data: Annotated[str, typer.Option(help="data set, as of sennit train")] = "flights",
+    world: Annotated[int, typer.Option(help="number of ranks", min=2)] = 2,
+    hosts: Annotated[int, typer.Option(help="network namespaces that the ranks are spread over", min=1)] = 1,
+    round_trip_us: Annotated[int, typer.Option(help="what the network adds to a round trip", min=0)] = 0,
+    rate_mbit: Annotated[int | None, typer.Option(help="of a host's link", min=1)] = None,
+    batch: Annotated[int, typer.Option(help="samples of a step, all ranks together", min=8)] = 2_048,
+    dim: Annotated[int, typer.Option(help="columns of every table", min=1)] = 16,
+    steps: Annotated[int, typer.Option(help="steps of a turn", min=1)] = 4,
+    rounds: Annotated[int, typer.Option(help="timed turns of each", min=1)] = 20,
+    json_path: Figures = None,
+) -> None:
+    """Time overlapped training steps beside serial ones; say what of the exchanges a step waits for."""
+    from sennit.testbed.bench.training import overlap as bench
+
+    if hosts > 1:
+        need("netns")
+    run_ranks(
+        bench,
+        json_path,
+        doing="training serially and overlapped, in turns",
+        data=data,
+        world=world,
+        hosts=hosts,
+        round_trip_us=round_trip_us,
+        rate_mbit=rate_mbit,
+        batch_size=batch,
+        dim=dim,
+        steps=steps,
+        rounds=rounds,
+    )
+
+
+def scaling(
+    worlds: Annotated[str, typer.Option(help="numbers of ranks, comma-separated; 1 among them")] = "1,2,4,8,16",
+    data: Annotated[str, typer.Option(help="data set, as of sennit train")] = "synthetic",
+    batch: Annotated[int, typer.Option(help="samples of each rank in a step", min=1)] = 512,
+    dim: Annotated[int, typer.Option(help="columns of every table", min=1)] = 16,
+    slices: Annotated[int, typer.Option(help="of each rank's samples in a step: a power of two", min=1)] = 2,
+    steps: Annotated[int, typer.Option(help="steps of a turn", min=1)] = 4,
+    turns: Annotated[int, typer.Option(help="timed turns of a run", min=1)] = 4,
+    rounds: Annotated[int, typer.Option(help="runs of each number of ranks", min=1)] = 3,
+    json_path: Figures = None,
+) -> None:
+    """Take steps of 1 to 16 ranks with equally many samples each: efficiency, and what of a step is exposed."""
+    from sennit.testbed.bench.training import scaling as bench
+
+    try:
+        counts = tuple(int(one) for one in worlds.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"worlds {worlds!r}; allowed: numbers with commas between them") from None
+    run_ranks(
+        bench,
+        json_path,
+        doing="training with one number of ranks after the other",
+        worlds=counts,
+        data=data,
+        local_batch=batch,
+        dim=dim,
+        rank_slices=slices,
+        steps=steps,
+        turns=turns,
+        rounds=rounds,
+    )
 
 
 def timeline(

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from sennit.command_line import fail, stdout_console
-from sennit.testbed.bench.progress import progress
-from sennit.testbed.bench.running import Figures, Picture, mistakes_told, run_ranks, write
+from sennit.testbed.bench.running import Figures, Picture, mistakes_told, progress, run_ranks, write
 
 
 def collectives(
@@ -126,7 +125,6 @@ def rdma(
 
     Runs in the VM of `sennit testbed vm`.
     """
-    from sennit.testbed.bench import rdma_report
     from sennit.testbed.bench.transport import rdma
     from sennit.testbed.bench.transport.conductor import WorkerError
     from sennit.transport.sizes import parse_size
@@ -145,5 +143,5 @@ def rdma(
             result = rdma.run(settings, update)
     except (WorkerError, rdma.Unusable) as error:
         fail(error)
-    rdma_report.render(result, stdout_console())
+    rdma.render(result, stdout_console())
     write(json_path, result.as_json())

@@ -13,6 +13,7 @@ import numpy as np
 from sennit.transport import _core
 from sennit.transport.oracle import wire
 from sennit.transport.plans.plan import PlanBuilder
+from sennit.transport.plans.plan_codec import encode
 
 from .packets import PAYLOAD_BYTES, Aim, Datagram
 from .sockets import Sockets
@@ -75,7 +76,7 @@ class UdpTarget:
             "conformance", world=2, rank=0, signature=self._messages, buffer_bytes=[self._memory.size]
         )
         builder.recv(1, 0, 0, GUARD_BYTES, size_bytes)
-        plan = _core.Plan(builder.build().encode())
+        plan = _core.Plan(encode(builder.build()))
         self._operation = self._core.post(plan, [self._memory], timeout_s=DEADLINE_S, background=True)
         address, rkey, advertised_bytes = self._advert()
         assert advertised_bytes == size_bytes
