@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "ports/udp_socket.hpp"
+#include "ports/udp/udp_socket.hpp"
 
 namespace sennit {
 

@@ -10,7 +10,6 @@
 #include "packing.cpp"
 #include "plan_cache.cpp"
 #include "poster.cpp"
-#include "sparse.cpp"
 #include "stand_in.cpp"
 #include "symmetric.cpp"
 #include "work.cpp"

@@ -10,7 +10,7 @@
 //
 // This is a list of what must wait: collectives without a number, and callbacks that have not returned. A place in it
 // waits for those before it. What a thread posts or asks for outside callbacks gets a place at the end. Within a
-// callback, it gets one just before that callback's. The engine acts on the first place (engine_order.cpp).
+// callback, it gets one just before that callback's. The engine acts on the first place (engine.cpp).
 #pragma once
 
 #include <utility>

@@ -33,10 +33,10 @@
 #include "executor/crew.hpp"
 #include "executor/operation.hpp"
 #include "messages/failure.hpp"
-#include "ports/device_port.hpp"
 #include "ports/of_process.hpp"
-#include "ports/shm_port.hpp"
-#include "ports/udp_port.hpp"
+#include "ports/shm/shm_port.hpp"
+#include "ports/udp/udp_port.hpp"
+#include "ports/verbs/device_port.hpp"
 #include "telemetry/counter_page.hpp"
 
 namespace sennit {

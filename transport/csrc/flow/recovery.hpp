@@ -109,7 +109,7 @@ class Recovery {
   void note_window();
   void note_losses(uint64_t now_us, uint32_t index, uint32_t packets);
 
-  // recovery_paths.cpp: the states of paths.
+  // The states of paths.
   void set_state(Path& path, PathState state);
   void note_arrivals(uint64_t now_us, const Echo& echo, uint64_t fabric_us);
   void on_answer(uint64_t now_us, Path& path);

@@ -10,7 +10,7 @@
 #include <cerrno>
 #include <cstring>
 
-#include "ports/verbs_device.hpp"
+#include "ports/verbs/verbs_device.hpp"
 
 namespace sennit::test {
 namespace {

@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "ports/verbs_library.hpp"
+#include "ports/verbs/verbs_library.hpp"
 
 namespace sennit::test {
 

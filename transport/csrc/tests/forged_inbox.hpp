@@ -6,7 +6,7 @@
 #include <cstring>
 #include <vector>
 
-#include "ports/shm_segment.hpp"
+#include "ports/shm/shm_segment.hpp"
 
 namespace sennit::test {
 

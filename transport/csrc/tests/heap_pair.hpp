@@ -2,7 +2,7 @@
 // Two ranks over shared memory that know each other's heaps, in one process.
 #pragma once
 
-#include "ports/shm_port.hpp"
+#include "ports/shm/shm_port.hpp"
 #include "tests/heap_bytes.hpp"
 #include "tests/shm_pair.hpp"
 

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "ports/shm_port.hpp"
+#include "ports/shm/shm_port.hpp"
 
 namespace sennit::test {
 

@@ -14,7 +14,7 @@
 #include <stdexcept>
 #include <thread>
 
-#include "ports/verbs_port.hpp"
+#include "ports/verbs/verbs_port.hpp"
 #include "tests/engine_group.hpp"
 #include "tests/fake_verbs.hpp"
 #include "tests/fault_injection.hpp"

@@ -13,7 +13,7 @@
 #include <thread>
 
 #include "executor/engine.hpp"
-#include "ports/shm_port.hpp"
+#include "ports/shm/shm_port.hpp"
 #include "tests/forged_inbox.hpp"
 #include "tests/shm_pair.hpp"
 

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "ports/shm_port.hpp"
+#include "ports/shm/shm_port.hpp"
 #include "tests/shm_pair.hpp"
 
 using namespace sennit;

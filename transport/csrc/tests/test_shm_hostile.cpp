@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "ports/shm_lane.hpp"
+#include "ports/shm/shm_lane.hpp"
 #include "tests/forged_inbox.hpp"
 #include "tests/heap_bytes.hpp"
 #include "tests/shm_pair.hpp"

@@ -8,9 +8,9 @@
 #include <string_view>
 #include <vector>
 
-#include "ports/shm_port.hpp"
-#include "ports/udp_port.hpp"
-#include "ports/verbs_port.hpp"
+#include "ports/shm/shm_port.hpp"
+#include "ports/udp/udp_port.hpp"
+#include "ports/verbs/verbs_port.hpp"
 #include "tests/fake_verbs.hpp"
 #include "tests/port_pair.hpp"
 #include "trace/tracepoints.hpp"

@@ -20,7 +20,7 @@
 
 #include "flow/congestion.hpp"
 #include "flow/path_policy.hpp"
-#include "ports/udp_port.hpp"
+#include "ports/udp/udp_port.hpp"
 #include "tests/port_pair.hpp"
 #include "tests/udp_config.hpp"
 

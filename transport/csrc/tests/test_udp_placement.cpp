@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "ports/udp_port.hpp"
+#include "ports/udp/udp_port.hpp"
 #include "tests/offers.hpp"
 
 using namespace sennit;

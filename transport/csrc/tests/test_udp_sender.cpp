@@ -10,7 +10,7 @@
 #include <cstring>
 #include <vector>
 
-#include "ports/udp_sender.hpp"
+#include "ports/udp/udp_sender.hpp"
 
 using namespace sennit;
 

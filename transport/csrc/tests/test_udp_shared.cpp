@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "executor/engine.hpp"
-#include "ports/udp_port.hpp"
+#include "ports/udp/udp_port.hpp"
 #include "tests/in_child.hpp"
 #include "tests/port_pair.hpp"
 #include "tests/udp_config.hpp"

@@ -12,8 +12,8 @@
 #include <tuple>
 #include <vector>
 
-#include "ports/udp_port.hpp"
-#include "ports/udp_setup.hpp"
+#include "ports/udp/udp_port.hpp"
+#include "ports/udp/udp_setup.hpp"
 #include "tests/port_pair.hpp"
 #include "tests/udp_config.hpp"
 #include "wire/endpoint.hpp"

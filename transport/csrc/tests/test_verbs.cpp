@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "flow/immediate.hpp"
-#include "ports/udp_port.hpp"
-#include "ports/verbs_port.hpp"
+#include "ports/udp/udp_port.hpp"
+#include "ports/verbs/verbs_port.hpp"
 #include "tests/fake_verbs.hpp"
 #include "tests/port_pair.hpp"
 

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "ports/verbs_port.hpp"
+#include "ports/verbs/verbs_port.hpp"
 #include "tests/fake_verbs.hpp"
 #include "tests/port_pair.hpp"
 

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "ports/device_port.hpp"
+#include "ports/verbs/device_port.hpp"
 #include "sennit/crc32.hpp"
 #include "wire/icrc.hpp"
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <string>
 
-#include "ports/udp_port.hpp"
+#include "ports/udp/udp_port.hpp"
 
 namespace sennit::test {
 

@@ -9,7 +9,7 @@
 
 #include "messages/mailbox.hpp"
 #include "model/exchange/schedule.hpp"
-#include "ports/shm_port.hpp"
+#include "ports/shm/shm_port.hpp"
 
 namespace sennit::model::exchange {
 
