@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 PY := .venv/bin/python
-QUIETLY := sennit/setup/quietly.sh
+QUIETLY := tools/quietly.sh
 REPORTS := build/rings
 CXX_FILES = $(shell git ls-files -co --exclude-standard '*.cpp' '*.hpp' '*.h')
 LAUNCHER := $(shell command -v ccache)
@@ -14,22 +14,22 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 packages:
-	@$(if $(BUILT)$(PACKAGES),,sennit/setup/build.sh --packages)
+	@$(if $(BUILT)$(PACKAGES),,tools/build.sh --packages)
 
 build:  ## make .venv, install what is missing, build the native extensions
-	@$(if $(BUILT),,sennit/setup/build.sh)
+	@$(if $(BUILT),,tools/build.sh)
 
 wheels: build  ## wheels and sdists of sennit and sennit-torch, audited, in build/wheels and build/sdists
-	@sennit/setup/wheels.sh
+	@tools/wheels.sh
 
 try-wheels: wheels  ## do with them what the README says, without a compiler, root, an index or a network, and time it
-	@sennit/setup/try_wheels.sh
+	@tools/try_wheels.sh
 
 gpu-bundle:  ## a folder that builds and measures sennit on a GPU machine without a network: build/gpu-bundle
-	@/usr/bin/env python3 -m sennit.setup.gpu_bundle build/gpu-bundle
+	@/usr/bin/env python3 -m tools.gpu_bundle build/gpu-bundle
 
 matrix:  ## wheels, first AllReduce, training and quick tests with every Python and CPU build of torch to be had
-	@/usr/bin/python3 -m sennit.setup.matrix
+	@/usr/bin/python3 -m tools.matrix
 
 demo: build  ## train a DLRM on real flights with 2 ranks over sennit
 	@$(PY) -m sennit demo
@@ -79,7 +79,7 @@ test-model: build  ## schedules of faults against the real flow, and of exchange
 	  --output-junit $(CURDIR)/$(REPORTS)/model.xml
 
 test-fuzz: build  ## a few seconds of each fuzzer
-	@sennit/setup/fuzz.sh 8
+	@tools/fuzz.sh 8
 
 # It runs the programs that `make test-model` builds.
 PARTS ?=
@@ -88,7 +88,7 @@ test-long: build test-model  ## what takes too long for `make test`; PARTS="mode
 
 SECONDS ?= 600
 fuzz: build  ## libFuzzer on the parsers, decoders and the flow, SECONDS=600 each
-	@sennit/setup/fuzz.sh $(SECONDS)
+	@tools/fuzz.sh $(SECONDS)
 
 ebpf: build  ## compile the BPF programs into build/ebpf, and name what this kernel lacks
 	@$(PY) -m sennit.ebpf build/ebpf
@@ -134,7 +134,7 @@ test-python: build  ## Python tests, all rings that can run here
 	  --durations 30 --durations-min 5 --junitxml $(REPORTS)/python.xml
 
 frameworks:  ## install Lightning, Accelerate and TorchRec, and run the tests and examples of others over sennit
-	@sennit/setup/build.sh frameworks bench-fbgemm
+	@tools/build.sh frameworks bench-fbgemm
 	@$(PY) -m pytest -v --long tests/runtime/frameworks
 
 lint: build  ## ruff and clang-format, changing nothing
@@ -152,7 +152,7 @@ types: build  ## mypy --strict
 
 BENCH := $(PY) -m sennit bench collectives
 bench:  ## collectives beside gloo, OpenMPI and a bare UDP transfer; the figures of docs/performance.md
-	@sennit/setup/build.sh mpi
+	@tools/build.sh mpi
 	@for run in "shm 2" "shm 4" "shm 8" "udp 2" "udp 8"; do set -- $$run; \
 	  $(BENCH) --against gloo --against openmpi --transport $$1 --world $$2 \
 	    --json build/bench-$$1-$$2.json --plot build/bench-$$1-$$2.png; done
@@ -163,11 +163,11 @@ bench:  ## collectives beside gloo, OpenMPI and a bare UDP transfer; the figures
 
 ONLY ?=
 figures:  ## docs/performance.json anew, by its commands, on a quiet machine; ONLY="collectives" for some
-	@sennit/setup/build.sh mpi bench-fbgemm
+	@tools/build.sh mpi bench-fbgemm
 	@$(PY) -m sennit.testbed.bench.figures.measured_figures docs --only "$(ONLY)"
 
 comparison:  ## docs/comparison.md anew, with every peer that can be installed
-	@sennit/setup/build.sh mpi bench-fbgemm
+	@tools/build.sh mpi bench-fbgemm
 	@$(PY) -m sennit bench all --report build/comparison
 	@cp build/comparison/comparison.json docs/comparison.json
 	@$(PY) -m sennit.testbed.bench.comparison_page docs

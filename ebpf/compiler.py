@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles BPF programs with clang when they are first needed, and keeps the objects on disk.
 
-A wheel brings the objects of all programs that depend on nothing but the package (sennit/setup/bpf_objects.py). They
+A wheel brings the objects of all programs that depend on nothing but the package (tools/bpf_objects.py). They
 are found by the same key as those of the cache: flags and sources. So an object of other sources is never taken.
 """
 

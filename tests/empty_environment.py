@@ -50,9 +50,7 @@ def build_wheel(folder: Path) -> Path:
 def build_extension_wheel(folder: Path, environment: Environment) -> Path:
     """Builds the wheel of the torch extension in an environment that has the other wheel, torch and setuptools."""
     sources = folder / "sources"
-    shutil.copytree(
-        ROOT / "sennit" / "setup" / "torch_extension", sources, ignore=shutil.ignore_patterns("build", "*.egg-info")
-    )
+    shutil.copytree(ROOT / "tools" / "torch_extension", sources, ignore=shutil.ignore_patterns("build", "*.egg-info"))
     command = ["--python", str(environment.python), "wheel", *BUILD_OPTIONS, "--wheel-dir", str(folder), str(sources)]
     _pip(command, {**environment.variables, **compiler(folder.parent)}, BUILD_TIMEOUT_S)
     (wheel,) = folder.glob("sennit_torch-*.whl")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS = ["docs", "ebpf", "offload", "runtime", "sennit", "testbed", "tests", "transport", "examples", ".github"]
+OURS = ["docs", "ebpf", "offload", "runtime", "sennit", "testbed", "tests", "tools", "transport", "examples", ".github"]
 TEXT_SUFFIXES = {".py", ".pyi", ".cpp", ".hpp", ".h", ".c", ".sh", ".md", ".txt", ".toml", ".yml", ".yaml", ".ini"}
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 LINK = re.compile(r"\]\(([^)\s]+)\)")

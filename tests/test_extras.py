@@ -86,8 +86,6 @@ def third_party_imports() -> Iterator[tuple[Path, str]]:
     """Yields top-level names of all imported modules, except for the standard library and the product's own."""
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            if path.is_relative_to(ROOT / "sennit" / "setup" / "torch_extension"):  # a project of its own
-                continue
             for node in ast.walk(ast.parse(path.read_text())):
                 names: list[str] = []
                 if isinstance(node, ast.Import):

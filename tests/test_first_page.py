@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests import pages
 
-TAKE = pages.ROOT / "sennit" / "setup" / "first_page.py"
+TAKE = pages.ROOT / "tools" / "first_page.py"
 README = pages.ROOT / "README.md"
 
 

@@ -29,7 +29,7 @@ TEST_ENVIRONMENT = ("TRITON_INTERPRET", "SENNIT_INTERFACES", "PYTHONPATH")
 
 def load(name: str) -> Any:
     """A script, which no package has."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "sennit" / "setup" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -115,7 +115,7 @@ def run(
 def test_the_bundle_is_small_and_knows_what_it_has(bundle: Path) -> None:
     manifest = json.loads((bundle / "manifest.json").read_text())
     assert manifest["bytes"] < 60 << 20
-    for name in ("run.sh", "src/CMakeLists.txt", "src/sennit/setup/gpu_run.py", "src/tests/conftest.py"):
+    for name in ("run.sh", "src/CMakeLists.txt", "src/tools/gpu_run.py", "src/tests/conftest.py"):
         assert manifest["files"][name] == (bundle / name).stat().st_size
     assert not (bundle / "src" / "docs").exists()
     assert manifest["minimum"]["rich"] == "13"

@@ -44,7 +44,7 @@ SOURCE_SUFFIXES = {".py", ".pyi", ".cpp", ".hpp", ".h", ".c", ".sh"}
 
 
 def sources(*suffixes: str) -> Iterator[Path]:
-    for folder in [*MAY_IMPORT, "examples", "tests"]:
+    for folder in [*MAY_IMPORT, "examples", "tests", "tools"]:
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix in (suffixes or SOURCE_SUFFIXES) and "__pycache__" not in path.parts:
                 yield path

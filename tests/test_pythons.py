@@ -20,7 +20,7 @@ WHEEL = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-bui
 
 def load(name: str) -> Any:
     """A script, which no package has."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "sennit" / "setup" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -29,7 +29,7 @@ def load(name: str) -> Any:
 
 
 pythons = load("pythons")
-sys.modules["sennit.setup.pythons"] = pythons  # by this name the matrix asks for it
+sys.modules["tools.pythons"] = pythons  # by this name the matrix asks for it
 matrix = load("matrix")
 
 

@@ -19,7 +19,7 @@ from sennit.command_line import EXIT_NO_OUTPUT, output
 from tests.terminal import run_on_terminal
 
 ROOT = Path(__file__).resolve().parents[1]
-QUIETLY = str(ROOT / "sennit" / "setup" / "quietly.sh")
+QUIETLY = str(ROOT / "tools" / "quietly.sh")
 COMMAND_TIMEOUT_S = 60.0
 SENNIT = (sys.executable, "-m", "sennit")
 # ECMA-48, Select Graphic Rendition: 30..38, 40..48, 90..97 and 100..107 are colours. The others, such as bold, are not.
@@ -159,7 +159,7 @@ LONG = re.compile(
 SAID = re.compile(r"^\s*#|\b(fail|say|echo) [\"$]|--without-pip")
 
 
-@pytest.mark.parametrize("path", [ROOT / "Makefile", *sorted((ROOT / "sennit" / "setup").glob("*.sh"))], ids=str)
+@pytest.mark.parametrize("path", [ROOT / "Makefile", *sorted((ROOT / "tools").glob("*.sh"))], ids=str)
 def test_every_long_step_of_the_build_shows_that_it_runs(path: Path) -> None:
     text = re.sub(r"\\\n", " ", path.read_text())
     lines = [line for line in text.splitlines() if LONG.search(line) and not SAID.search(line)]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the extension `_c10d` from the installed sources, for the torch and the Python that run this.
 
-`sennit build-extension` and the wheel `sennit-torch` (sennit/setup/torch_extension/) use it. `make build` compiles the
+`sennit build-extension` and the wheel `sennit-torch` (tools/torch_extension/) use it. `make build` compiles the
 same sources by CMake. A C++20 compiler and Python's headers are enough.
 """
 

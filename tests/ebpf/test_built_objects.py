@@ -17,7 +17,7 @@ from sennit.offload import tracepoints as offload_tracepoints
 from sennit.runtime.trace import ingest, paths, stalls
 from sennit.transport import tracepoints as core_tracepoints
 
-SCRIPT = Path(__file__).resolve().parents[2] / "sennit" / "setup" / "bpf_objects.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "bpf_objects.py"
 SESSIONS = {
     paths.PROGRAM: (paths.PROBES, core_tracepoints),
     stalls.PROGRAM: (stalls.PROBES, core_tracepoints),

@@ -4,8 +4,8 @@
 # when something it depends on has changed. Arguments: further extras of pyproject.toml, such as `mpi`; or --packages,
 # for the system packages alone.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-. sennit/setup/quietly.sh
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. tools/quietly.sh
 
 PYTHON=${PYTHON:-/usr/bin/python3}
 # `make matrix` asks for others.
@@ -53,7 +53,7 @@ missing_packages() {
     for name in "${alternatives[@]}"; do
       if [ "${#alternatives[@]}" -eq 1 ] || apt-cache show "$name" >/dev/null 2>&1; then printf '%s\n' "$name"; break; fi
     done
-  done <sennit/setup/apt-packages.txt
+  done <tools/apt-packages.txt
 }
 
 missing_for_ci() { if [ "${CI:-}" = true ]; then missing_packages ci; fi; }
@@ -142,7 +142,7 @@ if command -v ccache >/dev/null; then export CMAKE_CXX_COMPILER_LAUNCHER=${CMAKE
 packages_key="$(digest pyproject.toml) $torch"
 if ! fresh "packages-$EXTRAS" "$packages_key"; then
   say "installing Python packages: $EXTRAS"
-  "$VENV/bin/python" sennit/setup/requirements.py "$EXTRAS" >build/requirements.txt
+  "$VENV/bin/python" tools/requirements.py "$EXTRAS" >build/requirements.txt
   quietly "$LOG" "${pip[@]}" install -c build/constraints.txt -r build/requirements.txt
   stamp "packages-$EXTRAS" "$packages_key"
 fi

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-ROOT: Final = Path(__file__).resolve().parents[2]
+ROOT: Final = Path(__file__).resolve().parents[1]
 MOST_BYTES: Final = 60 << 20
 OLDEST_PYTHON: Final = "3.11"
 NOT_NEEDED: Final = ("docs/", ".ci/", ".github/")
@@ -33,7 +33,7 @@ python=${PYTHON:-python3}
   echo "run: error: $python is no Python of 3.11 or later ($("$python" -V 2>&1)); set PYTHON to one" >&2
   exit 1
 }
-exec "$python" "$(dirname "${BASH_SOURCE[0]}")/src/sennit/setup/gpu_run.py" "$@"
+exec "$python" "$(dirname "${BASH_SOURCE[0]}")/src/tools/gpu_run.py" "$@"
 """
 
 

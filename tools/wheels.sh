@@ -3,8 +3,8 @@
 # `make wheels`: the sdists and wheels of `sennit` and `sennit-torch` in build/wheels. Each wheel is built from its sdist
 # in a folder of its own, and audited: what it links, which glibc it needs.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-. sennit/setup/quietly.sh
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. tools/quietly.sh
 
 root=$PWD
 python=$root/.venv/bin/python
@@ -28,7 +28,7 @@ mkdir -p "$wheels" "$sdists" "$work/sennit" "$work/extension" "$work/raw"
 
 say "sdists"
 quietly "$log" "$python" -m build --no-isolation --sdist --outdir "$sdists" .
-cp -r sennit/setup/torch_extension "$work/project"  # setuptools writes beside its sources
+cp -r tools/torch_extension "$work/project"  # setuptools writes beside its sources
 quietly "$log" "$python" -m build --no-isolation --sdist --outdir "$sdists" "$work/project"
 
 say "sennit: compiling"

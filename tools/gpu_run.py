@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
-SOURCES: Final = Path(__file__).resolve().parents[2]
+SOURCES: Final = Path(__file__).resolve().parents[1]
 BUNDLE: Final = SOURCES.parent
 COMPILERS: Final = ("c++", "g++", "clang++")
 BUILD_LIMIT_S: Final = 1_800.0

@@ -4,7 +4,7 @@
 # What it learns stays in build/fuzz/corpus; an input that fails is left in build/fuzz and named.
 set -euo pipefail
 seconds=${1:?usage: fuzz.sh SECONDS}
-. sennit/setup/quietly.sh
+. tools/quietly.sh
 
 for clang in clang++ clang++-{20..14} none; do
   command -v "$clang" >/dev/null || continue

@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from sennit.setup.pythons import Python, find_pythons
+from tools.pythons import Python, find_pythons
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "matrix"
-QUIETLY = ROOT / "sennit" / "setup" / "quietly.sh"
+QUIETLY = ROOT / "tools" / "quietly.sh"
 OLDEST_TORCH = (2, 13)
 STEP_TIMEOUT_S = 3600
 QUICK_RING = ["tests/transport", "tests/runtime/test_backend_collectives.py", "tests/runtime/test_sharded.py"]
@@ -119,7 +119,7 @@ class Row:
         self.run(["make", "wheels"])
         yield f"{time.monotonic() - start:.0f} s"
         self._say("first AllReduce and a training run from them")
-        tried = self.run(["sennit/setup/try_wheels.sh"])
+        tried = self.run(["tools/try_wheels.sh"])
         yield f"{figure(FIRST_ALLREDUCE, tried)} s"
         yield f"{figure(TRAINED, tried)} s"
         self._say("quick ring")

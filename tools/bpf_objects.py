@@ -12,7 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 _TRACEPOINT = re.compile(r"^TRACEPOINT\((\w+)", re.MULTILINE)
 
 

@@ -6,8 +6,8 @@
 # /tmp and a /dev/shm of 64 MB. Prints the seconds of each command. build/wheelhouse keeps what pip has downloaded
 # beside our wheels.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-. sennit/setup/quietly.sh
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. tools/quietly.sh
 
 say() { printf 'try-wheels: %s\n' "$*"; }
 house=$PWD/build/wheelhouse
@@ -22,8 +22,8 @@ place=$(mktemp -d)
 trap 'rm -rf "$place"' EXIT
 mkdir "$place/home"
 cp -r "$house" "$place/home/wheelhouse"
-.venv/bin/python sennit/setup/first_page.py README.md "$place/home"
-cp sennit/setup/quietly.sh "$place/quietly.sh"
+.venv/bin/python tools/first_page.py README.md "$place/home"
+cp tools/quietly.sh "$place/quietly.sh"
 cat >"$place/steps.sh" <<'STEPS'
 . "${BASH_SOURCE[0]%/*}/quietly.sh"
 cd "$HOME"
