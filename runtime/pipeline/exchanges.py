@@ -21,8 +21,8 @@ from sennit.runtime.pipeline.group_thread import GroupThread
 from sennit.runtime.pipeline.scheduler import Scheduler
 from sennit.runtime.pipeline.task import Task
 from sennit.runtime.replicas.replicas import SlicedReplicas
-from sennit.runtime.sharded.beside import Beside
 from sennit.runtime.sharded.module import ShardedTables
+from sennit.runtime.sharded.overlap import Beside
 
 EXCHANGE: Final = "exchange"
 GRADIENTS: Final = "gradients"

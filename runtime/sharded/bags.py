@@ -21,37 +21,27 @@ from sennit.runtime.sharded.placement import alone
 from sennit.runtime.sharded.pooled import Exchange, Outgoing
 from sennit.runtime.sharded.replicated import SparseAllReduce
 from sennit.runtime.sharded.slices import Slices
+from sennit.runtime.sharded.table_steps import TableSteps
 from sennit.runtime.sharded.wire import Wire
 from sennit.transport.errors import ArgumentError
 
 _KINDS: Final = ("no weights", "weights", "weights that require gradients")
 
 
-class ShardedEmbeddingBags(ShardedTables):
-    """Embedding tables in shards on all ranks; each feature's ids of a sample are pooled.
+class BagSteps(TableSteps):
+    """Steps whose results are the pooled rows of bags."""
 
-    A call returns float32 [B, dim] by feature: the pooled rows of this rank's B samples. What comes from a whole table
-    is a view of what arrived, without a copy.
+    poolings = (Pooling.SUM, Pooling.MEAN)
 
-    The backward pass updates the rows that were used, with the tables' own optimizers (Mudigere et al., ISCA 2022,
-    section 4.1): a gradient of a table never exists. Weights have the same bits in any world, with any placement and
-    transport, if `gradients` is "sum" and the rest of the model works slice by slice (`SlicedReplicas`).
-    """
-
-    _poolings = (Pooling.SUM, Pooling.MEAN)
-
-    def _connect(self) -> None:
-        self._pools = [Pools(engines) for engines in self._engines]
+    def connect(self, engines: Sequence[Engines]) -> None:
+        super().connect(engines)
+        self._pools = [Pools(one) for one in engines]
 
     @property
-    def _is_accumulating(self) -> bool:
+    def is_accumulating(self) -> bool:
         return any(pools.is_accumulating for pools in self._pools)
 
-    @property
-    def _counts_told(self) -> int:
-        return len(self._engines) + 1
-
-    def _send(self, given: Any, global_batch: int | None) -> _Step:
+    def send(self, given: Any, global_batch: int | None) -> _Step:
         outgoing: list[tuple[Outgoing, Outgoing]] = []
 
         def prepared(ids: Ids) -> list[list[int]]:
@@ -59,7 +49,7 @@ class ShardedEmbeddingBags(ShardedTables):
             kind = _kind_of(ids.weights)
             return [[*(there.counts[rank] for there, _ in outgoing), kind] for rank in range(self.slices.world_size)]
 
-        ids, batch, arriving = self._agreed(given, global_batch, prepared)
+        ids, batch, arriving = self.agreed(given, global_batch, prepared, len(self._pools) + 1)
         for rank, (*_, kind) in enumerate(arriving):
             if kind != (own := _kind_of(ids.weights)):
                 kinds = f"{_KINDS[own]} on rank {self.slices.rank}, {_KINDS[kind]} on rank {rank}"
@@ -72,38 +62,38 @@ class ShardedEmbeddingBags(ShardedTables):
             ids=ids,
             lengths={
                 feature: ids.given_lengths[feature].clamp(min=1).to(torch.float32).unsqueeze(1).to(self.device)
-                for feature, (_, table) in enumerate(self._features)
+                for feature, (_, table) in enumerate(self.features)
                 if self.tables[table].pooling is Pooling.MEAN
             },
         )
 
-    def _fetch(self, step: _Step) -> None:
+    def fetch(self, step: _Step) -> None:
         for pools, arrivals in zip(self._pools, step.arrivals, strict=True):
             pools.fetch(arrivals)
 
-    def _look_up(self, step: _Step) -> tuple[Tensor, ...]:
+    def results(self, step: _Step) -> tuple[Tensor, ...]:
         found: dict[int, Tensor] = {}
         for pools, arrivals in zip(self._pools, step.arrivals, strict=True):
             found |= pools.bags(arrivals, step.ids.sample_count)
         for feature, lengths in step.lengths.items():
             found[feature] = found[feature] / lengths
-        return tuple(found[feature] for feature in range(len(self._features)))
+        return tuple(found[feature] for feature in range(len(self.features)))
 
-    def _result_size(self, step: _Step) -> int:
-        return step.ids.sample_count * sum(self.tables[table].dim for _, table in self._features)
+    def result_size(self, step: _Step) -> int:
+        return step.ids.sample_count * sum(self.tables[table].dim for _, table in self.features)
 
-    def _weights(self, step: _Step) -> Tensor | None:
+    def weights(self, step: _Step) -> Tensor | None:
         return step.ids.weights if _kind_of(step.ids.weights) == 2 else None
 
-    def _update(
+    def update(
         self, step: _Step, gradients: Sequence[Tensor], rates: Sequence[float | None]
     ) -> tuple[GradientError | None, Tensor | None]:
         scaled: dict[int, Tensor] = {}
         for feature, gradient in enumerate(gradients):
-            own = gradient if self._divisor == 1 else gradient / self._divisor
+            own = gradient if self.divisor == 1 else gradient / self.divisor
             lengths = step.lengths.get(feature)
             scaled[feature] = own if lengths is None else (torch.ones(()) / lengths) * own
-        ids = step.ids if self._weights(step) is not None else None
+        ids = step.ids if self.weights(step) is not None else None
         error: GradientError | None = None
         of_weights: dict[int, Tensor] = {}
         for number, (pools, arrivals) in enumerate(zip(self._pools, step.arrivals, strict=True)):
@@ -112,13 +102,27 @@ class ShardedEmbeddingBags(ShardedTables):
             of_weights |= found
         if ids is None:
             return error, None
-        # A weight belongs to this rank's own loss.
-        whole = torch.cat([of_weights[feature] for feature in range(len(self._features))]).mul_(self._divisor)
+        # A weight belongs to the loss of this rank alone, which is no mean over ranks.
+        whole = torch.cat([of_weights[feature] for feature in range(len(self.features))]).mul_(self.divisor)
         return error, whole.to(ids.weights.device) if ids.weights is not None else whole
 
-    def _release(self, step: _Step) -> None:
+    def release(self, step: _Step) -> None:
         for pools, arrivals in zip(self._pools, step.arrivals, strict=True):
             pools.release(arrivals)
+
+
+class ShardedEmbeddingBags(ShardedTables):
+    """Embedding tables in shards on all ranks; each feature's ids of a sample are pooled.
+
+    A call returns float32 [B, dim] by feature: the pooled rows of this rank's B samples. The result of a whole table is
+    a view of what arrived, without a copy.
+
+    The backward pass updates the rows that were used, with the tables' own optimizers (Mudigere et al., ISCA 2022,
+    section 4.1): a gradient of a table never exists. Weights have the same bits in any world, with any placement and
+    transport, if `gradients` is "sum" and the rest of the model works slice by slice (`SlicedReplicas`).
+    """
+
+    _kind = BagSteps
 
 
 class Pools:

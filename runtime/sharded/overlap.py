@@ -1,44 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward and backward passes of sharded tables, for autograd."""
+"""Lookups and updates of tables for autograd: in the caller's thread, or beside it in another thread."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from sennit.runtime.kernels.checks import GradientError
+from sennit.runtime.sharded.pending import Pending, RunBeside, Running
+from sennit.runtime.sharded.sent import Sent
+from sennit.runtime.sharded.table_steps import TableSteps
 from sennit.transport.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from sennit.runtime.sharded.module import ShardedTables
 
 
 class Lookup(torch.autograd.Function):
-    """Rows or sums of rows, by feature. Its backward pass is the optimizer step."""
+    """Looks a step up. Its backward pass updates the rows."""
 
     @staticmethod
     def forward(
-        context: Any, anchor: Tensor, tables: ShardedTables, step: Any, weights: Tensor | None
+        context: Any, anchor: Tensor, steps: TableSteps, step: Any, weights: Tensor | None
     ) -> tuple[Tensor, ...]:
-        context.tables, context.step, context.is_over = tables, step, False
-        with tables._wire.phase("lookup"):
-            return tables._found(step)
+        context.steps, context.step, context.is_over = steps, step, False
+        return steps.look_up(step)
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None, Tensor | None]:
-        if context.is_over and context.tables.batches_ahead:
+        steps: TableSteps = context.steps
+        if context.is_over and steps.has_files:
             raise ArgumentError("a second backward pass, but rows are in files and may have left memory; allowed: one")
         context.is_over = True
-        with context.tables._wire.phase("sparse update"):
-            bad, of_weights = context.tables._update(context.step, gradients, context.tables._rates())
-        context.tables._bad = bad or context.tables._bad
+        with steps.wire.phase("sparse update"):
+            bad, of_weights = steps.update(context.step, gradients, steps.rates())
+        steps.bad = bad or steps.bad
         return torch.empty(0), None, None, of_weights
 
 
 class Arrive(torch.autograd.Function):
-    """What another thread has looked up. Its backward pass gives the gradients to that thread, and does not wait."""
+    """Takes over what another thread has looked up. Its backward pass hands the gradients over, and does not wait."""
 
     @staticmethod
     def forward(
@@ -54,3 +57,78 @@ class Arrive(torch.autograd.Function):
         context.is_over = True
         context.update(gradients)
         return torch.empty(0), None, None
+
+
+class Beside:
+    """Lookups and updates in another thread, in the order in which they begin (`ShardedTables.overlap`)."""
+
+    def __init__(self, steps: TableSteps, run: RunBeside, group: dist.ProcessGroup | None) -> None:
+        self._steps, self._run, self._group = steps, run, group
+        # An update waits for the one before it, and raises its error.
+        self._update: Running | None = None
+        self._lookup: Running | None = None
+        self._untold: list[Running] = []
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a batch may be looked up before its step. Not with files: they are copied while no rows are used."""
+        return not self._steps.has_files
+
+    def look_up(self, sent: Sent) -> tuple[Tensor, ...] | None:
+        """Looks up a batch that no call has taken yet, in the caller's thread.
+
+        Returns None if weights require gradients: then the call itself has to look the batch up.
+        """
+        return None if self._steps.weights(sent.step) is not None else self._found(sent.step)
+
+    def has_begun(self, lookup: Running) -> None:
+        """A thread runs `look_up`, or will."""
+        self._lookup = lookup
+
+    def pending(self, step: Any, lookup: Running | None) -> Pending:
+        """The results of a step. `lookup`: its lookup, if it has begun already; else it begins here."""
+        if lookup is None:
+            self.finish()
+            lookup = self._run("lookup", lambda: self._found(step))
+            self.has_begun(lookup)
+        running, steps = lookup, self._steps
+
+        def wait() -> dict[str, Tensor]:
+            with steps.wire.phase("wait for lookup"):
+                found = running.result()
+            results = Arrive.apply(steps.anchor, lambda given: self._begin_update(step, given), found)  # type: ignore[no-untyped-call]
+            return dict(zip(steps.feature_names, results, strict=True))
+
+        return Pending(wait)
+
+    def _found(self, step: Any) -> tuple[Tensor, ...]:
+        with torch.no_grad(), self._steps.wire.over(self._group):
+            return self._steps.look_up(step)
+
+    def _begin_update(self, step: Any, gradients: Sequence[Tensor]) -> None:
+        steps, before = self._steps, self._update
+        rates = steps.rates()
+
+        def update() -> GradientError | None:
+            if before is not None:
+                before.result()
+            with torch.no_grad(), steps.wire.over(self._group), steps.wire.phase("sparse update"):
+                return steps.update(step, gradients, rates)[0]
+
+        self._update = self._run("sparse update", update)
+        self._untold.append(self._update)
+
+    def untold(self) -> list[Running]:
+        """The updates that began since the last call. The result of each is its `GradientError`, or None."""
+        found, self._untold = self._untold, []
+        return found
+
+    def finish(self) -> None:
+        """Waits for lookups and updates. Raises errors of updates. The use of a lookup's result raises its error."""
+        if self._lookup is not None and not self._lookup.is_done:
+            with contextlib.suppress(Exception):
+                self._lookup.result()
+        if self._update is not None:
+            running = not self._update.is_done
+            with self._steps.wire.phase("wait for sparse update") if running else contextlib.nullcontext():
+                self._update.result()

@@ -17,69 +17,76 @@ from sennit.runtime.sharded.features import Ids
 from sennit.runtime.sharded.module import ShardedTables
 from sennit.runtime.sharded.replicated import SparseAllReduce
 from sennit.runtime.sharded.rows import Asked, Node, RowExchange
+from sennit.runtime.sharded.table_steps import TableSteps
 from sennit.runtime.sharded.wire import Wire
 from sennit.transport.errors import ArgumentError
 
 
-class ShardedEmbeddings(ShardedTables):
-    """Embedding tables in shards on all ranks; each id gives its row (sequences).
+class SequenceSteps(TableSteps):
+    """Steps whose results are the rows of ids."""
 
-    A call returns float32 [ids, dim] by feature: the row of each id of this rank's samples, in the order of the ids,
-    which have no weights. A rank gets each distinct row once, and sends the sum of its gradients back once. Everything
-    else is as in `ShardedEmbeddingBags`.
-    """
+    poolings = (Pooling.NONE,)
 
-    _poolings = (Pooling.NONE,)
-
-    def _connect(self) -> None:
-        self._sequences = [Sequences(engines) for engines in self._engines]
+    def connect(self, engines: Sequence[Engines]) -> None:
+        super().connect(engines)
+        self._sequences = [Sequences(one) for one in engines]
 
     @property
-    def _is_accumulating(self) -> bool:
+    def is_accumulating(self) -> bool:
         return any(sequences.is_accumulating for sequences in self._sequences)
 
-    def _send(self, given: Any, global_batch: int | None) -> list[Step]:
+    def send(self, given: Any, global_batch: int | None) -> list[Step]:
         def prepared(ids: Ids) -> list[list[int]]:
             if ids.weights is not None:
                 raise ArgumentError("weights for ids that are not pooled; allowed: none")
             return [[]] * self.slices.world_size
 
-        ids, batch, _ = self._agreed(given, global_batch, prepared)
+        ids, batch, _ = self.agreed(given, global_batch, prepared, 0)
         return [sequences.send(ids, batch) for sequences in self._sequences]
 
-    def _fetch(self, step: Sequence[Step]) -> None:
+    def fetch(self, step: Sequence[Step]) -> None:
         for sequences, one in zip(self._sequences, step, strict=True):
             sequences.fetch(one)
 
-    def _look_up(self, step: Sequence[Step]) -> tuple[Tensor, ...]:
+    def results(self, step: Sequence[Step]) -> tuple[Tensor, ...]:
         found: dict[int, Tensor] = {}
         for sequences, one in zip(self._sequences, step, strict=True):
             found |= sequences.by_lookup(one)
-        return tuple(found[feature] for feature in range(len(self._features)))
+        return tuple(found[feature] for feature in range(len(self.features)))
 
-    def _result_size(self, step: Sequence[Step]) -> int:
+    def result_size(self, step: Sequence[Step]) -> int:
         return sum(
-            (piece.stop - piece.start) * self.tables[self._features[feature][1]].dim
+            (piece.stop - piece.start) * self.tables[self.features[feature][1]].dim
             for one in step
             for node in (*one.sharded, *one.replicated)
             for feature, piece in node.lookups.pieces
         )
 
-    def _update(
+    def update(
         self, step: Sequence[Step], gradients: Sequence[Tensor], rates: Sequence[float | None]
     ) -> tuple[GradientError | None, None]:
-        # There are no weights.
         scaled = dict(enumerate(gradients))
-        if self._divisor != 1:
-            scaled = {feature: gradient / self._divisor for feature, gradient in scaled.items()}
+        if self.divisor != 1:
+            scaled = {feature: gradient / self.divisor for feature, gradient in scaled.items()}
         error: GradientError | None = None
         for number, (sequences, one) in enumerate(zip(self._sequences, step, strict=True)):
             error = sequences.update(one, scaled, rate=rates[number]) or error
         return error, None
 
-    def _release(self, step: Sequence[Step]) -> None:
+    def release(self, step: Sequence[Step]) -> None:
         for sequences, one in zip(self._sequences, step, strict=True):
             sequences.release(one)
+
+
+class ShardedEmbeddings(ShardedTables):
+    """Embedding tables in shards on all ranks; each id gives its row (sequences).
+
+    A call returns float32 [ids, dim] by feature: the row of each id of this rank's samples, in the order of the ids.
+    Ids have no weights. A rank gets each distinct row once, and sends the sum of its gradients back once. Everything
+    else is as in `ShardedEmbeddingBags`.
+    """
+
+    _kind = SequenceSteps
 
 
 class Sequences:

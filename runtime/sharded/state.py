@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from sennit.runtime.sharded.changes import CHANGED_ROWS, ChangedRows
 from sennit.runtime.sharded.digest import digest_of
-from sennit.runtime.sharded.engines import Engines
 from sennit.runtime.sharded.loading import load
 from sennit.runtime.sharded.shards import Held, tensors_of
+from sennit.runtime.sharded.table_steps import TableSteps
 from sennit.runtime.sharded.tables import Table
 from sennit.transport.errors import ArgumentError
 
@@ -23,7 +23,7 @@ class HeldTables(nn.Module):
     """The shards of this rank, as `state_dict` and checkpoints have them."""
 
     tables: tuple[Table, ...]
-    _engines: list[Engines]
+    _steps: TableSteps
     _group: dist.ProcessGroup | None
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class HeldTables(nn.Module):
     def held(self) -> Iterator[Held]:
         """The shards that this rank holds, one after the other. Those in files are copied to files without names."""
         self.finish()
-        for engines in self._engines:
+        for engines in self._steps.engines:
             yield from engines.held()
 
     def track_changes(self) -> None:
@@ -46,7 +46,14 @@ class HeldTables(nn.Module):
         Another call forgets what has changed.
         """
         self.finish()
-        self._changes = [ChangedRows(one) for pair in self._engines for one in (pair.sharded, pair.replicated)]
+        self._changes = [ChangedRows(one) for pair in self._steps.engines for one in (pair.sharded, pair.replicated)]
+
+    def _track_moved(self) -> None:
+        """Tracks changes of the shards that this rank has after a move, if it did before: all rows have changed."""
+        if self._changes:
+            self.track_changes()
+            for changes in self._changes:
+                changes.mark_all()
 
     def changed_rows(self, *, clear: bool = True) -> dict[str, Tensor]:
         """Int64 [n], rising, by shard: the rows that changed since `track_changes` or the last call with `clear`.
@@ -68,16 +75,16 @@ class HeldTables(nn.Module):
         """
         rows = self.changed_rows()
         found = {f"{shard}.{CHANGED_ROWS}": of_shard for shard, of_shard in rows.items() if len(of_shard)}
-        for engines in self._engines:
+        for engines in self._steps.engines:
             for key, tensor in engines.changes(rows):
                 if key.rpartition(".")[0] not in rows or len(tensor):
                     found[key] = tensor
-        return found | {"steps": self._steps()}
+        return found | {"steps": self._step_counts()}
 
     @property
     def in_files(self) -> frozenset[str]:
         """Shards of this rank whose rows are in a file. `state_dict` has copies of them."""
-        return frozenset(name for engines in self._engines for name in engines.sharded.in_files)
+        return frozenset(name for engines in self._steps.engines for name in engines.sharded.in_files)
 
     def digest(self) -> str:
         """SHA-256 of all weights and optimizer states. Collective; the same on all ranks, whoever holds what.
@@ -95,11 +102,11 @@ class HeldTables(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for held in self.held():
             destination.update({prefix + key: tensor for key, tensor in tensors_of(held).items()})
-        destination[f"{prefix}steps"] = self._steps()
+        destination[f"{prefix}steps"] = self._step_counts()
 
-    def _steps(self) -> Tensor:
+    def _step_counts(self) -> Tensor:
         # Of each group; all engines of one have taken the same steps.
-        step_of = {engines.group: engines.step for engines in self._engines}
+        step_of = {engines.group: engines.step for engines in self._steps.engines}
         return torch.tensor([step_of[group] for group in sorted(step_of)])
 
     def _load_from_state_dict(
@@ -117,7 +124,7 @@ class HeldTables(nn.Module):
         for changes in self._changes:
             changes.mark_all()
         load(
-            self._engines,
+            self._steps.engines,
             self.tables,
             state_dict,
             prefix,
