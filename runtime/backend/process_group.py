@@ -116,6 +116,29 @@ def communicator_or_names(group: dist.ProcessGroup | None) -> Communicator | lis
     return names
 
 
+def local_ranks(group: dist.ProcessGroup | None = None) -> int | None:
+    """The number of ranks on each host of the group: the same on all its ranks. Collective.
+
+    Hosts are told apart by SENNIT_HOST_ID, or by the kernel. Returns None if all ranks count as one host: where hosts
+    have different numbers of ranks, or ranks that do not follow one another. Ranks of one host that reach each other
+    over UDP share it all the same.
+    """
+    import torch.distributed as dist
+
+    from sennit.transport.config import from_environment
+    from sennit.transport.meeting.host import host_identity
+    from sennit.transport.plans.hosts import Hosts
+
+    found = communicator_or_names(group)
+    if isinstance(found, list):
+        names: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(names, host_identity(from_environment().host_id), group=group)
+    else:
+        names = list(found.host_names)
+    hosts = Hosts.of(names)
+    return None if hosts is None else hosts.ranks_each
+
+
 def second_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     """Makes another group of the same ranks, with the same backend and deadline. Collective.
 

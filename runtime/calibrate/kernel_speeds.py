@@ -45,11 +45,10 @@ from sennit.runtime.planner.constants import (
 )
 from sennit.runtime.planner.one_thread import one_thread
 from sennit.runtime.sharded import Features, PhaseClock, ShardedEmbeddingBags, Table
-from sennit.runtime.sharded.blocks import joined
+from sennit.runtime.sharded.blocks import dealt, joined
 from sennit.runtime.sharded.replicated import SparseAllReduce
 from sennit.runtime.sharded.shards import Shards
 from sennit.runtime.sharded.slices import Slices
-from sennit.runtime.sharded.split import dealt
 from sennit.runtime.sharded.wire import Wire
 
 TURNS: Final = 5

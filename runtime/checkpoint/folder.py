@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from sennit.runtime.checkpoint import manifest
 from sennit.runtime.checkpoint.manifest import CheckpointError, Link, Manifest
-from sennit.runtime.sharded.changes import CHANGED_ROWS
+from sennit.runtime.sharded.state import CHANGED_ROWS
 from sennit.transport.errors import SennitError
 
 METADATA: Final = ".metadata"

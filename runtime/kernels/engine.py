@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,13 +12,11 @@ import torch
 from torch import Tensor
 
 from sennit.runtime.kernels.batch import Batch, RowSums
-from sennit.runtime.kernels.checks import GradientError, check_gradient, resolve
-from sennit.runtime.kernels.implementations import implementation
+from sennit.runtime.kernels.checks import GradientError, check_gradient, places_of_outputs, resolve
+from sennit.runtime.kernels.implementations import implementation, products
 from sennit.runtime.kernels.layout import ShardMemory
-from sennit.runtime.kernels.means import as_sum, divided, is_weighted_mean, scaled
 from sennit.runtime.kernels.optimizers import OptimizerSpec
-from sennit.runtime.kernels.products import products
-from sennit.runtime.kernels.spec import Bounds, Rounding, ShardSpec
+from sennit.runtime.kernels.spec import Bounds, Pooling, Rounding, ShardSpec
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.runtime.kernels.tensor_train_tables import TensorTrainTables, Update
 from sennit.transport.errors import ArgumentError, ConfigError, Unsupported
@@ -205,3 +204,37 @@ class EmbeddingEngine:
         if batch.lengths.device not in (self.device, torch.device("cpu")):
             raise ArgumentError(f"the batch is on {batch.lengths.device}, the tables are on {self.device}")
         return resolve(batch, self.specs, self.bounds)
+
+
+# Implementations know weighted sums, but no weighted means. So the engine makes weighted means from sums, for all of
+# them: `(w · row + …) / float(length)`, as FBGEMM does. It takes one more pass over the vectors of bags.
+
+
+def is_weighted_mean(batch: Batch) -> bool:
+    return batch.weights is not None and batch.pooling is Pooling.MEAN
+
+
+def as_sum(batch: Batch) -> Batch:
+    """The batch whose sums are to be divided."""
+    return dataclasses.replace(batch, pooling=Pooling.SUM)
+
+
+def divided(sums: Tensor, batch: Batch, specs: Sequence[ShardSpec]) -> Tensor:
+    """The flat result of a lookup, float32, from that of `as_sum(batch)`, which it overwrites."""
+    for block, part in places_of_outputs(batch, specs):
+        lengths = batch.lengths[block.bags].clamp(min=1).to(torch.float32)
+        sums[part].view(block.bag_count, -1).div_(lengths.unsqueeze(1))
+    return sums
+
+
+def scaled(gradient: Tensor, batch: Batch, specs: Sequence[ShardSpec]) -> Tensor:
+    """The gradient of the sums, from that of the means. Both are flat and float32."""
+    found = torch.empty_like(gradient)
+    for block, part in places_of_outputs(batch, specs):
+        factors = torch.ones((), device=gradient.device) / batch.lengths[block.bags].clamp(min=1).to(torch.float32)
+        torch.mul(
+            factors.unsqueeze(1),
+            gradient[part].view(block.bag_count, -1),
+            out=found[part].view(block.bag_count, -1),
+        )
+    return found

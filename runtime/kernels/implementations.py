@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of an implementation of the operator, and the list of implementations."""
+"""The interfaces of an implementation: the operator, and products for tensor trains. The list of implementations."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Final, Protocol
 
 from torch import Tensor
 
-from sennit.runtime.kernels import reference
+from sennit.runtime.kernels import reference, reference_products
 from sennit.runtime.kernels.batch import Batch, RowSums
 from sennit.runtime.kernels.checks import BadGradients
 from sennit.runtime.kernels.layout import ShardMemory
 from sennit.runtime.kernels.native import NativeOperator
 from sennit.runtime.kernels.optimizers import Optimizer, StepConstants
+from sennit.runtime.kernels.reference_products import Runs
 from sennit.runtime.kernels.spec import Rounding
 from sennit.transport.errors import ConfigError, Unsupported
 
@@ -75,3 +76,33 @@ def implementation(name: str, *, threads: int = 1) -> Implementation:
                 raise Unsupported("implementation triton", str(error)) from error
             return TritonOperator()
     raise ConfigError(f"implementation {name!r}; allowed: {', '.join(IMPLEMENTATIONS)}")
+
+
+class Products(Protocol):
+    """Folds of products for tensor-train tables: the functions of `reference_products`, with the same bits."""
+
+    def runs_of(self, keys: Tensor, key_count: int) -> Runs: ...
+
+    def fold_products(
+        self,
+        left: Tensor,
+        left_rows: Tensor,
+        right: Tensor,
+        right_rows: Tensor,
+        starts: Tensor | None,
+        *,
+        into: Tensor | None = None,
+    ) -> Tensor: ...
+
+
+def products(implementation_name: str) -> Products:
+    """The products of an implementation. `engine.implementation` has checked that it can run here."""
+    if implementation_name == "triton":
+        from sennit.runtime.kernels import triton_products
+
+        return triton_products
+    if implementation_name == "reference":
+        return reference_products
+    from sennit.runtime.kernels.native_products import NativeProducts
+
+    return NativeProducts(implementation_name.removeprefix("native").removeprefix("-") or None)

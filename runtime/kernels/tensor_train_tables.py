@@ -19,10 +19,9 @@ from torch import Tensor
 
 from sennit.runtime.kernels.batch import Batch, Block
 from sennit.runtime.kernels.checks import IGNORED
-from sennit.runtime.kernels.implementations import Implementation
+from sennit.runtime.kernels.implementations import Implementation, Products
 from sennit.runtime.kernels.layout import ShardMemory, allocate
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec, StepConstants
-from sennit.runtime.kernels.products import Products
 from sennit.runtime.kernels.reference_products import Runs
 from sennit.runtime.kernels.spec import Pooling, Rounding, ShardSpec
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec

@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sennit.closing import Closing
+from sennit.runtime.kernels.spec import Precision, Rounding, ShardSpec
 from sennit.runtime.memory import _memory
 from sennit.runtime.memory.layout import Arrays, StoreLayout, from_native
 from sennit.transport.errors import ArgumentError
@@ -155,3 +156,31 @@ def _sync_name(path: Path) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def widened(
+    store: RowStore, tables: Sequence[ShardSpec], *, rounding: Rounding, seed: int, write_backs: int = 0
+) -> RowStore:
+    """A view of `store` whose weights, the first part of its rows, are float32. Close it before `store`.
+
+    A cache before the view has weights of 32 bits, which are rounded once, when a row is written back. Updates that are
+    too small for 16 bits add up while a row is in the cache, as in Neo (Mudigere et al., ISCA 2022, section 4.1.4).
+    docs/reference/embedding-store.md says when a row is rounded.
+
+    `tables`, in the store's order, have one dim and the precision of the store, fp16 or bf16. Random numbers depend on
+    `seed`, each table's name and global rows, and the number of the write-back. `write_backs` counts earlier ones.
+    """
+    kinds = {(table.dim, table.precision) for table in tables}
+    if len(kinds) != 1 or tables[0].precision is Precision.FP32:
+        raise ArgumentError(f"tables of {len(kinds)} dims and precisions; allowed: 1, of fp16 or bf16")
+    native = _memory.narrow_store(
+        store.native,
+        [(table.row_count, table.first_row, table.stream) for table in tables],
+        tables[0].dim,
+        tables[0].precision is Precision.BF16,
+        rounding is Rounding.STOCHASTIC,
+        seed,
+        write_backs,
+    )
+    first, *others = store.layout.parts
+    return RowStore(native, replace(store.layout, parts=(replace(first, dtype="float32"), *others)))

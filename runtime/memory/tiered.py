@@ -18,8 +18,7 @@ from sennit.runtime.kernels.optimizers import OptimizerSpec
 from sennit.runtime.kernels.spec import Bounds, Precision, Rounding, ShardSpec
 from sennit.runtime.memory.cache import CachedBatch, RowCache
 from sennit.runtime.memory.layout import RowPart, StoreLayout
-from sennit.runtime.memory.narrow import widened
-from sennit.runtime.memory.store import RowStore
+from sennit.runtime.memory.store import RowStore, widened
 from sennit.transport.errors import ArgumentError, ConfigError
 
 _DTYPES = {Precision.FP32: "float32", Precision.FP16: "float16", Precision.BF16: "bfloat16"}

@@ -15,13 +15,18 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from sennit.closing import Closing
+from sennit.runtime.backend import torch_versions
 from sennit.runtime.backend.process_group import second_group
-from sennit.runtime.pipeline.failure import abort, explained
+from sennit.runtime.pipeline.group_thread import explained
 from sennit.runtime.pipeline.room import check_room
 from sennit.runtime.pipeline.scheduler import MAIN, Scheduler
 from sennit.runtime.pipeline.task import Task
 from sennit.runtime.sharded.module import ShardedTables
 from sennit.runtime.sharded.sent import Refused, Sent
+
+BATCHES_AHEAD_MAX: Final = 3
+"""More batches need more memory, and hide no more."""
+
 
 INPUT: Final = "input"
 IDS: Final = "ids"
@@ -137,7 +142,7 @@ class BatchesAhead(Closing):
     def abort(self) -> None:
         """This rank gives up: nobody waits any longer for ids that are on their way."""
         if self._group is not None and not all(waiting.ids.is_done for waiting in self._waiting):
-            abort(self._group)
+            torch_versions.abort(self._group)
 
     def _check_room(self) -> None:
         """Waits for the first batch, which says how large the others will be."""

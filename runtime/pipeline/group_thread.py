@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from sennit.runtime.backend.process_group import second_group
-from sennit.runtime.pipeline.failure import abort, explained
+from sennit.runtime.backend import torch_versions
+from sennit.runtime.backend.process_group import failure_of, second_group
 from sennit.runtime.pipeline.scheduler import Scheduler
 from sennit.runtime.pipeline.task import Task
+from sennit.transport.errors import PeerError
+
+Result = TypeVar("Result")
 
 
 class GroupThread:
@@ -37,9 +40,26 @@ class GroupThread:
         """
         group, self.group = self.group, None
         if failed and group is not None and self._last is not None and not self._last.is_done:
-            abort(group)
+            torch_versions.abort(group)
         # What is raised already tells more than what it has caused.
         with contextlib.suppress(Exception) if failed else contextlib.nullcontext():
             finish()
         if group is not None and not failed:
             dist.destroy_process_group(group)
+
+
+def explained(function: Callable[..., Result], group: dist.ProcessGroup | None) -> Callable[..., Result]:
+    """Raises `PeerError` in place of what `function` raises if its `group` has failed.
+
+    The default group has not failed then, but it cannot go on without the rank that this group misses.
+    """
+
+    def call(*arguments: object) -> Result:
+        try:
+            return function(*arguments)
+        except Exception as error:
+            if group is not None and (reason := failure_of(group)):
+                raise PeerError(reason) from error
+            raise
+
+    return call

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from sennit.closing import Closing
 from sennit.runtime.backend.torch_versions import tree_map_only
-from sennit.runtime.pipeline.ahead import Arrived, BatchesAhead, Taken
-from sennit.runtime.pipeline.depth import BATCHES_AHEAD_MAX
+from sennit.runtime.pipeline.ahead import BATCHES_AHEAD_MAX, Arrived, BatchesAhead, Taken
 from sennit.runtime.pipeline.exchanges import Exchanges
 from sennit.runtime.pipeline.scheduler import Scheduler
 from sennit.runtime.pipeline.task import Record, Task

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from sennit.runtime.model.toml_file import Check, integer, number, read_toml, section, size
-from sennit.runtime.sharded.homes import Homes
-from sennit.runtime.sharded.tables import Home
+from sennit.runtime.sharded.tables import Home, Homes
 from sennit.transport.errors import ConfigError
 
 MAX_RANKS: Final = 4_096

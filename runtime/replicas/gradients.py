@@ -20,7 +20,7 @@ from sennit.runtime.backend.torch_versions import at_end_of_backward, backward_p
 from sennit.runtime.replicas.cutting import CUT_NODE
 from sennit.runtime.replicas.gradient_rows import Layout
 from sennit.runtime.replicas.reduction import Reduction
-from sennit.runtime.sharded.pending import Running
+from sennit.runtime.sharded.sent import Running
 from sennit.transport.errors import ArgumentError, MismatchError, Unsupported
 from sennit.transport.plans.tree import Span
 

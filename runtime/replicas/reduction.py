@@ -15,8 +15,8 @@ from torch import Tensor
 from sennit.runtime.backend import all_reduce_coded, all_reduce_leaves
 from sennit.runtime.backend.symmetric import memory_for_peers
 from sennit.runtime.replicas.gradient_rows import Bucket, Layout
-from sennit.runtime.sharded.pending import Done, RunBeside, Running
 from sennit.runtime.sharded.phases import PhaseClock, phase
+from sennit.runtime.sharded.sent import Done, RunBeside, Running
 from sennit.runtime.sharded.slices import Slices
 from sennit.transport.codecs import Codec, CodecKind
 from sennit.transport.errors import ConfigError

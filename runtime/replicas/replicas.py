@@ -27,8 +27,8 @@ from sennit.runtime.replicas.gradient_rows import Layout, places_of
 from sennit.runtime.replicas.gradients import Held, SliceSums
 from sennit.runtime.replicas.reduction import Reduction, Residuals
 from sennit.runtime.sharded.agreement import check_agreement, check_codec
-from sennit.runtime.sharded.pending import Pending, RunBeside
 from sennit.runtime.sharded.phases import PhaseClock
+from sennit.runtime.sharded.sent import Pending, RunBeside
 from sennit.runtime.sharded.slices import DEFAULT_SLICES, Slices
 from sennit.transport.codecs import Codec
 from sennit.transport.errors import ArgumentError, ConfigError, SennitError

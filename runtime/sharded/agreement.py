@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all ranks must agree on: the model, when it is made; and in each step whether every rank's input is good."""
+"""All ranks agree: on the model when it is made, and in each step on whether the input of every rank is good."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import torch.distributed as dist
 
 from sennit.runtime.backend.process_group import communicator_or_names
 from sennit.runtime.kernels.checks import GradientError, IdError
+from sennit.runtime.sharded.placement import Placement
 from sennit.runtime.sharded.sent import InputEnded
+from sennit.runtime.sharded.tables import Table, shard_name, shards_of
 from sennit.transport.codecs import Codec
 from sennit.transport.errors import ArgumentError, ConfigError, SennitError
 
@@ -21,7 +23,7 @@ _T = TypeVar("_T")
 
 
 class Status(IntEnum):
-    """What is wrong on a rank. It goes to all ranks before anything else of the step, so all of them stop there."""
+    """Whether the input of a rank is good. All ranks learn it before the rest of a step travels."""
 
     GOOD = 0
     ID_OUTSIDE = 1
@@ -37,9 +39,9 @@ class PeerInputError(ArgumentError):
 def check_agreement(
     described: Mapping[str, str], group: dist.ProcessGroup | None, *, warned: Collection[str] = ()
 ) -> None:
-    """Raises `ConfigError` on all ranks, with both values, if one of them describes anything in another way.
+    """Raises `ConfigError` on all ranks, with both values, if the ranks do not describe everything alike. Collective.
 
-    Where descriptions of `warned` differ, it warns that bits may differ.
+    If only descriptions of `warned` differ, warns that bits may differ.
     """
     world_size = dist.get_world_size(group)
     if world_size == 1:
@@ -57,6 +59,29 @@ def check_agreement(
                 warnings.warn(f"{what}; bits may differ", stacklevel=3)
 
 
+def described(
+    tables: Sequence[Table], placement: Placement, *, slices: int, gradients: str, seed: int
+) -> dict[str, str]:
+    """The settings of a model of sharded tables that decide bits or owners, for `check_agreement`."""
+    found = {"slices": str(slices), "gradients": gradients, "seed": str(seed)}
+    found["tables"] = ", ".join(table.name for table in tables)
+    for table in tables:
+        for field in table.__dataclass_fields__:
+            if field not in ("initial", "home"):
+                found[f"table {table.name}: {field}"] = str(getattr(table, field))
+    return found | described_owners(tables, placement)
+
+
+def described_homes(tables: Sequence[Table]) -> dict[str, str]:
+    """The home that each table names. It decides no bit, but what ranks exchange."""
+    return {f"table {table.name}: home": "none" if table.home is None else table.home.value for table in tables}
+
+
+def described_owners(tables: Sequence[Table], placement: Placement) -> dict[str, str]:
+    """The rank of each shard."""
+    return {f"owner of {shard_name(tables, shard)}": str(placement.owner_of[shard]) for shard in shards_of(tables)}
+
+
 def check_codec(codec: Codec | None, group: dist.ProcessGroup | None) -> None:
     """Raises `ConfigError` for a codec in a group of another backend than sennit."""
     names = communicator_or_names(group) if codec is not None else None
@@ -70,9 +95,9 @@ def exchange_headers(
     counts: Sequence[Sequence[int]],
     group: dist.ProcessGroup | None,
 ) -> list[list[int]]:
-    """Tells each rank the status of this one, and `counts[rank]`, how much it gets. Returns what each rank sends here.
+    """Tells each rank the status of this one, and the numbers `counts[rank]`. Returns what each rank tells this one.
 
-    Raises on all ranks if one has an `error`, or if global batches differ.
+    Collective. Raises on all ranks if one has an `error`, or if global batches differ.
     """
     world_size = dist.get_world_size(group)
     if world_size == 1:
@@ -113,15 +138,15 @@ def exchange_headers(
 
 
 def rows_on_all(fetch: Callable[[], None], group: dist.ProcessGroup | None) -> None:
-    """Fetches rows from files here. Raises on all ranks if those of one of them do not come.
+    """Calls `fetch`, which waits for this rank's rows. Raises on all ranks if one does not get its rows. Collective.
 
     A batch that does not fit a cache raises `ConfigError`, with the same words on all ranks. Any other error is raised
-    where it is, and `SennitError` with its words on the others.
+    on its own rank, and `SennitError` with its words on the others.
     """
     error: Exception | None = None
     try:
         fetch()
-    except Exception as bad:  # Of any type: the other ranks wait for this one.
+    except Exception as bad:  # Any type, because the other ranks wait for this one.
         error = bad
     if dist.get_world_size(group) > 1:
         failed = torch.tensor([error is not None], dtype=torch.int64)
@@ -133,15 +158,15 @@ def rows_on_all(fetch: Callable[[], None], group: dist.ProcessGroup | None) -> N
 
 
 def made_on_all(make: Callable[[], _T], what: str, group: dist.ProcessGroup | None) -> _T:
-    """What `make` returns here. If it raises on any rank, that error is raised there, `SennitError` on the others.
+    """Returns what `make` returns. If `make` raises on one rank, the others raise `SennitError` with its words.
 
-    `what`: what a rank then could not do.
+    Collective.     `what`: what that rank could not do, for the error.
     """
     made: list[_T] = []
     error: Exception | None = None
     try:
         made.append(make())
-    except Exception as bad:  # Of any type: the other ranks wait for this one.
+    except Exception as bad:  # Any type, because the other ranks wait for this one.
         error = bad
     texts: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(texts, error and f"{type(error).__name__}: {error}", group=group)

@@ -16,13 +16,12 @@ from sennit.runtime.kernels.spec import ShardSpec
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.runtime.sharded.features import features_of
 from sennit.runtime.sharded.files import TableFiles, TableStore, layouts_of
-from sennit.runtime.sharded.homes import Homes
 from sennit.runtime.sharded.initial import fill, fill_train
 from sennit.runtime.sharded.placement import Placement
 from sennit.runtime.sharded.shards import Expected, Held, Shards, expected, tensors_of
 from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.stored import StoredShards
-from sennit.runtime.sharded.tables import Shard, Table, shard_spec
+from sennit.runtime.sharded.tables import Homes, Shard, Table, shard_spec
 from sennit.runtime.sharded.wire import Wire
 
 

@@ -23,9 +23,8 @@ from sennit.runtime.memory.layout import Arrays, StoreLayout
 from sennit.runtime.memory.on_device import PLACE_BYTES
 from sennit.runtime.memory.store import RowStore
 from sennit.runtime.memory.tiered import layout_of
-from sennit.runtime.sharded.homes import Homes
 from sennit.runtime.sharded.shards import Expected
-from sennit.runtime.sharded.tables import Home, Shard, Table, shard_spec
+from sennit.runtime.sharded.tables import Home, Homes, Shard, Table, shard_spec
 from sennit.transport.errors import ConfigError, DeviceError
 
 SPARE_SHARE: Final = 16

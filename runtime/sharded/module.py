@@ -13,22 +13,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sennit.runtime.sharded.agreement import check_agreement, check_codec, exchange_headers, made_on_all
-from sennit.runtime.sharded.description import described, homes, owners
+from sennit.runtime.backend.process_group import local_ranks
+from sennit.runtime.sharded.agreement import (
+    check_agreement,
+    check_codec,
+    described,
+    described_homes,
+    described_owners,
+    exchange_headers,
+    made_on_all,
+)
 from sennit.runtime.sharded.engines import Settings, engines_of, groups_of, with_files
 from sennit.runtime.sharded.files import TableStore
-from sennit.runtime.sharded.homes import Homes
-from sennit.runtime.sharded.local_ranks import local_ranks
 from sennit.runtime.sharded.moving import moved
 from sennit.runtime.sharded.overlap import Beside, Lookup
-from sennit.runtime.sharded.pending import RunBeside
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.sharded.placement import Placement, place
-from sennit.runtime.sharded.sent import Refused, Sent
+from sennit.runtime.sharded.sent import Refused, RunBeside, Sent
 from sennit.runtime.sharded.slices import DEFAULT_SLICES, Slices
 from sennit.runtime.sharded.state import HeldTables
 from sennit.runtime.sharded.table_steps import TableRates, TableSteps
-from sennit.runtime.sharded.tables import Table, check_tables
+from sennit.runtime.sharded.tables import Homes, Table, check_tables
 from sennit.runtime.sharded.wire import Wire
 from sennit.transport.codecs import Codec
 from sennit.transport.errors import ArgumentError, ConfigError
@@ -122,7 +127,7 @@ class ShardedTables(HeldTables):
         self._group = group
         check_agreement(
             described(self.tables, placement, slices=slices, gradients=gradients, seed=seed)
-            | homes(self.tables)
+            | described_homes(self.tables)
             | {"codec": str(codec), "table store": str(store is not None), "device": self.device.type},
             group,
         )
@@ -292,7 +297,7 @@ class ShardedTables(HeldTables):
             raise ConfigError(f"a placement for {placement.world_size} ranks, but there are {world_size}")
         if self._steps.is_accumulating:
             raise ArgumentError("shards cannot move between the backward passes of a step; allowed: after the last")
-        check_agreement(owners(self.tables, placement), self._group)
+        check_agreement(described_owners(self.tables, placement), self._group)
         engines, size_bytes = moved(self._steps.engines, placement, self._group)
         self.placement, self.tables_in_files = placement, in_files
         self._steps.connect(engines)

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sennit.runtime.kernels.checks import GradientError
-from sennit.runtime.sharded.pending import Pending, RunBeside, Running
-from sennit.runtime.sharded.sent import Sent
+from sennit.runtime.sharded.sent import Pending, RunBeside, Running, Sent
 from sennit.runtime.sharded.table_steps import TableSteps
 from sennit.transport.errors import ArgumentError
 

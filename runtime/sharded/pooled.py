@@ -14,14 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sennit.runtime.sharded.blocks import joined
+from sennit.runtime.sharded.blocks import dealt, dealt_order, joined
 from sennit.runtime.sharded.features import Ids, features_of
 from sennit.runtime.sharded.owner import Arrived, Owner, Source, folded
 from sennit.runtime.sharded.placement import Placement
 from sennit.runtime.sharded.routes import Columns, Part, Sum, blocks_of, routes
 from sennit.runtime.sharded.shards import Shards
 from sennit.runtime.sharded.slices import Slices
-from sennit.runtime.sharded.split import dealt, dealt_order
 from sennit.runtime.sharded.tables import Shard, Table
 from sennit.runtime.sharded.wire import Wire
 from sennit.transport.plans.tree import balanced, combinations

@@ -1,40 +1,96 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch whose ids are with the owners of their rows, before it is looked up; and what there is in place of one."""
+"""A batch that was sent: its ids are with the owners of their rows, and another thread may look it up already."""
 
 from __future__ import annotations
 
-from sennit.runtime.sharded.pending import Running
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
 from sennit.transport.errors import ArgumentError
 
 
+class Running(Protocol):
+    """A call that another thread makes."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+    def result(self) -> Any:
+        """Waits for the call. Returns its result, or raises its error."""
+
+
+class Done:
+    """A call that was made at once."""
+
+    is_done = True
+
+    def __init__(self, found: Any) -> None:
+        self._found = found
+
+    def result(self) -> Any:
+        return self._found
+
+
+RunBeside = Callable[[str, Callable[[], Any]], Running]
+"""`run(name, function)` has another thread call `function`. That thread makes all calls in order."""
+
+
+class Pending(Mapping[str, Tensor]):
+    """The results of a lookup by feature, while another thread makes the lookup. The first use waits for them."""
+
+    def __init__(self, wait: Callable[[], dict[str, Tensor]]) -> None:
+        self._wait = wait
+        self._found: dict[str, Tensor] | None = None
+
+    def wait(self) -> dict[str, Tensor]:
+        """The results. The backward pass visits the lookup before everything that was computed before this call."""
+        if self._found is None:
+            self._found = self._wait()
+        return self._found
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.wait()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.wait())
+
+    def __len__(self) -> int:
+        return len(self.wait())
+
+
 class InputEnded(ArgumentError):
-    """A rank has no further batch. All ranks raise it in place of sending."""
+    """A rank has no further batch. All ranks raise this error where they would send one."""
 
 
 class Refused:
-    """What a rank sends in place of a batch: why it has none. All ranks then raise."""
+    """Stands for a batch that a rank does not have. Sending it raises `error` there, and errors on all other ranks."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
 
 
 class Sent:
-    """What `send` of a module of sharded tables returns, for one call of the module, or for `drop`."""
+    """A batch that a module of sharded tables has sent. One call of the module takes it, or `drop` does."""
 
     def __init__(self, sender: object, step: object) -> None:
-        """`sender`: what only this module has, and only as long as its shards stay where they are."""
+        """`sender`: an object that this module alone has, until its shards move."""
         self._sender, self._step = sender, step
         self._fate: str | None = None
         self.lookup: Running | None = None
-        """A lookup of this batch that has begun in another thread, ahead of the call."""
+        """The lookup of this batch, if another thread has begun it before the call."""
 
     @property
     def step(self) -> object:
-        """The batch, as the module knows it."""
+        """The batch as the module knows it."""
         return self._step
 
     def take(self, sender: object, fate: str) -> object:
-        """The batch, for `sender` to do with it what `fate` says. Raises `ArgumentError` if that may not be."""
+        """Gives the batch to `sender`, once. `fate`: what becomes of it, for the error of a second call.
+
+        Raises `ArgumentError` for another sender, and for a batch that was taken before.
+        """
         if sender is not self._sender:
             what = "a batch that another module sent, or this one before its shards moved"
             raise ArgumentError(f"{what}; allowed: one of this module")

@@ -1,22 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank holds of a module of sharded tables: its shards, what has changed of them, and their state."""
+"""The state of a module of sharded tables: the shards on this rank, their changed rows, saving and loading."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sennit.runtime.sharded.changes import CHANGED_ROWS, ChangedRows
-from sennit.runtime.sharded.digest import digest_of
-from sennit.runtime.sharded.loading import load
-from sennit.runtime.sharded.shards import Held, tensors_of
+from sennit.runtime.kernels.batch import Batch
+from sennit.runtime.kernels.tensor_train import TensorTrainSpec
+from sennit.runtime.sharded.engines import groups_of
+from sennit.runtime.sharded.shards import Held, Shards, expected, tensors_of
 from sennit.runtime.sharded.table_steps import TableSteps
-from sennit.runtime.sharded.tables import Table
-from sennit.transport.errors import ArgumentError
+from sennit.runtime.sharded.tables import Table, shard_spec, shards_of
+from sennit.transport.errors import ArgumentError, SennitError
+
+CHANGED_ROWS: Final = "changed_rows"
+"""`SHARD.changed_rows` of a state is int64 [n]. The state then has only these rows of each tensor `SHARD.NAME`."""
 
 
 class HeldTables(nn.Module):
@@ -58,8 +62,8 @@ class HeldTables(nn.Module):
     def changed_rows(self, *, clear: bool = True) -> dict[str, Tensor]:
         """Int64 [n], rising, by shard: the rows that changed since `track_changes` or the last call with `clear`.
 
-        A shard that this rank holds and that is not there (a tensor train) counts as changed in all its parts. After
-        `load_state_dict` all rows have changed. Raises `ArgumentError` without `track_changes`.
+        A tensor train is not in the result: all of its parts count as changed. After `load_state_dict` all rows have
+        changed. Raises `ArgumentError` without `track_changes`.
         """
         self.finish()
         if not self._changes:
@@ -67,11 +71,11 @@ class HeldTables(nn.Module):
         return {name: rows for changes in self._changes for name, rows in changes.rows(clear=clear)}
 
     def changes(self) -> dict[str, Tensor]:
-        """What has changed of the `state_dict` of this rank; forgets it. In host memory, copied but for cores of
-        tensor trains.
+        """The part of this rank's `state_dict` that has changed, which counts as unchanged from now on.
 
-        Of a shard with changed rows it has `SHARD.changed_rows`, int64 [n], and these rows of each of its tensors;
-        nothing of a shard without.
+        For a shard with changed rows the result has `SHARD.changed_rows`, int64 [n], and these rows of each tensor; for
+        a shard without, nothing. Cores of tensor trains are the tables' own memory; everything else is a copy in host
+        memory.
         """
         rows = self.changed_rows()
         found = {f"{shard}.{CHANGED_ROWS}": of_shard for shard, of_shard in rows.items() if len(of_shard)}
@@ -83,7 +87,7 @@ class HeldTables(nn.Module):
 
     @property
     def in_files(self) -> frozenset[str]:
-        """Shards of this rank whose rows are in a file. `state_dict` has copies of them."""
+        """The shards of this rank whose rows are in files. `state_dict` has copies of them."""
         return frozenset(name for engines in self._steps.engines for name in engines.sharded.in_files)
 
     def digest(self) -> str:
@@ -91,13 +95,24 @@ class HeldTables(nn.Module):
 
         Raises `SennitError` if replicas of a table differ.
         """
-        return digest_of(self.held(), self._group)
+        own = {shard.name: _sha256(shard) for shard in self.held()}
+        everyone: list[Any] = [own]
+        if (world_size := dist.get_world_size(self._group)) > 1:
+            everyone = [None] * world_size
+            dist.all_gather_object(everyone, own, group=self._group)
+        of_shard: dict[str, str] = {}
+        for one in everyone:
+            for name, value in one.items():
+                if of_shard.setdefault(name, value) != value:
+                    raise SennitError(f"replicas of shard {name} differ")
+        text = "\n".join(f"{name} {of_shard[name]}" for name in sorted(of_shard))
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Adds the shards that this rank holds, by names that no placement changes: the tables' own memory, or copies
-        in files without names if rows are in files.
+        """Adds the shards that this rank holds, by names that no placement changes.
 
-        So `torch.distributed.checkpoint` saves each shard once, and loads it into any world and placement.
+        The tensors are the tables' own memory; rows in files are copied to files without names. So
+        `torch.distributed.checkpoint` saves each shard once, and loads it into any world and placement.
         """
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for held in self.held():
@@ -105,7 +120,7 @@ class HeldTables(nn.Module):
         destination[f"{prefix}steps"] = self._step_counts()
 
     def _step_counts(self) -> Tensor:
-        # Of each group; all engines of one have taken the same steps.
+        """Int64 [groups]: the updates so far of each group of tables. All engines of a group have taken as many."""
         step_of = {engines.group: engines.step for engines in self._steps.engines}
         return torch.tensor([step_of[group] for group in sorted(step_of)])
 
@@ -119,16 +134,80 @@ class HeldTables(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Takes over the shards that this rank holds (`load`)."""
+        """Takes over the shards that this rank holds. The state may have shards of other ranks, too.
+
+        A group of tables is taken over whole, or left alone if any of its tensors is missing.
+        """
         self.finish()
         for changes in self._changes:
             changes.mark_all()
-        load(
-            self._steps.engines,
-            self.tables,
-            state_dict,
-            prefix,
-            missing=missing_keys,
-            unexpected=unexpected_keys,
-            errors=error_msgs,
-        )
+        for engines in self._steps.engines:
+            found = {}
+            for key, wanted in engines.expected().items():
+                given = state_dict.get(prefix + key)
+                if given is None:
+                    missing_keys.append(prefix + key)
+                elif (given.shape, given.dtype) != wanted:
+                    error_msgs.append(
+                        f"{prefix}{key} is {given.dtype} of {tuple(given.shape)}; the model has {wanted.dtype} of "
+                        f"{wanted.shape}: were its tables cut into other shards?"
+                    )
+                else:
+                    found[key] = given
+            if len(found) == len(engines.expected()):
+                engines.load(found)
+        known = {
+            prefix + key
+            for shard in shards_of(self.tables)
+            for key in expected(shard_spec(self.tables, shard), self.tables[shard.table].optimizer)
+        } | {f"{prefix}steps"}
+        unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
+        steps = state_dict.get(f"{prefix}steps")
+        if steps is None or len(steps) != len(groups_of(self.tables)):
+            missing_keys.append(f"{prefix}steps")
+            return
+        for engines in self._steps.engines:
+            engines.step = int(steps[engines.group])
+
+
+class ChangedRows:
+    """Which rows of an engine's tables have changed since the last question: a byte for each row.
+
+    No optimizer changes a row that its step did not use, so it is enough to mark the rows of each update. The rows of a
+    tensor train are computed and not stored. So it is left out, and all of its cores count as changed.
+    """
+
+    def __init__(self, shards: Shards) -> None:
+        """Follows the updates of `shards` from now on."""
+        self._shards = shards
+        self._names = [spec.name for spec in shards.specs]
+        self._is_changed = {
+            number: torch.zeros(spec.row_count, dtype=torch.bool)
+            for number, spec in enumerate(shards.specs)
+            if not isinstance(spec, TensorTrainSpec)
+        }
+        shards.engine.on_update = self._mark
+
+    def _mark(self, batch: Batch) -> None:
+        for block in batch.blocks():
+            if block.table in self._is_changed:
+                self._is_changed[block.table].index_fill_(0, self._shards.ids(batch, block), True)
+
+    def mark_all(self) -> None:
+        """Marks all rows, after a load or a move."""
+        for is_changed in self._is_changed.values():
+            is_changed.fill_(True)
+
+    def rows(self, *, clear: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yields each table's name and its changed rows, int64 [n], rising. `clear`: forgets them."""
+        for number, is_changed in self._is_changed.items():
+            yield self._names[number], is_changed.nonzero().flatten()
+            if clear:
+                is_changed.zero_()
+
+
+def _sha256(held: Held) -> str:
+    found = hashlib.sha256()
+    for tensor in (held.weight, *held.states.values()):
+        found.update(tensor.contiguous().cpu().view(torch.uint8).numpy().data)
+    return found.hexdigest()

@@ -21,7 +21,7 @@ from sennit.runtime.model.schedule import RateSchedule
 from sennit.runtime.model.settings import SettingsFile, tables_of
 from sennit.runtime.model.sharding_settings import Sharding
 from sennit.runtime.model.tensor_train import TensorTrainRule
-from sennit.runtime.pipeline.depth import BATCHES_AHEAD_MAX
+from sennit.runtime.pipeline.ahead import BATCHES_AHEAD_MAX
 from sennit.runtime.sharded.files import TableStore
 from sennit.runtime.sharded.tables import MAX_SHARDS, Table
 from sennit.runtime.training.metrics import METRICS

@@ -24,11 +24,10 @@ from sennit.runtime.planner.cost import Rating
 from sennit.runtime.planner.problem import Problem
 from sennit.runtime.planner.search import round_robin, search
 from sennit.runtime.planner.usage import ZIPF, Use, sampled, saved, uses
-from sennit.runtime.sharded.homes import Homes
 from sennit.runtime.sharded.memory_limits import memory_limits, shared_limits
 from sennit.runtime.sharded.placement import Placement, placed
 from sennit.runtime.sharded.slices import Slices
-from sennit.runtime.sharded.tables import Home, Table, shard_bytes, shards_of
+from sennit.runtime.sharded.tables import Home, Homes, Table, shard_bytes, shards_of
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.overlap import Overlap, overlap_on
 from sennit.transport._core import available_bytes

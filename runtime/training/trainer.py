@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sennit.closing import Closing
+from sennit.runtime.backend.process_group import local_ranks
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.data.combined import CombinedBatch
 from sennit.runtime.kernels.uploads import Upload, Uploads
@@ -34,7 +35,6 @@ from sennit.runtime.pipeline.exchanges import Exchanges
 from sennit.runtime.pipeline.scheduler import Scheduler
 from sennit.runtime.replicas.replicas import SlicedReplicas
 from sennit.runtime.sharded.bags import ShardedEmbeddingBags
-from sennit.runtime.sharded.local_ranks import local_ranks
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.timeline.timeline import Timeline
 from sennit.runtime.training.config import TrainingConfig

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sennit.runtime.backend.process_group import local_ranks
 from sennit.runtime.replicas import SlicedReplicas
 from sennit.runtime.sharded import ShardedEmbeddingBags, Table, place
-from sennit.runtime.sharded.local_ranks import local_ranks
 from sennit.transport import algorithms
 from sennit.transport.plans.elements import Dtype
 

@@ -19,8 +19,7 @@ from sennit.runtime.kernels.spec import Precision, Rounding, ShardSpec
 from sennit.runtime.memory import store
 from sennit.runtime.memory.cache import RowCache
 from sennit.runtime.memory.layout import Arrays
-from sennit.runtime.memory.narrow import widened
-from sennit.runtime.memory.store import RowStore
+from sennit.runtime.memory.store import RowStore, widened
 from sennit.runtime.memory.tiered import TieredTables, layout_of
 from sennit.transport.errors import ArgumentError, ConfigError
 

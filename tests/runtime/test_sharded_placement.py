@@ -11,9 +11,8 @@ pytest.importorskip("torch")
 
 from sennit.runtime.kernels import Optimizer, OptimizerSpec, Pooling
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
-from sennit.runtime.sharded.homes import Homes
 from sennit.runtime.sharded.placement import SHARDINGS, Placement, place
-from sennit.runtime.sharded.tables import Home, Shard, Table, shard_bytes, shards_of
+from sennit.runtime.sharded.tables import Home, Homes, Shard, Table, shard_bytes, shards_of
 from sennit.transport.errors import ConfigError
 
 SGD = OptimizerSpec(kind=Optimizer.SGD)
