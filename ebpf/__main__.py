@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from sennit import extras
-from sennit.ebpf import features
+from sennit.ebpf import kernel_features
 from sennit.ebpf.compiler import PROGRAMS, CompileError, compile_program
 
 try:
@@ -29,7 +29,7 @@ def main(folder: Path) -> int:
         target.write_bytes(image)
         functions = sorted(text for text in Elf(image).sections if text and not text.startswith("."))
         print(f"ebpf: {target} ({len(image)} bytes; {', '.join(functions)})")
-    for feature in features.absent():
+    for feature in kernel_features.absent():
         print(f"ebpf: not here: {feature.name}: {feature.absent_because}; {feature.remedy}")
     return 0
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from sennit.closing import Closing
 from sennit.ebpf.compiler import ToolMissing, compile_source
-from sennit.ebpf.features import missing_privileges
+from sennit.ebpf.kernel_features import missing_privileges
 from sennit.ebpf.library import BpfError
 from sennit.ebpf.links import attach_xdp
 from sennit.ebpf.loader import BpfObject, Program
@@ -20,10 +20,10 @@ from sennit.ebpf.run_times import RunTimes
 from sennit.offload._native import KernelSlots
 from sennit.offload.admission import FeedCounters, Verdict
 from sennit.offload.batches import Batch, BatchLayout
-from sennit.offload.cost import cpu_ns_per_record
 from sennit.offload.errors import NotOffloadable, TargetUnavailable
 from sennit.offload.framing import ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV4_BYTES, LOOPBACK, Ends, frame
 from sennit.offload.interfaces import own_ends
+from sennit.offload.operator_cost import cpu_ns_per_record
 from sennit.offload.operators import Cross
 from sennit.offload.plan import Graph
 from sennit.offload.sketch import DEFAULT_SHAPE, Sketch, SketchShape

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sennit.offload.columns import IdsType
-from sennit.offload.cost import cpu_ns_per_record
 from sennit.offload.errors import NotOffloadable
+from sennit.offload.operator_cost import cpu_ns_per_record
 from sennit.offload.operators import (
     Bucketize,
     Clamp,

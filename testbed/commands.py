@@ -89,7 +89,8 @@ def run(
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    from sennit.testbed.scenarios import catalogue, page, runner
+    from sennit.testbed.scenarios import catalogue, runner
+    from sennit.testbed.scenarios import report_page as page
     from sennit.testbed.scenarios.verdicts import Status
     from sennit.testbed.topology import Impairer
 
@@ -139,7 +140,8 @@ def report(
 ) -> None:
     """Show the cases of the last run, and write its report again."""
     _check_packages()
-    from sennit.testbed.scenarios import page, results
+    from sennit.testbed.scenarios import report_page as page
+    from sennit.testbed.scenarios import results
 
     try:
         outcome = results.read(folder / RESULTS_NAME)

@@ -43,9 +43,9 @@ class Ring:
 
 
 def _arena() -> str | None:
-    from sennit.ebpf import features
+    from sennit.ebpf import kernel_features
 
-    return capabilities.missing("root", "bpf") or features.probe("arena").absent_because or None
+    return capabilities.missing("root", "bpf") or kernel_features.probe("arena").absent_because or None
 
 
 def _no_kernel_boots() -> str | None:

@@ -88,7 +88,7 @@ class IngestTarget:
                 xdp_receiver()
             except TargetUnavailable as error:
                 raise TargetError(f"--ingest {self}: {error}") from None
-            from sennit.ebpf.features import missing_privileges
+            from sennit.ebpf.kernel_features import missing_privileges
             from sennit.ebpf.links import occupant
 
             lacking = missing_privileges()

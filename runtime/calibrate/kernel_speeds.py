@@ -45,7 +45,7 @@ from sennit.runtime.planner.constants import (
 )
 from sennit.runtime.planner.one_thread import one_thread
 from sennit.runtime.sharded import Features, PhaseClock, ShardedEmbeddingBags, Table
-from sennit.runtime.sharded.blocks import dealt, joined
+from sennit.runtime.sharded.batch_parts import dealt, joined
 from sennit.runtime.sharded.replicated import SparseAllReduce
 from sennit.runtime.sharded.shards import Shards
 from sennit.runtime.sharded.slices import Slices

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from sennit.runtime.data.batch_source import prepared as prepared
     from sennit.runtime.data.combined import CombinedBatch as CombinedBatch
     from sennit.runtime.data.errors import DataError as DataError
-    from sennit.runtime.data.features import Feature as Feature
-    from sennit.runtime.data.features import RawSamples as RawSamples
     from sennit.runtime.data.order import Order as Order
     from sennit.runtime.data.prepared import PreparedData as PreparedData
     from sennit.runtime.data.preprocessing import Preprocessing as Preprocessing
+    from sennit.runtime.data.raw_samples import Feature as Feature
+    from sennit.runtime.data.raw_samples import RawSamples as RawSamples
     from sennit.runtime.data.samples import Column as Column
     from sennit.runtime.data.samples import Samples as Samples
     from sennit.runtime.data.sources import Source as Source
@@ -32,8 +32,8 @@ __getattr__ = exporter(
         "prepared": "batch_source",
         "CombinedBatch": "combined",
         "DataError": "errors",
-        "Feature": "features",
-        "RawSamples": "features",
+        "Feature": "raw_samples",
+        "RawSamples": "raw_samples",
         "Order": "order",
         "PreparedData": "prepared",
         "Preprocessing": "preprocessing",

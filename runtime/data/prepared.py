@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from sennit.runtime.data.features import RawSamples
 from sennit.runtime.data.fingerprint import fingerprint
 from sennit.runtime.data.order import Order
 from sennit.runtime.data.preprocessing import Preprocessing
+from sennit.runtime.data.raw_samples import RawSamples
 from sennit.runtime.data.samples import Samples
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sennit.runtime.data.dictionary import Values
 from sennit.runtime.data.errors import DataError
-from sennit.runtime.data.features import Feature, RawSamples
+from sennit.runtime.data.raw_samples import Feature, RawSamples
 from sennit.runtime.data.schema import DenseField
 
 FORMAT: Final = 1

@@ -8,9 +8,9 @@ from pathlib import Path, PurePosixPath
 
 from sennit.runtime.data import adult, flights, movielens, parquet, synthetic
 from sennit.runtime.data.errors import DataError
-from sennit.runtime.data.features import RawSamples
 from sennit.runtime.data.files import DataFile, find_files
 from sennit.runtime.data.packages import check_installed, package_file
+from sennit.runtime.data.raw_samples import RawSamples
 from sennit.runtime.data.schema import Schema, read_schema
 
 # name -> (package, one of its files): enough to report early that something is not installed.

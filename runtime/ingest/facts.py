@@ -14,7 +14,7 @@ from sennit.offload.plan import FeaturePlan, Sparse
 from sennit.offload.record_store import Columns, IdColumn, RecordStore
 from sennit.offload.schema import LIST_MAX_LENGTH, WIDTHS_BYTES, Dense, Ids, Schema
 from sennit.runtime.data.errors import DataError
-from sennit.runtime.data.features import Feature, RawSamples
+from sennit.runtime.data.raw_samples import Feature, RawSamples
 
 _LABEL_BYTES: Final = 1
 _DENSE_BYTES: Final = 4

@@ -28,10 +28,10 @@ from sennit.offload.ingest.trainer_search import FeedError, Place, meet
 from sennit.offload.record_store import RecordStore
 from sennit.offload.records import HEADER
 from sennit.runtime.data.errors import DataError
-from sennit.runtime.data.features import RawSamples
 from sennit.runtime.data.fingerprint import fingerprint
 from sennit.runtime.data.order import Order
 from sennit.runtime.data.preprocessing import Preprocessing
+from sennit.runtime.data.raw_samples import RawSamples
 from sennit.runtime.ingest.address import Address
 from sennit.runtime.ingest.facts import encode
 from sennit.transport.errors import SennitError

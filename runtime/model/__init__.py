@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from sennit.runtime.model.deepfm import DeepFM as DeepFM
     from sennit.runtime.model.dlrm import DLRM as DLRM
     from sennit.runtime.model.factory import build as build
+    from sennit.runtime.model.factory import dense_optimizer as dense_optimizer
     from sennit.runtime.model.inputs import ModelInputs as ModelInputs
-    from sennit.runtime.model.optimizer import dense_optimizer as dense_optimizer
     from sennit.runtime.model.schedule import RateSchedule as RateSchedule
 
 __getattr__ = exporter(
@@ -25,7 +25,7 @@ __getattr__ = exporter(
         "DCNv2": "dcnv2",
         "DeepFM": "deepfm",
         "build": "factory",
-        "dense_optimizer": "optimizer",
+        "dense_optimizer": "factory",
         "RateSchedule": "schedule",
     },
 )

@@ -8,19 +8,43 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sennit.runtime.data.seeds import derive
 from sennit.runtime.model.dcnv2 import DCNv2
 from sennit.runtime.model.deepfm import DeepFM
 from sennit.runtime.model.dlrm import DLRM
-from sennit.runtime.model.hints import hint
 from sennit.runtime.model.inputs import ModelInputs
+from sennit.runtime.model.toml_file import hint
 from sennit.transport.errors import ConfigError
+
+
+def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Log loss, summed over the samples of a slice, so that slices of different sizes weigh what they should."""
+    return F.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+
+
+DENSE_OPTIMIZERS = ("adagrad", "adam", "sgd")
+
+
+def dense_optimizer(
+    name: str, parameters: Iterable[nn.Parameter], *, rate: float, weight_decay: float = 0.0
+) -> torch.optim.Optimizer:
+    """The optimizer of the dense part. `weight_decay` times the weight is added to its gradient (L2)."""
+    match name:
+        case "adagrad":
+            return torch.optim.Adagrad(parameters, lr=rate, eps=1e-8, weight_decay=weight_decay, foreach=False)
+        case "adam":
+            return torch.optim.Adam(parameters, lr=rate, weight_decay=weight_decay, foreach=False)
+        case "sgd":
+            return torch.optim.SGD(parameters, lr=rate, weight_decay=weight_decay, foreach=False)
+    raise ConfigError(f"dense optimizer {name!r}; allowed: {', '.join(DENSE_OPTIMIZERS)}")
+
 
 MODELS: Final[dict[str, Callable[[ModelInputs], nn.Module]]] = {"dlrm": DLRM, "dcnv2": DCNv2, "deepfm": DeepFM}
 

@@ -20,12 +20,13 @@ from typing import Any, Final, Self
 from sennit.offload.ingest.facts import TableFacts
 from sennit.runtime.kernels.optimizers import Decay, Optimizer
 from sennit.runtime.kernels.spec import MAX_DIM, Bounds, Pooling, Precision, Rounding
-from sennit.runtime.model.hints import few, hint
 from sennit.runtime.model.initial import Normal, Uniform, Zeros
 from sennit.runtime.model.toml_file import (
     Check,
     choice,
     entries,
+    few,
+    hint,
     integer,
     names_of,
     number,

@@ -13,8 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from sennit.runtime.model.hints import few, hint
-from sennit.runtime.model.toml_file import Check, choice, entries, integer, number, read_toml, refused, section
+from sennit.runtime.model.toml_file import (
+    Check,
+    choice,
+    entries,
+    few,
+    hint,
+    integer,
+    number,
+    read_toml,
+    refused,
+    section,
+)
 from sennit.runtime.sharded.placement import EVERYWHERE, SHARDINGS, Placement, place, placed
 from sennit.runtime.sharded.tables import Table
 from sennit.transport.errors import ConfigError

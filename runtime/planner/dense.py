@@ -13,10 +13,8 @@ from torch import Tensor, nn
 
 from sennit.runtime.backend.torch_versions import tree_leaves
 from sennit.runtime.data.batch_source import BatchSource
-from sennit.runtime.model.factory import build
+from sennit.runtime.model.factory import build, dense_optimizer, summed_loss
 from sennit.runtime.model.inputs import ModelInputs
-from sennit.runtime.model.loss import summed_loss
-from sennit.runtime.model.optimizer import dense_optimizer
 from sennit.runtime.planner.one_thread import one_thread
 from sennit.runtime.planner.problem import Fixed
 from sennit.runtime.replicas.cutting import CutArguments

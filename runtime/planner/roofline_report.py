@@ -16,7 +16,7 @@ from rich.table import Table as Lines
 
 from sennit.runtime.planner.roofline import ARITHMETIC, LATENCY, PHASES, Bounds, Machines, Workload
 from sennit.runtime.planner.roofline_files import Described
-from sennit.runtime.telemetry import run_cost
+from sennit.runtime.telemetry import process_cost
 from sennit.transport.errors import ConfigError
 
 # Phases of a trainer's report, by phase of a bound.
@@ -65,7 +65,7 @@ def read_report(path: Path, work: Workload, ranks: int) -> Measured:
         }
         changes = len(found["changes"])
         cost = found.get("cost") or {}
-        run_cost.lines(cost)
+        process_cost.lines(cost)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; give a file of sennit train --json") from error
     except (ValueError, KeyError, TypeError, ZeroDivisionError, AttributeError) as error:
@@ -211,7 +211,7 @@ def _render_measured(bounds: Bounds, measured: Measured, out: Console) -> None:
     if measured.others_s:
         rest = ", ".join(f"{name} {seconds * 1e3:.3f} ms" for name, seconds in measured.others_s.items())
         out.print(f"measured, without a bound: {rest}", markup=False, soft_wrap=True)
-    for title, text in run_cost.lines(measured.cost):
+    for title, text in process_cost.lines(measured.cost):
         out.print(f"measured {title}: {text}", markup=False, soft_wrap=True)
 
 

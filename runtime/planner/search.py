@@ -13,8 +13,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from sennit.runtime.planner.cost import Rating, Work
 from sennit.runtime.planner.kinds import Kind
+from sennit.runtime.planner.step_time import Rating, Work
 from sennit.runtime.sharded.placement import EVERYWHERE, SHARDINGS, Placement, place
 from sennit.runtime.sharded.tables import Home, Shard, shard_name
 from sennit.transport.errors import ConfigError

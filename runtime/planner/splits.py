@@ -10,9 +10,9 @@ from typing import Final
 
 import numpy as np
 
-from sennit.runtime.planner.cost import Rating
 from sennit.runtime.planner.problem import Problem
 from sennit.runtime.planner.search import search
+from sennit.runtime.planner.step_time import Rating
 from sennit.runtime.planner.usage import Use
 from sennit.runtime.sharded.tables import Table
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sennit.runtime.kernels.batch import Batch, sums_of_runs
-from sennit.runtime.sharded.blocks import chosen_blocks, joined
+from sennit.runtime.sharded.batch_parts import chosen_blocks, joined
 from sennit.runtime.sharded.routes import Block, Columns, Part, Sum, blocks_of
 from sennit.runtime.sharded.shards import Announced, Shards
 from sennit.runtime.sharded.tables import Shard, Table

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sennit.runtime.sharded.blocks import dealt, dealt_order, joined
+from sennit.runtime.sharded.batch_parts import dealt, dealt_order, joined
 from sennit.runtime.sharded.features import Ids, features_of
 from sennit.runtime.sharded.owner import Arrived, Owner, Source, folded
 from sennit.runtime.sharded.placement import Placement

@@ -11,7 +11,7 @@ from torch import Tensor
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.spec import Pooling
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
-from sennit.runtime.sharded.blocks import chosen_blocks, joined
+from sennit.runtime.sharded.batch_parts import chosen_blocks, joined
 from sennit.runtime.sharded.shards import Shards
 from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.wire import Wire

@@ -22,7 +22,7 @@ from sennit.runtime.kernels.ids import distinct as distinct_rows
 from sennit.runtime.kernels.layout import ShardMemory
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
 from sennit.runtime.kernels.spec import Pooling, ShardSpec
-from sennit.runtime.sharded.blocks import joined
+from sennit.runtime.sharded.batch_parts import joined
 from sennit.runtime.sharded.engines import Settings
 from sennit.runtime.sharded.features import Ids, features_of
 from sennit.runtime.sharded.placement import EVERYWHERE

@@ -125,13 +125,13 @@ def _send(endpoint: str, interval_s: float) -> None:
 
 
 def _publish(directory: Path | None, interval_s: float) -> None:
-    from sennit.ebpf import features
+    from sennit.ebpf import kernel_features
     from sennit.ebpf.library import BpfError
     from sennit.ebpf.pins import BPFFS
     from sennit.runtime.telemetry.bpf_maps import Publisher
     from sennit.transport import counters
 
-    maps = features.probe("map")
+    maps = kernel_features.probe("map")
     if not maps.available:
         typer.echo(f"sennit metrics: BPF maps: {maps.absent_because}; {maps.remedy}", err=True)
         raise typer.Exit(EXIT_UNAVAILABLE)

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from sennit.closing import Closing
-from sennit.ebpf import features
+from sennit.ebpf import kernel_features
 from sennit.ebpf.compiler import CompileError, compile_program
 from sennit.ebpf.library import BpfError
 from sennit.ebpf.links import attach_tcx
@@ -55,7 +55,7 @@ class PacketCapture(Closing):
         if kind not in (_ARPHRD_ETHER, _ARPHRD_LOOPBACK):
             raise SessionError(f"{interface} has no Ethernet headers (its type is {kind})")
         for feature in ("privileges", "libbpf"):
-            found = features.probe(feature)
+            found = kernel_features.probe(feature)
             if not found.available:
                 raise SessionError(f"{found.absent_because}: {found.remedy}")
         self.packets = 0

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from sennit.closing import Closing
-from sennit.ebpf import features, links, usdt, usdt_entries
+from sennit.ebpf import kernel_features, links, usdt, usdt_entries
 from sennit.ebpf.compiler import CompileError, compile_with_header
 from sennit.ebpf.library import BpfError
 from sennit.ebpf.loader import BpfObject
@@ -23,7 +23,7 @@ def problem() -> str:
     if os.geteuid() != 0:
         return "attaching to tracepoints needs root"
     for name in ("libbpf", "uprobe"):
-        found = features.probe(name)
+        found = kernel_features.probe(name)
         if not found.available:
             return f"{found.absent_because}: {found.remedy}"
     return ""
@@ -46,7 +46,7 @@ class Tracing(Closing):
             raise SessionError(f"{target.path} has no tracepoint {', '.join(missing)}: was it built with sys/sdt.h?")
         wanted = [points[probe] for probe in probes]
         # The kernel uses a call if there is room for one, and a trap otherwise.
-        can_call = features.probe("uprobe-call").available
+        can_call = kernel_features.probe("uprobe-call").available
         self._held = contextlib.ExitStack()
         try:
             text = usdt_entries.source(wanted)

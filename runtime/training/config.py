@@ -16,7 +16,7 @@ from sennit.runtime.backend.process_group import BACKEND_NAME
 from sennit.runtime.data.order import SLICES_MAX, OrderSettings
 from sennit.runtime.data.sources import Source
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
-from sennit.runtime.model.optimizer import DENSE_OPTIMIZERS
+from sennit.runtime.model.factory import DENSE_OPTIMIZERS
 from sennit.runtime.model.schedule import RateSchedule
 from sennit.runtime.model.settings import SettingsFile, tables_of
 from sennit.runtime.model.sharding_settings import Sharding

@@ -20,9 +20,9 @@ from sennit.runtime.model.sharding_settings import Sharding
 from sennit.runtime.planner import dense
 from sennit.runtime.planner.cluster import Cluster
 from sennit.runtime.planner.constants import Constants, cores_here, read_constants
-from sennit.runtime.planner.cost import Rating
 from sennit.runtime.planner.problem import Problem
 from sennit.runtime.planner.search import round_robin, search
+from sennit.runtime.planner.step_time import Rating
 from sennit.runtime.planner.usage import ZIPF, Use, sampled, saved, uses
 from sennit.runtime.sharded.memory_limits import memory_limits, shared_limits
 from sennit.runtime.sharded.placement import Placement, placed

@@ -20,9 +20,9 @@ from rich.filesize import decimal
 from sennit.command_line import stdout_console
 from sennit.offload.sketch import Sketch, SketchShape
 from sennit.runtime.data.batch_source import BatchSource
-from sennit.runtime.planner.cost import Rating
+from sennit.runtime.planner.move_or_stay import Proposal, propose
 from sennit.runtime.planner.problem import Problem
-from sennit.runtime.planner.rebalance import Proposal, propose
+from sennit.runtime.planner.step_time import Rating
 from sennit.runtime.planner.usage import Use, sketched
 from sennit.runtime.sharded.module import ShardedTables
 from sennit.runtime.sharded.placement import EVERYWHERE, placed

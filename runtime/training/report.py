@@ -18,8 +18,8 @@ from sennit.offload.admission import Verdict
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.runtime.sharded.tables import Table as EmbeddingTable
 from sennit.runtime.sharded.tables import shard_spec, shards_of
-from sennit.runtime.telemetry import run_cost
-from sennit.runtime.telemetry.cost import Cost
+from sennit.runtime.telemetry import process_cost
+from sennit.runtime.telemetry.process_cost import Cost
 from sennit.runtime.training import overlap
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.metrics import Evaluation, Quality
@@ -202,7 +202,7 @@ class RunReport:
     def cost(self) -> dict[str, Any]:
         """Processor seconds of all ranks, by role too, and joules of their machines (`run_cost.summary`)."""
         ranks = self.ranks
-        return run_cost.summary([rank.cost for rank in ranks], [rank.counters for rank in ranks], self.sample_count)
+        return process_cost.summary([rank.cost for rank in ranks], [rank.counters for rank in ranks], self.sample_count)
 
     def ingest(self) -> dict[str, Any] | None:
         """Ingest counters summed over ranks, and the mean of the seconds waited; None if samples are in memory."""
@@ -293,7 +293,7 @@ def render(report: RunReport, console: Console) -> None:
         ("weights SHA-256", report.weights_sha256),
     ):  # fmt: skip
         summary.add_row(name, value)
-    for name, value in run_cost.lines(report.cost()):
+    for name, value in process_cost.lines(report.cost()):
         summary.add_row(name, value)
     if report.best_text:
         summary.add_row("best", report.best_text)

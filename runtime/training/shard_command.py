@@ -12,9 +12,9 @@ from sennit.command_line import busy, fail, stdout_console, write_json
 from sennit.runtime.planner import plan_file, report
 from sennit.runtime.planner.cluster import Cluster, read_cluster
 from sennit.runtime.planner.constants import read_constants
-from sennit.runtime.planner.cost import Rating
 from sennit.runtime.planner.search import Searched, of_placement, search
 from sennit.runtime.planner.splits import splits
+from sennit.runtime.planner.step_time import Rating
 from sennit.runtime.training import command as training
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.planned import check_ranks, cluster_of, limits_here, problem_of, source_of, uses_of

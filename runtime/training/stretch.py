@@ -16,7 +16,7 @@ from sennit.runtime.backend.process_group import BACKEND_NAME, communicator
 from sennit.runtime.checkpoint.fingerprint import fingerprint
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.ingest.sketches import save_sketch
-from sennit.runtime.telemetry.cost import CostMeter
+from sennit.runtime.telemetry.process_cost import CostMeter
 from sennit.runtime.timeline.timeline import Timeline
 from sennit.runtime.training import resumption
 from sennit.runtime.training.best import Best

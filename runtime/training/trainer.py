@@ -27,9 +27,7 @@ from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.data.combined import CombinedBatch
 from sennit.runtime.kernels.uploads import Upload, Uploads
 from sennit.runtime.memory.large_buffers import keep_large_buffers
-from sennit.runtime.model.factory import build
-from sennit.runtime.model.loss import summed_loss
-from sennit.runtime.model.optimizer import dense_optimizer
+from sennit.runtime.model.factory import build, dense_optimizer, summed_loss
 from sennit.runtime.pipeline.ahead import BatchesAhead, Taken
 from sennit.runtime.pipeline.exchanges import Exchanges
 from sennit.runtime.pipeline.scheduler import Scheduler

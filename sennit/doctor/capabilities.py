@@ -343,9 +343,12 @@ def _io_uring() -> Capability:
 
 
 def _root() -> Capability:
-    from sennit.ebpf import features
+    from sennit.ebpf import kernel_features
 
-    if os.geteuid() == 0 and features.effective_capabilities() >> features.CAPABILITIES["CAP_NET_ADMIN"] & 1:
+    if (
+        os.geteuid() == 0
+        and kernel_features.effective_capabilities() >> kernel_features.CAPABILITIES["CAP_NET_ADMIN"] & 1
+    ):
         return present("root", "CAP_NET_ADMIN")
     return absent("root", "no CAP_NET_ADMIN", "run as root, or add the capability to the container")
 
@@ -367,10 +370,10 @@ def _netns() -> Capability:
 
 
 def _bpf_feature(feature: str, name: str, detail: str) -> Capability:
-    """The result of sennit.ebpf.features."""
-    from sennit.ebpf import features
+    """The result of sennit.ebpf.kernel_features."""
+    from sennit.ebpf import kernel_features
 
-    found = features.probe(feature)
+    found = kernel_features.probe(feature)
     return present(name, detail) if found.available else absent(name, found.absent_because, found.remedy)
 
 
@@ -389,7 +392,7 @@ def _native_xdp() -> Capability:
     for need in ("netns", "bpf"):
         if not probe(need).available:
             return absent(name, f"needs {need}: {probe(need).detail}", probe(need).remedy)
-    program = "from sennit.ebpf.features import try_native_xdp; try_native_xdp('sennit0', 'sennit1')"
+    program = "from sennit.ebpf.kernel_features import try_native_xdp; try_native_xdp('sennit0', 'sennit1')"
     tried = in_new_namespace(sys.executable, "-c", program)
     if tried.returncode != 0:
         return absent(name, tried.stderr.strip().splitlines()[-1])

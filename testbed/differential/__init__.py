@@ -7,7 +7,7 @@ draws strides and shared memory of its own tensors (tensors.py). gloo gets the s
 share nothing. With others it counts in the order of memory, so its outcome depends on strides, and it may write where
 no tensor is.
 
-Every outcome is values or a refusal, and is compared at once (comparison.py). Where sennit refuses what gloo takes,
+Every outcome is values or a refusal, and is compared at once (outcomes.py). Where sennit refuses what gloo takes,
 `DIFFERENCES` must say why (docs/reference/torch.md). What lies between the elements of an output must stay as it was.
 
 With `--callbacks`, the calls are programs of callbacks (callbacks.py): random trees of calls on several groups, with

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sennit.testbed.differential.callbacks import stress
-from sennit.testbed.differential.comparison import compare, run_rank
+from sennit.testbed.differential.outcomes import compare, run_rank
 
 
 def main(arguments: Sequence[str]) -> int:

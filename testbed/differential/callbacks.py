@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from sennit.errors import SennitError
 from sennit.runtime.backend.torch_versions import backend_of
-from sennit.testbed.differential.comparison import Differs
+from sennit.testbed.differential.outcomes import Differs
 
 LIMIT: Final = timedelta(seconds=60)
 SIZES: Final = (1, 7, 1_000, 1_000, 20_000)

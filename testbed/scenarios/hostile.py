@@ -19,7 +19,7 @@ import time
 from typing import Final
 
 from sennit.doctor.capabilities import UDP_SEGMENT
-from sennit.transport.oracle import wire
+from sennit.transport.oracle import roce
 
 # linux/udp.h before Linux 6.9: UDP_MAX_SEGMENTS
 BATCH_PACKETS: Final = 64
@@ -41,7 +41,7 @@ def _truncated(rng: random.Random, source: tuple[str, int], target: tuple[str, i
 def _unknown_data(rng: random.Random, source: tuple[str, int], target: tuple[str, int]) -> bytes:
     """Makes a packet that is valid, ICRC included, except for its queue pair and key: no rank gave them out."""
     payload_bytes = PACKET_BYTES - 36
-    packet = wire.Packet.data(
+    packet = roce.Packet.data(
         qpn=rng.getrandbits(24),
         psn=rng.getrandbits(24),
         remote_address=rng.getrandbits(64),
@@ -49,7 +49,7 @@ def _unknown_data(rng: random.Random, source: tuple[str, int], target: tuple[str
         immediate=rng.getrandbits(32),
         payload=rng.randbytes(payload_bytes),
     )
-    return wire.seal(packet, source, target)
+    return roce.seal(packet, source, target)
 
 
 def _mutated(rng: random.Random, source: tuple[str, int], target: tuple[str, int]) -> bytes:
@@ -62,8 +62,8 @@ def _mutated(rng: random.Random, source: tuple[str, int], target: tuple[str, int
 
 def _unknown_control(rng: random.Random, source: tuple[str, int], target: tuple[str, int]) -> bytes:
     payload = rng.randbytes(PACKET_BYTES - 16)
-    packet = wire.Packet.control(qpn=rng.getrandbits(24), psn=rng.getrandbits(24), payload=payload)
-    return wire.seal(packet, source, target)
+    packet = roce.Packet.control(qpn=rng.getrandbits(24), psn=rng.getrandbits(24), payload=payload)
+    return roce.seal(packet, source, target)
 
 
 KINDS: Final = {
@@ -82,9 +82,9 @@ class Attack:
         family = socket.AF_INET6 if ":" in source else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_DGRAM)
         self._socket.bind((source, SOURCE_PORT))
-        self._socket.connect((target, wire.ROCE_UDP_PORT))
+        self._socket.connect((target, roce.ROCE_UDP_PORT))
         rng = random.Random(seed)
-        ends = (source, SOURCE_PORT), (target, wire.ROCE_UDP_PORT)
+        ends = (source, SOURCE_PORT), (target, roce.ROCE_UDP_PORT)
         self._batches = {
             kind: [b"".join(make(rng, *ends) for _ in range(BATCH_PACKETS)) for _ in range(VARIETIES)]
             for kind, make in KINDS.items()

@@ -12,12 +12,12 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from sennit.testbed.bench.results import quantile
-from sennit.testbed.scenarios import timeline
+from sennit.testbed.scenarios import fault_timeline
 from sennit.testbed.scenarios.counters import total
 from sennit.testbed.scenarios.model import Library, Operation, Scenario
 from sennit.testbed.scenarios.stage import Observations, Recovery, Run
 from sennit.testbed.scenarios.training_runs import Ended
-from sennit.transport.oracle import wire
+from sennit.transport.oracle import roce
 
 Measures = dict[str, float]
 
@@ -74,7 +74,7 @@ MEANINGS: Final = {
 }
 
 # Counters of packets that sennit refused: malformed ones, and acknowledgements of packets that were never sent.
-REFUSALS: Final = (*wire.REFUSALS, "bad_control")
+REFUSALS: Final = (*roce.REFUSALS, "bad_control")
 
 
 def family(name: str) -> str:
@@ -110,7 +110,7 @@ def measure(seen: Observations) -> Measures:
         if seen.recovery is not None:
             measures |= _recovery(seen.recovery)
     elif seen.scenario.faults:
-        measures |= timeline.measure(seen.scenario, seen.runs[-1])
+        measures |= fault_timeline.measure(seen.scenario, seen.runs[-1])
     return measures
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from sennit.command_line import json_text
-from sennit.testbed.scenarios import measures, timeline
+from sennit.testbed.scenarios import fault_timeline, measures
 from sennit.testbed.scenarios.model import Library, Scenario, goal_as_json
 from sennit.testbed.scenarios.stage import Observations, Run
 from sennit.testbed.scenarios.verdicts import Judged, Status
@@ -148,16 +148,16 @@ def series(scenario: Scenario, runs: Sequence[Run]) -> dict[str, Any]:
     if not sampled:
         return {}
     run = sampled[-1]
-    times_s, goodput = timeline.rates(run, 1, SERIES_PERIOD_S)
-    zero_s = timeline.first_sample_s(run)
+    times_s, goodput = fault_timeline.rates(run, 1, SERIES_PERIOD_S)
+    zero_s = fault_timeline.first_sample_s(run)
     return {
         "period_s": SERIES_PERIOD_S,
         "times_s": times_s,
         "goodput_bytes_per_s": goodput,
         "plane_bytes_per_s": [
-            timeline.rates(run, timeline.FIRST_PLANE + plane, SERIES_PERIOD_S)[1]
+            fault_timeline.rates(run, fault_timeline.FIRST_PLANE + plane, SERIES_PERIOD_S)[1]
             for plane in range(scenario.topology.planes)
         ],
         "events": [[name, at_s - zero_s] for name, at_s in run.events],
-        "between": [[end - zero_s, begin - zero_s] for end, begin in timeline.pauses(run)],
+        "between": [[end - zero_s, begin - zero_s] for end, begin in fault_timeline.pauses(run)],
     }

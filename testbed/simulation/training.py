@@ -21,10 +21,10 @@ from sennit.runtime.model.inputs import ModelInputs
 from sennit.runtime.planner import dense
 from sennit.runtime.planner.cluster import Cluster
 from sennit.runtime.planner.constants import Constants
-from sennit.runtime.planner.cost import Rating
 from sennit.runtime.planner.kinds import Kind
 from sennit.runtime.planner.problem import Fixed, Problem
 from sennit.runtime.planner.schedule import PHASES, Schedule, Time
+from sennit.runtime.planner.step_time import Rating
 from sennit.runtime.planner.usage import assumed
 from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.tables import Table

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sennit.ebpf import features, library, links
+from sennit.ebpf import kernel_features, library, links
 from sennit.ebpf.compiler import compile_source
 from sennit.ebpf.library import BpfError
 from sennit.ebpf.loader import BpfObject
@@ -274,23 +274,25 @@ def test_wrong_read_only_data_is_named() -> None:
 
 
 def test_what_is_absent_is_named() -> None:
-    assert features.missing_privileges(effective=0) == ["CAP_BPF", "CAP_NET_ADMIN", "CAP_PERFMON"]
-    assert features.missing_privileges(effective=1 << 21 | 1 << 12) == []
-    for name in features.PROBES:
-        found = features.probe(name)
+    assert kernel_features.missing_privileges(effective=0) == ["CAP_BPF", "CAP_NET_ADMIN", "CAP_PERFMON"]
+    assert kernel_features.missing_privileges(effective=1 << 21 | 1 << 12) == []
+    for name in kernel_features.PROBES:
+        found = kernel_features.probe(name)
         assert found.name == name
         assert found.available or found.remedy
-    assert features.absent() == [found for name in features.PROBES if not (found := features.probe(name)).available]
+    assert kernel_features.absent() == [
+        found for name in kernel_features.PROBES if not (found := kernel_features.probe(name)).available
+    ]
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_library() -> None:
         raise BpfError(2, "libbpf.so.1: cannot open shared object file")
 
-    monkeypatch.setattr(features, "library", no_library)
-    features.probe.cache_clear()
+    monkeypatch.setattr(kernel_features, "library", no_library)
+    kernel_features.probe.cache_clear()
     try:
         for name in ("libbpf", "arena", "xdp"):
-            assert "libbpf.so.1" in features.probe(name).absent_because
+            assert "libbpf.so.1" in kernel_features.probe(name).absent_because
     finally:
-        features.probe.cache_clear()
+        kernel_features.probe.cache_clear()

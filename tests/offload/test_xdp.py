@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from sennit.ebpf import features
+from sennit.ebpf import kernel_features
 from sennit.ebpf.btf import Btf
 from sennit.ebpf.compiler import compile_source
 from sennit.ebpf.elf import Elf
@@ -368,6 +368,6 @@ def test_without_privilege_it_says_what_is_missing_and_what_to_use(monkeypatch: 
         raise BpfError(errno.EPERM, "not permitted")
 
     monkeypatch.setattr(xdp, "BpfObject", refuse)
-    monkeypatch.setattr(xdp, "missing_privileges", lambda: features.missing_privileges(effective=1 << 12))
+    monkeypatch.setattr(xdp, "missing_privileges", lambda: kernel_features.missing_privileges(effective=1 << 12))
     with pytest.raises(TargetUnavailable, match="lacks CAP_BPF, CAP_PERFMON; the target cpu needs none"):
         XdpReceiver(LAYOUT, session=SESSION, udp_port=PORT)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sennit.ebpf.features import CAPABILITIES
+from sennit.ebpf.kernel_features import CAPABILITIES
 
 pytestmark = [pytest.mark.root, pytest.mark.needs("arena", "native-xdp")]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from sennit.transport.oracle import wire
+from sennit.transport.oracle import roce
 
 # linux/if_ether.h. Any other value would hide what this machine sends.
 ETH_P_ALL: Final = 3
@@ -47,11 +47,11 @@ class Captured:
 
     @property
     def icrc(self) -> int:
-        return int.from_bytes(self.datagram[-wire.ICRC_BYTES :], "little")
+        return int.from_bytes(self.datagram[-roce.ICRC_BYTES :], "little")
 
     def computed_icrc(self) -> int:
-        body = self.datagram[: -wire.ICRC_BYTES]
-        return wire.icrc(body, self.source, self.destination, identification=self.identification)
+        body = self.datagram[: -roce.ICRC_BYTES]
+        return roce.icrc(body, self.source, self.destination, identification=self.identification)
 
 
 class Tap:
@@ -93,10 +93,10 @@ def packets(frames: list[bytes]) -> Iterator[Captured]:
             addresses = ip[8:24], ip[24:40]
         else:
             continue
-        if protocol != wire.PROTOCOL_UDP:
+        if protocol != roce.PROTOCOL_UDP:
             continue
         source_port, destination_port, udp_bytes = struct.unpack_from(">HHH", udp)
-        if destination_port != wire.ROCE_UDP_PORT:
+        if destination_port != roce.ROCE_UDP_PORT:
             continue
         source, destination = (str(ipaddress.ip_address(address)) for address in addresses)
         yield Captured(
@@ -118,7 +118,7 @@ def check_with_scapy(frames: list[bytes]) -> None:
         transport = BTH(datagram)
         transport.icrc = None  # scapy must compute it from the whole packet
         packet[UDP].remove_payload()
-        assert bytes(packet / transport)[-wire.ICRC_BYTES :] == datagram[-wire.ICRC_BYTES :], packet.summary()
+        assert bytes(packet / transport)[-roce.ICRC_BYTES :] == datagram[-roce.ICRC_BYTES :], packet.summary()
 
 
 def check_with_wireshark(frames: list[bytes], folder: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from sennit.testbed.vm import runner
-from sennit.transport.oracle.wire import ROCE_UDP_PORT
+from sennit.transport.oracle.roce import ROCE_UDP_PORT
 
 pytestmark = pytest.mark.rdma
 

@@ -18,7 +18,7 @@ import pytest
 from sennit.testbed.vm import links
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import TransportKind
-from sennit.transport.oracle.wire import REFUSALS
+from sennit.transport.oracle.roce import REFUSALS
 
 pytestmark = pytest.mark.rdma
 

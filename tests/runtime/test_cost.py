@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from sennit.runtime.telemetry import run_cost
-from sennit.runtime.telemetry.cost import BPF, INGEST, TRAINER, TRANSPORT, Cost, CostMeter, process_ns
+from sennit.runtime.telemetry import process_cost
+from sennit.runtime.telemetry.process_cost import BPF, INGEST, TRAINER, TRANSPORT, Cost, CostMeter, process_ns
 from sennit.thread_names import name_thread
 
 
@@ -151,22 +151,22 @@ def test_a_run_costs_what_its_ranks_do_and_each_machine_counts_once() -> None:
         cost("there", 50.0, trainer=5.0, transport=2.0, ingest=0.0),
     ]
     counters = [{"data_bytes_sent": 10**9, "shm_bytes_sent": 10**9, "data_bytes_received": 5}, {}, {}]
-    found = run_cost.summary(costs, counters, 500_000)
+    found = process_cost.summary(costs, counters, 500_000)
     assert found["user_s"] + found["system_s"] == 16.0
     assert (found["joules"], found["joules_per_million_samples"]) == (150.0, 300.0)
     assert found["processor_s_per_million_samples"] == 32.0
     assert (found["moved_bytes"], found["processor_s_per_gb_moved"]) == (2 * 10**9, 8.0)
     assert found["roles"]["transport"] == {"processor_s": 4.0, "per_million_samples": 8.0}
     assert found["roles"]["bpf"] == {"processor_s": 0.25, "per_million_samples": 0.5}
-    assert run_cost.lines(found) == [
+    assert process_cost.lines(found) == [
         ("cost", "32.0 s of processors for a million samples, 9% in the kernel; 300 J; 8.0 s for a GB moved"),
         ("by role", "trainer 22.00 s, transport 8.00 s, ingest 2.00 s, BPF 0.50 s"),
     ]
 
 
 def test_what_is_not_known_is_not_said() -> None:
-    found = run_cost.summary([cost("here", 1.0, trainer=1.0), cost("there", None, trainer=1.0)], [{}, {}], 0)
+    found = process_cost.summary([cost("here", 1.0, trainer=1.0), cost("there", None, trainer=1.0)], [{}, {}], 0)
     assert found["joules"] is found["processor_s_per_million_samples"] is found["processor_s_per_gb_moved"] is None
-    assert run_cost.lines(found) == []
+    assert process_cost.lines(found) == []
     older = {"user_s": 1.0, "system_s": 1.0, "processor_s_per_million_samples": 2.0, "joules_per_million_samples": None}
-    assert run_cost.lines(older) == [("cost", "2.0 s of processors for a million samples, 50% in the kernel")]
+    assert process_cost.lines(older) == [("cost", "2.0 s of processors for a million samples, 50% in the kernel")]

@@ -17,8 +17,8 @@ from sennit.offload.plan import Graph
 from sennit.offload.reference import evaluate
 from sennit.runtime.data import sources
 from sennit.runtime.data.errors import DataError
-from sennit.runtime.data.features import Feature, RawSamples
 from sennit.runtime.data.preprocessing import Preprocessing
+from sennit.runtime.data.raw_samples import Feature, RawSamples
 from sennit.runtime.data.sources import Source
 
 arrow = pytest.importorskip("pyarrow")

@@ -13,8 +13,8 @@ import torch
 
 from sennit.runtime.data import sources
 from sennit.runtime.data.errors import DataError
-from sennit.runtime.data.features import Feature
 from sennit.runtime.data.preprocessing import Preprocessing
+from sennit.runtime.data.raw_samples import Feature
 from sennit.runtime.data.schema import parse_schema, read_schema
 from sennit.runtime.data.sources import Source
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sennit.testbed.differential import __main__ as program
-from sennit.testbed.differential import callbacks, comparison
+from sennit.testbed.differential import callbacks, outcomes
 from sennit.testbed.differential import calls as drawn
 
 LONG = [pytest.mark.long, pytest.mark.timeout(3_600)]
@@ -20,7 +20,7 @@ LONG = [pytest.mark.long, pytest.mark.timeout(3_600)]
 @pytest.mark.parametrize(("transport", "calls"), [("shm", 400), ("udp", 400), pytest.param("shm", 100_000, marks=LONG)])
 def test_random_calls_end_as_over_gloo(kept_world: Callable[..., Any], transport: str, calls: int, seed: int) -> None:
     world = kept_world(3, transport)
-    found = world.run(comparison.__file__, "compare", calls=calls, seed=seed, timeout_s=3_500.0)
+    found = world.run(outcomes.__file__, "compare", calls=calls, seed=seed, timeout_s=3_500.0)
     seen: Counter[str] = sum(map(Counter, found), Counter())
     assert seen["same"] > calls
     if calls > 10_000:

@@ -13,7 +13,7 @@ from torch import nn
 
 from sennit.runtime.checkpoint.fingerprint import line
 from sennit.runtime.data.seeds import numpy_stream
-from sennit.runtime.model.optimizer import dense_optimizer
+from sennit.runtime.model.factory import dense_optimizer
 from sennit.runtime.sharded.memory_limits import shared_limits
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.training.config import TrainingConfig

@@ -30,7 +30,7 @@ from sennit.offload.ingest.protocol import encode as encode_message
 from sennit.offload.ingest.trainer_search import FeedError
 from sennit.offload.targets import Target, compile_plan
 from sennit.runtime.data.errors import DataError
-from sennit.runtime.data.features import Feature, RawSamples, dense_fields
+from sennit.runtime.data.raw_samples import Feature, RawSamples, dense_fields
 from sennit.runtime.data.samples import Samples
 from sennit.runtime.ingest.facts import encode
 from sennit.runtime.ingest.feed import prepare

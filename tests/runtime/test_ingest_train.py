@@ -19,7 +19,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from sennit.ebpf import features
+from sennit.ebpf import kernel_features
 from sennit.offload.ingest.feeder import Feeder
 from sennit.offload.ingest.protocol import Terms
 from sennit.offload.ingest.trainer_search import FeedError
@@ -198,10 +198,10 @@ def test_a_port_in_use_is_named(port: int, capsys: pytest.CaptureFixture[str]) -
 def test_xdp_names_the_privilege_and_the_interface_that_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(features, "missing_privileges", lambda: ["CAP_BPF", "CAP_PERFMON"])
+    monkeypatch.setattr(kernel_features, "missing_privileges", lambda: ["CAP_BPF", "CAP_PERFMON"])
     said = refusal(["--ingest", "xdp://lo"], capsys)
     assert "lacks CAP_BPF, CAP_PERFMON; cpu:// needs none" in said
-    monkeypatch.setattr(features, "missing_privileges", list)
+    monkeypatch.setattr(kernel_features, "missing_privileges", list)
     assert "there is no interface 'eth99'; there are lo" in refusal(["--ingest", "xdp://eth99"], capsys)
 
 

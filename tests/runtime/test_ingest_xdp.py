@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from sennit.ebpf.features import CAPABILITIES
+from sennit.ebpf.kernel_features import CAPABILITIES
 from sennit.testbed.topology import Impairment, Planes
 from tests.runtime.whole_run import train
 

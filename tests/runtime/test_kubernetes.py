@@ -19,7 +19,7 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from sennit.commands.cli import app
-from sennit.ebpf.features import CAPABILITIES
+from sennit.ebpf.kernel_features import CAPABILITIES
 from sennit.offload.ingest import target
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from sennit.runtime.planner.cluster import Cluster
 from sennit.runtime.planner.constants import Constants
-from sennit.runtime.planner.cost import Rating
 from sennit.runtime.planner.problem import Fixed, Problem
 from sennit.runtime.planner.schedule import AHEAD, GRADIENTS, PHASES, VECTORS, Schedule, Time
 from sennit.runtime.planner.search import Found, rate
+from sennit.runtime.planner.step_time import Rating
 from sennit.runtime.planner.usage import uses
 from sennit.runtime.sharded.tables import Table
 

@@ -12,10 +12,10 @@ import pytest
 from sennit.offload.sketch import Sketch, SketchShape
 from sennit.runtime.planner.cluster import Cluster
 from sennit.runtime.planner.constants import Constants
-from sennit.runtime.planner.cost import Rating
 from sennit.runtime.planner.problem import Problem
 from sennit.runtime.planner.search import search
 from sennit.runtime.planner.splits import hot_tables, splits
+from sennit.runtime.planner.step_time import Rating
 from sennit.runtime.planner.usage import counted, sampled, saved, uses
 from sennit.runtime.sharded.tables import Table
 from sennit.transport.errors import ConfigError

@@ -14,10 +14,10 @@ import pytest
 from sennit.offload.sketch import Sketch, SketchShape
 from sennit.runtime.planner.cluster import Cluster
 from sennit.runtime.planner.constants import Constants
-from sennit.runtime.planner.cost import Rating
+from sennit.runtime.planner.move_or_stay import propose
 from sennit.runtime.planner.problem import Problem
-from sennit.runtime.planner.rebalance import propose
 from sennit.runtime.planner.search import search
+from sennit.runtime.planner.step_time import Rating
 from sennit.runtime.planner.usage import Use, counted, sketched
 from sennit.runtime.sharded.tables import Shard, Table, shard_bytes
 from sennit.transport.errors import ConfigError

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sennit.runtime.kernels.batch import Batch, sums_of_runs
 from sennit.runtime.kernels.spec import Pooling
-from sennit.runtime.sharded.blocks import chosen_blocks, joined
+from sennit.runtime.sharded.batch_parts import chosen_blocks, joined
 
 DIMS = (3, 5)
 

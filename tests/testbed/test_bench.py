@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sennit.testbed.bench import report, results
+from sennit.testbed.bench import ratios, results
 from sennit.testbed.bench.cases import Case, Collective
 from sennit.testbed.bench.samples import ingest
 from sennit.testbed.bench.transport import collectives, rdma
 from sennit.testbed.bench.transport.collectives import Settings
-from sennit.testbed.bench.transport.commands import Join
 from sennit.testbed.bench.transport.conductor import WorkerError, Workers
+from sennit.testbed.bench.transport.worker_commands import Join
 from sennit.transport.sizes import format_size, parse_size
 
 
@@ -113,7 +113,7 @@ def test_wrong_settings_are_refused(settings: dict[str, object], message: str) -
     [(1.234e-6, "1.23 µs"), (0.9996e-3, "1 ms"), (0.9994e-3, "999 µs"), (0.0123, "12.3 ms"), (2, "2 s")],
 )
 def test_times_have_three_digits(seconds: float, text: str) -> None:
-    assert report.format_seconds(seconds) == text
+    assert ratios.format_seconds(seconds) == text
 
 
 def sample_report() -> results.Report:
@@ -128,7 +128,7 @@ def sample_report() -> results.Report:
 
 def test_table_has_the_ratio_and_the_memory() -> None:
     out = io.StringIO()
-    report.render(sample_report(), Console(file=out, width=160))
+    ratios.render(sample_report(), Console(file=out, width=160))
     assert "3.50×" in out.getvalue()
     assert "12.0 MiB" in out.getvalue()
 
@@ -138,7 +138,7 @@ def test_figure_is_drawn(tmp_path: Path) -> None:
     # A peer without a colour of its own.
     for row in made.rows:
         row.samples_s["core-int8"] = [1e-3, 1e-3]
-    report.plot(made, tmp_path / "figure.png")
+    ratios.plot(made, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 

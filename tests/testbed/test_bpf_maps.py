@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("sennit.transport._core", reason="the native core is not built")
 
-from sennit.ebpf import features
+from sennit.ebpf import kernel_features
 from sennit.runtime.telemetry import bpf_maps
 from sennit.runtime.telemetry.samples import STANDARD_NAMES, UNUSED
 from sennit.transport import counters
@@ -107,7 +107,7 @@ def test_a_second_publisher_is_told_so(publisher: subprocess.Popen[str]) -> None
 
 def test_without_privilege_it_says_which(tmp_path: Path) -> None:
     def drop() -> None:
-        for number in (*features.CAPABILITIES.values(), features.CAP_SYS_ADMIN):
+        for number in (*kernel_features.CAPABILITIES.values(), kernel_features.CAP_SYS_ADMIN):
             ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, number, 0, 0, 0)
 
     done = subprocess.run(COMMAND, capture_output=True, text=True, timeout=DEADLINE_S, check=False, preexec_fn=drop)

@@ -18,7 +18,7 @@ pytest.importorskip("sennit.transport._core", reason="the native core is not bui
 
 from sennit.testbed.topology import Impairment, Planes
 from sennit.testbed.topology.rate_limit import ETHERNET_HEADER_BYTES, RATE_MIN_BITS_PER_S
-from sennit.transport.oracle.wire import REFUSALS
+from sennit.transport.oracle.roce import REFUSALS
 
 pytestmark = [pytest.mark.root, pytest.mark.needs("tc-bpf", "nsenter")]
 

@@ -12,7 +12,8 @@ import pytest
 
 pytest.importorskip("pyroute2", reason="the extra `testbed` is not installed")
 
-from sennit.testbed.scenarios import measures, timeline
+from sennit.testbed.scenarios import fault_timeline as timeline
+from sennit.testbed.scenarios import measures
 from sennit.testbed.scenarios.model import Library, Variant
 from sennit.testbed.scenarios.ranks import Event, RankError, Ranks
 from sennit.testbed.scenarios.stage import Run

@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("pyroute2", reason="the extra `testbed` is not installed")
 
-from sennit.testbed.scenarios import hostile, kernel_packets, measures, results, timeline, verdicts
+from sennit.testbed.scenarios import fault_timeline, hostile, kernel_packets, measures, results, verdicts
 from sennit.testbed.scenarios.catalogue import SCENARIOS, choose
 from sennit.testbed.scenarios.counters import difference
 from sennit.testbed.scenarios.model import (
@@ -32,7 +32,7 @@ from sennit.testbed.scenarios.model import (
 )
 from sennit.testbed.scenarios.payload import Payload, expected_sum, random_input, recoded, summed
 from sennit.testbed.scenarios.stage import Observations, Recovery, Run
-from sennit.transport.oracle import wire
+from sennit.transport.oracle import roce
 
 SIZE_BYTES = 4096
 
@@ -216,11 +216,11 @@ def test_hostile_packets_are_what_they_are_called(kind: str, reason: str | None,
     ends = ("fd00::1", 50_000), ("fd00::2", 4791)
     data = hostile.KINDS[kind](random.Random(seed), *ends)
     if kind.startswith("unknown"):
-        packet = wire.Packet.pull(data)
-        assert packet.icrc == wire.icrc(data[:-4], *ends)
+        packet = roce.Packet.pull(data)
+        assert packet.icrc == roce.icrc(data[:-4], *ends)
     elif reason is not None:
-        with pytest.raises(wire.WireError) as caught:
-            wire.Packet.pull(data)
+        with pytest.raises(roce.WireError) as caught:
+            roce.Packet.pull(data)
         assert caught.value.reason == reason
     else:
         assert len(data) == hostile.PACKET_BYTES
@@ -372,20 +372,20 @@ def test_a_stall_is_a_time_without_progress_on_any_rank_inside_a_collective() ->
         answer([0.0, 6.5], [5.0, 9.0]) | {"samples": sampled([(0.0, 0), (3.5, 5), (9.0, 5)])},
     ]
     one = run(ranks)
-    assert timeline.common_intervals(one) == [(0.0, 5.0), (6.5, 9.0)]
+    assert fault_timeline.common_intervals(one) == [(0.0, 5.0), (6.5, 9.0)]
     # Rank 1 moved at 3.5. Then nothing moves until the end of the collective at 5.
-    assert timeline.unsampled(one, period_s=1.0) == []
-    assert timeline.longest_stall_s(one, 0.0, 9.0, period_s=1.0) == 1.5
-    assert timeline.longest_stall_s(one, 0.0, 3.0, period_s=1.0) == 1.0
-    assert timeline.longest_stall_s(one, 5.0, 6.0, period_s=1.0) is None
+    assert fault_timeline.unsampled(one, period_s=1.0) == []
+    assert fault_timeline.longest_stall_s(one, 0.0, 9.0, period_s=1.0) == 1.5
+    assert fault_timeline.longest_stall_s(one, 0.0, 3.0, period_s=1.0) == 1.0
+    assert fault_timeline.longest_stall_s(one, 5.0, 6.0, period_s=1.0) is None
 
 
 def test_a_machine_that_stands_still_is_no_stall() -> None:
     rows = [(ms / 1000, 10.0 * min(ms, 20), 0.0) for ms in (*range(21), *range(26, 30), *range(60, 65))]
     one = run([answer([0.0], [0.064]) | {"samples": rows}] * 2)
-    assert timeline.unsampled(one) == [(0.020, 0.026), (0.029, 0.060)]
+    assert fault_timeline.unsampled(one) == [(0.020, 0.026), (0.029, 0.060)]
     # Payload stops at 20 ms. There are no samples in 6 ms and 31 ms of the 44 ms until the end.
-    assert timeline.longest_stall_s(one, 0.0, 1.0) == pytest.approx(0.007)
+    assert fault_timeline.longest_stall_s(one, 0.0, 1.0) == pytest.approx(0.007)
 
 
 def test_return_of_a_plane_and_goodput_without_it() -> None:
@@ -405,7 +405,7 @@ def test_return_of_a_plane_and_goodput_without_it() -> None:
     ]
     ranks = [answer([0.0, 0.6], [0.5, 2.5]) | {"samples": rows}] * 2
     one = run(ranks, events=[("plane 0 down", 1.0), ("plane 0 up", 2.0)])
-    found = timeline.measure(scenario, one)
+    found = fault_timeline.measure(scenario, one)
     assert found["goodput_after"] == pytest.approx(0.5)
     assert found["plane_back_ms"] == pytest.approx(110, abs=1.0)
     assert found["longest_stall_ms"] == pytest.approx(1.0)

@@ -15,7 +15,7 @@ pytest.importorskip("pyroute2", reason="the extra `testbed` is not installed")
 
 from sennit.commands.cli import app
 from sennit.doctor import capabilities
-from sennit.testbed.scenarios import page, results, runner, stage
+from sennit.testbed.scenarios import report_page, results, runner, stage
 from sennit.testbed.scenarios.catalogue import SCENARIOS
 from sennit.testbed.scenarios.model import Library, Variant
 from sennit.testbed.scenarios.ranks import RankError
@@ -251,7 +251,7 @@ def test_reasons_are_text_and_not_markup() -> None:
     case = results.Case(name="n", title="<script>", status="failed", reason="<i>x</i>")
     case.scenario = SCENARIOS["same-bits"].as_json()
     machine = {"processor": "p", "cores": 1, "kernel": "k", "load_average": [0.0], "time_utc": "t"}
-    html = page.render(results.Results(form="full", strict=False, seed=1, machine=machine, cases=[case]))
+    html = report_page.render(results.Results(form="full", strict=False, seed=1, machine=machine, cases=[case]))
     assert "<script>" not in html
     assert "&lt;i&gt;x&lt;/i&gt;" in html
 

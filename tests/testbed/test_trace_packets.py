@@ -23,7 +23,7 @@ from scapy.layers.l2 import Ether
 from scapy.utils import RawPcapNgReader
 
 from sennit.testbed.topology import Planes
-from sennit.transport.oracle import wire
+from sennit.transport.oracle import roce
 from tests.testbed.trace_runs import DEADLINE_S, SENNIT, WORLD, Ranks, Start, last_pages, session
 
 ROCE_PORT = 4791
@@ -95,7 +95,7 @@ def test_every_packet_of_a_host_is_there_as_it_was_on_the_wire(tmp_path: Path, s
     theirs_address = theirs[0][0]
     for source, udp, datagram in found:
         ends = ((source, udp.sport), (theirs_address if source == ours else ours, ROCE_PORT))
-        assert wire.Packet.pull(datagram).icrc == wire.icrc(datagram[:-4], *ends)
+        assert roce.Packet.pull(datagram).icrc == roce.icrc(datagram[:-4], *ends)
 
 
 @pytest.mark.root
@@ -111,7 +111,7 @@ def test_one_flow_is_filtered_in_the_kernel(tmp_path: Path, seed: int) -> None:
         with capture("all"):
             barriers(ranks)
         _, udp, datagram = packets_of(tmp_path / "all")[-1]
-        qpn, source_port = wire.Packet.pull(datagram).bth.qpn, udp.sport
+        qpn, source_port = roce.Packet.pull(datagram).bth.qpn, udp.sport
         with (
             capture("qpn", "--qpn", f"{qpn}"),
             capture("source_port", "--source-port", f"{source_port}"),
@@ -127,7 +127,7 @@ def test_one_flow_is_filtered_in_the_kernel(tmp_path: Path, seed: int) -> None:
         output, _ = ended.communicate(timeout=DEADLINE_S)
     assert (ended.returncode, output) == (0, f"{tmp_path / 'some'}: 40 packets, 0 dropped\n")
     assert len(packets_of(tmp_path / "some")) == 40
-    assert {wire.Packet.pull(datagram).bth.qpn for _, _, datagram in packets_of(tmp_path / "qpn")} == {qpn}
+    assert {roce.Packet.pull(datagram).bth.qpn for _, _, datagram in packets_of(tmp_path / "qpn")} == {qpn}
     assert {udp.sport for _, udp, _ in packets_of(tmp_path / "source_port")} == {source_port}
     assert len(packets_of(tmp_path / "peer")) > len(packets_of(tmp_path / "source_port"))
     assert packets_of(tmp_path / "stranger") == []

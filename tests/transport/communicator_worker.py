@@ -30,7 +30,7 @@ from sennit.transport.choice.selection import Selection
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import Algorithm, from_environment
 from sennit.transport.meeting.store import FileStore
-from sennit.transport.oracle.wire import REFUSALS
+from sennit.transport.oracle.roce import REFUSALS
 from sennit.transport.plans.arithmetic import fold
 from sennit.transport.plans.elements import COMPLEXES, FLOATS, Dtype, ReduceOp, reduce_ops
 from sennit.transport.plans.plan import Plan

@@ -15,7 +15,7 @@ import sys
 import time
 
 from sennit.doctor.capabilities import UDP_SEGMENT
-from sennit.transport.oracle import wire
+from sennit.transport.oracle import roce
 
 BATCH_PACKETS = 64  # linux/udp.h before Linux 6.9: UDP_MAX_SEGMENTS
 BATCHES = 256
@@ -28,7 +28,7 @@ def packet(rng: random.Random) -> bytes:
     if rng.random() < 0.25:
         return rng.randbytes(PACKET_BYTES)
     # Low bits as a receiver would choose them, so that packets pass the first check and meet the later ones.
-    made = wire.Packet.data(
+    made = roce.Packet.data(
         qpn=rng.getrandbits(rng.choice([4, 24])),
         psn=rng.getrandbits(24),
         remote_address=rng.getrandbits(47) & ~63,
@@ -36,7 +36,7 @@ def packet(rng: random.Random) -> bytes:
         immediate=rng.getrandbits(rng.choice([4, 21, 32])),
         payload=rng.randbytes(PACKET_BYTES - HEADER_BYTES),
     )
-    data = bytearray(wire.seal(made, ("127.0.0.1", 50_000), ("127.0.0.1", 4_791)))
+    data = bytearray(roce.seal(made, ("127.0.0.1", 50_000), ("127.0.0.1", 4_791)))
     for _ in range(rng.randrange(4)):
         data[rng.randrange(len(data))] = rng.randrange(256)
     return bytes(data)

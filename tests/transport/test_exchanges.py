@@ -16,11 +16,11 @@ import pytest
 
 from sennit.transport import errors
 from sennit.transport.errors import ConfigError, MismatchError, PeerError, SennitError
-from sennit.transport.meeting import blocks
 from sennit.transport.meeting import exchanges as exchanges_module
-from sennit.transport.meeting.blocks import Record
+from sennit.transport.meeting import rank_records
 from sennit.transport.meeting.exchanges import Exchanges
 from sennit.transport.meeting.host import Process
+from sennit.transport.meeting.rank_records import Record
 from tests.transport.meeting import MemoryStore
 
 # Ranks 32 and 64 have blocks of their own.
@@ -271,10 +271,10 @@ def test_what_an_earlier_run_left_does_not_count() -> None:
     assert run(body, store=store) == [WORLD] * WORLD
 
 
-@pytest.mark.parametrize("data", [b"", b"x", b"{}", b'"', b"[]", b"c$", blocks.pack([{"a": 1}]).encode()[:-3]])
+@pytest.mark.parametrize("data", [b"", b"x", b"{}", b'"', b"[]", b"c$", rank_records.pack([{"a": 1}]).encode()[:-3]])
 def test_damaged_blocks_are_refused(data: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  (any text)
-        blocks.unpack(data)
+        rank_records.unpack(data)
 
 
 def encoded(raw: bytes) -> bytes:
@@ -290,22 +290,24 @@ def encoded(raw: bytes) -> bytes:
     ],
 )
 def test_damaged_parcels_are_refused(data: bytes) -> None:
-    assert blocks.unpack_parcels(encoded(b"\x01\x02\0abcd"), 2) == [b"ab", b"cd"]
+    assert rank_records.unpack_parcels(encoded(b"\x01\x02\0abcd"), 2) == [b"ab", b"cd"]
     with pytest.raises(ValueError):  # noqa: PT011  (any text)
-        blocks.unpack_parcels(data, 2)
+        rank_records.unpack_parcels(data, 2)
 
 
 def test_blocks_and_parcels_hold_what_was_put_in() -> None:
     records = [{"a": rank, "b": ["x"] * rank} for rank in range(5)]
-    assert blocks.unpack(blocks.pack(records).encode()) == records
+    assert rank_records.unpack(rank_records.pack(records).encode()) == records
     for parcels in ([b"", b"1", bytes(254), bytes(255), bytes(65_535)], [b""] * 3, [b"12345678", b"abcdefgh"], [b"1"]):
-        assert blocks.unpack_parcels(blocks.pack_parcels(parcels).encode(), len(parcels)) == parcels
+        assert rank_records.unpack_parcels(rank_records.pack_parcels(parcels).encode(), len(parcels)) == parcels
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 31, 32, 33, 65, 1_024, 1_057, 32_769])
 def test_every_rank_is_in_one_block_of_each_level(world: int) -> None:
-    for rank in (0, *range(blocks.FAN_IN, world, blocks.FAN_IN)):
-        below = [peer for child in blocks.children_of(rank, world) for peer in blocks.subtree(child, world)]
-        assert [rank, *below] == list(blocks.subtree(rank, world))
-    assert list(blocks.subtree(0, world)) == list(range(world))
-    assert all(not blocks.children_of(rank, world) for rank in range(1, min(world, 70)) if rank % blocks.FAN_IN)
+    for rank in (0, *range(rank_records.FAN_IN, world, rank_records.FAN_IN)):
+        below = [peer for child in rank_records.children_of(rank, world) for peer in rank_records.subtree(child, world)]
+        assert [rank, *below] == list(rank_records.subtree(rank, world))
+    assert list(rank_records.subtree(0, world)) == list(range(world))
+    assert all(
+        not rank_records.children_of(rank, world) for rank in range(1, min(world, 70)) if rank % rank_records.FAN_IN
+    )

@@ -21,7 +21,7 @@ import pytest
 
 from sennit.transport import _core
 from sennit.transport.config import Config
-from sennit.transport.meeting import blocks, exchanges, rendezvous
+from sennit.transport.meeting import exchanges, rank_records, rendezvous
 from sennit.transport.meeting.rails import Rail
 from tests.transport.meeting import Recorder
 
@@ -159,7 +159,7 @@ def real_offer(world: int) -> tuple[bytes, int]:
 def test_the_store_of_1024_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     offer, pair_bytes = real_offer(WORLD)
     # All ranks read the same blocks, and they are one process here.
-    monkeypatch.setattr(exchanges, "unpack", functools.lru_cache(blocks.unpack))
+    monkeypatch.setattr(exchanges, "unpack", functools.lru_cache(rank_records.unpack))
     # A rank that takes its turn late reads nothing again meanwhile, as no earlier run was here.
     monkeypatch.setattr(exchanges, "REREAD_S", 600.0)
     shared = CountingStore.Shared()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transport/oracle/wire.py against the golden packets, and against invalid packets."""
+"""transport/oracle/roce.py against the golden packets, and against invalid packets."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any
 
 import pytest
 
-from sennit.transport.oracle import wire
+from sennit.transport.oracle import roce
 
 VECTORS: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "vectors" / "packets.json").read_text())
 SEED = 20_260
 
 
-def build(vector: dict[str, Any]) -> wire.Packet:
+def build(vector: dict[str, Any]) -> roce.Packet:
     fields = {name: int(vector[name], 16) for name in ("qpn", "psn", "remote_address", "rkey", "immediate")}
     payload = bytes.fromhex(vector["payload"])
-    if vector["opcode"] == wire.Opcode.UC_SEND_ONLY:
-        return wire.Packet.control(qpn=fields["qpn"], psn=fields["psn"], payload=payload)
-    return wire.Packet.data(payload=payload, **fields)
+    if vector["opcode"] == roce.Opcode.UC_SEND_ONLY:
+        return roce.Packet.control(qpn=fields["qpn"], psn=fields["psn"], payload=payload)
+    return roce.Packet.data(payload=payload, **fields)
 
 
-def pull(data: bytes) -> tuple[str, wire.Packet | None]:
+def pull(data: bytes) -> tuple[str, roce.Packet | None]:
     try:
-        return "", wire.Packet.pull(data)
-    except wire.WireError as refused:
+        return "", roce.Packet.pull(data)
+    except roce.WireError as refused:
         return refused.reason, None
 
 
@@ -36,17 +36,17 @@ def test_golden_packet_both_ways(vector: dict[str, Any]) -> None:
     source = (vector["source"], vector["source_port"])
     destination = (vector["destination"], vector["destination_port"])
     datagram = bytes.fromhex(vector["datagram"])
-    assert wire.seal(build(vector), source, destination, identification=vector["identification"]) == datagram
-    pulled = wire.Packet.pull(datagram)
+    assert roce.seal(build(vector), source, destination, identification=vector["identification"]) == datagram
+    pulled = roce.Packet.pull(datagram)
     assert pulled.push() == datagram[:-4]
     assert pulled.payload.hex() == vector["payload"]
-    assert pulled.icrc == wire.icrc(datagram[:-4], source, destination, identification=vector["identification"])
+    assert pulled.icrc == roce.icrc(datagram[:-4], source, destination, identification=vector["identification"])
 
 
 @pytest.mark.parametrize("vector", VECTORS[:18], ids=lambda vector: vector["name"])
 def test_every_truncation_is_refused_by_name(vector: dict[str, Any]) -> None:
     datagram = bytes.fromhex(vector["datagram"])
-    is_data = vector["opcode"] == wire.Opcode.UC_WRITE_ONLY_IMMEDIATE
+    is_data = vector["opcode"] == roce.Opcode.UC_WRITE_ONLY_IMMEDIATE
     for size_bytes in range(len(datagram)):
         reason, shorter = pull(datagram[:size_bytes])
         if shorter is None:
@@ -79,20 +79,20 @@ def test_random_bytes_are_a_packet_or_a_named_refusal() -> None:
     ],
 )
 def test_a_wrong_field_is_named(offset: int, value: int, reason: str) -> None:
-    packet = wire.Packet.data(qpn=1, psn=2, remote_address=3, rkey=4, immediate=5, payload=bytes(8))
-    datagram = bytearray(wire.seal(packet, ("::1", 50_000), ("::1", 4_791)))
+    packet = roce.Packet.data(qpn=1, psn=2, remote_address=3, rkey=4, immediate=5, payload=bytes(8))
+    datagram = bytearray(roce.seal(packet, ("::1", 50_000), ("::1", 4_791)))
     datagram[offset] = value
-    with pytest.raises(wire.WireError, match=reason):
-        wire.Packet.pull(bytes(datagram))
+    with pytest.raises(roce.WireError, match=reason):
+        roce.Packet.pull(bytes(datagram))
 
 
 def test_icrc_ignores_what_routers_change_and_nothing_else() -> None:
-    packet = wire.Packet.control(qpn=7, psn=8, payload=b"abcd")
+    packet = roce.Packet.control(qpn=7, psn=8, payload=b"abcd")
     body = packet.push()
     ends = ("::1", 50_000), ("::2", 4_791)
     marked = body[:4] + b"\xc0" + body[5:]  # A switch set FECN and BECN.
-    assert wire.icrc(marked, *ends) == wire.icrc(body, *ends)
+    assert roce.icrc(marked, *ends) == roce.icrc(body, *ends)
     for offset in set(range(len(body))) - {4}:
         damaged = body[:offset] + bytes([body[offset] ^ 1]) + body[offset + 1 :]
-        assert wire.icrc(damaged, *ends) != wire.icrc(body, *ends)
-    assert wire.icrc(body, ("::3", 50_000), ends[1]) != wire.icrc(body, *ends)
+        assert roce.icrc(damaged, *ends) != roce.icrc(body, *ends)
+    assert roce.icrc(body, ("::3", 50_000), ends[1]) != roce.icrc(body, *ends)

@@ -11,11 +11,11 @@ import json
 import random
 from pathlib import Path
 
-from sennit.transport.oracle import wire
+from sennit.transport.oracle import roce
 
 SEED = 4791
 ADDRESSES = {
-    "ipv6": (("2001:db8::1", 0xC123), ("2001:db8:0:1::2", wire.ROCE_UDP_PORT)),
+    "ipv6": (("2001:db8::1", 0xC123), ("2001:db8:0:1::2", roce.ROCE_UDP_PORT)),
     "ipv4": (("192.0.2.1", 0xFEDC), ("198.51.100.2", 51_791)),
 }
 PAYLOAD_SIZES_BYTES = (0, 1, 2, 3, 4, 61, 62, 63, 64, 1_024, 4_095, 4_096)
@@ -37,10 +37,10 @@ def main() -> None:
                 }
                 payload = random_source.randbytes(size_bytes)
                 if kind == "data":
-                    packet = wire.Packet.data(payload=payload, **fields)
+                    packet = roce.Packet.data(payload=payload, **fields)
                 else:
-                    packet = wire.Packet.control(payload=payload, qpn=fields["qpn"], psn=fields["psn"])
-                datagram = wire.seal(packet, source, destination, identification=identification)
+                    packet = roce.Packet.control(payload=payload, qpn=fields["qpn"], psn=fields["psn"])
+                datagram = roce.seal(packet, source, destination, identification=identification)
                 vectors.append(
                     {
                         "name": f"{family} {kind} {size_bytes}",

@@ -23,7 +23,8 @@ from typing import Final
 
 from sennit.transport import descriptors
 from sennit.transport.errors import MismatchError, PeerError, SennitError, TimeoutError
-from sennit.transport.meeting.blocks import (
+from sennit.transport.meeting.host import Process
+from sennit.transport.meeting.rank_records import (
     FAN_IN,
     Record,
     children_of,
@@ -33,7 +34,6 @@ from sennit.transport.meeting.blocks import (
     unpack,
     unpack_parcels,
 )
-from sennit.transport.meeting.host import Process
 from sennit.transport.meeting.store import CheckedStore, Store
 from sennit.transport.meeting.version import Versions
 

@@ -32,11 +32,11 @@ from sennit.transport import descriptors
 from sennit.transport.choice.calibration import Calibration, read_calibration
 from sennit.transport.config import Config, TransportKind
 from sennit.transport.errors import ConfigError, DeviceError, Unsupported
-from sennit.transport.meeting.blocks import Record
 from sennit.transport.meeting.exchanges import Exchanges
 from sennit.transport.meeting.host import host_identity, machine_identity
 from sennit.transport.meeting.network_trial import NETWORKS, TriedEndpoint, try_network
 from sennit.transport.meeting.numa import describe_distance
+from sennit.transport.meeting.rank_records import Record
 from sennit.transport.meeting.store import Store
 from sennit.transport.plans.hosts import Hosts
 

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from sennit.runtime.calibrate import machine
 from sennit.runtime.data.sources import Source
-from sennit.runtime.telemetry.cost import BPF, INGEST, TRAINER, TRANSPORT
+from sennit.runtime.telemetry.process_cost import BPF, INGEST, TRAINER, TRANSPORT
 from sennit.runtime.training import launch
 from sennit.runtime.training.config import TrainingConfig
 from sennit.testbed.bench.training.cost_ways import TIMEOUT_S, Measured, Place, Plan, Way, take_turns

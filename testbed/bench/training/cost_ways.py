@@ -30,8 +30,7 @@ from sennit.runtime.ingest.fed import Door, FedSource
 from sennit.runtime.memory.large_buffers import keep_large_buffers
 from sennit.runtime.model.factory import build
 from sennit.runtime.sharded import Features
-from sennit.runtime.telemetry.cost import CostMeter, process_ns
-from sennit.runtime.telemetry.run_cost import SENT
+from sennit.runtime.telemetry.process_cost import SENT, CostMeter, process_ns
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.planned import model_inputs
 from sennit.runtime.training.trainer import Trainer

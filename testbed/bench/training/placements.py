@@ -33,8 +33,8 @@ from sennit.runtime.data.sources import Source
 from sennit.runtime.model.settings import SettingsFile
 from sennit.runtime.model.sharding_settings import Sharding
 from sennit.runtime.planner.constants import cores_here, read_constants
-from sennit.runtime.planner.cost import Rating
 from sennit.runtime.planner.search import Found, of_placement, round_robin, search
+from sennit.runtime.planner.step_time import Rating
 from sennit.runtime.sharded.placement import EVERYWHERE, placed
 from sennit.runtime.sharded.tables import Table, shard_name, shards_of
 from sennit.runtime.training import launch

@@ -30,8 +30,8 @@ from sennit.runtime.data.batch_source import MemorySource, prepared
 from sennit.runtime.data.sources import Source
 from sennit.runtime.model.sharding_settings import Sharding
 from sennit.runtime.planner.constants import read_constants
-from sennit.runtime.planner.cost import Rating
 from sennit.runtime.planner.search import of_placement, search
+from sennit.runtime.planner.step_time import Rating
 from sennit.runtime.training import launch
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.planned import cluster_of, problem_of

@@ -17,9 +17,9 @@ from rich.console import Console
 from sennit.runtime.calibrate import machine
 from sennit.runtime.planner.cluster import Cluster
 from sennit.runtime.planner.constants import Constants
-from sennit.runtime.planner.cost import Rating
 from sennit.runtime.planner.problem import Fixed, Problem
 from sennit.runtime.planner.search import round_robin, search
+from sennit.runtime.planner.step_time import Rating
 from sennit.runtime.planner.usage import ZIPF, uses
 from sennit.runtime.sharded.tables import Table
 

@@ -24,7 +24,7 @@ from sennit.runtime.calibrate import machine
 from sennit.runtime.replicas import SlicedReplicas
 from sennit.runtime.sharded import Features, ShardedEmbeddingBags, Table
 from sennit.runtime.training import launch
-from sennit.testbed.bench.report import format_seconds
+from sennit.testbed.bench.ratios import format_seconds
 from sennit.testbed.bench.results import quantile
 from sennit.testbed.bench.training import slices
 from sennit.testbed.bench.training.sharded_torchrec import torchrec_step

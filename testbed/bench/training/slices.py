@@ -27,7 +27,7 @@ from sennit.runtime.model.inputs import ModelInputs
 from sennit.runtime.replicas import Along, SlicedReplicas
 from sennit.runtime.sharded import Table
 from sennit.runtime.training import launch
-from sennit.testbed.bench.report import format_seconds
+from sennit.testbed.bench.ratios import format_seconds
 from sennit.testbed.bench.results import quantile
 
 OURS: Final = "slices"

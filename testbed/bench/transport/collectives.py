@@ -14,9 +14,9 @@ from functools import partial
 from sennit.runtime.calibrate import machine
 from sennit.testbed.bench.cases import Case, Collective
 from sennit.testbed.bench.results import Report, Row
-from sennit.testbed.bench.transport.commands import Allocate, Join, Measure, ReadPeak, ResetPeak, Verify
 from sennit.testbed.bench.transport.conductor import Workers
 from sennit.testbed.bench.transport.library import BETWEEN, LIBRARIES
+from sennit.testbed.bench.transport.worker_commands import Allocate, Join, Measure, ReadPeak, ResetPeak, Verify
 from sennit.transport.plans.hosts import Hosts
 from sennit.transport.sizes import format_size
 

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Self
 
 from sennit.errors import SennitError
-from sennit.testbed.bench.transport.commands import Command, Failure, Stop
+from sennit.testbed.bench.transport.worker_commands import Command, Failure, Stop
 
 COMMAND_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 20.0

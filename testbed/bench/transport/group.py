@@ -29,7 +29,7 @@ from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.calibrate import machine
 from sennit.runtime.ingest.address import Address
 from sennit.runtime.training import launch
-from sennit.testbed.bench.report import format_seconds
+from sennit.testbed.bench.ratios import format_seconds
 from sennit.testbed.bench.results import quantile
 from sennit.testbed.bench.transport import collectives
 from sennit.testbed.bench.transport.group_rank import TIMEOUT_S, Turn, result_key, take_turns

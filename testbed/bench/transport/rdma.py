@@ -23,8 +23,8 @@ from rich.table import Table
 from sennit.errors import SennitError
 from sennit.runtime.calibrate import machine
 from sennit.testbed.bench.cases import IN_FLIGHT_MAX, Case, Collective
-from sennit.testbed.bench.transport.commands import Join, Measure, Verify
 from sennit.testbed.bench.transport.conductor import Workers
+from sennit.testbed.bench.transport.worker_commands import Join, Measure, Verify
 from sennit.testbed.vm import links
 from sennit.transport.sizes import format_size
 

@@ -41,7 +41,7 @@ def collectives(
 
     Peers take turns round by round. The report begins with the ratios.
     """
-    from sennit.testbed.bench import cases, report
+    from sennit.testbed.bench import cases, ratios
     from sennit.testbed.bench.transport import collectives
     from sennit.testbed.bench.transport.conductor import WorkerError
     from sennit.transport.sizes import parse_size
@@ -65,10 +65,10 @@ def collectives(
             result = collectives.run(settings, update)
     except WorkerError as error:
         fail(error)
-    report.render(result, console)
+    ratios.render(result, console)
     write(json_path, result.as_json())
     if plot_path is not None:
-        report.plot(result, plot_path)
+        ratios.plot(result, plot_path)
 
 
 def group(

@@ -9,7 +9,8 @@ import sys
 from multiprocessing.connection import Client
 from pathlib import Path
 
-from sennit.testbed.bench.transport.commands import (
+from sennit.testbed.bench.transport.library import Library, make_library
+from sennit.testbed.bench.transport.worker_commands import (
     Allocate,
     Command,
     Failure,
@@ -20,7 +21,6 @@ from sennit.testbed.bench.transport.commands import (
     Stop,
     Verify,
 )
-from sennit.testbed.bench.transport.library import Library, make_library
 
 
 def _status_bytes(field: str) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sennit.transport.oracle import wire
+from sennit.transport.oracle import roce
 
 PAYLOAD_BYTES: Final = 4_096
 BTH: Final = struct.Struct(">BBHII")
@@ -17,7 +17,7 @@ RETH: Final = struct.Struct(">QII")
 IMMEDIATE: Final = struct.Struct(">I")
 BTH_BYTES: Final = BTH.size
 HEADER_BYTES: Final = BTH.size + RETH.size + IMMEDIATE.size
-WRITE_ONLY_IMMEDIATE: Final = int(wire.Opcode.UC_WRITE_ONLY_IMMEDIATE)
+WRITE_ONLY_IMMEDIATE: Final = int(roce.Opcode.UC_WRITE_ONLY_IMMEDIATE)
 PSN_MASK: Final = (1 << 24) - 1
 
 
@@ -43,7 +43,7 @@ class Datagram:
 
     def sealed(self, source: tuple[str, int], destination: tuple[str, int]) -> bytes:
         """Returns the payload of the UDP datagram."""
-        icrc = wire.icrc(self.body, source, destination) if len(self.body) >= BTH_BYTES else 0
+        icrc = roce.icrc(self.body, source, destination) if len(self.body) >= BTH_BYTES else 0
         return self.change(self.body + struct.pack("<I", icrc))
 
 
@@ -75,7 +75,7 @@ class Aim:
             "migrated": 1,
             "pad_count": len(pad),
             "version": 0,
-            "partition_key": wire.DEFAULT_PARTITION_KEY,
+            "partition_key": roce.DEFAULT_PARTITION_KEY,
             "notification": 0,
             "qpn": self.qpn,
             "ack_request": 0,

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Final, Self
 
 from sennit.testbed.vm import links
-from sennit.transport.oracle.wire import ROCE_UDP_PORT
+from sennit.transport.oracle.roce import ROCE_UDP_PORT
 
 from .packets import PAYLOAD_BYTES, Aim, Datagram
 from .sockets import Sockets

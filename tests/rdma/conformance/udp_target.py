@@ -11,7 +11,7 @@ from typing import Final, Self
 import numpy as np
 
 from sennit.transport import _core
-from sennit.transport.oracle import wire
+from sennit.transport.oracle import roce
 from sennit.transport.plans.plan import PlanBuilder
 from sennit.transport.plans.plan_codec import encode
 
@@ -120,7 +120,7 @@ class UdpTarget:
     def _advert(self) -> tuple[int, int, int]:
         """Returns address, key and size of the memory that rank 0 offers for the newest message."""
         while True:
-            packet = wire.Packet.pull(self._sockets.receive(DEADLINE_S))
+            packet = roce.Packet.pull(self._sockets.receive(DEADLINE_S))
             control = self._controls.Control.unpack(packet.payload)
             for number, advert in enumerate(control.adverts, control.advert_first):
                 if number == self._messages:

@@ -9,9 +9,9 @@ from typing import Final
 
 import numpy as np
 
-from sennit.runtime.planner.cost import Rating
 from sennit.runtime.planner.report import why
 from sennit.runtime.planner.search import Found, local, of_placement, search
+from sennit.runtime.planner.step_time import Rating
 from sennit.runtime.planner.usage import Use
 from sennit.runtime.sharded.placement import EVERYWHERE, Placement
 from sennit.runtime.sharded.tables import Shard, Table, shard_bytes, shard_name
