@@ -2,7 +2,7 @@
 """What sennit takes of torch that torch does not promise to keep: private names, and attributes of its groups.
 
 A new minor release of torch is tried here first, and in csrc/torch_versions.hpp. All other files use public names
-alone, which tests/runtime/test_torch_versions.py holds. Torch 2.11 to 2.14 have all of these names.
+alone, which tests/test_private_names.py holds. Torch 2.11 to 2.14 have all of these names.
 """
 
 from __future__ import annotations
@@ -140,6 +140,16 @@ def backward_pass() -> int:
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Calls `call` once, when the present backward pass has done all else. Only for a thread that runs one."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def times_changed(tensor: torch.Tensor) -> int:
+    """How often operations have written to the memory of a tensor: torch's version counter."""
+    return tensor._version
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that this one is a view of; None if it is no view."""
+    return tensor._base
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:

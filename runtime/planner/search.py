@@ -151,7 +151,7 @@ class _Search:
         table, cluster = self.problem.tables[number], self.problem.cluster
         shape = (table.row_shards, table.column_shards)
         lightest = np.argsort(self._load(without), kind="stable")[:CANDIDATES]
-        found = [(np.full(shape, rank), self._on(number, int(rank))) for rank in lightest]
+        found = [(np.full(shape, rank), self.whole_on(number, int(rank))) for rank in lightest]
         # Files are of shards that one rank has.
         may_be_replicated = cluster.ranks > 1 and table.home is not Home.FILE
         spreads: list[Owners] = [np.full(shape, EVERYWHERE)] if may_be_replicated else []
@@ -167,7 +167,7 @@ class _Search:
             load = load + (work[Kind.MEMORY] / np.maximum(np.asarray(limits, np.float64), 1.0) > 0.98) * 1e3
         return load
 
-    def _on(self, number: int, rank: int) -> Work:
+    def whole_on(self, number: int, rank: int) -> Work:
         """A whole table on a rank: that on rank 0, with its own work elsewhere."""
         if number not in self._whole:
             table = self.problem.tables[number]
@@ -211,17 +211,17 @@ class _Search:
         works = self.work + np.stack([work for _, work in options])
         self.rated += len(options)
         # The sum breaks ties: what hides behind a slower rank today may not tomorrow.
-        seconds = self.rating.seconds(works) + 1e-3 * np.stack([self._mean(work) for work in works])
+        seconds = self.rating.seconds(works) + 1e-3 * np.stack([self.mean_load(work) for work in works])
         seconds = np.where(self.rating.fits(works), seconds, np.inf)
         at = int(np.argmin(seconds))
         return None if not np.isfinite(seconds[at]) else (float(seconds[at]), *options[at])
 
-    def _mean(self, work: Work) -> Any:
+    def mean_load(self, work: Work) -> Any:
         load = self.rating.rank_seconds(work)
         return np.sqrt((load**2).mean())
 
     def seconds(self) -> float:
-        return float(self.rating.seconds(self.work)) + 1e-3 * float(self._mean(self.work))
+        return float(self.rating.seconds(self.work)) + 1e-3 * float(self.mean_load(self.work))
 
     def found(self, name: str) -> Found:
         return rate(self.rating, name, [self.owners[number] for number in range(len(self.problem.tables))])
@@ -359,18 +359,18 @@ def _swapped(search: _Search, best: float, moves_max: int) -> tuple[float, bool]
         without = search.work - search.works[mine]
         works = np.stack(
             [
-                without - search.works[other] + search._on(mine, int(rank)) + search._on(other, slowest)
+                without - search.works[other] + search.whole_on(mine, int(rank)) + search.whole_on(other, slowest)
                 for other, rank in pairs
             ]
         )
         search.rated += len(pairs)
-        seconds = search.rating.seconds(works) + 1e-3 * np.stack([search._mean(work) for work in works])
+        seconds = search.rating.seconds(works) + 1e-3 * np.stack([search.mean_load(work) for work in works])
         seconds = np.where(search.rating.fits(works), seconds, np.inf)
         at = int(np.argmin(seconds))
         if seconds[at] < best * (1 - GAIN_MIN):
             other, rank = pairs[at]
             for number, to in ((mine, int(rank)), (other, slowest)):
-                search.put(number, np.full_like(search.owners[number], to), search._on(number, to))
+                search.put(number, np.full_like(search.owners[number], to), search.whole_on(number, to))
             return float(seconds[at]), True
     return best, False
 

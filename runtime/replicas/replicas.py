@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from sennit.runtime.backend.gathering import all_gather_parts
-from sennit.runtime.backend.torch_versions import NormBase, tree_leaves, tree_map
+from sennit.runtime.backend.torch_versions import NormBase, times_changed, tree_leaves, tree_map
 from sennit.runtime.data.seeds import derive
 from sennit.runtime.replicas.cutting import Along, CutArguments, join
 from sennit.runtime.replicas.gradient_rows import Layout, places_of
@@ -54,8 +54,8 @@ class SlicedReplicas(nn.Module):
     ) -> None:
         """Collective. Parameters and buffers become those of rank 0.
 
-        `slices`: V, a power of two. `seed`: of the random numbers that `module` draws from torch's default generator.
-        `codec`: of the AllReduce of gradients, with error feedback; bits then depend on the ranks.
+        `slices`: V, a power of two. `seed`: decides the random numbers that `module` draws from torch's default
+        generator. `codec`: codes the AllReduce of gradients, with error feedback; bits then depend on the ranks.
         `clock`: measures the phase "AllReduce".
 
         Raises on all ranks `ConfigError` if they disagree on V, the seed, the codec, or the names, shapes or types of
@@ -72,10 +72,10 @@ class SlicedReplicas(nn.Module):
     def _begin(
         self, module: nn.Module, slices: Slices, seed: int, group: dist.ProcessGroup | None, reduction: Reduction
     ) -> None:
-        """Not collective."""
+        """The part of the constructor that is not collective."""
         self.module, self.slices = module, slices
         self.passes = 0
-        """Forward passes in training mode so far. They decide random numbers: save it, and set it when you resume."""
+        """The forward passes in training mode so far. They decide random numbers: save them, and set them to resume."""
         self._seed, self._group, self._reduction = seed, group, reduction
         self._synchronised = True
         self._held = Held()
@@ -86,21 +86,22 @@ class SlicedReplicas(nn.Module):
 
     @property
     def residuals(self) -> Residuals | None:
-        """What coding took from the last gradients of this rank; None without a codec. Save its `state_dict`."""
+        """What coding has lost of this rank's last gradients; None without a codec. Save its `state_dict`."""
         return self._reduction.residuals
 
     def forward(self, *args: Any, global_batch: int | None = None, **kwargs: Any) -> Any:
         """Returns what `module` returns for this rank's samples: tensors by dimension 0, 0-dim tensors [own slices].
 
-        Tensors are cut along dimension 0, in tuples, lists and dicts too; `Along` says otherwise. Without
-        `global_batch`, the samples of all ranks, all slices have one size. Raises `ArgumentError` if the samples are
-        not those of this rank's slices, and if the module changes a buffer.
+        Tensors are cut along dimension 0, in tuples, lists and dicts too; `Along` names another dimension.
+        `global_batch`: the samples of all ranks; without it all slices have one size. Raises `ArgumentError` if the
+        samples are not those of this rank's slices, and if the module changes a buffer.
 
-        If an argument is `Pending`, a method `early` of the module is called for all slices before it is awaited, with
-        None in its place. `module` then gets the result as `early`, in which it has done what it would do first.
+        If an argument is `Pending` and the module has a method `early`, that method does what needs no vectors while
+        the vectors travel. It is called for all slices first, with None in place of the argument. The module then gets
+        what `early` returned as its argument `early`.
         """
         self._refuse_running_statistics()
-        buffers = [(name, buffer, buffer._version) for name, buffer in self.module.named_buffers()]
+        buffers = [(name, buffer, times_changed(buffer)) for name, buffer in self.module.named_buffers()]
         sums, begun = None, {}
         early: Any = getattr(self.module, "early", None)
         if early is not None and _is_pending((args, kwargs)) and not _is_compiled(self.module):
@@ -123,7 +124,7 @@ class SlicedReplicas(nn.Module):
         if sums is not None:
             sums.has_all_slices()
         for name, buffer, version in buffers:
-            if buffer._version != version:
+            if times_changed(buffer) != version:
                 raise ArgumentError(f"the module changed its buffer {name}: slices would see each other's changes")
         self.passes += self.training
         return join(outputs, None if sums is None else sums.expect)
@@ -145,7 +146,7 @@ class SlicedReplicas(nn.Module):
         """What to call `backward` on: `losses` [own slices], summed and divided by a number that no world changes.
 
         `divisor`: the number of slices by default, for means over samples (exact, since it is a power of two); the
-        global batch for sums over samples. The value is this rank's part; `global_loss` gives that of all.
+        global batch for sums over samples. The value is this rank's part of the loss; `global_loss` returns the whole.
         """
         self._check_losses(losses)
         return losses.sum() / (self.slices.count if divisor is None else divisor)
@@ -159,7 +160,7 @@ class SlicedReplicas(nn.Module):
     def gathered(self, own: Tensor, global_batch: int | None = None) -> Tensor:
         """Collective: the results of all samples, [global batch, …], in their order and without gradients.
 
-        `own`: those of this rank's samples, [B, …]. `global_batch`: needed only where slices differ in size.
+        `own`: the results of this rank's samples, [B, …]. `global_batch`: needed only where slices differ in size.
         """
         batch, of_sample = self.slices.global_batch(len(own), global_batch), own.shape[1:]
         ends = [self.slices.samples(rank, batch) for rank in range(self.slices.world_size)]
@@ -168,10 +169,10 @@ class SlicedReplicas(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes of forward passes made inside keep gradients on this rank, added up slice by slice.
+        """The backward pass of a forward pass made inside keeps its gradients on this rank, added up slice by slice.
 
-        The next one from outside adds them to its own, slice by slice, and sums over all slices. So gradients are
-        accumulated with one AllReduce, and the same bits in every world.
+        The next backward pass whose forward pass is made outside adds the kept gradients to its own, slice by slice,
+        and sums over all slices. So gradients are accumulated with one AllReduce, and the same bits in every world.
         """
         before, self._synchronised = self._synchronised, False
         try:
@@ -180,10 +181,11 @@ class SlicedReplicas(nn.Module):
             self._synchronised = before
 
     def overlap(self, run: RunBeside | None, group: dist.ProcessGroup | None = None) -> None:
-        """From now on sums of gradients travel as they come, in the thread of `run`, over `group` of the same ranks.
+        """From now on `run` sends each bucket of gradients in another thread, over `group`, as soon as it is complete.
 
-        All but the last: that one travels when the backward pass ends, which waits for all of them. Nothing else may
-        use `group`. With a codec, on a GPU, and after `overlap(None)`, everything stays here.
+        `group` has the same ranks, and nothing else may use it. The last bucket travels when the backward pass ends,
+        which waits for all buckets. With a codec, on a GPU and after `overlap(None)`, the thread of the backward pass
+        sends everything.
         """
         self._reduction.overlap(run if self._device.type == "cpu" else None, group)
 
@@ -206,7 +208,7 @@ class SlicedReplicas(nn.Module):
         return SliceSums(layout, cut.sizes, self._held, self._reduction, synchronised=self._synchronised)
 
     def _current_layout(self) -> Layout:
-        """The module may have got other parameters, or frozen some."""
+        """The layout of the parameters as they are now: the module may have got others, or frozen some."""
         if not self._layout.fits(self._places):
             if self._held:
                 raise ArgumentError("parameters changed while no_sync held gradients of them")
@@ -216,9 +218,9 @@ class SlicedReplicas(nn.Module):
 
     @contextlib.contextmanager
     def _random_numbers(self, what: str, number: int) -> Iterator[None]:
-        """Inside, torch's default generators begin where (seed, pass, slice) say. Outside, nothing has changed.
+        """Inside, torch's default generators begin where (seed, pass, slice) say. Afterwards they go on as before.
 
-        They are those of the host and of the module's device.
+        This holds for the generators of the host and of the module's device.
         """
         generators = [torch.default_generator]
         if self._device.type == "cuda":
@@ -258,7 +260,7 @@ def _is_pending(arguments: object) -> bool:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Then `early` would be plain code, which may round differently."""
+    """Whether torch has compiled the module. Its `early` is then plain code, which may round differently."""
     return hasattr(module, "_orig_mod")
 
 
@@ -297,7 +299,7 @@ def _description(module: nn.Module, slices: int, seed: int) -> dict[str, str]:
 
 
 def _device_of(module: nn.Module) -> torch.device:
-    """Where all of the module is; the host, if it has nothing."""
+    """The device of all parameters and buffers; the host if there are none. Raises `ArgumentError` if they differ."""
     device = next((tensor.device for _, tensor in _state(module)), torch.device("cpu"))
     for name, tensor in _state(module):
         if is_lazy(tensor):

@@ -11,6 +11,7 @@ from typing import Final
 
 import torch
 
+from sennit.runtime.backend.torch_versions import base_of
 from sennit.testbed.differential.calls import Call
 
 SENTINEL: Final = 1  # between the elements of strided tensors
@@ -89,7 +90,7 @@ def unusual(rng: random.Random, call: Call) -> Given:
 
 def untouched(outputs: Sequence[torch.Tensor]) -> Callable[[], bool]:
     """Returns a question: is everything in the memory of `outputs`, but for their elements, what it is now?"""
-    kept = [(one, one._base, one._base.clone()) for one in outputs if one._base is not None]
+    kept = [(one, base, base.clone()) for one in outputs if (base := base_of(one)) is not None]
 
     def ask() -> bool:
         for one, memory, before in kept:

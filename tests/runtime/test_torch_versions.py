@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch does not promise to keep is used in one file of Python and one of C++."""
+"""What torch does not promise to keep is used in one file of C++ and one of Python (tests/test_private_names.py)."""
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
 import sysconfig
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,58 +15,7 @@ import pytest
 from sennit.runtime.backend import building
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("ebpf", "examples", "offload", "runtime", "sennit", "testbed", "transport")
-PYTHON = ROOT / "runtime" / "backend" / "torch_versions.py"
 CXX = ROOT / "runtime" / "backend" / "csrc" / "torch_versions.hpp"
-# Of the standard library.
-PUBLIC = {"_exit"}
-
-
-def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")
-
-
-def own_names(tree: ast.AST) -> Iterator[str]:
-    """What a file defines or assigns."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield node.attr
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-
-
-def of_others(tree: ast.AST, ours: set[str]) -> Iterator[tuple[int, str]]:
-    """Private names of other packages that a file imports or uses, with their lines."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith(("sennit", "__future__")):
-            if any(map(is_private, [*node.module.split("."), *(alias.name for alias in node.names)])):
-                yield node.lineno, ast.unparse(node)
-        elif isinstance(node, ast.Import):
-            if any(is_private(part) for alias in node.names for part in alias.name.split(".")):
-                yield node.lineno, ast.unparse(node)
-        elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in PUBLIC:
-            text = ast.unparse(node)
-            if node.attr not in ours or text.startswith(("torch.", "dist.")):
-                yield node.lineno, text
-
-
-def test_private_names_of_torch_are_used_in_one_file() -> None:
-    trees = {
-        path: ast.parse(path.read_text())
-        for folder in FOLDERS
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        if path != PYTHON
-    }
-    ours = {name for tree in trees.values() for name in own_names(tree)}
-    found = [
-        f"{path.relative_to(ROOT)}:{line}: {text}"
-        for path, tree in trees.items()
-        for line, text in of_others(tree, ours)
-    ]
-    assert not found, f"move what is private to {PYTHON.relative_to(ROOT)}, or take a public name: {found}"
-    assert list(of_others(ast.parse(PYTHON.read_text()), ours)), "the search finds nothing at all"
 
 
 def test_private_headers_of_torch_are_included_in_one_file() -> None:
