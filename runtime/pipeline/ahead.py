@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches that are taken, and whose ids travel, while earlier ones are computed.
+"""Batches ahead of the step: they are taken, and their ids travel, while earlier batches are computed.
 
-Two threads work ahead of the step: "input" takes batches, "ids" sends them to the owners of their rows, over a group of
-its own. Nothing that a step changes is read there, so no bit depends on how far ahead they are.
+Two threads work ahead of the step: "input" takes batches, and "ids" sends them to the owners of their rows, over a
+group of its own. These threads read nothing that a step changes, so no bit depends on how far ahead they are.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from sennit.runtime.sharded.module import ShardedTables
 from sennit.runtime.sharded.sent import Refused, Sent
 
 BATCHES_AHEAD_MAX: Final = 3
-"""More batches need more memory, and hide no more."""
-
+"""The most batches on their way while one is computed. More need more memory, and hide no more."""
 
 INPUT: Final = "input"
 IDS: Final = "ids"
@@ -34,11 +33,11 @@ IDS: Final = "ids"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Taken:
-    """A batch, and what of it goes to tables."""
+    """A batch, and the features in it that go to tables."""
 
     batch: Any
     features: Sequence[Any]
-    """For each module of tables, in any form that it takes."""
+    """The features for each module of tables, in any form that it takes."""
 
     global_batch: int | None = None
 
@@ -49,7 +48,7 @@ class Arrived:
 
     taken: Taken
     sent: Sequence[Sent]
-    """For each module of tables."""
+    """What each module of tables has sent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,10 +56,10 @@ class Waiting:
     """A batch on its way."""
 
     ids: Task
-    """Ends with `Arrived`."""
+    """The task that sends the ids. Its result is `Arrived`."""
 
     lookups: dict[int, Task] = field(default_factory=dict)
-    """By the number of a module of tables: where its vectors are looked up already."""
+    """The lookups that have begun already, by the number of the module of tables."""
 
 
 class BatchesAhead(Closing):
@@ -98,11 +97,11 @@ class BatchesAhead(Closing):
         """
         if self._waiting and not self._room_is_checked:
             self._check_room()
-        # What this thread knows now goes out with this batch, so all runs tell of an error at the same step.
+        # An error that this thread knows now goes out with this batch, so every run tells of it at the same step.
         senders = [one.sender(self._group) for one in self._tables]
         input_thread, ids_thread = (INPUT, IDS) if self.depth else (MAIN, MAIN)
         taken = self._scheduler.submit("input", lambda: self._take(take), thread=input_thread, step=step)
-        # Nothing is sent after something that failed: the other ranks are not there.
+        # Nothing is sent after a failure, because the other ranks are not there.
         before = () if self._last is None else (self._last,)
         send = explained(lambda one, *_: self._send(senders, one), self._group)
         self._last = self._scheduler.submit("ids", send, taken, *before, thread=ids_thread, step=step)
@@ -129,7 +128,7 @@ class BatchesAhead(Closing):
                 module.drop(sent)
 
     def close(self, *, failed: bool = False) -> None:
-        """Ends the group. `failed`: this rank gives up, so that nobody waits for it; else it waits for what is sent."""
+        """Waits for what is being sent, and ends the group. `failed`: this rank gives up, and nobody waits for it."""
         if failed:
             self.abort()
         group, self._group = self._group, None
@@ -149,14 +148,14 @@ class BatchesAhead(Closing):
         self._room_is_checked = True
         try:
             first: Arrived = self._waiting[0].ids.result()
-        except Exception:  # Of any type: `next` raises it.
+        except Exception:  # Any type, because `next` raises it.
             return
         check_room(first.taken, self._tables, first.sent, depth=self.depth, group=self._usual_group)
 
     def _take(self, take: Callable[[], Taken]) -> Taken | Refused:
         try:
             return take()
-        except Exception as error:  # Of any type: the other ranks wait for this one.
+        except Exception as error:  # Any type, because the other ranks wait for this one.
             if not self._tells:
                 raise
             return Refused(error)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels in threads of its own, while the step computes what does not need it.
+"""Exchanges in threads of their own, while the step computes what does not need them.
 
-Vectors travel under the bottom MLP. Their gradients travel, and rows are updated, under the bottom MLP's backward pass,
-the AllReduce of dense gradients and the optimizer's step. As soon as rows are updated, those of the next batch are
-looked up: their vectors travel under what is left of the step, and under what the program does before the next one.
-Sums of dense gradients travel, bucket by bucket, under the backward pass that computes the next ones.
+Vectors travel while the bottom MLP is computed. Their gradients travel, and rows are updated, during the backward pass
+of the bottom MLP, the AllReduce of dense gradients and the optimizer's step. As soon as rows are updated, the next
+batch is looked up: its vectors travel during the rest of the step, and while the program prepares the next one. Each
+bucket of dense gradients travels while the backward pass computes the buckets that follow.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Exchanges:
         replicas: SlicedReplicas | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """`tables`: those of `ahead`. Collective if there are several ranks: makes groups.
+        """`tables`: the modules whose batches `ahead` sends. Collective if there are several ranks: makes groups.
 
-        What is on a GPU stays as it is.
+        Modules on a GPU work in the caller's thread, as before.
         """
         self.step = 0
-        """Of the tasks from now on."""
+        """The step that tasks belong to from now on."""
 
         self._ahead = ahead
         self._thread = GroupThread(scheduler, EXCHANGE, group)
@@ -63,7 +63,9 @@ class Exchanges:
             replicas.overlap(self._sum, self._gradients.group)
 
     def close(self, *, failed: bool = False) -> None:
-        """Waits for what is under way, and ends the groups; all is as before. Raises errors of updates.
+        """Waits for what is under way, and ends the groups. Modules work in the caller's thread again.
+
+        Raises errors of updates.
 
         `failed`: this rank gives up, so that nobody waits for it, and raises nothing.
         """
@@ -76,7 +78,7 @@ class Exchanges:
             self._thread.close(stack.pop_all().close, failed=failed)
 
     def _run(self, number: int, name: str, function: Callable[[], Any]) -> Task:
-        """What a module of tables asks for."""
+        """Runs what a module of tables asks for. After an update, it also looks the next batch up."""
         found = self._thread.submit(name, function, step=self.step)
         beside = self._of_table[number]
         waiting = self._ahead.oldest
@@ -92,6 +94,6 @@ class Exchanges:
         return found
 
     def _sum(self, name: str, function: Callable[[], Any]) -> Task:
-        """What replicas ask for."""
+        """Runs what replicas ask for."""
         assert self._gradients is not None
         return self._gradients.submit(name, function, step=self.step)

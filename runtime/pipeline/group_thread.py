@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread that alone uses a group of the ranks. So it makes the same calls in the same order on all of them."""
+"""A thread that alone uses a group of ranks. So the thread makes the same calls in the same order on all of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class GroupThread:
         self._last: Task | None = None
 
     def submit(self, name: str, function: Callable[..., Any], *inputs: Task, step: int) -> Task:
-        """As `Scheduler.submit`. Raises `PeerError` in place of what fails because the group has failed."""
+        """As `Scheduler.submit`. A task that fails because the group has failed raises `PeerError`."""
         explaining = explained(function, self.group)
         self._last = self._scheduler.submit(name, explaining, *inputs, thread=self._name, step=step)
         return self._last
@@ -41,7 +41,7 @@ class GroupThread:
         group, self.group = self.group, None
         if failed and group is not None and self._last is not None and not self._last.is_done:
             torch_versions.abort(group)
-        # What is raised already tells more than what it has caused.
+        # The caller's error tells more than the errors that it has caused.
         with contextlib.suppress(Exception) if failed else contextlib.nullcontext():
             finish()
         if group is not None and not failed:
@@ -49,9 +49,9 @@ class GroupThread:
 
 
 def explained(function: Callable[..., Result], group: dist.ProcessGroup | None) -> Callable[..., Result]:
-    """Raises `PeerError` in place of what `function` raises if its `group` has failed.
+    """Returns `function` with `PeerError` in place of any error, if its `group` has failed.
 
-    The default group has not failed then, but it cannot go on without the rank that this group misses.
+    The default group may work still, but it cannot go on without the rank that is missing in `group`.
     """
 
     def call(*arguments: object) -> Result:

@@ -30,7 +30,7 @@ from sennit.transport.errors import ArgumentError, ConfigError
 
 
 class Pipeline(Closing):
-    """An iterator: each item is one step, and is what the model returned, detached. Every rank does it."""
+    """An iterator whose items are steps. Each is what the model returned, detached. Every rank iterates."""
 
     def __init__(
         self,
@@ -48,20 +48,20 @@ class Pipeline(Closing):
         on_task: Callable[[Record], None] | None = None,
         timeline: Timeline | None = None,
     ) -> None:
-        """`model(batch)` returns what the backward pass begins with, or a tuple that begins with it. Inside of it are
-        modules of sharded tables; anything of a batch that they are called with must be an object of the batch.
+        """`model(batch)` returns the loss, or a tuple whose first item is the loss. The model calls its modules of
+        sharded tables with objects of the batch.
 
         `optimizer`: anything with `zero_grad` and `step`. `loader`: this rank's batches.
-        `features`: of a batch, the object that the model calls its tables with; None: the batch itself. With several
-        modules of tables, a tuple in the order of `model.modules()`.
-        `global_batch`: the samples of all ranks; needed only where slices differ in size.
-        `prepare`: what else to do with a batch ahead of its step, such as decoding it, or copying it to a device.
-        `before_update`: called between the backward pass and the optimizer's step, as clipping is.
+        `features(batch)`: the object that the model calls its tables with. With several modules of tables, a tuple in
+        the order of `model.modules()`. None: the model calls its tables with the batch itself.
+        `global_batch(batch)`: the samples of all ranks; needed only where slices differ in size.
+        `prepare(batch)`: returns the batch after what else is done ahead of its step, such as a copy to a device.
+        `before_update`: called between the backward pass and the optimizer's step, to clip gradients for example.
         `batches_ahead`: how many batches are on their way while one is computed. With 0 nothing overlaps.
-        `before`, `on_task`: of `Scheduler`. `timeline`: has every step, in place of `on_task`.
+        `before`, `on_task`: as in `Scheduler`. `timeline`: records every step, in place of `on_task`.
 
-        Weights have the bits of steps one after the other, whatever overlaps. Training ends with the rank that has the
-        fewest batches. An error of the loader is raised there, `PeerInputError` on the other ranks.
+        Weights have the bits of steps that run one after the other, whatever overlaps. Training ends with the rank that
+        has the fewest batches. An error of the loader is raised on its rank, `PeerInputError` on the others.
 
         Collective. Raises `ConfigError` for a depth that is not allowed, `ArgumentError` for a model without tables.
         """

@@ -30,24 +30,24 @@ _LEAVES: Final = (Tensor, np.ndarray)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
-    """The host memory that one rank will take, and has, once its first batch is there. Bytes."""
+    """Bytes of host memory that one rank will need, and bytes that its host has left, when its first batch is there."""
 
     host: str
-    """Ranks with the same share their memory."""
+    """A name of the memory. Ranks with the same name share it."""
 
     step: int
-    """Of the batch that is computed."""
+    """For the batch that is computed."""
 
     ahead: int
-    """Of each batch ahead."""
+    """For each batch ahead."""
 
     looked_up: int
-    """Of the one that is looked up ahead; 0 if none is."""
+    """For the batch that is looked up ahead; 0 if none is."""
 
     available: int
 
     def bytes_with(self, depth: int) -> int:
-        """What it takes with so many batches ahead."""
+        """What the rank needs with this many batches ahead."""
         return self.step + depth * self.ahead + (self.looked_up if depth else 0)
 
 
@@ -56,7 +56,7 @@ def check_room(
 ) -> None:
     """Raises `ConfigError` on all ranks if a host has no room for `depth` batches ahead of a step. Collective.
 
-    `taken`: what this rank has of the first batch. `sent`: what of it went to each of `tables`.
+    `taken`: the first batch on this rank. `sent`: what each of `tables` has sent of it.
     """
     vectors = [
         module.result_bytes(one) if module.device.type == "cpu" else 0 for module, one in zip(tables, sent, strict=True)
@@ -127,8 +127,8 @@ def _advice(depth: int | None) -> str:
 def host_bytes(given: Any) -> int:
     """The bytes of all tensors and arrays in host memory that `given` holds, each counted once.
 
-    Looks into mappings, sequences and dataclasses, and at the attributes of any other object, but not into them: those
-    may lead anywhere.
+    Looks into mappings, sequences and dataclasses. Of any other object it looks at the attributes, but not into them,
+    because they may lead anywhere.
     """
     sizes: dict[tuple[int, int], int] = {}
     for one in _leaves(given):

@@ -31,7 +31,7 @@ class Scheduler(Closing):
     def __init__(
         self, *, before: Callable[[Task], None] | None = None, on_task: Callable[[Record], None] | None = None
     ) -> None:
-        """`on_task`: called after each task, in its thread. `before`: ahead of it, when its inputs are there."""
+        """`before`, `on_task`: called before each task, when its inputs are there, and after it, in its thread."""
         self._before, self._on_task = before, on_task
         self._queues: dict[str, queue.SimpleQueue[Task | None]] = {}
         self._threads: list[threading.Thread] = []

@@ -74,7 +74,7 @@ class Task:
             start_ns = time.monotonic_ns()
             assert self._function is not None
             self._value = self._function(*values)
-        except BaseException as error:  # Of any type: whoever waits gets it.
+        except BaseException as error:  # Any type, because whoever waits gets the error.
             self._error = error
         return self._end(start_ns)
 
@@ -85,7 +85,7 @@ class Task:
 
     def _end(self, start_ns: int) -> Record:
         end_ns = time.monotonic_ns()
-        # A chain of tasks would keep all batches.
+        # Otherwise a chain of tasks would keep all batches in memory.
         self._function, self._inputs = None, ()
         self._done.set()
         return Record(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Torch types its tensors thinly:
 # mypy: disable-error-code="no-untyped-call"
-"""Arguments cut into slices of samples, results put together again; in the backward pass the other way round.
+"""Cuts arguments into slices of samples, and puts results together; the backward pass does it the other way round.
 
 Each part begins at a multiple of 64 bytes: matrix products may round differently at another alignment.
 """
@@ -19,10 +19,10 @@ from sennit.runtime.backend.torch_versions import keystr, tree_flatten, tree_fla
 from sennit.runtime.sharded.slices import Slices
 from sennit.transport.errors import ArgumentError
 
-# What torch's allocator gives: a cache line, and the widest vector.
+# torch's allocator gives this alignment: a cache line, and the widest vector.
 ALIGNMENT_BYTES = 64
 CUT_NODE = "_CutBackward"
-"""Autograd's name of the node below which are the arguments, and no longer a slice."""
+"""Autograd's name for the node that cuts an argument. Nodes below it belong to the argument, not to a slice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class CutArguments:
         self.numbers = [number for number, size in zip(range(*slices.own), sizes, strict=True) if size]
         """The slices of this rank that have samples."""
         self.sizes = [size for size in sizes if size]
-        """Samples in each of them."""
+        """The samples in each of these slices."""
         self._parts = [self._cut(leaf) for _, leaf in found]
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
@@ -112,14 +112,14 @@ def _join_leaf(parts: tuple[Any, ...], on_backward: Callable[[], None] | None) -
 
 
 def _along(value: object) -> object:
-    """Each tensor as an `Along` of its own."""
+    """Gives each tensor an `Along` of its own."""
     if isinstance(value, Along):
         return tree_map(lambda leaf: Along(leaf, value.dim) if isinstance(leaf, Tensor) else leaf, value.value)
     return Along(value, 0 if value.ndim else None) if isinstance(value, Tensor) else value
 
 
 def _samples(found: Sequence[tuple[Any, object]]) -> int:
-    """Samples of this rank."""
+    """The number of this rank's samples. Raises `ArgumentError` if arguments differ in it."""
     first: tuple[str, int] | None = None
     for path, leaf in found:
         if not isinstance(leaf, Along):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Torch types its tensors thinly:
 # mypy: disable-error-code="no-untyped-call"
-"""Where the gradients of a module lie while they are summed: in flat rows, which are cut into buckets."""
+"""The memory of a module's gradients while they are summed: flat rows, which are cut into buckets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Place(NamedTuple):
 
     def put(self, parameter: nn.Parameter) -> None:
         if isinstance(self.owner, nn.RNNBase):
-            setattr(self.owner, self.attribute, parameter)  # It keeps a second list of them.
+            setattr(self.owner, self.attribute, parameter)  # An RNN keeps a second list of its parameters.
         else:
             own_parameters(self.owner)[self.attribute] = parameter
 
@@ -48,7 +48,7 @@ class Bucket(NamedTuple):
     dtype: torch.dtype
     start: int
     end: int
-    """Elements of the row."""
+    """The range, in elements of the row."""
     parameters: tuple[int, ...]
     """The indices of the parameters in it."""
 
@@ -101,10 +101,10 @@ class Layout:
         return row[start : start + parameter.numel()].view(parameter.shape)
 
     def buckets(self, size_bytes: int | None) -> tuple[Bucket, ...]:
-        """All rows in ranges of at least `size_bytes`, the first ones smaller; None: whole rows.
+        """Cuts all rows into ranges of at least `size_bytes`; those that begin a row may be smaller. None: whole rows.
 
-        In the order in which gradients come: the last parameters first (Li et al., PyTorch Distributed, VLDB 2020). The
-        counts are complete at the end of a pass, so the range that they are in comes last.
+        Buckets are in the order in which gradients come: the last parameters first (Li et al., PyTorch Distributed,
+        VLDB 2020). The counts are complete at the end of a pass, so the bucket that they are in comes last.
         """
         if size_bytes not in self._buckets:
             self._buckets[size_bytes] = self._cut(size_bytes)

@@ -46,14 +46,14 @@ class Held:
         return self._gradients.pop((number, index), None)
 
     def rest(self) -> list[tuple[int, int, Tensor]]:
-        """What is left, which is forgotten here."""
+        """Returns what is left, and forgets it."""
         rest = [(number, index, gradient) for (number, index), gradient in self._gradients.items()]
         self._gradients.clear()
         return rest
 
 
 class SliceSums:
-    """The gradients of one forward pass. One backward pass after another fills it and empties it."""
+    """The gradients of one forward pass. Each backward pass through it fills the sums and empties them again."""
 
     def __init__(
         self, layout: Layout, sizes: Sequence[int], held: Held, reduction: Reduction, *, synchronised: bool
@@ -63,7 +63,7 @@ class SliceSums:
         self._synchronised = synchronised
         self._nodes = layout.slices.nodes_of(layout.slices.rank)
         self._row_of = {(node.low, node.high - node.low): row for row, node in enumerate(self._nodes)}
-        # Of each slice: its own parameters, also if the module runs in two parts.
+        # The parameters of each slice. The module may run in two parts, which share them.
         self._aliases: dict[int, list[nn.Parameter]] = {}
         self._buckets = reduction.buckets(layout)
         self._bucket_of = {index: place for place, bucket in enumerate(self._buckets) for index in bucket.parameters}
@@ -74,7 +74,7 @@ class SliceSums:
         self._backward_pass = backward_pass
         self._rows: dict[torch.dtype, Tensor] = {}
         self._seen: set[tuple[int, int]] = set()
-        # Gradients that a bucket waits for.
+        # The number of gradients that each bucket waits for.
         self._missing = [len(self._sizes) * len(bucket.parameters) for bucket in self._buckets]
         # Sums that are on their way, in the order of buckets.
         self._sent: list[Running] = []
@@ -99,13 +99,13 @@ class SliceSums:
                 place.put(layout.parameters[index])
 
     def has_all_slices(self) -> None:
-        """The module has run. The graph alone keeps the slices' parameters from here."""
+        """The module has run on all slices. From now on only the graph keeps the slices' parameters."""
         self._aliases.clear()
 
     def check_leaves(self, output: object, own: Sequence[nn.Parameter]) -> None:
         """Raises `ArgumentError` if a slice's gradients would go elsewhere than to its own parameters and arguments.
 
-        It looks at the first pass only.
+        Only the first pass is checked.
         """
         if self._layout.is_checked:
             return
@@ -131,9 +131,9 @@ class SliceSums:
             nodes.extend(next_node for next_node, _ in node.next_functions)
 
     def expect(self) -> None:
-        """A backward pass has come to the results of the slices: sums them when it ends, whatever it reaches."""
+        """A backward pass has reached the slices' results: sums gradients at its end, whatever else it reaches."""
         current = backward_pass()
-        # One that failed has left its sums here.
+        # A backward pass that failed has left its sums here.
         if self._backward_pass != current:
             self._begin(current)
             self._is_first = self._reduction.is_first(current)

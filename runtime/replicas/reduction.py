@@ -23,12 +23,12 @@ from sennit.transport.errors import ConfigError
 
 # The types that codecs take. Their sums are made in float32.
 _CODED = (torch.float32, torch.float16, torch.bfloat16)
-# Of gradients that travel while others are computed. On 1 Gbit/s that is 8 ms, on 100 Gbit/s 84 µs.
+# The size of buckets that travel while other gradients are computed: 8 ms on 1 Gbit/s, 84 µs on 100 Gbit/s.
 BUCKET_BYTES = 1 << 20
 
 
 class Residuals:
-    """What coding took from this rank's sums of gradients, and the next step adds (error feedback; `coded_hook`)."""
+    """What coding has lost of this rank's sums of gradients. The next step adds it (error feedback; `coded_hook`)."""
 
     def __init__(self, slices: Slices) -> None:
         self.calls = 0
@@ -39,7 +39,7 @@ class Residuals:
         self._of_name: dict[str, Tensor] = {}
 
     def of(self, layout: Layout, dtype: torch.dtype) -> Tensor:
-        """Float32, flat, as a row of the layout: to be written to."""
+        """What was lost of a row of the layout: float32, flat. The caller writes to it."""
         if layout is not self._layout:
             self._of_name = self._named()
             self._layout, self._of_layout = layout, {}
@@ -61,9 +61,9 @@ class Residuals:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a `state_dict`. That of another rank or of a world of another size gives `calls` alone.
+        """Goes on from a `state_dict`. One of another rank, or of a world of another size, gives only `calls`.
 
-        What was lost there is then forgotten: less than a rounding of each gradient, once.
+        What coding had lost is then forgotten: less than a rounding of each gradient, once.
         """
         is_own = (state["rank"], state["world"]) == (self._slices.rank, self._slices.world_size)
         self.calls = int(state["calls"])
@@ -87,7 +87,7 @@ class Reduction:
     def __init__(
         self, slices: Slices, group: dist.ProcessGroup | None, codec: Codec | None, clock: PhaseClock | None
     ) -> None:
-        """Raises `ConfigError` for a codec that cannot sum, or of which no rank knows what it lost."""
+        """Raises `ConfigError` for a codec that cannot sum, and for one whose losses no rank knows."""
         if codec is not None and (codec.between_hosts or codec.kind is CodecKind.LOSSLESS):
             what = "LOSSLESS" if codec.kind is CodecKind.LOSSLESS else "a codec between hosts alone"
             raise ConfigError(f"{what} for gradients, which are summed with error feedback; allowed: all others")
@@ -98,29 +98,29 @@ class Reduction:
         self._backward_pass: int | None = None
 
     def overlap(self, run: RunBeside | None, group: dist.ProcessGroup | None) -> None:
-        """From now on `begin` works in the thread of `run`, over `group`. Not with a codec, which knows whole rows."""
+        """From now on `begin` works in the thread of `run`, over `group`; not with a codec, which codes whole rows."""
         self._run, self._run_group = (None if self._codec is not None else run), group
 
     def buckets(self, layout: Layout) -> tuple[Bucket, ...]:
         return layout.buckets(None if self._run is None else BUCKET_BYTES)
 
     def is_first(self, backward_pass: int) -> bool:
-        """Whether the caller may send sums before the pass ends: the first to ask, and only with a thread for it.
+        """Whether the caller may send sums before the backward pass ends: only with `overlap`, and the first that asks.
 
-        When the gradients of another forward pass are complete may differ between ranks.
+        A backward pass may go through several forward passes, in an order that may differ between ranks.
         """
         found = self._run is not None and self._backward_pass != backward_pass
         self._backward_pass = backward_pass
         return found
 
     def begin(self, layout: Layout, bucket: Bucket, rows: Tensor) -> Running:
-        """`total`, in another thread if there is one for it."""
+        """Begins `total` in another thread with `overlap`; else takes it at once."""
         if self._run is None:
             return Done(self.total(layout, bucket, rows))
         return self._run("AllReduce", lambda: self.total(layout, bucket, rows, self._run_group))
 
     def results(self, running: Sequence[Running]) -> list[Tensor]:
-        """Waits for what has begun."""
+        """Waits for sums that have begun."""
         waits = any(not each.is_done for each in running)
         with phase(self._clock, "wait for AllReduce") if waits else contextlib.nullcontext():
             return [each.result() for each in running]
@@ -128,8 +128,11 @@ class Reduction:
     def leaves(
         self, rows: Tensor, *, dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None
     ) -> Tensor:
-        """The sum over all slices in the canonical tree, in host memory. With `dtype`, that of the result, rows are
-        sums of nodes. `group`: another one of the same ranks."""
+        """The sum over all slices in the canonical tree, in host memory. Collective.
+
+        Each row belongs to a slice of this rank. With `dtype`, the type of the result, each row is the sum of a node.
+        `group`: another group of the same ranks.
+        """
         rows, group = rows.cpu(), group or self._group
         with phase(self._clock, "AllReduce"), memory_for_peers(group):
             return all_reduce_leaves(rows, self._slices.count, group=group, partial=dtype is not None, dtype=dtype)
@@ -137,7 +140,7 @@ class Reduction:
     def total(self, layout: Layout, bucket: Bucket, rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
         """The sum over all ranks of a range of [nodes, elements], in the type of parameters and in host memory.
 
-        With a codec a rank adds its nodes up, and codes one vector: that of a whole row. Counts are not coded.
+        With a codec each rank adds up its nodes, and codes one vector, a whole row. Counts are not coded.
         """
         dtype, rows = bucket.dtype, rows[:, bucket.start : bucket.end]
         if self._codec is None or self.residuals is None or dtype not in _CODED:

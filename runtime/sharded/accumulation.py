@@ -15,10 +15,10 @@ from sennit.transport.errors import ArgumentError
 
 
 class Steps:
-    """The steps of the shards of an engine. Backward passes before the last one of a step are kept.
+    """The optimizer steps of an engine's shards. A step may take several backward passes: all but the last are kept.
 
-    Pass p of a step has the slices p · V and on. So a step sums M passes as one batch of M · V slices, and the sums of
-    V slices of one pass are a node of the tree.
+    Pass p of a step has the slices from p · V on. So M passes are summed as one batch of M · V slices, and the V slices
+    of one pass are a node of the tree.
     """
 
     def __init__(self, shards: Shards, slices: int) -> None:
@@ -32,11 +32,11 @@ class Steps:
         return bool(self._kept)
 
     def add(self, announced: Announced, batch: Batch, gradient: Tensor, *, rate: float | None) -> GradientError | None:
-        """Takes the step with all passes since the last one at learning rate `rate`; None: keeps this pass.
+        """Updates rows from this pass and all that are kept, at learning rate `rate`; with None, keeps this pass.
 
-        `announced`: what was looked up for this pass. `batch` has its blocks, perhaps in another order, or its rows.
+        `announced`: the batch that this pass looked up. `batch`, with its flat `gradient`: the blocks to update from.
 
-        Returns the error if rows had gradients that are not finite. They are left as they were.
+        Returns the error if rows had gradients that are not finite. Such rows are left as they were.
         """
         first = len(self._kept) * self._slices
         if first + self._slices > MAX_SLICES:

@@ -126,7 +126,7 @@ class ShardedEmbeddingBags(ShardedTables):
 
 
 class Pools:
-    """Pooled lookups in the tables of one group of engines. Exchanges are collective."""
+    """Pooled lookups in the tables of one `Engines`. Exchanges are collective."""
 
     def __init__(self, engines: Engines) -> None:
         settings = engines.settings
@@ -156,15 +156,15 @@ class Pools:
 
     @property
     def is_accumulating(self) -> bool:
-        """Whether backward passes are kept for a later step."""
+        """Whether gradients are kept for a later update."""
         return self._steps.is_begun or self._replica_steps.is_begun
 
     def outgoing(self, ids: Ids) -> tuple[Outgoing, Outgoing]:
-        """Ids for the owners of shards, and those of replicated tables. Not collective."""
+        """This rank's ids: for the owners of shards, and for its own replicated tables. Not collective."""
         return self._exchange.outgoing(ids), self._local.outgoing(ids)
 
     def send(self, outgoing: tuple[Outgoing, Outgoing], counts: Sequence[int], global_batch: int) -> Arrivals:
-        """Sends ids to their owners. `counts`: those that each rank sends to this one."""
+        """Sends ids to their owners. `counts`: how many ids each rank sends to this one."""
         there, here = outgoing
         return Arrivals(
             sharded=self._exchange.send(there, counts, global_batch),
@@ -174,7 +174,7 @@ class Pools:
         )
 
     def fetch(self, arrivals: Arrivals) -> None:
-        """Waits for rows. Those of replicated tables are in memory. Not collective."""
+        """Waits for this rank's rows. Rows of replicated tables are always in memory. Not collective."""
         self._exchange.owner.fetch(arrivals.sharded)
 
     def bags(self, arrivals: Arrivals, samples: int) -> dict[int, Tensor]:
@@ -186,10 +186,10 @@ class Pools:
     def update(
         self, arrivals: Arrivals, gradients: dict[int, Tensor], *, rate: float | None, weighted: Ids | None
     ) -> tuple[GradientError | None, dict[int, Tensor]]:
-        """Takes one step from the gradients of `bags`, or keeps them for it where `rate` is None.
+        """Updates rows by the gradients of `bags`; where `rate` is None, keeps the gradients for a later update.
 
-        Returns what is wrong with gradients of this rank's rows, and the gradients of the weights of the `weighted` ids
-        of this rank, [ids] by feature.
+        `weighted`: this rank's ids, if their weights require gradients. Returns what is wrong with gradients of this
+        rank's rows, and the gradients of those weights, [ids] by feature.
         """
         gradients = self._engines.to_tables(gradients)
         arrived = self._exchange.return_gradients(arrivals.sharded, gradients)
@@ -213,7 +213,7 @@ class Pools:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrivals:
-    """The ids of a step on this rank."""
+    """The ids of a step that this rank looks up."""
 
     sharded: Arrived
     replicated: Arrived
@@ -221,14 +221,14 @@ class Arrivals:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Step:
-    """A forward pass that a backward one may follow."""
+    """A forward pass. A backward pass may follow."""
 
     arrivals: list[Arrivals]
     ids: Ids
     lengths: dict[int, Tensor]
-    """Float32 [samples, 1], of features whose table takes means; at least 1."""
+    """Float32 [samples, 1] by feature, where the table takes means: what sums are divided by, at least 1."""
 
 
 def _kind_of(weights: Tensor | None) -> int:
-    """What `_KINDS` calls it."""
+    """The index in `_KINDS`."""
     return 0 if weights is None else 1 + weights.requires_grad

@@ -59,7 +59,9 @@ def chosen_blocks(batch: Batch, gradient: Tensor, places: Sequence[int], dims: S
 def dealt(
     lengths: Tensor, values: Tensor, borders: Sequence[int], weights: Tensor | None = None
 ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
-    """For each row shard: lengths [bags], ids within the shard in the order of the bags, and their weights.
+    """Deals the ids of a table's bags to its row shards, with their weights.
+
+    Each row shard gets lengths [bags], ids within the shard in the order of the bags, and their weights.
 
     `borders` [shards + 1] rise from 0 to the table's rows. Ids are in range.
     """
@@ -72,7 +74,7 @@ def dealt(
 
 
 def dealt_order(values: Tensor, borders: Sequence[int]) -> tuple[Tensor, list[int]]:
-    """Where each dealt id stands in `values`, shard after shard, and how many ids each shard has."""
+    """The place of each dealt id in `values`, shard after shard, and the number of ids of each shard."""
     shard = torch.bucketize(values, torch.tensor(borders[1:-1], dtype=values.dtype), right=True)
     counts: list[int] = torch.bincount(shard, minlength=len(borders) - 1).tolist()
     return torch.sort(shard, stable=True).indices, counts

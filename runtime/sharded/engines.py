@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines of the tables that take their steps together, and what this rank holds of them."""
+"""The engines of tables that take their steps together, with the shards that this rank holds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Settings:
     slices: Slices
     seed: int
     implementation_name: str
-    """Of tables on the device."""
+    """The implementation for tables on the device."""
 
     device: torch.device
     """Where results and gradients are, and all tables that are not in host memory."""
@@ -43,7 +43,7 @@ class Settings:
     threads: int
     wire: Wire
     files: TableFiles | None = None
-    """Where shards are that only this rank has, if their tables are in files."""
+    """The files of the shards that only this rank has, if tables are in files."""
 
 
 class Engines:
@@ -52,15 +52,15 @@ class Engines:
     def __init__(
         self, settings: Settings, group: int, numbers: Sequence[int], kept: Mapping[str, Held] | None = None
     ) -> None:
-        """`numbers`: tables of a group (`groups_of`), of which none or all are in host memory beside a device.
+        """`numbers`: tables of one group (`groups_of`). All of them are in host memory beside a device, or none.
 
-        `kept`: all shards of this rank, if they exist already, by name. They keep their memory, but for tensor trains,
-        whose cores are to be copied. What is in files is copied there.
+        `kept`: the shards of this rank by name, if it has them already. They keep their memory, except tensor trains,
+        whose cores the caller copies. Rows of tables in files are copied to new files.
         """
         self.settings, self.group = settings, group
         self._first = numbers[0]
         self.here = settings
-        """The settings with the device of these tables, and of what comes from them or goes to them."""
+        """The settings, with the device of these tables. Their results and gradients are there, too."""
         if settings.homes.is_on_host(settings.tables[numbers[0]]):
             self.here = replace(settings, device=torch.device("cpu"), implementation_name="native")
         replicated = settings.placement.replicated
@@ -128,11 +128,11 @@ class Engines:
         return self.sharded, self.replicated
 
     def from_tables(self, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """What the tables gave, by feature, on the device of the module."""
+        """Copies results of these tables, by feature, to the module's device."""
         return {feature: one.to(self.settings.device) for feature, one in values.items()}
 
     def to_tables(self, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """What is by feature on the device of the module, for the features of these tables where they are."""
+        """Copies the values of these tables' features from the module's device to the device of the tables."""
         own = (*self.features, *self.replicated_features)
         return {feature: values[feature].to(self.here.device) for feature in own}
 
@@ -142,13 +142,13 @@ class Engines:
             yield from shards.held()
 
     def in_memory(self) -> Iterator[Held]:
-        """Those that are not in files."""
+        """The shards that are not in files."""
         for shards in self._all:
             yield from shards.in_memory()
 
     @property
     def in_files(self) -> frozenset[str]:
-        """Names of the others."""
+        """The names of the shards that are in files."""
         return self.sharded.in_files
 
     def check_idle(self) -> None:
@@ -161,7 +161,7 @@ class Engines:
             yield from shards.changes(changed)
 
     def expected(self) -> dict[str, Expected]:
-        """What a checkpoint has of this rank's shards, by name."""
+        """The tensors of this rank's shards in a checkpoint, by name."""
         optimizer = self.settings.tables[self._first].optimizer
         specs = [spec for shards in self._all for spec in shards.specs]
         return {key: wanted for spec in specs for key, wanted in expected(spec, optimizer).items()}
@@ -198,7 +198,7 @@ def _memory(spec: ShardSpec, kept: Mapping[str, Held]) -> ShardMemory | None:
 
 
 def engines_of(settings: Settings, kept: Mapping[str, Held] | None = None) -> list[Engines]:
-    """Those of all groups, in their order: first of tables on the device, then of those in host memory beside it."""
+    """The engines of all groups, in order. A group's tables on the device come before its tables in host memory."""
     return [
         Engines(settings, group, numbers, kept)
         for group, whole in enumerate(groups_of(settings.tables))

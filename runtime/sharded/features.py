@@ -51,10 +51,10 @@ class Ids:
     """[F, B]: lengths that count ignored ids, too. A mean divides by them."""
 
     weights: Tensor | None = None
-    """Where they were given."""
+    """The weights, if they were given."""
 
     host_weights: Tensor | None = None
-    """The same in host memory, without their history."""
+    """The same weights in host memory, detached from autograd."""
 
     @property
     def sample_count(self) -> int:
@@ -172,7 +172,7 @@ def _in_order(
 
 
 def _within_bounds(ids: Ids, tables: Sequence[Table], features: Sequence[tuple[str, int]]) -> Ids:
-    """Applies the tables' bounds. Ids that are ignored are left out: the mean of their bag counts them nevertheless."""
+    """Applies the tables' bounds. Ignored ids are left out, but still count in the mean of their bag."""
     lengths, values, weights = ids.lengths, list(torch.split(ids.values, ids.counts)), None
     changed = False
     if ids.weights is not None:

@@ -46,7 +46,7 @@ class TableStore:
     """Memory of each rank, for cached rows with optimizer states and the bookkeeping of all rows."""
 
     device_bytes: int | None = None
-    """With tables on a device: its memory for rows with optimizer states. None: for as many rows as the host's."""
+    """With tables on a device: its memory for rows with optimizer states. None: for as many rows as the host has."""
 
     timeout_s: float = 60.0
     """The longest wait for rows."""
@@ -56,7 +56,7 @@ class TableFiles:
     """A rank's part of a `TableStore`. A file has the shards of one engine with one width and precision."""
 
     def __init__(self, place: TableStore, rank: int, layouts: Sequence[StoreLayout], device: torch.device) -> None:
-        """`layouts`: of all files of the rank. `device`: of the tables. Raises `ConfigError` if caches do not fit."""
+        """`layouts`: one for each file. `device`: where tables are. Raises `ConfigError` if caches do not fit."""
         self.place, self.rank, self.device, self._layouts = place, rank, device, tuple(layouts)
         noted = LOCATION_BYTES + (PLACE_BYTES if device.type != "cpu" else 0)
         self._lines = dict(zip(layouts, divided(place.memory_bytes, layouts, noted), strict=True))
@@ -66,7 +66,7 @@ class TableFiles:
         return self._lines[layout]
 
     def device_lines(self, layout: StoreLayout) -> int:
-        """Rows of a file that fit on the device: each file gets the part of it that it has of the host's memory."""
+        """The rows of a file that fit on the device. A file has the same part of its memory as of the host's."""
         lines = {one: sum(counts) for one, counts in self._lines.items()}
         if self.place.device_bytes is None:
             return lines[layout]
@@ -88,9 +88,9 @@ class TableFiles:
         return made
 
     def copy(self, wanted: Expected) -> Tensor:
-        """Zeros in a file without a name: they need disk, and memory only as page cache.
+        """A tensor of zeros in a file without a name. It needs disk, but memory only as page cache.
 
-        If the disk is full, raises `DeviceError` now instead of a signal later.
+        Raises `DeviceError` if the disk is full. Otherwise a later write to the tensor would end the process (SIGBUS).
         """
         size_bytes = math.prod(wanted.shape) * wanted.dtype.itemsize
         if not size_bytes:
@@ -125,7 +125,7 @@ def divided(
     """(lines, spare lines) of the cache before each file.
 
     Small files get memory for all their rows, as long as that is no more than an equal part. The others get the rest by
-    the bytes of their rows. `noted_bytes`: what is known of each row of a file. Raises `ConfigError` if not even the
+    the bytes of their rows. `noted_bytes`: bookkeeping for each row of a file. Raises `ConfigError` if not even the
     fewest lines of each fit.
     """
     fewest = [_bytes_of(layout, WAYS * SPARE_SHARE // (SPARE_SHARE - 1) + 1, noted_bytes) for layout in layouts]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Initial values of shards. A row's depend on the seed, the table's name and the row alone, not on how rows are cut."""
+"""Initial values of shards. They depend on the seed, the table's name and the row, and not on how tables are cut."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK_ROWS: Final = 4096
 
 
 def fill(weight: Tensor, tables: Sequence[Table], shard: Shard, *, seed: int, first: int = 0) -> None:
-    """Fills rows of a shard from `first` on: `weight`, [rows, columns] in the table's precision."""
+    """Fills `weight`, [rows, columns] in the table's precision: the rows of a shard from row `first` on."""
     table = tables[shard.table]
     start = table.row_range(shard.row).low + first
     rows, columns = Range(start, start + len(weight)), table.column_range(shard.column)

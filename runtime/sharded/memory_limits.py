@@ -28,8 +28,8 @@ def memory_limits(
 ) -> list[int]:
     """Bytes for tables on each rank of the group, the same list on every rank. Collective.
 
-    `own_bytes` is what the user gives each rank; None: what the host has available, divided by the ranks there.
-    With a GPU as `device`, its free memory, divided by the ranks on it.
+    `own_bytes`: what the user gives this rank. None: what the host has available, divided by the ranks there; with a
+    GPU as `device`, the free memory of the GPU, divided by the ranks on it.
     """
     place, available = host_place(), available_bytes()
     if device is not None and device.type == "cuda":
@@ -50,7 +50,7 @@ def shared_limits(told: Sequence[tuple[str, int | None, int]]) -> list[int]:
 
 
 def host_place() -> str:
-    """What ranks that share the memory of a host, or of a container, have in common."""
+    """A name that all ranks have in common which share the memory of a host, or of a container."""
     return f"{socket.gethostname()} {_read(PROC / 'sys/kernel/random/boot_id')}"
 
 

@@ -20,12 +20,13 @@ from sennit.runtime.sharded.tables import Home, shard_spec, shards_of
 def moved(
     before: Sequence[Engines], placement: Placement, group: dist.ProcessGroup | None
 ) -> tuple[list[Engines], int]:
-    """What this rank holds with another placement, and the bytes that came to it. Collective.
+    """Moves shards to their ranks in `placement`. Returns this rank's engines and the bytes that came here. Collective.
 
-    Shards that stay in memory keep it. Files are written anew, from copies of what was in them, beside the old ones: a
-    move that fails has changed nothing. Every rank walks the same shards in the same order, so transfers match.
+    Shards that stay in memory keep their memory. Files are written anew, from copies of their rows, beside the old
+    files: a move that fails has changed nothing. Every rank visits the same shards in the same order, so transfers
+    match.
 
-    Raises on all ranks what `make its table store` raises, and `ArgumentError` if batches from files are not done.
+    Raises on all ranks if files cannot be made on one of them, or if batches from files are not done on one.
     """
     settings = before[0].settings
     tables, rank, world = settings.tables, settings.slices.rank, settings.slices.world_size
@@ -59,9 +60,10 @@ def moved(
 
 
 def _made_ready(before: Sequence[Engines], placement: Placement) -> tuple[Settings, dict[str, Held], dict[str, Held]]:
-    """The later settings; what this rank holds, copied where it is in files; and what it will hold.
+    """Returns the later settings, the shards that this rank holds, and the shards that it will hold.
 
-    Of the latter, what it has already is the same, but not where it leaves a file for memory. What is to come has room.
+    Rows in files are copied first. A shard that stays is in both with the same memory, unless it leaves a file for
+    memory. Shards that will come have memory, or files, to be filled.
     """
     settings = before[0].settings
     later = replace(settings, placement=placement)
@@ -102,7 +104,7 @@ def hand_over(
     rank: int,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Copies tensors of rank `giver` to those of the `takers`, others than it. All ranks of the group may call it."""
+    """Copies the `source` of rank `giver` to the `target` of each of the `takers`. On other ranks it does nothing."""
     if rank == giver:
         for tensor in source:
             for taker in takers:
@@ -113,12 +115,12 @@ def hand_over(
 
 
 def _tensors(held: Held) -> list[Tensor]:
-    """In one order on all ranks."""
+    """The tensors of a shard, in the same order on all ranks."""
     return [held.weight, *(held.states[name] for name in sorted(held.states))]
 
 
 def _copy(source: Held, target: Held) -> None:
-    """Where it is not the same memory."""
+    """Copies a shard, where source and target are not the same memory."""
     for old, new in zip(_tensors(source), _tensors(target), strict=True):
         if old.data_ptr() != new.data_ptr():
             new.copy_(old)

@@ -20,7 +20,7 @@ from sennit.transport.plans.tree import balanced
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """The samples of one rank, of which the owner got parts."""
+    """The samples of one rank, whose ids came to this owner."""
 
     first_slice: int
     sizes: tuple[int, ...]
@@ -76,18 +76,18 @@ class Owner:
         return len(self._parts)
 
     def answer_size(self, samples: int) -> int:
-        """Floats of the answer to a rank with so many samples."""
+        """The floats in the answer to a rank with this many samples."""
         return samples * sum(self._dim_of_sum)
 
     def gradient_size(self, samples: int) -> int:
-        """Floats of the gradients from a rank with so many samples."""
+        """The floats in the gradients from a rank with this many samples."""
         dims = dict(zip(self._gradient_of_block, self._dim_of_block, strict=True))
         return samples * sum(dims.values())
 
     def arrive(
         self, sources: Sequence[Source], lengths: Tensor, values: Tensor, weights: Tensor | None = None
     ) -> Arrived:
-        """Takes ids by source, part, sample: `lengths` int32 [bags], `values` [ids], and perhaps `weights` [ids]."""
+        """Takes ids in the order source, part, sample: `lengths` int32 [bags], `values` and `weights` [ids]."""
         if not self._parts_are_blocks:
             bags = [source.sample_count for source in sources for _ in self._parts]
             counts = sums_of_runs(lengths, bags)
@@ -135,9 +135,10 @@ class Owner:
         return joined(sums, found.dtype, found.device)
 
     def weight_gradient(self, arrived: Arrived, gradient: Tensor) -> tuple[Tensor, list[int]]:
-        """The gradients of the weights that arrived: float32, flat: for each source and block [ids].
+        """Returns the gradients of the weights that arrived, and how many of them each source gets.
 
-        Also how many there are for each source. `gradient`: that of the answer's bags. Rows are read as they are now.
+        They are float32, flat: for each source and block [ids]. `gradient`: that of the answer. Rows are read as they
+        are now.
         """
         bags = [source.sample_count * len(self._blocks) for source in arrived.sources]
         counts = sums_of_runs(arrived.announced.batch.lengths, bags)
@@ -165,7 +166,7 @@ class Owner:
         return dataclasses.replace(batch, slice_of_block=tuple(slices)), gradient
 
     def _by_block(self, arrived: Arrived, gradient: Tensor) -> Tensor:
-        """The gradient as the engine takes it: what row shards share is there for each of them."""
+        """The gradient as the engine takes it: repeated for each of the row shards that share it."""
         if self._gradients_are_blocks:
             return gradient
         dims = dict(zip(self._gradient_of_block, self._dim_of_block, strict=True))

@@ -14,13 +14,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 
 class PhaseClock:
-    """Seconds by phase of the thread that made it. Those of other threads are beside them."""
+    """Seconds by phase: `seconds` of the thread that made the clock, and `beside` of other threads."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.beside: dict[str, float] = {}
-        """Seconds of phases in other threads, which went by while this one did something else, or waited. Not those
-        that end in a whole phase of this one: they are part of it."""
+        """Seconds of phases in other threads, while this thread did something else, or waited. A phase that ends inside
+        a whole phase of this thread does not count here, because it is part of the whole phase."""
         self._own = threading.get_ident()
         self._lock, self._other = threading.Lock(), threading.local()
         self._open: list[str] = []
@@ -31,7 +31,7 @@ class PhaseClock:
     def phase(self, name: str, *, is_whole: bool = False) -> Iterator[None]:
         """Counts the time inside the block to `name`, without the time of inner phases unless it `is_whole`.
 
-        Of another thread whole phases alone count.
+        In other threads a phase inside another one does not count.
         """
         if threading.get_ident() != self._own:
             with self._beside(name):

@@ -36,7 +36,7 @@ class Placement:
 
     world_size: int
     owner_of: Mapping[Shard, int]
-    """Ranks of the shards that one rank owns."""
+    """The rank of each shard; `EVERYWHERE` for a replicated one."""
 
     replicated: frozenset[int] = frozenset()
     """Tables that every rank has whole (data-parallel)."""
@@ -80,8 +80,8 @@ def place(
     no room, all are placed again by memory alone, without regard to hosts: the largest first, each on the rank with the
     most room, a table-wise table whole, others shard by shard.
 
-    Raises `ConfigError` for names that do not exist, for a table that cannot be at its home, and for one without room:
-    it has the bytes that are missing.
+    Raises `ConfigError` for names that do not exist, for a table that cannot be at its home, and for a table without
+    room. Its message then has the missing bytes.
     """
     local = world_size if local_ranks is None else local_ranks
     if local < 1 or world_size % local:
@@ -114,7 +114,7 @@ def _by_load(room: Room, names: Mapping[str, str], hosts: Sequence[range]) -> di
 
 
 def _wishes(room: Room, number: int, name: str, hosts: Sequence[range]) -> Iterator[list[Wish]]:
-    """Where a table would go by its sharding, the best first."""
+    """The places that a table may go to by its sharding, the best place first."""
     table, shards, everyone = room.tables[number], room.shards[number], range(len(room.load))
     spread_over = [everyone]
     if name in ("table_row_wise", "table_column_wise"):
@@ -178,7 +178,7 @@ def _names(tables: Sequence[Table], shardings: str | Mapping[str, str]) -> dict[
 
 
 def _spread(part: int, parts: int, ranks: Sequence[int]) -> int:
-    """The rank of a part, if neighbours are kept together: subtrees of the sum over row shards are then on one rank."""
+    """The rank of a part. Neighbours stay together, so that one rank has whole subtrees of the sum over row shards."""
     return ranks[part * len(ranks) // parts]
 
 
@@ -196,7 +196,7 @@ class Wish(NamedTuple):
 
 
 class Room:
-    """What each rank has, and what it may have, in bytes."""
+    """The bytes that each rank has, and the bytes that it may have, while shards are placed."""
 
     def __init__(
         self,
@@ -206,24 +206,24 @@ class Room:
         limits: Mapping[Home, Sequence[int]],
         homes: Homes,
     ) -> None:
-        """`limits`: of each rank by home; a home that is not there has none."""
+        """`limits`: bytes for each rank, by home. A home that is not among them has no limit."""
         self.tables, self._bytes_of, self._limits, self._homes = tables, bytes_of, limits, homes
         self.load = [0] * world_size
-        """Of all homes, which is what ranks are balanced by."""
+        """The bytes of each rank in all homes together. Ranks are balanced by them."""
         self._used = {home: [0] * world_size for home in Home}
         self.shards = {number: [shard for shard in bytes_of if shard.table == number] for number in range(len(tables))}
         """The shards of each table."""
 
     def largest_first(self) -> list[int]:
-        """The tables by size."""
+        """The numbers of the tables, the largest table first."""
         return sorted(self.shards, key=lambda number: (-self._size(self.shards[number]), number))
 
     def lightest(self, ranks: Sequence[int]) -> int:
-        """The rank with the least so far."""
+        """The rank with the fewest bytes so far."""
         return min(ranks, key=lambda rank: (self.load[rank], rank))
 
     def found(self, wishes: Sequence[Wish]) -> dict[Shard, int] | None:
-        """A rank with room for each wish: the wished one, or else the lightest. None if there is none for one."""
+        """Finds a rank with room for each wish: the wished rank, or else the lightest. None if a wish finds no room."""
         load, chosen = list(self.load), {}
         used = {home: list(sizes) for home, sizes in self._used.items()}
         for shards, wished, ranks in wishes:
@@ -239,7 +239,7 @@ class Room:
         return chosen
 
     def take(self, owner_of: Mapping[Shard, int]) -> None:
-        """Counts shards to their ranks."""
+        """Adds shards to what their ranks have."""
         for shard, rank in owner_of.items():
             home = self._home(shard.table, rank == EVERYWHERE)
             for one in range(len(self.load)) if rank == EVERYWHERE else (rank,):
@@ -247,9 +247,9 @@ class Room:
                 self._used[home][one] += self._bytes_of[shard]
 
     def by_memory(self, names: Mapping[str, str]) -> dict[Shard, int]:
-        """The owner of each shard: from empty ranks, the largest first, each to the rank with the most room.
+        """Places all shards again on empty ranks: the largest first, each on the rank with the most room.
 
-        `names`: the sharding of each table. Raises `ConfigError` if something has no room.
+        `names`: the sharding of each table. Returns the owner of each shard. Raises `ConfigError` for one without room.
         """
         self.load = [0] * len(self.load)
         self._used = {home: [0] * len(self.load) for home in Home}
@@ -296,7 +296,7 @@ class Room:
         )
 
     def _home(self, number: int, is_replicated: bool) -> Home:
-        """Without limits nobody asks where a table is."""
+        """The home of a table. It matters only where there are limits."""
         return self._homes.of(self.tables[number], is_replicated=is_replicated) if self._limits else self._homes.memory
 
     def _limit(self, home: Home, rank: int) -> int:
@@ -306,5 +306,5 @@ class Room:
         return sum(self._bytes_of[shard] for shard in shards)
 
     def _left(self, home: Home) -> list[int]:
-        """Bytes of each rank."""
+        """The bytes that are left on each rank."""
         return [self._limit(home, rank) - used for rank, used in enumerate(self._used[home])]

@@ -91,12 +91,12 @@ class Exchange:
         )
 
     def source(self, rank: int, global_batch: int) -> Source:
-        """The samples of a rank."""
+        """The samples of a rank, slice by slice."""
         span = self._slices.of(rank)
         return Source(first_slice=span.low, sizes=tuple(self._slices.sizes(span, global_batch)))
 
     def send(self, outgoing: Outgoing, counts: Sequence[int], global_batch: int) -> Arrived:
-        """Sends ids to their owners. `counts`: the ids that each rank sends to this one."""
+        """Sends ids to their owners. `counts`: how many ids each rank sends to this one."""
         sources = [self.source(rank, global_batch) for rank in range(self._slices.world_size)]
         mine = sources[self._slices.rank].sample_count
         send = [len(parts) * mine for parts in self.routes.parts]
@@ -119,7 +119,7 @@ class Exchange:
         return self._wire.all_to_all("sums", self.owner.answer(arrived), receive, send, codec=self._codec, even=even)
 
     def bags(self, answers: Tensor, samples: int) -> dict[int, Tensor]:
-        """Sums of whole bags by feature, [samples, dim]: where a table is whole, views of `answers`. Not collective."""
+        """The sums of bags by feature, [samples, dim]. Of whole tables they are views of `answers`. Not collective."""
         found: dict[tuple[int, int], list[tuple[Sum, Tensor]]] = {}
         sizes = [samples * self._columns(one.feature, one.column) for _, one in self._sum_places]
         for (_, one), values in zip(self._sum_places, torch.split(answers, sizes), strict=True):
@@ -148,8 +148,8 @@ class Exchange:
     def weight_gradients(self, ids: Ids, arrived: Arrived, gradient: Tensor) -> dict[int, Tensor]:
         """The gradients of this rank's weights by feature, [ids]. `gradient`: what `return_gradients` returned.
 
-        An owner gives one for each column shard; they are added up here, in the tree over column shards. So bits do not
-        depend on owners.
+        An owner returns a gradient for each column shard. This rank adds them up in the tree over column shards, so
+        bits do not depend on owners.
         """
         values_of = torch.split(ids.values, ids.counts)
         order_of: dict[int, Tensor] = {}
@@ -193,7 +193,7 @@ class Exchange:
         return gradient[:, columns.low : columns.high]
 
     def _floats(self, places: Sequence[Sequence[Sum | Columns]]) -> list[int]:
-        """Of one sample, from or for each rank."""
+        """The floats of one sample that each rank gives or gets."""
         return [sum(self._columns(one.feature, one.column) for one in of_rank) for of_rank in places]
 
     def _columns(self, feature: int, column: int) -> int:
@@ -205,7 +205,7 @@ class Outgoing:
     """A rank's ids, in the order of the wire."""
 
     counts: list[int]
-    """Ids for each rank."""
+    """The number of ids for each rank."""
 
     lengths: Tensor
     values: Tensor
@@ -213,7 +213,7 @@ class Outgoing:
 
 
 class _Even(NamedTuple):
-    """What is as much for all ranks, where all have as many samples."""
+    """Which exchanges are equally large for all ranks, if all ranks have the same number of samples."""
 
     parts: bool
     sums: bool
@@ -225,7 +225,7 @@ def _is_even(sources: Sequence[Source]) -> bool:
 
 
 def _whole(sums: Sequence[tuple[Sum, Tensor]], row_shards: int) -> Tensor:
-    """The sum over all row shards, from those of nodes."""
+    """Adds sums of nodes up to the sum over all row shards."""
     ordered = sorted(sums, key=lambda entry: entry[0].node)
     program = combinations(tuple(one.node for one, _ in ordered), row_shards)
     return folded([values for _, values in ordered], program)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data-parallel tables: every rank has all rows. What a step used travels, so that all ranks take the same step."""
+"""Data-parallel tables: every rank has all rows. Gradients travel to all ranks, which then take the same step."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from sennit.transport.plans.tree import Span
 
 
 class SparseAllReduce:
-    """What replicated tables are updated with: the gradients of all ranks, so that all take the same step.
+    """Gathers the gradients of all ranks for replicated tables, so that all ranks take the same step.
 
-    A rank gives either the sums of its slices' rows, of which the canonical tree makes the rest; or its lookups with
-    the gradient of their result, from which all ranks make all sums. Both have the same bits. What is fewer bytes
-    travels: sums of rows where few rows are used often, lookups where bags are long. Tensor trains take lookups.
+    Gradients travel in one of two forms, which have the same bits. Either ranks give the sums of their rows, and the
+    canonical tree adds up the sums of all ranks. Or ranks give their lookups with the gradients of the results, and
+    every rank makes all sums. The form with fewer bytes travels: sums where few rows are used often, lookups where bags
+    are long. Tensor trains always take lookups.
     """
 
     def __init__(self, shards: Shards, slices: Slices, wire: Wire) -> None:
@@ -34,9 +35,9 @@ class SparseAllReduce:
         self._has_trains = any(isinstance(spec, TensorTrainSpec) for spec in shards.specs)
 
     def of_all(self, batch: Batch, gradient: Tensor) -> tuple[Batch, Tensor]:
-        """What all ranks update their replicas with, from this rank's lookups and the gradient of their result.
+        """Gathers the lookups of all ranks with the gradients of their results, or the sums of their rows.
 
-        Collective. All ranks get the same.
+        Collective. All ranks get the same batch and gradient, to update their replicas with.
         """
         if self._slices.world_size > 1:
             counts = [0] * len(self._dims)
@@ -53,7 +54,7 @@ class SparseAllReduce:
         return batch, gradient
 
     def _sum_floats(self, lookups: Sequence[int]) -> int:
-        """Floats of the sums of rows, at most."""
+        """The most floats that the sums of rows may have."""
         most = [min(count, spec.row_count) for count, spec in zip(lookups, self._engine.specs, strict=True)]
         return sum(count * (dim + 1) for count, dim in zip(most, self._dims, strict=True))
 

@@ -57,7 +57,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """What all ranks asked this one for."""
+    """The rows that all ranks asked this one for."""
 
     announced: Announced
     sizes: list[int]
@@ -76,8 +76,8 @@ class RowExchange:
         peers: Sequence[int],
         wire: Wire,
     ) -> None:
-        """`number_of`: this rank's shards in the engine. `peers`: the ranks of the `wire`; for replicated tables this
-        one alone."""
+        """`number_of`: this rank's shards in the engine. `peers`: the ranks of the `wire`. Replicated tables have this
+        rank alone."""
         self._tables, self._slices = settings.tables, settings.slices
         self._wire, self._device = wire, shards.engine.device
         self._shards, self._number_of = shards, number_of
@@ -134,7 +134,7 @@ class RowExchange:
         self._shards.fetch(asked.announced)
 
     def by_lookup(self, nodes: Sequence[Node], asked: Asked) -> dict[int, Tensor]:
-        """Gets the rows, and returns that of each lookup: float32 [lookups, dim] by feature."""
+        """Gets the rows. Returns the row of each lookup, float32 [lookups, dim] by feature."""
         answer = self._shards.lookup(asked.announced)
         found = self._wire.all_to_all("rows", answer, self._own_sizes(nodes), asked.sizes, codec=self._codec)
         pieces: dict[int, list[Tensor]] = {feature: [] for of_table in self._features.values() for feature in of_table}
@@ -155,9 +155,9 @@ class RowExchange:
         return {feature: parts[0] if len(parts) == 1 else torch.cat(parts) for feature, parts in pieces.items()}
 
     def sums(self, nodes: Sequence[Node], asked: Asked, gradients: dict[int, Tensor]) -> Tensor:
-        """Sends the sum of each row's gradients in each node to its owner. Returns those for this rank's rows, flat.
+        """Sends the sum of each row's gradients in each node to its owner. Returns the sums for this rank's rows.
 
-        `gradients`: float32 [lookups, dim] by feature.
+        `gradients`: float32 [lookups, dim] by feature. The result is float32, flat.
         """
         sums: list[dict[int, Tensor]] = []
         for node in nodes:
@@ -200,14 +200,14 @@ class RowExchange:
         return Node(lookups=lookups, distinct=distinct, borders=borders, places=places)
 
     def _requests(self, nodes: Sequence[Node], rank: int) -> Iterator[tuple[int, Part, int, int]]:
-        """What this rank asks of another: node, part, and the range among the node's distinct rows of the table."""
+        """What this rank asks another for: node, part, and the range among the node's distinct rows of the table."""
         for number, node in enumerate(nodes):
             for part in self._parts[rank]:
                 start, end = node.borders[part.table][part.row : part.row + 2]
                 yield number, part, start, end
 
     def _answers(self, nodes: Sequence[Node]) -> Iterator[tuple[int, Part, int, int, Range]]:
-        """What this rank gets, in the order of the wire: as requests, for each column shard."""
+        """What this rank gets, in the order of the wire: each request, once for each column shard."""
         for rank in self._world:
             for number, part, start, end in self._requests(nodes, rank):
                 for column in part.columns:
@@ -272,7 +272,7 @@ class RowExchange:
 
 
 def slice_ranges(slices: Slices, global_batch: int) -> list[list[tuple[int, int, int]]]:
-    """This rank's slices by node: number, and the range of their samples among the rank's."""
+    """This rank's slices by node: the number of each, and the range of its samples among the rank's samples."""
     first = slices.first_sample(slices.own.low, global_batch)
     return [
         [
@@ -323,14 +323,14 @@ def _parts_on(settings: Settings, numbers: Sequence[int], rank: int) -> list[Par
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lookups:
-    """Lookups of sequences, in some slices."""
+    """A rank's own ids in some slices, as a batch of the kernels: slice after slice in each table."""
 
     batch: Batch
     pieces: tuple[tuple[int, slice], ...]
-    """Of each block: its feature, and its range among the lookups of this feature."""
+    """The feature of each block, and the block's range among the lookups of this feature."""
 
     def gathered(self, of_feature: dict[int, Tensor], device: torch.device) -> Tensor:
-        """Values of each lookup, [lookups, n] by feature on `device`, in the order of the batch; flat."""
+        """The values of each lookup, flat, on `device`, in the order of the batch. `of_feature`: [lookups, n]."""
         parts = [of_feature[feature][piece].reshape(-1) for feature, piece in self.pieces]
         return joined(parts, torch.float32, device)
 

@@ -90,7 +90,7 @@ class ShardedEmbeddings(ShardedTables):
 
 
 class Sequences:
-    """Lookups of rows in the tables of one group of engines. Exchanges are collective."""
+    """Lookups of rows in the tables of one `Engines`. Exchanges are collective."""
 
     def __init__(self, engines: Engines) -> None:
         settings = engines.here
@@ -110,7 +110,7 @@ class Sequences:
 
     @property
     def is_accumulating(self) -> bool:
-        """Whether backward passes are kept for a later step."""
+        """Whether gradients are kept for a later update."""
         return self._steps.is_begun or self._replica_steps.is_begun
 
     def send(self, ids: Ids, global_batch: int) -> Step:
@@ -124,7 +124,7 @@ class Sequences:
         )
 
     def fetch(self, step: Step) -> None:
-        """Waits for rows. Those of replicated tables are in memory. Not collective."""
+        """Waits for this rank's rows. Rows of replicated tables are always in memory. Not collective."""
         self._sharded.fetch(step.asked)
 
     def by_lookup(self, step: Step) -> dict[int, Tensor]:
@@ -133,7 +133,7 @@ class Sequences:
         return self._engines.from_tables(found | self._replicated.by_lookup(step.replicated, step.replicas))
 
     def update(self, step: Step, gradients: dict[int, Tensor], *, rate: float | None) -> GradientError | None:
-        """Takes one step from the gradients of `by_lookup`, or keeps them for it where `rate` is None.
+        """Updates rows by the gradients of `by_lookup`; where `rate` is None, keeps the gradients for a later update.
 
         Returns what is wrong with gradients of this rank's rows.
         """
@@ -154,7 +154,7 @@ class Sequences:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """Rows that were asked for: they can be looked up, and may then get gradients."""
+    """Rows that were asked for. They can be looked up, and may get gradients afterwards."""
 
     sharded: list[Node]
     asked: Asked

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shards of one engine on this rank: what owners look up and update, wherever rows are. Here they are in memory."""
+"""The shards of one engine on this rank: owners look them up and update them. Their rows are in memory here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Held:
     """[rows, columns] in the table's precision. The table's own memory, or a copy if rows are in a file."""
 
     states: dict[str, Tensor]
-    """Of the optimizer, float32."""
+    """The states of the optimizer, float32."""
 
 
 class Announced:
@@ -39,7 +39,7 @@ class Announced:
 
 
 class Expected(NamedTuple):
-    """A tensor of a checkpoint."""
+    """The shape and type of a tensor in a checkpoint."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -63,7 +63,7 @@ class Shards:
         self.engine.step = step
 
     def announce(self, batch: Batch) -> Announced:
-        """Starts to fetch the rows of a batch, and returns at once. To a GPU its ids are on their way then."""
+        """Starts to fetch the rows of a batch, and to copy its ids to a GPU. Returns at once."""
         device = self.engine.device
         if device.type == "cpu" or batch.lengths.device.type != "cpu" or not len(batch.lengths):
             return Announced(batch)
@@ -72,7 +72,7 @@ class Shards:
         return Announced(batch.uploaded(self._uploads))
 
     def fetch(self, announced: Announced) -> None:
-        """Waits for the rows of a batch. If they do not come it can only be released."""
+        """Waits for the rows of a batch. If they do not come, the batch can only be released."""
 
     def lookup(self, announced: Announced) -> Tensor:
         """The flat float32 result (`EmbeddingEngine.lookup`) of a batch that was fetched."""
@@ -87,7 +87,7 @@ class Shards:
         self.engine.update(batch, gradient, rate=rate)
 
     def ids(self, batch: Batch, block: Block) -> Tensor:
-        """Int64 [lookups]: the ids of a block of such a batch."""
+        """Int64 [lookups]: the ids of a block of a batch that was looked up."""
         return batch.values[block.lookups].to(torch.int64)
 
     def release(self, announced: Announced, *, is_dirty: bool) -> None:
@@ -99,8 +99,10 @@ class Shards:
             yield Held(name=name, weight=self.engine.weight(name), states=self.engine.states(name))
 
     def changes(self, changed: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Tensors with the `changed` rows (int64, rising, by shard), copied to host memory; whole ones of cores, which
-        are not there."""
+        """Yields tensors with the `changed` rows (int64, rising, by shard), copied to host memory.
+
+        Cores of tensor trains are not among `changed`: they come whole, and are the tables' own memory.
+        """
         yield from changed_of(self.held(), changed)
 
     def in_memory(self) -> Iterator[Held]:
@@ -112,7 +114,7 @@ class Shards:
 
     @property
     def in_files(self) -> frozenset[str]:
-        """Names of shards of which `held` gives copies."""
+        """The names of the shards in files. `held` copies them."""
         return frozenset()
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -138,7 +140,7 @@ def parts_of(spec: ShardSpec) -> tuple[ShardSpec, ...]:
 
 
 def expected(spec: ShardSpec, optimizer: OptimizerSpec) -> dict[str, Expected]:
-    """What a checkpoint has of a shard, by name."""
+    """The tensors of a shard in a checkpoint, by name."""
     found = {}
     for part in parts_of(spec):
         found[f"{part.name}.weight"] = Expected((part.row_count, part.dim), part.precision.dtype)
@@ -148,7 +150,7 @@ def expected(spec: ShardSpec, optimizer: OptimizerSpec) -> dict[str, Expected]:
 
 
 def changed_of(held: Iterable[Held], changed: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """`Shards.changes` of what is in memory."""
+    """`Shards.changes` for shards in memory."""
     for one in held:
         rows = changed.get(one.name)
         for key, tensor in tensors_of(one).items():

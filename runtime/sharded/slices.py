@@ -67,7 +67,7 @@ class Slices:
         return Span(self.first_sample(span.low, global_batch), self.first_sample(span.high, global_batch))
 
     def own_samples(self, global_batch: int) -> slice:
-        """The samples of this rank, to index those of all ranks with."""
+        """The samples of this rank, as an index into those of all ranks."""
         return slice(*self.samples(self.rank, global_batch))
 
     def global_batch(self, local_batch: int, given: int | None = None) -> int:

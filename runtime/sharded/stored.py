@@ -46,9 +46,9 @@ class StoredBatch(Announced):
     def __init__(
         self, batch: Batch, parts: list[tuple[PrefetchedRows | DeviceRows, Tensor]], failure: SennitError | None = None
     ) -> None:
-        """`parts`: of each cache the rows, and int64 [rows], the places of their lookups in the batch.
+        """`parts`: the rows in each cache, with int64 [rows], the places of their lookups in the batch.
 
-        `failure`: why there are not more of them. `to_lines` raises it, when all ranks can be told.
+        `failure`: why parts are missing. `to_lines` raises it, because all ranks can be told then.
         """
         super().__init__(batch)
         self._parts, self._failure = parts, failure
@@ -59,7 +59,7 @@ class StoredBatch(Announced):
             rows.rows.wait(timeout_s)
 
     def to_lines(self, timeout_s: float, names: Sequence[str]) -> None:
-        """Waits for the rows. `batch` has their lines from then on. `names`: of the tables, for `NoRoom`."""
+        """Waits for the rows, and puts their lines in place of ids in `batch`. `names`: the tables, for `NoRoom`."""
         if self._failure is not None:
             raise self._failure
         values = self.batch.values.to(torch.int64, copy=True)

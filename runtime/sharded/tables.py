@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sharded embedding table is, and the virtual shards it is made of.
+"""A sharded embedding table, the virtual shards that it is made of, and the memory that its rows may lie in.
 
 Row shards and column shards belong to the model, as a table's name and precision do: they decide bits. Which rank has
 a shard is the placement's business (`placement`), and decides time alone.
@@ -68,7 +68,7 @@ class Table:
     """The features that look ids up in it. Empty: one feature, with the table's name. Tables may share a feature."""
 
     pooling: Pooling = Pooling.SUM
-    """Of `ShardedEmbeddingBags`. `ShardedEmbeddings` takes `NONE`."""
+    """`SUM` or `MEAN` for `ShardedEmbeddingBags`, `NONE` for `ShardedEmbeddings`."""
 
     precision: Precision = Precision.FP32
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
@@ -82,13 +82,13 @@ class Table:
     """None: uniform within 1 / sqrt(rows), as in the reference code of DLRM (Naumov et al. 2019)."""
 
     row_shards: int = 1
-    """Rows are cut into so many ranges. A bag's sum is a sum in each, and the canonical tree over them.
+    """The number of ranges of rows. A bag is summed inside each range, and then over ranges in the canonical tree.
 
     With fewer rows than shards some shards are empty.
     """
 
     column_shards: int = 1
-    """Columns are cut into so many ranges. Each has its own row-wise optimizer states."""
+    """The number of ranges of columns. Each range has its own row-wise optimizer states."""
 
     train_rank: int | None = None
     """The table is a tensor train of this rank: three small cores, from which its rows are computed."""
@@ -96,7 +96,7 @@ class Table:
     home: Home | None = None
     """Where its rows are. None: in files if the module has a store, else in the memory of the module's device.
 
-    The one setting that belongs to the run: a checkpoint may be read with another.
+    Only this setting belongs to the run: a checkpoint may be read with another home.
     """
 
     def __post_init__(self) -> None:
@@ -235,21 +235,24 @@ _CPU: Final = "cpu"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Homes:
-    """What a module, or a run, has to keep tables in."""
+    """The kinds of memory that a module, or a run, has for tables: where the rows of each table lie.
+
+    A table names its home itself, or its module decides. No home changes a bit.
+    """
 
     device_type: str = _CPU
-    """Of the module: "cpu" or "cuda"."""
+    """The type of the module's device: "cpu" or "cuda"."""
 
     has_store: bool = False
     """Whether there is a place for files."""
 
     @property
     def memory(self) -> Home:
-        """That of the module's device."""
+        """The memory of the module's device."""
         return Home.DRAM if self.device_type == _CPU else Home.HBM
 
     def of(self, table: Table, *, is_replicated: bool = False) -> Home:
-        """Where the table is. `is_replicated`: every rank has all of it, which is never in files.
+        """Where the table is. `is_replicated`: every rank has all of its rows. Such rows are never in files.
 
         Raises `ConfigError` if the table names a home that cannot be.
         """
@@ -286,4 +289,4 @@ class Homes:
 
 
 IN_MEMORY: Final = Homes()
-"""Those of a module on the CPU without a store."""
+"""The homes of a module on the CPU without a store."""

@@ -22,7 +22,7 @@ from sennit.runtime.backend.symmetric import memory_for_peers
 from sennit.runtime.sharded.phases import PhaseClock, phase
 from sennit.transport.codecs import Codec, CodecKind
 
-# What a sum, a row or a gradient counts as; all else is input.
+# The phase of each kind of exchange. All other kinds are input.
 _PHASES: Final = {
     "sums": "AlltoAll forward",
     "rows": "AlltoAll forward",
@@ -59,15 +59,15 @@ class Wire:
         codec: Codec | None = None,
         clock: PhaseClock | None = None,
     ) -> None:
-        """`codec`: of floats in AlltoAll; LOSSLESS codes integers, too. A group of backend sennit."""
+        """`codec`: codes floats in AlltoAll, and LOSSLESS integers, too. It takes a group of backend sennit."""
         self._rank, self._world_size = rank, world_size
         self._usual_group, self._of_thread = group, threading.local()
         self._codec, self._clock = codec, clock
         self._lossless = codec if codec is not None and codec.kind is CodecKind.LOSSLESS else None
         self._coded_calls = 0
         self.sent_bytes: Counter[str] = Counter()
-        """Bytes that this rank gave other ranks, by kind: "lengths", "ids", "rows", "gradients" and so on. What
-        LOSSLESS coded counts as it was before."""
+        """Bytes that this rank gave other ranks, by kind: "lengths", "ids", "rows", "gradients" and so on. They
+        count as they were before LOSSLESS coded them."""
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -88,7 +88,7 @@ class Wire:
         return phase(self._clock, name)
 
     def codec_of(self, widths: Iterable[int]) -> Codec | None:
-        """What codes floats of rows of these widths."""
+        """The codec for floats of rows of these widths."""
         return None if self._codec is None else row_codec(self._codec, widths)
 
     def all_to_all(
@@ -103,16 +103,16 @@ class Wire:
     ) -> Tensor:
         """Sends `send[r]` elements of `source` to rank r. Returns `receive[r]` elements of each rank.
 
-        With `codec` (`codec_of`) all are coded and decoded, also those that stay here. `even`: all parts of all ranks
-        have one size, as all ranks know. Then no rank names it, and the transport may choose an algorithm for equal
-        parts (docs/reference/plans.md).
+        `codec` (`codec_of`) codes and decodes all elements, also those that stay here. `even`: all ranks know that all
+        parts have one size. Then no rank tells the others its sizes, and the transport may choose an algorithm for
+        equal parts (docs/reference/plans.md).
         """
         codec = self._lossless if codec is None else codec
         if codec is None and self._world_size == 1:
             return source
         with self.phase(_PHASES.get(kind, "input exchange")):
             if codec is None:
-                # The other ranks of this host write there: one copy in place of two.
+                # The other ranks of this host write there themselves: one copy instead of two.
                 with memory_for_peers(self.group):
                     output = source.new_empty(sum(receive))
                 sizes = [None if even else list(counts) for counts in (receive, send)]
@@ -127,7 +127,7 @@ class Wire:
         return output
 
     def _coded(self, source: Tensor, receive: Sequence[int], send: Sequence[int], codec: Codec) -> Tensor:
-        """Codecs work in host memory. With stochastic rounding each call has a seed of its own."""
+        """`all_to_all` with a codec, which works in host memory. Each call has its own seed for stochastic rounding."""
         seed = (codec.seed + self._coded_calls) % (1 << 64)
         self._coded_calls += 1
         received = communicator(self.group).alltoall(
