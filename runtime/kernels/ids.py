@@ -10,7 +10,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sennit.runtime.kernels import _kernels, reference_ids
+from sennit.runtime.kernels import _kernels
+from sennit.runtime.kernels.checks import IdError, check_lengths
 from sennit.transport.errors import ArgumentError
 
 _INTEGERS: Final = (torch.int32, torch.int64)
@@ -28,7 +29,7 @@ def split_rows(lengths: Tensor, values: Tensor, borders: Sequence[int]) -> tuple
     if len(borders) < 2 or any(low > high for low, high in itertools.pairwise(borders)):
         raise ArgumentError(f"borders {list(borders)}; allowed: two or more, rising")
     if values.device.type != "cpu" or lengths.device.type != "cpu":
-        return reference_ids.split_rows(lengths, values, borders)
+        return split_rows_in_torch(lengths, values, borders)
     of_shards = torch.empty(len(borders) - 1, len(lengths), dtype=torch.int32)
     split = torch.empty_like(values)
     if _kernels.split_rows(
@@ -41,7 +42,7 @@ def split_rows(lengths: Tensor, values: Tensor, borders: Sequence[int]) -> tuple
         split.data_ptr(),
     ):
         return of_shards, split
-    return reference_ids.split_rows(lengths, values, borders)  # It finds out what is wrong.
+    return split_rows_in_torch(lengths, values, borders)  # It finds out what is wrong.
 
 
 def distinct(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,7 +55,30 @@ def distinct(values: Tensor) -> tuple[Tensor, Tensor]:
         )
         if count >= 0:
             return ids[:count], places
-    return reference_ids.distinct(values)
+    return distinct_in_torch(values)
+
+
+def split_rows_in_torch(lengths: Tensor, values: Tensor, borders: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """`split_rows` in plain torch: for tensors on a GPU, and to find out what is wrong with ids."""
+    check_lengths(lengths, len(values))
+    outside = (values < borders[0]) | (values >= borders[-1])
+    if bool(outside.any()):
+        place = int(outside.nonzero()[0])
+        raise IdError(f"id {int(values[place])} at position {place}; allowed: [{borders[0]}, {borders[-1]})")
+    edges = torch.tensor(borders, device=values.device)
+    # Of equal borders the last one counts: a shard without rows has no ids.
+    shards = torch.searchsorted(edges[1:-1], values.to(torch.int64), right=True)
+    bags = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths)
+    cells = torch.bincount(shards * len(lengths) + bags, minlength=(len(borders) - 1) * len(lengths))
+    order = torch.sort(shards, stable=True).indices
+    split = (values.to(torch.int64) - edges[shards])[order].to(values.dtype)
+    return cells.to(torch.int32).view(len(borders) - 1, len(lengths)), split
+
+
+def distinct_in_torch(values: Tensor) -> tuple[Tensor, Tensor]:
+    """`distinct` in plain torch: for tensors on a GPU, and for ids that the native code does not take."""
+    ids, places = torch.unique(values.to(torch.int64), return_inverse=True)
+    return ids, places
 
 
 def _check(name: str, tensor: Tensor) -> None:

@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sennit.runtime.data.seeds import torch_stream
-from sennit.runtime.kernels import distinct, reference_ids, split_rows
+from sennit.runtime.kernels import distinct, split_rows
 from sennit.runtime.kernels.checks import IdError
+from sennit.runtime.kernels.ids import distinct_in_torch, split_rows_in_torch
 from sennit.transport.errors import ArgumentError
 
 Split = Callable[[Tensor, Tensor, list[int]], tuple[Tensor, Tensor]]
 Distinct = Callable[[Tensor], tuple[Tensor, Tensor]]
-BOTH_SPLITS = pytest.mark.parametrize("split", [split_rows, reference_ids.split_rows], ids=["native", "torch"])
-BOTH_DISTINCTS = pytest.mark.parametrize("find", [distinct, reference_ids.distinct], ids=["native", "torch"])
+BOTH_SPLITS = pytest.mark.parametrize("split", [split_rows, split_rows_in_torch], ids=["native", "torch"])
+BOTH_DISTINCTS = pytest.mark.parametrize("find", [distinct, distinct_in_torch], ids=["native", "torch"])
 DTYPES = st.sampled_from((torch.int32, torch.int64))
 
 
@@ -45,7 +46,7 @@ def test_ids_are_dealt_in_the_order_of_their_bags(
         [[id_ - low for id_ in bag if low <= id_ < high] for bag in given_bags]
         for low, high in itertools.pairwise(borders)
     ]
-    for split in (split_rows, reference_ids.split_rows):
+    for split in (split_rows, split_rows_in_torch):
         found_lengths, found = split(lengths, values, borders)
         assert (found_lengths.dtype, found.dtype) == (torch.int32, of_values)
         assert found_lengths.shape == (len(shards), len(given_bags))
