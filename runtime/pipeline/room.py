@@ -36,13 +36,13 @@ class Need:
     """A name of the memory. Ranks with the same name share it."""
 
     step: int
-    """For the batch that is computed."""
+    """Bytes for the batch that is computed."""
 
     ahead: int
-    """For each batch ahead."""
+    """Bytes for each batch ahead."""
 
     looked_up: int
-    """For the batch that is looked up ahead; 0 if none is."""
+    """Bytes for the batch that is looked up ahead; 0 if none is."""
 
     available: int
 
@@ -75,7 +75,7 @@ def check_room(
 
 
 def refusal(needs: Sequence[Need], depth: int) -> str | None:
-    """Why so many batches ahead are refused; None if they have room. `needs`: of all ranks."""
+    """The reason to refuse this many batches ahead; None if they have room. `needs`: one for each rank."""
     ranks = next((ranks for ranks in _by_host(needs) if not _has_room(needs, ranks, depth)), None)
     if ranks is None:
         return None

@@ -31,7 +31,7 @@ class Scheduler(Closing):
     def __init__(
         self, *, before: Callable[[Task], None] | None = None, on_task: Callable[[Record], None] | None = None
     ) -> None:
-        """`before`, `on_task`: called before each task, when its inputs are there, and after it, in its thread."""
+        """Calls `before` ahead of each task, when its inputs are there, and `on_task` after it, in its thread."""
         self._before, self._on_task = before, on_task
         self._queues: dict[str, queue.SimpleQueue[Task | None]] = {}
         self._threads: list[threading.Thread] = []

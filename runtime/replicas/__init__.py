@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense parameters and copied tables: gradients of all ranks added in one order, cut into pieces."""
+"""The dense part of a model: a module on every rank, run slice by slice, with the same bits in every world."""
 
 from typing import TYPE_CHECKING
 

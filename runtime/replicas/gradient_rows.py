@@ -24,7 +24,7 @@ class Place(NamedTuple):
     owner: nn.Module
     attribute: str
     name: str
-    """From the root, as in `named_parameters`."""
+    """The name from the root, as in `named_parameters`."""
 
     def put(self, parameter: nn.Parameter) -> None:
         if isinstance(self.owner, nn.RNNBase):

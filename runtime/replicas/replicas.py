@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A module replicated on every rank, whose gradients have the same bits in every world: in place of DDP.
+"""A module replicated on every rank, as with DDP, but with gradients that have the same bits in every world.
 
 replicas = SlicedReplicas(module)           # module(features, labels) returns the mean loss of its samples
 losses = replicas(features, labels)         # of this rank's samples: the loss of each of its slices

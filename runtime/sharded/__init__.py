@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sharded training whose bits do not depend on the ranks: tables in shards, and the global batch in slices.
 
-What decides bits belongs to the model: slices, row shards, column shards. Where they lie belongs to the run.
-`SlicedReplicas` is the dense part: a module on every rank, run slice by slice.
+Slices, row shards and column shards decide bits, and belong to the model. Where they lie belongs to the run. The dense
+part of a model is in `sennit.runtime.replicas`.
 """
 
 from typing import TYPE_CHECKING

@@ -27,7 +27,7 @@ from sennit.runtime.sharded.wire import Wire
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What all groups of tables of a module share."""
+    """The settings that all groups of a module's tables share."""
 
     tables: tuple[Table, ...]
     placement: Placement

@@ -151,12 +151,12 @@ def divided(
 
 
 def _most_lines(layout: StoreLayout) -> int:
-    """More lines than twice the rows are useless."""
+    """The most lines that are of use: twice the rows."""
     return max(2 * layout.row_count, 2 * WAYS)
 
 
 def _bytes_of(layout: StoreLayout, lines: int, noted_bytes: int) -> int:
-    """Memory of a cache with so many lines."""
+    """The memory of a cache with this many lines."""
     return layout.row_count * noted_bytes + lines * (layout.row_bytes + NOTE_BYTES)
 
 

@@ -14,7 +14,7 @@ from sennit.runtime.kernels.tensor_train import TensorTrainSpec, initialise
 from sennit.runtime.sharded.tables import Initial, Range, Shard, Table
 
 BLOCK_ROWS: Final = 4096
-"""Rows are drawn in blocks of so many, each from a stream of its own."""
+"""Rows are drawn in blocks of this many, each block from its own stream."""
 
 
 def fill(weight: Tensor, tables: Sequence[Table], shard: Shard, *, seed: int, first: int = 0) -> None:

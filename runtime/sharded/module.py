@@ -65,7 +65,7 @@ class ShardedTables(HeldTables):
     """
 
     _kind: type[TableSteps]
-    """What a step of these tables is."""
+    """The class of steps of these tables."""
 
     def __init__(
         self,

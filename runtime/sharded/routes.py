@@ -35,7 +35,7 @@ class Sum(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """A feature's column shard: what a gradient belongs to."""
+    """A feature's column shard. Each gradient belongs to one."""
 
     feature: int
     column: int
@@ -53,13 +53,13 @@ class Routes:
     """What one rank exchanges with all others. Each list is in the order of the wire."""
 
     parts: tuple[tuple[Part, ...], ...]
-    """By rank: the parts that are sent to it."""
+    """The parts that are sent to each rank."""
 
     sums: tuple[tuple[Sum, ...], ...]
-    """By rank: the sums that it answers with."""
+    """The sums that each rank answers with."""
 
     gradients: tuple[tuple[Columns, ...], ...]
-    """By rank: the gradients that are sent to it."""
+    """The gradients that are sent to each rank."""
 
 
 def routes(tables: Sequence[Table], placement: Placement, chosen: Sequence[int]) -> Routes:

@@ -46,13 +46,13 @@ class Node:
 
     lookups: Lookups
     distinct: dict[int, Tensor]
-    """By table: int64, rising."""
+    """The distinct rows of each table: int64, rising."""
 
     borders: dict[int, list[int]]
-    """By table: where each row shard begins in `distinct`, and the end."""
+    """For each table: where each row shard begins in `distinct`, and the end of the last one."""
 
     places: dict[int, Tensor]
-    """By table: int64, where the row of each lookup of the table is in `distinct`, in the order of `lookups`."""
+    """For each table: where the row of each lookup is in `distinct`, int64, in the order of `lookups`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -91,7 +91,7 @@ class StoredBatch(Announced):
 
 
 class StoredShards(Shards):
-    """Shards of one engine, of which some are in files: one for each width and precision. Others are in memory."""
+    """Shards of one engine. Some are in files, one file for each width and precision; the others are in memory."""
 
     def __init__(
         self,

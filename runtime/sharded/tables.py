@@ -277,7 +277,7 @@ class Homes:
         return table.home is Home.DRAM and self.memory is not Home.DRAM
 
     def in_files(self, tables: Sequence[Table], replicated: Collection[int]) -> list[str]:
-        """The names of tables in files. `replicated`: numbers of the tables of which every rank has a copy.
+        """The names of tables in files. `replicated`: numbers of the tables that every rank has whole.
 
         Raises `ConfigError` if a home cannot be.
         """
