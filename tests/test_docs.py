@@ -55,6 +55,15 @@ def test_the_index_leads_to_every_page() -> None:
     assert not [page for page in PAGES if page.parent != ROOT and page.name != "README.md" and page not in listed]
 
 
+def test_the_list_of_decisions_has_their_titles() -> None:
+    folder = ROOT / "docs/decisions"
+    listed = " ".join((folder / "README.md").read_text().split())
+    for page in folder.glob("0*.md"):
+        title = page.read_text().partition("\n")[0].removeprefix("# ")
+        assert title.startswith(f"{page.name[:4]}: ")
+        assert f"[{title}]({page.name})" in listed
+
+
 def imports(page: Path) -> Iterator[tuple[str, str]]:
     """Yields module and name of each `from sennit… import …` in a page's programs."""
     for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
