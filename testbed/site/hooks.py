@@ -25,7 +25,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     config.mdx_configs.setdefault("toc", {})["slugify"] = lambda text, separator: anchor(text)
     config.extra_css.append(STYLE)
     config.nav = [
-        {"Home": ["index.md", "contents.md", "contributing.md", "changelog.md"]},
+        {"Home": ["index.md", "contents.md", "contributing.md", "security.md", "changelog.md"]},
         {"Tutorials": listed("docs/README.md", "Tutorials")},
         {"Examples": [{path.name: place(str(path.relative_to(ROOT)))} for path in examples()]},
         {"How-to": listed("docs/README.md", "How-to")},

@@ -19,6 +19,7 @@ PLACES: Final = {
     "README.md": "index.md",
     "docs/README.md": "contents.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
 }
 LANGUAGES: Final = {".py": "python", ".toml": "toml", ".sbatch": "bash", ".yaml": "yaml"}
