@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""examples/ci/soft-roce.yaml without running it: a workflow that GitHub would take, and commands and packages that fit.
+"""Workflows of GitHub Actions, without running them: files that GitHub would take, commands and packages that fit.
 
-test_empty_roots.py runs its steps.
+testbed/test_empty_roots.py runs the steps of the example.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,29 +19,49 @@ from sennit.testbed.vm import machines, runner, uml_kernel
 from tests import pages
 from tests.test_code_blocks import check_sennit
 
-WORKFLOW = pages.ROOT / "examples/ci/soft-roce.yaml"
+OURS = pages.ROOT / ".github/workflows/test.yml"
+EXAMPLE = pages.ROOT / "examples/ci/soft-roce.yaml"
 # docs.github.com: Workflow syntax for GitHub Actions, the keys in use here and those beside them.
+KEYS = {"name", True, "permissions", "env", "jobs"}  # YAML 1.1 reads the key `on` as a truth value.
 JOB_KEYS = {"name", "needs", "runs-on", "container", "env", "steps", "timeout-minutes", "strategy", "if"}
 STEP_KEYS = {"id", "if", "name", "uses", "run", "shell", "with", "env", "working-directory", "timeout-minutes"}
 
 
-@pytest.fixture(scope="module")
-def job() -> dict[str, Any]:
-    workflow = yaml.safe_load(WORKFLOW.read_text())
-    # YAML 1.1 reads the key `on` as a truth value.
-    assert set(workflow) == {"name", True, "jobs"}
+def job_of(path: Path) -> dict[str, Any]:
+    workflow = yaml.safe_load(path.read_text())
+    assert {"name", True, "jobs"} <= set(workflow) <= KEYS
     (found,) = workflow["jobs"].values()
     assert isinstance(found, dict)
     return found
 
 
-def test_jobs_and_steps_have_the_keys_that_github_knows(job: dict[str, Any]) -> None:
+@pytest.fixture(scope="module")
+def job() -> dict[str, Any]:
+    return job_of(EXAMPLE)
+
+
+@pytest.mark.parametrize("path", [OURS, EXAMPLE], ids=lambda path: path.name)
+def test_jobs_and_steps_have_the_keys_that_github_knows(path: Path) -> None:
+    job = job_of(path)
     assert set(job) <= JOB_KEYS
     assert set(job["container"]) <= {"image", "options", "env", "volumes", "ports", "credentials"}
     for step in job["steps"]:
         assert set(step) <= STEP_KEYS
         assert ("run" in step) != ("uses" in step)
         assert "uses" not in step or re.fullmatch(r"[\w-]+/[\w-]+@v\d+", step["uses"])
+        subprocess.run(["sh", "-n"], input=step.get("run", ""), text=True, check=True, timeout=10)
+
+
+def test_our_workflow_has_the_two_commands_of_the_readme() -> None:
+    """After what an image lacks. `.ci/run` is the second one, for other services."""
+    readme = pages.ROOT / "README.md"
+    section = readme.read_text().partition("\n## Two commands\n")[2].partition("\n## ")[0]
+    (block,) = [block for block in pages.blocks(readme) if block.text in section]
+    commands = [line.partition("#")[0].strip() for line in block.text.splitlines()]
+    assert len(commands) == 2
+    *_, first, second = (step["run"] for step in job_of(OURS)["steps"] if "run" in step)
+    assert [first, second] == commands
+    assert (pages.ROOT / ".ci/run").read_text().splitlines()[-2:] == ["export CI=true", f"exec {commands[1]}"]
 
 
 def test_the_cache_has_a_key_that_an_earlier_step_prints(job: dict[str, Any]) -> None:
@@ -61,7 +82,6 @@ def test_commands_are_right(job: dict[str, Any]) -> None:
     for step in job["steps"]:
         if "run" not in step:
             continue
-        subprocess.run(["sh", "-n"], input=step["run"], text=True, check=True, timeout=10)
         for command in re.findall(r"/bin/sennit ([^\n)]+)", step["run"]):
             check_sennit(shlex.split(command))
             count += 1
