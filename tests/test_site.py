@@ -30,6 +30,7 @@ PAGES = sorted([*(ROOT / path for path in PLACES), *(ROOT / "docs").rglob("*.md"
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.needs("dot"),
     pytest.mark.skipif(find_spec("material") is None, reason="the extra docs is not installed"),
 ]
 

@@ -89,7 +89,7 @@ system_packages_named() {
   [ ${#missing[@]} -eq 0 ] && return
   local list
   list=$(printf '%s; ' "${missing[@]}")
-  fail "please install: ${list%; }. Tests also use: doctest, clang, libbpf with headers, tshark, iproute2, pyverbs, bcc"
+  fail "please install: ${list%; }. Tests also use: doctest, clang, libbpf with headers, tshark, graphviz, iproute2, pyverbs, bcc"
 }
 
 if command -v dpkg-query >/dev/null && command -v apt-get >/dev/null; then
