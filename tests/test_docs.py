@@ -18,6 +18,7 @@ FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 MENTION = re.compile(r"(?<![\w/.])docs/[\w./-]*\w")
 HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
 WIDTH = 120
+RELEASE_MAX_LINES = 80
 
 
 def anchors(page: Path) -> set[str]:
@@ -62,6 +63,18 @@ def test_the_list_of_decisions_has_their_titles() -> None:
         title = page.read_text().partition("\n")[0].removeprefix("# ")
         assert title.startswith(f"{page.name[:4]}: ")
         assert f"[{title}]({page.name})" in listed
+
+
+def test_a_release_is_read_in_a_minute() -> None:
+    """keepachangelog.com has these groups."""
+    releases = re.split("^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]
+    assert releases
+    for release in releases:
+        groups = re.findall("^### (.+)$", release, re.MULTILINE)
+        assert len(set(groups)) == len(groups) > 0
+        assert set(groups) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+        lines = release.rstrip().count("\n") + 1
+        assert lines <= RELEASE_MAX_LINES, f"{release.splitlines()[0]}: {lines} lines; allowed: {RELEASE_MAX_LINES}"
 
 
 def imports(page: Path) -> Iterator[tuple[str, str]]:
