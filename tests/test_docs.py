@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from sennit.testbed.site.api import MODULES
+
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ["docs", "ebpf", "offload", "runtime", "sennit", "testbed", "tests", "tools", "transport", "examples", ".github"]
 TEXT_SUFFIXES = {".py", ".pyi", ".cpp", ".hpp", ".h", ".c", ".sh", ".md", ".txt", ".toml", ".yml", ".yaml", ".ini"}
@@ -90,6 +92,13 @@ IMPORTS = sorted({found for page in PAGES for found in imports(page)})
 @pytest.mark.parametrize(("module", "name"), IMPORTS, ids=lambda text: text)
 def test_programs_in_pages_import_what_there_is(module: str, name: str) -> None:
     assert hasattr(importlib.import_module(module), name) or importlib.util.find_spec(f"{module}.{name}")
+
+
+def test_pages_of_the_interface_show_modules_that_exist() -> None:
+    """The site has them (tests/test_site.py builds it, which takes longer)."""
+    shown = [ROOT / package.replace(".", "/") / f"{name}.py" for package, names in MODULES.items() for name in names]
+    assert len(shown) > 20
+    assert not [module for module in shown if not module.exists()]
 
 
 def texts() -> Iterator[Path]:

@@ -10,18 +10,22 @@ from sennit.testbed.site.repository import ROOT
 
 # Package -> the modules that programs use. A room of `runtime/` lists its public names itself.
 MODULES: Final = {
-    "transport": ("communicator", "array_collectives", "config", "store", "errors", "counters", "codecs", "plan"),
+    "transport": ("communicator", "array_collectives", "config", "errors", "counters", "codecs"),
+    "transport.meeting": ("store",),
+    "transport.plans": ("plan",),
     "runtime.backend": (),
     "runtime.sharded": (),
+    "runtime.replicas": (),
+    "runtime.checkpoint": (),
     "runtime.pipeline": (),
     "runtime.model": (),
     "runtime.data": (),
     "runtime.memory": (),
     "runtime.kernels": (),
     "runtime.training": (),
-    "runtime.planner": ("cluster", "cost", "search", "plan_file", "roofline"),
+    "runtime.planner": ("cluster", "step_time", "search", "plan_file", "roofline"),
     "offload": ("schema", "plan", "operators", "targets", "batches", "errors"),
-    "ebpf": ("compiler", "loader", "maps", "arena", "links", "ringbuffer", "trial", "features"),
+    "ebpf": ("compiler", "loader", "maps", "arena", "links", "ringbuffer", "trial", "kernel_features"),
 }
 
 
