@@ -1,1 +1,0 @@
-../../sennit/__main__.py

@@ -1,1 +1,0 @@
-../../sennit/cache.py

@@ -1,1 +1,0 @@
-../../sennit/closing.py

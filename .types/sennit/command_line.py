@@ -1,1 +1,0 @@
-../../sennit/command_line.py

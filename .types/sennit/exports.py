@@ -1,1 +1,0 @@
-../../sennit/exports.py

@@ -1,1 +1,0 @@
-../../sennit/host_name.py

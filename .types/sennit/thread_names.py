@@ -1,1 +1,0 @@
-../../sennit/thread_names.py
