@@ -109,7 +109,7 @@ def test_no_circle_of_folders() -> None:
 
 
 # Files of `sennit/` that every folder may use.
-SHARED = {"cache", "closing", "command_line", "debian", "errors", "exports", "extras", "thread_names"}
+SHARED = {"cache", "closing", "command_line", "debian", "errors", "exports", "extras", "options", "thread_names"}
 
 
 def test_what_all_folders_share_imports_none_of_them() -> None:
@@ -223,7 +223,8 @@ def test_import_is_cheap_and_finds_its_parts_from_any_folder(folder: Path) -> No
     """The repository has a folder `sennit`. Even there, Python must find the installed package."""
     program = (
         "import sys, sennit, sennit.transport.errors, sennit.testbed, sennit.runtime.data, sennit.runtime.training\n"
-        "heavy = {'torch', 'numpy', 'sennit.transport._core'} & sys.modules.keys()\n"
+        "import sennit.runtime.data.source\n"
+        "heavy = {'torch', 'numpy', 'typer', 'sennit.transport._core'} & sys.modules.keys()\n"
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", program], cwd=folder, check=True, timeout=60)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sennit.runtime.data.raw_samples import RawSamples as RawSamples
     from sennit.runtime.data.samples import Column as Column
     from sennit.runtime.data.samples import Samples as Samples
-    from sennit.runtime.data.sources import Source as Source
+    from sennit.runtime.data.source import Source as Source
     from sennit.runtime.data.sources import load as load
 
 __getattr__ = exporter(
@@ -39,7 +39,7 @@ __getattr__ = exporter(
         "Preprocessing": "preprocessing",
         "Column": "samples",
         "Samples": "samples",
-        "Source": "sources",
+        "Source": "source",
         "load": "sources",
     },
 )

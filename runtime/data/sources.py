@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from sennit.runtime.data import adult, flights, movielens, parquet, synthetic
@@ -12,6 +11,7 @@ from sennit.runtime.data.files import DataFile, find_files
 from sennit.runtime.data.packages import check_installed, package_file
 from sennit.runtime.data.raw_samples import RawSamples
 from sennit.runtime.data.schema import Schema, read_schema
+from sennit.runtime.data.source import Source
 
 # name -> (package, one of its files): enough to report early that something is not installed.
 PACKAGED = {
@@ -20,29 +20,6 @@ PACKAGED = {
     "adult": (adult.PACKAGE, "datasets/data/adult.parquet.brotli"),
 }
 NAMES = (*PACKAGED, "synthetic")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
-    """What to load."""
-
-    data: str = "flights"
-    """One of `NAMES`, or the place of Parquet files: a path, a pattern or a folder, under any protocol of fsspec."""
-
-    further: tuple[str, ...] = ()
-    """More places of Parquet files, appended to the first as one data set."""
-
-    schema: Path | None = None
-    """Schema file of a Parquet data set (`data/schema.py`)."""
-
-    samples: int = 32_768
-    """The number of samples of `synthetic`; other data sets have their own."""
-
-    row_limit: int = 100_000
-    """The most rows of a table of `synthetic`; MLPerf's own limit is 40 million."""
-
-    zipf_exponent: float = 1.05
-    """The skew of `synthetic`'s rows (Zipf exponent); 0 is uniform."""
 
 
 def check(source: Source) -> None:

@@ -6,12 +6,15 @@ from __future__ import annotations
 import os
 import platform
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sennit.command_line import ANOTHER_FILE, fail, json_text
+from sennit.options import with_options
+from sennit.runtime.data.source import Source
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,22 +25,21 @@ if TYPE_CHECKING:
 EXIT_INTERRUPTED = 130
 
 
+@with_options
 def feed(
+    *,
     paths: Annotated[
         list[str] | None, typer.Argument(metavar="[DATA]...", help="Parquet files, folders, patterns or URLs")
     ] = None,
     data: Annotated[
         str | None, typer.Option(metavar="NAME", help="instead of files: flights, movielens, adult or synthetic")
     ] = None,
-    schema: Annotated[Path | None, typer.Option(help="schema of the Parquet files (TOML or JSON)")] = None,
+    source: Source,
     to: Annotated[str, typer.Option(metavar="HOST:PORT", help="address of any rank of the run")] = "127.0.0.1:4800",
     workers: Annotated[int, typer.Option(help="number of processes that send", min=1, max=256)] = 1,
     timeout: Annotated[float, typer.Option(help="seconds to wait for the trainer or the network")] = 300.0,
     json_path: Annotated[Path | None, typer.Option("--json", help="write the report to this file")] = None,
     seed: Annotated[int, typer.Option(help="synthetic: seed, equal to the trainer's", min=0)] = 1,
-    samples: Annotated[int, typer.Option(help="synthetic: number of samples")] = 32_768,
-    row_limit: Annotated[int, typer.Option(help="synthetic: rows of the largest tables")] = 100_000,
-    zipf: Annotated[float, typer.Option(help="synthetic: skew of the rows")] = 1.05,
 ) -> None:
     """Send a data set to the ranks of `sennit train --ingest` until the run ends."""
     import torch
@@ -45,7 +47,6 @@ def feed(
     from rich.text import Text
 
     from sennit.runtime.data import sources
-    from sennit.runtime.data.sources import Source
     from sennit.runtime.ingest import feed as feeding
     from sennit.runtime.ingest.address import Address
     from sennit.transport.errors import ConfigError, SennitError
@@ -58,14 +59,7 @@ def feed(
         if bool(paths) == bool(data):
             raise ConfigError("the data set is missing" if data is None else "--data NAME beside paths; allowed: one")
         first, *further = [data] if data is not None else paths or []
-        source = Source(
-            data=first,
-            further=tuple(further),
-            schema=schema,
-            samples=samples,
-            row_limit=row_limit,
-            zipf_exponent=zipf,
-        )
+        source = replace(source, data=first, further=tuple(further))
         if not 0 < timeout <= 86_400:
             raise ConfigError(f"--timeout {timeout} s; allowed: above 0, at most 86,400")
         if data is not None and data not in sources.NAMES:

@@ -11,11 +11,12 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import torch
 from torch import Tensor
 
+from sennit.options import Option
 from sennit.runtime.kernels.spec import Precision
 from sennit.runtime.memory import store
 from sennit.runtime.memory.cache import LOCATION_BYTES, NOTE_BYTES, WAYS
@@ -26,6 +27,7 @@ from sennit.runtime.memory.tiered import layout_of
 from sennit.runtime.sharded.shards import Expected
 from sennit.runtime.sharded.tables import Home, Homes, Shard, Table, shard_spec
 from sennit.transport.errors import ConfigError, DeviceError
+from sennit.transport.sizes import parse_size
 
 SPARE_SHARE: Final = 16
 """One of this many lines is spare. Spare lines take rows whose set has only pinned lines."""
@@ -39,14 +41,17 @@ _NUMBER_BYTES: Final = 8
 class TableStore:
     """The place of tables that are larger than memory."""
 
-    folder: Path
-    """Each rank has files here, without names, so that a killed run leaves nothing."""
+    folder: Annotated[Path, Option(flag="--table-store")]
+    """Folder on a disk for embedding tables larger than memory. Each rank has files there, without names, so that a
+    killed run leaves nothing."""
 
-    memory_bytes: int
-    """Memory of each rank, for cached rows with optimizer states and the bookkeeping of all rows."""
+    memory_bytes: Annotated[int, Option(flag="--table-memory", parse=parse_size)]
+    """With --table-store: memory of each rank for rows, such as 64MiB. It holds cached rows with optimizer states, and
+    the bookkeeping of all rows."""
 
-    device_bytes: int | None = None
-    """With tables on a device: its memory for rows with optimizer states. None: for as many rows as the host has."""
+    device_bytes: Annotated[int | None, Option(flag="--table-device-memory", metavar="SIZE", parse=parse_size)] = None
+    """With --table-store and --device cuda: each rank's GPU memory for rows; as --table-memory. None: for as many rows
+    as the host has."""
 
     timeout_s: float = 60.0
     """The longest wait for rows."""

@@ -6,264 +6,284 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import torch
 
 from sennit.offload.ingest.facts import TableFacts
 from sennit.offload.ingest.target import IngestTarget
+from sennit.options import Option, check
 from sennit.runtime.backend.process_group import BACKEND_NAME
 from sennit.runtime.data.order import SLICES_MAX, OrderSettings
-from sennit.runtime.data.sources import Source
+from sennit.runtime.data.source import Source
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
-from sennit.runtime.model.factory import DENSE_OPTIMIZERS
-from sennit.runtime.model.schedule import RateSchedule
+from sennit.runtime.model.factory import DENSE_OPTIMIZERS, MODELS
+from sennit.runtime.model.schedule import DECAYS, RateSchedule
 from sennit.runtime.model.settings import SettingsFile, tables_of
-from sennit.runtime.model.sharding_settings import Sharding
+from sennit.runtime.model.sharding_settings import AUTO, Sharding, sharding_of
 from sennit.runtime.model.tensor_train import TensorTrainRule
 from sennit.runtime.pipeline.ahead import BATCHES_AHEAD_MAX
 from sennit.runtime.sharded.files import TableStore
+from sennit.runtime.sharded.placement import SHARDINGS
 from sennit.runtime.sharded.tables import MAX_SHARDS, Table
 from sennit.runtime.training.metrics import METRICS
 from sennit.transport.codecs import COLLECTIVE_CODECS, EXCHANGE_CODECS, Codec
 from sennit.transport.errors import ConfigError
+from sennit.transport.sizes import parse_size
+
+OVERLAPS: Final = ("auto", "ids", "tables")
+
+
+def _in_range(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{name} {value}; allowed: {low} to {high}")
+
+
+def _widths(flag: str) -> Option:
+    """An option that takes widths of an MLP."""
+
+    def parse(text: str) -> tuple[int, ...]:
+        try:
+            return tuple(int(part) for part in text.split(",") if part.strip())
+        except ValueError:
+            raise ConfigError(f"{flag} {text!r}; allowed: widths separated by commas, like 128,64") from None
+
+    return Option(parse=parse, text=lambda widths: ",".join(map(str, widths)))
+
+
+def _read(name: str) -> SettingsFile:
+    return SettingsFile.read(Path(name))
+
+
+def _auto(_: Sharding) -> str:
+    """The command plans by default. A program does not: its default is the same placement on every machine."""
+    return AUTO
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
-    """Checked when it is made. `check_world` checks what depends on the number of ranks."""
+    """The options of `sennit train`: those of its fields, and of the fields of `Source` and `TableStore`.
+
+    It is checked when it is made. `check_world` checks what depends on the number of ranks.
+    """
 
     source: Source = field(default_factory=Source)
     """The data set."""
 
-    ingest: IngestTarget | None = None
-    """Where feeders send samples to; None: samples are read from `source`."""
+    ingest: Annotated[IngestTarget | None, Option(metavar="TARGET", parse=IngestTarget.parse)] = None
+    """Take samples from feeders: xdp://INTERFACE[,…][:PORT] or cpu://ADDRESS[:PORT]. None: from `source`."""
 
-    split: str = "random"
-    """How evaluation rows are chosen: "random", or "last" for the end of the data set (often the latest samples)."""
+    device: Annotated[str, Option(choices=("cpu", "cuda"))] = "cpu"
+    """Where model and tables are. Ranks of a host take its GPUs in turn."""
 
-    eval_fraction: float = 0.1
-    """The share of samples held back for evaluation."""
+    backend: Annotated[str, Option()] = "sennit"
+    """torch.distributed backend. "gloo" is for comparison."""
 
-    seed: int = 1
-    """Controls initial weights, split, order of samples and synthetic data."""
+    exchange: Annotated[str | None, Option(metavar="CODEC", choices=tuple(EXCHANGE_CODECS))] = None
+    """Code embeddings and their gradients. With int8 a row is a block. "lossless" also codes ids. None: no codec."""
 
-    epochs: int = 2
-    """Passes over the training rows."""
+    gradient: Annotated[str | None, Option(metavar="CODEC", choices=tuple(COLLECTIVE_CODECS))] = None
+    """Code dense gradients, with error feedback. None: no codec."""
 
-    max_steps: int | None = None
-    """Stop after this many steps; the learning rate then decays to zero over these. None: all epochs."""
+    seed: Annotated[int, Option(low=0, high=2**63 - 1)] = 1
+    """Seed of everything random. That is initial weights, split, order of samples and synthetic data."""
 
-    batch_size: int = 2048
-    """Samples per step over all ranks together, so that the run is the same at any world size."""
+    epochs: Annotated[int, Option(low=1, high=100_000)] = 2
+    """Passes over the training samples."""
 
-    slices: int = 8
-    """Slices of the global batch, a power of two. They belong to the model (docs/reference/sharded.md)."""
+    max_steps: Annotated[int | None, Option(flag="--steps", label="steps", low=1, high=2**40)] = None
+    """Stop after this many steps. The learning rate then decays to zero over these. None: all epochs."""
 
-    model: str = "dlrm"
+    batch_size: Annotated[int, Option(low=1, high=2**24)] = 2048
+    """Samples per step, all ranks together. So the run is the same at any world size."""
+
+    slices: Annotated[int, Option(low=1, high=SLICES_MAX)] = 8
+    """Slices of a global batch: a power of two, at least as many as ranks. They belong to the model
+    (docs/reference/sharded.md)."""
+
+    model: Annotated[str, Option(help=f"{', '.join(MODELS)}, or package.module:factory")] = "dlrm"
     """A name of `MODELS`, or "package.module:factory" (docs/reference/models.md)."""
 
-    bottom: tuple[int, ...] = (64,)
-    """Hidden widths of the bottom MLP."""
+    embedding_dim: Annotated[int, Option(flag="--dim", label="embedding dimension", low=1, high=4096)] = 16
+    """Embedding dimension. It is the columns of every table, unless `tables` says otherwise."""
 
-    top: tuple[int, ...] = (128, 64)
-    """Hidden widths of the top MLP."""
+    tables: Annotated[SettingsFile | None, Option(metavar="FILE", parse=_read)] = None
+    """Settings of each table (TOML). None: the same for all, from the other fields."""
 
-    embedding_dim: int = 16
-    """Columns of every table, unless `tables` says otherwise."""
+    row_shards: Annotated[int, Option(low=1, high=MAX_SHARDS)] = 1
+    """Row shards of each table; part of the model. `tables` may say otherwise."""
 
-    row_shards: int = 1
-    """Row shards of every table, unless `tables` says otherwise. They belong to the model."""
-
-    tables: SettingsFile | None = None
-    """Settings of each table; None: the same for all, from the fields above and below."""
-
-    tensor_train: TensorTrainRule | None = None
-    """Which tables are tensor trains (docs/reference/embedding.md); None: those of which `tables` says it."""
-
-    sharding: Sharding = field(default_factory=Sharding)
+    sharding: Annotated[
+        Sharding,
+        Option(
+            metavar="NAME|FILE",
+            help=f"which rank has which rows: auto (planned when the run starts), {', '.join(SHARDINGS)}, or a TOML "
+            "file",
+            parse=sharding_of,
+            text=_auto,
+        ),
+    ] = field(default_factory=Sharding)
     """Which rank has which shard. It changes no bit."""
 
-    sparse_rate: float = 0.15
-    """Learning rate of the embeddings (row-wise AdaGrad)."""
+    use: Annotated[Path | None, Option(metavar="FILE")] = None
+    """Plan with a sketch that an earlier run wrote (--sketch). None: the planner counts the data."""
 
-    dense_rate: float = 0.02
+    rebalance: Annotated[
+        int | None, Option(metavar="STEPS", label="steps between two looks (--rebalance)", low=1, high=2**40)
+    ] = None
+    """Look every STEPS steps whether shards should move; same bits. They move if the use of rows has changed so much
+    that it pays. None: never."""
+
+    tensor_train: Annotated[TensorTrainRule | None, Option(metavar="ROWS:RANK", parse=TensorTrainRule.parse)] = None
+    """Hold tables of at least ROWS rows as tensor trains of rank RANK. None: those of which `tables` says it
+    (docs/reference/embedding.md)."""
+
+    bottom: Annotated[tuple[int, ...], _widths("--bottom")] = (64,)
+    """Hidden widths of the bottom MLP."""
+
+    top: Annotated[tuple[int, ...], _widths("--top")] = (128, 64)
+    """Hidden widths of the top MLP."""
+
+    sparse_rate: Annotated[float, Option(above=0, below=1000)] = 0.15
+    """Learning rate of the embeddings. Their optimizer is row-wise AdaGrad."""
+
+    dense_rate: Annotated[float, Option(above=0, below=1000)] = 0.02
     """Learning rate of the MLPs."""
 
-    dense_optimizer: str = "adagrad"
-    """adagrad, adam or sgd."""
+    dense_optimizer: Annotated[str, Option(choices=DENSE_OPTIMIZERS)] = "adagrad"
+    """Optimizer of the MLPs."""
 
-    decay: str = "linear"
-    """Decay of both rates over the run: "linear" or "polynomial" to zero, or "none"."""
+    decay: Annotated[str, Option(choices=DECAYS)] = "linear"
+    """Learning rates over the run. They go to zero, or to `decay_floor`."""
 
-    warmup: int = 0
-    """Steps of the warm-up, in which both rates rise to their full values."""
+    warmup: Annotated[int, Option()] = 0
+    """Steps during which the learning rates rise."""
 
-    decay_start: int | None = None
-    """Steps before decay begins; None: as many as the warm-up has."""
+    decay_start: Annotated[int | None, Option()] = None
+    """Step at which decay starts; default: after the warm-up."""
 
-    decay_steps: int | None = None
-    """Steps of the decay; None: to the end of the run."""
+    decay_steps: Annotated[int | None, Option()] = None
+    """Steps of the decay; default: to the end."""
 
-    decay_power: float = 2.0
-    """The power of polynomial decay."""
+    decay_power: Annotated[float, Option()] = 2.0
+    """Power of polynomial decay."""
 
-    decay_floor: float = 0.0
-    """The share of the rates that remains at the end of decay and after it."""
+    decay_floor: Annotated[float, Option()] = 0.0
+    """Share of the rates that remains after decay."""
 
-    clip_value: float | None = None
-    """Each element of a gradient is clipped to plus and minus this: of dense weights, and of each row's sum."""
+    clip_value: Annotated[float | None, Option(above=0, below=1e30)] = None
+    """Clip each element of a gradient, also of embedding rows. The gradient of a row is the sum over its samples."""
 
-    clip_norm: float | None = None
-    """The whole dense gradient is scaled down to this norm if it is longer. So is the gradient of each row."""
+    clip_norm: Annotated[float | None, Option(above=0, below=1e30)] = None
+    """Clip the norm of the dense gradient, and of each embedding row's. A longer one is scaled down."""
 
-    weight_decay: float = 0.0
-    """The weight times this is added to its gradient (L2). Rows that a step does not look up do not decay."""
+    weight_decay: Annotated[float, Option(low=0, below=1000)] = 0.0
+    """L2 weight decay. The weight times this is added to its gradient. Rows that a step does not look up do not
+    decay."""
 
     table_store: TableStore | None = None
     """The place of embedding tables larger than memory; None: in memory."""
 
-    rank_memory_bytes: int | None = None
-    """Memory of each rank for tables with their optimizer states; None: its share of what the host has available."""
+    rank_memory_bytes: Annotated[
+        int | None,
+        Option(
+            flag="--rank-memory",
+            metavar="SIZE",
+            parse=parse_size,
+            label="bytes of memory of a rank",
+            low=1,
+            high=2**62,
+        ),
+    ] = None
+    """Memory of each rank for tables; default: its share of the host's. Optimizer states count."""
 
-    device: str = "cpu"
-    """Where model and tables are: "cpu" or "cuda". Ranks of a host take its GPUs in turn."""
+    split: Annotated[str, Option(choices=("random", "last"))] = "random"
+    """Which samples are for evaluation. The last ones are often the latest."""
 
-    backend: str = "sennit"
-    """The torch.distributed backend; "gloo" for comparison."""
+    eval_fraction: Annotated[float, Option(label="evaluation part", above=0, below=1)] = 0.1
+    """Share of the samples for evaluation."""
 
-    exchange: str | None = None
-    """The codec of pooled embeddings and of their gradients between ranks: a name of `EXCHANGE_CODECS`; None: none.
-    With int8 a row is a block. "lossless" also codes ids."""
+    checkpoint: Annotated[Path | None, Option()] = None
+    """Folder for checkpoints."""
 
-    gradient: str | None = None
-    """The codec of dense gradients between ranks, a name of `COLLECTIVE_CODECS`, with error feedback; None: none."""
+    checkpoint_every: Annotated[int | None, Option(label="checkpoint interval", low=1, high=2**40)] = None
+    """Steps between checkpoints. None: one at the end."""
 
-    rebalance: int | None = None
-    """Every so many steps, shards move if the use of rows has changed so much that it pays; None: never. It changes no
-    bit."""
+    keep: Annotated[int | None, Option(metavar="N", label="checkpoints to keep", low=1, high=2**31)] = None
+    """Newest checkpoints to keep; default: all. Older ones are removed when a newer one is durable."""
 
-    use: Path | None = None
-    """A sketch of how often rows are used, which an earlier run wrote, for the planner; None: it counts the data."""
+    checkpoint_increments: Annotated[int, Option(metavar="N", low=0)] = 0
+    """After a whole checkpoint, N with the changed rows alone. 0: all are whole."""
 
-    batches_ahead: int = 1
-    """How many batches are taken, and their ids sent, while one is computed; 0: none. It changes no bit."""
-
-    overlap: str = "auto"
-    """What overlaps if batches are sent ahead, of `OVERLAPS`. It changes no bit."""
-
-    timeout_s: float = 300.0
-    """The deadline in seconds of each collective, and of finding the other ranks."""
-
-    checkpoint: Path | None = None
-    """The folder for checkpoints."""
-
-    checkpoint_every: int | None = None
-    """Steps between checkpoints; None: one at the end."""
-
-    stop_early: int | None = None
-    """End after so many epochs that were no better than the best one, whose checkpoint is kept; None: at the end."""
-
-    best_by: str = "ne"
-    """What makes an evaluation the best: "auc", or "ne", normalised entropy."""
-
-    keep: int | None = None
-    """How many checkpoints of the run to keep. Older ones are removed when a newer one is durable. None: all."""
-
-    checkpoint_increments: int = 0
-    """So many checkpoints after a whole one hold only the rows that changed; 0: all are whole."""
-
-    checkpoint_async: bool = False
+    checkpoint_async: Annotated[bool, Option()] = False
     """Write checkpoints while training goes on. A save then takes memory for a copy of what it writes."""
 
-    resume: bool = False
-    """Resume from the newest checkpoint, if there is one. It must have the same data and settings."""
+    stop_early: Annotated[int | None, Option(metavar="N", label="epochs without a better one", low=1, high=100_000)] = (
+        None
+    )
+    """End after N epochs that were no better; keep the best one in DIR/best. DIR is the folder of `checkpoint`."""
 
-    elastic: bool = False
-    """Whether ranks may leave and join.
+    best_by: Annotated[str, Option(choices=tuple(METRICS), help="what is best: ne (normalised entropy) or auc")] = "ne"
+    """What makes an evaluation the best: a name of `METRICS`."""
 
-    When a rank dies, the others go on without it from the last checkpoint (or from the start if there is none). Ranks
-    that join are taken in at the next step.
-    """
+    resume: Annotated[bool, Option()] = False
+    """Go on from the latest checkpoint. If there is none, the run starts anew. It must have the same data and
+    settings."""
 
-    min_ranks: int = 1
-    """An elastic run with fewer ranks left fails."""
+    tensorboard: Annotated[Path | None, Option()] = None
+    """Folder for TensorBoard events. Rank 0 writes them."""
 
-    tensorboard: Path | None = None
-    """The folder for TensorBoard events, written by rank 0."""
+    json_path: Annotated[Path | None, Option(flag="--json")] = None
+    """Write the report to this file. Rank 0 does."""
 
-    json_path: Path | None = None
-    """The file for the report, written by rank 0."""
+    sketch_path: Annotated[Path | None, Option(flag="--sketch")] = None
+    """With --ingest: write to this file how often each row was used. Rank 0 does."""
 
-    sketch_path: Path | None = None
-    """The file for the sketch of the ids that feeders sent, written by rank 0."""
+    timeline: Annotated[Path | None, Option(metavar="FILE")] = None
+    """Write a timeline of all ranks, for sennit timeline and ui.perfetto.dev. An elastic run has one for each group of
+    ranks."""
 
-    timeline: Path | None = None
-    """The file for the timeline of all ranks, written by rank 0. An elastic run has one for each group of ranks."""
+    batches_ahead: Annotated[int, Option(metavar="N", low=0, high=BATCHES_AHEAD_MAX)] = 1
+    """Batches taken, and their ids sent, while one is computed: 0 to 3. It changes no bit."""
+
+    overlap: Annotated[str, Option(metavar="WHAT", choices=OVERLAPS)] = "auto"
+    """What travels while a batch is computed. Input and ids alone; lookups and updates of tables, with their exchanges,
+    as well; auto: by what the run is. It changes no bit."""
+
+    timeout_s: Annotated[float, Option(flag="--timeout", label="timeout in seconds", above=0, high=86_400)] = 300.0
+    """Deadline of a collective, seconds. Finding the other ranks has the same."""
+
+    elastic: Annotated[bool, Option()] = False
+    """Go on when ranks die or join. After a death, survivors continue from the last checkpoint, or from the start if
+    there is none. Ranks that join are taken in at the next step."""
+
+    min_ranks: Annotated[int, Option(label="least number of ranks", low=1, high=4096)] = 1
+    """Elastic: fewest ranks to go on with."""
 
     def __post_init__(self) -> None:
-        _in_range("seed", self.seed, 0, 2**63 - 1)
-        _in_range("epochs", self.epochs, 1, 100_000)
-        _in_range("batch size", self.batch_size, 1, 2**24)
-        _in_range("slices", self.slices, 1, SLICES_MAX)
+        check(self)
         if self.slices & (self.slices - 1):
             raise ConfigError(f"slices {self.slices}; allowed: powers of two, 1 to {SLICES_MAX:,}")
         if self.batch_size < self.slices:
             raise ConfigError(f"batch size {self.batch_size} for {self.slices} slices; allowed: a sample for each")
-        _in_range("row shards", self.row_shards, 1, MAX_SHARDS)
-        _in_range("embedding dimension", self.embedding_dim, 1, 4096)
         for name, widths in (("bottom", self.bottom), ("top", self.top)):
             for width in widths:
                 _in_range(f"width in the {name} MLP", width, 1, 65_536)
-        for name, steps in (("steps", self.max_steps), ("checkpoint interval", self.checkpoint_every)):
-            if steps is not None:
-                _in_range(name, steps, 1, 2**40)
-        for name, rate in (("sparse rate", self.sparse_rate), ("dense rate", self.dense_rate)):
-            if not 0 < rate < 1000:
-                raise ConfigError(f"{name} {rate}; allowed: above 0, below 1000")
-        _in_range("batches ahead", self.batches_ahead, 0, BATCHES_AHEAD_MAX)
-        _one_of("overlap", self.overlap, OVERLAPS)
-        if not 0 < self.timeout_s <= 86_400:
-            raise ConfigError(f"timeout {self.timeout_s} s; allowed: above 0, at most 86,400")
-        _one_of("split", self.split, ("random", "last"))
         self.schedule(self.max_steps or 2**40)
-        for name, most in (("clip value", self.clip_value), ("clip norm", self.clip_norm)):
-            if most is not None and not 0 < most < 1e30:
-                raise ConfigError(f"{name} {most}; allowed: above 0, below 1e30")
-        if not 0 <= self.weight_decay < 1000:
-            raise ConfigError(f"weight decay {self.weight_decay}; allowed: 0 or more, below 1000")
-        _one_of("device", self.device, ("cpu", "cuda"))
         if self.device != "cpu":
             if self.backend != BACKEND_NAME:
                 raise ConfigError(f"--device {self.device} over {self.backend!r}; allowed: {BACKEND_NAME!r}")
             if not torch.cuda.is_available():
                 raise ConfigError(f"--device {self.device}, but torch finds no GPU here; allowed: cpu")
-        _one_of("dense optimizer", self.dense_optimizer, DENSE_OPTIMIZERS)
-        for name, codec, allowed in (
-            ("exchange", self.exchange, EXCHANGE_CODECS),
-            ("gradient", self.gradient, COLLECTIVE_CODECS),
-        ):
-            if codec is None:
-                continue
-            _one_of(name, codec, tuple(allowed))
-            if self.backend != BACKEND_NAME:
+        for name, codec in (("exchange", self.exchange), ("gradient", self.gradient)):
+            if codec is not None and self.backend != BACKEND_NAME:
                 raise ConfigError(f"--{name} {codec} over {self.backend!r}; allowed: {BACKEND_NAME!r}")
-        if not 0 < self.eval_fraction < 1:
-            raise ConfigError(f"evaluation part {self.eval_fraction}; allowed: between 0 and 1")
-        if self.rank_memory_bytes is not None:
-            _in_range("bytes of memory of a rank", self.rank_memory_bytes, 1, 2**62)
-        _in_range("least number of ranks", self.min_ranks, 1, 4096)
         if self.elastic and self.backend != BACKEND_NAME:
             raise ConfigError(f"--elastic over {self.backend!r}; allowed: {BACKEND_NAME!r}")
         if self.sketch_path is not None and self.ingest is None:
             raise ConfigError("--sketch without --ingest; allowed: with it (it counts what feeders send)")
         if self.rebalance is not None:
-            self._check_rebalance(self.rebalance)
-        if self.stop_early is not None:
-            _in_range("epochs without a better one", self.stop_early, 1, 100_000)
-        _one_of("best by", self.best_by, tuple(METRICS))
-        if self.keep is not None:
-            _in_range("checkpoints to keep", self.keep, 1, 2**31)
+            self._check_rebalance()
         if self.checkpoint is None:
             for option in (
                 "resume",
@@ -276,8 +296,7 @@ class TrainingConfig:
                 if getattr(self, option) not in (None, False):
                     raise ConfigError(f"--{option.replace('_', '-')} needs a checkpoint folder (--checkpoint DIR)")
 
-    def _check_rebalance(self, steps: int) -> None:
-        _in_range("steps between two looks (--rebalance)", steps, 1, 2**40)
+    def _check_rebalance(self) -> None:
         if not self.sharding.is_planned:
             raise ConfigError("--rebalance with a placement that is given; allowed: with --sharding auto")
         if self.device != "cpu":
@@ -328,17 +347,3 @@ class TrainingConfig:
             raise ConfigError(
                 f"number of ranks {world_size}; allowed: at most {self.slices}, the slices of a global batch (--slices)"
             )
-
-
-OVERLAPS: Final = ("auto", "ids", "tables")
-"""Input and ids alone; lookups and updates of tables, with their exchanges, as well; auto: by what the run is."""
-
-
-def _in_range(name: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise ConfigError(f"{name} {value}; allowed: {low} to {high}")
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name} {value!r}; allowed: {', '.join(allowed)}")

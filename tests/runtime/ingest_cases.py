@@ -15,7 +15,7 @@ from sennit.offload.ingest.protocol import Terms
 from sennit.offload.ingest.target import IngestTarget
 from sennit.offload.xdp_source import generate
 from sennit.runtime.data import sources
-from sennit.runtime.data.sources import Source
+from sennit.runtime.data.source import Source
 from sennit.runtime.ingest.facts import encode
 from sennit.runtime.ingest.fed import Door, FedSource
 from sennit.runtime.model.sharding_settings import sharding_of

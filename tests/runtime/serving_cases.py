@@ -13,7 +13,7 @@ import torch.distributed as dist
 from sennit.runtime.data import sources
 from sennit.runtime.data.batch_source import MemorySource, prepared
 from sennit.runtime.data.seeds import numpy_stream
-from sennit.runtime.data.sources import Source
+from sennit.runtime.data.source import Source
 from sennit.runtime.kernels.int8 import float_rows, int8_rows
 from sennit.runtime.training import resumption
 from sennit.runtime.training.config import TrainingConfig

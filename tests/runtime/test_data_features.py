@@ -19,7 +19,7 @@ from sennit.runtime.data import sources
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.data.raw_samples import Feature, RawSamples
-from sennit.runtime.data.sources import Source
+from sennit.runtime.data.source import Source
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

@@ -15,7 +15,7 @@ import pytest
 from sennit.runtime.data import sources
 from sennit.runtime.data.errors import DataError, MissingPackage
 from sennit.runtime.data.files import find_files
-from sennit.runtime.data.sources import Source
+from sennit.runtime.data.source import Source
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

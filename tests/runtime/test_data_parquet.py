@@ -16,7 +16,7 @@ from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.data.raw_samples import Feature
 from sennit.runtime.data.schema import parse_schema, read_schema
-from sennit.runtime.data.sources import Source
+from sennit.runtime.data.source import Source
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

@@ -12,7 +12,7 @@ from sennit.runtime.data.errors import DataError, MissingPackage
 from sennit.runtime.data.packages import package_file, require
 from sennit.runtime.data.samples import Column, Samples
 from sennit.runtime.data.seeds import derive, numpy_stream
-from sennit.runtime.data.sources import Source
+from sennit.runtime.data.source import Source
 
 
 def two_tables() -> Samples:

@@ -26,7 +26,7 @@ from sennit.offload.ingest.trainer_search import FeedError
 from sennit.offload.sketch import Sketch, sampled_rows
 from sennit.runtime.data import sources
 from sennit.runtime.data.order import Order
-from sennit.runtime.data.sources import Source
+from sennit.runtime.data.source import Source
 from sennit.runtime.ingest.address import Address
 from sennit.runtime.ingest.feed import find_trainer, prepare
 from sennit.runtime.training.command import main
@@ -137,6 +137,7 @@ def test_without_a_feeder_it_ends_at_the_deadline(port: int, capsys: pytest.Capt
     ("arguments", "message"),
     [
         (["--ingest", "cpu://127.0.0.1", "--data", "flights"], "--data with --ingest"),
+        (["--ingest", "cpu://127.0.0.1", "--zipf", "1"], "--zipf with --ingest"),
         (["--sketch", "ids.sketch"], "--sketch without --ingest"),
         (["--ingest", "dpu://x"], "allowed: xdp://INTERFACE"),
         (["--ingest", "cpu://127.0.0.1:70000"], "port '70000'"),

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from sennit.runtime.checkpoint.manifest import Manifest
 from sennit.runtime.timeline.summary import summarise
 from sennit.runtime.timeline.trace_file import read
-from sennit.runtime.training.command import main
+from sennit.runtime.training.command import command, main
 from tests.runtime.whole_run import train
 
 TINY = [
@@ -168,6 +169,17 @@ def test_mistakes_are_told_before_a_rank_starts(
     told = capsys.readouterr().err
     assert told.startswith(message)
     assert len(told.splitlines()) == 1
+
+
+def test_every_option_is_explained_and_stands_once() -> None:
+    """The help of most options is the docstring of a field."""
+    app = typer.Typer()
+    app.command()(command)
+    options: Any = typer.main.get_command(app)
+    names = [name for option in options.params for name in option.opts]
+    assert {"--data", "--dim", "--table-memory", "--zipf", "--join"} <= set(names)
+    assert len(names) == len(set(names))
+    assert [option.name for option in options.params if not option.help] == []
 
 
 def test_ranks_are_forks_of_the_command(tmp_path: Path) -> None:

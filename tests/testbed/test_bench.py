@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark's own arithmetic, and a small run of it from end to end. No timing is asserted."""
 
+import contextlib
+import importlib
 import io
 import json
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from sennit.commands.cli import app
+from sennit.doctor import capabilities
 from sennit.testbed.bench import ratios, results
 from sennit.testbed.bench.cases import Case, Collective
 from sennit.testbed.bench.samples import ingest
@@ -234,3 +239,30 @@ def test_goodput_is_compared_with_as_many_in_flight() -> None:
     assert made.of_ideal(rows[3], "kernel-rc") == pytest.approx(0.6875)
     console = Console(file=io.StringIO(), width=160)
     rdma.render(made, console)
+
+
+# Commands whose settings are beside code that imports torch, so that `--help` has their defaults once more.
+SETTINGS = {
+    "all": "comparison",
+    "gpu": "gpu.gpu",
+    **{name: f"transport.{name}" for name in ("collectives", "group", "rdma")},
+    **{name: f"training.{name}" for name in ("cost", "overlap", "placements", "quality", "scaling", "sharded")},
+    **{name: f"training.{name}" for name in ("slices", "timeline")},
+}
+
+
+@pytest.mark.needs("backend")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_command_has_the_defaults_of_its_settings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = f"sennit.testbed.bench.{SETTINGS[name]}"
+    got = []
+
+    def run(settings: object, *_: object, **__: object) -> None:
+        got.append(settings)
+        raise KeyError("it would measure now")
+
+    monkeypatch.setattr(f"{module}.run", run)
+    monkeypatch.setattr("sennit.testbed.bench.training.planner.calibrated", lambda ranks: contextlib.nullcontext())
+    monkeypatch.setattr(capabilities, "missing", lambda *names: None)
+    CliRunner().invoke(app, ["bench", name])
+    assert got == [importlib.import_module(module).Settings()]

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("torch")
 
 from sennit.offload.ingest.facts import TableFacts
-from sennit.runtime.data.sources import Source
+from sennit.runtime.data.source import Source
 from sennit.runtime.kernels.spec import Precision, Rounding
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.launch import RankFailure

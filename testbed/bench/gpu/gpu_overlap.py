@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from sennit.runtime.backend.torch_versions import Store
-from sennit.runtime.data.sources import Source
+from sennit.runtime.data.source import Source
 from sennit.runtime.training import launch
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.run import Place, run_rank

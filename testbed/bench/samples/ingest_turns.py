@@ -20,7 +20,7 @@ from sennit.runtime.backend.torch_versions import HashStore
 from sennit.runtime.checkpoint.fingerprint import fingerprint
 from sennit.runtime.data import sources
 from sennit.runtime.data.batch_source import BatchSource, MemorySource, prepared
-from sennit.runtime.data.sources import Source
+from sennit.runtime.data.source import Source
 from sennit.runtime.ingest.fed import Door, FedSource
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.trainer import Trainer

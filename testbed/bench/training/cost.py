@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sennit.runtime.calibrate import machine
-from sennit.runtime.data.sources import Source
+from sennit.runtime.data.source import Source
 from sennit.runtime.telemetry.process_cost import BPF, INGEST, TRAINER, TRANSPORT
 from sennit.runtime.training import launch
 from sennit.runtime.training.config import TrainingConfig

@@ -29,7 +29,7 @@ from sennit.runtime.calibrate import machine
 from sennit.runtime.checkpoint.fingerprint import fingerprint
 from sennit.runtime.data import sources
 from sennit.runtime.data.batch_source import MemorySource, prepared
-from sennit.runtime.data.sources import Source
+from sennit.runtime.data.source import Source
 from sennit.runtime.model.settings import SettingsFile
 from sennit.runtime.model.sharding_settings import Sharding
 from sennit.runtime.planner.constants import cores_here, read_constants

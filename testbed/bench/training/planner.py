@@ -27,7 +27,7 @@ from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.calibrate import calibrate, machine
 from sennit.runtime.data import sources
 from sennit.runtime.data.batch_source import MemorySource, prepared
-from sennit.runtime.data.sources import Source
+from sennit.runtime.data.source import Source
 from sennit.runtime.model.sharding_settings import Sharding
 from sennit.runtime.planner.constants import read_constants
 from sennit.runtime.planner.search import of_placement, search

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.data import sources
-from sennit.runtime.data.sources import Source
+from sennit.runtime.data.source import Source
 from sennit.runtime.kernels.spec import Precision, Rounding
 from sennit.runtime.model.settings import SettingsFile
 from sennit.runtime.planner.one_thread import one_thread

@@ -25,7 +25,7 @@ from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.calibrate import machine
 from sennit.runtime.data import sources
 from sennit.runtime.data.batch_source import MemorySource, prepared
-from sennit.runtime.data.sources import Source
+from sennit.runtime.data.source import Source
 from sennit.runtime.timeline import Timeline
 from sennit.runtime.timeline.rank_log import RankLog
 from sennit.runtime.training import launch

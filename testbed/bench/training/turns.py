@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from sennit.runtime.data.sources import Source
+from sennit.runtime.data.source import Source
 from sennit.runtime.timeline import Timeline
 from sennit.runtime.timeline.summary import summarise
 from sennit.runtime.timeline.trace_file import read

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run or a feeder loads. `sources` loads it, and imports NumPy and pandas; `--help` has the options without."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from sennit.options import Option
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """A data set. `sennit train` and `sennit feed` have its options; each names the data in its own way."""
+
+    data: str = "flights"
+    """One of `sources.NAMES`, or the place of Parquet files: a path, a pattern or a folder, under any protocol of
+    fsspec."""
+
+    further: tuple[str, ...] = ()
+    """More places of Parquet files, appended to the first as one data set."""
+
+    schema: Annotated[Path | None, Option()] = None
+    """Schema of the Parquet files (TOML or JSON). It is described in `data/schema.py`."""
+
+    samples: Annotated[int, Option()] = 32_768
+    """Synthetic: number of samples. Other data sets have their own."""
+
+    row_limit: Annotated[int, Option()] = 100_000
+    """Synthetic: rows of the largest tables. MLPerf's own limit is 40 million."""
+
+    zipf_exponent: Annotated[float, Option(flag="--zipf")] = 1.05
+    """Synthetic: skew of the rows. It is the exponent of Zipf's law; 0 is uniform."""
