@@ -18,7 +18,7 @@ from sennit.errors import Unsupported
 TIMEOUT_S: Final = 60.0
 SVG: Final = "http://www.w3.org/2000/svg"
 PX: Final = 4 / 3  # Graphviz counts points.
-# Graphviz knows the widths of Helvetica's letters. Readers have other fonts, which are at most so much wider.
+# Boxes are made for Graphviz's Helvetica. Their margins leave room for wider letters of the reader's own font.
 SETTINGS: Final = """
   graph [fontname=Helvetica fontsize=9 labeljust=l nodesep=0.2 ranksep=0.45 bgcolor=transparent]
   node [fontname=Helvetica fontsize=10.5 shape=box style=rounded height=0.3 margin="0.15,0.06"]
