@@ -63,7 +63,8 @@ class Scheduler(Closing):
             raise Stopped("a task for a scheduler that was closed")
         if thread not in self._queues:
             self._queues[thread] = queue.SimpleQueue()
-            # A daemon, because a program that ends without `close` shall not wait for peers.
+            # A daemon, because a program that ends without `close` shall not wait for peers. Threads of
+            # `concurrent.futures` are joined at exit.
             runner = threading.Thread(target=self._serve, args=(self._queues[thread],), name=f"sennit-{thread}")
             runner.daemon = True
             self._threads.append(runner)
