@@ -47,7 +47,7 @@ def test_a_patch_release_keeps_the_interface_and_a_minor_one_does_not(tmp_path: 
 
 def test_the_doctor_links_the_extension_without_an_import_of_torch() -> None:
     program = (
-        "import sys\nfrom sennit import capabilities\nprint(capabilities.probe('backend'), 'torch' in sys.modules)"
+        "import sys\nfrom sennit.doctor.capabilities import probe\nprint(probe('backend'), 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=90, check=True)
     assert "available=True" in done.stdout

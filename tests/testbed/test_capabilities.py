@@ -81,7 +81,7 @@ def test_the_testbed_adds_its_own() -> None:
     assert "vm" in capabilities.PROBES
     assert any(question.needs == ("vm",) for question in capabilities.QUESTIONS)
     program = (
-        "from sennit import capabilities\n"
+        "from sennit.doctor import capabilities\n"
         "known = capabilities.PROBES.keys()\n"
         "assert all(known >= set(question.needs) for question in capabilities.QUESTIONS)\n"
         "assert 'vm' not in known, 'the product knows the testbed'\n"
