@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saves a checkpoint over and over in child processes, and kills each child at another point of the save.
 
-`python checkpoint_crashes.py FOLDER` prints one JSON line for each point: the action that did not happen, the newest
+`main` prints one JSON line for each point: the action that did not happen, the newest
 whole checkpoint afterwards, the value of its weights, and the result of a later save by a process that lives.
 A point is an event of Python's audit hooks on a path below the folder (open, rename, mkdir, remove, rmdir), or an
 fsync.
@@ -128,8 +128,3 @@ def main(root: Path, step: int, keep: int | None) -> None:
         print(json.dumps(answer), flush=True)
         if is_done:
             return
-
-
-if __name__ == "__main__":
-    _, where, which, kept = sys.argv
-    main(Path(where), int(which), int(kept) or None)

@@ -3,7 +3,7 @@
 # mypy: disable-error-code="no-untyped-call"
 """Two ranks train and save in the background, and are killed at seeded moments, life after life in one folder.
 
-`python checkpoint_kills.py FOLDER SEED COUNT` prints one JSON line for each life. A rank dies just before an action on
+`main` prints one JSON line for each life. A rank dies just before an action on
 the folder (as in checkpoint_crashes.py), or at a moment of training, when the background is anywhere. The other rank
 is killed at once. Then the newest checkpoint must be the last one that was reported or a newer one, and must have the
 bits of its step. The next life goes on from there.
@@ -16,7 +16,6 @@ import json
 import os
 import random
 import signal
-import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from checkpoint_crashes import die_at_action  # type: ignore[import-not-found]
 from torch._C._distributed_c10d import FileStore
 
 from sennit.runtime.checkpoint import folder as checkpoint
@@ -32,6 +30,7 @@ from sennit.runtime.checkpoint import reading
 from sennit.runtime.checkpoint.manifest import Manifest
 from sennit.runtime.checkpoint.reading import OpenedCheckpoint
 from sennit.runtime.checkpoint.writing import Saver
+from tests.runtime.checkpoint_crashes import die_at_action
 
 WORLD = 2
 HELD = (("user/0.0", "genre/0.0"), ("user/1.0", "genre/0.0"))
@@ -181,8 +180,3 @@ def main(root: Path, seed: int, count: int) -> None:
             "kept": len(checkpoint.whole(folder)),
         }
         print(json.dumps(answer), flush=True)
-
-
-if __name__ == "__main__":
-    _, where, seeded, how_many = sys.argv
-    main(Path(where), int(seeded), int(how_many))

@@ -15,10 +15,11 @@ from collections.abc import Collection
 from typing import Any, ClassVar, Self
 
 import torch
-from device_stand_in import on_device  # type: ignore[import-not-found]
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tests.runtime.device_stand_in import on_device
 
 DEVICE = torch.device("lazy:0")
 aten = torch.ops.aten

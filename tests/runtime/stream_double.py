@@ -15,8 +15,9 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import torch
-from device_double import DEVICE, OnDevice  # type: ignore[import-not-found]
 from torch import Tensor
+
+from tests.runtime.device_double import DEVICE, OnDevice
 
 
 class Pinned(Tensor):

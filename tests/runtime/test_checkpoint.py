@@ -8,8 +8,8 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from torch._C._distributed_c10d import FileStore
 from sennit.runtime.checkpoint import folder as checkpoint
 from sennit.runtime.checkpoint import writing
 from sennit.runtime.checkpoint.manifest import CheckpointError, Manifest
+from tests.ranks import command
+from tests.runtime import checkpoint_crashes
 
-PROGRAM = Path(__file__).with_name("checkpoint_crashes.py")
 RUN, OTHER = "0123456789abcdef", "fedcba9876543210"
 OLD, NEW = 1.0, 2.0
 
@@ -53,7 +54,7 @@ def group(tmp_path: Path) -> Iterator[None]:
 )
 def test_killed_at_any_point_of_a_save_a_whole_checkpoint_is_left(tmp_path: Path, step: int, keep: int) -> None:
     done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(tmp_path), str(step), str(keep)],
+        command(partial(checkpoint_crashes.main, tmp_path, step, keep or None)),
         capture_output=True,
         text=True,
         timeout=170,

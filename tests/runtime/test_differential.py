@@ -4,23 +4,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from sennit.testbed.differential import __main__ as program
 from sennit.testbed.differential import callbacks, outcomes
 from sennit.testbed.differential import calls as drawn
+from tests.runtime.world import WorldFactory
 
 LONG = [pytest.mark.long, pytest.mark.timeout(3_600)]
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("transport", "calls"), [("shm", 400), ("udp", 400), pytest.param("shm", 100_000, marks=LONG)])
-def test_random_calls_end_as_over_gloo(kept_world: Callable[..., Any], transport: str, calls: int, seed: int) -> None:
+def test_random_calls_end_as_over_gloo(kept_world: WorldFactory, transport: str, calls: int, seed: int) -> None:
     world = kept_world(3, transport)
-    found = world.run(outcomes.__file__, "compare", calls=calls, seed=seed, timeout_s=3_500.0)
+    found = world.run_within(3_500.0, outcomes.compare, calls=calls, seed=seed)
     seen: Counter[str] = sum(map(Counter, found), Counter())
     assert seen["same"] > calls
     if calls > 10_000:
@@ -41,12 +40,10 @@ def test_random_calls_end_as_over_gloo(kept_world: Callable[..., Any], transport
     ],
 )
 def test_random_programs_of_callbacks(
-    new_world: Callable[..., Any], transport: str, size: int, calls: int, seed: int
+    new_world: WorldFactory, transport: str, size: int, calls: int, seed: int
 ) -> None:
     world = new_world(size, environment={"SENNIT_TRANSPORT": transport})
-    found = world.run(
-        callbacks.__file__, "stress", calls=calls, seed=seed, timeout_s=3_500.0 if calls > 10_000 else 100.0
-    )
+    found = world.run_within(3_500.0 if calls > 10_000 else 100.0, callbacks.stress, calls=calls, seed=seed)
     seen: Counter[str] = sum(map(Counter, found), Counter())
     assert seen["right"] > calls / 4
     assert calls < 10_000 or seen["failed after an abort"] > 0

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +16,8 @@ from sennit.runtime.data.seeds import torch_stream
 from sennit.runtime.kernels.int8 import float_rows, int8_rows
 from sennit.runtime.training.export import export_int8
 from sennit.transport.errors import ArgumentError, ConfigError, DeviceError
+from tests.runtime.trainer_runs import save_then_train_on
+from tests.runtime.world import WorldFactory
 
 ROWS = 5000  # more rows than are packed at once
 
@@ -102,9 +103,9 @@ def test_weights_that_are_not_finite_are_named(seed: int) -> None:
         int8_rows(x, name="ads")
 
 
-def test_the_command_writes_what_torch_loads(kept_world: Any, seed: int, tmp_path: Path) -> None:
+def test_the_command_writes_what_torch_loads(kept_world: WorldFactory, seed: int, tmp_path: Path) -> None:
     """The checkpoint is of two ranks, which own different tables."""
-    kept_world(2).run("training_cases.py", "save_then_train_on", seed=seed, folder=str(tmp_path), before=3, after=0)
+    kept_world(2).run(save_then_train_on, seed=seed, folder=str(tmp_path), before=3, after=0)
     source, output = tmp_path / "step-000000003", tmp_path / "rows.pt"
     done = CliRunner().invoke(app, ["export", str(tmp_path), str(output)])
     assert done.exit_code == 0, done.output
@@ -130,16 +131,15 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
     assert "error: " in done.output
 
 
-def test_tensor_trains_are_refused_by_name(kept_world: Any, seed: int, tmp_path: Path) -> None:
-    arguments = {"seed": seed, "folder": str(tmp_path), "before": 1, "after": 0, "tensor_train": "10:2"}
-    kept_world(1).run("training_cases.py", "save_then_train_on", **arguments)
+def test_tensor_trains_are_refused_by_name(kept_world: WorldFactory, seed: int, tmp_path: Path) -> None:
+    kept_world(1).run(save_then_train_on, seed=seed, folder=str(tmp_path), before=1, after=0, tensor_train="10:2")
     with pytest.raises(ConfigError, match="table hour is a tensor train; allowed: tables with rows of their own"):
         export_int8(tmp_path, tmp_path / "rows.pt")
     assert not (tmp_path / "rows.pt").exists()
 
 
-def test_a_full_disk_leaves_no_half_file(kept_world: Any, seed: int, tmp_path: Path) -> None:
-    kept_world(1).run("training_cases.py", "save_then_train_on", seed=seed, folder=str(tmp_path), before=1, after=0)
+def test_a_full_disk_leaves_no_half_file(kept_world: WorldFactory, seed: int, tmp_path: Path) -> None:
+    kept_world(1).run(save_then_train_on, seed=seed, folder=str(tmp_path), before=1, after=0)
     (tmp_path / "out.partial").symlink_to("/dev/full")
     with pytest.raises(DeviceError, match=f"{tmp_path}/out was not written: "):
         export_int8(tmp_path, tmp_path / "out")

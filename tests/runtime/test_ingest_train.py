@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
 import re
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,18 +22,69 @@ import torch
 from numpy.typing import NDArray
 
 from sennit.ebpf import kernel_features
+from sennit.offload.batches import BatchLayout
+from sennit.offload.ingest import session
 from sennit.offload.ingest.feeder import Feeder
 from sennit.offload.ingest.protocol import Terms
+from sennit.offload.ingest.target import IngestTarget
 from sennit.offload.ingest.trainer_search import FeedError
 from sennit.offload.sketch import Sketch, sampled_rows
+from sennit.offload.xdp_source import generate
 from sennit.runtime.data import sources
 from sennit.runtime.data.order import Order
 from sennit.runtime.data.source import Source
 from sennit.runtime.ingest.address import Address
+from sennit.runtime.ingest.facts import encode
+from sennit.runtime.ingest.fed import Door, FedSource
 from sennit.runtime.ingest.feed import find_trainer, prepare
+from sennit.runtime.model.sharding_settings import sharding_of
 from sennit.runtime.training.command import main
 from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.trainer import Trainer
 from tests.runtime.whole_run import train
+from tests.runtime.world import WorldFactory
+
+
+def plans(rank: int, world: int, *, port: int, sharding: str) -> dict[str, Any]:
+    """The plan of a rank's receiver, the XDP program made of it, what feeders hear; and the shards of the rank."""
+    data = sources.load(Source(data="synthetic", samples=300, row_limit=50), seed=1)
+    facts, _ = encode(data, "0" * 64, body_max_bytes=4_096)
+    config = TrainingConfig(
+        batch_size=24, embedding_dim=4, bottom=(8,), top=(8,), row_shards=4, sharding=sharding_of(sharding)
+    )
+    layouts: list[BatchLayout] = []
+    terms: list[Terms] = []
+    receiver, begin = IngestTarget.receiver, session.Session.__init__
+
+    def receives(self: IngestTarget, layout: BatchLayout, *place: Any, **options: Any) -> Any:
+        layouts.append(layout)
+        return receiver(self, layout, *place, **options)
+
+    def begins(self: session.Session, listener: Any, told: Terms, **options: Any) -> None:
+        terms.append(told)
+        begin(self, listener, told, **options)
+
+    with pytest.MonkeyPatch.context() as patch, Door(IngestTarget.parse(f"cpu://127.0.0.1:{port}"), rank) as door:
+        patch.setattr(IngestTarget, "receiver", receives)
+        patch.setattr(session.Session, "__init__", begins)
+        door.facts = facts
+        source = FedSource(door, config.order_settings, rank=rank, world_size=world, timeout_s=60.0, is_elastic=False)
+        with Trainer(config, source) as trainer:
+            source.begin(0)
+            shards = sorted(map(str, trainer.own_shards))
+        source.close()
+    (layout,), (told,) = layouts, terms
+    program = generate(layout)
+    return {
+        "facts": source.facts.as_json(),
+        "layout": [layout.batch_rows, layout.slots],
+        # The session has a random number.
+        "terms": dataclasses.asdict(told) | {"session": 0},
+        "program": hashlib.sha256(program.text.encode()).hexdigest(),
+        "arrays": {name: array.tolist() for name, array in program.tables.items()},
+        "shards": shards,
+    }
+
 
 SAMPLES, ROW_LIMIT = "600", "200"
 MODEL = ["--batch-size", "64", "--dim", "4", "--bottom", "8", "--top", "8"]
@@ -103,10 +156,10 @@ def check_sketch(found: Sketch, *, ranks: int) -> None:
     assert found.counts.any()
 
 
-def test_plans_do_not_depend_on_owners(kept_world: Callable[..., Any], port: int) -> None:
+def test_plans_do_not_depend_on_owners(kept_world: WorldFactory, port: int) -> None:
     """The same feature plan, the same XDP program of it, and the same words to feeders, whoever has which shard."""
     by_table, by_row, everywhere = (
-        kept_world(2).run("ingest_cases.py", "plans", port=port, sharding=sharding)
+        kept_world(2).run(plans, port=port, sharding=sharding)
         for sharding in ("table_wise", "row_wise", "data_parallel")
     )
     owned = [[one.pop("shards") for one in found] for found in (by_table, by_row, everywhere)]

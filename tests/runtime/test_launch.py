@@ -23,24 +23,24 @@ HERE = str(Path(__file__).parent)
 TIMEOUT_S = 30.0
 LAUNCHER = f"""
 import sys, threading
-import launch_cases
+import launch_functions
 from sennit.runtime.training.launch import Ranks, serve_store
 how, function, argument = sys.argv[1:]
 if how == "threads":
     threading.Thread(target=threading.Event().wait, daemon=True).start()
 with Ranks(2, forked=how != "server") as ranks:
     store, address = serve_store(0, timeout_s={TIMEOUT_S})
-    print(ranks.run(getattr(launch_cases, function), argument, address=address, store_timeout_s={TIMEOUT_S}))
+    print(ranks.run(getattr(launch_functions, function), argument, address=address, store_timeout_s={TIMEOUT_S}))
 """
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], list[Any]]:
-    """`run(name, argument)`: the results of two ranks that run this function of launch_cases.py."""
+    """`run(name, argument)`: the results of two ranks that run this function of launch_functions.py."""
     monkeypatch.syspath_prepend(HERE)
 
     def results(name: str, argument: str) -> list[Any]:
-        function = getattr(importlib.import_module("launch_cases"), name)
+        function = getattr(importlib.import_module("launch_functions"), name)
         store, address = serve_store(0, timeout_s=TIMEOUT_S)
         found = run_ranks(function, argument, 2, address=address, store_timeout_s=TIMEOUT_S)
         del store
@@ -69,7 +69,7 @@ def test_a_rank_that_ends_without_a_word_is_told_with_its_signal_or_status(
 
 @contextlib.contextmanager
 def launched(how: str, function: str, argument: str) -> Iterator[subprocess.Popen[str]]:
-    """A process whose two ranks run this function of launch_cases.py."""
+    """A process whose two ranks run this function of launch_functions.py."""
     command = [sys.executable, "-c", LAUNCHER, how, function, argument]
     environment = {**os.environ, "PYTHONPATH": HERE, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as launcher:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
+from sennit.runtime.checkpoint.fingerprint import fingerprint
 from sennit.runtime.checkpoint.manifest import (
     MAX_BYTES,
     NAME,
@@ -23,8 +24,27 @@ from sennit.runtime.checkpoint.manifest import (
 from sennit.runtime.training import resumption
 from sennit.runtime.training.config import TrainingConfig
 from sennit.transport.errors import ConfigError
+from tests.runtime.trainer_runs import begin_error, save_then_train_on, trainer
+from tests.runtime.world import WorldFactory
 
-CASES = "training_cases.py"
+
+def go_back_beside_another_run(rank: int, world: int, *, seed: int, folder: str) -> dict[str, Any]:
+    """Two runs with the same settings share a folder. The other run is ahead."""
+    mine, other = (trainer(seed, checkpoint=Path(folder)) for _ in range(2))
+    resumption.begin(mine)
+    resumption.begin(other)
+    for run, steps in ((mine, 3), (other, 5)):
+        for _ in range(steps):
+            run.train_step()
+        resumption.save(run)
+    own = fingerprint(mine.weights())
+    mine.train_step()
+    resumption.go_back(mine)
+    other.run_id, other.step = "f" * 16, 0
+    resumption.go_back(other)
+    return {"went_back_to": mine.step, "is_own": fingerprint(mine.weights()) == own, "other_alone": other.step}
+
+
 ABOUT = Manifest(
     run_id="0123456789abcdef",
     step=7,
@@ -162,24 +182,22 @@ def test_every_option_is_fixed_or_free_or_no_part_of_the_run() -> None:
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_a_run_does_not_go_on_from_another_ones_checkpoint(
-    kept_world: Any, seed: int, tmp_path: Path, changed: dict[str, Any], line: str
+    kept_world: WorldFactory, seed: int, tmp_path: Path, changed: dict[str, Any], line: str
 ) -> None:
     """Otherwise the run would be evaluated on rows that it has trained on, or would train other weights."""
     world = kept_world(2)
-    world.run(CASES, "save_then_train_on", seed=seed, folder=str(tmp_path), before=1, after=0)
-    for message in world.run(CASES, "begin_error", seed=seed, folder=str(tmp_path), **changed):
+    world.run(save_then_train_on, seed=seed, folder=str(tmp_path), before=1, after=0)
+    for message in world.run(begin_error, seed=seed, folder=str(tmp_path), **changed):
         assert message.startswith(f"ConfigError: {tmp_path / 'step-000000001'} is of another run; ")
         assert line in message
-    for message in world.run(CASES, "begin_error", seed=seed + 1, folder=str(tmp_path), data_seed=seed):
+    for message in world.run(begin_error, seed=seed + 1, folder=str(tmp_path), data_seed=seed):
         assert f"order.seed: {seed} in the checkpoint, {seed + 1} here" in message
         assert message.count("\n") == 1
 
 
-def test_what_may_differ_does_and_is_told(kept_world: Any, seed: int, tmp_path: Path) -> None:
-    kept_world(2).run(CASES, "save_then_train_on", seed=seed, folder=str(tmp_path), before=1, after=0)
-    (message,) = kept_world(1).run(
-        CASES, "begin_error", seed=seed, folder=str(tmp_path), epochs=5, dense_rate=0.5, max_steps=30
-    )
+def test_what_may_differ_does_and_is_told(kept_world: WorldFactory, seed: int, tmp_path: Path) -> None:
+    kept_world(2).run(save_then_train_on, seed=seed, folder=str(tmp_path), before=1, after=0)
+    (message,) = kept_world(1).run(begin_error, seed=seed, folder=str(tmp_path), epochs=5, dense_rate=0.5, max_steps=30)
     run_id = Manifest.read(tmp_path / "step-000000001").run_id
     assert message.splitlines() == [
         "no error",
@@ -191,28 +209,30 @@ def test_what_may_differ_does_and_is_told(kept_world: Any, seed: int, tmp_path: 
     ]
 
 
-def test_a_checkpoint_without_a_manifest_is_refused_with_what_to_do(kept_world: Any, seed: int, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_manifest_is_refused_with_what_to_do(
+    kept_world: WorldFactory, seed: int, tmp_path: Path
+) -> None:
     world = kept_world(2)
-    world.run(CASES, "save_then_train_on", seed=seed, folder=str(tmp_path), before=1, after=0)
+    world.run(save_then_train_on, seed=seed, folder=str(tmp_path), before=1, after=0)
     (tmp_path / "step-000000001" / NAME).unlink()
-    for message in world.run(CASES, "begin_error", seed=seed, folder=str(tmp_path)):
+    for message in world.run(begin_error, seed=seed, folder=str(tmp_path)):
         assert message.startswith(f"CheckpointError: {tmp_path / 'step-000000001'} has no {NAME}")
         assert "begin a new run in another folder" in message
 
 
-def test_a_manifest_of_another_step_is_refused(kept_world: Any, seed: int, tmp_path: Path) -> None:
+def test_a_manifest_of_another_step_is_refused(kept_world: WorldFactory, seed: int, tmp_path: Path) -> None:
     world = kept_world(1)
-    world.run(CASES, "save_then_train_on", seed=seed, folder=str(tmp_path), before=2, after=0)
+    world.run(save_then_train_on, seed=seed, folder=str(tmp_path), before=2, after=0)
     path = tmp_path / "step-000000002" / NAME
     path.write_text(dataclasses.replace(Manifest.read(path.parent), step=5).text())
-    (message,) = world.run(CASES, "begin_error", seed=seed, folder=str(tmp_path))
+    (message,) = world.run(begin_error, seed=seed, folder=str(tmp_path))
     assert "its manifest is of step 5, its weights are of step 2" in message
 
 
-def test_a_new_run_does_not_begin_in_the_folder_of_another(kept_world: Any, seed: int, tmp_path: Path) -> None:
+def test_a_new_run_does_not_begin_in_the_folder_of_another(kept_world: WorldFactory, seed: int, tmp_path: Path) -> None:
     world = kept_world(2)
-    world.run(CASES, "save_then_train_on", seed=seed, folder=str(tmp_path), before=1, after=0)
-    for message in world.run(CASES, "begin_error", seed=seed, folder=str(tmp_path), resume=False):
+    world.run(save_then_train_on, seed=seed, folder=str(tmp_path), before=1, after=0)
+    for message in world.run(begin_error, seed=seed, folder=str(tmp_path), resume=False):
         assert message.startswith(f"ConfigError: --checkpoint {tmp_path} has checkpoints of a run")
         assert "give --resume" in message
 
@@ -225,7 +245,9 @@ def test_a_newcomer_with_other_data_is_told_before_it_joins() -> None:
         resumption.check_data(store, "bb")
 
 
-def test_a_run_that_lost_ranks_goes_back_to_its_own_checkpoint(kept_world: Any, seed: int, tmp_path: Path) -> None:
+def test_a_run_that_lost_ranks_goes_back_to_its_own_checkpoint(
+    kept_world: WorldFactory, seed: int, tmp_path: Path
+) -> None:
     """Meanwhile the folder has a newer step of another run."""
-    for answer in kept_world(2).run(CASES, "go_back_beside_another_run", seed=seed, folder=str(tmp_path)):
+    for answer in kept_world(2).run(go_back_beside_another_run, seed=seed, folder=str(tmp_path)):
         assert answer == {"went_back_to": 3, "is_own": True, "other_alone": 0}

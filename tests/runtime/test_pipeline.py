@@ -3,38 +3,215 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
-CASES = "pipeline_cases.py"
+from sennit.runtime.kernels.checks import GradientError
+from sennit.runtime.pipeline import Pipeline, Record, Task
+from sennit.transport.errors import ArgumentError, ConfigError
+from tests.runtime.pipeline_model import SAMPLES, STEPS, Batch, Model, batches, pipeline
+from tests.runtime.world import WorldFactory
+
+
+def trained_serially(rank: int, world: int, placement: str) -> list[Any]:
+    """The digest after a plain loop, and its losses."""
+    model = Model(placement)
+    optimizer = torch.optim.Adam(model.replicas.parameters(), lr=0.01, foreach=False)
+    losses = []
+    for batch in batches(model):
+        optimizer.zero_grad()
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return [model.digest(), losses]
+
+
+def delayed(seed: int) -> Callable[[Task], None]:
+    """Holds each task up for a time that (seed, task) say: most not at all, some longer than a step."""
+
+    def before(task: Task) -> None:
+        chance = random.Random(f"{seed} {task.name} {task.step} {task.thread}")
+        if chance.random() < 0.5:
+            threading.Event().wait(chance.random() ** 4 * 0.01)
+
+    return before
+
+
+def trained_in_any_order(rank: int, world: int, placement: str, first: int, count: int) -> list[Any]:
+    """What is different among digests and losses of so many schedules: one entry if they are all the same."""
+    found: list[Any] = []
+    for seed in range(first, first + count):
+        model = Model(placement)
+        # Ranks are held up in different places.
+        with pipeline(model, batches(model), batches_ahead=seed % 4, before=delayed(seed * world + rank)) as steps:
+            losses = [float(loss) for loss in steps]
+        outcome = [model.digest(), losses]
+        if outcome not in found:
+            found.append(outcome)
+    return found
+
+
+def recorded(rank: int, world: int) -> list[list[Any]]:
+    """Name, step, thread, inputs and whether times rise, of each task."""
+    records: list[Record] = []
+    model = Model("row_wise")
+    with pipeline(model, batches(model, 2), on_task=records.append) as steps:
+        for _ in steps:
+            pass
+    return [
+        [
+            record.name,
+            record.step,
+            record.thread,
+            [list(one) for one in record.inputs],
+            record.submitted_ns <= record.start_ns <= record.end_ns,
+            record.error,
+        ]
+        for record in records
+    ]
+
+
+def failing(loader: Iterator[Batch], after: int, error: Exception) -> Iterator[Batch]:
+    for _ in range(after):
+        yield next(loader)
+    raise error
+
+
+def loader_raises(rank: int, world: int, depth: int) -> list[Any]:
+    """The last rank's loader raises for the third batch. Steps taken, and the error."""
+    model = Model("table_wise")
+    loader = batches(model)
+    if rank == world - 1:
+        loader = failing(loader, 2, OSError("the disk is gone"))
+    steps = 0
+    with pipeline(model, loader, batches_ahead=depth) as run:
+        try:
+            for _ in run:
+                steps += 1
+        except Exception as error:
+            return [steps, f"{type(error).__name__}: {error}", model.digest()]
+    return [steps, "no error", model.digest()]
+
+
+def loader_ends(rank: int, world: int, depth: int) -> list[Any]:
+    """The last rank has two batches, the others four. Then another pipeline takes two of the same model."""
+    model = Model("row_wise")
+    steps = []
+    for _ in range(2):
+        with pipeline(model, batches(model, 2 if rank == world - 1 else STEPS), batches_ahead=depth) as run:
+            steps.append(sum(1 for _ in run))
+    return [steps, model.digest()]
+
+
+def left_early(rank: int, world: int, depth: int) -> str:
+    """All ranks leave the loop after two steps. Nothing that was sent ahead may hold anyone up."""
+    model = Model("row_wise")
+    with pipeline(model, batches(model, 100), batches_ahead=depth) as run:
+        next(run)
+        next(run)
+    return model.digest()
+
+
+def dies(rank: int, world: int, victim: int, where: str) -> str:
+    """The victim dies at the beginning of a task of the third step. What the others get."""
+
+    def before(task: Task) -> None:
+        if rank == victim and task.step == 2 and task.name == where:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    model = Model("row_wise")
+    try:
+        with pipeline(model, batches(model, 100), before=before) as run:
+            for _ in run:
+                pass
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def refused(rank: int, world: int) -> list[str]:
+    """What a pipeline says of mistakes."""
+    model = Model("table_wise")
+    found = []
+    for options in ({"batches_ahead": 4}, {"batches_ahead": -1}):
+        try:
+            pipeline(model, batches(model), **options)
+        except ConfigError as error:
+            found.append(str(error))
+    try:
+        Pipeline(model.replicas, None, [])
+    except ArgumentError as error:
+        found.append(str(error))
+    copying = Pipeline(
+        model,
+        torch.optim.SGD(model.replicas.parameters(), lr=0.1),
+        batches(model),
+        features=lambda batch: (dict(batch.ids), batch.watched),
+        global_batch=lambda batch: SAMPLES,
+    )
+    try:
+        with copying as run:
+            next(run)
+    except ArgumentError as error:
+        found.append(str(error))
+    return found
+
+
+def bad_gradient(rank: int, world: int, depth: int) -> list[Any]:
+    """The dense part of the last rank has a NaN in the second step. Steps taken until all ranks know."""
+    model = Model("table_wise")
+    steps = 0
+
+    def poison() -> None:
+        if steps == 0:
+            with torch.no_grad():
+                for parameter in model.replicas.parameters():
+                    parameter.fill_(torch.nan)
+
+    try:
+        with pipeline(model, batches(model, 8), batches_ahead=depth) as run:
+            for _ in run:
+                poison()
+                steps += 1
+    except GradientError:
+        return [steps, "GradientError"]
+    return [steps, "no error"]
+
+
 # Of each world. 500 of two worlds make the thousand that the project promises.
 SCHEDULES = [12, pytest.param(500, marks=pytest.mark.long)]
 
 
 @pytest.fixture(scope="module")
-def serial(kept_world: Callable[..., Any]) -> Any:
-    return kept_world(1).run(CASES, "serial", placement="table_wise")[0]
+def serial(kept_world: WorldFactory) -> Any:
+    return kept_world(1).run(trained_serially, placement="table_wise")[0]
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("schedules", SCHEDULES)
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_no_schedule_changes_a_bit(
-    kept_world: Callable[..., Any], serial: Any, world: int, schedules: int, seed: int
+    kept_world: WorldFactory, serial: Any, world: int, schedules: int, seed: int
 ) -> None:
     for first in range(0, schedules, 50):
         count = min(50, schedules - first)
         for found in kept_world(world).run(
-            CASES, "schedules", placement="row_wise", first=seed * 10_000 + first, count=count
+            trained_in_any_order, placement="row_wise", first=seed * 10_000 + first, count=count
         ):
             assert len(found) == 1
             assert found[0][0] == serial[0]
 
 
-def test_records_say_when_and_where_tasks_ran(kept_world: Callable[..., Any]) -> None:
-    for records in kept_world(2).run(CASES, "recorded"):
+def test_records_say_when_and_where_tasks_ran(kept_world: WorldFactory) -> None:
+    for records in kept_world(2).run(recorded):
         assert all(rises for *_, rises, _ in records)
         by_task = {(name, step): (thread, inputs, error) for name, step, thread, inputs, _, error in records}
         assert by_task["step", 0] == ("main", [], None)
@@ -46,8 +223,8 @@ def test_records_say_when_and_where_tasks_ran(kept_world: Callable[..., Any]) ->
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
-def test_an_error_of_a_loader_is_told_to_all(kept_world: Callable[..., Any], depth: int) -> None:
-    *others, last = kept_world(2).run(CASES, "loader_raises", depth=depth)
+def test_an_error_of_a_loader_is_told_to_all(kept_world: WorldFactory, depth: int) -> None:
+    *others, last = kept_world(2).run(loader_raises, depth=depth)
     assert last[:2] == [2, "OSError: the disk is gone"]
     for other in others:
         assert other[0] == 2
@@ -56,28 +233,28 @@ def test_an_error_of_a_loader_is_told_to_all(kept_world: Callable[..., Any], dep
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
-def test_training_ends_with_the_shortest_loader(kept_world: Callable[..., Any], depth: int) -> None:
-    found = kept_world(2).run(CASES, "loader_ends", depth=depth)
+def test_training_ends_with_the_shortest_loader(kept_world: WorldFactory, depth: int) -> None:
+    found = kept_world(2).run(loader_ends, depth=depth)
     assert all(steps == [2, 2] for steps, _ in found)
-    assert found[0][1] == found[1][1] == kept_world(1).run(CASES, "loader_ends", depth=0)[0][1]
+    assert found[0][1] == found[1][1] == kept_world(1).run(loader_ends, depth=0)[0][1]
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_a_loop_may_be_left(kept_world: Callable[..., Any], depth: int) -> None:
-    found = kept_world(2).run(CASES, "left_early", depth=depth)
-    assert found == kept_world(1).run(CASES, "left_early", depth=0) * 2
+def test_a_loop_may_be_left(kept_world: WorldFactory, depth: int) -> None:
+    found = kept_world(2).run(left_early, depth=depth)
+    assert found == kept_world(1).run(left_early, depth=0) * 2
 
 
 @pytest.mark.parametrize("where", ["input", "ids", "step", "AllReduce"])
-def test_a_rank_that_dies_is_named(new_world: Callable[..., Any], where: str) -> None:
-    survivor, victim = new_world(2).run(CASES, "dies", victim=1, where=where)
+def test_a_rank_that_dies_is_named(new_world: WorldFactory, where: str) -> None:
+    survivor, victim = new_world(2).run(dies, victim=1, where=where)
     assert victim is None
     assert "rank 1" in survivor
     assert "no error" not in survivor
 
 
-def test_mistakes_are_refused(kept_world: Callable[..., Any]) -> None:
-    for deep, negative, without, copied in kept_world(2).run(CASES, "refused"):
+def test_mistakes_are_refused(kept_world: WorldFactory) -> None:
+    for deep, negative, without, copied in kept_world(2).run(refused):
         assert deep == "4 batches ahead; allowed: 0 to 3"
         assert negative == "-1 batches ahead; allowed: 0 to 3"
         assert without.startswith("a model without sharded tables")
@@ -85,7 +262,7 @@ def test_mistakes_are_refused(kept_world: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
-def test_a_bad_gradient_is_told_with_the_next_ids(kept_world: Callable[..., Any], depth: int) -> None:
+def test_a_bad_gradient_is_told_with_the_next_ids(kept_world: WorldFactory, depth: int) -> None:
     """Always after the same step: when the first batch arrives that was begun after the bad pass."""
-    for steps, error in kept_world(2).run(CASES, "bad_gradient", depth=depth):
+    for steps, error in kept_world(2).run(bad_gradient, depth=depth):
         assert (steps, error) == (2 + depth, "GradientError")

@@ -3,22 +3,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
-import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 
+import numpy as np
 import torch
 
+from sennit.runtime.pipeline import room
 from sennit.runtime.pipeline.room import Need, fitting, host_bytes, refusal
+from sennit.transport.errors import ConfigError
+from tests.runtime.pipeline_model import Batch, Model, batches, pipeline
+from tests.runtime.trainer_runs import trainer
+from tests.runtime.world import WorldFactory
 
-CASES = "pipeline_cases.py"
-TRAINING = "training_cases.py"
+
+def crowded_pipeline(rank: int, world: int, depth: int, left: int) -> list[Any]:
+    """When the first batch is there the host has so many bytes left.
+
+    The error, steps, batches that were taken, and whether weights changed.
+    """
+    model, taken = Model("row_wise"), []
+    before = model.digest()
+
+    def watched() -> Iterator[Batch]:
+        for batch in batches(model):
+            taken.append(batch)
+            yield batch
+
+    steps, told = 0, "no error"
+    with mock.patch.object(room, "available_bytes", return_value=left):
+        try:
+            with pipeline(model, watched(), batches_ahead=depth) as run:
+                for _ in run:
+                    steps += 1
+        except ConfigError as error:
+            told = str(error)
+    return [told, steps, len(taken), model.digest() != before]
+
+
+def crowded_trainer(rank: int, world: int, /, *, seed: int, left: int, **changed: Any) -> list[Any]:
+    """The host has so many bytes left after the first batch. Steps that were taken of one, and the error."""
+    told = "no error"
+    with mock.patch.object(room, "available_bytes", return_value=left), trainer(seed, **changed) as run:
+        try:
+            run.train_step()
+        except ConfigError as error:
+            told = str(error)
+        return [run.step, told]
 
 
 def need(host: str, available: int, ahead: int = 30) -> Need:
@@ -50,7 +88,7 @@ def test_a_refusal_names_ranks_bytes_and_depths() -> None:
 
 
 @dataclass
-class Batch:
+class OwnBatch:
     ids: dict[str, Any]
     dense: Any
     name: str = "ours"
@@ -58,7 +96,7 @@ class Batch:
 
 def test_bytes_of_a_batch_count_each_tensor_once() -> None:
     ids, dense = torch.zeros(10, dtype=torch.int64), np.zeros((4, 2), np.float32)
-    batch = Batch({"user": ids, "again": ids, "part": ids[:3]}, [dense, (torch.zeros(5), None)])
+    batch = OwnBatch({"user": ids, "again": ids, "part": ids[:3]}, [dense, (torch.zeros(5), None)])
     assert host_bytes(batch) == 80 + 24 + 32 + 20
     # A tensor of a device takes no host memory.
     assert host_bytes([torch.empty(1_000, device="meta"), ids]) == 80
@@ -69,11 +107,11 @@ def test_bytes_of_a_batch_count_each_tensor_once() -> None:
     assert host_bytes(endless) == 80
 
 
-def test_a_pipeline_without_room_is_refused_before_its_first_step(kept_world: Callable[..., Any]) -> None:
+def test_a_pipeline_without_room_is_refused_before_its_first_step(kept_world: WorldFactory) -> None:
     """What it says it needs is what it needs, and the depth that it names does run."""
 
     def taken(depth: int, left: int) -> Any:
-        first, second = kept_world(2).run(CASES, "crowded", depth=depth, left=left)
+        first, second = kept_world(2).run(crowded_pipeline, depth=depth, left=left)
         assert first == second
         return first
 
@@ -90,9 +128,9 @@ def test_a_pipeline_without_room_is_refused_before_its_first_step(kept_world: Ca
     assert taken(0, 0) == ["no error", 4, 4, True]
 
 
-def test_a_trainer_without_room_is_refused_before_its_first_step(kept_world: Callable[..., Any], seed: int) -> None:
-    for step, told in kept_world(2).run(TRAINING, "crowded", seed=seed, batches_ahead=2, left=100):
+def test_a_trainer_without_room_is_refused_before_its_first_step(kept_world: WorldFactory, seed: int) -> None:
+    for step, told in kept_world(2).run(crowded_trainer, seed=seed, batches_ahead=2, left=100):
         assert step == 0
         assert told.startswith("2 batches ahead of a step: ranks 0, 1 of one host need ")
-    for step, told in kept_world(2).run(TRAINING, "crowded", seed=seed, batches_ahead=2, left=1 << 30):
+    for step, told in kept_world(2).run(crowded_trainer, seed=seed, batches_ahead=2, left=1 << 30):
         assert (step, told) == (1, "no error")

@@ -7,29 +7,69 @@ import contextlib
 import os
 import random
 import secrets
+import signal
 import socket
 import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 from sennit.commands.cli import app
 from sennit.runtime.pipeline.scheduler import Scheduler
-from sennit.runtime.timeline import left, rank_log
+from sennit.runtime.timeline import Timeline, left, rank_log
 from sennit.runtime.timeline.left import write_recordings
 from sennit.runtime.timeline.rank_log import OPERATION, SPAN, RankLog
 from sennit.runtime.timeline.recorder import Recorder
 from sennit.runtime.timeline.spans import TimelineError
 from sennit.runtime.timeline.summary import summarise
 from sennit.runtime.timeline.trace_file import read
+from tests.runtime.world import WorldFactory
 
-CASES = "timeline_cases.py"
+
+def cut_short(rank: int, world: int, path: str, how: str) -> dict[str, Any] | None:
+    """All take step 0; in step 1 some end as `how` says, the others wait for them. What a rank that lives has written.
+
+    The last rank is killed, aborts or exits; all are killed, or terminated; all raise.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"process/{rank}", str(os.getpid()))
+    timeline = Timeline(path)
+    phases = timeline.clock()
+    with contextlib.suppress(dist.DistBackendError, ValueError), timeline:
+        with timeline.step(0), phases.phase("sum"):
+            dist.all_reduce(torch.ones(5))
+        dist.barrier()
+        with timeline.step(1), phases.phase("last words"):
+            store.set(f"inside/{rank}", "")
+            if how == "all raise":
+                raise ValueError(f"rank {rank}")
+            if how == "all are killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if rank == world - 1:
+                store.wait([f"inside/{one}" for one in range(world)])
+                end(how, [int(store.get(f"process/{one}")) for one in range(world)])
+            dist.all_reduce(torch.ones(5))
+    left = timeline.left
+    return None if left is None else {"path": str(left.path), "ranks": list(left.ranks), "died": list(left.died)}
+
+
+def end(how: str, processes: list[int]) -> None:
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "exits":
+        os._exit(3)
+    assert how == "all are terminated", how
+    for process in processes:  # The others wait for this rank.
+        os.kill(process, signal.SIGTERM)
+    signal.pause()
 
 
 @pytest.fixture
@@ -275,11 +315,11 @@ def test_a_run_to_the_same_path_removes_what_an_earlier_one_has_left(log: RankLo
     ],
 )
 def test_ranks_that_die_leave_their_timeline(
-    new_world: Callable[..., Any], tmp_path: Path, how: str, died: list[int]
+    new_world: WorldFactory, tmp_path: Path, how: str, died: list[int]
 ) -> None:
     path = tmp_path / "run.json.gz"
     world = new_world(3)
-    told = [one for one in world.run(CASES, "cut_short", path=str(path), how=how) if one is not None]
+    told = [one for one in world.run(cut_short, path=str(path), how=how) if one is not None]
     world.close()
     if how == "all are killed":
         assert not path.exists()

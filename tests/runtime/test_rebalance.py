@@ -4,41 +4,106 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 from sennit.offload.sketch import Sketch, SketchShape
+from sennit.runtime.checkpoint.fingerprint import fingerprint
+from sennit.runtime.data.batch_source import MemorySource, prepared
+from sennit.runtime.data.combined import CombinedBatch
+from sennit.runtime.data.samples import Column, Samples
+from sennit.runtime.data.seeds import numpy_stream
 from sennit.runtime.planner.cluster import Cluster
-from sennit.runtime.planner.constants import Constants
+from sennit.runtime.planner.constants import PRECISIONS, Constants, Kernel
 from sennit.runtime.planner.move_or_stay import propose
 from sennit.runtime.planner.problem import Problem
 from sennit.runtime.planner.search import search
 from sennit.runtime.planner.step_time import Rating
 from sennit.runtime.planner.usage import Use, counted, sketched
+from sennit.runtime.sharded.files import TableStore
 from sennit.runtime.sharded.tables import Shard, Table, shard_bytes
+from sennit.runtime.training import planned
+from sennit.runtime.training.rebalance import Moved, shape_of
+from sennit.runtime.training.trainer import Trainer
 from sennit.transport.errors import ConfigError
-from tests.runtime.training_cases import config_of
+from tests.runtime.trainer_runs import config_of
+from tests.runtime.world import WorldFactory
 
-CASES = "training_cases.py"
+KERNEL = tuple(field.name for field in dataclasses.fields(Kernel))
+
+
+class Shifting(MemorySource):
+    """From batch `at` on, a third of the ids is of the last eight rows."""
+
+    at = 1 << 40
+
+    def take(self, number: int) -> CombinedBatch:
+        if number < self.at:
+            return super().take(number)
+        batch = self.samples.batch(self.order.part(number, dist.get_rank(), dist.get_world_size()))
+        hot = self.tables[0].rows - 8 + batch.values % 8
+        batch = dataclasses.replace(batch, values=torch.where(batch.values % 3 == 0, hot, batch.values))
+        if self._sketch is not None:
+            self._count(self._sketch, number, batch)
+        return batch
+
+
+def rebalanced(
+    rank: int, world: int, /, *, seed: int, at: int, every: int | None, rows: str | None = None, **changed: Any
+) -> dict[str, Any]:
+    """A whole run of 24 steps. Ids are uniform, and from batch `at` on the last of eight row shards has 42 % of them.
+
+    Kernels are so slow that nothing else counts, and each rank has a core.
+    """
+    stream = numpy_stream(seed, "rebalanced")
+    data = Samples(
+        name="skewed",
+        dense=torch.from_numpy(stream.standard_normal((600, 2)).astype(np.float32)),
+        labels=torch.from_numpy((stream.random(600) < 0.5).astype(np.float32)),
+        columns=(Column.bags("user", 64, stream.integers(0, 64, 6000), np.full(600, 10)),),
+    )
+    if rows is not None:
+        changed["table_store"] = TableStore(folder=Path(rows), memory_bytes=40_000)
+    config = config_of(seed, row_shards=8, batch_size=50, max_steps=24, rebalance=every, **changed)
+    whole = prepared(data, config.order_settings)
+    counted = None if every is None else shape_of(every, config.batch_size)
+    source = Shifting(whole, rank=rank, world_size=world, counted=counted)
+    source.at = at
+    slow = {name: Kernel(**dict.fromkeys(KERNEL, 0.0) | {"id_s": 1e-3}) for name in PRECISIONS}
+    constants = Constants(lookup=slow, update=slow)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planned, "read_constants", lambda path: (constants, []))
+        patch.setattr(planned, "cores_here", lambda: world)
+        run = Trainer(config, source)
+    source.begin(0)
+    run.run(lambda step: None, lambda epoch, quality: False, lambda step: None)
+    moved = Moved() if run.rebalancer is None else run.rebalancer.moved
+    return {
+        "sha256": fingerprint(run.weights()),
+        "looks": moved.looks,
+        "moves": [dataclasses.asdict(move) | {"text": str(move)} for move in moved.moves],
+        "shards": sorted(run.own_shards),
+    }
+
+
 # No rank has room for the whole table, so none is replicated.
-RUN = {"sharding": "auto", "every": 6, "rank_memory_bytes": 1100}
+RUN: dict[str, Any] = {"sharding": "auto", "every": 6, "rank_memory_bytes": 1100}
 
 
-def plain(kept_world: Callable[..., Any], seed: int, at: int) -> str:
+def plain(kept_world: WorldFactory, seed: int, at: int) -> str:
     """The weights of a run on one rank whose skew shifts at batch `at`."""
-    alone = kept_world(1).run(CASES, "rebalanced", seed=seed, at=at, every=None, sharding="table_wise")
+    alone = kept_world(1).run(rebalanced, seed=seed, at=at, every=None, sharding="table_wise")
     return str(alone[0]["sha256"])
 
 
 @pytest.mark.parametrize("ahead", [0, 3])
-def test_shards_move_when_the_skew_shifts_and_no_bit_changes(
-    kept_world: Callable[..., Any], seed: int, ahead: int
-) -> None:
-    found = kept_world(2).run(CASES, "rebalanced", seed=seed, at=8, batches_ahead=ahead, **RUN)
+def test_shards_move_when_the_skew_shifts_and_no_bit_changes(kept_world: WorldFactory, seed: int, ahead: int) -> None:
+    found = kept_world(2).run(rebalanced, seed=seed, at=8, batches_ahead=ahead, **RUN)
     assert [one["sha256"] for one in found] == [plain(kept_world, seed, 8)] * 2
     # The look after 12 steps has seen the shift, and that after 18 nothing else.
     assert [one["looks"] for one in found] == [3, 3]
@@ -56,22 +121,22 @@ def test_shards_move_when_the_skew_shifts_and_no_bit_changes(
         assert [name in one["shards"] for one in found] == [owner == rank for rank in (0, 1)]
 
 
-def test_shards_in_files_move_as_well(kept_world: Callable[..., Any], seed: int, tmp_path: Path) -> None:
-    found = kept_world(2).run(CASES, "rebalanced", seed=seed, at=8, rows=str(tmp_path), **RUN)
+def test_shards_in_files_move_as_well(kept_world: WorldFactory, seed: int, tmp_path: Path) -> None:
+    found = kept_world(2).run(rebalanced, seed=seed, at=8, rows=str(tmp_path), **RUN)
     assert [one["sha256"] for one in found] == [plain(kept_world, seed, 8)] * 2
     assert found[0]["moves"]
     assert not list(tmp_path.iterdir())
 
 
-def test_shards_stay_where_nothing_has_changed(kept_world: Callable[..., Any], seed: int) -> None:
-    found = kept_world(2).run(CASES, "rebalanced", seed=seed, at=1_000, **RUN)
+def test_shards_stay_where_nothing_has_changed(kept_world: WorldFactory, seed: int) -> None:
+    found = kept_world(2).run(rebalanced, seed=seed, at=1_000, **RUN)
     assert [one["sha256"] for one in found] == [plain(kept_world, seed, 1_000)] * 2
     assert [(one["looks"], one["moves"]) for one in found] == [(3, []), (3, [])]
 
 
-def test_a_run_without_a_look_is_refused(kept_world: Callable[..., Any], seed: int) -> None:
+def test_a_run_without_a_look_is_refused(kept_world: WorldFactory, seed: int) -> None:
     with pytest.raises(Exception, match="--rebalance 24 in a run of 24 steps"):
-        kept_world(2).run(CASES, "rebalanced", seed=seed, at=0, sharding="auto", every=24)
+        kept_world(2).run(rebalanced, seed=seed, at=0, sharding="auto", every=24)
 
 
 @pytest.mark.parametrize(

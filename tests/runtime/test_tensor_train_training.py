@@ -13,8 +13,9 @@ from sennit.runtime.model.tensor_train import TensorTrainRule
 from sennit.runtime.sharded.tables import Table, shard_spec, shards_of
 from sennit.runtime.training.report import EmbeddingSize
 from sennit.transport.errors import ConfigError
+from tests.runtime.trainer_runs import resume_and_train_on, save_then_train_on, train
+from tests.runtime.world import WorldFactory
 
-CASES = "training_cases.py"
 # This rule takes the first and the last of the tables of 20, 6 and 24 rows.
 RULE = "10:2"
 
@@ -74,22 +75,24 @@ def test_report_says_what_is_saved() -> None:
     assert str(EmbeddingSize.of(tables[1:])) == "1 tables, 160 numbers"
 
 
-def test_trains_have_the_same_bits_wherever_they_are(kept_world: Any, seed: int) -> None:
+def test_trains_have_the_same_bits_wherever_they_are(kept_world: WorldFactory, seed: int) -> None:
     arguments: dict[str, Any] = {"seed": seed, "steps": 20, "tensor_train": RULE}
-    found = [kept_world(size).run(CASES, "train", **arguments) for size in (1, 2, 3)]
+    found = [kept_world(size).run(train, **arguments) for size in (1, 2, 3)]
     for name in ("user", "hour"):
         cores = {f"tables.{name}/0.0.core{number}.weight" for number in (1, 2, 3)}
         assert sum(cores <= answer["weights"].keys() for answer in found[1]) == 1
     assert sum("tables.genre/0.0.weight" in answer["weights"] for answer in found[1]) == 1
-    found.append(kept_world(2).run(CASES, "train", sharding="data_parallel", **arguments))
+    found.append(kept_world(2).run(train, sharding="data_parallel", **arguments))
     assert len({answer["sha256"] for answers in found for answer in answers}) == 1
-    plain = kept_world(1).run(CASES, "train", seed=seed, steps=20)
+    plain = kept_world(1).run(train, seed=seed, steps=20)
     assert plain[0]["sha256"] != found[0][0]["sha256"]
 
 
-def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(kept_world: Any, seed: int, tmp_path: Path) -> None:
+def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(
+    kept_world: WorldFactory, seed: int, tmp_path: Path
+) -> None:
     """The checkpoint has the cores and their states. Any number of ranks reads it."""
-    arguments = {"seed": seed, "folder": str(tmp_path), "after": 9, "tensor_train": RULE}
-    whole = kept_world(2).run(CASES, "save_then_train_on", before=15, **arguments)
-    assert kept_world(2).run(CASES, "resume_and_train_on", **arguments) == whole
-    assert kept_world(1).run(CASES, "resume_and_train_on", **arguments)[0] == whole[0]
+    arguments: dict[str, Any] = {"seed": seed, "folder": str(tmp_path), "after": 9, "tensor_train": RULE}
+    whole = kept_world(2).run(save_then_train_on, before=15, **arguments)
+    assert kept_world(2).run(resume_and_train_on, **arguments) == whole
+    assert kept_world(1).run(resume_and_train_on, **arguments)[0] == whole[0]

@@ -8,27 +8,84 @@ import gzip
 import itertools
 import json
 import random
+import time
+import warnings
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 from sennit.commands.cli import app
-from sennit.runtime.timeline.clocks import Offset, estimate, shift
+from sennit.runtime.timeline import Timeline
+from sennit.runtime.timeline.clocks import Offset, estimate, offset_to_first, shift
 from sennit.runtime.timeline.critical_path import TRANSFER, WORK
 from sennit.runtime.timeline.exposure import exposed
 from sennit.runtime.timeline.spans import RankClock, Span, TimelineError, Trace
 from sennit.runtime.timeline.summary import summarise
 from sennit.runtime.timeline.threads import Thread, Wait
 from sennit.runtime.timeline.trace_file import open_new, read, write
+from sennit.transport.errors import ConfigError
 from tests.runtime import perfetto
-from tests.runtime.timeline_cases import SKEW_NS
+from tests.runtime.pipeline_model import Model, batches, pipeline
+from tests.runtime.world import WorldFactory
 
-CASES, PIPELINES = "timeline_cases.py", "pipeline_cases.py"
+
+def timed(rank: int, world: int, path: str) -> list[Any]:
+    """The digest without and with a timeline."""
+    plain, watched = Model("row_wise"), Model("row_wise")
+    with pipeline(plain, batches(plain)) as steps:
+        list(steps)
+    with Timeline(path) as timeline, pipeline(watched, batches(watched), timeline=timeline) as steps:
+        list(steps)
+    return [plain.digest(), watched.digest(), timeline.is_written]
+
+
+def few_kept(rank: int, world: int, path: str) -> bool:
+    """With room for so few slices that only the last steps are there."""
+    model = Model("row_wise")
+    with Timeline(path, room=40) as timeline, pipeline(model, batches(model, 12), timeline=timeline) as steps:
+        list(steps)
+    return timeline.is_written
+
+
+SKEW_NS = 3_000_000_000
+
+
+def skewed(rank: int, world: int) -> list[int]:
+    """The offset that a rank finds whose clock is ahead by SKEW_NS a rank, and its uncertainty."""
+    found = offset_to_first(clock=lambda: time.monotonic_ns() + rank * SKEW_NS, name=f"clock {rank}")
+    same = offset_to_first(clock=lambda: time.monotonic_ns() + rank * SKEW_NS)
+    return [found.offset_ns, found.uncertainty_ns, same.offset_ns, same.uncertainty_ns]
+
+
+def mishaps(rank: int, world: int, folder: str) -> list[Any]:
+    """What is said of a path that is a folder, of a full disk, and of a block that fails; then what is left there."""
+    found: list[Any] = []
+    try:
+        with Timeline(folder):
+            found.append("entered")
+    except ConfigError as error:
+        found.append(str(error))
+    full = Path(folder) / "full.json"
+    if rank == 0:
+        Path(folder, ".full.json.part").symlink_to("/dev/full")
+    dist.barrier()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Timeline(full) as timeline, timeline.step(0):
+            pass
+    found += [[str(warning.message) for warning in caught], timeline.is_written]
+    try:
+        with Timeline(Path(folder) / "empty.json"):
+            raise ValueError("a step failed")
+    except ValueError as error:
+        found.append(str(error))
+    dist.barrier()
+    return [*found, sorted(entry.name for entry in Path(folder).iterdir())]
 
 
 def made(rank: int, track: str, kind: str, name: str, start: int, end: int, **facts: int | str) -> Span:
@@ -327,9 +384,9 @@ def test_clocks_that_run_apart_are_followed() -> None:
     assert shift(5, first, first) == 55
 
 
-def test_a_pipeline_of_two_ranks_has_a_timeline_and_its_bits(kept_world: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_pipeline_of_two_ranks_has_a_timeline_and_its_bits(kept_world: WorldFactory, tmp_path: Path) -> None:
     path = tmp_path / "pipeline.json.gz"
-    found = kept_world(2).run(PIPELINES, "timed", path=str(path))
+    found = kept_world(2).run(timed, path=str(path))
     assert [written for *_, written in found] == [True, False]
     assert len({digest for *digests, _ in found for digest in digests}) == 1
     trace = read(path)
@@ -368,9 +425,9 @@ JOIN thread_track ON source.track_id = thread_track.id JOIN thread USING (utid) 
 
 
 @pytest.mark.needs("chromium")
-def test_perfetto_shows_every_span_and_arrow(kept_world: Callable[..., Any], tmp_path: Path) -> None:
+def test_perfetto_shows_every_span_and_arrow(kept_world: WorldFactory, tmp_path: Path) -> None:
     path = tmp_path / "run.json.gz"
-    kept_world(2).run(PIPELINES, "timed", path=str(path))
+    kept_world(2).run(timed, path=str(path))
     questions = {"errors": ERRORS, "processes": PROCESSES, "slices": SLICES, "arrows": ARROWS}
     found = perfetto.ask(path, questions, tmp_path)
     assert found["errors"] == []
@@ -391,9 +448,9 @@ def test_perfetto_shows_every_span_and_arrow(kept_world: Callable[..., Any], tmp
         assert (group, sequence) == (same_group, same_sequence)
 
 
-def test_the_last_steps_are_kept(kept_world: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_last_steps_are_kept(kept_world: WorldFactory, tmp_path: Path) -> None:
     path = tmp_path / "few.json"
-    assert kept_world(2).run(PIPELINES, "few_kept", path=str(path)) == [True, False]
+    assert kept_world(2).run(few_kept, path=str(path)) == [True, False]
     trace = read(path)
     steps = {one.facts["step"] for one in trace.spans if one.kind == "step"}
     assert 11 in steps
@@ -401,8 +458,8 @@ def test_the_last_steps_are_kept(kept_world: Callable[..., Any], tmp_path: Path)
     assert all(clock.lost for clock in trace.ranks)
 
 
-def test_ranks_on_other_clocks_find_their_offsets(kept_world: Callable[..., Any]) -> None:
-    first, second = kept_world(2).run(CASES, "skewed")
+def test_ranks_on_other_clocks_find_their_offsets(kept_world: WorldFactory) -> None:
+    first, second = kept_world(2).run(skewed)
     assert first == [0, 0, 0, 0]
     offset_ns, uncertainty_ns, *same = second
     assert abs(offset_ns + SKEW_NS) <= uncertainty_ns
@@ -410,8 +467,8 @@ def test_ranks_on_other_clocks_find_their_offsets(kept_world: Callable[..., Any]
     assert same == [0, 0]
 
 
-def test_mishaps_cost_the_timeline_and_not_the_training(kept_world: Callable[..., Any], tmp_path: Path) -> None:
-    (refused, told, written, failed, left), (_, told_1, *_) = kept_world(2).run(CASES, "mishaps", folder=str(tmp_path))
+def test_mishaps_cost_the_timeline_and_not_the_training(kept_world: WorldFactory, tmp_path: Path) -> None:
+    (refused, told, written, failed, left), (_, told_1, *_) = kept_world(2).run(mishaps, folder=str(tmp_path))
     assert refused == f"timeline {tmp_path}: {tmp_path} is a folder"
     assert told == [f"no timeline in {tmp_path}/full.json: [Errno 28] No space left on device"]
     assert told_1 == []

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ pytest.importorskip("torch")
 pytest.importorskip("pyroute2", reason="missing capability tc-bpf: pyroute2 is not installed")
 
 from sennit.testbed.topology import Impairment, Planes
+from tests.ranks import command
 
 # `make test` has a training over lossy networks where ranks and feeders are, and one in the VM over soft-RoCE.
 pytestmark = [
@@ -24,16 +25,27 @@ pytestmark = [
     pytest.mark.timeout(180),
 ]
 
-WORKER = Path(__file__).with_name("sharded_worker.py")
 DEADLINE_S = 90.0
+
+
+def train_and_print(rank: int, world: int, store: Path, placement: str) -> None:
+    """Prints the digest of the run."""
+    import torch.distributed as dist
+
+    from tests.runtime.sharded_model import trained
+
+    dist.init_process_group("cpu:sennit", init_method=f"file://{store}", rank=rank, world_size=world)
+    print(trained(rank, world, placement), flush=True)
+    dist.barrier()  # Nobody leaves while others still wait for its packets.
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest of one rank's run."""
     store = tmp_path_factory.mktemp("alone") / "store"
-    command = [sys.executable, str(WORKER), "0", "1", str(store), "table_wise"]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=DEADLINE_S).stdout
+    trains = command(partial(train_and_print, 0, 1, store, "table_wise"))
+    return subprocess.run(trains, check=True, capture_output=True, text=True, timeout=DEADLINE_S).stdout
 
 
 @pytest.mark.parametrize(
@@ -47,10 +59,10 @@ def test_loss_changes_no_bit_of_a_model(
         planes.impair(Impairment(loss_fraction=loss_fraction, reorder_fraction=0.05, reorder_depth=16, seed=seed))
         ranks = []
         for rank in range(world):
-            command = [sys.executable, str(WORKER), str(rank), str(world), str(tmp_path / "store"), placement]
+            trains = command(partial(train_and_print, rank, world, tmp_path / "store", placement))
             environment = {**os.environ, **planes.environment(rank), "SENNIT_TIMEOUT_S": f"{DEADLINE_S}"}
             errors = stack.enter_context((tmp_path / f"rank{rank}").open("w"))
-            process = planes.popen(rank, command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+            process = planes.popen(rank, trains, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
             stack.callback(process.kill)
             ranks.append(process)
         for rank, process in enumerate(ranks):

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.runtime.conftest import World
 from tests.runtime.frameworks.rows import ROWS, need_package
+from tests.runtime.world import World
 
 
 @pytest.fixture(autouse=True)

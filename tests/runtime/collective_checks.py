@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # Torch types its collectives thinly:
 # mypy: disable-error-code="attr-defined,no-untyped-call,arg-type,union-attr,assignment,type-arg,func-returns-value"
-"""Every collective against its definition, bit for bit: run on each rank by test_backend_collectives.py.
+"""Every collective against its definition, bit for bit: functions of each rank.
 
 All ranks make all ranks' inputs from one seed, so each checks its own result alone. Reductions are compared with
-`sennit.transport.plans.arithmetic.fold`, the tree over ranks that docs/reference/plans.md promises.
+`sennit.transport.arithmetic.fold`, the tree over ranks that docs/reference/plans.md promises.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from sennit.transport.plans.tree import given_spans, leaves_of
 FACTOR = 0.75
 # Odd sizes, and the limits of one message, one chunk, several chunks.
 REDUCED_ELEMENTS = (0, 1, 1_023, 70_001)
-
 ARITHMETIC = {
     torch.uint8: Dtype.U8,
     torch.int8: Dtype.I8,

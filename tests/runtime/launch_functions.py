@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks do in test_launch.py. They import this file by its own name: other packages are called `tests`, too."""
+"""What ranks do in test_launch.py.
+
+The product starts them, not tests/ranks.py. They import this file by its own name: other packages are called `tests`,
+too.
+"""
 
 from __future__ import annotations
 

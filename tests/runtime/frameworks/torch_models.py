@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# Torch types its test models thinly:
+# Torch types its collectives thinly:
 # mypy: disable-error-code="no-untyped-call,attr-defined,union-attr,arg-type,misc"
-"""The models and checks that torch installs for tests of FSDP2, DTensor and DCP, over sennit: run by test_torch.py."""
+"""The models and checks that torch installs for tests of FSDP2, DTensor and DCP, over sennit."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from frameworks.over_sennit import group_over_sennit  # type: ignore[import-not-found]
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
+
+from tests.runtime.frameworks.over_sennit import group_over_sennit
 
 STEPS = 3
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# Torch types its hooks thinly:
+# Torch types its collectives thinly:
 # mypy: disable-error-code="no-untyped-call,attr-defined,union-attr,arg-type,misc"
-"""torch's communication hooks of DDP, whose callbacks post and wait, over sennit: run by test_torch.py."""
+"""torch's communication hooks of DDP, whose callbacks post and wait, over sennit."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from frameworks.over_sennit import DEADLINE_S, group_over_sennit  # type: ignore[import-not-found]
 from torch.nn.parallel import DistributedDataParallel
+
+from tests.runtime.frameworks.over_sennit import DEADLINE_S, group_over_sennit
 
 with warnings.catch_warnings():  # torch uses what it advises against
     warnings.simplefilter("ignore")
@@ -26,6 +27,7 @@ with warnings.catch_warnings():  # torch uses what it advises against
     )
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
     from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+
 
 STEPS: Final = 6
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# TorchRec has no types here, and torch types its collectives thinly:
-# mypy: disable-error-code="import-not-found,no-untyped-call,attr-defined"
+# Torch types its collectives thinly:
+# mypy: disable-error-code="no-untyped-call,attr-defined"
 """Our collections in the place of TorchRec's (torchrec_adapter.py): run in a group of one by
 test_collections.py.
 
@@ -57,7 +57,7 @@ def alone(folder: str) -> Iterator[None]:
 def own_tests(rank: int, world: int, folder: str, source: str) -> list[str]:
     """The tests of TorchRec's file that passed on our collections."""
     with alone(folder):
-        from frameworks import torchrec_adapter
+        from tests.runtime.frameworks import torchrec_adapter
 
         spec = importlib.util.spec_from_file_location("torchrec_own_tests", source)
         assert spec is not None
@@ -80,10 +80,11 @@ def own_tests(rank: int, world: int, folder: str, source: str) -> list[str]:
 def beside_theirs(rank: int, world: int, folder: str) -> None:
     """The same configurations and features for TorchRec's collections and ours: the same names, sizes and numbers."""
     with alone(folder):
-        from frameworks import torchrec_adapter
         from torchrec.modules import embedding_modules as theirs
         from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+        from tests.runtime.frameworks import torchrec_adapter
 
         def configs(kind: Any, *tables: tuple[str, int, tuple[str, ...]], **options: Any) -> list[Any]:
             return [
@@ -117,11 +118,11 @@ def beside_theirs(rank: int, world: int, folder: str) -> None:
             given = configs(EmbeddingConfig, *((name, 4, features) for name, _, features in layout))
             keyed = KeyedJaggedTensor(["f1", "f2", "f3"], values, lengths=lengths)
             there = theirs.EmbeddingCollection(given, need_indices=True)
-            here = torchrec_adapter.EmbeddingCollection(given, need_indices=True)
+            sequences = torchrec_adapter.EmbeddingCollection(given, need_indices=True)
             with torch.no_grad():
-                for held in here.sharded.held():
+                for held in sequences.sharded.held():
                     there.embeddings[held.name.partition("/")[0]].weight.copy_(held.weight)
-            expected, found = there(keyed), here(keyed)
+            expected, found = there(keyed), sequences(keyed)
             assert list(found) == list(expected)
             for output, rows in expected.items():
                 for part in ("values", "lengths", "weights"):

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes of tests find the function that the test hands over, and no other package called `tests`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import command, importable, start
+
+
+def say(text: str, to: Path) -> None:
+    to.write_text(f"{__name__}: {text}")
+
+
+def fail(text: str) -> None:
+    raise ValueError(text)
+
+
+@pytest.fixture
+def other_tests(tmp_path: Path) -> dict[str, str]:
+    """An environment in which another package is called `tests`."""
+    (tmp_path / "other" / "tests").mkdir(parents=True)
+    (tmp_path / "other" / "tests" / "__init__.py").write_text("raise AssertionError('the other package')")
+    return {**os.environ, "PYTHONPATH": str(tmp_path / "other")}
+
+
+def test_a_new_interpreter_runs_a_function_of_a_test_file(other_tests: dict[str, str], tmp_path: Path) -> None:
+    called = command(partial(say, "here", tmp_path / "said"))
+    subprocess.run(called, check=True, timeout=60, cwd="/", env=other_tests)
+    assert (tmp_path / "said").read_text() == "tests.test_ranks: here"
+
+
+def test_a_process_that_fails_leaves_a_traceback_in_its_log(tmp_path: Path) -> None:
+    process = start(partial(fail, "for the test"), log=tmp_path / "log", own_interpreter=True)
+    process.join(60)
+    assert process.exitcode == 1
+    assert "ValueError: for the test" in (tmp_path / "log").read_text()
+
+
+def test_what_has_no_name_in_a_module_is_refused() -> None:
+    def inside() -> None: ...
+
+    for call in (inside, lambda: None, partial(inside)):
+        with pytest.raises(TypeError, match=r"test_ranks\.test_what_.*allowed: functions of a module"):
+            importable(call)
