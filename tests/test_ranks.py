@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from functools import partial
 from pathlib import Path
@@ -48,3 +49,10 @@ def test_what_has_no_name_in_a_module_is_refused() -> None:
     for call in (inside, lambda: None, partial(inside)):
         with pytest.raises(TypeError, match=r"test_ranks\.test_what_.*allowed: functions of a module"):
             importable(call)
+
+
+def test_processes_are_forked_and_spawned_in_one_place() -> None:
+    here = Path(__file__).parent
+    starts = re.compile(r'get_context\("(forkserver|spawn)"\)')
+    found = {str(path.relative_to(here)) for path in here.rglob("*.py") if starts.search(path.read_text())}
+    assert found == {"ranks.py", "conftest.py"}  # where the server is told what to import

@@ -48,14 +48,6 @@ def groups() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def scenarios() -> dict[str, Callable[..., None]]:
-    """Returns the scenarios of communicator_worker.py."""
-    worker = load(Path(__file__).parents[1] / "transport" / "communicator_worker.py")
-    found: dict[str, Callable[..., None]] = worker.SCENARIOS
-    return found
-
-
-@pytest.fixture(scope="session")
 def captures() -> ModuleType:
     """The module captures.py."""
     return load(Path(__file__).with_name("captures.py"))

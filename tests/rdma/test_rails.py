@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -15,10 +15,11 @@ import pytest
 
 from sennit.testbed.vm import links
 from sennit.testbed.vm.guest_command import execute
+from tests.ranks import command
+from tests.rdma.steady_sums import sum_until_told
 
 pytestmark = pytest.mark.rdma
 
-STEADY = Path(__file__).with_name("steady_worker.py")
 DEADLINE_S = 120.0
 COMMAND_TIMEOUT_S = 30.0
 SYSFS = Path("/sys/class/infiniband")
@@ -92,7 +93,7 @@ class Ranks:
         self._folder = folder
         self._processes = [
             subprocess.Popen(
-                [sys.executable, str(STEADY), f"{rank}", "2", str(folder), "1"],
+                command(partial(sum_until_told, rank, 2, folder, 1)),
                 env={
                     **os.environ,
                     "SENNIT_TRANSPORT": "verbs",

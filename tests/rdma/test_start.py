@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,12 @@ from sennit.testbed.vm import links
 from sennit.testbed.vm.guest_command import execute
 from sennit.transport import errors
 from sennit.transport.meeting.rdma_rails import find_rdma_rails
+from tests.ranks import command
+from tests.transport.collective_scenarios import reductions
+from tests.transport.processes import act, play
 
 pytestmark = pytest.mark.rdma
 
-WORKER = Path(__file__).parents[1] / "transport" / "communicator_worker.py"
 DEADLINE_S = 120.0
 
 
@@ -53,7 +56,7 @@ def test_ends_of_different_mtu_use_the_smaller_and_say_so(tmp_path: Path) -> Non
     try:
         ranks = [
             subprocess.Popen(
-                [sys.executable, str(WORKER), "reductions", f"{rank}", "2", str(tmp_path / "store"), "1"],
+                command(partial(act, partial(play, [reductions], 1), rank, 2, tmp_path)),
                 env={
                     **os.environ,
                     "SENNIT_TRANSPORT": "verbs",

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,11 +19,14 @@ from sennit.testbed.vm import links
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import TransportKind, VerbsService
 from sennit.transport.errors import PeerError
+from tests.ranks import command
+from tests.rdma.steady_sums import sum_until_told
+from tests.transport import collective_scenarios as scenarios
+from tests.transport import processes
+from tests.transport.processes import Collective, act
 
 pytestmark = pytest.mark.rdma
 
-WORKER = Path(__file__).parents[1] / "transport" / "communicator_worker.py"
-STEADY = Path(__file__).with_name("steady_worker.py")
 DEADLINE_S = 300.0
 COMMAND_TIMEOUT_S = 30.0
 SEED = 1
@@ -77,15 +81,15 @@ class Ranks:
 
 
 @pytest.fixture
-def play(groups: ModuleType, scenarios: dict[str, Callable[..., None]], tmp_path: Path) -> Play:
-    """Runs scenarios by name on the ranks of these seats. Each rank checks its own results."""
+def play(groups: ModuleType, tmp_path: Path) -> Play:
+    """Runs collectives on the ranks of these seats. Each rank checks its own results."""
 
-    def run(seats: Sequence[Any], names: str, timeout_s: float = 60.0) -> None:
+    def run(seats: Sequence[Any], *collectives: Collective, timeout_s: float = 60.0) -> None:
         def work(group: Communicator) -> None:
             others = {route for rank, route in enumerate(group.routes) if rank != group.rank}
             assert others == {str(seats[group.rank].transport)}
-            for name in names.split(","):
-                scenarios[name](group, SEED)
+            for collective in collectives:
+                collective(group, SEED)
 
         groups.run(seats, tmp_path, work, timeout_s=timeout_s)
 
@@ -107,13 +111,19 @@ def on_devices(groups: ModuleType) -> Callable[..., list[Any]]:
     return make
 
 
-@pytest.mark.parametrize(("world", "names"), [(2, "reductions,movement"), (3, "point_to_point,overlapping")])
-def test_collectives_have_the_bits_of_the_definition(world: int, names: str, play: Play, on_devices: Seats) -> None:
-    play(on_devices(world), names)
+@pytest.mark.parametrize(
+    ("world", "collectives"),
+    [(2, [scenarios.reductions, scenarios.movement]), (3, [scenarios.point_to_point, scenarios.overlapping])],
+    ids=["reductions,movement", "point_to_point,overlapping"],
+)
+def test_collectives_have_the_bits_of_the_definition(
+    world: int, collectives: Sequence[Collective], play: Play, on_devices: Seats
+) -> None:
+    play(on_devices(world), *collectives)
 
 
 def test_reliable_queue_pairs_carry_the_same(play: Play, on_devices: Seats) -> None:
-    play(on_devices(service=VerbsService.RC), "reductions")
+    play(on_devices(service=VerbsService.RC), scenarios.reductions)
 
 
 def test_reliable_queue_pairs_that_fail_are_brought_up_again_on_both_sides(
@@ -122,7 +132,7 @@ def test_reliable_queue_pairs_that_fail_are_brought_up_again_on_both_sides(
     # A late duplicate from the device finds its key gone, which breaks a reliable queue pair.
     for device in (0, 1):
         netem(device, "loss 1%")
-    play(on_devices(service=VerbsService.RC), "reductions")
+    play(on_devices(service=VerbsService.RC), scenarios.reductions)
 
 
 @pytest.mark.parametrize("mute", [0, 1])
@@ -142,19 +152,19 @@ def test_a_black_hole_between_devices_is_named_when_the_group_is_made(
 def test_bytes_survive_a_bad_network(settings: str, netem: Netem, play: Play, on_devices: Seats) -> None:
     for device in (0, 1):
         netem(device, settings)
-    play(on_devices(), "reductions,movement" if settings.startswith("loss") else "reductions")
+    play(on_devices(), scenarios.reductions, *([scenarios.movement] if settings.startswith("loss") else []))
 
 
-@pytest.mark.parametrize("name", ["mismatch", "late"])
-def test_failures_are_named(name: str, play: Play, on_devices: Seats) -> None:
-    play(on_devices(), name, timeout_s=5.0)
+@pytest.mark.parametrize("collective", [scenarios.mismatch, scenarios.late])
+def test_failures_are_named(collective: Collective, play: Play, on_devices: Seats) -> None:
+    play(on_devices(), collective, timeout_s=5.0)
 
 
 def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
     for rank in range(2):
         ranks.start(
-            [sys.executable, str(WORKER), "killed", f"{rank}", "2", str(tmp_path / "store"), f"{SEED}"],
+            command(partial(act, partial(processes.play, [scenarios.killed], SEED), rank, 2, tmp_path)),
             SENNIT_TRANSPORT="verbs",
             SENNIT_INTERFACES=links.netdev(rank),
             SENNIT_HOST_ID=f"host{rank}",
@@ -184,17 +194,17 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.01)
 
 
-def start_mixed(mixed: ModuleType, ranks: Ranks, command: Callable[[int], list[str]]) -> None:
-    """Starts rank 0 with the device and rank 1 with sockets."""
+def start_mixed(mixed: ModuleType, ranks: Ranks, folder: Path) -> None:
+    """Starts steady sums: rank 0 with the device and rank 1 with sockets."""
     ranks.start(
-        [sys.executable, *command(0)],
+        command(partial(sum_until_told, 0, 2, folder, 1)),
         SENNIT_TIMEOUT_S="60",
         SENNIT_TRANSPORT="verbs",
         SENNIT_INTERFACES=mixed.NEAR,
         SENNIT_HOST_ID="near",
     )
     ranks.start(
-        ["ip", "netns", "exec", mixed.FAR, sys.executable, *command(1)],
+        ["ip", "netns", "exec", mixed.FAR, *command(partial(sum_until_told, 1, 2, folder, 1))],
         SENNIT_TIMEOUT_S="60",
         SENNIT_TRANSPORT="udp",
         SENNIT_INTERFACES=mixed.FAR,
@@ -205,7 +215,7 @@ def start_mixed(mixed: ModuleType, ranks: Ranks, command: Callable[[int], list[s
 def test_a_device_and_a_socket_understand_each_other(mixed: ModuleType, groups: ModuleType, play: Play) -> None:
     near = groups.Seat(transport=TransportKind.VERBS, interface=mixed.NEAR, host="near")
     far = groups.Seat(transport=TransportKind.UDP, interface=mixed.FAR, host="far", namespace=mixed.FAR)
-    play([near, far], "reductions,movement")
+    play([near, far], scenarios.reductions, scenarios.movement)
 
 
 def rounds(folder: Path, rank: int) -> int:
@@ -215,7 +225,7 @@ def rounds(folder: Path, rank: int) -> int:
 
 def test_a_link_that_goes_down_and_up_again_is_used_again(mixed: ModuleType, tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
-    start_mixed(mixed, ranks, lambda rank: [str(STEADY), f"{rank}", "2", str(tmp_path), "1"])
+    start_mixed(mixed, ranks, tmp_path)
     try:
         until(lambda: rounds(tmp_path, 0) >= 3 or not ranks.are_running(), "the first rounds")
         mixed.execute(f"ip link set {mixed.NEAR} down")
@@ -234,7 +244,7 @@ def test_a_link_that_goes_down_and_up_again_is_used_again(mixed: ModuleType, tmp
 
 def test_a_device_that_is_removed_ends_nothing_before_its_users_do(mixed: ModuleType, tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
-    start_mixed(mixed, ranks, lambda rank: [str(STEADY), f"{rank}", "2", str(tmp_path), "1"])
+    start_mixed(mixed, ranks, tmp_path)
     removal: subprocess.Popen[bytes] | None = None
     try:
         until(lambda: rounds(tmp_path, 0) >= 3 or not ranks.are_running(), "the first rounds")

@@ -6,12 +6,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 from sennit.transport import counters
+from tests.ranks import command
+from tests.testbed.answering_rank import run_and_answer
 
-WORKER = Path(__file__).with_name("lossy_worker.py")
 WORLD = 2
 DEADLINE_S = 60.0
 # 9 AllReduces and 9 AlltoAlls, then a barrier for each line on the standard input.
@@ -26,7 +27,7 @@ class Ranks:
         environment["SENNIT_TRANSPORT"] = transport
         self.processes = [
             subprocess.Popen(
-                [sys.executable, str(WORKER), f"{rank}", f"{WORLD}", str(folder / "store"), "1"],
+                command(partial(run_and_answer, rank, WORLD, folder / "store", 1)),
                 env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             )
             for rank in range(WORLD)

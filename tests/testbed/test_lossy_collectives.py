@@ -7,8 +7,8 @@ import json
 import operator
 import os
 import subprocess
-import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,10 +19,11 @@ pytest.importorskip("sennit.transport._core", reason="the native core is not bui
 from sennit.testbed.topology import Impairment, Planes
 from sennit.testbed.topology.rate_limit import ETHERNET_HEADER_BYTES, RATE_MIN_BITS_PER_S
 from sennit.transport.oracle.roce import REFUSALS
+from tests.ranks import command
+from tests.testbed.answering_rank import run_and_answer
 
 pytestmark = [pytest.mark.root, pytest.mark.needs("tc-bpf", "nsenter")]
 
-WORKER = Path(__file__).with_name("lossy_worker.py")
 WORLD = 2
 DEADLINE_S = 60.0
 # The ICRC leaves out the fifth byte of the BTH, which switches may write, so a change there is not detected
@@ -31,11 +32,11 @@ CORRUPT_SKIP_BYTES = 5
 
 
 def start(planes: Planes, rank: int, store: Path, log: Path, seed: int) -> subprocess.Popen[str]:
-    command = [sys.executable, str(WORKER), f"{rank}", f"{WORLD}", str(store), f"{seed}"]
+    answers = command(partial(run_and_answer, rank, WORLD, store, seed))
     environment = {**os.environ, **planes.environment(rank), "SENNIT_TIMEOUT_S": f"{DEADLINE_S}"}
     pipe = subprocess.PIPE
     with log.open("w") as errors:
-        return planes.popen(rank, command, env=environment, stdin=pipe, stdout=pipe, stderr=errors, text=True)
+        return planes.popen(rank, answers, env=environment, stdin=pipe, stdout=pipe, stderr=errors, text=True)
 
 
 def ask(rank: subprocess.Popen[str]) -> None:

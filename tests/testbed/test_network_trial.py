@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from pyroute2 import IPRoute
 
 from sennit.testbed.topology import Impairment, Planes, namespace
 from sennit.testbed.topology.fabric import port_ifindex
+from tests.ranks import command
+from tests.testbed import meeting_rank
 
 pytestmark = [pytest.mark.root, pytest.mark.needs("tc-bpf", "nsenter")]
 
-WORKER = Path(__file__).with_name("meeting_worker.py")
 # Far more than a group may take, so an error at this deadline does not come from the trial.
 DEADLINE_S = 60.0
 NOTHING_PASSES = Impairment(loss_fraction=1.0)
@@ -34,9 +36,9 @@ def meet(planes: Planes, folder: Path, settings: Sequence[dict[str, str]] = ({},
     """Returns the report of each rank."""
     ranks = []
     for rank in range(planes.hosts):
-        command = [sys.executable, str(WORKER), f"{rank}", f"{planes.hosts}", str(folder / "store")]
+        meets = command(partial(meeting_rank.meet, rank, planes.hosts, folder / "store"))
         environment = {**os.environ, **planes.environment(rank), "SENNIT_TIMEOUT_S": f"{DEADLINE_S}"} | settings[rank]
-        ranks.append(planes.popen(rank, command, env=environment, stdout=subprocess.PIPE, text=True))
+        ranks.append(planes.popen(rank, meets, env=environment, stdout=subprocess.PIPE, text=True))
     found = []
     for process in ranks:
         with process:
@@ -205,10 +207,10 @@ def test_a_path_that_becomes_narrower_later_is_named(tmp_path: Path) -> None:
     with Planes(hosts=2, planes=1) as planes:
         ranks = []
         for rank in range(2):
-            command = [sys.executable, str(WORKER), f"{rank}", "2", str(tmp_path / "store"), "again"]
+            meets = command(partial(meeting_rank.meet, rank, 2, tmp_path / "store", again=True))
             environment = {**os.environ, **planes.environment(rank), "SENNIT_TIMEOUT_S": f"{DEADLINE_S}"}
             pipe = subprocess.PIPE
-            ranks.append(planes.popen(rank, command, env=environment, stdin=pipe, stdout=pipe, text=True))
+            ranks.append(planes.popen(rank, meets, env=environment, stdin=pipe, stdout=pipe, text=True))
         for process in ranks:
             assert process.stdout is not None
             assert process.stdout.readline() == "once\n"

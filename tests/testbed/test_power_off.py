@@ -6,8 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
-import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,10 @@ pytest.importorskip("sennit.transport._core", reason="the native core is not bui
 from sennit.testbed.topology import Impairer, Planes
 from sennit.testbed.topology.switch import NEEDS
 from sennit.transport.meeting.store import FileStore
+from tests.ranks import command
+from tests.transport.processes import act, wait_for_words
+from tests.transport.silence_scenarios import two_barriers, wait_for_the_end
 
-WORKER = Path(__file__).parents[1] / "transport" / "silent_worker.py"
 HOSTS = 3
 VICTIM = HOSTS - 1
 DEADLINE_S = 90.0
@@ -30,30 +31,22 @@ DEADLINE_S = 90.0
 @pytest.mark.timeout(180)
 def test_every_survivor_names_the_rank_of_a_host_without_power(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "store")
-
-    def wait_for(word: str) -> None:
-        deadline_s = time.monotonic() + DEADLINE_S
-        while not store.check([f"test/{word}"]):
-            assert time.monotonic() < deadline_s, f"no {word}"
-            time.sleep(0.01)
-
     with Planes(hosts=HOSTS, planes=2) as planes:
         processes = []
         for rank in range(HOSTS):
-            command = [sys.executable, str(WORKER), "frozen", str(rank), str(HOSTS)]
             process = planes.popen(
                 rank,
-                [*command, str(tmp_path / "store"), str(tmp_path / f"report-{rank}")],
+                command(partial(act, partial(two_barriers, victim=wait_for_the_end), rank, HOSTS, tmp_path)),
                 # With the default peer timeout.
                 env={**os.environ, **planes.environment(rank)},
             )
             processes.append(process)
-        wait_for("ready")
+        wait_for_words(store, ["ready"], DEADLINE_S)
         planes.unplug(VICTIM)
         # nsenter becomes the program that it starts, so this is the rank's pid.
         os.kill(processes[VICTIM].pid, signal.SIGSTOP)
         for rank in range(VICTIM):
-            wait_for(f"done-{rank}")
+            wait_for_words(store, [f"done-{rank}"], DEADLINE_S)
             outcome = json.loads((tmp_path / f"report-{rank}").read_text())
             assert (outcome["kind"], outcome["lost"]) == ("PeerError", [VICTIM]), outcome
             assert "barrier (operation 2 of the group)" in outcome["text"]

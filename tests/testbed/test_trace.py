@@ -26,7 +26,7 @@ from sennit.transport import tracepoints
 from tests.testbed.trace_runs import DEADLINE_S, SENNIT, WORLD, exchange, session
 
 PLANES = 2
-# lossy_worker.py runs this many of each collective, and a barrier for every line on its standard input.
+# An answering rank runs this many of each collective, and a barrier for every line on its standard input.
 COLLECTIVES = 9
 LATER = 8
 

@@ -12,13 +12,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final, Self
 
 from sennit.runtime.trace.target import Target
 from sennit.transport import counters
+from tests.ranks import command
+from tests.testbed.answering_rank import run_and_answer
 
-WORKER: Final = Path(__file__).with_name("lossy_worker.py")
 WORLD: Final = 2
 DEADLINE_S: Final = 60.0
 SENNIT: Final = (sys.executable, "-m", "sennit")
@@ -68,12 +70,10 @@ class Ranks:
     def __init__(self, start: Start, folder: Path, seed: int) -> None:
         """`start(rank, command, **options)` starts each rank."""
         pipe = subprocess.PIPE
-        store = str(folder / "store")
-        self.processes = [
-            start(rank, [sys.executable, str(WORKER), f"{rank}", f"{WORLD}", store, f"{seed}"], stdin=pipe, stdout=pipe,
-                  text=True)
-            for rank in range(WORLD)
-        ]  # fmt: skip
+        self.processes = []
+        for rank in range(WORLD):
+            answers = command(partial(run_and_answer, rank, WORLD, folder / "store", seed))
+            self.processes.append(start(rank, answers, stdin=pipe, stdout=pipe, text=True))
         for rank in range(WORLD):
             assert self.answer(rank) == "done\n"
 

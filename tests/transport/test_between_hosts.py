@@ -24,7 +24,7 @@ from sennit.transport.plans.hosts import Hosts
 from sennit.transport.plans.plan import Decode, Encode, Plan, Send
 from sennit.transport.plans.tree import Span, balanced, combinations, cover, leaves_of
 from tests.transport.algorithm_runs import SCALAR, Array, check_plans, inputs, noise
-from tests.transport.coded_worker import coded_and_back, definition
+from tests.transport.coded_scenarios import coded_and_back, definition
 from tests.transport.test_coded_algorithms import OPS, codecs, exchange, plans_of, run, tables
 
 INT8 = Codec(kind=CodecKind.INT8, between_hosts=True)

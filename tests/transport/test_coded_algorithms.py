@@ -23,7 +23,7 @@ from sennit.transport.plans.plan import MAX_LOAN_BYTES, Plan, Recv, Send
 from sennit.transport.plans.plan_codec import check
 from sennit.transport.plans.tree import leaves_of
 from tests.transport.algorithm_runs import SCALAR, Array, check_plans, inputs, noise
-from tests.transport.coded_worker import coded_and_back, definition, scattered
+from tests.transport.coded_scenarios import coded_and_back, definition, scattered
 
 FIXED = [kind for kind in CodecKind if kind is not CodecKind.LOSSLESS]
 OPS = [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT, ReduceOp.PREMUL_SUM]

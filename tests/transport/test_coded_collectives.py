@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,8 @@ from sennit.transport.codecs import Codec, CodecKind
 from sennit.transport.communicator import Communicator
 from sennit.transport.errors import ArgumentError
 from sennit.transport.plans.elements import ReduceOp
-from tests.transport.test_communicator import run_ranks
-
-WORKER = Path(__file__).with_name("coded_worker.py")
+from tests.transport import coded_scenarios as coded
+from tests.transport.processes import run_ranks
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,53 +30,52 @@ def definitions_are_computed_once() -> Iterator[None]:
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("transport", ["shm", "udp"])
 def test_allreduce_has_the_bits_of_the_definition(transport: str, world: int, tmp_path: Path) -> None:
-    run_ranks("allreduces,survive", world, transport, tmp_path, seed=world, worker=WORKER)
+    run_ranks([coded.allreduces, coded.survive], world, transport, tmp_path, seed=world)
 
 
 @pytest.mark.parametrize(("transport", "world"), [("shm", 1), ("shm", 4), ("udp", 3)])
 def test_exchanges_have_the_bits_of_their_definitions(transport: str, world: int, tmp_path: Path) -> None:
-    run_ranks("exchanges", world, transport, tmp_path, seed=world, worker=WORKER)
+    run_ranks([coded.exchanges], world, transport, tmp_path, seed=world)
 
 
 @pytest.mark.parametrize("hosts", ["aabb", "abbb", "ab", "aa", "abc"])
 def test_collectives_between_hosts_have_the_bits_of_their_definitions(hosts: str, tmp_path: Path) -> None:
-    run_ranks("between", len(hosts), "auto", tmp_path, seed=1, hosts=hosts, worker=WORKER)
+    run_ranks([coded.between], len(hosts), "auto", tmp_path, seed=1, hosts=hosts)
 
 
 @pytest.mark.parametrize(
     ("hosts", "call"), [("ab", "allreduce"), ("abb", "allreduce"), ("abb", "alltoall"), ("ab", "allgather")]
 )
 def test_a_rank_that_codes_everywhere_is_refused(hosts: str, call: str, tmp_path: Path) -> None:
-    variables = [{"DIFFERS": "where", "CALL": call}]
-    run_ranks("mismatch", len(hosts), "auto", tmp_path, seed=0, hosts=hosts, worker=WORKER, variables=variables)
+    mismatch = partial(coded.mismatch, differs="where", call=call)
+    run_ranks([mismatch], len(hosts), "auto", tmp_path, seed=0, hosts=hosts)
 
 
 @pytest.mark.parametrize(("transport", "world"), [("shm", 1), ("shm", 4), ("udp", 2), ("udp", 3)])
 def test_lossless_exchanges_give_every_bit(transport: str, world: int, tmp_path: Path) -> None:
-    run_ranks("lossless", world, transport, tmp_path, seed=world, worker=WORKER)
+    run_ranks([coded.lossless], world, transport, tmp_path, seed=world)
 
 
 @pytest.mark.parametrize("gives", [0, 99, 101, 200_000])
 @pytest.mark.parametrize("codec", ["INT8", "LOSSLESS"])
 @pytest.mark.parametrize(("transport", "world"), [("shm", 3), ("udp", 2)])
 def test_counts_that_differ_are_refused(transport: str, world: int, codec: str, gives: int, tmp_path: Path) -> None:
-    variables = [{"CODEC": codec, "GIVES": str(gives)}]
-    run_ranks("other_counts", world, transport, tmp_path, seed=0, worker=WORKER, variables=variables)
+    run_ranks([partial(coded.other_counts, kind=CodecKind[codec], gives=gives)], world, transport, tmp_path, seed=0)
 
 
 @pytest.mark.parametrize(("transport", "world"), [("shm", 3), ("udp", 2)])
 def test_new_counts_compile_no_plan(transport: str, world: int, tmp_path: Path) -> None:
-    run_ranks("new_counts", world, transport, tmp_path, seed=world, worker=WORKER)
+    run_ranks([coded.new_counts], world, transport, tmp_path, seed=world)
 
 
 @pytest.mark.parametrize("transport", ["shm", "udp"])
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_eight_leaves_have_the_same_bits_in_every_world(transport: str, world: int, tmp_path: Path) -> None:
-    run_ranks("leaves", world, transport, tmp_path, seed=8, worker=WORKER)
+    run_ranks([coded.leaves], world, transport, tmp_path, seed=8)
 
 
 def test_threads_share_the_work_and_change_no_bit(tmp_path: Path) -> None:
-    run_ranks("allreduces", 2, "shm", tmp_path, seed=2, worker=WORKER, variables=[{"SENNIT_THREADS": "3"}])
+    run_ranks([coded.allreduces], 2, "shm", tmp_path, seed=2, variables=[{"SENNIT_THREADS": "3"}])
 
 
 @pytest.mark.parametrize("differs", ["kind", "block", "rounding", "seed", "long seed"])
@@ -85,21 +84,20 @@ def test_threads_share_the_work_and_change_no_bit(tmp_path: Path) -> None:
     [("shm", 2, "allreduce"), ("udp", 3, "allreduce"), ("shm", 2, "alltoall"), ("udp", 2, "allgather")],
 )
 def test_ranks_that_differ_are_refused(differs: str, transport: str, world: int, call: str, tmp_path: Path) -> None:
-    variables = [{"DIFFERS": differs, "CALL": call}]
-    run_ranks("mismatch", world, transport, tmp_path, seed=0, worker=WORKER, variables=variables)
+    run_ranks([partial(coded.mismatch, differs=differs, call=call)], world, transport, tmp_path, seed=0)
 
 
 def test_a_rank_without_codec_is_refused(tmp_path: Path) -> None:
-    run_ranks("without", 2, "shm", tmp_path, seed=0, worker=WORKER)
+    run_ranks([coded.without], 2, "shm", tmp_path, seed=0)
 
 
 def test_a_rank_is_refused_whose_messages_nobody_waits_for(tmp_path: Path) -> None:
-    run_ranks("no_common_slot", 3, "auto", tmp_path, seed=0, hosts="abb", worker=WORKER)
+    run_ranks([coded.no_common_slot], 3, "auto", tmp_path, seed=0, hosts="abb")
 
 
 @pytest.mark.parametrize(("transport", "hosts"), [("shm", "aaa"), ("udp", "aa"), ("auto", "aab"), ("auto", "abb")])
 def test_a_rank_that_dies_is_named(transport: str, hosts: str, tmp_path: Path) -> None:
-    run_ranks("killed", len(hosts), transport, tmp_path, seed=0, hosts=hosts, worker=WORKER)
+    run_ranks([coded.killed], len(hosts), transport, tmp_path, seed=0, hosts=hosts)
 
 
 def test_wrong_use_raises_before_anything_is_sent() -> None:

@@ -4,11 +4,7 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-import time
-from collections.abc import Sequence
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -23,119 +19,87 @@ from sennit.transport import _core
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import Config, Congestion, PathPolicy
 from sennit.transport.plans.elements import ReduceOp
-from tests.transport.forked import start
-
-WORKER = Path(__file__).with_name("communicator_worker.py")
-DEADLINE_S = 90.0
-
-
-def run_ranks(
-    scenario: str,
-    world: int,
-    transport: str,
-    folder: Path,
-    seed: int,
-    hosts: str = "",
-    variables: Sequence[dict[str, str]] = (),
-    own_interpreter: bool = False,
-    worker: Path = WORKER,
-) -> None:
-    """Runs one process for each rank. Fails with the output of the failed ranks. Leaves no process behind.
-
-    `hosts`: a letter for each rank, its pretended host; by default all share one. `variables`: further environment
-    variables, which the ranks take in turn. `own_interpreter`: see `start`.
-    """
-    hosts = hosts or "a" * world
-    environment = {
-        **os.environ,
-        "HOSTS": ",".join(hosts),
-        "SENNIT_TRANSPORT": transport,
-        "SENNIT_INTERFACES": "lo",
-        "SENNIT_TIMEOUT_S": "60",
-    }
-    ranks: list[BaseProcess] = []
-    codes: list[int | None] = []
-    try:
-        for rank in range(world):
-            mine = environment | {"SENNIT_HOST_ID": hosts[rank]}
-            if variables:
-                mine |= variables[rank % len(variables)]
-            arguments = [scenario, rank, world, folder / "store", seed]
-            ranks.append(start(worker, arguments, mine, folder / f"rank{rank}", own_interpreter=own_interpreter))
-        deadline_s = time.monotonic() + DEADLINE_S
-        for process in ranks:
-            process.join(max(deadline_s - time.monotonic(), 0.1))
-            codes.append(process.exitcode)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
-    texts = [
-        f"rank {rank} ({'hangs' if code is None else f'exit {code}'}):\n{(folder / f'rank{rank}').read_text()[-3000:]}"
-        for rank, code in enumerate(codes)
-        if code != 0
-    ]
-    assert not texts, "\n".join(texts)
+from tests.transport.collective_scenarios import (
+    abandoned,
+    arithmetic,
+    described,
+    dropped,
+    flooded,
+    forked,
+    interrupted,
+    killed,
+    late,
+    leaves,
+    mismatch,
+    movement,
+    overlapping,
+    point_to_point,
+    reductions,
+    trees,
+)
+from tests.transport.processes import Collective, run_ranks
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("transport", ["shm", "udp"])
 def test_collectives(transport: str, world: int, tmp_path: Path) -> None:
-    run_ranks("reductions,movement,point_to_point,overlapping", world, transport, tmp_path, seed=world)
+    run_ranks([reductions, movement, point_to_point, overlapping], world, transport, tmp_path, seed=world)
 
 
 @pytest.mark.parametrize("hosts", ["aab", "abab"])
 def test_neighbours_by_shm_and_strangers_by_udp(hosts: str, tmp_path: Path) -> None:
-    scenarios = "reductions,movement,point_to_point,overlapping"
+    scenarios = [reductions, movement, point_to_point, overlapping]
     run_ranks(scenarios, len(hosts), "auto", tmp_path, seed=len(hosts), hosts=hosts)
 
 
 @pytest.mark.parametrize("hosts", ["aaabb", "aabb"])
 def test_hosts_fold_or_gather_first(hosts: str, tmp_path: Path) -> None:
     hierarchical = {"SENNIT_ALGORITHM": "hierarchical"}
-    run_ranks("reductions,movement,overlapping", len(hosts), "auto", tmp_path, 1, hosts=hosts, variables=[hierarchical])
+    run_ranks(
+        [reductions, movement, overlapping], len(hosts), "auto", tmp_path, 1, hosts=hosts, variables=[hierarchical]
+    )
 
 
 @pytest.mark.parametrize("transport", ["shm", "udp"])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_arithmetic(transport: str, world: int, tmp_path: Path) -> None:
-    run_ranks("arithmetic", world, transport, tmp_path, seed=10 + world)
+    run_ranks([arithmetic], world, transport, tmp_path, seed=10 + world)
 
 
 @pytest.mark.parametrize(
     ("transport", "world"), [("shm", 1), ("shm", 2), ("udp", 2), ("shm", 3), ("udp", 4), ("shm", 5)]
 )
 def test_leaves_sum_to_the_same_bits_in_every_world(transport: str, world: int, tmp_path: Path) -> None:
-    run_ranks("leaves", world, transport, tmp_path, seed=1)
+    run_ranks([leaves], world, transport, tmp_path, seed=1)
 
 
 @pytest.mark.parametrize("algorithm", ["tree", "bruck", "ring"])
 @pytest.mark.parametrize(("transport", "world"), [("shm", 5), ("udp", 3), ("shm", 1)])
 def test_calls_pass_data_by_way_of_other_ranks(algorithm: str, transport: str, world: int, tmp_path: Path) -> None:
     chosen = {"SENNIT_ALGORITHM": algorithm}
-    run_ranks("reductions,movement,overlapping", world, transport, tmp_path, 1, variables=[chosen])
+    run_ranks([reductions, movement, overlapping], world, transport, tmp_path, 1, variables=[chosen])
 
 
 @pytest.mark.parametrize(("transport", "world"), [("shm", 2), ("udp", 3), ("shm", 5)])
 def test_trees(transport: str, world: int, tmp_path: Path) -> None:
-    run_ranks("trees", world, transport, tmp_path, seed=world)
+    run_ranks([trees], world, transport, tmp_path, seed=world)
 
 
 @pytest.mark.parametrize("transport", ["shm", "udp"])
 def test_an_operation_may_be_dropped_or_interrupted(transport: str, tmp_path: Path) -> None:
-    run_ranks("dropped,interrupted,abandoned", 2, transport, tmp_path, seed=1, own_interpreter=True)
+    run_ranks([dropped, interrupted, abandoned], 2, transport, tmp_path, seed=1, own_interpreter=True)
 
 
 @pytest.mark.parametrize("transport", ["shm", "udp"])
 def test_a_child_of_fork_may_not_use_its_parents_group(transport: str, tmp_path: Path) -> None:
-    run_ranks("forked", 2, transport, tmp_path, seed=1, own_interpreter=True)
+    run_ranks([forked], 2, transport, tmp_path, seed=1, own_interpreter=True)
 
 
-@pytest.mark.parametrize("scenario", ["mismatch", "late", "killed"])
+@pytest.mark.parametrize("scenario", [mismatch, late, killed])
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("transport", ["shm", "udp"])
-def test_failures(transport: str, world: int, scenario: str, tmp_path: Path) -> None:
-    run_ranks(scenario, world, transport, tmp_path, seed=1)
+def test_failures(transport: str, world: int, scenario: Collective, tmp_path: Path) -> None:
+    run_ranks([scenario], world, transport, tmp_path, seed=1)
 
 
 def test_names_of_settings_are_those_of_the_core() -> None:
@@ -152,13 +116,13 @@ def test_defaults_of_settings_are_those_of_the_core() -> None:
 @pytest.mark.parametrize("path_policy", list(PathPolicy))
 def test_every_policy_and_control_gives_the_same_bits(path_policy: str, congestion: str, tmp_path: Path) -> None:
     settings = {"SENNIT_PATH_POLICY": path_policy, "SENNIT_CONGESTION": congestion}
-    run_ranks("reductions,movement,described", 2, "udp", tmp_path, seed=5, variables=[settings])
+    run_ranks([reductions, movement, described], 2, "udp", tmp_path, seed=5, variables=[settings])
 
 
 def test_ranks_need_not_agree_on_how_they_send(tmp_path: Path) -> None:
     one = {"SENNIT_PATH_POLICY": "reps", "SENNIT_CONGESTION": "swift", "SENNIT_WINDOW_BYTES": "65536"}
     another = {"SENNIT_PATHS": "3", "SENNIT_WINDOW_BYTES": f"{16 << 20}"}
-    run_ranks("reductions,movement,described", 3, "udp", tmp_path, seed=6, variables=[one, another])
+    run_ranks([reductions, movement, described], 3, "udp", tmp_path, seed=6, variables=[one, another])
 
 
 @pytest.mark.parametrize(
@@ -179,7 +143,7 @@ def test_the_core_refuses_unknown_settings_when_it_opens_its_sockets(changed: di
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_flood_of_fuzzed_packets(world: int, seed: int, tmp_path: Path) -> None:
-    run_ranks("flooded", world, "udp", tmp_path, seed=seed)
+    run_ranks([flooded], world, "udp", tmp_path, seed=seed)
 
 
 def test_one_rank_needs_no_store_and_no_ports() -> None:

@@ -3,98 +3,190 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
-from sennit.transport.meeting.store import FileStore
-from tests.transport import forked
-
 pytest.importorskip("sennit.transport._core", reason="the native core is not built")
+
+from sennit.transport.communicator import Communicator
+from sennit.transport.errors import PeerError, SennitError
+from sennit.transport.meeting import rendezvous
+from sennit.transport.meeting.membership import Terms
+from tests.transport.processes import START_S, Group, Rank, Scenario
+
 pytestmark = pytest.mark.timeout(150)
 
-WORKER = Path(__file__).with_name("survivor_worker.py")
-DEADLINE_S = 120.0
+Launch = Callable[..., Group]
+LARGE_ELEMENTS = 8_000_000
 # Pretended hosts: all ranks on one, each on its own, and pairs that mix shared memory with udp.
 HOSTS = {"shm": "aaaa", "udp": "abcd", "mixed": "aabb"}
 
 
-@dataclass
-class Group:
-    """The processes of a test, by rank; -1 is a newcomer."""
-
-    processes: dict[int, BaseProcess]
-    folder: Path
-
-    def finish(self, dead: Sequence[int] = ()) -> dict[int, list[dict[str, Any]]]:
-        """Returns each rank's reports once all have ended: the `dead` by a signal, the others normally."""
-        deadline_s = time.monotonic() + DEADLINE_S
-        for rank, process in self.processes.items():
-            process.join(max(deadline_s - time.monotonic(), 0.1))
-            code = process.exitcode
-            expected = -signal.SIGKILL if rank in dead else 0
-            log = (self.folder / f"log-{rank}").read_text()
-            assert code == expected, f"rank {rank} {'hangs' if code is None else f'exited with {code}'}:\n{log[-3000:]}"
-        return {rank: self.reports(rank) for rank in self.processes}
-
-    def reports(self, rank: int) -> list[dict[str, Any]]:
-        path = self.folder / f"report-{rank}"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    def store(self) -> FileStore:
-        return FileStore(self.folder / "store")
-
-    def wait_for(self, word: str) -> None:
-        deadline_s = time.monotonic() + DEADLINE_S
-        while not self.store().check([f"test/{word}"]):
-            assert time.monotonic() < deadline_s, f"no {word}"
-            time.sleep(0.01)
+def check_sum(group: Communicator) -> None:
+    """Checks that the group works: an AllReduce has the exact sum."""
+    total = group.allreduce(np.full(1_000, group.rank + 1.0))
+    assert (total == group.world * (group.world + 1) / 2).all()
 
 
-@pytest.fixture
-def launch(tmp_path: Path) -> Any:
-    groups: list[Group] = []
+def failed_call(group: Communicator, call: Callable[[], Any]) -> dict[str, Any]:
+    """Returns the error of `call`, which must fail, and its time."""
+    try:
+        call()
+    except SennitError as error:
+        return {
+            "error": type(error).__name__,
+            "text": str(error),
+            "lost": list(group.lost_ranks),
+            "when_s": time.monotonic(),
+        }
+    raise AssertionError("the call did not fail")
 
-    def start(scenario: str, hosts: str, newcomers: Sequence[int] = (), **arguments: Any) -> Group:
-        group = Group({}, tmp_path)
-        groups.append(group)
-        for rank in [*range(len(hosts)), *newcomers]:
-            transport = "udp" if len(set(hosts)) == len(hosts) else "auto"
-            environment = {
-                **os.environ,
-                "SENNIT_TRANSPORT": transport,
-                "SENNIT_INTERFACES": "lo",
-                "SENNIT_HOST_ID": hosts[rank],
-            }
-            given = [
-                scenario, rank, len(hosts), tmp_path / "store", tmp_path / f"report-{rank}", json.dumps(arguments),
-            ]  # fmt: skip
-            group.processes[rank] = forked.start(WORKER, given, environment, tmp_path / f"log-{rank}")
-        return group
 
-    yield start
-    for group in groups:
-        for process in group.processes.values():
-            # Also ends a stopped process.
-            process.kill()
-            process.join()
+def killed(me: Rank, *, victims: list[int], when: str) -> None:
+    """Some ranks die at the moment `when`. Every other rank reports the error of its call."""
+    group = me.make()
+    check_sum(group)
+    mine = me.rank in victims
+    # No rank dies before all have finished the first call.
+    me.say(f"ready-{me.rank}")
+    me.wait_for(*[f"ready-{rank}" for rank in range(me.world)])
+    if when == "others compute":
+        if mine:
+            me.die()
+        # Computes until the victims are certainly dead.
+        me.wait_for(*[f"died-{rank}" for rank in victims])
+        me.report(**failed_call(group, lambda: group.allreduce(np.ones(10))))
+    elif when == "in a call":
+        if mine:
+            me.wait_for(*[f"entering-{rank}" for rank in range(me.world) if rank not in victims])
+            me.die()
+        me.say(f"entering-{me.rank}")
+        me.report(**failed_call(group, lambda: group.allreduce(np.ones(10))))
+    elif when == "in a transfer":
+        if mine:
+            # Another thread kills this process, at any moment within the calls.
+            signal.signal(signal.SIGALRM, lambda *_: me.die())
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+        array = np.ones(LARGE_ELEMENTS, np.float32)
+
+        def forever() -> None:
+            while True:
+                group.allreduce(array)
+
+        me.report(**failed_call(group, forever))
+    elif when == "behind others":
+        # A chain: each rank waits for the rank before it, so only rank 1 waits for the dead rank itself.
+        if mine:
+            me.wait_for(*[f"entering-{rank}" for rank in range(1, me.world)])
+            me.die()
+        me.say(f"entering-{me.rank}")
+        me.report(**failed_call(group, lambda: group.recv(np.zeros(3), me.rank - 1)))
+    else:
+        raise AssertionError(when)
+    go_on(me, group)
+
+
+def go_on(me: Rank, group: Communicator) -> None:
+    """Reconfigures, runs a collective, and reports its new rank."""
+    began_s = time.monotonic()
+    successor = group.reconfigure(Terms(timeout_s=START_S))
+    check_sum(successor)
+    me.report(rank=successor.rank, world=successor.world, epoch=successor.epoch, elapsed_s=time.monotonic() - began_s)
+    successor.shutdown()
+
+
+def stopped(me: Rank, *, victim: int, timeout_s: float) -> None:
+    """The test stops the victim. The call of the others ends at its deadline. The victim resumes too late."""
+    group = me.make()
+    check_sum(group)
+    if me.rank == victim:
+        array = np.ones(LARGE_ELEMENTS, np.float32)
+        me.report(pid=os.getpid())
+        me.say("stop me")
+        failure = failed_call(group, lambda: [group.allreduce(array) for _ in range(1_000_000)])
+        untouched = array.tobytes() == np.ones(LARGE_ELEMENTS, np.float32).tobytes()
+        try:
+            group.reconfigure(Terms(timeout_s=START_S))
+        except PeerError as error:
+            me.report(**failure, untouched=untouched, refused=str(error))
+        return
+    array = np.ones(LARGE_ELEMENTS, np.float32)
+    group._core.set_timeout(timeout_s)
+
+    def forever() -> None:
+        while True:
+            group.allreduce(array)
+
+    me.report(**failed_call(group, forever))
+    go_on(me, group)
+    me.say(f"done-{me.rank}")
+
+
+def dies_while_reconfiguring(me: Rank) -> None:
+    """Rank 0 dies in a call. Rank 1 dies after the others have agreed on the next epoch with it."""
+    group = me.make()
+    check_sum(group)
+    me.say(f"ready-{me.rank}")
+    me.wait_for(*[f"ready-{rank}" for rank in range(me.world)])
+    if me.rank == 0:
+        me.die()
+    failed_call(group, lambda: group.allreduce(np.ones(10)))
+    if me.rank == 1:
+        # The next communicator connects once the decision is made.
+        rendezvous.connect = lambda *_, **__: me.die()  # type: ignore[assignment]
+    go_on(me, group)
+
+
+def slow_survivor(me: Rank) -> None:
+    """The last rank notices the death late. The others wait for it, because its process lives."""
+    group = me.make()
+    check_sum(group)
+    me.say(f"ready-{me.rank}")
+    me.wait_for(*[f"ready-{rank}" for rank in range(me.world)])
+    if me.rank == 0:
+        me.die()
+    if me.rank == me.world - 1:
+        # Far longer than the others wait for a silent rank.
+        time.sleep(2.0)
+    failed_call(group, lambda: group.allreduce(np.ones(10)))
+    go_on(me, group)
+
+
+def grows(me: Rank) -> None:
+    """A newcomer joins a working group. Then it alone dies, and the group continues as before."""
+    if me.rank < 0:
+        group = Communicator.join(store=me.store, timeout_s=START_S)
+    else:
+        group = me.make().reconfigure(Terms(timeout_s=START_S, wait_s=START_S, expect=me.world + 1))
+    check_sum(group)
+    me.report(rank=group.rank, world=group.world, epoch=group.epoch)
+    me.say(f"grown-{me.rank}")
+    me.wait_for(*[f"grown-{rank}" for rank in range(-1, me.world)])
+    if me.rank < 0:
+        me.die()
+    failure = failed_call(group, lambda: group.allreduce(np.ones(10)))
+    me.report(lost=failure["lost"])
+    go_on(me, group)
+
+
+def launched(launch: Launch, scenario: Scenario, hosts: str, **options: Any) -> Group:
+    return launch(scenario, hosts, transport="udp" if len(set(hosts)) == len(hosts) else "auto", **options)
 
 
 @pytest.mark.parametrize("when", ["in a call", "others compute", "in a transfer", "behind others"])
 @pytest.mark.parametrize("hosts", HOSTS)
-def test_every_survivor_names_the_dead_rank_and_goes_on(launch: Any, hosts: str, when: str) -> None:
+def test_every_survivor_names_the_dead_rank_and_goes_on(launch: Launch, hosts: str, when: str) -> None:
     victim = 0 if when == "behind others" else 2
-    group = launch("killed", HOSTS[hosts], victims=[victim], when=when)
+    group = launched(launch, partial(killed, victims=[victim], when=when), HOSTS[hosts])
     reports = group.finish(dead=[victim])
-    died_s = float(group.store().get(f"test/died-{victim}"))
+    died_s = float(group.store.get(f"test/died-{victim}"))
     survivors = [rank for rank in range(4) if rank != victim]
     for new_rank, rank in enumerate(survivors):
         failure, after = reports[rank]
@@ -107,8 +199,8 @@ def test_every_survivor_names_the_dead_rank_and_goes_on(launch: Any, hosts: str,
 
 
 @pytest.mark.parametrize("hosts", ["shm", "udp"])
-def test_two_deaths_at_once(launch: Any, hosts: str) -> None:
-    reports = launch("killed", HOSTS[hosts], victims=[0, 2], when="in a call").finish(dead=[0, 2])
+def test_two_deaths_at_once(launch: Launch, hosts: str) -> None:
+    reports = launched(launch, partial(killed, victims=[0, 2], when="in a call"), HOSTS[hosts]).finish(dead=[0, 2])
     for new_rank, rank in enumerate([1, 3]):
         failure, after = reports[rank]
         assert set(failure["lost"]) <= {0, 2}
@@ -117,28 +209,30 @@ def test_two_deaths_at_once(launch: Any, hosts: str) -> None:
 
 
 @pytest.mark.parametrize("hosts", ["shm", "udp"])
-def test_one_rank_is_left(launch: Any, hosts: str) -> None:
-    reports = launch("killed", HOSTS[hosts], victims=[0, 1, 2], when="in a call").finish(dead=[0, 1, 2])
+def test_one_rank_is_left(launch: Launch, hosts: str) -> None:
+    reports = launched(launch, partial(killed, victims=[0, 1, 2], when="in a call"), HOSTS[hosts]).finish(
+        dead=[0, 1, 2]
+    )
     assert (reports[3][1]["rank"], reports[3][1]["world"]) == (0, 1)
 
 
 @pytest.mark.parametrize("hosts", ["shm", "udp"])
-def test_death_while_the_next_epoch_is_connected(launch: Any, hosts: str) -> None:
-    reports = launch("dies_while_reconfiguring", HOSTS[hosts]).finish(dead=[0, 1])
+def test_death_while_the_next_epoch_is_connected(launch: Launch, hosts: str) -> None:
+    reports = launched(launch, dies_while_reconfiguring, HOSTS[hosts]).finish(dead=[0, 1])
     for new_rank, rank in enumerate([2, 3]):
         (after,) = reports[rank]
         assert (after["rank"], after["world"], after["epoch"]) == (new_rank, 2, 2)
 
 
 @pytest.mark.parametrize("hosts", ["shm", "udp"])
-def test_slow_survivor_is_waited_for(launch: Any, hosts: str) -> None:
-    reports = launch("slow_survivor", HOSTS[hosts][:3]).finish(dead=[0])
+def test_slow_survivor_is_waited_for(launch: Launch, hosts: str) -> None:
+    reports = launched(launch, slow_survivor, HOSTS[hosts][:3]).finish(dead=[0])
     assert [reports[rank][0]["world"] for rank in (1, 2)] == [2, 2]
 
 
 @pytest.mark.parametrize("hosts", ["shm", "udp"])
-def test_newcomer_joins_and_dies(launch: Any, hosts: str) -> None:
-    reports = launch("grows", HOSTS[hosts][:2], newcomers=[-1]).finish(dead=[-1])
+def test_newcomer_joins_and_dies(launch: Launch, hosts: str) -> None:
+    reports = launched(launch, grows, HOSTS[hosts][:2], newcomers=[-1]).finish(dead=[-1])
     assert reports[-1] == [{"rank": 2, "world": 3, "epoch": 1}]
     for rank in (0, 1):
         grown, failure, after = reports[rank]
@@ -148,17 +242,15 @@ def test_newcomer_joins_and_dies(launch: Any, hosts: str) -> None:
 
 
 @pytest.mark.parametrize("hosts", ["shm", "udp", "mixed"])
-def test_stopped_rank_is_named_at_the_deadline_and_fails_by_itself_later(launch: Any, hosts: str) -> None:
+def test_stopped_rank_is_named_at_the_deadline_and_fails_by_itself_later(launch: Launch, hosts: str) -> None:
     victim = 1
-    group = launch("stopped", HOSTS[hosts], victim=victim, timeout_s=1.5)
+    group = launched(launch, partial(stopped, victim=victim, timeout_s=1.5), HOSTS[hosts])
     group.wait_for("stop me")
-    process = group.processes[victim]
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGSTOP)
+    group.stop(victim)
     survivors = [0, 2, 3]
     for rank in survivors:
         group.wait_for(f"done-{rank}")
-    os.kill(process.pid, signal.SIGCONT)
+    group.stop(victim, signal.SIGCONT)
     reports = group.finish()
     for new_rank, rank in enumerate(survivors):
         failure, after = reports[rank]

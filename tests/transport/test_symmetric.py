@@ -8,10 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,93 +20,40 @@ pytest.importorskip("sennit.transport._core", reason="the native core is not bui
 
 from sennit.transport import _core
 from sennit.transport.errors import ArgumentError
-from sennit.transport.meeting.store import FileStore
 from sennit.transport.symmetric import symmetric_empty
-from tests.transport import forked
+from tests.ranks import command
+from tests.transport import symmetric_scenarios as scenarios
+from tests.transport.processes import DEADLINE_S, Group, Scenario, act
 
 pytestmark = pytest.mark.timeout(180)
 
-WORKER = Path(__file__).with_name("symmetric_worker.py")
-DEADLINE_S = 150.0
-
-
-@dataclass
-class Group:
-    """The processes of a test, by rank."""
-
-    processes: list[BaseProcess]
-    folder: Path
-
-    def finish(self, dead: Sequence[int] = ()) -> list[dict[str, Any]]:
-        """Returns each rank's report once all have ended: the `dead` by a signal, the others normally."""
-        deadline_s = time.monotonic() + DEADLINE_S
-        for process in self.processes:
-            process.join(max(deadline_s - time.monotonic(), 0.1))
-        codes = [process.exitcode for process in self.processes]
-        for rank, code in enumerate(codes):
-            log = (self.folder / f"log-{rank}").read_text()[-3_000:]
-            assert code == (-signal.SIGKILL if rank in dead else 0), f"rank {rank} of {codes}:\n{log}"
-        return [json.loads((self.folder / f"report-{rank}").read_text()) for rank in range(len(codes))]
-
-    def wait_for(self, *words: str) -> None:
-        store, deadline_s = FileStore(self.folder / "store"), time.monotonic() + DEADLINE_S
-        while not store.check([f"test/{word}" for word in words]):
-            assert time.monotonic() < deadline_s, f"no {words}"
-            time.sleep(0.005)
-
-
-@pytest.fixture
-def launch(tmp_path: Path) -> Any:
-    groups: list[Group] = []
-
-    def start(scenario: str, hosts: str, transport: str = "auto", **arguments: Any) -> Group:
-        group = Group([], tmp_path)
-        groups.append(group)
-        for rank in range(len(hosts)):
-            environment = {
-                **os.environ,
-                "SENNIT_TRANSPORT": transport,
-                "SENNIT_INTERFACES": "lo",
-                "SENNIT_HOST_ID": hosts[rank],
-            }
-            given = [
-                scenario, rank, len(hosts), tmp_path / "store", tmp_path / f"report-{rank}", json.dumps(arguments),
-            ]  # fmt: skip
-            group.processes.append(forked.start(WORKER, given, environment, tmp_path / f"log-{rank}"))
-        return group
-
-    yield start
-    for group in groups:
-        for process in group.processes:
-            # Also ends a stopped process.
-            process.kill()
-            process.join()
+Launch = Callable[..., Group]
 
 
 @pytest.mark.parametrize("world", [2, 3, 5])
-def test_all_collectives_give_the_same_bits_in_any_memory(launch: Any, world: int) -> None:
-    for report in launch("collectives", "a" * world).finish():
+def test_all_collectives_give_the_same_bits_in_any_memory(launch: Launch, world: int) -> None:
+    for report in launch(scenarios.collectives, "a" * world).last_reports():
         sent = report["sent"]
         assert sent["ordinary"] == [0, 0], sent
         assert min(*sent["symmetric"], *sent["somewhere"]) > 0, sent
 
 
-def test_neighbours_refer_to_memory_and_strangers_get_packets(launch: Any) -> None:
-    reports = launch("collectives", "aab").finish()
+def test_neighbours_refer_to_memory_and_strangers_get_packets(launch: Launch) -> None:
+    reports = launch(scenarios.collectives, "aab").last_reports()
     for report in reports[:2]:
         assert min(report["sent"]["symmetric"]) > 0
     assert reports[2]["sent"]["symmetric"] == [0, 0]
 
 
-def test_over_udp_symmetric_memory_is_like_any_other(launch: Any) -> None:
-    for report in launch("collectives", "aa", "udp").finish():
+def test_over_udp_symmetric_memory_is_like_any_other(launch: Launch) -> None:
+    for report in launch(scenarios.collectives, "aa", transport="udp").last_reports():
         assert all(sent == [0, 0] for sent in report["sent"].values())
 
 
-@pytest.mark.parametrize("scenario", ["churn", "views", "two_groups"])
+@pytest.mark.parametrize("scenario", [scenarios.churn, scenarios.views, scenarios.two_groups])
 @pytest.mark.parametrize("world", [2, 3])
-def test_arrays_and_groups(launch: Any, scenario: str, world: int) -> None:
-    for report in launch(scenario, "a" * world).finish():
+def test_arrays_and_groups(launch: Launch, scenario: Scenario, world: int) -> None:
+    for report in launch(scenario, "a" * world).last_reports():
         assert sum(report["sent"]) > 0
 
 
@@ -119,9 +64,8 @@ def test_a_rank_in_another_pid_namespace_gets_copies(tmp_path: Path) -> None:
     ranks = []
     prefixes: list[list[str]] = [[], ["unshare", "--pid", "--fork", "--kill-child"]]
     for rank, prefix in enumerate(prefixes):
-        given = ["collectives", rank, 2, tmp_path / "store", tmp_path / f"report-{rank}", "{}"]
-        command = [*prefix, sys.executable, str(WORKER), *map(str, given)]
-        ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+        begun = [*prefix, *command(partial(act, scenarios.collectives, rank, 2, tmp_path))]
+        ranks.append(subprocess.Popen(begun, env=environment, stderr=subprocess.PIPE, text=True))
     try:
         for process in ranks:
             _, text = process.communicate(timeout=DEADLINE_S)
@@ -137,24 +81,26 @@ def test_a_rank_in_another_pid_namespace_gets_copies(tmp_path: Path) -> None:
     assert inner[1] > 0
 
 
-def test_round_trips_to_another_host_are_refused(launch: Any) -> None:
-    texts = [report["text"] for report in launch("strangers", "aab").finish()]
+def test_round_trips_to_another_host_are_refused(launch: Launch) -> None:
+    texts = [report["text"] for report in launch(scenarios.strangers, "aab").last_reports()]
     for text, stranger in zip(texts, (2, 2, 0), strict=True):
         assert text == f"the plan makes round trips, but rank {stranger} is not reached over shared memory"
 
 
 @pytest.mark.parametrize("elements", [0, 1, 5_000, 300_007])
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_a_rank_with_another_algorithm_is_refused(launch: Any, elements: int, symmetric: bool) -> None:
-    for report in launch("disagree", "aaa", elements=elements, symmetric=symmetric).finish():
+def test_a_rank_with_another_algorithm_is_refused(launch: Launch, elements: int, symmetric: bool) -> None:
+    disagree = partial(scenarios.disagree, elements=elements, is_symmetric=symmetric)
+    for report in launch(disagree, "aaa").last_reports():
         assert "allreduce by round trips of float32" in report["text"], report
         assert "allreduce of float32" in report["text"], report
 
 
 @pytest.mark.parametrize(("hosts", "after_s"), [("aa", 0.05), ("aaa", 0.1), ("aaa", 0.23), ("aab", 0.15)])
-def test_arrays_outlive_a_rank_that_is_killed(launch: Any, hosts: str, after_s: float) -> None:
+def test_arrays_outlive_a_rank_that_is_killed(launch: Launch, hosts: str, after_s: float) -> None:
     victim = 1
-    reports = launch("killed", hosts, victim=victim, after_s=after_s, has_packets="b" in hosts).finish(dead=[victim])
+    killed = partial(scenarios.killed, victim=victim, after_s=after_s, has_packets="b" in hosts)
+    reports = launch(killed, hosts).last_reports(dead=[victim])
     for rank, report in enumerate(reports):
         assert not [path for path in report["segments"] if Path(path).exists()]
         if rank != victim:
@@ -165,22 +111,20 @@ def test_arrays_outlive_a_rank_that_is_killed(launch: Any, hosts: str, after_s: 
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_memory_is_taken_back_when_a_group_ends(launch: Any, world: int) -> None:
-    for report in launch("aborts", "a" * world, turns=25).finish():
+def test_memory_is_taken_back_when_a_group_ends(launch: Launch, world: int) -> None:
+    for report in launch(partial(scenarios.aborts, turns=25), "a" * world).last_reports():
         assert report["ended"] > 0
 
 
 @pytest.mark.parametrize("hosts", ["aa", "aaa"])
-def test_a_rank_that_stops_is_named_and_writes_nothing_later(launch: Any, hosts: str) -> None:
+def test_a_rank_that_stops_is_named_and_writes_nothing_later(launch: Launch, hosts: str) -> None:
     victim = 0
-    group = launch("stopped", hosts, victim=victim, timeout_s=1.5)
+    group = launch(partial(scenarios.stopped, victim=victim, timeout_s=1.5), hosts)
     group.wait_for("stop me")
-    process = group.processes[victim]
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGSTOP)
+    group.stop(victim)
     group.wait_for(*[f"done-{rank}" for rank in range(1, len(hosts))])
-    os.kill(process.pid, signal.SIGCONT)
-    for rank, report in enumerate(group.finish()):
+    group.stop(victim, signal.SIGCONT)
+    for rank, report in enumerate(group.last_reports()):
         if rank != victim:
             assert f"rank {victim}" in report["text"], report
             assert report["error"] in {"TimeoutError", "PeerError"}

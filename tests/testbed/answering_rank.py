@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of test_lossy_collectives.py: `python FILE RANK WORLD STORE SEED`.
-
-Runs its collectives. Then it answers every line on standard input with a barrier and its counters as JSON.
-"""
+"""A rank that runs collectives, and is then idle until the test asks for a barrier."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from pathlib import Path
 
 import numpy as np
 
@@ -23,10 +21,10 @@ ELEMENTS = (2_000_003, 1, 40_001)
 ROUNDS = 3
 
 
-def main() -> None:
-    rank, world, seed = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[4])
+def run_and_answer(rank: int, world: int, store: Path, seed: int) -> None:
+    """Prints "done" after the collectives. Answers each line of standard input with its counters, as JSON."""
     rng = np.random.default_rng(seed)
-    with Communicator(rank=rank, world=world, store=FileStore(sys.argv[3]), config=from_environment()) as group:
+    with Communicator(rank=rank, world=world, store=FileStore(store), config=from_environment()) as group:
         wanted = os.environ.get("SENNIT_TRANSPORT", "udp")
         assert all(route == wanted for peer, route in enumerate(group.routes) if peer != rank), group.routes
         for elements in ELEMENTS * ROUNDS:
@@ -40,7 +38,3 @@ def main() -> None:
         for _ in sys.stdin:
             group.barrier()
             print(json.dumps(group.counters()), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of the tests in test_coded_collectives.py, as a process: `python FILE SCENARIO RANK WORLD STORE SEED`."""
+"""Collectives with codecs and their definitions, each a function of a communicator and a seed: one rank's part."""
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +18,6 @@ import pytest
 from sennit.transport import errors
 from sennit.transport.codecs import Codec, CodecKind
 from sennit.transport.communicator import Communicator
-from sennit.transport.config import from_environment
-from sennit.transport.meeting.store import FileStore
 from sennit.transport.oracle import codec_reference
 from sennit.transport.plans import plan_codec
 from sennit.transport.plans.arithmetic import fold, narrow, run_program
@@ -273,12 +270,12 @@ def new_counts(group: Communicator, seed: int) -> None:
             call(CODECS[0], 200_000)
 
 
-def other_counts(group: Communicator, seed: int) -> None:
-    """The last rank gives more than the first one expects of it. All ranks raise, and one of the two is named."""
-    codec = Codec(kind=CodecKind[os.environ["CODEC"]])
+def other_counts(group: Communicator, seed: int, *, kind: CodecKind, gives: int) -> None:
+    """The last rank gives the first one `gives` elements in place of 100. All raise, and one of the two is named."""
+    codec = Codec(kind=kind)
     sent = [100] * group.world
     if group.rank == group.world - 1:
-        sent[0] = int(os.environ["GIVES"])
+        sent[0] = gives
     given = np.arange(sum(sent), dtype=np.float32)
     received = [sent[group.rank] if peer == group.rank else 100 for peer in range(group.world)]
 
@@ -306,7 +303,7 @@ def survive(group: Communicator, seed: int) -> None:
         assert np.isfinite(np.delete(got, [3, 500, 999])).all()
 
 
-def mismatch(group: Communicator, seed: int) -> None:
+def mismatch(group: Communicator, seed: int, *, differs: str, call: str) -> None:
     """The last rank differs. Every rank that hears of it first hand names both."""
     differences: dict[str, tuple[dict[str, Any], str, str]] = {
         "kind": ({"kind": CodecKind.FP8_E5M2}, "int8 in blocks of 64", "fp8_e5m2 in blocks of 64"),
@@ -316,14 +313,12 @@ def mismatch(group: Communicator, seed: int) -> None:
         "where": ({"between_hosts": True}, "blocks of 64, rounded", "blocks of 64 between hosts alone, rounded"),
         "long seed": ({"seed": 2**63}, "seed 7", "a seed of digest"),
     }
-    changed, ours, theirs = differences[os.environ["DIFFERS"]]
+    changed, ours, theirs = differences[differs]
     fields: dict[str, Any] = {"kind": CodecKind.INT8, "block": 64, "stochastic": True, "seed": 7}
-    differs = group.rank == group.world - 1
-    codec = Codec(**(fields | (changed if differs else {})))
+    codec = Codec(**(fields | (changed if group.rank == group.world - 1 else {})))
     calls: dict[str, Any] = {"allreduce": group.allreduce, "alltoall": group.alltoall, "allgather": group.allgather}
-    call = calls[os.environ["CALL"]]
     with pytest.raises((errors.MismatchError, errors.PeerError)) as caught:
-        call(np.ones(12_000, np.float32), codec=codec)
+        calls[call](np.ones(12_000, np.float32), codec=codec)
     text = str(caught.value)
     assert ours in text, text
     assert theirs in text, text
@@ -358,30 +353,3 @@ def killed(group: Communicator, seed: int) -> None:
     # It may die while others are still about what it has finished.
     with pytest.raises((errors.PeerError, errors.TimeoutError), match=f"rank {group.world - 1}"):
         reduce()
-
-
-SCENARIOS = {
-    scenario.__name__: scenario
-    for scenario in (
-        allreduces,
-        leaves,
-        exchanges,
-        between,
-        lossless,
-        new_counts,
-        other_counts,
-        survive,
-        mismatch,
-        without,
-        no_common_slot,
-        killed,
-    )
-}
-
-if __name__ == "__main__":
-    names, given_rank, given_world, store, given_seed = sys.argv[1:]
-    with Communicator(
-        rank=int(given_rank), world=int(given_world), store=FileStore(store), config=from_environment()
-    ) as opened:
-        for name in names.split(","):
-            SCENARIOS[name](opened, int(given_seed))

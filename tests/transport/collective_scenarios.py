@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of the tests in test_communicator.py, as a process: `python FILE SCENARIO RANK WORLD STORE SEED`.
+"""Collectives and failures of a group, each a function of its communicator and a seed: one rank's part.
 
 Every rank makes all ranks' inputs from the seed, so it can check its own results against the definition.
 """
@@ -28,8 +28,7 @@ from sennit.transport import algorithms, errors
 from sennit.transport.algorithms import allreduce, recv
 from sennit.transport.choice.selection import Selection
 from sennit.transport.communicator import Communicator
-from sennit.transport.config import Algorithm, from_environment
-from sennit.transport.meeting.store import FileStore
+from sennit.transport.config import Algorithm
 from sennit.transport.oracle.roce import REFUSALS
 from sennit.transport.plans.arithmetic import fold
 from sennit.transport.plans.elements import COMPLEXES, FLOATS, Dtype, ReduceOp, reduce_ops
@@ -470,31 +469,3 @@ def described(group: Communicator, seed: int) -> None:
         assert 8 <= window_packets <= full_packets, (window_packets, full_packets)
     else:
         assert 2 <= window_packets <= full_packets, (window_packets, full_packets)
-
-
-SCENARIOS: dict[str, Callable[[Communicator, int], None]] = {
-    scenario.__name__: scenario
-    for scenario in (
-        reductions, arithmetic, leaves, trees, movement, point_to_point, overlapping, mismatch,
-        late, killed, forked, dropped, abandoned, interrupted, flooded, described,
-    )
-}  # fmt: skip
-
-
-def main() -> None:
-    names, rank, world, store, seed = sys.argv[1:]
-    with Communicator(rank=int(rank), world=int(world), store=FileStore(store), config=from_environment()) as group:
-        # Ranks with the same SENNIT_HOST_ID share a host. HOSTS has the ids of all ranks.
-        hosts = os.environ["HOSTS"].split(",")
-        transport = os.environ["SENNIT_TRANSPORT"]
-        network = "verbs" if transport == "verbs" else "udp"
-        near = network if transport in ("udp", "verbs") else "shm"
-        expected = [near if host == hosts[group.rank] else network for host in hosts]
-        expected[group.rank] = "self"
-        assert list(group.routes) == expected, group.routes
-        for name in names.split(","):
-            SCENARIOS[name](group, int(seed))
-
-
-if __name__ == "__main__":
-    main()

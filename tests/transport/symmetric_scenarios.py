@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of the tests in test_symmetric.py: `python FILE SCENARIO RANK WORLD STORE OUTPUT ARGUMENTS`.
-
-ARGUMENTS is JSON. The rank writes its report to OUTPUT as JSON.
-"""
+"""Scenarios of symmetric memory: one rank's part in each."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -26,17 +21,16 @@ from sennit.transport.choice.selection import Selection
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import Algorithm
 from sennit.transport.errors import ArgumentError, MismatchError, PeerError, SennitError
-from sennit.transport.meeting.store import FileStore
 from sennit.transport.plans.arithmetic import fold
 from sennit.transport.plans.elements import Dtype, ReduceOp
 from sennit.transport.plans.plan import Plan
 from sennit.transport.symmetric import symmetric_empty
+from tests.transport.processes import Rank
 
 Array = npt.NDArray[Any]
 # Around the limits of eager messages, of placements, of loans and of copies that bypass the cache; odd ones, too.
 SIZES = (1, 3, 64, 1_000, 8_192, 8_196, 100_004, 262_144, 1_000_001, 3 << 20)
 DIRECT = ("shm_references_sent", "shm_placements_sent")
-WAIT_S = 60.0
 
 
 def ordinary(size_bytes: int, rng: np.random.Generator) -> Array:
@@ -90,30 +84,6 @@ class Placed(Communicator):
         for given, copy in zip(buffers, used, strict=True):
             copy[...] = given
         return _Moved(super().post(key, compile_plan, used, **options), buffers, used)
-
-
-class Rank:
-    """This process and its report."""
-
-    def __init__(self, rank: int, world: int, store: str, output: str, arguments: dict[str, Any]) -> None:
-        self.rank, self.world, self.store = rank, world, FileStore(store)
-        self.arguments, self._output = arguments, Path(output)
-
-    def make(self, kind: type[Communicator] = Communicator, **options: Any) -> Any:
-        given = {"rank": self.rank, "world": self.world, "timeout_s": WAIT_S, **options}
-        return kind(store=self.store, **given)
-
-    def report(self, **values: Any) -> None:
-        self._output.write_text(json.dumps(values))
-
-    def say(self, word: str) -> None:
-        self.store.set(f"test/{word}", "1")
-
-    def wait_for(self, *words: str) -> None:
-        deadline_s = time.monotonic() + WAIT_S
-        while not self.store.check([f"test/{word}" for word in words]):
-            assert time.monotonic() < deadline_s, f"no {words}"
-            time.sleep(0.002)
 
 
 def calls(group: Communicator, size_bytes: int) -> Iterator[tuple[str, Array | None]]:
@@ -311,10 +281,9 @@ def two_groups(me: Rank) -> None:
         me.report(sent=direct_messages(one))
 
 
-def disagree(me: Rank) -> None:
+def disagree(me: Rank, *, elements: int, is_symmetric: bool) -> None:
     """Rank 0 makes round trips, the others run the direct algorithm. All find out, and both are named."""
-    elements = me.arguments["elements"]
-    array = symmetric_empty(max(elements, 1))[:elements] if me.arguments["symmetric"] else np.zeros(elements, "f4")
+    array = symmetric_empty(max(elements, 1))[:elements] if is_symmetric else np.zeros(elements, "f4")
     array[:] = 1
     algorithm = Algorithm.ROUND_TRIP if me.rank == 0 else Algorithm.DIRECT
     with me.make() as group:
@@ -350,7 +319,7 @@ def forever(group: Communicator, array: Array) -> None:
         all_in_place(group, array)
 
 
-def aborts(me: Rank) -> None:
+def aborts(me: Rank, *, turns: int) -> None:
     """Again and again a rank ends its group at any moment, and writes to its array at once. A call of another rank that
     ends well has the right sum, and what a rank wrote after its error stays."""
     array = symmetric_empty(1_000_000)
@@ -363,7 +332,7 @@ def aborts(me: Rank) -> None:
         assert (array == me.world).all(), np.unique(array)
         ended += 1
 
-    for turn in range(me.arguments["turns"]):
+    for turn in range(turns):
         with me.make(name=f"turn-{turn}") as group:
             if turn == 0:  # On a slow machine it may be the only call that ends.
                 call(group)
@@ -393,7 +362,7 @@ def failure_of(group: Communicator, array: Array) -> dict[str, Any]:
     raise AssertionError("the calls did not fail")
 
 
-def killed(me: Rank) -> None:
+def killed(me: Rank, *, victim: int, after_s: float, has_packets: bool) -> None:
     """The victim is killed in a stream of large calls. The survivors' arrays stay valid, and so does a new group."""
     array = symmetric_empty(4_000_000)
     group = me.make()
@@ -401,12 +370,12 @@ def killed(me: Rank) -> None:
     me.report(segments=segments())
     me.say(f"ready-{me.rank}")
     me.wait_for(*[f"ready-{rank}" for rank in range(me.world)])
-    if me.rank == me.arguments["victim"]:
-        threading.Timer(me.arguments["after_s"], os.kill, (os.getpid(), signal.SIGKILL)).start()
+    if me.rank == victim:
+        threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
         forever(group, array)
     failure = failure_of(group, array)
     # In a host each element is what was lent, or the result. Where packets were expected, there may be other bytes.
-    if not me.arguments["has_packets"]:
+    if not has_packets:
         assert set(np.unique(array)) <= set(range(1, me.world + 1)), np.unique(array)[:10]
     array[:] = 5
     successor = group.reconfigure()
@@ -423,7 +392,7 @@ def killed(me: Rank) -> None:
     me.report(segments=segments(), world=successor.world, **failure)
 
 
-def stopped(me: Rank) -> None:
+def stopped(me: Rank, *, victim: int, timeout_s: float) -> None:
     """The test stops the victim in a stream of calls. What survivors write after their error stays, also when the
     victim goes on."""
     array = symmetric_empty(4_000_000)
@@ -432,14 +401,14 @@ def stopped(me: Rank) -> None:
         all_in_place(group, array)
     me.say(f"ready-{me.rank}")
     me.wait_for(*[f"ready-{rank}" for rank in range(me.world)])
-    if me.rank == me.arguments["victim"]:
+    if me.rank == victim:
         me.say("stop me")
         failure = failure_of(group, array)
         array[:] = 9
         me.say("victim ended")
         me.report(**failure)
         return
-    group._core.set_timeout(me.arguments["timeout_s"])
+    group._core.set_timeout(timeout_s)
     failure = failure_of(group, array)
     began_s = time.monotonic()
     group.shutdown()
@@ -448,18 +417,3 @@ def stopped(me: Rank) -> None:
     me.wait_for("victim ended")
     assert (array == 7).all()
     me.report(is_detached=_core.symmetric_alloc(1) == 0, shutdown_s=time.monotonic() - began_s, **failure)
-
-
-SCENARIOS: dict[str, Callable[[Rank], None]] = {
-    scenario.__name__: scenario
-    for scenario in (collectives, churn, views, two_groups, disagree, strangers, aborts, killed, stopped)
-}  # fmt: skip
-
-
-def main() -> None:
-    scenario, rank, world, store, output, arguments = sys.argv[1:]
-    SCENARIOS[scenario](Rank(int(rank), int(world), store, output, json.loads(arguments)))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank that sums arrays until it is told to stop: `python FILE RANK WORLD FOLDER SEED`.
-
-Writes the number of finished rounds to FOLDER/rounds<RANK>. Rank 0 looks for FOLDER/stop. Checks every result.
-"""
+"""A rank that sums arrays until it is told to stop."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +14,11 @@ from sennit.transport.meeting.store import FileStore
 ELEMENTS = 100_003
 
 
-def main() -> None:
-    rank, world, folder, seed = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+def sum_until_told(rank: int, world: int, folder: Path, seed: int) -> None:
+    """Checks every result, and prints its counters in the end.
+
+    Writes the number of finished rounds to `folder`/rounds<rank>. Rank 0 looks for `folder`/stop.
+    """
     rng = np.random.default_rng(seed)
     arrays = rng.integers(-1_000, 1_000, (world, ELEMENTS), np.int64)
     expected = arrays.sum(axis=0)
@@ -33,7 +32,3 @@ def main() -> None:
             done = bool(group.allreduce(np.array([rank == 0 and (folder / "stop").exists()], np.int32))[0])
         for name, value in sorted(group.counters().items()):
             print(name, value)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of test_network_trial.py: `python FILE RANK WORLD STORE [again]`.
-
-Makes a group, runs one AllReduce, and prints the outcome as JSON: the error, the seconds, the group's notes.
-With `again` it then prints "once", and runs another AllReduce when it gets a line.
-"""
+"""A rank that tells how the making of its group went."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ import json
 import sys
 import time
 import warnings
+from pathlib import Path
 
 import numpy as np
 
@@ -20,13 +17,16 @@ from sennit.transport.errors import SennitError
 from sennit.transport.meeting.store import FileStore
 
 
-def main() -> None:
-    rank, world = int(sys.argv[1]), int(sys.argv[2])
+def meet(rank: int, world: int, store: Path, *, again: bool = False) -> None:
+    """Makes a group, runs one AllReduce, and prints the outcome as JSON: the error, the seconds, the group's notes.
+
+    `again`: in between it prints "once", and runs another AllReduce when it gets a line.
+    """
     begun_s = time.monotonic()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
-            group = Communicator(rank=rank, world=world, store=FileStore(sys.argv[3]), config=from_environment())
+            group = Communicator(rank=rank, world=world, store=FileStore(store), config=from_environment())
         except SennitError as error:
             print(json.dumps({"error": f"{type(error).__name__}: {error}", "took_s": time.monotonic() - begun_s}))
             return
@@ -37,14 +37,10 @@ def main() -> None:
         with group:
             total = group.allreduce(np.full(300_000, rank + 1.0, np.float32))
             assert (total == world * (world + 1) / 2).all()
-            if sys.argv[4:] == ["again"]:
+            if again:
                 print("once", flush=True)
                 sys.stdin.readline()
                 group.allreduce(np.full(300_000, rank + 1.0, np.float32))
     except SennitError as error:
         found["error"] = f"{type(error).__name__}: {error}"
     print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
