@@ -3,7 +3,6 @@
 
 #include <poll.h>
 #include <sched.h>
-#include <sys/eventfd.h>
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -118,6 +117,10 @@ bool Engine::try_network(uint64_t limit_us) {
   }
 }
 
+void Engine::give_up(const std::string& reason) {
+  for (TriedPort* port : networks()) port->abort(FailureNotice{{}, reason}.encode());
+}
+
 Trial* Engine::trial(uint32_t peer) {
   for (TriedPort* port : networks())
     if (Trial* const found = port->trial(peer)) return found;
@@ -128,10 +131,6 @@ std::vector<TriedPath> Engine::tried_paths(uint32_t peer) const {
   for (const TriedPort* port : networks())
     if (std::vector<TriedPath> paths = port->tried_paths(peer); !paths.empty()) return paths;
   return {};
-}
-
-void Engine::give_up(const std::string& reason) {
-  for (TriedPort* port : networks()) port->abort(FailureNotice{{}, reason}.encode());
 }
 
 void Engine::connect(const std::vector<Route>& routes) {
@@ -184,6 +183,16 @@ void Engine::connect(const std::vector<Route>& routes) {
     answer_ = answering->join([this] { return answer(); });
     answering_ = std::move(answering);
   }
+}
+
+void Engine::register_memory(const void* data, uint64_t size_bytes) {
+  Lock lock = enter();
+  if (verbs_) verbs_->borrow(data, size_bytes);
+}
+
+void Engine::unregister_memory(const void* data, uint64_t size_bytes) {
+  Lock lock = enter();
+  if (verbs_) verbs_->give_back(data, size_bytes);
 }
 
 Engine::Lock Engine::enter() {
@@ -325,57 +334,6 @@ void Engine::borrow_memory(const Operation& operation) {
   }
 }
 
-void Engine::register_memory(const void* data, uint64_t size_bytes) {
-  Lock lock = enter();
-  if (verbs_) verbs_->borrow(data, size_bytes);
-}
-
-void Engine::unregister_memory(const void* data, uint64_t size_bytes) {
-  Lock lock = enter();
-  if (verbs_) verbs_->give_back(data, size_bytes);
-}
-
-// Looks once at everything. Returns true when anything moved.
-bool Engine::look_at_everything(uint64_t now_us) {
-  last_round_us_.store(now_us, std::memory_order_relaxed);
-  bool moved = false;
-  bool failed = false;
-  for (Port* port : ports_) {
-    moved |= port->progress(now_us);
-    failed |= !port->failure().empty();
-  }
-  moved |= mailbox_.progress(now_us);
-  if (!unsent_.empty()) moved |= send_held();
-  for (size_t i = 0; i < active_.size(); ++i) moved |= active_[i]->run_ready(false);
-  if (!moved) {
-    // The network has nothing for us, so do one piece of local work.
-    for (Operation* operation : active_) {
-      if (!operation->has_copies()) continue;
-      moved = operation->run_ready(true);
-      break;
-    }
-  }
-  bool has_ended = false;
-  for (size_t i = 0; i < active_.size();) {
-    if (active_[i]->finished_steps() && active_[i]->has_number()) {
-      finish(active_[i], SENNIT_OK, {});
-      has_ended = true;
-    } else {
-      ++i;
-    }
-  }
-  moved |= begin_held();
-  // An operation may have sent its last message and ended, and its waiter leaves. Perhaps no round follows for long.
-  if (moved || has_ended) {
-    const uint64_t end_us = has_ended ? clock_us() : now_us;
-    for (Port* port : ports_) port->tell_peers(has_ended, end_us);
-  }
-  if (failed || mailbox_.failure() != nullptr || now_us >= next_deadline_us_) check_failures(now_us);
-  moved |= look_at_callbacks(now_us);
-  // Operations that just failed count as movement: their waiters must know before anybody sleeps.
-  return moved || first_settled_ != nullptr;
-}
-
 bool Engine::on_done(Operation& operation, Operation::Callback callback, bool in_order) {
   Callbacks::stand_aside();
   {
@@ -485,6 +443,47 @@ sennit_status Engine::wait(Operation& operation, uint64_t timeout_us) {
     }
   }
   return operation.status();
+}
+
+// Looks once at everything. Returns true when anything moved.
+bool Engine::look_at_everything(uint64_t now_us) {
+  last_round_us_.store(now_us, std::memory_order_relaxed);
+  bool moved = false;
+  bool failed = false;
+  for (Port* port : ports_) {
+    moved |= port->progress(now_us);
+    failed |= !port->failure().empty();
+  }
+  moved |= mailbox_.progress(now_us);
+  if (!unsent_.empty()) moved |= send_held();
+  for (size_t i = 0; i < active_.size(); ++i) moved |= active_[i]->run_ready(false);
+  if (!moved) {
+    // The network has nothing for us, so do one piece of local work.
+    for (Operation* operation : active_) {
+      if (!operation->has_copies()) continue;
+      moved = operation->run_ready(true);
+      break;
+    }
+  }
+  bool has_ended = false;
+  for (size_t i = 0; i < active_.size();) {
+    if (active_[i]->finished_steps() && active_[i]->has_number()) {
+      finish(active_[i], SENNIT_OK, {});
+      has_ended = true;
+    } else {
+      ++i;
+    }
+  }
+  moved |= begin_held();
+  // An operation may have sent its last message and ended, and its waiter leaves. Perhaps no round follows for long.
+  if (moved || has_ended) {
+    const uint64_t end_us = has_ended ? clock_us() : now_us;
+    for (Port* port : ports_) port->tell_peers(has_ended, end_us);
+  }
+  if (failed || mailbox_.failure() != nullptr || now_us >= next_deadline_us_) check_failures(now_us);
+  moved |= look_at_callbacks(now_us);
+  // Operations that just failed count as movement: their waiters must know before anybody sleeps.
+  return moved || first_settled_ != nullptr;
 }
 
 uint64_t Engine::drive_once(Lock& lock) {
