@@ -337,3 +337,27 @@ class KeepLength:
 
 
 RowFilter = Sample | KeepRange | KeepLength
+
+
+# Nanoseconds per value in the native core, on the machine of docs/performance.md. Only the order of magnitude counts:
+# tables that miss the caches cost several times that.
+NS_PER_VALUE: Final[dict[type[Operator], float]] = {
+    SigridHash: 5.0,
+    MapId: 4.0,
+    NGram: 5.0,
+    Cross: 5.0,
+    TableOperator: 2.0,
+}
+OTHER_NS_PER_VALUE: Final = 2.0
+
+
+def cpu_ns_per_record(operator: Operator, result: ColumnType) -> float:
+    """What an operator costs on the CPU: an estimate for the longest possible row, in nanoseconds.
+
+    The error for a plan that cannot be offloaded quotes it.
+    """
+    values = result.length if isinstance(result, IdsType) else 1
+    for kind, ns in NS_PER_VALUE.items():
+        if isinstance(operator, kind):
+            return ns * values
+    return OTHER_NS_PER_VALUE * values

@@ -13,18 +13,16 @@ from sennit.ebpf.compiler import ToolMissing, compile_source
 from sennit.ebpf.kernel_features import missing_privileges
 from sennit.ebpf.library import BpfError
 from sennit.ebpf.links import attach_xdp
-from sennit.ebpf.loader import BpfObject, Program
+from sennit.ebpf.loader import BpfObject, Program, RunTimes
 from sennit.ebpf.maps import BpfMap
 from sennit.ebpf.pins import PinFolder
-from sennit.ebpf.run_times import RunTimes
 from sennit.offload._native import KernelSlots
 from sennit.offload.admission import FeedCounters, Verdict
 from sennit.offload.batches import Batch, BatchLayout
 from sennit.offload.errors import NotOffloadable, TargetUnavailable
 from sennit.offload.framing import ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV4_BYTES, LOOPBACK, Ends, frame
 from sennit.offload.interfaces import own_ends
-from sennit.offload.operator_cost import cpu_ns_per_record
-from sennit.offload.operators import Cross
+from sennit.offload.operators import Cross, cpu_ns_per_record
 from sennit.offload.plan import Graph
 from sennit.offload.sketch import DEFAULT_SHAPE, Sketch, SketchShape
 from sennit.offload.xdp_sketch import SlotSketches

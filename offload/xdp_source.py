@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from sennit.offload.batches import CURSORS_OFFSET, BatchLayout
 from sennit.offload.errors import NotOffloadable
-from sennit.offload.operator_cost import cpu_ns_per_record
-from sennit.offload.operators import KeepLength, KeepRange, RowFilter, Sample
+from sennit.offload.operators import KeepLength, KeepRange, RowFilter, Sample, cpu_ns_per_record
 from sennit.offload.schema import DENSE_BYTES, LABEL_BYTES, Ids, LabelKind, Schema
 from sennit.offload.xdp_sketch import SlotSketches
 from sennit.offload.xdp_values import UNROLLED_IDS_MAX, ValueWriter, Writer, greatest_key, least_key

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from sennit.offload.columns import IdsType
 from sennit.offload.errors import NotOffloadable
-from sennit.offload.operator_cost import cpu_ns_per_record
 from sennit.offload.operators import (
     Bucketize,
     Clamp,
@@ -31,6 +30,7 @@ from sennit.offload.operators import (
     PositiveModulus,
     SigridHash,
     TableOperator,
+    cpu_ns_per_record,
 )
 from sennit.offload.plan import Graph
 from sennit.offload.schema import ByteOrder, Dense, DenseKind, Ids, Schema

@@ -11,6 +11,5 @@ void bind_program(nanobind::module_& module);      // Program
 void bind_receiver(nanobind::module_& module);     // Receiver, SocketReader and their arguments
 void bind_records(nanobind::module_& module);      // RecordColumns and RecordSender
 void bind_slots(nanobind::module_& module);        // the slots of a ring in an arena
-void bind_tracepoints(nanobind::module_& module);  // tracepoints that Python fires
 
 }  // namespace sennit::offload

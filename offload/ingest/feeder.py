@@ -11,6 +11,7 @@ one after the other.
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import os
 import selectors
@@ -40,9 +41,10 @@ from sennit.offload.ingest.protocol import (
 )
 from sennit.offload.ingest.record_socket import RecordSocket
 from sennit.offload.ingest.trainer_search import FeedError, Place, Unreachable, call, meet, read_terms
-from sennit.offload.ingest.window import Window
 from sennit.offload.record_store import RecordStore
 
+# With a single packet, a second loss in a row could not be told from the first.
+LEAST_PACKETS: Final = 2
 RECEIVE_BYTES: Final = 1 << 16
 REPORT_S: Final = 0.2
 # The pause after the network refused a packet. A full device queue drains sooner; a missing route takes longer.
@@ -91,6 +93,32 @@ class FeedCounters:
         return FeedCounters(
             **{part.name: getattr(self, part.name) + getattr(other, part.name) for part in fields(self)}
         )
+
+
+class Window:
+    """The number of packets of a batch that may be in flight: the rank's limit, less after losses.
+
+    Additive increase, multiplicative decrease (Chiu and Jain 1989; RFC 5681 section 3.1): the rank halves the window
+    when it asks for rows again, and each window of packets taken makes it one packet larger. The first batch starts at
+    the limit, because the rank chose what its end holds, and most links hold more than that.
+    """
+
+    def __init__(self, most_packets: int) -> None:
+        self._most = self._packets = float(most_packets)
+
+    def following(self) -> Window:
+        """The window of the next batch on the same path."""
+        return copy.copy(self)
+
+    @property
+    def packets(self) -> int:
+        return int(self._packets)
+
+    def lost(self) -> None:
+        self._packets = min(self._most, max(LEAST_PACKETS, self._packets / 2))
+
+    def taken(self, packets: int) -> None:
+        self._packets = min(self._most, self._packets + packets / self._packets)
 
 
 class Outgoing:

@@ -10,8 +10,7 @@ import pytest
 
 from sennit.ebpf import compiler
 from sennit.ebpf.library import BpfError
-from sennit.ebpf.loader import BpfObject
-from sennit.ebpf.run_times import RunTimes
+from sennit.ebpf.loader import BpfObject, RunTimes
 
 root = pytest.mark.root
 needs_bpf = pytest.mark.needs("bpf")

@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from sennit.offload.batches import BatchLayout
 from sennit.offload.columns import Ragged
 from sennit.offload.host_receiver import HostReceiver
-from sennit.offload.ingest.feeder import Outgoing
+from sennit.offload.ingest.feeder import Outgoing, Window
 from sennit.offload.ingest.leases import Leases
 from sennit.offload.ingest.protocol import Message, Send, Taken
-from sennit.offload.ingest.window import Window
 from sennit.offload.plan import FeaturePlan, Sparse
 from sennit.offload.records import Rows, encode_packets, encode_records
 from sennit.offload.schema import Ids, Schema

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sennit.offload.ingest.feeder import Feeder, Outgoing
+from sennit.offload.ingest.feeder import LEAST_PACKETS, Feeder, Outgoing, Window
 from sennit.offload.ingest.protocol import (
     VERSION,
     End,
@@ -31,7 +31,6 @@ from sennit.offload.ingest.protocol import (
     error,
 )
 from sennit.offload.ingest.trainer_search import FeedError, meet
-from sennit.offload.ingest.window import LEAST_PACKETS, Window
 from sennit.offload.record_store import Columns, IdColumn, RecordStore
 from sennit.offload.records import HEADER
 from sennit.offload.schema import Ids, Schema

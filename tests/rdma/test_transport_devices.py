@@ -28,7 +28,6 @@ def test_devices_of_the_link_are_read_and_usable() -> None:
         addresses = {str(gid.address) for gid in port.gids if not gid.is_link_local}
         assert addresses == {links.address(number, 4), links.address(number, 6)}
         assert {gid.interface for gid in port.gids} == {links.netdev(number)}
-        assert min(device.queue_pairs, device.work_requests, device.shared_receive_queues) >= 1024
     near, far = devices.usable_ports(found)
     assert devices.pair_problems(near, far) == []
     assert devices.machine_problems() == []

@@ -14,12 +14,11 @@ from __future__ import annotations
 from sennit.transport.algorithms.blocks import Blocks
 from sennit.transport.algorithms.fold import Fold, Layout, Share, add_fold
 from sennit.transport.algorithms.leaves import allreduce_builder
-from sennit.transport.algorithms.one_shot import add_one_shot
-from sennit.transport.algorithms.ranges import DEFAULT_CHUNK_BYTES, check_chunk
+from sennit.transport.algorithms.ranges import DEFAULT_CHUNK_BYTES, check_chunk, peers_after, peers_before
 from sennit.transport.algorithms.vector import WHOLE, Vector
 from sennit.transport.plans.elements import Dtype, ReduceOp, accumulator
 from sennit.transport.plans.hosts import Hosts
-from sennit.transport.plans.plan import MAX_LOAN_BYTES, Plan
+from sennit.transport.plans.plan import MAX_LOAN_BYTES, Operand, Plan, PlanBuilder
 
 
 def allreduce(
@@ -58,7 +57,7 @@ def allreduce(
     blocks = Blocks(layout, rank=rank, elements=elements, dtype=dtype, op=op, result=result)
     if one_shot and world > 1 and max(blocks.sizes) <= MAX_LOAN_BYTES:
         blocks.cut(Vector(builder, elements=elements, item_bytes=dtype.item_bytes, counted=counted))
-        add_one_shot(builder, blocks, world=world, rank=rank, result=result)
+        _add_one_shot(builder, blocks, world=world, rank=rank, result=result)
         return builder.build()
     chunk_bytes = layout.chunk_bytes(dtype, chunk_bytes)
     vector = Vector(
@@ -87,3 +86,21 @@ def allreduce(
         ),
     )
     return builder.build()
+
+
+def _add_one_shot(builder: PlanBuilder, blocks: Blocks, *, world: int, rank: int, result: int) -> None:
+    """Every rank sends its block, of at most MAX_LOAN_BYTES, to all and folds all of them: one round."""
+    own, made = Operand(0), list[int]()
+    if not blocks.is_given:
+        own = Operand(result + 1, builder.reserve_scratch(blocks.sizes[rank]))
+        made = blocks.make(builder, own.offset)
+    sends = [builder.send(peer, 0, own, blocks.sizes[rank], after=made) for peer in peers_after(rank, world)]
+    if not blocks.sizes[rank]:
+        for peer in peers_before(rank, world):
+            builder.recv(peer, 0, result, 0, 0)
+        return
+    starts = [own] * world
+    for peer in peers_before(rank, world):
+        starts[peer] = Operand(builder.loan(peer, 0, blocks.sizes[peer]), 0, True)
+    # In place, the result overwrites what is sent.
+    blocks.fold(builder, starts, after=sends if result == 0 else made)

@@ -84,7 +84,7 @@ def reduce_scatter_between_hosts(
     `coding.between_hosts` is set. Chunks: see `allreduce_between_hosts`.
     """
     check_reducible(dtype, op)
-    check_counts("counts", counts, world)
+    check_counts(counts, world)
     layout = NodeLayout(hosts)
     builder = PlanBuilder(
         "reduce_scatter coded between hosts",

@@ -24,7 +24,7 @@ def gather_tree(
 
     Buffers: at the root `[input, output]`; elsewhere `[input]`.
     """
-    check_counts("counts", counts, world)
+    check_counts(counts, world)
     check_root(root, world)
     starts = list(accumulate((count * item_bytes for count in counts), initial=0))
     own_bytes = counts[rank] * item_bytes

@@ -52,11 +52,11 @@ def check_chunk(chunk_bytes: int) -> None:
         )
 
 
-def check_counts(name: str, counts: Sequence[int], world: int) -> None:
+def check_counts(counts: Sequence[int], world: int) -> None:
     if len(counts) != world:
-        raise ArgumentError(f"{name} has {len(counts)} entries; allowed: {world}, one for each rank")
+        raise ArgumentError(f"counts has {len(counts)} entries; allowed: {world}, one for each rank")
     if min(counts, default=0) < 0:
-        raise ArgumentError(f"{name} {list(counts)} has a negative entry")
+        raise ArgumentError(f"counts {list(counts)} has a negative entry")
 
 
 def check_world(world: int) -> None:

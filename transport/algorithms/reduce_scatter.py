@@ -38,7 +38,7 @@ def reduce_scatter(
     """
     check_reducible(dtype, op)
     check_chunk(chunk_bytes)
-    check_counts("counts", counts, world)
+    check_counts(counts, world)
     inputs = buffer_sizes(counts, dtype.item_bytes, list_input)
     builder = PlanBuilder(
         "reduce_scatter" if hosts is None else "hierarchical reduce_scatter",

@@ -37,7 +37,7 @@ def reduce_scatter_halving(
     """
     check_reducible(dtype, op)
     check_chunk(chunk_bytes)
-    check_counts("counts", counts, world)
+    check_counts(counts, world)
     check_world(world)
     inputs = buffer_sizes(counts, dtype.item_bytes, list_input)
     builder = PlanBuilder(

@@ -71,20 +71,10 @@ class DevicePort:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """An RDMA device, with what the verbs port needs of it."""
+    """An RDMA device and its ports."""
 
     name: str
-    firmware: str
     ports: tuple[DevicePort, ...]
-    queue_pairs: int
-    work_requests: int
-    """The number of work requests of one queue."""
-    scatter_entries: int
-    completions: int
-    """The number of entries of one completion queue."""
-    shared_receive_queues: int
-    region_bytes: int
-    """The largest region that can be registered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,18 +250,8 @@ def _pyverbs(name: str) -> Any:
 
 
 def _device(name: str, context: Any) -> Device:
-    attributes = context.query_device()
-    return Device(
-        name=name,
-        firmware=_text(attributes.fw_version),
-        ports=tuple(_port(name, number, context) for number in range(1, attributes.phys_port_cnt + 1)),
-        queue_pairs=attributes.max_qp,
-        work_requests=attributes.max_qp_wr,
-        scatter_entries=attributes.max_sge,
-        completions=attributes.max_cqe,
-        shared_receive_queues=attributes.max_srq,
-        region_bytes=attributes.max_mr_size,
-    )
+    port_count = context.query_device().phys_port_cnt
+    return Device(name=name, ports=tuple(_port(name, number, context) for number in range(1, port_count + 1)))
 
 
 def _port(device: str, number: int, context: Any) -> DevicePort:

@@ -116,7 +116,6 @@ class Terms:
 class _Candidate:
     ticket: int
     record: dict[str, Any]
-    first_s: float
     changed_s: float
     is_confirmed: bool = False
     """Whether it has beaten since we first saw it."""
@@ -347,7 +346,7 @@ class Membership:
             token = str(record["token"])
             known = seen.get(token)
             if known is None or known.ticket < ticket:
-                seen[token] = _Candidate(ticket, record, now_s, now_s, is_confirmed=token == self._token)
+                seen[token] = _Candidate(ticket, record, now_s, is_confirmed=token == self._token)
             elif known.record["beat"] != record["beat"]:
                 known.record, known.changed_s, known.is_confirmed = record, now_s, True
 

@@ -289,11 +289,9 @@ class PlanBuilder:
     ) -> int:
         return self._add(Recv(peer, slot, size_bytes, buffer, offset, _ascending(after), has_length=has_length))
 
-    def loan(
-        self, peer: int, slot: int, size_bytes: int, *, after: Iterable[int] = (), comes_back: bool = False
-    ) -> int:
+    def loan(self, peer: int, slot: int, size_bytes: int, *, comes_back: bool = False) -> int:
         """Adds a receive whose bytes stay in the transport until one local step has read them."""
-        return self._add(Recv(peer, slot, size_bytes, None, 0, _ascending(after), comes_back))
+        return self._add(Recv(peer, slot, size_bytes, None, 0, comes_back=comes_back))
 
     def copy(self, source: Operand, buffer: int, offset: int, size_bytes: int, *, after: Iterable[int] = ()) -> int:
         return self._add(Copy(source, buffer, offset, size_bytes, self._with_loans((source,), after)))

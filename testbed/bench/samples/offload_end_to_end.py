@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from sennit.ebpf.run_times import RunTimes
+from sennit.ebpf.loader import RunTimes
 from sennit.errors import SennitError
 from sennit.offload.batches import Batch, BatchLayout
 from sennit.offload.host_receiver import HostReceiver

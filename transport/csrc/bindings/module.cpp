@@ -5,6 +5,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -17,8 +18,9 @@
 #include "bindings/buffer_views.hpp"
 #include "bindings/codecs.hpp"
 #include "bindings/errors.hpp"
-#include "bindings/operation_log.hpp"
 #include "executor/engine.hpp"
+#include "executor/lent_time.hpp"
+#include "executor/operation_log.hpp"
 #include "flow/congestion.hpp"
 #include "flow/control.hpp"
 #include "flow/path_policy.hpp"
@@ -366,6 +368,29 @@ bool has_wide_vectors() {
 #else
   return true;
 #endif
+}
+
+// The log of operations, and the processor time of callers.
+void bind_operation_log(nb::module_& module) {
+  module.def(
+      "operation_log_begin",
+      [](int file, uint64_t offset, size_t room) { sennit::OperationLog::shared().begin(file, offset, room); },
+      "file"_a, "offset"_a, "room"_a,
+      "Writes the last `room` operations of all groups to this file descriptor from now on, at this offset, a multiple "
+      "of the page size (executor/operation_log.hpp has the format).");
+  module.def(
+      "operation_log_end", [] { sennit::OperationLog::shared().end(); }, "Stops.");
+  module.def(
+      "operation_log_name",
+      [](uintptr_t group, std::string_view name) {
+        sennit::OperationLog::shared().name_group(
+            static_cast<const sennit::OperationHost*>(reinterpret_cast<const sennit::Engine*>(group)), name);
+      },
+      "group"_a, "name"_a, "Names the group with this handle in the log.");
+  module.def("lent_time_count", &sennit::LentTime::count, "is_on"_a,
+             "Counts the processor time of posts and waits from now on. Each call with True takes one with False.");
+  module.def("lent_time_ns", &sennit::LentTime::total_ns,
+             "Processor time that threads of the caller spent in posts and waits, while it was counted.");
 }
 
 }  // namespace

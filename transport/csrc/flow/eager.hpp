@@ -69,7 +69,6 @@ class EagerReceiver {
   Taken take(Event& out);
   void consume();  // the message taken last
   void defer();    // The message could not be used: offer it again.
-  uint64_t received_below() const { return received_below_; }
   uint64_t consumed_below() const { return consumed_below_; }
   bool has_undelivered() const { return consumed_below_ != received_below_; }
   void write_state(ControlWriter& writer) const;
