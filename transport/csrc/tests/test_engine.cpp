@@ -403,7 +403,8 @@ TEST_CASE("a rank whose driver is in a callback for longer than the peer timeout
   Engine &waiting = *group.engines[0], &busy = *group.engines[1];
   struct Gate {
     std::atomic<bool> is_entered{false}, is_open{false};
-  } gate;
+  };
+  static Gate gate;  // The callback may still look at it when this test has ended.
   {
     Posted receive(busy, message_plan(2, 1, StepKind::receive, 0), SENNIT_POST_ASYNC);
     sennit_op_on_done(
