@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Torch types its collectives thinly:
-# mypy: disable-error-code="attr-defined,no-untyped-call,arg-type,union-attr,assignment,type-arg,func-returns-value"
+# mypy: disable-error-code="no-untyped-call,attr-defined,union-attr,assignment,arg-type"
 """Every collective against its definition, bit for bit: functions of each rank.
 
 All ranks make all ranks' inputs from one seed, so each checks its own result alone. Reductions are compared with

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Torch types its collectives thinly:
-# mypy: disable-error-code="attr-defined,no-untyped-call,arg-type,union-attr,assignment,type-arg,func-returns-value"
+# mypy: disable-error-code="no-untyped-call"
 """A small network, trained for some steps: what DDP and its like are compared by."""
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# mypy: disable-error-code="no-untyped-call"
 """The embedding kernels for tensors of `device_double`."""
 
 from __future__ import annotations

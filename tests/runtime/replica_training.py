@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Torch types its collectives thinly:
-# mypy: disable-error-code="attr-defined,no-untyped-call,arg-type,union-attr,assignment,list-item,index,misc"
+# mypy: disable-error-code="no-untyped-call,list-item"
 """A module in `SlicedReplicas`, trained for some steps on every rank."""
 
 from __future__ import annotations

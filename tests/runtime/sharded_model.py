@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Torch types its collectives thinly:
-# mypy: disable-error-code="no-untyped-call,arg-type"
+# mypy: disable-error-code="no-untyped-call"
 """A whole model on sharded tables, and one digest of all its weights after some steps."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Torch types its collectives thinly:
-# mypy: disable-error-code="no-untyped-call,arg-type"
+# mypy: disable-error-code="arg-type"
 """Trains sharded tables on every rank, plain and coded: tests compare what that gives in other surroundings."""
 
 from __future__ import annotations

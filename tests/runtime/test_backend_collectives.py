@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Torch types its collectives thinly:
-# mypy: disable-error-code="attr-defined,no-untyped-call,arg-type,union-attr,assignment,type-arg,func-returns-value"
+# mypy: disable-error-code="assignment"
 """Every collective with every type and operation, over every local transport, in worlds of 2 to 4."""
 
 from __future__ import annotations

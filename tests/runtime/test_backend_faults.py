@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Torch types its collectives thinly:
-# mypy: disable-error-code="attr-defined,no-untyped-call,arg-type,union-attr,assignment,type-arg,func-returns-value"
+# mypy: disable-error-code="union-attr,func-returns-value"
 """Mistakes, dead ranks, deadlines: each gives an error that names what is wrong, and nothing hangs."""
 
 from __future__ import annotations

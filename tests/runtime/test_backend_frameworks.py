@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Torch types its collectives thinly:
-# mypy: disable-error-code="attr-defined,no-untyped-call,arg-type,union-attr,assignment,type-arg,func-returns-value"
+# mypy: disable-error-code="attr-defined,union-attr,arg-type,no-untyped-call"
 """DDP, FSDP2, DTensor, functional and compiled collectives, DCP and the debug wrapper run unchanged over sennit."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Torch types its collectives thinly:
-# mypy: disable-error-code="no-untyped-call,arg-type"
+# mypy: disable-error-code="arg-type,no-untyped-call"
 """Sharded tables do what programs know from TorchRec's EmbeddingBagCollection and EmbeddingCollection."""
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# Torch types its collectives thinly:
-# mypy: disable-error-code="no-untyped-call,arg-type"
 """Incremental saves and saves in the background: chains, damage, kills at seeded moments."""
 
 from __future__ import annotations

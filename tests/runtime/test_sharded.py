@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Torch types its collectives thinly:
-# mypy: disable-error-code="no-untyped-call,arg-type"
+# mypy: disable-error-code="arg-type,no-untyped-call"
 """Sharded tables: the same bits in every world and with every placement."""
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# Torch types its collectives thinly:
-# mypy: disable-error-code="no-untyped-call,arg-type"
 """Sharded tables whose sums, rows and gradients travel coded."""
 
 from __future__ import annotations

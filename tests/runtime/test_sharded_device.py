@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# mypy: disable-error-code="no-untyped-call"
 """Sharded tables on a device: the bits of tables on the CPU.
 
 Without a GPU there are two halves: `device_double` finds operations that mix devices, and Triton's interpreter runs the

@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# Torch types its collectives thinly:
-# mypy: disable-error-code="no-untyped-call,arg-type"
 """The library over gloo, for comparisons: it has the bits of sennit."""
 
 from __future__ import annotations

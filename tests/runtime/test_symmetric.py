@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Torch types its collectives thinly:
-# mypy: disable-error-code="attr-defined,no-untyped-call,arg-type,union-attr,assignment,type-arg,func-returns-value"
+# mypy: disable-error-code="no-untyped-call,assignment"
 """Symmetric tensors: what torch may do with them, collectives on them, and programs that know nothing of them."""
 
 from __future__ import annotations

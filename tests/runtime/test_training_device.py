@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# mypy: disable-error-code="no-untyped-call"
 """The trainer on a device: the bits of the trainer in host memory, and checkpoints that either reads.
 
 `device_double` stands for the GPU: it finds operations that mix devices, and counts waits.
