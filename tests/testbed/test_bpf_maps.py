@@ -21,7 +21,7 @@ from sennit.ebpf import kernel_features
 from sennit.runtime.telemetry import bpf_maps
 from sennit.runtime.telemetry.samples import STANDARD_NAMES, UNUSED
 from sennit.transport import counters
-from tests.testbed.counting_ranks import DEADLINE_S, Ranks
+from tests.testbed.answering_ranks import DEADLINE_S, Ranks, start_over
 
 pytestmark = [pytest.mark.root, pytest.mark.needs("bpf", "bpftool")]
 COMMAND = (sys.executable, "-m", "sennit", "metrics", "--bpffs", "--interval", "0.1")
@@ -33,11 +33,8 @@ PR_CAPBSET_DROP = 24
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[Ranks]:
     pytest.importorskip("sennit.transport.meeting.rails")
-    made = Ranks(tmp_path, "udp")
-    try:
+    with Ranks(start_over("udp"), tmp_path, seed=1) as made:
         yield made
-    finally:
-        made.end()
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from rich.console import Console
 from sennit.runtime.telemetry import openmetrics, samples, top
 from sennit.transport import counters
 from sennit.transport.counter_page import CounterPage
-from tests.testbed.counting_ranks import DEADLINE_S
+from tests.testbed.answering_ranks import DEADLINE_S
 
 SENNIT = (sys.executable, "-m", "sennit")
 A_ROUND = 250

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import operator
 import os
 import subprocess
 import time
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,30 +19,21 @@ pytest.importorskip("sennit.transport._core", reason="the native core is not bui
 from sennit.testbed.topology import Impairment, Planes
 from sennit.testbed.topology.rate_limit import ETHERNET_HEADER_BYTES, RATE_MIN_BITS_PER_S
 from sennit.transport.oracle.roce import REFUSALS
-from tests.ranks import command
-from tests.testbed.answering_rank import run_and_answer
+from tests.testbed.answering_ranks import DEADLINE_S, WORLD, Ranks, Start
 
 pytestmark = [pytest.mark.root, pytest.mark.needs("tc-bpf", "nsenter")]
 
-WORLD = 2
-DEADLINE_S = 60.0
 # The ICRC leaves out the fifth byte of the BTH, which switches may write, so a change there is not detected
 # (docs/reference/wire.md).
 CORRUPT_SKIP_BYTES = 5
 
 
-def start(planes: Planes, rank: int, store: Path, log: Path, seed: int) -> subprocess.Popen[str]:
-    answers = command(partial(run_and_answer, rank, WORLD, store, seed))
-    environment = {**os.environ, **planes.environment(rank), "SENNIT_TIMEOUT_S": f"{DEADLINE_S}"}
-    pipe = subprocess.PIPE
-    with log.open("w") as errors:
-        return planes.popen(rank, answers, env=environment, stdin=pipe, stdout=pipe, stderr=errors, text=True)
+def start_on(planes: Planes) -> Start:
+    def start(rank: int, command: list[str], **options: Any) -> subprocess.Popen[str]:
+        environment = {**os.environ, **planes.environment(rank), "SENNIT_TIMEOUT_S": f"{DEADLINE_S}"}
+        return planes.popen(rank, command, env=environment, **options)
 
-
-def ask(rank: subprocess.Popen[str]) -> None:
-    assert rank.stdin is not None
-    rank.stdin.write("counters\n")
-    rank.stdin.flush()
+    return start
 
 
 def unread_packets(rank: subprocess.Popen[str]) -> int:
@@ -56,37 +47,16 @@ def unread_packets(rank: subprocess.Popen[str]) -> int:
     return sum(counts[f"{family}{name}"] for family in ("Udp", "Udp6") for name in ("InErrors", "NoPorts"))
 
 
-def end(ranks: list[subprocess.Popen[str]], logs: list[Path]) -> None:
-    for process, log in zip(ranks, logs, strict=True):
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with process.stdout:
-            process.stdin.close()
-            assert process.wait(DEADLINE_S) == 0, log.read_text()[-4000:]
-
-
-def answer(rank: subprocess.Popen[str], log: Path) -> str:
-    assert rank.stdout is not None
-    line = rank.stdout.readline().strip()
-    assert line, f"rank ended:\n{log.read_text()[-4000:]}"
-    return line
-
-
 def test_a_stuck_interface_holds_up_no_other(tmp_path: Path, seed: int) -> None:
     """The interface's queue is full for seconds, as when a network card pauses. It takes nothing from the kernel."""
     with Planes(hosts=WORLD, planes=4) as planes:
         planes.limit_rate(RATE_MIN_BITS_PER_S, queue_bytes=planes.mtu + ETHERNET_HEADER_BYTES, hosts=[0], planes=[1])
-        logs = [tmp_path / f"rank{rank}" for rank in range(WORLD)]
-        ranks = [start(planes, rank, tmp_path / "store", logs[rank], seed) for rank in range(WORLD)]
-        for process, log in zip(ranks, logs, strict=True):
-            assert answer(process, log) == "done"
-        for process in ranks:
-            ask(process)
-        counters = [json.loads(answer(process, log)) for process, log in zip(ranks, logs, strict=True)]
-        print(counters)
-        assert counters[0]["send_blocked"] > 0
-        assert counters[0]["send_errors"] > 0  # Batches were given up, so that the other planes could continue.
-        end(ranks, logs)
+        with Ranks(start_on(planes), tmp_path, seed) as ranks:
+            counters = ranks.counted()
+            print(counters)
+            assert counters[0]["send_blocked"] > 0
+            assert counters[0]["send_errors"] > 0  # Batches were given up, so that the other planes could continue.
+            ranks.end()
 
 
 @pytest.mark.parametrize("per_packet", [True, False])
@@ -100,12 +70,9 @@ def test_collectives_are_exact_and_every_corrupt_packet_is_counted(per_packet: b
         reorder_depth=64,
         seed=seed,
     )
-    with Planes(hosts=WORLD, planes=4, per_packet=per_packet) as planes:
+    with Planes(hosts=WORLD, planes=4, per_packet=per_packet) as planes, contextlib.ExitStack() as stack:
         planes.impair(wanted)
-        logs = [tmp_path / f"rank{rank}" for rank in range(WORLD)]
-        ranks = [start(planes, rank, tmp_path / "store", logs[rank], seed) for rank in range(WORLD)]
-        for process, log in zip(ranks, logs, strict=True):
-            assert answer(process, log) == "done"
+        ranks = stack.enter_context(Ranks(start_on(planes), tmp_path, seed))
 
         # From now on packets arrive whole. The barriers make the ranks read everything that has arrived.
         planes.impair(Impairment())
@@ -114,11 +81,9 @@ def test_collectives_are_exact_and_every_corrupt_packet_is_counted(per_packet: b
         refused, missed = [-1] * WORLD, [0] * WORLD
         deadline_s = time.monotonic() + DEADLINE_S
         while any(map(operator.lt, map(operator.add, refused, missed), corrupted)) and time.monotonic() < deadline_s:
-            for process in ranks:
-                ask(process)
-            counters = [json.loads(answer(process, log)) for process, log in zip(ranks, logs, strict=True)]
+            counters = ranks.counted()
             refused = [sum(counter[name] for name in REFUSALS) for counter in counters]
-            missed = [unread_packets(process) for process in ranks]  # mostly probes to a socket that is not open yet
+            missed = [unread_packets(process) for process in ranks.processes]  # mostly probes to a socket not open yet
         print(counters, switches, missed)
         for seen, lost, sent in zip(refused, missed, corrupted, strict=True):
             assert sent - lost <= seen <= sent
@@ -130,4 +95,4 @@ def test_collectives_are_exact_and_every_corrupt_packet_is_counted(per_packet: b
         assert sum(counter["duplicate_packets"] for counter in counters) > 0
         if per_packet:  # Enough packets that every plane has lost, duplicated and held back some.
             assert all(switch.dropped and switch.duplicated and switch.released for switch in flat)
-        end(ranks, logs)
+        ranks.end()

@@ -25,7 +25,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from sennit.command_line import stdout_console
 from sennit.runtime.telemetry import openmetrics, rates, samples, top
 from sennit.transport import counters
-from tests.testbed.counting_ranks import DEADLINE_S, OPERATIONS, WORLD, Ranks
+from tests.testbed.answering_ranks import COLLECTIVES, DEADLINE_S, WORLD, Ranks, start_over
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "counters.md"
 ROW = re.compile(r"^\| (?P<group>\w*)[^|]*\| `(?P<name>\w+)` \| (?:`(?P<exported>\w+)`)? *\|", re.MULTILINE)
@@ -36,11 +36,8 @@ SENNIT = (sys.executable, "-m", "sennit")
 def ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ranks]:
     if request.param == "udp":
         pytest.importorskip("sennit.transport.meeting.rails")
-    made = Ranks(tmp_path, request.param)
-    try:
+    with Ranks(start_over(request.param), tmp_path, seed=1) as made:
         yield made
-    finally:
-        made.end()
 
 
 SHM, UDP = (pytest.mark.parametrize("ranks", [name], indirect=True) for name in ("shm", "udp"))
@@ -50,7 +47,7 @@ def test_a_page_has_what_its_rank_counted(ranks: Ranks) -> None:
     for page, counted in zip(ranks.pages(), ranks.counted(), strict=True):
         assert page.is_alive
         assert page.world == WORLD
-        assert page.total("engine", "operations_completed") == OPERATIONS
+        assert page.total("engine", "operations_completed") == 2 * COLLECTIVES
         for group, name in (*rates.SENT, *rates.RECEIVED):
             # The barrier that the ranks ran meanwhile has no bytes except headers.
             assert 0 <= counted.get(name, 0) - page.total(group, name) < 4096
@@ -89,7 +86,7 @@ def test_a_killed_rank_leaves_its_page(ranks: Ranks, capsys: pytest.CaptureFixtu
         ranks.processes[0].wait(DEADLINE_S)
         page = counters.read(kept)
         assert not page.is_alive
-        assert page.total("engine", "operations_completed") == OPERATIONS
+        assert page.total("engine", "operations_completed") == 2 * COLLECTIVES
         stdout_console().print(top.ranks_table([rates.difference(page, None, 1.0)]))
         assert re.search(r" 0/2 +gone ", capsys.readouterr().out)
     finally:

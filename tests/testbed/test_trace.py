@@ -23,11 +23,10 @@ from sennit.offload import tracepoints as ingest
 from sennit.runtime.trace import commands, histogram
 from sennit.testbed.topology import Impairment, Planes
 from sennit.transport import tracepoints
-from tests.testbed.trace_runs import DEADLINE_S, SENNIT, WORLD, exchange, session
+from tests.testbed.answering_ranks import COLLECTIVES, DEADLINE_S, WORLD
+from tests.testbed.trace_runs import SENNIT, exchange, session
 
 PLANES = 2
-# An answering rank runs this many of each collective, and a barrier for every line on its standard input.
-COLLECTIVES = 9
 LATER = 8
 
 

@@ -19,7 +19,8 @@ from sennit.ebpf.loader import BpfObject
 from sennit.runtime.trace import paths, tracing
 from sennit.testbed.topology import Impairment, Planes
 from sennit.transport import counters
-from tests.testbed.trace_runs import DEADLINE_S, SENNIT, WORLD, Ranks, everybody, last_pages, session
+from tests.testbed.answering_ranks import DEADLINE_S, WORLD, Ranks
+from tests.testbed.trace_runs import SENNIT, everybody, last_pages, session
 
 PLANES = 2
 pytestmark = [pytest.mark.root, pytest.mark.needs("tc-bpf", "nsenter", "tracepoints")]

@@ -15,7 +15,8 @@ pytest.importorskip("sennit.offload._native", reason="the native receiver is not
 
 from sennit.offload import tracepoints
 from sennit.testbed.topology import Impairment, Planes
-from tests.testbed.trace_runs import DEADLINE_S, command_prefix, session
+from tests.testbed.answering_ranks import DEADLINE_S
+from tests.testbed.trace_runs import command_prefix, session
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.needs("tc-bpf", "nsenter", "tracepoints")]
 FEEDER_HOST, TRAINER_HOST = 0, 1

@@ -24,7 +24,8 @@ from scapy.utils import RawPcapNgReader
 
 from sennit.testbed.topology import Planes
 from sennit.transport.oracle import roce
-from tests.testbed.trace_runs import DEADLINE_S, SENNIT, WORLD, Ranks, Start, last_pages, session
+from tests.testbed.answering_ranks import DEADLINE_S, WORLD, Ranks, Start
+from tests.testbed.trace_runs import SENNIT, last_pages, session
 
 ROCE_PORT = 4791
 WRITE_IMMEDIATE, SEND_ONLY = 0x2B, 0x24

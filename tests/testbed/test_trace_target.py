@@ -22,7 +22,8 @@ from sennit.runtime.trace import ingest, intervals, loss, ops, paths, session, s
 from sennit.runtime.trace.target import SessionError, target_of, why_empty
 from sennit.transport import tracepoints
 from sennit.transport.tracepoints import PathState
-from tests.testbed.trace_runs import DEADLINE_S, Ranks, everybody
+from tests.testbed.answering_ranks import DEADLINE_S, Ranks
+from tests.testbed.trace_runs import everybody
 from tests.testbed.trace_runs import session as running_session
 
 HOLDS = """

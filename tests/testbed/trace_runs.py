@@ -10,22 +10,15 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 from sennit.runtime.trace.target import Target
 from sennit.transport import counters
-from tests.ranks import command
-from tests.testbed.answering_rank import run_and_answer
+from tests.testbed.answering_ranks import DEADLINE_S, WORLD, Ranks, Start
 
-WORLD: Final = 2
-DEADLINE_S: Final = 60.0
 SENNIT: Final = (sys.executable, "-m", "sennit")
-
-Start = Callable[..., "subprocess.Popen[str]"]
 
 
 def command_prefix(library: Path, copy: Path) -> list[str]:
@@ -64,51 +57,6 @@ def session(
             process.communicate()
 
 
-class Ranks:
-    """Two ranks that have run collectives and are idle. They are killed at the end of the block."""
-
-    def __init__(self, start: Start, folder: Path, seed: int) -> None:
-        """`start(rank, command, **options)` starts each rank."""
-        pipe = subprocess.PIPE
-        self.processes = []
-        for rank in range(WORLD):
-            answers = command(partial(run_and_answer, rank, WORLD, folder / "store", seed))
-            self.processes.append(start(rank, answers, stdin=pipe, stdout=pipe, text=True))
-        for rank in range(WORLD):
-            assert self.answer(rank) == "done\n"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self.processes:
-            process.kill()
-            process.communicate(timeout=DEADLINE_S)
-
-    def begin_barrier(self, rank: int) -> None:
-        process = self.processes[rank]
-        assert process.stdin is not None
-        process.stdin.write("counters\n")
-        process.stdin.flush()
-
-    def answer(self, rank: int) -> str:
-        """Returns the rank's next line, which has its counters after a barrier."""
-        process = self.processes[rank]
-        assert process.stdout is not None
-        return process.stdout.readline()
-
-    def pages(self) -> list[counters.Page]:
-        """Returns the counters of all ranks, in rank order."""
-        numbers = {process.pid for process in self.processes}
-        return sorted((page for page in counters.pages() if page.process in numbers), key=lambda page: page.rank)
-
-    def wait_for(self, rank: int, group: str, name: str, value: int) -> None:
-        """Waits until the rank has counted `value`."""
-        deadline_s = time.monotonic() + DEADLINE_S
-        while self.pages()[rank].total(group, name) < value:
-            assert time.monotonic() < deadline_s, (rank, group, name, value)
-
-
 def last_pages(ranks: Ranks) -> list[counters.Page]:
     """Kills the ranks and returns their last counters.
 
@@ -130,9 +78,4 @@ def exchange(start: Start, folder: Path, seed: int) -> list[dict[str, int]]:
     ranks = Ranks(start, folder, seed)
     for rank in range(WORLD):
         ranks.begin_barrier(rank)
-    found = []
-    for process in ranks.processes:
-        output, _ = process.communicate(timeout=DEADLINE_S)
-        assert process.returncode == 0
-        found.append(json.loads(output))
-    return found
+    return [json.loads(counted) for counted in ranks.end()]
