@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts the processes of tests: each runs a function that the test hands over.
 
-A test gives a *call*: a function of a module, or a `functools.partial` of one. Its arguments and names travel by
-pickle, which sends the name of a function's module and the name of the function. The process imports that module.
+A test gives a *call*: a function of a module, or a `functools.partial` of one. The call travels by pickle, which sends
+the arguments, and of the function its name and that of its module. The process imports this module.
 
 How it finds the module: pytest runs with `--import-mode=importlib`, and calls `tests/runtime/test_slices.py`
 `tests.runtime.test_slices`, wherever it was started. Other packages are called `tests`, too, and one with an
@@ -15,13 +15,14 @@ need it.
 
 There are three ways to a process:
 
-- `start` forks it from the server, or gives it an interpreter of its own: for what happens when an interpreter ends,
-  and for variables that are read before Python code runs.
+- `start` forks it from the server. Or it gives it an interpreter of its own: for what happens when an interpreter ends,
+  and for variables that libraries read when they are imported.
 - `command` is a command line, for `unshare`, network namespaces and virtual machines.
 - `runtime/world.py` keeps a group of ranks, which run one function after the other.
 
-Not started here: programs that are text (`python -c`), torchrun and `sennit`. They test how an interpreter begins and
-ends, or what a user types.
+Some processes are not started here: `sennit`, torchrun, programs that stand in their place, and programs that are text
+(`python -c`). They show what a user's program does from its first line to its last, or need nothing of a test file and
+begin sooner without it.
 """
 
 from __future__ import annotations
