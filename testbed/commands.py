@@ -91,7 +91,7 @@ def run(
 
     from sennit.testbed.scenarios import catalogue, runner
     from sennit.testbed.scenarios import report_page as page
-    from sennit.testbed.scenarios.verdicts import Status
+    from sennit.testbed.scenarios.results import Status
     from sennit.testbed.topology import Impairer
 
     if impairment not in tuple(Impairer):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sennit.runtime.data.combined import CombinedBatch as CombinedBatch
     from sennit.runtime.data.errors import DataError as DataError
     from sennit.runtime.data.order import Order as Order
-    from sennit.runtime.data.prepared import PreparedData as PreparedData
+    from sennit.runtime.data.preprocessing import PreparedData as PreparedData
     from sennit.runtime.data.preprocessing import Preprocessing as Preprocessing
     from sennit.runtime.data.raw_samples import Feature as Feature
     from sennit.runtime.data.raw_samples import RawSamples as RawSamples
@@ -35,7 +35,7 @@ __getattr__ = exporter(
         "Feature": "raw_samples",
         "RawSamples": "raw_samples",
         "Order": "order",
-        "PreparedData": "prepared",
+        "PreparedData": "preprocessing",
         "Preprocessing": "preprocessing",
         "Column": "samples",
         "Samples": "samples",

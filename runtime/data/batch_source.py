@@ -11,8 +11,7 @@ from sennit.offload.ingest.facts import TableFacts
 from sennit.offload.sketch import Sketch, SketchShape, ids_of_rows, sampled_rows
 from sennit.runtime.data.combined import CombinedBatch
 from sennit.runtime.data.order import Order, OrderSettings
-from sennit.runtime.data.prepared import PreparedData
-from sennit.runtime.data.preprocessing import Preprocessing
+from sennit.runtime.data.preprocessing import PreparedData, Preprocessing
 from sennit.runtime.data.raw_samples import RawSamples
 from sennit.runtime.data.samples import Samples
 

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sennit.runtime.data.dictionary import Values
 from sennit.runtime.data.errors import DataError
-from sennit.runtime.data.raw_samples import Feature, RawSamples
+from sennit.runtime.data.order import Order
+from sennit.runtime.data.raw_samples import Feature, RawSamples, Values, fingerprint
+from sennit.runtime.data.samples import Samples
 from sennit.runtime.data.schema import DenseField
 
 FORMAT: Final = 1
@@ -210,3 +211,26 @@ def _values(values: list[Any]) -> Values:
     if max(values) > 2**63 - 1:
         return np.array(values, dtype=np.uint64)
     return np.array(values, dtype=np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedData:
+    """A data set as one run trains on it: split, preprocessed by its training rows. All ranks have the same."""
+
+    samples: Samples
+    order: Order
+    preprocessing: Preprocessing
+    fingerprint: str
+    """The fingerprint of the data before preprocessing."""
+
+    @classmethod
+    def of(cls, data: RawSamples | Samples, order: Order) -> Self:
+        """Splits and preprocesses the data. Raises DataError if they cannot be trained on."""
+        raw = RawSamples.of(data) if isinstance(data, Samples) else data
+        preprocessing = Preprocessing.fit(raw, order.is_training())
+        return cls(
+            samples=preprocessing.apply(raw).samples(),
+            order=order,
+            preprocessing=preprocessing,
+            fingerprint=fingerprint(raw),
+        )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples as they come from their source, and the operators that turn ids into rows of tables.
+"""Samples as they come from their source, their fingerprint, and the operators that turn ids into rows of tables.
 
 For data in a trainer's memory, the operators run when the data set is loaded. For ids from a feeder they run at the
 trainer, in XDP or on its CPU. Both run the same plan and produce the same rows.
@@ -7,9 +7,11 @@ trainer, in XDP or on its CPU. Both run the same plan and produce the same rows.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +22,46 @@ from sennit.offload.columns import DenseType, DenseValues, IdsType, Ragged, ids_
 from sennit.offload.native import NativeTransform
 from sennit.offload.operators import Clamp, ClampList, FirstX, Log1p, Operator, SigridHash
 from sennit.offload.plan import Graph
-from sennit.runtime.data.dictionary import Values, encode
 from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.packages import require
 from sennit.runtime.data.samples import Column, Samples
 from sennit.runtime.data.schema import DenseField
+
+NULL: Final = -1
+"""The code of a null."""
+
+Values = npt.NDArray[np.object_] | npt.NDArray[np.int64] | npt.NDArray[np.uint64]
+
+
+def encode(column: Any) -> tuple[npt.NDArray[np.int64], Values]:
+    """Returns (codes, distinct values in rising order) of an Arrow array or chunked array of strings or integers.
+
+    Text is sorted by code points. The distinct values are those of the whole column. Which of them a model knows is
+    decided later, by its training rows (`preprocessing`).
+    """
+    compute = require("pyarrow.compute", package="pyarrow", purpose="a column of categories")
+    arrow = require("pyarrow", package="pyarrow", purpose="a column of categories")
+    if arrow.types.is_dictionary(column.type):
+        column = compute.cast(column, column.type.value_type)
+    encoded = column.dictionary_encode()
+    if isinstance(encoded, arrow.ChunkedArray):
+        # Each chunk may have a dictionary.
+        encoded = encoded.unify_dictionaries().combine_chunks()
+        if isinstance(encoded, arrow.ChunkedArray):
+            encoded = encoded.chunk(0) if encoded.num_chunks else column.combine_chunks().dictionary_encode()
+    values = np.asarray(encoded.dictionary.to_numpy(zero_copy_only=False))
+    if values.dtype.kind in "iu" and values.dtype != np.uint64:
+        values = values.astype(np.int64)
+    elif values.dtype.kind not in "iu":
+        values = values.astype(object)
+    order = np.argsort(values, kind="stable")
+    # One more for nulls.
+    code_of = np.empty(len(values) + 1, np.int64)
+    code_of[order] = np.arange(len(values))
+    code_of[-1] = NULL
+    indices = np.asarray(encoded.indices.fill_null(len(values)).to_numpy(zero_copy_only=False))
+    return code_of[indices], values[order]
+
 
 IdArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
@@ -49,7 +87,7 @@ class Feature:
     """Only this many ids of a list are used."""
 
     dictionary: Values | None = None
-    """The values that the codes in `values` stand for (`dictionary.encode`), until `Preprocessing` turns codes into
+    """The values that the codes in `values` stand for (`encode`), until `Preprocessing` turns codes into
     rows.
     """
 
@@ -191,3 +229,36 @@ def dense_column(part: DenseField, values: DenseValues) -> DenseValues:
 def dense_matrix(columns: Sequence[DenseValues]) -> Tensor:
     """[N, D]"""
     return torch.from_numpy(np.stack(columns, 1))
+
+
+def fingerprint(raw: RawSamples) -> str:
+    """SHA-256 in hexadecimal over labels, dense features, ids, and the preprocessing of the ids.
+
+    Two data sets with one fingerprint train the same model. Names of data sets and of files, and the cut into files, do
+    not change it.
+    """
+    digest = hashlib.sha256()
+
+    def add(about: list[Any], array: npt.NDArray[Any]) -> None:
+        if array.dtype == object:
+            # The lengths separate adjacent texts.
+            parts = [text.encode() for text in array]
+            add([*about, "lengths"], np.array([len(part) for part in parts], np.int64))
+            digest.update(b"".join(parts))
+            return
+        content = np.ascontiguousarray(array)
+        content = content.astype(content.dtype.newbyteorder("<"), copy=False)
+        digest.update(json.dumps([about, str(content.dtype), content.shape]).encode())
+        if content.size:
+            digest.update(content.view(np.uint8).data)
+
+    add(["labels"], raw.labels.numpy())
+    add(["dense", [[part.name, part.clamp, part.log1p] for part in raw.dense_fields]], raw.dense.numpy())
+    for part in raw.features:
+        # Ids have 32 or 64 bits.
+        values = part.values.astype(np.int64, copy=False)
+        add(["ids", part.name, part.row_count, part.salt, part.first], values)
+        for name, array in (("offsets", part.offsets), ("dictionary", part.dictionary)):
+            if array is not None:
+                add([name], array)
+    return digest.hexdigest()

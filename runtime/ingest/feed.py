@@ -28,10 +28,9 @@ from sennit.offload.ingest.trainer_search import FeedError, Place, meet
 from sennit.offload.record_store import RecordStore
 from sennit.offload.records import HEADER
 from sennit.runtime.data.errors import DataError
-from sennit.runtime.data.fingerprint import fingerprint
 from sennit.runtime.data.order import Order
 from sennit.runtime.data.preprocessing import Preprocessing
-from sennit.runtime.data.raw_samples import RawSamples
+from sennit.runtime.data.raw_samples import RawSamples, fingerprint
 from sennit.runtime.ingest.address import Address
 from sennit.runtime.ingest.facts import encode
 from sennit.transport.errors import SennitError
@@ -238,7 +237,7 @@ class _Crew:
                     is_over = True
                 else:
                     worker.counters, worker.spent_s = said.counters, said.spent_s
-                    # Of an elastic run, the rank that the user named may be gone when another worker starts.
+                    # The rank that the user named may leave an elastic run before another worker starts.
                     self._task = replace(self._task, places=said.places)
                     worker.has_met = True
                 if is_over:

@@ -8,8 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from sennit.runtime.model.inputs import ModelInputs, in_order
-from sennit.runtime.model.mlp import initialise, mlp
+from sennit.runtime.model.inputs import ModelInputs, in_order, initialise, mlp
 from sennit.transport.errors import ConfigError
 
 STRUCTURES: Final = ("parallel", "stacked")
@@ -40,7 +39,7 @@ class DCNv2(nn.Module):
     def __init__(
         self, inputs: ModelInputs, *, cross_layers: int = 3, rank: int | None = None, structure: str = "parallel"
     ) -> None:
-        """`rank`: of the cross layers' matrices (section 3.4); None: full. Raises `ConfigError`."""
+        """`rank`: the rank of the cross layers' matrices (section 3.4); None: full. Raises `ConfigError`."""
         super().__init__()
         width = inputs.width
         if cross_layers < 1:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from sennit.runtime.data.seeds import torch_stream
-from sennit.runtime.model.inputs import ModelInputs, in_order
-from sennit.runtime.model.mlp import initialise, mlp
+from sennit.runtime.model.inputs import ModelInputs, in_order, initialise, mlp
 
 DEVIATION: Final = 0.05
-"""Of the vectors of dense features. There are as many products as pairs, so larger ones begin with a large loss."""
+"""Standard deviation of the vectors of dense features. The logit sums a product for each pair of fields, so larger
+vectors begin with a large loss.
+"""
 
 
 class DeepFM(nn.Module):

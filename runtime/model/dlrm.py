@@ -6,8 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from sennit.runtime.model.inputs import ModelInputs, in_order
-from sennit.runtime.model.mlp import initialise, mlp
+from sennit.runtime.model.inputs import ModelInputs, in_order, initialise, mlp
 from sennit.transport.errors import ConfigError
 
 

@@ -58,7 +58,7 @@ def build(name: str, inputs: ModelInputs) -> nn.Module:
     """
     if name in MODELS:
         return MODELS[name](inputs)
-    # Apart, because a module that draws numbers when it is imported does so once.
+    # The import has its own stream of numbers: a module is imported once, and may draw numbers then.
     with _random_numbers(inputs.seed):
         make = find(name)
     with _random_numbers(inputs.seed):
@@ -99,7 +99,7 @@ def find(name: str) -> Callable[[ModelInputs], Any]:
 
 
 def _import(name: str, module_name: str) -> Any:
-    # As `python -m` does it. It stays there: the module may import others later.
+    # `python -m` puts the folder there, too. It stays there: the module may import others later.
     if not sys.flags.safe_path and not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
     # A file that was written a moment ago may not be in the folder's listing that Python keeps.
@@ -146,7 +146,7 @@ def _check_results(name: str, model: nn.Module, inputs: ModelInputs) -> None:
 
 @contextlib.contextmanager
 def _random_numbers(seed: int) -> Iterator[None]:
-    """Inside, torch's default generator begins where the seed says. Outside, nothing has changed."""
+    """Seeds torch's default generator inside the block, and restores it afterwards."""
     state = torch.get_rng_state()
     torch.default_generator.manual_seed(derive(seed, "model"))
     try:

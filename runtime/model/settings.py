@@ -17,10 +17,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final, Self
 
+from torch import Generator, Tensor
+
 from sennit.offload.ingest.facts import TableFacts
 from sennit.runtime.kernels.optimizers import Decay, Optimizer
 from sennit.runtime.kernels.spec import MAX_DIM, Bounds, Pooling, Precision, Rounding
-from sennit.runtime.model.initial import Normal, Uniform, Zeros
 from sennit.runtime.model.toml_file import (
     Check,
     choice,
@@ -37,6 +38,34 @@ from sennit.runtime.model.toml_file import (
 )
 from sennit.runtime.sharded.tables import MAX_SHARDS, Home, Initial, Table
 from sennit.transport.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """Uniform in [-bound, bound)."""
+
+    bound: float
+
+    def __call__(self, rows: Tensor, generator: Generator) -> None:
+        rows.uniform_(-self.bound, self.bound, generator=generator)
+
+
+@dataclass(frozen=True, slots=True)
+class Normal:
+    """Normal with mean 0."""
+
+    deviation: float
+
+    def __call__(self, rows: Tensor, generator: Generator) -> None:
+        rows.normal_(0, self.deviation, generator=generator)
+
+
+@dataclass(frozen=True, slots=True)
+class Zeros:
+    """All zero."""
+
+    def __call__(self, rows: Tensor, generator: Generator) -> None:
+        rows.zero_()
 
 
 def _limit(place: str, value: Any) -> float | None:
@@ -68,7 +97,7 @@ def _initial(place: str, value: Any) -> Initial | None:
     found = section(place, content, {"kind": lambda _, kind: kind} | {one.name: _ABOVE_0 for one in fields(make)})
     del found["kind"]
     if make is Uniform and not found:
-        return None  # Within 1 / sqrt(rows), as `Table` has it.
+        return None  # The default of `Table` is uniform within 1 / sqrt(rows).
     if make is Normal and not found:
         raise ConfigError(f"{place}: normal without deviation; allowed: a deviation above 0")
     return make(**found)
@@ -87,13 +116,13 @@ _TABLE: Final[dict[str, Check]] = {
     "initial": _initial,
     "home": choice(names_of(Home)),
 }
-# What a tensor train has, which is one shard with initial values of its own.
+# Settings that fit a tensor train: it is one shard, and has its own initial values.
 _TRAIN: Final = {"row_shards": 1, "column_shards": 1, "initial": None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SettingsFile:
-    """A checked file. Which tables there are is known with the data."""
+    """A checked file. The data name the tables, so only `tables_of` can check their names."""
 
     source: str
     """The file's name, for errors."""
@@ -152,10 +181,7 @@ def _table(table: TableFacts, settings: SettingsFile, template: Table) -> Table:
 
 
 def as_json(tables: Sequence[Table]) -> list[dict[str, Any]]:
-    """All settings of tables, for the manifest of a checkpoint: what a file or an option said, and defaults.
-
-    But for their homes, which a resumed run may change.
-    """
+    """All settings of tables but their homes, which a resumed run may change: for the manifest of a checkpoint."""
     return [_described(table) for table in tables]
 
 

@@ -12,11 +12,10 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table as Lines
 
-from sennit.runtime.planner.kinds import Kind
 from sennit.runtime.planner.schedule import PHASES
 from sennit.runtime.planner.search import Found, Owners, Searched
 from sennit.runtime.planner.splits import Split
-from sennit.runtime.planner.step_time import Rating
+from sennit.runtime.planner.step_time import Kind, Rating
 from sennit.runtime.sharded.placement import EVERYWHERE
 
 # Lines of a table that people read.

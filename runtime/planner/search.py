@@ -13,8 +13,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from sennit.runtime.planner.kinds import Kind
-from sennit.runtime.planner.step_time import Rating, Work
+from sennit.runtime.planner.step_time import Kind, Rating, Work
 from sennit.runtime.sharded.placement import EVERYWHERE, SHARDINGS, Placement, place
 from sennit.runtime.sharded.tables import Home, Shard, shard_name
 from sennit.transport.errors import ConfigError
@@ -26,7 +25,7 @@ Owners = npt.NDArray[np.int64]
 CANDIDATES: Final = 12
 # Placements of single tables that local search rates, and how many rounds without gain end it.
 MOVES_MAX: Final = 60_000
-# Of the slowest rank, in a round.
+# Tables of the slowest rank that a round of local search tries elsewhere.
 TABLES_A_ROUND: Final = 24
 # Tables of an exact search, and the partial placements that it may look at.
 EXACT_TABLES: Final = 10

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from enum import IntEnum
 from functools import cached_property
 from typing import Any, Final
 
@@ -18,7 +19,6 @@ import numpy.typing as npt
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.runtime.memory.large_buffers import KEPT_BYTES
 from sennit.runtime.planner.constants import Kernel
-from sennit.runtime.planner.kinds import KINDS, Kind
 from sennit.runtime.planner.problem import Problem
 from sennit.runtime.planner.schedule import FORWARD, PHASES, Schedule, Time
 from sennit.runtime.replicas.reduction import BUCKET_BYTES
@@ -32,6 +32,47 @@ from sennit.transport.choice.costs import Collective, Costs
 from sennit.transport.choice.selection import Selection
 from sennit.transport.plans.hosts import Hosts
 from sennit.transport.plans.tree import Span, cover
+
+
+class Kind(IntEnum):
+    """What a rank does for its shards: the rows of `Work`. Seconds are those of one thread that nobody disturbs."""
+
+    IDS = 0
+    """Seconds to take in the ids that come."""
+    IDS_SENT = 1
+    """Bytes of ids that come for each sample of any rank."""
+    LOOKUP = 2
+    """Seconds of lookups."""
+    SUMS_SENT = 3
+    """Bytes of sums that go back for each sample."""
+    BAGS = 4
+    """Seconds to put sums of a sample together, for each sample of the rank."""
+    PACKED = 5
+    """Seconds to pack the gradients of a sample."""
+    GRADIENTS_SENT = 6
+    """Bytes of gradients that come for each sample."""
+    UPDATE = 7
+    """Seconds of updates."""
+    ROWS = 8
+    """Seconds to read rows from files and to write them back."""
+    MEMORY = 9
+    """Bytes in the tier that tables are in."""
+    SUMMED = 10
+    """Replicated tables: seconds if sums of rows travel."""
+    SUMMED_BYTES = 11
+    """Replicated tables: bytes that each rank gives if sums of rows travel."""
+    LISTED = 12
+    """Replicated tables: seconds if lookups travel."""
+    LISTED_BYTES = 13
+    """Replicated tables: bytes if lookups travel."""
+    FOUND = 15
+    """Bytes that lookups write for a sample."""
+    OWN = 14
+    """Bytes in the memory of the rank, whatever the tier: replicas, tensor trains, tables whose home is there."""
+
+
+KINDS: Final = len(Kind)
+
 
 Work = npt.NDArray[np.float64]
 """[..., kinds of work, ranks]."""
@@ -133,7 +174,7 @@ class Rating:
         return self._known[number]
 
     def _seconds(self, number: int, shares: Work, distinct: Work) -> tuple[Work, Work]:
-        """Of the lookup and the update of each shard, [row shards, column shards]."""
+        """Seconds of the lookup and of the update of each shard, [row shards, column shards]."""
         problem, table = self.problem, self.problem.tables[number]
         constants, features = problem.constants, len(table.features)
         dims = np.array([table.column_range(column).size for column in range(table.column_shards)])[None, :]
@@ -161,7 +202,7 @@ class Rating:
         )
 
     def _file_seconds(self, number: int, distinct: Work) -> Work:
-        """Of rows that the cache does not hold: the share of tables that it has no room for."""
+        """Seconds for rows that the cache does not hold: the share of tables that it has no room for."""
         problem, memory = self.problem, self._of_batch(number)[2]
         cached = min(1.0, (problem.cluster.cache_bytes or 0) * problem.cluster.ranks / max(self.file_bytes, 1.0))
         rows = np.maximum(1, np.diff(problem.tables[number].row_borders))[:, None]
@@ -175,7 +216,7 @@ class Rating:
 
     @cached_property
     def file_bytes(self) -> float:
-        """Of all tables in files."""
+        """Bytes of all tables in files."""
         in_files = [number for number, table in enumerate(self.problem.tables) if self._is_in_file(table)]
         return sum(float(self._of_batch(number)[2].sum()) for number in in_files)
 
@@ -277,7 +318,7 @@ class Rating:
         )
 
     def seconds(self, work: Work) -> Any:
-        """Of a step, [...]."""
+        """Seconds of a step, [...]."""
         return sum(self.phases(work).values())
 
     def rank_seconds(self, work: Work) -> Work:
@@ -322,7 +363,7 @@ class Rating:
 
     @property
     def _own_byte_s(self) -> float:
-        """Of what a rank sends to itself. A rank alone sends nothing."""
+        """Seconds for a byte that a rank sends to itself. A rank alone sends nothing."""
         return self.problem.constants.memory.copy_byte_s if self.problem.cluster.ranks > 1 else 0.0
 
     def _fresh(self, size_bytes: Work) -> Work:
@@ -379,7 +420,7 @@ class Rating:
 
     @cached_property
     def _all_reduce(self) -> Time:
-        """Of the gradients of the model, by the algorithm that the transport takes."""
+        """The time of the AllReduce of the model's gradients, by the algorithm that the transport takes."""
         cluster, size_bytes = self.problem.cluster, self.problem.fixed.gradient_bytes
         if cluster.ranks == 1 or not size_bytes:
             return Time()
@@ -421,7 +462,7 @@ def _nodes(rows: npt.NDArray[np.int64], row_shards: int) -> int:
 
 
 def _train_flops(table: Table) -> float:
-    """Of a row: a product of its slices of three cores."""
+    """Floating-point operations for a row of a tensor train: a product of its slices of three cores."""
     spec = table.spec_of(0, 0)
     if not isinstance(spec, TensorTrainSpec):
         return 0.0

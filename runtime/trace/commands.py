@@ -183,7 +183,7 @@ def _session(
     **choices: bool,
 ) -> None:
     """Runs the session of the module `name`: what `attach` opens, with tables of what `collect` finds by `choices`."""
-    from sennit.runtime.trace import intervals, session
+    from sennit.runtime.trace import session
     from sennit.runtime.trace.target import SessionError, target_of, why_empty
     from sennit.transport.errors import Unsupported
 
@@ -204,7 +204,7 @@ def _session(
         def show() -> None:
             nonlocal before
             now = collect()
-            console.print(kind.table(intervals.since(before, now)))
+            console.print(kind.table(session.since(before, now)))
             before = now
 
         try:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every session does: runs a program on tracepoints of the core, in one process or all, for a given time."""
+"""What every session does: runs a program on tracepoints of the core, in one process or all, for a given time.
+
+A session may print tables in intervals. `since` subtracts what earlier tables had.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,53 @@ import os
 import signal
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import Any, ClassVar, Final, Protocol, TypeVar
 
 from sennit.ebpf.compiler import INCLUDE, PROGRAMS
 from sennit.runtime.trace import kernel_headers
 from sennit.runtime.trace.target import SessionError, Target
+
+
+class Row(Protocol):
+    """A dataclass of counts, or of mappings of counts, beside the fields that `KEY` and `LEVELS` name."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    KEY: ClassVar[tuple[str, ...]]
+    """The fields that say which process, rank or path the row counts."""
+    LEVELS: ClassVar[tuple[str, ...]]
+    """The fields whose present value counts, and not a difference."""
+
+
+RowType = TypeVar("RowType", bound=Row)
+
+
+def since(before: Sequence[RowType], now: Sequence[RowType]) -> list[RowType]:
+    """The rows of `now` with what they have counted since `before`."""
+    known = {_key(row): row for row in before}
+    return [_less(row, known[_key(row)]) if _key(row) in known else row for row in now]
+
+
+def _key(row: Row) -> tuple[Any, ...]:
+    return type(row), *(getattr(row, name) for name in row.KEY)
+
+
+def _less(row: RowType, before: RowType) -> RowType:
+    counts = [one.name for one in fields(row) if one.name not in (*row.KEY, *row.LEVELS)]
+    return replace(row, **{name: _difference(getattr(row, name), getattr(before, name)) for name in counts})
+
+
+def _difference(now: Any, before: Any) -> Any:
+    if isinstance(now, Counter):
+        return now - before
+    if isinstance(now, dict):
+        return {name: _difference(value, before[name]) if name in before else value for name, value in now.items()}
+    return now - before
+
 
 TRACEFS: Final = Path("/sys/kernel/tracing")
 # sched.h, sys/mount.h

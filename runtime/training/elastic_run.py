@@ -28,10 +28,9 @@ from sennit.runtime.timeline.spans import TimelineError
 from sennit.runtime.timeline.timeline import Timeline
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.handover import Claim, Holding, find_source, take_over
-from sennit.runtime.training.history import History, numbered
 from sennit.runtime.training.report import Change, RunReport
 from sennit.runtime.training.resumption import go_back
-from sennit.runtime.training.stretch import begin_run, shown_by, tell, tell_timeline, train
+from sennit.runtime.training.stretch import History, begin_run, numbered, shown_by, tell, tell_timeline, train
 from sennit.runtime.training.supply import MakeSource, served
 from sennit.runtime.training.trainer import Trainer
 from sennit.transport.errors import ConfigError, PeerError

@@ -20,10 +20,9 @@ from sennit.runtime.ingest.fed import Door
 from sennit.runtime.timeline.timeline import Timeline
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.elastic_run import ElasticRun, check_terms, publish_terms
-from sennit.runtime.training.history import History, numbered
 from sennit.runtime.training.report import RunReport
 from sennit.runtime.training.resumption import check_data, publish_data
-from sennit.runtime.training.stretch import begin_run, shown_by, train
+from sennit.runtime.training.stretch import History, begin_run, numbered, shown_by, train
 from sennit.runtime.training.supply import MakeSource, fed_sources, memory_sources, served
 from sennit.transport.meeting.membership import Terms
 

@@ -1,32 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One stretch of a run: training in one group of ranks, until the run ends or newcomers wait."""
+"""One stretch of a run: training in one group of ranks, until the run ends or newcomers wait.
+
+An elastic run has several. Its `History` goes from one stretch to the next.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch.distributed as dist
 
 from sennit.command_line import busy
+from sennit.offload.sketch import Sketch
 from sennit.runtime.backend.process_group import BACKEND_NAME, communicator
 from sennit.runtime.checkpoint.fingerprint import fingerprint
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.ingest.sketches import save_sketch
 from sennit.runtime.telemetry.process_cost import CostMeter
 from sennit.runtime.timeline.timeline import Timeline
+from sennit.runtime.timeline.trace_file import with_word
 from sennit.runtime.training import resumption
 from sennit.runtime.training.best import Best
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.display import ConsoleDisplay, Listener, Listeners, TensorBoardLog, stdout_console
 from sennit.runtime.training.handover import Holding
-from sennit.runtime.training.history import History
 from sennit.runtime.training.metrics import Quality
-from sennit.runtime.training.report import EmbeddingSize, RankReport, RunReport, render, write_json
+from sennit.runtime.training.rebalance import Moved
+from sennit.runtime.training.report import Change, EmbeddingSize, RankReport, RunReport, render, write_json
 from sennit.runtime.training.trainer import StepReport, Trainer
+
+
+@dataclass(kw_only=True, slots=True)
+class History:
+    """What an elastic run has behind it: changes of its ranks, moves of shards, counted ids. Each rank has one.
+
+    Changes and moves are equal on all ranks, once a newcomer has been told them.
+    """
+
+    changes: list[Change] = field(default_factory=list)
+    moved: Moved = field(default_factory=Moved)
+    counted: Sketch | None = None
+    """The ids that feeders sent to this rank in earlier groups, for `--sketch`."""
+
+    def count(self, source: BatchSource) -> None:
+        """Adds the ids that `source` has counted. The source is about to end."""
+        found = source.sketch()
+        if found is None:
+            return
+        found = found.since(None)
+        if self.counted is not None:
+            found.merge(self.counted)
+        self.counted = found
+
+    @property
+    def sketch_note(self) -> str:
+        """A warning for readers of this run's sketch; empty if its ranks have never changed."""
+        if not self.changes:
+            return ""
+        texts = "; ".join(str(change).partition(":")[0] for change in self.changes)
+        what = "Counts of lost ranks are missing. Samples that were fed again count again."
+        return f"The ranks of this run changed: {texts}. {what}"
+
+
+def numbered(path: Path, group: int) -> Path:
+    """The file of a run's groups, from 1: run.json.gz, run.2.json.gz, …"""
+    return path if group == 1 else with_word(path, f"{group}")
+
 
 Begin = Callable[[Trainer], None]
 

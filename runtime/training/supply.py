@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch.distributed as dist
 
 from sennit.runtime.data.batch_source import BatchSource, MemorySource
-from sennit.runtime.data.prepared import PreparedData
+from sennit.runtime.data.preprocessing import PreparedData
 from sennit.runtime.ingest.fed import Door, FedSource, group_failure
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.rebalance import shape_of

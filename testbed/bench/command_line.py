@@ -1,11 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit bench`: its commands, and an example of each."""
+"""`sennit bench`: its commands, an example of each, and `sennit bench all`.
+
+A command imports what it needs when it runs, so that `--help` stays quick.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from sennit.testbed.bench.comparison_command import compare
+from sennit.command_line import fail, stdout_console, write_text
 from sennit.testbed.bench.gpu.gpu_command import gpu
-from sennit.testbed.bench.running import measured
+from sennit.testbed.bench.running import measured, progress, write
 from sennit.testbed.bench.samples.samples_commands import feed, ingest, offload
 from sennit.testbed.bench.tables.table_commands import embedding, tiers
 from sennit.testbed.bench.training.training_commands import (
@@ -20,6 +28,36 @@ from sennit.testbed.bench.training.training_commands import (
     timeline,
 )
 from sennit.testbed.bench.transport.transport_commands import codecs, collectives, group, rdma
+
+
+def compare(
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="write JSON, tables and two pictures there: send it with your machine"),
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="turns of each peer; the median is reported", min=2)] = 15,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="small sizes: shows that all runs, and says little about speed")
+    ] = False,
+) -> None:
+    """Run every peer that is installed beside sennit: gloo, OpenMPI, FBGEMM, TorchRec, plain torch. Takes minutes."""
+    from rich.markdown import Markdown
+
+    from sennit.testbed.bench import comparison, comparison_page
+
+    settings = comparison.Settings(rounds=rounds, quick=quick)
+    try:
+        with progress() as update:
+            found = comparison.run(settings, update)
+    except comparison.FAILURES as error:
+        fail(error)
+    stdout_console().print(Markdown(comparison_page.tables(found)))
+    if report is not None:
+        write(report / comparison_page.FIGURES, found.as_json())
+        for name, text in comparison_page.files(found).items():
+            write_text(report / name, text)
+        typer.echo(f"written to {report}: {comparison_page.PAGE} has it all")
+
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure sennit and its peers in turn, in one run.")
 

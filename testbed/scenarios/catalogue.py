@@ -40,7 +40,7 @@ SAME_BITS: Final = Goal(measure="distinct_digests", at_least=1, at_most=1, must=
 
 SHORT_WORKLOAD: Final[dict[str, Any]] = {"size_bytes": 2 * MIB, "repetitions": 2, "rounds": 2}
 
-# Of `same-bits`. One shot takes as many bytes in all its worlds, where a rank may give two nodes.
+# Sizes of `same-bits`. All its worlds run this size in one shot, also where a rank gives two nodes.
 LEAVES: Final = 8
 LEAF_BYTES: Final = 64 << 10
 

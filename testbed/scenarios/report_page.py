@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from sennit.testbed.scenarios import measures, plots
-from sennit.testbed.scenarios.results import Case, Results, digest_table
-from sennit.testbed.scenarios.verdicts import Status
+from sennit.testbed.scenarios.results import Case, Results, Status, digest_table
 from sennit.transport.sizes import format_size
 
 STYLE: Final = Path(__file__).with_name("page.css")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All cases of one run as plain data: the source of the page, and what other programs read.
+"""All cases of one run as plain data, with the verdict on each goal: the source of the page and of other programs.
 
 `results.json` has the fields of `Results.as_json`. A change of their meaning increases SCHEMA.
 """
@@ -8,16 +8,53 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
 from sennit.command_line import json_text
 from sennit.testbed.scenarios import fault_timeline, measures
-from sennit.testbed.scenarios.model import Library, Scenario, goal_as_json
+from sennit.testbed.scenarios.model import Goal, Library, Scenario, goal_as_json
 from sennit.testbed.scenarios.stage import Observations, Run
-from sennit.testbed.scenarios.verdicts import Judged, Status
+
+
+class Status(StrEnum):
+    """The outcome of a case."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    UNSUPPORTED = "unsupported"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """A goal with the measured value."""
+
+    goal: Goal
+    value: float | None
+    """None: the run gave no such measure."""
+
+    @property
+    def met(self) -> bool:
+        return self.goal.met_by(self.value)
+
+    def word(self, *, strict: bool) -> str:
+        if self.met:
+            return "met"
+        return "failed" if self.goal.must or strict else "short"
+
+
+def judge(goals: Sequence[Goal], measures: Mapping[str, float]) -> list[Judged]:
+    return [Judged(goal=goal, value=measures.get(goal.measure)) for goal in goals]
+
+
+def status_of(judged: Sequence[Judged], *, strict: bool) -> Status:
+    """Failed if a goal of correctness or bounded time is missed, or with `strict` any goal."""
+    missed = any(not one.met and (one.goal.must or strict) for one in judged)
+    return Status.FAILED if missed else Status.PASSED
+
 
 SCHEMA: Final = 1
 SERIES_PERIOD_S: Final = 0.01

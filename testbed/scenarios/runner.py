@@ -13,10 +13,9 @@ from typing import Final
 
 from sennit.doctor import capabilities
 from sennit.runtime.calibrate import machine
-from sennit.testbed.scenarios import measures, results, stage, verdicts
+from sennit.testbed.scenarios import measures, results, stage
 from sennit.testbed.scenarios.model import Scenario
-from sennit.testbed.scenarios.results import Case, Results
-from sennit.testbed.scenarios.verdicts import Status
+from sennit.testbed.scenarios.results import Case, Results, Status
 from sennit.testbed.topology import Impairer
 from sennit.testbed.topology.switch import resolve
 
@@ -101,8 +100,8 @@ def run_case(
 
 def _judge(case: Case, scenario: Scenario, seen: stage.Observations, *, strict: bool) -> None:
     case.measures = measures.measure(seen)
-    judged = verdicts.judge(scenario.goals, case.measures)
-    case.status = verdicts.status_of(judged, strict=strict)
+    judged = results.judge(scenario.goals, case.measures)
+    case.status = results.status_of(judged, strict=strict)
     case.goals = results.judged_as_json(judged, strict=strict)
     case.runs = results.runs_as_json(seen)
     case.trainings = results.trainings_as_json(seen)

@@ -2,26 +2,68 @@
 """Plays a training run on hosts with two networks each, and counts what passes each of them.
 
 Like a ZionEX node (Mudigere et al., ISCA '22), a host has a front-end network for torchrun, its store, the samples and
-the checkpoints, and a back-end network for the collectives. Which is which, only addresses and SENNIT_INTERFACES say.
+the checkpoints, and a back-end network for the collectives. Only addresses and SENNIT_INTERFACES say which network is
+which.
 """
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
+import socket
 import subprocess
 import sys
+import tarfile
+import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from sennit.testbed.scenarios.carried import carry
 from sennit.testbed.scenarios.counters import total
 from sennit.testbed.scenarios.model import Job
 from sennit.testbed.scenarios.ranks import RankError
 from sennit.testbed.topology import Planes
 from sennit.testbed.topology.traffic import Kind, PacketCounter, filter_of, interface_bytes
+
+STORAGE_PORT: Final = 2049
+CARRY_TIMEOUT_S: Final = 60.0
+
+
+def carry(planes: Planes, folder: Path, target: Path, *, source: int, destination: int, address: str) -> int:
+    """Sends `folder` from host `source` to host `destination`, as storage would. Returns the bytes of its files.
+
+    `address` is of the destination, in the network that the bytes take. All hosts of a topology see the same disks, so
+    only sockets of both hosts make the bytes travel. Raises OSError if files differ after it.
+    """
+    with (
+        planes.within(destination, socket.create_server, (address, STORAGE_PORT)) as server,
+        planes.within(source, socket.create_connection, (address, STORAGE_PORT), CARRY_TIMEOUT_S) as sender,
+    ):
+        server.settimeout(CARRY_TIMEOUT_S)
+        receiver, _ = server.accept()
+        with receiver:
+            receiver.settimeout(CARRY_TIMEOUT_S)
+            thread = threading.Thread(target=_send, args=(folder, sender), name="carry", daemon=True)
+            thread.start()
+            with receiver.makefile("rb") as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
+                # Python 3.11 before its fourth patch has no filters.
+                archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
+                archive.extractall(target)
+            thread.join(CARRY_TIMEOUT_S)
+    names = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
+    _, different, missing = filecmp.cmpfiles(folder, target, names, shallow=False)
+    if different or missing:
+        raise OSError(f"{folder} did not arrive whole: {[*different, *missing]}")
+    return sum((target / name).stat().st_size for name in names)
+
+
+def _send(folder: Path, sender: socket.socket) -> None:
+    with sender.makefile("wb") as stream, tarfile.open(fileobj=stream, mode="w|") as archive:
+        archive.add(folder, arcname=".")
+    sender.shutdown(socket.SHUT_WR)
+
 
 FRONT, BACK = "front_end", "back_end"
 PLANES: Final = {FRONT: "plane0", BACK: "plane1"}

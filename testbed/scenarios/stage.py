@@ -48,7 +48,7 @@ CAPTURE_TIMEOUT_S: Final = 3.0
 CAPTURE_LOOK_S: Final = 0.02
 CAPTURE_HEADER_BYTES: Final = 24
 
-# Of the impairment, of the limited queues, of each rank, and of the ranks' kernels.
+# Counters of the impairment, of the limited queues, of each rank, and of the ranks' kernels.
 _Counters = tuple[dict[str, int], dict[str, int], list[dict[str, int]], dict[str, int]]
 
 

@@ -21,10 +21,9 @@ from sennit.runtime.model.inputs import ModelInputs
 from sennit.runtime.planner import dense
 from sennit.runtime.planner.cluster import Cluster
 from sennit.runtime.planner.constants import Constants
-from sennit.runtime.planner.kinds import Kind
 from sennit.runtime.planner.problem import Fixed, Problem
 from sennit.runtime.planner.schedule import PHASES, Schedule, Time
-from sennit.runtime.planner.step_time import Rating
+from sennit.runtime.planner.step_time import Kind, Rating
 from sennit.runtime.planner.usage import assumed
 from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.tables import Table
@@ -61,7 +60,7 @@ class Shape:
     bottom: tuple[int, ...] = (512, 256)
     top: tuple[int, ...] = (512, 256)
     samples: int = 512
-    """Of a host in a step: as of a GPU in Mudigere et al. (ISCA 2022)."""
+    """Samples of a host in a step: as many as a GPU has in Mudigere et al. (ISCA 2022)."""
 
     speed: float = 1.0
     """How many times as fast as one core of this machine a host computes."""
@@ -77,7 +76,7 @@ class Shape:
         )
 
     def owners(self, hosts: int) -> list[npt.NDArray[np.int64]]:
-        """Of each table, [1, column shards]: shards in order, equally many on each host."""
+        """The owners of each table, [1, column shards]: shards in order, equally many on each host."""
         shard = np.arange(self.shards).reshape(self.tables, 1, self.column_shards)
         return list(shard * hosts // self.shards)
 
@@ -113,13 +112,13 @@ class Step:
         return float(sum(schedule.exposed(self.times).values()))
 
     def exposed_share(self, *, overlapped: bool) -> float:
-        """Of a step: what is no computation."""
+        """The share of a step that is no computation."""
         seconds = self.seconds(overlapped=overlapped)
         return max(0.0, 1 - self.computed_s / seconds)
 
 
 def rating(shape: Shape, hosts: int, constants: Constants, fixed: Fixed) -> Rating:
-    """Of the model on so many hosts, with a network that takes no time. Sums of what arrives take theirs."""
+    """The rating of the model on `hosts` hosts, with a network that takes no time. Only folds of arrived data do."""
     folds = Costs(
         round_s=0.0, message_s=0.0, byte_s=0.0, peer_share=0.0, fold_byte_s=constants.network.network.fold_byte_s
     )

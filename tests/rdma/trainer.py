@@ -25,9 +25,8 @@ from sennit.runtime.backend.process_group import register
 from sennit.runtime.data import sources
 from sennit.runtime.data.batch_source import MemorySource, prepared
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.history import History
 from sennit.runtime.training.report import RunReport
-from sennit.runtime.training.stretch import train
+from sennit.runtime.training.stretch import History, train
 from sennit.testbed.vm import links
 
 WORLD = 2

@@ -21,10 +21,9 @@ from sennit.runtime.model.sharding_settings import sharding_of
 from sennit.runtime.planner import plan_file
 from sennit.runtime.planner.cluster import Cluster, read_cluster
 from sennit.runtime.planner.constants import Constants, Sharing, as_json, read_constants
-from sennit.runtime.planner.kinds import Kind
 from sennit.runtime.planner.problem import Fixed, Problem
 from sennit.runtime.planner.search import Found, exact, greedy, local, of_placement, rate, round_robin, search
-from sennit.runtime.planner.step_time import Rating
+from sennit.runtime.planner.step_time import Kind, Rating
 from sennit.runtime.planner.usage import assumed, counted, uses
 from sennit.runtime.sharded.placement import place
 from sennit.runtime.sharded.tables import Home, Shard, Table, shard_bytes, shards_of

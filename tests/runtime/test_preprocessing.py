@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sennit.runtime.data.errors import DataError
-from sennit.runtime.data.fingerprint import fingerprint
 from sennit.runtime.data.preprocessing import Preprocessing
-from sennit.runtime.data.raw_samples import Feature, RawSamples
+from sennit.runtime.data.raw_samples import Feature, RawSamples, fingerprint
 from sennit.runtime.data.schema import DenseField
 
 arrow = pytest.importorskip("pyarrow")

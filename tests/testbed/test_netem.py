@@ -15,7 +15,7 @@ pytest.importorskip("pyroute2", reason="missing capability tc-bpf: pyroute2 is n
 from sennit.doctor import capabilities
 from sennit.testbed.scenarios import runner
 from sennit.testbed.scenarios.catalogue import SCENARIOS
-from sennit.testbed.scenarios.verdicts import Status
+from sennit.testbed.scenarios.results import Status
 from sennit.testbed.topology import Direction, Impairer, Impairment, Planes, namespace, switch
 from sennit.testbed.topology.netem import NetemCounters, NetemQueue, batch_line, parse_counters, why_not
 from sennit.testbed.topology.netem_switch import NetemSwitch

@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("pyroute2", reason="the extra `testbed` is not installed")
 
-from sennit.testbed.scenarios import fault_timeline, hostile, kernel_packets, measures, results, verdicts
+from sennit.testbed.scenarios import fault_timeline, hostile, kernel_packets, measures, results
 from sennit.testbed.scenarios.catalogue import SCENARIOS, choose
 from sennit.testbed.scenarios.counters import difference
 from sennit.testbed.scenarios.model import (
@@ -447,14 +447,14 @@ def test_path_shares_sum_to_one() -> None:
 
 def test_goals_of_speed_fail_a_case_only_when_strict() -> None:
     goals = (Goal(measure="wrong_results", at_most=0, must=True), Goal(measure="goodput_kept", at_least=0.9))
-    slow = verdicts.judge(goals, {"wrong_results": 0, "goodput_kept": 0.5})
-    assert verdicts.status_of(slow, strict=False) is verdicts.Status.PASSED
-    assert verdicts.status_of(slow, strict=True) is verdicts.Status.FAILED
+    slow = results.judge(goals, {"wrong_results": 0, "goodput_kept": 0.5})
+    assert results.status_of(slow, strict=False) is results.Status.PASSED
+    assert results.status_of(slow, strict=True) is results.Status.FAILED
     assert [one.word(strict=False) for one in slow] == ["met", "short"]
-    wrong = verdicts.judge(goals, {"wrong_results": 1, "goodput_kept": 1.0})
-    assert verdicts.status_of(wrong, strict=False) is verdicts.Status.FAILED
+    wrong = results.judge(goals, {"wrong_results": 1, "goodput_kept": 1.0})
+    assert results.status_of(wrong, strict=False) is results.Status.FAILED
     # A goal without a measure is not met.
-    assert verdicts.status_of(verdicts.judge(goals, {"goodput_kept": 1.0}), strict=False) is verdicts.Status.FAILED
+    assert results.status_of(results.judge(goals, {"goodput_kept": 1.0}), strict=False) is results.Status.FAILED
     assert dataclasses.replace(goals[1], at_most=0.95).text() == "≥ 0.9 and ≤ 0.95"
 
 

@@ -12,7 +12,7 @@ pytest.importorskip("pyroute2", reason="the extra `testbed` is not installed")
 from sennit.testbed.scenarios import runner
 from sennit.testbed.scenarios.catalogue import SCENARIOS
 from sennit.testbed.scenarios.model import Library
-from sennit.testbed.scenarios.verdicts import Status
+from sennit.testbed.scenarios.results import Status
 from sennit.testbed.topology import Impairer
 from sennit.testbed.topology.switch import NEEDS
 

@@ -18,7 +18,7 @@ pytest.importorskip("sennit.transport._core", reason="the native core is not bui
 
 from sennit.ebpf.compiler import PROGRAMS
 from sennit.offload import tracepoints as of_ingest
-from sennit.runtime.trace import ingest, intervals, loss, ops, paths, session, stalls, target
+from sennit.runtime.trace import ingest, loss, ops, paths, session, stalls, target
 from sennit.runtime.trace.target import SessionError, target_of, why_empty
 from sennit.transport import tracepoints
 from sennit.transport.tracepoints import PathState
@@ -41,7 +41,7 @@ def test_an_interval_has_what_came_in_it() -> None:
     now = paths.Path(rank=0, peer=1, path=0, sent_packets=9, state=PathState.GOOD, rtt_us=Counter({3: 2, 4: 2, 7: 1}))
     now.state_s = {"good": 1.5, "bad": 0.25}
     new = paths.Path(rank=1, peer=0, path=0, sent_packets=3)
-    between, first = intervals.since([before], [now, new])
+    between, first = session.since([before], [now, new])
     assert (between.rank, between.peer, between.path, between.sent_packets, between.state) == (
         0,
         1,
@@ -58,16 +58,16 @@ def test_shares_and_rates_of_an_interval_are_its_own() -> None:
     kind = stalls.Kind.SEND
     before = stalls.Wait(rank=0, kind=kind, peer=None, busy_s=1.0, whole_s=1.0, open=3)
     now = stalls.Wait(rank=0, kind=kind, peer=None, busy_s=1.5, whole_s=3.0, open=2)
-    (between,) = intervals.since([before], [now])
+    (between,) = session.since([before], [now])
     assert (between.share, between.open, between.kind) == (0.25, 2, kind)
     start = ingest.Trainer(process=7, rank=0, batches=11, later_batches=10, seconds=1.0, asked={"gap": 1})
     later = ingest.Trainer(process=7, rank=0, batches=31, later_batches=30, seconds=2.0, asked={"gap": 4})
-    (rate,) = intervals.since([start], [later])
+    (rate,) = session.since([start], [later])
     assert (start.batches_per_s, rate.batches, rate.batches_per_s, rate.asked) == (10.0, 20, 20.0, {"gap": 3})
     group = ops.Group(kind="barrier", bytes_log2=0, rank=None, count=2, time_ns=50)
-    assert intervals.since([group], [group])[0] == ops.Group(kind="barrier", bytes_log2=0, rank=None)
+    assert session.since([group], [group])[0] == ops.Group(kind="barrier", bytes_log2=0, rank=None)
     path = loss.Path(rank=0, peer=1, path=2, lost=3)
-    assert intervals.since([path], [path]) == [loss.Path(rank=0, peer=1, path=2)]
+    assert session.since([path], [path]) == [loss.Path(rank=0, peer=1, path=2)]
 
 
 @pytest.fixture
