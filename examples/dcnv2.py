@@ -83,7 +83,7 @@ def main() -> None:
     schedulers = [LambdaLR(optimizer, lambda step: min(1, (step + 1) / WARM_UP)) for optimizer in optimizers]
 
     def logits_and_labels(batch_number: int) -> tuple[Tensor, Tensor]:
-        """Of the samples in this rank's slices. All ranks call it: ids and rows travel between them."""
+        """Logits and labels of this rank's slices. All ranks call it: ids and rows travel between them."""
         rows = order.rows(batch_number)
         own = rows[replicas.slices.own_samples(len(rows))]
         batch = samples.batch(own)

@@ -41,7 +41,7 @@ class Part:
     """One command of the long tests."""
 
     what: str
-    """Of the page: what it checks."""
+    """What the part checks, for the page."""
 
     command: tuple[str, ...]
     """With `{seed}` where the seed goes. A command that begins with `-` is given to this Python."""

@@ -127,7 +127,7 @@ def torch_problem() -> str | None:
 
 
 def exit_code(command: Sequence[str], output: IO[bytes], limit_s: float) -> int | None:
-    """Of a command; None if it took too long: then it is killed, with all that it has started."""
+    """The exit code of a command; None if it took too long: then it is killed, with all that it has started."""
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
     )

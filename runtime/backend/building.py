@@ -25,7 +25,7 @@ from sennit.runtime.backend import extension
 COMPILE_TIMEOUT_S: Final = 1800.0
 FLAGS: Final = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing")
 LINK_FLAGS: Final = ("-shared", "-s", "-Wl,--as-needed", "-Wl,-rpath,$ORIGIN/../sennit/transport")
-# Of what the compiler writes when it fails.
+# An error shows this many lines of the compiler's output.
 LINES_SHOWN: Final = 20
 
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 JOIN_S: Final = 60.0
 RUN_S: Final = 300.0
-# Of one plan in one turn. The plans take turns, so that other work for a moment does not spoil the times of one.
+# One plan runs this long in one turn. The plans take turns, so a short disturbance does not spoil the times of one.
 SAMPLE_S: Final = 0.01
 TURNS: Final = 5
 ITERATIONS_MIN, ITERATIONS_MAX = 1, 50
@@ -393,7 +393,7 @@ def render(contents: dict[str, Any], console: Console) -> None:
 
 
 def _render_kernels(kernels: dict[str, Any], console: Console) -> None:
-    """Of a bag of ten ids with 64 columns, all rows distinct or none."""
+    """Prints the times of a bag of ten ids with 64 columns, all rows distinct or none."""
     from rich.table import Table
 
     table = Table("kernel", "precision", title="An id of a bag of 10, 64 columns, on one thread")

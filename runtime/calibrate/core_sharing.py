@@ -36,9 +36,9 @@ STEP_S: Final = 0.04
 MEETINGS: Final = 4
 REPEATS_MAX: Final = 1_000
 WARM_CALLS: Final = 5
-# Of what a further thread has to do, against the first one: input and ids of a batch against the rest of a step.
+# A further thread has this share of the first one's work: input and ids of a batch against the rest of a step.
 BESIDE: Final = 0.25
-# What is slower than twice is so by other work of the machine.
+# A larger slowdown comes from other work of the machine.
 MOST: Final = 1.0
 
 

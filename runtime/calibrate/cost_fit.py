@@ -14,9 +14,9 @@ from sennit.errors import SennitError
 from sennit.transport.choice.cost_model import Traffic
 from sennit.transport.choice.costs import Costs
 
-# Of reweighting. The constants hardly change after half as many.
+# The fit reweights its samples this often. The constants hardly change after half as many rounds.
 ROUNDS: Final = 10
-# What a further peer may add to the price of a byte. More than all of it is disturbance.
+# A further peer adds at most this share to the price of a byte. A larger share is a disturbance.
 PEER_SHARES: Final = tuple(step / 20 for step in range(21))
 BYTES: Final = 2
 

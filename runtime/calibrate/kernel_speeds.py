@@ -257,7 +257,7 @@ def _small_steps(count: int, slices: int) -> dict[str, float]:
 
 
 class _Doubled(Wire):
-    """Of a rank whose only peer does what it does: what comes is what goes, so that Python's part alone takes time."""
+    """The wire of a rank whose only peer does the same: it receives what it sends, so only Python takes time."""
 
     def all_gather(self, kind: str, own: Any, sizes: Sequence[int]) -> Any:
         return torch.cat([own, own])
@@ -327,7 +327,7 @@ def _memory(folder: Path) -> Memory:
 
 
 def _fresh_byte_s() -> float:
-    """Of a tensor so large that its pages come from the kernel each time, beyond those of one that stays."""
+    """Seconds that a byte of new pages takes: a tensor whose pages come from the kernel, less one that is kept."""
     kept = torch.zeros(FRESH_BYTES // 4)
 
     def new() -> None:

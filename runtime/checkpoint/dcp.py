@@ -61,7 +61,7 @@ class Planned:
 
     @property
     def bytes(self) -> int:
-        """Of the tensors that all ranks write."""
+        """Bytes of the tensors that all ranks write."""
         return sum(
             about.size.numel() * about.properties.dtype.itemsize
             for about in self._metadata.state_dict_metadata.values()

@@ -44,6 +44,6 @@ def sha256_of_file(path: Path) -> str:
 
 
 def sha256_of_tensor(tensor: Tensor) -> str:
-    """Of its elements' bytes in row-major order, little-endian as on all processors that torch runs on."""
+    """SHA-256 over the elements' bytes in row-major order, little-endian as on all processors that torch runs on."""
     elements = tensor.detach().cpu().contiguous().reshape(-1)
     return hashlib.sha256(elements.view(torch.uint8).numpy().data).hexdigest()

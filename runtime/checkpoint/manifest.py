@@ -46,7 +46,7 @@ class Link:
 
     step: int
     sha256: str
-    """Of its manifest, which has those of its files."""
+    """SHA-256 of its manifest. The manifest has those of its files."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +83,7 @@ class Manifest:
 
     @property
     def sha256(self) -> str:
-        """Of all fields."""
+        """SHA-256 over all fields."""
         return _digest(self._content())
 
     def _content(self) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def _check_sha256(what: str, digest: Any) -> None:
 
 
 def _digest(content: Any) -> str:
-    """Of JSON, whatever its layout and the order of its fields."""
+    """SHA-256 of JSON. Layout and order of fields do not change it."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 

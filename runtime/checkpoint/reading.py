@@ -130,7 +130,7 @@ class _Link:
         self.index: Metadata = dcp.index(path)
         places = self.index.planner_data or {}
         self.names = {str(place[0]) for place in places.values()}
-        """Of the values of the state. DCP takes nested ones apart."""
+        """Names of the values of the state. DCP takes nested ones apart."""
 
     def is_whole(self, name: str) -> bool:
         """Whether a value that the folder has is not just some of its rows."""

@@ -209,7 +209,7 @@ class _Part:
     """What a rank has written."""
 
     results: list[Any]
-    """Of DCP."""
+    """What DCP returned for this rank's file."""
 
     files: dict[str, str]
     """SHA-256 by name."""
@@ -237,13 +237,13 @@ class _Save:
         self.partial, self.final, self.about, self.failure = partial, final, about, failure
         self._documents, self._keep = documents, keep
         self._partly = {name for name in written if rows_of(name) in written}
-        """Of these the files have rows."""
+        """Names of tensors of which the files have some rows."""
         self._planned = dcp.Planned(partial, dict(written), failure=failure)
         self.bytes = self._planned.bytes
         self._digests: dict[str, str] = {}
 
     def add_digests(self, state: Mapping[str, Any]) -> None:
-        """Adds those of tensors of which the files have rows. Tables go on changing, so this cannot be done later."""
+        """Adds SHA-256 of whole tensors of which the files have some rows. Tables change after this, so not later."""
         names = {name for name, _ in self._planned.tensors()} & self._partly & state.keys()
         self._digests = {name: sha256_of_tensor(state[name]) for name in sorted(names)}
 

@@ -66,7 +66,7 @@ def split_rows_in_torch(lengths: Tensor, values: Tensor, borders: Sequence[int])
         place = int(outside.nonzero()[0])
         raise IdError(f"id {int(values[place])} at position {place}; allowed: [{borders[0]}, {borders[-1]})")
     edges = torch.tensor(borders, device=values.device)
-    # Of equal borders the last one counts: a shard without rows has no ids.
+    # The last of equal borders counts: a shard without rows has no ids.
     shards = torch.searchsorted(edges[1:-1], values.to(torch.int64), right=True)
     bags = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths)
     cells = torch.bincount(shards * len(lengths) + bags, minlength=(len(borders) - 1) * len(lengths))

@@ -68,13 +68,13 @@ class Compiled:
     constants: dict[str, Any]
     warps: int
     registers: int
-    """Of a thread."""
+    """Registers of a thread."""
 
     spill_bytes: int
     """Stored and loaded by a thread."""
 
     shared_bytes: int
-    """Of a program."""
+    """Bytes of shared memory of a program."""
 
     loads: dict[int, int]
     stores: dict[int, int]

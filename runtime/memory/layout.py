@@ -55,7 +55,7 @@ class StoreLayout:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the tables."""
+        """Names of the tables."""
         return tuple(name for name, _ in self.tables)
 
     @property

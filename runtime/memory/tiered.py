@@ -73,7 +73,7 @@ class CachedTables(Closing):
         precision, total = precision or tables[0].precision, line_count + spare_count
         whole = allocate(replace(tables[0], row_count=total, precision=precision), optimizer, torch.device("cpu"))
         self.row_numbers = torch.zeros(total, dtype=torch.int64)
-        """Of `memory`."""
+        """The number of each row in `memory`."""
         self.memory = [
             replace(whole, spec=replace(spec, row_count=total, precision=precision), row_numbers=self.row_numbers)
             for spec in tables

@@ -30,7 +30,7 @@ class Cluster:
     ranks: int
     local_ranks: int
     cores: int
-    """Of a host. Its ranks share them; those of other hosts have their own."""
+    """Cores of a host. The ranks of a host share them."""
     limits: Sequence[int] | None = None
     """Bytes of memory of each rank for tables, or of its files if rows are there; None: no limit."""
     cache_bytes: int | None = None

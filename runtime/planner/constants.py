@@ -35,7 +35,7 @@ class Kernel:
     id_s: float
     id_element_s: float
     row_s: float
-    """Of each distinct row: it comes from memory. Other ids find it in a cache."""
+    """Seconds for each distinct row, which comes from memory. Other ids find the row in a cache."""
     row_element_s: float
 
     def seconds(self, *, bags: Any, ids: Any, rows: Any, dim: Any) -> Any:
@@ -53,9 +53,9 @@ class Overhead:
 
     step_s: float
     table_s: float
-    """Of each shard on the rank."""
+    """Seconds for each shard on the rank."""
     block_s: float
-    """Of each shard and slice of the global batch."""
+    """Seconds for each shard and slice of the global batch."""
 
     def seconds(self, tables: Any, slices: int) -> Any:
         return tables * (self.table_s + slices * self.block_s)
@@ -80,7 +80,7 @@ class Memory:
     copy_byte_s: float
     """A byte read and written in memory, by one thread."""
     fresh_byte_s: float
-    """And a byte of a buffer whose pages come from the kernel."""
+    """A byte of a buffer whose pages come from the kernel: what it takes beyond `copy_byte_s`."""
     file_row_s: float
     """A row read from a file behind a cache, and later written back."""
     file_byte_s: float
@@ -92,7 +92,7 @@ class Gemm:
 
     flop_s: float
     operator_s: float
-    """Of each call, however small."""
+    """Seconds for each call, however small."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,9 +108,11 @@ class Sharing:
     """What ranks and threads that share cores cost each other, beyond their turns, as shares of a step."""
 
     crowd: float
-    """Of ranks, with two a core or more: caches, and waits for one that is not running. With fewer ranks less."""
+    """What ranks cost each other if a core has two or more: they share caches, and wait for ranks that do not run. With
+    fewer ranks a part of it counts.
+    """
     switches: float
-    """Of a further thread in each rank, where all cores are in use."""
+    """What a further thread in each rank costs if all cores are in use."""
 
 
 def _kernels(**values: tuple[float, ...]) -> dict[str, Kernel]:
@@ -146,7 +148,7 @@ class Constants:
             "update": Overhead(step_s=5e-5, table_s=6e-6, block_s=1e-6),
         }
     )
-    """Of the phases of a step."""
+    """By phase of a step."""
     memory: Memory = Memory(copy_byte_s=6e-11, fresh_byte_s=2.5e-10, file_row_s=6e-6, file_byte_s=1e-9)
     gemm: Gemm = Gemm(flop_s=1.2e-11, operator_s=1e-5)
     replicas: Replicas = Replicas(step_s=3.5e-4, table_s=1e-5)
@@ -157,7 +159,7 @@ class Constants:
     has_kernels: bool = False
     """Whether a file had them."""
     cores: int = 0
-    """Of the machine that was measured, and the ranks that shared them then; 0: not known."""
+    """Cores of the machine that was measured, and the ranks that shared them then; 0: not known."""
     ranks: int = 0
 
     def crowding(self) -> float:

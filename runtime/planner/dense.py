@@ -23,7 +23,7 @@ from sennit.runtime.replicas.reduction import Reduction
 from sennit.runtime.replicas.replicas import SlicedReplicas
 from sennit.runtime.sharded.slices import Slices
 
-# Of one measurement; a run that starts takes less.
+# Seconds of one measurement. A run that starts takes the short ones.
 BUDGET_S, SHORT_BUDGET_S = 1.0, 0.1
 TURNS_MIN, TURNS_MAX = 3, 25
 # More than a core's part of the caches holds.
@@ -91,14 +91,14 @@ def _own_slices(slices: Slices, batch: int) -> tuple[Slices, int]:
 
 
 class _OwnSums(Reduction):
-    """Of a rank without others: its one node is the whole tree."""
+    """Sums of a rank without others: its one node is the whole tree."""
 
     def total(self, layout: Layout, bucket: Bucket, rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
         return rows[0, bucket.start : bucket.end].to(bucket.dtype, copy=True)
 
 
 class _Alone(SlicedReplicas):
-    """Of a rank without others. It needs no process group: no other rank takes part in a measurement."""
+    """Replicas of a rank without others. They need no process group: no other rank takes part in a measurement."""
 
     def __init__(self, module: nn.Module, slices: Slices) -> None:
         nn.Module.__init__(self)
@@ -106,7 +106,7 @@ class _Alone(SlicedReplicas):
 
 
 def input_seconds(source: BatchSource, budget_s: float = BUDGET_S, *, copies: bool = False) -> float:
-    """Of a sample of this rank, as `source` hands out the batches of its first epoch. `copies`: with a copy of each."""
+    """Seconds that `source` takes for a sample of this rank, over its first epoch. `copies`: it also copies batches."""
     samples, number = 0, 0
     count = min(source.order.steps_per_epoch, source.order.step_count)
 

@@ -16,7 +16,7 @@ from sennit.runtime.planner.usage import Use
 from sennit.runtime.sharded.placement import EVERYWHERE, Placement
 from sennit.runtime.sharded.tables import Shard, Table, shard_bytes, shard_name
 
-# Of a step. What is less may be an error of the prediction.
+# A move has to save this share of a step: a smaller one may be an error of the prediction.
 GAIN_MIN: Final = 0.03
 # A move has to save so many times what it costs.
 SAVED_MIN: Final = 2.0
@@ -85,9 +85,9 @@ def _moves(rating: Rating, before: Placement, after: Placement) -> tuple[dict[st
 
 
 def _seconds(rating: Rating, came: np.ndarray) -> float:
-    """Of a move in which each rank gets so many bytes: they travel one shard after the other, to new memory.
+    """Seconds of a move in which each rank gets `came` bytes. Shards travel one after the other, to new memory.
 
-    All files are written anew: what was in them is read and copied, and read and written once more.
+    If tables are in files, all files are written anew: rows are read and copied, and then read and written once more.
     """
     cluster, memory = rating.problem.cluster, rating.problem.constants.memory
     byte_s = rating.far.byte_s if cluster.hosts > 1 else rating.near.byte_s

@@ -49,7 +49,7 @@ class Problem:
 
     @property
     def samples(self) -> npt.NDArray[np.float64]:
-        """Of each rank."""
+        """Samples of each rank, [ranks]."""
         slices = Slices(count=self.slices, rank=0, world_size=self.cluster.ranks)
         spans = [slices.samples(rank, self.batch) for rank in range(self.cluster.ranks)]
         return np.array([span.high - span.low for span in spans], np.float64)

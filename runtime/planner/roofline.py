@@ -67,11 +67,11 @@ class Workload:
     dense_numbers: float
     """Trained weights that every rank has."""
     dense_state_bytes: float = FLOAT_BYTES
-    """Of the optimizer, for each of these weights."""
+    """Bytes of optimizer states for each of these weights."""
     exchange_bytes: float = FLOAT_BYTES
-    """Of a number of a pooled vector or its gradient on a link."""
+    """Bytes that a number of a pooled vector, or of its gradient, has on a link."""
     gradient_bytes: float = FLOAT_BYTES
-    """Of a dense gradient on a link."""
+    """Bytes that a dense gradient has on a link."""
 
     @property
     def id_bytes(self) -> int:
@@ -106,9 +106,9 @@ class Machines:
     name: str
     hosts: int
     devices: int
-    """Of a host."""
+    """Devices of a host."""
     flops_per_s: float
-    """Of a device."""
+    """Floating-point operations a second of a device."""
     tiers: Sequence[Tier]
     """The fastest first. Batches and dense weights are in it."""
     near: Link
@@ -116,7 +116,7 @@ class Machines:
     far: Link
     """To devices of other hosts."""
     cache_bytes: float = 0.0
-    """Of a device: what it read or wrote last comes from there, at no cost."""
+    """Cache of a device: what it read or wrote last comes from there, at no cost."""
     turns: float = 1.0
     """Ranks that share one core, on average: a phase may have it alone, a whole step may not."""
 
@@ -172,7 +172,7 @@ class Bounds:
     """Bytes of a rank by tier and by what they are for."""
     batch: int
     row_shares: Sequence[float] = ()
-    """Of the distinct rows of a step, in each tier."""
+    """Each tier's share of the distinct rows of a step."""
 
     def samples_per_s(self, seconds: float) -> float:
         return self.batch / seconds if seconds else math.inf

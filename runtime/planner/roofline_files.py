@@ -38,7 +38,7 @@ from sennit.transport.errors import ConfigError
 from sennit.transport.plans.coding import CodecKind
 from sennit.transport.sizes import parse_size
 
-# Of a number on a link, without the scales of blocks.
+# Bytes of a number on a link, without the scales of blocks.
 CODED_BYTES: Final[dict[CodecKind, float]] = {
     CodecKind.FP16: 2, CodecKind.BF16: 2, CodecKind.FP8_E4M3: 1, CodecKind.FP8_E5M2: 1, CodecKind.INT8: 1,
     CodecKind.MX4: 0.5,
@@ -48,7 +48,7 @@ COPY_BYTES: Final = 3
 # As dense optimizers hold for a weight.
 STATE_BYTES: Final = {"sgd": 0.0, "adagrad": 4.0, "adam": 8.0}
 MAX_ROWS: Final = 1 << 48
-# Of a measured read: far more than caches have.
+# Bytes of a measured read: far more than caches have.
 READ_BYTES: Final = 256 << 20
 READ_TURNS: Final = 4
 

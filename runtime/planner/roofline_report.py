@@ -41,9 +41,9 @@ class Measured:
 
     step_s: float
     phases_s: Mapping[str, float]
-    """Of a step, by the phases of a bound: the mean over ranks."""
+    """Seconds of a step by the phases of a bound: the mean over ranks."""
     others_s: Mapping[str, float]
-    """By the names of the report: phases without a bound."""
+    """Seconds of phases without a bound, by the report's names."""
     cost: Mapping[str, Any] = field(default_factory=dict)
     """Processor time and energy, as the report has them (docs/reference/cost.md); empty in older reports."""
 

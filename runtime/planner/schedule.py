@@ -27,11 +27,11 @@ PHASES: Final = (
     "replicas",
     "AllReduce",
 )
-# Of the next batch, if batches are sent ahead.
+# Phases of the next batch, if batches are sent ahead.
 AHEAD: Final = ("input", "id exchange")
-# Of the thread for tables.
+# Phases of the thread for tables.
 VECTORS, GRADIENTS = ("lookup", "pooled exchange"), ("gradient exchange", "update", "replicas")
-# Of a pass forward and backward that is forward.
+# The forward pass's share of a pass forward and backward.
 FORWARD: Final = 1 / 3
 
 
@@ -40,9 +40,9 @@ class Time:
     """Seconds of something on the slowest rank, each [...]."""
 
     busy: Any = 0.0
-    """Of a processor."""
+    """Seconds that a processor works."""
     waited: Any = 0.0
-    """Of the network, while the processor is free."""
+    """Seconds that the network takes while the processor is free."""
     link: Any = 0.0
     """The part of `waited` in which bytes leave or arrive: two cannot do so at once."""
 
@@ -66,7 +66,7 @@ class Schedule:
     looks_ahead: bool
     """Whether rows of the next batch are looked up as soon as those of this one are updated."""
     cores: float
-    """Of a rank, at least 1: ranks that share one take longer for all that they do."""
+    """Cores of a rank, at least 1: ranks that share a core take longer for all that they do."""
     early: Time
     """What the model does before it needs vectors, and in the backward pass after their gradients; part of "dense"."""
     optimizer: Time
@@ -98,12 +98,12 @@ class Schedule:
         return {phase: found[phase] * crowded for phase in PHASES}
 
     def _longest(self, chains: Sequence[Time]) -> Any:
-        """Of chains that run at once."""
+        """The seconds of chains that run at once: the longest of them, or what cores and link need for all."""
         longest = reduce(np.maximum, (chain.seconds for chain in chains))
         return np.maximum(longest, self._bound(chains, len(chains)))
 
     def _bound(self, chains: Sequence[Time], threads: int) -> Any:
-        """What the cores of a rank and its link need for all of it."""
+        """Seconds that the cores of a rank and its link need for all chains."""
         whole = reduce(Time.__add__, chains)
         return np.maximum(whole.busy / min(self.cores, threads), whole.link)
 

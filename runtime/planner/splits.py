@@ -17,7 +17,7 @@ from sennit.runtime.planner.usage import Use
 from sennit.runtime.sharded.tables import Table
 
 TRIED: Final = (2, 4, 8)
-# Of what a rank does on average: a table with more of it is in the way of balance.
+# A table with more than this share of a rank's mean work is in the way of balance.
 HOT: Final = 0.5
 
 

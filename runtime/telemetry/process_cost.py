@@ -86,7 +86,7 @@ ROLES: Final[Mapping[str, str]] = {
     "sennit-ingest": INGEST,
     "sennit-feed": INGEST,
 }
-"""Of threads, by their names. All others are the trainer's."""
+"""Roles of threads, by their names. All others are the trainer's."""
 
 # The kernel's clocks of processor time of another process, and of a thread of this one: the number with all bits
 # turned, and what is meant behind it (linux/posix-timers_types.h, CPUCLOCK_SCHED and CPUCLOCK_PERTHREAD_MASK).
@@ -102,7 +102,7 @@ def process_ns(process: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """Of one process, but for the energy."""
+    """The cost of one process; the energy is the machine's."""
 
     user_s: float
     """Processor time in the program, over all threads."""

@@ -42,7 +42,7 @@ class Paths:
 
     def __init__(self, ranks: Sequence[RankThreads]) -> None:
         self._ranks = {rank.rank: rank for rank in ranks}
-        # Of each collective the rank that came last, and its part.
+        # For each collective, the span of the rank that came last.
         self._last: dict[Key, Span] = {}
         for rank in ranks:
             for collective in rank.collectives:

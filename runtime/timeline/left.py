@@ -36,7 +36,7 @@ class Left:
     path: Path
     ranks: tuple[int, ...]
     died: tuple[int, ...]
-    """Of these, those whose process ended without a word."""
+    """The ranks among `ranks` that died: their processes closed no log."""
 
     def __str__(self) -> str:
         return f"{_ranks(self.ranks)} until the failure" + (f", where {_ranks(self.died)} died" if self.died else "")

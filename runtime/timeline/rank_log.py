@@ -201,7 +201,7 @@ class RankLog:
 
     @property
     def path(self) -> Path:
-        """Of the timeline."""
+        """The path of the timeline."""
         return Path(os.fsdecode(HEADER.unpack_from(self._memory)[-1].rstrip(b"\0")))
 
     @property

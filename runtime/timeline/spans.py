@@ -37,9 +37,9 @@ class Span:
     start_ns: int
     end_ns: int
     facts: Mapping[str, int | str] = field(default_factory=dict)
-    """Of a step: `step`. Of a task: `step`, and `queued_ns` from its submission to its start. Of a wait: `thread`,
-    whose task it waits for, or the `group` and `sequence` of a collective. Of a collective: these, its bytes and
-    `status`, as in core.h.
+    """By kind. A step has `step`. A task has `step`, and `queued_ns` from its submission to its start. A wait has the
+    `thread` whose task it waits for, or the `group` and `sequence` of a collective. A collective has these, its bytes
+    and `status`, as in core.h.
     """
 
     @property

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SHOWN_MIN: Final = 0.005
-"""Of the whole: what has a smaller part is summed in a row "less than 0.5 % each"."""
+"""Shares of the whole below this one are summed in a row "less than 0.5 % each"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

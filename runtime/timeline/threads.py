@@ -143,7 +143,7 @@ def _rank(rank: int, spans: list[Span]) -> RankThreads:
 def _wait(span: Span, known: dict[Key, Span]) -> Wait:
     if "thread" in span.facts:
         return Wait(span.start_ns, span.end_ns, thread=str(span.facts["thread"]))
-    # Of a message between two ranks, or of a collective that was lost, this span is all there is.
+    # A message between two ranks, or a collective whose span was lost, has no other span than this one.
     key = key_of(span)
     return Wait(span.start_ns, span.end_ns, collective=span if key is None else known.get(key, span))
 

@@ -132,7 +132,7 @@ class Timeline:
         return self._recorder.clock()
 
     def on_task(self, record: TaskRecord) -> None:
-        """Of `Scheduler`."""
+        """Records a task. `Scheduler` calls this."""
         self._recorder.on_task(record)
 
     def record_to(self, log: RankLog) -> None:

@@ -34,7 +34,7 @@ class Path:
     retransmitted: int = 0
     """Packets retransmitted on this path."""
     moved: int = 0
-    """Of these, packets that were lost on another path."""
+    """Retransmitted packets that were lost on another path."""
     timeouts: int = 0
     turned_bad: int = 0
     readmitted: int = 0

@@ -111,7 +111,7 @@ def why_empty(target: Target, tracepoints: Tracepoints) -> str:
 
 
 def _mappings(tracepoints: Tracepoints) -> Iterator[Mapping]:
-    """Of all processes that this one sees, in the order of their numbers."""
+    """Mappings of all processes that this one sees, in the order of their numbers."""
     for number in _numbers():
         found = _mapping(tracepoints, number)
         if found is not None:

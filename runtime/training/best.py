@@ -94,6 +94,6 @@ def _text(evaluation: Evaluation) -> str:
 
 
 def _quality(told: dict[str, Any]) -> Quality:
-    """Of JSON, where null stands for what is not defined."""
+    """The quality from JSON, where null stands for values that are not defined."""
     values: dict[str, Any] = {name: math.nan if value is None else value for name, value in told.items()}
     return Quality(**values)

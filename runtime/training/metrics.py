@@ -166,7 +166,7 @@ class Scores:
 
 
 def _quality(wins_twice: int, positives: int, negatives: int, losses: int | float, chances: int | float) -> Quality:
-    """Of counts, and of the sums of losses and of predicted probabilities as `_exact_sum` has them."""
+    """The quality from counts, and from sums of losses and of predicted probabilities as `_exact_sum` returns them."""
     count, pairs = positives + negatives, positives * negatives
     base_rate = positives / count if count else float("nan")
     log_loss = losses / (count << _SUM_BITS) if count else float("nan")

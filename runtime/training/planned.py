@@ -37,7 +37,7 @@ from sennit.transport.errors import ConfigError
 # Ids of each table that are counted.
 SAMPLE_IDS: Final = 1 << 19
 TABLE_WISE: Final = Sharding()
-# Of a search when a run starts: a fraction of a second.
+# A search at the start of a run looks at this many placements: a fraction of a second.
 RUN_EXACT_NODES: Final = 1_000
 
 
@@ -186,7 +186,7 @@ class Planned:
 
     placement: Placement
     step_s: float | None = None
-    """Of a step, as predicted; None if the placement was given."""
+    """Predicted seconds of a step; None if the placement was given."""
 
     problem: Problem | None = None
     """What was planned, on rank 0."""
@@ -218,7 +218,7 @@ def placement_of(
         unplanned = f"nobody measures kernels of {config.device}"
     elif world_size > 1:
         if dist.get_rank() == 0:
-            # Of any type: the other ranks wait for this one.
+            # Rank 0 reports every error, of any type: the other ranks wait for it.
             try:
                 *plan, problem = _planned(
                     config, source, world_size, limits[Home.DRAM], local_ranks or world_size, overlap

@@ -46,7 +46,7 @@ class Move:
     seconds: float
     """It took, with the look before it."""
     predicted_before_s: float
-    """Of a step, with the use of rows as it was in the steps before the move."""
+    """Predicted seconds of a step, with the use of rows as it was in the steps before the move."""
     predicted_after_s: float
     because: str
 
@@ -104,7 +104,7 @@ class Rebalancer:
         self.moved.looks += 1
         told: list[Any] = [None]
         if self._problem is not None:
-            # Of any type: the other ranks wait for this one.
+            # Rank 0 reports every error, of any type: the other ranks wait for it.
             try:
                 told = [self._proposed(uses, tables, step)]
             except Exception as error:

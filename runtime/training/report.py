@@ -48,7 +48,7 @@ class RankReport:
     """The backend's counters over the run; empty if the backend has none."""
 
     cost: Cost
-    """Of this process over the run: training, evaluations and checkpoints."""
+    """Cost of this process over the run: training, evaluations and checkpoints."""
 
     ingest: dict[str, int | float] = field(default_factory=dict)
     """Counters of samples from feeders; empty if samples are in memory."""
@@ -163,10 +163,10 @@ class RunReport:
     """How often the run looked whether shards should move (`--rebalance`)."""
 
     moves: list[Move] = field(default_factory=list)
-    """Of them, in order."""
+    """Moves of shards, in order."""
 
     predicted_step_s: float | None = None
-    """Of a step, if the run planned its placement."""
+    """Predicted seconds of a step, if the run planned its placement."""
 
     @property
     def step_s(self) -> float:

@@ -47,7 +47,7 @@ DENSE, TABLES = "dense.", "tables."
 """What the names of parameters and of tables' tensors begin with in a state."""
 
 LOST = "lost."
-"""And what a rank needs for error feedback: `lost.RANK/WORLD.PARAMETER`. Ranks of another world have no use for it."""
+"""Error feedback of a rank is `lost.RANK/WORLD.PARAMETER` in a state. Ranks of another world have no use for it."""
 
 
 class TrainingError(SennitError):

@@ -47,7 +47,7 @@ class Commands(TyperGroup):
             fail(explained, EXIT_UNAVAILABLE)
 
 
-# Of links: a modem, and more than any processor can fill.
+# Rates of links: a modem's, and more than any processor can fill.
 GBIT_MIN, GBIT_MAX = 1e-4, 1e4
 
 app = typer.Typer(

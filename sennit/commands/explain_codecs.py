@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 AUTO: Final = "auto"
 NAMES: Final = (AUTO, *COLLECTIVE_CODECS)
-# Of the elements that collectives code.
+# Types of the elements that collectives code.
 DTYPES: Final = ("float32", "float16", "bfloat16")
 
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 from sennit.command_line import fail
 
 WINDOW_S: Final = 1.0
-# Of one processor. An idle machine needs some hundredths for its timers and daemons.
+# Processors that others may use. An idle machine needs some hundredths of one for its timers and daemons.
 OTHERS_MAX: Final = 0.2
 BUSY: Final = "busy"
 """In what a benchmark writes, beside `others`: the processors that others used before it began, and after."""
@@ -90,7 +90,7 @@ def _busy_s() -> float:
 
 
 def _own_s() -> float:
-    """Of this process and its children that have ended."""
+    """Processor seconds of this process and of its children that have ended."""
     return sum(os.times()[:4])
 
 

@@ -105,7 +105,7 @@ def plot(report: Report, path: Path) -> None:
         )
         sizes = [row.case.size_bytes for row in rows]
         for number, peer in enumerate((report.ours, *report.peers())):
-            # Of the others, matplotlib's own.
+            # Other peers get matplotlib's colours.
             colour = COLOURS.get(peer, f"C{number}")
             spreads = [row.spread_s(peer) for row in rows]
             axis.fill_between(

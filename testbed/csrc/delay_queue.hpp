@@ -28,7 +28,7 @@ class DelayQueue {
 
   bool empty() const { return waiting_.empty(); }
   size_t size() const { return waiting_.size(); }
-  // Of the earliest packet. Only if there is one.
+  // When the earliest packet is due. The queue must not be empty.
   uint64_t due_ns() const { return waiting_.top().due_ns; }
   std::span<const std::byte> front() const { return waiting_.top().bytes; }
   void pop();

@@ -33,7 +33,7 @@ ACTIONS: Final = ("", "", "", "post", "post", "wait", "wait", "lock", "sleep", "
 
 
 class Thrown(SennitError):
-    """Of a callback that throws."""
+    """What a throwing callback throws."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -221,7 +221,7 @@ def reduce_scatter_single(draw: Draw) -> Call:
 
 
 def all_to_all(draw: Draw) -> Call:
-    # Of lists of other sizes, gloo refuses those of some ranks, and the others wait for them.
+    # All ranks give lists of the group's size: gloo refuses other sizes on some ranks, and the others wait for them.
     shape = draw.shape()
     return Call(
         kind="all_to_all",

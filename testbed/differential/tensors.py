@@ -16,7 +16,7 @@ from sennit.testbed.differential.calls import Call
 
 SENTINEL: Final = 1  # between the elements of strided tensors
 
-# Of one rounding of a result, relative to the largest number.
+# The error of one rounding of a result, relative to the largest number.
 ROUNDINGS: Final = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-6, torch.complex64: 1e-6}
 
 

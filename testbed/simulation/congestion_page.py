@@ -61,7 +61,7 @@ class Run:
         return max(self.finished_us) / ideal_us
 
     def share(self, flow: int) -> float:
-        """Of the link, payload of one flow."""
+        """The share of the link that the payload of one flow has."""
         first, last = (at_us // self.sample_us for at_us in TOGETHER_US)
         return (self.bytes[last][flow] - self.bytes[first][flow]) * 1e6 / (TOGETHER_US[1] - TOGETHER_US[0]) / self.rate
 

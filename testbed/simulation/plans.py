@@ -37,7 +37,7 @@ class Program:
     compile_plan: Callable[[int], Plan]
     """For a rank."""
     counts: tuple[int, ...] = ()
-    """Of each rank's post."""
+    """Sizes that each rank gives when it posts."""
 
     def digest(self, world: int) -> str:
         """Identifies the plans, by those of a few ranks: all of them would take as long as some runs."""

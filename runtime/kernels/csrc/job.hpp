@@ -121,7 +121,7 @@ class TreeStack {
  private:
   std::uint64_t last_ = 0;
   std::size_t depth_ = 0;
-  std::uint8_t levels_[50];  // Of the node that joins a sum to the one below it. They fall towards the top.
+  std::uint8_t levels_[50];  // The level of the node that joins a sum to the one below it. Levels fall upwards.
 };
 
 struct BadRows {

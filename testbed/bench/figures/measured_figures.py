@@ -27,7 +27,7 @@ from sennit.testbed.bench.figures.figures import Cell, Figures, Number, Row
 
 RUNS: Final = 2
 WHERE: Final = ("processor", "cores", "load_average")
-"""Of a report's machine: what a run of the page has."""
+"""Fields of a report's `machine` that a run of the page has."""
 
 Measure = Callable[[str], dict[str, Any]]
 """Options of `sennit bench` -> the JSON that it wrote."""

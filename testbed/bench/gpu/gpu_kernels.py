@@ -29,7 +29,7 @@ EQUAL: Final = "equal bits"
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Of each table and of its batch."""
+    """The shape of each table and of its batch."""
 
     rows: int
     dim: int

@@ -76,7 +76,7 @@ def problems(devices: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def versions() -> dict[str, Any]:
-    """Of what a GPU run depends on; None: it is not there."""
+    """Versions of the libraries that a GPU run depends on; None: not installed."""
     found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "triton": None, "nccl": None}
     if importlib.util.find_spec("triton") is not None:
         found["triton"] = importlib.metadata.version("triton")

@@ -69,7 +69,7 @@ def overlap(spans: Sequence[Span]) -> dict[str, float] | None:
 
 
 def _length(intervals: Iterable[Interval]) -> float:
-    """Of all together; where they overlap, it counts once."""
+    """The length of the union of all intervals."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, until))

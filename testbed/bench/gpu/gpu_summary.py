@@ -9,10 +9,10 @@ from typing import Any, Final
 from sennit.testbed.bench.gpu import gpu
 
 GOAL_SHARE_OF_COPY: Final = 0.3
-"""Of an update's bytes a second."""
+"""Goal: an update moves at least this share of the bytes a second of a copy."""
 
 GOAL_ALONE: Final = 0.01
-"""Of the time, that the device only copies in `sennit train`."""
+"""Goal: in `sennit train` the device only copies for at most this share of the time."""
 
 TRACEBACK_LINES: Final = 40
 

@@ -17,7 +17,7 @@ from sennit.testbed.topology import Planes
 from sennit.testbed.topology.switch import Impairer
 from sennit.transport.errors import Unsupported
 
-# Of a host's own queue at a limited link, which holds its sockets back.
+# A host's own queue at a limited link. It holds the host's sockets back.
 QUEUE_BYTES: Final = 1 << 20
 
 

@@ -64,10 +64,10 @@ class Settings:
     batch_size: int = 2_048
     dim: int = 16
     samples: int = 200_000
-    """Of synthetic data."""
+    """Samples of synthetic data."""
 
     steps: int = 12
-    """Of a turn."""
+    """Steps of a turn."""
 
     rounds: int = 8
     """Turns of each way."""
@@ -113,7 +113,7 @@ class Report:
         return statistics.median(turns) * 1e6 / found.samples
 
     def ratio(self, name: str, base: str) -> list[float]:
-        """Of a way to another, turn by turn: the median, and the lowest and the highest."""
+        """Processor seconds of way `name` to those of way `base`, turn by turn: median, lowest and highest ratio."""
         turns = [
             [seconds + roles.get(BPF, 0.0) for seconds, roles in zip(way.processor_s, way.roles_s, strict=True)]
             for way in (self.ways[name], self.ways[base])

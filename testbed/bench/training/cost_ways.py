@@ -88,7 +88,7 @@ class Plan:
     places: tuple[Place, ...]
     config: TrainingConfig
     ranks: int
-    """Of each way."""
+    """Ranks of each way."""
 
     steps: int
     rounds: int
@@ -100,16 +100,16 @@ class Measured:
     """A way's turns."""
 
     processor_s: list[float]
-    """Of all its processes, by turn."""
+    """Processor seconds of all its processes, by turn."""
 
     feeder_s: list[float]
-    """Of that, the feeders'."""
+    """The feeders' part of `processor_s`, by turn."""
 
     roles_s: list[dict[str, float]]
-    """Of the ranks, by role and turn."""
+    """Processor seconds of the ranks by role, for each turn."""
 
     samples: int
-    """Of a turn."""
+    """Samples of a turn."""
 
     moved_bytes: int
     """That ranks sent one another in a turn; 0: nobody counted."""

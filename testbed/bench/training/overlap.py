@@ -60,7 +60,7 @@ class Settings(TurnSettings):
     """What the network adds to a round trip."""
 
     rate_mbit: int | None = None
-    """Of each host's link, in each direction."""
+    """Rate of each host's link, in each direction; None: no limit."""
 
     batch_size: int = 2_048
 
@@ -83,10 +83,10 @@ class Report:
     turns: dict[str, list[float]]
     exposed: dict[str, Exposed]
     processor_s: dict[str, float] = field(default_factory=dict)
-    """Of all ranks together, for a step."""
+    """Processor seconds of all ranks together for a step, by schedule."""
 
     def ratio(self, schedule: str) -> list[float]:
-        """Of the step to the serial one: median and interval."""
+        """The step's time to the serial one's, turn by turn: median and interval."""
         pairs = zip(self.turns[schedule], self.turns[SERIAL], strict=True)
         return median_and_interval([one / serial for one, serial in pairs])
 

@@ -36,7 +36,7 @@ class Outcome:
     """The mean number of updates by others between a worker's reading and its update."""
 
     seconds: float
-    """Of training, without loading data and evaluation."""
+    """Seconds of training, without loading data and evaluation."""
 
     steps: int
     """Updates of all workers together."""

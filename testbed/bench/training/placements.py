@@ -65,14 +65,14 @@ SHAPE: Final[Mapping[str, Any]] = {
 class Settings:
     ranks: int = 4
     steps: int = 25
-    """Of each placement."""
+    """Steps with each placement."""
     samples: int = 40_000
     is_confined: bool = False
     """Each rank has cores / ranks of a core."""
     hosts: int = 1
     """Network namespaces that ranks are spread over; 1: shared memory."""
     rate_mbit: int | None = None
-    """Of each host's link, in each direction."""
+    """Rate of each host's link, in each direction; None: no limit."""
     options: Mapping[str, Any] = field(default_factory=lambda: SHAPE)
 
     def __post_init__(self) -> None:

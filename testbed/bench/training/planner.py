@@ -56,7 +56,7 @@ class Case:
     transport: str = "auto"
     is_held_out: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of `TrainingConfig`."""
+    """Further fields of `TrainingConfig`."""
 
     def config(self) -> TrainingConfig:
         options = dict(self.options)

@@ -38,7 +38,7 @@ METRICS: Final = {"normalised_entropy": "NE", "auc": "AUC", "calibration": "cali
 DIGITS: Final = {"normalised_entropy": 5, "auc": 5, "calibration": 4}
 """How many are shown. Four are more than seeds agree on in calibration."""
 
-# Of 1, 2, ... degrees of freedom: the quantile 0.975 of Student's t.
+# The quantile 0.975 of Student's t, for 1, 2, ... degrees of freedom.
 T_975: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.16, 2.145)
 SEEDS_MAX: Final = len(T_975) + 1
 
@@ -126,7 +126,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Of a metric, this way minus the base: the mean over seeds, and half of its interval of 95 %."""
+    """A metric of this way minus that of the base: the mean over seeds, and half of its interval of 95 %."""
 
     mean: float
     half: float
@@ -150,14 +150,14 @@ class Report:
     machine: dict[str, object]
     qualities: dict[str, list[dict[str, float]]]
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    """Of training, by way and seed, where they were measured."""
+    """Seconds of training, by way and seed, where they were measured."""
 
     steps: dict[str, list[int]] = field(default_factory=dict)
-    """Of training, too."""
+    """Steps of training, by way and seed, where they were counted."""
 
     @classmethod
     def of(cls, settings: Settings, by_seed: Sequence[dict[str, Trained]], where: dict[str, object]) -> Report:
-        """Of the runs of each seed."""
+        """The report of the runs of each seed."""
         runs = {way.name: [found[way.name] for found in by_seed] for way in settings.ways}
         timed = {name: found for name, found in runs.items() if found[0].seconds is not None}
         return cls(

@@ -30,7 +30,7 @@ from sennit.transport.errors import SennitError
 FP32: Final = "fp32"
 PLAIN: Final = "plain torch"
 ASYNCHRONOUS: Final = "parameter server"
-# Of the asynchronous way: small batches, as there.
+# Batch size and workers of the asynchronous way. Its batches are small, as users of parameter servers take them.
 ASYNCHRONOUS_BATCH, WORKERS = 256, 4
 SAME_TIME: Final = ", same time"
 SQRT: Final = "sqrt"
@@ -59,7 +59,7 @@ class Way:
     """Whether it trains for as long as the parameter server of `rule` took."""
 
     def config(self, job: Job, steps: int | None = None) -> TrainingConfig:
-        """Of a run of this way; `steps`: of so many steps."""
+        """The configuration of a run of this way; `steps`: how many, or as `job` says."""
         config = TrainingConfig(source=Source(data=job.data), seed=job.seed, epochs=job.epochs, **self.changes)
         if self.batch_size is None:
             return config
@@ -131,7 +131,7 @@ class Trained:
     quality: dict[str, float]
     steps: int | None = None
     seconds: float | None = None
-    """Of training, without loading data and evaluation; None: not measured."""
+    """Seconds of training, without loading data and evaluation; None: not measured."""
 
 
 def steps_within(limit_s: float, like: Trained) -> int:
@@ -178,5 +178,5 @@ def _rank(config: TrainingConfig, rank: int, world_size: int, store: Store) -> T
 
 @functools.lru_cache
 def _sample_count(data: str) -> int:
-    """Of a named data set, whatever the seed."""
+    """Samples of a named data set. The seed does not change them."""
     return len(sources.load(Source(data=data), seed=1))

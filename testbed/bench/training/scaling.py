@@ -69,10 +69,10 @@ class Measured:
     """A world."""
 
     step_s: float
-    """Of the slowest rank."""
+    """Seconds of a step on the slowest rank."""
 
     processor_s: float
-    """Of all ranks together, for a step."""
+    """Processor seconds of all ranks together for a step."""
 
     exposed: Exposed
 
@@ -90,7 +90,7 @@ class Report:
         return statistics.median(of(run) for run in self.runs[world])
 
     def efficiency(self, world: int) -> float:
-        """Of the wall time: the ideal, in which ranks that share a core take turns, to the measured."""
+        """The ideal wall time to the measured. In the ideal, ranks that share a core only take turns."""
         ideal_s = self.median(1, lambda run: run.step_s) * max(1.0, world / self.cores)
         return ideal_s / self.median(world, lambda run: run.step_s)
 
@@ -99,7 +99,7 @@ class Report:
         return self.median(1, lambda run: run.processor_s) * world / self.median(world, lambda run: run.processor_s)
 
     def exposed_share(self, world: int) -> float:
-        """Of a step that waits for exchanges, by a timeline."""
+        """The share of a step that waits for exchanges, by a timeline."""
         return self.median(world, lambda run: (run.exposed.alltoall_ms + run.exposed.others_ms) / run.exposed.step_ms)
 
     def as_json(self) -> dict[str, Any]:

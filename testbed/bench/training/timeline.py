@@ -35,7 +35,7 @@ from sennit.testbed.bench.results import quantile
 
 PLAIN, RECORDED = 0, 1
 WARM_TURNS: Final = 4
-# Of resampling, for the interval of a median.
+# The bootstrap draws this many samples for the interval of a median.
 RESAMPLES: Final = 2_000
 LOG_ROOM: Final = 1_000
 TIMEOUT_S: Final = 120.0
@@ -49,7 +49,7 @@ class Settings:
     world: int = 2
     batch_size: int = 2_048
     steps: int = 4
-    """Of a turn."""
+    """Steps of a turn."""
 
     rounds: int = 300
     """Turns of each."""

@@ -23,11 +23,11 @@ class TurnSettings:
 
     data: str = "flights"
     samples: int = 20_000
-    """Of synthetic data."""
+    """Samples of synthetic data."""
 
     dim: int = 16
     steps: int = 4
-    """Of a turn."""
+    """Steps of a turn."""
 
     rounds: int = 20
     """How often everything is measured in turn."""

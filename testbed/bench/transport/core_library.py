@@ -23,7 +23,7 @@ from sennit.transport.symmetric import symmetric_empty
 # The peer that runs the same plans on symmetric memory.
 SYMMETRIC = "core-symmetric"
 
-# Of what a result with a codec may be off: MX4 has steps of a quarter.
+# The largest relative error of a result with a codec: MX4 has steps of a quarter.
 CODED_ERROR = 0.25
 
 Array = np.ndarray[tuple[int], np.dtype[np.float32]]

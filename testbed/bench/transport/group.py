@@ -36,7 +36,7 @@ from sennit.testbed.bench.transport.group_rank import TIMEOUT_S, Turn, result_ke
 
 OURS: Final = "sennit"
 PEERS: Final = (OURS, "gloo")
-# Of fresh processes. A processor imports torch for one rank in a second or two.
+# The deadline of a round with fresh processes. A processor imports torch for one rank in a second or two.
 ROUND_S: Final = 900.0
 POLL_S: Final = 0.02
 
@@ -80,7 +80,7 @@ class Result:
     """From the first rank's call of `init_process_group` to the end of the last rank's AllReduce, by round."""
 
     processor_s: list[float]
-    """Of a rank in that time, the mean of all ranks, by round."""
+    """Processor seconds of a rank in that time: the mean of all ranks, by round."""
 
     read_bytes_a_peer: float
     """Bytes that a rank reads from the store, divided by the number of its peers. The mean of all ranks."""

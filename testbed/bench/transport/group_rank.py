@@ -41,7 +41,7 @@ class Turn:
     """How much more memory of its own the rank holds than before, without shared memory."""
 
     processor_s: float
-    """Of this rank from begin to end."""
+    """Processor seconds of this rank from begin to end."""
 
     segments: dict[str, int]
     """Bytes of the segments that the rank has open in /dev/shm, its own and those of others, by inode."""

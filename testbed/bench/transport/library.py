@@ -10,7 +10,7 @@ from typing import Protocol, cast
 from sennit.testbed.bench.cases import Case
 from sennit.transport.codecs import COLLECTIVE_CODECS
 
-# Of the core with a codec: core-int8 codes everywhere, core-int8-between between hosts alone.
+# Names of the core with a codec: core-int8 codes everywhere, core-int8-between between hosts alone.
 BETWEEN = "-between"
 CODED = tuple(f"core-{name}" for name in COLLECTIVE_CODECS)
 # Peer -> library. Peers of one library share its workers. The symmetric ones are sennit with symmetric memory.
