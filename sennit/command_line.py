@@ -10,7 +10,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TextIO
 
@@ -127,7 +127,7 @@ def stdout_console() -> Console:
     from rich.console import Console
 
     # Without markup: rich would take `[mpi]` in an advice to install for a style, and not show it.
-    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, markup=False)
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, markup=False, highlight=False)
 
 
 def red(text: str) -> Text:
@@ -179,6 +179,24 @@ def json_text(content: object, indent: int = 1) -> str:
     """
     plain = json.loads(json.dumps(content, default=str), parse_constant=lambda name: None)
     return json.dumps(plain, indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def write_whole(path: Path, text: str, check: Callable[[Path], object] = lambda written: None) -> None:
+    """Writes a file whole or not at all, in a folder that may have to be made. Raises `SennitError`.
+
+    `check` reads the new file before it replaces an old one, and raises what is wrong.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        check(partial)
+        partial.replace(path)
+    except OSError as error:
+        raise SennitError(f"{path} cannot be written: {error.strerror}; {ANOTHER_FILE}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: object) -> None:

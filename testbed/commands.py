@@ -126,7 +126,7 @@ def run(
                 outcome.write(path)
             page.write(outcome, folder / PAGE_NAME)
     counts = ", ".join(f"{outcome.count(status)} {status}" for status in Status)
-    console.print(f"{counts}; report: {folder / PAGE_NAME}", highlight=False)
+    console.print(f"{counts}; report: {folder / PAGE_NAME}")
     if outcome.count(Status.FAILED):
         raise typer.Exit(1)
 
@@ -152,7 +152,7 @@ def report(
         show(case, console)
     target = html or folder / PAGE_NAME
     page.write(outcome, target)
-    console.print(f"report: {target}", highlight=False)
+    console.print(f"report: {target}")
 
 
 def show(case: Case, console: Console) -> None:
@@ -166,12 +166,12 @@ def show(case: Case, console: Console) -> None:
     for goal in case.goals:
         if goal["word"] == "short":
             value = "not measured" if goal["value"] is None else f"{goal['value']:.4g}"
-            console.print(f"{'':12}short of its goal: {goal['measure']} {value}, goal {goal['text']}", highlight=False)
+            console.print(f"{'':12}short of its goal: {goal['measure']} {value}, goal {goal['text']}")
     if case.trainings:
         from sennit.testbed.scenarios.results import digest_table
 
         for row in digest_table(case.trainings):
-            console.print(row, highlight=False, soft_wrap=True)
+            console.print(row, soft_wrap=True)
 
 
 @app.command(epilog="Example: sennit testbed simulate --quick --only permutation")

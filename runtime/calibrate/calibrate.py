@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 import sennit
-from sennit.command_line import ANOTHER_FILE, json_text
+from sennit.command_line import json_text, write_whole
 from sennit.errors import SennitError
 from sennit.runtime.calibrate import codec_speeds, core_sharing, kernel_speeds, machine
 from sennit.runtime.calibrate.cost_fit import Sample, fit
@@ -340,17 +340,8 @@ def run_here(ranks: int) -> dict[str, Any]:
 
 
 def write(path: Path, contents: dict[str, Any]) -> None:
-    """Writes the file whole or not at all. Raises CalibrationError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(json_text(contents))
-        calibration.read_calibration(str(temporary))
-        temporary.replace(path)
-    except OSError as error:
-        raise CalibrationError(f"{path} cannot be written: {error.strerror}; {ANOTHER_FILE}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    """Writes the file whole or not at all, and only what a run can read. Raises `SennitError`."""
+    write_whole(path, json_text(contents), check=lambda written: calibration.read_calibration(str(written)))
 
 
 def render(contents: dict[str, Any], console: Console) -> None:

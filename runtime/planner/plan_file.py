@@ -13,15 +13,14 @@ user = "1000000 x 64, 8 x 1 shards, fp32"
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sennit.command_line import ANOTHER_FILE
+from sennit.command_line import write_whole
 from sennit.runtime.model.sharding_settings import Sharding, described, sharding_of
 from sennit.runtime.planner.cluster import Cluster
 from sennit.runtime.sharded.tables import Table
-from sennit.transport.errors import ConfigError, SennitError
+from sennit.transport.errors import ConfigError
 
 
 def write(path: Path, tables: Sequence[Table], cluster: Cluster, shards: Mapping[str, int], step_s: float) -> None:
@@ -30,13 +29,7 @@ def write(path: Path, tables: Sequence[Table], cluster: Cluster, shards: Mapping
     lines += [f"step_ms = {step_s * 1e3:.3f}", "", "[plan.tables]"]
     lines += [f"{_quoted(table.name)} = {_quoted(described(table))}" for table in tables]
     lines += ["", "[shards]", *(f"{_quoted(name)} = {rank}" for name, rank in shards.items())]
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise SennitError(f"{path} cannot be written: {error.strerror}; {ANOTHER_FILE}") from error
+    write_whole(path, "\n".join(lines) + "\n")
 
 
 def read(path: Path) -> Sharding:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,13 +29,7 @@ from sennit.runtime.training.trainer import StepReport
 
 # A log file should stay readable: at most one line in this many seconds between epochs.
 PLAIN_INTERVAL_S = 5.0
-# The width for a file or a pipe, which have none.
-PIPE_WIDTH = 120
 NO_WAIT = ("", 0.0)
-
-
-def stdout_console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False, markup=False)
 
 
 class Listener(Protocol):

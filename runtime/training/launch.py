@@ -98,18 +98,15 @@ def join_address(store: Address, rails: Sequence[Rail]) -> Address | None:
     return None
 
 
-def run_ranks(
-    function: RankFunction,
-    argument: Any,
-    world_size: int,
-    *,
-    address: Address,
-    store_timeout_s: float,
-    on_loss: Callable[[int, str], None] | None = None,
-) -> list[Any]:
-    """Calls `function(argument, rank, world_size, store)` in `world_size` new processes: `Ranks.run` of new ranks."""
+def run_ranks(function: RankFunction, argument: Any, world_size: int, *, timeout_s: float) -> list[Any]:
+    """Calls `function(argument, rank, world_size, store)` in `world_size` new processes, as `Ranks.run` does.
+
+    This process serves the store, whose operations end after `timeout_s`. Returns the results by rank. Raises
+    `RankFailure`.
+    """
+    _store, address = serve_store(0, timeout_s=timeout_s)
     with Ranks(world_size) as ranks:
-        return ranks.run(function, argument, address=address, store_timeout_s=store_timeout_s, on_loss=on_loss)
+        return ranks.run(function, argument, address=address, store_timeout_s=timeout_s)
 
 
 class Ranks:

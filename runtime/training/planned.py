@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from sennit.command_line import stdout_console
-from sennit.runtime.data import sources
-from sennit.runtime.data.batch_source import BatchSource, MemorySource, prepared
+from sennit.runtime.data.batch_source import BatchSource, MemorySource
 from sennit.runtime.memory.large_buffers import keep_large_buffers
 from sennit.runtime.model.inputs import ModelInputs
 from sennit.runtime.model.sharding_settings import Sharding
@@ -30,6 +29,7 @@ from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.tables import Home, Homes, Table, shard_bytes, shards_of
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.overlap import Overlap, overlap_on
+from sennit.runtime.training.supply import prepared_data
 from sennit.transport._core import available_bytes
 from sennit.transport.config import TransportKind, from_environment
 from sennit.transport.errors import ConfigError
@@ -106,7 +106,7 @@ def limits_here(config: TrainingConfig, ranks: int) -> list[int]:
 def source_of(config: TrainingConfig, ranks: int) -> MemorySource:
     """The data of a run of so many ranks, as its rank 0 has it."""
     config.check_world(ranks)
-    data = prepared(sources.load(config.source, seed=config.seed), config.order_settings)
+    data = prepared_data(config)
     return MemorySource(data, rank=0, world_size=ranks)
 
 

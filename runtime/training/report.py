@@ -6,14 +6,12 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from sennit.command_line import json_text
 from sennit.offload.admission import Verdict
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.runtime.sharded.tables import Table as EmbeddingTable
@@ -24,7 +22,6 @@ from sennit.runtime.training import overlap
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.metrics import Evaluation, Quality
 from sennit.runtime.training.rebalance import Move
-from sennit.transport.errors import SennitError
 
 VERDICTS = tuple(verdict.name.lower() for verdict in Verdict)
 # Phases in which no samples are trained on. They are reported separately.
@@ -258,19 +255,6 @@ def _mean(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = {name for one in seconds for name in one}
     mean = {name: sum(one.get(name, 0.0) for one in seconds) / len(seconds) for name in names}
     return dict(sorted(mean.items(), key=lambda item: -item[1]))
-
-
-def write_json(report: RunReport, path: Path) -> None:
-    """Writes the file atomically: to a temporary name, then a rename."""
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json_text(report.as_json(), indent=2), encoding="utf-8")
-        partial.rename(path)
-    except OSError as error:
-        raise SennitError(
-            f"report {path} was not written: {error}; choose a file in a folder with room that can be written"
-        ) from error
 
 
 def render(report: RunReport, console: Console) -> None:

@@ -14,8 +14,6 @@ import torch.distributed as dist
 from sennit.runtime.backend import elastic
 from sennit.runtime.backend.process_group import register
 from sennit.runtime.backend.torch_versions import Store
-from sennit.runtime.data import sources
-from sennit.runtime.data.batch_source import prepared
 from sennit.runtime.ingest.fed import Door
 from sennit.runtime.timeline.timeline import Timeline
 from sennit.runtime.training.config import TrainingConfig
@@ -23,7 +21,7 @@ from sennit.runtime.training.elastic_run import ElasticRun, check_terms, publish
 from sennit.runtime.training.report import RunReport
 from sennit.runtime.training.resumption import check_data, publish_data
 from sennit.runtime.training.stretch import History, begin_run, numbered, shown_by, train
-from sennit.runtime.training.supply import MakeSource, fed_sources, memory_sources, served
+from sennit.runtime.training.supply import MakeSource, fed_sources, memory_sources, prepared_data, served
 from sennit.transport.meeting.membership import Terms
 
 
@@ -54,7 +52,7 @@ def run_rank(config: TrainingConfig, place: Place) -> RunReport:
         with Door(config.ingest, local_rank) as door:
             return _leave(_run(config, fed_sources(config, door)))
     with shown_by(place.rank == 0, f"reading {config.source.data}"):
-        data = prepared(sources.load(config.source, seed=config.seed), config.order_settings)
+        data = prepared_data(config)
     if config.elastic and place.rank == 0 and place.store is not None:
         publish_data(place.store, data.fingerprint)
     return _leave(_run(config, memory_sources(data, config)))
@@ -81,7 +79,7 @@ def join_run(config: TrainingConfig, number: int, store: Store) -> RunReport:
         with Door(config.ingest, number) as door:
             return _join(config, number, store, fed_sources(config, door))
     with shown_by(number == 0, f"reading {config.source.data}"):
-        data = prepared(sources.load(config.source, seed=config.seed), config.order_settings)
+        data = prepared_data(config)
     check_data(store, data.fingerprint)
     return _join(config, number, store, memory_sources(data, config))
 

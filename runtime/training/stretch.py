@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from sennit.command_line import busy
+from sennit.command_line import busy, json_text, stdout_console, write_whole
 from sennit.offload.sketch import Sketch
 from sennit.runtime.backend.process_group import BACKEND_NAME, communicator
 from sennit.runtime.checkpoint.fingerprint import fingerprint
@@ -26,11 +26,11 @@ from sennit.runtime.timeline.trace_file import with_word
 from sennit.runtime.training import resumption
 from sennit.runtime.training.best import Best
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.display import ConsoleDisplay, Listener, Listeners, TensorBoardLog, stdout_console
+from sennit.runtime.training.display import ConsoleDisplay, Listener, Listeners, TensorBoardLog
 from sennit.runtime.training.handover import Holding
 from sennit.runtime.training.metrics import Quality
 from sennit.runtime.training.rebalance import Moved
-from sennit.runtime.training.report import Change, EmbeddingSize, RankReport, RunReport, render, write_json
+from sennit.runtime.training.report import Change, EmbeddingSize, RankReport, RunReport, render
 from sennit.runtime.training.trainer import StepReport, Trainer
 
 
@@ -190,7 +190,7 @@ def _train(
     if first:
         render(report, stdout_console())
         if config.json_path is not None:
-            write_json(report, config.json_path)
+            write_whole(config.json_path, json_text(report.as_json(), indent=2))
     if config.sketch_path is not None:
         save_sketch(source, config.sketch_path, earlier=history.counted, note=history.sketch_note)
     # No rank leaves while another one still needs an answer.

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
-from sennit.runtime.data.batch_source import BatchSource, MemorySource
+from sennit.runtime.data import sources
+from sennit.runtime.data.batch_source import BatchSource, MemorySource, prepared
 from sennit.runtime.data.preprocessing import PreparedData
 from sennit.runtime.ingest.fed import Door, FedSource, group_failure
 from sennit.runtime.training.config import TrainingConfig
@@ -16,6 +17,11 @@ from sennit.runtime.training.rebalance import shape_of
 
 MakeSource = Callable[[], BatchSource]
 """The source of this rank's batches in the present default group. Collective."""
+
+
+def prepared_data(config: TrainingConfig) -> PreparedData:
+    """Loads the run's data set, splits and preprocesses it. Raises `DataError` if it cannot be trained on."""
+    return prepared(sources.load(config.source, seed=config.seed), config.order_settings)
 
 
 def memory_sources(data: PreparedData, config: TrainingConfig) -> MakeSource:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from sennit.runtime.training.launch import RankFailure, Ranks, run_ranks, serve_store
+from sennit.runtime.training.launch import RankFailure, Ranks, run_ranks
 
 HERE = str(Path(__file__).parent)
 TIMEOUT_S = 30.0
@@ -41,10 +41,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], list[Any]]:
 
     def results(name: str, argument: str) -> list[Any]:
         function = getattr(importlib.import_module("launch_functions"), name)
-        store, address = serve_store(0, timeout_s=TIMEOUT_S)
-        found = run_ranks(function, argument, 2, address=address, store_timeout_s=TIMEOUT_S)
-        del store
-        return found
+        return run_ranks(function, argument, 2, timeout_s=TIMEOUT_S)
 
     return results
 

@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sennit.commands.cli import app
+from sennit.errors import SennitError
 from sennit.runtime.calibrate import calibrate, codec_speeds, core_sharing, kernel_speeds
 from sennit.runtime.calibrate.cost_fit import FitError, Sample, fit
 from sennit.runtime.planner.constants import Constants, cores_here, read_constants
@@ -159,13 +160,13 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
     path = tmp_path / "old.json"
     path.write_text("old")
 
-    def write_half(self: Path, text: str) -> int:
-        with self.open("w") as file:
+    def write_half(self: Path, text: str, encoding: str) -> int:
+        with self.open("w", encoding=encoding) as file:
             file.write(text[:10])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "write_text", write_half)
-    with pytest.raises(calibrate.CalibrationError, match=r"old\.json cannot be written: No space left on device"):
+    with pytest.raises(SennitError, match=r"old\.json cannot be written: No space left on device"):
         calibrate.write(path, {"schema": 1})
     assert path.read_text() == "old"
     assert [found.name for found in tmp_path.iterdir()] == ["old.json"]

@@ -36,8 +36,7 @@ Span = tuple[str, float, float]
 
 def run(settings: Settings, _: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """The rank with the most time in which its device only copied. Raises RuntimeError if no copy was seen."""
-    _store, address = launch.serve_store(0, timeout_s=TIMEOUT_S)
-    by_rank = launch.run_ranks(_rank, settings, settings.world, address=address, store_timeout_s=TIMEOUT_S)
+    by_rank = launch.run_ranks(_rank, settings, settings.world, timeout_s=TIMEOUT_S)
     return {"results": [{"name": "sennit train, copies to the device"} | verdict(by_rank, settings.interpreter)]}
 
 

@@ -32,8 +32,7 @@ Operation = tuple[str, int, Callable[[], object]]
 
 def run(settings: Settings, _: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Times of the slowest rank. Raises `launch.RankFailure`, also if a result is wrong."""
-    _store, address = launch.serve_store(0, timeout_s=TIMEOUT_S)
-    by_rank = launch.run_ranks(_rank, settings, settings.world, address=address, store_timeout_s=TIMEOUT_S)
+    by_rank = launch.run_ranks(_rank, settings, settings.world, timeout_s=TIMEOUT_S)
     results = []
     for of_ranks in zip(*by_rank, strict=True):
         one = dict(of_ranks[0])

@@ -101,8 +101,7 @@ class Model:
 def run(settings: Settings, _: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Times of the slowest rank. Raises `launch.RankFailure`, also if two runs have other bits."""
     load = SMALL if settings.interpreter else Load()
-    _store, address = launch.serve_store(0, timeout_s=TIMEOUT_S)
-    by_rank = launch.run_ranks(_rank, settings, settings.world, address=address, store_timeout_s=TIMEOUT_S)
+    by_rank = launch.run_ranks(_rank, settings, settings.world, timeout_s=TIMEOUT_S)
     one: dict[str, Any] = {"name": f"{settings.world} ranks, {load.samples:,} samples each", "digests": by_rank[0][0]}
     if not settings.interpreter:
         one["ms"] = max(ms for _, ms in by_rank)

@@ -161,10 +161,7 @@ def run(settings: Settings) -> Report:
             rounds=settings.rounds,
             port=PORT,
         )
-        _store, address = launch.serve_store(0, timeout_s=TIMEOUT_S)
-        found = launch.run_ranks(
-            take_turns, plan, len(plan.ways) * plan.ranks, address=address, store_timeout_s=TIMEOUT_S
-        )
+        found = launch.run_ranks(take_turns, plan, len(plan.ways) * plan.ranks, timeout_s=TIMEOUT_S)
     ways = {way.name: found[number * settings.ranks] for number, way in enumerate(settings.ways)}
     return Report(settings=settings, machine=machine.describe(), ways=ways)
 

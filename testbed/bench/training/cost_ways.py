@@ -16,16 +16,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sennit.offload.ingest.target import STATISTICS, IngestTarget
-from sennit.runtime.backend.process_group import BACKEND_NAME, communicator, register
+from sennit.runtime.backend.process_group import BACKEND_NAME, communicator
 from sennit.runtime.backend.torch_versions import PrefixStore, Store
-from sennit.runtime.data import sources
-from sennit.runtime.data.batch_source import BatchSource, MemorySource, prepared
+from sennit.runtime.data.batch_source import BatchSource, MemorySource
 from sennit.runtime.ingest.fed import Door, FedSource
 from sennit.runtime.memory.large_buffers import keep_large_buffers
 from sennit.runtime.model.factory import build
@@ -33,10 +31,12 @@ from sennit.runtime.sharded import Features
 from sennit.runtime.telemetry.process_cost import SENT, CostMeter, process_ns
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.planned import model_inputs
+from sennit.runtime.training.supply import prepared_data
 from sennit.runtime.training.trainer import Trainer
 from sennit.testbed.bench.samples.python_receiver import PythonTarget
 from sennit.testbed.bench.training.plain_torch import BareStep
 from sennit.testbed.bench.training.sharded_torchrec import torchrec_step
+from sennit.testbed.bench.training.turns import joined
 from sennit.testbed.topology.namespace import enter
 from sennit.transport.errors import ConfigError, Unsupported
 
@@ -124,20 +124,16 @@ def take_turns(plan: Plan, rank: int, world: int, store: Store) -> Measured | No
     """
     number, own = divmod(rank, plan.ranks)
     way, place = plan.ways[number], plan.places[number]
-    torch.set_num_threads(1)
     # As in the trainer.
     keep_large_buffers()
     if place.network is not None:
         enter(place.network)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ[STATISTICS] = "1"
-    register()
-    dist.init_process_group(
-        way.backend, store=PrefixStore(f"way{number}", store), rank=own, world_size=plan.ranks,
-        timeout=timedelta(seconds=TIMEOUT_S),
-    )  # fmt: skip
+    members = PrefixStore(f"way{number}", store)
     turns = [turn for turn, one in enumerate(turn_order(len(plan.ways), WARM_TURNS + plan.rounds)) if one == number]
-    with contextlib.ExitStack() as stack:
+    group = joined(own, plan.ranks, members, timeout_s=TIMEOUT_S, backend=way.backend)
+    with group, contextlib.ExitStack() as stack:
         try:
             source = _source(plan, way, place, stack)
             steps = _steps(plan, way, source, stack)
@@ -150,7 +146,6 @@ def take_turns(plan: Plan, rank: int, world: int, store: Store) -> Measured | No
         # Nobody closes a network while others measure: there is no turn of this number.
         _wait_for(plan, store, len(plan.ways) * (WARM_TURNS + plan.rounds))
         dist.barrier()
-    dist.destroy_process_group()
     return found
 
 
@@ -184,7 +179,7 @@ def _source(plan: Plan, way: Way, place: Place, stack: contextlib.ExitStack) -> 
     rank, world = dist.get_rank(), dist.get_world_size()
     source: BatchSource
     if not way.is_fed:
-        data = prepared(sources.load(config.source, seed=config.seed), config.order_settings)
+        data = prepared_data(config)
         source = MemorySource(data, rank=rank, world_size=world)
     else:
         make = PythonTarget if way.ingest == "python" else IngestTarget

@@ -9,34 +9,37 @@ Exposed is what a timeline says a step waited for (docs/reference/timeline.md).
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import statistics
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from sennit.runtime.backend.process_group import register
 from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.calibrate import machine
-from sennit.runtime.data import sources
-from sennit.runtime.data.batch_source import MemorySource, prepared
+from sennit.runtime.data.batch_source import MemorySource
 from sennit.runtime.timeline import Timeline
 from sennit.runtime.training import launch
 from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.supply import prepared_data
 from sennit.runtime.training.trainer import Trainer
 from sennit.testbed.bench.training.confinement import hosts_of
-from sennit.testbed.bench.training.timeline import median_and_interval
-from sennit.testbed.bench.training.turns import Exposed, TurnSettings, exposed_of, turn_of
-from sennit.testbed.topology.namespace import enter
+from sennit.testbed.bench.training.turns import (
+    Exposed,
+    Hosts,
+    TurnSettings,
+    exposed_of,
+    joined,
+    median_and_interval,
+    slowest,
+    turn_of,
+)
 
 SERIAL: Final = "serial"
 SCHEDULES: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -113,59 +116,46 @@ def run(settings: Settings) -> Report:
     """Raises `launch.RankFailure` if a rank fails, or if a schedule changes a weight."""
     network = hosts_of(settings.hosts, round_trip_us=settings.round_trip_us, rate_mbit=settings.rate_mbit)
     with network as names, tempfile.TemporaryDirectory(prefix="sennit-overlap-") as folder:
-        _store, address = launch.serve_store(0, timeout_s=TIMEOUT_S)
-        found = launch.run_ranks(
-            _take_turns, (settings, names, Path(folder)), settings.world, address=address, store_timeout_s=TIMEOUT_S
-        )
-    slowest = {name: [max(turn) for turn in zip(*(rank[0][name] for rank in found), strict=True)] for name in SCHEDULES}
+        found = launch.run_ranks(_take_turns, (settings, names, Path(folder)), settings.world, timeout_s=TIMEOUT_S)
     return Report(
         settings=settings,
         machine=machine.describe(),
-        turns=slowest,
+        turns=slowest([rank[0] for rank in found]),
         exposed=found[0][2],
         processor_s={name: sum(rank[1][name] for rank in found) for name in SCHEDULES},
     )
 
 
-def _take_turns(
-    given: tuple[Settings, list[tuple[str, dict[str, str]]], Path], rank: int, world: int, store: Store
-) -> Any:
+def _take_turns(given: tuple[Settings, Hosts, Path], rank: int, world: int, store: Store) -> Any:
     """(seconds of turns, processor seconds of a step, exposed) by schedule; the last is there on rank 0."""
     settings, hosts, folder = given
-    torch.set_num_threads(1)
-    register()
-    if hosts:
-        name, environment = hosts[rank * settings.hosts // world]
-        enter(name)
-        os.environ.update(environment)
-    dist.init_process_group("sennit", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_S))
-    config = settings.config(SERIAL)
-    data = prepared(sources.load(config.source, seed=config.seed), config.order_settings)
-    turns: dict[str, list[float]] = {name: [] for name in SCHEDULES}
-    busy: dict[str, list[float]] = {name: [] for name in SCHEDULES}
-    exposed = {}
-    with contextlib.ExitStack() as stack:
-        trainers, timelines = {}, {}
-        for name in SCHEDULES:
-            source = MemorySource(data, rank=rank, world_size=world)
-            stack.callback(source.close)
-            timelines[name] = Timeline(folder / f"{name}.json.gz")
-            trainers[name] = stack.enter_context(Trainer(settings.config(name), source, timelines[name]))
-            source.begin(trainers[name].order.next_batch(0))
-        chance = random.Random(1)
-        for _ in range(WARM_TURNS + settings.rounds):
-            for name in chance.sample(list(SCHEDULES), len(SCHEDULES)):
-                seconds, processor_s = turn_of(trainers[name], settings.steps)
-                turns[name].append(seconds)
-                busy[name].append(processor_s / settings.steps)
-        for name, trainer in trainers.items():
-            exposed[name] = exposed_of(trainer, timelines[name], steps=settings.steps * 5, world=world)
-        weights = {name: trainer.weights() for name, trainer in trainers.items()}
-        for name, found in weights.items():
-            if any(not found[key].equal(value) for key, value in weights[SERIAL].items()):
-                raise AssertionError(f"the weights of schedule {name} are not those of serial steps")
-        dist.barrier()
-    dist.destroy_process_group()
+    with joined(rank, world, store, timeout_s=TIMEOUT_S, hosts=hosts):
+        config = settings.config(SERIAL)
+        data = prepared_data(config)
+        turns: dict[str, list[float]] = {name: [] for name in SCHEDULES}
+        busy: dict[str, list[float]] = {name: [] for name in SCHEDULES}
+        exposed = {}
+        with contextlib.ExitStack() as stack:
+            trainers, timelines = {}, {}
+            for name in SCHEDULES:
+                source = MemorySource(data, rank=rank, world_size=world)
+                stack.callback(source.close)
+                timelines[name] = Timeline(folder / f"{name}.json.gz")
+                trainers[name] = stack.enter_context(Trainer(settings.config(name), source, timelines[name]))
+                source.begin(trainers[name].order.next_batch(0))
+            chance = random.Random(1)
+            for _ in range(WARM_TURNS + settings.rounds):
+                for name in chance.sample(list(SCHEDULES), len(SCHEDULES)):
+                    seconds, processor_s = turn_of(trainers[name], settings.steps)
+                    turns[name].append(seconds)
+                    busy[name].append(processor_s / settings.steps)
+            for name, trainer in trainers.items():
+                exposed[name] = exposed_of(trainer, timelines[name], steps=settings.steps * 5, world=world)
+            weights = {name: trainer.weights() for name, trainer in trainers.items()}
+            for name, found in weights.items():
+                if any(not found[key].equal(value) for key, value in weights[SERIAL].items()):
+                    raise AssertionError(f"the weights of schedule {name} are not those of serial steps")
+            dist.barrier()
     middle = {name: statistics.median(found[WARM_TURNS:]) for name, found in busy.items()}
     return {name: found[WARM_TURNS:] for name, found in turns.items()}, middle, exposed
 

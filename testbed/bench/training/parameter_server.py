@@ -23,6 +23,7 @@ from sennit.runtime.training import launch
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.metrics import Quality
 from sennit.testbed.bench.training.plain_torch import PlainTorch
+from sennit.testbed.bench.training.turns import joined
 
 SERVER: Final = 0
 
@@ -44,20 +45,12 @@ class Outcome:
 
 def train(config: TrainingConfig, workers: int) -> Outcome:
     """Trains for all epochs with so many workers, and one server."""
-    store, address = launch.serve_store(0, timeout_s=config.timeout_s)
-    answers = launch.run_ranks(_rank, config, workers + 1, address=address, store_timeout_s=config.timeout_s)
-    del store
-    outcome: Outcome = answers[SERVER]
+    outcome: Outcome = launch.run_ranks(_rank, config, workers + 1, timeout_s=config.timeout_s)[SERVER]
     return outcome
 
 
 def _rank(config: TrainingConfig, rank: int, world_size: int, store: Store) -> Outcome | None:
-    from sennit.runtime.backend import register
-
-    register()
-    torch.set_num_threads(1)
-    dist.init_process_group("sennit", store=store, rank=rank, world_size=world_size)
-    try:
+    with joined(rank, world_size, store, timeout_s=config.timeout_s):
         plain = PlainTorch(config)
         # The clock starts when all have loaded their data.
         dist.barrier()
@@ -65,8 +58,6 @@ def _rank(config: TrainingConfig, rank: int, world_size: int, store: Store) -> O
             _work(plain, rank, world_size - 1)
             return None
         return _Server(plain, world_size - 1).run()
-    finally:
-        dist.destroy_process_group()
 
 
 def _steps(plain: PlainTorch, worker: int, workers: int) -> range:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import statistics
 import time
 import warnings
@@ -23,12 +22,10 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table as Lines
 
-from sennit.runtime.backend.process_group import register
 from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.calibrate import machine
 from sennit.runtime.checkpoint.fingerprint import fingerprint
-from sennit.runtime.data import sources
-from sennit.runtime.data.batch_source import MemorySource, prepared
+from sennit.runtime.data.batch_source import MemorySource
 from sennit.runtime.data.source import Source
 from sennit.runtime.model.settings import SettingsFile
 from sennit.runtime.model.sharding_settings import Sharding
@@ -40,10 +37,11 @@ from sennit.runtime.sharded.tables import Table, shard_name, shards_of
 from sennit.runtime.training import launch
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.planned import cluster_of, problem_of
+from sennit.runtime.training.supply import prepared_data
 from sennit.runtime.training.trainer import Trainer
 from sennit.testbed.bench.training.confinement import confined, hosts_of
 from sennit.testbed.bench.training.sharded_torchrec import HINT
-from sennit.testbed.topology.namespace import enter
+from sennit.testbed.bench.training.turns import Hosts, joined, slowest
 from sennit.transport.config import from_environment
 from sennit.transport.errors import Unsupported
 
@@ -119,7 +117,7 @@ class Report:
 def run(settings: Settings) -> Report:
     """Raises `launch.RankFailure` if a rank fails, `Unsupported` if ranks cannot be confined."""
     config = settings.config()
-    data = prepared(sources.load(config.source, seed=config.seed), config.order_settings)
+    data = prepared_data(config)
     constants, _ = read_constants(from_environment().calibration)
     local_ranks = settings.ranks // settings.hosts
     cluster = cluster_of(config, settings.ranks, local_ranks, None)
@@ -139,15 +137,12 @@ def run(settings: Settings) -> Report:
         absent = str(missing)
     plans = {name: Sharding(shards=one.shards(rating)) for name, one in found.items()}
     with hosts_of(settings.hosts, rate_mbit=settings.rate_mbit) as names:
-        _store, address = launch.serve_store(0, timeout_s=TIMEOUT_S)
-        by_rank = launch.run_ranks(
-            _take_turns, (settings, plans, names), settings.ranks, address=address, store_timeout_s=TIMEOUT_S
-        )
+        by_rank = launch.run_ranks(_take_turns, (settings, plans, names), settings.ranks, timeout_s=TIMEOUT_S)
     load = {name: rating.rank_seconds(one.work) for name, one in found.items()}
     return Report(
         settings=settings,
         machine=machine.describe(),
-        seconds={name: [max(steps) for steps in zip(*(rank[name] for rank in by_rank), strict=True)] for name in plans},
+        seconds=slowest(by_rank),
         predicted_s={name: one.seconds for name, one in found.items()},
         imbalance={name: float(one.max() / one.mean()) for name, one in load.items()},
         absent=absent,
@@ -155,42 +150,35 @@ def run(settings: Settings) -> Report:
 
 
 def _take_turns(
-    given: tuple[Settings, dict[str, Sharding], list[tuple[str, dict[str, str]]]], rank: int, world: int, store: Store
+    given: tuple[Settings, dict[str, Sharding], Hosts], rank: int, world: int, store: Store
 ) -> dict[str, list[float]]:
     settings, plans, hosts = given
-    torch.set_num_threads(1)
-    register()
-    if hosts:
-        name, environment = hosts[rank * settings.hosts // world]
-        enter(name)
-        os.environ.update(environment)
-    dist.init_process_group("sennit", store=store, rank=rank, world_size=world)
-    config = settings.config()
-    data = prepared(sources.load(config.source, seed=config.seed), config.order_settings)
-    seconds: dict[str, list[float]] = {name: [] for name in plans}
-    with contextlib.ExitStack() as stack:
-        trainers = {
-            name: stack.enter_context(
-                Trainer(replace(config, sharding=plan), MemorySource(data, rank=rank, world_size=world))
-            )
-            for name, plan in plans.items()
-        }
-        if settings.is_confined:
-            stack.enter_context(confined(cores_here() / world, name=str(rank)))
-        for number in range(WARM_STEPS + settings.steps):
-            # Who comes first changes, so that nobody always finds the caches of the same one.
-            names = [*plans][number % len(plans) :] + [*plans][: number % len(plans)]
-            for name in names:
-                dist.barrier()
-                begin_s = time.perf_counter()
-                trainers[name].train_step()
-                dist.barrier()
-                if number >= WARM_STEPS:
-                    seconds[name].append(time.perf_counter() - begin_s)
-        dense = {name: fingerprint(one.weights()) for name, one in trainers.items()}
-        if len(set(dense.values())) != 1:
-            raise AssertionError(f"weights differ by placement: {dense}")
-    dist.destroy_process_group()
+    with joined(rank, world, store, timeout_s=TIMEOUT_S, hosts=hosts):
+        config = settings.config()
+        data = prepared_data(config)
+        seconds: dict[str, list[float]] = {name: [] for name in plans}
+        with contextlib.ExitStack() as stack:
+            trainers = {
+                name: stack.enter_context(
+                    Trainer(replace(config, sharding=plan), MemorySource(data, rank=rank, world_size=world))
+                )
+                for name, plan in plans.items()
+            }
+            if settings.is_confined:
+                stack.enter_context(confined(cores_here() / world, name=str(rank)))
+            for number in range(WARM_STEPS + settings.steps):
+                # Who comes first changes, so that nobody always finds the caches of the same one.
+                names = [*plans][number % len(plans) :] + [*plans][: number % len(plans)]
+                for name in names:
+                    dist.barrier()
+                    begin_s = time.perf_counter()
+                    trainers[name].train_step()
+                    dist.barrier()
+                    if number >= WARM_STEPS:
+                        seconds[name].append(time.perf_counter() - begin_s)
+            dense = {name: fingerprint(one.weights()) for name, one in trainers.items()}
+            if len(set(dense.values())) != 1:
+                raise AssertionError(f"weights differ by placement: {dense}")
     return seconds
 
 

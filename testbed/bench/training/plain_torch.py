@@ -15,14 +15,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from sennit.runtime.data import sources
-from sennit.runtime.data.batch_source import BatchSource, MemorySource, prepared
+from sennit.runtime.data.batch_source import BatchSource, MemorySource
 from sennit.runtime.model.factory import build
 from sennit.runtime.model.inputs import ModelInputs
 from sennit.runtime.sharded.initial import fill
 from sennit.runtime.sharded.tables import Shard
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.metrics import Quality, quality
+from sennit.runtime.training.supply import prepared_data
 
 
 class BareStep:
@@ -78,7 +78,7 @@ class PlainTorch:
     """A model with its tables, data and optimizers: AdaGrad, and row-wise AdaGrad for tables."""
 
     def __init__(self, config: TrainingConfig) -> None:
-        data = prepared(sources.load(config.source, seed=config.seed), config.order_settings)
+        data = prepared_data(config)
         self.config, self.source = config, MemorySource(data, rank=0, world_size=1)
         self.order, self.samples = self.source.order, self.source.samples
         tables = config.tables_of(self.source.tables)

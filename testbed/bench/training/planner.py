@@ -17,16 +17,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from sennit.runtime.backend.process_group import register
 from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.calibrate import calibrate, machine
-from sennit.runtime.data import sources
-from sennit.runtime.data.batch_source import MemorySource, prepared
+from sennit.runtime.data.batch_source import MemorySource
 from sennit.runtime.data.source import Source
 from sennit.runtime.model.sharding_settings import Sharding
 from sennit.runtime.planner.constants import read_constants
@@ -35,7 +32,9 @@ from sennit.runtime.planner.step_time import Rating
 from sennit.runtime.training import launch
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.planned import cluster_of, problem_of
+from sennit.runtime.training.supply import prepared_data
 from sennit.runtime.training.trainer import Trainer
+from sennit.testbed.bench.training.turns import joined
 from sennit.transport.config import from_environment
 
 TIMEOUT_S: Final = 120.0
@@ -171,7 +170,7 @@ def _run(case: Case, steps: int, file: Path) -> Result:
     if config is None:
         config = Case(name=case.name, ranks=case.ranks, options=case.options).config()
     with _environment(SENNIT_TRANSPORT=case.transport, SENNIT_CALIBRATION=str(file)):
-        data = prepared(sources.load(config.source, seed=config.seed), config.order_settings)
+        data = prepared_data(config)
         constants, _ = read_constants(from_environment().calibration)
         source = MemorySource(data, rank=0, world_size=case.ranks)
         rating = Rating(problem_of(config, source, cluster_of(config, case.ranks, case.ranks, None), constants))
@@ -181,10 +180,7 @@ def _run(case: Case, steps: int, file: Path) -> Result:
             placement = config.sharding.placement(rating.problem.tables, case.ranks)
             found = of_placement(rating, case.sharding, placement)
         plan = Sharding(shards=found.shards(rating))
-        _store, address = launch.serve_store(0, timeout_s=TIMEOUT_S)
-        by_rank = launch.run_ranks(
-            _train, (config, plan, steps), case.ranks, address=address, store_timeout_s=TIMEOUT_S
-        )
+        by_rank = launch.run_ranks(_train, (config, plan, steps), case.ranks, timeout_s=TIMEOUT_S)
     phases = {name for _, by_phase in by_rank for name in by_phase}
     return Result(
         name=case.name,
@@ -202,19 +198,16 @@ def _run(case: Case, steps: int, file: Path) -> Result:
 def _train(given: tuple[TrainingConfig, Sharding, int], rank: int, world: int, store: Store) -> Any:
     """(seconds of a step, seconds by phase): medians."""
     config, plan, steps = given
-    torch.set_num_threads(1)
-    register()
-    dist.init_process_group("sennit", store=store, rank=rank, world_size=world)
-    data = prepared(sources.load(config.source, seed=config.seed), config.order_settings)
-    seconds, phases = [], []
-    with Trainer(replace(config, sharding=plan), MemorySource(data, rank=rank, world_size=world)) as trainer:
-        for _ in range(WARM_STEPS + steps):
-            before, begin_s = _spent(trainer), time.perf_counter()
-            trainer.train_step()
-            seconds.append(time.perf_counter() - begin_s)
-            phases.append({name: now - before.get(name, 0.0) for name, now in _spent(trainer).items()})
-        dist.barrier()
-    dist.destroy_process_group()
+    with joined(rank, world, store, timeout_s=TIMEOUT_S):
+        data = prepared_data(config)
+        seconds, phases = [], []
+        with Trainer(replace(config, sharding=plan), MemorySource(data, rank=rank, world_size=world)) as trainer:
+            for _ in range(WARM_STEPS + steps):
+                before, begin_s = _spent(trainer), time.perf_counter()
+                trainer.train_step()
+                seconds.append(time.perf_counter() - begin_s)
+                phases.append({name: now - before.get(name, 0.0) for name, now in _spent(trainer).items()})
+            dist.barrier()
     names = {name for one in phases[WARM_STEPS:] for name in one}
     typical = {name: statistics.median(one.get(name, 0.0) for one in phases[WARM_STEPS:]) for name in names}
     return statistics.median(seconds[WARM_STEPS:]), typical

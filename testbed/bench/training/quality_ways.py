@@ -162,10 +162,7 @@ def train(job: Job, way: Way, steps: int | None = None) -> Trained:
 
 def _ours(config: TrainingConfig, ranks: int) -> Trained:
     """What `sennit train` does, in ranks of their own."""
-    store, address = launch.serve_store(0, timeout_s=config.timeout_s)
-    answers = launch.run_ranks(_rank, config, ranks, address=address, store_timeout_s=config.timeout_s)
-    del store
-    trained: Trained = answers[0]
+    trained: Trained = launch.run_ranks(_rank, config, ranks, timeout_s=config.timeout_s)[0]
     return trained
 
 

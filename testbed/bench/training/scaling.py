@@ -11,26 +11,23 @@ import statistics
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from sennit.runtime.backend.process_group import register
 from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.calibrate import machine
-from sennit.runtime.data import sources
-from sennit.runtime.data.batch_source import MemorySource, prepared
+from sennit.runtime.data.batch_source import MemorySource
 from sennit.runtime.planner.constants import cores_here
 from sennit.runtime.timeline import Timeline
 from sennit.runtime.training import launch
 from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.supply import prepared_data
 from sennit.runtime.training.trainer import Trainer
-from sennit.testbed.bench.training.turns import Exposed, TurnSettings, exposed_of, turn_of
+from sennit.testbed.bench.training.turns import Exposed, TurnSettings, exposed_of, joined, turn_of
 
 TIMEOUT_S: Final = 300.0
 WARM_TURNS: Final = 1
@@ -133,8 +130,7 @@ def run(settings: Settings) -> Report:
 
 
 def _run(settings: Settings, world: int, path: Path) -> Measured:
-    _store, address = launch.serve_store(0, timeout_s=TIMEOUT_S)
-    found = launch.run_ranks(_train, (settings, path), world, address=address, store_timeout_s=TIMEOUT_S)
+    found = launch.run_ranks(_train, (settings, path), world, timeout_s=TIMEOUT_S)
     turns = list(zip(*(rank[0] for rank in found), strict=True))
     return Measured(
         step_s=statistics.median(max(seconds for seconds, _ in ranks) for ranks in turns) / settings.steps,
@@ -146,19 +142,16 @@ def _run(settings: Settings, world: int, path: Path) -> Measured:
 def _train(given: tuple[Settings, Path], rank: int, world: int, store: Store) -> Any:
     """(seconds and processor seconds of each turn, what was exposed); the last is there on rank 0."""
     settings, path = given
-    torch.set_num_threads(1)
-    register()
-    dist.init_process_group("sennit", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_S))
-    config = settings.config(world)
-    data = prepared(sources.load(config.source, seed=config.seed), config.order_settings)
-    source, timeline = MemorySource(data, rank=rank, world_size=world), Timeline(path)
-    with Trainer(config, source, timeline) as trainer:
-        source.begin(0)
-        turns = [turn_of(trainer, settings.steps) for _ in range(WARM_TURNS + settings.turns)]
-        exposed = exposed_of(trainer, timeline, steps=settings.steps * 2, world=world)
-        dist.barrier()
-    source.close()
-    dist.destroy_process_group()
+    with joined(rank, world, store, timeout_s=TIMEOUT_S):
+        config = settings.config(world)
+        data = prepared_data(config)
+        source, timeline = MemorySource(data, rank=rank, world_size=world), Timeline(path)
+        with Trainer(config, source, timeline) as trainer:
+            source.begin(0)
+            turns = [turn_of(trainer, settings.steps) for _ in range(WARM_TURNS + settings.turns)]
+            exposed = exposed_of(trainer, timeline, steps=settings.steps * 2, world=world)
+            dist.barrier()
+        source.close()
     return turns[WARM_TURNS:], exposed
 
 

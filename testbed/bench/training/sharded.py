@@ -28,6 +28,7 @@ from sennit.testbed.bench.ratios import format_seconds
 from sennit.testbed.bench.results import quantile
 from sennit.testbed.bench.training import slices
 from sennit.testbed.bench.training.sharded_torchrec import torchrec_step
+from sennit.testbed.bench.training.turns import joined, slowest
 from sennit.transport.errors import Unsupported
 
 RATE: Final = 0.01
@@ -98,39 +99,36 @@ class Dense(nn.Module):
 
 def run(settings: Settings) -> Report:
     """Raises `launch.RankFailure` if a rank fails, or if peers disagree."""
-    _store, address = launch.serve_store(0, timeout_s=TIMEOUT_S)
-    by_rank = launch.run_ranks(_take_turns, settings, settings.world, address=address, store_timeout_s=TIMEOUT_S)
-    seconds, absent = slices.slowest([rank[0] for rank in by_rank]), by_rank[0][1]
+    by_rank = launch.run_ranks(_take_turns, settings, settings.world, timeout_s=TIMEOUT_S)
+    seconds, absent = slowest([rank[0] for rank in by_rank]), by_rank[0][1]
     return Report(settings=settings, machine=machine.describe(), seconds=seconds, absent=absent)
 
 
 def _take_turns(settings: Settings, rank: int, world: int, store: Store) -> tuple[dict[str, list[float]], str | None]:
-    torch.set_num_threads(1)
-    dist.init_process_group("cpu:sennit", store=store, rank=rank, world_size=world)
-    steps: dict[str, Step] = {sharding: _our_step(settings, sharding) for sharding in SHARDINGS}
-    absent = None
-    try:
-        tables = _tables(settings, SHARDINGS[0])
-        steps[TORCHREC] = torchrec_step(tables, Dense(settings.tables, settings.dim), rate=RATE)
-    except Unsupported as missing:
-        absent = str(missing)
-    generator = torch.Generator().manual_seed(rank)
-    seconds: dict[str, list[float]] = {peer: [] for peer in steps}
-    for number in range(slices.WARM_STEPS + settings.rounds):
-        batch = _batch(settings, generator)
-        losses = {}
-        for peer, step in steps.items():
-            dist.barrier()
-            start = time.perf_counter()
-            losses[peer] = step(*batch)
-            if number >= slices.WARM_STEPS:
-                seconds[peer].append(time.perf_counter() - start)
-        # Column shards have their own optimizer states, so their weights differ a little after the first step.
-        expected = losses[SHARDINGS[0]]
-        for peer, loss in losses.items():
-            if abs(loss - expected) > (0.05 if number else 1e-5) * abs(expected):
-                raise AssertionError(f"step {number}: the loss of {peer} is {loss}, of {SHARDINGS[0]} {expected}")
-    dist.destroy_process_group()
+    with joined(rank, world, store, timeout_s=TIMEOUT_S, backend="cpu:sennit"):
+        steps: dict[str, Step] = {sharding: _our_step(settings, sharding) for sharding in SHARDINGS}
+        absent = None
+        try:
+            tables = _tables(settings, SHARDINGS[0])
+            steps[TORCHREC] = torchrec_step(tables, Dense(settings.tables, settings.dim), rate=RATE)
+        except Unsupported as missing:
+            absent = str(missing)
+        generator = torch.Generator().manual_seed(rank)
+        seconds: dict[str, list[float]] = {peer: [] for peer in steps}
+        for number in range(slices.WARM_STEPS + settings.rounds):
+            batch = _batch(settings, generator)
+            losses = {}
+            for peer, step in steps.items():
+                dist.barrier()
+                start = time.perf_counter()
+                losses[peer] = step(*batch)
+                if number >= slices.WARM_STEPS:
+                    seconds[peer].append(time.perf_counter() - start)
+            # Column shards have their own optimizer states, so their weights differ a little after the first step.
+            expected = losses[SHARDINGS[0]]
+            for peer, loss in losses.items():
+                if abs(loss - expected) > (0.05 if number else 1e-5) * abs(expected):
+                    raise AssertionError(f"step {number}: the loss of {peer} is {loss}, of {SHARDINGS[0]} {expected}")
     return seconds, absent
 
 

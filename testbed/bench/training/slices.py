@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -29,6 +29,7 @@ from sennit.runtime.sharded import Table
 from sennit.runtime.training import launch
 from sennit.testbed.bench.ratios import format_seconds
 from sennit.testbed.bench.results import quantile
+from sennit.testbed.bench.training.turns import joined, slowest
 
 OURS: Final = "slices"
 PEERS: Final = ("one slice a rank", "ddp")
@@ -104,51 +105,43 @@ class WithLoss(nn.Module):
 
 def run(settings: Settings) -> Report:
     """Raises `launch.RankFailure` if a rank fails, or if the three disagree."""
-    _store, address = launch.serve_store(0, timeout_s=TIMEOUT_S)
-    by_rank = launch.run_ranks(_take_turns, settings, settings.world, address=address, store_timeout_s=TIMEOUT_S)
+    by_rank = launch.run_ranks(_take_turns, settings, settings.world, timeout_s=TIMEOUT_S)
     return Report(settings=settings, machine=machine.describe(), seconds=slowest(by_rank))
 
 
-def slowest(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
-    """Seconds of each step of the slowest rank, by peer; from those of each rank."""
-    return {peer: [max(steps) for steps in zip(*(rank[peer] for rank in by_rank), strict=True)] for peer in by_rank[0]}
-
-
 def _take_turns(settings: Settings, rank: int, world: int, store: Store) -> dict[str, list[float]]:
-    torch.set_num_threads(1)
-    dist.init_process_group("sennit", store=store, rank=rank, world_size=world)
-    generator = torch.Generator().manual_seed(rank)
-    batch = settings.local_batch
-    dense = torch.randn(batch, DENSE_COUNT, generator=generator)
-    vectors = torch.randn(TABLES, batch, WIDTH, generator=generator).requires_grad_()
-    labels = torch.randint(2, (batch,), generator=generator).float()
+    with joined(rank, world, store, timeout_s=TIMEOUT_S):
+        generator = torch.Generator().manual_seed(rank)
+        batch = settings.local_batch
+        dense = torch.randn(batch, DENSE_COUNT, generator=generator)
+        vectors = torch.randn(TABLES, batch, WIDTH, generator=generator).requires_grad_()
+        labels = torch.randint(2, (batch,), generator=generator).float()
 
-    def sliced(slices: int) -> tuple[nn.Module, Callable[[], Tensor]]:
-        replicas = SlicedReplicas(WithLoss(), slices=slices)
-        return replicas.module, lambda: replicas.loss(replicas(dense, Along(vectors, 1), labels))
+        def sliced(slices: int) -> tuple[nn.Module, Callable[[], Tensor]]:
+            replicas = SlicedReplicas(WithLoss(), slices=slices)
+            return replicas.module, lambda: replicas.loss(replicas(dense, Along(vectors, 1), labels))
 
-    ddp = DistributedDataParallel(WithLoss())
-    steps: dict[str, tuple[nn.Module, Callable[[], Tensor]]] = {
-        OURS: sliced(settings.slices),
-        PEERS[0]: sliced(world),
-        PEERS[1]: (ddp.module, lambda: ddp(dense, vectors, labels)),
-    }
-    optimizers = {peer: torch.optim.SGD(module.parameters(), lr=0.01) for peer, (module, _) in steps.items()}
-    seconds: dict[str, list[float]] = {peer: [] for peer in steps}
-    for number in range(WARM_STEPS + settings.rounds):
-        for peer, (_, loss) in steps.items():
-            optimizers[peer].zero_grad()
-            vectors.grad = None
-            dist.barrier()
-            start = time.perf_counter()
-            torch.autograd.backward(loss())
-            optimizers[peer].step()
-            if number >= WARM_STEPS:
-                seconds[peer].append(time.perf_counter() - start)
-    for module, _ in steps.values():
-        for ours, theirs in zip(module.parameters(), ddp.module.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
-    dist.destroy_process_group()
+        ddp = DistributedDataParallel(WithLoss())
+        steps: dict[str, tuple[nn.Module, Callable[[], Tensor]]] = {
+            OURS: sliced(settings.slices),
+            PEERS[0]: sliced(world),
+            PEERS[1]: (ddp.module, lambda: ddp(dense, vectors, labels)),
+        }
+        optimizers = {peer: torch.optim.SGD(module.parameters(), lr=0.01) for peer, (module, _) in steps.items()}
+        seconds: dict[str, list[float]] = {peer: [] for peer in steps}
+        for number in range(WARM_STEPS + settings.rounds):
+            for peer, (_, loss) in steps.items():
+                optimizers[peer].zero_grad()
+                vectors.grad = None
+                dist.barrier()
+                start = time.perf_counter()
+                torch.autograd.backward(loss())
+                optimizers[peer].step()
+                if number >= WARM_STEPS:
+                    seconds[peer].append(time.perf_counter() - start)
+        for module, _ in steps.values():
+            for ours, theirs in zip(module.parameters(), ddp.module.parameters(), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
     return seconds
 
 

@@ -10,59 +10,39 @@ from __future__ import annotations
 import contextlib
 import random
 import secrets
-import statistics
-import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Any, Final
 
-import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
 from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.calibrate import machine
-from sennit.runtime.data import sources
-from sennit.runtime.data.batch_source import MemorySource, prepared
-from sennit.runtime.data.source import Source
+from sennit.runtime.data.batch_source import MemorySource
 from sennit.runtime.timeline import Timeline
 from sennit.runtime.timeline.rank_log import RankLog
 from sennit.runtime.training import launch
 from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.supply import prepared_data
 from sennit.runtime.training.trainer import Trainer
-from sennit.testbed.bench.results import quantile
+from sennit.testbed.bench.training.turns import TurnSettings, joined, median_and_interval, turn_of
 
 PLAIN, RECORDED = 0, 1
 WARM_TURNS: Final = 4
-# The bootstrap draws this many samples for the interval of a median.
-RESAMPLES: Final = 2_000
 LOG_ROOM: Final = 1_000
 TIMEOUT_S: Final = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What to run."""
+class Settings(TurnSettings):
+    """What to run. A round is a turn with a timeline and one without."""
 
-    data: str = "flights"
     world: int = 2
     batch_size: int = 2_048
-    steps: int = 4
-    """Steps of a turn."""
-
     rounds: int = 300
-    """Turns of each."""
 
     def config(self) -> TrainingConfig:
-        turns = self.rounds + WARM_TURNS
-        # Epochs enough that no evaluation comes between.
-        return TrainingConfig(
-            source=Source(data=self.data, samples=20_000),
-            batch_size=self.batch_size,
-            max_steps=turns * self.steps,
-            epochs=100_000,
-        )
+        return self.endless(batch_size=self.batch_size, timeout_s=TIMEOUT_S)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,59 +73,43 @@ class Report:
         }
 
 
-def median_and_interval(ratios: Sequence[float]) -> list[float]:
-    """The median, and the 2.5 and 97.5 percentiles of medians of samples of these (bootstrap)."""
-    chance = random.Random(1)
-    medians = [statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES)]
-    return [statistics.median(ratios), quantile(medians, 0.025), quantile(medians, 0.975)]
-
-
 def run(settings: Settings) -> Report:
     """Raises `launch.RankFailure` if a rank fails, or if a timeline changes a weight."""
-    _store, address = launch.serve_store(0, timeout_s=TIMEOUT_S)
-    turns = launch.run_ranks(_take_turns, settings, settings.world, address=address, store_timeout_s=TIMEOUT_S)
+    turns = launch.run_ranks(_take_turns, settings, settings.world, timeout_s=TIMEOUT_S)
     return Report(settings=settings, machine=machine.describe(), turns=turns)
 
 
 def _take_turns(settings: Settings, rank: int, world: int, store: Store) -> list[list[tuple[float, float]]]:
-    dist.init_process_group("sennit", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_S))
-    config = settings.config()
-    data = prepared(sources.load(config.source, seed=config.seed), config.order_settings)
-    # It is not entered: nothing is gathered or written, and it records in its own turns alone.
-    timeline = Timeline("never written")
-    log = RankLog.create(secrets.token_hex(8), rank=rank, path=timeline.path, room=LOG_ROOM)
-    with contextlib.ExitStack() as stack:
-        stack.callback(log.close)
-        stack.callback(log.remove)
-        trainers = []
-        for recording in (None, timeline):
-            source = MemorySource(data, rank=rank, world_size=world)
-            stack.callback(source.close)
-            trainers.append(stack.enter_context(Trainer(config, source, recording)))
-            source.begin(trainers[-1].order.next_batch(0))
-        chance = random.Random(1)
-        found: list[list[tuple[float, float]]] = [[], []]
-        for _ in range(WARM_TURNS + settings.rounds):
-            for which in chance.sample((PLAIN, RECORDED), 2):
-                if which == RECORDED:
-                    timeline.record_to(log)
-                found[which].append(_turn(trainers[which], timeline if which == RECORDED else None, settings.steps))
-                if which == RECORDED:
-                    timeline.stop()
-        plain, recorded = (trainer.weights() for trainer in trainers)
-        if any(not plain[name].equal(recorded[name]) for name in plain):
-            raise AssertionError("the weights with a timeline are not those without one")
-    dist.destroy_process_group()
+    with joined(rank, world, store, timeout_s=TIMEOUT_S):
+        config = settings.config()
+        data = prepared_data(config)
+        # It is not entered: nothing is gathered or written, and it records in its own turns alone.
+        timeline = Timeline("never written")
+        log = RankLog.create(secrets.token_hex(8), rank=rank, path=timeline.path, room=LOG_ROOM)
+        with contextlib.ExitStack() as stack:
+            stack.callback(log.close)
+            stack.callback(log.remove)
+            trainers = []
+            for recording in (None, timeline):
+                source = MemorySource(data, rank=rank, world_size=world)
+                stack.callback(source.close)
+                trainers.append(stack.enter_context(Trainer(config, source, recording)))
+                source.begin(trainers[-1].order.next_batch(0))
+            chance = random.Random(1)
+            found: list[list[tuple[float, float]]] = [[], []]
+            for _ in range(WARM_TURNS + settings.rounds):
+                for which in chance.sample((PLAIN, RECORDED), 2):
+                    if which == RECORDED:
+                        timeline.record_to(log)
+                    found[which].append(
+                        turn_of(trainers[which], settings.steps, timeline if which == RECORDED else None)
+                    )
+                    if which == RECORDED:
+                        timeline.stop()
+            plain, recorded = (trainer.weights() for trainer in trainers)
+            if any(not plain[name].equal(recorded[name]) for name in plain):
+                raise AssertionError("the weights with a timeline are not those without one")
     return [turns[WARM_TURNS:] for turns in found]
-
-
-def _turn(trainer: Trainer, timeline: Timeline | None, steps: int) -> tuple[float, float]:
-    dist.barrier()
-    began_s, busy_s = time.perf_counter(), time.process_time()
-    for _ in range(steps):
-        with contextlib.nullcontext() if timeline is None else timeline.step(trainer.step):
-            trainer.train_step()
-    return time.perf_counter() - began_s, time.process_time() - busy_s
 
 
 def render(report: Report, console: Console) -> None:

@@ -115,11 +115,10 @@ class Report:
 
 def run(settings: Settings) -> Report:
     """Raises `launch.RankFailure` if a rank fails, or if a sum is wrong."""
-    # The store ends with this object.
-    store, address = launch.serve_store(0, timeout_s=TIMEOUT_S)
     if settings.warm:
-        by_rank = launch.run_ranks(_warm_rank, settings, settings.world, address=address, store_timeout_s=TIMEOUT_S)
+        by_rank = launch.run_ranks(_warm_rank, settings, settings.world, timeout_s=TIMEOUT_S)
     else:
+        store, address = launch.serve_store(0, timeout_s=TIMEOUT_S)
         rounds = [_fresh_round(settings, number, store, address) for number in range(settings.rounds + 1)]
         by_rank = [list(chain(*turns)) for turns in zip(*rounds, strict=True)]
     results = {}
