@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -55,6 +55,9 @@ class Ids:
 
     host_weights: Tensor | None = None
     """The same weights in host memory, detached from autograd."""
+
+    kept: Mapping[int, Tensor] = field(default_factory=dict)
+    """For each feature of which ids are ignored: bool [ids that were given], which of them are in `values`."""
 
     @property
     def sample_count(self) -> int:
@@ -172,8 +175,9 @@ def _in_order(
 
 
 def _within_bounds(ids: Ids, tables: Sequence[Table], features: Sequence[tuple[str, int]]) -> Ids:
-    """Applies the tables' bounds. Ignored ids are left out, but still count in the mean of their bag."""
+    """Applies the tables' bounds. Ignored ids are left out; `given_lengths` and `kept` still know them."""
     lengths, values, weights = ids.lengths, list(torch.split(ids.values, ids.counts)), None
+    all_kept: dict[int, Tensor] = {}
     changed = False
     if ids.weights is not None:
         weights = list(torch.split(ids.weights, ids.counts))
@@ -195,8 +199,9 @@ def _within_bounds(ids: Ids, tables: Sequence[Table], features: Sequence[tuple[s
         else:
             kept = (own >= 0) & (own < table.rows)
             bags = torch.repeat_interleave(torch.arange(ids.sample_count), lengths[place].to(torch.int64))
-            if not changed:
+            if not all_kept:
                 lengths = lengths.clone()
+            all_kept[place] = kept
             lengths[place] = torch.bincount(bags[kept], minlength=ids.sample_count).to(lengths.dtype)
             values[place] = own[kept]
             if weights is not None:
@@ -210,4 +215,5 @@ def _within_bounds(ids: Ids, tables: Sequence[Table], features: Sequence[tuple[s
         values=torch.cat(values),
         counts=[len(part) for part in values],
         weights=None if weights is None else torch.cat(weights),
+        kept=all_kept,
     )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sennit.runtime.kernels.checks import GradientError
@@ -35,53 +36,58 @@ class SequenceSteps(TableSteps):
     def is_accumulating(self) -> bool:
         return any(sequences.is_accumulating for sequences in self._sequences)
 
-    def send(self, given: Any, global_batch: int | None) -> list[Step]:
+    def send(self, given: Any, global_batch: int | None) -> _Step:
         def prepared(ids: Ids) -> list[list[int]]:
             if ids.weights is not None:
                 raise ArgumentError("weights for ids that are not pooled; allowed: none")
             return [[]] * self.slices.world_size
 
         ids, batch, _ = self.agreed(given, global_batch, prepared, 0)
-        return [sequences.send(ids, batch) for sequences in self._sequences]
-
-    def fetch(self, step: Sequence[Step]) -> None:
-        for sequences, one in zip(self._sequences, step, strict=True):
-            sequences.fetch(one)
-
-    def results(self, step: Sequence[Step]) -> tuple[Tensor, ...]:
-        found: dict[int, Tensor] = {}
-        for sequences, one in zip(self._sequences, step, strict=True):
-            found |= sequences.by_lookup(one)
-        return tuple(found[feature] for feature in range(len(self.features)))
-
-    def result_size(self, step: Sequence[Step]) -> int:
-        return sum(
-            (piece.stop - piece.start) * self.tables[self.features[feature][1]].dim
-            for one in step
-            for node in (*one.sharded, *one.replicated)
-            for feature, piece in node.lookups.pieces
+        return _Step(
+            parts=[sequences.send(ids, batch) for sequences in self._sequences],
+            counts=ids.given_lengths.sum(1, dtype=torch.int64).tolist(),
+            kept={feature: kept.nonzero().view(-1).to(self.device) for feature, kept in ids.kept.items()},
         )
 
+    def fetch(self, step: _Step) -> None:
+        for sequences, one in zip(self._sequences, step.parts, strict=True):
+            sequences.fetch(one)
+
+    def results(self, step: _Step) -> tuple[Tensor, ...]:
+        found: dict[int, Tensor] = {}
+        for sequences, one in zip(self._sequences, step.parts, strict=True):
+            found |= sequences.by_lookup(one)
+        for feature, kept in step.kept.items():
+            rows = found[feature]
+            found[feature] = rows.new_zeros(step.counts[feature], rows.shape[1]).index_copy_(0, kept, rows)
+        return tuple(found[feature] for feature in range(len(self.features)))
+
+    def result_size(self, step: _Step) -> int:
+        return sum(count * self.tables[table].dim for count, (_, table) in zip(step.counts, self.features, strict=True))
+
     def update(
-        self, step: Sequence[Step], gradients: Sequence[Tensor], rates: Sequence[float | None]
+        self, step: _Step, gradients: Sequence[Tensor], rates: Sequence[float | None]
     ) -> tuple[GradientError | None, None]:
         scaled = dict(enumerate(gradients))
+        for feature, kept in step.kept.items():
+            scaled[feature] = scaled[feature].index_select(0, kept)
         if self.divisor != 1:
             scaled = {feature: gradient / self.divisor for feature, gradient in scaled.items()}
         error: GradientError | None = None
-        for number, (sequences, one) in enumerate(zip(self._sequences, step, strict=True)):
+        for number, (sequences, one) in enumerate(zip(self._sequences, step.parts, strict=True)):
             error = sequences.update(one, scaled, rate=rates[number]) or error
         return error, None
 
-    def release(self, step: Sequence[Step]) -> None:
-        for sequences, one in zip(self._sequences, step, strict=True):
+    def release(self, step: _Step) -> None:
+        for sequences, one in zip(self._sequences, step.parts, strict=True):
             sequences.release(one)
 
 
 class ShardedEmbeddings(ShardedTables):
     """Embedding tables in shards on all ranks; each id gives its row (sequences).
 
-    A call returns float32 [ids, dim] by feature: the row of each id of this rank's samples, in the order of the ids.
+    A call returns float32 [ids, dim] by feature: the row of each id of this rank's samples, in the order of the ids. An
+    ignored id (`Bounds.IGNORE`) has a row of zeros.
     Ids have no weights. A rank gets each distinct row once, and sends the sum of its gradients back once. Everything
     else is as in `ShardedEmbeddingBags`.
     """
@@ -160,3 +166,17 @@ class Step:
     asked: Asked
     replicated: list[Node]
     replicas: Asked
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    """A forward pass. A backward pass may follow."""
+
+    parts: list[Step]
+    """Of each of the engines."""
+
+    counts: list[int]
+    """The ids that were given of each feature: the rows of its result."""
+
+    kept: dict[int, Tensor]
+    """For each feature of which ids are ignored: int64 [ids that are looked up], their places in the result."""

@@ -181,7 +181,10 @@ def rows_of(module: ShardedTables, world: int) -> Tensor:
     rows = torch.empty(table.rows, table.dim)
     for one in everyone:
         for name, weight in one.items():
-            row, column = (int(number) for number in name.rpartition("/")[2].split("."))
+            of_table, _, shard = name.rpartition("/")
+            if of_table != table.name:
+                continue
+            row, column = map(int, shard.split("."))
             rows[slice(*table.row_range(row)), slice(*table.column_range(column))] = weight
     return rows
 

@@ -219,6 +219,33 @@ def takes_all_forms(rank: int, world: int) -> None:
         assert all(torch.equal(plain[name], other[name]) for name in ("user", "item"))
 
 
+def ignores(rank: int, world: int, kind: str) -> None:
+    """An ignored id adds nothing to a bag and is a row of zeros in a sequence. Its gradient changes nothing."""
+    is_bags = kind != "sequences"
+    pooling = Pooling.MEAN if is_bags else Pooling.NONE
+    tables = [
+        Table(
+            name=name, rows=10, dim=4, row_shards=2, pooling=pooling, bounds=Bounds.IGNORE,
+            optimizer=OptimizerSpec(kind=Optimizer.SGD),
+        )
+        for name in ("user", "item")
+    ]  # fmt: skip
+    module = (ShardedEmbeddingBags if is_bags else ShardedEmbeddings)(tables, rate=1, gradients="sum")
+    before = rows_of(module, world)
+    samples = 8 // world
+    ids = torch.tensor([[3, -1, 5], [7, 8, 10]]).repeat(samples // 2, 1)
+    good = torch.arange(samples)
+    sent = module.send({"user": ids, "item": good})
+    found = module(sent)["user"]
+    kept = (ids >= 0) & (ids < 10)
+    rows = torch.where(kept.unsqueeze(2), before[ids.clamp(0, 9)], 0)
+    torch.testing.assert_close(found, rows.sum(1) / 3 if is_bags else rows.flatten(0, 1))
+    assert module.result_bytes(sent) == 4 * 4 * (len(found) + len(good))
+    found.backward(torch.ones_like(found))
+    counts = torch.bincount(ids[kept], minlength=10).unsqueeze(1) * world
+    torch.testing.assert_close(rows_of(module, world), before - counts / (3 if is_bags else 1))
+
+
 def counts_bytes(rank: int, world: int, kind: str, placement: str) -> tuple[int, int]:
     """Bytes of a step with ids as in real data, and those if each lookup sent id, row and gradient."""
     pooling = Pooling.NONE if kind == "sequences" else Pooling.SUM
@@ -400,6 +427,11 @@ def test_a_gradient_that_is_not_finite_is_reported_on_all_ranks(
 
 def test_ids_come_in_the_forms_that_programs_have(kept_world: WorldFactory) -> None:
     kept_world(2).run(takes_all_forms)
+
+
+@pytest.mark.parametrize("kind", ["bags", "sequences"])
+def test_ids_that_are_ignored_keep_their_places(kept_world: WorldFactory, kind: str) -> None:
+    kept_world(2).run(ignores, kind=kind)
 
 
 @pytest.mark.parametrize("kind", ["bags", "weighted", "sequences"])
