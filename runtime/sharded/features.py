@@ -75,7 +75,8 @@ def ids_of(given: Any, tables: Sequence[Table]) -> Ids:
     `given` is one of these:
 
     - `Features`, or any object with `lengths` and `values` in that form, such as `CombinedBatch`;
-    - an object like TorchRec's `KeyedJaggedTensor`: methods `keys`, `lengths`, `values` and `weights_or_none`;
+    - an object like TorchRec's `KeyedJaggedTensor`: methods `keys`, `lengths`, `values` and `weights_or_none`; with a
+      variable stride also `stride_per_key` and `inverse_indices_or_none`;
     - a mapping from a feature's name to ids: [B] for one id a sample, [B, n] for n.
 
     Ids on a device are copied to the host. Features that the model does not have are left out. Raises `ArgumentError`
@@ -113,8 +114,7 @@ def _of_mapping(given: Mapping[str, Tensor], features: Sequence[tuple[str, int]]
         lengths.append(torch.full((ids.shape[0],), each, dtype=torch.int32))
         values.append(ids.reshape(-1).cpu())
     sizes = {name: len(part) for (name, _), part in zip(features, lengths, strict=True)}
-    if len(set(sizes.values())) > 1:
-        raise ArgumentError(f"features of different numbers of samples: {sizes}")
+    _check_samples(sizes)
     counts = [len(part) for part in values]
     stacked = torch.stack(lengths)
     return Ids(lengths=stacked, values=torch.cat(values), counts=counts, given_lengths=stacked)
@@ -122,11 +122,88 @@ def _of_mapping(given: Mapping[str, Tensor], features: Sequence[tuple[str, int]]
 
 def _of_keyed(given: Any, features: Sequence[tuple[str, int]]) -> Ids:
     names = list(given.keys())
-    lengths = given.lengths()
+    lengths, values = given.lengths(), given.values()
+    weights = given.weights_or_none() if hasattr(given, "weights_or_none") else None
+    strides: list[int] = given.stride_per_key() if hasattr(given, "stride_per_key") else []
+    inverse = given.inverse_indices_or_none() if hasattr(given, "inverse_indices_or_none") else None
+    if len(set(strides)) > 1 or inverse is not None:
+        if inverse is not None:
+            inverse = dict(zip(*inverse, strict=True))
+        return _of_strides(names, strides, lengths, values, weights, inverse, features)
     if not names or len(lengths) % len(names):
         raise ArgumentError(f"{len(lengths)} lengths for {len(names)} keys")
-    weights = given.weights_or_none() if hasattr(given, "weights_or_none") else None
-    return _in_order(lengths.view(len(names), len(lengths) // len(names)), given.values(), weights, names, features)
+    return _in_order(lengths.view(len(names), len(lengths) // len(names)), values, weights, names, features)
+
+
+def _of_strides(
+    names: Sequence[str],
+    strides: Sequence[int],
+    lengths: Tensor,
+    values: Tensor,
+    weights: Tensor | None,
+    inverse: Mapping[str, Tensor] | None,
+    features: Sequence[tuple[str, int]],
+) -> Ids:
+    """The ids of keys that have bags of their own number: `strides`, one for each of `names`.
+
+    `inverse`: for each key int [samples], the bag of each sample. Without it, bags are samples. The model's features
+    need as many samples as each other.
+    """
+    if len(strides) != len(names) or sum(strides) != len(lengths):
+        raise ArgumentError(f"{len(lengths)} lengths for {len(names)} keys of strides {strides}")
+    _check_present(names, features)
+    bags = torch.arange(len(lengths)).split(strides)
+    wanted = list(dict.fromkeys(name for name, _ in features))
+    of_key = {name: bags[names.index(name)] for name in wanted}
+    if inverse is not None:
+        of_key = {name: own[_of_samples(name, inverse, len(own))] for name, own in of_key.items()}
+    _check_samples({name: len(own) for name, own in of_key.items()})
+    chosen = torch.cat(list(of_key.values()))
+    lengths, values = lengths.cpu(), values.cpu()
+    _check_lengths(lengths, len(values))
+    _check_weights(weights, values)
+    ends = torch.cumsum(lengths, 0, dtype=torch.int64)
+    counts = lengths[chosen].to(torch.int64)
+    # The place of each id: the end of its bag, less what is left of the bag, itself among it.
+    places = torch.arange(int(counts.sum())) + torch.repeat_interleave(ends[chosen] - torch.cumsum(counts, 0), counts)
+    own = None if weights is None else weights[places.to(weights.device)]
+    return _in_order(lengths[chosen].view(len(wanted), -1), values[places], own, wanted, features)
+
+
+def _of_samples(name: str, inverse: Mapping[str, Tensor], bags: int) -> Tensor:
+    """Int64 [samples]: the bag of each sample."""
+    if name not in inverse:
+        raise ArgumentError(f"no inverse indices for feature {name}; given: {', '.join(inverse)}")
+    found = inverse[name].cpu().to(torch.int64)
+    if len(found) and not 0 <= (wrong := int(found[((found < 0) | (found >= bags)).to(torch.int8).argmax()])) < bags:
+        raise ArgumentError(f"inverse index {wrong} of feature {name}; allowed: 0 to {bags - 1}")
+    return found
+
+
+def _check_present(names: Sequence[str], features: Sequence[tuple[str, int]]) -> None:
+    missing = [name for name, _ in features if name not in names]
+    if missing:
+        raise ArgumentError(f"no ids for feature {missing[0]}; given: {', '.join(names)}")
+
+
+def _check_samples(sizes: Mapping[str, int]) -> None:
+    if len(set(sizes.values())) > 1:
+        raise ArgumentError(f"features of different numbers of samples: {sizes}; allowed: one number for all")
+
+
+def _check_lengths(lengths: Tensor, count: int) -> None:
+    """Raises `ArgumentError` unless `lengths`, in host memory, count the ids."""
+    if lengths.numel() and int(lengths.min()) < 0:
+        raise ArgumentError(f"a length of {int(lengths.min())}; allowed: 0 or more")
+    if (total := int(lengths.sum(dtype=torch.int64))) != count:
+        raise ArgumentError(f"lengths of {total} ids in all, but {count} ids")
+
+
+def _check_weights(weights: Tensor | None, values: Tensor) -> None:
+    if weights is not None and (weights.dtype is not torch.float32 or weights.shape != values.shape):
+        raise ArgumentError(
+            f"weights are {weights.dtype} of shape {tuple(weights.shape)}; allowed: float32 of ({len(values)},)"
+        )
 
 
 def _in_order(
@@ -146,22 +223,17 @@ def _in_order(
             f"ids are {values.dtype} of shape {tuple(values.shape)}; allowed: int32 or int64, one dimension"
         )
     lengths, values = lengths.cpu(), values.cpu()
-    if lengths.numel() and int(lengths.min()) < 0:
-        raise ArgumentError(f"a length of {int(lengths.min())}; allowed: 0 or more")
+    _check_lengths(lengths, len(values))
     counts: list[int] = lengths.sum(1, dtype=torch.int64).tolist()
-    if sum(counts) != len(values):
-        raise ArgumentError(f"lengths of {sum(counts)} ids in all, but {len(values)} ids")
-    if weights is not None and (weights.dtype is not torch.float32 or weights.shape != values.shape):
-        raise ArgumentError(
-            f"weights are {weights.dtype} of shape {tuple(weights.shape)}; allowed: float32 of ({len(values)},)"
-        )
+    _check_weights(weights, values)
     if names is None or list(names) == [name for name, _ in features]:
         lengths = lengths.contiguous()
         return Ids(lengths=lengths, values=values.contiguous(), counts=counts, given_lengths=lengths, weights=weights)
     place_of = {name: place for place, name in enumerate(names)}
-    missing = [name for name, _ in features if name not in place_of]
-    if missing:
-        raise ArgumentError(f"no ids for feature {missing[0]}; given: {', '.join(names)}")
+    if len(place_of) < len(names):
+        twice = next(name for place, name in enumerate(names) if place_of[name] != place)
+        raise ArgumentError(f"feature {twice} is given twice; allowed: once")
+    _check_present(names, features)
     order = [place_of[name] for name, _ in features]
     parts = torch.split(values, counts)
     lengths = lengths[order]

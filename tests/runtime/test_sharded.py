@@ -202,6 +202,31 @@ class Keyed:
         return None
 
 
+class Strided(Keyed):
+    """The same with a number of bags for each key, and with the bag of each sample."""
+
+    def __init__(
+        self,
+        names: list[str],
+        lengths: Tensor,
+        values: Tensor,
+        strides: list[int],
+        inverse: tuple[list[str], Tensor] | None = None,
+        weights: Tensor | None = None,
+    ) -> None:
+        super().__init__(names, lengths, values)
+        self._strides, self._inverse, self._weights = strides, inverse, weights
+
+    def stride_per_key(self) -> list[int]:
+        return self._strides
+
+    def inverse_indices_or_none(self) -> tuple[list[str], Tensor] | None:
+        return self._inverse
+
+    def weights_or_none(self) -> Tensor | None:
+        return self._weights
+
+
 def takes_all_forms(rank: int, world: int) -> None:
     tables = [Table(name="user", rows=10, dim=4), Table(name="item", rows=10, dim=4, bounds=Bounds.WRAP)]
     module = ShardedEmbeddingBags(tables, rate=1)
@@ -217,6 +242,47 @@ def takes_all_forms(rank: int, world: int) -> None:
     combined = module(Features(lengths=torch.tensor([[1] * 8, [2] * 8]), values=torch.cat([users, items.flatten()])))
     for other in (keyed, combined):
         assert all(torch.equal(plain[name], other[name]) for name in ("user", "item"))
+
+
+def takes_strides(rank: int, world: int) -> None:
+    """Keys with bags of their own number: other keys have more or fewer, or inverse indices say which bag is whose."""
+    module = ShardedEmbeddingBags([Table(name="user", rows=10, dim=4), Table(name="item", rows=10, dim=4)], rate=1)
+    names, users, of_sample = ["user", "item"], torch.arange(8), torch.tensor([0, 2, 1, 1, 0, 2, 2, 0])
+    bags = [[[3, 4], [], [5]][bag] for bag in of_sample.tolist()]
+    sizes, items = [len(bag) for bag in bags], [number for bag in bags for number in bag]
+    plain = module(Features(lengths=torch.tensor([[1] * 8, sizes]), values=torch.tensor([*users, *items])))
+    # 18 lengths, which could be cut into three equal parts as well.
+    beside = Strided(
+        ["other", "item", "user"], torch.tensor([3, 3, *sizes, *[1] * 8]), torch.tensor([0] * 6 + [*items, *users]),
+        [2, 8, 8],
+    )  # fmt: skip
+    # Users 0 to 7 backwards, and three bags of items for eight samples.
+    lengths, values = torch.tensor([1] * 8 + [2, 0, 1]), torch.tensor([*users.flip(0), 3, 4, 5])
+    inverse = ["item", "user"], torch.stack([of_sample, 7 - users])
+    for other in (beside, Strided(names, lengths, values, [8, 3], inverse)):
+        found = module(other)
+        assert all(torch.equal(plain[name], found[name]) for name in names)
+    weights = torch.ones(11, requires_grad=True)
+    row = rows_of(module, world)[0]
+    module(Strided(names, lengths, values, [8, 3], inverse, weights))["user"][0].sum().backward()
+    assert weights.grad is not None
+    torch.testing.assert_close(weights.grad, torch.zeros(11).index_fill(0, torch.tensor([7]), float(row.sum())))
+    ones, zeros = (torch.full((24,), number) for number in (1, 0))
+    for wrong, match in (
+        (Strided(names, lengths, values, [8, 3]), "of different numbers of samples: {'user': 8, 'item': 3}; allowed"),
+        (Strided(names, lengths, values, [8, 4]), r"11 lengths for 2 keys of strides \[8, 4\]"),
+        (Strided(names, lengths, values[1:], [8, 3], inverse), "lengths of 11 ids in all, but 10 ids"),
+        (Strided(names, lengths, values, [8, 3], inverse, weights[1:]), r"weights are torch.float32 of shape \(10,\)"),
+        (
+            Strided(names, lengths, values, [8, 3], (names, torch.full((2, 8), 3))),
+            "index 3 of feature item; allowed: 0",
+        ),
+        (Strided(names, lengths, values, [8, 3], (names[:1], 7 - users[None])), "no inverse indices for feature item"),
+        (Strided(["other", "user"], ones[:9], zeros[:9], [1, 8]), "no ids for feature item; given: other, user"),
+        (Keyed(["user", "item", "user"], ones, zeros), "feature user is given twice"),
+    ):
+        with pytest.raises(ArgumentError, match=match):
+            module(wrong)
 
 
 def ignores(rank: int, world: int, kind: str) -> None:
@@ -427,6 +493,10 @@ def test_a_gradient_that_is_not_finite_is_reported_on_all_ranks(
 
 def test_ids_come_in_the_forms_that_programs_have(kept_world: WorldFactory) -> None:
     kept_world(2).run(takes_all_forms)
+
+
+def test_keys_may_have_numbers_of_bags_of_their_own(kept_world: WorldFactory) -> None:
+    kept_world(1).run(takes_strides)
 
 
 @pytest.mark.parametrize("kind", ["bags", "sequences"])
