@@ -152,7 +152,7 @@ def _of_strides(
     if len(strides) != len(names) or sum(strides) != len(lengths):
         raise ArgumentError(f"{len(lengths)} lengths for {len(names)} keys of strides {strides}")
     _check_present(names, features)
-    bags = torch.arange(len(lengths)).split(strides)
+    bags = torch.split(torch.arange(len(lengths)), list(strides))
     wanted = list(dict.fromkeys(name for name, _ in features))
     of_key = {name: bags[names.index(name)] for name in wanted}
     if inverse is not None:
