@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import secrets
+import os
 import warnings
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from sennit.transport import config as configuration
 from sennit.transport.array_collectives import ArrayCollectives
@@ -62,8 +61,7 @@ def _tell_of_slow_kernels() -> None:
         warnings.warn(f"{found.what}; what helps: {found.remedy}", RuntimeWarning, stacklevel=3)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lineage:
+class Lineage(NamedTuple):
     """The place of a communicator in a chain of groups, each made of the one before."""
 
     name: str
@@ -171,7 +169,7 @@ class Communicator(ArrayCollectives):
                 rank,
                 world,
                 timeout_s=self.timeout_s,
-                seed=secrets.randbits(64),
+                seed=int.from_bytes(os.urandom(8)),
                 ranks_here=max(ranks_here, ranks_here_min),
                 peer_timeout_s=self.config.peer_timeout_s,
                 threads=self.config.threads,
@@ -325,7 +323,7 @@ class Communicator(ArrayCollectives):
         own = self._lineage.membership
         if own is None:
             own = membership.Membership.of_founder(self._shared_store(), name=name, rank=self.rank, world=self.world)
-            self._lineage = replace(self._lineage, membership=own)
+            self._lineage = self._lineage._replace(membership=own)
         _, successor = connect_next(
             own,
             terms or membership.Terms(),

@@ -18,13 +18,11 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Final
+from typing import Final, NamedTuple
 
 import sennit
-from sennit import cache, extras
 from sennit.errors import Unsupported
 from sennit.transport.native import require_core
 
@@ -36,8 +34,7 @@ RECORD: Final = "build_info.json"
 SUFFIX: Final = importlib.machinery.EXTENSION_SUFFIXES[0]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Build:
+class Build(NamedTuple):
     """An extension on this machine."""
 
     path: Path
@@ -80,6 +77,8 @@ def builds(torch: str | None = None) -> Iterator[Build]:
 def _folders(torch: str | None) -> Iterator[Path]:
     yield from _portions("sennit.runtime.backend")
     yield from _portions(PACKAGE)
+    from sennit import cache
+
     # The key is a digest of all sources. Where an extension was built or installed, nobody comes so far.
     if torch is not None and (key := cache_key(torch)) is not None:
         yield from cache.find(key)
@@ -183,6 +182,8 @@ def missing(torch: str, found: list[Build]) -> str:
 
 def remedy(torch: str) -> str:
     """The command that gets an extension for this torch."""
+    from sennit import extras
+
     if extras.from_checkout():
         return "make build"
     wheel = f"{DISTRIBUTION}=={sennit.__version__}+torch{minor(torch)}"

@@ -112,7 +112,7 @@ def measure(*, rank: int, world: int, store: Store, config: Config | None = None
         costs = fit(fitted, default=default, fold_byte_s=fold_byte_s)
         # A fold costs the same on all ways.
         fold_byte_s = costs.fold_byte_s
-        ways[way] = {**dataclasses.asdict(costs), "ranks": len(members)}
+        ways[way] = {**costs._asdict(), "ranks": len(members)}
         checks += _check(way, costs, len(members), *checked)
     home = list(range(*hosts.spans[hosts.of_rank(rank)]))
     cores = cores_here()
@@ -135,7 +135,7 @@ def _contents(
         raise CalibrationError("no way was measured: rank 0 has no peer on its host, and the transport is shm")
     # What was not measured keeps the defaults, and says so by 0 ranks.
     defaults = {"shared_memory": SHARED_MEMORY, "network": NETWORK}
-    given = {way: ways.get(way, {**dataclasses.asdict(costs), "ranks": 0}) for way, costs in defaults.items()}
+    given = {way: ways.get(way, {**costs._asdict(), "ranks": 0}) for way, costs in defaults.items()}
     if not given["shared_memory"]["ranks"]:
         given["shared_memory"]["fold_byte_s"] = given["network"]["fold_byte_s"]
     return {
@@ -148,7 +148,7 @@ def _contents(
         "ranks": world,
         "hosts": hosts,
         "ways": given,
-        "codecs": {kind.name.lower(): dataclasses.asdict(speed) for kind, speed in codec_speeds.measure().items()},
+        "codecs": {kind.name.lower(): speed._asdict() for kind, speed in codec_speeds.measure().items()},
         "kernels": kernels,
         "checks": [dataclasses.asdict(check) for check in checks],
     }
@@ -251,9 +251,9 @@ def _chunked_work(group: Communicator) -> Work:
     pieces = -(-CHUNKED_BYTES // group.world // CHUNK_BYTES)
 
     def more(traffic: Any) -> Any:
-        return dataclasses.replace(traffic, messages=traffic.messages * pieces)
+        return traffic._replace(messages=traffic.messages * pieces)
 
-    return dataclasses.replace(work, near=more(work.near), far=more(work.far))
+    return work._replace(near=more(work.near), far=more(work.far))
 
 
 def _time(group: Communicator, plans: Sequence[Plan]) -> list[float]:

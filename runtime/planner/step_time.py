@@ -8,7 +8,6 @@ work. So a search adds and subtracts tables, and many placements are rated in on
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from enum import IntEnum
 from functools import cached_property
 from typing import Any, Final
@@ -95,7 +94,7 @@ class Rating:
         self.near = constants.network.network if cluster.has_no_shared_memory else constants.network.shared_memory
         self.far = constants.network.network
         if cluster.gbit is not None:
-            self.far = replace(self.far, byte_s=8e-9 / cluster.gbit)
+            self.far = self.far._replace(byte_s=8e-9 / cluster.gbit)
         self._far_byte_s = Traffic(peers=cluster.ranks - cluster.local_ranks, sent_bytes=1).seconds(self.far)
         self._groups = len(groups_of(problem.tables))
         self._empty = np.zeros((KINDS, cluster.ranks))
@@ -435,7 +434,7 @@ class Rating:
             seconds -= min(early_s, (1 - FORWARD) * self.problem.fixed.slice_s)
         if cluster.hosts == 1:
             return Time(seconds)
-        link_s = work.far.seconds(replace(self.far, round_s=0.0, message_s=0.0)) * self._far_turns
+        link_s = work.far.seconds(self.far._replace(round_s=0.0, message_s=0.0)) * self._far_turns
         return Time(0.0, seconds, min(link_s, seconds))
 
     def fits(self, work: Work) -> Any:

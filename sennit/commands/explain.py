@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from sennit.commands import explain_codecs
@@ -51,7 +50,7 @@ def explain(
     `leaves`: of an allreduce; by default one a rank. `bytes_per_s`: what a rank can send to other hosts, by default as
     the calibration says. With `codecs` (`explain_codecs.NAMES`) also a row for each of them.
     """
-    far = calibration.network if bytes_per_s is None else replace(calibration.network, byte_s=1 / bytes_per_s)
+    far = calibration.network if bytes_per_s is None else calibration.network._replace(byte_s=1 / bytes_per_s)
     selection = Selection(hosts=Hosts.equal(ranks, hosts), forced=forced, near=calibration.shared_memory, far=far)
     given = None if leaves is None else Leaves(ranks, leaves)
     ratio = accumulator(dtype).item_bytes / dtype.item_bytes

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from sennit.transport.choice.coded_cost import CodedWork, break_even_byte_s, coded_work
@@ -98,9 +97,9 @@ def _gain(
     """The seconds that a codec saves, by the `byte_s` of the way that decides."""
 
     def gain_s(byte_s: float) -> float:
-        way = replace(_slow(selection), byte_s=byte_s)
+        way = _slow(selection)._replace(byte_s=byte_s)
         near, far = (selection.near, way) if len(selection.hosts.spans) > 1 else (way, selection.far)
-        chosen = replace(selection, near=near, far=far).choose(rated)
+        chosen = selection._replace(near=near, far=far).choose(rated)
         return rated[chosen].seconds(near, far) - found.work.seconds(near, far) - coding_s
 
     return gain_s

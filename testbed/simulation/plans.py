@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count, pairwise
 from math import gcd
 
@@ -134,10 +134,10 @@ def spread(plan: Plan, at_a_time: int) -> Plan:
     receives.sort(key=lambda step: place[(plan.rank - step.peer) % world])
     others = [step for step in plan.steps if isinstance(step, Copy)]
     chained = [
-        replace(step, after=(len(sends) + number - at_a_time,) if number >= at_a_time else ())
+        step._replace(after=(len(sends) + number - at_a_time,) if number >= at_a_time else ())
         for number, step in enumerate(receives)
     ]
-    return replace(plan, steps=(*sends, *chained, *others))
+    return plan._replace(steps=(*sends, *chained, *others))
 
 
 def _blocks(scenario: Scenario, name: str, peers_of: Callable[[int], list[int]]) -> Program:

@@ -122,7 +122,7 @@ def rating(shape: Shape, hosts: int, constants: Constants, fixed: Fixed) -> Rati
     folds = Costs(
         round_s=0.0, message_s=0.0, byte_s=0.0, peer_share=0.0, fold_byte_s=constants.network.network.fold_byte_s
     )
-    network = dataclasses.replace(constants.network, shared_memory=folds, network=folds)
+    network = constants.network._replace(shared_memory=folds, network=folds)
     tables = shape.made()
     return Rating(
         Problem(

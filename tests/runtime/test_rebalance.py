@@ -185,7 +185,7 @@ def test_a_move_has_to_pay_for_itself() -> None:
     assert found.size_bytes > 0
     # Slow links and few steps: a move would cost more than it saves.
     costly = rating(after, table)
-    costly.near = dataclasses.replace(costly.near, byte_s=1e-3)
+    costly.near = costly.near._replace(byte_s=1e-3)
     assert propose(costly, present, [before], steps=1) is None
 
 

@@ -44,7 +44,7 @@ def samples(costs: Costs, *worlds: int, noise: float = 0, seed: int = 1) -> list
 
 @pytest.mark.parametrize("worlds", [(4,), (2, 8), (2, 6)])
 def test_the_fit_finds_the_constants_behind_the_times(worlds: tuple[int, ...]) -> None:
-    found = fit(samples(dataclasses.replace(TRUE, peer_share=0.3 if len(worlds) > 1 else 0), *worlds), default=TRUE)
+    found = fit(samples(TRUE._replace(peer_share=0.3 if len(worlds) > 1 else 0), *worlds), default=TRUE)
     assert found.round_s == pytest.approx(TRUE.round_s, rel=0.01)
     assert found.message_s == pytest.approx(TRUE.message_s, rel=0.01)
     assert found.fold_byte_s == pytest.approx(TRUE.fold_byte_s, rel=0.01)
@@ -62,11 +62,11 @@ def test_no_constant_is_negative() -> None:
     odd = [dataclasses.replace(s, seconds=s.seconds - s.folded_bytes * 6e-11) for s in samples(TRUE, 2, 8)]
     found = fit(odd, default=NETWORK)
     assert found.fold_byte_s == 0
-    assert min(dataclasses.astuple(found)) >= 0
+    assert min(found) >= 0
 
 
 def test_what_was_not_measured_keeps_its_default() -> None:
-    pairs = samples(dataclasses.replace(TRUE, peer_share=0), 2)
+    pairs = samples(TRUE._replace(peer_share=0), 2)
     found = fit(pairs, default=NETWORK, fold_byte_s=TRUE.fold_byte_s)
     assert found.peer_share == NETWORK.peer_share
     assert found.fold_byte_s == TRUE.fold_byte_s
@@ -99,7 +99,7 @@ def test_ranks_on_this_machine_write_a_file_that_ranks_read(tmp_path: Path, monk
     contents = json.loads(output.read_text())
     assert contents["codecs"].keys() == {kind.name.lower() for kind in SPEEDS}
     assert all(found.codecs[kind] != SPEEDS[kind] for kind in SPEEDS)
-    assert min(min(dataclasses.astuple(speed)) for speed in found.codecs.values()) > 0
+    assert min(min(speed) for speed in found.codecs.values()) > 0
     assert {contents["ways"][way]["ranks"] for way in ("shared_memory", "network")} == {3}
     assert {check["way"] for check in contents["checks"]} == {"shared_memory", "network"}
     assert [path.name for path in output.parent.iterdir()] == ["here.json"]
@@ -130,7 +130,7 @@ def test_a_way_that_is_not_measured_keeps_the_defaults(tmp_path: Path, monkeypat
         contents, nothing = threads.map(measure, range(2))
     assert contents is not None
     assert nothing is None
-    assert contents["ways"]["network"] == {**dataclasses.asdict(NETWORK), "ranks": 0}
+    assert contents["ways"]["network"] == {**NETWORK._asdict(), "ranks": 0}
     assert contents["ways"]["shared_memory"]["ranks"] == 2
     assert {check["way"] for check in contents["checks"]} == {"shared_memory"}
 

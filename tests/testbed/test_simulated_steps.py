@@ -38,8 +38,8 @@ def test_exchanges_have_the_bytes_of_the_model() -> None:
 
 
 def test_the_network_of_the_calibration_plays_no_part() -> None:
-    slow = dataclasses.replace(CONSTANTS.network.network, round_s=0.5, message_s=0.5, byte_s=0.5)
-    other = dataclasses.replace(CONSTANTS, network=dataclasses.replace(CONSTANTS.network, network=slow))
+    slow = CONSTANTS.network.network._replace(round_s=0.5, message_s=0.5, byte_s=0.5)
+    other = dataclasses.replace(CONSTANTS, network=CONSTANTS.network._replace(network=slow))
     simulated = {"ids": 0.001, "vectors": 0.002, "gradients": 0.003}
     one, two = (training.step(SHAPE, 16, constants, FIXED, simulated) for constants in (CONSTANTS, other))
     assert one.times == two.times

@@ -251,7 +251,7 @@ def test_outcome_of_other_plans_is_not_reused(tmp_path: Path, monkeypatch: pytes
 
         def compile_plan(rank: int) -> Plan:
             plan = before.compile_plan(rank)
-            return dataclasses.replace(plan, scratch_bytes=plan.scratch_bytes + 64)
+            return plan._replace(scratch_bytes=plan.scratch_bytes + 64)
 
         return dataclasses.replace(before, compile_plan=compile_plan) if scenario == case.scenario else before
 

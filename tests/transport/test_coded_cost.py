@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,7 +63,7 @@ def test_the_work_is_that_of_the_plan(collective: Collective, elements: int, cod
 @pytest.mark.parametrize("elements", ELEMENTS)
 @pytest.mark.parametrize("coding", CODINGS, ids=lambda coding: coding.kind.name)
 def test_the_work_between_hosts_is_that_of_the_plan(collective: Collective, elements: int, coding: Coding) -> None:
-    hosts, coding = Hosts.equal(4, 2), replace(coding, between_hosts=True)
+    hosts, coding = Hosts.equal(4, 2), coding._replace(between_hosts=True)
     moves: dict[str, Any] = {"world": 4, "rank": 0, "hosts": hosts, "dtype": Dtype.F32, "coding": coding}
     parts, sums = [elements // 4] * 4, moves | {"op": ReduceOp.SUM}
     match collective:

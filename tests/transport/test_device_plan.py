@@ -6,7 +6,6 @@ test_plan_algorithms.py checks their results, in any order and with rings of any
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -116,12 +115,11 @@ def test_waits_for_scratch_are_needed(make: Callable[[int, int, int], Plan]) -> 
         return all((buffer[0] == total).all() for buffer in buffers)
 
     careless = [
-        dataclasses.replace(
-            plan,
+        plan._replace(
             steps=tuple(
-                dataclasses.replace(step, after=()) if isinstance(step, Copy) and step.buffer == plan.scratch else step
+                step._replace(after=()) if isinstance(step, Copy) and step.buffer == plan.scratch else step
                 for step in plan.steps
-            ),
+            )
         )
         for plan in plans
     ]
@@ -163,7 +161,7 @@ def test_only_copies_touch_device_memory() -> None:
     builder = PlanBuilder("hand", world=2, rank=0, signature=signature(Kind.ALLTOALL), buffer_bytes=[16])
     builder.send(1, 0, Operand(0), 8)
     with pytest.raises(ArgumentError, match="touches device memory"):
-        check(dataclasses.replace(builder.build(), on_device=True))
+        check(builder.build()._replace(on_device=True))
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from sennit.transport import algorithms
 from sennit.transport._core import describe_signature
-from sennit.transport.algorithms.halving import widths
 from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.config import Algorithm
 from sennit.transport.errors import ArgumentError, MismatchError
@@ -201,7 +200,7 @@ def test_fewer_leaves_than_ranks_are_refused(algorithm: Algorithm | None) -> Non
 @pytest.mark.parametrize(("world", "count", "sums"), [(4, 16, 1), (6, 12, 1), (3, 8, 2), (4, 13, 3), (2, 13, 2)])
 def test_halving_passes_on_one_sum_where_ranks_give_nodes(world: int, count: int, sums: int) -> None:
     """Else a message has the sums of several nodes, and is as many times larger."""
-    assert max(widths(Leaves(world, count))) == sums
+    assert max(Leaves(world, count).widths()) == sums
     if world in (2, 4):
         plans = plans_of(world, count, 64, Dtype.F32, ReduceOp.SUM, 131_072, algorithm=Algorithm.HALVING)
         assert max(s.size_bytes for plan in plans for s in plan.steps if isinstance(s, Send)) == sums * 32 * 4

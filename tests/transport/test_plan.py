@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -110,13 +109,13 @@ def test_loans_are_awaited_even_in_plans_built_by_hand() -> None:
     b = builder()
     b.copy(Operand(b.loan(1, 0, 8), 0, True), 0, 0, 8)
     plan = b.build()
-    hasty = dataclasses.replace(plan.steps[1], after=())
+    hasty = plan.steps[1]._replace(after=())
     with pytest.raises(ArgumentError, match="without waiting for it"):
-        check(dataclasses.replace(plan, steps=(plan.steps[0], hasty)))
+        check(plan._replace(steps=(plan.steps[0], hasty)))
     with pytest.raises(ArgumentError, match="rank 3 of 3"):
-        check(dataclasses.replace(plan, rank=3))
+        check(plan._replace(rank=3))
     with pytest.raises(ArgumentError, match="the tree has no leaves"):
-        check(dataclasses.replace(plan, leaves=0))
+        check(plan._replace(leaves=0))
 
 
 def test_binary_form_byte_by_byte() -> None:
@@ -126,7 +125,7 @@ def test_binary_form_byte_by_byte() -> None:
     b.reduce([Operand(0, 8), Operand(loan, 0, True)], 0, 8, 8, dtype=Dtype.F64, op=ReduceOp.MAX, after=[sent])
     b.copy(Operand(0, 0), 1, 4, 8)
     b.reduce([Operand(0, 4, is_partial=True)], 1, 0, 8, dtype=Dtype.BF16, op=ReduceOp.SUM, gives_partial=True)
-    data = encode(dataclasses.replace(b.build(), leaves=40))
+    data = encode(b.build()._replace(leaves=40))
     assert (HEADER.size, STEP.itemsize, OPERAND.itemsize) == (64, 48, 16)
     none = 0
     steps = [

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -154,8 +153,8 @@ def test_one_side_alone_cannot_make_a_round_trip() -> None:
     plans = compiled(2, 100)
     trips = [step for step in plans[1].steps if isinstance(step, Send | Recv | Reduce)]
     assert len(trips) == len(plans[1].steps)
-    stays = [dataclasses.replace(step, comes_back=False) for step in trips]
-    plans[1] = dataclasses.replace(plans[1], steps=tuple(stays))
+    stays = [step._replace(comes_back=False) for step in trips]
+    plans[1] = plans[1]._replace(steps=tuple(stays))
     with pytest.raises(MismatchError, match="by round trips"):
         reference.run(plans, [[np.zeros(100, np.float32)] for _ in range(2)])
 
@@ -176,7 +175,7 @@ def build(add: Callable[[PlanBuilder], object], *, kind: Kind = Kind.ALLREDUCE, 
     value = on_device(signature(kind)) if device else signature(kind)
     builder = PlanBuilder("hand", world=3, rank=0, signature=value, buffer_bytes=[1 << 20])
     add(builder)
-    return dataclasses.replace(builder.build(), on_device=device)
+    return builder.build()._replace(on_device=device)
 
 
 def fold_of(b: PlanBuilder, loan: int, size_bytes: int, *, comes_back: bool, gives_partial: bool = False) -> int:

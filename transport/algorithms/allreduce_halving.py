@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from sennit.transport.algorithms.halving import Halving, add_halving, cut_units, piece_units, widths
+from sennit.transport.algorithms.halving import Halving, add_halving, cut_units, piece_units
 from sennit.transport.algorithms.leaves import Leaves, allreduce_builder
 from sennit.transport.algorithms.ranges import DEFAULT_CHUNK_BYTES, Part, check_chunk, check_world, shares
 from sennit.transport.algorithms.vector import Vector
@@ -38,7 +38,7 @@ def allreduce_halving(
         in_place=in_place,
         counted=counted,
     )
-    chunk_bytes = max(chunk_bytes // int(max(widths(given))), accumulator(dtype).item_bytes)
+    chunk_bytes = max(chunk_bytes // int(max(given.widths())), accumulator(dtype).item_bytes)
     unit_bytes = chunk_bytes // accumulator(dtype).item_bytes * dtype.item_bytes
     vector = Vector(
         builder, elements=elements, item_bytes=dtype.item_bytes, counted=counted, shares=world, piece_bytes=unit_bytes

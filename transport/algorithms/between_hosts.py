@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 from sennit.transport.algorithms.allreduce_coded import shares_of
@@ -120,9 +119,9 @@ def _numbered(plan: Plan) -> Plan:
     for number, step in enumerate(steps):
         if isinstance(step, Send | Recv):
             pair = type(step), step.peer
-            steps[number] = replace(step, slot=counts[pair])
+            steps[number] = step._replace(slot=counts[pair])
             counts[pair] += 1
-    return replace(plan, steps=tuple(steps))
+    return plan._replace(steps=tuple(steps))
 
 
 def _cut(parts: Sequence[Range], dtype: Dtype, most: int) -> list[Share]:

@@ -15,12 +15,10 @@ are the elements themselves if it has one leaf, and partial sums otherwise.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from sennit.transport.algorithms.leaves import Leaves
-from sennit.transport.algorithms.ranges import Range
-from sennit.transport.algorithms.vector import Piece, bytes_max
+from sennit.transport.algorithms.vector import Cut, Piece, bytes_max
 from sennit.transport.plans.counts import CountRange
 from sennit.transport.plans.elements import Dtype, ReduceOp, accumulator
 from sennit.transport.plans.hosts import Hosts
@@ -35,13 +33,12 @@ GATHER_LAG_CHUNKS: Final = 2
 PARTIALS_SENT_MAX: Final = 16
 
 
-@dataclass(frozen=True, kw_only=True)
-class Share:
+class Share(NamedTuple):
     """One owner's part: the position of each rank's contribution, and the chunks into which it is cut."""
 
     buffer: int
     offset: int
-    chunks: Sequence[Range]
+    chunks: Sequence[Cut]
 
 
 class Layout(Leaves):
@@ -84,8 +81,7 @@ class Layout(Leaves):
         return max(message_bytes // (widest * accumulator(dtype).item_bytes), 1) * dtype.item_bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fold:
+class Fold(NamedTuple):
     """The input of the fold, and the place of its results: share j's result goes to `result_offsets[j]` of
     `result_buffer`, the last of the caller's buffers.
     """
@@ -95,14 +91,14 @@ class Fold:
     op: ReduceOp
     layout: Layout
     shares: Sequence[Share]
-    elements: int = 0
-    """Of one leaf or node. A rank's leaves or nodes follow one another in the buffer of its contribution."""
     result_buffer: int
     result_offsets: Sequence[int]
     gather: bool
     """Whether every rank gets every share's result (allreduce)."""
     in_place: bool
     """Whether results overwrite contributions that may not have been sent yet."""
+    elements: int = 0
+    """Of one leaf or node. A rank's leaves or nodes follow one another in the buffer of its contribution."""
 
 
 def add_fold(builder: PlanBuilder, fold: Fold) -> None:
@@ -131,12 +127,11 @@ def at(start: int, offset: int) -> int:
     return start + offset if start else offset
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     owner: int
     number: int
     """The slots of its messages follow from it."""
-    range: Range
+    range: Cut
     buffer: int
     """Of this rank's contribution."""
     offset: int
@@ -145,12 +140,11 @@ class Chunk:
     """The offset of the result."""
 
 
-@dataclass(slots=True)
 class Values:
     """Values of nodes that follow one another, and where they are."""
 
-    nodes: list[Span] = field(default_factory=list)
-    operands: list[Operand] = field(default_factory=list)
+    def __init__(self, nodes: Iterable[Span] = (), operands: Iterable[Operand] = ()) -> None:
+        self.nodes, self.operands = list(nodes), list(operands)
 
     def add(self, others: Values) -> None:
         self.nodes += others.nodes
@@ -356,7 +350,7 @@ class FoldWriter:
             return Values([span], [Operand(loan, 0, is_view=True)])
         offsets, size_bytes = self._in_turn(chunk, 0, len(nodes))
         loan = self._builder.loan(sender, slot, size_bytes)
-        return Values(list(nodes), [Operand(loan, offset, is_view=True, is_partial=True) for offset in offsets])
+        return Values(nodes, [Operand(loan, offset, is_view=True, is_partial=True) for offset in offsets])
 
     def _fold_all(self, chunk: Chunk, here: Values) -> None:
         """Folds the host's leaves and the nodes of all other hosts into the result."""

@@ -16,7 +16,7 @@ A single host codes nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from sennit.transport.algorithms.coded_parts import CHUNKS_IN_WORK, Ring
@@ -111,7 +111,7 @@ class _Writer(FoldWriter):
         # A node that is one operand needs no sum, unless it is still to be scaled.
         if len(inside) == 1 and (source.is_partial or self._fold.op is not ReduceOp.PREMUL_SUM):
             dtype = _SUM if source.is_partial else self._fold.dtype
-            source = replace(source, is_partial=False)
+            source = source._replace(is_partial=False)
             coded = self._encode(self._codes, chunk, source, dtype, node.low * elements, after)
             read.append(coded.step)
             return coded

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 
 from sennit.transport.algorithms.leaves import Leaves
-from sennit.transport.algorithms.ranges import Part, Range, chunks
-from sennit.transport.algorithms.vector import Piece
+from sennit.transport.algorithms.ranges import Part, chunks
+from sennit.transport.algorithms.vector import Cut, Piece
 from sennit.transport.plans.counts import CountRange
 from sennit.transport.plans.elements import Dtype, ReduceOp, accumulator
 from sennit.transport.plans.plan import Operand, PlanBuilder
@@ -86,7 +86,7 @@ def cut_units(parts: Collection[tuple[int, Part]], dtype: Dtype, chunk_bytes: in
     return units
 
 
-def piece_units(shares: Iterable[tuple[int, Sequence[Range]]], dtype: Dtype) -> list[Unit]:
+def piece_units(shares: Iterable[tuple[int, Sequence[Cut]]], dtype: Dtype) -> list[Unit]:
     """The units of a vector whose pieces have sizes that a post gives, by the rank that owns a share in the end."""
     units = []
     position = 0
@@ -107,20 +107,6 @@ def owner(low: int, level: int, share: int, world: int) -> int:
     while low + place >= world:
         place -= 1 << (place.bit_length() - 1)
     return low + place
-
-
-def widths(leaves: Leaves, partial_ratio: float = 1) -> list[float]:
-    """The size of the widest message at each level, in vectors. A partial sum is `partial_ratio` times as wide."""
-    levels = range((leaves.world - 1).bit_length())
-    if leaves.are_single:
-        return [partial_ratio if level else 1 for level in levels]
-    lows = [range(0, leaves.world, 1 << level) for level in levels]
-    return [max(leaves.width(_span(leaves, low, level), partial_ratio) for low in lows[level]) for level in levels]
-
-
-def _span(leaves: Leaves, low: int, level: int) -> Span:
-    """The leaves of the node of 2**level ranks from `low` on."""
-    return leaves.of_ranks(low, min(low + (1 << level), leaves.world))
 
 
 def add_halving(builder: PlanBuilder, halving: Halving) -> None:
@@ -190,8 +176,8 @@ class _Writer:
         runs = list(self._runs(level))
         if not runs:
             return
-        own = _span(self._leaves, self._node(level), level)
-        other = _span(self._leaves, self._node(level) ^ 1 << level, level)
+        own = self._leaves.of_node(self._node(level), level)
+        other = self._leaves.of_node(self._node(level) ^ 1 << level, level)
         taken = [run for run in runs if run.taker == self._job.rank]
         # What arrives lies in the order of units, so that one step may read several runs.
         place_of = dict(zip((run.first for run in taken), self._reserve(taken, other), strict=True))

@@ -8,13 +8,16 @@ partial sums of the largest nodes inside the span of leaves that they speak for 
 from __future__ import annotations
 
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from sennit.transport.errors import ArgumentError
-from sennit.transport.plans.coding import Coding
 from sennit.transport.plans.elements import Dtype, ReduceOp, accumulator, check_reducible
 from sennit.transport.plans.plan import Operand, PlanBuilder
 from sennit.transport.plans.signature import ROUND_TRIPS, Kind, coded, signature
 from sennit.transport.plans.tree import Span, cover, given_spans, leaves_of
+
+if TYPE_CHECKING:
+    from sennit.transport.plans.coding import Coding
 
 
 class Leaves:
@@ -55,6 +58,20 @@ class Leaves:
     def width(self, span: Span, partial_ratio: float = 1) -> float:
         """The size of a message with this span, in vectors. A partial sum is `partial_ratio` times as wide."""
         return 1 if self.is_leaf(span) else len(self.nodes(span)) * partial_ratio
+
+    def of_node(self, low: int, level: int) -> Span:
+        """The leaves of the 2**level ranks from `low` on; of fewer, if the world ends before."""
+        return self.of_ranks(low, min(low + (1 << level), self.world))
+
+    def widths(self, partial_ratio: float = 1) -> list[float]:
+        """The size of the widest message of 2**level ranks, at each level below the root, in vectors."""
+        levels = range((self.world - 1).bit_length())
+        if self.are_single:
+            return [partial_ratio if level else 1 for level in levels]
+        return [
+            max(self.width(self.of_node(low, level), partial_ratio) for low in range(0, self.world, 1 << level))
+            for level in levels
+        ]
 
     def item_bytes(self, dtype: Dtype) -> int:
         """Of an element in the buffer that a rank gives."""

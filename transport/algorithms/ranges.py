@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 from sennit.transport.errors import ArgumentError
 from sennit.transport.plans.counts import CountRange
@@ -21,8 +20,7 @@ ALIGNMENT_BYTES: Final = LINE_BYTES
 DEFAULT_CHUNK_BYTES: Final = 122_880
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
+class Range(NamedTuple):
     """`size_bytes` from byte `offset`."""
 
     offset: int
@@ -69,8 +67,7 @@ def check_root(root: int, world: int) -> None:
         raise ArgumentError(f"root {root}; allowed: 0..{world - 1}")
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """`size_bytes` from byte `offset` of `buffer`; both may be ranges of counts."""
 
     buffer: int

@@ -7,8 +7,7 @@ Its size is known when the plan is compiled, or only when it is posted (`counted
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple, TypeAlias
 
 from sennit.transport.algorithms.ranges import ALIGNMENT_BYTES, Range, chunks, shares
 from sennit.transport.plans.counts import CountRange
@@ -19,14 +18,18 @@ from sennit.transport.plans.vector_cut import VectorCut
 WHOLE: Final = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Piece(Range):
+class Piece(NamedTuple):
     """A range of a vector whose size is known when the plan is posted. It may then be empty, and nobody sends it."""
 
+    offset: int
+    size_bytes: int
     number: int
     partial_bytes: int
     """Of its partial sums."""
     bytes_max: int
+
+
+Cut: TypeAlias = Range | Piece
 
 
 class Vector:
@@ -50,7 +53,7 @@ class Vector:
         self._builder, self._item_bytes = builder, item_bytes
         # Without elements, nothing depends on the size.
         self.is_counted = counted and elements != 0
-        self.shares: list[Sequence[Range]]
+        self.shares: list[Sequence[Cut]]
         """The pieces of each share."""
         if counted:
             self._take(elements, shares, piece_bytes or max(elements, 1) * item_bytes)
@@ -96,7 +99,7 @@ class Vector:
         return last.offset + last.size_bytes
 
 
-def _cut(elements: int, item_bytes: int, share_count: int, piece_bytes: int) -> list[Sequence[Range]]:
+def _cut(elements: int, item_bytes: int, share_count: int, piece_bytes: int) -> list[Sequence[Cut]]:
     whole = [Range(0, elements * item_bytes)] if share_count == 1 else shares(elements, share_count, item_bytes)
     return [
         [Range(share.offset + piece.offset, piece.size_bytes) for piece in chunks(share.size_bytes, piece_bytes)]
@@ -106,6 +109,6 @@ def _cut(elements: int, item_bytes: int, share_count: int, piece_bytes: int) -> 
     ]
 
 
-def bytes_max(pieces: Iterable[Range]) -> int:
+def bytes_max(pieces: Iterable[Cut]) -> int:
     """The most bytes that one of the pieces has."""
     return max(piece.bytes_max if isinstance(piece, Piece) else piece.size_bytes for piece in pieces)

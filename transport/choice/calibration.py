@@ -8,15 +8,13 @@ their labels.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import hashlib
 import json
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from sennit.transport.choice.costs import NETWORK, SHARED_MEMORY, Costs
 from sennit.transport.errors import ConfigError
@@ -38,17 +36,16 @@ OLD_DAYS: Final = 30
 REMEDY: Final = "make a new one with: sennit calibrate --output FILE"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Calibration:
+class Calibration(NamedTuple):
     """The constants for each way between ranks. Without arguments: the defaults."""
 
     shared_memory: Costs = SHARED_MEMORY
     network: Costs = NETWORK
-    measured_codecs: Mapping[CodecKind, CodecSpeed] = field(default_factory=dict)
+    measured_codecs: Mapping[CodecKind, CodecSpeed] | None = None
     """They choose nothing, so ranks may differ in them."""
     source: str = DEFAULTS
     """The file."""
-    notes: tuple[str, ...] = field(default=(), compare=False)
+    notes: tuple[str, ...] = ()
     """What says that the file is old, or of another machine."""
 
     @property
@@ -56,11 +53,11 @@ class Calibration:
         """All codecs: those that were not measured have the defaults."""
         from sennit.transport.choice.coded_cost import SPEEDS
 
-        return {**SPEEDS, **self.measured_codecs}
+        return {**SPEEDS, **(self.measured_codecs or {})}
 
     def digest(self) -> str:
         """Returns 8 hexadecimal digits that are equal for equal constants."""
-        text = json.dumps([dataclasses.astuple(self.shared_memory), dataclasses.astuple(self.network)])
+        text = json.dumps([self.shared_memory, self.network])
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
     def label(self) -> str:
@@ -153,13 +150,12 @@ def _codecs(path: str, found: Mapping[str, object]) -> dict[CodecKind, CodecSpee
 def _numbers(path: str, given: object, outer: str, kind: type[Costs | CodecSpeed]) -> dict[str, float]:
     """The fields of `kind`."""
     values = {}
-    for wanted in dataclasses.fields(kind):
-        value = _field(path, given, outer, wanted.name)
+    for name in kind._fields:
+        value = _field(path, given, outer, name)
         # A bool is an int in Python. The comparison is false for NaN.
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= VALUE_MAX:
             raise ConfigError(
-                f"calibration file {path}: field {outer}{wanted.name} is {value!r:.40}; "
-                f"allowed: a number, 0..{VALUE_MAX:g}"
+                f"calibration file {path}: field {outer}{name} is {value!r:.40}; allowed: a number, 0..{VALUE_MAX:g}"
             )
-        values[wanted.name] = float(value)
+        values[name] = float(value)
     return values

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from sennit.transport.algorithms.coded_parts import DEFAULT_CHUNK_ELEMENTS, chunk_limit
 from sennit.transport.algorithms.leaves import Leaves
@@ -29,8 +28,7 @@ _SLOWEST_BYTE_S, _FASTEST_BYTE_S = 1e-3, 1e-12
 _HALVINGS: Final = 60
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CodecSpeed:
+class CodecSpeed(NamedTuple):
     """Seconds of one thread of this processor for an element."""
 
     encode_element_s: float
@@ -59,8 +57,7 @@ SPEEDS: Final[Mapping[CodecKind, CodecSpeed]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CodedWork:
+class CodedWork(NamedTuple):
     """What the busiest rank does in one collective with a codec."""
 
     work: Work

@@ -9,10 +9,8 @@ host and between hosts, and has one term for many peers at once. Its constants w
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
-from sennit.transport.algorithms.halving import widths
 from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.algorithms.ranges import DEFAULT_CHUNK_BYTES
 from sennit.transport.choice.costs import Collective, Costs
@@ -30,8 +28,7 @@ EAGER_MAX_BYTES: Final = 8_192
 PEERS_MAX: Final = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
+class Traffic(NamedTuple):
     """What the busiest rank sends over one way."""
 
     rounds: int = 0
@@ -50,8 +47,7 @@ class Traffic:
         return self.rounds * costs.round_s + self.messages * costs.message_s + self.sent_bytes * byte_s
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """What the busiest rank does in one collective."""
 
     near: Traffic
@@ -88,7 +84,7 @@ def work_of(
     if work is None or rows == 1 or given.partial:
         return work
     # A rank reads its leaves, and writes their sums.
-    return replace(work, folded_bytes=work.folded_bytes + size_bytes * (rows + _width(given, partial_ratio)))
+    return work._replace(folded_bytes=work.folded_bytes + size_bytes * (rows + _width(given, partial_ratio)))
 
 
 def _reduction(
@@ -145,13 +141,13 @@ def _direct(hosts: Hosts, size_bytes: int, phases: int, width: float) -> Work:
 def _round_trips(direct: Work, share_bytes: float) -> Work:
     """Results need no message of their own, but their bytes come back. A small share waits for its receiver first."""
     rounds = direct.near.rounds + (share_bytes <= EAGER_MAX_BYTES)
-    return replace(direct, near=replace(direct.near, rounds=rounds, messages=direct.near.messages // 2))
+    return direct._replace(near=direct.near._replace(rounds=rounds, messages=direct.near.messages // 2))
 
 
 def _halving(hosts: Hosts, size_bytes: int, partial_ratio: float, gathers: bool, leaves: Leaves) -> Work:
     world, levels = hosts.world, (hosts.world - 1).bit_length()
     near_levels = hosts.near_levels()
-    message_widths = widths(leaves, partial_ratio)
+    message_widths = leaves.widths(partial_ratio)
     chunk_bytes = DEFAULT_CHUNK_BYTES / max(partial_ratio, *message_widths)
     share_bytes = size_bytes / world
 
@@ -176,7 +172,7 @@ def _halving(hosts: Hosts, size_bytes: int, partial_ratio: float, gathers: bool,
         near=between(0, near_levels),
         far=between(near_levels, levels),
         # The constants were fitted with three passes, when every arrival was folded. Now there are fewer.
-        folded_bytes=3 * size_bytes * max(widths(leaves)),
+        folded_bytes=3 * size_bytes * max(leaves.widths()),
     )
 
 

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 
 class Collective(StrEnum):
@@ -21,8 +20,7 @@ class Collective(StrEnum):
     """Of equal parts."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Costs:
+class Costs(NamedTuple):
     """Seconds that the parts of a collective take, for one way between ranks."""
 
     round_s: float

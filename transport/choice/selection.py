@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from sennit.transport import algorithms
 from sennit.transport.algorithms.leaves import Leaves
@@ -46,8 +45,7 @@ def grade_bytes(number: int) -> int:
     return number - 4 * shift << shift
 
 
-@dataclass(frozen=True, kw_only=True)
-class Selection:
+class Selection(NamedTuple):
     """Which algorithm each collective of a group runs, and the plans of reductions."""
 
     hosts: Hosts

@@ -14,7 +14,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-import secrets
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -67,7 +67,7 @@ class Exchanges:
         self._timeout_s = timeout_s
         self._watch = watch
         self._versions = Versions.ours()
-        self._nonce = secrets.token_urlsafe(6)
+        self._nonce = os.urandom(6).hex()
         self._process = Process.ours()
         self._run = ""
         self._listed = b""  # the records of the run, as rank 0 left them
@@ -315,7 +315,7 @@ class Exchanges:
                 self._store.set(self._key_of_child("hello", self._rank), pack(hello))
             return
         before = self._read_listing()
-        self._run = secrets.token_hex(8)
+        self._run = os.urandom(8).hex()
         self._store.set(self._key("run", "all"), pack(hello))
         self._publish(self._listing_key(), {"run": self._run})
         if before is not None and "run" in before:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 from sennit.transport.errors import DeviceError
 
@@ -35,8 +34,7 @@ def machine_identity(*, boot_id: Path = BOOT_ID) -> str:
         raise DeviceError(f"cannot read {boot_id}{hint}", error.errno) from error
 
 
-@dataclass(frozen=True, kw_only=True)
-class Process:
+class Process(NamedTuple):
     """A process of any host. Equal ones are the same process."""
 
     host_name: str
@@ -68,7 +66,7 @@ class Process:
             return None
 
     def as_record(self) -> dict[str, Any]:
-        return dict(vars(self))
+        return self._asdict()
 
     def is_near(self, here: Process) -> bool:
         """Whether `here`, this process, can see if it lives."""

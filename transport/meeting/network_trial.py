@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from sennit.transport.errors import PeerError, TimeoutError
 
 if TYPE_CHECKING:
+    from sennit.transport.meeting.endpoint import Route, TriedEndpoint
     from sennit.transport.meeting.reachability import TriedPath, Verdict
 
 Record = dict[str, Any]
-Route = tuple[str, bytes]
 
 # The kinds of routes that are tried.
 NETWORKS: Final = ("udp", "verbs")
@@ -38,30 +38,6 @@ LAST_CHANCE_S: Final = 0.3
 # A peer that leaves no record for this long and whose port is closed has ended. A firewall that rejects packets looks
 # the same at first, but then the peer's record arrives.
 GONE_S: Final = 10.0
-
-
-class TriedEndpoint(Protocol):
-    """The native communicator's part in the trial (`_core.Communicator`)."""
-
-    def begin_trial(self, routes: Sequence[Route], /) -> None: ...
-
-    def try_network(self, limit_s: float, /) -> bool: ...
-
-    def is_tried(self, rank: int, /) -> bool: ...
-
-    def is_perfect(self, rank: int, /) -> bool: ...
-
-    def trial_message(self, rank: int, /) -> bytes: ...
-
-    def learn_trial(self, rank: int, message: bytes, /) -> None: ...
-
-    def tried_paths(self, rank: int, /) -> list[tuple[str, int, str, int, int, int, int, int, int, bool, str]]: ...
-
-    def trial_payload_bytes(self, rank: int, /) -> int: ...
-
-    def trial_payload_max_bytes(self, rank: int, /) -> int: ...
-
-    def give_up(self, reason: str, /) -> None: ...
 
 
 class Board(Protocol):

@@ -25,8 +25,7 @@ from __future__ import annotations
 import base64
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from sennit.transport import descriptors
 from sennit.transport.choice.calibration import Calibration, read_calibration
@@ -34,61 +33,18 @@ from sennit.transport.config import Config, TransportKind
 from sennit.transport.errors import ConfigError, DeviceError, Unsupported
 from sennit.transport.meeting.exchanges import Exchanges
 from sennit.transport.meeting.host import host_identity, machine_identity
-from sennit.transport.meeting.network_trial import NETWORKS, TriedEndpoint, try_network
-from sennit.transport.meeting.numa import describe_distance
 from sennit.transport.meeting.rank_records import Record
 from sennit.transport.meeting.store import Store
 from sennit.transport.plans.hosts import Hosts
 
 if TYPE_CHECKING:
+    from sennit.transport.meeting.endpoint import Endpoint, Route
     from sennit.transport.meeting.rails import Rail
 
-Route: TypeAlias = tuple[str, bytes]
+AnyEndpoint = TypeVar("AnyEndpoint", bound="Endpoint")
 
 
-class Endpoint(TriedEndpoint, Protocol):
-    """The native communicator's part in rendezvous (`_core.Communicator`)."""
-
-    def shm_offer(self, ranks_here: list[int], /) -> bytes: ...
-
-    def shm_accept(self, rank: int, offer: bytes, /) -> str: ...
-
-    def udp_open(
-        self,
-        rails: list[tuple[str, str]],
-        /,
-        *,
-        path_count: int,
-        path_policy: str,
-        congestion: str,
-        window_bytes: int,
-        ports: tuple[int, int],
-    ) -> bytes: ...
-
-    def verbs_open(
-        self,
-        addresses: list[str],
-        /,
-        *,
-        path_count: int,
-        path_policy: str,
-        congestion: str,
-        window_bytes: int,
-        service: str,
-    ) -> bytes: ...
-
-    def offer_for(self, rank: int, /) -> bytes: ...
-
-    def connect(self, routes: Sequence[Route], /) -> None: ...
-
-    def abort(self, reason: str, /) -> None: ...
-
-
-AnyEndpoint = TypeVar("AnyEndpoint", bound=Endpoint)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Connection(Generic[AnyEndpoint]):
+class Connection(NamedTuple, Generic[AnyEndpoint]):
     """A connected endpoint, and how it reaches each rank: "self", "shm", "udp" or "verbs"."""
 
     endpoint: AnyEndpoint
@@ -187,6 +143,9 @@ def connect(
             if not needs_udp[rank]:
                 return {"blob": "", "devices": []}
             try:
+                # Later they would need a descriptor where the others would not hear that there is none.
+                from sennit.transport.meeting import network_trial, numa  # noqa: F401
+
                 chosen[:] = rails()
                 blob = _open_network(endpoint, config, chosen)
             except OSError as error:
@@ -213,7 +172,9 @@ def connect(
     routes[rank] = ("self", b"")
     to_tell = _slower_neighbours(config, hello, offers, opened, by_shm, rank)
     notes = list(to_tell)
-    if any(kind in NETWORKS for kind, _ in routes):
+    if needs_udp[rank]:
+        from sennit.transport.meeting.network_trial import try_network
+
         for verdict in try_network(
             endpoint, routes, exchanges, rank=rank, deadline_s=exchanges.deadline_s, watch=watch
         ):
@@ -221,8 +182,11 @@ def connect(
             notes += [*verdict.warnings, *verdict.notes]
         notes += _unpaired_rails(endpoint, routes, chosen, rank)
         notes += _without_ipv6(chosen, rank)
-    if chosen and (far := describe_distance(f"rank {rank}", [rail.interface for rail in chosen])):
-        notes.append(far)
+    if chosen:
+        from sennit.transport.meeting.numa import describe_distance
+
+        if far := describe_distance(f"rank {rank}", [rail.interface for rail in chosen]):
+            notes.append(far)
     try:
         _tell(to_tell)  # raises where warnings are errors
         endpoint.connect(routes)
@@ -426,7 +390,7 @@ def _unpaired_rails(endpoint: Endpoint, routes: Sequence[Route], rails: Sequence
     """Names our interfaces for which some peer has no counterpart."""
     peers_of: dict[Rail, list[int]] = {}
     for peer, (kind, _) in enumerate(routes):
-        used = {path[0] for path in endpoint.tried_paths(peer)} if kind in NETWORKS else set()
+        used = {path[0] for path in endpoint.tried_paths(peer)} if kind not in ("self", "shm") else set()
         for rail in rails:
             if used and used.isdisjoint((rail.address, rail.other_family_address)):
                 peers_of.setdefault(rail, []).append(peer)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -142,7 +141,7 @@ class FileStore:
 
     def set(self, key: str, value: str, /) -> None:
         # The file is renamed into place, so that nobody reads half a value.
-        temporary = self._folder / f".{secrets.token_hex(8)}"
+        temporary = self._folder / f".{os.urandom(8).hex()}"
         temporary.write_text(value)
         temporary.replace(self._path(key))
 

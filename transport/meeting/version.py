@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 # What ranks exchange through the store: rendezvous and membership records, the udp offer, plans
 # (docs/reference/plans.md), the shared-memory layout; and which paths their trial of the network has. Increased when
@@ -16,8 +15,7 @@ PROTOCOL_VERSION: Final = 8
 WIRE_REVISION: Final = 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class Versions:
+class Versions(NamedTuple):
     """The versions of one process. The package's version is for people. Only the other two are compared."""
 
     package: str

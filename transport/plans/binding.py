@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import Final
 
@@ -31,8 +30,7 @@ COUNTED_MAX_BYTES: Final = (1 << 63) - 1
 def with_counts(plan: Plan, counts: Sequence[int]) -> Plan:
     """`plan` with numbers in place of ranges of `counts`. Raises ArgumentError where they do not fit it."""
     binder = _Binder(plan, counts)
-    return replace(
-        plan,
+    return plan._replace(
         signature=plan.signature | (counts[0] & 0xFFFF_FFFF if plan.cut else 0),
         cut=None,
         scratch_bytes=binder.number(plan.scratch_bytes),
@@ -73,44 +71,44 @@ class _Binder:
             case Send() | Recv() if self._skips_empty and not size_bytes:
                 return Copy(nothing, self._scratch, 0, 0, step.after)
             case Send():
-                return replace(step, source=self._source(number, step), size_bytes=size_bytes)
+                return step._replace(source=self._source(number, step), size_bytes=size_bytes)
             case Recv(buffer=None) if not size_bytes:
                 # An empty message is no loan.
-                return replace(step, buffer=self._scratch, size_bytes=0)
+                return step._replace(buffer=self._scratch, size_bytes=0)
             case Recv():
-                return replace(step, offset=self._offset(number, step, step.offset), size_bytes=size_bytes)
+                return step._replace(offset=self._offset(number, step, step.offset), size_bytes=size_bytes)
             case Copy():
                 offset = self._offset(number, step, step.offset)
-                return replace(step, source=self._source(number, step), offset=offset, size_bytes=size_bytes)
+                return step._replace(source=self._source(number, step), offset=offset, size_bytes=size_bytes)
             case Encode():
                 index = self.number(step.first_index)
                 if isinstance(step.first_index, CountRange):
                     index //= step.dtype.item_bytes
-                coded = bytes_written(replace(step, size_bytes=size_bytes))
+                coded = bytes_written(step._replace(size_bytes=size_bytes))
                 offset = self._offset(number, step, step.offset, coded)
                 source = self._source(number, step)
-                return replace(step, source=source, offset=offset, size_bytes=size_bytes, first_index=index)
+                return step._replace(source=source, offset=offset, size_bytes=size_bytes, first_index=index)
             case Decode():
-                coded = bytes_read(replace(step, size_bytes=size_bytes), step.source)
+                coded = bytes_read(step._replace(size_bytes=size_bytes), step.source)
                 place = self._offset(number, step, step.source.offset, coded)
                 # An empty message is no loan.
                 is_empty_view = step.source.is_view and not size_bytes
-                source = Operand(self._scratch) if is_empty_view else replace(step.source, offset=place)
+                source = Operand(self._scratch) if is_empty_view else step.source._replace(offset=place)
                 offset = self._offset(number, step, step.offset)
-                return replace(step, source=source, offset=offset, size_bytes=size_bytes)
+                return step._replace(source=source, offset=offset, size_bytes=size_bytes)
             case Reduce() if not size_bytes:
                 return Copy(nothing, self._scratch, 0, 0, step.after)
             case Reduce():
                 offset = self._offset(number, step, step.offset)
-                sized = replace(step, size_bytes=size_bytes)
+                sized = step._replace(size_bytes=size_bytes)
                 operands = tuple(
-                    replace(operand, offset=self._offset(number, step, operand.offset, sized.bytes_of(operand)))
+                    operand._replace(offset=self._offset(number, step, operand.offset, sized.bytes_of(operand)))
                     for operand in step.operands
                 )
-                return replace(step, operands=operands, offset=offset, size_bytes=size_bytes)
+                return step._replace(operands=operands, offset=offset, size_bytes=size_bytes)
 
     def _source(self, number: int, step: Send | Copy | Encode) -> Operand:
-        return replace(step.source, offset=self._offset(number, step, step.source.offset))
+        return step.source._replace(offset=self._offset(number, step, step.source.offset))
 
     def _offset(self, number: int, step: Step, offset: int, moved_bytes: int | None = None) -> int:
         """`moved_bytes`: what the step moves there, if that is not its size."""

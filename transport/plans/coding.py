@@ -7,9 +7,8 @@ A post gives the seed, so a plan is compiled once and used with any.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 
 class CodecKind(IntEnum):
@@ -36,8 +35,7 @@ _LONGEST_BLOCK: Final = 4096
 LOSSLESS_BLOCK: Final = 8192
 
 
-@dataclass(frozen=True, slots=True)
-class Coding:
+class Coding(NamedTuple):
     """A codec without its seed."""
 
     kind: CodecKind

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 from sennit.transport.errors import ArgumentError
@@ -229,8 +229,7 @@ class _Rewriter:
         bases = [0]
         for ring in self._rings:
             bases.append(_aligned(bases[-1] + ring.used_bytes))
-        return replace(
-            self._plan,
+        return self._plan._replace(
             signature=on_device(self._plan.signature),
             on_device=True,
             scratch_bytes=bases[-1],
@@ -245,7 +244,7 @@ class _Rewriter:
         use = self._uses[number]
         after = {self._renumbered[earlier] for earlier in step.after}
         if use.is_direct:
-            self._renumbered.append(self._add(replace(step, after=_ascending(after))))
+            self._renumbered.append(self._add(step._replace(after=_ascending(after))))
             return
         read = []
         for place in use.loads:
@@ -294,15 +293,15 @@ class _Rewriter:
         waits = _ascending(after)
         operands = tuple(self._source(operand, step.size_bytes, use) for operand in _operands(step))
         if isinstance(step, Send):
-            return replace(step, source=operands[0], after=waits)
+            return step._replace(source=operands[0], after=waits)
         if isinstance(step, Recv) and step.buffer is None:
-            return replace(step, after=waits)
+            return step._replace(after=waits)
         # An empty range has no place.
         target = self._home(self._stores[use.stores], use.stores[1]) if use.stores else (self._plan.scratch, 0)
-        moved = replace(step, buffer=target[0], offset=target[1], after=waits)
+        moved = step._replace(buffer=target[0], offset=target[1], after=waits)
         if isinstance(moved, Copy):
-            return replace(moved, source=operands[0])
-        return replace(moved, operands=operands) if isinstance(moved, Reduce) else moved
+            return moved._replace(source=operands[0])
+        return moved._replace(operands=operands) if isinstance(moved, Reduce) else moved
 
     def _source(self, operand: Operand, size_bytes: int, use: _Use) -> Operand:
         if operand.is_view:
@@ -323,11 +322,11 @@ def _rebased(step: Step, scratch: int, bases: Sequence[int]) -> Step:
         return Operand(scratch, operand.offset + bases[operand.index - scratch])
 
     if isinstance(step, Reduce):
-        step = replace(step, operands=tuple(moved(operand) for operand in step.operands))
+        step = step._replace(operands=tuple(moved(operand) for operand in step.operands))
     elif isinstance(step, Send | Copy):
-        step = replace(step, source=moved(step.source))
+        step = step._replace(source=moved(step.source))
     if not isinstance(step, Send) and step.buffer is not None and step.buffer >= scratch:
-        step = replace(step, buffer=scratch, offset=step.offset + bases[step.buffer - scratch])
+        step = step._replace(buffer=scratch, offset=step.offset + bases[step.buffer - scratch])
     return step
 
 
@@ -364,11 +363,11 @@ def cut_messages(plan: Plan, segment_bytes: int = SEGMENT_BYTES) -> Plan:
             begin = slot * segment_bytes
             size_bytes = min(segment_bytes, step.size_bytes - begin)
             if isinstance(step, Send):
-                source = replace(step.source, offset=step.source.offset + begin)
-                steps.append(replace(step, slot=slot, source=source, size_bytes=size_bytes))
+                source = step.source._replace(offset=step.source.offset + begin)
+                steps.append(step._replace(slot=slot, source=source, size_bytes=size_bytes))
             else:
-                steps.append(replace(step, slot=slot, offset=step.offset + begin, size_bytes=size_bytes))
-    return replace(plan, steps=tuple(steps))
+                steps.append(step._replace(slot=slot, offset=step.offset + begin, size_bytes=size_bytes))
+    return plan._replace(steps=tuple(steps))
 
 
 def for_device(plan: Plan, *, ring_bytes: int = RING_BYTES) -> Plan:

@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
 from sennit.transport.plans.tree import Span
 
 
-@dataclass(frozen=True)
-class Hosts:
+class Hosts(tuple[Span, ...]):
     """The ranks of each host. They follow one another, as launchers number them."""
 
-    spans: tuple[Span, ...]
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """By host."""
+        return self
 
     @classmethod
     def of(cls, names: Sequence[Hashable]) -> Hosts | None:

@@ -8,14 +8,15 @@ and checks, `reference.py` runs the plans of all ranks in NumPy.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
-from sennit.transport.plans.coding import Coding
 from sennit.transport.plans.counts import CountRange
 from sennit.transport.plans.elements import Dtype, ReduceOp, accumulator
 from sennit.transport.plans.tree import balanced
 from sennit.transport.plans.vector_cut import VectorCut
+
+if TYPE_CHECKING:
+    from sennit.transport.plans.coding import Coding
 
 # The most bytes that a receive without destination may hold (MAX_LOAN_BYTES in messages/budgets.hpp).
 MAX_LOAN_BYTES: Final = 131_072
@@ -27,19 +28,17 @@ ANY_PEER: Final = 0xFFFFFFFF
 LENGTH_BYTES: Final = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Operand:
+class Operand(NamedTuple):
     """Where a step reads: byte `offset` of buffer `index`. With `is_view`: of the loan of RECV step `index`."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # in place of the method of tuples
     offset: int = 0
     is_view: bool = False
     is_partial: bool = False
     """Of a REDUCE: a partial sum, in the accumulator's type."""
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(NamedTuple):
     """Sends `size_bytes` at `source` to `peer` as message `slot`. Done when the range may be overwritten.
 
     `comes_back`: a round trip, after which the range holds the result of the peer's reduction. `has_length`:
@@ -55,8 +54,7 @@ class Send:
     has_length: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Recv:
+class Recv(NamedTuple):
     """Receives message `slot` of `peer` into `buffer` at `offset`, or as a loan if `buffer` is None.
 
     `comes_back`: a loan on a round trip. The reduction that reads it writes its result there, too. `has_length`: as
@@ -73,8 +71,7 @@ class Recv:
     has_length: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """Copies `size_bytes` from `source` into `buffer` at `offset`."""
 
     source: Operand
@@ -84,8 +81,7 @@ class Copy:
     after: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Encode:
+class Encode(NamedTuple):
     """Codes `size_bytes` of elements at `source` into `buffer` at `offset`.
 
     `first_index` is the logical index of the first one: a number, or the elements of a range of counts. With the post's
@@ -102,8 +98,7 @@ class Encode:
     after: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Decode:
+class Decode(NamedTuple):
     """Decodes `source` into `size_bytes` of elements of `buffer` at `offset`.
 
     Of LOSSLESS, rank `peer` has coded them: it is blamed if they are malformed.
@@ -119,8 +114,7 @@ class Decode:
     peer: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Reduce:
+class Reduce(NamedTuple):
     """The fold of `operands` into `size_bytes` of `buffer` at `offset`.
 
     `program` says in which order (tree.py): `program[i]` pairs are combined after operand i was pushed. The result may
@@ -168,8 +162,7 @@ def coded_bytes(step: Encode | Decode) -> int:
     return step.coding.coded_bytes(step.size_bytes // step.dtype.item_bytes, step.dtype.item_bytes)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(NamedTuple):
     """A program for rank `rank` of `world`.
 
     `buffer_bytes` are the minimum sizes of the caller's buffers. Buffer number `len(buffer_bytes)` is scratch of
@@ -310,7 +303,7 @@ class PlanBuilder:
     ) -> int:
         waits = self._with_loans((source,), after)
         # Where a codec is used the signature says.
-        coding = replace(coding, between_hosts=False)
+        coding = coding._replace(between_hosts=False)
         return self._add(Encode(source, buffer, offset, size_bytes, dtype, coding, first_index, waits))
 
     def decode(
@@ -327,7 +320,7 @@ class PlanBuilder:
     ) -> int:
         waits = self._with_loans((source,), after)
         # How numbers were rounded is no matter here.
-        coding = replace(coding, stochastic=False, between_hosts=False)
+        coding = coding._replace(stochastic=False, between_hosts=False)
         return self._add(Decode(source, buffer, offset, size_bytes, dtype, coding, waits, peer))
 
     def reduce(
@@ -391,7 +384,7 @@ class PlanBuilder:
             unit_bytes=self._unit_bytes,
             steps=tuple(self._steps),
             leaves=self._leaves,
-            cut=self._cut and replace(self._cut, counts=tuple(self._counts)),
+            cut=self._cut and self._cut._replace(counts=tuple(self._counts)),
         )
 
     def _add(self, step: Step) -> int:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from sennit.transport.errors import ArgumentError
-from sennit.transport.plans.coding import CodecKind, Coding
 from sennit.transport.plans.counts import CountRange, end_of
 from sennit.transport.plans.elements import Dtype, ReduceOp
 from sennit.transport.plans.plan import (
@@ -294,6 +293,8 @@ def _step(row: np.void, sources: list[Operand], program: tuple[int, ...], after:
         return Reduce(tuple(sources), program, buffer, offset, size_bytes, dtype, op, gives_partial, after, comes_back)
     if kind in (ENCODE, DECODE):
         dtype, stochastic = Dtype(int(row["dtype"])), bool(row["flags"] & FLAG_STOCHASTIC)
+        from sennit.transport.plans.coding import CodecKind, Coding
+
         coding = Coding(CodecKind(int(row["op"])), slot, stochastic)
         if kind == DECODE:
             return Decode(sources[0], buffer, offset, size_bytes, dtype, coding, after, peer)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import zlib
 from enum import IntEnum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from sennit.transport.plans.coding import Coding
+if TYPE_CHECKING:
+    from sennit.transport.plans.coding import Coding
+
 
 # The top bit of the reduce op's byte.
 ON_DEVICE: Final = 1 << 47

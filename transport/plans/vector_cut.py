@@ -8,9 +8,8 @@ fixed: then they are the room before a piece.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 from sennit.transport.errors import ArgumentError
 
@@ -36,8 +35,7 @@ def share_bounds(elements: int, shares: int, item_bytes: int) -> list[int]:
     return [min(lines * part // shares * line, elements) for part in range(shares + 1)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VectorCut:
+class VectorCut(NamedTuple):
     """A cut of vectors of 1 to `elements_max` elements; 0 if that is 0."""
 
     elements_max: int
