@@ -8,7 +8,8 @@ import fcntl
 import json
 import resource
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -421,3 +422,35 @@ def test_records_of_a_group_that_did_not_form_stay_for_those_who_come_late() -> 
     results = meet([Recorder(0, "a"), Recorder(1, "a", shm_errno=errno.ENOSPC)], store=store, timeout_s=0.3, absent=[1])
     assert isinstance(results[0], errors.TimeoutError)
     assert "sennit/world/hello/0" in store.values
+
+
+class Counted:
+    """Counts the requests of each thread to a store that reads several values in one."""
+
+    def __init__(self) -> None:
+        self._store = MemoryStore()
+        self.requests: Counter[int] = Counter()
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def multi_get(self, keys: Sequence[str], /) -> list[bytes]:
+        self.requests[threading.get_ident()] += 1
+        return [self._store.get(key) for key in keys]
+
+    def __getattr__(self, name: str) -> Any:
+        def request(*arguments: Any) -> Any:
+            self.requests[threading.get_ident()] += 1
+            return getattr(self._store, name)(*arguments)
+
+        return request
+
+
+def test_a_rank_asks_the_store_a_few_times_however_many_ranks_there_are() -> None:
+    """On a busy machine, each request waits until the store's process has had its turn, and then until the rank has."""
+    store: Any = Counted()
+    routes = meet([Recorder(rank, "a") for rank in range(16)], store=store)
+    assert routes[0] == ("self", *["shm"] * 15)
+    # Rank 0 has more, and the last rank that is connected, which deletes what is left. Another says that all are here.
+    *others, last, _, _ = sorted(store.requests.values())
+    assert (set(others), last) == ({23}, 24)

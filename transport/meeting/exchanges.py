@@ -259,7 +259,7 @@ class Exchanges:
                 if not self._children:
                     # Nothing to read again. Rank 0 ends this wait also when it begins another run.
                     self._wait("here", awaited)
-                if self._store.check(list(awaited)):
+                if not self._children or self._store.check(list(awaited)):
                     if self._rank == 0:
                         self._write(self._key("here", "go"), "")
                         self._left += [self._key("here", "count"), self._key("here", "full")]
@@ -324,9 +324,10 @@ class Exchanges:
 
     def _find_run(self, *, is_early: bool) -> None:
         """Joins the newest run if it lists this process."""
-        if not self._children and not self._strange_run:
+        is_first = not self._children and not self._strange_run
+        if is_first:
             self._wait("hello", {self._listing_key(): 0})
-        listing = self._read_listing()
+        listing = self._read_listing(is_there=is_first)
         if listing is None:
             return
         if "failed" in listing:
@@ -396,9 +397,9 @@ class Exchanges:
         if self._store.add(self._key("here", "count"), 1) == self._world:
             self._store.set(self._key("here", "full"), "")
 
-    def _read_listing(self) -> Record | None:
+    def _read_listing(self, *, is_there: bool = False) -> Record | None:
         key = self._listing_key()
-        if not self._store.check([key]):
+        if not is_there and not self._store.check([key]):
             return None
         data = self._store.get(key)
         try:
