@@ -49,7 +49,7 @@ class Arena(Closing):
     def __init__(self, name: str, size_bytes: int) -> None:
         self.name, self.size_bytes = name, size_bytes
         self.address = _reserved(pages(size_bytes) * mmap.PAGESIZE)
-        """A multiple of 4 GiB. Nothing else of this process comes to be there."""
+        """A multiple of 4 GiB. Nothing else of this process is placed there."""
 
         self.memory: NDArray[np.uint8] = np.empty(0, np.uint8)
         """The whole arena as bytes, once it is mapped. Views end with the arena: touching one after `close` is a

@@ -124,10 +124,10 @@ class _Unit:
         folders = [Path(include.removeprefix("-I")) for include in includes]
         sources = [source, *(path for folder in folders for path in sorted(folder.glob("*.h")))]
         self.key = _key(*flags, *(path.read_text() for path in sources))
-        """Of flags and sources, whatever the compiler and the headers of the system."""
+        """A hash of flags and sources. It does not depend on the compiler or the headers of the system."""
 
     def exact_key(self, clang: str) -> str:
-        """Of the compiler, the flags, and the text with all its headers, without the paths of this machine."""
+        """A hash of the compiler, the flags, and the text with all its headers, without the paths of this machine."""
         text = _run([clang, *self._arguments, "-E", "-P", os.fspath(self._source)])
         return _key(_identity(clang), *self._flags, text)
 
@@ -139,9 +139,10 @@ class _Unit:
 
 
 def _image(unit: _Unit, clang_version: int) -> bytes:
-    """The object: of the wheel, or of the cache if the same text was compiled in the same way before.
+    """Returns the object of the wheel, or of the cache if the same text was compiled in the same way before.
 
-    Without a clang of this version the cache has the object of the same sources, whatever the headers of the system.
+    If there is no clang of this version, the cache may have an object of the same sources. The headers of the system do
+    not count then.
     """
     with contextlib.suppress(OSError):
         return (OBJECTS / f"{unit.key}.o").read_bytes()

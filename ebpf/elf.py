@@ -23,7 +23,7 @@ class Symbol:
 
 
 class ElfError(FormatError):
-    """Not an object file."""
+    """The file is not an object file."""
 
 
 class Elf:

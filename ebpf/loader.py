@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads object files into the kernel: sets read-only data and sizes, loads, finds programs, maps and arenas.
+"""Loads object files into the kernel: sets read-only data and sizes, loads, finds programs, maps and arenas, and has
+the kernel count run times.
 
 Nothing is pinned unless asked. Everything ends with the process, and no bpffs is needed.
 """

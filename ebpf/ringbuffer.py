@@ -44,7 +44,7 @@ class RingBuffer(Closing):
         return samples
 
     def records(self, dtype: np.dtype[Any], timeout_s: float) -> NDArray[Any]:
-        """The same as structs, with the dtype from the object's BTF."""
+        """Reads samples as structs, with the dtype from the object's BTF."""
         return np.frombuffer(b"".join(sample[: dtype.itemsize] for sample in self.read(timeout_s)), dtype)
 
     def close(self) -> None:

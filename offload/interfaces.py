@@ -60,7 +60,7 @@ def has_fragments(name: str) -> bool:
 
 
 def _ask(name: str, request: int) -> bytes:
-    """`struct ifreq` (linux/if.h) as the kernel fills it."""
+    """Returns `struct ifreq` (linux/if.h) as the kernel fills it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         return fcntl.ioctl(any_socket, request, struct.pack("16s24x", name.encode()[:15]))
 

@@ -60,7 +60,7 @@ class Header:
 
 
 def sealed(packet: bytes) -> bytes:
-    """The packet with its right checksum, whatever it had."""
+    """The packet with a correct checksum in place of the one that it has."""
     return packet[: HEADER.size - _CHECKSUM.size] + _CHECKSUM.pack(packet_checksum(packet)) + packet[HEADER.size :]
 
 

@@ -87,7 +87,7 @@ class Sketch:
         """Rows of all batches, sampled or not."""
 
         self.note = ""
-        """What is to be known about these counts. A merge keeps it."""
+        """A note for readers of these counts. A merge keeps it."""
 
         self.counts = np.zeros((len(self.tables), shape.depth, shape.width), np.uint64)
         """[T, depth, width]: sampled ids per cell."""
@@ -160,10 +160,11 @@ class Sketch:
         return int(self.counts[self._number(table), 0].sum())
 
     def without_noise(self, table: str, ids: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Sampled counts of these ids [n], less what others put into their cells on average. A sum over ids is right.
+        """Sampled counts of these ids [n], less what other ids put into their cells on average. Sums over ids are
+        unbiased.
 
         Deng and Rafiei, "New estimation algorithms for streaming data: Count-min can do more" (2007), with the mean in
-        place of the median. A rare id may get less than nothing.
+        place of the median. The result for a rare id may be negative.
         """
         counts, width = self.counts[self._number(table)].astype(np.float64), self.shape.width
         cells = _cells(np.asarray(ids, np.int64), self.shape).view(np.int64)
@@ -172,7 +173,7 @@ class Sketch:
         return found
 
     def stand_out(self, table: str, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Those of these ids [n] whose cells all have more than usual cells have, and their sampled counts."""
+        """The ids among these [n] of which every cell counts more than usual cells do, and their sampled counts."""
         counts = self.counts[self._number(table)]
         usual = float(np.median(counts))
         found = self.estimate(table, ids) // np.uint64(self.shape.one_row_in)

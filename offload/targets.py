@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Target(enum.StrEnum):
-    """Who computes the plan."""
+    """What computes the plan."""
 
     NUMPY = "numpy"  # the reference
     CPU = "cpu"  # the native core, a batch at a time

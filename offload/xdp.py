@@ -93,7 +93,7 @@ class XdpReceiver(Closing):
         return self.object.program("feed_again")
 
     def receive_at(self, destination: Ends) -> None:
-        """Takes packets for these addresses only. Until it is called or the program attached, those are of LOOPBACK."""
+        """Takes packets for these addresses only. They are those of LOOPBACK until this or `attach` is called."""
         self.destination = destination
         address = destination.address
         kind = ETHERTYPE_IPV4 if len(address) == IPV4_BYTES else ETHERTYPE_IPV6

@@ -81,7 +81,7 @@ def float_bits(value: float) -> int:
 
 
 def order_key(bits: int) -> int:
-    """`float_key` of ebpf/include/operators.h."""
+    """`float_key` of ebpf/include/branchless.h."""
     return (~bits if bits >> 31 else bits | 0x80000000) & 0xFFFFFFFF
 
 

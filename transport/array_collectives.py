@@ -156,7 +156,7 @@ class ArrayCollectives(ABC):
         return self.post(plan.key, plan.compile, flat, scalar=scalar, background=background, seed=codec.seed)
 
     def _hosts_of(self, codec: Codec) -> dict[str, Any]:
-        """What an algorithm that codes between hosts alone takes besides."""
+        """The further arguments of an algorithm that codes only between hosts."""
         return {"hosts": self.selection.hosts} if codec.between_hosts else {}
 
     def reduce_leaves(
@@ -419,7 +419,7 @@ def _movement(array: Array) -> dict[str, int]:
 
 
 def _up_to(array: Array) -> dict[str, int]:
-    """The arguments of a plan for arrays of up to as many elements as this one's grade has."""
+    """The arguments of a plan for arrays of all sizes up to the largest of this array's grade."""
     from sennit.transport.choice.selection import grade, grade_bytes
 
     return {"elements": grade_bytes(grade(array.nbytes)) // max(array.itemsize, 1), "counted": True}

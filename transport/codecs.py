@@ -24,17 +24,17 @@ __all__ = ["COLLECTIVE_CODECS", "EXCHANGE_CODECS", "Codec", "CodecKind"]
 Array: TypeAlias = npt.NDArray[Any]
 
 
-# Elements that share a scale, where the caller names no number.
+# The default number of elements that share a scale.
 DEFAULT_BLOCK: Final[dict[CodecKind, int]] = {
     CodecKind.FP16: 0, CodecKind.BF16: 0, CodecKind.LOSSLESS: 0,
     CodecKind.FP8_E4M3: 32, CodecKind.FP8_E5M2: 32, CodecKind.MX4: 32, CodecKind.INT8: 64,
 }  # fmt: skip
-# What command lines call the codecs that all collectives take.
+# The names on command lines of the codecs that all collectives take.
 COLLECTIVE_CODECS: Final[dict[str, CodecKind]] = {
     "fp16": CodecKind.FP16, "bf16": CodecKind.BF16, "fp8": CodecKind.FP8_E4M3, "fp8_e5m2": CodecKind.FP8_E5M2,
     "int8": CodecKind.INT8, "mx4": CodecKind.MX4,
 }  # fmt: skip
-# Those of alltoall and allgather.
+# The names of the codecs that alltoall and allgather take.
 EXCHANGE_CODECS: Final[dict[str, CodecKind]] = {**COLLECTIVE_CODECS, "lossless": CodecKind.LOSSLESS}
 _STORED: Final[dict[Dtype, np.dtype[Any]]] = {
     Dtype.F16: np.dtype(np.float16),
@@ -65,8 +65,8 @@ class Codec:
     """64 bits. With the logical index of an element it decides how that element is rounded, and nothing else does."""
 
     between_hosts: bool = False
-    """In a collective: code what goes to other hosts, and nothing else. Then bits depend on which ranks share a host,
-    but for an allgather's (docs/reference/codecs.md, "Between hosts alone")."""
+    """In a collective: code what goes to other hosts, and nothing else. Bits then depend on which ranks share a host,
+    except in an allgather (docs/reference/codecs.md, "Between hosts alone")."""
 
     def __post_init__(self) -> None:
         if self.kind not in DEFAULT_BLOCK:
@@ -110,8 +110,8 @@ class Codec:
 
         `array`: any shape, C-contiguous, float32 or float16; LOSSLESS takes int32 and int64 too.
 
-        `dtype`: of arrays whose type NumPy has no name for: BF16, as uint16. `first_index`: the logical index of the
-        first element, for stochastic rounding. A range may be coded in pieces that begin at borders of blocks.
+        `dtype` names a type that NumPy does not have: BF16, whose array is uint16. `first_index`: the logical index of
+        the first element, for stochastic rounding. A range may be coded in pieces that begin at borders of blocks.
 
         `residual` (float32, as many elements, written in place) is error feedback: it is added to the elements first,
         and then holds what coding took away; 0 where a number is infinite or NaN. LOSSLESS takes none.

@@ -37,7 +37,7 @@ SHUTDOWN_S: Final = 5.0
 
 
 def _rails(config: configuration.Config) -> Sequence[Rail]:
-    # Only a group that needs a network looks for interfaces and devices, and loads what knows them.
+    # Imported late: only a group that needs a network looks for interfaces and devices.
     if config.transport is configuration.TransportKind.VERBS:
         from sennit.transport.meeting.rdma_rails import find_rdma_rails
 
@@ -49,7 +49,7 @@ def _rails(config: configuration.Config) -> Sequence[Rail]:
 
 @functools.cache
 def _tell_of_slow_kernels() -> None:
-    """Once in a process, because all works without wide vectors, and only the time says that they are missing."""
+    """Warns once in a process. Without wide vectors everything works, so only its slowness would show."""
     from sennit.transport import _core
 
     if _core.HAS_WIDE_VECTORS:

@@ -35,10 +35,10 @@ RECORD: Final = struct.Struct("=IHHII")
 NAMES, COUNTERS = 1, 2
 NONE: Final = 0xFFFFFFFF
 
-# What no page of sennit exceeds: 1,024 peers with 16 paths take 3 MiB.
+# No page of sennit is larger: 1,024 peers with 16 paths take 3 MiB.
 PAGE_MAX_BYTES: Final = 1 << 26
 NAMES_MAX: Final = 1024
-# What root reads of each other user, in one round.
+# The most that root reads of each other user in one round.
 FOREIGN_MAX_PAGES: Final = 1024
 FOREIGN_MAX_BYTES: Final = 1 << 24
 _FILE_NAME: Final = re.compile(r"sennit\.counters-[0-9a-f]{16}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What to say when the system opens no more files for a process: its limit, and what a group needs.
 
-Sockets, shared memory, events and FIFOs are all descriptors. What runs into the limit first is chance, and its own
-error ("udp: cannot bind [::1]:0: Too many open files") names neither limit nor remedy.
+Sockets, shared memory, events and FIFOs are all descriptors. Chance decides which call fails first. The error of that
+call ("udp: cannot bind [::1]:0: Too many open files") names neither limit nor remedy.
 """
 
 from __future__ import annotations

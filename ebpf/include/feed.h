@@ -83,8 +83,8 @@ struct feed_datagram {
   __u32 port;   // destination port
 };
 
-// Where packets come to: the program takes them only if both addresses are these. Promiscuous interfaces, bridges and
-// routers see the packets of others, which go on.
+// The destination of packets: the program takes a packet only if both of its addresses are these. Promiscuous
+// interfaces, bridges and routers see the packets of others, which go on.
 struct feed_destination {
   __u8 hardware[ETH_ALEN];
   __be16 type;        // ETH_P_IPV6 or ETH_P_IP

@@ -80,7 +80,7 @@ static __always_inline int feed_has(struct xdp_md* context, __u32 size) {
 }
 #endif
 
-// Where packets come to. The process writes it before it attaches the program.
+// The addresses that packets must have. The process writes them before it attaches the program.
 struct feed_destination own;
 
 // feed_find with its result packed into one number. The verifier walks a global function once by itself and assumes

@@ -48,8 +48,8 @@ enum feed_claim { FEED_CLAIMED, FEED_CLAIM_OLD_BATCH, FEED_CLAIM_LATER_BATCH, FE
 FEED_SLOT __u32 feed_slot_batch(__u64 state) { return state >> 32; }
 FEED_SLOT __u32 feed_slot_row(__u64 state) { return (__u32)state & ~FEED_SLOT_OWNED; }
 
-// For a packet that begins with this row. If it is claimed, `state` is the word to publish if nothing changes, and
-// `row` is not below its row.
+// Claims the slot for a packet that begins with this row. If that succeeds, `state` is the word to publish if nothing
+// changes, and `row` is not below its row.
 FEED_SLOT enum feed_claim feed_slot_claim(struct feed_slot FEED_SLOT_MEMORY* slot, __u32 batch, __u32 row,
                                           __u64* state) {
   const __u64 found = FEED_SLOT_LOAD(&slot->state);
@@ -62,7 +62,7 @@ FEED_SLOT enum feed_claim feed_slot_claim(struct feed_slot FEED_SLOT_MEMORY* slo
   return FEED_CLAIMED;
 }
 
-// For the reader, whatever the slot has. False: a processor owns it at this moment.
+// Claims the slot for the reader, whatever batch it has. False: a processor owns the slot at this moment.
 FEED_SLOT int feed_slot_claim_any(struct feed_slot FEED_SLOT_MEMORY* slot, __u64* state) {
   const __u64 found = FEED_SLOT_LOAD(&slot->state);
   if (found & FEED_SLOT_OWNED) return 0;

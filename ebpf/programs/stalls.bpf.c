@@ -76,7 +76,7 @@ static __always_inline struct rank *rank_of(__u32 number) {
   return entry_of(&ranks, &key, &fresh_rank);
 }
 
-// Of eight kinds clang tests a mask in place of `kind < KINDS`, and the verifier does not learn from that.
+// For eight kinds, clang tests a mask in place of `kind < KINDS`, and the verifier does not learn from that.
 static __always_inline int is_kind(__u32 *kind) {
   __u32 given = *kind;
 

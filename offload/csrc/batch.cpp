@@ -7,7 +7,7 @@
 namespace sennit::offload {
 namespace {
 
-// A passed-through field is the slot's memory, which the batch outlives.
+// The memory of a passed-through field is the slot's. The batch outlives the slot, so it gets a copy.
 template <typename Element>
 Buffer<Element> owned(const Element* data, std::size_t size, const Buffer<Element>& owner) {
   if (owner) return owner;

@@ -42,7 +42,7 @@ class Facts:
     preprocessing: Mapping[str, Any] | None = None
     """The preprocessing of the samples before they became records, as JSON for trainers, who store it in checkpoints.
 
-    None: not told, because it is longer than a line of the protocol.
+    None: the feeder did not send it, because it is longer than a line of the protocol.
     """
 
     plan: FeaturePlan

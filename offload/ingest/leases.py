@@ -87,10 +87,10 @@ class _Open:
     """Every feeder that was ever told to send the batch. Each is told when it is complete."""
 
     was_given: bool = False
-    """Orders sent to any feeder, also to one that left."""
+    """Whether any feeder was told to send the batch, also one that has left."""
 
     stalled_feeder: int | None = None
-    """Feeders whose lease stalled, so that another one took over."""
+    """The feeder whose lease stalled, so that another feeder took over."""
 
     ask_at_s: float = 0.0
     unanswered_s: float | None = None

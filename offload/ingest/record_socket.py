@@ -37,7 +37,7 @@ class RecordSocket:
         try:
             self._level, discover, never_fragment, self._mtu_option = _PATH_MTU[family]
             self._headers_bytes = _HEADERS_BYTES[family]
-            # A BPF program sees packets, not reassembled datagrams.
+            # Fragments are forbidden, because a BPF program sees packets, not reassembled datagrams.
             self._socket.setsockopt(self._level, discover, never_fragment)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             self._socket.setblocking(False)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's end of ingest: accepts feeders, orders records, hands out complete batches.
 
-A separate thread does this during training. It checks the receiver about every millisecond while rows may come, and
-sleeps while all slots are full.
+During training a thread of its own does this. The thread checks the receiver about every millisecond while rows may
+come, and sleeps while all slots are full.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Session(Closing):
         observe: Callable[[dict[str, int | float]], None] | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """The listening socket stays the caller's, who may give it to another session after this one.
+        """The listening socket stays the caller's. The caller may give it to another session after this one.
 
         `timeout_s`: for a connection to say what it has, and for every wait. `check` is called from time to time in
         every wait, and raises if there is nothing to wait for any more. `observe` is called with the counters several

@@ -26,7 +26,7 @@ RETRY_S: Final = 0.02
 # How long a leader that fails waits for the others, to tell them why.
 FAREWELL_S: Final = 5.0
 _DONE: Final = b"+"
-# Before the reason.
+# Stands before the reason in a refusal.
 _REFUSED: Final = b"-"
 _ANSWER_MAX_BYTES: Final = 8192
 _NUMBER: Final = struct.Struct("<I")
@@ -38,7 +38,7 @@ class Dispatcher(Closing):
     """The dispatcher at an interface: UDP port `first_port + n` goes to receiver `n`, everything else to the host."""
 
     def __init__(self, *, first_port: int, receivers: int, fragments: bool = False) -> None:
-        """`fragments` as of the receivers' programs: the kernel takes no other ones."""
+        """`fragments` must be that of the receivers' programs: the kernel takes no others."""
         self._object = BpfObject(
             compile_program("dispatch"),
             read_only={"first_port": first_port},
@@ -148,7 +148,7 @@ class _Visit(Closing):
 
 
 class _Reception(Closing):
-    """Where the other ranks come. All are heard at once, so that nobody waits for a silent one."""
+    """The socket that the other ranks connect to. All are heard at once, so that nobody waits for a silent one."""
 
     def __init__(self, name: str) -> None:
         self._visitors: set[socket.socket] = set()

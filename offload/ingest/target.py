@@ -196,7 +196,7 @@ class IngestTarget:
 
 
 def _count_time(receiver: XdpReceiver, *before: Program) -> None:
-    """Off unless it is asked for: the kernel then counts for all programs of the machine, which slows each of them."""
+    """Off unless it is asked for, because the kernel then counts for all programs of the machine, which slows them."""
     if os.environ.get(STATISTICS) == "1":
         receiver.count_time(*before)
 

@@ -42,7 +42,7 @@ class Unreachable(FeedError):
 def meet(places: Sequence[Place], *, name: str, deadline_s: float) -> tuple[socket.socket, Terms]:
     """Returns a connection to the first rank that answers, and its terms.
 
-    `deadline_s` is on the monotonic clock. Raises FeedError if nobody answers in time, or not a trainer.
+    `deadline_s` is on the monotonic clock. Raises FeedError if nobody answers in time, or if who answers is no trainer.
     """
     while True:
         for place in places:
@@ -50,7 +50,7 @@ def meet(places: Sequence[Place], *, name: str, deadline_s: float) -> tuple[sock
                 return _greet(place, name, deadline_s)
             except Unreachable as missed:
                 last = missed
-        # The trainer may start later, a run may be just ending, or is not ready yet.
+        # The trainer may start later, or its run may be ending or not be ready yet.
         if time.monotonic() + RETRY_S >= deadline_s:
             raise last
         time.sleep(RETRY_S)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Allgather by host: a part goes to each other host once, and there from rank to rank in shared memory.
 
-On every other host one rank stands for the giver (`Hosts.relay`). It passes on what it gets. So the ranks of a host
-take in equally much, and the link between two hosts carries each part once, in place of once for each rank there.
+On every other host one rank stands for the giver (`Hosts.relay`). That rank passes on what it gets. So all ranks of a
+host receive equally much, and the link between two hosts carries each part once, not once for each rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sennit.transport.plans.hosts import Hosts
 from sennit.transport.plans.plan import Operand, Plan
 from sennit.transport.plans.signature import BY_HOST, Kind, signature
 
-# Of what a neighbour passes on: this, and the rank that gave it.
+# A message that a neighbour passes on has this slot plus the rank that gave it.
 PASSED_ON_SLOT: Final = 1
 
 

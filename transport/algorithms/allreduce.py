@@ -36,8 +36,8 @@ def allreduce(
     partial: bool = False,
     counted: bool = False,
 ) -> Plan:
-    """Buffers: those of `allreduce_builder`. With `counted` the plan serves vectors of 1 to `elements` elements, and
-    its count is theirs: of one leaf a rank.
+    """Buffers: those of `allreduce_builder`. With `counted`, which needs one leaf a rank, the plan serves vectors of 1
+    to `elements` elements and takes their number as its count.
 
     One shot runs with two ranks or more, where what a rank gives fits a message of MAX_LOAN_BYTES. With two `hosts` or
     more, these make partial sums. Raises ArgumentError if there are fewer leaves than ranks.

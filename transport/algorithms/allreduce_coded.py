@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Allreduce with a codec: fewer bytes a number, sums in float32.
 
-The result is Q(fold(Q(leaf 0), Q(leaf 1), ...)). Q codes and decodes, also what stays at home. So bits depend on the
-leaves, the codec and its seed alone. Element i of leaf l has the logical index l · elements + i, and element i of the
-result has V · elements + i: no two roundings of a sum draw the same number, and their errors do not add up.
+The result is Q(fold(Q(leaf 0), Q(leaf 1), ...)). Q codes and decodes. It is applied to what stays on the rank, too. So
+the bits depend on nothing but the leaves, the codec and its seed. Element i of leaf l has the logical index l ·
+elements + i, and element i of the result has V · elements + i: no two roundings of a sum draw the same number, and
+their errors do not add up.
 
 As in the direct allreduce (allreduce.py), each share of the vector has an owner, who folds it. A rank with one leaf
-codes each share once and sends that. A rank with several leaves codes and decodes them at home. It sends the sums of
-its nodes (leaves.py), which are float32. Results are coded once, by the owner, and go to all.
+codes each share once and sends that. A rank with several leaves codes and decodes them itself. It sends the sums of its
+nodes (leaves.py), which are float32. The owner codes each result once and sends it to all.
 
-Shares and chunks begin where blocks do, so that chunks have the codes of the whole vector.
+Shares and chunks begin at the beginning of a block, so that chunks have the codes of the whole vector.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from sennit.transport.plans.elements import Dtype, ReduceOp
 from sennit.transport.plans.plan import Operand, Plan, PlanBuilder
 from sennit.transport.plans.tree import balanced, combinations
 
-# Of partial sums and decoded numbers.
+# The type of partial sums and decoded numbers.
 _SUM: Final = Dtype.F32
 _SUM_BYTES: Final = Dtype.F32.item_bytes
 
@@ -76,7 +77,7 @@ def allreduce_coded(
 
 
 def shares_of(elements: int, world: int, coding: Coding) -> list[Range]:
-    """Nearly equal parts of a vector that begin where blocks do, in elements."""
+    """Nearly equal parts of a vector, in elements. Each begins at the beginning of a block."""
     unit = coding.unit
     units = -(-elements // unit)
     bounds = [min(units * part // world * unit, elements) for part in range(world + 1)]
@@ -118,7 +119,7 @@ class _Writer:
         self._most = min(most, max(share.size_bytes for share in self._shares))
         self._coded = self._ring(1, self._coded_room)
         self._nodes = [self._leaves.nodes(span) for span in self._leaves.of_rank]
-        # A message that leaves, for each peer, and one that stays here.
+        # One message leaves for each peer, and one stays on this rank.
         own = self._coded_room if self._is_leaf(rank) else len(self._nodes[rank]) * self._room
         self._out = {peer: self._ring(CHUNKS_IN_WORK, own) for peer in peers_after(rank, world)}
         # The steps that made the last message to each peer. The next one is made after them: so messages leave in list
@@ -318,7 +319,7 @@ class _Writer:
                 self._builder.recv(peer, slot, self._scratch, 0, 0)
 
     def _code_result(self, turn: int, chunk: Range) -> tuple[Operand, list[int]]:
-        """Returns where the code is, and the list of its users."""
+        """Returns the place of the code, and the list of the steps that read it."""
         summed, fold, readers = self._folded.pop(turn)
         place, before, users = self._results.take()
         coded = self._builder.encode(

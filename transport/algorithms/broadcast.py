@@ -67,7 +67,7 @@ def broadcast(
 def _tree(hosts: Hosts, rank: int, root: int) -> tuple[int | None, list[int]]:
     """Returns the parent (None at the root) and the children, those on other hosts first, the largest subtree first.
 
-    On each host one rank gets the data from another host: the one in the root's place.
+    On each host, the rank in the root's place gets the data from another host.
     """
     host = hosts.of_rank(rank)
     span, first = hosts.spans[host], hosts.relay(host, root)

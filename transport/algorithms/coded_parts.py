@@ -10,7 +10,7 @@ from sennit.transport.errors import ArgumentError
 from sennit.transport.plans.coding import Coding
 from sennit.transport.plans.plan import MAX_LOAN_BYTES
 
-# As float32 a quarter of a second-level cache, so that what is decoded is folded there.
+# In float32 a chunk fills a quarter of a second-level cache, so that it is folded there after it is decoded.
 DEFAULT_CHUNK_ELEMENTS: Final = 32_768
 # How many chunks of each kind a rank works on at a time. It bounds the scratch memory.
 CHUNKS_IN_WORK: Final = 4

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Alltoall and allgather that code between hosts alone, of counts at run time (exchange_coded.py).
 
-An alltoall leaves the parts that stay on a host as they are. So its bits depend on which ranks share one.
+An alltoall leaves the parts that stay on a host as they are. So its bits depend on which ranks share a host.
 
-An allgather gives all ranks the same: Q of each part, so it has the bits of coding everywhere. But a part goes to each
-other host once, to the rank there that stands for its giver, and inside a host it travels decoded.
+An allgather gives Q of each part to all ranks, as if it coded everywhere. But a part goes to each other host once, to
+the rank that stands for its giver there. Inside a host it travels decoded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sennit.transport.plans.hosts import Hosts
 from sennit.transport.plans.plan import Operand, Plan
 from sennit.transport.plans.signature import Kind
 
-# Of what a neighbour passes on: this, and the rank that gave it. A giver's own messages have lower slots.
+# A message that a neighbour passes on has this slot plus the giver's rank. A giver's own messages have lower slots.
 PASSED_ON_SLOT: Final = 2
 
 

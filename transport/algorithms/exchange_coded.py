@@ -114,7 +114,8 @@ class Exchange:
             self._builder.send(peer, 0, place, codes, after=[made], has_length=self._is_exact)
 
     def keep(self, part: int, into: int, *, source: int, first_index: CountRange) -> int:
-        """What stays on this rank. Returns the step that has it in the output, as do those below."""
+        """Writes the part that stays on this rank. Like the methods below, it returns the step after which the part is
+        in the output."""
         if self._is_exact:
             return self.copy(part, into, source=source)
         made = self._coded[part] if part in self._coded else self._encode(part, source, first_index)

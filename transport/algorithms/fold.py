@@ -8,8 +8,8 @@ and sends these to the owner, who folds the nodes of all hosts. So a host of R r
 sends to other hosts, and all its ranks send at the same time (Cho et al., "BlueConnect: Decomposing all-reduce for deep
 learning on heterogeneous network hierarchy", 2019). Results (allreduce) go back the same way.
 
-A rank with several leaves folds them into its nodes before it sends them, or its caller has done that. What it sends
-are the elements themselves if it has one leaf, and partial sums otherwise.
+A rank with several leaves folds them into its nodes before it sends them, or its caller has done that. A rank with one
+leaf sends the elements themselves, and a rank with several leaves sends partial sums.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Layout(Leaves):
     def messages(self, rank: int, owner: int) -> dict[int, list[Span]]:
         """The nodes in each message of a rank to the one that stands for the owner on its host.
 
-        One step reads all of a message. So on another host than the owner's, each node of the host has its own message.
+        One step reads a whole message. So each node of a host that is not the owner's has its own message.
         """
         host = self.hosts.of_rank(rank)
         if self.hosts.of_rank(owner) == host:
@@ -98,7 +98,7 @@ class Fold(NamedTuple):
     in_place: bool
     """Whether results overwrite contributions that may not have been sent yet."""
     elements: int = 0
-    """Of one leaf or node. A rank's leaves or nodes follow one another in the buffer of its contribution."""
+    """The elements of one leaf or node. A rank's leaves or nodes follow one another in the buffer of its contribution."""
 
 
 def add_fold(builder: PlanBuilder, fold: Fold) -> None:
@@ -130,12 +130,12 @@ def at(start: int, offset: int) -> int:
 class Chunk(NamedTuple):
     owner: int
     number: int
-    """The slots of its messages follow from it."""
+    """The chunk's number. It gives the slots of the chunk's messages."""
     range: Cut
     buffer: int
-    """Of this rank's contribution."""
+    """The buffer of this rank's contribution."""
     offset: int
-    """Where it is there."""
+    """The offset of the contribution in that buffer."""
     result: int
     """The offset of the result."""
 
@@ -165,7 +165,7 @@ class FoldWriter:
         # By chunk: the steps that read this rank's contribution, and those that made the result.
         self._read: dict[int, list[int]] = {}
         self._made: dict[int, list[int]] = {}
-        # Of messages with partial sums: the SEND steps, and the last step before the last one to each rank.
+        # The SEND steps of messages with partial sums, and for each rank the step that made the last one.
         self._partial_sends: list[int] = []
         self._last_fold: dict[int, int] = {}
         largest = bytes_max(chunk.range for chunks in self._chunks for chunk in chunks)
@@ -235,7 +235,7 @@ class FoldWriter:
         return self._hosts.relay(self._host, owner)
 
     def _slot(self, chunk: Chunk, message: int = 0) -> int:
-        """Of a message towards the owner. The result has the slot after the first one."""
+        """The slot of a message to the owner. The result's slot is the next one."""
         return 2 * (chunk.number * self._layout.messages_max + message)
 
     def _node_bytes(self, chunk: Chunk) -> int:
@@ -244,7 +244,7 @@ class FoldWriter:
         return chunk.range.size_bytes // self._item_bytes * self._partial_bytes
 
     def _in_turn(self, chunk: Chunk, start: int, count: int) -> tuple[list[int], int]:
-        """Where `count` nodes begin that lie one after another from `start`, and the bytes of all."""
+        """The beginnings of `count` nodes that lie one after another from `start`, and the bytes of all of them."""
         if not isinstance(chunk.range, Piece):
             node_bytes = self._node_bytes(chunk)
             return [start + index * node_bytes for index in range(count)], count * node_bytes
@@ -368,7 +368,7 @@ class FoldWriter:
         )
 
     def _gather(self, chunk: Chunk) -> None:
-        """Passes a result on: its owner to one rank of each host, this one to its neighbours."""
+        """Passes a result on: the owner sends it to one rank of each host, and that rank to its neighbours."""
         slot, size_bytes = self._slot(chunk) + 1, chunk.range.size_bytes
         takers = list(reversed(self._neighbours))
         if chunk.owner == self._rank:

@@ -2,13 +2,13 @@
 """The fold by hosts (fold.py) with a codec between hosts alone: inside a host nothing is coded.
 
 On every host one rank stands for the owner of a share. It folds its host's leaves into the largest nodes inside their
-span, and codes these: each as its own message, or of the owner's host only to decode it again. So the result is
-Q(fold(Q(node 0), Q(node 1), ...)), where the nodes are those of all hosts, and Q codes and decodes. A reduce_scatter
-does not code its results.
+span, and codes each node. A node for another host is a message of its own. A node of the owner's host is decoded again
+at once. So the result is Q(fold(Q(node 0), Q(node 1), ...)), where the nodes are those of all hosts, and Q codes and
+decodes. A reduce_scatter does not code its results.
 
-The bits depend on which leaves share a host, and on the ordinary things: leaves, codec and seed. They depend neither on
-owners nor on chunks. A node that begins with leaf l has the logical indices of l. So with one leaf a host these are the
-bits of allreduce_coded.py, but for PREMUL_SUM: here leaves are scaled first.
+The bits depend on the leaves, the codec and its seed, and on which leaves share a host. They depend neither on owners
+nor on chunks. A node that begins with leaf l has the logical indices of l. So with one leaf on each host these are the
+bits of allreduce_coded.py. PREMUL_SUM is the exception, because here leaves are scaled first.
 
 A single host codes nothing.
 """
@@ -26,13 +26,13 @@ from sennit.transport.plans.elements import Dtype, ReduceOp
 from sennit.transport.plans.plan import Operand, PlanBuilder
 from sennit.transport.plans.tree import Span, combinations
 
-# Of partial sums and decoded numbers.
+# The type of partial sums and decoded numbers.
 _SUM: Final = Dtype.F32
 _SUM_BYTES: Final = Dtype.F32.item_bytes
 
 
 class NodeLayout(Layout):
-    """As `Layout`, but also on the owner's host a message has what one node of the host is made of."""
+    """A `Layout` in which a message has what one node of its host is made of, on the owner's host, too."""
 
     def messages(self, rank: int, owner: int) -> dict[int, list[Span]]:
         return self.by_host_node(rank)
@@ -79,7 +79,7 @@ class _Writer(FoldWriter):
         return Ring(self._builder.reserve_scratch(count * size_bytes), size_bytes, count)
 
     def _has_partials(self, host: int) -> bool:
-        # They have rings of their own.
+        # Decoded nodes have rings of their own.
         return False
 
     def _count(self, chunk: Chunk) -> int:
@@ -108,7 +108,7 @@ class _Writer(FoldWriter):
         elements, read = self._fold.elements, self._read.setdefault(chunk.number, [])
         inside = [here.operands[index] for index, part in enumerate(here.nodes) if node.low <= part.low < node.high]
         source = inside[0]
-        # A node that is one operand needs no sum, unless it is still to be scaled.
+        # A node of one operand needs no sum, unless the operand must still be scaled.
         if len(inside) == 1 and (source.is_partial or self._fold.op is not ReduceOp.PREMUL_SUM):
             dtype = _SUM if source.is_partial else self._fold.dtype
             source = source._replace(is_partial=False)

@@ -54,7 +54,7 @@ class Halving:
     dtype: Dtype
     op: ReduceOp
     elements: int = 0
-    """Of one leaf or node, where a rank gives several."""
+    """The elements of one leaf or node, where a rank gives several."""
     units: Sequence[Unit]
     result: Callable[[Unit], tuple[int, int]]
     """Buffer and offset of a unit's result, on the ranks that get it. With `gather`, in the order of contributions: one
@@ -302,7 +302,7 @@ class _Writer:
         return self._held[unit]
 
     def _passed_on(self, run: _Run, level: int) -> int:
-        """The first level at which the taker gives a unit of the run away. The top one if it keeps them all."""
+        """The first level at which the taker gives a unit of the run away; the top level if it keeps all units."""
         world, taker = self._world, run.taker
         top = (world - 1).bit_length()
 
@@ -360,7 +360,8 @@ class _Writer:
         )
 
     def _lines(self, unit: Unit) -> list[tuple[int, int]]:
-        """Equal for neighbouring units whose places, too, are side by side: where unit 0 would be."""
+        """Returns the place where unit 0 would be. It is equal for neighbouring units whose places are side by side,
+        too."""
         places = self._holds(unit).places
         if unit.piece is not None:
             return [(place.index, place.offset - (unit.piece << 32)) for place in places]

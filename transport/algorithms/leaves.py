@@ -35,7 +35,7 @@ class Leaves:
 
     @cached_property
     def of_rank(self) -> list[Span]:
-        """The span of each rank."""
+        """Returns the span of each rank."""
         return [leaves_of(rank, self.world, self.count) for rank in range(self.world)]
 
     @property
@@ -74,7 +74,7 @@ class Leaves:
         ]
 
     def item_bytes(self, dtype: Dtype) -> int:
-        """Of an element in the buffer that a rank gives."""
+        """The bytes of an element in the buffer that a rank gives."""
         return (accumulator(dtype) if self.partial else dtype).item_bytes
 
     def given(self, rank: int) -> list[Span]:
@@ -118,9 +118,9 @@ def allreduce_builder(
     size_bytes = elements * dtype.item_bytes
     in_place = in_place and not leaves.are_counted
     given_bytes = len(leaves.given(rank)) * elements * leaves.item_bytes(dtype)
-    # Of counted leaves, sizes of messages tell apart what the low bits do not.
+    # The field has the low bits of the number of leaves. Sizes of messages tell numbers with equal low bits apart.
     root = 1 + (leaves.count - 1) % 255 if leaves.are_counted else 0
-    # A size that the post gives is put there by the core.
+    # The core itself fills in a size that the post gives.
     summed = 0 if counted else elements * leaves.count if leaves.are_counted else elements
     called = signature(Kind.ALLREDUCE, type_code=dtype, op=op, root=root, elements=summed) | round_trips * ROUND_TRIPS
     builder = PlanBuilder(

@@ -14,8 +14,8 @@ from sennit.transport.plans.vector_cut import LINE_BYTES, share_bounds
 
 # Shares and chunks start on cache lines of the vector, so that no two ranks write to one line.
 ALIGNMENT_BYTES: Final = LINE_BYTES
-# A loan must hold it. Chunks of this size need few steps and still fit well into a core's second-level cache. Over UDP
-# each is two full sends: of 15 packets of 4,096 bytes, or of 3 packets of 20,480. A third, short send of each chunk
+# A loan must hold a chunk. Chunks of this size need few steps and still fit well into a core's second-level cache. Over
+# UDP each is two full sends: of 15 packets of 4,096 bytes, or of 3 packets of 20,480. A third, short send of each chunk
 # would cost as many system calls again at both ends.
 DEFAULT_CHUNK_BYTES: Final = 122_880
 

@@ -79,7 +79,7 @@ def reduce_scatter_coded(
     last: dict[int, list[int]] = {peer: [] for peer in range(world)}
 
     def encode(owner: int, piece: int) -> tuple[Operand, list[int]]:
-        """Returns the codes of a piece, and the list of their users."""
+        """Returns the codes of a piece, and the list of the steps that read them."""
         number = 1 + owner * pieces + piece
         place, before, users = rings[owner].take()
         made = builder.encode(
@@ -114,7 +114,7 @@ def reduce_scatter_coded(
         for peer in peers_before(rank, world):
             loan = builder.loan(peer, piece, codes(rank, piece))
             made.append(decode(Operand(loan, 0, is_view=True), start + peer * sum_room, piece, before))
-        # Of narrow types, decoded numbers count as partial sums.
+        # The decoded numbers of 16-bit types count as partial sums.
         operands = [
             Operand(scratch, start + peer * sum_room, is_partial=dtype is not Dtype.F32) for peer in range(world)
         ]

@@ -25,7 +25,7 @@ class Piece(NamedTuple):
     size_bytes: int
     number: int
     partial_bytes: int
-    """Of its partial sums."""
+    """The bytes of the range's partial sums."""
     bytes_max: int
 
 
@@ -51,7 +51,7 @@ class Vector:
         partial_item_bytes: int = 0,
     ) -> None:
         self._builder, self._item_bytes = builder, item_bytes
-        # Without elements, nothing depends on the size.
+        # A vector without elements has one size, so no count is needed.
         self.is_counted = counted and elements != 0
         self.shares: list[Sequence[Cut]]
         """The pieces of each share."""
@@ -91,7 +91,7 @@ class Vector:
 
     @property
     def size_bytes(self) -> int:
-        """Of all of it."""
+        """The bytes of the whole vector."""
         return CountRange(0, self._cut.shares * self._cut.pieces) if self.is_counted else self._end_of_last()
 
     def _end_of_last(self) -> int:
@@ -110,5 +110,5 @@ def _cut(elements: int, item_bytes: int, share_count: int, piece_bytes: int) -> 
 
 
 def bytes_max(pieces: Iterable[Cut]) -> int:
-    """The most bytes that one of the pieces has."""
+    """The bytes of the largest piece."""
     return max(piece.bytes_max if isinstance(piece, Piece) else piece.size_bytes for piece in pieces)

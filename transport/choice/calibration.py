@@ -28,7 +28,7 @@ SCHEMA: Final = 1
 FILE_MAX_BYTES: Final = 1 << 16
 # Far more than any constant, and small enough that no product of it overflows.
 VALUE_MAX: Final = 1_000.0
-# Of a file's name in a rank's record: enough to know it by.
+# A rank's record holds this much of a file's name, which is enough to recognise it.
 NAME_MAX_CHARACTERS: Final = 40
 DEFAULTS: Final = "defaults"
 OLD_DAYS: Final = 30
@@ -42,11 +42,11 @@ class Calibration(NamedTuple):
     shared_memory: Costs = SHARED_MEMORY
     network: Costs = NETWORK
     measured_codecs: Mapping[CodecKind, CodecSpeed] | None = None
-    """They choose nothing, so ranks may differ in them."""
+    """The measured costs of codecs. They choose no algorithm, so ranks may differ in them."""
     source: str = DEFAULTS
     """The file."""
     notes: tuple[str, ...] = ()
-    """What says that the file is old, or of another machine."""
+    """Warnings that the file is old, or that it was measured on another machine."""
 
     @property
     def codecs(self) -> Mapping[CodecKind, CodecSpeed]:
@@ -96,7 +96,7 @@ def read_calibration(path: str | None) -> Calibration:
 
 
 def processor_name() -> str:
-    """As the kernel says it."""
+    """The processor's name as the kernel tells it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -105,7 +105,7 @@ def processor_name() -> str:
 
 
 def _strange(path: str, found: Mapping[str, Any]) -> list[str]:
-    """What says that the file is of another machine, or old: a line, or none."""
+    """Returns a warning if the file is old or was measured on another machine, else nothing."""
     days, age = 0, ""
     with contextlib.suppress(ValueError, TypeError):
         made = datetime.datetime.fromisoformat(str(found.get("date")))
@@ -133,7 +133,7 @@ def _costs(path: str, ways: object, way: str) -> Costs:
 
 
 def _codecs(path: str, found: Mapping[str, object]) -> dict[CodecKind, CodecSpeed]:
-    """Files of an earlier version have none."""
+    """Reads the costs of codecs. Files of an earlier version have none."""
     from sennit.transport.choice.coded_cost import SPEEDS, CodecSpeed
 
     given = found.get("codecs", {})

@@ -2,8 +2,8 @@
 """What a collective with a codec costs: the work of cost_model.py, and the time to encode and decode.
 
 No choice of algorithm depends on it, because a codec changes bits, and only the caller may do that. `sennit explain
---codec` says by it whether a codec pays. Coding is added to the rest, as in one thread: what a slow link hides of it is
-not subtracted.
+--codec` uses it to say whether a codec pays. The model adds the time of coding to the rest, as if one thread did both.
+It does not subtract what a slow link hides.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sennit.transport.plans.hosts import Hosts
 
 CODED: Final = (Collective.ALLREDUCE, Collective.REDUCE_SCATTER, Collective.ALLGATHER, Collective.ALLTOALL)
 _SUM_BYTES: Final = Dtype.F32.item_bytes
-# Between them lies every link: 8 kbit/s and 8 Tbit/s.
+# 8 Tbit/s and 8 kbit/s: every link lies between them.
 _SLOWEST_BYTE_S, _FASTEST_BYTE_S = 1e-3, 1e-12
 _HALVINGS: Final = 60
 

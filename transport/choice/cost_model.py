@@ -18,13 +18,14 @@ from sennit.transport.config import Algorithm
 from sennit.transport.plans.hosts import Hosts
 from sennit.transport.plans.plan import MAX_LOAN_BYTES
 
-# Of parts that ranks pass on for others. They lie in scratch, a few times over.
+# The most bytes of the parts that ranks pass on for others. Scratch holds these parts a few times.
 STAGED_MAX_BYTES: Final = 1 << 20
-# Of a message in an alltoall by host. More is sent faster while parts are still gathered.
+# The most bytes of a message in an alltoall by host. Larger messages go faster directly, while parts are still
+# gathered.
 STREAM_MAX_BYTES: Final = 16_384
 # A message of this size goes over shared memory at once. A round trip first waits for its receiver.
 EAGER_MAX_BYTES: Final = 8_192
-# With more peers the dearer bytes were not measured.
+# The price of a byte was measured with up to this many peers.
 PEERS_MAX: Final = 8
 
 
@@ -39,7 +40,7 @@ class Traffic(NamedTuple):
 
     @property
     def further_peers(self) -> int:
-        """Those that make a byte dearer."""
+        """The peers beyond the first, which make a byte dearer."""
         return max(min(self.peers, PEERS_MAX) - 1, 0)
 
     def seconds(self, costs: Costs) -> float:
@@ -269,7 +270,7 @@ def _alltoall_by_hosts(hosts: Hosts, part_bytes: float) -> Work:
 
 
 def _to_root(algorithm: Algorithm, hosts: Hosts, size_bytes: int, partial_ratio: float, *, folds: bool) -> Work | None:
-    """Of a reduce of vectors of `size_bytes`, or a gather of that many bytes in all."""
+    """The work of a reduce of vectors of `size_bytes`, or of a gather of that many bytes in all."""
     world, levels = hosts.world, (hosts.world - 1).bit_length()
     part_bytes = size_bytes if folds else size_bytes / world
     if algorithm is Algorithm.DIRECT:
@@ -310,5 +311,5 @@ def _in_rounds(hosts: Hosts, traffic: Traffic, folded_bytes: float) -> Work:
 
 
 def _pieces(size_bytes: float, piece_bytes: float) -> int:
-    """Of a range. An empty one is sent, too."""
+    """Into how many messages a range is cut. An empty range is sent as one."""
     return max(1, math.ceil(size_bytes / piece_bytes))

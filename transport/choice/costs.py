@@ -15,9 +15,9 @@ class Collective(StrEnum):
     REDUCE = "reduce"
     ALLGATHER = "allgather"
     GATHER = "gather"
-    """Of equal parts."""
+    """A gather of equal parts."""
     ALLTOALL = "alltoall"
-    """Of equal parts."""
+    """An alltoall of equal parts."""
 
 
 class Costs(NamedTuple):
@@ -28,11 +28,12 @@ class Costs(NamedTuple):
     message_s: float
     """Processor time of a message on one rank, at both ends together."""
     byte_s: float
-    """Of each byte that a rank sends."""
+    """Seconds for each byte that a rank sends."""
     peer_share: float
-    """By what share each further peer, up to PEERS_MAX, makes a byte dearer: more acknowledgements, shorter bursts."""
+    """The share by which each further peer, up to PEERS_MAX, makes a byte dearer: acknowledgements are more, bursts
+    shorter."""
     fold_byte_s: float
-    """Of each byte that a reduction reads."""
+    """Seconds for each byte that a reduction reads."""
 
 
 SHARED_MEMORY: Final = Costs(round_s=2.5e-6, message_s=0.8e-6, byte_s=0.05e-9, peer_share=0, fold_byte_s=0.08e-9)

@@ -20,9 +20,9 @@ from sennit.transport.plans.elements import Dtype, ReduceOp, accumulator
 from sennit.transport.plans.hosts import Hosts
 from sennit.transport.plans.plan import Plan
 
-# Those whose plans can be on device (device_plan.py).
+# Algorithms whose plans can be on device (device_plan.py).
 ON_DEVICE: Final = (Algorithm.ONE_SHOT, Algorithm.DIRECT)
-# They choose for a size that is rounded up to a power of two.
+# Collectives whose algorithm depends on their size rounded up to a power of two.
 OF_PARTS: Final = (Collective.ALLGATHER, Collective.GATHER, Collective.ALLTOALL)
 # All classes below the largest size that a tensor can have.
 SIZE_CLASSES: Final = 63
@@ -80,7 +80,7 @@ class Selection(NamedTuple):
         return rated
 
     def choose(self, rated: Mapping[Algorithm, Work]) -> Algorithm:
-        """Returns the one to run."""
+        """Returns the algorithm to run."""
         if self.forced is not None:
             return self.forced if self.forced in rated else Algorithm.DIRECT
         return min(rated, key=lambda algorithm: rated[algorithm].seconds(self.near, self.far))
@@ -187,8 +187,8 @@ class Selection(NamedTuple):
         return algorithms.broadcast(hosts=self.hosts, **call)
 
     def of_parts(self, collective: Collective, size_bytes: int) -> Algorithm:
-        """Returns the one for an allgather, or a gather or alltoall of equal parts, of `size_bytes` in all, and for a
-        reduce_scatter of uneven shares.
+        """Returns the algorithm of an allgather, of a gather or alltoall of equal parts, or of a reduce_scatter of
+        uneven shares, for `size_bytes` in all.
 
         It is the same for all sizes that round up to one power of two.
         """
@@ -234,7 +234,7 @@ class Selection(NamedTuple):
         candidates: Sequence[Algorithm],
         leaves: Leaves | None = None,
     ) -> Algorithm:
-        # The algorithms say what is wrong with such a number.
+        # The algorithms refuse a negative number, with the reason.
         if elements < 0:
             return Algorithm.DIRECT
         rated = self.rate(

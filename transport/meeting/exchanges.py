@@ -257,7 +257,7 @@ class Exchanges:
             if self._run:
                 awaited = {self._key("here", "full" if self._rank == 0 else "go"): 0}
                 if not self._children:
-                    # Nothing to read again. Rank 0 ends this wait also when it begins another run.
+                    # This rank has nothing to read again. Rank 0 ends this wait also when it begins another run.
                     self._wait("here", awaited)
                 if not self._children or self._store.check(list(awaited)):
                     if self._rank == 0:

@@ -58,7 +58,7 @@ class Process(NamedTuple):
 
     @classmethod
     def of_record(cls, record: Any) -> Self | None:
-        """The process that `as_record` told of. None: `record` is none of these."""
+        """The process that `as_record` told of. None if `record` is not such a record."""
         try:
             pid, began_ticks = int(record["pid"]), int(record["began_ticks"])
             return cls(host_name=str(record["host_name"]), pid=pid, space=str(record["space"]), began_ticks=began_ticks)
@@ -73,7 +73,7 @@ class Process(NamedTuple):
         return self.space == here.space != "" and self.began_ticks != 0
 
     def lives_beside(self, here: Process) -> bool:
-        """Whether it is alive, and not `here`, this process. False where that cannot be seen."""
+        """Whether it is alive, and not `here`, this process. False where this process cannot see it."""
         return self.is_near(here) and self.pid != here.pid and _began_ticks(self.pid) == self.began_ticks
 
     def __str__(self) -> str:

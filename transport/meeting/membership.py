@@ -34,7 +34,7 @@ SUSPECT_S: Final = 0.5
 # The time for one attempt to connect a decided epoch. After it, the next epoch is tried.
 CONNECT_S: Final = 15.0
 
-# Of a candidate's record, besides the versions.
+# The fields of a candidate's record, besides the versions.
 _FIELDS: Final = frozenset(("token", "beat", "may_propose", "here", "missing", "gone", "suspects", "exclude"))
 
 Connected = TypeVar("Connected")
@@ -128,7 +128,7 @@ class _Speaker:
     changed_s: float
     ticket: int = 1
     record: dict[str, Any] | None = None
-    """As last read. None: it has taken a ticket and left nothing so far."""
+    """The speaker's record as last read. None: it has taken a ticket and has left no record yet."""
 
 
 class Membership:

@@ -88,7 +88,7 @@ def random_numbers(seed: int, first_index: int, count: int) -> npt.NDArray[np.in
 def encode(
     codec: Codec, array: Array, *, dtype: Dtype = Dtype.F32, first_index: int = 0, residual: Floats | None = None
 ) -> Bytes:
-    """As `Codec.encode`."""
+    """Returns what `Codec.encode` returns."""
     values = np.asarray(widen(array.reshape(-1).view(np.uint8), dtype), dtype=np.float32)
     with np.errstate(all="ignore"):
         if residual is not None:
@@ -173,7 +173,7 @@ def _largest_of_blocks(values: Floats, block: int) -> Floats:
 
 
 def _dither(random: npt.NDArray[np.int64], bits: int = 16) -> Floats:
-    """Between -1/2 and 1/2, from the upper `bits` of the random numbers."""
+    """Offsets of stochastic rounding, between -1/2 and 1/2, from the upper `bits` of the random numbers."""
     drawn = random >> 16 - bits
     return ((2 * drawn + 1 - (1 << bits)) * 2.0 ** -(bits + 1)).astype(np.float32)
 

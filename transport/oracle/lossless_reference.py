@@ -27,7 +27,7 @@ class Malformed(SennitError):
 
 
 def encode(array: Array, dtype: Dtype) -> bytes:
-    """As `Codec.encode` with LOSSLESS."""
+    """Returns what `Codec.encode` with LOSSLESS returns."""
     width = dtype.item_bytes
     words = array.reshape(-1).view(f"<u{width}")
     if dtype in FLOATS:
@@ -155,7 +155,7 @@ def _decode_plane(coded: bytes, at: int, count: int) -> tuple[Bytes, int]:
     for stream, (low, high) in zip(streams, pairwise(borders), strict=True):
         bits = np.unpackbits(np.frombuffer(stream, np.uint8), bitorder="little").tolist()
         used, code = 0, ""
-        # Behind the end there are zeros, so that the code that leads there is known to be too long.
+        # Zeros follow the end, so that a code that reads beyond the end is known to be too long.
         for _ in range(high - low):
             while code not in byte_of:
                 code += str(bits[used]) if used < len(bits) else "0"

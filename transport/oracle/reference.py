@@ -77,7 +77,7 @@ class _Rank:
     sends: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     recvs: list[int] = field(default_factory=list)
     loans: dict[int, Bytes] = field(default_factory=dict)
-    # Of loans on a round trip, by RECV: the rank that sent it, and its SEND.
+    # By RECV of a loan on a round trip: the rank that sent it, and that rank's SEND.
     lenders: dict[int, tuple[_Rank, int]] = field(default_factory=dict)
     # What may be delivered to this rank: None after a change of its receives, its loans or the sends to it.
     deliveries: list[_Delivery] | None = None

@@ -48,7 +48,7 @@ class _Binder:
         if len(counts) != taken:
             raise ArgumentError(f"plan {plan.name} takes {taken} counts, {len(counts)} given")
         self._name, self._scratch = plan.name, plan.scratch
-        # Ranks of a vector without elements must still hear of each other.
+        # Ranks must exchange messages even if the vector has no elements, so that they learn of different calls.
         self._skips_empty = plan.cut is not None and plan.cut.elements_max != 0
         if plan.cut is not None:
             self._starts = list(accumulate(plan.cut.sizes(counts[0], plan.unit_bytes), initial=0))

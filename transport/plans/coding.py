@@ -23,12 +23,12 @@ class CodecKind(IntEnum):
     LOSSLESS = 6
 
 
-# Of those with a fixed size: bytes of a block's scale, and bits of an element's code.
+# The codecs whose codes have a fixed size: bytes of a block's scale, and bits of an element's code.
 _LAYOUT: Final[dict[CodecKind, tuple[int, int]]] = {
     CodecKind.FP16: (0, 16), CodecKind.BF16: (0, 16), CodecKind.FP8_E4M3: (1, 8), CodecKind.FP8_E5M2: (1, 8),
     CodecKind.INT8: (4, 8), CodecKind.MX4: (1, 4),
 }  # fmt: skip
-# Ranges that are coded alone begin on cache lines of float32, where blocks do.
+# Ranges that are coded separately begin on cache lines of float32, and at the beginning of a block.
 _LINE_ELEMENTS: Final = 16
 _LONGEST_BLOCK: Final = 4096
 # Elements whose planes of bytes LOSSLESS codes one by one.
@@ -43,7 +43,8 @@ class Coding(NamedTuple):
     """Elements that share a scale; 0 where there is none."""
     stochastic: bool = False
     between_hosts: bool = False
-    """Of a whole collective: ranks of one host exchange numbers as they are."""
+    """Whether the collective codes only what goes between hosts: ranks of one host then exchange numbers as they
+    are."""
 
     def coded_bytes(self, count: int, item_bytes: int = 4) -> int:
         """The bytes of `count` coded elements; of LOSSLESS, the most that those of `item_bytes` may take."""
@@ -54,7 +55,7 @@ class Coding(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """Ranges that are coded alone begin at multiples of so many elements."""
+        """Ranges that are coded separately begin at multiples of this many elements."""
         lines = math.lcm(max(self.block, 1), _LINE_ELEMENTS)
         # With an odd block it may be very large.
         return lines if lines <= _LONGEST_BLOCK else self.block

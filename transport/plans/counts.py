@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts at run time: sizes and offsets of a plan that are known only when it is posted (docs/reference/plans.md).
 
-In a step `CountRange` stands for a number of bytes: that of a range of the counts that a post gives. Parts that lie one
-after another need no more: the size of part k is the range [k, k + 1), its offset the range of all parts before it.
+In a step, a `CountRange` stands for the bytes of a range of the post's counts. That is enough for parts that lie one
+after another: the size of part k is the range [k, k + 1), and its offset is the range of all parts before it.
 """
 
 from __future__ import annotations

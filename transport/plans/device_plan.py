@@ -145,7 +145,7 @@ class _Use:
     """Places that the step reads and an earlier step wrote. They are still in scratch."""
     stores: Place | None = None
     is_direct: bool = False
-    """A COPY from one place of the device to another."""
+    """Whether the step is a COPY from one place of the device to another."""
 
 
 def _uses(plan: Plan) -> list[_Use]:

@@ -35,7 +35,7 @@ class Operand(NamedTuple):
     offset: int = 0
     is_view: bool = False
     is_partial: bool = False
-    """Of a REDUCE: a partial sum, in the accumulator's type."""
+    """Whether the operand of a REDUCE is a partial sum, in the accumulator's type."""
 
 
 class Send(NamedTuple):
@@ -177,7 +177,7 @@ class Plan(NamedTuple):
     scratch_bytes: int
     steps: tuple[Step, ...]
     leaves: int
-    """Of the tree of a reduction (tree.py). AVG divides by it."""
+    """The leaves of the reduction's tree (tree.py). AVG divides by this number."""
     on_device: bool = False
     """Whether the caller's buffers are device memory: then only COPY steps touch them (device_plan.py)."""
     count_count: int = 0
@@ -188,7 +188,7 @@ class Plan(NamedTuple):
     unit_bytes: int = 0
     """The bytes of one counted element; 0 if the plan takes no counts."""
     cut: VectorCut | None = None
-    """A post gives one count, the elements of a vector. All counts of the plan come from how it is cut."""
+    """Set if a post gives one count, the elements of a vector. The cut of that vector gives all counts of the plan."""
 
     @property
     def scratch(self) -> int:
@@ -302,7 +302,7 @@ class PlanBuilder:
         after: Iterable[int] = (),
     ) -> int:
         waits = self._with_loans((source,), after)
-        # Where a codec is used the signature says.
+        # The signature says where a codec is used.
         coding = coding._replace(between_hosts=False)
         return self._add(Encode(source, buffer, offset, size_bytes, dtype, coding, first_index, waits))
 
@@ -319,7 +319,7 @@ class PlanBuilder:
         peer: int = 0,
     ) -> int:
         waits = self._with_loans((source,), after)
-        # How numbers were rounded is no matter here.
+        # The way of rounding makes no difference to a decoder.
         coding = coding._replace(stochastic=False, between_hosts=False)
         return self._add(Decode(source, buffer, offset, size_bytes, dtype, coding, waits, peer))
 
@@ -347,12 +347,12 @@ class PlanBuilder:
     def reserve_scratch(self, size_bytes: int) -> int:
         """Makes scratch larger. Returns the offset of the new part, which starts on a cache line."""
         offset = -(-self._scratch_bytes // 64) * 64
-        # The only part may have a size that is a range of counts.
+        # A size that is a range of counts is allowed if nothing else is in scratch.
         self._scratch_bytes = offset + size_bytes if offset else size_bytes
         return offset
 
     def take_vector(self, cut: VectorCut, counts: Sequence[tuple[int, int]], item_bytes: int) -> None:
-        """Has the plan take the elements of a vector, and a first list of counts (`VectorCut.counts`).
+        """Makes the plan take the elements of a vector, and adds a first list of counts (`VectorCut.counts`).
 
         Each of the caller's buffers holds a vector as large as these counts together.
         """
@@ -367,7 +367,7 @@ class PlanBuilder:
         return len(self._counts) - len(counts)
 
     def scratch_counts(self, first: int) -> None:
-        """Has the counts from number `first` on be the scratch."""
+        """Makes scratch as large as the counts from number `first` on."""
         self._scratch_bytes = CountRange(first, len(self._counts))
 
     def build(self) -> Plan:

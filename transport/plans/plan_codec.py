@@ -78,13 +78,13 @@ STEP: Final = np.dtype(
         ("buffer", "<u4"), ("offset", "<u8"), ("size_bytes", "<u8"),
     ]
 )  # fmt: skip
-# Of a plan that cuts a vector: what comes before its counts.
+# What precedes the counts in a plan that cuts a vector.
 CUT: Final = struct.Struct("<QQII")
 OPERAND: Final = np.dtype([("kind", "<u4"), ("index", "<u4"), ("offset", "<u8")])
 
 
 class _Number(Operand):
-    """No place: `offset` is the number itself."""
+    """An operand that is a number, not a place: `offset` is the number."""
 
 
 def _operands(step: Step) -> tuple[Operand, ...]:

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 ON_DEVICE: Final = 1 << 47
 # The next bit: messages make round trips.
 ROUND_TRIPS: Final = 1 << 46
-# What is sent is coded. The low 32 bits are the codec, and the seed that a post gives.
+# What is sent is coded. The low 32 bits then hold the codec and the seed of the post.
 CODED: Final = 1 << 44
-# With that bit: it is coded between hosts alone. A plan with a codec is never on device.
+# Together with CODED this bit says that only what goes between hosts is coded. A plan with a codec is never on device.
 BETWEEN_HOSTS: Final = ON_DEVICE
-# Of an alltoall or allgather, which have no root: the algorithm, if it is not the direct one.
+# An alltoall or allgather has no root. Its field holds the algorithm, if it is not the direct one.
 BRUCK: Final = 1
 BY_HOST: Final = 2
 RING: Final = 3

@@ -68,7 +68,7 @@ def combinations(nodes: tuple[Span, ...], leaves: int) -> tuple[int, ...]:
 
 @cache
 def balanced(leaves: int) -> tuple[int, ...]:
-    """The program that folds all leaves, one by one: what a binary counter does with the carries."""
+    """The program that folds all leaves one by one. It combines as often as a binary counter carries."""
     if not leaves:
         return ()
     return combinations(tuple(Span(leaf, leaf + 1) for leaf in range(leaves)), leaves)

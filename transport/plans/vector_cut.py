@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the core cuts the vector of a post, so that one plan serves vectors of many sizes (docs/reference/plans.md).
 
-The vector is cut into shares that begin on cache lines, and these into pieces of `piece_bytes`. Of each share the last
-pieces are short or empty. The counts that steps name (counts.py) are sizes of pieces, in elements of a given width, or
+The vector is cut into shares that begin on cache lines, and these into pieces of `piece_bytes`. The last pieces of each
+share are short or empty. The counts that steps name (counts.py) are sizes of pieces, in elements of a given width, or
 fixed: then they are the room before a piece.
 """
 
@@ -21,7 +21,7 @@ FILL: Final = ((1 << 32 - WIDTH_BITS) - 1, 0)
 
 
 def lines(size_bytes: int) -> tuple[int, int]:
-    """The count that has this size, whatever the vector is. Whole cache lines."""
+    """The count that has this size for every vector. The size is whole cache lines."""
     return size_bytes // LINE_BYTES, 0
 
 
@@ -42,7 +42,7 @@ class VectorCut(NamedTuple):
     piece_bytes: int
     shares: int
     pieces: int
-    """Of each share."""
+    """The number of pieces in each share."""
     counts: tuple[tuple[int, int], ...] = ()
     """By count: the number of a piece, and the bytes of an element there; or `FILL`, or `lines`."""
 

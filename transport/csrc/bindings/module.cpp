@@ -81,7 +81,7 @@ class PyOp {
   }
   PyOp(const PyOp&) = delete;
 
-  // Call it once, before everything else.
+  // To be called once, before everything else.
   void post(sennit_comm* comm, const PyPlan& plan, const sennit_post_options& options) {
     views_->check_writable(plan.plan());
     const std::vector<sennit_buffer> buffers = views_->buffers();
@@ -361,7 +361,7 @@ class PyCommunicator {
   sennit::Engine* engine_ = nullptr;
 };
 
-// What the fast kernels take on this kind of processor. On others all are portable.
+// Whether this processor has what the fast kernels of its kind need. On kinds without fast kernels it is true.
 bool has_wide_vectors() {
 #if defined(__x86_64__)
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");

@@ -65,12 +65,12 @@ struct Sections {
 };
 
 bool is_float(sennit_dtype dtype) { return dtype == SENNIT_F32 || dtype == SENNIT_F16 || dtype == SENNIT_BF16; }
-// Of the types that a codec takes.
+// Only for types that a codec takes.
 uint64_t item_bytes(sennit_dtype dtype) {
   if (dtype == SENNIT_I64) return 8;
   return dtype == SENNIT_F32 || dtype == SENNIT_I32 ? 4 : 2;
 }
-// What codes elements of two bytes as they are.
+// The codec that keeps elements of two bytes as they are.
 CodecKind own_codec(sennit_dtype dtype) { return dtype == SENNIT_F16 ? CodecKind::fp16 : CodecKind::bf16; }
 
 }  // namespace

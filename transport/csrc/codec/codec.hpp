@@ -52,15 +52,16 @@ void decode_part(const CodecSpec& spec, const std::byte* coded, uint64_t count, 
 // Parts of a coded range begin at multiples of so many elements: a block, or the few whose codes fill bytes.
 uint64_t codec_step(const CodecSpec& spec);
 
-// LOSSLESS in pieces, which begin at multiples of 8,192 elements: their codes follow each other. Return the bytes of
-// the codes; a decoding none if these are not codes of so many elements. codec_refusal must be empty.
+// Lossless coding in pieces that begin at multiples of 8,192 elements. The codes of the pieces follow each other. Both
+// functions return the bytes of the codes. The decoder returns nothing if these are not codes of so many elements.
+// codec_refusal must be empty.
 uint64_t encode_lossless_part(sennit_dtype dtype, const std::byte* source, uint64_t count, std::byte* coded);
 [[nodiscard]] std::optional<uint64_t> decode_lossless_part(sennit_dtype dtype, std::span<const std::byte> coded,
                                                            uint64_t count, std::byte* destination);
 
-// Gives back `count` elements as `result`: the type that was coded, or fp32 if that is a float. False if `coded` is not
-// what encode makes of so many elements. Whatever the bytes are, nothing outside of them is read and nothing outside of
-// the elements is written.
+// Decodes `count` elements as `result`: the type that was coded, or, for floats, fp32. False if `coded` is not what
+// encode makes of so many elements. Whatever the bytes are, nothing outside of them is read and nothing outside of the
+// elements is written.
 [[nodiscard]] bool decode(const CodecSpec& spec, sennit_dtype dtype, std::span<const std::byte> coded, uint64_t count,
                           sennit_dtype result, void* destination);
 

@@ -50,8 +50,8 @@ struct Minifloat {
   // No more bits than float32 has below a step, so that a number of the format stays what it is.
   static constexpr int DRAWN = std::min(16, DROPPED - 1);
 
-  // `element` is a number's bits, and `value` the number, as a multiple of its block's power of two. Of an easy one it
-  // is known that it is finite, and at most `limit`.
+  // `element` is a number's bits, and `value` the number, as a multiple of its block's power of two. An easy element is
+  // known to be finite and at most `limit`.
   template <bool stochastic, bool easy>
   static uint32_t code(uint32_t element, float value, uint16_t random, uint32_t limit = LARGEST) {
     const uint32_t scaled = bits_of(value) & MAGNITUDE;
@@ -74,8 +74,8 @@ struct Minifloat {
 
   static float value(uint32_t code, float scale) {
     const uint32_t magnitude = code & (SIGN_CODE - 1);
-    // Code 0 of the exponent means a number without the leading one. Here it is taken as one with it, of the exponent
-    // below, doubled, and the one is taken away.
+    // With code 0 of the exponent, a number has no leading one. It is computed with the leading one of the exponent
+    // below, doubled, and the leading one is then subtracted.
     const uint32_t normal = (magnitude << DROPPED) + power_of_two(-bias);
     const float subnormal = float_of(normal + LEAST_NORMAL) - float_of(LEAST_EXPONENT);
     uint32_t found = bits_of((magnitude < (1u << mantissa) ? subnormal : float_of(normal)) * scale);
@@ -209,7 +209,8 @@ void decode_scaled(const std::byte* scales, const std::byte* codes, uint64_t cou
 constexpr uint32_t ODD_BLOCK = 0xFF;
 constexpr uint32_t ODD_INFINITY = 7, ODD_NAN = 6;
 
-// Two codes as a number of 16 bits, and a byte: so each loop turns vectors of one kind into another.
+// Two codes are a number of 16 bits first, and then a byte. So each loop turns vectors of one kind into vectors of
+// another.
 template <class Length>
 void pack(const uint8_t* __restrict codes, Length count, uint8_t* __restrict packed) {
   for (uint64_t i = 0; i < count / 2; ++i) {
@@ -227,7 +228,7 @@ void unpack(const uint8_t* __restrict packed, Length count, uint8_t* __restrict 
   }
 }
 
-// A number of which it is not known that it is easy, in a block with the scale `shared`.
+// A number that may not be easy, in a block with the scale `shared`.
 template <class F, bool stochastic>
 void encode_scaled_block(const float* values, const uint16_t* random, uint64_t length, uint32_t shared,
                          uint8_t* codes) {
@@ -258,7 +259,7 @@ template <class F, bool stochastic>
 void encode_scaled(const float* values, const uint16_t* random, uint64_t count, uint64_t block, std::byte* scales,
                    std::byte* to) {
   constexpr bool is_mx4 = F::SIGN_BIT == 3;
-  // Unless rounding is stochastic nobody reads from it.
+  // Nobody reads the random numbers unless rounding is stochastic.
   if constexpr (!stochastic) random = reinterpret_cast<const uint16_t*>(values);
   if constexpr (is_mx4) block = 32;
   for (uint64_t start = 0; start < count; start += GROUP * block) {
@@ -320,7 +321,7 @@ void encode_int8_block(const float* __restrict values, const uint16_t* __restric
   for (uint64_t i = 0; i < length; ++i) {
     const uint32_t bits = bits_of(values[i]);
     float y = (easy ? values[i] : without_denormal(values[i])) * inverse;
-    // The product of the largest may be a little more than 126, which only an offset makes 127.
+    // The product of the largest number may be a little more than 126. Only an offset can then make it 127.
     if constexpr (stochastic || !easy) y = float_of(smaller(bits_of(y) & MAGNITUDE, INT8_LARGEST) | (bits & SIGN));
     if constexpr (stochastic) y = y + dither<16>(random[i], power_of_two(0));
     // The addition rounds to a whole number, whose two's complement is in the last bits.

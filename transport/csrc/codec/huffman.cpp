@@ -10,7 +10,7 @@
 namespace sennit {
 namespace {
 
-// With 11 bits the table of the decoder is 4 KiB, and one load of 64 bits holds five codes.
+// The longest code in bits. With 11 bits the decoder's table is 4 KiB, and one load of 64 bits holds five codes.
 constexpr uint32_t MAX_LENGTH = 11;
 constexpr uint32_t CODES_A_LOAD = 5;
 constexpr uint64_t STREAMS = 4;
@@ -32,8 +32,8 @@ Counts count_bytes(std::span<const uint8_t> bytes) {
   return parts[0];
 }
 
-// The lengths of an optimal code. Of two nodes of one weight, a byte goes before a pair, the lower byte and the older
-// pair first.
+// The lengths of an optimal code. Among nodes of equal weight, bytes come before pairs, lower bytes first and older
+// pairs first.
 uint32_t find_lengths(const Counts& counts, Lengths& lengths) {
   struct Node {
     uint32_t weight;
@@ -211,7 +211,7 @@ uint64_t huffman_decode(std::span<const std::byte> coded, std::span<uint8_t> byt
     lengths[byte] = static_cast<uint8_t>(length);
     if (length != 0) used += 1u << (MAX_LENGTH - length);
   }
-  // A complete code: any bits mean something, and no entry of the table is left out.
+  // Only a complete code is accepted: then all bits mean something, and every entry of the table is set.
   if (used != 1u << MAX_LENGTH) return 0;
   struct Entry {
     uint8_t byte, length;

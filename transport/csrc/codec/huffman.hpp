@@ -8,8 +8,8 @@
 
 namespace sennit {
 
-// The bytes that the code of these takes, if that is at least max(8, n / 32) fewer than n, else 0. `to` has room for n
-// bytes. What lies behind the code there may be written too.
+// Returns the bytes of the code of these n bytes, or 0 if the code saves less than max(8, n / 32) bytes. `to` has room
+// for n bytes. What lies behind the code there may be written too.
 uint64_t huffman_encode(std::span<const uint8_t> bytes, std::byte* to);
 
 // Fills `bytes` from the begin of `coded`. Returns how much of it the code takes; 0 if it is malformed.

@@ -10,7 +10,8 @@
 namespace sennit {
 
 struct CodecKernels {
-  // Values to a scale a block and a code an element. `random` (a number an element) is null when rounding to nearest.
+  // Turns values into a scale for each block and a code for each element. `random` (a number an element) is null when
+  // rounding to nearest.
   void (*encode)(const float* values, const uint16_t* random, uint64_t count, uint32_t block, std::byte* scales,
                  std::byte* codes);
   void (*decode)(const std::byte* scales, const std::byte* codes, uint64_t count, uint32_t block, float* values);

@@ -9,7 +9,7 @@
 
 namespace sennit {
 
-// The most bytes of so many elements.
+// The most bytes that the codes of so many elements take.
 uint64_t lossless_bytes(uint64_t item_bytes, uint64_t count);
 
 // Elements of 2, 4 or 8 bytes. `is_float`: the exponent becomes a plane. The destination has room for lossless_bytes.

@@ -35,7 +35,7 @@ inline void relax() {
 #endif
 }
 
-// Of one driver after the other.
+// One object serves one driver after the other.
 class Backoff {
  public:
   enum class Action { spin, yield, sleep };

@@ -28,7 +28,7 @@ struct Callbacks::Turn {
   uint64_t forks = 0;
   Turn* next = nullptr;
 
-  // Of the calling thread. Null outside callbacks, also in a child of fork, which has none of these threads.
+  // The calling thread's turn. Null outside callbacks, also in a child of fork, which has none of these threads.
   static Turn* here() noexcept { return current != nullptr && current->forks == fork_count() ? current : nullptr; }
   static thread_local Turn* current;
 };
@@ -167,14 +167,14 @@ Callbacks::Wait::~Wait() {
   if (Turn* const turn = Turn::here()) turn->waits.store(false, std::memory_order_relaxed);
 }
 
-// What may begin first. Null: nothing waits. The lock is held.
+// The queue that may begin first. Null: nothing waits. The lock is held.
 Callbacks::Queue* Callbacks::highest() noexcept {
   for (uint32_t level = LEVELS; level-- != 0;)
     if (queues_[level].first != nullptr) return &queues_[level];
   return nullptr;
 }
 
-// When the first one of the queue may begin, whatever the callbacks that run do. 0: now. The lock is held.
+// When the first operation of the queue may begin, whatever the running callbacks do. 0: now. The lock is held.
 uint64_t Callbacks::begins_at_us(const Queue& queue) const noexcept {
   const auto level = static_cast<uint32_t>(&queue - queues_.data());
   uint64_t at_us = 0;
@@ -184,7 +184,7 @@ uint64_t Callbacks::begins_at_us(const Queue& queue) const noexcept {
 }
 
 void Callbacks::work() {
-  // This is no thread of the transport as lent_time.hpp means it: callbacks are the user's, and what they wait is lent.
+  // For lent_time.hpp this is no thread of the transport: callbacks are the user's code, and their waits are lent time.
   pthread_setname_np(pthread_self(), "sennit-callback");
   Turn turn{*this};
   turn.forks = fork_count();

@@ -11,7 +11,7 @@
 //     aside where it waits for an operation or asks for a callback. From then on those of higher levels run beside it.
 //     Those of its own level still wait until it has returned, so that what each posts stays together.
 //   - Whatever a callback does, it holds up no other one for longer than HELD_US.
-// Threads start with need, and end when no group is left.
+// Threads start when they are needed, and end when no group is left.
 #pragma once
 
 #include <array>
@@ -55,7 +55,7 @@ class Callbacks : public std::enable_shared_from_this<Callbacks> {
   // callbacks, they may wait for these.
   bool is_waiting(const Operation& operation);
 
-  // While a callback waits for an operation. Does nothing outside a callback.
+  // Lives while a callback waits for an operation. Does nothing outside a callback.
   class Wait {
    public:
     Wait() noexcept;

@@ -39,7 +39,7 @@ class Crewed {
   enum class Turn : uint8_t { off, moved, spin, yield, sleep };
 
   virtual Turn take_turn(bool is_first) = 0;  // the first since a call
-  // Whether this one sleeps more cheaply than in poll(2) while the crew drives nothing else.
+  // Whether this engine sleeps more cheaply than in poll(2) while the crew drives nothing else.
   virtual bool sleeps_by_itself() const = 0;
   // Announces a sleep in poll(2) on the descriptors that this adds, or by itself where `fds` is null. Returns its
   // latest end. 0: there is something to do, and no sleep.

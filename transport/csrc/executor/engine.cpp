@@ -317,7 +317,7 @@ bool Engine::begin(Operation& operation) {
   return operation.run_ready(false);
 }
 
-// All or nothing.
+// Borrows all memory of the operation, or none.
 void Engine::borrow_memory(const Operation& operation) {
   if (!verbs_) return;
   size_t borrowed = 0, given_back = 0;
@@ -409,7 +409,7 @@ namespace {
 
 // How often a sleeping driver checks for dead peers and deadlines.
 constexpr uint64_t SLEEP_MAX_US = 50'000;
-// A thread for which there is no event sleeps so long.
+// A thread without an event sleeps for this time.
 constexpr uint64_t BLIND_SLEEP_US = 1'000;
 // An idle communicator on a network must still acknowledge what arrives late, since its last acknowledgement may be
 // lost, and answer peers that wait for it. The pause grows to ten times this while nothing arrives.
@@ -610,7 +610,7 @@ void Engine::call_crew() noexcept {
   if (seat_) crew_->call(seat_);
 }
 
-// Of several callers, each returns when no other thread is inside the engine.
+// Several threads may call it. Each returns when no other thread is inside the engine.
 void Engine::leave_threads() {
   Lock lock = enter();
   const std::shared_ptr<Answering> answering = answering_;
@@ -704,7 +704,7 @@ Engine::Caller Engine::caller_here() const {
   return {.is_ordered = true, .place = &caller->place_of_callbacks_};
 }
 
-// Empty: the calling thread may post a collective.
+// Why the calling thread may not post a collective. Empty: it may.
 std::string Engine::refusal_here() const {
   const Operation* const caller = Callbacks::operation_here();
   if (caller == nullptr || &caller->engine() != this || last_outside_ <= caller->passed_at_) return "";
@@ -808,9 +808,9 @@ constexpr uint32_t DEVICE_COLLECTIVES_AT_ONCE = 4;
 
 }  // namespace
 
-// In the group's order, which is the same on all ranks. So the oldest operation runs everywhere and can end. A
-// collective with loans on host memory keeps the order too: lanes grant loans in the order in which they are asked for,
-// and a younger operation with all loans of a lane would hold up an older one.
+// Operations begin in the group's order, which is the same on all ranks. So the oldest operation runs everywhere and
+// can end. A collective with loans on host memory keeps the order too: lanes grant loans in the order in which they are
+// asked for, and a younger operation with all loans of a lane would hold up an older one.
 bool Engine::begin_held() {
   bool began = false;
   while (!held_.empty()) {

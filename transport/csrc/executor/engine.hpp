@@ -97,7 +97,7 @@ class Engine final : public OperationHost, private Crewed {
   bool try_network(uint64_t limit_us);
   // Tells the reachable peers why there will be no group. Replaces connect.
   void give_up(const std::string& reason);
-  // Null and empty for a peer that is not tried.
+  // A peer that is not tried has no trial (null) and no paths.
   Trial* trial(uint32_t peer);
   std::vector<TriedPath> tried_paths(uint32_t peer) const;
   void connect(const std::vector<Route>& routes);
@@ -116,7 +116,7 @@ class Engine final : public OperationHost, private Crewed {
   // False: a thread that drives the operation, or one that calls back, could not be started. The callback is set
   // nevertheless. `in_order`: the callback of a collective gets a place in the order of calls (call_order.hpp).
   bool on_done(Operation& operation, Operation::Callback callback, bool in_order = false);
-  // Of an operation that has ended, in a thread that holds no role and no lock.
+  // Calls the callbacks of an operation that has ended. The calling thread holds no role and no lock.
   void run_callbacks(Operation& operation);
   void set_timeout(uint64_t timeout_us);  // the default deadline of later operations
   void abort(std::string_view reason);
@@ -238,7 +238,7 @@ class Engine final : public OperationHost, private Crewed {
   uint64_t answer();
   // Starts the crew's thread if this is its first engine. Throws std::system_error.
   void join_crew();
-  // The same for the threads that call back.
+  // Starts the threads that call back if this is their first engine.
   void join_callbacks();
   void call_crew() noexcept;
   void leave_threads();

@@ -168,7 +168,7 @@ void Engine::say_farewell(const FailureNotice& notice, Farewell farewell) noexce
   }
 }
 
-// Called within an exception handler.
+// To be called within an exception handler.
 void Engine::end_in_doubt() noexcept {
   std::string reason;
   FailureNotice notice;
@@ -242,7 +242,7 @@ void Engine::let_go(Lock& lock) {
 }
 
 void Engine::run_callbacks(Operation& operation) {
-  // Also when a callback ends this thread.
+  // Its destructor runs also when a callback ends this thread.
   struct Returned {
     ~Returned() {
       if (operation.is_called_in_order_) operation.engine().callbacks_returned(operation);

@@ -170,7 +170,7 @@ void Operation::done(uint32_t at) {
   pass(step);
 }
 
-// It is done, or it is empty and never began.
+// For a step that is done, or that is empty and never began.
 void Operation::pass(const Step& step) {
   --steps_left_;
   for (uint32_t e = 0; e < step.edge_count; ++e) {
@@ -271,7 +271,7 @@ bool Operation::run_copy_piece(uint32_t at) {
   return true;
 }
 
-// As a copy. Pieces begin where blocks do.
+// Codes or decodes a piece, and returns as run_copy_piece does. Pieces begin at the beginning of a block.
 bool Operation::run_code_piece(uint32_t at) {
   const Step& step = copied_bytes_ == 0 ? begin(at) : plan_.steps[at];
   if (is_lossless(step)) return run_lossless_piece(at);

@@ -75,7 +75,7 @@ class Operation final : public MailboxClient {
   // Before a start on a device. Throws DeviceError.
   void take_scratch();
   void drop_scratch() { has_memory_ = false; }
-  // Of a collective, before its start: its place in the group's order.
+  // Gives a collective its place in the group's order, before its start.
   void number(uint64_t sequence);
   bool has_number() const { return !is_collective() || sequence() != 0; }
   void start();
@@ -140,7 +140,7 @@ class Operation final : public MailboxClient {
   }
   // Copies between host and device that have not ended.
   uint32_t copies_running() const { return copies_running_; }
-  // Of an operation that an engine made.
+  // The engine. Only an operation that an engine made has one.
   Engine& engine() const;
 
   void retain() { references_.fetch_add(1, std::memory_order_relaxed); }
@@ -160,7 +160,7 @@ class Operation final : public MailboxClient {
   void ready_in_order(uint32_t list);
   const Step& begin(uint32_t step) const;
   uint64_t size_bytes(const Step& step) const { return sizes_->bytes(step.size_bytes); }
-  // Of a receive: whether its bytes stay in the transport. An empty message is no loan.
+  // Whether the bytes of a receive stay in the transport. An empty message is no loan.
   bool is_loan(const Step& step) const { return (step.flags & STEP_LOAN) != 0 && size_bytes(step) != 0; }
   void done(uint32_t step);
   void pass(const Step& step);
@@ -186,9 +186,9 @@ class Operation final : public MailboxClient {
   std::vector<uint32_t> ready_to_dispatch_;  // completed later, by the mailbox or the owner of the device
   std::vector<uint32_t> ready_folds_;
   std::vector<uint32_t> ready_copies_;
-  size_t next_copy_ = 0;       // of them
-  uint64_t copied_bytes_ = 0;  // of the next one; of an encoding or decoding, elements
-  uint64_t coded_bytes_ = 0;   // of the next one, if it is lossless
+  size_t next_copy_ = 0;       // the first of ready_copies_ that is not done
+  uint64_t copied_bytes_ = 0;  // of that copy; of an encoding or decoding, elements
+  uint64_t coded_bytes_ = 0;   // of that copy, if it is a lossless encoding or decoding
   uint32_t steps_left_;
   sennit_device device_{};
   uint32_t copies_running_ = 0;             // steps of the device

@@ -16,7 +16,7 @@
 
 namespace sennit {
 
-// Of CLOCK_MONOTONIC, as Python's time.monotonic_ns.
+// The time of CLOCK_MONOTONIC, like Python's time.monotonic_ns.
 uint64_t clock_ns();
 
 // Kept by the operation itself. All zero while the log is off.
@@ -28,11 +28,11 @@ struct OperationTimes {
   uint32_t posting_thread = 0, waiting_thread = 0;  // of the kernel
 
   void note_post();
-  // From any thread: the first one counts.
+  // Any thread may call it. The first call counts.
   void note_wait();
 };
 
-// As it lies in the file.
+// The layout of a record in the file.
 struct OperationRecord {
   uint64_t number = 0;    // from 1, in the order of add(); 0: not there, or half written. It is written last
   uint64_t sequence = 0;  // in the group; 0: point-to-point
@@ -65,7 +65,7 @@ class OperationLog {
 
   // Records of this host, until another one has its address, belong to the group of this name.
   void name_group(const void* host, std::string_view name);
-  // Of an operation of `host`.
+  // Adds the record of an operation of `host`.
   void add(const void* host, OperationRecord record) noexcept;
 
  private:

@@ -19,7 +19,7 @@ constexpr uint32_t SLOT_LIMIT = 1u << 20;
 constexpr uint32_t PLAN_ON_DEVICE = 1;
 constexpr uint32_t PLAN_EQUAL_COUNTS = 2;
 constexpr uint32_t PLAN_CUTS_VECTOR = 4;
-// What the counts of a post may sum up to, so that no sum of two of their ranges wraps.
+// The most that the counts of a post may sum up to, so that no sum of two of their ranges wraps.
 constexpr uint64_t COUNTED_MAX_BYTES = (uint64_t{1} << 63) - 1;
 
 struct FileHeader {
@@ -58,7 +58,7 @@ const std::byte* take(std::vector<Record>& out, const std::byte* at, size_t coun
   return at + count * sizeof(Record);
 }
 
-// Of one element of a reduction's result.
+// The bytes of one element of a reduction's result.
 uint32_t result_bytes(const Step& step) {
   const auto dtype = static_cast<sennit_dtype>(step.dtype);
   return element_size_bytes((step.flags & STEP_PARTIAL) != 0 ? accumulator(dtype) : dtype);
@@ -300,7 +300,8 @@ class Checker {
     readers_[operand.index] = at;
   }
 
-  // Of a counted size: whether what a step reads in the buffer where it writes are other counts.
+  // For a step with a counted size that reads in the buffer where it writes: whether it reads other counts than it
+  // writes.
   static bool are_apart(uint64_t offset, const Step& step) {
     if (!CountRange::is(offset) || !CountRange::is(step.destination_offset)) return false;
     const CountRange from(offset), to(step.destination_offset);
@@ -427,7 +428,7 @@ class Measure {
   }
 
   static void check_count(std::span<const uint64_t> counts, size_t i, uint64_t left) {
-    // Signed, because a count too large is a negative one of the caller's.
+    // The message shows the count as signed, because a count that is too large was a negative one of the caller.
     if (counts[i] > left)
       throw PlanError("count " + std::to_string(i) + " is " + std::to_string(static_cast<int64_t>(counts[i])) +
                       "; allowed: 0.." + std::to_string(left));

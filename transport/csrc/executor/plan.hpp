@@ -22,10 +22,10 @@ enum class StepKind : uint8_t { send = 0, receive = 1, copy = 2, reduce = 3, enc
 
 inline constexpr uint8_t STEP_LOAN = 1;     // of a receive
 inline constexpr uint8_t STEP_PARTIAL = 2;  // of a reduction: its result is a partial sum
-// Of a send, a loan and the reduction that reads it: the result goes back into what was sent.
+// For a send, a loan and the reduction that reads it: the result goes back into what was sent.
 inline constexpr uint8_t STEP_ROUND_TRIP = 4;
 inline constexpr uint8_t STEP_STOCHASTIC = 8;  // of an encoding: it rounds at random, keyed by the post's seed
-// Of a send or receive: `size_bytes` is the most; the size itself is in the LENGTH_BYTES before its place.
+// For a send or receive: `size_bytes` is the most, and the LENGTH_BYTES before its place hold the size itself.
 inline constexpr uint8_t STEP_SIZED = 16;
 
 struct Step {  // as in the file
@@ -101,7 +101,7 @@ struct Plan {
 
   // How many counts a post gives.
   size_t posted_counts() const { return equal_counts || cuts_vector ? 1 : count_count; }
-  // Of the messages of a run. Of a vector that the plan cuts, the post knows the elements.
+  // The signature of a run's messages. If the plan cuts a vector, it has the elements of the post.
   uint64_t signature_of(const RunSizes& run, uint64_t seed) const;
   // Whether a run sends no empty messages. Ranks of a vector without elements must still hear of each other.
   bool skips_empty() const { return cuts_vector && cut.elements_max != 0; }

@@ -9,7 +9,7 @@
 namespace sennit {
 namespace {
 
-// So that no size wraps, whatever the codec.
+// The most bytes to code, so that no size wraps with any codec.
 constexpr uint64_t CODED_MAX_BYTES = uint64_t{1} << 48;
 
 }  // namespace

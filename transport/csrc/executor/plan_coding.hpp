@@ -15,12 +15,12 @@ inline CodecSpec codec_of(const Step& step, uint64_t seed) {
   return {static_cast<CodecKind>(step.reduce), step.slot, (step.flags & STEP_STOCHASTIC) != 0, seed};
 }
 
-// Before a coded form without fixed size: its length in bytes, u64.
+// The length of a coded form without fixed size, in bytes, as u64. It stands before the coded form.
 inline constexpr uint64_t LENGTH_BYTES = 8;
 
 inline bool is_lossless(const Step& step) { return static_cast<CodecKind>(step.reduce) == CodecKind::lossless; }
 
-// The coded form of so many bytes of elements; of lossless the most that it may take.
+// The bytes of the coded form of so many bytes of elements; for lossless the most that it may take.
 uint64_t coded_bytes(const Step& step, uint64_t size_bytes);
 
 // Why so many bytes cannot be coded from byte `from` of the operand to byte `to` of the destination, as the end of a
@@ -31,7 +31,7 @@ std::string coded_range_refusal(const Step& step, const Operand& operand, uint64
 // Whether a step's codes or message come behind their length.
 bool is_sized(const Step& step);
 
-// The rule that a message with a length breaks, as coding_refusal.
+// The rule that a message with a length breaks, in the form of coding_refusal.
 std::string sized_refusal(const Plan& plan, const Step& step);
 
 // The rule that a step breaks, as the end of a sentence; empty if it breaks none. Places in buffers and loans are

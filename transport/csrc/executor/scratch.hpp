@@ -17,7 +17,7 @@ class ScratchPool {
  public:
   // malloc itself keeps what is smaller.
   static constexpr uint64_t POOLED_MIN_BYTES = 131'072;
-  // Of all that no operation uses.
+  // The most memory that is kept while no operation uses it.
   static constexpr uint64_t KEPT_MAX_BYTES = 134'217'728;
 
   struct Return {

@@ -28,8 +28,8 @@ class ThreadTeam {
   ThreadTeam(const ThreadTeam&) = delete;
   ThreadTeam& operator=(const ThreadTeam&) = delete;
 
-  // Starts what is missing of `threads` - 1 workers. Throws std::system_error if there is no thread: workers that were
-  // started stay.
+  // Starts workers until there are `threads` - 1. Throws std::system_error if a thread cannot be started. Workers that
+  // were started stay.
   void grow(uint32_t threads);
   size_t worker_count();
 
@@ -76,7 +76,7 @@ class ThreadTeam::Turn {
     if (lock_) threads_ = threads;
   }
 
-  // Those that share the work, the driver included. 1: it works alone.
+  // The number of threads that share the work, the driver included. 1: the driver works alone.
   uint32_t threads() const { return threads_; }
   // Calls work(part, begin, end) for parts of 0..count that begin at multiples of `step`, one for each thread. `work`
   // does not throw.

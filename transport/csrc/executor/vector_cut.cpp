@@ -7,7 +7,7 @@ namespace sennit {
 namespace {
 
 constexpr uint64_t LINE_BYTES = 64;
-// What all counts of the largest vector may sum up to.
+// The most that all counts of the largest vector may sum up to.
 constexpr uint64_t SUM_MAX_BYTES = (uint64_t{1} << 63) - 1;
 constexpr uint32_t WIDTH_MAX = (1u << VectorCut::WIDTH_BITS) - 1;
 

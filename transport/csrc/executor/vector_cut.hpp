@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // How a plan cuts the vector of a post, so that one plan serves vectors of many sizes (docs/reference/plans.md).
 //
-// The vector is cut into shares that begin on cache lines, and these into pieces of `piece_bytes`. Of each share the
-// last pieces are short or empty. The counts that steps name are sizes of pieces, in elements of a given width.
+// The vector is cut into shares that begin on cache lines, and these into pieces of `piece_bytes`. The last pieces of
+// each share are short or empty. The counts that steps name are sizes of pieces, in elements of a given width.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ struct VectorCut {
   static constexpr uint32_t WIDTH_BITS = 8;
   static constexpr uint32_t FILL = (1u << (32 - WIDTH_BITS)) - 1;  // up to the next cache line
 
-  // Empty, or why a plan must not cut so. `elements_max` is bounded, so that no sum wraps.
+  // Why a plan must not cut so. Empty if it may. `elements_max` is bounded, so that no sum wraps.
   std::string refusal(uint32_t unit_bytes) const;
   // Where each count begins, and the end of the last, in bytes.
   std::vector<uint64_t> starts(uint64_t elements, uint32_t unit_bytes) const;

@@ -8,7 +8,7 @@
 namespace sennit::flow {
 namespace {
 
-// Before an eager packet's data (docs/reference/wire.md, Flow).
+// The header before an eager packet's data (docs/reference/wire.md, Flow).
 struct EagerHeader {
   uint64_t key, signature, size_bytes;
   uint32_t flags, data_bytes;

@@ -34,7 +34,7 @@ namespace sennit::flow {
 // The largest control payload: poll_control needs this much room. With payload_max_bytes below it, a control payload
 // stays within max(payload_max_bytes, 1,024).
 inline constexpr size_t CONTROL_MAX_BYTES = 4'096;
-// Before the data of an eager packet.
+// The header before the data of an eager packet.
 inline constexpr uint32_t EAGER_HEADER_BYTES = 32;
 
 class Agenda;

@@ -11,7 +11,7 @@ namespace {
 constexpr double MARKED_GAIN = 1.0 / 16;  // RFC 8257, 3.3: g
 constexpr double DELAY_GAIN = 0.8;        // Swift's beta
 constexpr double DECREASE_MAX = 0.5;      // a round
-// A quarter: the last hop's queue must be able to take this much before its delay is noticed.
+// The budget grows by a quarter: the last hop's queue must be able to take this much before its delay is noticed.
 constexpr double FAST_GROWTH = 1.25;
 constexpr uint32_t GOOD_ROUNDS = 2;
 constexpr double INCREASE_BYTES = 16'384;  // a round, after the start

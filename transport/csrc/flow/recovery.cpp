@@ -10,7 +10,7 @@ namespace sennit::flow {
 namespace {
 
 constexpr uint32_t WINDOW_MIN_PACKETS = 8;
-// Back-off doubles at most this often. RTO_MAX_US caps it anyway.
+// The pause between probes doubles at most this often. RTO_MAX_US limits it, too.
 constexpr uint32_t BACKOFF_MAX = 10;
 // If this many packets in a row are all lost, it is no accident, even at a loss of one packet in five.
 constexpr uint32_t SILENT_PACKETS = 4;

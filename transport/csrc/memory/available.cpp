@@ -13,7 +13,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Of a control group's files, and of the entry of `memory.stat` for clean file pages (Linux,
+// The names of a control group's files, and of the entry of `memory.stat` for clean file pages (Linux,
 // Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst).
 struct Names {
   const char* limit;
@@ -43,7 +43,7 @@ std::optional<uint64_t> field_in(const fs::path& path, const std::string& name) 
   return std::nullopt;
 }
 
-// What a control group has left, and those around it, whose limits apply, too.
+// The least memory that is left in a control group or in one around it, whose limits apply, too.
 uint64_t left_in(const fs::path& root, const std::string& group, const Names& names) {
   uint64_t least = UINT64_MAX;
   for (fs::path level = fs::path(group).relative_path();; level = level.parent_path()) {

@@ -29,7 +29,7 @@ constexpr uint64_t MAGIC = 0x31'30'50'41'45'48'4E'53;  // "SNHEAP01"
 constexpr uint64_t HUGE_PAGE_BYTES = 2'097'152;
 // Every rank of a host maps the heaps of all others, and a process has 2^47 addresses.
 constexpr uint64_t SIZE_MAX_BYTES = uint64_t{1} << 40;
-// Below it nobody asks the kernel how much memory is left.
+// Smaller allocations do not ask the kernel how much memory is left.
 constexpr uint64_t LARGE_BYTES = 67'108'864;
 
 // The first page of the heap.
@@ -53,7 +53,7 @@ uint64_t heap_size_bytes() {
   return std::min(std::bit_ceil(std::max(memory, HUGE_PAGE_BYTES)), SIZE_MAX_BYTES);
 }
 
-// A reservation that takes the last memory makes the kernel end processes, where malloc would have failed or waited.
+// A reservation that takes the last memory makes the kernel kill processes. malloc would have failed or waited.
 bool has_memory_for(uint64_t size_bytes) { return size_bytes < LARGE_BYTES || size_bytes <= available_bytes(); }
 
 }  // namespace
@@ -91,7 +91,7 @@ class SharedHeapState {
     return base_ + offset;
   }
 
-  // Of memory that is in a heap of this process, or was.
+  // Frees memory that is, or was, in a heap of this process.
   bool free(void* memory) {
     const auto found = used_.find(SharedHeap::offset_of(memory));
     if (found == used_.end()) return !is_own(memory);  // that of a parent goes with this process
@@ -123,7 +123,7 @@ class SharedHeapState {
   void detach(const void* data, uint64_t size_bytes) {
     if (descriptor_ < 0) return;
     SharedHeap::end_.store(0, std::memory_order_relaxed);
-    // Before the copy is made: a message that it lacks finds that nothing is in the heap.
+    // This comes before the copy is made, so that a message that is not in the copy sees that nothing is in the heap.
     std::atomic_thread_fence(std::memory_order_seq_cst);
     is_detached_ = true;
     auto* const first = reinterpret_cast<std::byte*>(reinterpret_cast<uintptr_t>(data) & ~(SharedHeap::PAGE_BYTES - 1));

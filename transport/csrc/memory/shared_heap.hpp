@@ -33,7 +33,7 @@ struct SharedHeapName {
 class SharedHeap {
  public:
   static constexpr uint64_t PAGE_BYTES = 4'096;
-  // Of freed memory that stays with the process, so that the next allocation need not wait for fresh pages.
+  // The most freed memory that stays with the process, so that the next allocation need not wait for fresh pages.
   static constexpr uint64_t KEPT_MAX_BYTES = 268'435'456;
 
   // Memory of at least this size, aligned to a page, with any content. Null if there is none: no descriptor, no
@@ -47,13 +47,14 @@ class SharedHeap {
     const uint64_t at = offset_of(data);
     return at < end && size_bytes <= end - at;
   }
-  // Whether it lies in this heap, or in one that was: detached, or of a process that this one was forked from.
+  // Whether the range lies in this heap, in one that was detached, or in that of a process from which this one was
+  // forked.
   static bool owns(const void* data, uint64_t size_bytes) noexcept;
-  // Of a range that it contains.
+  // The offset in the heap of a range that the heap contains.
   static uint64_t offset_of(const void* data) noexcept {
     return reinterpret_cast<uintptr_t>(data) - base_.load(std::memory_order_relaxed);
   }
-  // Nothing before the first allocation.
+  // The name of the heap. There is none before the first allocation.
   static std::optional<SharedHeapName> name() noexcept;
   // For memory that must be handed back while a process that was stopped may go on writing to it. The process's own
   // view of these pages is replaced by a copy, so that late writes reach nobody. From then on nothing counts as in the

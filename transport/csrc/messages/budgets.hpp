@@ -30,7 +30,7 @@ inline constexpr uint64_t DIRECT_PIECE_BYTES = 262'144;
 // a busy lane never costs its peer an atomic operation, and short beside the time between two operations.
 inline constexpr uint32_t WATCH_ROUNDS = 1'024;
 // Up to this size a message was mostly made just now, and its bytes are in the sender's cache: the sender places it.
-// Of larger ones the receiver takes the copy, so that the receivers of one sender share the work.
+// Larger messages are copied by the receiver, so that the receivers of one sender share the work.
 inline constexpr uint64_t PLACED_MAX_BYTES = 262'144;
 
 }  // namespace sennit

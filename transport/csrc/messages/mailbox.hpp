@@ -59,14 +59,15 @@ class Mailbox final : public LaneSink {
   // `destination` null: a loan. `peer` may be SENNIT_ANY_PEER for a point-to-point key.
   void receive(MailboxClient& client, uint32_t step, uint32_t peer, const MessageHeader& header, void* destination,
                bool comes_back = false);
-  // Of a round trip: before the loan is overwritten (false: the group fails), and when it has the result.
+  // For loans on a round trip: open before the loan is overwritten (false: the group fails), send_back when it has the
+  // result.
   [[nodiscard]] bool open(uint64_t loan);
   void close(uint64_t loan);      // after open, where the group fails
   void send_back(uint64_t loan);  // 0: nothing happens
   // False: what was read from the loan may be anything. The group fails.
   [[nodiscard]] bool release(uint64_t loan);
 
-  // What `peer` sent cannot be. The group fails; `what` follows the rank's name.
+  // Fails the group, because `peer` sent what a correct rank cannot send. `what` follows the rank's name in the error.
   void refuse(uint32_t peer, const std::string& what);
 
   // Offers again the eager messages that found no room. True when anything moved.

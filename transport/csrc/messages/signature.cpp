@@ -6,11 +6,12 @@
 namespace sennit {
 namespace {
 
-// Of a coded collective. It has the codec and the seed in place of the elements.
+// The collective is coded. The signature has the codec and the seed in place of the elements.
 constexpr uint64_t CODED = uint64_t{1} << 44;
-// A seed of more than 16 bits: its field holds a digest.
+// The seed has more than 16 bits, so its field holds a digest.
 constexpr uint64_t LONG_SEED = uint64_t{1} << 45;
-// Memory of a device; with CODED, which is never there: a codec between hosts alone.
+// The memory is a device's. A coded collective is never on a device: with CODED the bit means a codec only between
+// hosts.
 constexpr uint64_t ON_DEVICE = uint64_t{1} << 47;
 constexpr uint64_t STOCHASTIC = 1 << 3;
 constexpr uint32_t SEED_SHIFT = 16, SEED_BITS = 16;
@@ -63,7 +64,7 @@ std::string describe_signature(uint64_t signature) {
       collective == SENNIT_ALLREDUCE || collective == SENNIT_REDUCE || collective == SENNIT_REDUCE_SCATTER;
   const bool is_rooted = collective == SENNIT_REDUCE || collective == SENNIT_BROADCAST || collective == SENNIT_GATHER ||
                          collective == SENNIT_SCATTER;
-  // Of an alltoall or allgather, which have no root either.
+  // The ways of an alltoall or allgather. These have no root either.
   static constexpr const char* WAYS[] = {"", " by Bruck,", " by host,", " in a ring"};
   const bool has_ways = collective == SENNIT_ALLTOALL || collective == SENNIT_ALLGATHER;
   const uint64_t way = signature >> 32 & 0xFF;

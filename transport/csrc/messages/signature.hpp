@@ -12,9 +12,9 @@
 namespace sennit {
 
 constexpr uint8_t collective_of(uint64_t signature) { return static_cast<uint8_t>(signature >> 56); }
-// Whether the signature of a plan names this codec; `rounding` false: whatever its rounding is.
+// Whether the signature of a plan names this codec. With `rounding` false, the rounding need not be the same.
 bool is_codec_of(uint64_t signature, const CodecSpec& codec, bool rounding);
-// The signature of a run with this seed: of a plan that rounds at random it names the seed, all others it leaves alone.
+// The signature of a run with this seed. Only that of a plan that rounds at random changes: it names the seed.
 uint64_t with_seed(uint64_t signature, uint64_t seed);
 // "allreduce of float32 (sum), 1024 elements"
 std::string describe_signature(uint64_t signature);

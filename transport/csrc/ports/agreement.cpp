@@ -99,7 +99,7 @@ Agreement agree(const RoceOffer& ours, uint32_t peer, const RoceOffer& theirs, c
   if (flow.payload_max_bytes < 256 || !std::has_single_bit(flow.payload_max_bytes))
     throw std::invalid_argument(who + " offers a payload of " + std::to_string(flow.payload_max_bytes) +
                                 " bytes a packet; powers of two from 256 to 4096 are allowed");
-  // A trial is over before this is known, and tries no larger packets than a network takes.
+  // The trial of the network does not try these packets: it tries none that are larger than a network takes.
   if (stays_here && ours.takes_local_packets && theirs.takes_local_packets &&
       flow.payload_max_bytes == wire::PAYLOAD_MAX_BYTES)
     flow.payload_max_bytes = wire::LOCAL_PAYLOAD_MAX_BYTES;

@@ -45,9 +45,9 @@ inline constexpr size_t EAGER_RING_BYTES = size_t{EAGER_SLOT_COUNT} * wire::PAYL
 
 struct Agreement {
   RailPairs rails;
-  // Of each pair: the numbers of its paths. Packets between two sockets of one address pass no switch that hashes
-  // source ports, so one path is enough. Peers of a rank get different ones as far as they go, so that a socket has one
-  // destination.
+  // The numbers of each pair's paths. Packets between two sockets of one address pass no switch that hashes source
+  // ports, so one path is enough. As far as the paths suffice, each peer of a rank gets another path, so that a socket
+  // has one destination.
   uint32_t first_path = 0, path_count = 0;
   flow::FlowConfig flow;  // as far as the offers decide, over rails.first
 };

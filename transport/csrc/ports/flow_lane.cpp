@@ -149,8 +149,8 @@ void FlowLane::revoke() noexcept {
   returning_.clear();
 }
 
-// While this rank's device holds the memory of a complete message, it is the device that is waited for. The peer may
-// have left: with RC the last packets then come back as errors, which takes the device some time.
+// While this rank's device holds the memory of a complete message, the operation waits for the device, not for the
+// peer. The peer may have left: with RC the last packets then come back as errors, which takes the device some time.
 void FlowLane::expect(uint64_t now_us) {
   if (closing_.empty() && returning_.empty()) flow_.expect(now_us);
 }

@@ -81,7 +81,7 @@ class FlowLane final : public Lane {
 
   void advertise_at(uint64_t receive_id, const MessageHeader& header, std::byte* destination, uint64_t loan_id);
   void grant_loans();
-  // Each hands out what is done by now, in order. True when there was anything.
+  // Each of these hands out what is done by now, in order. True when there was anything.
   bool tell_opened();
   bool hand_over_closed();
   bool hand_over_returned();

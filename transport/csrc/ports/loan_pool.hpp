@@ -20,7 +20,7 @@
 
 namespace sennit {
 
-// The process's (of_process.hpp).
+// The loan memory of the process (of_process.hpp).
 class LoanMemory {
  public:
   // Loans beyond a lane's first few are lent only up to this much in all, and no more than this is kept without need.
@@ -33,7 +33,7 @@ class LoanMemory {
   LoanMemory(const LoanMemory&) = delete;
   LoanMemory& operator=(const LoanMemory&) = delete;
 
-  // Counts one more loan. False: it is an extra one, and too much is lent.
+  // Counts one more loan. False: it is an extra loan, and too much is lent.
   bool lend(bool is_extra) {
     const std::lock_guard lock(mutex_);
     if (is_extra && lent_count_ >= MAX_COUNT) return false;
@@ -80,7 +80,7 @@ class LoanMemory {
   size_t lent_count_ = 0;
 };
 
-// One port's part of it.
+// One port's part of the process's loan memory.
 class LoanPool {
  public:
   // `exposure` outlives the pool.
@@ -125,14 +125,14 @@ class LoanPool {
     memory_->end(1);
     --lent_count_;
   }
-  // What this port has now: lent, and kept for its devices.
+  // The bytes that this port has now: lent, or kept for its devices.
   size_t taken_bytes() const { return taken_.size() * MAX_LOAN_BYTES; }
 
  private:
   Exposure& exposure_;
   const std::shared_ptr<LoanMemory> memory_;
   std::unordered_set<std::byte*> taken_;
-  // Of memory that devices know: registering it anew would take longer than the message.
+  // Free memory that devices know. It is kept, because registering it anew would take longer than the message.
   std::vector<std::byte*> free_;
   bool is_kept_ = false;
   size_t lent_count_ = 0;

@@ -16,7 +16,8 @@ namespace {
 
 constexpr uint32_t MAGIC = 0x31554E53;  // "SNU1"
 constexpr uint32_t FLAG_DEVICE = 1, FLAG_RELIABLE = 2, FLAG_LOCAL_PACKETS = 4;
-// Of the first queue pair number: the others follow it. Without it they are the next numbers.
+// A flag of the first queue pair number: a list of the others follows. Without the flag, the others are the next
+// numbers.
 constexpr uint32_t QPNS_LISTED = uint32_t{1} << 31;
 constexpr uint32_t RAIL_MAX_COUNT = 64, RANK_MAX_COUNT = 65'536;
 

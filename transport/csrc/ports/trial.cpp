@@ -21,7 +21,7 @@ constexpr uint64_t FIRST_WAIT_US = 50'000, LONGEST_WAIT_US = 200'000;
 // in ten, one path in a hundred million is misjudged.
 constexpr uint64_t CONTACT_WAIT_US = 40'000, LONGEST_CONTACT_WAIT_US = 150'000;
 constexpr uint32_t DECIDING_ROUNDS = 8, LAST_ROUND = 25;
-// Of many ranks on few processors each has its turn rarely: 64 ranks on two cores answer after 100 ms.
+// If many ranks share few processors, each runs rarely: 64 ranks on two cores answer after 100 ms.
 constexpr uint64_t WAIT_PER_PEER_US = 2'500;
 // Reserves are tried from the second round on. Mostly there is none.
 constexpr uint32_t RESERVE_ROUND = 2;

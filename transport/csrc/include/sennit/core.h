@@ -105,7 +105,7 @@ typedef struct sennit_post_options {
   uint32_t flags;
   uint32_t tag;   // P2P only
   double scalar;  // factor of SENNIT_PREMUL_SUM
-  // Of a plan that takes counts: elements, as many as the plan says; read during the call only.
+  // The counts for a plan that takes them, in elements. There are as many as the plan says. Read only during the call.
   const uint64_t* counts;
   uint32_t count_count;
   uint64_t seed;  // of stochastic rounding, in a plan that encodes

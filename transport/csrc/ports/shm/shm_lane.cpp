@@ -42,7 +42,7 @@ uint64_t ShmLane::data_bytes_of(const Record& eager) {
 }
 
 bool ShmLane::send_eager(const MessageHeader& header, uint32_t flags, const void* data) {
-  // It waits for the port or the peer's last word to say that the peer is lost.
+  // The port, or the peer's last word, will say that the peer is lost.
   if (is_ending()) return false;
   wake();
   if (!waiting_records_.empty()) return false;
@@ -283,7 +283,7 @@ void ShmLane::complete(uint32_t slot) {
 }
 
 bool ShmLane::find_free_block() {
-  // An exchange takes the cache line from the peer, so it must be worth it.
+  // An exchange takes the cache line from the peer, so it is made only where a plain read has found blocks.
   if (free_blocks_ == 0 && out_.header->blocks_back.load(std::memory_order_relaxed) != 0) {
     const uint32_t back = out_.header->blocks_back.exchange(0, std::memory_order_acquire);
     free_blocks_ = back & ((1u << out_.bulk_blocks) - 1);
@@ -414,7 +414,7 @@ std::string ShmLane::describe() const {
 
 namespace {
 
-// A peer that writes a piece and has its core is done much sooner. One that lost it may be stopped.
+// A peer that has a core finishes a piece much sooner. A peer that takes longer may be stopped.
 constexpr uint64_t WRITER_LIMIT_NS = 200'000'000;
 
 constexpr const char* GAVE_HEAP_UP = "wrote to shared memory that this process had to give up";

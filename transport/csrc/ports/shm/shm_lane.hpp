@@ -76,7 +76,7 @@ class ShmLane final : public Lane {
   // Whether something here has waited for the peer lately.
   bool is_expected(uint64_t now_us) const { return expected_us_ != 0 && now_us < expected_us_ + EXPECTED_US; }
   bool is_dead() const { return dead_; }
-  // Nothing that is sent from now on is read.
+  // Whether the lane has ended, so that the peer reads nothing that is sent from now on.
   bool is_ending() const { return dead_ || peer_left_; }
   // Why this rank cannot receive from the peer. Empty while it can.
   const std::string& failure() const { return failure_; }
@@ -161,9 +161,9 @@ class ShmLane final : public Lane {
     MessageHeader header;
   };
 
-  // A rank that waits says so at least this often, unless it did not run.
+  // A rank that waits calls expect() at least this often, unless it does not run.
   static constexpr uint64_t EXPECTED_US = 2 * flow::LOOK_MAX_US;
-  // In the id of a loan: it is the reference of this number, else the block.
+  // Set in the id of a loan that is a reference. The other bits are the number of the reference, else of the block.
   static constexpr uint64_t REFERENCE_LOAN = uint64_t{1} << 32;
   // Results of at least this size leave the cache before anyone reads them, so writes bypass it.
   static constexpr uint64_t STREAM_FROM_BYTES = 2'097'152;

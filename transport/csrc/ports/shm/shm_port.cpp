@@ -129,7 +129,7 @@ void ShmPort::look_at_bells() {
   }
 }
 
-// True if nothing is there, and the peer will set its bit with its next news.
+// Stops looking into the peer's inbox. True if the inbox is empty, and the peer will set its bit with its next news.
 bool ShmPort::stop_watching(uint32_t peer) {
   const uint32_t bit = peer % WATCH_BITS;
   const uint64_t mask = uint64_t{1} << bit % 64;

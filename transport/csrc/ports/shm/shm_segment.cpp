@@ -33,7 +33,7 @@ constexpr size_t LINE = 64;
 
 uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
 
-// What a peer may write to at any time. The blocks follow.
+// The bytes of an inbox that a peer may write to at any time. The blocks follow.
 constexpr uint64_t ALWAYS_BYTES = (sizeof(ShmInboxHeader) + LINE - 1) / LINE * LINE + CONTROL_RING_BYTES;
 
 uint64_t stride_of(uint64_t blocks) { return ALWAYS_BYTES + blocks * BULK_BLOCK_BYTES; }
@@ -88,7 +88,7 @@ int reserve(int fd, uint64_t offset, uint64_t size_bytes) {
 // Where peers find a segment.
 struct Offer {
   uint64_t nonce;
-  // Of one without a name: else there is only the nonce.
+  // Only for a segment without a name. Otherwise the offer has only the nonce.
   int32_t process, descriptor, bell, reserved;
 };
 
@@ -96,8 +96,8 @@ std::string descriptor_path(int32_t process, int32_t descriptor) {
   return "/proc/" + std::to_string(process) + "/fd/" + std::to_string(descriptor);
 }
 
-// What keeps this process from opening another's memory, after open(2) failed for this reason. Throws where it is want
-// of descriptors or memory: that is no matter of reach.
+// Says why this process cannot open another's memory, after open(2) failed with `error`. Throws if descriptors or
+// memory ran out, because the other process is then within reach all the same.
 std::string why_closed(const std::string& path, int error) {
   switch (error) {
     case EMFILE:
@@ -256,7 +256,7 @@ ShmSegment ShmSegment::open(std::span<const std::byte> offer, uint32_t rank, uin
   const uint64_t nonce = given.nonce;
   const std::string path = is_named ? path_of(nonce) : descriptor_path(given.process, given.descriptor);
   const std::string bell = is_named ? bell_of(path) : descriptor_path(given.process, given.bell);
-  // What /proc has are links.
+  // The files below /proc are links.
   const int flags = O_CLOEXEC | O_NONBLOCK | (is_named ? O_NOFOLLOW : 0);
   ShmSegment segment;
   segment.fd_ = ::open(path.c_str(), O_RDWR | flags);
@@ -366,7 +366,7 @@ bool ShmSegment::ask_to_watch(uint32_t from_rank) const {
 void ShmSegment::wake_owner() const {
   ShmSegmentHeader& head = header();
   if (head.sleeping.load(std::memory_order_relaxed) == 0) return;
-  // Of several that bring news, the first makes the system call.
+  // If several peers bring news, the first makes the system call.
   const auto how = static_cast<Sleep>(head.sleeping.exchange(0, std::memory_order_seq_cst));
   if (how == Sleep::awake) return;
   head.doorbell.fetch_add(1, std::memory_order_seq_cst);

@@ -106,14 +106,14 @@ class ShmSegment {
   ShmInbox inbox(uint32_t number) const;
   std::vector<std::byte> offer() const;  // what peers need to open it
   void unlink();
-  // Why it has no name in /dev/shm; empty if it has one.
+  // Why the segment has no name in /dev/shm. Empty if it has one.
   const std::string& why_unnamed() const { return why_unnamed_; }
   // Makes the owner look into the inbox of `from_rank`. True if it did not already. The caller publishes its news, then
   // makes a sequentially consistent fence.
   bool ask_to_watch(uint32_t from_rank) const;
   // Ends the owner's sleep, if it sleeps. The caller publishes its news first.
   void wake_owner() const;
-  // For the owner. Readable after the bell has rung.
+  // The descriptor of the bell, for the owner. It is readable after the bell has rung.
   int bell_fd() const { return bell_fd_; }
   void silence_bell() const;
   // Whether the owning process still lives. Works across pid namespaces, because the owner keeps a POSIX record lock on

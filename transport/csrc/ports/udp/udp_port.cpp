@@ -101,7 +101,7 @@ UdpPort::UdpPort(uint32_t rank, uint32_t size, const UdpConfig& config)
   }
 }
 
-// A run, so that the peer needs only the first. Its place is random.
+// Reserves successive numbers, so that the peer needs only the first. The first is random.
 std::vector<uint32_t> UdpPort::reserve_queue_pairs(uint32_t count) {
   std::vector<uint32_t> qpns(count);
   do {
@@ -379,7 +379,7 @@ bool UdpPort::progress(uint64_t now_us) {
   return moved;
 }
 
-// What one peer brought may wake others.
+// What one peer brought may wake the lanes of others, so the list grows in the loop.
 bool UdpPort::pump(uint64_t now_us) {
   bool delivered = false;
   for (size_t turn = 0; turn < agenda_.ready().size(); ++turn)

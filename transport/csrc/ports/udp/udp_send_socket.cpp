@@ -10,8 +10,8 @@ namespace sennit {
 namespace {
 
 constexpr size_t SEND_BUFFER_BYTES = 4 << 20;
-// Of one send that fails only because of others' packets. Reports may come faster than a thread reads them, but not for
-// long: the kernel limits them.
+// How often a send is tried that fails only because of other users' packets. Reports may come faster than a thread
+// reads them, but not for long, because the kernel limits them.
 constexpr int ATTEMPT_COUNT = 4;
 
 bool is_full(int error) { return error == EAGAIN || error == ENOBUFS; }
@@ -46,8 +46,8 @@ void UdpSendSocket::aim() {
   }
 }
 
-// After a send that failed. A report about an earlier packet, of any user, makes the next send of any user fail,
-// whatever that is, and its packet has not gone. Returns whether to send it again.
+// Whether a send that failed must be made again. A report about an earlier packet of any user makes the next send of
+// any user fail, and the packet of that send has not left.
 bool UdpSendSocket::is_foreign(int error, int failure_count, uint64_t reports_before) {
   if (is_full(error)) return false;
   read_reports();

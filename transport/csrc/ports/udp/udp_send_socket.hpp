@@ -27,7 +27,8 @@ class UdpSendSocket {
  public:
   // What one user hears about its packets. The socket's lock is held where others write to it.
   struct Reports {
-    // More than this wait only where nobody asks. Who asks later sends again, and is told again.
+    // More reports than this wait only if nobody asks for them. The others are dropped: a user that asks later sends
+    // again, and is told again.
     static constexpr size_t REFUSED_MAX_COUNT = 1'024;
     std::vector<RefusedPacket> refused;
     uint32_t path_mtu_bytes = 0;  // the newest; 0: none
@@ -73,7 +74,7 @@ class UdpSendSocket {
 // The sockets of the process (of_process.hpp).
 class UdpSendSockets {
  public:
-  // The one for path number `path` from this address. Throws std::system_error with what to do.
+  // The socket for path number `path` from this address. Throws std::system_error with what to do.
   std::shared_ptr<UdpSendSocket> open(const std::string& address, const PortRange& ports, uint32_t path);
 
  private:

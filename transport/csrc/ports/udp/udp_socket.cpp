@@ -161,7 +161,7 @@ void UdpSocket::disconnect() {
   ::connect(fd_, &nowhere, sizeof nowhere);
 }
 
-// A thread that sends meanwhile uses the one or the other.
+// A thread that sends meanwhile uses the old socket or the new one.
 bool UdpSocket::renew() {
   bool is_renewed = false;
   try {
@@ -179,7 +179,7 @@ bool UdpSocket::renew() {
       fresh.set_send_buffer(static_cast<size_t>(doubled) / 2);
     is_renewed = dup3(fresh.fd_, fd_, O_CLOEXEC) >= 0;
   } catch (const std::system_error&) {
-    // No more descriptors, or no memory.
+    // There are no more descriptors, or no memory. The old socket stays.
   }
   const int off = 0;
   setsockopt(fd_, SOL_SOCKET, SO_REUSEADDR, &off, sizeof off);

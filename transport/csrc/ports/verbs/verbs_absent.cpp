@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// In place of the verbs port, where the headers of libibverbs were not there to build it.
+// Stands in for the verbs port in a build without the headers of libibverbs.
 #include <stdexcept>
 
 #include "ports/verbs/device_port.hpp"

@@ -503,7 +503,8 @@ void VerbsPort::send_data(Path& path, std::span<const flow::DataOut> packets) {
   if (!path.queue.is_ready()) on_path_error(path, trace::PortError::queue_pair, 0, last_now_us_);
 }
 
-// A device reports nothing of a peer that is gone. A peer that lives and has not heard of the end hears it now.
+// A device does not report peers that are gone, so the result is empty. A peer that lives and has not heard of the end
+// hears it now.
 std::vector<uint32_t> VerbsPort::find_gone(uint64_t) {
   for (Peer* peer : connected_) {
     if (!peer->lane->flow().ended() || !has_room(*peer)) continue;
@@ -727,7 +728,7 @@ void VerbsPort::on_eager(Path& path, uint32_t immediate, std::span<const std::by
   path.flow->on_data(now_us, path.index, immediate, size_bytes);
 }
 
-// Call it before a sleep. True if something came in between.
+// Asks for events before a sleep. True if something came in between.
 bool VerbsPort::arm() {
   bool found = false;
   for (const auto& adapter : adapters_) {

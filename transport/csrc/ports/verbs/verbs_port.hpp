@@ -36,7 +36,7 @@ class VerbsPort final : public DevicePort {
   // connections a ConnectX-5 reads half as fast (Kalia et al., "Datacenter RPCs can be General and Fast", NSDI 2019,
   // figure 1). So a large group has fewer paths to each peer.
   static constexpr size_t QUEUE_PAIR_GOOD_COUNT = 4'096;
-  // Of `wanted` paths to each of `places`, a peer over a rail: those that there are, one at least.
+  // How many of the `wanted` paths each of `places` (a peer over a rail) gets: at least one.
   static uint32_t path_count(size_t places, uint32_t wanted) {
     return static_cast<uint32_t>(std::clamp<size_t>(QUEUE_PAIR_GOOD_COUNT / places, 1, wanted));
   }
