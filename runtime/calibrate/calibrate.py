@@ -85,7 +85,7 @@ class Check:
     measured_s: float
     estimated_s: float
     chosen: bool
-    """By the model with the new constants."""
+    """Seconds that the model with the new constants predicts."""
 
 
 def measure(*, rank: int, world: int, store: Store, config: Config | None = None) -> dict[str, Any] | None:
@@ -133,7 +133,7 @@ def _contents(
 ) -> dict[str, Any]:
     if not ways:
         raise CalibrationError("no way was measured: rank 0 has no peer on its host, and the transport is shm")
-    # What was not measured keeps the defaults, and says so by 0 ranks.
+    # A way that was not measured keeps the defaults, and has 0 ranks.
     defaults = {"shared_memory": SHARED_MEMORY, "network": NETWORK}
     given = {way: ways.get(way, {**costs._asdict(), "ranks": 0}) for way, costs in defaults.items()}
     if not given["shared_memory"]["ranks"]:

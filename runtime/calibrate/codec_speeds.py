@@ -16,7 +16,7 @@ from sennit.transport.choice.coded_cost import SPEEDS, CodecSpeed
 from sennit.transport.codecs import Codec, CodecKind
 from sennit.transport.plans.elements import Dtype
 
-# Number of the codec, block, whether it rounds at random, seed.
+# The fields of a codec: number, block, whether it rounds at random, seed.
 Native: TypeAlias = tuple[int, int, bool, int]
 
 # More than a second-level cache holds: collectives code what lies in memory.

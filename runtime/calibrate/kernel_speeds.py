@@ -295,7 +295,7 @@ def _replicated(reduction: SparseAllReduce, engine: EmbeddingEngine, batch: Batc
 
 def _memory(folder: Path) -> Memory:
     """Copies in memory, and rows of a file that are read and written at random places."""
-    # To memory that was used before, as exchanges pack what they send; and to new pages, as very large ones do.
+    # Exchanges pack what they send to memory that was used before; very large ones to new pages.
     source = torch.zeros(FLUSH_BYTES // 4)
     copy = _time([lambda: joined([source], torch.float32)], flushes=True)[0] / FLUSH_BYTES
     places = np.random.default_rng(3).permutation(FILE_ROWS)

@@ -69,7 +69,7 @@ class Planned:
         )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Those that this rank writes whole, by name."""
+        """The tensors that this rank writes whole, by name."""
         for item in self._plan.items:
             if item.type is WriteItemType.TENSOR:
                 yield item.index.fqn, self._planner.state_dict[item.index.fqn]

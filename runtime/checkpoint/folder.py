@@ -27,7 +27,7 @@ from sennit.runtime.sharded.state import CHANGED_ROWS
 from sennit.transport.errors import SennitError
 
 METADATA: Final = ".metadata"
-"""DCP's index of the files."""
+"""The name of DCP's index of the files."""
 
 _NAME: Final = re.compile(r"(step-\d{9})(\.replaced)?")
 _DELETED: Final = re.compile(r"step-\d{9}\.deleted")

@@ -29,7 +29,7 @@ from sennit.runtime.checkpoint.manifest import CheckpointError, Link, Manifest
 from sennit.thread_names import name_thread
 
 LOOK_S: Final = 0.01
-"""Between two looks of rank 0 for the other ranks' parts."""
+"""Seconds between two looks of rank 0 for the other ranks' parts."""
 
 
 class Saver:
@@ -65,7 +65,7 @@ class Saver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Collective, unless there is an error."""
+        """Waits for the save in the background; after an error, abandons it. Collective, unless there is an error."""
         if kind is None:
             self.finish()
         else:
@@ -179,7 +179,7 @@ class Saver:
         if not chain or len(chain) > self._increments or 2 * self._increment_bytes >= self._base_bytes:
             return False
         if any(link.step == step for link in chain):
-            # It would replace what it needs.
+            # An increment at the step of its base would replace the base.
             return False
         try:
             return all(checkpoint.find_link(self._folder, link) for link in chain)
@@ -212,7 +212,7 @@ class _Part:
     """What DCP returned for this rank's file."""
 
     files: dict[str, str]
-    """SHA-256 by name."""
+    """SHA-256 of the rank's files, by name."""
 
     tensors: dict[str, str]
 

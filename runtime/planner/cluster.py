@@ -32,11 +32,11 @@ class Cluster:
     cores: int
     """Cores of a host. The ranks of a host share them."""
     limits: Sequence[int] | None = None
-    """Bytes of memory of each rank for tables, or of its files if rows are there; None: no limit."""
+    """Bytes that each rank has for tables: of memory, or of files if tables are in files. None: no limit."""
     cache_bytes: int | None = None
     """Tables are in files, and a rank has this much memory as their cache. None: tables are in memory."""
     beside: Sequence[int] | None = None
-    """Where tables are in files: bytes of memory of each rank for those that are not. None: no limit."""
+    """If tables are in files: bytes of memory of each rank for tables that are not. None: no limit."""
     gbit: float | None = None
     has_no_shared_memory: bool = False
     """Ranks of a host use the network with each other."""
@@ -48,12 +48,12 @@ class Cluster:
 
     @property
     def tier(self) -> str:
-        """Where tables are that have no other home."""
+        """The tier of tables that name no home."""
         return "memory" if self.cache_bytes is None else "file"
 
     @property
     def limited_tier(self) -> str:
-        """For errors: " in tier ..." where one alone has limits. Else what they quote says which."""
+        """The words " in tier ..." for errors if only one tier has limits. Otherwise quoted limits name their tiers."""
         limited = self.limits_by_home
         return f" in tier {'file' if Home.FILE in limited else 'memory'}" if len(limited) == 1 else ""
 
@@ -63,7 +63,7 @@ class Cluster:
 
     @property
     def limits_by_home(self) -> dict[Home, Sequence[int]]:
-        """As `place` takes them."""
+        """The limits by home, as `place` takes them."""
         in_files, in_memory = (None, self.limits) if self.cache_bytes is None else (self.limits, self.beside)
         of_home = {Home.FILE: in_files, Home.DRAM: in_memory}
         return {home: limits for home, limits in of_home.items() if limits is not None}

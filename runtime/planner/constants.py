@@ -18,7 +18,7 @@ from sennit.transport.choice.calibration import Calibration, read_calibration
 from sennit.transport.errors import ConfigError
 
 SCHEMA: Final = 1
-# Above every constant: a second for each byte or call.
+# The upper limit of every constant: a second for each byte or call.
 VALUE_MAX: Final = 1.0
 CONTENTION_MAX: Final = 100.0
 PRECISIONS: Final = ("fp32", "fp16", "bf16")
@@ -66,11 +66,11 @@ class Ids:
     """Seconds of one thread for the ids of a rank's samples."""
 
     id_s: float
-    """Checked and packed."""
+    """Seconds to check and pack an id."""
     dealt_id_s: float
-    """Dealt to row shards."""
+    """Seconds to deal an id to row shards."""
     dealt_bag_s: float
-    """Each bag, for each row shard."""
+    """Seconds to deal a bag, for each row shard."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,16 +154,16 @@ class Constants:
     replicas: Replicas = Replicas(step_s=3.5e-4, table_s=1e-5)
     sharing: Sharing = Sharing(crowd=0.3, switches=0.07)
     contention: float = 1.1
-    """By what computing is slower if all cores compute: they share caches and memory."""
+    """The factor by which computing is slower if all cores compute: they share caches and memory."""
     network: Calibration = field(default_factory=Calibration)
     has_kernels: bool = False
-    """Whether a file had them."""
+    """Whether the constants come from a file."""
     cores: int = 0
     """Cores of the machine that was measured, and the ranks that shared them then; 0: not known."""
     ranks: int = 0
 
     def crowding(self) -> float:
-        """By what a rank's work was slower when the network was measured, because ranks shared cores."""
+        """The factor by which a rank was slower when the network was measured, because ranks shared cores."""
         return max(1.0, self.ranks / self.cores) if self.cores else 1.0
 
 

@@ -26,7 +26,7 @@ from sennit.runtime.sharded.slices import Slices
 # Seconds of one measurement. A run that starts takes the short ones.
 BUDGET_S, SHORT_BUDGET_S = 1.0, 0.1
 TURNS_MIN, TURNS_MAX = 3, 25
-# More than a core's part of the caches holds.
+# Bytes read between two calls: more than a core's part of the caches holds.
 OTHERS_BYTES: Final = 32 << 20
 
 

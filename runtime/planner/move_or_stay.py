@@ -20,7 +20,7 @@ from sennit.runtime.sharded.tables import Shard, Table, shard_bytes, shard_name
 GAIN_MIN: Final = 0.03
 # A move has to save so many times what it costs.
 SAVED_MIN: Final = 2.0
-# Tables of which a reason names the changed use.
+# A reason names the changed use of at most this many tables.
 NAMED: Final = 2
 
 
@@ -32,9 +32,9 @@ class Proposal:
     shards: dict[str, tuple[int, int]]
     """The ranks of the shards that move, before and after; -1 is every rank."""
     size_bytes: int
-    """What all ranks get."""
+    """Bytes that all ranks receive."""
     before_s: float
-    """A predicted step with the present placement, and with the other."""
+    """Predicted seconds of a step with the present placement, and with the other one."""
     after_s: float
     because: str
 

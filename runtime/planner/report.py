@@ -18,11 +18,11 @@ from sennit.runtime.planner.splits import Split
 from sennit.runtime.planner.step_time import Kind, Rating
 from sennit.runtime.sharded.placement import EVERYWHERE
 
-# Lines of a table that people read.
+# A table for people has at most this many lines.
 TABLES_SHOWN: Final = 40
 TABLES_NAMED: Final = 4
 RANKS_SHOWN: Final = 16
-# A difference of a phase that is worth a word, in shares of the step.
+# A phase is named if its difference is at least this share of the step.
 WORTH: Final = 0.005
 
 
@@ -48,7 +48,7 @@ def why(found: Found, best: Found) -> str:
 
 
 def as_json(rating: Rating, searched: Searched, splits: Sequence[Split], notes: Sequence[str]) -> dict[str, Any]:
-    """All of it for programs: seconds and bytes."""
+    """The report for programs: seconds and bytes."""
     best, cluster = searched.best, rating.problem.cluster
     return {
         "ranks": cluster.ranks,

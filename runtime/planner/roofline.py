@@ -63,7 +63,7 @@ class Workload:
     batch: int
     """Samples of all ranks."""
     dense_flops: float
-    """Forward and backward pass of one sample. A multiplication and an addition are two."""
+    """Floating-point operations of a forward and backward pass for one sample. A multiply-add counts as two."""
     dense_numbers: float
     """Trained weights that every rank has."""
     dense_state_bytes: float = FLOAT_BYTES
@@ -112,13 +112,13 @@ class Machines:
     tiers: Sequence[Tier]
     """The fastest first. Batches and dense weights are in it."""
     near: Link
-    """To devices of the host."""
+    """The link to devices of the host."""
     far: Link
-    """To devices of other hosts."""
+    """The link to devices of other hosts."""
     cache_bytes: float = 0.0
     """Cache of a device: what it read or wrote last comes from there, at no cost."""
     turns: float = 1.0
-    """Ranks that share one core, on average: a phase may have it alone, a whole step may not."""
+    """Ranks that share one core, on average. A phase's bound takes a core for each rank; a step's bound does not."""
 
     @property
     def ranks(self) -> int:
@@ -164,9 +164,9 @@ class Bounds:
 
     phases: Sequence[Phase]
     serial_s: float
-    """One phase after the other."""
+    """Seconds of a step in which phases follow one another."""
     overlapped_s: float
-    """Everything at once that may be: the busiest resource."""
+    """Seconds of a step in which everything overlaps that may: those of the busiest resource."""
     overlapped_binding: str
     memory: Mapping[str, Mapping[str, float]]
     """Bytes of a rank by tier and by what they are for."""
@@ -294,7 +294,7 @@ def _phases(work: Workload, machines: Machines, rows: npt.NDArray[np.float64]) -
         return needs
 
     def memory(by_tier: Sequence[float], first_bytes: float) -> dict[str, float]:
-        """Bytes of rows by tier, and of what is in the first tier; less what the cache may still hold of it."""
+        """Bytes of rows by tier, and of what lies in the first tier, without those that the cache may still hold."""
         first = max(0.0, by_tier[0] + first_bytes - machines.cache_bytes)
         sizes = [first, *by_tier[1:]]
         return {tier.name: size / tier.bytes_per_s for tier, size in zip(tiers, sizes, strict=True) if size}

@@ -45,7 +45,7 @@ CODED_BYTES: Final[dict[CodecKind, float]] = {
 }  # fmt: skip
 # A copy reads a byte and writes one, whose line the processor may have to read before.
 COPY_BYTES: Final = 3
-# As dense optimizers hold for a weight.
+# Bytes of states that dense optimizers hold for a weight.
 STATE_BYTES: Final = {"sgd": 0.0, "adagrad": 4.0, "adam": 8.0}
 MAX_ROWS: Final = 1 << 48
 # Bytes of a measured read: far more than caches have.
@@ -58,7 +58,7 @@ _FROM_0: Final = number("0 or more", lambda value: value >= 0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Described:
-    """A model of a file, and what somebody else reached with it."""
+    """A model from a file, and the speed that others published for it."""
 
     work: Workload
     reported_samples_per_s: float | None = None
@@ -302,7 +302,7 @@ def read_rate() -> float:
 
 
 def caches_here() -> float:
-    """Bytes of the caches for data of this machine's processors. inf if the kernel says nothing."""
+    """Bytes of all data caches of this machine; inf if the kernel does not say."""
     total, known = 0.0, set()
     for index in sorted(Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cache/index*")):
         try:

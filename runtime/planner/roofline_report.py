@@ -216,7 +216,7 @@ def _render_measured(bounds: Bounds, measured: Measured, out: Console) -> None:
 
 
 def page(cases: Sequence[tuple[Described, Machines, Bounds, Bounds]]) -> list[str]:
-    """The tables of docs/models.md, by line. Of each case: bounds as described, and with three times the tables."""
+    """The lines of the tables of docs/models.md. A case has bounds as described, and with three times the tables."""
     lines = [
         "| model | parameters | batch | tables with states | fastest tier | slowest tier | rows from there |",
         "| --- | --- | --- | --- | --- | --- | --- |",

@@ -39,7 +39,7 @@ class Found:
     """A placement with its prediction."""
 
     name: str
-    """How it came about."""
+    """The name of the search or sharding that gave it."""
     owners: list[Owners]
     work: Work
     phases: dict[str, float]
@@ -49,7 +49,7 @@ class Found:
         return sum(self.phases.values())
 
     def placement(self, rating: Rating) -> Placement:
-        """As `ShardedEmbeddingBags` takes it."""
+        """The placement as `ShardedEmbeddingBags` takes it."""
         owner_of = {
             Shard(number, row, column): int(owners[row, column])
             for number, owners in enumerate(self.owners)
@@ -125,7 +125,7 @@ def named(rating: Rating) -> Iterator[Found]:
 
 
 class _Search:
-    """The work of each table in its present place, and of all of them."""
+    """The work of each table in its present place, and the sum."""
 
     def __init__(self, rating: Rating) -> None:
         self.rating, self.problem = rating, rating.problem
@@ -151,7 +151,7 @@ class _Search:
         shape = (table.row_shards, table.column_shards)
         lightest = np.argsort(self._load(without), kind="stable")[:CANDIDATES]
         found = [(np.full(shape, rank), self.whole_on(number, int(rank))) for rank in lightest]
-        # Files are of shards that one rank has.
+        # A replicated table cannot be in a file: a file holds shards of one rank.
         may_be_replicated = cluster.ranks > 1 and table.home is not Home.FILE
         spreads: list[Owners] = [np.full(shape, EVERYWHERE)] if may_be_replicated else []
         if table.train_rank is None and cluster.ranks > 1:
@@ -200,7 +200,7 @@ class _Search:
                 column, row = np.meshgrid(np.arange(columns) % parts, np.arange(rows) * size // rows)
                 yield group[column * size + row]
         if rows > 1 and len(lightest) > 1:
-            # Over a few ranks that have little to do.
+            # The shards also try a few ranks that have little to do.
             for count in (2, 4):
                 if count < min(len(lightest), ranks):
                     yield np.repeat(np.sort(lightest[:count])[np.arange(rows) * count // rows][:, None], columns, 1)
@@ -241,10 +241,10 @@ def greedy(rating: Rating) -> Found:
     def weight(number: int) -> float:
         load = float(rating.rank_seconds(first[number])[0])
         memory = 0.0 if limits is None else float(first[number][Kind.MEMORY, 0]) / max(limits)
-        # What hardly fits goes first.
+        # Tables that hardly fit go first.
         return load + (memory > 0.2) * 1e3 * memory
 
-    # What has no place yet can still fill ranks that have little to do.
+    # Tables without a place can still fill ranks that have little to do.
     rest = sum((_spread_evenly(work) for work in first.values()), search.work)
     for number in sorted(first, key=lambda one: (-weight(one), one)):
         rest = rest - _spread_evenly(first[number])
@@ -316,7 +316,7 @@ def local(rating: Rating, start: Found, moves_max: int = MOVES_MAX) -> Found:
 
 
 def _tables_on(search: _Search, rank: int) -> list[int]:
-    """Those with the most work there first; replicas, too."""
+    """Numbers of the tables on a rank, those with the most work there first. Replicated tables are among them."""
     weight = {
         number: float(search.rating.rank_seconds(work)[rank])
         for number, work in search.works.items()
@@ -416,7 +416,7 @@ def exact(rating: Rating, start: Found, nodes_max: int = EXACT_NODES) -> Found |
 
 @dataclass(frozen=True, kw_only=True)
 class Searched:
-    """The best placement, and what else was rated, the best first."""
+    """The result of a search: the best placement, and the others that were rated, the best first."""
 
     best: Found
     others: list[Found]

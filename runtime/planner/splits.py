@@ -27,7 +27,7 @@ class Split:
 
     row_shards: int
     tables: tuple[str, ...]
-    """Those with as many."""
+    """Tables with as many row shards."""
     step_s: float
 
 

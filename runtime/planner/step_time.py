@@ -89,7 +89,7 @@ class Rating:
         cluster, constants = problem.cluster, problem.constants
         self._by_host = (cluster.hosts, cluster.local_ranks)
         self._host_samples = np.repeat(self.samples.reshape(self._by_host).sum(1), cluster.local_ranks)
-        # Ranks that share a core take turns. Constants of the network have that in them if they were measured so.
+        # Ranks that share a core take turns. If they did so in the calibration, constants of the network include it.
         self._turns = max(1.0, cluster.local_ranks / cluster.cores)
         self.near = constants.network.network if cluster.has_no_shared_memory else constants.network.shared_memory
         self.far = constants.network.network
@@ -210,7 +210,7 @@ class Rating:
         return found
 
     def _is_in_file(self, table: Table) -> bool:
-        """Where it is not replicated."""
+        """Whether a table is in a file unless it is replicated."""
         return self.problem.cluster.homes.of(table) is Home.FILE
 
     @cached_property
@@ -255,7 +255,7 @@ class Rating:
             self._of_batch(number)[2].sum()
         )
 
-    # From work to time.
+    # The methods below turn work into seconds.
 
     def phases(self, work: Work) -> dict[str, Any]:
         """Seconds of each phase on the slowest rank, [...] each. What hides behind other phases is left out."""
@@ -295,7 +295,7 @@ class Rating:
         return self._schedule.exposed({phase: found[phase] for phase in PHASES})
 
     def _waiting(self, time: Time, far_s: Any, rounds: Any) -> Time:
-        """With bytes to other hosts and rounds. Without other hosts, waits for a round take a core: ranks poll."""
+        """Adds bytes to other hosts, and rounds. Without other hosts a wait for a round takes a core: ranks poll."""
         rounds_s = rounds * self._round_s
         if self.problem.cluster.hosts == 1:
             return time + Time(rounds_s)
@@ -336,7 +336,7 @@ class Rating:
 
     @property
     def _slower(self) -> float:
-        """By what a rank computes slower than one alone on the host."""
+        """The factor by which a rank computes slower than one that is alone on the host."""
         cluster = self.problem.cluster
         several = min(cluster.cores, cluster.local_ranks) > 1
         crowd = self.problem.constants.sharing.crowd * min(self._turns - 1, 1.0)
@@ -381,7 +381,7 @@ class Rating:
 
     @property
     def _far_turns(self) -> float:
-        """The network's bytes take a core of both ends."""
+        """The time of bytes on the network, which take a core of both ends."""
         return max(1.0, self._turns / self.problem.constants.crowding())
 
     @cached_property
@@ -396,7 +396,9 @@ class Rating:
         return found * max(1.0, self._turns / self.problem.constants.crowding())
 
     def _gathered(self, work: Work) -> tuple[Work, Any]:
-        """Replicas: of two ways the one that sends less, as `SparseAllReduce` has it. As `_to_owners` returns it."""
+        """The exchange of replicated tables, by the way that sends less, as `SparseAllReduce` does. Returns what
+        `_to_owners` returns.
+        """
         sizes, computed, waited = [], [], []
         for seconds, given in ((Kind.SUMMED, Kind.SUMMED_BYTES), (Kind.LISTED, Kind.LISTED_BYTES)):
             own = work[..., given, :]

@@ -21,9 +21,9 @@ from sennit.runtime.sharded.tables import Table
 from sennit.transport.errors import ConfigError
 
 ZIPF: Final = 1.0
-"""Exponent of rows that nobody has counted."""
+"""Zipf's exponent that is assumed for rows that nobody has counted."""
 
-# Whose estimates are computed at once.
+# Rows whose estimates are computed at once.
 _ROWS_AT_ONCE: Final = 1 << 18
 # A table with fewer rows for each id of a sample has a counter for each row.
 _COUNTERS_EACH: Final = 16
@@ -45,7 +45,7 @@ class Use:
     rows: Floats
     """Rows of each class."""
     mass: Floats
-    """Their share of the table's ids."""
+    """Each class's share of the table's ids."""
 
     def shares(self, row_shards: int) -> Floats:
         """The share of each row shard, [row_shards]; together 1."""
@@ -83,7 +83,7 @@ def counted(table: Table, mean_length: float, ids: Any) -> Use:
     if not len(ids):
         return assumed(table, mean_length)
     if table.rows <= _COUNTERS_EACH * len(ids):
-        # Sorting takes ten times as long.
+        # `bincount` and not `unique`, because sorting takes ten times as long.
         all_counts = np.bincount(ids, minlength=table.rows)
         values = np.flatnonzero(all_counts)
         return weighed(table, mean_length, values, all_counts[values])

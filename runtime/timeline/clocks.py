@@ -26,7 +26,7 @@ class Offset:
     """What to add to this rank's time to get that of rank 0."""
 
     at_ns: int
-    """When it was found, by this rank's clock."""
+    """When the offset was measured, by this rank's clock."""
 
     offset_ns: int
     uncertainty_ns: int

@@ -79,7 +79,7 @@ class Paths:
                 link(piece.start_ns, WORK, piece.what)
             if wait is None or at <= begin_ns:
                 break
-            # Waits in a circle are damaged times, or clocks that are too far apart: then it just goes on here.
+            # A circle of waits means damaged times, or clocks too far apart. The walk then goes on in this thread.
             hops += 1
             is_stuck = hops > len(self._ranks) * 8
             if wait.collective is not None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from sennit.runtime.timeline.spans import EXPOSED, MAIN, Span
 from sennit.runtime.timeline.threads import NOTHING, Piece, RankThreads, Wait, threads_of
 
-# A thread waits for one that waits for one ... more often than there are threads: the times are damaged.
+# A chain of waits longer than the number of threads is a circle: the times are damaged.
 DEPTH_MAX = 8
 
 
@@ -25,7 +25,7 @@ class Reason:
     start_ns: int
     end_ns: int
     thread: str
-    """That worked, or that waited for the collective."""
+    """The thread that worked, or that waited for the collective."""
 
     what: str
     collective: Span | None = None

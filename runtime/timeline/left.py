@@ -23,15 +23,15 @@ from sennit.runtime.timeline.rank_log import PREFIX, RankLog, Recording
 from sennit.runtime.timeline.spans import TimelineError
 from sennit.runtime.timeline.trace_file import open_new, with_word, write
 
-# A rank that dies closes its files one after the other, so peers may hear of its death before its lock is gone. And of
-# ranks that leave together, one looks whether others still record while they look, too.
+# Wait this long for locks to go. A rank that dies closes its files one after the other, so peers may hear of its death
+# before its lock is gone. Ranks that leave together also find each other's locks.
 PATIENCE_S: Final = 1.0
 LOOK_S: Final = 0.01
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Left:
-    """A timeline that was written of what ranks have left."""
+    """A timeline written from the logs that ranks have left."""
 
     path: Path
     ranks: tuple[int, ...]
@@ -66,7 +66,7 @@ def write_left(path: Path, *, token: str = "*") -> Left | None:
 
 
 def take_left(path: Path) -> list[Recording]:
-    """What ranks of this host have left of the timeline `path`. Each log is had by one caller alone."""
+    """The recordings that ranks of this host have left of the timeline `path`. Each goes to one caller alone."""
     found = []
     with _timelines(path) as runs:
         for log in itertools.chain.from_iterable(runs):
@@ -91,7 +91,7 @@ def left_paths() -> set[Path]:
 
 
 def _write(recordings: Sequence[Recording], path: Path) -> Left | None:
-    """None if there is nothing in them."""
+    """Writes the logs of one run; None if they are empty."""
     if all(one.rank for one in recordings):
         path = with_word(path, recordings[0].host)
     with contextlib.suppress(TimelineError):
@@ -123,11 +123,11 @@ def _timelines(path: Path, token: str = "*") -> Iterator[list[list[RankLog]]]:
 
 @contextlib.contextmanager
 def _logs(token: str = "*") -> Iterator[list[RankLog]]:
-    """Those of this user on this host."""
+    """The logs of this user on this host."""
     with contextlib.ExitStack() as stack:
         found = []
         for file in sorted(rank_log.FOLDER.glob(f"{PREFIX}{token}-*")):
-            # Others are another user's, or no logs, or were removed meanwhile.
+            # The other files belong to another user, are no logs, or were removed meanwhile.
             with contextlib.suppress(OSError, TimelineError):
                 found.append(stack.enter_context(contextlib.closing(RankLog.open(file))))
         yield found

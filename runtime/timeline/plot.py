@@ -19,7 +19,7 @@ from sennit.runtime.timeline.threads import NOTHING, RankThreads, Wait, threads_
 
 WIDTH, LEFT, RIGHT, TOP = 1200.0, 118.0, 20.0, 58.0
 ROW, BAR, GAP = 26.0, 16.0, 14.0
-# Letters of 11 px are this wide.
+# The mean width of a letter of 11 px.
 LETTER: Final = 6.1
 RANKS_MAX: Final = 8
 
@@ -36,7 +36,7 @@ LEGEND: Final = (
     ("none", "waiting for another thread"),
     (PATH, "critical path"),
 )
-# By how the names of phases and tasks begin.
+# Colours by the first words of phases and tasks.
 COLOURS: Final = (
     (("dense", "evaluation", "task step"), DENSE),
     (("lookup", "sparse", "tables", "task lookup", "task sparse", "checkpoint"), TABLES),

@@ -71,13 +71,13 @@ class Recording:
     spans: list[Span]
     lost: int
     since_ns: int
-    """From here on nothing was lost."""
+    """The time from which on no span was lost."""
 
     host: str
     first: Offset
     last: Offset
     has_died: bool = False
-    """Whether its process ended without leaving the block."""
+    """Whether the rank's process ended inside the block, as after a kill."""
 
 
 class RankLog:
@@ -187,7 +187,7 @@ class RankLog:
             _LEFT.pack_into(self._memory, _LEFT_AT, time.monotonic_ns())
 
     def remove(self) -> None:
-        """Takes the name away."""
+        """Removes the file's name. The file lives on while it is mapped."""
         if self.file is not None:
             self.file.unlink(missing_ok=True)
 
@@ -216,7 +216,7 @@ class RankLog:
 
     @property
     def is_there(self) -> bool:
-        """Whether nobody has removed it."""
+        """Whether the file still has its name."""
         return os.fstat(self.descriptor).st_nlink > 0
 
     def is_free(self) -> bool:
@@ -309,7 +309,7 @@ def _span(record: tuple[Any, ...], rank: int, names: dict[int, str], last_ns: in
     kind, title = KINDS[kind_number], _text(name)
     facts: dict[str, int | str] = {}
     if not end_ns:
-        # It is no step that could be compared with others.
+        # A step that a death cut off is not compared with others.
         kind, title, end_ns = PHASE, f"{title}, not ended", max(start_ns, last_ns)
     elif kind == STEP:
         facts = {"step": step}
@@ -336,7 +336,7 @@ def _operation_spans(record: tuple[Any, ...], rank: int, names: dict[int, str]) 
         end_ns=end,
         facts=facts | {"sent_bytes": sent, "received_bytes": received, "status": status},
     )
-    # What ends within the call that posts it was waited for there.
+    # An operation that ends within the call that posts it was waited for there.
     since = wait or (posted if end <= returned else 0)
     if 0 < since < end:
         yield Span(

@@ -54,7 +54,7 @@ class RankClock:
     rank: int
     host: str
     offset_ns: int
-    """What was added to its times, in the middle of the recording."""
+    """Nanoseconds added to the rank's times, in the middle of the recording."""
 
     uncertainty_ns: int
     """Half of the shortest round trip; 0 on a host with rank 0."""
@@ -63,7 +63,7 @@ class RankClock:
     """Spans for which there was no room. Those that are kept are the last ones."""
 
     has_died: bool = False
-    """Its process ended within the recording. What it did then has a name that ends in "not ended"."""
+    """Whether its process ended within the recording. The name of its last span then ends in "not ended"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

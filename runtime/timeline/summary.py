@@ -33,7 +33,7 @@ class Summary:
     """The critical path of each step."""
 
     shares: dict[tuple[str, str], Share]
-    """By (thread, what); sums over the ranks."""
+    """Exposed and whole time by (thread, what), summed over the ranks."""
 
     @property
     def path_ns(self) -> int:
@@ -96,7 +96,7 @@ def _by_time(found: dict[tuple[str, str], Share]) -> list[tuple[tuple[str, str],
 
 
 def render(summary: Summary, console: Console) -> None:
-    """For people."""
+    """Prints the summary for people."""
     from rich.filesize import decimal
     from rich.table import Table
 

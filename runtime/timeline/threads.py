@@ -29,7 +29,7 @@ class Wait:
 
     collective: Span | None = None
     is_idle: bool = False
-    """It had no task."""
+    """Whether the thread had no task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Thread:
     _work_ends: list[int] = field(default_factory=list)
 
     def index(self) -> None:
-        """After a change of the lists."""
+        """Makes the lists that searches use anew. Call it after `waits` or `work` has changed."""
         self._wait_starts = [wait.start_ns for wait in self.waits]
         self._work_ends = [piece.end_ns for piece in self.work]
 
@@ -62,7 +62,7 @@ class Thread:
         return self.waits[place - 1] if place else None
 
     def between(self, start_ns: int, end_ns: int) -> Iterator[Piece]:
-        """What it did from start to end, without gaps."""
+        """The pieces of the thread's time from start to end, without gaps."""
         if start_ns >= end_ns:
             return
         at = start_ns
@@ -95,7 +95,7 @@ class Thread:
 
 @dataclass(slots=True)
 class RankThreads:
-    """One rank."""
+    """The threads of one rank."""
 
     rank: int
     threads: dict[str, Thread]
@@ -107,7 +107,7 @@ class RankThreads:
 
 
 def key_of(collective: Span) -> Key | None:
-    """What its part on every rank has in common. None: a message between two ranks."""
+    """The key of a collective, equal on all ranks. None: a message between two ranks."""
     sequence = int(collective.facts["sequence"])
     return (str(collective.facts["group"]), sequence) if sequence else None
 

@@ -90,7 +90,7 @@ class Timeline:
             self._discard()
             raise
         self._process = os.getpid()
-        # Only the main thread may.
+        # Only the main thread may set handlers of signals.
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             self._before = signal.signal(signal.SIGTERM, self._on_signal)
         return self
@@ -102,7 +102,7 @@ class Timeline:
 
         A file that cannot be written is warned of.
         """
-        if os.getpid() != self._process:  # A fork leaves by an error of its own.
+        if os.getpid() != self._process:  # The block of a forked child ends with the child's own error.
             return
         try:
             log = self.stop()

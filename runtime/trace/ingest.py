@@ -43,7 +43,7 @@ class Trainer:
     rows: int = 0
     """Records in complete batches."""
     later_batches: int = 0
-    """Without the first one."""
+    """Complete batches without the first one."""
     seconds: float = 0.0
     """Seconds from the first complete batch to the last."""
     released: int = 0

@@ -36,7 +36,7 @@ class Holding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """What a rank tells the others about its holding."""
+    """What a rank tells the others about the state that it holds."""
 
     step: int
     shards: tuple[str, ...]

@@ -33,7 +33,7 @@ from sennit.transport.meeting.rails import Rail
 
 # The time after a failure in which other ranks may report theirs, and the time for any rank to exit.
 GRACE_S = 5.0
-# What a rank imports takes a second or more of processor time: one process does it, and the ranks are its forks.
+# Imports take a second or more of processor time. So one process imports, and the ranks are its forks.
 PRELOAD = ["torch._dynamo", "sennit.runtime.training.run"]
 
 RankFunction = Callable[[Any, int, int, Store], Any]

@@ -47,7 +47,7 @@ class Quality:
 
 
 METRICS: Final = {"auc": "AUC", "ne": "normalised entropy"}
-"""What an evaluation may be the best by."""
+"""The metrics by which an evaluation may be the best, and their names for people."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +61,7 @@ class Evaluation:
     quality: Quality
 
     def loss(self, metric: str) -> float:
-        """Less is better. What is not defined is as bad as can be."""
+        """The value to minimise; inf if the metric is not defined."""
         found = -self.quality.auc if metric == "auc" else self.quality.normalised_entropy
         return math.inf if math.isnan(found) else found
 

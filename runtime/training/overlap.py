@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a step overlaps in a run of the trainer: what was chosen, and what came of it. It changes no bit."""
+"""Which parts of a trainer's step overlap: the choice, and the time that it hid. It changes no bit."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _is_crowded(cores: int, local_ranks: int) -> bool:
 
 
 def outcome(beside_s: Mapping[str, float], phases_s: Mapping[str, float], steps: int) -> str | None:
-    """What came of it, for people: the time of the threads beside the step, and how much of it the step waited.
+    """The time of the threads beside the step, and how much of it the step waited, for people.
 
     None if nothing ran beside it.
     """

@@ -40,11 +40,11 @@ class Move:
     step: int
     """Steps done."""
     shards: dict[str, tuple[int, int]]
-    """Their ranks before and after; -1 is every rank."""
+    """By shard, its rank before and after; -1 is every rank."""
     size_bytes: int
-    """What all ranks got."""
+    """Bytes that all ranks received."""
     seconds: float
-    """It took, with the look before it."""
+    """Seconds of the move and of the look before it."""
     predicted_before_s: float
     """Predicted seconds of a step, with the use of rows as it was in the steps before the move."""
     predicted_after_s: float
@@ -63,7 +63,7 @@ class Move:
 
 @dataclass(kw_only=True, slots=True)
 class Moved:
-    """What came of the looks of a run."""
+    """How often a run looked whether shards should move, and which moved."""
 
     looks: int = 0
     moves: list[Move] = field(default_factory=list)

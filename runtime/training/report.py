@@ -79,7 +79,7 @@ class Change:
     def __str__(self) -> str:
         what = [f"lost {_ranks(self.lost)}"] if self.lost else []
         what += [f"took in {_ranks(self.joined)}"] if self.joined else []
-        # The newcomer had gone before its turn.
+        # The newcomer died before it was taken in.
         text = " and ".join(what or ["nobody came"]) + f", went on with {self.world_size}"
         if self.step is not None:
             text += f" from step {self.step + 1}"
@@ -151,7 +151,7 @@ class RunReport:
     """The best evaluation (`TrainingConfig.best_by`)."""
 
     best_text: str = ""
-    """What to tell people of it: nothing if it was the last one."""
+    """The best evaluation in words; empty if it was the last one."""
 
     changes: list[Change] = field(default_factory=list)
     """The changes of an elastic run, in order."""
@@ -251,7 +251,7 @@ class RunReport:
 
 
 def _mean(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """By name, the longest first."""
+    """The mean seconds by name, the longest first."""
     names = {name for one in seconds for name in one}
     mean = {name: sum(one.get(name, 0.0) for one in seconds) / len(seconds) for name in names}
     return dict(sorted(mean.items(), key=lambda item: -item[1]))

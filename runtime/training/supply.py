@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a rank's batches come from, for each group of ranks that a run has."""
+"""The sources of a rank's batches: data in memory, or feeders. A run makes a source for each group of ranks."""
 
 from __future__ import annotations
 

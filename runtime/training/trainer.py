@@ -44,7 +44,7 @@ from sennit.transport.codecs import COLLECTIVE_CODECS, Codec
 from sennit.transport.errors import SennitError
 
 DENSE, TABLES = "dense.", "tables."
-"""What the names of parameters and of tables' tensors begin with in a state."""
+"""Prefixes of the names of parameters and of tables' tensors in a state."""
 
 LOST = "lost."
 """Error feedback of a rank is `lost.RANK/WORLD.PARAMETER` in a state. Ranks of another world have no use for it."""
@@ -67,7 +67,7 @@ class StepReport:
     """This rank's part of the batch."""
 
     loss_sum: Tensor
-    """Over these samples, 0-dim, where the model is."""
+    """The loss summed over these samples, 0-dim, on the model's device."""
 
     @property
     def loss(self) -> float:
@@ -112,7 +112,7 @@ class Trainer(Closing):
         planned = placement_of(config, source, tables, limits, local_ranks(), self.overlap)
         self.predicted_s = planned.step_s
         self.rebalancer: Rebalancer | None = None
-        # One rank of an elastic run has nothing to move.
+        # A single rank has nothing to move.
         if config.rebalance is not None and self.world_size > 1:
             self.rebalancer = Rebalancer(config.rebalance, planned.problem, source, self.step_count)
         with self.clock.phase("tables", is_whole=True):
@@ -348,7 +348,7 @@ class Trainer(Closing):
         return state
 
     def _lost(self) -> dict[str, Tensor]:
-        """What coding took from this rank's gradients, float32; empty without a codec."""
+        """Error feedback of this rank: what coding took from its gradients, float32; empty without a codec."""
         residuals = self.replicas.residuals
         if residuals is None:
             return {}
@@ -395,7 +395,7 @@ class Trainer(Closing):
 
 
 def _device(config: TrainingConfig, rank: int) -> torch.device:
-    """This rank's: the GPUs of a host are taken in turn."""
+    """The device of this rank. Ranks of a host take its GPUs in turn."""
     if config.device == "cpu":
         return torch.device("cpu")
     device = torch.device(config.device, int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())

@@ -113,7 +113,7 @@ class Settings:
 
 
 def run(settings: Settings, update: Update) -> Comparison:
-    """Minutes. Raises `WorkerError` or `RankFailure` if a part fails, and AssertionError if results differ."""
+    """Runs all parts, for minutes. Raises one of `FAILURES` if a part fails or results differ."""
     where, absent = machine.describe(), dict[str, str]()
     parts = (_collectives, _tables, _step)
     rows = [row for part in parts for row in part(settings, absent, update)]

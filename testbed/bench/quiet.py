@@ -22,7 +22,7 @@ WINDOW_S: Final = 1.0
 # Processors that others may use. An idle machine needs some hundredths of one for its timers and daemons.
 OTHERS_MAX: Final = 0.2
 BUSY: Final = "busy"
-"""In what a benchmark writes, beside `others`: the processors that others used before it began, and after."""
+"""The field of a benchmark's JSON beside `others`, which are the processors that others used before and after."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def noted(figures: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def refuse_busy(found: Mapping[str, Any], name: str) -> None:
-    """For makers of pages: raises ValueError for figures of a busy machine."""
+    """Raises ValueError for figures of a busy machine, which no page may show."""
     if found.get(BUSY):
         raise ValueError(
             f"{name}: measured while others used {max(found['others']):.1f} processors; allowed in a page: up to "

@@ -25,7 +25,7 @@ class Update(Protocol):
 
 @contextlib.contextmanager
 def progress() -> Iterator[Update]:
-    """The line. It goes when the measuring ends."""
+    """Shows a line on a terminal. The line goes when measuring ends."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -86,7 +86,7 @@ def mistakes_told() -> Iterator[None]:
 
 
 def write(json_path: Path | None, figures: Mapping[str, Any]) -> None:
-    """Writes what is asked for, with the load of the machine."""
+    """Writes the figures to `json_path`, if it is given, with the load of the machine."""
     if json_path is not None:
         write_json(json_path, quiet.noted(figures))
 

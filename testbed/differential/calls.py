@@ -36,7 +36,7 @@ class Call:
     inputs: list[torch.Tensor] = field(default_factory=list)
     outputs: list[torch.Tensor] = field(default_factory=list)
     start: Callable[[Any, list[torch.Tensor], list[torch.Tensor]], list[Any]]
-    """Given the group, inputs and outputs."""
+    """Starts the call, given the group, inputs and outputs."""
 
     is_written: bool = True
     """Whether this rank's outputs are a result; if not, sennit leaves them as they were."""

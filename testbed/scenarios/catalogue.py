@@ -79,13 +79,13 @@ def _loss(operation: Operation, loss_fraction: float) -> Scenario:
             Goal(measure="goodput_kept", at_least=kept),
             *([] if ratio is None else [Goal(measure="ratio_to_gloo", at_least=ratio)]),
         ),
-        # Enough packets that some are lost.
+        # The payload has enough packets that some are lost.
         short={"workload": SHORT_WORKLOAD if loss_fraction >= 0.01 else {"size_bytes": 8 * MIB, "repetitions": 4}},
     )
 
 
 def _running(layout: str, scattered: bool) -> list[Algorithm]:
-    """The algorithms that run there."""
+    """The algorithms that can run on this layout of hosts."""
     hosts = Hosts.of(layout)
     assert hosts is not None
     collective = Collective.REDUCE_SCATTER if scattered else Collective.ALLREDUCE

@@ -39,7 +39,7 @@ class Operation(StrEnum):
 
 
 class Library(StrEnum):
-    """Who runs the collective."""
+    """The library that runs the collective."""
 
     SENNIT = "sennit"
     """The native core through `sennit.transport.communicator`, without torch."""
@@ -63,7 +63,7 @@ class Topology:
     rate_bits_per_s: int | None = None
     """Rate of the switch port towards host 0. None: as fast as the machine."""
     queue_bytes: int = 0
-    """Queue of that port; with a rate only."""
+    """Bytes of that port's queue. It takes a rate."""
     strangers: int = 0
     """Additional hosts without a rank, for hostile senders."""
 
@@ -193,7 +193,7 @@ class Variant:
     impairment_seed: int = 1
     peer_timeout_s: float = 10.0
     loss_fraction: float | None = None
-    """In place of the scenario's."""
+    """The share of lost packets; None: the scenario's."""
     algorithm: str = "auto"
     scattered: bool = False
     """Every rank gives one leaf, and the AllReduce is a ReduceScatter and an AllGather."""
@@ -245,7 +245,7 @@ class Scenario:
     """What the scenario shows, in one line."""
     topology: Topology = dataclasses.field(default_factory=Topology)
     impairment: Impairment = NO_IMPAIRMENT
-    """On every host's way out, on every plane."""
+    """What impairs the packets that every host sends on every plane."""
     beside_calm: bool = False
     """Every round also runs without impairment and hostile packets, for `goodput_kept`."""
     faults: tuple[Fault, ...] = ()
@@ -254,7 +254,7 @@ class Scenario:
     hostile: Hostile | None = None
     workload: Workload = dataclasses.field(default_factory=Workload)
     job: Job | Trainings | None = None
-    """Takes the place of the workload."""
+    """A training job, or training runs, in place of the workload."""
     libraries: tuple[Library, ...] = (Library.SENNIT,)
     variants: tuple[Variant, ...] = (Variant(),)
     goals: tuple[Goal, ...] = ()

@@ -27,7 +27,7 @@ ROTATION_ELEMENTS: Final = 131
 
 
 def random_input(seed: int, rank: int, elements: int) -> Floats:
-    """Between -0.5 and 0.5, so that rounding of sums depends on their order."""
+    """Values between -0.5 and 0.5, so that rounding of sums depends on their order."""
     return np.random.default_rng([seed, rank]).random(elements, np.float32) - np.float32(0.5)
 
 
@@ -37,7 +37,7 @@ def expected_sum(seed: int, world: int, elements: int) -> Floats:
 
 
 def summed(leaves: Iterable[Floats]) -> Floats:
-    """Over the tree that the transport promises (docs/reference/plans.md)."""
+    """The sum over the tree that the transport promises (docs/reference/plans.md)."""
     rows = list(leaves)
     stack: list[Floats] = []
     for row, combinations in zip(rows, balanced(len(rows)), strict=True):
@@ -49,7 +49,7 @@ def summed(leaves: Iterable[Floats]) -> Floats:
 
 
 def recoded(codec: Codec, values: Floats, first_index: int) -> Floats:
-    """Coded and decoded, by the reference in NumPy."""
+    """The values after coding and decoding, by the reference in NumPy."""
     coded = codec_reference.encode(codec, values.view(np.uint8), first_index=first_index)
     return codec_reference.decode(codec, coded, values.size).view(np.float32)
 
@@ -78,7 +78,7 @@ class Payload:
         part = self.elements // world
         match operation:
             case Operation.ALLREDUCE if leaves is not None:
-                # Equal in worlds of any size.
+                # The leaves are equal in worlds of any size.
                 self.elements = size_bytes // ELEMENT_BYTES
                 span = leaves_of(rank, world, leaves)
                 rows = [random_input(seed, leaf, self.elements) for leaf in range(*span)]

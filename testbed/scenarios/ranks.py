@@ -25,7 +25,7 @@ from sennit.testbed.topology import Planes
 
 Answer = dict[str, Any]
 
-# Importing torch on a busy machine takes the longest.
+# The deadline of a start. Importing torch on a busy machine takes the longest.
 JOIN_TIMEOUT_S: Final = 90.0
 STOP_TIMEOUT_S: Final = 15.0
 LOG_TAIL_LINES: Final = 30

@@ -34,7 +34,7 @@ class Judged:
 
     goal: Goal
     value: float | None
-    """None: the run gave no such measure."""
+    """The measured value; None: the run gave no such measure."""
 
     @property
     def met(self) -> bool:
@@ -76,7 +76,7 @@ class Case:
     """Who impaired the packets: bpf or netem."""
     scenario: dict[str, Any] = field(default_factory=dict)
     goals: list[dict[str, Any]] = field(default_factory=list)
-    """Each with `value`, `met` and `word`: met, short (a speed goal was missed) or failed."""
+    """Goals with `value`, `met` and `word`: met, short (a speed goal was missed) or failed."""
     measures: dict[str, float] = field(default_factory=dict)
     runs: list[dict[str, Any]] = field(default_factory=list)
     """Repetition times, plane shares and counters, one per library, condition and round."""

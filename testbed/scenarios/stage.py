@@ -61,7 +61,7 @@ class Run:
     variant: Variant
     round: int
     answers: list[Answer]
-    """By rank; empty for a rank that a fault silenced."""
+    """Answers by rank; empty for a rank that a fault silenced."""
     events: list[tuple[str, float]]
     """Faults with their monotonic time."""
     impairment_counters: dict[str, int]

@@ -35,7 +35,7 @@ LOOK_S: Final = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """What became of one run."""
+    """The outcome of one run."""
 
     training: Training
     digest: str = ""
@@ -127,7 +127,7 @@ def _begin_with_changes(crew: _Crew, *, victim: int) -> None:
     for host in range(1, ranks) if gathers else ():
         crew.start(f"rank{host}", host, join, plan)
     crew.wait_until(halted.exists, "no step at which it waits for a newcomer")
-    # It takes the place of a rank that is gone, on the last host.
+    # The newcomer takes the place of the lost rank, on the last host.
     crew.start("newcomer", ranks if training.transport == "udp" else 0, join, plan, like=ranks - 1)
 
 
@@ -189,7 +189,7 @@ class _Crew:
         return lines()[0].rpartition("--join ")[2].strip()
 
     def wait(self) -> None:
-        """Until all have ended. One process may fail: that of the rank which is killed."""
+        """Waits until all processes have ended. Only the process of the killed rank may fail."""
         self.wait_until(lambda: all(process.poll() is not None for process in self._running.values()), "no end")
 
     def wait_until(self, is_so: Callable[[], bool], otherwise: str) -> None:

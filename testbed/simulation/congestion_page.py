@@ -66,7 +66,7 @@ class Run:
         return (self.bytes[last][flow] - self.bytes[first][flow]) * 1e6 / (TOGETHER_US[1] - TOGETHER_US[0]) / self.rate
 
     def goodput(self, flow: int, samples: int = 4) -> tuple[list[float], list[float]]:
-        """Milliseconds, and Gbit/s over `samples` samples before."""
+        """Times in milliseconds, and rates in Gbit/s over the `samples` samples before each."""
         ends = range(samples, len(self.bytes), samples)
         moved = [self.bytes[end][flow] - self.bytes[end - samples][flow] for end in ends]
         span_us = samples * self.sample_us

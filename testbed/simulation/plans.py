@@ -25,7 +25,7 @@ OVERHEAD_BYTES = 122
 # A core posts and completes a few million messages a second. The simulation leaves that out, but algorithms should not
 # be chosen as if messages were free.
 MESSAGE_S = 0.2e-6
-# The first, the last, and some between.
+# A digest takes the plans of this many ranks: the first, the last, and some between.
 DIGESTED_RANKS = 4
 
 
@@ -35,7 +35,7 @@ class Program:
 
     algorithm: str
     compile_plan: Callable[[int], Plan]
-    """For a rank."""
+    """Compiles the plan of a rank."""
     counts: tuple[int, ...] = ()
     """Sizes that each rank gives when it posts."""
 

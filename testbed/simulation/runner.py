@@ -127,7 +127,7 @@ def _tiers(links: list[tuple[str, bool, float, int, int]]) -> dict[str, TierUse]
 
 
 def jobs_of_this_machine() -> int:
-    """How many full runs it can do at a time."""
+    """How many full runs this machine can do at a time."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1, min(len(os.sched_getaffinity(0)), memory_bytes // RUN_BYTES))
 

@@ -33,7 +33,7 @@ from sennit.testbed.simulation.suite import Case
 from sennit.transport.choice.costs import Costs
 
 HOSTS: Final = (16, 64, 256, 1024)
-# Phases that wait for an exchange, and the exchange.
+# The exchange that each of these phases waits for.
 EXCHANGES: Final[Mapping[str, str]] = {
     "id exchange": "ids",
     "pooled exchange": "vectors",
@@ -99,7 +99,7 @@ class Step:
 
     hosts: int
     times: Mapping[str, Time]
-    """What each phase takes by itself."""
+    """The time that each phase takes by itself."""
 
     schedule: Schedule
 

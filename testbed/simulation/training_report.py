@@ -51,7 +51,7 @@ def table(by_speed: Mapping[float, Sequence[Step]]) -> str:
 
 
 def as_json(shape: Shape, by_speed: Mapping[float, Sequence[Step]]) -> dict[str, Any]:
-    """All of it for programs, in seconds."""
+    """The report for programs, in seconds."""
     return {
         "tables": shape.tables,
         "rows": shape.rows,

@@ -17,7 +17,7 @@ from sennit.errors import Unsupported
 
 TIMEOUT_S: Final = 60.0
 SVG: Final = "http://www.w3.org/2000/svg"
-PX: Final = 4 / 3  # Graphviz counts points.
+PX: Final = 4 / 3  # Graphviz measures in points.
 # Boxes are made for Graphviz's Helvetica. Their margins leave room for wider letters of the reader's own font.
 SETTINGS: Final = """
   graph [fontname=Helvetica fontsize=9 labeljust=l nodesep=0.2 ranksep=0.45 bgcolor=transparent]
@@ -68,7 +68,7 @@ def svg(graph: str) -> str:
     ElementTree.register_namespace("", SVG)
     picture = ElementTree.fromstring(done.stdout)
     for element in picture.iter():
-        element.attrib.pop("id", None)  # A page may have several pictures.
+        element.attrib.pop("id", None)  # Identifiers go: a page may have several pictures.
     for element in picture.iter(f"{{{SVG}}}g"):
         for title in element.findall(f"{{{SVG}}}title"):
             element.remove(title)

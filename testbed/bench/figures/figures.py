@@ -34,7 +34,7 @@ class Row:
     """The key of its run. A row of goals has none."""
 
     id: str | None = None
-    """For pictures and other pages that show its figures, too."""
+    """The name by which pictures and other pages show its figures."""
 
     goal: bool = False
     """Whether the cells are the goals of the rows below."""
@@ -43,10 +43,10 @@ class Row:
     """`more` or `less`, where figures that are short of the goals above are bold."""
 
     unit: str = ""
-    """Behind the last figure of a cell."""
+    """The unit, written behind the last figure of a cell."""
 
     digits: int | None = None
-    """Behind the point; otherwise as many as the figure has."""
+    """Digits behind the point; None: as many as the figure has."""
 
     source: dict[str, Any] | None = None
     """How `make figures` measures it: `bench`, options of `sennit bench`; `figures`, for each column an expression
@@ -108,7 +108,7 @@ class Table:
         return cls(name=found["name"], columns=found["columns"], rows=rows)
 
     def lines(self) -> Iterator[str]:
-        """In Markdown."""
+        """The table in Markdown."""
         yield _line(self.columns)
         yield _line(["---"] * len(self.columns))
         goals: list[Cell] = [None] * (len(self.columns) - 1)
@@ -125,7 +125,7 @@ class Table:
 
 
 def _kept(row: Row) -> dict[str, Any]:
-    """Without what is as by default."""
+    """The fields that differ from their defaults."""
     return {each.name: value for each in fields(row) if (value := getattr(row, each.name)) != each.default}
 
 
@@ -134,7 +134,7 @@ def _goal(cell: Cell, row: Row) -> str:
 
 
 def _line(cells: Iterable[str]) -> str:
-    """Without a space in an empty cell."""
+    """A line of the table. An empty cell has no space."""
     return re.sub(r"\|\s+(?=\|)", "| ", f"| {' | '.join(cells)} |")
 
 

@@ -55,14 +55,14 @@ def main(name: str, path: Path, settings: Settings, limit_s: float) -> None:
             write(path, found)
     except (Unsupported, ModuleNotFoundError) as reason:
         _add(path, skipped=str(reason))
-    except BaseException as error:  # Whatever it is, the report shall have it.
+    except BaseException as error:  # The report shows every error.
         traceback.print_exc()  # Beside what else the part prints: all of it tells why.
         _add(path, error=f"{type(error).__name__}: {error}")
     faulthandler.cancel_dump_traceback_later()
 
 
 def merged(found: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """All that both have. Results are one list."""
+    """The fields of both. Their results become one list."""
     both = found | more
     if "results" in found:
         both["results"] = [*found["results"], *more.get("results", [])]
@@ -70,7 +70,7 @@ def merged(found: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(path: Path, found: dict[str, Any]) -> None:
-    """Whole or not at all: the process may be killed at any time."""
+    """Writes the file whole or not at all: the process may be killed at any time."""
     being_made = path.with_suffix(".part")
     being_made.write_text(json.dumps(found))
     os.replace(being_made, path)

@@ -39,7 +39,7 @@ COPY_BYTES: Final = 1 << 30
 INTERPRETER: Final = "Triton's interpreter"
 _FP32_BYTES: Final = 4
 
-# The peer's figures on an H100, milliseconds.
+# The peer's published milliseconds on an H100.
 GOALS_MS: Final = {"forward": 0.345, "backward+sgd": 0.614, "backward+adam": 1.005}
 
 OPTIMIZERS: Final = (Optimizer.SGD, Optimizer.ADAM, Optimizer.ROW_WISE_ADAGRAD)
@@ -64,13 +64,13 @@ class Result:
     """Rows, states, results and gradients, each read or written once. Ids and the sort do not count."""
 
     distinct_rows: int
-    """In the batch, of all tables."""
+    """Distinct rows of the batch, over all tables."""
 
     share_of_copy: float
     """Share of the bandwidth of a copy in this run."""
 
     goal_ms: float | None
-    """None: nothing is published."""
+    """The peer's published milliseconds; None: nothing is published."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,7 +107,7 @@ class Report:
     ways: dict[str, Measured]
 
     def processor_s(self, name: str) -> float:
-        """For a million samples: the median of the turns. Run times of BPF programs are added."""
+        """Processor seconds for a million samples: the median of the turns. Run times of BPF programs are added."""
         found = self.ways[name]
         turns = [seconds + roles.get(BPF, 0.0) for seconds, roles in zip(found.processor_s, found.roles_s, strict=True)]
         return statistics.median(turns) * 1e6 / found.samples

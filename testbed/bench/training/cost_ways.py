@@ -112,7 +112,7 @@ class Measured:
     """Samples of a turn."""
 
     moved_bytes: int
-    """That ranks sent one another in a turn; 0: nobody counted."""
+    """Bytes that ranks sent one another in a turn; 0: nobody counted."""
 
     absent: str = ""
     """Why it did not run."""
@@ -124,7 +124,7 @@ def take_turns(plan: Plan, rank: int, world: int, store: Store) -> Measured | No
     """
     number, own = divmod(rank, plan.ranks)
     way, place = plan.ways[number], plan.places[number]
-    # As in the trainer.
+    # The trainer does the same.
     keep_large_buffers()
     if place.network is not None:
         enter(place.network)

@@ -34,7 +34,7 @@ class BareStep:
     """
 
     def __init__(self, source: BatchSource, *, dim: int, dense_numbers: int) -> None:
-        """`dense_numbers`: of the model, whose gradients are summed."""
+        """`dense_numbers`: how many dense gradients the model has. They are summed."""
         self._source = source
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         tables = range(len(source.tables))

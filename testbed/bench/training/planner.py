@@ -51,7 +51,7 @@ class Case:
     name: str
     ranks: int
     sharding: str = "table_wise"
-    """Or "planned"."""
+    """The name of a sharding, or "planned"."""
     transport: str = "auto"
     is_held_out: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -110,10 +110,10 @@ class Result:
     is_held_out: bool
     predicted_s: float
     measured_s: float
-    """The median over steps, of the slowest rank."""
+    """Seconds of a step on the slowest rank: the median over steps."""
     predicted_phases_s: Mapping[str, float]
     measured_phases_s: Mapping[str, float]
-    """Medians over steps, of the mean over ranks."""
+    """Seconds by phase, the mean over ranks of medians over steps."""
 
     @property
     def error(self) -> float:
@@ -134,7 +134,7 @@ def run(cases: Sequence[Case], *, steps: int = STEPS) -> list[Result]:
 
 @contextmanager
 def calibrated(ranks: int) -> Iterator[None]:
-    """Inside, a calibration made here with so many ranks is in use, unless the environment names one."""
+    """Uses a calibration of this machine with `ranks` ranks inside the block, unless the environment names one."""
     if from_environment().calibration is not None:
         yield
         return

@@ -39,15 +39,15 @@ class Result:
     ranks: int
     hosts: int
     wall_s: float
-    """To rate and search. It includes other work of the machine."""
+    """Seconds to rate and search. Other work of the machine counts."""
     processor_s: float
     step_s: float
-    """As predicted."""
+    """Predicted seconds of a step."""
     round_robin_s: float
 
 
 def problem(tables: int, ranks: int, local_ranks: int) -> Problem:
-    """Always the same for the same numbers."""
+    """The problem with these numbers of tables and ranks. It is the same in each call."""
     dice = np.random.default_rng(SEED)
     rows = np.exp(dice.uniform(np.log(1e3), np.log(1e7), tables)).astype(np.int64)
     lengths, dims = dice.integers(1, 51, tables), dice.choice(DIMS, tables)

@@ -36,7 +36,7 @@ from sennit.testbed.bench.training.quality_ways import (
 METRICS: Final = {"normalised_entropy": "NE", "auc": "AUC", "calibration": "calibration"}
 """The fields of a run's quality that are compared, and their short names."""
 DIGITS: Final = {"normalised_entropy": 5, "auc": 5, "calibration": 4}
-"""How many are shown. Four are more than seeds agree on in calibration."""
+"""Digits that are shown. In calibration, seeds agree on fewer than four."""
 
 # The quantile 0.975 of Student's t, for 1, 2, ... degrees of freedom.
 T_975: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.16, 2.145)
@@ -54,7 +54,7 @@ class Settings:
     epochs: int = 1
     ranks: int = 2
     batch_sizes: tuple[int, ...] = ()
-    """Also these, in fp32."""
+    """Further global batch sizes, each in fp32."""
 
     rate_rules: tuple[str, ...] = (SQRT,)
     """How rates follow `batch_sizes`, and the batch size of the parameter server: each is a way of its own."""
@@ -91,12 +91,12 @@ class Settings:
 
     @property
     def duration(self) -> str:
-        """For people."""
+        """The length of training in words."""
         return "1 epoch" if self.epochs == 1 else f"{self.epochs} epochs"
 
     @property
     def ways(self) -> tuple[Way, ...]:
-        """All of them, in the order in which they run: what sets a time comes before those that have it."""
+        """All ways in the order in which they run: a way that sets a time comes before those that take it."""
         named = [WAYS[name] for name in self.only if name != ASYNCHRONOUS]
         longer = [
             batch_way(size, rule, is_same_time=True)

@@ -113,7 +113,7 @@ def has_server(report: Report) -> bool:
 
 
 def plain_ways(report: Report) -> list[str]:
-    """Those with the default batch size beside fp32; none in a report without it."""
+    """The ways with the default batch size beside fp32; none in a report without fp32."""
     if FP32 not in report.qualities:
         return []
     return [way for way in report.qualities if not way.startswith(("batch ", ASYNCHRONOUS, FP32))]

@@ -35,7 +35,7 @@ ASYNCHRONOUS_BATCH, WORKERS = 256, 4
 SAME_TIME: Final = ", same time"
 SQRT: Final = "sqrt"
 RATE_RULES: Final[Mapping[str, float]] = {SQRT: 0.5, "linear": 1.0, "fixed": 0.0}
-"""By name of a rate rule: the power of the batch size that rates grow with."""
+"""Rate rules by name: the power of the batch size that rates grow with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Way:
     """Fields of `TrainingConfig`, beside the batch size and its rates."""
 
     batch_size: int | None = None
-    """None: the default."""
+    """Samples of a global batch; None: the default."""
 
     rule: str = SQRT
     """How rates follow `batch_size`: a name of `RATE_RULES`."""
@@ -161,7 +161,7 @@ def train(job: Job, way: Way, steps: int | None = None) -> Trained:
 
 
 def _ours(config: TrainingConfig, ranks: int) -> Trained:
-    """What `sennit train` does, in ranks of their own."""
+    """Runs `sennit train` in ranks of its own."""
     trained: Trained = launch.run_ranks(_rank, config, ranks, timeout_s=config.timeout_s)[0]
     return trained
 

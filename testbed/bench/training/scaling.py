@@ -63,7 +63,7 @@ class Settings(TurnSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A world."""
+    """One run of a world."""
 
     step_s: float
     """Seconds of a step on the slowest rank."""

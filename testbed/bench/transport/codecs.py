@@ -48,14 +48,14 @@ class Result:
     name: str
     encode: float
     encode_with_residual: float | None
-    """None: it has no residual."""
+    """The rate of encoding that also keeps the residual; None: the codec has no residual."""
 
     decode: float
     ratio: float
     """Float32 bytes over coded bytes."""
 
     peers: dict[str, tuple[float, float]]
-    """By name: encode, decode."""
+    """Rates of peers by name: encode, decode."""
 
     def as_json(self) -> dict[str, Any]:
         return {

@@ -46,7 +46,7 @@ class Settings:
     """What to run."""
 
     transport: str = "auto"
-    """Value of SENNIT_TRANSPORT."""
+    """The value of SENNIT_TRANSPORT."""
 
     world: int = 64
     """Ranks, all on this machine."""
@@ -77,7 +77,7 @@ class Result:
     """The figures of one peer."""
 
     seconds: list[float]
-    """From the first rank's call of `init_process_group` to the end of the last rank's AllReduce, by round."""
+    """Seconds from the first rank's call of `init_process_group` to the end of the last rank's AllReduce, by round."""
 
     processor_s: list[float]
     """Processor seconds of a rank in that time: the mean of all ranks, by round."""
@@ -86,7 +86,7 @@ class Result:
     """Bytes that a rank reads from the store, divided by the number of its peers. The mean of all ranks."""
 
     memory_bytes: float
-    """The most that the group adds to a rank, with its share of the segments."""
+    """Bytes of memory that the group adds to a rank, at most, with its share of the segments."""
 
 
 @dataclass(frozen=True, kw_only=True)

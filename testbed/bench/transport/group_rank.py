@@ -35,10 +35,10 @@ class Turn:
     begin_s: float
     end_s: float
     read_bytes: int
-    """What the rank read from the store."""
+    """Bytes that the rank read from the store."""
 
     memory_bytes: int
-    """How much more memory of its own the rank holds than before, without shared memory."""
+    """Bytes of private memory that the rank holds more than before, without shared memory."""
 
     processor_s: float
     """Processor seconds of this rank from begin to end."""

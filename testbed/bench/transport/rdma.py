@@ -57,7 +57,7 @@ class Settings:
     """Bytes that each rank sends to the other per operation."""
 
     in_flight: tuple[int, ...] = (1, 8)
-    """Operations in flight."""
+    """Numbers of operations in flight."""
 
     rounds: int = 5
     """Samples of every peer under every setting."""
@@ -93,7 +93,7 @@ class Row:
     netem: str
     in_flight: int
     samples_s: dict[str, list[float]] = field(default_factory=dict)
-    """By peer: seconds per operation in each round."""
+    """Seconds per operation by peer, in each round."""
 
     def median_s(self, peer: str) -> float:
         return statistics.median(self.samples_s[peer])
@@ -107,7 +107,7 @@ class Report:
     machine: dict[str, object]
     rows: list[Row] = field(default_factory=list)
     cpu_s_per_gb: dict[str, list[float]] = field(default_factory=dict)
-    """By peer: the VM's busy seconds for each 1e9 bytes that each rank sends and receives, by round."""
+    """The VM's busy seconds for each 1e9 bytes that each rank sends and receives, by peer and round."""
 
     def base(self, row: Row) -> Row:
         """The row's baseline: the first setting with as many in flight."""
