@@ -98,7 +98,7 @@ class Fold(NamedTuple):
     in_place: bool
     """Whether results overwrite contributions that may not have been sent yet."""
     elements: int = 0
-    """The elements of one leaf or node. A rank's leaves or nodes follow one another in the buffer of its contribution."""
+    """The elements of one leaf or node. Those of a rank follow one another in the buffer of its contribution."""
 
 
 def add_fold(builder: PlanBuilder, fold: Fold) -> None:
