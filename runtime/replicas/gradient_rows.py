@@ -92,7 +92,7 @@ class Layout:
             self.lengths[parameter.dtype] = start + _aligned(parameter.numel())
 
     def fits(self, places: Sequence[Place]) -> bool:
-        """Whether the module still has these parameters, and requires gradients of the same."""
+        """Whether these are still the module's parameters, and the same require gradients."""
         return self.key == _key(places)
 
     def piece(self, row: Tensor, index: int, first: int = 0) -> Tensor:
@@ -133,5 +133,5 @@ def _aligned(elements: int) -> int:
 
 
 def _key(places: Sequence[Place]) -> tuple[object, ...]:
-    found = (own_parameters(place.owner)[place.attribute] for place in places)
-    return tuple((id(p), p.requires_grad, p.dtype, p.shape) for p in found if p is not None)
+    found = [(place.name, own_parameters(place.owner)[place.attribute]) for place in places]
+    return tuple((name, id(p), p.requires_grad, p.dtype, p.shape) for name, p in found if p is not None)

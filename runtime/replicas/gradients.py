@@ -99,17 +99,17 @@ class SliceSums:
                 place.put(layout.parameters[index])
 
     def has_all_slices(self) -> None:
-        """The module has run on all slices. From now on only the graph keeps the slices' parameters."""
+        """The module has run on all slices, and all were checked. Now only the graph keeps the slices' parameters."""
+        self._layout.is_checked = True
         self._aliases.clear()
 
     def check_leaves(self, output: object, own: Sequence[nn.Parameter]) -> None:
         """Raises `ArgumentError` if a slice's gradients would go elsewhere than to its own parameters and arguments.
 
-        Only the first pass is checked.
+        Passes are checked until one was good on all slices.
         """
         if self._layout.is_checked:
             return
-        self._layout.is_checked = True
         known = {id(parameter) for parameter in own}
         nodes = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         seen = set()

@@ -27,6 +27,7 @@ from sennit.runtime.replicas.gradient_rows import Layout, places_of
 from sennit.runtime.replicas.gradients import Held, SliceSums
 from sennit.runtime.replicas.reduction import Reduction, Residuals
 from sennit.runtime.sharded.agreement import check_agreement, check_codec
+from sennit.runtime.sharded.module import uncompiled
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.sharded.sent import Pending, RunBeside
 from sennit.runtime.sharded.slices import DEFAULT_SLICES, Slices
@@ -79,16 +80,15 @@ class SlicedReplicas(nn.Module):
         self._seed, self._group, self._reduction = seed, group, reduction
         self._synchronised = True
         self._held = Held()
-        self._places = places_of(module)
         self._device = _device_of(module)
-        self._layout = Layout(self._places, self.slices)
-        self._norms = [(name, part) for name, part in module.named_modules() if isinstance(part, NormBase)]
+        self._layout = Layout(places_of(module), self.slices)
 
     @property
     def residuals(self) -> Residuals | None:
         """What coding has lost of this rank's last gradients; None without a codec. Save its `state_dict`."""
         return self._reduction.residuals
 
+    @uncompiled
     def forward(self, *args: Any, global_batch: int | None = None, **kwargs: Any) -> Any:
         """Returns what `module` returns for this rank's samples: tensors by dimension 0, 0-dim tensors [own slices].
 
@@ -129,6 +129,7 @@ class SlicedReplicas(nn.Module):
         self.passes += self.training
         return join(outputs, None if sums is None else sums.expect)
 
+    @uncompiled
     def each_slice(
         self, function: Callable[..., Any], *args: Any, global_batch: int | None = None, **kwargs: Any
     ) -> Any:
@@ -209,11 +210,11 @@ class SlicedReplicas(nn.Module):
 
     def _current_layout(self) -> Layout:
         """The layout of the parameters as they are now: the module may have got others, or frozen some."""
-        if not self._layout.fits(self._places):
+        places = places_of(self.module)
+        if not self._layout.fits(places):
             if self._held:
                 raise ArgumentError("parameters changed while no_sync held gradients of them")
-            self._places = places_of(self.module)
-            self._layout = Layout(self._places, self.slices)
+            self._layout = Layout(places, self.slices)
         return self._layout
 
     @contextlib.contextmanager
@@ -235,8 +236,8 @@ class SlicedReplicas(nn.Module):
                 generator.set_state(state)
 
     def _refuse_running_statistics(self) -> None:
-        for name, norm in self._norms:
-            if norm.training and norm.track_running_stats:
+        for name, norm in self.module.named_modules():
+            if isinstance(norm, NormBase) and norm.training and norm.track_running_stats:
                 raise ConfigError(
                     f"{name} ({type(norm).__name__}) updates running statistics, which depend on the order of slices. "
                     "Give it track_running_stats=False (statistics of a slice), call eval() on it, or take LayerNorm"

@@ -182,21 +182,37 @@ def loss_outside(rank: int, world: int) -> str:
     return digest(model.weight.grad, replicas.global_loss(losses, 37))
 
 
+class Around(nn.Module):
+    """Has a parameter of its own, too."""
+
+    def __init__(self, replicas: SlicedReplicas) -> None:
+        super().__init__()
+        self.replicas = replicas
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, dense: Tensor) -> Tensor:
+        losses: Tensor = self.replicas.each_slice(torch.mean, self.replicas(self.scale * dense))
+        return losses
+
+
 def compiled(rank: int, world: int) -> None:
-    """A compiled module inside gives the bits of the module."""
+    """A compiled module inside or around gives the bits of the module."""
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, 1))
     found = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # The compiler's own imports.
-        for inner in (model, torch.compile(model, backend="aot_eager")):
+        for inner, is_around in ((model, False), (torch.compile(model, backend="aot_eager"), False), (model, True)):
             replicas = SlicedReplicas(inner)
+            losses: Any = Around(replicas)
+            if is_around:
+                losses = torch.compile(losses, backend="aot_eager")
             model.zero_grad()
             for step in range(2):
-                dense = batch(step, 32)[0][mine(replicas, 32)]
-                replicas.loss(replicas.each_slice(torch.mean, replicas(dense))).backward()
+                replicas.loss(losses(batch(step, 32)[0][mine(replicas, 32)])).backward()
             found.append([parameter.grad.clone() for parameter in model.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    for others in found[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
 
 
 def refusals(rank: int, world: int) -> None:
@@ -245,10 +261,31 @@ def refusals(rank: int, world: int) -> None:
         (lambda: SlicedReplicas(Counting())(x), "changed its buffer calls"),
         (lambda: SlicedReplicas(Reentrant())(x.clone().requires_grad_()), "give it use_reentrant=False"),
         (lambda: SlicedReplicas(Uneven())(x), r"slices gave the values \(1, 2.*; allowed: tensors, and values that"),
-        (lambda: SlicedReplicas(Hidden())(x), "uses weight, which requires gradients, by a reference"),
     ):
         with pytest.raises(SennitError, match=match):
             wrong()
+    # Every pass is refused, also where a single slice is wrong.
+    hiding = SlicedReplicas(Hidden())
+    assert hiding(x).shape == x.shape
+    hiding = SlicedReplicas(Hidden())
+    late = x.index_fill(0, torch.tensor([count - 1]), 9)
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match="uses weight, which requires gradients, by a reference"):
+            hiding(late)
+    # A layer that came later is one of the module's, too.
+    grown = SlicedReplicas(nn.Sequential(nn.Linear(2, 2, bias=False)))
+    grown(x)
+    grown.module.append(nn.Linear(2, 1, bias=False)).requires_grad_(True)
+    for parameter in grown.parameters():
+        nn.init.ones_(parameter)
+    grown.loss(grown.each_slice(torch.mean, grown(x * (rank + 1)))).backward()
+    own = replicas.slices.own
+    total = torch.tensor(4.0 * (own.high - own.low) * (rank + 1) / replicas.slices.count)
+    dist.all_reduce(total)
+    torch.testing.assert_close(grown.module[1].weight.grad, (total / 2).expand(1, 2))
+    grown.module.append(nn.BatchNorm1d(1))
+    with pytest.raises(ConfigError, match="2 \\(BatchNorm1d\\) updates running statistics"):
+        grown(x)
     assert SlicedReplicas(nn.BatchNorm1d(2, track_running_stats=False))(x).shape == x.shape
     assert SlicedReplicas(nn.BatchNorm1d(2).eval())(x).shape == x.shape
 
@@ -285,7 +322,7 @@ class Counting(nn.Module):
 
 
 class Hidden(nn.Module):
-    """Keeps its parameter in a list, too."""
+    """Keeps its parameter in a list, too, and takes it from there for large samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +330,7 @@ class Hidden(nn.Module):
         self.kept = [self.weight]
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.kept[0]
+        return x * (self.kept[0] if x.max() > 5 else self.weight)
 
 
 def dies(rank: int, world: int) -> str:
