@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Torch types its collectives thinly:
-# mypy: disable-error-code="no-untyped-call,arg-type,union-attr,index,misc,assignment"
+# mypy: disable-error-code="no-untyped-call,arg-type,union-attr,index,misc,assignment,operator"
 """A module on every rank, run slice by slice: the same bits in every world, and the gradients of plain torch."""
 
 from __future__ import annotations
