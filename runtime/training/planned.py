@@ -265,4 +265,4 @@ def _planned(
 
 
 def _tell(line: str) -> None:
-    stdout_console().print(line, markup=False, soft_wrap=True)
+    stdout_console().print(line, soft_wrap=True)

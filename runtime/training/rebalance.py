@@ -127,7 +127,7 @@ class Rebalancer:
         )
         self.moved.moves.append(move)
         if dist.get_rank() == 0:
-            stdout_console().print(f"moved {move}", markup=False, soft_wrap=True)
+            stdout_console().print(f"moved {move}", soft_wrap=True)
         return move
 
     def _proposed(

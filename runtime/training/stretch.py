@@ -19,7 +19,6 @@ from sennit.offload.sketch import Sketch
 from sennit.runtime.backend.process_group import BACKEND_NAME, communicator
 from sennit.runtime.checkpoint.fingerprint import fingerprint
 from sennit.runtime.data.batch_source import BatchSource
-from sennit.runtime.ingest.sketches import save_sketch
 from sennit.runtime.telemetry.process_cost import CostMeter
 from sennit.runtime.timeline.timeline import Timeline
 from sennit.runtime.timeline.trace_file import with_word
@@ -56,8 +55,25 @@ class History:
             found.merge(self.counted)
         self.counted = found
 
+    def save_sketch(self, source: BatchSource, path: Path) -> None:
+        """Sums what all ranks have counted, and writes it on rank 0. Collective. Nothing is written if a rank has no
+        sketch.
+        """
+        found: list[Sketch | None] = [None] * dist.get_world_size()
+        own = source.sketch()
+        if own is not None and self.counted is not None:
+            own.merge(self.counted)
+        dist.all_gather_object(found, own)
+        sketches = [sketch for sketch in found if sketch is not None]
+        if dist.get_rank() == 0 and len(sketches) == len(found):
+            total = sketches[0]
+            for other in sketches[1:]:
+                total.merge(other)
+            total.note = self._sketch_note
+            total.save(path)
+
     @property
-    def sketch_note(self) -> str:
+    def _sketch_note(self) -> str:
         """A warning for readers of this run's sketch; empty if its ranks have never changed."""
         if not self.changes:
             return ""
@@ -192,7 +208,7 @@ def _train(
         if config.json_path is not None:
             write_whole(config.json_path, json_text(report.as_json(), indent=2))
     if config.sketch_path is not None:
-        save_sketch(source, config.sketch_path, earlier=history.counted, note=history.sketch_note)
+        history.save_sketch(source, config.sketch_path)
     # No rank leaves while another one still needs an answer.
     dist.barrier()
     return report
@@ -213,14 +229,14 @@ def shown_by(here: bool, what: str) -> contextlib.AbstractContextManager[None]:
 
 def tell_timeline(whose: str, path: Path) -> None:
     """Prints what to do with a file."""
-    stdout_console().print(f"timeline of {whose}: sennit timeline {path}", markup=False, soft_wrap=True)
+    stdout_console().print(f"timeline of {whose}: sennit timeline {path}", soft_wrap=True)
 
 
 def tell(trainer: Trainer, lines: Sequence[str]) -> None:
     """Rank 0 prints lines for people."""
     if trainer.rank == 0:
         for line in lines:
-            stdout_console().print(line, markup=False)
+            stdout_console().print(line)
 
 
 def transport_counters(backend: str) -> dict[str, int]:

@@ -2,12 +2,13 @@
 """The figures of one run: samples by peer, their median and spread, and the ratio to sennit."""
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sennit.testbed.bench.cases import Case
 
 
-def quantile(samples: list[float], fraction: float) -> float:
+def quantile(samples: Sequence[float], fraction: float) -> float:
     """Linear interpolation between the nearest ranks. `fraction` is in 0..1."""
     ordered = sorted(samples)
     position = fraction * (len(ordered) - 1)

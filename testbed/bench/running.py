@@ -52,7 +52,7 @@ def measured(command: Callable[..., None]) -> Callable[..., None]:
     def run(*, force: bool = False, **given: Any) -> None:
         is_written = any(given.get(name) is not None for name in WRITES)
         if given.get("report") is not None:
-            _make(given["report"])
+            make_folder(given["report"])
         with quiet.watched(is_forced=force) if is_written else contextlib.nullcontext():
             command(**given)
 
@@ -62,7 +62,7 @@ def measured(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _make(report: Path) -> None:
+def make_folder(report: Path) -> None:
     """Makes the folder now, not after minutes of measuring."""
     try:
         report.mkdir(parents=True, exist_ok=True)

@@ -51,7 +51,7 @@ def simulate_steps(
     except SennitError as error:
         fail(error)
     for note in notes:
-        stdout_console().print(f"note: {note}", markup=False, soft_wrap=True)
+        stdout_console().print(f"note: {note}", soft_wrap=True)
     with busy("measuring the model on one core"):
         fixed = training.measure(shape)
     cases = training.cases(shape, counts, constants, fixed, seed)
@@ -73,7 +73,7 @@ def simulate_steps(
     (out / "table.md").write_text(text + "\n")
     write_json(out / "steps.json", training_report.as_json(shape, by_speed))
     training_report.plot(by_speed, out / "scaling.svg")
-    stdout_console().print(text, markup=False, soft_wrap=True)
+    stdout_console().print(text, soft_wrap=True)
     if page is not None:
         try:
             picture = f"![efficiency and exposed share]({page.with_suffix('.svg').name})"

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from sennit.command_line import fail, stdout_console
-from sennit.testbed.bench.running import Figures, mistakes_told, need, progress, write
+from sennit.testbed.bench.running import Figures, make_folder, mistakes_told, need, progress, write
 
 
 def gpu(
@@ -34,12 +34,7 @@ def gpu(
     from sennit.testbed.bench.gpu import gpu, gpu_summary
 
     if report_folder is not None:
-        try:
-            report_folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise typer.BadParameter(
-                f"--report {report_folder}: {error.strerror}; choose a folder that can be made"
-            ) from None
+        make_folder(report_folder)
     with mistakes_told():
         settings = gpu.Settings(world=world, rounds=rounds, seed=seed, interpreter=interpreter)
     with progress() as update:

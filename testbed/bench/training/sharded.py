@@ -24,8 +24,7 @@ from sennit.runtime.calibrate import machine
 from sennit.runtime.replicas import SlicedReplicas
 from sennit.runtime.sharded import Features, ShardedEmbeddingBags, Table
 from sennit.runtime.training import launch
-from sennit.testbed.bench.ratios import format_seconds
-from sennit.testbed.bench.results import quantile
+from sennit.testbed.bench.ratios import spread
 from sennit.testbed.bench.training import slices
 from sennit.testbed.bench.training.sharded_torchrec import torchrec_step
 from sennit.testbed.bench.training.turns import joined, slowest
@@ -182,13 +181,10 @@ def render(report: Report, console: Console) -> None:
         title=f"step on {settings.world} ranks, {settings.tables} tables of {settings.rows:,} x {settings.dim}, "
         f"{settings.pooling} ids a bag, local batch {settings.local_batch:,}, {settings.rounds} rounds"
     )
-    for heading in ("", "time / table_wise", "samples/s", "step  (p10 - p90)"):
+    for heading in ("", "time / table_wise", "samples/s", "step  (p10 – p90)"):
         lines.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for peer, seconds in report.seconds.items():
-        low, middle, high = (format_seconds(quantile(seconds, fraction)) for fraction in (0.1, 0.5, 0.9))
-        lines.add_row(
-            peer, f"{report.ratio(peer):.2f}", f"{report.samples_per_second(peer):,.0f}", f"{middle}  ({low} - {high})"
-        )
+        lines.add_row(peer, f"{report.ratio(peer):.2f}", f"{report.samples_per_second(peer):,.0f}", spread(seconds))
     console.print(lines)
     if report.absent is not None:
         console.print(f"torchrec did not run: {report.absent}")

@@ -27,8 +27,7 @@ from sennit.runtime.model.inputs import ModelInputs
 from sennit.runtime.replicas import Along, SlicedReplicas
 from sennit.runtime.sharded import Table
 from sennit.runtime.training import launch
-from sennit.testbed.bench.ratios import format_seconds
-from sennit.testbed.bench.results import quantile
+from sennit.testbed.bench.ratios import spread
 from sennit.testbed.bench.training.turns import joined, slowest
 
 OURS: Final = "slices"
@@ -152,9 +151,8 @@ def render(report: Report, console: Console) -> None:
         title=f"dense step, {settings.slices} slices on {settings.world} ranks, local batch {settings.local_batch:,}, "
         f"{settings.rounds} rounds"
     )
-    for heading in ("", "slices / peer", "step  (p10 - p90)"):
+    for heading in ("", "slices / peer", "step  (p10 – p90)"):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for peer, seconds in report.seconds.items():
-        low, middle, high = (format_seconds(quantile(seconds, fraction)) for fraction in (0.1, 0.5, 0.9))
-        table.add_row(peer, f"{report.ratio(peer):.3f}", f"{middle}  ({low} - {high})")
+        table.add_row(peer, f"{report.ratio(peer):.3f}", spread(seconds))
     console.print(table)

@@ -29,8 +29,7 @@ from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.calibrate import machine
 from sennit.runtime.ingest.address import Address
 from sennit.runtime.training import launch
-from sennit.testbed.bench.ratios import format_seconds
-from sennit.testbed.bench.results import quantile
+from sennit.testbed.bench.ratios import spread
 from sennit.testbed.bench.transport import collectives
 from sennit.testbed.bench.transport.group_rank import TIMEOUT_S, Turn, result_key, take_turns
 
@@ -209,21 +208,16 @@ def render(report: Report, console: Console) -> None:
         title=f"a group of {settings.world} ranks on one machine, {processes} processes, transport "
         f"{settings.transport}, {settings.rounds} rounds"
     )
-    headings = ("first AllReduce  (p10 - p90)", "processor ms a rank", "store bytes a peer", "MiB a rank")
+    headings = ("first AllReduce  (p10 – p90)", "processor ms a rank", "store bytes a peer", "MiB a rank")
     for heading in ("peer", f"peer / {OURS}", *headings):
         table.add_column(heading, justify="left" if heading == "peer" else "right", no_wrap=True)
     for peer, result in report.results.items():
         table.add_row(
             peer,
             f"{report.ratio(peer):.2f}",
-            _spread(result.seconds),
+            spread(result.seconds),
             f"{1e3 * statistics.median(result.processor_s):.0f}",
             f"{result.read_bytes_a_peer:.0f}",
             f"{result.memory_bytes / (1 << 20):.1f}",
         )
     console.print(table)
-
-
-def _spread(seconds: Sequence[float]) -> str:
-    low, middle, high = (quantile(list(seconds), fraction) for fraction in (0.1, 0.5, 0.9))
-    return f"{format_seconds(middle)}  ({format_seconds(low)} - {format_seconds(high)})"
