@@ -30,7 +30,7 @@ EXIT_UNAVAILABLE: Final = 69
 EXIT_NO_OUTPUT: Final = 74
 ANOTHER_FILE: Final = "choose a file in a folder with room that can be written"
 FIGURE_SUFFIXES: Final = (".png", ".svg", ".pdf")
-# What stands for our letters where a terminal has ASCII or Latin-1 alone. Bars become digits.
+# Plain letters for terminals that have ASCII or Latin-1 alone. Bars become digits.
 PLAIN: Final = str.maketrans(
     {
         "µ": "u",

@@ -16,7 +16,7 @@ DISTRIBUTIONS: Final = {
     "opentelemetry": "opentelemetry-sdk",
     "prometheus_client": "prometheus-client",
 }
-# These are for work on sennit itself.
+# Extras that only work on sennit itself needs.
 NOT_OFFERED: Final = frozenset({"dev", "docs", "frameworks"})
 
 
@@ -65,5 +65,5 @@ def from_checkout() -> bool:
 
 
 def _normal(distribution: str) -> str:
-    """PEP 503."""
+    """The normalised name of a distribution (PEP 503)."""
     return re.sub(r"[-_.]+", "-", distribution).lower()

@@ -11,7 +11,7 @@ REMEDY = "give it to the container (docker run --cap-add NET_RAW)"
 
 
 def packet_socket(protocol: int) -> socket.socket:
-    """Returns a packet socket. `protocol`: of linux/if_ether.h. Raises Unsupported without CAP_NET_RAW."""
+    """Returns a packet socket. `protocol`: a number of linux/if_ether.h. Raises Unsupported without CAP_NET_RAW."""
     try:
         return socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(protocol))
     except PermissionError as error:

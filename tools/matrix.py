@@ -69,7 +69,7 @@ def cpu_builds(python: Python) -> list[str]:
 
 
 def pairs(found: list[Python]) -> Iterator[Pair]:
-    """Those of PAIRS, or all."""
+    """The pairs that PAIRS names, or all."""
     asked = os.environ.get("PAIRS", "").split()
     for text in asked:
         minor, _, torch = text.partition(":")

@@ -26,7 +26,7 @@ class Python(NamedTuple):
     """The interpreter itself, not a shim that starts it."""
 
     version: str
-    """As 3.12.1."""
+    """The version, such as 3.12.1."""
 
     @property
     def minor(self) -> str:
@@ -34,7 +34,7 @@ class Python(NamedTuple):
 
     @property
     def stable(self) -> bool:
-        """Whether a wheel for the stable ABI fits it."""
+        """Whether a wheel for the stable ABI fits this Python."""
         return tuple(map(int, self.minor.split("."))) >= STABLE
 
 

@@ -67,7 +67,7 @@ class MemorySource:
         self.fingerprint = data.fingerprint
         self.preprocessing: Preprocessing | None = data.preprocessing
         self.samples = data.samples
-        """All of them."""
+        """The samples of all ranks."""
         self._rank, self._world_size = rank, world_size
         self._sketch = (
             None

@@ -88,7 +88,7 @@ def _name(path: str, root: str, part: str) -> str:
 
 
 def _behind_proxy(name: str) -> str:
-    """An object store that does not answer may stand behind a proxy that is set for everything."""
+    """Advice for an object store that does not answer: a proxy may stand before it."""
     if name.rpartition("://")[0] in ("", "file", "local", "memory") or (found := surroundings.proxy()).fine:
         return ""
     return f" ({found.what}; {found.remedy})"

@@ -64,7 +64,7 @@ class FeedReport:
     """Processor time of the workers while they fed, in the program. Their start is not in it."""
 
     system_s: float
-    """The same in the kernel: mostly of packets. Over a virtual cable, also of whoever receives them."""
+    """Processor time of the workers in the kernel, mostly for packets; over a virtual cable with the receiver's."""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -79,7 +79,7 @@ class FeedReport:
 
     @property
     def processor_s_per_million_records(self) -> float | None:
-        """None: nothing was sent."""
+        """Processor seconds of the workers for a million records; None: nothing was sent."""
         return (self.user_s + self.system_s) * 1e6 / self.counters.records if self.counters.records else None
 
 

@@ -42,7 +42,7 @@ class Decay(Enum):
     """Where weight decay acts. Rows without lookups do not decay."""
 
     L2 = "l2"
-    """Added to the gradient."""
+    """Decay is added to the gradient (L2)."""
 
     DECOUPLED = "decoupled"
     """Applied to the weight (for LAMB: added to the direction), past the moments."""
@@ -52,10 +52,10 @@ class StateShape(Enum):
     """Floats that a state has per row."""
 
     ELEMENT = "element"
-    """As many as the table has columns: [row_count, dim]."""
+    """A float for each column: [row_count, dim]."""
 
     ROW = "row"
-    """One: [row_count]."""
+    """One float a row: [row_count]."""
 
 
 _STATES: dict[Optimizer, dict[str, StateShape]] = {

@@ -36,7 +36,7 @@ BAND_BYTES: Final = {"cpu": 1 << 20, "cuda": 64 << 20}
 ROWS_AT_ONCE: Final = 1 << 16
 
 _PLAIN: Final = OptimizerSpec(kind=Optimizer.SGD)
-# With w zero, w - (-1 · g) is exactly g.
+# SGD with this rate turns a weight of zero into exactly its gradient: 0 - (-1 · g) = g.
 _SUM: Final = _PLAIN.constants(step=1, rate=-1.0)
 
 

@@ -71,14 +71,14 @@ class Compiled:
     """Registers of a thread."""
 
     spill_bytes: int
-    """Stored and loaded by a thread."""
+    """Bytes that a thread spills: stores and loads to local memory."""
 
     shared_bytes: int
     """Bytes of shared memory of a program."""
 
     loads: dict[int, int]
     stores: dict[int, int]
-    """How many instructions move so many bytes of global memory a thread."""
+    """By bytes that an instruction moves for a thread, how many such instructions there are."""
 
     inexact: list[str]
     """Instructions that do not round as IEEE 754 says."""

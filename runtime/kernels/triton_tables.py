@@ -39,7 +39,7 @@ ROW_NUMBERS: Final = 9
 CLASS: Final = 10
 FIELDS: Final = 11
 
-# Bits, so that a number is a set of them.
+# Precisions are bits, so that a number is a set of them.
 FP32: Final = 1
 FP16: Final = 2
 BF16: Final = 4
@@ -66,7 +66,7 @@ class WidthClass:
     """Tables that kernels take in one launch, because tiles of one width suit them."""
 
     tables: tuple[int, ...]
-    """Their numbers."""
+    """The numbers of the tables."""
 
     width: int
     """Columns of the widest table, padded."""
@@ -216,7 +216,7 @@ class Vectors:
     """[tables]: 4 if all vectors of the table begin at multiples of 4 floats and have such dims, otherwise 1."""
 
     def align(self, tables: Sequence[int]) -> int:
-        """The same of some tables."""
+        """The alignment that all vectors of these tables have, in floats: 4 or 1."""
         return min(self.aligns[table] for table in tables)
 
 

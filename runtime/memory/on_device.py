@@ -49,18 +49,18 @@ class DeviceTables(Closing):
         ]
         """The memory of each table."""
         self.row_numbers = torch.zeros(line_count, dtype=torch.int64)
-        """As those of `memory`, in host memory."""
+        """The row in each line, in host memory. `memory` has the same numbers on the device."""
         self._numbers = numbers
         self._line_of_row = torch.full((host.cache.store.layout.row_count,), -1, dtype=torch.int32)
         self._row_of_line = torch.full((line_count,), -1, dtype=torch.int64)
-        # Batches that use a line. Those are not given to other rows.
+        # How many batches use each line. A used line is not given to other rows.
         self._uses = torch.zeros(line_count, dtype=torch.int32)
         self._given_back: list[Tensor] = []
         self._next = 0
 
     @property
     def cache(self) -> RowCache:
-        """The one in host memory."""
+        """The cache in host memory."""
         return self._host.cache
 
     def open(self, store: RowStore) -> None:
@@ -162,7 +162,7 @@ class DeviceRows:
         return lines[places]
 
     def release(self, *, is_dirty: bool) -> None:
-        """Ends their use. `is_dirty`: they were changed."""
+        """Ends the use of the rows. `is_dirty`: they were changed."""
         taken, self._taken = self._taken, None
         if taken is not None:
             self._tables.give_back(*taken, is_dirty=is_dirty)

@@ -80,7 +80,7 @@ class CachedTables(Closing):
         ]
         """The memory of each table."""
         self.parts = {"weight": whole.weight, **whole.states}
-        """[lines, …]: all that a line has."""
+        """The weights and states of all lines by name, each [lines, …]."""
         weight = whole.weight.view(torch.uint16) if whole.weight.dtype is torch.bfloat16 else whole.weight
         arrays = {"weight": weight, **{name: state.view(total, -1) for name, state in whole.states.items()}}
         self._arrays = {name: array.numpy() for name, array in arrays.items()}
@@ -121,7 +121,7 @@ class PrefetchedRows:
         return lines
 
     def release(self, *, is_dirty: bool) -> None:
-        """Ends their use. `is_dirty`: they were changed."""
+        """Ends the use of the rows. `is_dirty`: they were changed."""
         self.rows.release(is_dirty=is_dirty)
 
 

@@ -25,7 +25,7 @@ FOLDER_NAME: Final = "counters"
 ENTRIES_MAX: Final = 1 << 16
 # There are eight groups of counters. More may come, because any process may write pages.
 MAPS_MAX: Final = 64
-# What pages of each other user may take of both.
+# The most entries and maps that pages of one other user may take.
 FOREIGN_ENTRIES_MAX: Final = ENTRIES_MAX // 8
 FOREIGN_MAPS_MAX: Final = MAPS_MAX // 4
 KEY: Final = np.dtype(

@@ -111,7 +111,7 @@ class Cost:
     """Processor time in the kernel: mostly of packets and files."""
 
     machine: str
-    """Equal for processes that share a machine."""
+    """Identifies the machine: equal for processes that share one."""
 
     machine_joules: float | None
     """What all processors of the machine took meanwhile, whoever used them; None: it is not counted here."""

@@ -134,14 +134,14 @@ def _standing(page: counters.Page) -> Text:
 def _user(number: int) -> str:
     try:
         return pwd.getpwuid(number).pw_name
-    except KeyError:  # of a container
+    except KeyError:  # a container has users that this machine does not know
         return f"user {number}"
 
 
 def _state(number: int | None) -> str:
     try:
         return PathState(-1 if number is None else number).name.lower()
-    except ValueError:  # of another version
+    except ValueError:  # another version of sennit has more states
         return f"{number}"
 
 

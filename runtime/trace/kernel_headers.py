@@ -17,7 +17,7 @@ from typing import Final
 from sennit import cache, debian
 
 VARIABLE: Final = "BCC_KERNEL_SOURCE"
-"""Read by bcc."""
+"""The variable in which bcc finds the folder of headers."""
 IN_KERNEL: Final = Path("/sys/kernel/kheaders.tar.xz")
 # Debian 12's own series, which its clang and bcc were made for.
 PACKAGE: Final = re.compile(r"linux-headers-(6\.1\.0-(\d+))-amd64")

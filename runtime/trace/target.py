@@ -54,13 +54,13 @@ class Target:
     """What a session watches."""
 
     file: Path
-    """To open the library. With `process` it is there as long as that process."""
+    """The path that opens the library. With `process` it lasts as long as that process."""
 
     path: str
-    """Its name for people."""
+    """The library's name for people."""
 
     process: int | None
-    """None: every process that uses the file."""
+    """The number of the watched process; None: every process that uses the file."""
 
     is_mapped: bool
     """Whether the process uses the file already."""

@@ -49,7 +49,7 @@ def rate_codecs(
     """
     rows = []
     wanted = COLLECTIVE_CODECS if AUTO in names else dict.fromkeys(names)
-    # With one rank a host it is the same.
+    # With one host, or one rank on each, coding between hosts alone is no other way.
     ways = (False, True) if 1 < len(selection.hosts.spans) < selection.hosts.world else (False,)
     for between_hosts, name in itertools.product(ways, wanted):
         codec = Codec(kind=COLLECTIVE_CODECS[name], stochastic=stochastic, between_hosts=between_hosts)
