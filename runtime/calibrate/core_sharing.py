@@ -28,7 +28,7 @@ from sennit.transport.communicator import Communicator
 from sennit.transport.plans.elements import ReduceOp
 
 TURNS: Final = 15
-# As in a run, the tables do not fit into a cache together. Whether one alone would is luck.
+# The tables do not fit into a cache together, as in a run. Whether one table would fit alone is luck.
 TABLES, ROWS, DIM, BAGS, LENGTH = 8, 100_000, 32, 256, 10
 # A step is as long as a real one, with as many meetings: in short ones the start of a thread is a large share, and so
 # is a slice of the scheduler.

@@ -87,7 +87,7 @@ def find_link(folder: Path, link: Link) -> Path:
 
 
 def put_in_place(partial: Path, final: Path) -> None:
-    """At every moment, `final` or `final.replaced` is complete, if `final` was."""
+    """Renames a finished save. At every moment `final` or `final.replaced` is complete, if `final` was."""
     replaced = final.with_name(f"{final.name}.replaced")
     if final.exists():
         _remove(replaced)

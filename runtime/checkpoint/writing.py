@@ -121,7 +121,7 @@ class Saver:
             written = changes() if changes is not None and after else state()
             everything = state() if self._digests and after else written
 
-        # It may copy tables to a disk that is full.
+        # `take` may copy tables to a disk that is full.
         agreed(failure, take)
         try:
             one = _Save(
@@ -291,7 +291,7 @@ class _Background:
     def __init__(self, save: _Save, *, timeout_s: float) -> None:
         self.save = save
         self.link: Link | None = None
-        """On rank 0: the checkpoint, once it is durable."""
+        """The checkpoint, once it is durable. Only rank 0 knows it."""
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._timeout_s = timeout_s
         self._ends_s = time.monotonic() + timeout_s

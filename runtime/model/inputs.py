@@ -52,7 +52,7 @@ class ModelInputs:
     """Dense features; may be 0."""
 
     tables: tuple[Table, ...]
-    """In the order of the data's columns, whose names they have. A sample has a vector of each: its pooled rows."""
+    """Tables in the order of the data's columns, with their names. A sample has a vector of each: its pooled rows."""
 
     bottom: tuple[int, ...] = ()
     """Hidden widths of the MLP on the dense features, if the model has one."""
@@ -74,7 +74,7 @@ class ModelInputs:
                     raise ConfigError(f"width in the {name} MLP {width}; allowed: 1 or more")
 
     def __str__(self) -> str:
-        """For people, who know their tables."""
+        """The inputs in words, with the names of the tables."""
         tables = ", ".join(f"{table.name} ({table.dim} columns)" for table in self.tables)
         return f"{self.dense_count} dense features, tables {tables}, bottom {self.bottom}, top {self.top}"
 

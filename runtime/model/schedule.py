@@ -32,7 +32,7 @@ class RateSchedule:
     """The first step with the final factor."""
 
     power: float = 2.0
-    """For "polynomial": the power of the remaining fraction of the decay."""
+    """The power of the remaining fraction of the decay, for "polynomial"."""
 
     floor: float = 0.0
     """The least factor after the warm-up."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 def main(arguments: Sequence[str] | None = None) -> None:
     """Takes this process for a run. Call it before NumPy or torch is imported."""
     if "RANK" not in os.environ:
-        # They read it on import. With more threads, this process could not be forked into its ranks.
+        # NumPy and torch read it on import. With more threads, this process could not be forked into its ranks.
         os.environ["OMP_NUM_THREADS"] = "1"
     from sennit.runtime.training import command
 

@@ -72,7 +72,7 @@ class Best:
         return self._trainer.step - self.found.step >= self._patience * self._trainer.steps_per_epoch
 
     def text(self) -> str:
-        """For people: the best evaluation, if the run went on after it."""
+        """The best evaluation in words; empty unless the run went on after it."""
         if self.found is None or self.found.step == self._trainer.step:
             return ""
         where = f", kept in {self.folder}" if self.folder is not None else "; --stop-early N keeps such a checkpoint"

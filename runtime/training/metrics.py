@@ -66,7 +66,7 @@ class Evaluation:
         return math.inf if math.isnan(found) else found
 
     def text(self, metric: str) -> str:
-        """For people."""
+        """The evaluation in words, with its metric."""
         value = self.quality.auc if metric == "auc" else self.quality.normalised_entropy
         return f"epoch {self.epoch} (step {self.step}): {METRICS[metric]} {value:.4f}"
 

@@ -138,7 +138,7 @@ def problem_of(
 
     `overlap`: that of the run; None: what is expected on this cluster.
     """
-    # As in a run.
+    # A run does the same.
     keep_large_buffers()
     tables = config.tables_of(source.tables)
     fixed = dense.measure(

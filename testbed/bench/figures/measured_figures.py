@@ -137,7 +137,7 @@ def main(arguments: Sequence[str]) -> int:
         try:
             failed += measured(figures, bench, _run(folder))
         except subprocess.CalledProcessError as error:
-            # It has said why: a machine that is busy, or lacks something.
+            # The command has said why it failed: the machine is busy, or lacks something.
             failed.append(f"sennit bench {bench}: ended with {error.returncode}")
             continue
         path.write_text(figures.without_unused_runs().text(), encoding="utf-8")

@@ -13,7 +13,7 @@ from sennit.runtime.kernels import triton_report
 from sennit.testbed.bench.gpu.gpu import Settings
 
 ONE_CASE: Final = "hot: sequences"
-"""For the interpreter's runs: most of the kernels, in seconds."""
+"""The case of runs in the interpreter: it compiles most of the kernels, in seconds."""
 
 
 def run(settings: Settings, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:

@@ -181,5 +181,5 @@ def _batch(case: Case, device: torch.device, generator: torch.Generator) -> Batc
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """As integers, so that NaN equals NaN and -0 is not 0."""
+    """The elements as integers, so that NaN equals NaN and -0 is not 0."""
     return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)

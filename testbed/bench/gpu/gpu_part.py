@@ -77,7 +77,7 @@ def write(path: Path, found: dict[str, Any]) -> None:
 
 
 def _add(path: Path, **more: str) -> None:
-    """To what the part saved last."""
+    """Adds fields to what the part saved last."""
     write(path, (json.loads(path.read_text()) if path.exists() else {}) | more)
 
 

@@ -76,7 +76,7 @@ def _measured(name: str, count: int, operation: Callable[[], object], settings: 
 
 
 def _copies(size: int, device: torch.device) -> list[Operation]:
-    """To the device and back, with pinned and with pageable memory. Each is checked once."""
+    """Copies to the device and back, with pinned and with pageable memory. Each is checked once."""
     found: list[Operation] = []
     for kind in ("pageable", "pinned"):
         host = torch.arange(size, dtype=torch.int32).to(torch.uint8)

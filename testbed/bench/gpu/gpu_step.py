@@ -45,7 +45,7 @@ class Load:
 
 
 SMALL: Final = Load(tables=2, rows=40, dim=8, pooling=2, samples=8, hidden=8)
-"""Without a GPU."""
+"""The model and the batch without a GPU."""
 
 
 class Layers(nn.Module):

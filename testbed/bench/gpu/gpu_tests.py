@@ -60,7 +60,7 @@ def root() -> Path | None:
 
 
 def run(_: Settings, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Without a GPU all are skipped, which shows that they can be collected."""
+    """Runs the tests. Without a GPU all are skipped, which shows that they can be collected."""
     folder = root()
     if folder is None:
         raise Unsupported("tests", "this is no checkout of sennit, so there are none")

@@ -50,7 +50,7 @@ class Result:
     records_a_packet: int
     packet_bytes: int
     xdp_ns_a_record: float
-    """With the sketch of ids, which plans include by default."""
+    """Nanoseconds of XDP with the sketch of ids, which plans include by default."""
 
     xdp_without_sketch_ns_a_record: float
     ids_a_record: float

@@ -49,7 +49,7 @@ class Result:
 
     stored_s: list[float]
     phases_s: dict[str, dict[str, float]]
-    """By trainer, then by phase: mean seconds per step."""
+    """Mean seconds per step, by trainer and then by phase."""
 
     counts: dict[str, float]
 

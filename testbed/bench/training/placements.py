@@ -104,7 +104,7 @@ class Report:
     """Why TorchRec's planner did not choose."""
 
     def gain(self, name: str) -> tuple[float, float, float]:
-        """By what a step with this placement takes longer than with the planned one: median and quartiles of turns."""
+        """The time of a step with this placement to that with the planned one: median and quartiles of turns."""
         pairs = zip(self.seconds[name], self.seconds[BEST], strict=True)
         low, median, high = statistics.quantiles([other / best for other, best in pairs], n=4)
         return median, low, high

@@ -123,7 +123,7 @@ class PlainTorch:
         return quality(logits.numpy(), labels.numpy())
 
     def ids(self, samples: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """By table the lengths and ids of the samples' bags."""
+        """The lengths and ids of the samples' bags, by table."""
         return {column.name: column.gather(samples) for column in self.samples.columns}
 
     def _logits(self, samples: Tensor, weights: Mapping[str, Tensor]) -> Tensor:

@@ -192,7 +192,7 @@ class Report:
         return Difference.of(self.values(way, metric), self.values(self.settings.base, metric))
 
     def text(self, way: str, metric: str) -> str:
-        """For people: the difference from the base; nothing for the base itself."""
+        """The difference from the base in words; empty for the base itself."""
         if way == self.settings.base:
             return ""
         apart = self.difference(way, metric)

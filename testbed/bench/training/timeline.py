@@ -47,7 +47,7 @@ class Settings(TurnSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """For each turn of a rank (seconds, processor seconds), without and with a timeline."""
+    """(seconds, processor seconds) of each turn of a rank, without and with a timeline."""
 
     settings: Settings
     machine: dict[str, object]
@@ -83,7 +83,7 @@ def _take_turns(settings: Settings, rank: int, world: int, store: Store) -> list
     with joined(rank, world, store, timeout_s=TIMEOUT_S):
         config = settings.config()
         data = prepared_data(config)
-        # It is not entered: nothing is gathered or written, and it records in its own turns alone.
+        # The timeline is not entered: nothing is gathered or written, and it records in its own turns alone.
         timeline = Timeline("never written")
         log = RankLog.create(secrets.token_hex(8), rank=rank, path=timeline.path, room=LOG_ROOM)
         with contextlib.ExitStack() as stack:

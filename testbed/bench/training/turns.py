@@ -31,7 +31,7 @@ from sennit.testbed.topology.namespace import enter
 RESAMPLES: Final = 2_000
 
 Hosts = Sequence[tuple[str, Mapping[str, str]]]
-"""For each host its namespace and the environment of its ranks (`confinement.hosts_of`); empty: this machine."""
+"""The namespace of each host, and the environment of its ranks (`confinement.hosts_of`); empty: this machine."""
 
 
 @contextlib.contextmanager

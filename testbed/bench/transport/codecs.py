@@ -131,7 +131,7 @@ def _measure(codec: Codec, values: Floats, rounds: int) -> Result:
 
 
 def _peers(kind: CodecKind, values: Floats) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
-    """By name: what turns float32 into the format, and back. Both write to memory that they have already."""
+    """Peers by name: functions that turn float32 into the format, and back. Both write to memory that they have."""
     found: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {}
     if kind in TORCH:
         source = torch.from_numpy(values)

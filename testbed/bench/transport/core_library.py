@@ -135,7 +135,7 @@ class CoreLibrary:
                 return lambda: selection.allgather(world=world, rank=rank, item_bytes=ELEMENT_BYTES, staged=staged)
 
     def _compile_coded(self, case: Case, codec: Codec) -> tuple[Callable[[], Plan], list[int]]:
-        """Also returns what the plan takes when it is posted."""
+        """The compiler of the plan of a case, and the counts that the plan takes when it is posted."""
         given, got = case.elements(self.world)
         parts, dtype, coding = [max(given, got) // self.world] * self.world, Dtype.F32, codec.coding(Dtype.F32)
         common: dict[str, Any] = {"world": self.world, "rank": self.rank, "dtype": dtype, "coding": coding}

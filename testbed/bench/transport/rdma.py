@@ -69,7 +69,7 @@ class Settings:
     """Peers of `verbs`, from `PEERS`."""
 
     cpu: bool = True
-    """Also measures the CPU time per GB of verbs and udp, on the unimpaired link."""
+    """Whether to measure the processor time per GB of verbs and udp, too, on the unimpaired link."""
 
     def __post_init__(self) -> None:
         if not self.in_flight or not all(1 <= number <= IN_FLIGHT_MAX for number in self.in_flight):
