@@ -152,6 +152,8 @@ def test_the_reference_has_every_command() -> None:
         (["allreduce", "16MiB", "--leaves", "13"], "halving", "halving", "set by SENNIT_ALGORITHM"),
         (["allreduce", "96KiB", "--leaves", "12"], "one_shot", "direct", "SENNIT_ALGORITHM=one_shot does not run here"),
         (["reduce_scatter", "4KiB"], "one_shot", "direct", "SENNIT_ALGORITHM=one_shot does not run here"),
+        (["all_reduce", "4KiB"], "", "one_shot", "the least time by the model"),
+        (["all_to_all", "512B", "--hosts", "8"], "", "bruck", "the least time by the model"),
     ],
 )
 def test_explain_names_the_algorithm_and_the_reason(

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import math
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -26,6 +29,26 @@ INTERFACE_MAX_CHARACTERS: Final = 15
 # A busy machine may not run a thread for some tenths of a second. The upper limit of a day is for debuggers.
 PEER_TIMEOUT_MIN_S: Final = 0.5
 PEER_TIMEOUT_MAX_S: Final = 86_400.0
+VARIABLES: Final = (
+    "SENNIT_TRANSPORT",
+    "SENNIT_INTERFACES",
+    "SENNIT_PATHS",
+    "SENNIT_PORTS",
+    "SENNIT_VERBS_SERVICE",
+    "SENNIT_PATH_POLICY",
+    "SENNIT_CONGESTION",
+    "SENNIT_WINDOW_BYTES",
+    "SENNIT_ALGORITHM",
+    "SENNIT_CALIBRATION",
+    "SENNIT_THREADS",
+    "SENNIT_HOST_ID",
+    "SENNIT_TIMEOUT_S",
+    "SENNIT_PEER_TIMEOUT_S",
+)
+# No fields of Config: the first holds for the process, the second is read by offload/ingest/target.py.
+OTHER_VARIABLES: Final = ("SENNIT_SHARED_ALLOCATOR", "SENNIT_BPF_STATISTICS")
+# How like a variable's name, without SENNIT_, another name must be (difflib's ratio) to count as a slip.
+SLIP_RATIO: Final = 0.7
 
 
 AnyName = TypeVar("AnyName", bound=StrEnum)
@@ -208,26 +231,8 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
     """Returns the configuration that the `SENNIT_*` variables ask for. Unset or empty ones keep the default."""
     source = os.environ if environment is None else environment
     wants_shared_allocator(source)  # raises where the import only warned
-    given: dict[str, str] = {}
-    for name in (
-        "SENNIT_TRANSPORT",
-        "SENNIT_INTERFACES",
-        "SENNIT_PATHS",
-        "SENNIT_PORTS",
-        "SENNIT_VERBS_SERVICE",
-        "SENNIT_PATH_POLICY",
-        "SENNIT_CONGESTION",
-        "SENNIT_WINDOW_BYTES",
-        "SENNIT_ALGORITHM",
-        "SENNIT_CALIBRATION",
-        "SENNIT_THREADS",
-        "SENNIT_HOST_ID",
-        "SENNIT_TIMEOUT_S",
-        "SENNIT_PEER_TIMEOUT_S",
-    ):
-        text = source.get(name, "").strip()
-        if text:
-            given[name] = text
+    _tell_of_slips(source)
+    given = {name: text for name in VARIABLES if (text := source.get(name, "").strip())}
     default = Config()
     return Config(
         transport=_name("SENNIT_TRANSPORT", given.get("SENNIT_TRANSPORT"), default.transport),
@@ -245,6 +250,23 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
         timeout_s=_seconds("SENNIT_TIMEOUT_S", given.get("SENNIT_TIMEOUT_S"), default.timeout_s),
         peer_timeout_s=_seconds("SENNIT_PEER_TIMEOUT_S", given.get("SENNIT_PEER_TIMEOUT_S"), default.peer_timeout_s),
     )
+
+
+def _tell_of_slips(source: Mapping[str, str]) -> None:
+    """Warns of names that are almost those of variables, such as SENNIT_CONGESTON. They change nothing."""
+    known = {name.removeprefix("SENNIT_"): name for name in (*VARIABLES, *OTHER_VARIABLES)}
+    for name in source:
+        short = name.removeprefix("SENNIT_")
+        if short == name or short in known:
+            continue
+        if near := difflib.get_close_matches(short, known, n=1, cutoff=SLIP_RATIO):
+            _tell_of_slip(name, known[near[0]])
+
+
+@functools.cache
+def _tell_of_slip(name: str, meant: str) -> None:
+    """Once in a process: programs make many groups."""
+    warnings.warn(f"{name} is no variable of sennit, and changes nothing; perhaps {meant} is meant", RuntimeWarning, 4)
 
 
 def wants_shared_allocator(environment: Mapping[str, str] | None = None) -> bool:

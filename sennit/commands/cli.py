@@ -225,7 +225,9 @@ def explain(
     from sennit.transport.errors import ConfigError
     from sennit.transport.sizes import parse_size
 
-    if collective not in tuple(Collective):
+    # Underscores do not count: torch's names are all_reduce, all_gather and all_to_all.
+    named = {name.replace("_", ""): name for name in Collective}.get(collective.replace("_", ""))
+    if named is None:
         raise typer.BadParameter(f"{collective!r}; allowed: {', '.join(Collective)}")
     try:
         size_bytes = parse_size(size)
@@ -233,7 +235,7 @@ def explain(
         raise typer.BadParameter(str(error)) from None
     if hosts > ranks:
         raise typer.BadParameter(f"--hosts {hosts}; allowed: 1..{ranks}, the number of ranks")
-    if leaves is not None and (collective != Collective.ALLREDUCE or leaves < ranks):
+    if leaves is not None and (named is not Collective.ALLREDUCE or leaves < ranks):
         raise typer.BadParameter(
             f"--leaves {leaves}; allowed: with allreduce, {ranks} or more, so that each rank has one"
         )
@@ -257,7 +259,7 @@ def explain(
     for note in constants.notes:
         typer.echo(f"note: {note}", err=True)
     found = explanation.explain(
-        Collective(collective),
+        named,
         size_bytes,
         ranks=ranks,
         hosts=hosts,

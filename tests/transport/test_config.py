@@ -101,6 +101,27 @@ def test_wrong_values_name_value_and_range(variable: str, value: str, message: s
         from_environment({variable: value})
 
 
+@pytest.mark.parametrize(
+    ("slip", "meant"),
+    [
+        ("SENNIT_CONGESTON", "SENNIT_CONGESTION"),
+        ("SENNIT_TRANSPORTS", "SENNIT_TRANSPORT"),
+        ("SENNIT_TIMEOUT", "SENNIT_TIMEOUT_S"),
+        ("SENNIT_WINDOW_BYTE", "SENNIT_WINDOW_BYTES"),
+        ("SENNIT_SHARED_ALLOCATER", "SENNIT_SHARED_ALLOCATOR"),
+    ],
+)
+def test_a_slip_in_a_name_is_a_warning_once(slip: str, meant: str) -> None:
+    with pytest.warns(RuntimeWarning, match=f"{slip} is no variable of sennit.*perhaps {meant} is meant"):
+        assert from_environment({slip: "1"}) == Config()
+    assert from_environment({slip: "1"}) == Config()  # a second warning would be an error
+
+
+def test_names_that_resemble_no_variable_are_let_be() -> None:
+    others = ("SENNIT_SERVICE_HOST", "SENNIT_VM_OUT", "SENNIT_VM_PATCHES", "SENNIT_SANITIZE", "SENNIT_BPF_STATISTICS")
+    assert from_environment(dict.fromkeys((*others, "PATHS", "SENNIT_TESTS"), "1")) == Config()
+
+
 def test_a_configuration_cannot_change_and_takes_names_only() -> None:
     config = Config(transport="shm")  # type: ignore[arg-type]
     assert config.transport is TransportKind.SHM
