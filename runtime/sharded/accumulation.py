@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sennit.runtime.kernels.batch import MAX_SLICES, Batch
 from sennit.runtime.kernels.checks import GradientError
+from sennit.runtime.kernels.spec import Pooling
 from sennit.runtime.sharded.shards import Announced, Shards
 from sennit.transport.errors import ArgumentError
 
@@ -30,6 +31,11 @@ class Steps:
     def is_begun(self) -> bool:
         """Whether passes are kept for a step that is still to be taken."""
         return bool(self._kept)
+
+    @property
+    def pooling(self) -> Pooling | None:
+        """How the kept passes are pooled; None if there are none. The passes of a step have to be alike."""
+        return self._kept[0][0].pooling if self._kept else None
 
     def add(self, announced: Announced, batch: Batch, gradient: Tensor, *, rate: float | None) -> GradientError | None:
         """Updates rows from this pass and all that are kept, at learning rate `rate`; with None, keeps this pass.

@@ -201,7 +201,8 @@ class Pools:
         by_slice = self._exchange.owner.by_slice(arrivals.sharded, arrived)
         error = self._steps.add(arrivals.sharded.announced, *by_slice, rate=rate)
         if self._local.features:
-            of_all = self._sparse.of_all(*self._local.owner.by_slice(arrivals.replicated, own))
+            own_rows = self._local.owner.by_slice(arrivals.replicated, own)
+            of_all = self._sparse.of_all(*own_rows, before=self._replica_steps.pooling)
             error = self._replica_steps.add(arrivals.replicated.announced, *of_all, rate=rate) or error
         return error, self._engines.from_tables(of_weights)
 

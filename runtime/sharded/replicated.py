@@ -34,8 +34,10 @@ class SparseAllReduce:
         self._dims = [spec.dim for spec in shards.specs]
         self._has_trains = any(isinstance(spec, TensorTrainSpec) for spec in shards.specs)
 
-    def of_all(self, batch: Batch, gradient: Tensor) -> tuple[Batch, Tensor]:
+    def of_all(self, batch: Batch, gradient: Tensor, *, before: Pooling | None) -> tuple[Batch, Tensor]:
         """Gathers the lookups of all ranks with the gradients of their results, or the sums of their rows.
+
+        `before`: the pooling of what this returned for earlier passes of the same step, which decides the form.
 
         Collective. All ranks get the same batch and gradient, to update their replicas with.
         """
@@ -47,7 +49,10 @@ class SparseAllReduce:
             own = torch.tensor([*sizes, len(batch.table_of_block)])
             everyone = self._wire.all_gather("counts", own, [len(own)] * self._slices.world_size).view(-1, len(own))
             bags, lookups, floats, floats_of_sums = everyone.sum(0).tolist()[:4]
-            if not self._has_trains and floats_of_sums < floats + bags + lookups:
+            gives_sums = not self._has_trains and floats_of_sums < floats + bags + lookups
+            if before is not None and batch.pooling is not Pooling.NONE:
+                gives_sums = before is Pooling.NONE
+            if gives_sums:
                 batch, gradient = self._sums(batch, gradient)
             else:
                 batch, gradient = self._everything(batch, gradient, everyone.tolist())

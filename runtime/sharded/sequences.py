@@ -150,7 +150,8 @@ class Sequences:
             return error
         own = self._replicated.sums(step.replicated, step.replicas, gradients)
         replicas = step.replicas.announced
-        return self._replica_steps.add(replicas, *self._sparse.of_all(replicas.batch, own), rate=rate) or error
+        of_all = self._sparse.of_all(replicas.batch, own, before=self._replica_steps.pooling)
+        return self._replica_steps.add(replicas, *of_all, rate=rate) or error
 
     def release(self, step: Step) -> None:
         """Ends a step without an update."""

@@ -347,6 +347,22 @@ def accumulates(rank: int, world: int, kind: str, placement: str) -> None:
     module.check()
 
 
+def accumulates_uneven(rank: int, world: int, kind: str, placement: str) -> str:
+    """Steps of passes that differ in size: rows repeat in large ones, bags are long in small ones. Returns a digest."""
+    pooling = Pooling.NONE if kind == "sequences" else Pooling.SUM
+    table = Table(name="user", rows=20, dim=16, pooling=pooling, optimizer=ADAM)
+    made = ShardedEmbeddings if kind == "sequences" else ShardedEmbeddingBags
+    module = made([table], rate=0.5, placement=placement, gradients="sum")
+    large, small = torch.arange(64).view(64, 1) % 19, torch.arange(32).view(8, 4) * 7 % 20
+    for first, last in ((large, small), (small, large)):
+        for ids, held in ((first, module.no_sync()), (last, contextlib.nullcontext())):
+            with held:
+                found = module({"user": ids[module.slices.own_samples(len(ids))]})["user"]
+                found.backward(found.detach() * 0.5 + 0.25)
+    module.check()
+    return module.digest()
+
+
 def tracks_changes(rank: int, world: int, placement: str, optimizer: str) -> None:
     """The rows that updates used are those that were used, and no byte of any other row changes."""
     kind = OptimizerSpec(kind=Optimizer(optimizer), weight_decay=0.01)
@@ -523,6 +539,15 @@ def test_a_row_that_is_used_often_travels_once(kept_world: WorldFactory, kind: s
 @pytest.mark.parametrize("kind", ["bags", "sequences"])
 def test_backward_passes_accumulate(kept_world: WorldFactory, kind: str, placement: str) -> None:
     kept_world(2).run(accumulates, kind=kind, placement=placement)
+
+
+@pytest.mark.parametrize("kind", ["bags", "sequences"])
+def test_accumulated_passes_may_differ_in_size(kept_world: WorldFactory, kind: str) -> None:
+    found = {
+        kept_world(world).run(accumulates_uneven, placement=placement, kind=kind)[0]
+        for world, placement in ((1, "table_wise"), (2, "table_wise"), (2, "data_parallel"))
+    }
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize("kind", ["bags", "weighted", "sequences"])
