@@ -76,12 +76,19 @@ class SlicedReplicas(nn.Module):
         """The part of the constructor that is not collective."""
         self.module, self.slices = module, slices
         self.passes = 0
-        """The forward passes in training mode so far. They decide random numbers: save them, and set them to resume."""
+        """The forward passes in training mode so far. They decide random numbers, and are part of `state_dict`."""
         self._seed, self._group, self._reduction = seed, group, reduction
         self._synchronised = True
         self._held = Held()
         self._device = _device_of(module)
         self._layout = Layout(places_of(module), self.slices)
+
+    def get_extra_state(self) -> Tensor:
+        """`passes` as int64 []: a part of `state_dict`, by which torch's `nn.Module` calls this."""
+        return torch.tensor(self.passes)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.passes = int(state)
 
     @property
     def residuals(self) -> Residuals | None:
@@ -101,7 +108,8 @@ class SlicedReplicas(nn.Module):
         what `early` returned as its argument `early`.
         """
         self._refuse_running_statistics()
-        buffers = [(name, buffer, times_changed(buffer)) for name, buffer in self.module.named_buffers()]
+        # The buffers themselves, so that no other can have the identity of one that is gone.
+        buffers = {name: (buffer, times_changed(buffer)) for name, buffer in self.module.named_buffers()}
         sums, begun = None, {}
         early: Any = getattr(self.module, "early", None)
         if early is not None and _is_pending((args, kwargs)) and not _is_compiled(self.module):
@@ -123,8 +131,10 @@ class SlicedReplicas(nn.Module):
                 sums.check_leaves(outputs[-1], own)
         if sums is not None:
             sums.has_all_slices()
-        for name, buffer, version in buffers:
-            if times_changed(buffer) != version:
+        now = dict(self.module.named_buffers())
+        for name in buffers | now:
+            buffer, version = buffers.get(name, (None, 0))
+            if buffer is None or now.get(name) is not buffer or times_changed(buffer) != version:
                 raise ArgumentError(f"the module changed its buffer {name}: slices would see each other's changes")
         self.passes += self.training
         return join(outputs, None if sums is None else sums.expect)

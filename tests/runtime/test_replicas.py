@@ -259,6 +259,7 @@ def refusals(rank: int, world: int) -> None:
         (lambda: replicas.loss(torch.ones(count, 2)), r"losses of shape .*; allowed: \(.,\)"),
         (lambda: SlicedReplicas(nn.Sequential(nn.BatchNorm1d(2)))(x), r"0 \(BatchNorm1d\) updates running statistics"),
         (lambda: SlicedReplicas(Counting())(x), "changed its buffer calls"),
+        (lambda: SlicedReplicas(Counting(assigns=True))(x), "changed its buffer calls"),
         (lambda: SlicedReplicas(Reentrant())(x.clone().requires_grad_()), "give it use_reentrant=False"),
         (lambda: SlicedReplicas(Uneven())(x), r"slices gave the values \(1, 2.*; allowed: tensors, and values that"),
     ):
@@ -312,12 +313,16 @@ def refusals(rank: int, world: int) -> None:
 class Counting(nn.Module):
     calls: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, *, assigns: bool = False) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros(()))
+        self.assigns = assigns
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls.add_(1)
+        if self.assigns:
+            self.calls = self.calls + 1
+        else:
+            self.calls.add_(1)
         return x
 
 
@@ -436,6 +441,17 @@ def ranks_leave(rank: int, world: int) -> str:
     return digest(*model.parameters()) if rank == 0 else ""
 
 
+def goes_on(rank: int, world: int) -> None:
+    """A state has the number of passes, so other replicas go on with the random numbers of these."""
+    dropped = [SlicedReplicas(nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 8))) for _ in range(2)]
+    x = torch.ones(16, 8)[mine(dropped[0], 16)]
+    first = dropped[0](x)
+    dropped[1].load_state_dict(dropped[0].state_dict())
+    found, resumed = (replicas(x) for replicas in dropped)
+    assert torch.equal(found, resumed)
+    assert not torch.equal(first, found)
+
+
 def gathered(rank: int, world: int) -> None:
     """Results of all samples, in their order, where slices have one size and where they have not."""
     replicas = SlicedReplicas(nn.Linear(1, 1))
@@ -518,6 +534,10 @@ def test_what_models_do_has_the_same_bits_in_every_world(kept_world: WorldFactor
 
 def test_a_run_goes_on_with_fewer_ranks(kept_world: WorldFactory) -> None:
     assert len({kept_world(size).run(ranks_leave)[0] for size in (1, 3, 4)}) == 1
+
+
+def test_a_state_has_the_passes(kept_world: WorldFactory) -> None:
+    kept_world(2).run(goes_on)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
