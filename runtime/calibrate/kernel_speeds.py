@@ -288,7 +288,7 @@ def _replicated(reduction: SparseAllReduce, engine: EmbeddingEngine, batch: Batc
 
     def call() -> None:
         engine.lookup(batch)
-        engine.update(*reduction.of_all(batch, gradient), rate=1e-6)
+        engine.update(*reduction.of_all(batch, gradient, before=None), rate=1e-6)
 
     return call
 

@@ -53,12 +53,13 @@ class CutArguments:
                 f"a global batch of {self.global_batch} samples for {slices.count} slices: each slice needs a sample "
                 "for a gradient. Leave such a last batch out"
             )
-        if not local_batch:
-            raise ArgumentError("no samples on this rank; allowed: one or more")
         sizes = slices.sizes(slices.own, self.global_batch)
+        self.is_empty = not local_batch
+        """This rank has no samples. Then its first slice stands for all, so that results have their shapes."""
         self.numbers = [number for number, size in zip(range(*slices.own), sizes, strict=True) if size]
+        self.numbers = self.numbers or [slices.own.low]
         """The slices of this rank that have samples."""
-        self.sizes = [size for size in sizes if size]
+        self.sizes = [size for size in sizes if size] or [0]
         """The samples in each of these slices."""
         self._parts = [self._cut(leaf) for _, leaf in found]
 
@@ -85,9 +86,10 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def join(outputs: Sequence[object], on_backward: Callable[[], None] | None) -> Any:
+def join(outputs: Sequence[object], on_backward: Callable[[], None] | None, *, is_empty: bool = False) -> Any:
     """One result from those of the slices: tensors one after another along dimension 0, 0-dim tensors stacked.
 
+    `is_empty`: no slice has samples, so 0-dim tensors, such as their mean loss, are left out.
     `on_backward` is called when a gradient of the result comes. Raises `ArgumentError` if slices gave other structures,
     or other values that differ.
     """
@@ -97,10 +99,12 @@ def join(outputs: Sequence[object], on_backward: Callable[[], None] | None) -> A
         if other != spec:
             raise ArgumentError(f"slices gave results of different structure: {spec} and {other}")
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return tree_unflatten([_join_leaf(parts, on_backward) for parts in columns], spec)
+    return tree_unflatten([_join_leaf(parts, on_backward, is_empty) for parts in columns], spec)
 
 
-def _join_leaf(parts: tuple[Any, ...], on_backward: Callable[[], None] | None) -> object:
+def _join_leaf(parts: tuple[Any, ...], on_backward: Callable[[], None] | None, is_empty: bool) -> object:
+    if is_empty and isinstance(parts[0], Tensor) and not parts[0].ndim:
+        return parts[0].new_empty(0)
     tensors = [isinstance(part, Tensor) for part in parts]
     if all(tensors):
         return _Join.apply(on_backward, *parts)
@@ -112,10 +116,22 @@ def _join_leaf(parts: tuple[Any, ...], on_backward: Callable[[], None] | None) -
 
 
 def _along(value: object) -> object:
-    """Gives each tensor an `Along` of its own."""
+    """Gives each tensor an `Along` of its own. Raises `ArgumentError` for other arrays with samples."""
     if isinstance(value, Along):
-        return tree_map(lambda leaf: Along(leaf, value.dim) if isinstance(leaf, Tensor) else leaf, value.value)
-    return Along(value, 0 if value.ndim else None) if isinstance(value, Tensor) else value
+        return tree_map(lambda leaf: _along_dim(leaf, value.dim), value.value)
+    return _along_dim(value, None if isinstance(value, Tensor) and not value.ndim else 0)
+
+
+def _along_dim(value: object, dim: int | None) -> object:
+    if isinstance(value, Tensor):
+        return Along(value, dim)
+    shape: Any = getattr(value, "shape", ())
+    if shape and dim is not None:
+        raise ArgumentError(
+            f"an argument is a {type(value).__name__} of shape {tuple(shape)}, which is not cut into slices; allowed: "
+            "tensors (torch.as_tensor), or Along(value, None), which goes whole to every slice"
+        )
+    return value
 
 
 def _samples(found: Sequence[tuple[Any, object]]) -> int:

@@ -137,7 +137,7 @@ class SlicedReplicas(nn.Module):
             if buffer is None or now.get(name) is not buffer or times_changed(buffer) != version:
                 raise ArgumentError(f"the module changed its buffer {name}: slices would see each other's changes")
         self.passes += self.training
-        return join(outputs, None if sums is None else sums.expect)
+        return join(outputs, None if sums is None else sums.expect, is_empty=cut.is_empty)
 
     @uncompiled
     def each_slice(
@@ -148,10 +148,11 @@ class SlicedReplicas(nn.Module):
         Arguments and results are those of `forward`.
         """
         outputs = []
-        for number, (arguments, options) in CutArguments((args, kwargs), self.slices, global_batch):
+        cut = CutArguments((args, kwargs), self.slices, global_batch)
+        for number, (arguments, options) in cut:
             with self._random_numbers("function", number):
                 outputs.append(function(*arguments, **options))
-        return join(outputs, None)
+        return join(outputs, None, is_empty=cut.is_empty)
 
     def loss(self, losses: Tensor, divisor: float | None = None) -> Tensor:
         """What to call `backward` on: `losses` [own slices], summed and divided by a number that no world changes.

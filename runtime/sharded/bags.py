@@ -115,7 +115,7 @@ class ShardedEmbeddingBags(ShardedTables):
     """Embedding tables in shards on all ranks; each feature's ids of a sample are pooled.
 
     A call returns float32 [B, dim] by feature: the pooled rows of this rank's B samples. The result of a whole table is
-    a view of what arrived, without a copy.
+    a part of what arrived, without a copy.
 
     The backward pass updates the rows that were used, with the tables' own optimizers (Mudigere et al., ISCA 2022,
     section 4.1): a gradient of a table never exists. Weights have the same bits in any world, with any placement and

@@ -75,6 +75,6 @@ def dealt(
 
 def dealt_order(values: Tensor, borders: Sequence[int]) -> tuple[Tensor, list[int]]:
     """The place of each dealt id in `values`, shard after shard, and the number of ids of each shard."""
-    shard = torch.bucketize(values, torch.tensor(borders[1:-1], dtype=values.dtype), right=True)
+    shard = torch.bucketize(values.to(torch.int64), torch.tensor(borders[1:-1], dtype=torch.int64), right=True)
     counts: list[int] = torch.bincount(shard, minlength=len(borders) - 1).tolist()
     return torch.sort(shard, stable=True).indices, counts

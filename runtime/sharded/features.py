@@ -260,6 +260,7 @@ def _within_bounds(ids: Ids, tables: Sequence[Table], features: Sequence[tuple[s
         low, high = (int(bound) for bound in own.aminmax())
         if low >= 0 and high < table.rows:
             continue
+        own = own.to(torch.int64)  # The number of rows may not fit int32.
         if table.bounds is Bounds.ERROR:
             position = int(((own < 0) | (own >= table.rows)).nonzero()[0])
             raise IdError(

@@ -11,10 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sennit.runtime.backend.torch_versions import base_of
 from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.sharded.sent import Pending, RunBeside, Running, Sent
 from sennit.runtime.sharded.table_steps import TableSteps
 from sennit.transport.errors import ArgumentError
+
+
+def _own(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The same memory as tensors that are no views. Autograd refuses operators that write to views of several results.
+
+    Each result has a part of its own of what arrived, and backward passes need none of it.
+    """
+    return tuple(one if base_of(one) is None else one.new_empty(0).set_(one) for one in results)  # type: ignore[call-overload]
 
 
 class Lookup(torch.autograd.Function):
@@ -25,7 +34,7 @@ class Lookup(torch.autograd.Function):
         context: Any, anchor: Tensor, steps: TableSteps, step: Any, weights: Tensor | None
     ) -> tuple[Tensor, ...]:
         context.steps, context.step, context.is_over = steps, step, False
-        return steps.look_up(step)
+        return _own(steps.look_up(step))
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None, Tensor | None]:
@@ -47,7 +56,7 @@ class Arrive(torch.autograd.Function):
         context: Any, anchor: Tensor, update: Callable[[Sequence[Tensor]], None], found: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
         context.update, context.is_over = update, False
-        return found
+        return _own(found)
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:

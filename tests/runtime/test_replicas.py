@@ -251,6 +251,8 @@ def refusals(rank: int, world: int) -> None:
     for wrong, match in (
         (lambda: replicas(x, torch.ones(count + 1, 2)), r"argument \[0\]\[1\] has .* samples along dimension 0"),
         (lambda: replicas(Along(x, 2)), "has no dimension 2"),
+        (lambda: replicas(x, x.numpy()[:, 0]), r"a ndarray of shape \(.,\), which is not cut into slices; allowed: te"),
+        (lambda: replicas(x, Along([x.numpy()], 0)), r"a ndarray of shape \(., 2\), which is not cut"),
         (lambda: replicas(torch.tensor(1.0)), "no argument is a tensor with samples"),
         (lambda: replicas(x[1:]), "they cannot have one size"),
         (lambda: replicas(x, global_batch=1000), "of a global batch of 1000 its slices"),
@@ -466,6 +468,18 @@ def gathered(rank: int, world: int) -> None:
             assert not found.requires_grad
     with pytest.raises(ArgumentError, match="hold the samples"):
         replicas.gathered(whole[own][1:], 37)
+    # A last batch of an evaluation, which has no samples for some ranks.
+    model = Cross("mean").eval()
+    replicas = SlicedReplicas(model)
+    for count in (1, 2):
+        dense, ids, labels = batch(count, count)
+        part = mine(replicas, count)
+        vectors = torch.ones(30, WIDTH)[ids]
+        with torch.no_grad():
+            losses, logits = replicas(dense[part], Along(vectors[:, part], 1), labels[part], global_batch=count)
+            torch.testing.assert_close(replicas.gathered(logits, count), model(dense, vectors, labels)[1])
+            assert losses.shape == replicas.each_slice(torch.mean, logits, global_batch=count).shape
+        assert losses.shape == (sum(replicas.slices.sizes(replicas.slices.own, count)),)
 
 
 def train_there(rank: int, world: int, device: str = "cpu", no_sync: bool = False) -> tuple[list[str], int]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 from typing import Any
 
@@ -28,8 +29,9 @@ from sennit.runtime.sharded import (
     place,
     placed,
 )
+from sennit.runtime.sharded.sent import Done
 from sennit.transport.errors import ArgumentError, ConfigError
-from tests.runtime.sharded_training import TABLES, features, own_part, rows_of, trained
+from tests.runtime.sharded_training import ADAM, TABLES, features, own_part, rows_of, trained
 from tests.runtime.world import WorldFactory
 
 pytestmark = pytest.mark.timeout(180)
@@ -328,6 +330,30 @@ def counts_bytes(rank: int, world: int, kind: str, placement: str) -> tuple[int,
     return sum(module.sent_bytes.values()), elsewhere * (8 + 2 * 4 * 64)
 
 
+def written_to(rank: int, world: int, kind: str) -> None:
+    """Results may be written to in place, as torch's own, and gradients are those of what came of it."""
+    pooling = {"sum": Pooling.SUM, "mean": Pooling.MEAN, "none": Pooling.NONE}[kind]
+    tables = [
+        Table(name=name, rows=10, dim=4, pooling=pooling, optimizer=OptimizerSpec(kind=Optimizer.SGD))
+        for name in ("user", "item")
+    ]
+    module = (ShardedEmbeddings if kind == "none" else ShardedEmbeddingBags)(tables, rate=1, gradients="sum")
+    for runs_beside in (False, True):
+        module.overlap((lambda name, call: Done(call())) if runs_beside else None)
+        before = rows_of(module, world)
+        found = module({"user": torch.arange(8), "item": torch.arange(8)})
+        users, items = found["user"], found["item"]
+        items.zero_()
+        torch.testing.assert_close(users.detach(), before[:8])
+        users *= 3
+        users += 1
+        torch.testing.assert_close(users.detach(), 3 * before[:8] + 1)
+        (users + items).sum().backward()
+        module.check()
+        used = (torch.arange(10) < 8).unsqueeze(1)
+        torch.testing.assert_close(rows_of(module, world), before - 3 * world * used)
+
+
 def accumulates(rank: int, world: int, kind: str, placement: str) -> None:
     """Two passes in one step are a step of SGD with the sum of both gradients."""
     pooling = Pooling.NONE if kind == "sequences" else Pooling.SUM
@@ -533,6 +559,11 @@ def test_a_row_that_is_used_often_travels_once(kept_world: WorldFactory, kind: s
     found = kept_world(2).run(counts_bytes, kind=kind, placement="row_wise")
     sent, naive = (sum(part) for part in zip(*found, strict=True))
     assert sent <= 0.35 * naive, sent / naive
+
+
+@pytest.mark.parametrize("kind", ["sum", "mean", "none"])
+def test_results_can_be_written_to(kept_world: WorldFactory, kind: str) -> None:
+    kept_world(2).run(written_to, kind=kind)
 
 
 @pytest.mark.parametrize("placement", ["table_wise", "data_parallel"])

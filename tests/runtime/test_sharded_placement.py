@@ -9,8 +9,13 @@ import pytest
 
 pytest.importorskip("torch")
 
-from sennit.runtime.kernels import Optimizer, OptimizerSpec, Pooling
+import torch
+
+from sennit.runtime.kernels import Bounds, Optimizer, OptimizerSpec, Pooling
+from sennit.runtime.kernels.checks import IdError
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
+from sennit.runtime.sharded.batch_parts import dealt
+from sennit.runtime.sharded.features import ids_of
 from sennit.runtime.sharded.placement import SHARDINGS, Placement, place
 from sennit.runtime.sharded.tables import Home, Homes, Shard, Table, shard_bytes, shards_of
 from sennit.transport.errors import ConfigError
@@ -145,6 +150,25 @@ def test_a_table_becomes_a_tensor_train_if_that_is_smaller() -> None:
     # Row-wise AdaGrad has one float for each row of a core.
     assert shard_bytes([train], Shard(0, 0, 0)) == 4 * (spec.parameter_count + sum(spec.row_factors))
     assert small.as_train(8) is small
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected"), [(Bounds.WRAP, [5, 2_999_999_999, 7]), (Bounds.IGNORE, [5, 7]), (Bounds.ERROR, None)]
+)
+def test_int32_ids_may_be_of_a_table_with_more_rows(bounds: Bounds, expected: list[int] | None) -> None:
+    large = Table(name="a", rows=3_000_000_000, dim=1, bounds=bounds, row_shards=4)
+    given = {"a": torch.tensor([5, -1, 7], dtype=torch.int32)}
+    if expected is None:
+        with pytest.raises(IdError, match="id -1 at position 1"):
+            ids_of(given, [large])
+        return
+    values = ids_of(given, [large]).values
+    assert values.tolist() == expected
+    weights = torch.arange(len(values), dtype=torch.float32)
+    lengths = torch.ones(len(values), dtype=torch.int32)
+    parts = dealt(lengths, values, large.row_borders, weights)
+    assert [part[1].tolist() for part in parts] == [[5, 7], [], [], [749_999_999] if bounds is Bounds.WRAP else []]
+    assert dealt(lengths[:1], values[:1].to(torch.int32), large.row_borders, weights[:1])[0][1].tolist() == [5]
 
 
 @pytest.mark.parametrize(
