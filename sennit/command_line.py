@@ -155,7 +155,9 @@ def busy(what: str) -> Iterator[None]:
 
 
 def fail(reason: object, code: int = 1) -> NoReturn:
-    """Ends a command with one line that says why."""
+    """Ends a command with one line that says why. What `output` says itself it raises again."""
+    if isinstance(reason, OutputLost):
+        raise reason
     typer.echo(f"error: {reason}", err=True)
     raise typer.Exit(code) from None
 

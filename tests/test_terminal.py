@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sennit.command_line import EXIT_NO_OUTPUT, output
+from sennit.command_line import EXIT_NO_OUTPUT, OutputLost, fail, output
 from tests.terminal import run_on_terminal
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -77,6 +78,14 @@ def test_output_that_cannot_be_written_is_told_in_one_line(python: list[str], ar
     )  # fmt: skip
     if arguments == EXPLAIN:
         assert run(0).returncode == EXIT_NO_OUTPUT
+
+
+def test_a_command_that_tells_its_errors_tells_of_lost_output_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    """As `sennit train` does, which gives every SennitError to `fail`."""
+    with pytest.raises(SystemExit) as ended, output():
+        fail(OutputLost(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    assert ended.value.code == EXIT_NO_OUTPUT
+    assert capsys.readouterr().err == "error: the output cannot be written: No space left on device\n"
 
 
 @pytest.mark.parametrize("module", ["sennit", "sennit.runtime.training"])
