@@ -149,7 +149,9 @@ void Engine::end(sennit_status status, std::string reason, FailureNotice notice,
     Operation* operation = active_.back();
     std::string text;
     try {
-      text = operation->describe() + ": " + end_reason_;
+      text = operation->describe();
+      // The reason of the operation that was late begins with its name.
+      text = end_reason_.rfind(text + " timed out", 0) == 0 ? end_reason_ : text + ": " + end_reason_;
     } catch (const std::bad_alloc&) {
       text = OUT_OF_MEMORY;
     }
