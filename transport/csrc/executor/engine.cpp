@@ -33,7 +33,9 @@ Engine::Engine(const EngineConfig& config)
       counter_page_(config.rank, config.world),
       counted_(&counter_page_),
       backoff_(BackoffPolicy::choose(config.ranks_here, usable_cores())) {
-  if (config.world == 0 || config.rank >= config.world) throw std::invalid_argument("rank must be below world");
+  if (config.rank >= config.world)
+    throw std::invalid_argument("rank " + std::to_string(config.rank) + " in a world of " +
+                                std::to_string(config.world) + "; allowed: a rank below the world");
 }
 
 // The crew holds a reference while the engine has a seat in it.
@@ -72,7 +74,9 @@ std::vector<std::byte> Engine::verbs_open(const VerbsConfig& config) {
 }
 
 std::vector<std::byte> Engine::offer_for(uint32_t peer) const {
-  if (peer >= config_.world || peer == config_.rank) throw std::out_of_range("no such peer");
+  if (peer >= config_.world || peer == config_.rank)
+    throw std::out_of_range("peer " + std::to_string(peer) + "; allowed: another rank of the " +
+                            std::to_string(config_.world));
   if (!udp_ && !verbs_) throw std::logic_error("offer_for needs udp_open or verbs_open before it");
   return verbs_ ? verbs_->info_for(peer) : udp_->info_for(peer);
 }

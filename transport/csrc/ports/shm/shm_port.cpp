@@ -69,14 +69,15 @@ uint32_t ShmPort::inbox_of(uint32_t rank) const {
 }
 
 bool ShmPort::accept(uint32_t peer, std::span<const std::byte> offer, std::string* why) {
-  if (peer == rank_) throw std::out_of_range("no such peer");
+  if (peer == rank_) throw std::out_of_range("peer " + std::to_string(peer) + " is this rank; allowed: another");
   static_cast<void>(inbox_of(peer));  // throws unless it is on this host
   peers_[peer] = ShmSegment::open(offer, peer, static_cast<uint32_t>(ranks_here_.size()), why);
   return static_cast<bool>(peers_[peer]);
 }
 
 void ShmPort::connect(uint32_t peer, LaneSink& sink) {
-  if (peer >= world_ || !peers_[peer]) throw std::runtime_error("the peer's shared memory was not opened");
+  if (peer >= world_ || !peers_[peer])
+    throw std::runtime_error("the shared memory of rank " + std::to_string(peer) + " was not opened");
   sink_ = &sink;
   lanes_[peer] =
       std::make_unique<ShmLane>(peer, segment_.inbox(inbox_of(peer)), peers_[peer].inbox(inbox_of(rank_)), sink,
