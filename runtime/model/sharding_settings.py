@@ -25,7 +25,7 @@ from sennit.runtime.model.toml_file import (
     refused,
     section,
 )
-from sennit.runtime.sharded.placement import EVERYWHERE, SHARDINGS, Placement, place, placed
+from sennit.runtime.sharded.placement import EVERYWHERE, NEEDS, SHARDINGS, Placement, is_single, place, placed
 from sennit.runtime.sharded.tables import Table
 from sennit.transport.errors import ConfigError
 
@@ -39,14 +39,6 @@ _PLAN: Final[dict[str, Check]] = {
     "tables": lambda place, value: {
         name: _text(f"{place}: {name}", one) for name, one in entries(place, value).items()
     },
-}
-# Sharding -> the settings of a table of which one has to be above 1 if several ranks are to have a part of it.
-_NEEDS: Final = {
-    "row_wise": ("row_shards",),
-    "table_row_wise": ("row_shards",),
-    "column_wise": ("column_shards",),
-    "table_column_wise": ("column_shards",),
-    "grid": ("row_shards", "column_shards"),
 }
 
 
@@ -108,7 +100,7 @@ class Sharding:
     def _name(self, table: Table) -> str:
         """The sharding of a table. Tensor trains lie whole on a rank, whatever the others do."""
         name = self.tables.get(table.name, self.default)
-        if table.train_rank is None or name not in _NEEDS:
+        if table.train_rank is None or name not in NEEDS:
             return name
         if table.name in self.tables:
             raise ConfigError(f"{name} for table {table.name}, a tensor train; allowed: table_wise, data_parallel")
@@ -123,12 +115,10 @@ class Sharding:
         whole: dict[str, list[str]] = {}
         for table in tables:
             name = names[table.name]
-            ranks = local_ranks if local_ranks is not None and name.startswith("table_") else world_size
-            needs = _NEEDS.get(name, ())
-            if needs and ranks > 1 and all(getattr(table, need) == 1 for need in needs):
+            if is_single(table, name, world_size, world_size if local_ranks is None else local_ranks):
                 whole.setdefault(name, []).append(table.name)
         for name, useless in whole.items():
-            needs = _NEEDS[name]
+            needs = NEEDS[name]
             raise ConfigError(
                 f"{name} for {few(useless)}, but one rank would have all of it: the table is a single shard. Give it "
                 f"{' or '.join(needs)}, such as {needs[0]} = 8 in the file of --tables, or another sharding, such as "

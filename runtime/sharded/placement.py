@@ -30,6 +30,16 @@ SHARDINGS: Final = (
 )
 
 
+NEEDS: Final = {
+    "row_wise": ("row_shards",),
+    "table_row_wise": ("row_shards",),
+    "column_wise": ("column_shards",),
+    "table_column_wise": ("column_shards",),
+    "grid": ("row_shards", "column_shards"),
+}
+"""The settings of a table of which one has to be above 1 if a sharding is to give several ranks a part of it."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
     """The owner of each shard."""
@@ -80,8 +90,11 @@ def place(
     no room, all are placed again by memory alone, without regard to hosts: the largest first, each on the rank with the
     most room, a table-wise table whole, others shard by shard.
 
-    Raises `ConfigError` for names that do not exist, for a table that cannot be at its home, and for a table without
-    room. Its message then has the missing bytes.
+    A name for all tables spreads those that have shards to spread, and places the others table-wise.
+
+    Raises `ConfigError` for names that do not exist, for a table that cannot be at its home, for a table of one shard
+    that is to be spread by its own name, and if no table can be spread. For a table without room, its message has the
+    missing bytes.
     """
     local = world_size if local_ranks is None else local_ranks
     if local < 1 or world_size % local:
@@ -92,7 +105,7 @@ def place(
             raise ConfigError(f"limits of {len(of_ranks)} ranks, but there are {world_size}")
     bytes_of = {shard: shard_bytes(tables, shard) for shard in shards_of(tables)}
     room = Room(tables, bytes_of, world_size, of_home, homes)
-    names = _names(tables, shardings)
+    names = _names(tables, shardings, world_size, local)
     hosts = [range(first, first + local) for first in range(0, world_size, local)]
     owner_of = _by_load(room, names, hosts) or room.by_memory(names)
     return placed(tables, world_size, {shard_name(tables, shard): rank for shard, rank in owner_of.items()})
@@ -166,7 +179,15 @@ def placed(tables: Sequence[Table], world_size: int, owners: Mapping[str, int]) 
     return Placement(world_size=world_size, owner_of=owner_of, replicated=replicated)
 
 
-def _names(tables: Sequence[Table], shardings: str | Mapping[str, str]) -> dict[str, str]:
+def is_single(table: Table, name: str, world_size: int, local_ranks: int) -> bool:
+    """Whether one rank would have all of a table that the sharding `name` is to spread over several."""
+    needs, ranks = NEEDS.get(name, ()), local_ranks if name.startswith("table_") else world_size
+    return bool(needs) and ranks > 1 and all(getattr(table, need) == 1 for need in needs)
+
+
+def _names(
+    tables: Sequence[Table], shardings: str | Mapping[str, str], world_size: int, local_ranks: int
+) -> dict[str, str]:
     given = {table.name: shardings for table in tables} if isinstance(shardings, str) else dict(shardings)
     known = {table.name for table in tables}
     for table, name in given.items():
@@ -174,7 +195,20 @@ def _names(tables: Sequence[Table], shardings: str | Mapping[str, str]) -> dict[
             raise ConfigError(f"a sharding for table {table}, which the model has not")
         if name not in SHARDINGS:
             raise ConfigError(f"table {table}: sharding {name!r}; allowed: {', '.join(SHARDINGS)}")
-    return {table.name: given.get(table.name, "table_wise") for table in tables}
+    single = [table for table in tables if is_single(table, given.get(table.name, ""), world_size, local_ranks)]
+    wrong = single
+    if isinstance(shardings, str):
+        # Tensor trains have no shards.
+        cut = [table for table in tables if table.train_rank is None]
+        wrong = cut if all(table in single for table in cut) else []
+    if wrong:
+        name = given[wrong[0].name]
+        raise ConfigError(
+            f"table {wrong[0].name}: sharding {name}, but one rank would have all of it: "
+            f"{' and '.join(f'{need} 1' for need in NEEDS[name])}; allowed: {' or '.join(NEEDS[name])} of 2 or more "
+            "(which belong to the model), or another sharding, such as table_wise"
+        )
+    return {table.name: "table_wise" if table in single else given.get(table.name, "table_wise") for table in tables}
 
 
 def _spread(part: int, parts: int, ranks: Sequence[int]) -> int:

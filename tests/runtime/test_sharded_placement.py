@@ -44,10 +44,37 @@ def test_limits_that_are_not_reached_change_nothing(sharding: str, local_ranks: 
 @pytest.mark.parametrize("sharding", [name for name in SHARDINGS if name != "data_parallel"])
 @pytest.mark.parametrize("limits", [[500, 4000, 900, 1000], [900, 900, 900, 900], [4000, 1000, 1000, 1000]])
 def test_limits_hold_with_every_sharding(sharding: str, limits: list[int]) -> None:
-    tables = [table("a", 20, row_shards=4, column_shards=2), table("b", 12, row_shards=3), table("c", 5)]
+    tables = [
+        table("a", 20, row_shards=4, column_shards=2),
+        table("b", 12, row_shards=3, column_shards=2),
+        table("c", 5),
+    ]
     found = place(tables, 4, {"a": sharding, "b": sharding}, limits=limits)
     assert set(found.owner_of) == set(shards_of(tables))
     assert all(size <= limit for size, limit in zip(used(tables, found), limits, strict=True))
+
+
+@pytest.mark.parametrize("sharding", ["row_wise", "table_row_wise", "column_wise", "table_column_wise", "grid"])
+def test_a_table_of_one_shard_is_not_spread(sharding: str) -> None:
+    single, spread = [table("a", 10), table("b", 9)], table("c", 8, row_shards=2, column_shards=2)
+    message = f"table a: sharding {sharding}, but one rank would have all of it: .*_shards 1; allowed: .* of 2 or more"
+    for wrong in (sharding, {"a": sharding}):
+        with pytest.raises(ConfigError, match=message):
+            place(single, 2, wrong)
+        place(single, 1, wrong)
+    with pytest.raises(ConfigError, match=message):
+        place([*single, spread], 2, {"a": sharding, "c": sharding})
+    # A name for all tables spreads what it can. The others do not come together on a rank.
+    owners = place([*single, spread], 2, sharding).owner_of
+    assert {owners[Shard(0, 0, 0)], owners[Shard(1, 0, 0)]} == {0, 1}
+    assert {rank for shard, rank in owners.items() if shard.table == 2} == {0, 1}
+    if sharding.startswith("table_"):
+        place(single, 2, sharding, local_ranks=1)
+    # Tensor trains are whole everywhere.
+    train = Table(name="train", rows=1000, dim=8, train_rank=2)
+    assert place([train], 2, sharding) == place([train], 2)
+    with pytest.raises(ConfigError, match=f"table train: sharding {sharding}"):
+        place([train, spread], 2, {"train": sharding})
 
 
 def test_a_rank_without_room_is_passed_over() -> None:
