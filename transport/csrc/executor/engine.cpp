@@ -16,6 +16,8 @@ namespace {
 // A worker with its own core looks for more work this long: steps of one operation follow each other faster than a
 // thread wakes.
 constexpr uint64_t TEAM_SPIN_US = 100;
+// So many rounds take all that a peer left in shared memory when it ended the group.
+constexpr int LAST_ROUNDS = 1'000;
 
 uint32_t usable_cores() {
   cpu_set_t set;
@@ -251,6 +253,11 @@ sennit_status Engine::post(Plan& plan, const OperationMemory& memory, const senn
     return SENNIT_ARGUMENT;
   }
   Lock lock = enter();
+  if (shm_ && ended_ == SENNIT_OK && shm_->has_last_word()) {
+    // A peer has ended the group. What it sent before is for operations that were posted before, and not for this one.
+    for (int rounds = 0; rounds < LAST_ROUNDS && ended_ == SENNIT_OK; ++rounds) round(clock_us());
+    let_go(lock);
+  }
   if (ended_ != SENNIT_OK) {
     error = end_reason_;
     return ended_;

@@ -364,3 +364,31 @@ TEST_CASE("what was not sent when the peer aborts or leaves never ends well, ove
     }
   }
 }
+
+TEST_CASE("an operation that is posted after the peer has aborted is refused, also where its message has come") {
+  constexpr uint64_t SMALL = 512;  // travels at once
+  for (const bool is_first_posted : {true, false}) {
+    CAPTURE(is_first_posted);
+    const Group group(2, 20'000'000);
+    std::vector<std::byte> memory(SMALL), later(SMALL);
+    sennit_op* const first = is_first_posted ? post_receive(group.comm(0), memory, 0) : nullptr;
+    for (int i = 0; i < 2; ++i) send_to_rank_0(group.comm(1), std::vector<std::byte>(SMALL, std::byte{7}));
+    sennit_abort(group.comm(1), "a test");
+    PlanWriter writer(2, 0, 1, uint64_t{4} << 56);
+    writer.add(StepKind::receive, 1, 0, 0, 0, later.size());
+    const LoadedPlan plan(writer.bytes());
+    const sennit_buffer buffer{later.data(), later.size()};
+    const sennit_post_options options{0, 0, 0, 1.0, nullptr, 0, 0};
+    sennit_op* second = nullptr;
+    char error[256] = "";
+    CHECK(sennit_post(group.comm(0), plan.handle, &buffer, 1, &options, &second, error, sizeof error) == SENNIT_PEER);
+    CHECK(second == nullptr);
+    CHECK(std::string(error).find("a test") != std::string::npos);
+    if (first != nullptr) {
+      // It was posted in time, and its message was sent before the end.
+      CHECK(sennit_op_status(first) == SENNIT_OK);
+      CHECK(memory == std::vector<std::byte>(SMALL, std::byte{7}));
+      sennit_op_release(first);
+    }
+  }
+}

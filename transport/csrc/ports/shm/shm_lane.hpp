@@ -71,6 +71,9 @@ class ShmLane final : public Lane {
   void say_goodbye();
   // Ends the lane, with a reason that the peer finds even if the rings are full.
   void say_last_word(std::string_view reason);
+  // Whether the peer has given a reason that was not taken yet. It has a cache line of its own, so that asking is
+  // cheap.
+  bool has_last_word() const { return !dead_ && in_.header->last_word_bytes.load(std::memory_order_acquire) != 0; }
   // Takes the peer's reason, if there is one. What the rings hold comes first.
   void look_for_last_word();
   // Whether something here has waited for the peer lately.

@@ -210,6 +210,11 @@ bool ShmPort::idle() const {
   return true;
 }
 
+bool ShmPort::has_last_word() const {
+  return std::any_of(connected_.begin(), connected_.end(),
+                     [&](uint32_t peer) { return lanes_[peer]->has_last_word(); });
+}
+
 std::vector<uint32_t> ShmPort::find_gone(uint64_t) {
   std::vector<uint32_t> gone;
   for (const uint32_t peer : connected_) {

@@ -55,6 +55,8 @@ class ShmPort final : public Port {
   std::vector<uint32_t> find_gone(uint64_t now_us) override;
   std::string_view failure() const override { return failure_; }
   bool idle() const override;
+  // Whether a peer has ended the group with a reason that is not reported yet.
+  bool has_last_word() const;
   void abort(std::string_view reason) override;
   void close() override;
   void revoke() noexcept override;
