@@ -86,7 +86,7 @@ def compile_source(name: str, source: str) -> bytes:
     """The object file of a generated program, which may have an arena. `name` is for messages."""
     with tempfile.TemporaryDirectory(prefix="sennit-bpf-") as folder:
         path = Path(folder) / f"{name}.bpf.c"
-        path.write_text(source)
+        path.write_text(source, encoding="utf-8")
         # Generated programs compute some values that nobody reads. clang removes them.
         unit = _Unit(path, ARENA_INSTRUCTION_SET, "-Wno-unused-variable", "-Wno-unused-label")
         return _image(unit, ARENA_CLANG_VERSION)
@@ -105,7 +105,7 @@ def _program(name: str) -> _Unit:
 @contextlib.contextmanager
 def _with_header(name: str, header: str, text: str) -> Iterator[_Unit]:
     with tempfile.TemporaryDirectory(prefix="sennit-bpf-") as folder:
-        (Path(folder) / header).write_text(text)
+        (Path(folder) / header).write_text(text, encoding="utf-8")
         yield _Unit(PROGRAMS / f"{name}.bpf.c", INSTRUCTION_SET, f"-I{folder}")
 
 
@@ -123,7 +123,7 @@ class _Unit:
         self._arguments = [*flags, *includes, f"-I{multiarch}"]
         folders = [Path(include.removeprefix("-I")) for include in includes]
         sources = [source, *(path for folder in folders for path in sorted(folder.glob("*.h")))]
-        self.key = _key(*flags, *(path.read_text() for path in sources))
+        self.key = _key(*flags, *(path.read_text(encoding="utf-8") for path in sources))
         """A hash of flags and sources. It does not depend on the compiler or the headers of the system."""
 
     def exact_key(self, clang: str) -> str:

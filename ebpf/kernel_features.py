@@ -63,7 +63,7 @@ def missing_privileges(effective: int | None = None) -> list[str]:
 
 def effective_capabilities() -> int:
     """The effective capabilities of this process, one bit each."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("CapEff:"):
             return int(line.split()[1], 16)
     return 0

@@ -75,7 +75,7 @@ class Program:
 
     def statistics(self) -> ProgramStatistics:
         """Counts over all processors since the program was loaded."""
-        lines = Path(f"/proc/self/fdinfo/{self.descriptor}").read_text().splitlines()
+        lines = Path(f"/proc/self/fdinfo/{self.descriptor}").read_text(encoding="utf-8").splitlines()
         found = dict(line.split(":", 1) for line in lines)
         return ProgramStatistics(run_time_ns=int(found["run_time_ns"]), runs=int(found["run_cnt"]))
 

@@ -38,7 +38,7 @@ def interface_address(name: str) -> str:
     interface_index(name)
     # Address, index, prefix, scope, flags, name (linux/Documentation/networking/proc_net_*); scope 0 is global.
     table = Path("/proc/thread-self/net/if_inet6")
-    for line in table.read_text().splitlines() if table.exists() else ():
+    for line in table.read_text(encoding="utf-8").splitlines() if table.exists() else ():
         digits, _, _, scope, flags, device = line.split()
         is_tentative = int(flags, 16) & 0x40
         if device == name and int(scope, 16) == 0 and not is_tentative:

@@ -37,7 +37,9 @@ def vector_units(cpuinfo: Path = CPUINFO) -> Answer:
     """Which kernels this processor takes. Without AVX2 all is slower, with the same bits."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return Answer(fine=True, what=f"{platform.machine()}: portable kernels")
-    found = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    found = (
+        re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(encoding="utf-8"), re.MULTILINE) if cpuinfo.exists() else None
+    )
     flags = set(found[1].split()) if found else set()
     if flags >= AVX2:
         return Answer(fine=True, what="AVX-512 and AVX2" if flags >= AVX512 else "AVX2")

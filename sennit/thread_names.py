@@ -15,4 +15,4 @@ NAME_CHARS: Final = 15
 def name_thread(name: str) -> None:
     """Names the calling thread. The kernel keeps the first 15 characters."""
     with contextlib.suppress(OSError):
-        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name[:NAME_CHARS])
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name[:NAME_CHARS], encoding="utf-8")

@@ -208,7 +208,7 @@ def simulate(
     with busy(f"simulating {len(cases)} runs"):
         outcomes = runner.run_cases(cases, out, jobs=jobs or runner.jobs_of_this_machine(), done=show)
     text = f"{report.provenance(cases, outcomes)}\n\n{report.table(cases, outcomes)}"
-    (out / "table.md").write_text(text + "\n")
+    (out / "table.md").write_text(text + "\n", encoding="utf-8")
     report.plot(cases, outcomes, out / "simulation.png")
     if page is not None:
         try:

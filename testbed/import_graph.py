@@ -44,7 +44,7 @@ def imports(path: Path, known: dict[str, Path]) -> Iterator[Path]:
     """Files that a module imports, also inside functions. `from a import b` is b's file where b is a module."""
     parts = path.relative_to(ROOT).parent.parts
     package = ["sennit", *(parts[1:] if parts[0] == "sennit" else parts)]
-    for node in ast.walk(ast.parse(path.read_text(), filename=str(path))):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))):
         if isinstance(node, ast.Import):
             yield from (known[alias.name] for alias in node.names if alias.name in known)
         elif isinstance(node, ast.ImportFrom):
@@ -100,7 +100,7 @@ def native_edges() -> Edges:
     edges = set()
     for path in [*core.rglob("*.hpp"), *core.rglob("*.cpp")]:
         here = path.relative_to(core).parts[0]
-        for include in INCLUDE.findall(path.read_text()):
+        for include in INCLUDE.findall(path.read_text(encoding="utf-8")):
             there = include.partition("/")[0]
             # The C interface is in include/sennit/core.h.
             there = "include" if there == "sennit" else there
@@ -160,4 +160,4 @@ def with_pictures(page: str) -> str:
 
 if __name__ == "__main__":
     target = Path(sys.argv[1])
-    target.write_text(with_pictures(target.read_text()))
+    target.write_text(with_pictures(target.read_text(encoding="utf-8")), encoding="utf-8")

@@ -124,7 +124,7 @@ def run(name: str, part: Part, seed: int) -> dict[str, Any]:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     now = resource.getrusage(resource.RUSAGE_CHILDREN)
-    ends = _ENDS.findall(log.read_text(errors="replace"))
+    ends = _ENDS.findall(log.read_text(errors="replace", encoding="utf-8"))
     about = machine.describe()
     return {
         "date": str(about["time_utc"])[:10],
@@ -173,10 +173,13 @@ def main(arguments: Sequence[str]) -> int:
     for name in names:
         print(f"test-long: {name}: {PARTS[name].what}", flush=True)
         entry = run(name, PARTS[name], asked.seed)
-        record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+        record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
         record[name] = entry
-        RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-        PAGE.write_text(with_part(PAGE.read_text(), BEGIN, END, listed(record), what="the long tests"))
+        RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        PAGE.write_text(
+            with_part(PAGE.read_text(encoding="utf-8"), BEGIN, END, listed(record), what="the long tests"),
+            encoding="utf-8",
+        )
         print(f"test-long: {name}: {entry['outcome']} in {entry['seconds']} s. {entry['said']}", flush=True)
         if entry["outcome"] != "passed":
             failed.append(name)

@@ -36,4 +36,4 @@ def with_tables(text: str) -> str:
 
 if __name__ == "__main__":
     target = Path(sys.argv[1])
-    target.write_text(with_tables(target.read_text()))
+    target.write_text(with_tables(target.read_text(encoding="utf-8")), encoding="utf-8")

@@ -288,3 +288,16 @@ def test_long_test_files_are_named_as_they_are() -> None:
     assert len(rows) > 30
     assert [path for _, path in rows if not (ROOT / path).is_file()] == []
     assert [int(seconds) for seconds, _ in rows] == sorted((int(seconds) for seconds, _ in rows), reverse=True)
+
+
+def test_files_of_text_are_utf_8_whatever_the_locale_says() -> None:
+    """With LC_ALL=C and without Python's UTF-8 mode, `read_text()` takes ASCII, and our own sources have more."""
+    for folder in [*MAY_IMPORT, "tools"]:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                    # That of a distribution's metadata takes the name of a file.
+                    is_text = node.func.attr == "write_text" or (node.func.attr == "read_text" and not node.args)
+                    assert not is_text or "encoding" in {option.arg for option in node.keywords}, (
+                        f"{path.relative_to(ROOT)}:{node.lineno}: give encoding"
+                    )

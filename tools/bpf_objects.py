@@ -23,7 +23,7 @@ def main(folder: Path, libraries: list[Path]) -> None:
     folder.mkdir(parents=True)
     points = {point.name: point for library in libraries for point in usdt.read(library)}
     for source in sorted(compiler.PROGRAMS.glob("*.bpf.c")):
-        name, wanted = source.name.removesuffix(".bpf.c"), _TRACEPOINT.findall(source.read_text())
+        name, wanted = source.name.removesuffix(".bpf.c"), _TRACEPOINT.findall(source.read_text(encoding="utf-8"))
         if not wanted:
             compiler.write_object(folder, name)
         elif all(tracepoint in points for tracepoint in wanted):  # else it was built without sys/sdt.h

@@ -48,7 +48,7 @@ def sources() -> list[Path]:
 
 def requirements() -> dict[str, str]:
     """Each of `WHEELS`, and what pyproject.toml asks of it, as {"rich": "rich>=13"}."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     asked = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
     return {name: next(text for text in asked if text.startswith(f"{name}>=")) for name in WHEELS}
 
@@ -76,7 +76,7 @@ def make(folder: Path, *, with_wheels: bool = True) -> dict[str, Any]:
         target = folder / "src" / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, target, follow_symlinks=False)
-    (folder / "run.sh").write_text(RUN)
+    (folder / "run.sh").write_text(RUN, encoding="utf-8")
     (folder / "run.sh").chmod(0o755)
     left_out = download(wheels) if with_wheels else "not asked for"
     sizes = {
@@ -90,7 +90,7 @@ def make(folder: Path, *, with_wheels: bool = True) -> dict[str, Any]:
         "wheels_left_out": left_out,
         "files": sizes,
     }
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     if manifest["bytes"] > MOST_BYTES:
         raise SystemExit(f"gpu-bundle: error: {manifest['bytes'] / 2**20:.1f} MiB; allowed: {MOST_BYTES >> 20}")
     return manifest

@@ -57,12 +57,14 @@ def lay_out(site: Path, project: dict[str, Any]) -> None:
     about = project["project"]
     metadata = site / f"{about['name']}-{about['version']}.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {about['name']}\nVersion: {about['version']}\n")
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {about['name']}\nVersion: {about['version']}\n", encoding="utf-8"
+    )
     groups = {"console_scripts": about["scripts"], **about["entry-points"]}
     lines = [
         f"[{group}]\n" + "".join(f"{name} = {what}\n" for name, what in of.items()) for group, of in groups.items()
     ]
-    (metadata / "entry_points.txt").write_text("\n".join(lines))
+    (metadata / "entry_points.txt").write_text("\n".join(lines), encoding="utf-8")
 
 
 def lacks(distribution: str, minimum: str) -> bool:
@@ -82,7 +84,7 @@ def unpack_wheels(folder: Path) -> list[str]:
     """Unpacks what is lacking; returns the names."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    minimum = json.loads((BUNDLE / "manifest.json").read_text())["minimum"]
+    minimum = json.loads((BUNDLE / "manifest.json").read_text(encoding="utf-8"))["minimum"]
     found = []
     for path in sorted((BUNDLE / "wheels").glob("*.whl")):
         name = path.name.partition("-")[0].replace("_", "-").lower()
@@ -146,7 +148,7 @@ def build(out: Path, site: Path, defined: Sequence[str], *, with_torch: bool) ->
 
     `with_torch`: the extension for torch, too.
     """
-    available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8"))
     most = int(available[1]) * 1024 // BYTES_A_JOB if available else 1
     jobs = max(1, min(len(os.sched_getaffinity(0)), most))
     configure = ["cmake", "-S", str(SOURCES), "-B", str(out / "build"), f"-DPython_EXECUTABLE={sys.executable}"]
@@ -165,7 +167,7 @@ def build(out: Path, site: Path, defined: Sequence[str], *, with_torch: bool) ->
             if code != 0:
                 how = f"exit code {code}" if code is not None else f"not done after {BUILD_LIMIT_S:.0f} s"
                 return f"{how}: {' '.join(command)}"
-    for line in (out / "build.log").read_text(errors="replace").splitlines():
+    for line in (out / "build.log").read_text(errors="replace", encoding="utf-8").splitlines():
         if line.startswith("sennit: built without"):
             say(line.removeprefix("sennit: "))
     return None
@@ -187,7 +189,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"run: error: cannot write {out}: {error.strerror}; choose another folder", file=sys.stderr)
         return 1
     began_s, site = time.monotonic(), out / "site"
-    lay_out(site, tomllib.loads((SOURCES / "pyproject.toml").read_text()))
+    lay_out(site, tomllib.loads((SOURCES / "pyproject.toml").read_text(encoding="utf-8")))
     if unpacked := unpack_wheels(out / "wheels"):
         say(f"from wheels: {', '.join(unpacked)}")
     environment = os.environ | {"PYTHONPATH": f"{site}{os.pathsep}{out / 'wheels'}", "PYTHONSAFEPATH": "1"}
@@ -199,13 +201,16 @@ def main(arguments: Sequence[str]) -> int:
         say("building the native parts")
         problem = build(out, site, chosen.define, with_torch=of_torch is None)
         if problem is not None:
-            print("\n".join((out / "build.log").read_text(errors="replace").splitlines()[-LOG_LINES:]), flush=True)
+            print(
+                "\n".join((out / "build.log").read_text(errors="replace", encoding="utf-8").splitlines()[-LOG_LINES:]),
+                flush=True,
+            )
     took_s = round(time.monotonic() - began_s, 1)
     say(f"the native parts are not built: {problem}" if problem else f"built in {took_s:.0f} s")
     if problem is None and of_torch is not None:
         problem = f"the extension for torch is not built: {of_torch}"
         say(problem)
-    (out / "build.json").write_text(json.dumps({"seconds": took_s, "problem": problem}) + "\n")
+    (out / "build.json").write_text(json.dumps({"seconds": took_s, "problem": problem}) + "\n", encoding="utf-8")
     if chosen.build_only:
         return int(problem is not None)
     results = out / "results"
@@ -214,7 +219,7 @@ def main(arguments: Sequence[str]) -> int:
     results.mkdir(exist_ok=True)
     code = subprocess.run(command, cwd=out, env=environment, check=False).returncode
     if (results / "summary.md").exists():
-        print((results / "summary.md").read_text())
+        print((results / "summary.md").read_text(encoding="utf-8"))
         say(f"{results / 'summary.md'}; the JSON and the output of each part are beside it")
     return code or int(problem is not None)
 

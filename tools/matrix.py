@@ -95,7 +95,7 @@ class Row:
         name = pair.name.replace(" ", "-")
         self.folder, self.log = BUILD / name, BUILD / f"{name}.log"
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.log.write_text("")
+        self.log.write_text("", encoding="utf-8")
         self.variables = {"PYTHON": pair.python.path, "SENNIT_BUILD_TORCH": f"torch=={pair.torch}"}
         if shutil.which("ccache"):
             self.variables |= {"CMAKE_CXX_COMPILER_LAUNCHER": "ccache"}
@@ -138,7 +138,7 @@ class Row:
         # In the folder of a program, or of tests, it would hide the package that is installed.
         shutil.rmtree(self.folder / "sennit")
         program = self.folder / "all_reduce.py"
-        program.write_text(numpy_all_reduce(self.folder))
+        program.write_text(numpy_all_reduce(self.folder), encoding="utf-8")
         self.run([str(env / "bin" / "python"), str(program), str(self.folder / "store")], BUILD)
         yield f"{time.monotonic() - start:.0f} s"
         yield "-"
@@ -193,9 +193,10 @@ class Row:
             raise RuntimeError(str(error)) from error
         finally:
             with self.log.open("a") as log:
-                log.write(f"$ {' '.join(command)}\n{step.read_text(errors='replace') if step.exists() else ''}")
+                output = step.read_text(errors="replace", encoding="utf-8") if step.exists() else ""
+                log.write(f"$ {' '.join(command)}\n{output}")
             step.unlink(missing_ok=True)
-        printed = self.log.read_text()[begun:]
+        printed = self.log.read_text(encoding="utf-8")[begun:]
         if code != 0:
             lines = [line for line in printed.splitlines() if line.strip()]
             raise RuntimeError(lines[-1] if lines else f"exit status {code}")
@@ -204,7 +205,7 @@ class Row:
 
 def numpy_all_reduce(folder: Path) -> str:
     """The program that tests/test_extras.py runs in an environment without torch."""
-    text = (folder / "tests" / "test_extras.py").read_text()
+    text = (folder / "tests" / "test_extras.py").read_text(encoding="utf-8")
     found = re.search(r'^ALL_REDUCE = """\n(.*?)^"""$', text, re.DOTALL | re.MULTILINE)
     assert found, "tests/test_extras.py has no ALL_REDUCE"
     return found[1]

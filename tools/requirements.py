@@ -11,7 +11,7 @@ from pathlib import Path
 
 def requirements(extras: list[str]) -> list[str]:
     """The build system's, the project's and the extras' requirements, sorted, each once."""
-    document = tomllib.loads((Path(__file__).resolve().parents[1] / "pyproject.toml").read_text())
+    document = tomllib.loads((Path(__file__).resolve().parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
     project = document["project"]
     wanted = {*document["build-system"]["requires"], *project["dependencies"]}
     for extra in extras:

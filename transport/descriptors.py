@@ -61,6 +61,6 @@ def _chain(error: BaseException | None) -> Iterator[OSError]:
 
 def _file_max() -> str:
     try:
-        return FILE_MAX.read_text().strip()
+        return FILE_MAX.read_text(encoding="utf-8").strip()
     except OSError:  # for want of a descriptor
         return "no more"

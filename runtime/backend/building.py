@@ -72,7 +72,7 @@ def compile_into(folder: Path) -> Path:
     _run([*compiler(), *LINK_FLAGS, str(compiled), *libraries, "-o", str(output)])
     compiled.unlink()
     record = {"torch": _torch_version(), "compiler": compiler()[-1]}
-    (folder / extension.RECORD).write_text(json.dumps(record) + "\n")
+    (folder / extension.RECORD).write_text(json.dumps(record) + "\n", encoding="utf-8")
     return output
 
 

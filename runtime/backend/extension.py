@@ -60,7 +60,7 @@ def minor(torch: str) -> str:
 def record_of(folder: Path) -> Build | None:
     """The extension in a folder; None if there is none that can be read. Neither torch nor the extension is loaded."""
     try:
-        torch = str(json.loads((folder / RECORD).read_text())["torch"])
+        torch = str(json.loads((folder / RECORD).read_text(encoding="utf-8"))["torch"])
         files = sorted(folder.glob("_c10d.*.so"), key=lambda path: not path.name.endswith(SUFFIX))
     except (OSError, ValueError, KeyError, TypeError):
         return None

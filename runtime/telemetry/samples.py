@@ -77,7 +77,7 @@ def of_devices(sysfs: Path = devices.SYSFS) -> Iterator[Sample]:
         labels = {"device": device, "port": port, "group": DEVICE_GROUP}
         for file in devices.counter_files(folder):
             try:
-                value = int(file.read_text())
+                value = int(file.read_text(encoding="utf-8"))
             except (OSError, ValueError):  # the device went away, or its driver has no counters
                 continue
             yield Sample(name=PREFIX + file.name, is_gauge=False, labels=labels, value=value)

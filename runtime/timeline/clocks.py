@@ -49,7 +49,7 @@ def shift(time_ns: int, first: Offset, last: Offset) -> int:
 
 def host_clock() -> str:
     """Names the clock that processes of this host share: that of its boot, and of the time namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     try:
         return f"{boot} {os.readlink('/proc/self/ns/time')}"
     except OSError:  # A kernel without time namespaces.

@@ -46,7 +46,7 @@ def timeline(
     if plot is not None:
         shown = summary.usual_step if step is None else step
         try:
-            plot.write_text(draw(trace, shown, summary.paths[shown]))
+            plot.write_text(draw(trace, shown, summary.paths[shown]), encoding="utf-8")
         except OSError as error:
             fail(f"{plot} cannot be written: {error.strerror}; {ANOTHER_FILE}")
         typer.echo(f"step {shown} is drawn in {plot}")

@@ -146,7 +146,7 @@ def _identity(file: Path) -> tuple[int, int] | None:
 def _number_inside(process: int) -> int | None:
     """Its number in its own namespace; proc_pid_status(5), NSpid."""
     try:
-        lines = Path(f"/proc/{process}/status").read_text(errors="replace").splitlines()
+        lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return None
     numbers = next((line.split()[1:] for line in lines if line.startswith("NSpid:")), [])

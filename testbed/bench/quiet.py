@@ -84,7 +84,7 @@ def others() -> float:
 
 def _busy_s() -> float:
     # proc_stat(5): user nice system idle iowait irq softirq steal, of all processors; guests are in user and nice.
-    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    fields = Path("/proc/stat").read_text(encoding="utf-8").split("\n", 1)[0].split()[1:9]
     user, nice, system, _, _, irq, softirq, steal = (int(field) for field in fields)
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 

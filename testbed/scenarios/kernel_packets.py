@@ -38,7 +38,7 @@ def waiting_bytes(pid: int) -> int:
 
 def backlog_packets() -> int:
     """Packets of all namespaces that the kernel has taken from an interface and not looked at yet."""
-    rows = [line.split() for line in (PROC / "net" / "softnet_stat").read_text().splitlines()]
+    rows = [line.split() for line in (PROC / "net" / "softnet_stat").read_text(encoding="utf-8").splitlines()]
     return sum(int(row[_BACKLOG], 16) for row in rows if len(row) > _BACKLOG)
 
 
@@ -64,4 +64,4 @@ def _counters(pid: int) -> Iterator[tuple[str, int]]:
 def _lines(pid: int, name: str) -> list[str]:
     path = PROC / str(pid) / "net" / name
     # A kernel without IPv6 has no file for it.
-    return path.read_text().splitlines() if path.exists() else []
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []

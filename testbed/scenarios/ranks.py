@@ -207,4 +207,4 @@ def _stdout(process: subprocess.Popen[bytes]) -> int:
 
 
 def _tail(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:])

@@ -20,7 +20,7 @@ EXACT: Final = ("results", "wrong_results", "failed_ranks", "distinct_digests", 
 
 
 def write(outcome: Results, path: Path) -> None:
-    path.write_text(render(outcome))
+    path.write_text(render(outcome), encoding="utf-8")
 
 
 def render(outcome: Results) -> str:
@@ -36,7 +36,7 @@ def render(outcome: Results) -> str:
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>sennit testbed</title>\n<style>\n{STYLE.read_text()}</style>\n</head>\n"
+        f"<title>sennit testbed</title>\n<style>\n{STYLE.read_text(encoding='utf-8')}</style>\n</head>\n"
         f"<body>\n{body}\n</body>\n</html>\n"
     )
 

@@ -110,13 +110,13 @@ class Results:
         return {"schema": SCHEMA, **dataclasses.asdict(self)}
 
     def write(self, path: Path) -> None:
-        path.write_text(json_text(self.as_json()))
+        path.write_text(json_text(self.as_json()), encoding="utf-8")
 
 
 def read(path: Path) -> Results:
     """Reads what `write` wrote. Raises ValueError for anything else."""
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_text(encoding="utf-8"))
         if data.pop("schema") != SCHEMA:
             raise ValueError("another schema")
         return Results(**{**data, "cases": [Case(**case) for case in data["cases"]]})

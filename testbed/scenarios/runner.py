@@ -89,9 +89,10 @@ def run_case(
     except Exception as error:  # One broken case must not cost the others: it counts as failed.
         case.status = Status.FAILED
         case.reason = f"{type(error).__name__}: {error}"
-        (place / "conductor.log").write_text(traceback.format_exc())
+        (place / "conductor.log").write_text(traceback.format_exc(), encoding="utf-8")
         case.log_tails = {
-            log.name: log.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:] for log in sorted(place.glob("*.log"))
+            log.name: log.read_text(errors="replace", encoding="utf-8")[-LOG_TAIL_CHARACTERS:]
+            for log in sorted(place.glob("*.log"))
         }
     case.seconds = time.monotonic() - began_s
     case.files = [str(path.relative_to(folder.resolve())) for path in _kept(place)]

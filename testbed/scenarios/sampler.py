@@ -21,7 +21,7 @@ RX_BYTES: Final = 0
 
 def received_bytes(names: Sequence[str]) -> dict[str, int]:
     """Bytes that these interfaces have received since they were created, by name."""
-    lines = (line.partition(":") for line in NET_DEV.read_text().splitlines()[2:])
+    lines = (line.partition(":") for line in NET_DEV.read_text(encoding="utf-8").splitlines()[2:])
     return {name.strip(): int(columns.split()[RX_BYTES]) for name, _, columns in lines if name.strip() in names}
 
 

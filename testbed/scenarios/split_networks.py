@@ -98,7 +98,7 @@ def play(job: Job, planes: Planes, folder: Path) -> dict[str, int]:
         )  # fmt: skip
         found = {name: count - before[name] for name, count in _interface_bytes(planes).items()}
         found |= total({f"{network}.{kind}": counter.read()} for (network, kind, _), counter in counters.items())
-    report = json.loads((folder / "report.json").read_text())
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     return found | {
         "payload_bytes": report["bytes_moved"]["data_bytes_sent"],
         "record_bytes": report["ingest"]["body_bytes"],
@@ -144,7 +144,7 @@ def _run(job: Job, planes: Planes, folder: Path) -> None:
         failed = [name for name, code in status.items() if code is not None]
         if failed or time.monotonic() > deadline_s:
             name = (failed or list(status))[0]
-            tail = (folder / f"{name}.log").read_text(errors="replace")[-LOG_TAIL_CHARACTERS:]
+            tail = (folder / f"{name}.log").read_text(errors="replace", encoding="utf-8")[-LOG_TAIL_CHARACTERS:]
             raise RankError(f"{name} {'failed' if failed else f'did not end within {job.timeout_s:g} s'}:\n{tail}")
         time.sleep(LOOK_S)
 

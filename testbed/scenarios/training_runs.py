@@ -79,14 +79,14 @@ def _dropped(planes: Planes) -> int:
 
 def _run(training: Training, planes: Planes, folder: Path, number: int, timeout_s: float) -> str:
     """The digest of one run. Raises RankError if it fails, or does not go as it should."""
-    (folder / "tables.toml").write_text(TABLES)
+    (folder / "tables.toml").write_text(TABLES, encoding="utf-8")
     with _crew(training, planes, folder, timeout_s) as crew:
         if training.changes:
             _begin_with_changes(crew, victim=number)
         else:
             _begin(crew)
         crew.wait()
-    report = json.loads((folder / "report.json").read_text())
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     found = [report["world_size"], report["steps"]["last"], sum(len(one["lost"]) for one in report.get("changes", []))]
     wanted = [training.ranks, STEPS, int(training.changes)]
     if found != wanted:
@@ -212,4 +212,4 @@ class _Crew:
             raise RankError(f"{self.training}: {otherwise} in time:\n{self._log('run')[-LOG_TAIL_CHARACTERS:]}")
 
     def _log(self, name: str) -> str:
-        return (self.folder / f"{name}.log").read_text(errors="replace")
+        return (self.folder / f"{name}.log").read_text(errors="replace", encoding="utf-8")

@@ -74,7 +74,7 @@ class Run:
 
 
 def read(path: Path) -> list[Run]:
-    return [Run(**json.loads(line)) for line in path.read_text().splitlines()]
+    return [Run(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def table(runs: Sequence[Run]) -> str:

@@ -42,7 +42,7 @@ def _milliseconds(time_us: float) -> str:
 
 def main() -> None:
     docs, lines = map(Path, sys.argv[1:])
-    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    rows = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
     write_page(docs / "lab" / "recovery.md", table(rows), BEGIN)
 
 

@@ -88,7 +88,10 @@ def provenance(cases: Sequence[Case], outcomes: dict[str, Outcome]) -> str:
 
 def write_page(page: Path, text: str, begin: str = BEGIN) -> None:
     """Replaces the text between the page's two markers. Raises ValueError for a page without them."""
-    page.write_text(with_part(page.read_text(), begin, END, f"\n{text}\n", what=f"results ({page})"))
+    page.write_text(
+        with_part(page.read_text(encoding="utf-8"), begin, END, f"\n{text}\n", what=f"results ({page})"),
+        encoding="utf-8",
+    )
 
 
 def plot(cases: Sequence[Case], outcomes: dict[str, Outcome], path: Path) -> None:

@@ -158,7 +158,7 @@ def run_cases(
         try:
             for future in concurrent.futures.as_completed(futures):
                 case, outcome = futures[future], future.result()
-                (folder / f"{case.name}.json").write_text(json_text(outcome.as_json()))
+                (folder / f"{case.name}.json").write_text(json_text(outcome.as_json()), encoding="utf-8")
                 outcomes[case.name] = outcome
                 done(case, outcome)
         except BaseException:
@@ -175,6 +175,6 @@ def _comes_from(kept: Outcome, scenario: Scenario, core: str) -> bool:
 def load(path: Path) -> Outcome | None:
     """Reads an outcome; None if there is none, or one of another version."""
     try:
-        return Outcome.from_json(json.loads(path.read_text()))
+        return Outcome.from_json(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -70,7 +70,7 @@ def simulate_steps(
         for speed in rates
     }
     text = f"Kernels of {processor_name()}, seed {seed}.\n\n{training_report.table(by_speed)}"
-    (out / "table.md").write_text(text + "\n")
+    (out / "table.md").write_text(text + "\n", encoding="utf-8")
     write_json(out / "steps.json", training_report.as_json(shape, by_speed))
     training_report.plot(by_speed, out / "scaling.svg")
     stdout_console().print(text, soft_wrap=True)

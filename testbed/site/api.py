@@ -71,7 +71,7 @@ def index() -> str:
 
 
 def _tree(package: str, module: str = "__init__") -> ast.Module:
-    return ast.parse((ROOT / package.replace(".", "/") / f"{module}.py").read_text())
+    return ast.parse((ROOT / package.replace(".", "/") / f"{module}.py").read_text(encoding="utf-8"))
 
 
 def _docstring(package: str) -> str:

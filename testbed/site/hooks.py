@@ -53,13 +53,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     readme = files.get_file_from_path("README.md")
     assert readme is not None
     files.remove(readme)
-    made = {page: (ROOT / path).read_text() for path, page in PLACES.items()}
+    made = {page: (ROOT / path).read_text(encoding="utf-8") for path, page in PLACES.items()}
     for path in examples():
-        code = path.read_text()
+        code = path.read_text(encoding="utf-8")
         made[place(str(path.relative_to(ROOT)))] = f"# {path.name}\n\n```{LANGUAGES[path.suffix]}\n{code}```\n"
     made |= {f"api/{name}.md": api.page(name) for name in api.MODULES} | {"api/index.md": api.index()}
-    made[STYLE] = (Path(__file__).parent / STYLE).read_text()
-    made[WORKER] = (Path(__file__).parent / "frame_worker.js").read_text()
+    made[STYLE] = (Path(__file__).parent / STYLE).read_text(encoding="utf-8")
+    made[WORKER] = (Path(__file__).parent / "frame_worker.js").read_text(encoding="utf-8")
     for page, text in made.items():
         files.append(File.generated(config, page, content=text))
     return files

@@ -80,7 +80,7 @@ def anchor(heading: str) -> str:
 
 def listed(index: str, section: str = "") -> list[str]:
     """Pages of the site that a list of the repository links, in its order: those below one heading, or all."""
-    text = (ROOT / index).read_text()
+    text = (ROOT / index).read_text(encoding="utf-8")
     if section:
         text = text.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
     folder = posixpath.dirname(index)

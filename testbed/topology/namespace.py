@@ -130,7 +130,7 @@ def _in_thread(function: Callable[[], Result]) -> Result:
 def _start_ticks(pid: int) -> int:
     """When a process started, in clock ticks since boot (proc(5), field 22 of stat); 0 if there is none."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError):
         return 0
     # The command name, in parentheses, may contain anything.

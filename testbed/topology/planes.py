@@ -389,7 +389,7 @@ def _prepare_host() -> None:
 
 
 def _write_sysctl(name: str, value: int) -> None:
-    Path("/proc/sys", name).write_text(f"{value}")
+    Path("/proc/sys", name).write_text(f"{value}", encoding="utf-8")
 
 
 def _set_links(indices: list[int], up: bool) -> None:

@@ -94,7 +94,7 @@ class PacketCounter(Closing):
 
 def interface_bytes(interface: str) -> int:
     """Bytes that this interface of this network namespace has sent and received, by its driver's counters."""
-    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
+    for line in Path("/proc/thread-self/net/dev").read_text(encoding="utf-8").splitlines():
         name, colon, counters = line.partition(":")
         if colon and name.strip() == interface:
             received, *_, sent = (int(field) for field in counters.split()[:9])

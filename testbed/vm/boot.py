@@ -93,7 +93,7 @@ def problem(kind: Kind, kernel: Path, *, again: bool = False) -> str:
     """
     record = kernel / RECORDS / _machine()
     try:
-        known = record.read_text().strip()
+        known = record.read_text(encoding="utf-8").strip()
     except OSError:
         known = ""
     if known == BOOTED:
@@ -131,7 +131,9 @@ def _first(kinds: Sequence[Kind], take: Callable[[Kind], Path], failure: type[Ex
 
 def _machine() -> str:
     """Identifies the processor's features and the host's kernel, which has to save their state."""
-    fields = dict(line.partition(":")[::2] for line in CPUINFO.read_text().partition("\n\n")[0].splitlines())
+    fields = dict(
+        line.partition(":")[::2] for line in CPUINFO.read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
+    )
     known = {name.strip(): value.strip() for name, value in fields.items()}
     parts = [known.get("model name", ""), known.get("flags", ""), os.uname().release, os.uname().version]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:DIGEST_LETTERS]
@@ -141,6 +143,6 @@ def _write(path: Path, text: str) -> None:
     """Writes in one step, so that nobody reads half of the file."""
     path.parent.mkdir(exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".")
-    with open(descriptor, "w") as file:
+    with open(descriptor, "w", encoding="utf-8") as file:
         file.write(f"{text}\n")
     os.replace(name, path)

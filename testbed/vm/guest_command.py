@@ -51,7 +51,7 @@ def execute(command: str, *, timeout_s: float = TIMEOUT_S, check: bool = True) -
 
 def stacks_of_blocked_tasks() -> str:
     """Returns where tasks wait that no signal ends, as the kernel prints it. Needs root."""
-    SYSRQ.write_text(SHOW_BLOCKED_TASKS)
+    SYSRQ.write_text(SHOW_BLOCKED_TASKS, encoding="utf-8")
     log = subprocess.run(["dmesg"], check=True, capture_output=True, text=True, timeout=DMESG_TIMEOUT_S).stdout
     _, found, stacks = log.rpartition("Show Blocked State")
     return stacks if found else log

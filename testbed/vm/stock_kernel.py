@@ -67,7 +67,9 @@ def loading_order(modules: Path, wanted: tuple[str, ...]) -> Iterator[Path]:
     The dependencies come from a module's own section .modinfo. modules.dep only exists once a kernel is installed.
     """
     files = {_module_name(path): path for path in modules.rglob("*.ko*")}
-    built_in = {_module_name(Path(line)) for line in (modules / "modules.builtin").read_text().splitlines()}
+    built_in = {
+        _module_name(Path(line)) for line in (modules / "modules.builtin").read_text(encoding="utf-8").splitlines()
+    }
     seen = set(built_in)
 
     def visit(name: str) -> Iterator[Path]:

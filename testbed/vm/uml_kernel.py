@@ -92,7 +92,7 @@ def build(entry: Path, package: str, version: str, say: Callable[[str], None], p
     make = ["make", "-C", str(source), "ARCH=um", f"O={output}"]
     # allnoconfig takes from this file the answers that are not "no" (Documentation/kbuild/kconfig.rst).
     debian.execute([*make, f"KCONFIG_ALLCONFIG={CONFIGURATION}", "allnoconfig"], timeout_s=CONFIGURE_TIMEOUT_S, log=log)
-    check_configuration(CONFIGURATION.read_text(), (output / ".config").read_text())
+    check_configuration(CONFIGURATION.read_text(encoding="utf-8"), (output / ".config").read_text(encoding="utf-8"))
     jobs = len(os.sched_getaffinity(0))
     say(f"compiling, {jobs} at a time: some eight minutes of processor time")
     # Nice to what runs beside it for minutes: tests that have deadlines.

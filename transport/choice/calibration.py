@@ -98,7 +98,7 @@ def read_calibration(path: str | None) -> Calibration:
 def processor_name() -> str:
     """The processor's name as the kernel tells it."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return ""
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model"))), "")

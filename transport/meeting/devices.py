@@ -118,7 +118,9 @@ def read_counters(port: DevicePort, sysfs: Path = SYSFS) -> dict[str, int]:
     The kernel reads the device again only after `lifespan` milliseconds (10 by default).
     """
     folder = sysfs / port.device / "ports" / str(port.number) / HW_COUNTERS
-    return {path.name: int(path.read_text()) for path in counter_files(folder)} if folder.is_dir() else {}
+    return (
+        {path.name: int(path.read_text(encoding="utf-8")) for path in counter_files(folder)} if folder.is_dir() else {}
+    )
 
 
 def counter_files(folder: Path) -> list[Path]:
@@ -189,7 +191,7 @@ def soft_roce_problems(crypto: Path = CRYPTO, modules: Path = Path("/sys/module"
     found = []
     # rxe asks the crypto layer for it by name, and no module dependency shows this. Without it, adding a device fails
     # with "No such file or directory".
-    if (modules / "rdma_rxe").is_dir() and crypto.is_file() and not _has_crc32(crypto.read_text()):
+    if (modules / "rdma_rxe").is_dir() and crypto.is_file() and not _has_crc32(crypto.read_text(encoding="utf-8")):
         what = "soft-RoCE (rdma_rxe) is loaded, but the kernel has no crc32 for it"
         found.append(Problem(what=what, remedy="modprobe crc32_generic, then add the device again"))
     return found
@@ -227,7 +229,7 @@ def _has_module(name: str, root: Path, release: str) -> bool:
         return True
     folder = root / "lib/modules" / release
     lists = [path for path in (folder / "modules.dep", folder / "modules.builtin") if path.is_file()]
-    return any(f"/{name}.ko" in path.read_text() for path in lists)
+    return any(f"/{name}.ko" in path.read_text(encoding="utf-8") for path in lists)
 
 
 def _has_crc32(text: str) -> bool:
@@ -235,7 +237,7 @@ def _has_crc32(text: str) -> bool:
 
 
 def _may_lock_memory() -> bool:
-    for line in PROCESS_STATUS.read_text().splitlines():
+    for line in PROCESS_STATUS.read_text(encoding="utf-8").splitlines():
         if line.startswith("CapEff:"):
             return bool(int(line.split()[1], 16) >> CAP_IPC_LOCK & 1)
     return False

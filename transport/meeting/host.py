@@ -28,7 +28,7 @@ def host_identity(override: str | None = None, *, boot_id: Path = BOOT_ID) -> st
 def machine_identity(*, boot_id: Path = BOOT_ID) -> str:
     """Returns the machine whose cores this process shares, whatever SENNIT_HOST_ID says."""
     try:
-        return f"boot:{boot_id.read_text().strip()}"
+        return f"boot:{boot_id.read_text(encoding='utf-8').strip()}"
     except OSError as error:
         hint = " (mount /proc in this container)" if isinstance(error, FileNotFoundError) else ""
         raise DeviceError(f"cannot read {boot_id}{hint}", error.errno) from error
@@ -84,7 +84,7 @@ def _began_ticks(pid: int) -> int:
     """When a process of this pid namespace began. 0: there is none, or it has ended."""
     try:
         # proc_pid_stat(5). The name in parentheses may hold spaces. Fields from 3 on: state, ..., 22: starttime.
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return 0 if fields[0] in "ZX" else int(fields[19])
     except (OSError, ValueError, IndexError):
         return 0

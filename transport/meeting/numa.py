@@ -17,7 +17,7 @@ SYS = Path("/sys")
 def node_of_interface(name: str, sys: Path) -> int | None:
     """Returns the NUMA node of the interface's device. None for a virtual one, and where the firmware names no node."""
     try:
-        node = int((sys / "class/net" / name / "device/numa_node").read_text())
+        node = int((sys / "class/net" / name / "device/numa_node").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return None if node < 0 else node
@@ -26,7 +26,10 @@ def node_of_interface(name: str, sys: Path) -> int | None:
 def nodes_of_cpus(cpus: Collection[int], sys: Path) -> set[int]:
     """Returns the NUMA nodes that have any of the CPUs. Empty where the kernel knows no nodes, or does not say."""
     try:
-        lists = {folder.name: (folder / "cpulist").read_text() for folder in sys.glob("devices/system/node/node[0-9]*")}
+        lists = {
+            folder.name: (folder / "cpulist").read_text(encoding="utf-8")
+            for folder in sys.glob("devices/system/node/node[0-9]*")
+        }
     except OSError:
         return set()
     nodes = set()

@@ -142,6 +142,6 @@ def _list(interfaces: Sequence[Interface]) -> str:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text().splitlines()
+        return path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:  # This kernel lacks the address family.
         return []

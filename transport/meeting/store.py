@@ -142,7 +142,7 @@ class FileStore:
     def set(self, key: str, value: str, /) -> None:
         # The file is renamed into place, so that nobody reads half a value.
         temporary = self._folder / f".{os.urandom(8).hex()}"
-        temporary.write_text(value)
+        temporary.write_text(value, encoding="utf-8")
         temporary.replace(self._path(key))
 
     def get(self, key: str, /) -> bytes:

@@ -142,7 +142,7 @@ def run_part(
             code = process.wait()
     found: dict[str, Any] = {}
     with contextlib.suppress(FileNotFoundError):
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
     if not has_ended:
         found["error"] = f"killed at its limit, {limit_s:.0f} s"
     elif code != 0 or not found:
@@ -152,7 +152,7 @@ def run_part(
     if "error" in found:
         found["traceback"] = log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
     found["took_s"] = round(time.monotonic() - began_s, 1)
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return found
 
 

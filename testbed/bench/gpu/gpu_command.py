@@ -41,7 +41,7 @@ def gpu(
         report = gpu.run(settings, update, folder=report_folder)
     gpu.render(report, stdout_console())
     if report_folder is not None:
-        (report_folder / gpu.SUMMARY).write_text(gpu_summary.page(report))
+        (report_folder / gpu.SUMMARY).write_text(gpu_summary.page(report), encoding="utf-8")
     write(json_path, report)
     if wrong := gpu.failures(report):
         fail("; ".join(wrong))

@@ -72,13 +72,13 @@ def merged(found: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 def write(path: Path, found: dict[str, Any]) -> None:
     """Writes the file whole or not at all: the process may be killed at any time."""
     being_made = path.with_suffix(".part")
-    being_made.write_text(json.dumps(found))
+    being_made.write_text(json.dumps(found), encoding="utf-8")
     os.replace(being_made, path)
 
 
 def _add(path: Path, **more: str) -> None:
     """Adds fields to what the part saved last."""
-    write(path, (json.loads(path.read_text()) if path.exists() else {}) | more)
+    write(path, (json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}) | more)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,9 @@ def run(_: Settings, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     import pytest
 
     os.chdir(folder)
-    files = sorted(str(path) for path in (folder / "tests").rglob("test_*.py") if MARK.search(path.read_text()))
+    files = sorted(
+        str(path) for path in (folder / "tests").rglob("test_*.py") if MARK.search(path.read_text(encoding="utf-8"))
+    )
     outcomes = Outcomes(save)
     # What another torch warns of is no failure here.
     arguments = ["-q", "-p", "no:cacheprovider", "-m", "gpu", "-W", "default", "-o", "faulthandler_timeout=0"]

@@ -44,7 +44,7 @@ def _train(folder: Path, *arguments: str) -> str:
     """SHA-256 of the weights at the end."""
     report = folder / "train.json"
     _sennit("train", *RUN, *arguments, "--json", str(report))
-    digest: str = json.loads(report.read_text())["weights_sha256"]
+    digest: str = json.loads(report.read_text(encoding="utf-8"))["weights_sha256"]
     return digest
 
 

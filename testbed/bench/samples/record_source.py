@@ -38,7 +38,7 @@ class RecordSource(Closing):
         self._first, self.count = frames[0], len(frames)
         if any(len(each) != len(self._first) for each in frames):
             raise ValueError(f"frames of {sorted({len(each) for each in frames})} bytes; allowed: one size")
-        source = f"#define FRAME_BYTES {len(self._first)}\n{(PROGRAMS / 'frames.bpf.c').read_text()}"
+        source = f"#define FRAME_BYTES {len(self._first)}\n{(PROGRAMS / 'frames.bpf.c').read_text(encoding='utf-8')}"
         self._object = BpfObject(compile_source("frames", source), max_entries={"frames": self.count})
         self._program = self._object.program("send_frame")
         self._interface_index = link.within(cable.NEAR, socket.if_nametoindex, cable.NEAR)

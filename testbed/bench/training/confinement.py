@@ -62,16 +62,16 @@ def confined(share: float, *, name: str, root: Path = ROOT) -> Iterator[None]:
     try:
         try:
             if second:
-                (folder / "cpu.max").write_text(f"{quota_us} {PERIOD_US}")
+                (folder / "cpu.max").write_text(f"{quota_us} {PERIOD_US}", encoding="utf-8")
             else:
-                (folder / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-                (folder / "cpu.cfs_quota_us").write_text(str(quota_us))
-            (folder / "cgroup.procs").write_text(str(os.getpid()))
+                (folder / "cpu.cfs_period_us").write_text(str(PERIOD_US), encoding="utf-8")
+                (folder / "cpu.cfs_quota_us").write_text(str(quota_us), encoding="utf-8")
+            (folder / "cgroup.procs").write_text(str(os.getpid()), encoding="utf-8")
         except OSError as error:
             raise Unsupported("confinement", f"{error.filename}: {error.strerror}") from None
         yield
     finally:
         with contextlib.suppress(OSError):
-            (parent / "cgroup.procs").write_text(str(os.getpid()))
+            (parent / "cgroup.procs").write_text(str(os.getpid()), encoding="utf-8")
         with contextlib.suppress(OSError):
             folder.rmdir()

@@ -302,7 +302,7 @@ def _family(process: int) -> list[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             # proc(5): behind the command name, which may contain anything, come the state and the parent.
-            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            parents[int(folder.name)] = int((folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
     found = [process]
     for one in found:
         found += [child for child, parent in parents.items() if parent == one]

@@ -99,7 +99,7 @@ class Workers:
 
     def _log_tail(self) -> str:
         self._log.flush()
-        lines = (self._folder / "log").read_text(errors="replace").splitlines()
+        lines = (self._folder / "log").read_text(errors="replace", encoding="utf-8").splitlines()
         return "\n".join(lines[-40:])
 
     def ask(self, command: Command) -> list[float]:

@@ -158,7 +158,7 @@ def _fresh_round(settings: Settings, number: int, store: Store, address: Address
     with contextlib.ExitStack() as stack:
         ranks = []
         for rank in range(settings.world):
-            log = stack.enter_context(tempfile.TemporaryFile("w+"))
+            log = stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8"))
             process = subprocess.Popen(
                 [*module, *peers], env={**shared, "RANK": str(rank)}, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )

@@ -127,7 +127,7 @@ def _meet(store: Store, name: str, world: int) -> None:
 
 
 def _anonymous_bytes() -> int:
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    lines = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8").splitlines()
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:"))
 
 

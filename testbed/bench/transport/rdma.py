@@ -274,7 +274,7 @@ def busy_s() -> float:
     This one measure covers everything: User-Mode Linux charges programs, kernel and interrupts alike to the system.
     """
     cpu, processors = 0.0, 0
-    for line in Path("/proc/stat").read_text().splitlines():
+    for line in Path("/proc/stat").read_text(encoding="utf-8").splitlines():
         name, *ticks = line.split()
         if name == "cpu":
             cpu = int(ticks[3]) + int(ticks[4])  # idle, iowait

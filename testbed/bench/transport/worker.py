@@ -24,7 +24,7 @@ from sennit.testbed.bench.transport.worker_commands import (
 
 
 def _status_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) << 10
     raise RuntimeError(f"/proc/self/status has no {field}")
@@ -47,7 +47,7 @@ def _obey(library: Library, command: Command) -> float | int | None:
             library.allocate(case)
         case ResetPeak():
             # proc(5), clear_refs: 5 resets the peak resident set size.
-            Path("/proc/self/clear_refs").write_text("5")
+            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
             return _status_bytes("VmRSS")
         case ReadPeak():
             return _status_bytes("VmHWM")
