@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sennit.runtime.backend.torch_versions import base_of
 from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.sharded.sent import Pending, RunBeside, Running, Sent
 from sennit.runtime.sharded.table_steps import TableSteps
@@ -23,7 +22,7 @@ def _own(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
     Each result has a part of its own of what arrived, and backward passes need none of it.
     """
-    return tuple(one if base_of(one) is None else one.new_empty(0).set_(one) for one in results)  # type: ignore[call-overload]
+    return tuple(one.detach() for one in results)
 
 
 class Lookup(torch.autograd.Function):

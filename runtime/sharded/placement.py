@@ -196,11 +196,10 @@ def _names(
         if name not in SHARDINGS:
             raise ConfigError(f"table {table}: sharding {name!r}; allowed: {', '.join(SHARDINGS)}")
     single = [table for table in tables if is_single(table, given.get(table.name, ""), world_size, local_ranks)]
-    wrong = single
-    if isinstance(shardings, str):
-        # Tensor trains have no shards.
-        cut = [table for table in tables if table.train_rank is None]
-        wrong = cut if all(table in single for table in cut) else []
+    # Tensor trains have no shards, so that any sharding of them is that of whole tables.
+    wrong = [table for table in single if table.train_rank is None]
+    if isinstance(shardings, str) and len(wrong) < sum(table.train_rank is None for table in tables):
+        wrong = []
     if wrong:
         name = given[wrong[0].name]
         raise ConfigError(
