@@ -47,7 +47,7 @@ class Run:
             Table(name="user", rows=500, dim=DIM, row_shards=8, precision=Precision.FP16),
             Table(name="item", rows=90, dim=DIM, column_shards=4, pooling=Pooling.MEAN, optimizer=adam),
         ]
-        sequence = Table(name="watched", rows=60, dim=DIM, row_shards=3, pooling=Pooling.NONE)
+        sequence = Table(name="watched", rows=60, dim=DIM, row_shards=3, column_shards=2, pooling=Pooling.NONE)
         self.rank = rank
         self.bags = ShardedEmbeddingBags(bags, rate=0.05, gradients="sum", placement=placement)
         self.sequences = ShardedEmbeddings([sequence], rate=0.05, gradients="sum", placement=placement)
