@@ -70,8 +70,15 @@ class TrainingConfig:
     source: Source = field(default_factory=Source)
     """The data set."""
 
-    ingest: Annotated[IngestTarget | None, Option(metavar="TARGET", parse=IngestTarget.parse)] = None
-    """Take samples from feeders: xdp://INTERFACE[,…][:PORT] or cpu://ADDRESS[:PORT]. None: from `source`."""
+    ingest: Annotated[
+        IngestTarget | None,
+        Option(
+            metavar="TARGET",
+            parse=IngestTarget.parse,
+            help="take samples from feeders: xdp://INTERFACE[,…][:PORT] or cpu://ADDRESS[:PORT]",
+        ),
+    ] = None
+    """Feeders to take samples from: `xdp://INTERFACE[,…][:PORT]` or `cpu://ADDRESS[:PORT]`. None: from `source`."""
 
     device: Annotated[str, Option(choices=("cpu", "cuda"))] = "cpu"
     """Where model and tables are. Ranks of a host take its GPUs in turn."""

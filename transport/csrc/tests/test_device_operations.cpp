@@ -406,7 +406,9 @@ TEST_CASE("what a device refuses fails the group on every rank") {
     }
     if (what == 0) calls[0]->refuse_scratch();
     if (what == 1) calls[0]->refuse_copies();
-    for (uint32_t rank = 0; rank < 2; ++rank) posted.push_back(post(ranks[rank], *plans[rank], *calls[rank]));
+    // The rank that fails comes last: what is posted after that is refused.
+    posted.resize(2);
+    for (const uint32_t rank : {1u, 0u}) posted[rank] = post(ranks[rank], *plans[rank], *calls[rank]);
     if (what == 2) CHECK(calls[0]->run_one("the device fell off the bus"));
     for (uint32_t rank = 0; rank < 2; ++rank) posted[rank]->wait();
     CHECK(posted[0]->status == SENNIT_DEVICE);
