@@ -21,7 +21,7 @@ ALLOWED = {
     "runtime/backend/torch_versions.py": "what torch does not promise to keep is used here alone",
 }
 # Names of the standard library that are public: of `os`, and of named tuples.
-PUBLIC = {"_exit", "_asdict", "_fields", "_make", "_replace"}
+PUBLIC = {"_exit", "_asdict", "_fields", "_replace"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
