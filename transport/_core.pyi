@@ -59,7 +59,7 @@ def operation_log_end() -> None:
 def operation_log_name(group: int, name: str) -> None:
     """Names the group with this handle in the log."""
 
-def available_bytes(proc: str | Path = "/proc", cgroup: str | Path = "/sys/fs/cgroup") -> int:
+def available_bytes(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> int:
     """Memory that this process can still use: `MemAvailable`, or less if its control group has less left.
 
     2**62 without information.

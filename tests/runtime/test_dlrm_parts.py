@@ -34,24 +34,24 @@ def test_available_memory_is_what_the_kernel_and_the_control_groups_leave(tmp_pa
         folder.mkdir(parents=True)
     (proc / "meminfo").write_text("MemTotal:  900 kB\nMemAvailable:   800 kB\n")
     (proc / "self" / "cgroup").write_text("0::/job/rank\n")
-    assert available_bytes(proc, cgroup) == 800 << 10
+    assert available_bytes(str(proc), str(cgroup)) == 800 << 10
     (inner / "memory.max").write_text("max\n")
     (inner / "memory.current").write_text("5000\n")
     (cgroup / "job" / "memory.max").write_text("500000\n")
     (cgroup / "job" / "memory.current").write_text("300000\n")
-    (cgroup / "job" / "memory.stat").write_text("anon 1\ninactive_file 1000\n")
-    assert available_bytes(proc, cgroup) == 201_000
+    (cgroup / "job" / "memory.stat").write_text("anon 1\ninactive_file 600\nactive_file 300\nslab_reclaimable 100\n")
+    assert available_bytes(str(proc), str(cgroup)) == 201_000
     # The first version of control groups has other names, and a folder for memory.
     old = cgroup / "memory" / "job"
     old.mkdir(parents=True)
     (proc / "self" / "cgroup").write_text("5:cpu,cpuacct:/job\n4:memory:/job/unseen\n0::/\n")
     (old / "memory.limit_in_bytes").write_text("400000\n")
     (old / "memory.usage_in_bytes").write_text("300000\n")
-    (old / "memory.stat").write_text("inactive_file 5\ntotal_inactive_file 2000\n")
-    assert available_bytes(proc, cgroup) == 102_000
+    (old / "memory.stat").write_text("inactive_file 5\ntotal_inactive_file 1500\ntotal_active_file 500\n")
+    assert available_bytes(str(proc), str(cgroup)) == 102_000
     (old / "memory.limit_in_bytes").write_text("9223372036854771712\n")
-    assert available_bytes(proc, cgroup) == 800 << 10
-    assert available_bytes(tmp_path / "absent", cgroup) == 1 << 62
+    assert available_bytes(str(proc), str(cgroup)) == 800 << 10
+    assert available_bytes(str(tmp_path / "absent"), str(cgroup)) == 1 << 62
     assert 0 < available_bytes() < 1 << 50
 
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // sennit.transport._core: communicators, plans and operations for Python. All functions that wait release the GIL.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/filesystem.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -452,7 +451,7 @@ NB_MODULE(_core, m) {
       "address"_a, "Frees what symmetric_alloc returned. False: it is not from there.");
   m.def(
       "available_bytes",
-      [](const std::filesystem::path& proc, const std::filesystem::path& cgroup) {
+      [](const std::string& proc, const std::string& cgroup) {
         return std::min(sennit::available_bytes(proc, cgroup), uint64_t{1} << 62);
       },
       "proc"_a = "/proc", "cgroup"_a = "/sys/fs/cgroup",

@@ -2,81 +2,110 @@
 #include "memory/available.hpp"
 
 #include <algorithm>
-#include <charconv>
-#include <fstream>
+#include <array>
+#include <cstdio>
+#include <functional>
+#include <memory>
 #include <optional>
-#include <sstream>
-#include <string>
+#include <string_view>
 
 namespace sennit {
 namespace {
 
-namespace fs = std::filesystem;
-
-// The names of a control group's files, and of the entry of `memory.stat` for clean file pages (Linux,
-// Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst).
+// The names of a control group's files, and of what `memory.stat` has that counts as used and can be reclaimed: pages of
+// files, and what the kernel caches (Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst).
 struct Names {
   const char* limit;
   const char* used;
-  const char* clean;
+  std::array<std::string_view, 3> reclaimable;
 };
-constexpr Names SECOND{"memory.max", "memory.current", "inactive_file"};
-constexpr Names FIRST{"memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"};
+constexpr Names SECOND{"/memory.max", "/memory.current", {"inactive_file", "active_file", "slab_reclaimable"}};
+constexpr Names FIRST{
+    "/memory.limit_in_bytes",
+    "/memory.usage_in_bytes",
+    {"total_inactive_file", "total_active_file", "total_slab_reclaimable"}};
+
+// Calls `take` with each line of a file, without its end. C's library reads it: with std::ifstream and std::filesystem
+// ranks found 0 bytes left if they had loaded a CUDA build of torch before this library.
+void for_each_line(const std::string& path, const std::function<void(const std::string&)>& take) {
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "re"), &std::fclose);
+  if (file == nullptr) return;
+  std::string line;
+  for (int one; (one = std::fgetc(file.get())) != EOF;) {
+    if (one != '\n') {
+      line.push_back(static_cast<char>(one));
+      continue;
+    }
+    take(line);
+    line.clear();
+  }
+  if (!line.empty()) take(line);
+}
+
+std::optional<uint64_t> number_of(const char* text) {
+  unsigned long long number = 0;
+  return std::sscanf(text, "%llu", &number) == 1 ? std::optional<uint64_t>(number) : std::nullopt;
+}
 
 // Nothing for "max" and for a file that is not there.
-std::optional<uint64_t> number_in(const fs::path& path) {
-  std::ifstream file(path);
-  uint64_t number = 0;
-  if (!(file >> number)) return std::nullopt;
-  return number;
+std::optional<uint64_t> number_in(const std::string& path) {
+  std::optional<uint64_t> found;
+  for_each_line(path, [&](const std::string& line) { found = number_of(line.c_str()); });
+  return found;
 }
 
-// The number after `name` at the begin of a line.
-std::optional<uint64_t> field_in(const fs::path& path, const std::string& name) {
-  std::ifstream file(path);
-  for (std::string line; std::getline(file, line);) {
-    std::istringstream fields(line);
-    std::string found;
-    uint64_t number = 0;
-    if (fields >> found >> number && found == name) return number;
-  }
-  return std::nullopt;
+// The sum of the numbers after these names, which begin lines; nothing if there is none.
+template <size_t N>
+std::optional<uint64_t> sum_in(const std::string& path, const std::array<std::string_view, N>& names) {
+  std::optional<uint64_t> sum;
+  for_each_line(path, [&](const std::string& line) {
+    const size_t end = line.find(' ');
+    if (end == std::string::npos || std::find(names.begin(), names.end(), line.substr(0, end)) == names.end()) return;
+    if (const auto number = number_of(line.c_str() + end)) sum = sum.value_or(0) + *number;
+  });
+  return sum;
 }
 
-// The least memory that is left in a control group or in one around it, whose limits apply, too.
-uint64_t left_in(const fs::path& root, const std::string& group, const Names& names) {
+// The least memory that is left in a control group or in one around it, whose limits apply, too. `group`: "" or "/a/b".
+uint64_t left_in(const std::string& root, std::string group, const Names& names) {
   uint64_t least = UINT64_MAX;
-  for (fs::path level = fs::path(group).relative_path();; level = level.parent_path()) {
-    const fs::path folder = root / level;
-    const auto limit = number_in(folder / names.limit), used = number_in(folder / names.used);
+  while (true) {
+    const std::string folder = root + group;
+    const auto limit = number_in(folder + names.limit), used = number_in(folder + names.used);
     if (limit && used) {
-      // Clean file pages count as used, but can be reclaimed.
-      const uint64_t freed = *limit + field_in(folder / "memory.stat", names.clean).value_or(0);
-      least = std::min(least, freed - std::min(freed, *used));
+      const uint64_t held = *used - std::min(*used, sum_in(folder + "/memory.stat", names.reclaimable).value_or(0));
+      least = std::min(least, *limit - std::min(*limit, held));
     }
-    if (level.empty()) return least;
+    if (group.empty()) return least;
+    group.resize(std::min(group.size() - 1, group.rfind('/')));
+  }
+}
+
+// Whether a list with commas has this name.
+bool has(std::string_view list, std::string_view name) {
+  while (true) {
+    const size_t comma = list.find(',');
+    if (list.substr(0, comma) == name) return true;
+    if (comma == std::string_view::npos) return false;
+    list.remove_prefix(comma + 1);
   }
 }
 
 }  // namespace
 
-uint64_t available_bytes(const fs::path& proc, const fs::path& cgroup) {
+uint64_t available_bytes(const std::string& proc, const std::string& cgroup) {
   uint64_t least = UINT64_MAX;
-  if (const auto host_kib = field_in(proc / "meminfo", "MemAvailable:")) least = *host_kib << 10;
-  std::ifstream groups(proc / "self" / "cgroup");
-  for (std::string line; std::getline(groups, line);) {  // number:controllers:path
+  if (const auto host_kib = sum_in<1>(proc + "/meminfo", {"MemAvailable:"})) least = *host_kib << 10;
+  for_each_line(proc + "/self/cgroup", [&](const std::string& line) {  // number:controllers:path
     const size_t first = line.find(':'), second = line.find(':', first + 1);
-    if (first == std::string::npos || second == std::string::npos) continue;
-    const std::string group = line.substr(second + 1);
+    if (first == std::string::npos || second == std::string::npos) return;
+    const std::string group = line.back() == '/' ? "" : line.substr(second + 1);
     if (line.compare(0, first, "0") == 0) {
       least = std::min(least, left_in(cgroup, group, SECOND));
-      continue;
+    } else if (has(std::string_view(line).substr(first + 1, second - first - 1), "memory")) {
+      least = std::min(least, left_in(cgroup + "/memory", group, FIRST));
     }
-    std::istringstream controllers(line.substr(first + 1, second - first - 1));
-    for (std::string name; std::getline(controllers, name, ',');) {
-      if (name == "memory") least = std::min(least, left_in(cgroup / "memory", group, FIRST));
-    }
-  }
+  });
   return least;
 }
 

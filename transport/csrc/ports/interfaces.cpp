@@ -9,9 +9,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
+#include <cstdio>
 #include <cstring>
-#include <fstream>
 #include <memory>
 #include <string_view>
 
@@ -81,11 +82,14 @@ std::vector<Interface> read_interfaces(const std::string& if_inet6) {
     if (entry->ifa_addr != nullptr && entry->ifa_addr->sa_family == AF_INET)
       interface.addresses.push_back(ipv4_address(*entry));
   }
-  std::ifstream table(if_inet6);
+  // By C's library, as memory/available.cpp says.
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> table(std::fopen(if_inet6.c_str(), "re"), &std::fclose);
   std::vector<std::pair<std::string, InterfaceAddress>> temporary;
-  std::string digits, name;
+  std::array<char, 64> digits_read{}, name{};
   for (unsigned index, prefix_bits, scope, flags;
-       table >> std::hex >> digits >> index >> prefix_bits >> scope >> flags >> name;) {
+       table != nullptr && std::fscanf(table.get(), "%63s %x %x %x %x %63s", digits_read.data(), &index, &prefix_bits,
+                                       &scope, &flags, name.data()) == 6;) {
+    const std::string digits = digits_read.data();
     InterfaceAddress address;
     if (digits.size() != 2 * address.endpoint.address.size()) continue;
     for (size_t byte = 0; byte < address.endpoint.address.size(); ++byte)
@@ -93,9 +97,9 @@ std::vector<Interface> read_interfaces(const std::string& if_inet6) {
     address.prefix_bits = static_cast<uint8_t>(prefix_bits);
     address.is_offered = scope != SCOPE_LINK && (flags & UNUSABLE) == 0;
     if ((flags & TEMPORARY) != 0) {
-      temporary.emplace_back(name, address);
+      temporary.emplace_back(name.data(), address);
     } else {
-      named(out, name).addresses.push_back(address);
+      named(out, name.data()).addresses.push_back(address);
     }
   }
   for (const auto& [interface, address] : temporary) named(out, interface).addresses.push_back(address);
