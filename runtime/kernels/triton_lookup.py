@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from sennit.runtime.kernels.triton_rows import dims_of, lane_tree, load_rows, table_field, weights_of
+from sennit.runtime.kernels.triton_rows import dims_of, lane_tree, load_rows, owner_of, table_field, weights_of
 from sennit.runtime.kernels.triton_tables import CLASS, PADDED
 
 _CLASS = tl.constexpr(CLASS)
@@ -12,18 +12,20 @@ _PADDED = tl.constexpr(PADDED)
 
 
 @triton.jit(
-    do_not_specialize=["of_class", "vector_count"],
-    do_not_specialize_on_alignment=["values", "weights", "block_of_vector"],
+    do_not_specialize=["owner_count", "owner_bits", "of_class", "vector_count"],
+    do_not_specialize_on_alignment=["values", "weights", "block_of_bag"],
 )
 def lookup_kernel(
     result,
     values,
     weights,
-    offsets,
-    block_of_vector,
+    bounds,
+    block_of_bag,
     blocks,
     bases,
     tables,
+    owner_count,
+    owner_bits,
     of_class,
     vector_count,
     SEQUENCE: tl.constexpr,
@@ -44,7 +46,10 @@ def lookup_kernel(
     """
     vector = tl.program_id(0).to(tl.int64) * VECTORS + tl.arange(0, VECTORS)
     live = vector < vector_count
-    block = tl.load(block_of_vector + vector, mask=live, other=0)
+    if SEQUENCE:
+        block = owner_of(bounds, vector, live, owner_count, owner_bits)
+    else:
+        block = tl.load(block_of_bag + vector, mask=live, other=0)
     table = tl.load(blocks + block * 2)
     if not ALONE:
         live = live & (table_field(tables, table, _CLASS) == of_class)
@@ -59,8 +64,8 @@ def lookup_kernel(
         row = tl.load(values + vector, mask=live, other=-1).to(tl.int64)
         x = load_rows(address, precision, row, dim, columns, inside & (row >= 0)[:, None], PRECISIONS, ALIGN)
     else:
-        first = tl.load(offsets + vector, mask=live, other=0)
-        length = tl.load(offsets + vector + 1, mask=live, other=0) - first
+        first = tl.load(bounds + vector, mask=live, other=0)
+        length = tl.load(bounds + vector + 1, mask=live, other=0) - first
         x = tl.zeros([VECTORS, WIDTH], tl.float32)
         for place in tl.range(0, tl.max(length, axis=0), loop_unroll_factor=UNROLL):
             here = place < length
@@ -77,14 +82,14 @@ def lookup_kernel(
 
 @triton.jit(
     do_not_specialize=["of_class", "lookup_count"],
-    do_not_specialize_on_alignment=["values", "vector_of_lookup", "block_of_vector"],
+    do_not_specialize_on_alignment=["values", "bag_of_lookup", "block_of_bag"],
 )
 def weight_gradient_kernel(
     result,
     gradient,
     values,
-    vector_of_lookup,
-    block_of_vector,
+    bag_of_lookup,
+    block_of_bag,
     blocks,
     bases,
     tables,
@@ -101,8 +106,8 @@ def weight_gradient_kernel(
     """A program computes LOOKUPS dot products of a lookup's row and its bag's gradient, those of its class."""
     lookup = tl.program_id(0).to(tl.int64) * LOOKUPS + tl.arange(0, LOOKUPS)
     live = lookup < lookup_count
-    vector = tl.load(vector_of_lookup + lookup, mask=live, other=0).to(tl.int64)
-    block = tl.load(block_of_vector + vector, mask=live, other=0)
+    vector = tl.load(bag_of_lookup + lookup, mask=live, other=0).to(tl.int64)
+    block = tl.load(block_of_bag + vector, mask=live, other=0)
     table = tl.load(blocks + block * 2)
     if not ALONE:
         live = live & (table_field(tables, table, _CLASS) == of_class)

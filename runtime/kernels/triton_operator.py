@@ -31,11 +31,8 @@ from sennit.transport.errors import ArgumentError, Unsupported
 P = ParamSpec("P")
 T = TypeVar("T")
 
-TILE: Final = 1024
-"""Keys that a program takes."""
-
-LIST_WARPS: Final = 8
-"""Warps of a program that writes lists of rows: a thread has four keys, and half of the registers that eight take."""
+TILE: Final = 256
+"""Keys that a program takes: two a thread. With more of them programs wait longer for their slowest search."""
 
 _WORD_COLUMNS: Final = 64
 """The fewest columns of a tile with random words."""
@@ -53,11 +50,20 @@ class Runs:
 
     slice_bits: int
 
-    lookups: Tensor
-    """Int64 [lookups]: their numbers by key, then in the order of the batch; ignored ones last."""
+    starts: Tensor
+    """Int64 [lookups]: the float at which a lookup's gradient begins; by key, then in the order of the batch."""
+
+    table_of_place: Tensor
+    """Int32 [lookups]: the table of each."""
+
+    weights: Tensor | None
+    """Float32 [lookups]: the weight of each; None: there are none."""
+
+    shares: Tensor | None
+    """Float32 [lookups]: 1 by the lookups of its bag; None: there is no mean."""
 
     rows: Tensor
-    """Int32 [2, lookups + 1]: of each row the place in `lookups` where it begins, and its first segment.
+    """Int32 [2, lookups + 1]: of each row the place in `starts` where it begins, and its first segment.
 
     There is one more, where the last one ends. A row that is not long has no segments.
     """
@@ -102,18 +108,19 @@ class TritonOperator:
         if len(result) == 0:
             return result
         about, vectors = describe(tables, _device(batch)), vectors_of(batch, tables)
-        offsets = None if batch.pooling is Pooling.NONE else _offsets(batch)
         for number, one in enumerate(about.classes):
             tiles = triton_tiles.tiles_for(one.width, _device(batch))
-            lookup_kernel[(_parts(vectors.count, tiles.vectors),)](
+            at_a_time = tiles.sequence_vectors if batch.pooling is Pooling.NONE else tiles.vectors
+            lookup_kernel[(_parts(vectors.count, at_a_time),)](
                 result,
                 batch.values,
                 batch.weights,
-                offsets,
-                vectors.block_of_vector,
+                vectors.bounds,
+                vectors.block_of_bag,
                 vectors.blocks,
                 vectors.bases,
                 about.fields,
+                *vectors.owners,
                 number,
                 vectors.count,
                 SEQUENCE=batch.pooling is Pooling.NONE,
@@ -123,7 +130,7 @@ class TritonOperator:
                 PRECISIONS=one.precisions,
                 ALIGN=one.align,
                 ALONE=len(about.classes) == 1,
-                VECTORS=tiles.vectors,
+                VECTORS=at_a_time,
                 WIDTH=one.width,
                 UNROLL=tiles.unroll,
                 num_warps=tiles.vector_warps,
@@ -137,15 +144,17 @@ class TritonOperator:
         result = torch.empty(count, dtype=torch.float32, device=_device(batch))
         if count == 0:
             return result
-        about, vectors, owner = describe(tables, _device(batch)), vectors_of(batch, tables), _bag_of_lookup(batch)
+        about, vectors = describe(tables, _device(batch)), vectors_of(batch, tables)
+        # No search as in other kernels: Triton 3.6 cannot compile it beside `lane_tree`.
+        bags = torch.repeat_interleave(batch.lengths.to(torch.int32), output_size=count)
         for number, one in enumerate(about.classes):
             tiles = triton_tiles.tiles_for(one.width, _device(batch))
             weight_gradient_kernel[(_parts(count, tiles.vectors),)](
                 result,
                 gradient,
                 batch.values,
-                owner,
-                vectors.block_of_vector,
+                bags,
+                vectors.block_of_bag,
                 vectors.blocks,
                 vectors.bases,
                 about.fields,
@@ -242,30 +251,23 @@ class _Job:
         self._device, self._count = _device(batch), len(batch.values)
         if self._count > MAX_LOOKUPS:
             raise ArgumentError(f"{self._count} lookups; allowed: {MAX_LOOKUPS}")
-        is_sequence = batch.pooling is Pooling.NONE
-        owner = None if is_sequence else _bag_of_lookup(batch)
         vectors = vectors_of(batch, tables)
         self._about, self._vectors = about, vectors
         self._tiles = [triton_tiles.tiles_for(one.width, self._device) for one in about.classes]
-        self.runs = sorted_runs(about, batch, vectors, owner, [CHUNK * tiles.chunks for tiles in self._tiles])
+        self.runs = sorted_runs(about, batch, vectors, [CHUNK * tiles.chunks for tiles in self._tiles])
         width = max(max(_WORD_COLUMNS, one.width) for one in about.classes)
         self._sums = torch.empty(self.runs.piece_room * width if self._count > CHUNK else 1, device=self._device)
         self._arguments = (
             gradient,
-            batch.values,
-            batch.weights,
-            batch.lengths,
-            self.runs.lookups,
-            owner,
-            vectors.block_of_vector,
-            vectors.blocks,
-            vectors.bases,
+            self.runs.weights,
+            self.runs.shares,
+            self.runs.starts,
+            self.runs.table_of_place,
             about.fields,
         )
         self._chosen: dict[str, object] = {
-            "SEQUENCE": is_sequence,
-            "WEIGHTED": batch.weights is not None,
-            "MEAN": batch.pooling is Pooling.MEAN,
+            "WEIGHTED": self.runs.weights is not None,
+            "MEAN": self.runs.shares is not None,
             "enable_fp_fusion": False,
         }
 
@@ -315,6 +317,7 @@ class _Job:
         update_kernel[(min(_parts(self._count, tiles.rows), tiles.programs),)](
             *self._arguments,
             runs.keys,
+            runs.slice_bits,
             runs.rows,
             runs.segments,
             runs.borders,
@@ -331,7 +334,7 @@ class _Job:
             LEVELS=levels_of(runs.slice_bits),
             STOCHASTIC=is_stochastic,
             ROWS=tiles.rows,
-            UNROLL=tiles.unroll,
+            UNROLL=tiles.row_unroll,
             num_warps=tiles.row_warps,
         )
 
@@ -348,7 +351,7 @@ def levels_of(slice_bits: int) -> int:
     return next(levels for levels in (0, 1, 2, 4, 8, 16) if levels >= slice_bits)
 
 
-def sorted_runs(about: Tables, batch: Batch, vectors: Vectors, owner: Tensor | None, pieces: Sequence[int]) -> Runs:
+def sorted_runs(about: Tables, batch: Batch, vectors: Vectors, pieces: Sequence[int]) -> Runs:
     """Lookups by row, stable. `pieces`: how many lookups a piece has, by class."""
     device, count = _device(batch), len(batch.values)
     slices = set(batch.slice_of_block or (0,))
@@ -356,25 +359,31 @@ def sorted_runs(about: Tables, batch: Batch, vectors: Vectors, owner: Tensor | N
     ignored_key = about.row_count << slice_bits
     keys = torch.empty(count, dtype=torch.int32 if ignored_key < 1 << 31 else torch.int64, device=device)
     tile_count = _parts(count, TILE)
-    grid = (tile_count,)
+    grid, owners = (tile_count,), _int32((count,), device)
+    is_sequence = batch.pooling is Pooling.NONE
     keys_kernel[grid](
         keys,
+        owners,
         batch.values,
-        owner,
-        vectors.block_of_vector,
+        vectors.bounds,
+        vectors.block_of_bag,
         vectors.blocks,
         about.fields,
+        *vectors.owners,
         count,
         slice_bits,
         ignored_key,
-        SEQUENCE=owner is None,
+        SEQUENCE=is_sequence,
         TILE=TILE,
     )
-    keys, lookups = torch.sort(keys, stable=True)
+    keys, places = torch.sort(keys, stable=True)
     # A long row has at most a segment a slice.
     segment_room = min(count, count // (CHUNK + 1) * len(slices)) + 1
     rows, segments = _int32((2, count + 1), device), _int32((3, segment_room), device)
     borders, counts = _int32((len(about.classes) + 1, 3), device), _int32((3, tile_count), device)
+    table_of_place = _int32((count,), device)
+    weights = None if batch.weights is None else torch.empty(count, device=device)
+    shares = torch.empty(count, device=device) if batch.pooling is Pooling.MEAN else None
     shape = (count, tile_count)
     more = (count.bit_length(), slice_bits, tuple(pieces))
     chosen = {"SLICED": slice_bits > 0, "CLASSES": len(about.classes), "CHUNK": CHUNK, "TILE": TILE}
@@ -384,19 +393,33 @@ def sorted_runs(about: Tables, batch: Batch, vectors: Vectors, owner: Tensor | N
         rows,
         segments,
         borders,
+        places,
+        table_of_place,
+        weights,
+        shares,
         until,
         keys,
+        owners,
+        batch.weights,
+        batch.lengths,
+        vectors.block_of_bag,
+        vectors.blocks,
+        vectors.bases,
+        about.fields,
         about.first_keys,
         *shape,
         segment_room,
         *more,
+        SEQUENCE=is_sequence,
         **chosen,
-        num_warps=LIST_WARPS,
     )
     return Runs(
         keys=keys,
         slice_bits=slice_bits,
-        lookups=lookups,
+        starts=places,
+        table_of_place=table_of_place,
+        weights=weights,
+        shares=shares,
         rows=rows,
         segments=segments,
         borders=borders,
@@ -406,18 +429,6 @@ def sorted_runs(about: Tables, batch: Batch, vectors: Vectors, owner: Tensor | N
 
 def _shape(one: WidthClass, vectors: Vectors) -> dict[str, object]:
     return {"ONE_DIM": one.one_dim, "VECTOR_ALIGN": vectors.align(one.tables)}
-
-
-def _offsets(batch: Batch) -> Tensor:
-    """Int64 [bags + 1]: lookups before each bag."""
-    offsets = torch.zeros(len(batch.lengths) + 1, dtype=torch.int64, device=_device(batch))
-    torch.cumsum(batch.lengths, 0, dtype=torch.int64, out=offsets[1:])
-    return offsets
-
-
-def _bag_of_lookup(batch: Batch) -> Tensor:
-    """Int32 [lookups]: the bag of each."""
-    return torch.repeat_interleave(batch.lengths.to(torch.int32), output_size=len(batch.values))
 
 
 def _device(batch: Batch) -> torch.device:

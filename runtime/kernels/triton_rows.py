@@ -48,6 +48,22 @@ def table_field(tables, table, field: tl.constexpr):
 
 
 @triton.jit
+def owner_of(bounds, place, live, owner_count, owner_bits):
+    """Int32, like `place`: the owner whose lookups are from `bounds[owner]` to `bounds[owner + 1]`, where `live`.
+
+    `bounds` int64 [owner_count + 1], rising from 0. 2^owner_bits is more than `owner_count`.
+    """
+    owner = tl.zeros(place.shape, tl.int32)
+    step = 1 << owner_bits
+    for _ in tl.range(0, owner_bits):
+        step = step >> 1
+        further = owner + step
+        inside = live & (further < owner_count)
+        owner = tl.where(inside & (tl.load(bounds + further, mask=inside, other=0) <= place), further, owner)
+    return owner
+
+
+@triton.jit
 def dims_of(tables, table, ONE_DIM: tl.constexpr):
     """The columns of each table; a constant if all tables have the same number."""
     if ONE_DIM > 0:

@@ -5,45 +5,56 @@ A key is a lookup's row, counted through all tables, and below it the bits in wh
 are neighbours in sorted order, by slice. A row of more than CHUNK lookups is *long*. Its lookups in one slice are a
 *segment*, which is cut into pieces for `triton_update`. Lists are written in two launches with a sum over tiles between
 them: how many of each thing begin in a tile, then the things themselves. Nothing depends on the order of programs.
+
+Kernels that sum would go from a place of the sorted order to its lookup, from there to its bag, its block and its
+table. Each of these loads waits for the one before. So what they need of a lookup is listed by place.
 """
 
 import triton
 import triton.language as tl
 
-from sennit.runtime.kernels.triton_rows import table_field
-from sennit.runtime.kernels.triton_tables import FIRST_KEY
+from sennit.runtime.kernels.triton_rows import owner_of, table_field
+from sennit.runtime.kernels.triton_tables import DIM, FIRST_KEY
 
 _FIRST_KEY = tl.constexpr(FIRST_KEY)
+_DIM = tl.constexpr(DIM)
 
 
 @triton.jit(
-    do_not_specialize=["lookup_count", "slice_bits", "ignored_key"],
-    do_not_specialize_on_alignment=["values", "vector_of_lookup", "block_of_vector"],
+    do_not_specialize=["owner_count", "owner_bits", "lookup_count", "slice_bits", "ignored_key"],
+    do_not_specialize_on_alignment=["values", "block_of_bag"],
 )
 def keys_kernel(
     keys,
+    owners,
     values,
-    vector_of_lookup,
-    block_of_vector,
+    bounds,
+    block_of_bag,
     blocks,
     tables,
+    owner_count,
+    owner_bits,
     lookup_count,
     slice_bits,
     ignored_key,
     SEQUENCE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The key of each lookup; for ignored ids `ignored_key`, which is above all others."""
+    """The key of each lookup, for ignored ids `ignored_key`, which is above all others; and its bag.
+
+    SEQUENCE: its block in place of its bag.
+    """
     lookup = tl.program_id(0) * TILE + tl.arange(0, TILE)
     live = lookup < lookup_count
-    vector = lookup if SEQUENCE else tl.load(vector_of_lookup + lookup, mask=live, other=0)
-    block = tl.load(block_of_vector + vector, mask=live, other=0)
+    owner = owner_of(bounds, lookup, live, owner_count, owner_bits)
+    block = owner if SEQUENCE else tl.load(block_of_bag + owner, mask=live, other=0)
     table = tl.load(blocks + block * 2)
     row = tl.load(values + lookup, mask=live, other=-1).to(tl.int64)
     in_slice = tl.load(blocks + block * 2 + 1) & ((tl.full([TILE], 1, tl.int64) << slice_bits) - 1)
     key = ((table_field(tables, table, _FIRST_KEY) + row) << slice_bits) | in_slice
     key = tl.where(row >= 0, key, ignored_key)
     tl.store(keys + lookup, key.to(keys.dtype.element_ty), mask=live)
+    tl.store(owners + lookup, owner, mask=live)
 
 
 @triton.jit
@@ -137,13 +148,61 @@ def _store_border(borders, number, mask, rows, segments, pieces):
     tl.store(at + 2, pieces, mask=mask)
 
 
-@triton.jit(do_not_specialize=["count", "tile_count", "segment_room", "search_bits", "slice_bits"])
+@triton.jit
+def _write_places(
+    places,
+    table_of_place,
+    place_weights,
+    shares,
+    owners,
+    weights,
+    lengths,
+    block_of_bag,
+    blocks,
+    bases,
+    tables,
+    place,
+    live,
+    SEQUENCE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    MEAN: tl.constexpr,
+):
+    """`places` has lookups, and gets where their gradients begin."""
+    lookup = tl.load(places + place, mask=live, other=0)
+    owner = tl.load(owners + lookup, mask=live, other=0)
+    block = owner if SEQUENCE else tl.load(block_of_bag + owner, mask=live, other=0)
+    vector = lookup if SEQUENCE else owner.to(tl.int64)
+    table = tl.load(blocks + block * 2)
+    tl.store(places + place, tl.load(bases + block) + vector * table_field(tables, table, _DIM), mask=live)
+    tl.store(table_of_place + place, table.to(tl.int32), mask=live)
+    if WEIGHTED:
+        tl.store(place_weights + place, tl.load(weights + lookup, mask=live, other=0.0), mask=live)
+    if MEAN:
+        length = tl.load(lengths + owner, mask=live, other=1).to(tl.float32)
+        tl.store(shares + place, tl.div_rn(tl.full(length.shape, 1.0, tl.float32), length), mask=live)
+
+
+@triton.jit(
+    do_not_specialize=["count", "tile_count", "segment_room", "search_bits", "slice_bits"],
+    do_not_specialize_on_alignment=["weights", "lengths", "block_of_bag"],
+)
 def write_runs_kernel(
     rows,
     segments,
     borders,
+    places,
+    table_of_place,
+    place_weights,
+    shares,
     until,
     keys,
+    owners,
+    weights,
+    lengths,
+    block_of_bag,
+    blocks,
+    bases,
+    tables,
     first_keys,
     count,
     tile_count,
@@ -151,6 +210,7 @@ def write_runs_kernel(
     search_bits,
     slice_bits,
     pieces,
+    SEQUENCE: tl.constexpr,
     SLICED: tl.constexpr,
     CLASSES: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -162,6 +222,24 @@ def write_runs_kernel(
     """
     tile = tl.program_id(0)
     place = tile * TILE + tl.arange(0, TILE)
+    _write_places(
+        places,
+        table_of_place,
+        place_weights,
+        shares,
+        owners,
+        weights,
+        lengths,
+        block_of_bag,
+        blocks,
+        bases,
+        tables,
+        place,
+        place < count,
+        SEQUENCE,
+        place_weights is not None,
+        shares is not None,
+    )
     key, before, is_row, is_long, end, piece_count = _begins(
         keys, first_keys, place, count, search_bits, slice_bits, pieces, SLICED, CLASSES, CHUNK
     )

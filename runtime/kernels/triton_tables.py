@@ -203,8 +203,11 @@ class Vectors:
 
     count: int
 
-    block_of_vector: Tensor
-    """Int32 [count], or one more."""
+    bounds: Tensor
+    """Int64 [owners + 1]: the lookups before each owner, and all. Owners are bags; without pooling they are blocks."""
+
+    block_of_bag: Tensor | None
+    """Int32 [bags], or one more; None without pooling."""
 
     blocks: Tensor
     """Int64 [blocks · 2]: the table and the slice of each block."""
@@ -214,6 +217,12 @@ class Vectors:
 
     aligns: tuple[int, ...]
     """[tables]: 4 if all vectors of the table begin at multiples of 4 floats and have such dims, otherwise 1."""
+
+    @property
+    def owners(self) -> tuple[int, int]:
+        """How many owners there are, and the bits of that number: what a search of `bounds` asks for."""
+        count = len(self.bounds) - 1
+        return count, count.bit_length()
 
     def align(self, tables: Sequence[int]) -> int:
         """The alignment that all vectors of these tables have, in floats: 4 or 1."""
@@ -229,20 +238,29 @@ def vectors_of(batch: Batch, tables: Sequence[ShardMemory]) -> Vectors:
         tuple(table.spec.dim for table in tables),
         batch.lengths.device,
     )
-    blocks, bases, bag_before, steps, pairs = shape.kept.take()
-    block_of_bag = pairs.view(torch.int32)
+    blocks, bases, first_bags, steps, pairs = shape.kept.take()
+    offsets = torch.zeros(len(batch.lengths) + 1, dtype=torch.int64, device=batch.lengths.device)
+    torch.cumsum(batch.lengths, 0, dtype=torch.int64, out=offsets[1:])
     if batch.pooling is not Pooling.NONE:
         return Vectors(
-            count=len(batch.lengths), block_of_vector=block_of_bag, blocks=blocks, bases=bases, aligns=shape.aligns
+            count=len(batch.lengths),
+            bounds=offsets,
+            block_of_bag=pairs.view(torch.int32),
+            blocks=blocks,
+            bases=bases,
+            aligns=shape.aligns,
         )
+    bounds = offsets[first_bags]
     if shape.has_dims:
         # The sum over earlier blocks of lookups · dim, less this block's first lookup · dim, by parts.
-        bases = (batch.lengths.cumsum(0, dtype=torch.int64)[bag_before] * steps).cumsum(0)
-    if len(block_of_bag) > len(batch.lengths):
-        block_of_bag = block_of_bag[: len(batch.lengths)]
-    owner = torch.repeat_interleave(block_of_bag, batch.lengths, output_size=len(batch.values))
+        bases = (bounds[:-1] * steps).cumsum(0)
     return Vectors(
-        count=len(batch.values), block_of_vector=owner, blocks=blocks, bases=bases, aligns=shape.aligns_of_sequences
+        count=len(batch.values),
+        bounds=bounds,
+        block_of_bag=None,
+        blocks=blocks,
+        bases=bases,
+        aligns=shape.aligns_of_sequences,
     )
 
 
@@ -251,9 +269,8 @@ class _Shape:
     """What depends on the tables, bags and slices of a batch's blocks alone."""
 
     kept: Kept
-    """`Vectors.blocks`; `Vectors.bases` where bags are pooled, or where all dims are equal; the bag before each block;
-    the dim of the block before less its own, or 0 where no bag is before; the block of each bag, two int32 in one
-    number."""
+    """`Vectors.blocks`; `Vectors.bases` where bags are pooled, or where all dims are equal; the bags before each block,
+    and all; the dim of the block before less its own; the block of each bag, two int32 in one number."""
 
     has_dims: bool
     """Whether blocks have different dims."""
@@ -272,7 +289,7 @@ def _shape_of(
 ) -> _Shape:
     """Cached, because batches of one shape often follow each other."""
     dims = [dim_of_table[table] for table in table_of_block]
-    first_bag = [0, *itertools.accumulate(bags_of_block)][:-1]
+    first_bag = [0, *itertools.accumulate(bags_of_block)]
     starts = [0, *itertools.accumulate(bags * dim for bags, dim in zip(bags_of_block, dims, strict=True))]
     aligns = [_FLOATS if dim % _FLOATS == 0 else 1 for dim in dim_of_table]
     of_sequences = min((aligns[table] for table in table_of_block), default=1)
@@ -284,14 +301,8 @@ def _shape_of(
     parts = [
         np.array([table_of_block, slices], dtype=np.int64).T.ravel(),
         np.array([start - bag * dim for start, bag, dim in zip(starts, first_bag, dims, strict=False)], dtype=np.int64),
-        np.array([max(bag - 1, 0) for bag in first_bag], dtype=np.int64),
-        np.array(
-            [
-                before - dim if bag else 0
-                for (before, dim), bag in zip(itertools.pairwise([0, *dims]), first_bag, strict=True)
-            ],
-            dtype=np.int64,
-        ),
+        np.array(first_bag, dtype=np.int64),
+        np.array([before - dim for before, dim in itertools.pairwise([0, *dims])], dtype=np.int64),
         np.concatenate((block_of_bag, block_of_bag[: len(block_of_bag) % 2])).view(np.int64),
     ]
     return _Shape(

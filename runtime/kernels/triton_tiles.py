@@ -13,7 +13,10 @@ class Tiles:
     """How work is split for one width of rows. The split changes no bit of the results."""
 
     vectors: int
-    """Vectors of the result that a program looks up."""
+    """Bags that a program looks up."""
+
+    sequence_vectors: int
+    """Vectors that it looks up without pooling."""
 
     vector_warps: int
 
@@ -22,13 +25,16 @@ class Tiles:
 
     row_warps: int
 
+    row_unroll: int
+    """How many gradients of a row are loaded before the first is added."""
+
     chunks: int
     """Chunks per piece of a long row: a power of two, because a piece has to be a subtree."""
 
     chunk_warps: int
 
     chunk_unroll: int
-    """Like `unroll`, of chunks that are summed side by side."""
+    """Like `row_unroll`, of chunks that are summed side by side."""
 
     pieces: int
     """Sums of pieces that a program adds up at a time: a power of two."""
@@ -39,7 +45,7 @@ class Tiles:
     """The most programs that are started if only the device knows the amount of work."""
 
     unroll: int
-    """How many steps of a fold are loaded before the first row is added."""
+    """How many rows of a bag are loaded before the first is added."""
 
 
 def tiles_for(width: int, device: torch.device) -> Tiles:
@@ -47,9 +53,11 @@ def tiles_for(width: int, device: torch.device) -> Tiles:
     if device.type == "cpu":
         return Tiles(
             vectors=64,
+            sequence_vectors=64,
             vector_warps=1,
             rows=64,
             row_warps=1,
+            row_unroll=1,
             chunks=8,
             chunk_warps=1,
             chunk_unroll=1,
@@ -62,21 +70,25 @@ def tiles_for(width: int, device: torch.device) -> Tiles:
 
 
 def tiles_of_gpu(width: int, multiprocessors: int) -> Tiles:
-    """One warp for 128 columns of a row. Chunks side by side until a thread holds 16 elements, or 32 of wide rows.
+    """Tiles that were the fastest of some on an H200 (docs/lab/gpu-kernels.md).
 
-    Of narrow rows it holds 8: with 16 the compiler spills registers where precisions are mixed.
+    A warp has one row of a table, one bag or two vectors of 128 columns. Many small programs hide the time that loads take:
+    of chunks side by side a thread holds 16 elements, of narrow rows 8.
     """
-    chunks = max(2, min(16, 8192 // width))
+    chunks = max(2, min(16, 512 // width))
+    pieces = max(2, 1024 // width)
     return Tiles(
         vectors=max(1, 512 // width),
+        sequence_vectors=max(1, 1024 // width),
         vector_warps=max(4, min(8, width // 128)),
         rows=max(1, 128 // width),
-        row_warps=max(1, min(16, width // 128)),
+        row_warps=max(1, min(8, width // 128)),
+        row_unroll=2,
         chunks=chunks,
-        chunk_warps=max(1, min(8, chunks * width // (512 if width >= 128 else 256))),
+        chunk_warps=max(1, min(8, chunks * width // 512)),
         chunk_unroll=2,
-        pieces=max(2, 4096 // width),
-        piece_warps=8,
-        programs=32 * multiprocessors,
+        pieces=pieces,
+        piece_warps=max(1, min(8, pieces * width // 1024)),
+        programs=64 * multiprocessors,
         unroll=4 if width < 4096 else 2,
     )

@@ -10,8 +10,11 @@ knows how much work there is, so programs take it by stride. Which program takes
 import triton
 import triton.language as tl
 
-from sennit.runtime.kernels.triton_rows import dims_of, load_rows, pair_tree, weights_of
+from sennit.runtime.kernels.triton_rows import dims_of, load_rows, pair_tree, table_field, weights_of
 from sennit.runtime.kernels.triton_step import step_rows
+from sennit.runtime.kernels.triton_tables import FIRST_KEY
+
+_FIRST_KEY = tl.constexpr(FIRST_KEY)
 
 
 @triton.jit
@@ -22,40 +25,23 @@ def _gradients(
     columns,
     gradient,
     weights,
-    lengths,
-    lookups,
-    vector_of_lookup,
-    block_of_vector,
-    bases,
-    SEQUENCE: tl.constexpr,
+    shares,
+    starts,
     WEIGHTED: tl.constexpr,
     MEAN: tl.constexpr,
     VECTOR_ALIGN: tl.constexpr,
 ):
     """Float32 [places, columns] of the lookups at `places` of the sorted order; +0 where they are not `live`."""
-    lookup = tl.load(lookups + places, mask=live, other=0)
-    vector = lookup if SEQUENCE else tl.load(vector_of_lookup + lookup, mask=live, other=0)
-    block = tl.load(block_of_vector + vector, mask=live, other=0)
-    start = tl.load(bases + block) + vector.to(tl.int64) * dim
+    start = tl.load(starts + places, mask=live, other=0)
     if VECTOR_ALIGN > 1:
         start = tl.multiple_of(start, [VECTOR_ALIGN])
     mask = (columns < dim[:, None]) & live[:, None]
     g = tl.load(gradient + start[:, None] + columns, mask=mask, other=0.0)
     if WEIGHTED:
-        g = tl.where(mask, tl.load(weights + lookup, mask=live, other=0.0)[:, None] * g, 0.0)
+        g = tl.where(mask, tl.load(weights + places, mask=live, other=0.0)[:, None] * g, 0.0)
     if MEAN:
-        length = tl.load(lengths + vector, mask=live, other=1).to(tl.float32)
-        g = tl.where(mask, tl.div_rn(tl.full(length.shape, 1.0, tl.float32), length)[:, None] * g, 0.0)
+        g = tl.where(mask, tl.load(shares + places, mask=live, other=0.0)[:, None] * g, 0.0)
     return g
-
-
-@triton.jit
-def _table_and_row(place, live, values, lookups, vector_of_lookup, block_of_vector, blocks, SEQUENCE: tl.constexpr):
-    """The table and the row of the lookups at `place` [..] of the sorted order."""
-    lookup = tl.load(lookups + place, mask=live, other=0)
-    vector = lookup if SEQUENCE else tl.load(vector_of_lookup + lookup, mask=live, other=0)
-    table = tl.load(blocks + tl.load(block_of_vector + vector, mask=live, other=0) * 2)
-    return table, tl.load(values + lookup, mask=live, other=0).to(tl.int64)
 
 
 @triton.jit
@@ -63,7 +49,7 @@ def _no_halves(x, LEVELS: tl.constexpr):
     """A zero for each level."""
     halves = ()
     for _ in tl.static_range(LEVELS):
-        halves = halves + (x * 0.0,)  # noqa: RUF005 - the language has no unpacking
+        halves = halves + (tl.zeros_like(x),)  # noqa: RUF005 - the language has no unpacking
     return halves
 
 
@@ -91,22 +77,16 @@ def _crossed(keys, place, live):
     return (key ^ tl.load(keys + place - 1, mask=live, other=0)).to(tl.int32)
 
 
-@triton.jit(
-    do_not_specialize=["of_class", "count", "segment_room", "step", "seed_low", "seed_high"],
-    do_not_specialize_on_alignment=["values", "weights", "lengths", "vector_of_lookup", "block_of_vector"],
-)
+@triton.jit(do_not_specialize=["slice_bits", "of_class", "count", "segment_room", "step", "seed_low", "seed_high"])
 def update_kernel(
     gradient,
-    values,
     weights,
-    lengths,
-    lookups,
-    vector_of_lookup,
-    block_of_vector,
-    blocks,
-    bases,
+    shares,
+    starts,
+    table_of_place,
     tables,
     keys,
+    slice_bits,
     rows,
     segments,
     borders,
@@ -120,7 +100,6 @@ def update_kernel(
     seed_low,
     seed_high,
     out,
-    SEQUENCE: tl.constexpr,
     WEIGHTED: tl.constexpr,
     MEAN: tl.constexpr,
     ONE_DIM: tl.constexpr,
@@ -154,7 +133,8 @@ def update_kernel(
         segment = tl.load(rows + count + 1 + number, mask=live, other=0)
         segment_count = tl.load(rows + count + 2 + number, mask=live, other=0) - segment
         length = tl.where(segment_count > 0, 0, length)
-        table, row = _table_and_row(begin, live, values, lookups, vector_of_lookup, block_of_vector, blocks, SEQUENCE)
+        table = tl.load(table_of_place + begin, mask=live, other=0)
+        row = (tl.load(keys + begin, mask=live, other=0) >> slice_bits) - table_field(tables, table, _FIRST_KEY)
         dim = dims_of(tables, table, ONE_DIM)
         address, precision = weights_of(tables, table)
         if KIND != "none":
@@ -162,28 +142,17 @@ def update_kernel(
             w = load_rows(
                 address, precision, row, dim, columns, (columns < dim[:, None]) & live[:, None], PRECISIONS, ALIGN
             )
-        g = tl.zeros([ROWS, WIDTH], tl.float32)
+        # Most rows have one lookup, whose gradient is loaded beside the weights.
+        g = 0.0 + _gradients(
+            begin, length > 0, dim, columns, gradient, weights, shares, starts, WEIGHTED, MEAN, VECTOR_ALIGN
+        )
         halves = _no_halves(g, LEVELS)
-        for place in tl.range(0, tl.max(length, axis=0), loop_unroll_factor=UNROLL):
+        for place in tl.range(1, tl.max(length, axis=0), loop_unroll_factor=UNROLL):
             here = place < length
             if LEVELS > 0:
-                g, halves = _next_slice(g, halves, _crossed(keys, begin + place, here & (place > 0)), LEVELS)
+                g, halves = _next_slice(g, halves, _crossed(keys, begin + place, here), LEVELS)
             g = g + _gradients(
-                begin + place,
-                here,
-                dim,
-                columns,
-                gradient,
-                weights,
-                lengths,
-                lookups,
-                vector_of_lookup,
-                block_of_vector,
-                bases,
-                SEQUENCE,
-                WEIGHTED,
-                MEAN,
-                VECTOR_ALIGN,
+                begin + place, here, dim, columns, gradient, weights, shares, starts, WEIGHTED, MEAN, VECTOR_ALIGN
             )
         for place in tl.range(0, tl.max(segment_count, axis=0)):
             here = place < segment_count
@@ -227,27 +196,19 @@ def update_kernel(
             )
 
 
-@triton.jit(
-    do_not_specialize=["of_class", "segment_room"],
-    do_not_specialize_on_alignment=["values", "weights", "lengths", "vector_of_lookup", "block_of_vector"],
-)
+@triton.jit(do_not_specialize=["of_class", "segment_room"])
 def sum_long_kernel(
     gradient,
-    values,
     weights,
-    lengths,
-    lookups,
-    vector_of_lookup,
-    block_of_vector,
-    blocks,
-    bases,
+    shares,
+    starts,
+    table_of_place,
     tables,
     segments,
     borders,
     sums,
     of_class,
     segment_room,
-    SEQUENCE: tl.constexpr,
     WEIGHTED: tl.constexpr,
     MEAN: tl.constexpr,
     ONE_DIM: tl.constexpr,
@@ -276,17 +237,7 @@ def sum_long_kernel(
             low = tl.where(is_after, low, middle)
         begin = tl.load(segments + low) + (item - tl.load(first_pieces + low)) * piece
         end = tl.load(segments + segment_room + low)
-        everywhere = tl.full([1], 1, tl.int1)
-        table, _ = _table_and_row(
-            begin + tl.zeros([1], tl.int32),
-            everywhere,
-            values,
-            lookups,
-            vector_of_lookup,
-            block_of_vector,
-            blocks,
-            SEQUENCE,
-        )
+        table = tl.load(table_of_place + begin + tl.zeros([1], tl.int32))
         dim = dims_of(tables, table, ONE_DIM)
         chunk = begin + tl.arange(0, CHUNKS) * CHUNK
         g = tl.zeros([CHUNKS, WIDTH], tl.float32)
@@ -298,12 +249,8 @@ def sum_long_kernel(
                 columns,
                 gradient,
                 weights,
-                lengths,
-                lookups,
-                vector_of_lookup,
-                block_of_vector,
-                bases,
-                SEQUENCE,
+                shares,
+                starts,
                 WEIGHTED,
                 MEAN,
                 VECTOR_ALIGN,

@@ -225,9 +225,11 @@ def coded(
         assert all(vectors.device.type == device.type for vectors in outputs)
         torch.autograd.backward(outputs, [vector.detach() * 0.5 + 0.25 for vector in outputs])
     module.check()
-    assert {"input exchange", "lookup", "sparse update"} <= clock.seconds.keys()
+    # Autograd has a thread of its own for each GPU, so the backward pass is beside this one there.
+    seconds = clock.beside | clock.seconds
+    assert {"input exchange", "lookup", "sparse update"} <= seconds.keys()
     if world > 1 and placement == "table_wise":
-        assert {"AlltoAll forward", "AlltoAll backward"} <= clock.seconds.keys()
-    assert all(seconds >= 0 for seconds in clock.seconds.values())
+        assert {"AlltoAll forward", "AlltoAll backward"} <= seconds.keys()
+    assert all(spent >= 0 for spent in seconds.values())
     sent = communicator().counters().get("shm_bytes_sent", 0) - before
     return module.digest(), module.sent_bytes | {"all": sent}

@@ -32,7 +32,7 @@ KEPT = {
 # Cases that the interpreter gets in the long tests alone, because others cover them.
 SPARED = {
     "skewed", "long runs 300 x 20", "slices skewed", "slices of few rows, bags of up to 9", "slices sum", "slices mean",
-    "slices sgd", "slices adagrad", "slices adam", "slices partial_row_wise_adam", "slices weighted", "slices ignore",
+    "slices sgd", "slices adagrad", "slices adam", "slices partial_row_wise_adam", "slices weighted",
     "slices lamb", "slices of few rows, bags of up to 1", "long runs 128 x 9", "ignore mean", "ignore weighted mean",
     "gradients that are not finite, adagrad", "gradients that are not finite, row_wise_adagrad",
     "gradients that are not finite, partial_row_wise_adam", "gradients that are not finite, lamb",

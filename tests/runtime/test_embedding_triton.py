@@ -55,7 +55,8 @@ def test_kernels_compile_for_an_h100_exactly_and_keep_to_registers(tmp_path: Pat
     assert {one["kernel"] for one in found} == {name for name in launched if name.endswith("_kernel")}
     assert {one["kernel"]: one["inexact"] for one in found if one["inexact"]} == {}
     hot = [one for one in found if one["case"].startswith("hot: ")]
-    assert [one for one in found if one["spill_bytes"]] == []
+    assert [one for one in hot if one["spill_bytes"]] == []
+    assert [one for one in found if one["spill_bytes"] > 8] == []
     # The first case has only rows of 128 columns. They move 16 bytes at a time.
     first = [one for one in hot if one["case"] == "hot: sequences"]
     for kernel in ("lookup_kernel", "update_kernel", "sum_long_kernel"):
@@ -84,10 +85,10 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[Any] = Counter()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(function)] += 1
+        self.counts[function] += 1
         return function(*args, **(kwargs or {}))
 
 
@@ -163,7 +164,7 @@ def test_a_sliced_update_takes_few_launches_and_operations_and_waits_once(
         assert 0 < launches.total() <= 12, launches
         assert waits.calls == ["tolist"]
         counts.append(operations.counts)
-    assert counts[1].total() <= 19, counts[1]
+    assert sum(count for function, count in counts[1].items() if not function.is_view) <= 18, counts[1]
     assert counts[2].total() < counts[1].total()
 
 
@@ -202,14 +203,15 @@ def test_sort_is_stable_and_cuts_rows(row_count: int, slices: int, monkeypatch: 
     )
     memory = ShardMemory(spec=ShardSpec(name="t", row_count=row_count, dim=1), weight=torch.zeros(1), states={})
     about = describe([memory], torch.device("cpu"))
-    runs = sorted_runs(about, batch, vectors_of(batch, [memory]), None, [64])
+    runs = sorted_runs(about, batch, vectors_of(batch, [memory]), [64])
 
     bits = (slices - 1).bit_length()
     is_ignored = values < 0
     rows = torch.where(is_ignored, row_count, values)
     keys, order = torch.sort((rows << bits) | torch.where(is_ignored, 0, torch.arange(510) // bags), stable=True)
     assert runs.slice_bits == bits
-    assert torch.equal(runs.lookups, order)
+    # A vector has one column, so a lookup's begins at its number.
+    assert torch.equal(runs.starts, order)
     assert torch.equal(runs.keys.to(torch.int64), keys)
     distinct, counts = torch.unique_consecutive(keys >> bits, return_counts=True)
     starts = _before_each(counts)
@@ -241,6 +243,7 @@ def test_tiles_fit_a_gpu(width: int) -> None:
     assert tiles.chunks * width <= 8192
     for elements, warps in (
         (tiles.vectors * width, tiles.vector_warps),
+        (tiles.sequence_vectors * width, tiles.vector_warps),
         (tiles.rows * width, tiles.row_warps),
         (tiles.chunks * width, tiles.chunk_warps),
         (tiles.pieces * width, tiles.piece_warps),

@@ -30,6 +30,8 @@ from tests.ranks import importable, start
 START_S = 60.0
 ANSWER_S = 60.0
 
+OLD_NAMES = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -134,6 +136,10 @@ def serve(rank: int, world: int, store: str, backend: str, timeout_s: float, req
 
     import sennit  # noqa: F401  the backend, in a checkout without entry points too
 
+    # The names of torch 2.11.
+    for name, old in OLD_NAMES.items():
+        if not hasattr(dist, name):
+            setattr(dist, name, getattr(dist, old))
     # All output goes to standard error.
     os.dup2(2, 1)
     warnings.simplefilter("error")

@@ -13,6 +13,9 @@ from typing import Any, Final
 from sennit.testbed.bench.gpu.gpu import Settings
 from sennit.transport.errors import Unsupported
 
+PROCESSES: Final = 8
+"""The most processes that run tests."""
+
 MARK: Final = re.compile(r"pytest\.mark\.gpu\b")
 
 
@@ -67,6 +70,7 @@ def run(_: Settings, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     if importlib.util.find_spec("pytest") is None:
         raise Unsupported("tests", "pytest is not installed")
     import pytest
+    import torch
 
     os.chdir(folder)
     files = sorted(
@@ -76,6 +80,9 @@ def run(_: Settings, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     # What another torch warns of is no failure here.
     arguments = ["-q", "-p", "no:cacheprovider", "-m", "gpu", "-W", "default", "-o", "faulthandler_timeout=0"]
     arguments.append("--continue-on-collection-errors")
+    # Tests mostly start processes and compile kernels. So many of them share the GPU.
+    if importlib.util.find_spec("xdist") is not None and torch.cuda.is_available():
+        arguments += ["-n", str(max(1, min(PROCESSES, len(os.sched_getaffinity(0)) // 2)))]
     code = pytest.main([*arguments, *files], plugins=[outcomes])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not outcomes.found["failed_tests"]:
         raise RuntimeError(f"pytest ended with {code!r}")
