@@ -2,7 +2,6 @@
 """The native data plane: plans run over shared memory and RoCEv2 on UDP (csrc/bindings/module.cpp)."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final, final
 
 WIRE_REVISION: Final[int]

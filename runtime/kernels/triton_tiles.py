@@ -72,8 +72,8 @@ def tiles_for(width: int, device: torch.device) -> Tiles:
 def tiles_of_gpu(width: int, multiprocessors: int) -> Tiles:
     """Tiles that were the fastest of some on an H200 (docs/lab/gpu-kernels.md).
 
-    A warp has one row of a table, one bag or two vectors of 128 columns. Many small programs hide the time that loads take:
-    of chunks side by side a thread holds 16 elements, of narrow rows 8.
+    A warp has one row of a table, one bag or two vectors of 128 columns. Many small programs hide the time that loads
+    take. Of chunks side by side a thread holds 16 elements, of narrow rows 8.
     """
     chunks = max(2, min(16, 512 // width))
     pieces = max(2, 1024 // width)

@@ -12,18 +12,17 @@
 namespace sennit {
 namespace {
 
-// The names of a control group's files, and of what `memory.stat` has that counts as used and can be reclaimed: pages of
-// files, and what the kernel caches (Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst).
+// The names of a control group's files, and of what `memory.stat` has that counts as used and can be reclaimed: pages
+// of files, and what the kernel caches (Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst).
 struct Names {
   const char* limit;
   const char* used;
   std::array<std::string_view, 3> reclaimable;
 };
 constexpr Names SECOND{"/memory.max", "/memory.current", {"inactive_file", "active_file", "slab_reclaimable"}};
-constexpr Names FIRST{
-    "/memory.limit_in_bytes",
-    "/memory.usage_in_bytes",
-    {"total_inactive_file", "total_active_file", "total_slab_reclaimable"}};
+constexpr Names FIRST{"/memory.limit_in_bytes",
+                      "/memory.usage_in_bytes",
+                      {"total_inactive_file", "total_active_file", "total_slab_reclaimable"}};
 
 // Calls `take` with each line of a file, without its end. C's library reads it: with std::ifstream and std::filesystem
 // ranks found 0 bytes left if they had loaded a CUDA build of torch before this library.
