@@ -55,8 +55,7 @@ def test_kernels_compile_for_an_h100_exactly_and_keep_to_registers(tmp_path: Pat
     assert {one["kernel"] for one in found} == {name for name in launched if name.endswith("_kernel")}
     assert {one["kernel"]: one["inexact"] for one in found if one["inexact"]} == {}
     hot = [one for one in found if one["case"].startswith("hot: ")]
-    assert [one for one in hot if one["spill_bytes"]] == []
-    assert [one for one in found if one["spill_bytes"] > 8] == []
+    assert [one for one in found if one["spill_bytes"]] == []
     # The first case has only rows of 128 columns. They move 16 bytes at a time.
     first = [one for one in hot if one["case"] == "hot: sequences"]
     for kernel in ("lookup_kernel", "update_kernel", "sum_long_kernel"):
