@@ -89,7 +89,7 @@ def main() -> None:
         )
         for config in CONFIGS
     ]
-    embeddings = ShardedEmbeddingBags(tables, rate=0.1, placement="row_wise", gradients="sum")
+    embeddings = ShardedEmbeddingBags(tables, lr=0.1, placement="row_wise", gradients="sum")
     torch.manual_seed(0)
     model = DLRM(PooledVectors(), DENSE, dense_arch_layer_sizes=[64, DIM], over_arch_layer_sizes=[64, 1])
     replicas = SlicedReplicas(model)

@@ -239,7 +239,7 @@ def _overhead() -> dict[str, Overhead]:
 def _small_steps(count: int, slices: int) -> dict[str, float]:
     clock, rows = PhaseClock(), 64
     tables = [Table(name=f"t{number}", rows=rows, dim=16) for number in range(count)]
-    module = ShardedEmbeddingBags(tables, rate=1e-6, slices=slices, gradients="sum", clock=clock)
+    module = ShardedEmbeddingBags(tables, lr=1e-6, slices=slices, gradients="sum", clock=clock)
     features = Features(
         lengths=torch.ones(count, slices, dtype=torch.int32),
         values=torch.arange(count * slices) % rows,

@@ -32,22 +32,22 @@ class FusedRate(torch.optim.Optimizer):
     `step` does nothing: when it is called, the rows have been updated.
     """
 
-    def __init__(self, anchor: nn.Parameter, *, rate: float) -> None:
-        super().__init__([anchor], {"lr": rate})
+    def __init__(self, anchor: nn.Parameter, *, lr: float) -> None:
+        super().__init__([anchor], {"lr": lr})
 
     def step(self, closure: Any = None) -> Any:
         return None if closure is None else closure()
 
 
 class FusedTables(nn.Module):
-    """An engine as a module whose backward pass updates its tables at learning rate `rate`.
+    """An engine as a module whose backward pass updates its tables at learning rate `lr`.
 
     A forward pass without a backward one changes nothing. Several forward passes before the backward pass are several
     optimizer steps; under `torch.compile` they must then be in one compiled function. The gradient of `weights` is
     computed if they require it, from the rows before the update.
     """
 
-    def __init__(self, engine: EmbeddingEngine, *, rate: float) -> None:
+    def __init__(self, engine: EmbeddingEngine, *, lr: float) -> None:
         super().__init__()
         self.engine = engine
         self.dims = [spec.dim for spec in engine.specs]
@@ -56,19 +56,19 @@ class FusedTables(nn.Module):
         # Autograd calls the backward pass only if an argument requires a gradient. This one is empty, and so is its
         # gradient.
         self.anchor = nn.Parameter(torch.empty(0, device=engine.device))
-        self.optimizer = FusedRate(self.anchor, rate=rate)
+        self.optimizer = FusedRate(self.anchor, lr=lr)
         """The optimizer to give to `torch.optim.lr_scheduler`."""
         self.number = next(_numbers)
         _tables[self.number] = self
 
     @property
-    def rate(self) -> float:
+    def lr(self) -> float:
         """The learning rate of the next backward pass."""
         return float(self.optimizer.param_groups[0]["lr"])
 
-    @rate.setter
-    def rate(self, rate: float) -> None:
-        self.optimizer.param_groups[0]["lr"] = rate
+    @lr.setter
+    def lr(self, lr: float) -> None:
+        self.optimizer.param_groups[0]["lr"] = lr
 
     def forward(
         self,
@@ -189,7 +189,7 @@ def _update(
     gradient = gradient.contiguous()
     with tables.engine.placed(memory):
         of_weights = tables.engine.weight_gradient(batch, gradient) if wants_weights else gradient.new_empty(0)
-        tables.engine.update(batch, gradient, rate=tables.rate)
+        tables.engine.update(batch, gradient, rate=tables.lr)
     return torch.empty_like(anchor), of_weights
 
 

@@ -71,7 +71,7 @@ class ShardedTables(HeldTables):
         self,
         tables: Sequence[Table],
         *,
-        rate: float,
+        lr: float,
         placement: Placement | str | Mapping[str, str] = "table_wise",
         slices: int = DEFAULT_SLICES,
         gradients: str = "mean",
@@ -84,7 +84,7 @@ class ShardedTables(HeldTables):
         codec: Codec | None = None,
         clock: PhaseClock | None = None,
     ) -> None:
-        """`rate`: the learning rate of all tables. A scheduler may change it (`optimizer`).
+        """`lr`: the learning rate of all tables. A scheduler may change it (`optimizer`).
 
         `placement`: which rank has which shard; or the name of a sharding, for all tables or by table (`place`).
         `slices`: V, a power of two that belongs to the model, not to the run.
@@ -154,7 +154,7 @@ class ShardedTables(HeldTables):
         else:
             engines = engines_of(settings)
         names = [[self.tables[number].name for number in numbers] for numbers in groups_of(self.tables)]
-        self.optimizer = TableRates(names, rate=rate)
+        self.optimizer = TableRates(names, lr=lr)
         """Holds the learning rates, for `torch.optim.lr_scheduler`. Its `step` does nothing."""
         self._steps = self._kind(engines, self.optimizer, divisor=world_size if gradients == "mean" else 1)
         self._expected: dict[int, tuple[Any, Sent]] = {}

@@ -28,10 +28,10 @@ class TableRates(torch.optim.Optimizer):
     `step` and `zero_grad` do nothing, because the backward pass has updated the rows.
     """
 
-    def __init__(self, names: Sequence[Sequence[str]], *, rate: float) -> None:
+    def __init__(self, names: Sequence[Sequence[str]], *, lr: float) -> None:
         """`names`: the tables of each group."""
         groups = [{"params": [nn.Parameter(torch.empty(0))], "tables": list(of_group)} for of_group in names]
-        super().__init__(groups, {"lr": rate})
+        super().__init__(groups, {"lr": lr})
 
     def rate(self, group: int) -> float:
         """The learning rate of the next backward pass."""

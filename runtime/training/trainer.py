@@ -118,7 +118,7 @@ class Trainer(Closing):
         with self.clock.phase("tables", is_whole=True):
             self.tables = ShardedEmbeddingBags(
                 tables,
-                rate=config.sparse_rate,
+                lr=config.sparse_rate,
                 placement=planned.placement,
                 slices=config.slices,
                 gradients="sum",

@@ -59,7 +59,7 @@ class Model(nn.Module):
             Table(name="item", rows=9, dim=DIM, column_shards=2, pooling=Pooling.MEAN, optimizer=adam),
         ]
         sequences = [Table(name="watched", rows=20, dim=DIM, row_shards=2, pooling=Pooling.NONE)]
-        options: dict[str, Any] = {"rate": rate, "gradients": "sum", "placement": placement, "slices": SLICES}
+        options: dict[str, Any] = {"lr": rate, "gradients": "sum", "placement": placement, "slices": SLICES}
         self.bags = ShardedEmbeddingBags(bags, **options)
         self.sequences = ShardedEmbeddings(sequences, **options)
         self.replicas = SlicedReplicas(Top(), slices=SLICES)

@@ -49,8 +49,8 @@ class Run:
         ]
         sequence = Table(name="watched", rows=60, dim=DIM, row_shards=3, column_shards=2, pooling=Pooling.NONE)
         self.rank = rank
-        self.bags = ShardedEmbeddingBags(bags, rate=0.05, gradients="sum", placement=placement)
-        self.sequences = ShardedEmbeddings([sequence], rate=0.05, gradients="sum", placement=placement)
+        self.bags = ShardedEmbeddingBags(bags, lr=0.05, gradients="sum", placement=placement)
+        self.sequences = ShardedEmbeddings([sequence], lr=0.05, gradients="sum", placement=placement)
         self.replicas = SlicedReplicas(Crossed())
         self.optimizer = torch.optim.Adam(self.replicas.parameters(), lr=0.01, foreach=False)
 

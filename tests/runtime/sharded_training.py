@@ -128,7 +128,7 @@ def trained(
         store = TableStore(folder=Path(folder), memory_bytes=memory_bytes, device_bytes=device_bytes)
     module = made(
         tables,
-        rate=0.1,
+        lr=0.1,
         placement=placement,
         gradients="sum",
         implementation_name=implementation,
@@ -212,7 +212,7 @@ def coded(
     made = ShardedEmbeddings if kind == "sequences" else ShardedEmbeddingBags
     chosen = None if codec is None else Codec(kind=EXCHANGE_CODECS[codec])
     clock = PhaseClock()
-    options: dict[str, Any] = {"rate": 0.1, "gradients": "sum", "codec": chosen, "clock": clock}
+    options: dict[str, Any] = {"lr": 0.1, "gradients": "sum", "codec": chosen, "clock": clock}
     module = made(tables, placement=placement, device=device, **options)
     for step in range(3):
         generator = torch.Generator().manual_seed(step)

@@ -182,7 +182,7 @@ def even_exchange(rank: int, world: int, seed: int) -> None:
     tables = [Table(name=f"t{number}", rows=5, dim=2) for number in range(world)]
     for owners, batch in ((range(world), 16), ([0] * world, 16), (range(world), 17)):
         placement = placed(tables, world, {f"t{number}/0.0": owner for number, owner in enumerate(owners)})
-        bags = ShardedEmbeddingBags(tables, rate=1.0, placement=placement, gradients="sum")
+        bags = ShardedEmbeddingBags(tables, lr=1.0, placement=placement, gradients="sum")
         samples = bags.slices.own_samples(batch)
         ids = torch.arange(batch)[samples] % 5
         calls.clear()

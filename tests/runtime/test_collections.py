@@ -93,7 +93,7 @@ def look_up(module: Any, batch: Jagged) -> dict[str, Tensor]:
 
 def check_bags(tables: list[Table], batch: Jagged, placement: str, outputs: list[str]) -> None:
     """Outputs and one step of SGD are those of torch's embedding bags, whose weights are copies of the rows."""
-    module = ShardedEmbeddingBags(tables, rate=RATE, placement=placement, gradients="sum")
+    module = ShardedEmbeddingBags(tables, lr=RATE, placement=placement, gradients="sum")
     found = look_up(module, batch)
     assert list(found) == outputs
     own = own_samples(batch)
@@ -139,9 +139,9 @@ def one_feature_of_two_tables(rank: int, world: int, placement: str) -> None:
     tables = [table("t1", "f1", "f2"), table("t2", "f1", dim=8, pooling=MEAN)]
     check_bags(tables, Jagged(BAGS), placement, ["f1@t1", "f2", "f1@t2"])
     with pytest.raises(ConfigError, match="two outputs are called f1@t1"):
-        ShardedEmbeddingBags([table("t1", "f1", "f1")], rate=RATE)
+        ShardedEmbeddingBags([table("t1", "f1", "f1")], lr=RATE)
     with pytest.raises(ConfigError, match="two outputs are called f1@t2"):
-        ShardedEmbeddingBags([*tables, table("t3", "f1@t2")], rate=RATE)
+        ShardedEmbeddingBags([*tables, table("t3", "f1@t2")], lr=RATE)
 
 
 def means(rank: int, world: int, placement: str) -> None:
@@ -163,7 +163,7 @@ def other_keys(rank: int, world: int, placement: str) -> None:
 
 
 def missing_key(rank: int, world: int, placement: str) -> None:
-    module = ShardedEmbeddingBags([table("t1", "f1"), table("t2", "f2")], rate=RATE, placement=placement)
+    module = ShardedEmbeddingBags([table("t1", "f1"), table("t2", "f2")], lr=RATE, placement=placement)
     before = module.digest()
     with pytest.raises(ArgumentError, match="no ids for feature f2; given: f1, f3"):
         look_up(module, Jagged({"f1": BAGS["f1"], "f3": BAGS["f3"]}))
@@ -181,7 +181,7 @@ def fewer_samples_than_slices(rank: int, world: int, placement: str) -> None:
     for count in (1, 5):
         batch = Jagged({"f1": BAGS["f1"][:count], "f2": [[1, 2]] * count})
         check_bags(tables, batch, placement, ["f1", "f2"])
-    module = ShardedEmbeddingBags(tables, rate=RATE, placement=placement)
+    module = ShardedEmbeddingBags(tables, lr=RATE, placement=placement)
     before = module.digest()
     for nothing in (Jagged({"f1": [], "f2": []}), dict.fromkeys(["f1", "f2"], torch.zeros(0, dtype=torch.int64))):
         found = module(nothing)
@@ -197,7 +197,7 @@ class Failing(Jagged):
 
 def wrong_input(rank: int, world: int, placement: str) -> None:
     """What one rank gives wrong, of whatever kind, is raised on all ranks, and the next call is as if nothing was."""
-    module = ShardedEmbeddingBags([table("t1", "f1")], rate=RATE, placement=placement)
+    module = ShardedEmbeddingBags([table("t1", "f1")], lr=RATE, placement=placement)
     own = own_samples(Jagged(BAGS))
     good = Jagged({"f1": BAGS["f1"]}).part(own.start, own.stop)
     ids = torch.zeros(own.stop - own.start, dtype=torch.int64)
@@ -225,7 +225,7 @@ def sequences(rank: int, world: int, placement: str) -> None:
     """A row for each id, in the order of the ids; tables share a feature, and a table has two."""
     none = Pooling.NONE
     tables = [table("t1", "f1", "f2", pooling=none), table("t2", "f1", dim=6, pooling=none)]
-    module = ShardedEmbeddings(tables, rate=RATE, placement=placement, gradients="sum")
+    module = ShardedEmbeddings(tables, lr=RATE, placement=placement, gradients="sum")
     batch = Jagged(BAGS)
     found = look_up(module, batch)
     assert list(found) == ["f1@t1", "f2", "f1@t2"]

@@ -38,7 +38,7 @@ def lookups(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("pooling", [Pooling.SUM, Pooling.NONE], ids=lambda pooling: pooling.value)
 def test_the_backward_pass_is_the_step_of_the_engine(is_compiled: bool, pooling: Pooling, seed: int) -> None:
-    by_hand, fused = engine_of(seed), FusedTables(engine_of(seed), rate=0.1)
+    by_hand, fused = engine_of(seed), FusedTables(engine_of(seed), lr=0.1)
     is_weighted = pooling is Pooling.SUM
 
     def model(lengths: Tensor, values: Tensor, weights: Tensor | None) -> Tensor:
@@ -53,12 +53,12 @@ def test_the_backward_pass_is_the_step_of_the_engine(is_compiled: bool, pooling:
         weights = nn.Parameter(start) if is_weighted else None
         batch = Batch(**BLOCKS, lengths=lengths, values=values, weights=start if is_weighted else None, pooling=pooling)
         result = by_hand.lookup(batch)
-        fused.rate = 0.1 * (step + 1)
+        fused.lr = 0.1 * (step + 1)
         loss = model(lengths, values, weights)
         torch.testing.assert_close(loss.detach(), result.square().sum())
         if weights is not None:
             expected = by_hand.weight_gradient(batch, 2 * result)
-        by_hand.update(batch, 2 * result, rate=fused.rate)
+        by_hand.update(batch, 2 * result, rate=fused.lr)
         torch.autograd.backward(loss)
         if weights is not None:
             assert weights.grad is not None
@@ -69,7 +69,7 @@ def test_the_backward_pass_is_the_step_of_the_engine(is_compiled: bool, pooling:
 
 
 def test_a_forward_pass_alone_changes_nothing(seed: int) -> None:
-    fused = FusedTables(engine_of(seed), rate=0.1)
+    fused = FusedTables(engine_of(seed), lr=0.1)
     before = fused.engine.weight("a").clone()
     with torch.no_grad():
         fused(*lookups(torch_stream(seed, "alone")), **BLOCKS)
@@ -78,7 +78,7 @@ def test_a_forward_pass_alone_changes_nothing(seed: int) -> None:
 
 
 def test_torchs_schedulers_set_the_rate_of_the_backward_pass(seed: int) -> None:
-    by_hand, fused = engine_of(seed), FusedTables(engine_of(seed), rate=0.5)
+    by_hand, fused = engine_of(seed), FusedTables(engine_of(seed), lr=0.5)
     schedule = RateSchedule(decay="polynomial", warmup_steps=2, decay_end=6)
     scheduler = torch.optim.lr_scheduler.LambdaLR(fused.optimizer, schedule)
     generator = torch_stream(seed, "schedule")
@@ -100,7 +100,7 @@ def arguments_of(fused: FusedTables, seed: int) -> tuple[Any, ...]:
 
 def test_ops_keep_torchs_rules(seed: int) -> None:
     """Runs all of torch's own checks: schema, mutation, shapes, autograd, and the compiler's view."""
-    fused = FusedTables(engine_of(seed, Optimizer.ROW_WISE_ADAGRAD), rate=0.1)
+    fused = FusedTables(engine_of(seed, Optimizer.ROW_WISE_ADAGRAD), lr=0.1)
     weights, lengths, values, tables, bags, slices, pooling, dims, number = arguments_of(fused, seed)
     start = [tensor.clone() for tensor in fused.memory]
     torch.library.opcheck(
@@ -153,7 +153,7 @@ def test_a_compiled_function_sees_what_it_has_changed(backend: str, seed: int) -
 
     lengths, values = lookups(torch_stream(seed, "order"))
     gradient = torch.randn(4 * 8 + 3 * 20 + 2 * 8, generator=torch_stream(seed, "gradient"))
-    eager, compiled = (FusedTables(engine_of(seed), rate=0.1) for _ in range(2))
+    eager, compiled = (FusedTables(engine_of(seed), lr=0.1) for _ in range(2))
     expected = model(eager, lengths, values, gradient)
     found = torch.compile(model, fullgraph=True, backend=backend)(compiled, lengths, values, gradient)
     for one, other in zip(found, expected, strict=True):

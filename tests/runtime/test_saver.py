@@ -48,7 +48,7 @@ def tables_of(placement: Any, store: str | None = None) -> ShardedEmbeddingBags:
         Table(name="train", rows=3000, dim=8, train_rank=2),
     ]
     home = None if store is None else TableStore(folder=Path(store), memory_bytes=1 << 19)
-    return ShardedEmbeddingBags(tables, rate=0.05, gradients="sum", placement=placement, store=home)
+    return ShardedEmbeddingBags(tables, lr=0.05, gradients="sum", placement=placement, store=home)
 
 
 def train(tables: ShardedEmbeddingBags, number: int) -> None:

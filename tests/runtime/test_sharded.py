@@ -44,7 +44,7 @@ def like_torch(rank: int, world: int, placement: str, kind: str) -> None:
         name="user", rows=200, dim=12, row_shards=3, column_shards=2, pooling=pooling,
         optimizer=OptimizerSpec(kind=Optimizer.SGD), initial=lambda rows, generator: rows.normal_(generator=generator),
     )  # fmt: skip
-    module = (ShardedEmbeddings if kind == "none" else ShardedEmbeddingBags)([table], rate=0.5, placement=placement)
+    module = (ShardedEmbeddings if kind == "none" else ShardedEmbeddingBags)([table], lr=0.5, placement=placement)
     samples = 16
     generator = torch.Generator().manual_seed(7)
     lengths = torch.randint(0, 6, (1, samples), generator=generator)
@@ -71,7 +71,7 @@ def like_torch(rank: int, world: int, placement: str, kind: str) -> None:
 
 def refuses(rank: int, world: int) -> None:
     """Everything that one rank gives wrong is refused on all of them, and nothing changes."""
-    module = ShardedEmbeddingBags(TABLES, rate=0.1)
+    module = ShardedEmbeddingBags(TABLES, lr=0.1)
     good = features(0, 8)
     before = module.digest()
     bad = Features(lengths=good.lengths, values=good.values.clone())
@@ -96,7 +96,7 @@ def refuses(rank: int, world: int) -> None:
 
 def refuses_moves(rank: int, world: int) -> None:
     """All ranks refuse, and the module goes on as it was."""
-    module = ShardedEmbeddingBags(TABLES, rate=0.1)
+    module = ShardedEmbeddingBags(TABLES, lr=0.1)
     spread, sent = place(TABLES, world, "row_wise"), module.send(features(0, 8))
     with pytest.raises(ConfigError, match=f"a placement for {world + 1} ranks, but there are {world}"):
         module.move(place(TABLES, world + 1, "row_wise"))
@@ -130,7 +130,7 @@ def misuses_sent_batches(rank: int, world: int, kind: str) -> None:
     """A sent batch is for one call of its module, or for `drop`."""
     made = ShardedEmbeddings if kind == "sequences" else ShardedEmbeddingBags
     table = Table(name="user", rows=10, dim=4, pooling=Pooling.NONE if kind == "sequences" else Pooling.SUM)
-    module, other = made([table], rate=1), made([table], rate=1)
+    module, other = made([table], lr=1), made([table], lr=1)
     before = module.digest()
     first, second, third = (module.send({"user": torch.arange(8) + step}) for step in range(3))
     for use in (other, other.drop):
@@ -157,19 +157,19 @@ def disagrees(rank: int, world: int) -> None:
         ({"placement": ("row_wise", "table_wise")[rank]}, "owner of city/0.0: rank 0 has 0, rank 1 has 1"),
     ):
         with pytest.raises(ConfigError, match=match):
-            ShardedEmbeddingBags(TABLES, rate=0.1, **options)
+            ShardedEmbeddingBags(TABLES, lr=0.1, **options)
     table = Table(name="user", rows=10 + rank, dim=4)
     with pytest.raises(ConfigError, match="table user: rows: rank 0 has 10, rank 1 has 11"):
-        ShardedEmbeddingBags([table], rate=0.1)
+        ShardedEmbeddingBags([table], lr=0.1)
     with pytest.raises(ConfigError, match=r"the placement does not place user/0.0; is it of another model"):
-        ShardedEmbeddingBags([table], rate=0.1, placement=placed([table], world, {}))
+        ShardedEmbeddingBags([table], lr=0.1, placement=placed([table], world, {}))
 
 
 def reports_gradients(rank: int, world: int, kind: str, placement: str) -> None:
     """A gradient that is not finite leaves its row alone, and is reported on all ranks in the next step."""
     pooling = Pooling.NONE if kind == "sequences" else Pooling.SUM
     table = Table(name="user", rows=10, dim=4, pooling=pooling)
-    module = (ShardedEmbeddings if kind == "sequences" else ShardedEmbeddingBags)([table], rate=1, placement=placement)
+    module = (ShardedEmbeddings if kind == "sequences" else ShardedEmbeddingBags)([table], lr=1, placement=placement)
     before = rows_of(module, world)
     ids = {"user": torch.arange(8) % 3 + 5 * (rank == 0)}
     found = module(ids)["user"]
@@ -231,7 +231,7 @@ class Strided(Keyed):
 
 def takes_all_forms(rank: int, world: int) -> None:
     tables = [Table(name="user", rows=10, dim=4), Table(name="item", rows=10, dim=4, bounds=Bounds.WRAP)]
-    module = ShardedEmbeddingBags(tables, rate=1)
+    module = ShardedEmbeddingBags(tables, lr=1)
     users, items = torch.arange(8), torch.arange(16).view(8, 2)
     plain = module({"item": items, "user": users, "other": users})
     keyed = module(
@@ -248,7 +248,7 @@ def takes_all_forms(rank: int, world: int) -> None:
 
 def takes_strides(rank: int, world: int) -> None:
     """Keys with bags of their own number: other keys have more or fewer, or inverse indices say which bag is whose."""
-    module = ShardedEmbeddingBags([Table(name="user", rows=10, dim=4), Table(name="item", rows=10, dim=4)], rate=1)
+    module = ShardedEmbeddingBags([Table(name="user", rows=10, dim=4), Table(name="item", rows=10, dim=4)], lr=1)
     names, users, of_sample = ["user", "item"], torch.arange(8), torch.tensor([0, 2, 1, 1, 0, 2, 2, 0])
     bags = [[[3, 4], [], [5]][bag] for bag in of_sample.tolist()]
     sizes, items = [len(bag) for bag in bags], [number for bag in bags for number in bag]
@@ -298,7 +298,7 @@ def ignores(rank: int, world: int, kind: str) -> None:
         )
         for name in ("user", "item")
     ]  # fmt: skip
-    module = (ShardedEmbeddingBags if is_bags else ShardedEmbeddings)(tables, rate=1, gradients="sum")
+    module = (ShardedEmbeddingBags if is_bags else ShardedEmbeddings)(tables, lr=1, gradients="sum")
     before = rows_of(module, world)
     samples = 8 // world
     ids = torch.tensor([[3, -1, 5], [7, 8, 10]]).repeat(samples // 2, 1)
@@ -318,7 +318,7 @@ def counts_bytes(rank: int, world: int, kind: str, placement: str) -> tuple[int,
     """Bytes of a step with ids as in real data, and those if each lookup sent id, row and gradient."""
     pooling = Pooling.NONE if kind == "sequences" else Pooling.SUM
     tables = [Table(name=f"t{n}", rows=100_000, dim=64, row_shards=world, pooling=pooling) for n in range(2)]
-    module = (ShardedEmbeddings if kind == "sequences" else ShardedEmbeddingBags)(tables, rate=1, placement=placement)
+    module = (ShardedEmbeddings if kind == "sequences" else ShardedEmbeddingBags)(tables, lr=1, placement=placement)
     generator = torch.Generator().manual_seed(rank)
     places = torch.cumsum(torch.arange(1, 100_001, dtype=torch.float64) ** -1.2, 0)
     draws = torch.rand(2, 512, 20, generator=generator, dtype=torch.float64) * places[-1]
@@ -337,7 +337,7 @@ def written_to(rank: int, world: int, kind: str) -> None:
         Table(name=name, rows=10, dim=4, pooling=pooling, optimizer=OptimizerSpec(kind=Optimizer.SGD))
         for name in ("user", "item")
     ]
-    module = (ShardedEmbeddings if kind == "none" else ShardedEmbeddingBags)(tables, rate=1, gradients="sum")
+    module = (ShardedEmbeddings if kind == "none" else ShardedEmbeddingBags)(tables, lr=1, gradients="sum")
     for runs_beside in (False, True):
         module.overlap((lambda name, call: Done(call())) if runs_beside else None)
         before = rows_of(module, world)
@@ -359,7 +359,7 @@ def accumulates(rank: int, world: int, kind: str, placement: str) -> None:
     pooling = Pooling.NONE if kind == "sequences" else Pooling.SUM
     table = Table(name="user", rows=10, dim=4, pooling=pooling, optimizer=OptimizerSpec(kind=Optimizer.SGD))
     made = ShardedEmbeddings if kind == "sequences" else ShardedEmbeddingBags
-    module = made([table], rate=0.5, placement=placement, gradients="sum")
+    module = made([table], lr=0.5, placement=placement, gradients="sum")
     before = rows_of(module, world)
     with module.no_sync():
         found = module({"user": torch.arange(8) % 5})["user"]
@@ -378,7 +378,7 @@ def accumulates_uneven(rank: int, world: int, kind: str, placement: str) -> str:
     pooling = Pooling.NONE if kind == "sequences" else Pooling.SUM
     table = Table(name="user", rows=20, dim=16, pooling=pooling, optimizer=ADAM)
     made = ShardedEmbeddings if kind == "sequences" else ShardedEmbeddingBags
-    module = made([table], rate=0.5, placement=placement, gradients="sum")
+    module = made([table], lr=0.5, placement=placement, gradients="sum")
     large, small = torch.arange(64).view(64, 1) % 19, torch.arange(32).view(8, 4) * 7 % 20
     for first, last in ((large, small), (small, large)):
         for ids, held in ((first, module.no_sync()), (last, contextlib.nullcontext())):
@@ -395,7 +395,7 @@ def tracks_changes(rank: int, world: int, placement: str, optimizer: str) -> Non
     tables = [
         Table(name=name, rows=200, dim=6, row_shards=8, column_shards=2, optimizer=kind) for name in ("user", "item")
     ]
-    module = ShardedEmbeddingBags(tables, rate=0.5, placement=placement, gradients="sum")
+    module = ShardedEmbeddingBags(tables, lr=0.5, placement=placement, gradients="sum")
     with pytest.raises(ArgumentError, match="changed_rows without track_changes"):
         module.changed_rows()
     take_step(module, torch.arange(4), torch.arange(4))

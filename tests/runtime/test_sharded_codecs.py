@@ -29,7 +29,7 @@ def coded_as_defined(rank: int, world: int) -> None:
     plain, module = (
         ShardedEmbeddingBags(
             [Table(name="user", rows=64, dim=dim, optimizer=OptimizerSpec(kind=Optimizer.SGD))],
-            rate=1.0, gradients="sum", codec=codec,
+            lr=1.0, gradients="sum", codec=codec,
         )
         for codec in (None, Codec(kind=CodecKind.INT8))
     )  # fmt: skip
@@ -56,13 +56,13 @@ def refuses_codecs(rank: int, world: int) -> None:
     table = Table(name="user", rows=10, dim=4)
     codec = Codec(kind=CodecKind.INT8) if rank else None
     with pytest.raises(ConfigError, match=r"codec: rank 0 has None, rank 1 has Codec\(kind=<CodecKind.INT8"):
-        ShardedEmbeddingBags([table], rate=1, codec=codec)
+        ShardedEmbeddingBags([table], lr=1, codec=codec)
 
 
 def dies(rank: int, world: int) -> list[str]:
     """The last rank dies before the backward passes. Returns the survivors' errors."""
     codec = Codec(kind=CodecKind.INT8)
-    module = ShardedEmbeddingBags([Table(name="user", rows=100, dim=4, column_shards=2)], rate=1, codec=codec)
+    module = ShardedEmbeddingBags([Table(name="user", rows=100, dim=4, column_shards=2)], lr=1, codec=codec)
     replicas = SlicedReplicas(torch.nn.Linear(4, 1), codec=codec)
     vectors = module({"user": torch.arange(8)})["user"]
     loss = replicas(vectors.detach()).sum()

@@ -52,7 +52,7 @@ def counters() -> Counter[str]:
 def step(rank: int, world: int, /, placement: str, **shards: int) -> dict[str, Any]:
     """What a step copies and sends, of several tables of one width, in so many `row_shards` and `column_shards`."""
     tables = [Table(name=f"t{number}", rows=1000, dim=DIM, **shards) for number in range(TABLES)]
-    module = ShardedEmbeddingBags(tables, rate=0.1, placement=placement, gradients="sum")
+    module = ShardedEmbeddingBags(tables, lr=0.1, placement=placement, gradients="sum")
     generator = torch.Generator().manual_seed(rank)
     ids = torch.randint(0, 1000, (TABLES * SAMPLES * EACH,), generator=generator, dtype=torch.int32)
     batch = Features(lengths=torch.full((TABLES, SAMPLES), EACH, dtype=torch.int32), values=ids)

@@ -63,7 +63,7 @@ def loaded_elsewhere(rank: int, world: int) -> None:
     """Groups of tables, their rates and steps do not depend on homes."""
     states: list[dict[str, Any]] = []
     digests = []
-    options: dict[str, Any] = {"rate": 0.1, "gradients": "sum", "device": device_double.DEVICE}
+    options: dict[str, Any] = {"lr": 0.1, "gradients": "sum", "device": device_double.DEVICE}
     with device_double.Device(), stream_double.streams(), kernels_there():
         for homes in ({}, {"user": "dram", "item": "dram"}):
             module = ShardedEmbeddingBags(at_home(TABLES, homes), **options)
@@ -104,9 +104,9 @@ def trained_by_triton(rank: int, world: int, /, device: str, **arguments: Any) -
 
 def refused(rank: int, world: int) -> None:
     tables = [Table(name="user", rows=8, dim=4)]
-    options: dict[str, Any] = {"rate": 0.1, "device": "meta"}
+    options: dict[str, Any] = {"lr": 0.1, "device": "meta"}
     with pytest.raises(ConfigError, match=r"device: rank 0 has cpu, rank 1 has meta"):
-        ShardedEmbeddingBags(tables, rate=0.1, device="meta" if rank else "cpu")
+        ShardedEmbeddingBags(tables, lr=0.1, device="meta" if rank else "cpu")
     with pytest.raises(ConfigError, match="implementation native with tables on meta"):
         ShardedEmbeddingBags(tables, implementation_name="native", **options)
 
@@ -120,7 +120,7 @@ def unfit_there(rank: int, world: int, folder: str) -> None:
         stream_double.streams(),
         kernels_there(),
     ):
-        options: dict[str, Any] = {"rate": 0.1, "gradients": "sum", "placement": "row_wise"}
+        options: dict[str, Any] = {"lr": 0.1, "gradients": "sum", "placement": "row_wise"}
         module = ShardedEmbeddingBags([table], device=device_double.DEVICE, store=store, **options)
         in_memory = ShardedEmbeddingBags([table], device=device_double.DEVICE, **options)
         module.track_changes()
@@ -159,7 +159,7 @@ def missing_on_one_rank(rank: int, world: int) -> None:
         return mock.Mock(device_type="meta")
 
     with mock.patch.object(engines, "implementation", fails), expected:
-        ShardedEmbeddingBags([Table(name="user", rows=8, dim=4)], rate=0.1, device="meta")
+        ShardedEmbeddingBags([Table(name="user", rows=8, dim=4)], lr=0.1, device="meta")
 
 
 MIXED = {"user": "row_wise", "item": "data_parallel", "genre": "column_wise", "city": "table_wise"}

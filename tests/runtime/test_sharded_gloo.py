@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(180)
 
 def refuses_gloo(rank: int, world: int) -> None:
     with pytest.raises(ConfigError, match="a codec over gloo; allowed: backend sennit"):
-        ShardedEmbeddingBags([Table(name="user", rows=10, dim=4)], rate=1, codec=Codec(kind=CodecKind.BF16))
+        ShardedEmbeddingBags([Table(name="user", rows=10, dim=4)], lr=1, codec=Codec(kind=CodecKind.BF16))
     with pytest.raises(ConfigError, match="a codec over gloo; allowed: backend sennit"):
         SlicedReplicas(torch.nn.Linear(2, 2), codec=Codec(kind=CodecKind.BF16))
 

@@ -48,7 +48,7 @@ def on_hosts(rank: int, hosts: str, some: list[int] | None = None, **settings: s
 
 def trained(placement: Any, group: dist.ProcessGroup | None = None) -> tuple[str, ShardedEmbeddingBags]:
     """Two steps of tables and a dense layer. Returns one digest of both."""
-    bags = ShardedEmbeddingBags(TABLES, rate=0.1, placement=placement, gradients="sum", group=group)
+    bags = ShardedEmbeddingBags(TABLES, lr=0.1, placement=placement, gradients="sum", group=group)
     torch.manual_seed(3)
     replicas = SlicedReplicas(torch.nn.Linear(len(TABLES) * TABLES[0].dim, 1), group=group)
     optimizer = torch.optim.SGD(replicas.parameters(), lr=0.1)
@@ -99,7 +99,7 @@ def uses_hosts(rank: int, world: int, expected: str) -> None:
                 # A column of a grid stays on one host.
                 assert len({(shard.column, owner // 2) for shard, owner in owners.items()}) == 2
     with on_hosts(rank, "aaab") as group:
-        assert ShardedEmbeddingBags(TABLES, rate=1, placement="table_row_wise", group=group).placement == place(
+        assert ShardedEmbeddingBags(TABLES, lr=1, placement="table_row_wise", group=group).placement == place(
             TABLES, world, "table_row_wise"
         )
 

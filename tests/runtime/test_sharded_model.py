@@ -58,13 +58,13 @@ def resumed(rank: int, world: int, placement: Any, folder: str) -> str:
 
 def refuses_other_shards(rank: int, world: int) -> None:
     table = Table(name="user", rows=10, dim=4, row_shards=2)
-    state = ShardedEmbeddingBags([table], rate=1).state_dict()
-    other = ShardedEmbeddingBags([Table(name="user", rows=12, dim=4, row_shards=2)], rate=1)
+    state = ShardedEmbeddingBags([table], lr=1).state_dict()
+    other = ShardedEmbeddingBags([Table(name="user", rows=12, dim=4, row_shards=2)], lr=1)
     assert any("weight" in key for key in state) == (rank == 0)  # One shard table-wise: all on rank 0.
     if rank == 0:
         with pytest.raises(RuntimeError, match=r"of \(6, 4\): were its tables cut into other shards"):
             other.load_state_dict(state)
-    foreign = ShardedEmbeddingBags([Table(name="item", rows=10, dim=4)], rate=1)
+    foreign = ShardedEmbeddingBags([Table(name="item", rows=10, dim=4)], lr=1)
     if rank == 0:
         with pytest.raises(RuntimeError, match=r"Missing key.*item/0.0.weight.*\n.*Unexpected key.*user/0.0"):
             foreign.load_state_dict(state)
@@ -78,7 +78,7 @@ def beside_ddp(rank: int, world: int) -> None:
             super().__init__()
             torch.manual_seed(1)
             self.tables = ShardedEmbeddingBags(
-                [Table(name="user", rows=20, dim=4, optimizer=OptimizerSpec(kind=Optimizer.SGD))], rate=0.1
+                [Table(name="user", rows=20, dim=4, optimizer=OptimizerSpec(kind=Optimizer.SGD))], lr=0.1
             )
             self.top = nn.Linear(4, 1)
 
@@ -114,8 +114,8 @@ class Simple(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         sgd = OptimizerSpec(kind=Optimizer.SGD)
-        self.bags = ShardedEmbeddingBags([Table(name="user", rows=20, dim=4, optimizer=sgd)], rate=0.1)
-        self.rows = ShardedEmbeddings([Table(name="item", rows=9, dim=4, pooling=Pooling.NONE)], rate=0.1)
+        self.bags = ShardedEmbeddingBags([Table(name="user", rows=20, dim=4, optimizer=sgd)], lr=0.1)
+        self.rows = ShardedEmbeddings([Table(name="item", rows=9, dim=4, pooling=Pooling.NONE)], lr=0.1)
         self.top = nn.Linear(8, 2)
 
     def forward(self, users: Tensor, items: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def trained_by_name(rank: int, world: int, name: str, placement: str) -> str:
         Table(name="item", rows=40, dim=8, row_shards=4, pooling=Pooling.MEAN),
     ]
     inputs = ModelInputs(dense_count=3, tables=tuple(tables), bottom=(6,), top=(10, 5))
-    embeddings = ShardedEmbeddingBags(tables, rate=0.05, gradients="sum", placement=placement)
+    embeddings = ShardedEmbeddingBags(tables, lr=0.05, gradients="sum", placement=placement)
     replicas = SlicedReplicas(build(name, inputs))
     optimizer = torch.optim.Adam(replicas.parameters(), lr=0.01, foreach=False)
     first = replicas.digest()

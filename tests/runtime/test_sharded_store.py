@@ -50,7 +50,7 @@ def made(
     train = dataclasses.replace(TABLES[2], row_shards=1, column_shards=1, train_rank=2)
     store = None if folder is None else TableStore(folder=folder, memory_bytes=memory_bytes)
     tables = at_home((*TABLES[:2], train, TABLES[3]), homes or {})
-    return ShardedEmbeddingBags(tables, rate=0.1, gradients="sum", placement=placement, store=store)
+    return ShardedEmbeddingBags(tables, lr=0.1, gradients="sum", placement=placement, store=store)
 
 
 def part_of_step(module: ShardedEmbeddingBags, number: int) -> Features:
@@ -98,7 +98,7 @@ def initial(rank: int, world: int, folder: str) -> list[str]:
         Table(name="item", rows=70_002, dim=1),
     ]
     store = TableStore(folder=Path(folder), memory_bytes=1 << 21)
-    modules = [ShardedEmbeddingBags(tables, rate=1, store=home) for home in (None, store)]
+    modules = [ShardedEmbeddingBags(tables, lr=1, store=home) for home in (None, store)]
     return [module.digest() for module in modules]
 
 
@@ -136,7 +136,7 @@ def homeless(rank: int, world: int, folder: str) -> None:
         ([Home.FILE, Home.DRAM][rank], {"store": store}, r"table user: home: rank 0 has file, rank 1 has dram"),
     ):
         with pytest.raises(ConfigError, match=message):
-            ShardedEmbeddingBags([dataclasses.replace(table, home=home)], rate=1, **options)
+            ShardedEmbeddingBags([dataclasses.replace(table, home=home)], lr=1, **options)
     with pytest.raises(ConfigError, match="table user: home file with a train_rank; allowed: dram, hbm"):
         dataclasses.replace(table, train_rank=2, home=Home.FILE)
     with pytest.raises(ConfigError, match="table user: home file; allowed: a Home, or None"):
@@ -177,9 +177,9 @@ def misused(rank: int, world: int, folder: str) -> None:
     sgd = OptimizerSpec(kind=Optimizer.SGD)
     table = Table(name="user", rows=5000, dim=4, row_shards=2, optimizer=sgd)
     store = TableStore(folder=Path(folder), memory_bytes=50_000)
-    module = ShardedEmbeddingBags([table], rate=1, placement="row_wise", store=store)
+    module = ShardedEmbeddingBags([table], lr=1, placement="row_wise", store=store)
     # Another module in the same folder, of which the second rank has nothing.
-    other = ShardedEmbeddingBags([Table(name="one", rows=10, dim=2)], rate=1, store=store)
+    other = ShardedEmbeddingBags([Table(name="one", rows=10, dim=2)], lr=1, store=store)
     assert module.batches_ahead == other.batches_ahead == 1
     ids = {"user": torch.arange(400).view(8, 50) + 5 * rank}
     before = module.digest()
@@ -222,7 +222,7 @@ class Vectors(torch.nn.Module):
         memory_bytes = 36_000 if rank == 1 else 400_000
         store = None if folder is None else TableStore(folder=Path(folder), memory_bytes=memory_bytes)
         tables = [Table(name="user", rows=6000, dim=4, row_shards=2), Table(name="item", rows=40, dim=4, row_shards=2)]
-        self.tables = ShardedEmbeddingBags(tables, rate=0.1, gradients="sum", placement="row_wise", store=store)
+        self.tables = ShardedEmbeddingBags(tables, lr=0.1, gradients="sum", placement="row_wise", store=store)
 
     def forward(self, ids: dict[str, Tensor]) -> Tensor:
         found = self.tables(ids)
@@ -309,7 +309,7 @@ def killed(rank: int, world: int, folder: str, when: str) -> None:
 
     table = Table(name="user", rows=5000, dim=2, initial=initial)
     store = TableStore(folder=Path(folder), memory_bytes=200_000)
-    module = ShardedEmbeddingBags([table], rate=1, store=store)
+    module = ShardedEmbeddingBags([table], lr=1, store=store)
     module({"user": torch.arange(8)})["user"].sum().backward()
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -329,7 +329,7 @@ def error(
     store = TableStore(folder=Path(folder), memory_bytes=memory_bytes)
     try:
         limit(file_limit_bytes if rank == limited_rank else None)
-        module = ShardedEmbeddingBags([table], rate=1, placement="row_wise", store=store)
+        module = ShardedEmbeddingBags([table], lr=1, placement="row_wise", store=store)
         module({"user": torch.arange(800).view(8, 100)})["user"].sum().backward()
         limit(copy_limit_bytes)
         module.state_dict()

@@ -49,7 +49,7 @@ def trained(
     lossless = Codec(kind=CodecKind.LOSSLESS) if codec else None
     module = ShardedEmbeddingBags(
         tables,
-        rate=0.1,
+        lr=0.1,
         placement=placement,
         gradients="sum",
         implementation_name=implementation,
@@ -81,7 +81,7 @@ def like_torch(rank: int, world: int, placement: str, gradients: str, pooling: s
         pooling=Pooling(pooling), optimizer=OptimizerSpec(kind=Optimizer.SGD),
         initial=lambda rows, generator: rows.normal_(generator=generator),
     )  # fmt: skip
-    module = ShardedEmbeddingBags([table], rate=0.5, placement=placement, gradients=gradients)
+    module = ShardedEmbeddingBags([table], lr=0.5, placement=placement, gradients=gradients)
     generator = torch.Generator().manual_seed(7 + rank)
     samples, names = 8, ("seen", "bought")
     lengths = torch.randint(0, 6, (2, samples), generator=generator)
@@ -105,7 +105,7 @@ def like_torch(rank: int, world: int, placement: str, gradients: str, pooling: s
 
 def refuses(rank: int, world: int) -> None:
     """What one rank gives in another way than the others is refused on all of them, and nothing changes."""
-    module = ShardedEmbeddingBags([Table(name="user", rows=10, dim=4)], rate=1)
+    module = ShardedEmbeddingBags([Table(name="user", rows=10, dim=4)], lr=1)
     before = module.digest()
     ids = {"lengths": torch.ones(1, 8, dtype=torch.int32), "values": torch.arange(8)}
 

@@ -200,7 +200,7 @@ def test_threads_change_no_bit(seed: int) -> None:
 def test_autograd_and_compile_take_the_step_of_the_engine(seed: int) -> None:
     spec = TensorTrainSpec(name="t", **SHAPES[0])
     plain = ShardSpec(name="v", row_count=7, dim=3)
-    by_hand, fused = engine_of(spec, plain, seed=seed), FusedTables(engine_of(spec, plain, seed=seed), rate=0.1)
+    by_hand, fused = engine_of(spec, plain, seed=seed), FusedTables(engine_of(spec, plain, seed=seed), lr=0.1)
     blocks: dict[str, Any] = {"table_of_block": (0, 1), "bags_of_block": (5, 5)}
 
     @torch.compile(fullgraph=True, backend="aot_eager")

@@ -75,7 +75,7 @@ class Model:
                 )
                 for number in range(load.tables)
             ],
-            rate=0.05,
+            lr=0.05,
             seed=settings.seed,
             slices=settings.world,
             gradients="sum",

@@ -106,7 +106,7 @@ class Sennit(Peer):
         engine = EmbeddingEngine(specs, OptimizerSpec(kind=shape.optimizer), rounding=Rounding.NEAREST, threads=threads)
         for spec, weight in zip(specs, data.weights, strict=True):
             self._fill(engine, spec, weight)
-        self._tables = FusedTables(engine, rate=RATE)
+        self._tables = FusedTables(engine, lr=RATE)
         self._shape, self._ids = shape, data.ids
         self._gradient = data.gradient.flatten()
         self._lengths = torch.full((shape.feature_count * shape.bags,), shape.length, dtype=torch.int32)

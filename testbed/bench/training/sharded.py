@@ -142,7 +142,7 @@ def _tables(settings: Settings, sharding: str) -> list[Table]:
 
 def _our_step(settings: Settings, sharding: str) -> Step:
     tables = ShardedEmbeddingBags(
-        _tables(settings, sharding), rate=RATE, placement=sharding, slices=settings.slices, gradients="sum"
+        _tables(settings, sharding), lr=RATE, placement=sharding, slices=settings.slices, gradients="sum"
     )
     replicas = SlicedReplicas(Dense(settings.tables, settings.dim), slices=settings.slices)
     optimizer = torch.optim.Adagrad(replicas.parameters(), lr=RATE, foreach=False)

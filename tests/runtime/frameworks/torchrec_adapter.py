@@ -56,7 +56,7 @@ class EmbeddingBagCollection(nn.Module):
         super().__init__()
         self._is_weighted = is_weighted
         try:
-            self.sharded = ShardedEmbeddingBags(tables_of(tables), rate=0.1)
+            self.sharded = ShardedEmbeddingBags(tables_of(tables), lr=0.1)
         except ConfigError as error:
             raise ValueError(str(error)) from error
 
@@ -74,7 +74,7 @@ class EmbeddingCollection(nn.Module):
         super().__init__()
         self._need_indices = need_indices
         try:
-            self.sharded = ShardedEmbeddings(tables_of(tables, Pooling.NONE), rate=0.1)
+            self.sharded = ShardedEmbeddings(tables_of(tables, Pooling.NONE), lr=0.1)
         except ConfigError as error:
             raise ValueError(str(error)) from error
 
