@@ -277,7 +277,7 @@ def _replicas() -> Replicas:
             values=torch.zeros(count, dtype=torch.int32),
             slice_of_block=(0,) * count,
         )
-        calls.append(_replicated(SparseAllReduce(Shards(engine), slices, wire), engine, batch))
+        calls.append(_replicated(SparseAllReduce(Shards(engine, range(count)), slices, wire), engine, batch))
     few, many = _time(calls)
     table_s = max(many - few, 0.0) / (REPLICATED[1] - REPLICATED[0])
     return Replicas(step_s=max(few - REPLICATED[0] * table_s, 0.0), table_s=table_s)

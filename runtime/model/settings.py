@@ -186,7 +186,7 @@ def as_json(tables: Sequence[Table]) -> list[dict[str, Any]]:
 
 
 def _described(table: Table) -> dict[str, Any]:
-    found = {one.name: _plain(getattr(table, one.name)) for one in fields(table) if one.name != "home"}
+    found = {one.name: _plain(getattr(table, one.name)) for one in fields(table) if one.name not in ("home", "lr")}
     if table.train_rank is None:
         initial = Uniform(table.rows**-0.5) if table.initial is None else table.initial
         if not isinstance(initial, Uniform | Normal | Zeros):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from sennit.runtime.sharded.features import Features as Features
     from sennit.runtime.sharded.features import IdError as IdError
     from sennit.runtime.sharded.files import TableStore as TableStore
+    from sennit.runtime.sharded.handle import TableHandle as TableHandle
     from sennit.runtime.sharded.phases import PhaseClock as PhaseClock
     from sennit.runtime.sharded.placement import Placement as Placement
     from sennit.runtime.sharded.placement import place as place
@@ -39,6 +40,7 @@ __getattr__ = exporter(
         "Features": "features",
         "IdError": "features",
         "TableStore": "files",
+        "TableHandle": "handle",
         "PhaseClock": "phases",
         "Placement": "placement",
         "place": "placement",

@@ -11,7 +11,7 @@ from torch import Tensor
 from sennit.runtime.kernels.batch import MAX_SLICES, Batch
 from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.kernels.spec import Pooling
-from sennit.runtime.sharded.shards import Announced, Shards
+from sennit.runtime.sharded.shards import Announced, Rates, Shards
 from sennit.transport.errors import ArgumentError
 
 
@@ -37,8 +37,8 @@ class Steps:
         """How the kept passes are pooled; None if there are none. The passes of a step have to be alike."""
         return self._kept[0][0].pooling if self._kept else None
 
-    def add(self, announced: Announced, batch: Batch, gradient: Tensor, *, rate: float | None) -> GradientError | None:
-        """Updates rows from this pass and all that are kept, at learning rate `rate`; with None, keeps this pass.
+    def add(self, announced: Announced, batch: Batch, gradient: Tensor, *, rate: Rates | None) -> GradientError | None:
+        """Updates rows from this pass and all that are kept, at the rates of their tables; with None, keeps this pass.
 
         `announced`: the batch that this pass looked up. `batch`, with its flat `gradient`: the blocks to update from.
 

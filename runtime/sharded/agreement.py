@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import IntEnum
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from sennit.runtime.backend.process_group import communicator_or_names
 from sennit.runtime.kernels.checks import GradientError, IdError
+from sennit.runtime.sharded.initial import described_initial
 from sennit.runtime.sharded.placement import Placement
 from sennit.runtime.sharded.sent import InputEnded
 from sennit.runtime.sharded.tables import Table, shard_name, shards_of
@@ -60,15 +62,16 @@ def check_agreement(
 
 
 def described(
-    tables: Sequence[Table], placement: Placement, *, slices: int, gradients: str, seed: int
+    tables: Sequence[Table], placement: Placement, *, lr: float, slices: int, gradients: str, seed: int
 ) -> dict[str, str]:
     """The settings of a model of sharded tables that decide bits or owners, for `check_agreement`."""
-    found = {"slices": str(slices), "gradients": gradients, "seed": str(seed)}
+    found = {"lr": str(lr), "slices": str(slices), "gradients": gradients, "seed": str(seed)}
     found["tables"] = ", ".join(table.name for table in tables)
     for table in tables:
         for field in table.__dataclass_fields__:
             if field not in ("initial", "home"):
                 found[f"table {table.name}: {field}"] = str(getattr(table, field))
+        found[f"table {table.name}: initial"] = described_initial(table, seed)
     return found | described_owners(tables, placement)
 
 
@@ -94,17 +97,19 @@ def exchange_headers(
     global_batch: int,
     counts: Sequence[Sequence[int]],
     group: dist.ProcessGroup | None,
+    *,
+    alike: Mapping[str, str],
 ) -> list[list[int]]:
     """Tells each rank the status of this one, and the numbers `counts[rank]`. Returns what each rank tells this one.
 
-    Collective. Raises on all ranks if one has an `error`, or if global batches differ.
+    Collective. Raises on all ranks if one has an `error`, if global batches differ, or the settings in `alike`.
     """
     world_size = dist.get_world_size(group)
     if world_size == 1:
         if error is not None:
             raise error
         return [list(own) for own in counts]
-    head = [_status(error), global_batch]
+    head = [_status(error), global_batch, _fingerprint(alike)]
     mine = torch.tensor([[*head, *own] for own in counts], dtype=torch.int64)
     theirs = torch.empty_like(mine)
     dist.all_to_all_single(theirs, mine, group=group)
@@ -112,7 +117,7 @@ def exchange_headers(
     if error is not None and not isinstance(error, InputEnded):
         raise error
     ended: Exception | None = error
-    for rank, (status, _, *_) in enumerate(found):
+    for rank, (status, *_) in enumerate(found):
         match Status(status):
             case Status.GOOD:
                 continue
@@ -134,7 +139,9 @@ def exchange_headers(
                 f"the global batch has {global_batch} samples on rank {dist.get_rank(group)}, {other} on rank {rank}; "
                 "all ranks must give the same number of samples for each of their slices"
             )
-    return [row[2:] for row in found]
+    if any(fingerprint != head[2] for _, _, fingerprint, *_ in found):
+        check_agreement(alike, group)
+    return [row[len(head) :] for row in found]
 
 
 def rows_on_all(fetch: Callable[[], None], group: dist.ProcessGroup | None) -> None:
@@ -188,6 +195,12 @@ def _raise_for_all(error: Exception | None, group: dist.ProcessGroup | None) -> 
         if one is not None:
             is_same, text, kind = one
             raise ConfigError(text) if is_same else SennitError(f"rank {rank} could not read rows: {kind}: {text}")
+
+
+def _fingerprint(settings: Mapping[str, str]) -> int:
+    """Int64, the same on all ranks whose settings are equal."""
+    digest = hashlib.blake2b(repr(settings).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def _status(error: Exception | None) -> Status:

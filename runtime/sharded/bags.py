@@ -20,6 +20,7 @@ from sennit.runtime.sharded.owner import Arrived
 from sennit.runtime.sharded.placement import alone
 from sennit.runtime.sharded.pooled import Exchange, Outgoing
 from sennit.runtime.sharded.replicated import SparseAllReduce
+from sennit.runtime.sharded.shards import Rates
 from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.table_steps import TableSteps
 from sennit.runtime.sharded.wire import Wire
@@ -41,7 +42,7 @@ class BagSteps(TableSteps):
     def is_accumulating(self) -> bool:
         return any(pools.is_accumulating for pools in self._pools)
 
-    def send(self, given: Any, global_batch: int | None) -> _Step:
+    def send(self, given: Any, global_batch: int | None, rates: Rates) -> _Step:
         outgoing: list[tuple[Outgoing, Outgoing]] = []
 
         def prepared(ids: Ids) -> list[list[int]]:
@@ -49,7 +50,7 @@ class BagSteps(TableSteps):
             kind = _kind_of(ids.weights)
             return [[*(there.counts[rank] for there, _ in outgoing), kind] for rank in range(self.slices.world_size)]
 
-        ids, batch, arriving = self.agreed(given, global_batch, prepared, len(self._pools) + 1)
+        ids, batch, arriving = self.agreed(given, global_batch, rates, prepared, len(self._pools) + 1)
         for rank, (*_, kind) in enumerate(arriving):
             if kind != (own := _kind_of(ids.weights)):
                 kinds = f"{_KINDS[own]} on rank {self.slices.rank}, {_KINDS[kind]} on rank {rank}"
@@ -86,7 +87,7 @@ class BagSteps(TableSteps):
         return step.ids.weights if _kind_of(step.ids.weights) == 2 else None
 
     def update(
-        self, step: _Step, gradients: Sequence[Tensor], rates: Sequence[float | None]
+        self, step: _Step, gradients: Sequence[Tensor], rates: Sequence[Rates | None]
     ) -> tuple[GradientError | None, Tensor | None]:
         scaled: dict[int, Tensor] = {}
         for feature, gradient in enumerate(gradients):
@@ -184,7 +185,7 @@ class Pools:
         return self._engines.from_tables(found)
 
     def update(
-        self, arrivals: Arrivals, gradients: dict[int, Tensor], *, rate: float | None, weighted: Ids | None
+        self, arrivals: Arrivals, gradients: dict[int, Tensor], *, rate: Rates | None, weighted: Ids | None
     ) -> tuple[GradientError | None, dict[int, Tensor]]:
         """Updates rows by the gradients of `bags`; where `rate` is None, keeps the gradients for a later update.
 

@@ -114,14 +114,14 @@ class Engines:
         def waiting() -> AbstractContextManager[None]:
             return settings.wire.phase("wait for rows")
 
-        number_of = {shard: number for number, shard in enumerate(shards)}
+        number_of, of_shard = {shard: number for number, shard in enumerate(shards)}, [shard.table for shard in shards]
         layouts = {} if files is None else layouts_of(tables, shards, settings.homes)
         if files is None or not layouts:
-            return Shards(made(specs)), number_of
+            return Shards(made(specs), of_shard), number_of
         state = None
         if kept is not None:
             state = {key: tensor for held in kept.values() for key, tensor in tensors_of(held).items()}
-        return StoredShards(specs, layouts, first.optimizer, files, filled, made, waiting, state), number_of
+        return StoredShards(specs, layouts, first.optimizer, files, filled, made, waiting, state, of_shard), number_of
 
     @property
     def _all(self) -> tuple[Shards, Shards]:

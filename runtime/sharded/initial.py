@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Final
 
@@ -33,6 +34,18 @@ def fill(weight: Tensor, tables: Sequence[Table], shard: Shard, *, seed: int, fi
 def fill_train(spec: TensorTrainSpec, cores: Sequence[Tensor], table: Table, *, seed: int) -> None:
     """Fills the cores of a tensor train, so that rows have the variance that `_uniform` gives."""
     initialise(spec, cores, (3 * table.rows) ** -0.5, torch_stream(seed, "table", table.name))
+
+
+def described_initial(table: Table, seed: int) -> str:
+    """What the table's first rows are to be, as text: ranks compare it, as they cannot compare functions."""
+    if table.initial is None:
+        return "uniform"
+    block = torch.empty(min(BLOCK_ROWS, table.rows), table.dim)
+    try:
+        table.initial(block, torch_stream(seed, "table", table.name, 0))
+    except Exception as error:  # Any type: those that own rows raise it again.
+        return f"{type(error).__name__}: {error}"
+    return f"first rows of digest {hashlib.sha256(block.numpy().data).hexdigest()[:16]}"
 
 
 def _uniform(rows: int) -> Initial:

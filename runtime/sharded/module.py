@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, Self, SupportsIndex, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,20 +24,22 @@ from sennit.runtime.sharded.agreement import (
     exchange_headers,
     made_on_all,
 )
-from sennit.runtime.sharded.engines import Settings, engines_of, groups_of, with_files
+from sennit.runtime.sharded.engines import Settings, engines_of, with_files
 from sennit.runtime.sharded.files import TableStore
+from sennit.runtime.sharded.handle import TableHandle
 from sennit.runtime.sharded.moving import moved
 from sennit.runtime.sharded.overlap import Beside, Lookup
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.sharded.placement import Placement, place
+from sennit.runtime.sharded.row_access import RowAccess
 from sennit.runtime.sharded.sent import Refused, RunBeside, Sent
 from sennit.runtime.sharded.slices import DEFAULT_SLICES, Slices
-from sennit.runtime.sharded.state import HeldTables
+from sennit.runtime.sharded.state import NO_COPY, HeldTables
 from sennit.runtime.sharded.table_steps import TableRates, TableSteps
 from sennit.runtime.sharded.tables import Homes, Table, check_tables
 from sennit.runtime.sharded.wire import Wire
 from sennit.transport.codecs import Codec
-from sennit.transport.errors import ArgumentError, ConfigError
+from sennit.transport.errors import ArgumentError, ConfigError, Unsupported
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -84,7 +87,7 @@ class ShardedTables(HeldTables):
         codec: Codec | None = None,
         clock: PhaseClock | None = None,
     ) -> None:
-        """`lr`: the learning rate of all tables. A scheduler may change it (`optimizer`).
+        """`lr`: the learning rate of tables without one of their own. Schedulers may change it (`optimizer`).
 
         `placement`: which rank has which shard; or the name of a sharding, for all tables or by table (`place`).
         `slices`: V, a power of two that belongs to the model, not to the run.
@@ -108,6 +111,8 @@ class ShardedTables(HeldTables):
         super().__init__()
         self.tables = tuple(tables)
         check_tables(self.tables)
+        if not 0 <= lr < math.inf:
+            raise ConfigError(f"lr {lr}; allowed: 0 or more")
         if gradients not in ("mean", "sum"):
             raise ConfigError(f"gradients {gradients!r}; allowed: mean, sum")
         for table in self.tables:
@@ -126,7 +131,7 @@ class ShardedTables(HeldTables):
         """Where results and gradients are, and tables that name no other home."""
         self._group = group
         check_agreement(
-            described(self.tables, placement, slices=slices, gradients=gradients, seed=seed)
+            described(self.tables, placement, lr=lr, slices=slices, gradients=gradients, seed=seed)
             | described_homes(self.tables)
             | {"codec": str(codec), "table store": str(store is not None), "device": self.device.type},
             group,
@@ -146,19 +151,56 @@ class ShardedTables(HeldTables):
             threads=threads,
             wire=Wire(rank=self.slices.rank, world_size=world_size, group=group, codec=codec, clock=clock),
         )
-        # Nothing can fail on one rank alone but files and devices.
+        # Files, devices and initial values can fail on one rank alone.
         if store is not None:
             engines = made_on_all(lambda: engines_of(with_files(settings, store)), "make its table store", group)
-        elif self.device.type != "cpu":
-            engines = made_on_all(lambda: engines_of(settings), f"make its tables on {self.device}", group)
         else:
-            engines = engines_of(settings)
-        names = [[self.tables[number].name for number in numbers] for numbers in groups_of(self.tables)]
-        self.optimizer = TableRates(names, lr=lr)
+            engines = made_on_all(lambda: engines_of(settings), f"make its tables on {self.device}", group)
+        self.optimizer = TableRates(self.tables, lr=lr)
         """Holds the learning rates, for `torch.optim.lr_scheduler`. Its `step` does nothing."""
         self._steps = self._kind(engines, self.optimizer, divisor=world_size if gradients == "mean" else 1)
         self._expected: dict[int, tuple[Any, Sent]] = {}
         self._beside: Beside | None = None
+
+    def __getitem__(self, name: str) -> TableHandle:
+        """The handle of a table by its name: learning rate, freezing, rows by id."""
+        for number, table in enumerate(self.tables):
+            if table.name == name:
+                access = functools.partial(self._access_rows, number)
+                return TableHandle(table, number, self.optimizer, self.device, access)
+        raise KeyError(f"table {name!r}; allowed: {', '.join(table.name for table in self.tables)}")
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """False freezes all tables, as `TableHandle.frozen` freezes one. True ends it. All ranks must do the same."""
+        for number in range(len(self.tables)):
+            self.optimizer.freeze(number, not requires_grad)
+        return super().requires_grad_(requires_grad)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What `to`, `half`, `cuda` and the like call. Raises `Unsupported` if it would change what tables are."""
+        was = torch.empty(0, device=self.device)
+        now = fn(was)
+        if now.dtype is not was.dtype:
+            reason = f"they are not cast to {now.dtype}; use Table(precision=...), and cast the other modules alone"
+            raise Unsupported("sharded tables in another precision", reason)
+        if now.device != was.device:
+            reason = f"they are not moved to {now.device}; use device=..., and move the other modules alone"
+            raise Unsupported("sharded tables on another device", reason)
+        return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Raises `Unsupported`: pickle, deepcopy, `torch.save` of a model and `AveragedModel` would copy one rank."""
+        raise Unsupported("a copy of sharded tables", NO_COPY)
+
+    def __getattr__(self, name: str) -> Any:
+        if "/" in name:  # torch.distributed.checkpoint.state_dict looks for tensors by their names.
+            raise AttributeError(f"no attribute {name!r}: {NO_COPY}")
+        return super().__getattr__(name)
+
+    def _access_rows(self, number: int, ids: Tensor, error: Exception | None, *, writes: bool) -> RowAccess:
+        """Begins it when what runs in another thread is done."""
+        self.finish()
+        return RowAccess(self._steps, number, self.optimizer.rates(), ids, error, writes=writes)
 
     @uncompiled
     def forward(self, features: Any, *, global_batch: int | None = None) -> Mapping[str, Tensor]:
@@ -178,11 +220,13 @@ class ShardedTables(HeldTables):
         elif global_batch is not None:
             raise ArgumentError("global_batch for a batch that was sent; allowed: in send")
         step, lookup = features.take(steps.engines, "looked up"), features.lookup
-        if self._beside is not None and torch.is_grad_enabled() and steps.weights(step) is None:
+        weights = steps.weights(step)
+        has_backward = torch.is_grad_enabled() and not (weights is None and self.optimizer.are_frozen)
+        if self._beside is not None and has_backward and weights is None:
             return self._beside.pending(step, lookup)
         self.finish()
-        if torch.is_grad_enabled():
-            found: tuple[Tensor, ...] = Lookup.apply(steps.anchor, steps, step, steps.weights(step))  # type: ignore[no-untyped-call]
+        if has_backward:
+            found: tuple[Tensor, ...] = Lookup.apply(steps.anchor, steps, step, weights)  # type: ignore[no-untyped-call]
         else:
             found = steps.look_up(step)
             steps.release(step)
@@ -221,14 +265,14 @@ class ShardedTables(HeldTables):
         The thread of the passes calls `sender`, so that an error of the last backward pass goes out with this batch.
         `group` has the ranks of the module. `Refused` features tell all ranks why this one has no batch.
         """
-        steps = self._steps
+        steps, rates = self._steps, self.optimizer.rates()
         untold = [] if self._beside is None else self._beside.untold()
         before, steps.bad = steps.bad, None
 
         def send(features: Any, global_batch: int | None) -> Sent:
             bad = next((bad for update in untold if (bad := update.result()) is not None), before)
             with steps.wire.phase("input exchange"), steps.wire.over(group):
-                return Sent(steps.engines, steps.send(features if bad is None else Refused(bad), global_batch))
+                return Sent(steps.engines, steps.send(features if bad is None else Refused(bad), global_batch, rates))
 
         return send
 
@@ -340,7 +384,8 @@ class ShardedTables(HeldTables):
         if self._beside is not None:
             self._note_bad(self._beside)
         bad, self._steps.bad = self._steps.bad, None
-        exchange_headers(bad, 0, [[]] * self.slices.world_size, self._group)
+        alike = self._steps.alike(self.optimizer.rates())
+        exchange_headers(bad, 0, [[]] * self.slices.world_size, self._group, alike=alike)
 
     def _note_bad(self, beside: Beside) -> None:
         for update in beside.untold():

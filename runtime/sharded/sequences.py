@@ -18,6 +18,7 @@ from sennit.runtime.sharded.features import Ids
 from sennit.runtime.sharded.module import ShardedTables
 from sennit.runtime.sharded.replicated import SparseAllReduce
 from sennit.runtime.sharded.rows import Asked, Node, RowExchange
+from sennit.runtime.sharded.shards import Rates
 from sennit.runtime.sharded.table_steps import TableSteps
 from sennit.runtime.sharded.wire import Wire
 from sennit.transport.errors import ArgumentError
@@ -36,13 +37,13 @@ class SequenceSteps(TableSteps):
     def is_accumulating(self) -> bool:
         return any(sequences.is_accumulating for sequences in self._sequences)
 
-    def send(self, given: Any, global_batch: int | None) -> _Step:
+    def send(self, given: Any, global_batch: int | None, rates: Rates) -> _Step:
         def prepared(ids: Ids) -> list[list[int]]:
             if ids.weights is not None:
                 raise ArgumentError("weights for ids that are not pooled; allowed: none")
             return [[]] * self.slices.world_size
 
-        ids, batch, _ = self.agreed(given, global_batch, prepared, 0)
+        ids, batch, _ = self.agreed(given, global_batch, rates, prepared, 0)
         return _Step(
             parts=[sequences.send(ids, batch) for sequences in self._sequences],
             counts=ids.given_lengths.sum(1, dtype=torch.int64).tolist(),
@@ -66,7 +67,7 @@ class SequenceSteps(TableSteps):
         return sum(count * self.tables[table].dim for count, (_, table) in zip(step.counts, self.features, strict=True))
 
     def update(
-        self, step: _Step, gradients: Sequence[Tensor], rates: Sequence[float | None]
+        self, step: _Step, gradients: Sequence[Tensor], rates: Sequence[Rates | None]
     ) -> tuple[GradientError | None, None]:
         scaled = dict(enumerate(gradients))
         for feature, kept in step.kept.items():
@@ -138,7 +139,7 @@ class Sequences:
         found = self._sharded.by_lookup(step.sharded, step.asked)
         return self._engines.from_tables(found | self._replicated.by_lookup(step.replicated, step.replicas))
 
-    def update(self, step: Step, gradients: dict[int, Tensor], *, rate: float | None) -> GradientError | None:
+    def update(self, step: Step, gradients: dict[int, Tensor], *, rate: Rates | None) -> GradientError | None:
         """Updates rows by the gradients of `by_lookup`; where `rate` is None, keeps the gradients for a later update.
 
         Returns what is wrong with gradients of this rank's rows.

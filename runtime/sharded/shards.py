@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,11 +11,16 @@ import torch
 from torch import Tensor
 
 from sennit.runtime.kernels.batch import Batch, Block
+from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.optimizers import OptimizerSpec
 from sennit.runtime.kernels.spec import ShardSpec
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.runtime.kernels.uploads import Uploads
+from sennit.runtime.sharded.batch_parts import chosen_blocks
+
+Rates = tuple[float | None, ...]
+"""The learning rate of each table of a model, in its order. None: the table is frozen."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,8 +53,9 @@ class Expected(NamedTuple):
 class Shards:
     """Tables of an engine in memory. Batches are announced, looked up, and then updated or released."""
 
-    def __init__(self, engine: EmbeddingEngine) -> None:
-        self.engine = engine
+    def __init__(self, engine: EmbeddingEngine, tables: Sequence[int]) -> None:
+        """`tables`: the number of each shard's table in the model."""
+        self.engine, self._tables = engine, tuple(tables)
         self.specs: tuple[ShardSpec, ...] = engine.specs
         self._uploads: Uploads | None = None
 
@@ -82,9 +88,29 @@ class Shards:
         """`EmbeddingEngine.weight_gradient` of a batch that was looked up."""
         return self.engine.weight_gradient(announced.batch, gradient)
 
-    def update(self, batch: Batch, gradient: Tensor, *, rate: float) -> None:
-        """`EmbeddingEngine.update`, with blocks of batches that were looked up (`Announced.batch`)."""
-        self.engine.update(batch, gradient, rate=rate)
+    def update(self, batch: Batch, gradient: Tensor, *, rate: Rates) -> None:
+        """`EmbeddingEngine.update`, with blocks of batches that were looked up (`Announced.batch`).
+
+        Tables that are frozen, or whose rate is 0, stay as they are, and so do their states. All others take the same
+        step, with one update for each rate.
+        """
+        of_rate: dict[float, list[int]] = {}
+        for place, table in enumerate(batch.table_of_block):
+            if own := rate[self._tables[table]]:
+                of_rate.setdefault(own, []).append(place)
+        dims, before = [spec.dim for spec in self.specs], self.engine.step
+        error: GradientError | None = None
+        for own, places in of_rate.items():
+            is_whole = len(places) == len(batch.table_of_block)
+            part = (batch, gradient) if is_whole else chosen_blocks(batch, gradient, places, dims)
+            self.engine.step = before
+            try:
+                self.engine.update(*part, rate=own)
+            except GradientError as bad:
+                error = error or bad
+        self.engine.step = before + 1
+        if error is not None:
+            raise error
 
     def ids(self, batch: Batch, block: Block) -> Tensor:
         """Int64 [lookups]: the ids of a block of a batch that was looked up."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, NoReturn, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,17 @@ from sennit.runtime.sharded.engines import groups_of
 from sennit.runtime.sharded.shards import Held, Shards, expected, tensors_of
 from sennit.runtime.sharded.table_steps import TableSteps
 from sennit.runtime.sharded.tables import Table, shard_spec, shards_of
-from sennit.transport.errors import ArgumentError, SennitError
+from sennit.transport.errors import ArgumentError, SennitError, Unsupported
 
 CHANGED_ROWS: Final = "changed_rows"
 """`SHARD.changed_rows` of a state is int64 [n]. The state then has only these rows of each tensor `SHARD.NAME`."""
+
+
+NO_COPY: Final = (
+    "each rank has some of the rows; save and load state_dict() by torch.distributed.checkpoint, or by "
+    "sennit.runtime.checkpoint"
+)
+"""Why a rank's tables cannot be copied or pickled, and what works."""
 
 
 class HeldTables(nn.Module):
@@ -117,7 +124,11 @@ class HeldTables(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for held in self.held():
             destination.update({prefix + key: tensor for key, tensor in tensors_of(held).items()})
-        destination[f"{prefix}steps"] = self._step_counts()
+        steps = self._step_counts()
+        here = {shard for engines in self._steps.engines for shard in (*engines.number_of, *engines.replica_of)}
+        destination[f"{prefix}steps"] = (
+            steps if len(here) == len(shards_of(self.tables)) else steps.as_subclass(_OfPart)
+        )
 
     def _step_counts(self) -> Tensor:
         """Int64 [groups]: the updates so far of each group of tables. All engines of a group have taken as many."""
@@ -168,6 +179,21 @@ class HeldTables(nn.Module):
             return
         for engines in self._steps.engines:
             engines.step = int(steps[engines.group])
+
+
+class _OfPart(Tensor):
+    """Is in a state that has not all shards, so that nobody pickles it for a whole one, as `torch.save` on a rank does.
+
+    Results of functions are plain tensors: `torch.distributed.checkpoint` takes one before it writes.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise Unsupported("torch.save of sharded tables", NO_COPY)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _OfPart:
+        return self.clone().as_subclass(_OfPart)
 
 
 class ChangedRows:

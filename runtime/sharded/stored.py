@@ -103,6 +103,7 @@ class StoredShards(Shards):
         make: Callable[[Sequence[ShardSpec], Sequence[ShardMemory | None]], EmbeddingEngine],
         waiting: Callable[[], AbstractContextManager[None]],
         state: Mapping[str, Tensor] | None,
+        tables: Sequence[int],
     ) -> None:
         """`layouts`: the files, each with the numbers of its shards in `specs`. `make` makes the engine. `waiting`
         measures waits for rows. `state`: what is in the files at first, by the names of `expected`; None: `fill` says.
@@ -129,7 +130,8 @@ class StoredShards(Shards):
                 memory[number] = cached.memory[place]
                 self._cache_of[number], self._number_of[number] = len(self._cached), place
             self._cached.append((layout, cached, rows))
-        super().__init__(make([one.spec if one else spec for spec, one in zip(specs, memory, strict=True)], memory))
+        own_specs = [one.spec if one else spec for spec, one in zip(specs, memory, strict=True)]
+        super().__init__(make(own_specs, memory), tables)
         self.specs = tuple(specs)
         self._in_memory = set(self.engine.names) - self.in_files
 

@@ -19,23 +19,37 @@ from sennit.runtime.sharded.agreement import exchange_headers, rows_on_all
 from sennit.runtime.sharded.engines import Engines
 from sennit.runtime.sharded.features import Ids, features_of, ids_of
 from sennit.runtime.sharded.sent import Refused
-from sennit.runtime.sharded.tables import output_names
+from sennit.runtime.sharded.shards import Rates
+from sennit.runtime.sharded.tables import Table, output_names
 
 
 class TableRates(torch.optim.Optimizer):
-    """The learning rates of tables, which torch's schedulers can set: one parameter group for each group of tables.
+    """The learning rates of tables, which torch's schedulers can set: a parameter group for each table, in their order.
 
+    A table is frozen while the parameter of its group requires no gradient.
     `step` and `zero_grad` do nothing, because the backward pass has updated the rows.
     """
 
-    def __init__(self, names: Sequence[Sequence[str]], *, lr: float) -> None:
-        """`names`: the tables of each group."""
-        groups = [{"params": [nn.Parameter(torch.empty(0))], "tables": list(of_group)} for of_group in names]
+    def __init__(self, tables: Sequence[Table], *, lr: float) -> None:
+        """`lr`: of tables that have none of their own."""
+        groups = [
+            {"params": [nn.Parameter(torch.empty(0))], "table": table.name, "lr": lr if table.lr is None else table.lr}
+            for table in tables
+        ]
         super().__init__(groups, {"lr": lr})
 
-    def rate(self, group: int) -> float:
-        """The learning rate of the next backward pass."""
-        return float(self.param_groups[group]["lr"])
+    def rates(self) -> Rates:
+        """What the next backward pass would use."""
+        return tuple(float(group["lr"]) if group["params"][0].requires_grad else None for group in self.param_groups)
+
+    def freeze(self, number: int, frozen: bool) -> None:
+        """Freezes a table, or ends it."""
+        self.param_groups[number]["params"][0].requires_grad_(not frozen)
+
+    @property
+    def are_frozen(self) -> bool:
+        """Whether all tables are."""
+        return all(rate is None for rate in self.rates())
 
     def step(self, closure: Any = None) -> Any:
         return None if closure is None else closure()
@@ -88,8 +102,11 @@ class TableSteps(ABC):
         """Whether gradients are kept for a later pass."""
 
     @abstractmethod
-    def send(self, given: Any, global_batch: int | None) -> Any:
-        """Sends the ids in `given` to the owners of their rows, and returns the step. Collective."""
+    def send(self, given: Any, global_batch: int | None, rates: Rates) -> Any:
+        """Sends the ids in `given` to the owners of their rows, and returns the step. Collective.
+
+        `rates`: those of this rank. All ranks must have the same (`alike`).
+        """
 
     def look_up(self, step: Any) -> tuple[Tensor, ...]:
         """Waits for rows on all ranks, and returns the float32 result of each feature. Collective.
@@ -121,13 +138,20 @@ class TableSteps(ABC):
         """The weights of this rank's ids, if they require gradients."""
         return None
 
-    def rates(self) -> list[float | None]:
-        """The learning rate of this backward pass for each of `engines`; None if the pass updates no rows."""
-        return [self._rates.rate(one.group) if self.is_synchronised else None for one in self.engines]
+    def rates(self) -> list[Rates | None]:
+        """The learning rates of this backward pass, for each of `engines`; None if the pass updates no rows."""
+        return [self._rates.rates() if self.is_synchronised else None] * len(self.engines)
+
+    def alike(self, rates: Rates) -> dict[str, str]:
+        """The settings that a rank tells all others in each call, because the program may change them at any time."""
+        return {
+            f"table {table.name}": "frozen" if rate is None else f"lr {rate}"
+            for table, rate in zip(self.tables, rates, strict=True)
+        }
 
     @abstractmethod
     def update(
-        self, step: Any, gradients: Sequence[Tensor], rates: Sequence[float | None]
+        self, step: Any, gradients: Sequence[Tensor], rates: Sequence[Rates | None]
     ) -> tuple[GradientError | None, Tensor | None]:
         """Updates rows by the gradients of `results`, and ends the step. Collective. `rates`: what `rates` returned.
 
@@ -139,13 +163,18 @@ class TableSteps(ABC):
         """Ends a step without an update. Not collective."""
 
     def agreed(
-        self, given: Any, global_batch: int | None, counts: Callable[[Ids], Sequence[Sequence[int]]], width: int
+        self,
+        given: Any,
+        global_batch: int | None,
+        rates: Rates,
+        counts: Callable[[Ids], Sequence[Sequence[int]]],
+        width: int,
     ) -> tuple[Ids, int, list[list[int]]]:
         """Reads this rank's ids, and tells the other ranks that they are good. Collective.
 
         `counts` returns `width` numbers for each rank, which that rank is told. It may raise, as reading ids may.
         Returns the ids, the samples of all ranks, and the numbers that each rank told this one. Raises on all ranks if
-        the input of one is bad.
+        the input of one is bad, or if `rates` differ.
         """
         error: Exception | None = given.error if isinstance(given, Refused) else None
         batch, mine = 0, [[0] * width] * self.slices.world_size
@@ -157,6 +186,6 @@ class TableSteps(ABC):
                 mine = [list(row) for row in counts(ids)]
             except Exception as bad:  # Any type, because the other ranks wait for this one.
                 error = bad
-        arriving = exchange_headers(error, batch, mine, self.wire.group)
+        arriving = exchange_headers(error, batch, mine, self.wire.group, alike=self.alike(rates))
         assert ids is not None
         return ids, batch, arriving

@@ -72,6 +72,9 @@ class Table:
 
     precision: Precision = Precision.FP32
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    lr: float | None = None
+    """Its learning rate, where it differs from its module's. It belongs to the run, and decides no group of tables."""
+
     rounding: Rounding = Rounding.STOCHASTIC
     """How updated weights are stored in fp16 and bf16."""
 
@@ -96,7 +99,7 @@ class Table:
     home: Home | None = None
     """Where its rows are. None: in files if the module has a store, else in the memory of the module's device.
 
-    Only this setting belongs to the run: a checkpoint may be read with another home.
+    It belongs to the run: a checkpoint may be read with another home.
     """
 
     def __post_init__(self) -> None:
@@ -115,6 +118,8 @@ class Table:
                 refuse(what, f"a {kind.__name__}")
         if self.home is not None and not isinstance(self.home, Home):
             refuse("home", "a Home, or None")
+        if self.lr is not None and not 0 <= self.lr < math.inf:
+            refuse("lr", "0 or more, or None")
         if not self.features:
             object.__setattr__(self, "features", (self.name,))
         if self.rows < 1:

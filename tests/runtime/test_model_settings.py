@@ -186,8 +186,8 @@ def test_a_tensor_train_lies_whole_on_a_rank(tables: Tables, sharding: Callable[
 def test_the_manifest_gets_every_setting(tables: Tables) -> None:
     user, item = as_json(tables('[tables.user]\nprecision = "fp16"\ninitial = "zeros"'))
     assert json.loads(json.dumps([user, item])) == [user, item]
-    # A run may go on with its tables elsewhere.
-    assert set(user) == {one.name for one in fields(Table)} - {"home"}
+    # A run may go on with its tables elsewhere, and at other rates.
+    assert set(user) == {one.name for one in fields(Table)} - {"home", "lr"}
     assert set(user["optimizer"]) == {one.name for one in fields(OptimizerSpec)}
     assert (user["precision"], user["initial"]) == ("fp16", {"kind": "zeros"})
     assert (item["precision"], item["initial"]) == ("fp32", {"kind": "uniform", "bound": 1 / 3})

@@ -5,7 +5,11 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +21,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
-from sennit.runtime.kernels import Optimizer, OptimizerSpec, Pooling
+from sennit.runtime.kernels import Optimizer, OptimizerSpec, Pooling, Precision
 from sennit.runtime.model import ModelInputs, build
 from sennit.runtime.replicas import SlicedReplicas
-from sennit.runtime.sharded import ShardedEmbeddingBags, ShardedEmbeddings, Table
+from sennit.runtime.sharded import (
+    Features,
+    IdError,
+    PeerInputError,
+    ShardedEmbeddingBags,
+    ShardedEmbeddings,
+    Table,
+    TableStore,
+)
+from sennit.transport.errors import ArgumentError, ConfigError, Unsupported
 from tests.runtime.sharded_model import SAMPLES, Run, trained
+from tests.runtime.sharded_training import rows_of
 from tests.runtime.world import WorldFactory
 
 pytestmark = pytest.mark.timeout(180)
@@ -185,6 +201,182 @@ def trained_by_name(rank: int, world: int, name: str, placement: str) -> str:
     return f"{embeddings.digest()} {replicas.digest()}"
 
 
+def moves_as_told(rank: int, world: int, placement: str, kind: str) -> None:
+    """Tables of one engine: each has the bits that a module of its rate gives it, or those that it began with."""
+    is_bags = kind == "bags"
+
+    def module_of(**lr: float) -> Any:
+        tables = [
+            Table(
+                name=name, rows=12, dim=4, row_shards=2, precision=Precision.FP16, lr=lr.get(name),
+                optimizer=OptimizerSpec(kind=Optimizer.ADAM), pooling=Pooling.SUM if is_bags else Pooling.NONE,
+            )
+            for name in "abcd"
+        ]  # fmt: skip
+        made = ShardedEmbeddingBags if is_bags else ShardedEmbeddings
+        return made(tables, lr=0.1, gradients="sum", placement=placement)
+
+    slow, fast, mixed = module_of(), module_of(a=0.5, b=0.5, c=0.5, d=0.5), module_of(b=0.5, d=0)
+    first = copy.deepcopy(mixed.state_dict())
+    mixed["c"].frozen = True
+    for module in (slow, fast, mixed):
+        for step in range(3):
+            ids = torch.arange(8) + step + rank
+            found = module({name: ids for name in "abcd"})
+            torch.stack(list(found.values())).square().sum().backward()
+        module.check()
+    expected = {"a": slow.state_dict(), "b": fast.state_dict(), "c": first, "d": first, "s": slow.state_dict()}
+    state = mixed.state_dict()
+    assert state.keys() == first.keys()
+    for name, tensor in state.items():
+        assert torch.equal(tensor, expected[name[0]][name]), name
+    torch.optim.lr_scheduler.LambdaLR(mixed.optimizer, lambda _: 0.5)
+    assert [mixed[name].lr for name in "abcd"] == [0.05, 0.25, 0.05, 0]
+    assert repr(mixed["b"]) == "<table b: 12 rows of 4, lr 0.25>"
+
+
+def freezes_all(rank: int, world: int) -> None:
+    """Frozen tables are as torch's: no gradients travel, but for weights that require them."""
+    tables = [Table(name=name, rows=10, dim=4, row_shards=2) for name in ("user", "item")]
+    module = ShardedEmbeddingBags(tables, lr=0.1, placement="row_wise")
+    before, ids = module.digest(), torch.arange(8)
+    assert module.requires_grad_(False) is module
+    assert module["user"].frozen
+    assert not module({"user": ids, "item": ids})["item"].requires_grad
+    assert "gradients" not in module.sent_bytes
+    weights = torch.ones(16, requires_grad=True)
+    lengths = torch.ones(2, 8, dtype=torch.int32)
+    module(Features(lengths=lengths, values=ids.repeat(2), weights=weights))["user"].sum().backward()
+    assert weights.grad is not None
+    assert weights.grad[:8].all()
+    assert module.digest() == before
+    module.requires_grad_().eval()
+    module({"user": ids, "item": ids})["item"].sum().backward()
+    assert module.digest() != before
+
+
+def disagrees(rank: int, world: int) -> None:
+    """What ranks set differently is an error on all of them in the next call, whatever it is. Nothing changes."""
+    for options, what in (
+        ({"lr": 0.1 * (1 + rank)}, "lr: rank 0 has 0.1, rank 1 has 0.2"),
+        ({"initial": nn.init.zeros_ if rank else nn.init.ones_}, "initial: rank 0 has first rows of digest"),
+        ({"initial": nn.init.zeros_ if rank else None}, "initial: rank 0 has uniform, rank 1 has first rows"),
+    ):
+        initial = options.get("initial")
+        table = Table(name="user", rows=10, dim=4, initial=initial and (lambda rows, _, fill=initial: fill(rows)))
+        with pytest.raises(ConfigError, match=what):
+            ShardedEmbeddingBags([table], lr=options.get("lr", 0.1))
+    module = ShardedEmbeddingBags([Table(name="user", rows=10, dim=4)], lr=0.1)
+    user, before, ids = module["user"], module.digest(), {"user": torch.arange(8)}
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: module(ids), module.check, lambda: module.send(ids), lambda: user.get_rows(ids["user"]),
+    )  # fmt: skip
+    user.lr *= 1 + rank
+    for call in calls:
+        with pytest.raises(ConfigError, match=r"table user: rank 0 has lr 0\.1, rank 1 has lr 0\.2; all ranks must"):
+            call()
+    user.lr, user.frozen = 0.1, rank == 1
+    for call in calls:
+        with pytest.raises(ConfigError, match=r"table user: rank 0 has lr 0\.1, rank 1 has frozen; all ranks must"):
+            call()
+    user.frozen = False
+    with pytest.raises(
+        ConfigError, match=r"call: rank 0 has get_rows of table user, rank 1 has set_rows of table user"
+    ):
+        user.set_rows(ids["user"], torch.zeros(8, 4)) if rank else user.get_rows(ids["user"])
+    assert module.digest() == before
+    module(ids)["user"].sum().backward()
+    assert module.digest() != before
+
+
+def rows_by_id(rank: int, world: int, placement: str, folder: str | None) -> None:
+    """Rows of any rank, read and set on any rank."""
+    table = Table(name="user", rows=60, dim=6, row_shards=5, column_shards=2, precision=Precision.BF16)
+    store = None if folder is None else TableStore(folder=Path(folder), memory_bytes=200_000)
+    module = ShardedEmbeddingBags([table, Table(name="item", rows=9, dim=4)], lr=1, placement=placement, store=store)
+    user, whole = module["user"], rows_of(module, world)
+    assert (user.name, user.rows, user.dim, user.lr, user.frozen) == ("user", 60, 6, 1, False)
+    ids = torch.randint(60, (40,), generator=torch.Generator().manual_seed(rank))
+    assert torch.equal(user.get_rows(ids), whole[ids])
+    assert user.get_rows(ids[: 10 * rank]).shape == (10 * rank, 6)
+    own_ids = torch.arange(24)[module.slices.own_samples(24)] % 9
+    module({"user": own_ids, "item": own_ids}, global_batch=24)["user"].sum().backward()
+    states = {name: tensor.clone() for name, tensor in module.state_dict().items() if name.endswith("sum")}
+    module.track_changes()
+    whole = rows_of(module, world)
+    # Each rank sets rows of its own, and row 7 is of the last one.
+    values = (torch.arange(7 * 6.0).view(7, 6) + 100 * rank).to(torch.float64)
+    own = [torch.cat([torch.arange(10 + 6 * one, 16 + 6 * one), torch.tensor([7])]) for one in range(world)]
+    user.set_rows(own[rank].to(torch.int32), values)
+    for one in range(world):
+        whole[own[one]] = (torch.arange(7 * 6.0).view(7, 6) + 100 * one).to(torch.bfloat16).to(torch.float32)
+    assert torch.equal(rows_of(module, world), whole)
+    assert torch.equal(user.get_rows(ids), whole[ids])
+    assert all(torch.equal(tensor, states[name]) for name, tensor in module.state_dict().items() if name in states)
+    changed = {name: len(rows) for name, rows in module.changed_rows().items() if name.startswith("user/")}
+    assert placement != "data_parallel" or sum(changed.values()) == 2 * (1 + 6 * world)
+    for wrong, words in (
+        (torch.tensor([3, 60]), "id 60; table user has rows 0 to 59"),
+        (torch.tensor([3.0]), r"ids are torch.float32 of shape \(1,\); allowed: int32 or int64, one dimension"),
+        (torch.tensor([3, 3]), "id 3 is given twice; allowed: once"),
+        (torch.tensor([3]), r"values are torch.float32 of shape \(2, 6\); allowed: floats of \(1, 6\)"),
+    ):
+        good = torch.tensor([1, 2])
+        with pytest.raises(ArgumentError) as caught:
+            user.set_rows(wrong if rank == world - 1 else good, torch.zeros(2, 6))
+        if rank == world - 1:
+            caught.match(words)
+            assert isinstance(caught.value, IdError) == ("60" in words)
+        else:
+            assert isinstance(caught.value, PeerInputError)
+    with pytest.raises(KeyError, match="table 'users'; allowed: user, item"):
+        module["users"]
+    with pytest.raises(ConfigError, match="table user: lr -1; allowed: 0 or more"):
+        user.lr = -1
+    assert torch.equal(rows_of(module, world), whole)
+    module.close()
+
+
+def refuses_copies(rank: int, world: int) -> None:
+    """What would keep one rank's rows alone names what keeps all."""
+    module = ShardedEmbeddingBags([Table(name="user", rows=10, dim=4, row_shards=2)], lr=1, placement="row_wise")
+    model = nn.Sequential(module)
+    state = model.state_dict()
+    copied = copy.deepcopy(state)
+    assert torch.equal(copied[f"0.user/{rank}.0.weight"], state[f"0.user/{rank}.0.weight"])
+    refused: tuple[Callable[[], object], ...] = (
+        lambda: copy.deepcopy(model), lambda: copy.copy(module), lambda: pickle.dumps(model),
+        lambda: AveragedModel(model), lambda: torch.save(model, io.BytesIO()), lambda: torch.save(state, io.BytesIO()),
+        lambda: torch.save({"model": copied}, io.BytesIO()),
+    )  # fmt: skip
+    for call in refused:
+        with pytest.raises(
+            Unsupported, match=r"each rank has some of the rows; save .* by torch.distributed.checkpoint"
+        ):
+            call()
+    with pytest.raises(AttributeError, match="each rank has some of the rows; save"):
+        get_model_state_dict(model)
+    assert not hasattr(module, "user")
+    for call, words in (
+        (model.half, "are not cast to torch.float16; use Table.precision"),
+        (lambda: model.to("meta"), "are not moved to meta; use device="),
+    ):
+        with pytest.raises(Unsupported, match=words):
+            call()
+    assert model.to("cpu").float() is model
+
+
+def saves_alone(rank: int, world: int) -> None:
+    """A single rank has all rows, so torch may save them."""
+    tables = [Table(name="user", rows=10, dim=4, row_shards=2)]
+    module, other = (ShardedEmbeddingBags(tables, lr=1, seed=seed) for seed in (0, 1))
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file))
+    assert other.digest() == module.digest()
+
+
 SHARDINGS = ("table_wise", "row_wise", "column_wise", "grid", "data_parallel")
 
 
@@ -240,3 +432,42 @@ def test_models_of_the_trainer_have_the_same_bits_in_every_world(kept_world: Wor
         for digest in kept_world(world).run(trained_by_name, name=name, placement=placement)
     }
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("kind", ["bags", "sequences"])
+@pytest.mark.parametrize("placement", ["row_wise", "data_parallel"])
+def test_tables_have_rates_of_their_own_and_frozen_ones_do_not_move(
+    kept_world: WorldFactory, placement: str, kind: str
+) -> None:
+    kept_world(2).run(moves_as_told, placement=placement, kind=kind)
+
+
+def test_a_frozen_module_sends_no_gradients(kept_world: WorldFactory) -> None:
+    kept_world(2).run(freezes_all)
+
+
+def test_settings_that_differ_by_rank_are_errors_in_the_next_call(kept_world: WorldFactory) -> None:
+    kept_world(2).run(disagrees)
+
+
+@pytest.mark.parametrize(("world", "placement"), [(1, "table_wise"), (2, "data_parallel"), (3, "grid")])
+def test_rows_are_read_and_set_by_id(kept_world: WorldFactory, world: int, placement: str) -> None:
+    kept_world(world).run(rows_by_id, placement=placement, folder=None)
+
+
+def test_rows_in_files_are_read_and_set_by_id(kept_world: WorldFactory, tmp_path: Path) -> None:
+    kept_world(2).run(rows_by_id, placement="row_wise", folder=str(tmp_path))
+
+
+def test_copies_of_one_ranks_rows_are_refused(kept_world: WorldFactory) -> None:
+    kept_world(2).run(refuses_copies)
+
+
+def test_one_rank_saves_its_state_by_torch(kept_world: WorldFactory) -> None:
+    kept_world(1).run(saves_alone)
+
+
+@pytest.mark.parametrize("lr", [-1, float("nan")])
+def test_rates_are_0_or_more(lr: float) -> None:
+    with pytest.raises(ConfigError, match=f"table user: lr {lr}; allowed: 0 or more, or None"):
+        Table(name="user", rows=10, dim=4, lr=lr)
