@@ -7,6 +7,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -84,6 +85,10 @@ class EmbeddingEngine:
         """Rows that updates skipped because their gradient was not finite, by table or core."""
         self.on_update: Callable[[Batch], None] | None = None
         """Called with the checked batch of each update, before any row changes."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Raises `Unsupported`, in deepcopy and pickle: implementations have native parts."""
+        raise Unsupported("a copy of an embedding engine", "save weight(name) and states(name) of its names, and step")
 
     @property
     def names(self) -> tuple[str, ...]:

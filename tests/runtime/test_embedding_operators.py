@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from sennit.runtime.kernels.operators import FusedTables
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
 from sennit.runtime.kernels.spec import Pooling, ShardSpec
 from sennit.runtime.model.schedule import RateSchedule
+from sennit.transport.errors import Unsupported
 
 BLOCKS: dict[str, Any] = {"table_of_block": (0, 1, 0), "bags_of_block": (4, 3, 2), "slice_of_block": (0, 3, 5)}
 BAGS = 9
@@ -75,6 +78,12 @@ def test_a_forward_pass_alone_changes_nothing(seed: int) -> None:
         fused(*lookups(torch_stream(seed, "alone")), **BLOCKS)
     assert torch.equal(fused.engine.weight("a"), before)
     assert fused.engine.step == 0
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_a_copy_is_refused_by_what_works(copied: Any, seed: int) -> None:
+    with pytest.raises(Unsupported, match=r"a copy of an embedding engine: save weight\(name\) and states\(name\)"):
+        copied(FusedTables(engine_of(seed), lr=0.1))
 
 
 def test_torchs_schedulers_set_the_rate_of_the_backward_pass(seed: int) -> None:
