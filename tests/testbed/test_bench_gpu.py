@@ -129,29 +129,40 @@ def part_with(monkeypatch: pytest.MonkeyPatch, *runs: Any) -> None:
     monkeypatch.setitem(gpu_part.MODULES, "made", tuple(names))
 
 
-def test_what_a_part_saved_stays_when_it_fails(
+def test_a_module_that_fails_costs_neither_what_it_saved_nor_the_modules_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def fails(_: gpu.Settings, save: gpu_part.Save) -> dict[str, Any]:
         save({"results": [{"name": "second"}]})
         raise ValueError("of no use")
 
-    part_with(monkeypatch, lambda *_: {"results": [{"name": "first"}]}, fails)
+    def fails_too(*_: Any) -> dict[str, Any]:
+        raise SystemExit(3)
+
+    part_with(
+        monkeypatch,
+        lambda *_: {"results": [{"name": "first"}]}, fails, fails_too, lambda *_: {"results": [{"name": "last"}]},
+    )  # fmt: skip
     gpu_part.main("made", tmp_path / "made.json", gpu.Settings(), 60.0)
     found = json.loads((tmp_path / "made.json").read_text())
-    assert found["results"] == [{"name": "first"}, {"name": "second"}]
+    assert found["results"] == [{"name": "first"}, {"name": "second"}, {"name": "last"}]
     assert found["error"] == "ValueError: of no use"
+    assert found["errors"] == {"made_1": "ValueError: of no use", "made_2": "SystemExit: 3"}
     assert "in fails\n" in capfd.readouterr().err
+    report: dict[str, Any] = {"parts": {"made": found}, "gpus": [], "versions": {}}
+    assert gpu.failures(report) == ["made: ValueError: of no use", "made: SystemExit: 3"]
+    assert "- Made: ValueError: of no use\n- Made: SystemExit: 3\n" in gpu_summary.page(report)
 
 
 def test_what_this_machine_lacks_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(*_: Any) -> dict[str, Any]:
         raise Unsupported("staging", "no such thing")
 
-    part_with(monkeypatch, unsupported)
+    part_with(monkeypatch, unsupported, lambda *_: {"results": [{"name": "last"}]})
     gpu_part.main("made", tmp_path / "made.json", gpu.Settings(), 60.0)
     found = json.loads((tmp_path / "made.json").read_text())
     assert found["skipped"].endswith("no such thing")
+    assert found["results"] == [{"name": "last"}]
     assert "error" not in found
 
 

@@ -168,17 +168,24 @@ def _ends_within(pid: int, limit_s: float) -> bool:
 def failures(report: Mapping[str, Any]) -> list[str]:
     """What went wrong, a line each: parts that failed, and tests."""
     parts = report["parts"]
-    found = [f"{name}: {one_line(part['error'])}" for name, part in parts.items() if "error" in part]
+    found = [f"{name}: {text}" for name, part in parts.items() for text in errors_of(part)]
     return found + [f"test {name}" for name in parts.get("tests", {}).get("failed_tests", [])]
+
+
+def errors_of(part: Mapping[str, Any]) -> list[str]:
+    """A line for each module of a part that failed, and for its end, if that was no end in order."""
+    texts = [*([part["error"]] if "error" in part else []), *part.get("errors", {}).values()]
+    return list(dict.fromkeys(one_line(text) for text in texts))
 
 
 def render(report: Mapping[str, Any], console: Console) -> None:
     """A line for each figure."""
     table = Table("part", "what", "", box=None)
     for name, part in report["parts"].items():
-        for key in ("skipped", "error"):
-            if key in part:
-                table.add_row(name, key, one_line(part[key]))
+        if "skipped" in part:
+            table.add_row(name, "skipped", one_line(part["skipped"]))
+        for text in errors_of(part):
+            table.add_row(name, "error", text)
         if "counts" in part:
             text = ", ".join(f"{count} {outcome}" for outcome, count in part["counts"].items())
             table.add_row(name, f"marked gpu, in {part['seconds']:.0f} s", text)

@@ -2,8 +2,8 @@
 """The process of one part of `sennit bench gpu`.
 
 `python -m sennit.testbed.bench.gpu.gpu_part NAME FILE SETTINGS LIMIT_S` starts it. It saves what it has whenever it has
-more, so that nothing is lost when it is killed. Shortly before its limit it prints the stacks of all threads: they
-tell where it hangs.
+more, so that nothing is lost when it is killed. Its modules run one after the other, also after one that failed.
+Shortly before its limit it prints the stacks of all threads: they tell where it hangs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MODULES: Final = {
     "profile": ("gpu_profile",),
     "compiler": ("gpu_compiler",),
 }
-"""Modules of this folder, in turn. `run(settings)` of each returns results; if it takes `save`, it saves them, too."""
+"""Modules of this folder, in turn. `run(settings, save)` of each returns results, and may save them before."""
 
 STACKS_BEFORE_S: Final = 2.0
 
@@ -39,26 +39,38 @@ Save = Callable[[dict[str, Any]], None]
 
 
 def main(name: str, path: Path, settings: Settings, limit_s: float) -> None:
-    """Runs a part and saves what came of it. Never raises for what the part does."""
+    """Runs a part and saves what came of it. Never raises for what the part does.
+
+    `errors`: of each module that failed, its first one as `error`. `skipped`: why the first module that cannot run here
+    does not.
+    """
     if limit_s > STACKS_BEFORE_S:
         faulthandler.dump_traceback_later(limit_s - STACKS_BEFORE_S)
     found: dict[str, Any] = {}
+    for module in MODULES[name]:
+        found = _after(module, found, path, settings)
+        write(path, found)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _after(module: str, found: dict[str, Any], path: Path, settings: Settings) -> dict[str, Any]:
+    """What the part has found once this module has ended. `found`: by the modules before it."""
+    latest: dict[str, Any] = {}
 
     def save(more: dict[str, Any]) -> None:
-        """Saves `more` beside what modules have found that have ended."""
+        nonlocal latest
+        latest = more
         write(path, merged(found, more))
 
     try:
-        for module in MODULES[name]:
-            more = importlib.import_module(f"sennit.testbed.bench.gpu.{module}").run(settings, save)
-            found = merged(found, more)
-            write(path, found)
+        return merged(found, importlib.import_module(f"sennit.testbed.bench.gpu.{module}").run(settings, save))
     except (Unsupported, ModuleNotFoundError) as reason:
-        _add(path, skipped=str(reason))
+        return {"skipped": str(reason)} | merged(found, latest)
     except BaseException as error:  # The report shows every error.
         traceback.print_exc()  # Beside what else the part prints: all of it tells why.
-        _add(path, error=f"{type(error).__name__}: {error}")
-    faulthandler.cancel_dump_traceback_later()
+        text = f"{type(error).__name__}: {error}"
+        errors = {**found.get("errors", {}), module: text}
+        return {"error": text} | merged(found, latest) | {"errors": errors}
 
 
 def merged(found: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
@@ -74,11 +86,6 @@ def write(path: Path, found: dict[str, Any]) -> None:
     being_made = path.with_suffix(".part")
     being_made.write_text(json.dumps(found), encoding="utf-8")
     os.replace(being_made, path)
-
-
-def _add(path: Path, **more: str) -> None:
-    """Adds fields to what the part saved last."""
-    write(path, (json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}) | more)
 
 
 if __name__ == "__main__":

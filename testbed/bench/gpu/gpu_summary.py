@@ -25,7 +25,7 @@ def page(report: Mapping[str, Any]) -> str:
     lines += [", ".join(f"{name} {version}" for name, version in versions.items() if version), ""]
     lines += ["| part | outcome | seconds |", "| --- | --- | --- |"]
     lines += [f"| {name} | {_outcome(part)} | {part.get('took_s', '')} |" for name, part in parts.items()]
-    wrong = [f"{name.capitalize()}: {gpu.one_line(part['error'])}" for name, part in parts.items() if "error" in part]
+    wrong = [f"{name.capitalize()}: {text}" for name, part in parts.items() for text in gpu.errors_of(part)]
     wrong += [f"Test {name}" for name in parts.get("tests", {}).get("failed_tests", [])]
     missing = [
         f"{name.capitalize()}: {gpu.one_line(part['skipped'])}" for name, part in parts.items() if "skipped" in part
