@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sennit.known_names import hint
 from sennit.runtime.data.seeds import derive
 from sennit.runtime.model.dcnv2 import DCNv2
 from sennit.runtime.model.deepfm import DeepFM
 from sennit.runtime.model.dlrm import DLRM
 from sennit.runtime.model.inputs import ModelInputs
-from sennit.runtime.model.toml_file import hint
 from sennit.transport.errors import ConfigError
 
 

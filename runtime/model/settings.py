@@ -19,6 +19,7 @@ from typing import Any, Final, Self
 
 from torch import Generator, Tensor
 
+from sennit.known_names import few, hint
 from sennit.offload.ingest.facts import TableFacts
 from sennit.runtime.kernels.optimizers import Decay, Optimizer
 from sennit.runtime.kernels.spec import MAX_DIM, Bounds, Pooling, Precision, Rounding
@@ -26,8 +27,6 @@ from sennit.runtime.model.toml_file import (
     Check,
     choice,
     entries,
-    few,
-    hint,
     integer,
     names_of,
     number,

@@ -13,19 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from sennit.runtime.model.toml_file import (
-    Check,
-    choice,
-    entries,
-    few,
-    hint,
-    integer,
-    number,
-    read_toml,
-    refused,
-    section,
-)
-from sennit.runtime.sharded.placement import EVERYWHERE, NEEDS, SHARDINGS, Placement, is_single, place, placed
+from sennit.known_names import hint
+from sennit.runtime.model.toml_file import Check, choice, entries, integer, number, read_toml, refused, section
+from sennit.runtime.sharded.placement import EVERYWHERE, SHARDINGS, Placement, place, placed, sharding_names
 from sennit.runtime.sharded.tables import Table
 from sennit.transport.errors import ConfigError
 
@@ -47,7 +37,7 @@ class Sharding:
     """Which rank has which shard, said in a way that fits any number of ranks. Or a plan, for one number."""
 
     default: str = "table_wise"
-    """The sharding of tables that are not in `tables`."""
+    """The sharding of tables that are not in `tables`. It spreads those that have shards to spread."""
 
     tables: Mapping[str, str] = field(default_factory=dict)
     shards: Mapping[str, int] | None = None
@@ -71,13 +61,15 @@ class Sharding:
     def placement(self, tables: Sequence[Table], world_size: int, **options: Any) -> Placement:
         """The owner of each shard. `options`: those of `sharded.place`.
 
-        Raises `ConfigError` if it is of another model, or if a table that is to be spread over ranks has one shard.
+        Raises `ConfigError` if it is of another model, and for what `sharded.place` refuses.
         """
         try:
             if self.shards is not None:
                 self._check_plan(tables, world_size, options.get("local_ranks"))
                 return placed(tables, world_size, self.shards)
-            names = self._names(tables, world_size, options.get("local_ranks"))
+            names = sharding_names(
+                tables, self.tables, world_size, others=self.default, local_ranks=options.get("local_ranks")
+            )
         except ConfigError as error:
             raise ConfigError(f"{self.source}: {error}") from None
         return place(tables, world_size, names, **options)
@@ -96,35 +88,6 @@ class Sharding:
                 f"the placement is for {self.local_ranks} ranks on each host, but there are {local_ranks}; allowed: "
                 "the same, or a file without local_ranks"
             )
-
-    def _name(self, table: Table) -> str:
-        """The sharding of a table. Tensor trains lie whole on a rank, whatever the others do."""
-        name = self.tables.get(table.name, self.default)
-        if table.train_rank is None or name not in NEEDS:
-            return name
-        if table.name in self.tables:
-            raise ConfigError(f"{name} for table {table.name}, a tensor train; allowed: table_wise, data_parallel")
-        return "table_wise"
-
-    def _names(self, tables: Sequence[Table], world_size: int, local_ranks: int | None) -> dict[str, str]:
-        known = [table.name for table in tables]
-        for name in self.tables:
-            if name not in known:
-                raise ConfigError(f"table {name}, which the model has not; allowed: {few(known)}{hint(name, known)}")
-        names = {table.name: self._name(table) for table in tables}
-        whole: dict[str, list[str]] = {}
-        for table in tables:
-            name = names[table.name]
-            if is_single(table, name, world_size, world_size if local_ranks is None else local_ranks):
-                whole.setdefault(name, []).append(table.name)
-        for name, useless in whole.items():
-            needs = NEEDS[name]
-            raise ConfigError(
-                f"{name} for {few(useless)}, but one rank would have all of it: the table is a single shard. Give it "
-                f"{' or '.join(needs)}, such as {needs[0]} = 8 in the file of --tables, or another sharding, such as "
-                f"table_wise. {' and '.join(needs)} belong to the model: another number gives other weights"
-            )
-        return names
 
 
 def sharding_of(text: str) -> Sharding:

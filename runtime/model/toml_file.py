@@ -3,30 +3,16 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from sennit.known_names import hint
 from sennit.transport.errors import ConfigError
 from sennit.transport.sizes import parse_size
-
-
-def hint(name: object, known: Iterable[str]) -> str:
-    """Names the known name that is nearest, if one is near."""
-    close = difflib.get_close_matches(name, list(known), 1) if isinstance(name, str) else []
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-def few(names: Iterable[str], most: int = 8) -> str:
-    """The first names, and how many others there are."""
-    listed = list(names)
-    more = f" and {len(listed) - most} others" if len(listed) > most else ""
-    return ", ".join(listed[:most]) + more
-
 
 Check = Callable[[str, Any], Any]
 """(place, value of the file) -> what it means. Raises `ConfigError`."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from sennit.known_names import few, hint
 from sennit.runtime.sharded.tables import IN_MEMORY, Home, Homes, Shard, Table, shard_bytes, shard_name, shards_of
 from sennit.transport.errors import ConfigError
 
@@ -29,8 +30,7 @@ SHARDINGS: Final = (
     "data_parallel",
 )
 
-
-NEEDS: Final = {
+_NEEDS: Final = {
     "row_wise": ("row_shards",),
     "table_row_wise": ("row_shards",),
     "column_wise": ("column_shards",),
@@ -90,11 +90,8 @@ def place(
     no room, all are placed again by memory alone, without regard to hosts: the largest first, each on the rank with the
     most room, a table-wise table whole, others shard by shard.
 
-    A name for all tables spreads those that have shards to spread, and places the others table-wise.
-
-    Raises `ConfigError` for names that do not exist, for a table that cannot be at its home, for a table of one shard
-    that is to be spread by its own name, and if no table can be spread. For a table without room, its message has the
-    missing bytes.
+    Raises `ConfigError` for what `sharding_names` refuses, for a table that cannot be at its home, and for one without
+    room: its message then has the missing bytes.
     """
     local = world_size if local_ranks is None else local_ranks
     if local < 1 or world_size % local:
@@ -105,7 +102,7 @@ def place(
             raise ConfigError(f"limits of {len(of_ranks)} ranks, but there are {world_size}")
     bytes_of = {shard: shard_bytes(tables, shard) for shard in shards_of(tables)}
     room = Room(tables, bytes_of, world_size, of_home, homes)
-    names = _names(tables, shardings, world_size, local)
+    names = sharding_names(tables, shardings, world_size, local_ranks=local)
     hosts = [range(first, first + local) for first in range(0, world_size, local)]
     owner_of = _by_load(room, names, hosts) or room.by_memory(names)
     return placed(tables, world_size, {shard_name(tables, shard): rank for shard, rank in owner_of.items()})
@@ -179,35 +176,53 @@ def placed(tables: Sequence[Table], world_size: int, owners: Mapping[str, int]) 
     return Placement(world_size=world_size, owner_of=owner_of, replicated=replicated)
 
 
-def is_single(table: Table, name: str, world_size: int, local_ranks: int) -> bool:
-    """Whether one rank would have all of a table that the sharding `name` is to spread over several."""
-    needs, ranks = NEEDS.get(name, ()), local_ranks if name.startswith("table_") else world_size
-    return bool(needs) and ranks > 1 and all(getattr(table, need) == 1 for need in needs)
-
-
-def _names(
-    tables: Sequence[Table], shardings: str | Mapping[str, str], world_size: int, local_ranks: int
+def sharding_names(
+    tables: Sequence[Table],
+    shardings: str | Mapping[str, str],
+    world_size: int,
+    *,
+    others: str = "table_wise",
+    local_ranks: int | None = None,
 ) -> dict[str, str]:
-    given = {table.name: shardings for table in tables} if isinstance(shardings, str) else dict(shardings)
-    known = {table.name for table in tables}
-    for table, name in given.items():
+    """The sharding of each table, by its name. `others`: of tables that `shardings` does not name.
+
+    A sharding that is not given by a table's own name spreads those that have shards to spread, and places the others
+    table-wise. Tensor trains have no shards: any sharding but `data_parallel` places them table-wise.
+
+    Raises `ConfigError` for names that do not exist, for a table of one shard that is to be spread by its own name,
+    and where the others are to be spread and none of them can be.
+    """
+    named, others = ({}, shardings) if isinstance(shardings, str) else (shardings, others)
+    known = [table.name for table in tables]
+    for table in named:
         if table not in known:
-            raise ConfigError(f"a sharding for table {table}, which the model has not")
+            raise ConfigError(
+                f"a sharding for table {table}, which the model has not; allowed: {few(known)}{hint(table, known)}"
+            )
+    names = {table: named.get(table, others) for table in known}
+    for table, name in names.items():
         if name not in SHARDINGS:
             raise ConfigError(f"table {table}: sharding {name!r}; allowed: {', '.join(SHARDINGS)}")
-    single = [table for table in tables if is_single(table, given.get(table.name, ""), world_size, local_ranks)]
-    # Tensor trains have no shards, so that any sharding of them is that of whole tables.
-    wrong = [table for table in single if table.train_rank is None]
-    if isinstance(shardings, str) and len(wrong) < sum(table.train_rank is None for table in tables):
-        wrong = []
+    local = world_size if local_ranks is None else local_ranks
+    whole = [table for table in tables if _is_single(table, names[table.name], world_size, local)]
+    wrong = [table for table in whole if table.train_rank is None]
+    unnamed = [table for table in tables if table.train_rank is None and table.name not in named]
+    if any(table not in whole for table in unnamed):
+        wrong = [table for table in wrong if table.name in named]
     if wrong:
-        name = given[wrong[0].name]
+        name = names[wrong[0].name]
         raise ConfigError(
             f"table {wrong[0].name}: sharding {name}, but one rank would have all of it: "
-            f"{' and '.join(f'{need} 1' for need in NEEDS[name])}; allowed: {' or '.join(NEEDS[name])} of 2 or more "
+            f"{' and '.join(f'{need} 1' for need in _NEEDS[name])}; allowed: {' or '.join(_NEEDS[name])} of 2 or more "
             "(which belong to the model), or another sharding, such as table_wise"
         )
-    return {table.name: "table_wise" if table in single else given.get(table.name, "table_wise") for table in tables}
+    return names | {table.name: "table_wise" for table in whole}
+
+
+def _is_single(table: Table, name: str, world_size: int, local_ranks: int) -> bool:
+    """Whether one rank would have all of a table that the sharding `name` is to spread over several."""
+    needs, ranks = _NEEDS.get(name, ()), local_ranks if name.startswith("table_") else world_size
+    return bool(needs) and ranks > 1 and all(getattr(table, need) == 1 for need in needs)
 
 
 def _spread(part: int, parts: int, ranks: Sequence[int]) -> int:

@@ -179,8 +179,7 @@ def test_a_tensor_train_lies_whole_on_a_rank(tables: Tables, sharding: Callable[
     model = tables("[tables.user]\ntrain_rank = 3")
     assert sharding_of("row_wise").placement(model, 2) == place(model, 2, {"item": "row_wise"})
     assert sharding_of("data_parallel").placement(model, 2) == place(model, 2, "data_parallel")
-    with pytest.raises(ConfigError, match=r"sharding.toml: grid for table user, a tensor train; allowed: table_wise, "):
-        sharding('[tables]\nuser = "grid"').placement(model, 2)
+    assert sharding('[tables]\nuser = "grid"').placement(model, 2) == place(model, 2)
 
 
 def test_the_manifest_gets_every_setting(tables: Tables) -> None:
@@ -269,7 +268,10 @@ def test_a_plan(tables: Tables, sharding: Callable[[str], Sharding]) -> None:
     [
         ('default = "rowwise"', "sharding.toml: default 'rowwise'; allowed: table_wise, .*; did you mean row_wise?"),
         ("[tables]\nuser = 1", "sharding.toml: tables: user 1; allowed: table_wise, row_wise, "),
-        ('[tables]\nusr = "row_wise"', "sharding.toml: table usr, which the model has not; .*; did you mean user?"),
+        (
+            '[tables]\nusr = "row_wise"',
+            "sharding.toml: a sharding for table usr, which the model has not; .*did you mean user?",
+        ),
         ("[table]", "unknown key 'table'; allowed: default, tables, shards, plan; did you mean table"),
         ('[shards]\n"user/0.0" = -2', "shards: user/0.0 -2; allowed: an integer from -1 to 4095"),
         ('default = "row_wise"\n[shards]', "sharding.toml: shards with default or tables; allowed: one of them"),
@@ -304,10 +306,13 @@ def test_a_table_of_one_shard_cannot_be_spread(name: str, setting: str) -> None:
         return [Table(name=fact.name, rows=fact.rows, dim=4, **shards) for fact in FACTS]
 
     with pytest.raises(
-        ConfigError, match=f"--sharding: {name} for user, item, .* Give it {setting}, such as .* belong"
+        ConfigError, match=f"--sharding: table user: sharding {name}, .*; allowed: {setting} of 2 or more"
     ):
         sharding_of(name).placement(model(), 2)
     sharding_of(name).placement(model(), 1)
+    # One that can be spread is enough: the others lie whole.
+    spread = [*model()[:1], *model(row_shards=2, column_shards=2)[1:]]
+    assert sharding_of(name).placement(spread, 2) == place(spread, 2, name)
     for key in setting.split(" or "):
         sharding_of(name).placement(model(**{key: 2}), 2)
     if name.startswith("table_"):
