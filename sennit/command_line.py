@@ -54,24 +54,26 @@ class OutputLost(OSError, SennitError):
     """Standard output or standard error cannot be written, and not because its reader has gone."""
 
 
+class ReaderGone(BrokenPipeError):
+    """Standard output or standard error is a pipe whose reader has gone, as `head` does."""
+
+
 class _Stream(io.FileIO):
     """What is below `sys.stdout`: tells a failure of it from every other OSError."""
 
     def write(self, content: Any) -> int | None:  # type: ignore[override]
         try:
             return super().write(content)
-        except BrokenPipeError:
-            raise
+        except BrokenPipeError as error:
+            raise ReaderGone(error.errno, error.strerror) from None
         except OSError as error:
             raise OutputLost(error.errno, error.strerror) from None
 
 
-@contextlib.contextmanager
-def output() -> Iterator[None]:
-    """Around a command. Its output fits every terminal, and the command ends in order where it cannot be written.
+def watch_output() -> None:
+    """From now on `sys.stdout` and `sys.stderr` raise `ReaderGone` or `OutputLost` where they cannot be written.
 
-    A letter that the terminal's encoding lacks becomes a plain one. A closed pipe ends the command without a word, as
-    `| head` does, with 1. Any other failure, such as a full disk, is said in one line, with 74.
+    A letter that their encoding lacks becomes a plain one.
     """
     codecs.register_error("sennit", _plain)
     for name in ("stdout", "stderr"):
@@ -79,7 +81,7 @@ def output() -> Iterator[None]:
         buffer = getattr(stream, "buffer", None)
         old = getattr(buffer, "raw", buffer)  # (With -u, Python has no buffer.)
         # Tests, and programs that call a command, have other streams.
-        if isinstance(old, io.FileIO):
+        if isinstance(old, io.FileIO) and not isinstance(old, _Stream):
             stream.flush()
             new = _Stream(stream.fileno(), "wb", closefd=False)
             replaced = io.TextIOWrapper(
@@ -90,6 +92,16 @@ def output() -> Iterator[None]:
                 write_through=stream.write_through,
             )
             setattr(sys, name, replaced)
+
+
+@contextlib.contextmanager
+def output() -> Iterator[None]:
+    """Around a command. Its output fits every terminal, and the command ends in order where it cannot be written.
+
+    A closed pipe ends the command without a word, as `| head` does, with 1. Any other failure, such as a full disk, is
+    said in one line, with 74.
+    """
+    watch_output()
     try:
         try:
             yield
@@ -124,10 +136,10 @@ def _discard(stream: TextIO) -> None:
 
 def stdout_console() -> Console:
     # Imported late, so that --help stays quick.
-    from rich.console import Console
+    from sennit.fitting_console import FittingConsole
 
     # Without markup: rich would take `[mpi]` in an advice to install for a style, and not show it.
-    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, markup=False, highlight=False)
+    return FittingConsole(width=None if sys.stdout.isatty() else PIPE_WIDTH, markup=False, highlight=False)
 
 
 def red(text: str) -> Text:

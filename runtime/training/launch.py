@@ -26,6 +26,7 @@ from multiprocessing.context import ForkContext, ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any, Self
 
+from sennit.command_line import OutputLost, ReaderGone, watch_output
 from sennit.runtime.backend.torch_versions import Store, TCPStore
 from sennit.runtime.ingest.address import Address
 from sennit.transport.errors import AbortedError, ConfigError, PeerError, SennitError, TimeoutError, Unsupported
@@ -59,6 +60,9 @@ class _Outcome:
     error: str | None = None
     consequence: bool = False
     """The rank only reports that another rank is gone."""
+
+    unwritten: OSError | None = None
+    """The rank cannot write its output."""
 
 
 def serve_store(port: int, *, timeout_s: float) -> tuple[Store, Address]:
@@ -166,7 +170,8 @@ class Ranks:
         `address`.
 
         Raises `RankFailure` with the first cause. With `on_loss`, that function is called for each rank that fails,
-        and the call returns the results of the others. It raises only if no rank reaches the end.
+        and the call returns the results of the others. It raises only if no rank reaches the end. If a rank cannot
+        write its output, nobody can, and the call raises that rank's error.
         """
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._has_begun = True
@@ -178,6 +183,9 @@ class Ranks:
             outcomes = _collect(self._ends, self._processes, are_independent=on_loss is not None)
         finally:
             self._end()
+        for item in outcomes:
+            if item.unwritten is not None:
+                raise item.unwritten
         failed = sorted((item for item in outcomes if item.error is not None), key=lambda item: item.consequence)
         if on_loss is not None and len(failed) < len(outcomes):
             for item in failed:
@@ -229,11 +237,14 @@ def _rank_main(rank: int, world_size: int, end: Connection, alive: Connection, l
         # The process that forked this one may be older than the call.
         os.environ.clear()
         os.environ.update(job.environment)
+        watch_output()
         timeout = timedelta(seconds=job.store_timeout_s)
         store = TCPStore(job.address.host, job.address.port, is_master=False, timeout=timeout)
         outcome = _Outcome(rank=rank, result=job.function(job.argument, rank, world_size, store))
     except KeyboardInterrupt:
         outcome = _Outcome(rank=rank, error="interrupted", consequence=True)
+    except (ReaderGone, OutputLost) as error:
+        outcome = _Outcome(rank=rank, error=str(error), unwritten=error)
     except SennitError as error:
         consequence = isinstance(error, (PeerError, AbortedError, TimeoutError))
         outcome = _Outcome(rank=rank, error=str(error), consequence=consequence)
@@ -276,7 +287,8 @@ def _collect(ends: list[Connection], processes: list[BaseProcess], *, are_indepe
                 processes[rank].join(GRACE_S)
                 outcome = _Outcome(rank=rank, error=f"process ended with {_exit_text(processes[rank].exitcode)}")
             outcomes.append(outcome)
-            if outcome.error is not None and deadline is None and not are_independent:
+            ends_all = not are_independent or outcome.unwritten is not None
+            if outcome.error is not None and deadline is None and ends_all:
                 deadline = time.monotonic() + GRACE_S
     return outcomes
 

@@ -15,6 +15,8 @@ from types import FrameType
 
 from torch._C._distributed_c10d import Store
 
+from sennit.command_line import stdout_console
+
 
 def surroundings(name: str, rank: int, world_size: int, store: Store) -> tuple[str | None, str | None, int]:
     """Returns this rank's value of a variable, its number of threads for OpenMP, and the threads of its parent."""
@@ -30,6 +32,16 @@ def end_at_once(how: str, rank: int, world_size: int, store: Store) -> None:
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     os._exit(3)
+
+
+def writes_to(path: str, rank: int, world_size: int, store: Store) -> None:
+    """Rank 0 prints to a file, or to a pipe whose reader has gone. The others wait for it."""
+    if rank == 0:
+        read, write = os.pipe()
+        os.close(read)
+        os.dup2(write if path == "pipe" else os.open(path, os.O_WRONLY), 1)
+        stdout_console().print("a line")
+    store.wait(["never"])
 
 
 def wait_to_be_ended(seconds: str, rank: int, world_size: int, store: Store) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from sennit.command_line import OutputLost, ReaderGone
 from sennit.runtime.training.launch import RankFailure, Ranks, run_ranks
 
 HERE = str(Path(__file__).parent)
@@ -62,6 +63,14 @@ def test_a_rank_that_ends_without_a_word_is_told_with_its_signal_or_status(
 ) -> None:
     with pytest.raises(RankFailure, match=rf"^rank [01]: process ended with {told}$"):
         run("end_at_once", how)
+
+
+@pytest.mark.parametrize(("path", "error"), [("pipe", ReaderGone), ("/dev/full", OutputLost)])
+def test_a_rank_that_cannot_write_its_output_ends_the_command_as_any_output_does(
+    run: Callable[[str, str], list[Any]], path: str, error: type[OSError]
+) -> None:
+    with pytest.raises(error):
+        run("writes_to", path)
 
 
 @contextlib.contextmanager
