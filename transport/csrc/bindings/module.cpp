@@ -166,15 +166,15 @@ class PyCommunicator {
   PyCommunicator(const PyCommunicator&) = delete;
 
   nb::bytes shm_offer(const std::vector<uint32_t>& ranks_here) {
-    return from_bytes(guarded([&] { return usable()->shm_offer(ranks_here); }));
+    return from_bytes(guarded([&] { return usable()->ports().shm_offer(ranks_here); }));
   }
   std::string shm_why_unnamed() {
-    return guarded([&] { return usable()->shm_why_unnamed(); });
+    return guarded([&] { return usable()->ports().shm_why_unnamed(); });
   }
   std::string shm_accept(uint32_t rank, const nb::bytes& offer) {
     const std::vector<std::byte> bytes = to_bytes(offer);
     std::string why = "that rank has none of its own";
-    return guarded([&] { return usable()->shm_accept(rank, bytes, &why); }) ? "" : why;
+    return guarded([&] { return usable()->ports().shm_accept(rank, bytes, &why); }) ? "" : why;
   }
   nb::bytes udp_open(const std::vector<std::pair<std::string, std::string>>& rails, uint32_t path_count,
                      const std::string& path_policy, const std::string& congestion, uint32_t window_bytes,
@@ -187,7 +187,7 @@ class PyCommunicator {
     config.congestion = congestion;
     config.window_bytes = window_bytes;
     config.seed = seed;
-    return from_bytes(guarded([&] { return usable()->udp_open(config); }));
+    return from_bytes(guarded([&] { return usable()->ports().udp_open(config); }));
   }
   nb::bytes verbs_open(const std::vector<std::string>& addresses, uint32_t path_count, const std::string& path_policy,
                        const std::string& congestion, uint32_t window_bytes, const std::string& service,
@@ -201,22 +201,22 @@ class PyCommunicator {
     config.window_bytes = window_bytes;
     config.service = service == "rc" ? sennit::VerbsService::rc : sennit::VerbsService::uc;
     config.seed = seed;
-    return from_bytes(guarded([&] { return usable()->verbs_open(config); }));
+    return from_bytes(guarded([&] { return usable()->ports().verbs_open(config); }));
   }
   nb::bytes offer_for(uint32_t rank) {
-    return from_bytes(guarded([&] { return usable()->offer_for(rank); }));
+    return from_bytes(guarded([&] { return usable()->ports().offer_for(rank); }));
   }
   using PyRoutes = std::vector<std::pair<std::string, nb::bytes>>;
   void begin_trial(const PyRoutes& routes) {
     const std::vector<sennit::Route> native = to_routes(routes);
-    guarded([&] { usable()->begin_trial(native); });
+    guarded([&] { usable()->ports().begin_trial(native); });
   }
   bool try_network(double limit_s) {
     const uint64_t limit_us = to_us(limit_s);
     sennit::Engine* const engine = usable();
     return guarded([&] {
       nb::gil_scoped_release release;
-      return engine->try_network(limit_us);
+      return engine->ports().try_network(limit_us);
     });
   }
   bool is_tried(uint32_t rank) const { return trial(rank) == nullptr || trial(rank)->is_settled(); }
@@ -235,7 +235,7 @@ class PyCommunicator {
   nb::list tried_paths(uint32_t rank) const {
     nb::list out;
     trial(rank);  // checks the rank
-    for (const sennit::TriedPath& path : engine_->tried_paths(rank))
+    for (const sennit::TriedPath& path : engine_->ports().tried_paths(rank))
       out.append(nb::make_tuple(sennit::wire::address_text(path.out_source), path.out_source.port,
                                 sennit::wire::address_text(path.out_listen), path.out_listen.port, path.in_source.port,
                                 path.in_listen.port, path.told_bytes, path.heard_bytes, path.error, path.is_used,
@@ -244,7 +244,7 @@ class PyCommunicator {
   }
   uint32_t trial_payload_bytes(uint32_t rank) const { return trial(rank) ? trial(rank)->payload_bytes() : 0; }
   uint32_t trial_payload_max_bytes(uint32_t rank) const { return trial(rank) ? trial(rank)->payload_max_bytes() : 0; }
-  void refuse_group(const std::string& reason) { usable()->give_up(reason); }
+  void refuse_group(const std::string& reason) { usable()->ports().give_up(reason); }
   void connect(const PyRoutes& routes) {
     const std::vector<sennit::Route> native = to_routes(routes);
     guarded([&] { usable()->connect(native); });
@@ -354,7 +354,7 @@ class PyCommunicator {
   }
   sennit::Trial* trial(uint32_t rank) const {
     if (rank >= engine_->world()) raise_status(SENNIT_ARGUMENT, "no rank " + std::to_string(rank));
-    return engine_->trial(rank);
+    return engine_->ports().trial(rank);
   }
   sennit_comm* handle() const { return reinterpret_cast<sennit_comm*>(engine_); }
   sennit::Engine* engine_ = nullptr;

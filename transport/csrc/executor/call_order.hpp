@@ -47,8 +47,28 @@ class CallOrder {
     (place.previous != nullptr ? place.previous->next : first_) = place.next;
     (place.next != nullptr ? place.next->previous : last_) = place.previous;
   }
+  // Moves to just before `before` what is behind it: the post of an operation, with the posts of others on the way to
+  // it, and the operation's callbacks.
+  void pull_forward(Place& post, Place& callbacks, Place& before) {
+    for (Place* place = is_behind(before, post) ? before.next : nullptr; place != nullptr;) {
+      Place* const next = place == &post ? nullptr : place->next;
+      if (place->is_post) move(*place, before);
+      place = next;
+    }
+    if (is_behind(before, callbacks)) move(callbacks, before);
+  }
 
  private:
+  static bool is_behind(const Place& before, const Place& wanted) {
+    const Place* place = before.next;
+    while (place != nullptr && place != &wanted) place = place->next;
+    return place != nullptr;
+  }
+  void move(Place& place, Place& next) {
+    remove(place);
+    insert(place, &next);
+  }
+
   Place* first_ = nullptr;
   Place* last_ = nullptr;
 };

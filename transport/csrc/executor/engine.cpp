@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "executor/engine.hpp"
 
+#include <cxxabi.h>
 #include <poll.h>
 #include <sched.h>
+
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <stdexcept>
 
 #include "trace/tracepoints.hpp"
@@ -34,6 +35,8 @@ Engine::Engine(const EngineConfig& config)
       config_(config),
       counter_page_(config.rank, config.world),
       counted_(&counter_page_),
+      ports_(config.rank, config.world, config.peer_timeout_us, counter_page_, mailbox_),
+      diagnosis_(config.rank, config.world, config.peer_timeout_us, mailbox_),
       backoff_(BackoffPolicy::choose(config.ranks_here, usable_cores())) {
   if (config.rank >= config.world)
     throw std::invalid_argument("rank " + std::to_string(config.rank) + " in a world of " +
@@ -49,138 +52,9 @@ void Engine::release() {
   if (references_.fetch_sub(1, std::memory_order_acq_rel) == 1) delete this;
 }
 
-std::vector<std::byte> Engine::shm_offer(std::span<const uint32_t> ranks_here) {
-  if (!shm_)
-    shm_ = std::make_unique<ShmPort>(config_.rank, config_.world, &counter_page_, config_.peer_timeout_us, ranks_here);
-  return shm_->offer();
-}
-
-bool Engine::shm_accept(uint32_t peer, std::span<const std::byte> offer, std::string* why) {
-  return shm_ && shm_->accept(peer, offer, why);
-}
-
-std::vector<std::byte> Engine::udp_open(const UdpConfig& config) {
-  UdpConfig counting = config;
-  counting.counter_page = &counter_page_;
-  counting.peer_timeout_us = config_.peer_timeout_us;
-  udp_ = std::make_unique<UdpPort>(config_.rank, config_.world, counting);
-  return udp_->local_info();
-}
-
-std::vector<std::byte> Engine::verbs_open(const VerbsConfig& config) {
-  VerbsConfig counting = config;
-  counting.counter_page = &counter_page_;
-  counting.peer_timeout_us = config_.peer_timeout_us;
-  verbs_ = open_verbs(config_.rank, config_.world, counting);
-  return verbs_->local_info();
-}
-
-std::vector<std::byte> Engine::offer_for(uint32_t peer) const {
-  if (peer >= config_.world || peer == config_.rank)
-    throw std::out_of_range("peer " + std::to_string(peer) + "; allowed: another rank of the " +
-                            std::to_string(config_.world));
-  if (!udp_ && !verbs_) throw std::logic_error("offer_for needs udp_open or verbs_open before it");
-  return verbs_ ? verbs_->info_for(peer) : udp_->info_for(peer);
-}
-
-std::vector<TriedPort*> Engine::networks() const {
-  std::vector<TriedPort*> out;
-  if (udp_) out.push_back(udp_.get());
-  if (verbs_) out.push_back(verbs_.get());
-  return out;
-}
-
-void Engine::begin_trial(const std::vector<Route>& routes) {
-  for (uint32_t peer = 0; peer < routes.size(); ++peer) {
-    const Route::Kind kind = routes[peer].kind;
-    if (kind != Route::Kind::udp && kind != Route::Kind::verbs) continue;
-    TriedPort* const port = kind == Route::Kind::udp ? static_cast<TriedPort*>(udp_.get()) : verbs_.get();
-    if (port == nullptr) throw std::logic_error("the trial needs udp_open or verbs_open before it");
-    port->begin_trial(peer, routes[peer].info, mailbox_);
-  }
-}
-
-// Before connect(): no other thread drives the ports yet.
-bool Engine::try_network(uint64_t limit_us) {
-  const std::vector<TriedPort*> ports = networks();
-  const uint64_t until_us = clock_us() + limit_us;
-  std::vector<pollfd> readable;
-  for (;;) {
-    uint64_t now_us = clock_us();
-    bool is_over = true;
-    for (TriedPort* port : ports) is_over &= port->try_network(now_us);
-    if (is_over) return true;
-    now_us = clock_us();
-    if (now_us >= until_us) return false;
-    readable.clear();
-    uint64_t next_us = until_us;
-    for (TriedPort* port : ports) {
-      port->append_poll_fds(readable);
-      next_us = std::min(next_us, port->next_trial_us());
-    }
-    const uint64_t wait_us = next_us > now_us ? next_us - now_us : 0;
-    poll(readable.data(), readable.size(), static_cast<int>((wait_us + 999) / 1'000));
-  }
-}
-
-void Engine::give_up(const std::string& reason) {
-  for (TriedPort* port : networks()) port->abort(FailureNotice{{}, reason}.encode());
-}
-
-Trial* Engine::trial(uint32_t peer) {
-  for (TriedPort* port : networks())
-    if (Trial* const found = port->trial(peer)) return found;
-  return nullptr;
-}
-
-std::vector<TriedPath> Engine::tried_paths(uint32_t peer) const {
-  for (const TriedPort* port : networks())
-    if (std::vector<TriedPath> paths = port->tried_paths(peer); !paths.empty()) return paths;
-  return {};
-}
-
 void Engine::connect(const std::vector<Route>& routes) {
-  if (routes.size() != config_.world)
-    throw std::invalid_argument(std::to_string(routes.size()) + " routes; allowed: " + std::to_string(config_.world) +
-                                ", one for each rank");
-  if (!ports_.empty()) throw std::logic_error("already connected");
-  for (uint32_t peer = 0; peer < config_.world; ++peer) {
-    if (peer == config_.rank) continue;
-    switch (routes[peer].kind) {
-      case Route::Kind::shm:
-        if (!shm_) throw std::logic_error("a route over shm needs shm_offer and shm_accept before connect");
-        shm_->connect(peer, mailbox_);
-        mailbox_.set_lane(peer, &shm_->lane(peer));
-        break;
-      case Route::Kind::udp:
-        if (!udp_) throw std::logic_error("a route over udp needs udp_open before connect");
-        udp_->connect(peer, routes[peer].info, mailbox_);
-        mailbox_.set_lane(peer, &udp_->lane(peer));
-        break;
-      case Route::Kind::verbs:
-        if (!verbs_) throw std::logic_error("a route over verbs needs verbs_open before connect");
-        verbs_->connect(peer, routes[peer].info, mailbox_);
-        mailbox_.set_lane(peer, &verbs_->lane(peer));
-        break;
-      case Route::Kind::self:
-        throw std::invalid_argument("the route to rank " + std::to_string(peer) +
-                                    " is `self`, which only the own rank's may be");
-    }
-  }
-  if (shm_) {
-    shm_->unlink();
-    if (shm_->lane_count() != 0) {
-      ports_.push_back(shm_.get());
-    } else {
-      shm_.reset();
-    }
-  }
-  if (udp_) {
-    udp_->close_unused_rails();
-    ports_.push_back(udp_.get());
-  }
-  if (verbs_) ports_.push_back(verbs_.get());
-  if (has_network()) {
+  ports_.connect(routes);
+  if (ports_.has_network()) {
     Lock lock = enter();
     join_crew();
   }
@@ -193,12 +67,12 @@ void Engine::connect(const std::vector<Route>& routes) {
 
 void Engine::register_memory(const void* data, uint64_t size_bytes) {
   Lock lock = enter();
-  if (verbs_) verbs_->borrow(data, size_bytes);
+  ports_.borrow(data, size_bytes);
 }
 
 void Engine::unregister_memory(const void* data, uint64_t size_bytes) {
   Lock lock = enter();
-  if (verbs_) verbs_->give_back(data, size_bytes);
+  ports_.give_back(data, size_bytes);
 }
 
 Engine::Lock Engine::enter() {
@@ -215,17 +89,6 @@ sennit_status Engine::post(Plan& plan, const OperationMemory& memory, const senn
             ", but this is rank " + std::to_string(config_.rank) + " of " + std::to_string(config_.world);
     return SENNIT_ARGUMENT;
   }
-  if (plan.on_device != (memory.device != nullptr)) {
-    error = plan.on_device ? "the plan is for device memory, but host buffers were given"
-                           : "the plan is for host memory, but a device was given";
-    return SENNIT_ARGUMENT;
-  }
-  const std::span<const sennit_buffer> buffers = memory.buffers;
-  if (!plan.on_device && buffers.size() != plan.buffer_count) {
-    error =
-        "the plan has " + std::to_string(plan.buffer_count) + " buffers, " + std::to_string(buffers.size()) + " given";
-    return SENNIT_ARGUMENT;
-  }
   for (uint32_t peer = 0; plan.has_round_trips && peer < plan.world; ++peer) {
     if (peer == config_.rank || mailbox_.lane(peer)->has_round_trips()) continue;
     error = "the plan makes round trips, but rank " + std::to_string(peer) + " is not reached over shared memory";
@@ -233,34 +96,20 @@ sennit_status Engine::post(Plan& plan, const OperationMemory& memory, const senn
   }
   std::shared_ptr<const RunSizes> sizes;
   try {
-    sizes = plan.sizes_of({options.counts, options.count_count});
+    sizes = Operation::check(plan, memory, options);
   } catch (const PlanError& wrong) {
     error = wrong.what();
     return SENNIT_ARGUMENT;
   }
-  const std::vector<uint64_t>& extents = sizes->buffer_extents;
-  for (uint32_t i = 0; i < buffers.size(); ++i) {
-    if (extents[i] == 0) continue;
-    if (buffers[i].data == nullptr || buffers[i].size_bytes < extents[i]) {
-      error = "buffer " + std::to_string(i) + " has " + std::to_string(buffers[i].size_bytes) +
-              " bytes, the plan needs " + std::to_string(extents[i]);
-      return SENNIT_ARGUMENT;
-    }
-  }
-  // The kernels convert the factor to 64 bits, which is undefined beyond these limits.
-  if (plan.scales_integers && !(std::abs(options.scalar) < 0x1p63)) {
-    error = "the factor " + std::to_string(options.scalar) + " of premul sum does not fit 64-bit integers";
-    return SENNIT_ARGUMENT;
-  }
   Lock lock = enter();
-  if (shm_ && ended_ == SENNIT_OK && shm_->has_last_word()) {
+  if (const ShmPort* const shm = ports_.shm(); shm != nullptr && end_.status == SENNIT_OK && shm->has_last_word()) {
     // A peer has ended the group. What it sent before is for operations that were posted before, and not for this one.
-    for (int rounds = 0; rounds < LAST_ROUNDS && ended_ == SENNIT_OK; ++rounds) round(clock_us());
+    for (int rounds = 0; rounds < LAST_ROUNDS && end_.status == SENNIT_OK; ++rounds) round(clock_us());
     let_go(lock);
   }
-  if (ended_ != SENNIT_OK) {
-    error = end_reason_;
-    return ended_;
+  if (end_.status != SENNIT_OK) {
+    error = end_.reason;
+    return end_.status;
   }
   // What can fail comes first. After `active_.push_back` the operation runs, and an exception ends the group.
   const bool is_p2p = (options.flags & SENNIT_POST_P2P) != 0;
@@ -271,7 +120,7 @@ sennit_status Engine::post(Plan& plan, const OperationMemory& memory, const senn
   active_.reserve(active_.size() + 1);
   auto* const operation = new Operation(*this, plan, memory, options, 0, std::move(sizes));
   try {
-    borrow_memory(*operation);
+    ports_.borrow_all(*operation);
   } catch (...) {
     operation->release();
     throw;
@@ -318,7 +167,7 @@ bool Engine::begin(Operation& operation) {
   if (operation.on_device()) {
     operation.take_scratch();
     try {
-      borrow_memory(operation);
+      ports_.borrow_all(operation);
     } catch (...) {
       operation.drop_scratch();
       throw;
@@ -326,23 +175,6 @@ bool Engine::begin(Operation& operation) {
   }
   operation.start();
   return operation.run_ready(false);
-}
-
-// Borrows all memory of the operation, or none.
-void Engine::borrow_memory(const Operation& operation) {
-  if (!verbs_) return;
-  size_t borrowed = 0, given_back = 0;
-  try {
-    operation.for_each_memory([&](const void* data, uint64_t size_bytes) {
-      verbs_->borrow(data, size_bytes);
-      ++borrowed;
-    });
-  } catch (...) {
-    operation.for_each_memory([&](const void* data, uint64_t size_bytes) {
-      if (given_back++ < borrowed) verbs_->give_back(data, size_bytes);
-    });
-    throw;
-  }
 }
 
 bool Engine::on_done(Operation& operation, Operation::Callback callback, bool in_order) {
@@ -393,25 +225,17 @@ void Engine::set_timeout(uint64_t timeout_us) {
 
 CounterList Engine::counters() {
   Lock lock = enter();
-  CounterList all;
-  if (shm_) all = shm_->counters();
-  if (udp_) {
-    for (auto& counter : udp_->counters()) all.push_back(std::move(counter));
-  }
-  if (verbs_) {
-    for (auto& counter : verbs_->counters()) all.push_back(std::move(counter));
-  }
-  return all;
+  return ports_.counters();
 }
 
 std::string Engine::describe() {
   Lock lock = enter();
   std::string text = "rank " + std::to_string(config_.rank) + " of " + std::to_string(config_.world) + ", operation " +
                      std::to_string(sequence()) + ", " + std::to_string(active_.size()) + " in flight";
-  if (udp_) text += "; " + udp_->describe();
-  if (verbs_) text += "; " + verbs_->describe();
-  const std::string outstanding = mailbox_.describe_outstanding();
-  return outstanding.empty() ? text : text + "; " + outstanding;
+  for (const std::string& part : {ports_.describe(), mailbox_.describe_outstanding()}) {
+    if (!part.empty()) text += "; " + part;
+  }
+  return text;
 }
 
 // Which thread drives the engine: a waiting thread, the crew or, to answer peers, the answering thread.
@@ -531,7 +355,7 @@ uint64_t Engine::drive_once(Lock& lock) {
 // Announces a sleep in poll(2) on `fds`, or on the futex where there are none. Returns its latest end. 0: there is
 // something to do, and no sleep. The lock is held.
 uint64_t Engine::announce_sleep(std::vector<pollfd>* fds, uint64_t now_us) {
-  const bool has_shm = shm_ && shm_->lane_count() != 0;
+  ShmPort* const shm = ports_.shm();
   const bool has_failed = guarded([&] {
     if (!active_.empty()) {
       for (Port* port : ports_) port->check_on_peers(now_us);
@@ -552,10 +376,10 @@ uint64_t Engine::announce_sleep(std::vector<pollfd>* fds, uint64_t now_us) {
   if (fds != nullptr && wake_event_ == nullptr) until_us = std::min(until_us, now_us + BLIND_SLEEP_US);
   if (until_us <= now_us) return 0;
   const Sleep how = fds != nullptr ? Sleep::poll : Sleep::futex;
-  ticket_ = has_shm ? shm_->prepare_sleep(how) : 0;
+  ticket_ = shm != nullptr ? shm->prepare_sleep(how) : 0;
   // The sleep is announced. What a peer wrote before it saw the announcement must be found now.
-  if (has_shm && round(now_us)) {
-    shm_->cancel_sleep();
+  if (shm != nullptr && round(now_us)) {
+    shm->cancel_sleep();
     return 0;
   }
   sleeping_ = how;
@@ -565,9 +389,9 @@ uint64_t Engine::announce_sleep(std::vector<pollfd>* fds, uint64_t now_us) {
 void Engine::close_sleep(const std::vector<pollfd>& fds) {
   if (sleeping_ == Sleep::poll) {
     if (wake_event_ != nullptr && fds[wake_slot_].revents != 0) wake_event_->silence();
-    if (shm_ && shm_->lane_count() != 0) {
-      shm_->cancel_sleep();
-      shm_->silence_bell();
+    if (ShmPort* const shm = ports_.shm(); shm != nullptr) {
+      shm->cancel_sleep();
+      shm->silence_bell();
     }
   }
   sleeping_ = Sleep::awake;
@@ -588,7 +412,7 @@ void Engine::sleep(Lock& lock, uint64_t now_us) {
                            static_cast<long>(timeout_us % 1'000'000 * 1'000)};
     ppoll(poll_fds_.data(), poll_fds_.size(), &timeout, nullptr);
   } else {
-    shm_->sleep(ticket_, timeout_us);
+    ports_.shm()->sleep(ticket_, timeout_us);
   }
   lock.lock();
   close_sleep(poll_fds_);
@@ -598,7 +422,7 @@ void Engine::wake() {
   if (sleeping_ == Sleep::poll) {
     if (wake_event_ != nullptr) wake_event_->ring();
   } else {
-    shm_->wake();
+    ports_.shm()->wake();
   }
 }
 
@@ -635,8 +459,8 @@ void Engine::leave_threads() {
 
 // Runs on the answering thread, which must not be held up. Returns the pause.
 uint64_t Engine::answer() {
-  if (!has_network()) {
-    shm_->beat();
+  if (!ports_.has_network()) {
+    ports_.shm()->beat();
     return BEAT_US;
   }
   const auto round_is_due = [this](uint64_t now_us) {
@@ -708,7 +532,7 @@ constexpr uint64_t LOOK_US = 50'000;
 }  // namespace
 
 Engine::Caller Engine::caller_here() const {
-  if (ended_ != SENNIT_OK || !keeps_order_) return {};
+  if (end_.status != SENNIT_OK || !keeps_order_) return {};
   Operation* const caller = Callbacks::operation_here();
   if (caller == nullptr) return {.is_ordered = true};
   if (&caller->engine() != this || !caller->place_of_callbacks_.is_in) return {};
@@ -750,7 +574,7 @@ void Engine::advance_order() noexcept {
       continue;
     }
     const bool may_begin = operation.status() != SENNIT_PENDING && !first.has_begun;
-    const bool keeps_order = ended_ == SENNIT_OK && keeps_order_;
+    const bool keeps_order = end_.status == SENNIT_OK && keeps_order_;
     if (!keeps_order) {
       order_.remove(first);
       operation.passed_at_ = sequence_.load(std::memory_order_relaxed);
@@ -766,22 +590,7 @@ void Engine::advance_order() noexcept {
 // A callback waits for an operation behind it, or asks for its callbacks: from now on it comes before that callback,
 // and so do the collectives before it. Whoever calls this calls let_go() next.
 void Engine::pull_forward(Operation& operation, CallOrder::Place& caller) {
-  const auto is_behind = [&caller](const CallOrder::Place& wanted) {
-    const CallOrder::Place* place = caller.next;
-    while (place != nullptr && place != &wanted) place = place->next;
-    return place != nullptr;
-  };
-  const auto move = [&](CallOrder::Place& place) {
-    order_.remove(place);
-    order_.insert(place, &caller);
-  };
-  CallOrder::Place& post = operation.place_of_post_;
-  for (CallOrder::Place* place = is_behind(post) ? caller.next : nullptr; place != nullptr;) {
-    CallOrder::Place* const next = place == &post ? nullptr : place->next;
-    if (place->is_post) move(*place);
-    place = next;
-  }
-  if (is_behind(operation.place_of_callbacks_)) move(operation.place_of_callbacks_);
+  order_.pull_forward(operation.place_of_post_, operation.place_of_callbacks_, caller);
   advance_order();
 }
 
@@ -864,13 +673,193 @@ void Engine::copy_done(Operation& operation, uint32_t step, const char* error) {
     operation.on_copy_done(step);
     return operation.run_ready(false);
   });
-  if (ended_ != SENNIT_OK) {
+  if (end_.status != SENNIT_OK) {
     let_go(lock);
     return;
   }
   // The driver does the rest.
   if (sleeping_ != Sleep::awake) wake();
   if (background_operations_ != 0 && !driving_) call_crew();
+}
+
+// How operations and groups end, and who calls back.
+
+void Engine::check_failures(uint64_t now_us) {
+  if (end_.status != SENNIT_OK) return;
+  for (const Port* port : ports_) {
+    if (const std::string_view failure = port->failure(); !failure.empty()) {
+      end(diagnosis_.of_port(failure));
+      return;
+    }
+  }
+  if (const MailboxFailure* failure = mailbox_.failure()) {
+    end(diagnosis_.of_mailbox(*failure));
+    return;
+  }
+  next_deadline_us_ = UINT64_MAX;
+  for (const Operation* operation : active_) {
+    uint64_t until_us = operation->deadline_us_;
+    if (until_us <= now_us) {
+      const uint64_t timeout_us = operation->timeout_us_;
+      const Suspects suspects = diagnosis_.find_suspects(operation->posted_us(), timeout_us, now_us);
+      until_us += diagnosis_.extension_us(suspects, timeout_us);
+      if (until_us <= now_us) {
+        end(diagnosis_.late(operation->describe(), timeout_us, obstacle_of(*operation), suspects));
+        return;
+      }
+    }
+    next_deadline_us_ = std::min(next_deadline_us_, until_us);
+  }
+}
+
+// What on this rank holds the operation up.
+std::string Engine::obstacle_of(const Operation& operation) const {
+  if (std::find(held_.begin(), held_.end(), &operation) != held_.end()) return "earlier operations on device memory";
+  if (!operation.has_number()) return "callbacks of earlier operations of the group";
+  const uint32_t copies = operation.copies_running();
+  return copies != 0 ? std::to_string(copies) + " copies between host and device" : "";
+}
+
+void Engine::end(GroupEnd how) noexcept {
+  if (end_.status != SENNIT_OK) return;
+  end_ = std::move(how);
+  mailbox_.abandon();
+  ports_.say_farewell(end_.says_goodbye ? nullptr : &end_.notice);
+  for (Port* port : ports_) port->revoke();
+  // Nothing reads or writes the operations' memory any more, so their owners may have it back.
+  while (!active_.empty()) finish(active_.back(), end_.status, end_.error_of(*active_.back()));
+  if (sleeping_ != Sleep::awake) wake();
+}
+
+// To be called within an exception handler.
+void Engine::end_in_doubt() noexcept { end(diagnosis_.in_doubt()); }
+
+void Engine::finish(Operation* operation, sennit_status status, std::string reason) noexcept {
+  active_.erase(std::find(active_.begin(), active_.end(), operation));
+  if (operation->background_) --background_operations_;
+  std::erase(unsent_, operation);
+  if (const auto held = std::find(held_.begin(), held_.end(), operation); held != held_.end()) {
+    held_.erase(held);
+  } else if (operation->on_device() && operation->is_collective()) {
+    --device_collectives_running_;
+  }
+  // Once the operation is settled, its owner may free the memory.
+  ports_.give_back_all(*operation);
+  if (operation->place_of_post_.is_in) order_.remove(operation->place_of_post_);
+  if (operation->has_number()) trace::operation_end(config_.rank, operation, status, operation->sequence());
+  if (status == SENNIT_OK) {
+    ++counted_->operations_completed;
+    counted_->operation_time_us += clock_us() - operation->posted_us();
+  } else {
+    ++counted_->operations_failed;
+  }
+  operation->settle(status, std::move(reason));
+  (last_settled_ != nullptr ? last_settled_->next_settled_ : first_settled_) = operation;
+  last_settled_ = operation;
+}
+
+// Wakes the waiters of operations that have ended, and lets the operations go: those with callbacks to the threads that
+// call them, or to their place in the order of calls.
+void Engine::let_go(Lock& lock) {
+  if (first_settled_ == nullptr) return;
+  Operation* without_callbacks = nullptr;
+  while (first_settled_ != nullptr) {
+    last_settled_ = nullptr;
+    for (Operation* operation = std::exchange(first_settled_, nullptr); operation != nullptr;) {
+      Operation* const next = operation->next_settled_;
+      if (!operation->has_callbacks()) {
+        operation->next_settled_ = std::exchange(without_callbacks, operation);
+      } else if (!operation->place_of_callbacks_.is_in) {
+        callbacks_->add(called_back_, *operation);
+      }
+      operation = next;
+    }
+    advance_order();
+  }
+  if (waiters_ != 0) role_free_.notify_all();
+  // The end of an operation frees memory, and perhaps releases the engine.
+  lock.unlock();
+  while (without_callbacks != nullptr) {
+    std::exchange(without_callbacks, without_callbacks->next_settled_)->release();
+  }
+  lock.lock();
+}
+
+void Engine::run_callbacks(Operation& operation) {
+  // Its destructor runs also when a callback ends this thread.
+  struct Returned {
+    ~Returned() {
+      if (operation.is_called_in_order_) operation.engine().callbacks_returned(operation);
+    }
+    Operation& operation;
+  } const returned{operation};
+  uint64_t failed = 0;
+  for (const Operation::Callback callback : {operation.take_device_callback(), operation.take_callback()})
+    if (callback.function != nullptr && !call(callback)) ++failed;
+  if (failed == 0) return;
+  Lock lock = enter();
+  counted_->callbacks_failed += failed;
+}
+
+// Returns false if the callback threw. The exception stops here, because a callback has no caller to catch it.
+bool Engine::call(Operation::Callback callback) {
+  try {
+    callback.function(callback.argument);
+    return true;
+  } catch (const abi::__forced_unwind&) {
+    throw;  // the end of this thread, which must not be caught
+  } catch (...) {
+    return false;
+  }
+}
+
+void Engine::abort(std::string_view reason) {
+  Lock lock = enter();
+  end(diagnosis_.aborted(reason));
+  let_go(lock);
+}
+
+void Engine::shutdown(uint64_t timeout_us) {
+  Callbacks::stand_aside();
+  {
+    Lock lock = enter();
+    const uint64_t give_up_us = clock_us() + timeout_us;
+    const auto is_busy = [this] { return !mailbox_.idle() || !ports_.idle(); };
+    {
+      backoff_.reset();
+      const Waiting waiting(*this);  // asks a background driver for the role
+      while (end_.status == SENNIT_OK && (is_busy() || driving_) && clock_us() < give_up_us) {
+        if (driving_) {
+          if (sleeping_ != Sleep::awake) wake();
+          role_free_.wait_for(lock, std::chrono::milliseconds(1));
+          continue;
+        }
+        const Driving driving(*this);
+        drive_once(lock);
+      }
+    }
+    end(diagnosis_.shut_down());
+    stopping_ = true;
+    if (sleeping_ != Sleep::awake) wake();
+    let_go(lock);
+  }
+  callbacks_->wait(called_back_, timeout_us);
+  leave_threads();
+}
+
+std::string Engine::failure() {
+  Lock lock = enter();
+  return end_.reason;
+}
+
+std::vector<uint32_t> Engine::lost_ranks() {
+  Lock lock = enter();
+  return end_.notice.lost;
+}
+
+std::vector<uint32_t> Engine::find_gone_ranks() {
+  Lock lock = enter();
+  return ports_.find_gone(clock_us());
 }
 
 }  // namespace sennit

@@ -31,12 +31,10 @@
 #include "executor/callbacks.hpp"
 #include "executor/clock.hpp"
 #include "executor/crew.hpp"
+#include "executor/diagnosis.hpp"
+#include "executor/group_ports.hpp"
 #include "executor/operation.hpp"
-#include "messages/failure.hpp"
 #include "ports/of_process.hpp"
-#include "ports/shm/shm_port.hpp"
-#include "ports/udp/udp_port.hpp"
-#include "ports/verbs/device_port.hpp"
 #include "telemetry/counter_page.hpp"
 
 namespace sennit {
@@ -52,11 +50,6 @@ struct EngineConfig {
   // How long a callback may keep later calls waiting while it waits for no operation. One that computes is much faster.
   // One that waits for what its own rank does later would block for ever. A fifth, if somebody waits for such a call.
   uint64_t blocked_us = 5'000'000;
-};
-
-struct Route {
-  enum class Kind { self, shm, udp, verbs } kind;  // verbs: the peer may use udp or verbs
-  std::vector<std::byte> info;                     // udp, verbs: the peer's local_info, and its info_for this rank
 };
 
 struct EngineCounters {
@@ -81,25 +74,9 @@ class Engine final : public OperationHost, private Crewed {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Set-up calls, in this order, before any operation. They throw on failure.
-  // `ranks_here`: see ShmPort.
-  std::vector<std::byte> shm_offer(std::span<const uint32_t> ranks_here = {});
-  bool shm_accept(uint32_t peer, std::span<const std::byte> offer, std::string* why = nullptr);
-  // Why the segment that was offered has no name in /dev/shm; empty if it has one, or if there is none.
-  std::string shm_why_unnamed() const { return shm_ ? shm_->why_unnamed() : ""; }
-  std::vector<std::byte> udp_open(const UdpConfig& config);
-  std::vector<std::byte> verbs_open(const VerbsConfig& config);
-  // The part of the network's offer for one peer. A route's info is both parts, the peer's for this rank last.
-  std::vector<std::byte> offer_for(uint32_t peer) const;
-  // Optional, between the last open and connect: sends packets over every path to peers on a network (ports/trial.hpp).
-  void begin_trial(const std::vector<Route>& routes);
-  // Runs the trial for at most `limit_us`. True when there is nothing more to find out.
-  bool try_network(uint64_t limit_us);
-  // Tells the reachable peers why there will be no group. Replaces connect.
-  void give_up(const std::string& reason);
-  // A peer that is not tried has no trial (null) and no paths.
-  Trial* trial(uint32_t peer);
-  std::vector<TriedPath> tried_paths(uint32_t peer) const;
+  // Set-up, before connect().
+  GroupPorts& ports() { return ports_; }
+  // Connects the ports. Operations may follow. Throws on failure.
   void connect(const std::vector<Route>& routes);
 
   // Declares memory that stays in place until unregister_memory. A device need not register it for each operation.
@@ -179,10 +156,8 @@ class Engine final : public OperationHost, private Crewed {
 
   ~Engine();
   Lock enter();  // takes the lock ahead of a driver that would take it again at once
-  bool has_network() const { return udp_ || verbs_; }
-  std::vector<TriedPort*> networks() const;
   // Sockets can only be polled. A group within one host sleeps on a futex, which is cheaper.
-  bool sleeps_in_poll() const { return has_network() || !shm_ || shm_->lane_count() == 0; }
+  bool sleeps_in_poll() const { return ports_.has_network() || ports_.shm() == nullptr; }
   // Runs work on the group's state. Returns the result. An exception ends the group; then the result is true.
   template <class Work>
   bool guarded(Work work) noexcept {
@@ -221,20 +196,13 @@ class Engine final : public OperationHost, private Crewed {
   uint64_t announce_sleep(std::vector<pollfd>* fds, uint64_t now_us);
   void close_sleep(const std::vector<pollfd>& fds);
   void wake();
-  void borrow_memory(const Operation& operation);
   void finish(Operation* operation, sennit_status status, std::string reason) noexcept;
   void let_go(Lock& lock);
   bool call(Operation::Callback callback);
   void check_failures(uint64_t now_us);
-  void fail_as_told(uint32_t reporter, const FailureNotice& notice);
-  std::vector<uint32_t> silent_of(const std::vector<uint32_t>& awaited, const Operation& operation,
-                                  uint64_t now_us) const;
-  void fail_late(const Operation& operation, const std::vector<uint32_t>& awaited, const std::vector<uint32_t>& silent);
-  enum class Farewell : uint8_t { goodbye, notice };
-  void end(sennit_status status, std::string reason, FailureNotice notice, Farewell farewell) noexcept;
+  std::string obstacle_of(const Operation& operation) const;
+  void end(GroupEnd how) noexcept;
   void end_in_doubt() noexcept;
-  void say_farewell(const FailureNotice& notice, Farewell farewell) noexcept;
-  bool is_as_good_as_lost(uint32_t peer) const;
   uint64_t answer();
   // Starts the crew's thread if this is its first engine. Throws std::system_error.
   void join_crew();
@@ -246,19 +214,17 @@ class Engine final : public OperationHost, private Crewed {
   Turn take_turn(bool is_first) override;
   bool sleeps_by_itself() const override { return !sleeps_in_poll(); }
   uint64_t prepare_sleep(std::vector<pollfd>* fds, uint64_t now_us) override;
-  void sleep_by_itself(uint64_t timeout_us) override { shm_->sleep(ticket_, timeout_us); }
+  void sleep_by_itself(uint64_t timeout_us) override { ports_.shm()->sleep(ticket_, timeout_us); }
   void end_sleep(const std::vector<pollfd>& fds) override;
-  void interrupt() override { shm_->wake(); }
+  void interrupt() override { ports_.shm()->wake(); }
   void relieved() override { release(); }
 
   const uint64_t forks_;
   EngineConfig config_;
   CounterPage counter_page_;  // constructed before the ports, which count in it
   const Counted<EngineCounters> counted_;
-  std::unique_ptr<ShmPort> shm_;
-  std::unique_ptr<UdpPort> udp_;
-  std::unique_ptr<DevicePort> verbs_;
-  std::vector<Port*> ports_;
+  GroupPorts ports_;
+  const Diagnosis diagnosis_;
   Backoff backoff_;
 
   std::mutex mutex_;
@@ -287,9 +253,7 @@ class Engine final : public OperationHost, private Crewed {
   std::vector<pollfd> poll_fds_;  // used by the driver's last sleep
   std::atomic<uint64_t> sequence_{0};
   uint64_t next_deadline_us_ = UINT64_MAX;
-  sennit_status ended_ = SENNIT_OK;
-  std::string end_reason_;
-  std::vector<uint32_t> lost_;  // the ranks that the failure blames
+  GroupEnd end_{SENNIT_OK, {}};  // status SENNIT_OK: the group works
   bool stopping_ = false;
   std::shared_ptr<Crew> crew_;
   std::shared_ptr<Crew::Seat> seat_;

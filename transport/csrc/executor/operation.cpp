@@ -2,6 +2,7 @@
 #include "executor/operation.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <optional>
 
@@ -34,6 +35,30 @@ uint64_t length_before(const std::byte* place) {
 }
 
 }  // namespace
+
+std::shared_ptr<const RunSizes> Operation::check(Plan& plan, const OperationMemory& memory,
+                                                 const sennit_post_options& options) {
+  if (plan.on_device != (memory.device != nullptr)) {
+    throw PlanError(plan.on_device ? "the plan is for device memory, but host buffers were given"
+                                   : "the plan is for host memory, but a device was given");
+  }
+  const std::span<const sennit_buffer> buffers = memory.buffers;
+  if (!plan.on_device && buffers.size() != plan.buffer_count) {
+    throw PlanError("the plan has " + std::to_string(plan.buffer_count) + " buffers, " +
+                    std::to_string(buffers.size()) + " given");
+  }
+  std::shared_ptr<const RunSizes> sizes = plan.sizes_of({options.counts, options.count_count});
+  const std::vector<uint64_t>& extents = sizes->buffer_extents;
+  for (uint32_t i = 0; i < buffers.size(); ++i) {
+    if (extents[i] == 0 || (buffers[i].data != nullptr && buffers[i].size_bytes >= extents[i])) continue;
+    throw PlanError("buffer " + std::to_string(i) + " has " + std::to_string(buffers[i].size_bytes) +
+                    " bytes, the plan needs " + std::to_string(extents[i]));
+  }
+  // The kernels convert the factor to 64 bits, which is undefined beyond these limits.
+  if (plan.scales_integers && !(std::abs(options.scalar) < 0x1p63))
+    throw PlanError("the factor " + std::to_string(options.scalar) + " of premul sum does not fit 64-bit integers");
+  return sizes;
+}
 
 Operation::Operation(OperationHost& host, Plan& plan, const OperationMemory& memory, const sennit_post_options& options,
                      uint64_t sequence, std::shared_ptr<const RunSizes> sizes)

@@ -64,7 +64,10 @@ struct OperationMemory {
 
 class Operation final : public MailboxClient {
  public:
-  // `sequence`: 0 if it is point-to-point, or if number() follows. `sizes`: the plan's for the counts of the post.
+  // The plan's sizes for the counts of a post. Throws PlanError if counts, memory or factor do not fit the plan.
+  static std::shared_ptr<const RunSizes> check(Plan& plan, const OperationMemory& memory,
+                                               const sennit_post_options& options);
+  // `sequence`: 0 if it is point-to-point, or if number() follows. `sizes`: of check().
   Operation(OperationHost& host, Plan& plan, const OperationMemory& memory, const sennit_post_options& options,
             uint64_t sequence, std::shared_ptr<const RunSizes> sizes);
   ~Operation() override;

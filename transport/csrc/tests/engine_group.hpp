@@ -189,13 +189,13 @@ struct Group {
     // All ranks open all segments before any rank connects, because connecting unlinks the segment's name.
     for (uint32_t rank = 0; kind == Route::Kind::shm && rank < world; ++rank) {
       for (uint32_t peer = 0; peer < world; ++peer) {
-        if (peer != rank) REQUIRE(engines[rank]->shm_accept(peer, offers[peer]));
+        if (peer != rank) REQUIRE(engines[rank]->ports().shm_accept(peer, offers[peer]));
       }
     }
     for (uint32_t rank = 0; rank < world; ++rank) {
       std::vector<std::vector<std::byte>> infos = offers;
       for (uint32_t peer = 0; kind == Route::Kind::udp && peer < world; ++peer)
-        if (peer != rank) infos[peer] = joined(offers[peer], engines[peer]->offer_for(rank));
+        if (peer != rank) infos[peer] = joined(offers[peer], engines[peer]->ports().offer_for(rank));
       engines[rank]->connect(routes(rank, kind, infos));
     }
   }
@@ -208,11 +208,11 @@ struct Group {
   Group(const Group&) = delete;
 
   static std::vector<std::byte> offer(Engine& engine, Route::Kind kind) {
-    if (kind == Route::Kind::shm) return engine.shm_offer();
+    if (kind == Route::Kind::shm) return engine.ports().shm_offer();
     UdpConfig config;
     config.rails.push_back({"127.0.0.1", 0});
     config.path_count = 2;
-    return engine.udp_open(config);
+    return engine.ports().udp_open(config);
   }
   // `infos`: what each peer tells this rank.
   static std::vector<Route> routes(uint32_t rank, Route::Kind kind, const std::vector<std::vector<std::byte>>& infos) {

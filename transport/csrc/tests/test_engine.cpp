@@ -314,7 +314,7 @@ struct UdpGroup {
     for (uint32_t rank = 0; rank < world; ++rank) {
       if (rank < world - frozen) {
         engines.push_back(new Engine({rank, world, 60'000'000, rank, world, SHORT_PEER_TIMEOUT_US}));
-        offers.push_back(engines.back()->udp_open(udp_config()));
+        offers.push_back(engines.back()->ports().udp_open(udp_config()));
       } else {
         frozen_ports.push_back(std::make_unique<UdpPort>(rank, world, udp_config()));
       }
@@ -322,7 +322,7 @@ struct UdpGroup {
     for (Engine* engine : engines) {
       const uint32_t rank = engine->rank();
       engine->connect(test::udp_routes(rank, world, [&](uint32_t peer) {
-        return peer < engines.size() ? test::joined(offers[peer], engines[peer]->offer_for(rank))
+        return peer < engines.size() ? test::joined(offers[peer], engines[peer]->ports().offer_for(rank))
                                      : test::info_of(*frozen_ports[peer - engines.size()], rank);
       }));
     }
@@ -383,8 +383,8 @@ TEST_CASE(
     std::vector<Engine*> engines;
     for (uint32_t rank = 0; rank < 2; ++rank)
       engines.push_back(new Engine({rank, 2, 60'000'000, rank, 2, SHORT_PEER_TIMEOUT_US}));
-    const std::vector<std::byte> offers[] = {engines[0]->shm_offer(), engines[1]->shm_offer()};
-    for (uint32_t rank = 0; rank < 2; ++rank) REQUIRE(engines[rank]->shm_accept(1 - rank, offers[1 - rank]));
+    const std::vector<std::byte> offers[] = {engines[0]->ports().shm_offer(), engines[1]->ports().shm_offer()};
+    for (uint32_t rank = 0; rank < 2; ++rank) REQUIRE(engines[rank]->ports().shm_accept(1 - rank, offers[1 - rank]));
     for (uint32_t rank = 0; rank < 2; ++rank) {
       std::vector<Route> routes(2, {Route::Kind::shm, {}});
       routes[rank].kind = Route::Kind::self;

@@ -69,8 +69,8 @@ class DeviceRank {
     config.library = &fake.library();
     peer_ = std::make_unique<VerbsPort>(1, 2, config);  // only its address is needed
     engine_ = new Engine({0, 2, 20'000'000, 0, 2});
-    const std::vector<std::byte> for_all = engine_->verbs_open(config);
-    offer_ = RoceOffer::decode(test::joined(for_all, engine_->offer_for(1)));
+    const std::vector<std::byte> for_all = engine_->ports().verbs_open(config);
+    offer_ = RoceOffer::decode(test::joined(for_all, engine_->ports().offer_for(1)));
     // From here on only the engine uses the device, until the engine has been shut down.
     engine_->connect({{Route::Kind::self, {}}, {Route::Kind::verbs, test::info_of(*peer_, 0)}});
     op = post_receive(comm(), memory_, timeout_us);

@@ -163,7 +163,7 @@ TEST_CASE("a group that cannot be made leaves nothing behind, whatever the syste
             engine->release();
           });
           std::vector<std::vector<std::byte>> offers = {{}, Group::offer(*peer, kind)};
-          if (kind == Route::Kind::udp) offers[1] = test::joined(offers[1], peer->offer_for(0));
+          if (kind == Route::Kind::udp) offers[1] = test::joined(offers[1], peer->ports().offer_for(0));
           const FaultAt fault(scarce, n);
           const std::vector<Route> routes = Group::routes(0, kind, offers);
           Engine* engine = nullptr;
@@ -171,7 +171,7 @@ TEST_CASE("a group that cannot be made leaves nothing behind, whatever the syste
             const Exposed scope;
             engine = new Engine({0, 2, DEADLINE_US, 0, 2, flow::FlowConfig{}.peer_timeout_us, 3});
             Group::offer(*engine, kind);
-            if (kind != Route::Kind::shm || engine->shm_accept(1, offers[1])) engine->connect(routes);
+            if (kind != Route::Kind::shm || engine->ports().shm_accept(1, offers[1])) engine->connect(routes);
           } catch (const std::exception&) {
           }
           if (engine != nullptr) {

@@ -276,7 +276,7 @@ TEST_CASE("a group costs one descriptor, its listening socket") {
   std::vector<Engine*> groups;
   for (size_t group = 0; group < GROUP_COUNT; ++group) {
     groups.push_back(new Engine({0, 2, 10'000'000, group, 1}));
-    groups.back()->udp_open(config_for("::1", 8));
+    groups.back()->ports().udp_open(config_for("::1", 8));
   }
   CHECK(open_descriptors() - before <= GROUP_COUNT + 10);
   for (Engine* group : groups) group->release();

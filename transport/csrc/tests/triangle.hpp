@@ -26,6 +26,7 @@ class MemoryLane final : public Lane {
   bool lends = false;  // a transfer ends with a record of the peer, as a reference in shared memory does
   Mailbox* own_mailbox = nullptr;
   bool full = false;
+  uint64_t heard_at_us = 0, silent_for_us = 0;
 
   uint64_t eager_max_bytes() const override { return 64; }
   bool send_eager(const MessageHeader& header, uint32_t flags, const void* data) override {
@@ -65,8 +66,8 @@ class MemoryLane final : public Lane {
     return true;
   }
   void expect(uint64_t) override { ++expected; }
-  uint64_t heard_us() const override { return 0; }
-  uint64_t silent_us() const override { return 0; }
+  uint64_t heard_us() const override { return heard_at_us; }
+  uint64_t silent_us() const override { return silent_for_us; }
   uint64_t expected = 0;
   std::string describe() const override { return "memory"; }
 
