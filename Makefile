@@ -70,7 +70,7 @@ test-cpp: sanitized  ## C++ tests with address and undefined-behaviour sanitizer
 
 MODEL := cmake -S . -B build/model -G Ninja -DSENNIT_TESTS=ON -DSENNIT_PYTHON=OFF -DCMAKE_BUILD_TYPE=RelWithDebInfo \
   -DCMAKE_CXX_COMPILER_LAUNCHER=$(LAUNCHER) --log-level=WARNING >/dev/null
-MODELS := fault_model fault_model_small exchange_model recovery_ablation
+MODELS := fault_model fault_model_small exchange_model
 test-model: build  ## schedules of faults against the real flow, and of exchanges over shared memory, without sanitizers
 	@$(MODEL)
 	@$(QUIETLY) build/model.log nice cmake --build build/model --target $(MODELS)
@@ -79,11 +79,12 @@ test-model: build  ## schedules of faults against the real flow, and of exchange
 	  --output-junit $(CURDIR)/$(REPORTS)/model.xml
 
 test-fuzz: build  ## a few seconds of each fuzzer
-	@tools/fuzz.sh 8
+	@tools/fuzz.sh 4
 
-# It runs the programs that `make test-model` builds.
+# It runs the programs that `make test-model` builds, and one more.
 PARTS ?=
-test-long: build test-model  ## what takes too long for `make test`; PARTS="model,long" for some; docs/lab/long-tests.md
+test-long: build sanitized test-model  ## what takes too long for `make test`; PARTS="model,long" for some; docs/lab/long-tests.md
+	@$(QUIETLY) build/model.log nice cmake --build build/model --target recovery_ablation
 	@$(PY) -m sennit.testbed.long_tests --parts "$(PARTS)"
 
 SECONDS ?= 600

@@ -34,6 +34,7 @@ PAGE: Final = ROOT / "docs" / "lab" / "long-tests.md"
 PYTEST: Final = ("-m", "pytest", "--long", "-q", "-p", "no:cacheprovider")
 BEGIN, END = "<!-- long tests: begin -->", "<!-- long tests: end -->"
 MODEL: Final = "build/model/transport/csrc/tests/model"
+NETWORKS: Final = "build/model/transport/csrc/tests/networks"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,12 +53,22 @@ class Part:
 
 PARTS: Final = {
     "long": Part(
-        what="tests marked `long`: every case in Triton's interpreter, 500 schedules of overlapped steps, kills at "
-        "every point of a save, hostile pages of counters by the million, ten million batches at XDP while packets are "
-        "replayed, a hundred thousand random calls beside gloo, a million calls of random programs of callbacks, and "
-        "the VM in empty roots",
+        what="tests marked `long`: every case in Triton's interpreter and of worlds, transports and codecs, the "
+        "tutorials, 500 schedules of overlapped steps, kills at every point of a save, hostile pages of counters by "
+        "the million, ten million batches at XDP while packets are replayed, a hundred thousand random calls beside "
+        "gloo, a million calls of random programs of callbacks, a bundle for a GPU machine, and the VM in empty roots",
         command=(*PYTEST, "-m", "long", "--seed", "{seed}"),
         limit_s=7_200,
+    ),
+    "examples": Part(
+        what="tests of random examples, with ten times as many examples",
+        command=(*PYTEST, "-m", "hypothesis and not long", "--seed", "{seed}"),
+        limit_s=7_200,
+    ),
+    "C++": Part(
+        what="C++ tests of the suite `long`, under sanitizers",
+        command=("build/asan/transport/csrc/tests/test_flow", "--test-suite=long"),
+        limit_s=600,
     ),
     "model": Part(
         what="five million schedules of faults against the flow",
@@ -73,6 +84,11 @@ PARTS: Final = {
         what="a million schedules of messages among two to five ranks over shared memory",
         command=(f"{MODEL}/exchange_model", "--first", "{seed}000000", "--schedules", "1000000"),
         limit_s=7_200,
+    ),
+    "ablation": Part(
+        what="twenty thousand random networks with all of loss recovery, and without each of its mechanisms",
+        command=(f"{NETWORKS}/recovery_ablation", "--networks", "20000", "--first", "{seed}00000"),
+        limit_s=3_600,
     ),
     "fuzzers": Part(
         what="libFuzzer, two minutes each",

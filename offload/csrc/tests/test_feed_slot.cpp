@@ -44,19 +44,23 @@ struct Actor {
 
 class Explorer {
  public:
-  // Calls `bodies` under every schedule, after `begin` and before `end`. Returns the number of schedules.
+  // Calls `bodies` under every schedule, after `begin` and before `end`, or until `end` calls `stop`. Returns the
+  // number of schedules.
   std::size_t run(const std::vector<std::function<void()>>& bodies, const std::function<void()>& begin,
                   const std::function<void()>& end) {
     std::size_t schedules = 0;
     schedule_.clear();
+    is_stopped_ = false;
     do {
       begin();
       once(bodies);
       end();
       schedules++;
-    } while (next_schedule());
+    } while (!is_stopped_ && next_schedule());
     return schedules;
   }
+
+  void stop() { is_stopped_ = true; }
 
   void yield() {
     Actor* const self = current_;
@@ -109,6 +113,7 @@ class Explorer {
   std::vector<Choice> schedule_;
   ucontext_t main_{};
   Actor* current_ = nullptr;
+  bool is_stopped_ = false;
 };
 Explorer* Explorer::running = nullptr;
 
@@ -145,7 +150,7 @@ bool release(Ring& ring, std::uint32_t batch) {
 }
 
 // Batch 0 is complete. One processor takes batch 2, another one late duplicates of batch 0, while the reader releases
-// it. Returns how many schedules left a wrong row where the state says that there is a right one.
+// it. Returns how many schedules left a wrong row where the state says that there is a right one: at most one.
 std::size_t wrong_after_release(const Claim& claim, std::size_t& schedules, std::size_t& filled) {
   std::size_t wrong = 0;
   Ring ring;
@@ -164,6 +169,7 @@ std::size_t wrong_after_release(const Claim& claim, std::size_t& schedules, std:
         bool is_wrong = (state & FEED_SLOT_OWNED) != 0 || ring.slot.rows != taken;
         for (std::uint32_t row = 0; row < taken; row++) is_wrong |= ring.rows[row] != batch + 1;
         wrong += is_wrong;
+        if (is_wrong) explorer.stop();
         filled += batch == SLOTS && taken == ROWS;
       });
   return wrong;

@@ -33,39 +33,44 @@ struct Stall {
 
 TEST_CASE("A plane that goes dark stalls its flow for less than 5 ms, and is used again soon after it heals") {
   constexpr uint64_t DARK_US = 3'000, HEALED_US = 15'000;
-  for (const std::string_view policy : {"round_robin", "reps"})
-    for (const uint64_t delay_us : {25u, 250u})
-      for (const size_t dead_count : {1u, 3u})
-        for (const uint32_t path_count : {4u, 16u}) {
-          CAPTURE(policy);
-          CAPTURE(delay_us);
-          CAPTURE(dead_count);
-          CAPTURE(path_count);
-          const SimLinkConfig good{.delay_us = delay_us, .rate_bytes_per_s = 1'000'000'000};
-          SimLinkConfig dark = good;
-          dark.black_holes.push_back({DARK_US, HEALED_US});
-          std::vector<SimLinkConfig> links(4, good);
-          std::fill_n(links.begin() + 1, dead_count, dark);
-          SimPair pair(dead_count, config_with(policy, path_count, 4), links, links);
-          pair.network.set_scribbling(false);
-          pair.exchange(bulk(20, 4 << 20), {});
-          Stall stall;
-          uint64_t readmitted_us = 0;
-          const flow::FlowCounters& a = pair.a.flow().counters();
-          const bool is_done = pair.network.run(SECOND_US, [&] {
-            stall.note(pair, pair.b.flow().counters());
-            if (readmitted_us == 0 && a.paths_readmitted >= dead_count * path_count / 4)
-              readmitted_us = pair.network.now_us();
-            return pair.a.done() && pair.b.done();
-          });
-          REQUIRE(is_done);
-          CHECK(stall.longest_us < 5'000);
-          CHECK(readmitted_us > HEALED_US);
-          CHECK(readmitted_us < HEALED_US + 200'000);
-          // A dead path costs almost nothing.
-          CHECK(a.path_probe_packets < 20 * path_count);
-          CHECK(a.local_ack_timeout_err == 0);
-        }
+  struct Case {
+    std::string_view policy;
+    uint64_t delay_us;
+    size_t dead_count;
+    uint32_t path_count;
+  };
+  // Each pair of values once. The model of faults has planes that go dark in networks of all kinds.
+  for (const Case& one : {Case{"round_robin", 25, 1, 4}, Case{"round_robin", 250, 3, 16}, Case{"reps", 25, 3, 16},
+                          Case{"reps", 250, 1, 16}, Case{"reps", 250, 3, 4}}) {
+    CAPTURE(one.policy);
+    CAPTURE(one.delay_us);
+    CAPTURE(one.dead_count);
+    CAPTURE(one.path_count);
+    const SimLinkConfig good{.delay_us = one.delay_us, .rate_bytes_per_s = 1'000'000'000};
+    SimLinkConfig dark = good;
+    dark.black_holes.push_back({DARK_US, HEALED_US});
+    std::vector<SimLinkConfig> links(4, good);
+    std::fill_n(links.begin() + 1, one.dead_count, dark);
+    SimPair pair(one.dead_count, config_with(one.policy, one.path_count, 4), links, links);
+    pair.network.set_scribbling(false);
+    pair.exchange(bulk(20, 4 << 20), {});
+    Stall stall;
+    uint64_t readmitted_us = 0;
+    const flow::FlowCounters& a = pair.a.flow().counters();
+    const bool is_done = pair.network.run(SECOND_US, [&] {
+      stall.note(pair, pair.b.flow().counters());
+      if (readmitted_us == 0 && a.paths_readmitted >= one.dead_count * one.path_count / 4)
+        readmitted_us = pair.network.now_us();
+      return pair.a.done() && pair.b.done();
+    });
+    REQUIRE(is_done);
+    CHECK(stall.longest_us < 5'000);
+    CHECK(readmitted_us > HEALED_US);
+    CHECK(readmitted_us < HEALED_US + 200'000);
+    // A dead path costs almost nothing.
+    CHECK(a.path_probe_packets < 20 * one.path_count);
+    CHECK(a.local_ack_timeout_err == 0);
+  }
 }
 
 TEST_CASE("The paths of a dead rail are given up together") {
@@ -113,9 +118,9 @@ TEST_CASE("Random loss of single packets makes no path bad for long and costs li
   const double lossless_us = run(0, 1);
   for (const auto& [loss_fraction, least] : least_kept) {
     double sum_us = 0;
-    for (uint64_t seed = 1; seed <= 3; ++seed) sum_us += run(loss_fraction, seed);
+    for (uint64_t seed = 1; seed <= 2; ++seed) sum_us += run(loss_fraction, seed);
     CAPTURE(loss_fraction);
-    const double kept = lossless_us / (sum_us / 3);
+    const double kept = lossless_us / (sum_us / 2);
     MESSAGE("loss of ", loss_fraction, " keeps ", kept);
     CHECK(kept >= least);
   }

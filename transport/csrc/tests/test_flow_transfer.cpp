@@ -172,7 +172,8 @@ TEST_CASE("A message of many credits") {
   }
 }
 
-TEST_CASE("The 20-bit packet number of the eager stream wraps") {
+// The model of faults with small numbers has the same in a moment, at other widths.
+TEST_CASE("The 20-bit packet number of the eager stream wraps" * doctest::test_suite("long")) {
   const SimLinkConfig link{.delay_us = 1};
   SimPair pair(
       10, flow::FlowConfig{.path_count = 1, .payload_max_bytes = 64, .eager_slot_count = 1'024, .window_bytes = 65'536},

@@ -32,7 +32,7 @@ bool is_in_heap(const std::byte* data, const PeerHeap& heap) {
 
 TEST_CASE("messages go the direct way as soon as both know the heaps, and arrive whole whichever way they go") {
   Pair pair;
-  for (const size_t size_bytes : {1, 9'000, 131'072, 262'144, 262'145, 524'288, 1'000'003, 2'097'152, 3'000'001}) {
+  for (const size_t size_bytes : {1, 9'000, 131'072, 262'144, 262'145, 1'000'003}) {
     for (const bool from_heap : {false, true}) {
       for (const bool to_heap : {false, true}) {
         CAPTURE(size_bytes);

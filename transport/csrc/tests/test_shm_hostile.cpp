@@ -226,7 +226,7 @@ TEST_CASE("a place beyond the peer's heap is none, and a round trip needs a loan
 
 TEST_CASE("random records of all kinds reach only what was offered") {
   size_t lost = 0, received = 0, sent = 0;
-  for (uint32_t seed = 0; seed < 3'000; ++seed) {
+  for (uint32_t seed = 0; seed < 1'000; ++seed) {
     CAPTURE(seed);
     std::mt19937 random(seed);
     const auto number = [&](uint64_t usual) {
@@ -267,7 +267,7 @@ TEST_CASE("random records of all kinds reach only what was offered") {
     sent += forged.sink.sent.size();
     forged.lane->forget_user_memory();
   }
-  CHECK(lost > 1'000);
-  CHECK(received > 300);
-  CHECK(sent > 100);
+  CHECK(lost > 300);
+  CHECK(received > 100);
+  CHECK(sent > 30);
 }

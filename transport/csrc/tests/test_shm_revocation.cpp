@@ -103,7 +103,7 @@ TEST_CASE("a rank that took its memory back answers no old advert") {
 }
 
 TEST_CASE("two threads: after a revocation nothing is written, and what was received whole is right") {
-  constexpr int ROUNDS = 150;
+  constexpr int ROUNDS = 60;
   Bytes from(600'000, true), to(600'000, false), place(200'000, true), trip(120'000, true);
   std::mt19937 random(14);
   for (int round = 0; round < ROUNDS; ++round) {

@@ -58,10 +58,10 @@ std::vector<std::byte> results(const Group& group, const std::function<std::vect
 
 }  // namespace
 
-TEST_CASE("results have the same bits with 1, 2 and 3 threads, for every type and operation") {
+TEST_CASE("results have the same bits with 1 and 3 threads, for every type and operation") {
   constexpr uint64_t SIZE_BYTES = 3 * MAX_LOAN_BYTES - 16 * 77;  // the last fold is cut at odd places
   std::vector<std::unique_ptr<Group>> groups;
-  for (const uint32_t threads : {1u, 2u, 3u})
+  for (const uint32_t threads : {1u, 3u})
     groups.push_back(std::make_unique<Group>(WORLD, DEADLINE_US, Route::Kind::shm, threads));
   std::vector<std::vector<std::byte>> in;
   for (uint32_t rank = 0; rank < WORLD; ++rank) in.push_back(noise(SIZE_BYTES, rank));

@@ -117,7 +117,7 @@ TEST_CASE("rows come back, also from the log and after it was cleaned many times
   {
     FileStore store(device(disk), geometry);
     check_rows(store, geometry, model);
-    for (std::uint64_t round = 1; round <= 60; round++) {
+    for (std::uint64_t round = 1; round <= 40; round++) {
       write_rows(store, geometry, model, random, 5'000, round);
       if (round % 20 == 0) check_rows(store, geometry, model);
     }
