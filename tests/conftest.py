@@ -18,6 +18,7 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from sennit.doctor import capabilities
 from sennit.testbed import rings  # its import adds the capabilities of the outer rings
+from tests import extent
 
 # Every process that a test starts inherits it.
 os.environ.setdefault("SENNIT_INTERFACES", "lo")
@@ -42,12 +43,8 @@ DEFAULT_SEED = "1"
 # A test that does not end at its timeout hangs in native code.
 ENDS_AFTER_S = 60
 
-hypothesis.settings.register_profile(
-    "sennit",
-    deadline=None,  # a slow machine is not a failure
-    database=None,
-)
-hypothesis.settings.load_profile("sennit")
+# Of a test that does not say how many examples it draws.
+EXAMPLES = 25
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -64,6 +61,14 @@ def pytest_configure(config: pytest.Config) -> None:
     wanted = config.getoption("--seed")
     seed = random.SystemRandom().getrandbits(32) if wanted == "random" else int(wanted)
     config.stash[SESSION_SEED] = seed
+    extent.is_long = config.getoption("--long")
+    hypothesis.settings.register_profile(
+        "sennit",
+        deadline=None,  # a slow machine is not a failure
+        database=None,
+        max_examples=extent.number(EXAMPLES),
+    )
+    hypothesis.settings.load_profile("sennit")
     # Other processes of this session take over its options, and so the same seed. Hypothesis draws from it, too.
     config.option.seed = str(seed)
     if config.getoption("--hypothesis-seed") is None:

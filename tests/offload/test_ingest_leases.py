@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sennit.offload.admission import Verdict
 from sennit.offload.ingest.leases import ASK_FIRST_S, ASK_MAX_S, ASK_MIN_S, STALL_S, Leases, WaitEstimate
 from sennit.offload.ingest.protocol import Send, Taken
+from tests.extent import examples
 from tests.offload.ingest_world import Behaviour, IngestWorld, Network, expected
 
 UNTIL_S = 300.0
@@ -36,7 +37,7 @@ sound = st.builds(
 )
 
 
-@settings(max_examples=200)
+@examples(50)
 @given(
     sizes=sizes,
     network=networks,

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, event, given, settings
+from hypothesis import HealthCheck, Phase, event, given
 from hypothesis import strategies as st
 
 from sennit.doctor import capabilities
@@ -29,6 +29,7 @@ from sennit.offload.sketch import Sketch, SketchShape
 from sennit.offload.split import split
 from sennit.offload.targets import Receiver, Target, compile_plan
 from sennit.offload.xdp import XdpReceiver
+from tests.extent import examples
 from tests.offload.agreement import assert_same_batch, assert_same_bits, assert_same_column
 from tests.offload.strategies import plans, random_rows, sketch_shapes
 
@@ -92,9 +93,7 @@ def assert_same_sketches(found: Receiver, expected: Receiver, batches: tuple[int
 @pytest.mark.needs("bpf", "arena")
 @pytest.mark.timeout(300)
 # No shrinking, because each example compiles a program.
-@settings(
-    max_examples=80, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
+@examples(20, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(plan=plans(), content=st.integers(0, 1 << 32), shape=sketch_shapes())
 def test_xdp_agrees_with_numpy(plan: FeaturePlan, content: int, shape: SketchShape) -> None:
     plan = split(plan).prefix  # without what XDP cannot do
@@ -118,7 +117,7 @@ def test_xdp_agrees_with_numpy(plan: FeaturePlan, content: int, shape: SketchSha
 
 
 @pytest.mark.timeout(300)
-@settings(max_examples=200, suppress_health_check=list(HealthCheck))
+@examples(50, suppress_health_check=list(HealthCheck))
 @given(plan=plans(), content=st.integers(0, 1 << 32), shape=sketch_shapes())
 def test_the_native_receiver_agrees_with_numpy(plan: FeaturePlan, content: int, shape: SketchShape) -> None:
     """After each packet, verdict and state equal those of the reference."""
@@ -143,7 +142,7 @@ def test_the_native_receiver_agrees_with_numpy(plan: FeaturePlan, content: int, 
 
 
 @pytest.mark.timeout(300)
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@examples(40, suppress_health_check=list(HealthCheck))
 @given(plan=plans(), content=st.integers(0, 1 << 32), rows=st.integers(0, 40))
 def test_the_native_core_agrees_with_numpy(plan: FeaturePlan, content: int, rows: int) -> None:
     """Compares every column of the plan, also intermediate ones."""
@@ -210,7 +209,7 @@ def test_columns_may_end_in_another_thread() -> None:
     assert not columns
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@examples(15, suppress_health_check=list(HealthCheck))
 @given(plan=plans(), content=st.integers(0, 1 << 32), choice=st.randoms(use_true_random=False))
 def test_the_halves_of_a_plan_make_what_the_whole_makes(plan: FeaturePlan, content: int, choice: random.Random) -> None:
     on_cpu = [name for name in plan.columns if choice.random() < 0.5]

@@ -9,13 +9,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sennit.runtime.kernels.implementations import implementation
 from sennit.runtime.kernels.optimizers import Decay, Optimizer, OptimizerSpec
 from sennit.runtime.kernels.spec import Bounds, Pooling, Precision, Rounding, ShardSpec
 from sennit.transport.errors import Unsupported
+from tests.extent import examples
 from tests.runtime.embedding_cases import BlockShape, Case, run, same_bits
 
 NATIVE = ("native", "native-avx2", "native-portable")
@@ -101,7 +102,7 @@ def available(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(there)
 
 
-@settings(max_examples=80)
+@examples(20)
 @given(case=cases(most_lookups=1200))
 def test_any_case_makes_the_bits_of_the_reference(case: Case) -> None:
     """Runs natively, with each instruction set of this processor, and with several threads."""
@@ -110,7 +111,7 @@ def test_any_case_makes_the_bits_of_the_reference(case: Case) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the whole test table")
-@settings(max_examples=12)
+@examples(6)
 @given(case=cases(most_lookups=150))
 def test_any_case_makes_the_bits_of_the_reference_in_triton(case: Case) -> None:
     if not available(("triton",)):

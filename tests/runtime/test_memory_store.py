@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -23,6 +23,7 @@ from sennit.runtime.memory import _memory, store
 from sennit.runtime.memory.errors import CorruptStore, ForeignStore
 from sennit.runtime.memory.layout import Arrays, RowPart, StoreLayout
 from sennit.transport.errors import ArgumentError, DeviceError
+from tests.extent import examples
 
 LAYOUT = StoreLayout(
     tables=(
@@ -89,7 +90,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=60)
+@examples(15)
 @given(operations=OPERATIONS, seed=st.integers(0, 1 << 32))
 def test_a_store_is_a_dictionary_that_remembers_its_last_flush(operations: list[tuple[str, object]], seed: int) -> None:
     """Kills and power cuts come after a number of disk operations, at any place in the code."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -28,6 +28,7 @@ from sennit.runtime.planner.usage import assumed, counted, uses
 from sennit.runtime.sharded.placement import place
 from sennit.runtime.sharded.tables import Home, Shard, Table, shard_bytes, shards_of
 from sennit.transport.errors import ConfigError
+from tests.extent import examples
 
 HERE = Cluster(ranks=2, local_ranks=2, cores=2)
 
@@ -70,7 +71,7 @@ def problems(draw: st.DrawFn, tables_max: int, *, has_limits: bool = False) -> P
     return problem(tables, [float(draw(st.integers(1, 50))) for _ in tables], ranks=ranks, **options)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(7)
 @given(problems(8))
 def test_the_search_is_never_slower_than_greedy_round_robin_or_a_named_sharding(given_problem: Problem) -> None:
     rating = Rating(given_problem)
@@ -81,7 +82,7 @@ def test_the_search_is_never_slower_than_greedy_round_robin_or_a_named_sharding(
     assert best.seconds == pytest.approx(rate(rating, "", best.owners).seconds)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(6)
 @given(problems(4))
 def test_exact_search_is_at_least_as_good_as_local_search(given_problem: Problem) -> None:
     rating = Rating(given_problem)
@@ -104,7 +105,7 @@ def test_exact_search_finds_what_trying_everything_finds() -> None:
     assert best.seconds == pytest.approx(min(all_of_them), rel=1e-5)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(5)
 @given(problems(6, has_limits=True))
 def test_no_rank_gets_more_than_its_memory(given_problem: Problem) -> None:
     rating = Rating(given_problem)
@@ -233,7 +234,7 @@ def test_work_is_the_sum_over_tables_and_counts_what_travels() -> None:
 
 
 @given(st.integers(1, 100_000), st.sampled_from([1, 4, 8]), st.sampled_from([0.0, 0.7, 1.0, 1.4]))
-@settings(max_examples=30, deadline=None)
+@examples(8)
 def test_assumed_use_has_all_rows_and_all_ids(rows: int, shards: int, exponent: float) -> None:
     use = assumed(Table(name="t", rows=rows, dim=4, row_shards=shards), 1.0, exponent)
     assert use.rows.sum() == pytest.approx(rows)

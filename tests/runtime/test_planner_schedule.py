@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sennit.runtime.planner.cluster import Cluster
@@ -18,6 +18,7 @@ from sennit.runtime.planner.search import Found, rate
 from sennit.runtime.planner.step_time import Rating
 from sennit.runtime.planner.usage import uses
 from sennit.runtime.sharded.tables import Table
+from tests.extent import examples
 
 
 def schedule(cores: float = 3.0, **changed: Any) -> Schedule:
@@ -85,7 +86,7 @@ parts = st.tuples(st.floats(0, 10), st.floats(0, 10), st.floats(0, 1)).map(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(15)
 @given(
     st.fixed_dictionaries(dict.fromkeys(PHASES, parts)),
     st.sampled_from([1.0, 1.5, 2.0, 8.0]),

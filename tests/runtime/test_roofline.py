@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
@@ -42,6 +42,7 @@ from sennit.runtime.planner.usage import Use
 from sennit.runtime.sharded.tables import Table
 from sennit.testbed.models_page import with_tables
 from sennit.transport.errors import ConfigError
+from tests.extent import examples
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = [
@@ -182,7 +183,7 @@ def cases(draw: st.DrawFn) -> tuple[Workload, Machines]:
     return work, cluster(draw(st.integers(1, 4)), draw(st.integers(1, 4)), cache_bytes=draw(st.floats(0, 1e5)))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(15)
 @given(cases(), st.sampled_from(["near", "far", "flops", "fast", "slow"]), st.floats(1, 100))
 def test_a_faster_part_never_raises_a_bound(case: tuple[Workload, Machines], part: str, factor: float) -> None:
     work, machines = case
@@ -206,7 +207,7 @@ def test_a_faster_part_never_raises_a_bound(case: tuple[Workload, Machines], par
         assert other.seconds <= one.seconds * (1 + 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(15)
 @given(cases(), st.integers(2, 4), st.booleans())
 def test_more_ranks_never_raise_the_memory_of_one(case: tuple[Workload, Machines], factor: int, hosts: bool) -> None:
     work, machines = case

@@ -11,6 +11,7 @@ import pytest
 
 from sennit.testbed import long_tests
 from sennit.testbed.long_tests import PARTS, Part
+from tests import extent
 
 
 @pytest.fixture
@@ -57,6 +58,16 @@ def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         long_tests.main(["--parts", "model,none"])
     assert "no part 'none'; allowed: long, model" in capsys.readouterr().err
+
+
+def test_the_long_tests_draw_ten_times_as_many_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extent, "is_long", False)
+    assert extent.examples(7).max_examples == 7
+    monkeypatch.setattr(extent, "is_long", True)
+    assert extent.examples(7).max_examples == 70
+    here = Path(__file__).resolve()
+    others = [path for path in here.parents[1].rglob("test_*.py") if path != here]
+    assert not [path for path in others if "max_examples" in path.read_text()]
 
 
 def test_the_page_is_made_from_the_record() -> None:

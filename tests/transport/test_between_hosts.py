@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 
@@ -23,6 +23,7 @@ from sennit.transport.plans.elements import Dtype, ReduceOp
 from sennit.transport.plans.hosts import Hosts
 from sennit.transport.plans.plan import Decode, Encode, Plan, Send
 from sennit.transport.plans.tree import Span, balanced, combinations, cover, leaves_of
+from tests.extent import examples
 from tests.transport.algorithm_runs import SCALAR, Array, check_plans, inputs, noise
 from tests.transport.coded_scenarios import coded_and_back, definition
 from tests.transport.test_coded_algorithms import OPS, codecs, exchange, plans_of, run, tables
@@ -97,7 +98,7 @@ def compile_all(
     ]
 
 
-@settings(max_examples=300, deadline=None)
+@examples(75)
 @given(
     st.data(),
     codecs(),
@@ -140,7 +141,7 @@ def test_an_allreduce_is_what_the_definition_says(
         np.testing.assert_array_equal(posted[-1], expected)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(50)
 @given(
     st.data(),
     codecs(),
@@ -183,7 +184,7 @@ def test_a_reduce_scatter_is_what_the_definition_says(
         low += count
 
 
-@settings(max_examples=200, deadline=None)
+@examples(50)
 @given(
     st.data(),
     st.one_of(codecs(), st.just(Codec(kind=CodecKind.LOSSLESS))),

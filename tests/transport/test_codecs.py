@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sennit.transport.codecs import Codec, CodecKind
 from sennit.transport.errors import ArgumentError
 from sennit.transport.oracle import codec_reference
 from sennit.transport.plans.elements import Dtype
+from tests.extent import examples
 
 Floats = npt.NDArray[np.float32]
 SPECIALS = [
@@ -76,7 +77,7 @@ def same(left: npt.NDArray[Any], right: npt.NDArray[Any]) -> bool:
     return np.array_equal(left, right)
 
 
-@settings(max_examples=400, deadline=None)
+@examples(100)
 @given(codecs(), seeds, counts, forms, indices)
 def test_native_is_the_reference(codec: Codec, seed: int, count: int, form: str, first_index: int) -> None:
     with np.errstate(all="ignore"):
@@ -92,7 +93,7 @@ def test_native_is_the_reference(codec: Codec, seed: int, count: int, form: str,
     assert np.array_equal(np.isneginf(decoded), np.isneginf(values))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(25)
 @given(codecs(), seeds, st.integers(0, 3_000), forms, st.sampled_from([Dtype.F16, Dtype.BF16]))
 def test_elements_of_two_bytes(codec: Codec, seed: int, count: int, form: str, dtype: Dtype) -> None:
     with np.errstate(all="ignore"):
@@ -107,7 +108,7 @@ def test_elements_of_two_bytes(codec: Codec, seed: int, count: int, form: str, d
     assert np.array_equal(own.view(np.uint8), codec_reference.encode(narrow, wide))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(25)
 @given(codecs(), seeds, st.integers(1, 20_000), forms, st.lists(st.integers(0, 400), max_size=6), indices)
 def test_pieces_are_the_whole(
     codec: Codec, seed: int, count: int, form: str, cuts: list[int], first_index: int
@@ -124,7 +125,7 @@ def test_pieces_are_the_whole(
     assert same(np.concatenate(pieces), whole)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(25)
 @given(codecs(), seeds, st.integers(1, 5_000), forms)
 def test_error_feedback_is_one_pass(codec: Codec, seed: int, count: int, form: str) -> None:
     with np.errstate(all="ignore"):
@@ -268,7 +269,7 @@ def test_wrong_arguments_are_refused() -> None:
             codec.decode(coded, count)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(25)
 @given(codecs(), st.integers(0, 300), seeds)
 def test_any_bytes_decode_to_something(codec: Codec, count: int, seed: int) -> None:
     coded = np.random.default_rng(seed).integers(0, 256, codec.coded_bytes(count), dtype=np.uint8)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 
@@ -22,6 +22,7 @@ from sennit.transport.plans.hosts import Hosts
 from sennit.transport.plans.plan import MAX_LOAN_BYTES, Plan, Recv, Send
 from sennit.transport.plans.plan_codec import check
 from sennit.transport.plans.tree import leaves_of
+from tests.extent import examples
 from tests.transport.algorithm_runs import SCALAR, Array, check_plans, inputs, noise
 from tests.transport.coded_scenarios import coded_and_back, definition, scattered
 
@@ -89,7 +90,7 @@ def run(
     )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(75)
 @given(
     st.data(),
     codecs(),
@@ -124,7 +125,7 @@ def test_it_is_what_the_definition_says(
         np.testing.assert_array_equal(posted[-1], expected)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(40)
 @given(
     st.data(),
     codecs(),
@@ -202,7 +203,7 @@ def tables(world: int, largest: int, *, gathers: bool) -> st.SearchStrategy[list
     return given.map(lambda table: [[own[0]] * world for own in table]) if gathers else given
 
 
-@settings(max_examples=150, deadline=None)
+@examples(40)
 @given(
     st.data(),
     codecs(),
@@ -226,7 +227,7 @@ def test_exchanges_are_what_the_definitions_say(
         np.testing.assert_array_equal(posted[1], np.concatenate(parts))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(10)
 @given(
     st.data(),
     st.integers(1, 5),

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 
@@ -37,6 +37,7 @@ from sennit.transport.plans.hosts import Hosts
 from sennit.transport.plans.plan import Operand, Plan, PlanBuilder
 from sennit.transport.plans.signature import Kind, signature
 from sennit.transport.plans.tree import Span
+from tests.extent import examples
 
 Bytes = npt.NDArray[np.uint8]
 WORLD = 3
@@ -107,7 +108,7 @@ def compare(
         np.testing.assert_array_equal(mine, wanted)
 
 
-@settings(max_examples=60)
+@examples(15)
 @given(st.data(), st.booleans(), st.booleans(), st.sampled_from([1, 4, 3]), st.integers(0, 2**32 - 1))
 def test_alltoall_of_any_counts(
     groups: list[Communicator], data: DataObject, list_input: bool, list_output: bool, item_bytes: int, seed: int
@@ -127,7 +128,7 @@ def test_alltoall_of_any_counts(
 ONE_PART_A_RANK: list[Callable[..., Plan]] = [algorithms.allgather, algorithms.gather, algorithms.scatter]
 
 
-@settings(max_examples=40)
+@examples(10)
 @given(
     st.sampled_from(ONE_PART_A_RANK),
     st.lists(sizes, min_size=WORLD, max_size=WORLD),
@@ -145,7 +146,7 @@ def test_one_part_a_rank_of_any_size(
     compare(groups, seed, (algorithm.__name__, root), compile_plan, [counts] * WORLD)
 
 
-@settings(max_examples=40)
+@examples(10)
 @given(st.lists(sizes, min_size=WORLD, max_size=WORLD), st.booleans(), st.integers(0, 2**32 - 1))
 def test_reduce_scatter_of_any_counts(
     groups: list[Communicator], share_bytes: list[int], list_input: bool, seed: int
@@ -162,7 +163,7 @@ def test_reduce_scatter_of_any_counts(
     compare(groups, seed, key, compile_plan, [piece_counts(counts, 4, pieces)] * WORLD)
 
 
-@settings(max_examples=40)
+@examples(10)
 @given(st.sampled_from(["bruck", "host"]), st.sampled_from([1, 2]), st.integers(0, 500), st.integers(0, 2**32 - 1))
 def test_alltoall_of_one_count(groups: list[Communicator], way: str, streams: int, elements: int, seed: int) -> None:
     def compile_plan(rank: int) -> Plan:
@@ -218,7 +219,7 @@ def test_counts_that_a_plan_has_no_room_for_send_nothing(
     assert groups[0].sequence == before
 
 
-@settings(max_examples=150)
+@examples(40)
 @given(st.data(), st.integers(1, 8))
 def test_copies_of_any_ranges_of_counts(alone: Communicator, data: DataObject, unit_bytes: int) -> None:
     """Ranges of several parts, too. Where source and place differ in size, core and reference say so in equal words."""

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sennit.transport import algorithms
@@ -17,6 +17,7 @@ from sennit.transport.plans.elements import Dtype, ReduceOp, reduce_ops
 from sennit.transport.plans.hosts import Hosts
 from sennit.transport.plans.plan import Plan, Send
 from sennit.transport.plans.tree import Span
+from tests.extent import examples
 from tests.transport.algorithm_runs import (
     Array,
     check_allreduce,
@@ -42,7 +43,7 @@ def run(draw: st.DataObject, plans: Sequence[Plan], buffers: Sequence[Sequence[A
     run_in_any_order(draw, plans, buffers)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(25)
 @given(st.data(), layouts, st.integers(0, 900), kinds, st.booleans(), chunk_sizes, seeds)
 def test_allreduce(
     data: st.DataObject,
@@ -65,7 +66,7 @@ def test_allreduce(
     check_allreduce(run, data, plans, inputs(seed, world, elements, dtype), kind, in_place)
 
 
-@settings(max_examples=80, deadline=None)
+@examples(20)
 @given(
     st.data(), layouts, st.lists(st.integers(0, 200), min_size=16, max_size=16), kinds,
     st.sampled_from(["one", "list", "aliased"]), chunk_sizes, seeds,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sennit.transport import algorithms
@@ -25,12 +25,15 @@ from sennit.transport.plans.hosts import Hosts
 from sennit.transport.plans.plan import Plan, Send
 from sennit.transport.plans.plan_codec import decode, encode
 from sennit.transport.plans.tree import balanced, given_spans, leaves_of
+from tests.extent import briefly, examples
 from tests.transport.algorithm_runs import check_pair_order, inputs
 
 Array = npt.NDArray[Any]
 
 SCALAR = 0.75
 KINDS = [(dtype, op) for dtype in Dtype for op in sorted(reduce_ops(dtype))]
+# Of each type one operation, and of each operation one type.
+EACH_ONCE = {*{kind[0]: kind for kind in KINDS}.values(), *{kind[1]: kind for kind in KINDS}.values()}
 # Two ranks or more. Direct and hierarchical are one function, which takes the hosts.
 APART = (Algorithm.ONE_SHOT, Algorithm.DISSEMINATION, Algorithm.HALVING)
 
@@ -78,7 +81,7 @@ def run(plans: list[Plan], leaves: list[Array], **options: Any) -> list[Array]:
     return outputs
 
 
-@pytest.mark.parametrize(("dtype", "op"), KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize(("dtype", "op"), briefly(KINDS, EACH_ONCE), ids=lambda kind: kind.name)
 def test_worlds_of_any_size_give_the_same_bits(dtype: Dtype, op: ReduceOp) -> None:
     leaves = inputs(100 * dtype + op, 8, 90, dtype)
     expected = fold(leaves, dtype, op, scalar=SCALAR)
@@ -92,7 +95,7 @@ def test_worlds_of_any_size_give_the_same_bits(dtype: Dtype, op: ReduceOp) -> No
                 np.testing.assert_array_equal(result, expected, err_msg=f"{algorithm} {world}")
 
 
-@settings(max_examples=100, deadline=None)
+@examples(25)
 @given(st.data(), st.integers(1, 7), st.integers(0, 200), st.sampled_from(KINDS), st.sampled_from([64, 131_072]))
 def test_partial_sums_in_place_of_leaves(
     data: st.DataObject, world: int, elements: int, kind: tuple[Dtype, ReduceOp], chunk_bytes: int
@@ -130,7 +133,7 @@ def test_partial_sums_in_place_of_leaves(
         np.testing.assert_array_equal(result, fold(leaves, dtype, op))
 
 
-@settings(max_examples=150, deadline=None)
+@examples(40)
 @given(st.data(), st.integers(1, 7), st.integers(0, 300), st.sampled_from(KINDS), st.sampled_from([64, 192, 131_072]))
 def test_any_leaves_in_any_order_of_events(
     data: st.DataObject, world: int, elements: int, kind: tuple[Dtype, ReduceOp], chunk_bytes: int

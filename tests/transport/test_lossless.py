@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sennit.transport.codecs import Codec, CodecKind
@@ -16,6 +16,7 @@ from sennit.transport.errors import ArgumentError
 from sennit.transport.oracle import lossless_reference
 from sennit.transport.oracle.lossless_reference import Malformed
 from sennit.transport.plans.elements import Dtype
+from tests.extent import examples
 
 Array = npt.NDArray[Any]
 CODEC = Codec(kind=CodecKind.LOSSLESS)
@@ -48,7 +49,7 @@ def elements(seed: int, count: int, dtype: Dtype, form: str) -> Array:
 forms = st.sampled_from(["noise", "skewed", "equal", "usual", "signed"])
 
 
-@settings(max_examples=150, deadline=None)
+@examples(40)
 @given(seeds, counts, dtypes, forms)
 def test_every_bit_comes_back(seed: int, count: int, dtype: Dtype, form: str) -> None:
     array = elements(seed, count, dtype, form)
@@ -64,7 +65,7 @@ def test_every_bit_comes_back(seed: int, count: int, dtype: Dtype, form: str) ->
         assert np.array_equal(wide, expected, equal_nan=True)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(15)
 @given(seeds, counts, dtypes, forms)
 def test_native_is_the_reference(seed: int, count: int, dtype: Dtype, form: str) -> None:
     array = elements(seed, count, dtype, form)
@@ -73,7 +74,7 @@ def test_native_is_the_reference(seed: int, count: int, dtype: Dtype, form: str)
     assert lossless_reference.decode(coded.tobytes(), count, dtype).tobytes() == array.tobytes()
 
 
-@settings(max_examples=200, deadline=None)
+@examples(50)
 @given(st.data(), seeds, st.sampled_from([1, 40, 500, 3_000]), dtypes, st.sampled_from(["skewed", "usual", "equal"]))
 def test_changed_bytes_are_refused_or_mean_what_the_reference_reads(
     data: st.DataObject, seed: int, count: int, dtype: Dtype, form: str

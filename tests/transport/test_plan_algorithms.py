@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 
@@ -25,6 +25,7 @@ from sennit.transport.plans.elements import Dtype, ReduceOp, reduce_ops
 from sennit.transport.plans.hosts import Hosts
 from sennit.transport.plans.plan import ANY_PEER, MAX_LOAN_BYTES, Plan, Recv, Send
 from sennit.transport.plans.plan_codec import check, decode, encode
+from tests.extent import examples
 from tests.transport.algorithm_runs import (
     Array,
     check_allreduce,
@@ -78,7 +79,7 @@ def run(
     run_in_any_order(draw, plans, buffers, counts)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(75)
 @given(
     st.data(), worlds, st.integers(0, 700), arithmetic, st.booleans(), st.sampled_from([64, 192, 1024, 131_072]), seeds
 )
@@ -103,7 +104,7 @@ def test_allreduce(
     check_allreduce(run, data, plans, inputs(seed, world, elements, dtype), kind, in_place)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(50)
 @given(st.data(), worlds, st.integers(0, 3_000), arithmetic, st.booleans(), st.sampled_from([64, 192, 1024]), seeds)
 def test_one_allreduce_plan_serves_vectors_of_many_sizes(
     data: DataObject,
@@ -134,7 +135,7 @@ def test_one_allreduce_plan_serves_vectors_of_many_sizes(
     check_allreduce(takes.run, data, plans, inputs(seed, world, elements, dtype), kind, arguments.get("in_place", True))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(25)
 @given(st.data(), worlds, st.integers(0, 3_000), arithmetic, st.booleans(), st.sampled_from([64, 192, 1024]), seeds)
 def test_one_reduce_plan_serves_vectors_of_many_sizes(
     data: DataObject,
@@ -198,7 +199,7 @@ def test_ranks_of_vectors_of_different_sizes_are_named_by_their_sizes() -> None:
 counts_of = st.lists(st.one_of(st.just(0), st.integers(0, 300)), min_size=9, max_size=9)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(40)
 @given(
     st.data(),
     worlds,
@@ -229,7 +230,7 @@ def test_reduce_scatter(
     check_reduce_scatter(run, data, plans, inputs(seed, world, sum(counts), dtype), kind, counts, form)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(40)
 @given(st.data(), worlds, counts_of, arithmetic, st.sampled_from(["one", "list", "aliased"]), seeds)
 def test_reduce_scatter_of_counts_at_run_time(
     data: DataObject, world: int, counts: list[int], kind: tuple[Dtype, ReduceOp], form: str, seed: int
@@ -258,7 +259,7 @@ def test_pieces_of_a_share_are_no_larger_than_a_loan(counts: list[int], item_byt
     assert not ((starts % 64 != 0) & (cut[:, 1:] != 0)).any()
 
 
-@settings(max_examples=150, deadline=None)
+@examples(40)
 @given(st.data(), worlds, st.integers(0, 700), arithmetic, st.booleans(), seeds)
 def test_reduce(
     data: DataObject, world: int, elements: int, kind: tuple[Dtype, ReduceOp], in_place: bool, seed: int
@@ -274,7 +275,7 @@ def test_reduce(
     check_reduce(run, data, plans, inputs(seed, world, elements, dtype), kind, root, in_place)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(40)
 @given(st.data(), worlds, st.integers(0, 500), item_sizes, st.integers(64, 4_000), seeds)
 def test_broadcast(data: DataObject, world: int, elements: int, item_bytes: int, segment_bytes: int, seed: int) -> None:
     root = data.draw(st.integers(0, world - 1), "root")
@@ -319,7 +320,7 @@ def test_a_broadcast_reaches_each_other_host_once(widths: list[int], data: DataO
     )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(15)
 @given(st.data(), worlds, counts_of, item_sizes, st.booleans(), st.booleans(), seeds)
 def test_allgather(
     data: DataObject,
@@ -367,7 +368,7 @@ def test_allgather(
         np.testing.assert_array_equal(output, content)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(40)
 @given(st.data(), worlds, counts_of, item_sizes, st.booleans(), seeds)
 def test_gather_and_scatter(
     data: DataObject, world: int, counts: list[int], item_bytes: int, in_list: bool, seed: int
@@ -403,7 +404,7 @@ def test_gather_and_scatter(
         np.testing.assert_array_equal(output, part)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(10)
 @given(st.data(), worlds, item_sizes, st.booleans(), st.booleans(), seeds)
 def test_alltoall(
     data: DataObject, world: int, item_bytes: int, list_input: bool, list_output: bool, seed: int
@@ -440,7 +441,7 @@ ways = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(40)
 @given(st.data(), ways, st.integers(0, 40), item_sizes, seeds)
 def test_alltoall_of_equal_parts_by_way_of_others(
     data: DataObject, way: tuple[Callable[..., Plan], Hosts], elements: int, item_bytes: int, seed: int
@@ -502,7 +503,7 @@ def test_a_plan_of_equal_parts_takes_one_count_within_its_scratch(algorithm: Cal
         check(with_counts(plan, [3]))
 
 
-@settings(max_examples=30, deadline=None)
+@examples(8)
 @given(st.data(), st.integers(1, 17))
 def test_barrier_runs(data: DataObject, world: int) -> None:
     run(data, [algorithms.barrier(world=world, rank=rank) for rank in range(world)], [[] for _ in range(world)])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 
@@ -21,6 +21,7 @@ from sennit.transport.plans.elements import Dtype, ReduceOp, reduce_ops
 from sennit.transport.plans.plan import MAX_LOAN_BYTES, Operand, Plan, PlanBuilder, Recv, Reduce, Send
 from sennit.transport.plans.plan_codec import FLAG_LOAN, FLAG_ROUND_TRIP, HEADER, STEP, check, decode, encode
 from sennit.transport.plans.signature import ROUND_TRIPS, Kind, on_device, signature
+from tests.extent import examples
 from tests.transport.algorithm_runs import Array, check_allreduce, check_plans, inputs, run_in_any_order
 
 
@@ -39,7 +40,7 @@ def lent(plan: Plan) -> list[int]:
     return [number for number, step in enumerate(plan.steps) if isinstance(step, Send) and step.comes_back]
 
 
-@settings(max_examples=300, deadline=None)
+@examples(75)
 @given(
     st.data(),
     st.integers(1, 9),

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sennit.transport import algorithms
 from sennit.transport.errors import ArgumentError
 from sennit.transport.plans.elements import Dtype, ReduceOp, reduce_ops
 from sennit.transport.plans.plan import Plan, Recv, Send
+from tests.extent import examples
 from tests.transport.algorithm_runs import (
     Array,
     check_allreduce,
@@ -39,7 +40,7 @@ def run(draw: st.DataObject, plans: Sequence[Plan], buffers: Sequence[Sequence[A
     run_in_any_order(draw, plans, buffers)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(50)
 @given(st.data(), worlds, st.integers(0, 700), kinds, st.booleans(), chunk_sizes, st.booleans(), seeds)
 def test_allreduce(
     data: st.DataObject,
@@ -62,7 +63,7 @@ def test_allreduce(
     check_allreduce(run, data, plans, inputs(seed, world, elements, dtype), kind, in_place)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(40)
 @given(
     st.data(), worlds, st.lists(st.integers(0, 200), min_size=9, max_size=9), kinds,
     st.sampled_from(["one", "list", "aliased"]), chunk_sizes, seeds,
@@ -88,7 +89,7 @@ def test_reduce_scatter(
     check_reduce_scatter(run, data, plans, inputs(seed, world, sum(counts), dtype), kind, counts, form)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(40)
 @given(st.data(), worlds, st.integers(0, 700), kinds, st.booleans(), chunk_sizes, seeds)
 def test_reduce(
     data: st.DataObject,
@@ -111,7 +112,7 @@ def test_reduce(
     check_reduce(run, data, plans, inputs(seed, world, elements, dtype), kind, root, in_place)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(40)
 @given(st.data(), st.integers(1, 17), st.sampled_from([1, 3, 8]), seeds)
 def test_gather(data: st.DataObject, world: int, item_bytes: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
