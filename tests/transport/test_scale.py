@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank needs in a group of 1,024 ranks, 8 on each of 128 hosts: bytes of the store, and memory.
 
-The real rendezvous of 1,024 ranks runs here, as threads, with offers as large as real ones. `pytest -rP` shows figures.
+The real rendezvous runs here, as threads, with offers as large as real ones: of 1,024 ranks in the long tests, of 256
+in the others. `pytest -rP` shows figures.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from sennit.transport import _core
 from sennit.transport.config import Config
 from sennit.transport.meeting import exchanges, rank_records, rendezvous
 from sennit.transport.meeting.rails import Rail
+from tests.extent import briefly
 from tests.transport.meeting import Recorder
 
 WORLD, RANKS_A_HOST = 1_024, 8
+LESS = 256
 STORE_MAX_BYTES = 200_000
 READ_MAX_BYTES_A_PEER = 100
 MEMORY_MAX_BYTES = 64 << 20
@@ -156,14 +159,15 @@ def real_offer(world: int) -> tuple[bytes, int]:
 
 
 @pytest.mark.usefixtures("rare_switches")
-def test_the_store_of_1024_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    offer, pair_bytes = real_offer(WORLD)
+@pytest.mark.parametrize("world", briefly([LESS, WORLD], [LESS]))
+def test_the_store_of_many_ranks(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    offer, pair_bytes = real_offer(world)
     # All ranks read the same blocks, and they are one process here.
     monkeypatch.setattr(exchanges, "unpack", functools.lru_cache(rank_records.unpack))
     # A rank that takes its turn late reads nothing again meanwhile, as no earlier run was here.
     monkeypatch.setattr(exchanges, "REREAD_S", 600.0)
     shared = CountingStore.Shared()
-    stores = [CountingStore(shared) for _ in range(WORLD)]
+    stores = [CountingStore(shared) for _ in range(world)]
 
     def join(rank: int) -> tuple[str, ...]:
         host = random.Random(rank // RANKS_A_HOST).randbytes(16).hex()
@@ -172,27 +176,27 @@ def test_the_store_of_1024_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
             config=Config(host_id=host),
             store=stores[rank],
             rank=rank,
-            world=WORLD,
+            world=world,
             rails=lambda: [Rail(interface="eth0", address=f"10.0.0.{rank % 256}")],
             timeout_s=600.0,
         ).routes
 
-    with ThreadPoolExecutor(WORLD) as pool:
-        routes = list(pool.map(join, range(WORLD)))
-    for rank in (0, 8, WORLD - 1):
+    with ThreadPoolExecutor(world) as pool:
+        routes = list(pool.map(join, range(world)))
+    for rank in (0, 8, world - 1):
         near = range(rank // RANKS_A_HOST * RANKS_A_HOST, (rank // RANKS_A_HOST + 1) * RANKS_A_HOST)
         assert routes[rank] == tuple(
-            "self" if peer == rank else "shm" if peer in near else "udp" for peer in range(WORLD)
+            "self" if peer == rank else "shm" if peer in near else "udp" for peer in range(world)
         )
     read = [store.read_bytes for store in stores]
     both = [store.read_bytes + store.written_bytes for store in stores]
-    median, most = sorted(read)[WORLD // 2], max(both)
+    median, most = sorted(read)[world // 2], max(both)
     requests = max(store.requests for store in stores)
     print(
-        f"{WORLD} ranks: a rank reads {median / WORLD:.0f} bytes of the store a peer (median), reads and writes at "
+        f"{world} ranks: a rank reads {median / world:.0f} bytes of the store a peer (median), reads and writes at "
         f"most {most:,} bytes in {requests} requests; the offer has {len(offer)} bytes for all and {pair_bytes} a peer"
     )
-    assert median <= READ_MAX_BYTES_A_PEER * WORLD
+    assert median <= READ_MAX_BYTES_A_PEER * world
     assert most <= STORE_MAX_BYTES
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 
 pytest.importorskip("sennit.transport._core", reason="the native core is not built")
 
+from tests.extent import briefly
 from tests.transport.processes import Group
 from tests.transport.silence_scenarios import compute_in_python, hold_the_gil, two_barriers, wait_for_the_end
 
@@ -65,8 +67,10 @@ def test_a_killed_rank_is_named_in_a_barrier(begin: Callable[..., Group], hosts:
         assert (found["kind"], found["lost"]) == ("PeerError", [VICTIM]), found
 
 
-@pytest.mark.parametrize("victim", [compute_in_python, hold_the_gil])
-@pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.parametrize(
+    ("hosts", "victim"),
+    briefly(product(HOSTS, (compute_in_python, hold_the_gil)), [("shm", hold_the_gil), ("udp", compute_in_python)]),
+)
 def test_a_rank_that_computes_for_longer_than_the_peer_timeout_is_not_given_up(
     begin: Callable[..., Group], hosts: str, victim: Callable[[float], None]
 ) -> None:
