@@ -29,6 +29,7 @@ from sennit.runtime.kernels.spec import Bounds, Pooling, Precision, ShardSpec
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.transport.errors import ArgumentError, Unsupported
 from sennit.transport.plans.tree import Span, balanced, combinations, cover
+from tests.extent import briefly
 from tests.runtime.embedding_cases import same_bits
 
 SLICES, BAGS, ROWS = 8, 9, 400
@@ -229,17 +230,17 @@ KINDS += [(Optimizer.ROW_WISE_ADAGRAD, precision, shape) for precision in Precis
 # Triton's interpreter is slow, and neither optimizers nor precisions have anything to do with slices.
 FOR_TRITON = [(Optimizer.ROW_WISE_ADAGRAD, Precision.FP32, shape) for shape in SHAPES]
 FOR_TRITON.append((Optimizer.LAMB, Precision.FP32, "sum"))
-BRIEFLY = [kind for kind in FOR_TRITON if kind[2] == "weighted mean"]
 RUNS = [
-    pytest.param(name, *kind, ranks, marks=[pytest.mark.long] if name == "triton" and kind not in BRIEFLY else [])
+    (name, *kind, ranks)
     for name in IMPLEMENTATIONS
     for kind in KINDS
     for ranks in RANKS
     if name != "triton" or (ranks == "thirds" and kind in FOR_TRITON)
 ]
+BRIEFLY = [run for run in RUNS if run[0] != "triton" or run[3] == "weighted mean"]
 
 
-@pytest.mark.parametrize(("name", "kind", "precision", "shape", "ranks"), RUNS, indirect=["name"])
+@pytest.mark.parametrize(("name", "kind", "precision", "shape", "ranks"), briefly(RUNS, BRIEFLY), indirect=["name"])
 def test_sums_that_ranks_made_give_the_bits_of_one_update(
     name: str, kind: Optimizer, precision: Precision, shape: str, ranks: str, seed: int
 ) -> None:

@@ -31,6 +31,7 @@ from sennit.runtime.kernels.spec import Pooling, Rounding, ShardSpec
 from sennit.runtime.kernels.triton_operator import TritonOperator, sorted_runs
 from sennit.runtime.kernels.triton_tables import describe, vectors_of
 from sennit.runtime.kernels.triton_tiles import tiles_of_gpu
+from tests.extent import briefly
 from tests.runtime.embedding_cases import CASES, expected, run, same_bits
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
@@ -170,7 +171,7 @@ def test_a_sliced_update_takes_few_launches_and_operations_and_waits_once(
 @interpreted
 @pytest.mark.parametrize(
     "name",
-    ["long runs 128 x 9", "slices of one row", pytest.param("three classes in slices", marks=pytest.mark.long)],
+    briefly(["long runs 128 x 9", "slices of one row", "three classes in slices"], ["slices of one row"]),
 )
 def test_pieces_of_any_size_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = dataclasses.replace(

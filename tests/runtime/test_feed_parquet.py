@@ -54,7 +54,7 @@ def part(rng: np.random.Generator) -> Any:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_weights_are_those_of_a_run_that_reads_the_files(tmp_path: Path, port: int, rng: np.random.Generator) -> None:
     folder, schema = tmp_path / "clicks", tmp_path / "schema.toml"
     folder.mkdir()

@@ -92,6 +92,7 @@ def resumed(folder: Path, step: int, ranks: int) -> dict[str, Any]:
     return train(folder / "whole.json", *DATA, *MODEL, *arguments)
 
 
+@pytest.mark.long
 def test_survivors_and_a_newcomer_are_fed_on(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The feeders were told the address of the rank that dies. The newcomer takes its port."""
     monkeypatch.setenv("SENNIT_TRANSPORT", "udp")
@@ -155,6 +156,7 @@ def test_a_newcomer_that_no_feeder_reaches_ends_and_the_others_go_on(tmp_path: P
     assert report["weights_sha256"] == resumed(tmp_path, 3, 2)["weights_sha256"]
 
 
+@pytest.mark.long
 def test_without_feeders_every_rank_says_what_it_waits_for(tmp_path: Path, port: int) -> None:
     """All ranks end at the deadline, though the run could lose some of them."""
     halt = tmp_path / "halted"

@@ -86,6 +86,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("planes", [JUMBO_MTU], indirect=True, ids=["jumbo frames"])
 def test_weights_are_those_of_a_run_from_memory(planes: Planes, tmp_path: Path, from_memory: str) -> None:
     """Both ranks use one interface, with no rights but those that XDP takes. In the next test each has its own."""

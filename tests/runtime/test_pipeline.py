@@ -16,6 +16,7 @@ import torch
 from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.pipeline import Pipeline, Record, Task
 from sennit.transport.errors import ArgumentError, ConfigError
+from tests.extent import briefly
 from tests.runtime.pipeline_model import SAMPLES, STEPS, Batch, Model, batches, pipeline
 from tests.runtime.world import WorldFactory
 
@@ -187,7 +188,7 @@ def bad_gradient(rank: int, world: int, depth: int) -> list[Any]:
 
 
 # Of each world. 500 of two worlds make the thousand that the project promises.
-SCHEDULES = [12, pytest.param(500, marks=pytest.mark.long)]
+SCHEDULES = briefly([8, 500], [8])
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ from sennit.runtime.kernels import Optimizer, OptimizerSpec, Precision
 from sennit.runtime.kernels.int8 import int8_rows
 from sennit.runtime.sharded import ShardedEmbeddingBags, Table, TableStore
 from sennit.runtime.training import export_int8
+from tests.extent import briefly
 from tests.ranks import command
 from tests.runtime import checkpoint_kills
 from tests.runtime.world import WorldFactory
@@ -211,8 +212,10 @@ def group(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("in_background", [False, True])
-@pytest.mark.parametrize("is_stored", [False, True])
+@pytest.mark.parametrize(
+    ("is_stored", "in_background"),
+    briefly([(False, False), (False, True), (True, False), (True, True)], [(False, False), (True, True)]),
+)
 def test_base_and_increments_are_the_tables_in_any_world_and_placement(
     kept_world: WorldFactory, tmp_path_factory: pytest.TempPathFactory, is_stored: bool, in_background: bool
 ) -> None:
@@ -460,7 +463,7 @@ def test_an_export_has_what_base_and_increments_add_up_to(tmp_path: Path) -> Non
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("count", [16, pytest.param(300, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", briefly([16, 300], [16]))
 def test_no_kill_loses_what_was_reported(tmp_path: Path, count: int) -> None:
     done = subprocess.run(
         command(partial(checkpoint_kills.main, tmp_path, 15, count)),

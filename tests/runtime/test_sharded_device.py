@@ -22,6 +22,7 @@ from sennit.runtime.kernels.implementations import implementation
 from sennit.runtime.sharded import ShardedEmbeddingBags, Table, TableStore
 from sennit.runtime.sharded.module import ShardedTables
 from sennit.transport.errors import ConfigError, SennitError, Unsupported
+from tests.extent import briefly
 from tests.runtime import device_double, stream_double
 from tests.runtime.device_kernels import Kernels
 from tests.runtime.device_stand_in import on_device
@@ -174,8 +175,14 @@ def alone(request: pytest.FixtureRequest, kept_world: WorldFactory) -> tuple[str
     return request.param, kept_world(1).run(trained, **arguments)[0]
 
 
-@pytest.mark.parametrize("placement", ["row_wise", "grid", MIXED], ids=str)
-@pytest.mark.parametrize(("world", "ids_there"), [(2, True), (3, False)])
+@pytest.mark.parametrize(
+    ("world", "ids_there", "placement"),
+    briefly(
+        [(*group, placement) for group in ((2, True), (3, False)) for placement in ("row_wise", "grid", MIXED)],
+        [(2, True, "row_wise"), (3, False, "grid"), (2, True, MIXED)],
+    ),
+    ids=str,
+)
 def test_nothing_mixes_devices(
     kept_world: WorldFactory, alone: tuple[str, Any], world: int, ids_there: bool, placement: Any
 ) -> None:
@@ -208,7 +215,9 @@ def test_passes_are_one_step(kept_world: WorldFactory, alone: tuple[str, Any]) -
     assert [one for one, _ in kept_world(2).run(trained_on_the_double, **arguments)] == wanted
 
 
-@pytest.mark.parametrize(("world", "ahead", "passes"), [(1, 2, 1), (2, 1, 1), (2, 1, 2)])
+@pytest.mark.parametrize(
+    ("world", "ahead", "passes"), briefly([(1, 2, 1), (2, 1, 1), (2, 1, 2)], [(1, 2, 1), (2, 1, 2)])
+)
 def test_rows_from_files_have_the_same_bits(
     kept_world: WorldFactory,
     alone: tuple[str, Any],
@@ -260,9 +269,7 @@ def test_rows_from_files_move(kept_world: WorldFactory, alone: tuple[str, Any], 
 
 
 # The table of the kernels' cases has weights and bags, too.
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind == "sequences" else [pytest.mark.long]) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", briefly(KINDS, ["sequences"]))
 def test_triton_has_the_bits_of_the_native_kernels(kept_world: WorldFactory, tmp_path: Path, kind: str) -> None:
     pytest.importorskip("triton")
     arguments: dict[str, Any] = {"placement": MIXED, "kind": kind, "samples": 8, "steps": 1}

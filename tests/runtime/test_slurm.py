@@ -39,7 +39,7 @@ def nodes() -> Iterator[SlurmNodes]:
         yield made
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_job_trains_on_two_nodes(nodes: SlurmNodes, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     status, said = nodes.submit(

@@ -130,6 +130,10 @@ SPARED = {f"train {kind.value}" for kind in Optimizer} | {
     "train pooling none",
     "train, gradients that are not finite, sgd",
     "train, gradients that are not finite, adam",
+    "train wrap",
+    "train pooling weighted",
+    "train (2, 3, 4) x (1, 1, 7) ranks (1, 1)",
+    "train (7, 1, 9) x (1, 1, 23) ranks (2, 1)",
 }
 PAIRS = [
     pytest.param(name, case, marks=[pytest.mark.long] if name == "triton" and case in SPARED else [])

@@ -16,6 +16,7 @@ pytest.importorskip("torch")
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.metrics import Evaluation, Quality, quality
 from sennit.transport.errors import ConfigError
+from tests.extent import briefly
 from tests.runtime.whole_run import train
 
 pytestmark = pytest.mark.timeout(120)
@@ -27,6 +28,9 @@ OVERFITTING = [
 ]  # fmt: skip
 
 
+INCREMENTS = ["--checkpoint-every", "3", "--checkpoint-increments", "3"]
+
+
 def best_of(folder: Path) -> dict[str, Any]:
     (path,) = (folder / "best").iterdir()
     found: dict[str, Any] = json.loads((path / "quality.json").read_text())
@@ -34,7 +38,7 @@ def best_of(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("increments", [[], ["--checkpoint-every", "3", "--checkpoint-increments", "3"]])
+@pytest.mark.parametrize("increments", briefly([[], INCREMENTS], [INCREMENTS]), ids=["whole checkpoints", "increments"])
 def test_a_run_ends_when_it_gets_no_better_and_the_best_epoch_is_kept(tmp_path: Path, increments: list[str]) -> None:
     folder = tmp_path / "checkpoints"
     stopping = [*OVERFITTING, "--stop-early", "2", "--checkpoint", str(folder), *increments]

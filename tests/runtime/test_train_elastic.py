@@ -112,6 +112,7 @@ def test_one_after_the_other_until_one_is_left_without_a_checkpoint(tmp_path: Pa
     assert report["weights_sha256"] == expected["weights_sha256"]
 
 
+@pytest.mark.long
 def test_a_run_that_a_death_ends_has_a_timeline_of_all_ranks(tmp_path: Path) -> None:
     path = tmp_path / "steps.json"
     done, _ = started(tmp_path, "ended", "--ranks", "2", "--timeline", str(path), deaths=[(1, 3)])
@@ -132,6 +133,7 @@ def test_uneven_slices_are_the_same_on_any_number_of_ranks(tmp_path: Path) -> No
     assert uneven["quality"] == alone["quality"]
 
 
+@pytest.mark.long
 def test_torchrun_restarts_the_group_and_it_resumes(tmp_path: Path) -> None:
     saved = ["--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "3", "--resume"]
     torchrun = [

@@ -183,7 +183,7 @@ def test_newcomers_are_taken_in_without_a_checkpoint(tmp_path: Path, capsys: pyt
     assert report["weights_sha256"] == alone["weights_sha256"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_newcomer_that_dies_in_the_handover_costs_no_step(tmp_path: Path) -> None:
     halt = tmp_path / "halted"

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The README and the tutorials do what they say: their programs, and their commands in the order of the page.
 
-The tutorial on tracing is run by tests/testbed/test_trace_tutorial.py.
+The tutorial on tracing is run by tests/testbed/test_trace_tutorial.py. `make test` runs the README's programs, and
+parses the commands of all pages (tests/test_code_blocks.py).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def test_the_model_of_the_readme_has_the_same_digests_with_any_number_of_ranks(t
     assert re.fullmatch(r"loss 0\.\d{6}, digests [0-9a-f]{16} [0-9a-f]{16}", line)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(2 * DEADLINE_S)
 def test_first_allreduce(tmp_path: Path) -> None:
     page = TUTORIALS / "first-allreduce.md"
@@ -56,7 +57,7 @@ def test_first_allreduce(tmp_path: Path) -> None:
     assert sorted(line.partition(" process ended")[0] for line in printed[lost.line]) == told
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(3 * DEADLINE_S)
 def test_first_training_run(tmp_path: Path) -> None:
     """With 8 steps in place of 286."""

@@ -94,6 +94,7 @@ def run_backend_tests(ranks: Ranks, tmp_path: Path, of_ddp: bool) -> list[str]:
     return [name for name, outcome in outcomes.items() if outcome == "ran"]
 
 
+@pytest.mark.long
 def test_collectives(ranks: Ranks, tmp_path: Path) -> None:
     assert len(run_backend_tests(ranks, tmp_path, of_ddp=False)) >= LEAST_COLLECTIVES
 
