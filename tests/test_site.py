@@ -21,6 +21,7 @@ from sennit.testbed.site import api
 from sennit.testbed.site.lists import for_python_markdown
 from sennit.testbed.site.repository import PLACES, ROOT, for_site, origin, place
 from tests import browser
+from tests.extent import briefly
 
 DEADLINE_S = 120.0
 # What a browser loads by itself. A link that a reader may follow is no asset.
@@ -125,7 +126,7 @@ def test_nothing_comes_from_another_host(site: Path, pages: dict[Path, Html]) ->
 
 
 @pytest.mark.needs("chromium")
-@pytest.mark.parametrize("part", [4, pytest.param(1, marks=pytest.mark.long)], ids=["a fourth", "all"])
+@pytest.mark.parametrize("part", briefly([8, 1], [8]), ids=["an eighth", "all"])
 def test_pages_fit_a_phone(site: Path, pages: dict[Path, Html], part: int, seed: int, tmp_path: Path) -> None:
     """Without their scripts, which is cheaper, and two with them: they put a frame around wide tables."""
     shown_pages = sorted(path for path in pages if path.name != "404.html")[seed % part :: part]

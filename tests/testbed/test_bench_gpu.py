@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit bench gpu`: all parts run without a GPU in Triton's interpreter. No timing is asserted."""
+"""`sennit bench gpu` without a GPU: what it refuses and how its parts end. tests/test_gpu_bundle.py runs all parts."""
 
 from __future__ import annotations
 
@@ -32,22 +32,9 @@ from sennit.testbed.bench.gpu import (
     gpu_tests,
 )
 from sennit.transport.errors import Unsupported
-from tests import gpu_report
 
 pytestmark = [pytest.mark.needs("backend", "shm"), pytest.mark.timeout(180)]
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
-
-
-@pytest.mark.long
-@without_gpu
-def test_all_parts_run_in_the_interpreter(tmp_path: Path) -> None:
-    """From the checkout. `make test` runs them from a bundle, in tests/test_gpu_bundle.py."""
-    path = tmp_path / "gpu.json"
-    folder = tmp_path / "parts"
-    command = ["bench", "gpu", "--interpreter", "--report", str(folder), "--json", str(path)]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 0, result.output
-    gpu_report.check(json.loads(path.read_text()), (folder / gpu.SUMMARY).read_text())
 
 
 def test_ranks_that_cannot_share_slices_are_refused() -> None:

@@ -85,6 +85,7 @@ def test_bytes_cost_something_even_if_all_times_are_equal() -> None:
     assert 0 <= found.peer_share <= 1
 
 
+@pytest.mark.long
 def test_ranks_on_this_machine_write_a_file_that_ranks_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The old file is being replaced, so it does not matter.
     monkeypatch.setenv("SENNIT_CALIBRATION", str(tmp_path / "missing.json"))
@@ -115,7 +116,7 @@ def test_ranks_on_this_machine_write_a_file_that_ranks_read(tmp_path: Path, monk
 
 
 def test_a_way_that_is_not_measured_keeps_the_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two threads measure with the least work. Speeds of kernels have the test above."""
+    """Two threads measure with the least work. What they found can be written, and read again."""
     monkeypatch.setenv("SENNIT_TRANSPORT", "shm")
     monkeypatch.setattr(calibrate, "TURNS", 1)
     monkeypatch.setattr(calibrate, "SAMPLE_S", 1e-4)
@@ -133,6 +134,10 @@ def test_a_way_that_is_not_measured_keeps_the_defaults(tmp_path: Path, monkeypat
     assert contents["ways"]["network"] == {**NETWORK._asdict(), "ranks": 0}
     assert contents["ways"]["shared_memory"]["ranks"] == 2
     assert {check["way"] for check in contents["checks"]} == {"shared_memory"}
+    calibrate.write(tmp_path / "here.json", contents)
+    found = read_calibration(str(tmp_path / "here.json"))
+    assert found.network == NETWORK
+    assert found.shared_memory != SHARED_MEMORY
 
 
 def test_a_rank_that_fails_ends_the_command_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,11 @@ from sennit.testbed.scenarios.results import Status
 from sennit.testbed.topology import Impairer
 from sennit.testbed.topology.switch import NEEDS
 
-# Others cover these: the same at more and at less loss, other codecs, and the tests of training with other ranks.
+# Others cover these: the same at more loss, other codecs and operations, a death after that of a plane, and the tests
+# of ranks, collectives and training.
 COVERED = {
-    "loss-0.1-alltoall", "loss-1-allreduce", "loss-1-alltoall", "loss-5-allreduce", "same-bits-fp8",
+    "incast", "loss-0.1-allreduce", "loss-0.1-alltoall", "loss-1-allreduce", "loss-1-alltoall", "loss-5-allreduce",
+    "lossless-alltoall", "peer-killed", "plane-off", "same-bits", "same-bits-fp8", "same-bits-fp8-alltoall",
     "same-bits-int8-alltoall", "same-bits-training",
 }  # fmt: skip
 

@@ -113,7 +113,7 @@ def test_a_process_with_a_library_of_its_own_is_found_by_either_number(
 
 @pytest.mark.root
 @pytest.mark.needs("tracepoints", "loopback-ipv6")
-@pytest.mark.parametrize("name", ["paths", pytest.param("ops", marks=pytest.mark.needs("bcc"))])
+@pytest.mark.parametrize("name", ["paths", pytest.param("ops", marks=[pytest.mark.needs("bcc"), pytest.mark.long])])
 def test_a_session_from_outside_sees_a_rank_with_a_library_of_its_own(
     tmp_path: Path, seed: int, apart: list[str], own_core: Path, name: str
 ) -> None:

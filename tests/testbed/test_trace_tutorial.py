@@ -13,7 +13,7 @@ PAGE = pages.ROOT / "docs" / "tutorials" / "first-trace.md"
 DEADLINE_S = 180.0
 pytestmark = [
     pytest.mark.root,
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.needs("tc-bpf", "tracepoints", "backend"),
     pytest.mark.timeout(2 * DEADLINE_S),
 ]
