@@ -299,6 +299,7 @@ def test_without_extras_torch_trains_on_made_up_samples(with_torch: Environment)
     succeed(with_torch, *TRAIN, "--data", "synthetic", "--samples", "4096", "--ranks", "2", "--steps", "2")
 
 
+@pytest.mark.long
 @wheel_test
 @extra("train", torch=True)
 def test_train_reads_flights_and_writes_for_tensorboard(made: Environment, tmp_path: Path) -> None:

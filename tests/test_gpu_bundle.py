@@ -201,6 +201,7 @@ def test_only_wheels_that_are_lacking_are_unpacked() -> None:
     assert not gpu_run.lacks("pytest", "9.0")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_without_a_compiler_the_python_parts_run(bundle: Path, python: Path, tmp_path: Path) -> None:
     """Parts that need native code say so; the summary is there."""

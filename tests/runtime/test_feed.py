@@ -198,7 +198,7 @@ def test_a_trainer_is_told_why_a_feeder_does_not_come() -> None:
         assert said.text in output(feed)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_records_of_a_worker_that_heard_no_end_are_counted() -> None:
     """A trainer that is done may be gone before it has told every worker."""
     packets = 13  # A batch of 64 records, five in each packet.
@@ -220,7 +220,7 @@ def test_records_of_a_worker_that_heard_no_end_are_counted() -> None:
         assert "fed 128 records in" in output(feed)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_worker_that_met_no_trainer_ends_with_the_run() -> None:
     rank = Rank(order=ORDER, window_packets=1000)
     with feeding(rank, "--workers", "2", "--timeout", "600") as feed:

@@ -229,6 +229,7 @@ assert all(torch.equal(gradient, other) for other in others)
 """
 
 
+@pytest.mark.long
 def test_an_unmodified_program_gets_symmetric_tensors(tmp_path: Path) -> None:
     """The program does not know sennit's Python names. Only the lines that this test adds do."""
     script = tmp_path / "script.py"

@@ -198,7 +198,7 @@ def test_ranks_are_forks_of_the_command(tmp_path: Path) -> None:
     assert f"a rank of process {running.pid}\n" in told
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_tables_on_a_file_end_with_the_weights_of_tables_in_memory(tmp_path: Path) -> None:
     memory, stored, folder = tmp_path / "memory.json", tmp_path / "stored.json", tmp_path / "rows"
     data = [

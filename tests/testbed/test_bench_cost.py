@@ -165,7 +165,7 @@ def test_settings_that_make_no_sense_are_refused(wrong: dict[str, object]) -> No
 
 
 @pytest.mark.root
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.needs("netns", "bpf", "arena", "native-xdp")
 @pytest.mark.timeout(180)
 def test_small_run(monkeypatch: pytest.MonkeyPatch) -> None:

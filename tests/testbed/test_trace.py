@@ -86,13 +86,14 @@ def test_losses_and_operations_are_all_seen(tmp_path: Path, seed: int, apart: li
 
 @pytest.mark.root
 @pytest.mark.needs("tracepoints", "bcc")
+# The sessions of the core have the other ends, too (test_trace_core.py).
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
         (["ops", "--", "sh", "-c", "exit 3"], 3, "nothing was seen"),
-        (["ops", "--seconds", "0.2"], 0, "nothing was seen"),
+        pytest.param(["ops", "--seconds", "0.2"], 0, "nothing was seen", marks=pytest.mark.long),
         (["loss", "--", "/no/such/program"], 69, "/no/such/program: No such file"),
-        (["loss", "--pid", "4194305"], 69, "no such process"),
+        pytest.param(["loss", "--pid", "4194305"], 69, "no such process", marks=pytest.mark.long),
     ],
 )
 def test_how_a_session_ends(arguments: list[str], code: int, said: str, apart: list[str]) -> None:
