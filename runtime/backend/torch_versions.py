@@ -142,6 +142,12 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+def accumulates() -> bool:
+    """Whether a DDP runs its `forward` now, and only accumulates gradients (`no_sync`)."""
+    ddp = nn.parallel.DistributedDataParallel._active_ddp_module
+    return ddp is not None and not ddp.require_backward_grad_sync
+
+
 def times_changed(tensor: torch.Tensor) -> int:
     """How often operations have written to the memory of a tensor: torch's version counter."""
     return tensor._version

@@ -22,11 +22,10 @@ from sennit.runtime.pipeline.scheduler import Scheduler
 from sennit.runtime.pipeline.task import Task
 from sennit.runtime.replicas.replicas import SlicedReplicas
 from sennit.runtime.sharded.module import ShardedTables
-from sennit.runtime.sharded.overlap import Beside
+from sennit.runtime.sharded.passes import LOOKUP, UPDATE, Passes
 
 EXCHANGE: Final = "exchange"
 GRADIENTS: Final = "gradients"
-LOOKUP, UPDATE = "lookup", "sparse update"
 
 
 class Exchanges:
@@ -51,12 +50,10 @@ class Exchanges:
         self._ahead = ahead
         self._thread = GroupThread(scheduler, EXCHANGE, group)
         self._tables, self._replicas = tables, replicas
-        self._of_table: dict[int, Beside] = {}
+        self._of_table: dict[int, Passes] = {}
         for number, module in enumerate(tables):
             if module.device.type == "cpu":
-                beside = module.overlap(functools.partial(self._run, number), self._thread.group)
-                assert beside is not None
-                self._of_table[number] = beside
+                self._of_table[number] = module.overlap(functools.partial(self._run, number), self._thread.group)
         self._gradients: GroupThread | None = None
         if replicas is not None and dist.get_world_size(group) > 1:
             self._gradients = GroupThread(scheduler, GRADIENTS, group)
@@ -80,17 +77,17 @@ class Exchanges:
     def _run(self, number: int, name: str, function: Callable[[], Any]) -> Task:
         """Runs what a module of tables asks for. After an update, it also looks the next batch up."""
         found = self._thread.submit(name, function, step=self.step)
-        beside = self._of_table[number]
+        passes = self._of_table[number]
         waiting = self._ahead.oldest
-        if name == UPDATE and beside.looks_ahead and waiting is not None:
+        if name == UPDATE and passes.looks_ahead and waiting is not None:
 
             def look_up(arrived: Arrived, _: object) -> object:
-                return beside.look_up(arrived.sent[number])
+                return passes.look_up(arrived.sent[number])
 
             # After an update that has failed no row is right.
             lookup = self._thread.submit(LOOKUP, look_up, waiting.ids, found, step=self.step + 1)
             waiting.lookups[number] = lookup
-            beside.has_begun(lookup)
+            passes.has_begun(lookup)
         return found
 
     def _sum(self, name: str, function: Callable[[], Any]) -> Task:

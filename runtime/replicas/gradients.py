@@ -20,6 +20,7 @@ from sennit.runtime.backend.torch_versions import at_end_of_backward, backward_p
 from sennit.runtime.replicas.cutting import CUT_NODE
 from sennit.runtime.replicas.gradient_rows import Layout
 from sennit.runtime.replicas.reduction import Reduction
+from sennit.runtime.sharded.accumulation import hold
 from sennit.runtime.sharded.sent import Running
 from sennit.transport.errors import ArgumentError, MismatchError, Unsupported
 from sennit.transport.plans.tree import Span
@@ -137,6 +138,8 @@ class SliceSums:
         if self._backward_pass != current:
             self._begin(current)
             self._is_first = self._reduction.is_first(current)
+            if not self._synchronised:
+                hold(current)
             at_end_of_backward(self._finish)
 
     def _take(self, number: int, index: int, alias: Tensor) -> None:

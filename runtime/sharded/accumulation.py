@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several backward passes for one optimizer step of the rows."""
+"""Gradients that wait for an optimizer step of their rows: those of several lookups, and of several backward passes."""
 
 from __future__ import annotations
 
-import dataclasses
+from collections import deque
+from collections.abc import Collection, Sequence
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,76 +13,180 @@ from torch import Tensor
 from sennit.runtime.kernels.batch import MAX_SLICES, Batch
 from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.kernels.spec import Pooling
+from sennit.runtime.sharded.batch_parts import chosen_blocks
+from sennit.runtime.sharded.engines import Engines, groups_of
+from sennit.runtime.sharded.replicated import SparseAllReduce
 from sennit.runtime.sharded.shards import Announced, Rates, Shards
 from sennit.transport.errors import ArgumentError
 
 
-class Steps:
-    """The optimizer steps of an engine's shards. A step may take several backward passes: all but the last are kept.
+class Given(NamedTuple):
+    """The gradients of a lookup."""
 
-    Pass p of a step has the slices from p · V on. So M passes are summed as one batch of M · V slices, and the V slices
-    of one pass are a node of the tree.
+    announced: Announced
+    """What was looked up."""
+
+    batch: Batch
+    """The blocks that rows are updated from."""
+
+    gradient: Tensor
+    """Float32, flat: the gradient of the blocks' results."""
+
+
+class Gradients:
+    """The gradients that the tables of one `Engines` have got since their last step."""
+
+    def __init__(self, engines: Engines) -> None:
+        settings = engines.settings
+        self._tables = frozenset(groups_of(settings.tables)[engines.group])
+        self._sharded = Waiting(engines.sharded, settings.slices.count)
+        self._replicated = Waiting(engines.replicated, settings.slices.count)
+        self._sparse = SparseAllReduce(engines.replicated, settings.slices, settings.wire)
+
+    @property
+    def is_empty(self) -> bool:
+        return self._sharded.is_empty and self._replicated.is_empty
+
+    def add(self, lookup: int, tables: Collection[int], sharded: Given, replicated: Given | None) -> None:
+        """Keeps the gradients of a lookup until `take`. Collective if there are `replicated` tables.
+
+        `lookup`: its number in the order of calls. `tables`: those that the loss depends on, on whichever rank. If none
+        is of this group, the group takes no step for this lookup. All engines of a group take as many.
+        """
+        if self._tables.isdisjoint(tables):
+            self._sharded.forget(sharded.announced)
+            return
+        self._sharded.add(lookup, self._sharded.of_tables(sharded, tables))
+        if replicated is None:
+            return
+        own = self._replicated.of_tables(replicated, tables)
+        if own.batch.table_of_block:
+            batch, gradient = self._sparse.of_all(own.batch, own.gradient, before=self._replicated.pooling)
+            own = Given(own.announced, batch, gradient)
+        self._replicated.add(lookup, own)
+
+    def take(self, rates: Rates, *, factor: float) -> GradientError | None:
+        """Takes one step with everything that was kept; none if that is nothing. Not collective.
+
+        `rates`: of all tables. `factor`: what gradients are multiplied by. Returns what is wrong with gradients of this
+        rank's rows.
+        """
+        bad = self._sharded.take(rates, factor=factor)
+        return self._replicated.take(rates, factor=factor) or bad
+
+    def settle(self) -> None:
+        """A backward pass has ended without a step. From now on only `drop(all_of_them=True)` forgets its gradients."""
+        self._sharded.settle()
+        self._replicated.settle()
+
+    def drop(self, *, all_of_them: bool) -> None:
+        """Forgets gradients: those of a backward pass that has not ended, or all."""
+        self._sharded.drop(all_of_them=all_of_them)
+        self._replicated.drop(all_of_them=all_of_them)
+
+
+class Waiting:
+    """The gradients of one engine's shards, lookup by lookup.
+
+    Lookup m of a step has the slices from m · V on. So M lookups are summed as one batch of M · V slices, and the V
+    slices of one lookup are a node of the tree.
     """
 
     def __init__(self, shards: Shards, slices: int) -> None:
         self._shards, self._slices = shards, slices
-        self._kept: list[tuple[Batch, Tensor]] = []
-        self._announced: list[Announced] = []
+        self._kept: list[tuple[int, Given]] = []
+        self._settled = 0
 
     @property
-    def is_begun(self) -> bool:
-        """Whether passes are kept for a step that is still to be taken."""
-        return bool(self._kept)
+    def is_empty(self) -> bool:
+        return not self._kept
 
     @property
     def pooling(self) -> Pooling | None:
-        """How the kept passes are pooled; None if there are none. The passes of a step have to be alike."""
-        return self._kept[0][0].pooling if self._kept else None
+        """How what is kept is pooled; None if that is nothing. Lookups of a step have to be alike."""
+        return next((given.batch.pooling for _, given in self._kept if given.batch.table_of_block), None)
 
-    def add(self, announced: Announced, batch: Batch, gradient: Tensor, *, rate: Rates | None) -> GradientError | None:
-        """Updates rows from this pass and all that are kept, at the rates of their tables; with None, keeps this pass.
+    def of_tables(self, given: Given, tables: Collection[int]) -> Given:
+        """The blocks of these `tables`."""
+        batch = given.batch
+        places = [place for place, shard in enumerate(batch.table_of_block) if self._shards.tables[shard] in tables]
+        if len(places) == len(batch.table_of_block):
+            return given
+        dims = [spec.dim for spec in self._shards.specs]
+        return Given(given.announced, *chosen_blocks(batch, given.gradient, places, dims))
 
-        `announced`: the batch that this pass looked up. `batch`, with its flat `gradient`: the blocks to update from.
-
-        Returns the error if rows had gradients that are not finite. Such rows are left as they were.
-        """
-        first = len(self._kept) * self._slices
-        if first + self._slices > MAX_SLICES:
+    def add(self, lookup: int, given: Given) -> None:
+        if (len(self._kept) + 1) * self._slices > MAX_SLICES:
             raise ArgumentError(
-                f"more than {len(self._kept)} backward passes of {self._slices} slices in a step; allowed: "
-                f"{MAX_SLICES:,} slices in all"
+                f"more than {len(self._kept)} lookups of {self._slices} slices in a step; allowed: {MAX_SLICES:,} "
+                "slices in all"
             )
-        if first:
-            assert batch.slice_of_block is not None
-            batch = dataclasses.replace(batch, slice_of_block=tuple(first + number for number in batch.slice_of_block))
-        self._kept.append((batch, gradient))
-        self._announced.append(announced)
-        if rate is None:
+        self._kept.append((lookup, given))
+
+    def take(self, rates: Rates, *, factor: float) -> GradientError | None:
+        taken = [given for _, given in sorted(self._kept, key=lambda one: one[0])]
+        self._kept, self._settled = [], 0
+        if not taken:
             return None
-        kept, self._kept = self._kept, []
-        looked_up, self._announced = self._announced, []
         try:
-            self._shards.update(*(kept[0] if len(kept) == 1 else _joined(kept)), rate=rate)
+            batch, gradient = _joined(taken, self._slices)
+            self._shards.update(batch, gradient if factor == 1 else gradient * factor, rate=rates)
         except GradientError as bad:
             return bad
         finally:
-            for one in looked_up:
-                self._shards.release(one, is_dirty=True)
+            for given in taken:
+                self._shards.release(given.announced, is_dirty=True)
         return None
 
+    def settle(self) -> None:
+        self._settled = len(self._kept)
 
-def _joined(passes: list[tuple[Batch, Tensor]]) -> tuple[Batch, Tensor]:
-    batches = [batch for batch, _ in passes]
-    first = batches[0]
-    if any((batch.weights is None) != (first.weights is None) for batch in batches):
-        raise ArgumentError("weights in some of the backward passes of a step; allowed: in all or none")
-    weights = [batch.weights for batch in batches if batch.weights is not None]
+    def drop(self, *, all_of_them: bool) -> None:
+        if all_of_them:
+            self._settled = 0
+        for _, given in self._kept[self._settled :]:
+            self.forget(given.announced)
+        del self._kept[self._settled :]
+
+    def forget(self, announced: Announced) -> None:
+        """Ends a lookup without an update."""
+        self._shards.release(announced, is_dirty=False)
+
+
+def _joined(lookups: Sequence[Given], slices: int) -> tuple[Batch, Tensor]:
+    """One batch of the blocks of all lookups, with its gradient. Lookups without blocks add nothing."""
+    found = [(number, given) for number, given in enumerate(lookups) if given.batch.table_of_block]
+    if len(found) <= 1:
+        _, batch, gradient = found[0][1] if found else lookups[0]
+        return batch, gradient
+    batches = [given.batch for _, given in found]
+    weights = None
+    if any(batch.weights is not None for batch in batches):
+        # A weight of 1 changes no bit.
+        of_batch = [(torch.ones_like(one.values, dtype=torch.float32), one.weights) for one in batches]
+        weights = torch.cat([ones if given is None else given for ones, given in of_batch])
     return Batch(
         table_of_block=tuple(table for batch in batches for table in batch.table_of_block),
         bags_of_block=tuple(bags for batch in batches for bags in batch.bags_of_block),
-        slice_of_block=tuple(number for batch in batches for number in batch.slice_of_block or ()),
+        slice_of_block=tuple(
+            number * slices + own for number, given in found for own in given.batch.slice_of_block or ()
+        ),
         lengths=torch.cat([batch.lengths for batch in batches]),
         values=torch.cat([batch.values for batch in batches]),
-        weights=torch.cat(weights) if weights else None,
-        pooling=first.pooling,
-    ), torch.cat([gradient for _, gradient in passes])
+        weights=weights,
+        pooling=batches[0].pooling,
+    ), torch.cat([given.gradient for _, given in found])
+
+
+# The last backward passes that only accumulate. Several threads may run some at a time.
+_HELD: Final = deque[int](maxlen=64)
+
+
+def hold(backward_pass: int) -> None:
+    """A backward pass only accumulates gradients: no table takes a step at its end."""
+    _HELD.append(backward_pass)
+
+
+def is_held(backward_pass: int) -> bool:
+    """Whether `hold` was called for a backward pass."""
+    return backward_pass in _HELD

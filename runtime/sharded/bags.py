@@ -10,16 +10,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.kernels.spec import Pooling
-from sennit.runtime.sharded.accumulation import Steps
+from sennit.runtime.sharded.accumulation import Given
 from sennit.runtime.sharded.engines import Engines
 from sennit.runtime.sharded.features import Ids
 from sennit.runtime.sharded.module import ShardedTables
 from sennit.runtime.sharded.owner import Arrived
 from sennit.runtime.sharded.placement import alone
 from sennit.runtime.sharded.pooled import Exchange, Outgoing
-from sennit.runtime.sharded.replicated import SparseAllReduce
 from sennit.runtime.sharded.shards import Rates
 from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.table_steps import TableSteps
@@ -37,10 +35,6 @@ class BagSteps(TableSteps):
     def connect(self, engines: Sequence[Engines]) -> None:
         super().connect(engines)
         self._pools = [Pools(one) for one in engines]
-
-    @property
-    def is_accumulating(self) -> bool:
-        return any(pools.is_accumulating for pools in self._pools)
 
     def send(self, given: Any, global_batch: int | None, rates: Rates) -> _Step:
         outgoing: list[tuple[Outgoing, Outgoing]] = []
@@ -80,32 +74,32 @@ class BagSteps(TableSteps):
             found[feature] = found[feature] / lengths
         return tuple(found[feature] for feature in range(len(self.features)))
 
-    def result_size(self, step: _Step) -> int:
-        return step.ids.sample_count * sum(self.tables[table].dim for _, table in self.features)
+    def result_rows(self, step: _Step) -> list[int]:
+        return [step.ids.sample_count] * len(self.features)
 
     def weights(self, step: _Step) -> Tensor | None:
         return step.ids.weights if _kind_of(step.ids.weights) == 2 else None
 
-    def update(
-        self, step: _Step, gradients: Sequence[Tensor], rates: Sequence[Rates | None]
-    ) -> tuple[GradientError | None, Tensor | None]:
+    def exchange(
+        self, step: _Step, gradients: Sequence[Tensor]
+    ) -> tuple[list[tuple[Given, Given | None]], Tensor | None]:
         scaled: dict[int, Tensor] = {}
         for feature, gradient in enumerate(gradients):
             own = gradient if self.divisor == 1 else gradient / self.divisor
             lengths = step.lengths.get(feature)
             scaled[feature] = own if lengths is None else (torch.ones(()) / lengths) * own
         ids = step.ids if self.weights(step) is not None else None
-        error: GradientError | None = None
+        found: list[tuple[Given, Given | None]] = []
         of_weights: dict[int, Tensor] = {}
-        for number, (pools, arrivals) in enumerate(zip(self._pools, step.arrivals, strict=True)):
-            bad, found = pools.update(arrivals, scaled, rate=rates[number], weighted=ids)
-            error = bad or error
-            of_weights |= found
+        for pools, arrivals in zip(self._pools, step.arrivals, strict=True):
+            sharded, replicated, own_weights = pools.return_gradients(arrivals, scaled, weighted=ids)
+            found.append((sharded, replicated))
+            of_weights |= own_weights
         if ids is None:
-            return error, None
+            return found, None
         # A weight belongs to the loss of this rank alone, which is no mean over ranks.
         whole = torch.cat([of_weights[feature] for feature in range(len(self.features))]).mul_(self.divisor)
-        return error, whole.to(ids.weights.device) if ids.weights is not None else whole
+        return found, whole.to(ids.weights.device) if ids.weights is not None else whole
 
     def release(self, step: _Step) -> None:
         for pools, arrivals in zip(self._pools, step.arrivals, strict=True):
@@ -119,8 +113,9 @@ class ShardedEmbeddingBags(ShardedTables):
     a part of what arrived, without a copy.
 
     The backward pass updates the rows that were used, with the tables' own optimizers (Mudigere et al., ISCA 2022,
-    section 4.1): a gradient of a table never exists. Weights have the same bits in any world, with any placement and
-    transport, if `gradients` is "sum" and the rest of the model works slice by slice (`SlicedReplicas`).
+    section 4.1): a gradient of a table never exists. All lookups that it reaches make one step of each row. Weights
+    have the same bits in any world, with any placement and transport, if `gradients` is "sum" and the rest of the model
+    works slice by slice (`SlicedReplicas`).
     """
 
     _kind = BagSteps
@@ -151,14 +146,6 @@ class Pools:
             engines.replica_of,
             Wire(rank=0, world_size=1, group=None),
         )
-        self._steps = Steps(engines.sharded, settings.slices.count)
-        self._replica_steps = Steps(engines.replicated, settings.slices.count)
-        self._sparse = SparseAllReduce(engines.replicated, settings.slices, settings.wire)
-
-    @property
-    def is_accumulating(self) -> bool:
-        """Whether gradients are kept for a later update."""
-        return self._steps.is_begun or self._replica_steps.is_begun
 
     def outgoing(self, ids: Ids) -> tuple[Outgoing, Outgoing]:
         """This rank's ids: for the owners of shards, and for its own replicated tables. Not collective."""
@@ -184,13 +171,13 @@ class Pools:
         found |= self._local.bags(self._local.owner.answer(arrivals.replicated), samples)
         return self._engines.from_tables(found)
 
-    def update(
-        self, arrivals: Arrivals, gradients: dict[int, Tensor], *, rate: Rates | None, weighted: Ids | None
-    ) -> tuple[GradientError | None, dict[int, Tensor]]:
-        """Updates rows by the gradients of `bags`; where `rate` is None, keeps the gradients for a later update.
+    def return_gradients(
+        self, arrivals: Arrivals, gradients: dict[int, Tensor], *, weighted: Ids | None
+    ) -> tuple[Given, Given | None, dict[int, Tensor]]:
+        """Sends the gradients of `bags` to the owners of rows. Returns those for this rank's shards and its replicas.
 
-        `weighted`: this rank's ids, if their weights require gradients. Returns what is wrong with gradients of this
-        rank's rows, and the gradients of those weights, [ids] by feature.
+        `weighted`: this rank's ids, if their weights require gradients. The gradients of those weights, [ids] by
+        feature, come last.
         """
         gradients = self._engines.to_tables(gradients)
         arrived = self._exchange.return_gradients(arrivals.sharded, gradients)
@@ -199,13 +186,12 @@ class Pools:
         if weighted is not None:
             of_weights = self._exchange.weight_gradients(weighted, arrivals.sharded, arrived)
             of_weights |= self._local.weight_gradients(weighted, arrivals.replicated, own)
-        by_slice = self._exchange.owner.by_slice(arrivals.sharded, arrived)
-        error = self._steps.add(arrivals.sharded.announced, *by_slice, rate=rate)
+        sharded = Given(arrivals.sharded.announced, *self._exchange.owner.by_slice(arrivals.sharded, arrived))
+        replicated = None
         if self._local.features:
-            own_rows = self._local.owner.by_slice(arrivals.replicated, own)
-            of_all = self._sparse.of_all(*own_rows, before=self._replica_steps.pooling)
-            error = self._replica_steps.add(arrivals.replicated.announced, *of_all, rate=rate) or error
-        return error, self._engines.from_tables(of_weights)
+            by_slice = self._local.owner.by_slice(arrivals.replicated, own)
+            replicated = Given(arrivals.replicated.announced, *by_slice)
+        return sharded, replicated, self._engines.from_tables(of_weights)
 
     def release(self, arrivals: Arrivals) -> None:
         """Ends a step without an update."""

@@ -28,7 +28,7 @@ from sennit.runtime.sharded.engines import Settings, engines_of, with_files
 from sennit.runtime.sharded.files import TableStore
 from sennit.runtime.sharded.handle import TableHandle
 from sennit.runtime.sharded.moving import moved
-from sennit.runtime.sharded.overlap import Beside, Lookup
+from sennit.runtime.sharded.passes import Passes
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.sharded.placement import Placement, place
 from sennit.runtime.sharded.row_access import RowAccess
@@ -157,10 +157,11 @@ class ShardedTables(HeldTables):
         else:
             engines = made_on_all(lambda: engines_of(settings), f"make its tables on {self.device}", group)
         self.optimizer = TableRates(self.tables, lr=lr)
-        """Holds the learning rates, for `torch.optim.lr_scheduler`. Its `step` does nothing."""
+        """Holds the learning rates, for `torch.optim.lr_scheduler`. Its `step` does nothing; its `zero_grad` forgets
+        the gradients that are kept for a later step. `scaler` is for mixed precision."""
         self._steps = self._kind(engines, self.optimizer, divisor=world_size if gradients == "mean" else 1)
         self._expected: dict[int, tuple[Any, Sent]] = {}
-        self._beside: Beside | None = None
+        self._passes = Passes(self._steps)
 
     def __getitem__(self, name: str) -> TableHandle:
         """The handle of a table by its name: learning rate, freezing, rows by id."""
@@ -220,35 +221,21 @@ class ShardedTables(HeldTables):
         elif global_batch is not None:
             raise ArgumentError("global_batch for a batch that was sent; allowed: in send")
         step, lookup = features.take(steps.engines, "looked up"), features.lookup
-        weights = steps.weights(step)
-        has_backward = torch.is_grad_enabled() and not (weights is None and self.optimizer.are_frozen)
-        if self._beside is not None and has_backward and weights is None:
-            return self._beside.pending(step, lookup)
-        self.finish()
-        if has_backward:
-            found: tuple[Tensor, ...] = Lookup.apply(steps.anchor, steps, step, weights)  # type: ignore[no-untyped-call]
-        else:
-            found = steps.look_up(step)
-            steps.release(step)
-        return dict(zip(steps.feature_names, found, strict=True))
+        return self._passes.results(step, lookup)
 
-    def overlap(self, run: RunBeside | None, group: dist.ProcessGroup | None = None) -> Beside | None:
+    def overlap(self, run: RunBeside | None, group: dist.ProcessGroup | None = None) -> Passes:
         """From now on `run` runs lookups and updates in another thread, over `group`, which has the same ranks.
 
-        A call then returns `Pending`. The backward pass does not wait for its update: `finish` does. Two kinds of calls
-        still work in the caller's thread: calls without gradients, and calls with weights that require gradients. With
-        None all calls do.
+        A call then returns `Pending`. The backward pass does not wait for its update: `finish` does. Calls without
+        gradients, and with weights that require gradients, are still looked up in the caller's thread. With None all
+        calls are.
         """
-        before, self._beside = self._beside, None if run is None else Beside(self._steps, run, group)
-        if before is not None:
-            before.finish()
-            self._note_bad(before)
-        return self._beside
+        self._passes.overlap(run, group)
+        return self._passes
 
     def finish(self) -> None:
         """Waits for what runs in another thread. Raises errors of updates."""
-        if self._beside is not None:
-            self._beside.finish()
+        self._passes.finish()
 
     @uncompiled
     def send(self, features: Any, *, global_batch: int | None = None) -> Sent:
@@ -266,11 +253,10 @@ class ShardedTables(HeldTables):
         `group` has the ranks of the module. `Refused` features tell all ranks why this one has no batch.
         """
         steps, rates = self._steps, self.optimizer.rates()
-        untold = [] if self._beside is None else self._beside.untold()
-        before, steps.bad = steps.bad, None
+        error_of_updates = self._passes.errors()
 
         def send(features: Any, global_batch: int | None) -> Sent:
-            bad = next((bad for update in untold if (bad := update.result()) is not None), before)
+            bad = error_of_updates()
             with steps.wire.phase("input exchange"), steps.wire.over(group):
                 return Sent(steps.engines, steps.send(features if bad is None else Refused(bad), global_batch, rates))
 
@@ -302,7 +288,7 @@ class ShardedTables(HeldTables):
     @property
     def looks_ahead(self) -> bool:
         """Whether the next batch is looked up while the step of the one before still runs (`overlap`)."""
-        return self._beside is not None and self._beside.looks_ahead
+        return self._passes.looks_ahead
 
     def result_bytes(self, sent: Sent) -> int:
         """The bytes of a sent batch's result, on `device`. Its gradients take as much again."""
@@ -356,14 +342,20 @@ class ShardedTables(HeldTables):
     def no_sync(self) -> Iterator[None]:
         """Backward passes made inside update no row: the next one from outside takes one step with all of them.
 
-        Their gradients are added up as those of one batch, M passes of V slices each as M · V slices. The same bits in
-        every world. Gradients travel in each pass.
+        So do those of a DDP's `no_sync` if the DDP calls this module, and of `SlicedReplicas.no_sync`. `zero_grad`
+        forgets what is kept. M lookups are summed as one batch of M · V slices, in the order of the calls. The same
+        bits in every world. Gradients travel in each pass.
         """
-        before, self._steps.is_synchronised = self._steps.is_synchronised, False
+        before, self._passes.is_synchronised = self._passes.is_synchronised, False
         try:
             yield
         finally:
-            self._steps.is_synchronised = before
+            self._passes.is_synchronised = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients that are kept for a later step."""
+        super().zero_grad(set_to_none)
+        self._passes.forget()
 
     @property
     def feature_names(self) -> tuple[str, ...]:
@@ -381,12 +373,5 @@ class ShardedTables(HeldTables):
         Collective. Such rows were left as they were. The next forward pass raises the same error.
         """
         self.finish()
-        if self._beside is not None:
-            self._note_bad(self._beside)
-        bad, self._steps.bad = self._steps.bad, None
-        alike = self._steps.alike(self.optimizer.rates())
+        bad, alike = self._passes.errors()(), self._steps.alike(self.optimizer.rates())
         exchange_headers(bad, 0, [[]] * self.slices.world_size, self._group, alike=alike)
-
-    def _note_bad(self, beside: Beside) -> None:
-        for update in beside.untold():
-            self._steps.bad = update.result() or self._steps.bad

@@ -10,13 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.kernels.spec import Pooling
-from sennit.runtime.sharded.accumulation import Steps
+from sennit.runtime.sharded.accumulation import Given
 from sennit.runtime.sharded.engines import Engines
 from sennit.runtime.sharded.features import Ids
 from sennit.runtime.sharded.module import ShardedTables
-from sennit.runtime.sharded.replicated import SparseAllReduce
 from sennit.runtime.sharded.rows import Asked, Node, RowExchange
 from sennit.runtime.sharded.shards import Rates
 from sennit.runtime.sharded.table_steps import TableSteps
@@ -32,10 +30,6 @@ class SequenceSteps(TableSteps):
     def connect(self, engines: Sequence[Engines]) -> None:
         super().connect(engines)
         self._sequences = [Sequences(one) for one in engines]
-
-    @property
-    def is_accumulating(self) -> bool:
-        return any(sequences.is_accumulating for sequences in self._sequences)
 
     def send(self, given: Any, global_batch: int | None, rates: Rates) -> _Step:
         def prepared(ids: Ids) -> list[list[int]]:
@@ -63,21 +57,17 @@ class SequenceSteps(TableSteps):
             found[feature] = rows.new_zeros(step.counts[feature], rows.shape[1]).index_copy_(0, kept, rows)
         return tuple(found[feature] for feature in range(len(self.features)))
 
-    def result_size(self, step: _Step) -> int:
-        return sum(count * self.tables[table].dim for count, (_, table) in zip(step.counts, self.features, strict=True))
+    def result_rows(self, step: _Step) -> list[int]:
+        return step.counts
 
-    def update(
-        self, step: _Step, gradients: Sequence[Tensor], rates: Sequence[Rates | None]
-    ) -> tuple[GradientError | None, None]:
+    def exchange(self, step: _Step, gradients: Sequence[Tensor]) -> tuple[list[tuple[Given, Given | None]], None]:
         scaled = dict(enumerate(gradients))
         for feature, kept in step.kept.items():
             scaled[feature] = scaled[feature].index_select(0, kept)
         if self.divisor != 1:
             scaled = {feature: gradient / self.divisor for feature, gradient in scaled.items()}
-        error: GradientError | None = None
-        for number, (sequences, one) in enumerate(zip(self._sequences, step.parts, strict=True)):
-            error = sequences.update(one, scaled, rate=rates[number]) or error
-        return error, None
+        parts = zip(self._sequences, step.parts, strict=True)
+        return [sequences.return_gradients(one, scaled) for sequences, one in parts], None
 
     def release(self, step: _Step) -> None:
         for sequences, one in zip(self._sequences, step.parts, strict=True):
@@ -111,14 +101,6 @@ class Sequences:
         self._replicated = RowExchange(
             settings, engines.replicated, engines.replica_of, engines.replicated_features, own, alone
         )
-        self._steps = Steps(engines.sharded, settings.slices.count)
-        self._replica_steps = Steps(engines.replicated, settings.slices.count)
-        self._sparse = SparseAllReduce(engines.replicated, settings.slices, settings.wire)
-
-    @property
-    def is_accumulating(self) -> bool:
-        """Whether gradients are kept for a later update."""
-        return self._steps.is_begun or self._replica_steps.is_begun
 
     def send(self, ids: Ids, global_batch: int) -> Step:
         """Asks the owners for the rows of this rank's ids."""
@@ -139,20 +121,16 @@ class Sequences:
         found = self._sharded.by_lookup(step.sharded, step.asked)
         return self._engines.from_tables(found | self._replicated.by_lookup(step.replicated, step.replicas))
 
-    def update(self, step: Step, gradients: dict[int, Tensor], *, rate: Rates | None) -> GradientError | None:
-        """Updates rows by the gradients of `by_lookup`; where `rate` is None, keeps the gradients for a later update.
-
-        Returns what is wrong with gradients of this rank's rows.
-        """
+    def return_gradients(self, step: Step, gradients: dict[int, Tensor]) -> tuple[Given, Given | None]:
+        """Sends the gradients of `by_lookup` to owners of rows. Returns those for this rank's shards and replicas."""
         gradients = self._engines.to_tables(gradients)
-        arrived = self._sharded.sums(step.sharded, step.asked, gradients)
-        error = self._steps.add(step.asked.announced, step.asked.announced.batch, arrived, rate=rate)
-        if not self._replicated.has_tables:
-            return error
-        own = self._replicated.sums(step.replicated, step.replicas, gradients)
-        replicas = step.replicas.announced
-        of_all = self._sparse.of_all(replicas.batch, own, before=self._replica_steps.pooling)
-        return self._replica_steps.add(replicas, *of_all, rate=rate) or error
+        asked = step.asked.announced
+        sharded = Given(asked, asked.batch, self._sharded.sums(step.sharded, step.asked, gradients))
+        replicated = None
+        if self._replicated.has_tables:
+            own = step.replicas.announced
+            replicated = Given(own, own.batch, self._replicated.sums(step.replicated, step.replicas, gradients))
+        return sharded, replicated
 
     def release(self, step: Step) -> None:
         """Ends a step without an update."""

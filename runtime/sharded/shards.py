@@ -55,7 +55,7 @@ class Shards:
 
     def __init__(self, engine: EmbeddingEngine, tables: Sequence[int]) -> None:
         """`tables`: the number of each shard's table in the model."""
-        self.engine, self._tables = engine, tuple(tables)
+        self.engine, self.tables = engine, tuple(tables)
         self.specs: tuple[ShardSpec, ...] = engine.specs
         self._uploads: Uploads | None = None
 
@@ -96,7 +96,7 @@ class Shards:
         """
         of_rate: dict[float, list[int]] = {}
         for place, table in enumerate(batch.table_of_block):
-            if own := rate[self._tables[table]]:
+            if own := rate[self.tables[table]]:
                 of_rate.setdefault(own, []).append(place)
         dims, before = [spec.dim for spec in self.specs], self.engine.step
         error: GradientError | None = None

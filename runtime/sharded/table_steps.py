@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of a module's tables: a batch is sent and looked up, and then its rows are updated or released.
+"""The steps of a module's tables: batches are sent and looked up, get gradients, and then their rows are updated.
 
 A module takes steps in its caller's thread, and `overlap` takes them in another thread. Both use this class.
 """
@@ -15,31 +15,39 @@ from torch import Tensor, nn
 
 from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.kernels.spec import Pooling
+from sennit.runtime.sharded.accumulation import Given, Gradients
 from sennit.runtime.sharded.agreement import exchange_headers, rows_on_all
 from sennit.runtime.sharded.engines import Engines
 from sennit.runtime.sharded.features import Ids, features_of, ids_of
 from sennit.runtime.sharded.sent import Refused
 from sennit.runtime.sharded.shards import Rates
 from sennit.runtime.sharded.tables import Table, output_names
+from sennit.transport.errors import ArgumentError
 
 
 class TableRates(torch.optim.Optimizer):
     """The learning rates of tables, which torch's schedulers can set: a parameter group for each table, in their order.
 
     A table is frozen while the parameter of its group requires no gradient.
-    `step` and `zero_grad` do nothing, because the backward pass has updated the rows.
+    `step` does nothing, because the backward pass has updated the rows. `zero_grad` forgets the gradients that no step
+    has taken yet.
     """
+
+    on_zero_grad: Callable[[], None] | None = None
+    """Called by `zero_grad`."""
+
+    _scaler: torch.amp.GradScaler | None = None
 
     def __init__(self, tables: Sequence[Table], *, lr: float) -> None:
         """`lr`: of tables that have none of their own."""
         groups = [
-            {"params": [nn.Parameter(torch.empty(0))], "table": table.name, "lr": lr if table.lr is None else table.lr}
+            {"params": [nn.Parameter(torch.zeros(1))], "table": table.name, "lr": lr if table.lr is None else table.lr}
             for table in tables
         ]
         super().__init__(groups, {"lr": lr})
 
     def rates(self) -> Rates:
-        """What the next backward pass would use."""
+        """What the next step would use."""
         return tuple(float(group["lr"]) if group["params"][0].requires_grad else None for group in self.param_groups)
 
     def freeze(self, number: int, frozen: bool) -> None:
@@ -54,6 +62,29 @@ class TableRates(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         return None if closure is None else closure()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        if self.on_zero_grad is not None:
+            self.on_zero_grad()
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """What scales the losses. Tables divide their gradients by its scale. If the gradients of any rank are not
+        finite, no rank takes the step."""
+        return self._scaler
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise ArgumentError(f"a scaler of type {type(scaler).__name__}; allowed: a torch.amp.GradScaler, or None")
+        self._scaler = scaler if scaler is None or scaler.is_enabled() else None
+
+    def tell_scaler(self, *, is_finite: bool) -> None:
+        """Leaves what `scaler.step` looks at: whether the gradients of the last step were finite."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.full_like(parameter, 0.0 if is_finite else torch.inf)
+
 
 class TableSteps(ABC):
     """The steps of a module's tables. A subclass decides whether a lookup gives sums of bags or rows.
@@ -64,7 +95,7 @@ class TableSteps(ABC):
     poolings: ClassVar[tuple[Pooling, ...]]
     """What the tables may do with the rows of a bag."""
 
-    def __init__(self, engines: Sequence[Engines], rates: TableRates, *, divisor: int) -> None:
+    def __init__(self, engines: Sequence[Engines], optimizer: TableRates, *, divisor: int) -> None:
         """`divisor`: what gradients are divided by, so that they are averaged over ranks."""
         settings = engines[0].settings
         self.tables, self.slices, self.wire = settings.tables, settings.slices, settings.wire
@@ -76,30 +107,29 @@ class TableSteps(ABC):
         self.feature_names = output_names(self.tables)
         """The names of the results, in the model's order."""
 
-        self.is_synchronised = True
-        """Whether a backward pass updates rows. If not, its gradients are kept for a later pass."""
-
-        self.bad: GradientError | None = None
-        """What was wrong with gradients on this rank, until all ranks have been told."""
+        self.was_finite = True
+        """Whether the last step had finite gradients on all ranks. Known only with a scaler."""
 
         self.anchor = torch.empty(0, requires_grad=True)
         """An argument of every lookup: autograd calls a backward pass only if an argument requires a gradient. It is no
         parameter, so DDP does not see it."""
 
-        self._rates = rates
+        self.optimizer = optimizer
+        self._is_finite = True  # So far, the gradients of the step that is to be taken.
         self.connect(engines)
 
     def connect(self, engines: Sequence[Engines]) -> None:
         """Works on these engines from now on. A move of shards makes new ones."""
         settings = engines[0].settings
         self.engines = list(engines)
+        self.gradients = [Gradients(one) for one in engines]
         self.has_files = bool(settings.homes.in_files(settings.tables, settings.placement.replicated))
         """Whether tables are in files, on whichever rank."""
 
     @property
-    @abstractmethod
     def is_accumulating(self) -> bool:
-        """Whether gradients are kept for a later pass."""
+        """Whether gradients are kept for a later step."""
+        return not all(one.is_empty for one in self.gradients)
 
     @abstractmethod
     def send(self, given: Any, global_batch: int | None, rates: Rates) -> Any:
@@ -131,16 +161,17 @@ class TableSteps(ABC):
         """The result of each feature, where all ranks have fetched their rows. Collective."""
 
     @abstractmethod
+    def result_rows(self, step: Any) -> list[int]:
+        """The rows of the result of each feature."""
+
     def result_size(self, step: Any) -> int:
         """The number of floats in `results`."""
+        rows = zip(self.result_rows(step), self.features, strict=True)
+        return sum(count * self.tables[table].dim for count, (_, table) in rows)
 
     def weights(self, step: Any) -> Tensor | None:
         """The weights of this rank's ids, if they require gradients."""
         return None
-
-    def rates(self) -> list[Rates | None]:
-        """The learning rates of this backward pass, for each of `engines`; None if the pass updates no rows."""
-        return [self._rates.rates() if self.is_synchronised else None] * len(self.engines)
 
     def alike(self, rates: Rates) -> dict[str, str]:
         """The settings that a rank tells all others in each call, because the program may change them at any time."""
@@ -149,14 +180,70 @@ class TableSteps(ABC):
             for table, rate in zip(self.tables, rates, strict=True)
         }
 
-    @abstractmethod
-    def update(
-        self, step: Any, gradients: Sequence[Tensor], rates: Sequence[Rates | None]
-    ) -> tuple[GradientError | None, Tensor | None]:
-        """Updates rows by the gradients of `results`, and ends the step. Collective. `rates`: what `rates` returned.
+    def give(self, step: Any, lookup: int, gradients: Sequence[Tensor | None]) -> Tensor | None:
+        """Gives the gradients of `results` to the owners of rows, who keep them until `take`. Collective.
 
-        Returns what is wrong with gradients of this rank's rows, and the gradients of `weights`.
+        `lookup`: the number of the lookup in the order of calls. A gradient is None if this rank's loss does not depend
+        on the result. Tables on which no rank's loss depends take no step.
+
+        Returns the gradients of `weights`, from the rows as they are.
         """
+        flags = [*(one is not None for one in gradients), not self._are_finite(gradients)]
+        told = self.wire.any_of(torch.tensor(flags, dtype=torch.int64))
+        rows = zip(gradients, self.result_rows(step), self.features, strict=True)
+        whole = [
+            torch.zeros(count, self.tables[table].dim, device=self.device) if one is None else one
+            for one, count, (_, table) in rows
+        ]
+        found, of_weights = self.exchange(step, whole)
+        *in_loss, is_bad = told().tolist()
+        self._is_finite &= not is_bad
+        tables = {table for (_, table), is_used in zip(self.features, in_loss, strict=True) if is_used}
+        for one, (sharded, replicated) in zip(self.gradients, found, strict=True):
+            one.add(lookup, tables, sharded, replicated)
+        return of_weights
+
+    def _are_finite(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Whether a scaler finds no overflow in the gradients of this rank. Without one nobody asks."""
+        if self.optimizer.scaler is None:
+            return True
+        return all(bool(one.isfinite().all()) for one in gradients if one is not None)
+
+    @abstractmethod
+    def exchange(
+        self, step: Any, gradients: Sequence[Tensor]
+    ) -> tuple[list[tuple[Given, Given | None]], Tensor | None]:
+        """Sends the gradients of `results` to the owners of rows. Collective.
+
+        Returns what `Gradients.add` takes, for each of `engines`, and the gradients of `weights`.
+        """
+
+    def take(self, rates: Rates, *, scale: float = 1.0) -> GradientError | None:
+        """Takes one step with all gradients that were given. Not collective.
+
+        `rates`: of all tables. `scale`: what gradients are divided by. If they were not finite on any rank, and there
+        is a scaler, no rank takes the step.
+
+        Returns what is wrong with gradients of this rank's rows. Such rows are left as they were.
+        """
+        self.was_finite, self._is_finite = self._is_finite, True
+        if not self.was_finite:
+            self.drop(all_of_them=True)
+        bad: GradientError | None = None
+        for one in self.gradients:
+            bad = one.take(rates, factor=1 / scale) or bad
+        return bad
+
+    def settle(self) -> None:
+        """Keeps all gradients for the step of a later backward pass."""
+        for one in self.gradients:
+            one.settle()
+
+    def drop(self, *, all_of_them: bool) -> None:
+        """Forgets gradients: those of a backward pass that has not ended, or all. Not collective."""
+        for one in self.gradients:
+            one.drop(all_of_them=all_of_them)
+        self._is_finite |= not self.is_accumulating
 
     @abstractmethod
     def release(self, step: Any) -> None:

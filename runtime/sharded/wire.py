@@ -8,7 +8,7 @@ import dataclasses
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Final
 
@@ -146,3 +146,20 @@ class Wire:
             output = all_gather_parts(own, sizes, self.group)
         self.sent_bytes[kind] += own.nbytes * (self._world_size - 1)
         return output
+
+    def any_of(self, own: Tensor) -> Callable[[], Tensor]:
+        """Begins to tell all ranks the elements of `own`, int64 of 0 and 1. Collective; other exchanges may follow.
+
+        Returns a function that waits, and says of which elements any rank has a 1.
+        """
+        found = own.clone()
+        if self._world_size == 1:
+            return lambda: found
+        work = dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+        def wait() -> Tensor:
+            assert work is not None
+            work.wait()
+            return found
+
+        return wait

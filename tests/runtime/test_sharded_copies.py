@@ -91,6 +91,8 @@ SMALL = 4_096
 PACKET_BYTES = 20_480
 # What was sent after a lost packet comes out of order, and is copied.
 WINDOW_PACKETS = 64
+# A small message that comes before its rank waits for it is copied: numbers of ids, and which results have gradients.
+EARLY_PACKETS = 4
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,8 @@ def test_udp_copies_twice(kept_world: WorldFactory, placement: str, rows: int, c
         # A rank that has no core for a while makes its peers send again, at any time.
         again = transport.get("retransmitted_packets", 0)
         assert sent <= transport["data_bytes_sent"] <= sent + SMALL + again * PACKET_BYTES
-        assert transport["placed_in_place"] > 10 * max(transport.get("placed_by_copy", 0) - again * WINDOW_PACKETS, 0)
+        excused = again * WINDOW_PACKETS + EARLY_PACKETS
+        assert transport["placed_in_place"] > 10 * max(transport.get("placed_by_copy", 0) - excused, 0)
         check_own_copies(one, rows, columns)
 
 

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forward and backward passes of tables for autograd: in the caller's thread, or beside it in another thread.
+
+One backward pass is one optimizer step of the rows. The lookups that it reaches give their gradients to the owners of
+rows one after the other, which is collective. When the last one has, owners update their rows, which is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sennit.runtime.backend.torch_versions import accumulates, at_end_of_backward, backward_pass
+from sennit.runtime.kernels.checks import GradientError
+from sennit.runtime.sharded.accumulation import is_held
+from sennit.runtime.sharded.sent import Done, Pending, RunBeside, Running, Sent
+from sennit.runtime.sharded.table_steps import TableSteps
+from sennit.transport.errors import ArgumentError
+
+LOOKUP: Final = "lookup"
+GRADIENTS: Final = "sparse gradients"
+UPDATE: Final = "sparse update"
+"""What runs beside the caller. An update is the last of a step, and the next lookup may follow it at once."""
+
+
+class LookedUp:
+    """A lookup whose results are in a graph of autograd, and may get gradients."""
+
+    def __init__(self, step: Any, number: int) -> None:
+        """`number`: in the order of calls."""
+        self.step, self.number = step, number
+        self.has_given = False
+        self.made_in = backward_pass()
+        """The backward pass that this lookup was made in, as activation checkpoints do; -1: none."""
+
+        self.accumulates = accumulates()
+        """Whether a DDP around the tables only accumulates gradients (`no_sync`)."""
+
+
+class Lookup(torch.autograd.Function):
+    """The results of a step. Its backward pass gives their gradients to the owners of rows."""
+
+    @staticmethod
+    def forward(
+        context: Any, anchor: Tensor, passes: Passes, step: Any, found: tuple[Tensor, ...], weights: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """`found`: what was looked up. `weights` are an argument because they get gradients."""
+        context.set_materialize_grads(False)
+        context.passes, context.looked = passes, passes.begin(step)
+        # The same memory as tensors that are no views. Autograd refuses operators that write to views of several
+        # results. Each result has a part of its own of what arrived, and backward passes need none of it.
+        return tuple(one.detach() for one in found)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor | None) -> tuple[None, None, None, None, Tensor | None]:
+        return None, None, None, None, context.passes.give(context.looked, gradients)
+
+
+class Passes:
+    """The passes of a module's tables. `overlap` says whether lookups and updates run in another thread.
+
+    There they run in the order in which they begin, which is the same on all ranks.
+    """
+
+    def __init__(self, steps: TableSteps) -> None:
+        self._steps = steps
+        self._run: RunBeside | None = None
+        self._group: dist.ProcessGroup | None = None
+        # An update waits for the one before it, and raises its error.
+        self._update: Running | None = None
+        self._lookup: Running | None = None
+        self._untold: list[Running] = []
+
+        self.is_synchronised = True
+        """Whether a backward pass takes a step at its end. If not, its gradients are kept for a later pass."""
+
+        self._count = 0
+        # Lookups in the other thread since the last backward pass that have given nothing yet.
+        self._waiting: set[int] = set()
+        # The backward pass that lookups have begun to give gradients in. It is over when its callback has come.
+        self._pass: int | None = None
+        self._accumulates = self._is_due = self._has_taken = self._has_kept = False
+        steps.optimizer.on_zero_grad = self.forget
+
+    def overlap(self, run: RunBeside | None, group: dist.ProcessGroup | None) -> None:
+        """From now on `run` runs lookups and updates, over `group`; with None the caller's thread does.
+
+        Waits for what runs now. Raises errors of updates, once.
+        """
+        try:
+            self.finish()
+        except Exception:
+            self._untold = []
+            raise
+        finally:
+            self._run, self._group = run, group
+            self._lookup = self._update = None
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a batch may be looked up before its step. Not with files: they are copied while no rows are used."""
+        return self._run is not None and not self._steps.has_files
+
+    def look_up(self, sent: Sent) -> tuple[Tensor, ...] | None:
+        """Looks up a batch that no call has taken yet, in the caller's thread.
+
+        Returns None if weights require gradients: then the call itself has to look the batch up.
+        """
+        return None if self._steps.weights(sent.step) is not None else self._found(sent.step)
+
+    def has_begun(self, lookup: Running) -> None:
+        """A thread runs `look_up`, or will."""
+        self._lookup = lookup
+
+    def results(self, step: Any, lookup: Running | None) -> Mapping[str, Tensor]:
+        """The results of a step by feature. `lookup`: its lookup, if it has begun already."""
+        steps = self._steps
+        weights = steps.weights(step)
+        if self._pass is not None:
+            self._check_pass()
+        has_backward = torch.is_grad_enabled() and not (weights is None and steps.optimizer.are_frozen)
+        if self._run is not None and weights is None and has_backward:
+            return self._pending(step, self._run, lookup)
+        self.finish()
+        with torch.no_grad():
+            found = steps.look_up(step)
+        if has_backward:
+            return self._by_name(step, found, weights)
+        steps.release(step)
+        return dict(zip(steps.feature_names, found, strict=True))
+
+    def _pending(self, step: Any, run: RunBeside, lookup: Running | None) -> Pending:
+        if lookup is None:
+            self.finish()
+            lookup = run(LOOKUP, lambda: self._found(step))
+            self.has_begun(lookup)
+        running = lookup
+
+        def wait() -> dict[str, Tensor]:
+            with self._steps.wire.phase("wait for lookup"):
+                found = running.result()
+            return self._by_name(step, found, None)
+
+        return Pending(wait)
+
+    def _by_name(self, step: Any, found: tuple[Tensor, ...], weights: Tensor | None) -> dict[str, Tensor]:
+        results = Lookup.apply(self._steps.anchor, self, step, found, weights)  # type: ignore[no-untyped-call]
+        return dict(zip(self._steps.feature_names, results, strict=True))
+
+    def _found(self, step: Any) -> tuple[Tensor, ...]:
+        with torch.no_grad(), self._steps.wire.over(self._group):
+            return self._steps.look_up(step)
+
+    def _check_pass(self) -> None:
+        """Before a lookup, where a backward pass has begun to give gradients."""
+        if backward_pass() < 0:
+            self._give_up()
+        elif self._has_taken:
+            raise ArgumentError(
+                "a lookup in a backward pass that has updated rows already; allowed: lookups outside of activation "
+                "checkpoints, or checkpoints with use_reentrant=False"
+            )
+
+    def _give_up(self) -> None:
+        """Forgets the gradients of a backward pass that has failed: it did not come to its end."""
+        self._pass = None
+        self.finish()
+        self._steps.drop(all_of_them=False)
+
+    def begin(self, step: Any) -> LookedUp:
+        """Autograd has got the results of a step."""
+        looked = LookedUp(step, self._count)
+        self._count += 1
+        if looked.made_in >= 0:
+            # A checkpoint's own backward pass may end before the one around it.
+            self._enter(looked.made_in)
+        if self._run is not None:
+            self._waiting.add(looked.number)
+        return looked
+
+    def _enter(self, current: int) -> None:
+        """Backward pass `current`, which this thread runs, takes a step at its end."""
+        if self._pass == current:
+            return
+        if self._pass is not None:
+            self._give_up()
+        self._pass = current
+        self._accumulates = self._is_due = self._has_taken = False
+        at_end_of_backward(functools.partial(self._end, current))
+
+    def give(self, looked: LookedUp, gradients: Sequence[Tensor | None]) -> Tensor | None:
+        """Gives the gradients of a lookup's results to the owners of rows. Returns those of weights that require some.
+
+        Does not wait for an exchange in another thread, but where there are such weights.
+        """
+        steps, step = self._steps, looked.step
+        if looked.has_given and self._run is not None:
+            raise ArgumentError("a second backward pass of a lookup in another thread; allowed: one")
+        if looked.has_given and steps.has_files:
+            raise ArgumentError("a second backward pass, but rows are in files and may have left memory; allowed: one")
+        current = looked.made_in if looked.made_in == self._pass else backward_pass()
+        self._enter(current)
+        if self._has_taken:
+            raise ArgumentError(
+                "a loss of a lookup made before the last backward pass and of one made after it, with lookups in "
+                "another thread; allowed: lookups since the last backward pass"
+            )
+        is_new, looked.has_given = looked.number in self._waiting, True
+        self._waiting.discard(looked.number)
+        self._accumulates |= looked.accumulates
+
+        def give() -> Tensor | None:
+            return steps.give(step, looked.number, gradients)
+
+        has_weights = steps.weights(step) is not None
+        if is_new and not self._waiting and not has_weights:
+            # Nothing else can give in this pass, so rows are updated while the pass goes on.
+            self._take(current, give)
+            return None
+        self._is_due = True
+        running = self._then(GRADIENTS, give)
+        found: Tensor | None = running.result() if has_weights else None
+        return found
+
+    def _end(self, number: int) -> None:
+        """The backward pass has ended."""
+        if self._pass != number:
+            raise ArgumentError("a backward pass inside another one, both of which reach lookups; allowed: one of them")
+        self._pass = None
+        self._waiting.clear()
+        if self._is_due:
+            self._take(number)
+        optimizer = self._steps.optimizer
+        if optimizer.scaler is not None and not self._has_kept:
+            self.finish()
+            optimizer.tell_scaler(is_finite=self._steps.was_finite)
+
+    def _take(self, number: int, give: Callable[[], object] | None = None) -> None:
+        """Takes the step of backward pass `number` when its last lookup `give`s; or keeps its gradients for later."""
+        steps, self._is_due = self._steps, False
+        self._has_kept = not self.is_synchronised or self._accumulates or is_held(number)
+        self._has_taken = not self._has_kept
+        rates = None if self._has_kept else steps.optimizer.rates()
+        scale = 1.0 if steps.optimizer.scaler is None else steps.optimizer.scaler.get_scale()
+
+        def take() -> GradientError | None:
+            if give is not None:
+                give()
+            if rates is None:
+                steps.settle()
+                return None
+            return steps.take(rates, scale=scale)
+
+        self._untold.append(self._then(UPDATE, take))
+
+    def _then(self, name: str, call: Callable[[], Any]) -> Running:
+        """Calls a part of an update, after those before it."""
+        before, steps = self._update, self._steps
+
+        def update() -> Any:
+            if before is not None:
+                before.result()
+            with torch.no_grad(), steps.wire.over(self._group), steps.wire.phase("sparse update"):
+                return call()
+
+        self._update = Done(update()) if self._run is None else self._run(name, update)
+        return self._update
+
+    def forget(self) -> None:
+        """Forgets all gradients that no step has taken yet, as `zero_grad` does."""
+        if self._has_kept or self._pass is not None:
+            self.finish()
+            self._has_kept = False
+            self._steps.drop(all_of_them=True)
+
+    def errors(self) -> Callable[[], GradientError | None]:
+        """Returns a function that waits for the updates which began since the last call, and says what was wrong.
+
+        Another thread may call it.
+        """
+        untold, self._untold = self._untold, []
+        return lambda: next((bad for update in untold if (bad := update.result()) is not None), None)
+
+    def finish(self) -> None:
+        """Waits for lookups and updates. Raises errors of updates. The use of a lookup's result raises its error."""
+        if self._lookup is not None and not self._lookup.is_done:
+            with contextlib.suppress(Exception):
+                self._lookup.result()
+        if self._update is not None:
+            running = not self._update.is_done
+            with self._steps.wire.phase("wait for sparse update") if running else contextlib.nullcontext():
+                self._update.result()

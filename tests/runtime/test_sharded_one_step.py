@@ -1,0 +1,449 @@
+# SPDX-License-Identifier: Apache-2.0
+# Torch types its collectives thinly:
+# mypy: disable-error-code="arg-type,no-untyped-call"
+"""One backward pass is one optimizer step of the rows, whichever lookups it reaches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from sennit.runtime.backend.process_group import second_group
+from sennit.runtime.kernels import Optimizer, OptimizerSpec, Pooling
+from sennit.runtime.kernels.checks import GradientError
+from sennit.runtime.replicas import SlicedReplicas
+from sennit.runtime.sharded import Features, ShardedEmbeddingBags, ShardedEmbeddings, Table
+from sennit.runtime.sharded.module import ShardedTables
+from sennit.transport.errors import ArgumentError
+from tests.runtime.sharded_training import rows_of
+from tests.runtime.world import WorldFactory
+
+pytestmark = pytest.mark.timeout(120)
+
+ROWS, DIM, SAMPLES, EACH, RATE = 30, 4, 16, 3, 0.1
+SGD = OptimizerSpec(kind=Optimizer.SGD)
+ADAM = OptimizerSpec(kind=Optimizer.ADAM)
+# Those of torch that leave rows without gradients alone, as ours do.
+THEIRS: dict[Optimizer, Callable[..., torch.optim.Optimizer]] = {
+    Optimizer.SGD: torch.optim.SGD,
+    Optimizer.ADAGRAD: torch.optim.Adagrad,
+    Optimizer.ADAM: torch.optim.SparseAdam,
+}
+
+
+def tables(spec: OptimizerSpec = SGD, *, names: tuple[str, ...] = ("user",), pooling: Pooling = Pooling.SUM) -> Any:
+    def initial(rows: Tensor, generator: torch.Generator) -> None:
+        rows.normal_(generator=generator)
+
+    options: dict[str, Any] = {"rows": ROWS, "dim": DIM, "row_shards": 4, "initial": initial}
+    return [Table(name=name, optimizer=spec, pooling=pooling, **options) for name in names]
+
+
+def bags(spec: OptimizerSpec = SGD, *names: str, placement: str = "row_wise") -> ShardedEmbeddingBags:
+    made = tables(spec, names=names or ("user",))
+    return ShardedEmbeddingBags(made, lr=RATE, gradients="sum", placement=placement)
+
+
+def ids_of(number: int) -> Tensor:
+    """[SAMPLES, EACH]: the ids of all ranks in a lookup. Rows repeat in it, and in others."""
+    return (torch.arange(SAMPLES * EACH).view(SAMPLES, EACH) * (7 + number) + number) % (ROWS - 3)
+
+
+def own(module: ShardedTables, whole: Tensor) -> Tensor:
+    """This rank's samples."""
+    return whole[module.slices.own_samples(len(whole))]
+
+
+class Later:
+    """A call of another thread."""
+
+    def __init__(self, call: Future[Any]) -> None:
+        self._call = call
+
+    @property
+    def is_done(self) -> bool:
+        return self._call.done()
+
+    def result(self) -> Any:
+        return self._call.result(timeout=60)
+
+
+@contextlib.contextmanager
+def beside(module: ShardedTables, world: int) -> Iterator[list[str]]:
+    """Inside, lookups and updates run in another thread. Yields their names."""
+    names: list[str] = []
+    group = second_group(None) if world > 1 else None
+    with ThreadPoolExecutor(1) as thread:
+
+        def run(name: str, call: Callable[[], Any]) -> Later:
+            names.append(name)
+            return Later(thread.submit(call))
+
+        module.overlap(run, group)
+        try:
+            yield names
+        finally:
+            module.overlap(None)
+    if group is not None:
+        dist.destroy_process_group(group)
+
+
+def three_lookups(rank: int, world: int, kind: str, placement: str, optimizer: str, in_thread: bool) -> str:
+    """Three lookups in each of three losses, against torch's own tables with all samples. Returns the digest."""
+    spec = OptimizerSpec(kind=Optimizer(optimizer))
+    pooling = Pooling.NONE if kind == "sequences" else Pooling.SUM
+    made = ShardedEmbeddings if kind == "sequences" else ShardedEmbeddingBags
+    module = made(tables(spec, pooling=pooling), lr=RATE, gradients="sum", placement=placement)
+    reference = nn.Parameter(rows_of(module, world))
+    steps = THEIRS[spec.kind]([reference], lr=RATE)
+    sparse = spec.kind is Optimizer.ADAM
+    part = module.slices.own_samples(SAMPLES)
+
+    def theirs(number: int, weights: Tensor | None) -> Tensor:
+        if kind == "sequences":
+            return nn.functional.embedding(ids_of(number), reference, sparse=sparse)
+        options: dict[str, Any] = {"mode": "sum", "sparse": sparse}
+        return nn.functional.embedding_bag(ids_of(number), reference, per_sample_weights=weights, **options)
+
+    def ours(number: int, weights: Tensor | None) -> Tensor:
+        mine = ids_of(number)[part]
+        if weights is None:
+            return module({"user": mine})["user"].view(len(mine), -1)
+        lengths = torch.full((1, len(mine)), EACH)
+        return module(Features(lengths=lengths, values=mine.flatten(), weights=weights))["user"]
+
+    def loss(look_up: Callable[[int, Tensor | None], Tensor], first: int, weights: list[Tensor | None]) -> Tensor:
+        one, two, three = (look_up(first + number, weights[number]) for number in range(3))
+        return (one * two + 0.25 * three * three).sum()
+
+    with beside(module, world) if in_thread else contextlib.nullcontext():
+        for step in range(3):
+            given: list[Tensor | None] = [None, None, None]
+            if kind == "weighted":
+                # The last lookup has none: a weight of 1 is what that means.
+                given[:2] = [(ids_of(place) * 0.1 - 1).requires_grad_() for place in (5, 6)]
+            mine = [None if one is None else one.detach()[part].flatten().requires_grad_() for one in given]
+            steps.zero_grad()
+            loss(theirs, 3 * step, given).backward()
+            steps.step()
+            loss(ours, 3 * step, mine).backward()
+            for found, wanted in zip(mine, given, strict=True):
+                if found is not None and wanted is not None:
+                    assert found.grad is not None
+                    assert wanted.grad is not None
+                    torch.testing.assert_close(found.grad, wanted.grad[part].flatten(), rtol=1e-4, atol=1e-4)
+            module.check()
+            torch.testing.assert_close(rows_of(module, world), reference.detach(), rtol=1e-4, atol=1e-4)
+    assert module.state_dict()["steps"].tolist() == [3]
+    return module.digest()
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizer"), [("bags", "sgd"), ("bags", "adam"), ("weighted", "adagrad"), ("sequences", "adam")]
+)
+def test_all_lookups_of_a_loss_make_one_step(kept_world: WorldFactory, kind: str, optimizer: str) -> None:
+    ways = [(1, "table_wise", False), (1, "row_wise", True), (2, "row_wise", False), (2, "data_parallel", True)]
+    found = {
+        digest
+        for world, placement, in_thread in [*ways, (4, "row_wise", True)]
+        for digest in kept_world(world).run(
+            three_lookups, kind=kind, placement=placement, optimizer=optimizer, in_thread=in_thread
+        )
+    }
+    assert len(found) == 1
+
+
+def outside_of_the_loss(rank: int, world: int, kind: str, placement: str) -> None:
+    """Neither rows nor states of a table that no rank's loss depends on move. One rank's loss is enough."""
+    pooling = Pooling.NONE if kind == "sequences" else Pooling.SUM
+    made = ShardedEmbeddings if kind == "sequences" else ShardedEmbeddingBags
+    both = [*tables(ADAM, names=("user", "item"), pooling=pooling), *tables(SGD, names=("shop",), pooling=pooling)]
+    module = made(both, lr=RATE, gradients="sum", placement=placement)
+    mine = own(module, ids_of(1))
+
+    def changed(*names: str) -> list[str]:
+        before = {key: one.clone() for key, one in module.state_dict().items()}
+        found = module({"user": mine, "item": mine, "shop": mine})
+        torch.autograd.backward([found[name].sum() for name in names])
+        module.check()
+        moved = [key for key, one in module.state_dict().items() if not torch.equal(one, before[key])]
+        return sorted({"steps" if key == "steps" else key.split("/")[0] for key in moved})
+
+    everything: list[Any] = [None] * world
+
+    def of_all(*names: str) -> set[str]:
+        dist.all_gather_object(everything, changed(*names))
+        return set().union(*everything)
+
+    assert of_all("user", "item", "shop") == {"user", "item", "shop", "steps"}
+    assert of_all("user") == {"user", "steps"}
+    assert module.state_dict()["steps"].tolist() == [2, 1]
+    assert of_all("shop") == {"shop", "steps"}
+    assert module.state_dict()["steps"].tolist() == [2, 2]
+    assert of_all(*(("user", "item") if rank == 0 else ("user",))) == {"user", "item", "steps"}
+    # Some lookups of a step have blocks of a table, and others none.
+    first, last = (module({"user": mine, "item": mine, "shop": mine}) for _ in range(2))
+    (first["user"].sum() + last["item"].sum() + last["user"].sum()).backward()
+    module.check()
+    assert module.state_dict()["steps"].tolist() == [4, 2]
+    module.digest()
+
+
+@pytest.mark.parametrize("placement", ["row_wise", "data_parallel"])
+@pytest.mark.parametrize("kind", ["bags", "sequences"])
+def test_a_table_outside_of_the_loss_does_not_move(kept_world: WorldFactory, kind: str, placement: str) -> None:
+    kept_world(2).run(outside_of_the_loss, kind=kind, placement=placement)
+
+
+class Wrapped(nn.Module):
+    """Tables and a dense layer, as DDP takes them."""
+
+    def __init__(self, embeddings: ShardedEmbeddingBags) -> None:
+        super().__init__()
+        self.embeddings, self.top = embeddings, nn.Linear(DIM, 1)
+        nn.init.ones_(self.top.weight)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.top(self.embeddings({"user": ids})["user"])
+        return found
+
+
+def accumulated(rank: int, world: int, how: str, in_thread: bool) -> None:
+    """Passes inside `no_sync` update nothing. The next one takes one step with all, or `zero_grad` forgets them."""
+    module = bags(ADAM)
+    first, last = own(module, ids_of(1)), own(module, ids_of(2))
+    model: Any = Wrapped(module)
+    held: Callable[[], contextlib.AbstractContextManager[None]] = module.no_sync
+    if how == "DDP":
+        model = DistributedDataParallel(model)
+        held = model.no_sync
+    elif how == "replicas":
+        replicas = SlicedReplicas(model.top)
+        held, model = replicas.no_sync, lambda ids: replicas(module({"user": ids})["user"])
+
+    def passed(ids: Tensor, *, holds: bool) -> None:
+        with held() if holds else contextlib.nullcontext():
+            model(ids).sum().backward()
+
+    before = rows_of(module, world)
+    with beside(module, world) if in_thread else contextlib.nullcontext():
+        passed(first, holds=True)
+        assert torch.equal(rows_of(module, world), before)
+        passed(last, holds=False)
+        assert module.state_dict()["steps"].tolist() == [1]
+        both = rows_of(module, world)
+        used = torch.cat([ids_of(1).flatten(), ids_of(2).flatten()]).unique()
+        assert (both != before).any(1).nonzero().flatten().tolist() == used.tolist()
+        # What is forgotten is in no step.
+        for forget in (module.optimizer.zero_grad, module.zero_grad):
+            passed(torch.full_like(first, ROWS - 1), holds=True)
+            forget()
+            passed(last, holds=False)
+            module.check()
+            assert torch.equal(rows_of(module, world)[-1], before[-1])
+    assert module.state_dict()["steps"].tolist() == [3]
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+@pytest.mark.parametrize("how", ["tables", "DDP", "replicas"])
+def test_no_sync_holds_tables_too(kept_world: WorldFactory, how: str, in_thread: bool) -> None:
+    kept_world(2).run(accumulated, how=how, in_thread=in_thread)
+
+
+def not_all_lookups_get_gradients(rank: int, world: int, in_thread: bool) -> None:
+    """Results that are dropped, kept without a gradient, or in another loss hold nobody up."""
+    module, other = bags(ADAM), bags(ADAM)
+    first, second, third = (own(module, ids_of(number)) for number in range(3))
+
+    def result(of: ShardedEmbeddingBags, ids: Tensor) -> Tensor:
+        found: Tensor = of({"user": ids})["user"]
+        return found
+
+    with beside(module, world) if in_thread else contextlib.nullcontext() as names:
+        kept = result(module, third)  # As an evaluation that forgets `no_grad`.
+        result(module, third)
+        (result(module, first) * result(module, second)).sum().backward()
+        (result(other, first) * result(other, second)).sum().backward()
+        assert module.digest() == other.digest()
+        # Losses of several lookups, one after the other: each is a step.
+        real, fake = result(module, first), result(module, second)
+        wanted, also = result(other, first), result(other, second)
+        fake.sum().backward()
+        real.sum().backward()
+        also.sum().backward()
+        wanted.sum().backward()
+        assert module.digest() == other.digest()
+        kept.sum().backward()
+        result(other, third)
+        module.check()
+        assert module.state_dict()["steps"].tolist() == [4]
+        result(module, first).sum().backward()
+        if names is not None:
+            # Where nothing else waits, the last gradients and the update are one task.
+            assert names[-2:] == ["lookup", "sparse update"]
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_lookups_without_gradients_hold_nobody_up(kept_world: WorldFactory, in_thread: bool) -> None:
+    kept_world(2).run(not_all_lookups_get_gradients, in_thread=in_thread)
+
+
+def recomputed(rank: int, world: int) -> None:
+    """A lookup inside an activation checkpoint is in the same step as those outside."""
+    module, other = bags(ADAM), bags(ADAM)
+    first, second = own(module, ids_of(1)), own(module, ids_of(2))
+    needed = torch.ones(1, requires_grad=True)
+
+    def squared(one: Tensor) -> Tensor:
+        return (module({"user": first})["user"] * one).square()
+
+    for reentrant in (False, True):
+        outside = module({"user": second})["user"]
+        (checkpoint(squared, needed, use_reentrant=reentrant) * outside).sum().backward()
+        (other({"user": first})["user"].square() * other({"user": second})["user"]).sum().backward()
+        assert module.digest() == other.digest()
+    with beside(module, world):
+        # The later lookup gives first, and the update begins, because nothing says that another will be made again.
+        inside = checkpoint(squared, needed, use_reentrant=True)
+        loss = (inside * module({"user": second})["user"]).sum()
+        with pytest.raises(ArgumentError, match="in a backward pass that has updated rows already"):
+            loss.backward()
+
+
+def test_recomputed_lookups_are_in_the_step(kept_world: WorldFactory) -> None:
+    kept_world(2).run(recomputed)
+
+
+def failed(rank: int, world: int, in_thread: bool) -> None:
+    """The gradients of a pass that raises are in no step. Those that were kept before it are."""
+    module, other = bags(ADAM), bags(ADAM)
+    first, second = own(module, ids_of(1)), own(module, ids_of(2))
+    spared = torch.full_like(first, ROWS - 1)
+
+    def raises(gradient: Tensor) -> None:
+        raise OSError("of the model")
+
+    with beside(module, world) if in_thread else contextlib.nullcontext():
+        for one in (module, other):
+            with one.no_sync():
+                one({"user": first})["user"].sum().backward()
+        fails, gives = (module({"user": spared})["user"] for _ in range(2))
+        fails.register_hook(raises)
+        with pytest.raises(OSError, match="of the model"):
+            (fails + gives).sum().backward()
+        for one in (module, other):
+            one({"user": second})["user"].sum().backward()
+        assert module.state_dict()["steps"].tolist() == [1]
+        assert module.digest() == other.digest()
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_a_pass_that_fails_takes_no_step(kept_world: WorldFactory, in_thread: bool) -> None:
+    kept_world(2).run(failed, in_thread=in_thread)
+
+
+class Inner(torch.autograd.Function):
+    """Runs a backward pass of its own inside that of its result."""
+
+    @staticmethod
+    def forward(context: Any, value: Tensor, loss: Tensor) -> Tensor:
+        context.loss = loss
+        return value.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        with torch.enable_grad():
+            context.loss.backward()
+        return gradient, None
+
+
+def repeated(rank: int, world: int) -> None:
+    """Each pass through a graph is a step; passes inside passes are refused, and passes with lookups of two steps."""
+    module = bags(SGD)
+    first = own(module, ids_of(1))
+    before = rows_of(module, world)
+    found = module({"user": first})["user"]
+    found.sum().backward(retain_graph=True)
+    found.sum().backward()
+    counts = torch.bincount(ids_of(1).flatten(), minlength=ROWS).unsqueeze(1)
+    torch.testing.assert_close(rows_of(module, world), before - 2 * RATE * counts)
+    module.zero_grad()
+    outer, inner = (module({"user": first})["user"] for _ in range(2))
+    found = Inner.apply(outer, inner.sum())
+    with pytest.raises(ArgumentError, match="a backward pass inside another one"):
+        (found + module({"user": first})["user"]).sum().backward()
+    with beside(module, world):
+        kept, other = (module({"user": first})["user"] for _ in range(2))
+        other.sum().backward()
+        with pytest.raises(ArgumentError, match="made before the last backward pass"):
+            (kept + module({"user": first})["user"]).sum().backward()
+
+
+def test_each_backward_pass_is_a_step(kept_world: WorldFactory) -> None:
+    kept_world(2).run(repeated)
+
+
+def scaled(rank: int, world: int, in_thread: bool) -> list[float]:
+    """Float16 and a GradScaler, against torch's own: the first scales overflow. Returns the scales."""
+    module = bags(SGD)
+    reference = nn.EmbeddingBag.from_pretrained(rows_of(module, world), freeze=False, mode="sum")
+    theirs = torch.optim.SGD(reference.parameters(), lr=RATE)
+    top = nn.Linear(DIM, 1, bias=False)
+    nn.init.constant_(top.weight, 0.5)
+    top.requires_grad_(False)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**18, growth_interval=2) for _ in range(2)]
+    mine = module.slices.own_samples(SAMPLES)
+    module.optimizer.scaler = scalers[0]
+    # Only the samples of rank 0 overflow.
+    factors = torch.where(torch.arange(SAMPLES) == 0, 1.0, 1e-3).unsqueeze(1)
+
+    def passed(vectors: Tensor, factors: Tensor, scaler: torch.amp.GradScaler) -> None:
+        with torch.autocast("cpu", dtype=torch.float16):
+            logits = top(vectors)
+        scaler.scale((logits.square() * factors).sum()).backward()
+
+    scales = [scalers[0].get_scale()]
+    with beside(module, world) if in_thread else contextlib.nullcontext():
+        for step in range(8):
+            before = rows_of(module, world)
+            passed(module({"user": ids_of(step)[mine]})["user"], factors[mine], scalers[0])
+            scalers[0].step(module.optimizer)
+            theirs.zero_grad()
+            passed(reference(ids_of(step)), factors, scalers[1])
+            scalers[1].step(theirs)
+            for scaler in scalers:
+                scaler.update()
+            module.check()
+            torch.testing.assert_close(rows_of(module, world), reference.weight.detach(), rtol=1e-4, atol=1e-5)
+            assert scalers[0].get_scale() == scalers[1].get_scale()
+            is_skipped = torch.equal(rows_of(module, world), before)
+            assert is_skipped == (scalers[0].get_scale() < scales[-1])
+            scales.append(scalers[0].get_scale())
+    taken = module.state_dict()["steps"].item()
+    assert 0 < taken < 8
+    with pytest.raises(ArgumentError, match=r"a scaler of type int; allowed: a torch\.amp\.GradScaler, or None"):
+        module.optimizer.scaler = 3  # type: ignore[assignment]
+    # Without one, rows say that their gradients are not finite.
+    module.optimizer.scaler = None
+    module({"user": ids_of(0)[mine]})["user"].backward(torch.full((len(ids_of(0)[mine]), DIM), torch.inf))
+    with pytest.raises(GradientError):
+        module.check()
+    return scales
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_a_grad_scaler_scales_tables(kept_world: WorldFactory, in_thread: bool) -> None:
+    first, second = kept_world(2).run(scaled, in_thread=in_thread)
+    assert first == second
