@@ -17,7 +17,7 @@ namespace {
 // A worker with its own core looks for more work this long: steps of one operation follow each other faster than a
 // thread wakes.
 constexpr uint64_t TEAM_SPIN_US = 100;
-// So many rounds take all that a peer left in shared memory when it ended the group.
+// So many rounds take all that a peer left when it ended the group.
 constexpr int LAST_ROUNDS = 1'000;
 
 uint32_t usable_cores() {
@@ -102,11 +102,7 @@ sennit_status Engine::post(Plan& plan, const OperationMemory& memory, const senn
     return SENNIT_ARGUMENT;
   }
   Lock lock = enter();
-  if (const ShmPort* const shm = ports_.shm(); shm != nullptr && end_.status == SENNIT_OK && shm->has_last_word()) {
-    // A peer has ended the group. What it sent before is for operations that were posted before, and not for this one.
-    for (int rounds = 0; rounds < LAST_ROUNDS && end_.status == SENNIT_OK; ++rounds) round(clock_us());
-    let_go(lock);
-  }
+  hear_last_words(lock);
   if (end_.status != SENNIT_OK) {
     error = end_.reason;
     return end_.status;
@@ -146,6 +142,13 @@ sennit_status Engine::post(Plan& plan, const OperationMemory& memory, const senn
   let_go(lock);
   *out = operation;
   return SENNIT_OK;
+}
+
+// A peer has ended the group. What it sent before is for operations that were posted before, and not for later ones.
+void Engine::hear_last_words(Lock& lock) {
+  if (std::none_of(ports_.begin(), ports_.end(), [](const Port* port) { return port->has_last_word(); })) return;
+  for (int rounds = 0; rounds < LAST_ROUNDS && end_.status == SENNIT_OK; ++rounds) round(clock_us());
+  let_go(lock);
 }
 
 bool Engine::launch(Operation& operation, uint64_t now_us) {

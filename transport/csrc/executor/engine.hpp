@@ -186,6 +186,7 @@ class Engine final : public OperationHost, private Crewed {
   void pull_forward(Operation& operation, CallOrder::Place& caller);
   void callbacks_returned(Operation& operation);
   bool look_at_callbacks(uint64_t now_us);
+  void hear_last_words(Lock& lock);
   bool launch(Operation& operation, uint64_t now_us);
   bool begin(Operation& operation);
   bool begin_held();

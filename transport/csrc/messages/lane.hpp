@@ -95,6 +95,9 @@ class Port {
   virtual void tell_peers(bool /*has_ended*/, uint64_t /*now_us*/) {}
   // Operations wait and nothing arrives: asks the host whether a peer is gone. Called from time to time.
   virtual void check_on_peers(uint64_t /*now_us*/) {}
+  // Whether a peer has ended the group and the port can tell without a round: that round reports it. Asked with each
+  // operation, so it must be cheap. A network knows only what a round has read.
+  virtual bool has_last_word() const { return false; }
   // Looks up the peers that have ended: their process, or their end of this group. Later calls may find more.
   virtual std::vector<uint32_t> find_gone(uint64_t now_us) = 0;
   // The earliest time at which progress must be called even if nothing arrived. UINT64_MAX: never.

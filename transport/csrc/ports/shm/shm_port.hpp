@@ -52,11 +52,10 @@ class ShmPort final : public Port {
   void tell_peers(bool, uint64_t) override { ring_where_dirty(); }
   uint64_t next_timeout_us() const override { return UINT64_MAX; }
   void append_poll_fds(std::vector<pollfd>& out) const override;
+  bool has_last_word() const override;
   std::vector<uint32_t> find_gone(uint64_t now_us) override;
   std::string_view failure() const override { return failure_; }
   bool idle() const override;
-  // Whether a peer has ended the group with a reason that is not reported yet.
-  bool has_last_word() const;
   void abort(std::string_view reason) override;
   void close() override;
   void revoke() noexcept override;
