@@ -112,12 +112,17 @@ def blocked(rank: int, world: int) -> None:
     assert held.wait() is True
 
 
-def thrown(rank: int, world: int) -> str:
+def thrown(rank: int, world: int, error: BaseException) -> str:
+    """Also what would end a main thread ends no thread of callbacks."""
+
     def callback(future: Any) -> None:
-        raise RuntimeError("of the user's callback")
+        raise error
 
     text: str = raised(sum_of(1.0).then(callback).wait)
-    assert torch.equal(sum_of(1.0).wait()[0], torch.full((COUNT,), float(world)))
+    future = sum_of(1.0)
+    future.add_done_callback(callback)
+    assert torch.equal(future.wait()[0], torch.full((COUNT,), float(world)))
+    assert torch.equal(sum_of(1.0).then(lambda future: future.value()).wait()[0], torch.full((COUNT,), float(world)))
     return text
 
 
@@ -291,8 +296,11 @@ def test_a_callback_that_posts_after_it_has_blocked(kept_world: WorldFactory) ->
     assert "ranks would number their collectives in different orders" in text
 
 
-def test_a_callback_that_throws(kept_world: WorldFactory) -> None:
-    assert all("of the user's callback" in text for text in kept_world(2, "shm").run(thrown))
+@pytest.mark.parametrize("error", [RuntimeError("of a callback"), SystemExit(3), KeyboardInterrupt()], ids=repr)
+def test_a_callback_that_throws(kept_world: WorldFactory, error: BaseException) -> None:
+    """As over gloo: torch gives the error to whoever waits for the callback's future, and else logs it."""
+    texts = kept_world(2, "shm").run(thrown, error=error)
+    assert all(f"running the callback: {type(error).__name__}" in text for text in texts), texts
 
 
 EXIT = """
