@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import re
 import signal
@@ -98,6 +99,23 @@ def mismatched_call(rank: int, world: int, what: str) -> None:
         dist.all_to_all_single(torch.empty(2 * world), torch.ones(sum(sent)), None, sent)
     else:
         raise AssertionError(what)
+
+
+def different_roots(rank: int, world: int) -> list[str]:
+    """Rank 0 takes another root than the others, in a group for each collective: its own rank, and that of another.
+
+    Where each rank sends or each waits, no message has a receive that it could be compared with.
+    """
+    errors = []
+    for own, count in itertools.product((True, False), (10, 100_000)):
+        root = 0 if (rank == 0) is own else 1
+        one, many = torch.ones(count), [torch.empty(count) for _ in range(world)] if rank == root else None
+        for call in (dist.broadcast, dist.reduce, dist.gather, dist.scatter):
+            group = dist.new_group()
+            tensors = [one] if call in (dist.broadcast, dist.reduce) else [one, many]
+            arguments = {"dst" if call in (dist.reduce, dist.gather) else "src": root, "group": group}
+            errors.append(raised(partial(call, *tensors, **arguments)) or raised(dist.barrier, group))
+    return errors
 
 
 def killed(rank: int, world: int, victim: int, large: bool) -> str | None:
@@ -346,6 +364,16 @@ def test_ranks_that_disagree(new_world: WorldFactory, transport: str, what: str)
     texts = world.run(mismatch, what=what)
     assert all(texts), texts
     assert any(re.search(r"rank 0 .*rank 1|rank 1 .*rank 0", text) for text in texts), texts
+
+
+@pytest.mark.parametrize(("transport", "size"), [("shm", 2), ("shm", 4), ("udp", 3)])
+def test_ranks_with_different_roots(kept_world: WorldFactory, transport: str, size: int) -> None:
+    """Both roots are named, long before the deadline of the group."""
+    for texts in kept_world(size, transport).run(different_roots):
+        assert len(texts) == 16
+        assert all(re.search(r"rank \d runs .* root [01], but rank \d runs .* root [01]", text) for text in texts), (
+            texts
+        )
 
 
 @pytest.mark.parametrize("transport", ["shm", "udp"])

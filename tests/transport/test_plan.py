@@ -60,7 +60,7 @@ def breaks(*steps: Callable[[PlanBuilder], object]) -> PlanBuilder:
         (breaks(lambda b: b.send(0, 0, Operand(0), 4)), "step 0 has peer 0"),
         (breaks(lambda b: b.send(3, 0, Operand(0), 4)), "step 0 has peer 3"),
         (breaks(lambda b: b.recv(ANY_PEER, 0, 0, 0, 4)), "receives from any peer, but the plan is no send/recv"),
-        (breaks(lambda b: b.send(1, SLOT_LIMIT, Operand(0), 4)), "step 0 has slot 1048576"),
+        (breaks(lambda b: b.send(1, SLOT_LIMIT, Operand(0), 4)), "step 0 has slot 1048575"),
         (breaks(*[lambda b: b.send(1, 5, Operand(0), 4)] * 2), "slot 5 is used twice with peer 1"),
         (breaks(*[lambda b: b.recv(1, 5, 0, 0, 4)] * 2), "slot 5 is used twice with peer 1"),
         (breaks(lambda b: b.send(1, 0, Operand(0, 61), 4)), "reaches byte 65 of buffer 0, which has 64 bytes"),

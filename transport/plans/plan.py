@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # The most bytes that a receive without destination may hold (MAX_LOAN_BYTES in messages/budgets.hpp).
 MAX_LOAN_BYTES: Final = 131_072
 # Slots are 20 bits of a message's 64-bit key.
-SLOT_LIMIT: Final = 1 << 20
+SLOT_LIMIT: Final = (1 << 20) - 1
 # As the peer of a RECV: whichever rank sends first (SENNIT_ANY_PEER).
 ANY_PEER: Final = 0xFFFFFFFF
 # What comes before codes without fixed size: their length, as u64.

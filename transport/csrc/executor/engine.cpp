@@ -152,6 +152,11 @@ void Engine::hear_last_words(Lock& lock) {
 }
 
 bool Engine::launch(Operation& operation, uint64_t now_us) {
+  if (operation.is_collective()) mailbox_.meet(config_.rank, operation.sequence(), operation.signature());
+  if (mailbox_.failure() != nullptr) {
+    check_failures(now_us);
+    return true;
+  }
   bool moved = false;
   const bool keeps_order = operation.on_device() || (operation.has_loans() && !held_.empty());
   if (operation.is_collective() && keeps_order) {

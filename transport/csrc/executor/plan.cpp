@@ -7,7 +7,7 @@
 #include <tuple>
 
 #include "executor/plan_coding.hpp"
-#include "messages/lane.hpp"
+#include "messages/mailbox.hpp"
 #include "messages/signature.hpp"
 
 namespace sennit {
@@ -15,7 +15,7 @@ namespace {
 
 constexpr uint32_t PLAN_MAGIC = 0x31504E53;
 constexpr uint16_t PLAN_VERSION = 2;
-constexpr uint32_t SLOT_LIMIT = 1u << 20;
+constexpr uint64_t SLOT_LIMIT = NO_SLOT;
 constexpr uint32_t PLAN_ON_DEVICE = 1;
 constexpr uint32_t PLAN_EQUAL_COUNTS = 2;
 constexpr uint32_t PLAN_CUTS_VECTOR = 4;

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
-#include <unordered_map>
 
 #include "messages/budgets.hpp"
 #include "messages/signature.hpp"
@@ -13,11 +12,13 @@
 namespace sennit {
 namespace {
 
-// A send that waits this long for its advert shows its header to the receiver. A receiver that runs another operation,
-// or expects another size, then reports that instead of waiting for its deadline.
-constexpr uint64_t PROBE_AFTER_US = 200'000;
-// How often the lanes hear that something waits for their peers.
+// How often the mailbox looks at what waits, and the lanes hear for whom. Rounds may have long pauses, so what waits is
+// as old as the looks that have found it.
 constexpr uint64_t LOOK_US = 50'000;
+// A send that waits for its advert during so many looks (200 ms) shows its header to the receiver, and a small receive,
+// which has no advert, its signature to the sender. A rank that runs another operation, or expects another size, then
+// reports that instead of waiting for its deadline.
+constexpr uint32_t PROBE_AFTER_LOOKS = 5;
 
 // Loans come from lanes (their id, tagged with the peer) or from the mailbox's buffers.
 constexpr uint64_t OWN_LOAN = uint64_t{1} << 63;
@@ -27,6 +28,11 @@ uint32_t peer_of(uint64_t loan) { return static_cast<uint32_t>(loan >> LOAN_PEER
 uint64_t id_of(uint64_t loan) { return loan & ((uint64_t{1} << LOAN_PEER_SHIFT) - 1); }
 
 bool is_p2p(uint64_t key) { return (key & P2P_KEY) != 0; }
+
+std::string differing(uint32_t rank, uint64_t signature, uint32_t other, uint64_t signature_of_other) {
+  return "rank " + std::to_string(rank) + " runs " + describe_signature(signature) + ", but rank " +
+         std::to_string(other) + " runs " + describe_signature(signature_of_other);
+}
 
 }  // namespace
 
@@ -53,11 +59,11 @@ void Mailbox::send(MailboxClient& client, uint32_t step, uint32_t peer, const Me
       client.on_message_sent(step);
       return;
     }
-    waiting_eager_[peer].push_back(sends_.add({&client, header, data, step, peer, now_us_, false, true}));
+    waiting_eager_[peer].push_back(sends_.add({&client, header, data, step, peer, false, true}));
     ++waiting_eager_count_;
     return;
   }
-  const uint32_t send = sends_.add({&client, header, data, step, peer, now_us_, false, false, use});
+  const uint32_t send = sends_.add({&client, header, data, step, peer, false, false, use});
   ++peers_[peer].waits;
   const uint32_t advert = advertised_.pop(peer, header.key);
   if (advert != KeyIndex::NONE) {
@@ -235,8 +241,12 @@ uint32_t Mailbox::match_receive(uint32_t peer, uint64_t key) {
 bool Mailbox::on_eager(uint32_t peer, const MessageHeader& header, uint32_t flags, const std::byte* data) {
   const uint32_t waiting = posted_.front(peer, header.key);
   if (flags == EAGER_REQUEST && !is_p2p(header.key)) {
-    // A probe for a collective: the advert is on its way, unless the two sides disagree.
-    if (waiting != KeyIndex::NONE) check(peer, header, receives_[waiting].header, true);
+    // A probe for a collective: the message or the advert is on its way, unless the two sides disagree.
+    if (waiting == KeyIndex::NONE) {
+      meet(peer, header);
+    } else {
+      check(peer, header, receives_[waiting].header, true);
+    }
     return true;
   }
   if (waiting != KeyIndex::NONE && receives_[waiting].advertised) {
@@ -249,6 +259,7 @@ bool Mailbox::on_eager(uint32_t peer, const MessageHeader& header, uint32_t flag
   if (receive == KeyIndex::NONE) {
     const uint64_t size_bytes = flags == EAGER_DATA ? header.size_bytes : 0;
     if (!has_room(peer, sizeof(Arrival) + size_bytes)) return false;
+    meet(peer, header);
     arrived_.push(peer, header.key,
                   arrivals_.add({header, peer, flags, std::vector<std::byte>(data, data + size_bytes)}));
     peers_[peer].arrival_bytes += sizeof(Arrival) + size_bytes;
@@ -267,6 +278,7 @@ bool Mailbox::on_eager(uint32_t peer, const MessageHeader& header, uint32_t flag
 void Mailbox::on_advert(uint32_t peer, const MessageHeader& header, uint64_t advert_id) {
   const uint32_t send = pending_.pop(peer, header.key);
   if (send == KeyIndex::NONE) {
+    meet(peer, header);
     advertised_.push(peer, header.key, adverts_.add({header, peer, advert_id}));
     return;
   }
@@ -306,44 +318,62 @@ void Mailbox::on_peer_aborted(uint32_t peer, std::string reason) {
 }
 
 bool Mailbox::progress(uint64_t now_us) {
-  now_us_ = now_us;
   bool moved = false;
   if (waiting_eager_count_ != 0) {
     for (uint32_t peer = 0; peer < world_; ++peer) {
       if (!waiting_eager_[peer].empty()) moved |= push_eager(peer);
     }
   }
-  if (pending_count_ != 0 && now_us >= next_probe_us_) {
-    next_probe_us_ = now_us + PROBE_AFTER_US;
-    // This is rare, so it walks the pool. A second list would cost time on the fast path.
-    sends_.for_each([&](Send& send) {
-      if (send.eager || send.requested || send.posted_us + PROBE_AFTER_US > now_us) return;
-      send.requested = lanes_[send.peer]->send_eager(send.header, EAGER_REQUEST, nullptr);
-    });
-  }
   if (now_us >= next_look_us_) {
     next_look_us_ = now_us + LOOK_US;
+    // First: a lane whose peer has left takes no question.
     expect_peers(now_us);
-    compare_operations();
+    ask_peers();
   }
   return moved;
 }
 
-// A message may be for a slot that the operation does not have here, so that nothing ever waits for it. If it is of
-// another operation, no slot has to meet.
-void Mailbox::compare_operations() {
-  std::unordered_map<uint64_t, MessageHeader> running;
-  const auto add = [&](const MessageHeader& header) {
-    if (!is_p2p(header.key)) running.emplace(header.key >> KEY_SLOT_BITS, header);
+// This is rare, so it walks the pools. Further lists would cost time on the fast path.
+void Mailbox::ask_peers() {
+  const auto is_old = [](auto& record) {
+    return record.looks == PROBE_AFTER_LOOKS || ++record.looks == PROBE_AFTER_LOOKS;
   };
-  receives_.for_each([&](const Receive& receive) { add(receive.header); });
-  sends_.for_each([&](const Send& send) { add(send.header); });
-  const auto compare = [&](uint32_t peer, const MessageHeader& theirs) {
-    const auto ours = running.find(theirs.key >> KEY_SLOT_BITS);
-    if (ours != running.end() && ours->second.signature != theirs.signature) check(peer, theirs, ours->second, true);
-  };
-  arrivals_.for_each([&](const Arrival& arrival) { compare(arrival.peer, arrival.header); });
-  adverts_.for_each([&](const Advert& advert) { compare(advert.peer, advert.header); });
+  if (pending_count_ != 0) {
+    sends_.for_each([&](Send& send) {
+      if (send.eager || send.requested || !is_old(send)) return;
+      send.requested = lanes_[send.peer]->send_eager(send.header, EAGER_REQUEST, nullptr);
+    });
+  }
+  // One question for each peer: of the oldest collective that waits for it.
+  std::vector<MessageHeader> oldest(world_, {P2P_KEY, 0, 0});
+  receives_.for_each([&](Receive& receive) {
+    if (is_p2p(receive.header.key) || receive.advertised || !is_old(receive)) return;
+    if (receive.header.key < oldest[receive.peer].key) oldest[receive.peer] = receive.header;
+  });
+  for (uint32_t peer = 0; peer < world_; ++peer) {
+    const MessageHeader& header = oldest[peer];
+    const uint64_t sequence = header.key >> KEY_SLOT_BITS;
+    if (is_p2p(header.key) || sequence == peers_[peer].asked) continue;
+    if (lanes_[peer]->send_eager({header.key | NO_SLOT, header.signature, 0}, EAGER_REQUEST, nullptr))
+      peers_[peer].asked = sequence;
+  }
+}
+
+void Mailbox::meet(uint32_t peer, const MessageHeader& header) {
+  if (!is_p2p(header.key)) meet(peer, header.key >> KEY_SLOT_BITS, header.signature);
+}
+
+void Mailbox::meet(uint32_t rank, uint64_t sequence, uint64_t signature) {
+  if (rank == rank_) begun_ = sequence;
+  Met& met = met_[sequence % met_.size()];
+  if (met.sequence != sequence) {
+    // Of collectives that have ended, those that are too old are forgotten; of those to come, the next ones are kept.
+    const bool is_to_come = sequence > begun_ && sequence - begun_ <= met_.size();
+    if (rank == rank_ || is_to_come) met = {sequence, signature, rank};
+  } else if (met.signature != signature) {
+    fail({MailboxFailure::Kind::mismatch, rank == rank_ ? met.rank : rank,
+          differing(rank, signature, met.rank, met.signature)});
+  }
 }
 
 void Mailbox::expect_peers(uint64_t now_us) {
@@ -369,8 +399,7 @@ bool Mailbox::check(uint32_t peer, const MessageHeader& theirs, const MessageHea
   if (theirs.signature == ours.signature && theirs.size_bytes == ours.size_bytes) return true;
   std::string reason;
   if (theirs.signature != ours.signature) {
-    reason = "rank " + std::to_string(peer) + " runs " + describe_signature(theirs.signature) + ", but rank " +
-             std::to_string(rank_) + " runs " + describe_signature(ours.signature);
+    reason = differing(peer, theirs.signature, rank_, ours.signature);
   } else {
     reason = describe_signature(ours.signature) + ": rank " + std::to_string(ours_is_receive ? peer : rank_) +
              " sends " + std::to_string(ours_is_receive ? theirs.size_bytes : ours.size_bytes) + " bytes to rank " +

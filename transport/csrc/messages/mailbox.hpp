@@ -16,6 +16,7 @@
 // needs a record reads its lane, and a lane that is held up has nothing that its receiver needs.
 #pragma once
 
+#include <array>
 #include <memory>
 #include <span>
 #include <string>
@@ -30,6 +31,8 @@ namespace sennit {
 inline constexpr uint64_t P2P_KEY = uint64_t{1} << 63;
 // The slot in the key of a collective's message. Above it is the operation.
 inline constexpr uint32_t KEY_SLOT_BITS = 20;
+// No message has this slot: a request with it is a question, whether the ranks run the same collective.
+inline constexpr uint64_t NO_SLOT = (uint64_t{1} << KEY_SLOT_BITS) - 1;
 
 // The poster of a message, told when it is complete. Called during progress or during the posting call.
 class MailboxClient {
@@ -70,6 +73,11 @@ class Mailbox final : public LaneSink {
   // Fails the group, because `peer` sent what a correct rank cannot send. `what` follows the rank's name in the error.
   void refuse(uint32_t peer, const std::string& what);
 
+  // `rank` runs collective `sequence` with this signature: this rank as it begins, a peer by a message that nothing
+  // here waits for. All ranks run it with one signature, so another one fails the group, also if the collective has
+  // ended here or has not begun.
+  void meet(uint32_t rank, uint64_t sequence, uint64_t signature);
+
   // Offers again the eager messages that found no room. True when anything moved.
   bool progress(uint64_t now_us);
   // The first failure, if any. The engine fails all operations with it.
@@ -100,6 +108,7 @@ class Mailbox final : public LaneSink {
     uint32_t peer;  // as posted; SENNIT_ANY_PEER until matched
     uint64_t order;
     bool advertised;
+    uint32_t looks = 0;  // that have found it waiting
   };
   struct Send {
     MailboxClient* client;
@@ -107,10 +116,10 @@ class Mailbox final : public LaneSink {
     const void* data;
     uint32_t step;
     uint32_t peer;
-    uint64_t posted_us;
     bool requested;
     bool eager;
     Lane::Use use = Lane::Use::copy;
+    uint32_t looks = 0;  // that have found it waiting
   };
   struct Arrival {  // an eager message without a receive yet
     MessageHeader header;
@@ -175,8 +184,9 @@ class Mailbox final : public LaneSink {
   bool check(uint32_t peer, const MessageHeader& theirs, const MessageHeader& ours, bool ours_is_receive);
   void fail(MailboxFailure failure);
   bool fail_by_revocation(uint32_t peer);
+  void meet(uint32_t peer, const MessageHeader& header);
+  void ask_peers();
   void expect_peers(uint64_t now_us);
-  void compare_operations();
   bool is_alone() const;
 
   const uint32_t rank_;
@@ -196,15 +206,21 @@ class Mailbox final : public LaneSink {
   struct PeerState {
     uint64_t arrival_bytes = 0;  // unexpected messages, with the overhead of each
     uint64_t waits = 0;          // receives, and sends that need an advert, posted here and not complete
+    uint64_t asked = 0;          // the collective that it was asked about last
   };
   std::vector<PeerState> peers_;
   uint64_t waits_for_any_ = 0;
+  struct Met {
+    uint64_t sequence = 0;
+    uint64_t signature = 0;
+    uint32_t rank = 0;  // whose signature it is
+  };
+  std::array<Met, 256> met_;  // by sequence: the latest collectives that began here, and those that peers have begun
+  uint64_t begun_ = 0;        // the last collective that began here
   const uint64_t arrival_share_bytes_;
   uint64_t order_ = 0;
   uint64_t pending_count_ = 0;
-  uint64_t next_probe_us_ = 0;
   uint64_t next_look_us_ = 0;
-  uint64_t now_us_ = 0;
   std::vector<std::vector<std::byte>> loan_buffers_;
   std::vector<uint32_t> free_loan_buffers_;
   std::unique_ptr<MailboxFailure> failure_;

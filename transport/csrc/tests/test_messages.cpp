@@ -16,6 +16,20 @@ using test::pattern;
 using test::SIGNATURE;
 using test::Triangle;
 
+namespace {
+
+// What waits now is old afterwards.
+void look_often(Triangle& net) {
+  static uint64_t now_us = 0;
+  for (int look = 0; look < 10; ++look) {
+    now_us += 50'000;
+    for (auto& mailbox : net.mailboxes) mailbox->progress(now_us);
+    net.pump();
+  }
+}
+
+}  // namespace
+
 TEST_CASE("KeyIndex behaves like a map of queues") {
   std::mt19937 random(11);
   KeyIndex index;
@@ -177,10 +191,7 @@ TEST_CASE("ranks that disagree get an error that says how") {
       net.receive(1, 1, 0, 77, got);
       if (!send_first) post_send();
       net.pump();
-      for (uint64_t later : {300'000u, 600'000u}) {  // the sender's probe
-        for (auto& mailbox : net.mailboxes) mailbox->progress(later);
-        net.pump();
-      }
+      look_often(net);  // the sender's probe
       const MailboxFailure* failure =
           net.mailboxes[1]->failure() ? net.mailboxes[1]->failure() : net.mailboxes[0]->failure();
       REQUIRE(failure != nullptr);
@@ -197,6 +208,75 @@ TEST_CASE("ranks that disagree get an error that says how") {
   REQUIRE(net.mailboxes[1]->failure() != nullptr);
   CHECK(net.mailboxes[1]->failure()->reason.find("rank 0 runs allreduce of int64") != std::string::npos);
   CHECK(net.mailboxes[1]->failure()->reason.find("rank 1 runs allreduce of float32") != std::string::npos);
+}
+
+TEST_CASE("ranks that run a collective with different signatures are told, though no message meets a receive") {
+  constexpr uint64_t ROOT_0 = uint64_t{SENNIT_BROADCAST} << 56, ROOT_1 = ROOT_0 | uint64_t{1} << 32;
+  constexpr uint64_t KEY = uint64_t{3} << KEY_SLOT_BITS;
+  for (const size_t size : {size_t{40}, size_t{400}}) {  // eager, bulk
+    for (const bool sends : {true, false}) {
+      for (const bool is_late : {true, false}) {
+        CAPTURE(size);
+        CAPTURE(sends);
+        CAPTURE(is_late);
+        Triangle net;
+        std::vector<char> got(size);
+        const auto begin = [&](int rank) {
+          const uint64_t signature = rank == 0 ? ROOT_0 : ROOT_1;
+          net.mailboxes[rank]->meet(rank, 3, signature);
+          if (sends) {
+            net.send(rank, 1, 1 - rank, KEY, pattern(size, rank), signature);
+          } else {
+            net.mailboxes[rank]->receive(net.clients[rank], 1, 1 - rank, {KEY, signature, size}, got.data());
+          }
+        };
+        begin(0);
+        if (is_late) net.pump();
+        begin(1);
+        net.pump();
+        look_often(net);
+        const MailboxFailure* failure =
+            net.mailboxes[0]->failure() ? net.mailboxes[0]->failure() : net.mailboxes[1]->failure();
+        REQUIRE(failure != nullptr);
+        CHECK(failure->kind == MailboxFailure::Kind::mismatch);
+        CHECK(failure->reason.find("rank 0 runs broadcast of uint8, root 0") != std::string::npos);
+        CHECK(failure->reason.find("rank 1 runs broadcast of uint8, root 1") != std::string::npos);
+      }
+    }
+  }
+  SUBCASE("also where the collective has ended, and the one that they compare is far behind the latest") {
+    Triangle net;
+    for (uint64_t sequence = 1; sequence <= 200; ++sequence) net.mailboxes[0]->meet(0, sequence, ROOT_0);
+    net.send(1, 1, 0, KEY, pattern(40, 1), ROOT_1);
+    net.pump();
+    REQUIRE(net.mailboxes[0]->failure() != nullptr);
+    CHECK(net.mailboxes[0]->failure()->peer == 1);
+  }
+  SUBCASE("ranks that are ahead of this one are compared when it begins") {
+    Triangle net;
+    for (uint64_t sequence = 1; sequence <= 1'000; ++sequence)
+      net.send(1, 1, 0, sequence << KEY_SLOT_BITS, pattern(40, 1), sequence == 3 ? ROOT_1 : ROOT_0);
+    net.pump();
+    for (const uint64_t sequence : {1, 2}) net.mailboxes[0]->meet(0, sequence, ROOT_0);
+    CHECK(net.mailboxes[0]->failure() == nullptr);
+    net.mailboxes[0]->meet(0, 3, ROOT_0);
+    REQUIRE(net.mailboxes[0]->failure() != nullptr);
+    CHECK(net.mailboxes[0]->failure()->peer == 1);
+  }
+  SUBCASE("a question about a collective that is not known, or is equal, changes nothing") {
+    Triangle net;
+    std::vector<char> got(40);
+    net.mailboxes[0]->meet(0, 3, ROOT_0);
+    net.mailboxes[0]->receive(net.clients[0], 1, 1, {KEY, ROOT_0, 40}, got.data());
+    look_often(net);
+    net.mailboxes[1]->meet(1, 3, ROOT_0);
+    net.mailboxes[1]->receive(net.clients[1], 1, 0, {KEY | 1, ROOT_0, 40}, got.data());
+    look_often(net);
+    net.send(1, 2, 0, KEY, pattern(40, 1), ROOT_0);
+    net.pump();
+    CHECK(net.clients[0].received.size() == 1);
+    for (const auto& mailbox : net.mailboxes) CHECK(mailbox->failure() == nullptr);
+  }
 }
 
 TEST_CASE("a lost peer fails what waits for it, and only that") {
