@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import platform
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -88,6 +89,28 @@ def test_every_module_of_the_core_is_compiled_for_the_stable_abi() -> None:
     modules = [line for path in files for line in re.findall(r"nanobind_add_module\((.*)", path.read_text())]
     assert len(modules) >= 5
     assert not [line for line in modules if "STABLE_ABI" not in line.split()]
+    # What they set, such as that leaks are not listed, is theirs alone.
+    assert not [line for line in modules if "NB_DOMAIN sennit" not in line]
+
+
+PRODUCTS = """
+from sennit.runtime.kernels import _kernels
+kept = _kernels.Products("portable")
+"""
+PLAN = """
+from sennit.transport import _core
+from sennit.transport.algorithms.barrier import barrier
+from sennit.transport.plans.plan_codec import encode
+kept = _core.Plan(encode(barrier(world=2, rank=0)))
+"""
+
+
+@pytest.mark.parametrize("keep", [PRODUCTS, PLAN], ids=["kernels", "core"])
+def test_a_program_does_not_end_with_a_list_of_what_torch_holds(keep: str) -> None:
+    """Torch lets go of an autograd graph after the end of Python, and so of our objects in it."""
+    code = f"import ctypes\n{keep}\nctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_step_of_the_matrix_runs_once_and_shows_what_it_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

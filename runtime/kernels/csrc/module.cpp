@@ -64,6 +64,11 @@ Call call_of(const Operator& op, const std::vector<std::uint32_t>& tables, const
 }  // namespace
 
 NB_MODULE(_kernels, module) {
+  // Where a program holds results at its end, torch holds their autograd graph, with objects of ours, until after the
+  // end of Python. These are no leaks, so only a build without optimisation lists what is left.
+#ifdef __OPTIMIZE__
+  nb::set_leak_warnings(false);
+#endif
   module.def("instruction_sets", [] {
     std::vector<std::string> names;
     for (const Kernels* kernels : available_kernels()) names.emplace_back(kernels->name);

@@ -395,6 +395,10 @@ void bind_operation_log(nb::module_& module) {
 }  // namespace
 
 NB_MODULE(_core, m) {
+  // As in _kernels: what torch holds at the end of a program is no leak.
+#ifdef __OPTIMIZE__
+  nb::set_leak_warnings(false);
+#endif
   nb::module_::import_("atexit").attr("register")(nb::cpp_function([] { python_runs = false; }));
   m.doc() = "The native data plane: plans run over shared memory, RoCEv2 on UDP, and RDMA devices.";
   m.attr("WIRE_REVISION") = static_cast<int>(sennit::flow::CONTROL_VERSION);
