@@ -181,3 +181,12 @@ def test_every_long_step_of_the_build_shows_that_it_runs(path: Path) -> None:
     text = re.sub(r"\\\n", " ", path.read_text())
     lines = [line for line in text.splitlines() if LONG.search(line) and not SAID.search(line)]
     assert not [line for line in lines if not re.search(r"quietly |waiting |\$\(QUIETLY\) ", line)]
+
+
+def test_the_build_says_before_each_long_step_what_it_does_and_how_long_that_takes() -> None:
+    """Also where nobody looks: in a file or a pipe."""
+    lines = re.sub(r"\\\n", " ", (ROOT / "tools" / "build.sh").read_text()).splitlines()
+    said = [number for number, line in enumerate(lines) if re.search(r'\bstep ".*(minute|seconds|less)', line)]
+    long = [number for number, line in enumerate(lines) if LONG.search(line) and not SAID.search(line)]
+    assert len(long) >= 8
+    assert not [lines[number] for number in long if not any(number - 10 < before < number for before in said)]
