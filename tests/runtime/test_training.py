@@ -381,10 +381,10 @@ def test_full_disk_leaves_the_last_whole_checkpoint(new_world: WorldFactory, see
 
 
 def test_a_step_calls_the_collectives_that_its_description_names(kept_world: WorldFactory, seed: int) -> None:
-    """docs/how-to/train.md: ranks exchange sizes, lengths, ids, pooled vectors and gradients. The sum of dense
-    gradients is no operation of c10d."""
+    """docs/how-to/train.md: ranks exchange sizes, lengths, ids, pooled vectors and gradients, and say which tables the
+    loss depends on. The sum of dense gradients is no operation of c10d."""
     for called in kept_world(2).run(collectives_of_a_step, seed=seed):
-        assert called == {"c10d::alltoall_base_": 5}
+        assert called == {"c10d::alltoall_base_": 5, "c10d::allreduce_": 1}
 
 
 @pytest.mark.parametrize("batches_ahead", [0, 1])
