@@ -66,6 +66,12 @@ def own(module: ShardedTables, whole: Tensor) -> Tensor:
     return whole[module.slices.own_samples(len(whole))]
 
 
+def looked_up(module: ShardedTables, given: Any) -> Tensor:
+    """The results of the first table. `given`: its ids, or what a module takes."""
+    found: Tensor = module({"user": given} if isinstance(given, Tensor) else given)["user"]
+    return found
+
+
 class Later:
     """A call of another thread."""
 
@@ -120,9 +126,9 @@ def three_lookups(rank: int, world: int, kind: str, placement: str, optimizer: s
     def ours(number: int, weights: Tensor | None) -> Tensor:
         mine = ids_of(number)[part]
         if weights is None:
-            return module({"user": mine})["user"].view(len(mine), -1)
+            return looked_up(module, mine).view(len(mine), -1)
         lengths = torch.full((1, len(mine)), EACH)
-        return module(Features(lengths=lengths, values=mine.flatten(), weights=weights))["user"]
+        return looked_up(module, Features(lengths=lengths, values=mine.flatten(), weights=weights))
 
     def loss(look_up: Callable[[int, Tensor | None], Tensor], first: int, weights: list[Tensor | None]) -> Tensor:
         one, two, three = (look_up(first + number, weights[number]) for number in range(3))
@@ -216,7 +222,7 @@ class Wrapped(nn.Module):
         nn.init.ones_(self.top.weight)
 
     def forward(self, ids: Tensor) -> Tensor:
-        found: Tensor = self.top(self.embeddings({"user": ids})["user"])
+        found: Tensor = self.top(looked_up(self.embeddings, ids))
         return found
 
 
@@ -231,7 +237,7 @@ def accumulated(rank: int, world: int, how: str, in_thread: bool) -> None:
         held = model.no_sync
     elif how == "replicas":
         replicas = SlicedReplicas(model.top)
-        held, model = replicas.no_sync, lambda ids: replicas(module({"user": ids})["user"])
+        held, model = replicas.no_sync, lambda ids: replicas(looked_up(module, ids))
 
     def passed(ids: Tensor, *, holds: bool) -> None:
         with held() if holds else contextlib.nullcontext():
@@ -267,29 +273,25 @@ def not_all_lookups_get_gradients(rank: int, world: int, in_thread: bool) -> Non
     module, other = bags(ADAM), bags(ADAM)
     first, second, third = (own(module, ids_of(number)) for number in range(3))
 
-    def result(of: ShardedEmbeddingBags, ids: Tensor) -> Tensor:
-        found: Tensor = of({"user": ids})["user"]
-        return found
-
     with beside(module, world) if in_thread else contextlib.nullcontext() as names:
-        kept = result(module, third)  # As an evaluation that forgets `no_grad`.
-        result(module, third)
-        (result(module, first) * result(module, second)).sum().backward()
-        (result(other, first) * result(other, second)).sum().backward()
+        kept = looked_up(module, third)  # As an evaluation that forgets `no_grad`.
+        looked_up(module, third)
+        (looked_up(module, first) * looked_up(module, second)).sum().backward()
+        (looked_up(other, first) * looked_up(other, second)).sum().backward()
         assert module.digest() == other.digest()
         # Losses of several lookups, one after the other: each is a step.
-        real, fake = result(module, first), result(module, second)
-        wanted, also = result(other, first), result(other, second)
+        real, fake = looked_up(module, first), looked_up(module, second)
+        wanted, also = looked_up(other, first), looked_up(other, second)
         fake.sum().backward()
         real.sum().backward()
         also.sum().backward()
         wanted.sum().backward()
         assert module.digest() == other.digest()
         kept.sum().backward()
-        result(other, third)
+        looked_up(other, third)
         module.check()
         assert module.state_dict()["steps"].tolist() == [4]
-        result(module, first).sum().backward()
+        looked_up(module, first).sum().backward()
         if names is not None:
             # Where nothing else waits, the last gradients and the update are one task.
             assert names[-2:] == ["lookup", "sparse update"]
@@ -307,17 +309,17 @@ def recomputed(rank: int, world: int) -> None:
     needed = torch.ones(1, requires_grad=True)
 
     def squared(one: Tensor) -> Tensor:
-        return (module({"user": first})["user"] * one).square()
+        return (looked_up(module, first) * one).square()
 
     for reentrant in (False, True):
-        outside = module({"user": second})["user"]
+        outside = looked_up(module, second)
         (checkpoint(squared, needed, use_reentrant=reentrant) * outside).sum().backward()
-        (other({"user": first})["user"].square() * other({"user": second})["user"]).sum().backward()
+        (looked_up(other, first).square() * looked_up(other, second)).sum().backward()
         assert module.digest() == other.digest()
     with beside(module, world):
         # The later lookup gives first, and the update begins, because nothing says that another will be made again.
         inside = checkpoint(squared, needed, use_reentrant=True)
-        loss = (inside * module({"user": second})["user"]).sum()
+        loss = (inside * looked_up(module, second)).sum()
         with pytest.raises(ArgumentError, match="in a backward pass that has updated rows already"):
             loss.backward()
 
@@ -338,13 +340,13 @@ def failed(rank: int, world: int, in_thread: bool) -> None:
     with beside(module, world) if in_thread else contextlib.nullcontext():
         for one in (module, other):
             with one.no_sync():
-                one({"user": first})["user"].sum().backward()
-        fails, gives = (module({"user": spared})["user"] for _ in range(2))
+                looked_up(one, first).sum().backward()
+        fails, gives = (looked_up(module, spared) for _ in range(2))
         fails.register_hook(raises)
         with pytest.raises(OSError, match="of the model"):
             (fails + gives).sum().backward()
         for one in (module, other):
-            one({"user": second})["user"].sum().backward()
+            looked_up(one, second).sum().backward()
         assert module.state_dict()["steps"].tolist() == [1]
         assert module.digest() == other.digest()
 
@@ -374,21 +376,21 @@ def repeated(rank: int, world: int) -> None:
     module = bags(SGD)
     first = own(module, ids_of(1))
     before = rows_of(module, world)
-    found = module({"user": first})["user"]
+    found = looked_up(module, first)
     found.sum().backward(retain_graph=True)
     found.sum().backward()
     counts = torch.bincount(ids_of(1).flatten(), minlength=ROWS).unsqueeze(1)
     torch.testing.assert_close(rows_of(module, world), before - 2 * RATE * counts)
     module.zero_grad()
-    outer, inner = (module({"user": first})["user"] for _ in range(2))
+    outer, inner = (looked_up(module, first) for _ in range(2))
     found = Inner.apply(outer, inner.sum())
     with pytest.raises(ArgumentError, match="a backward pass inside another one"):
-        (found + module({"user": first})["user"]).sum().backward()
+        (found + looked_up(module, first)).sum().backward()
     with beside(module, world):
-        kept, other = (module({"user": first})["user"] for _ in range(2))
+        kept, other = (looked_up(module, first) for _ in range(2))
         other.sum().backward()
         with pytest.raises(ArgumentError, match="made before the last backward pass"):
-            (kept + module({"user": first})["user"]).sum().backward()
+            (kept + looked_up(module, first)).sum().backward()
 
 
 def test_each_backward_pass_is_a_step(kept_world: WorldFactory) -> None:
@@ -418,7 +420,7 @@ def scaled(rank: int, world: int, in_thread: bool) -> list[float]:
     with beside(module, world) if in_thread else contextlib.nullcontext():
         for step in range(8):
             before = rows_of(module, world)
-            passed(module({"user": ids_of(step)[mine]})["user"], factors[mine], scalers[0])
+            passed(looked_up(module, ids_of(step)[mine]), factors[mine], scalers[0])
             scalers[0].step(module.optimizer)
             theirs.zero_grad()
             passed(reference(ids_of(step)), factors, scalers[1])
@@ -437,7 +439,7 @@ def scaled(rank: int, world: int, in_thread: bool) -> list[float]:
         module.optimizer.scaler = 3  # type: ignore[assignment]
     # Without one, rows say that their gradients are not finite.
     module.optimizer.scaler = None
-    module({"user": ids_of(0)[mine]})["user"].backward(torch.full((len(ids_of(0)[mine]), DIM), torch.inf))
+    looked_up(module, ids_of(0)[mine]).backward(torch.full((len(ids_of(0)[mine]), DIM), torch.inf))
     with pytest.raises(GradientError):
         module.check()
     return scales
