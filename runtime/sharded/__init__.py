@@ -12,6 +12,7 @@ from sennit.exports import exporter
 if TYPE_CHECKING:
     from sennit.runtime.sharded.agreement import PeerInputError as PeerInputError
     from sennit.runtime.sharded.bags import ShardedEmbeddingBags as ShardedEmbeddingBags
+    from sennit.runtime.sharded.clipping import clip_grad_norm_ as clip_grad_norm_
     from sennit.runtime.sharded.features import Features as Features
     from sennit.runtime.sharded.features import IdError as IdError
     from sennit.runtime.sharded.files import TableStore as TableStore
@@ -37,6 +38,7 @@ __getattr__ = exporter(
     {
         "PeerInputError": "agreement",
         "ShardedEmbeddingBags": "bags",
+        "clip_grad_norm_": "clipping",
         "Features": "features",
         "IdError": "features",
         "TableStore": "files",

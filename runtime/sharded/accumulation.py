@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from sennit.runtime.sharded.batch_parts import chosen_blocks
 from sennit.runtime.sharded.engines import Engines, groups_of
 from sennit.runtime.sharded.replicated import SparseAllReduce
 from sennit.runtime.sharded.shards import Announced, Rates, Shards
+from sennit.runtime.sharded.tables import Shard
 from sennit.transport.errors import ArgumentError
 
 
@@ -39,6 +40,8 @@ class Gradients:
     def __init__(self, engines: Engines) -> None:
         settings = engines.settings
         self._tables = frozenset(groups_of(settings.tables)[engines.group])
+        self._sharded_of = {number: shard for shard, number in engines.number_of.items()}
+        self._replica_of = {number: shard for shard, number in engines.replica_of.items()}
         self._sharded = Waiting(engines.sharded, settings.slices.count)
         self._replicated = Waiting(engines.replicated, settings.slices.count)
         self._sparse = SparseAllReduce(engines.replicated, settings.slices, settings.wire)
@@ -73,6 +76,14 @@ class Gradients:
         """
         bad = self._sharded.take(rates, factor=factor)
         return self._replicated.take(rates, factor=factor) or bad
+
+    def squares(self, *, with_replicas: bool) -> Iterator[tuple[Shard, float]]:
+        """The sum of the squares of the gradient of each shard here. Raises `Unsupported` for a tensor train."""
+        for number, square in self._sharded.squares():
+            yield self._sharded_of[number], square
+        if with_replicas:
+            for number, square in self._replicated.squares():
+                yield self._replica_of[number], square
 
     def settle(self) -> None:
         """A backward pass has ended without a step. From now on only `drop(all_of_them=True)` forgets its gradients."""
@@ -123,8 +134,19 @@ class Waiting:
             )
         self._kept.append((lookup, given))
 
+    def _in_order(self) -> list[Given]:
+        return [given for _, given in sorted(self._kept, key=lambda one: one[0])]
+
+    def squares(self) -> Iterator[tuple[int, float]]:
+        """The number of each shard in the engine, and the sum of the squares of its gradient."""
+        if not self.is_empty:
+            batch, gradient = _joined(self._in_order(), self._slices)
+            if batch.table_of_block:
+                for found in self._shards.engine.sum_rows(batch, gradient):
+                    yield found.table, float(found.sums.double().square().sum())
+
     def take(self, rates: Rates, *, factor: float) -> GradientError | None:
-        taken = [given for _, given in sorted(self._kept, key=lambda one: one[0])]
+        taken = self._in_order()
         self._kept, self._settled = [], 0
         if not taken:
             return None

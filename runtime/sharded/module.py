@@ -157,8 +157,8 @@ class ShardedTables(HeldTables):
         else:
             engines = made_on_all(lambda: engines_of(settings), f"make its tables on {self.device}", group)
         self.optimizer = TableRates(self.tables, lr=lr)
-        """Holds the learning rates, for `torch.optim.lr_scheduler`. Its `step` does nothing; its `zero_grad` forgets
-        the gradients that are kept for a later step. `scaler` is for mixed precision."""
+        """Holds the learning rates, for `torch.optim.lr_scheduler`. Its `step` takes a step with the gradients that
+        backward passes have kept (`no_sync`), its `zero_grad` forgets them. `scaler` is for mixed precision."""
         self._steps = self._kind(engines, self.optimizer, divisor=world_size if gradients == "mean" else 1)
         self._expected: dict[int, tuple[Any, Sent]] = {}
         self._passes = Passes(self._steps)
@@ -340,7 +340,8 @@ class ShardedTables(HeldTables):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes made inside update no row: the next one from outside takes one step with all of them.
+        """Backward passes made inside update no row: the next one from outside takes one step with all of them, or
+        `optimizer.step` does.
 
         So do those of a DDP's `no_sync` if the DDP calls this module, and of `SlicedReplicas.no_sync`. `zero_grad`
         forgets what is kept. M lookups are summed as one batch of M · V slices, in the order of the calls. The same
@@ -356,6 +357,19 @@ class ShardedTables(HeldTables):
         """Forgets the gradients that are kept for a later step."""
         super().zero_grad(set_to_none)
         self._passes.forget()
+
+    def grad_norm(self) -> float:
+        """The 2-norm of the gradients that are kept for a later step, of tables that are not frozen. Collective.
+
+        A `GradScaler` does not count. Raises `Unsupported` for tensor trains, and `ArgumentError` on all ranks if the
+        last backward pass has updated rows.
+        """
+        return self._passes.norm()
+
+    def multiply_grads(self, factor: float) -> None:
+        """Multiplies the gradients that are kept for a later step. All ranks must do the same."""
+        self.finish()
+        self._steps.multiply(factor)
 
     @property
     def feature_names(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -86,7 +87,7 @@ class Passes:
         # The backward pass that lookups have begun to give gradients in. It is over when its callback has come.
         self._pass: int | None = None
         self._accumulates = self._is_due = self._has_taken = self._has_kept = False
-        steps.optimizer.on_zero_grad = self.forget
+        steps.optimizer.on_zero_grad, steps.optimizer.on_step = self.forget, self.step
 
     def overlap(self, run: RunBeside | None, group: dist.ProcessGroup | None) -> None:
         """From now on `run` runs lookups and updates, over `group`; with None the caller's thread does.
@@ -237,27 +238,46 @@ class Passes:
         if self._is_due:
             self._take(number)
         optimizer = self._steps.optimizer
-        if optimizer.scaler is not None and not self._has_kept:
+        if optimizer.scaler is not None:
             self.finish()
             optimizer.tell_scaler(is_finite=self._steps.was_finite)
 
     def _take(self, number: int, give: Callable[[], object] | None = None) -> None:
         """Takes the step of backward pass `number` when its last lookup `give`s; or keeps its gradients for later."""
-        steps, self._is_due = self._steps, False
+        self._is_due = False
         self._has_kept = not self.is_synchronised or self._accumulates or is_held(number)
         self._has_taken = not self._has_kept
-        rates = None if self._has_kept else steps.optimizer.rates()
-        scale = 1.0 if steps.optimizer.scaler is None else steps.optimizer.scaler.get_scale()
+        finish = self._steps.settle if self._has_kept else self._taking()
 
         def take() -> GradientError | None:
             if give is not None:
                 give()
-            if rates is None:
-                steps.settle()
-                return None
-            return steps.take(rates, scale=scale)
+            return finish()
 
-        self._untold.append(self._then(UPDATE, take))
+        # Rows that `step` may still change are not looked up ahead.
+        self._untold.append(self._then(GRADIENTS if self._has_kept else UPDATE, take))
+
+    def _taking(self) -> Callable[[], GradientError | None]:
+        """Takes a step with the rates and the scale of now."""
+        steps, optimizer = self._steps, self._steps.optimizer
+        scale = 1.0 if optimizer.scaler is None else optimizer.scaler.get_scale()
+        return functools.partial(steps.take, optimizer.rates(), scale=scale)
+
+    def step(self) -> None:
+        """Takes a step with the gradients that backward passes have kept, if there are any. Not collective."""
+        if self._has_kept:
+            self._has_kept = False
+            self._untold.append(self._then(UPDATE, self._taking()))
+
+    def norm(self) -> float:
+        """The 2-norm of the gradients that backward passes have kept, without the scale of a scaler. Collective."""
+        if not self._has_kept:
+            raise ArgumentError(
+                "gradients that have updated their rows in the backward pass; allowed: those of a pass inside `no_sync`"
+            )
+        self.finish()
+        scaler = self._steps.optimizer.scaler
+        return math.sqrt(self._steps.squared_norm()) / (1.0 if scaler is None else scaler.get_scale())
 
     def _then(self, name: str, call: Callable[[], Any]) -> Running:
         """Calls a part of an update, after those before it."""

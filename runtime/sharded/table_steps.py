@@ -21,7 +21,7 @@ from sennit.runtime.sharded.engines import Engines
 from sennit.runtime.sharded.features import Ids, features_of, ids_of
 from sennit.runtime.sharded.sent import Refused
 from sennit.runtime.sharded.shards import Rates
-from sennit.runtime.sharded.tables import Table, output_names
+from sennit.runtime.sharded.tables import Table, output_names, shards_of
 from sennit.transport.errors import ArgumentError
 
 
@@ -29,12 +29,13 @@ class TableRates(torch.optim.Optimizer):
     """The learning rates of tables, which torch's schedulers can set: a parameter group for each table, in their order.
 
     A table is frozen while the parameter of its group requires no gradient.
-    `step` does nothing, because the backward pass has updated the rows. `zero_grad` forgets the gradients that no step
-    has taken yet.
+    The backward pass updates rows. `step` and `zero_grad` are for gradients that it has kept (`no_sync`): `step` takes
+    a step with them, `zero_grad` forgets them.
     """
 
+    on_step: Callable[[], None] | None = None
     on_zero_grad: Callable[[], None] | None = None
-    """Called by `zero_grad`."""
+    """What `step` and `zero_grad` call."""
 
     _scaler: torch.amp.GradScaler | None = None
 
@@ -60,7 +61,10 @@ class TableRates(torch.optim.Optimizer):
         return all(rate is None for rate in self.rates())
 
     def step(self, closure: Any = None) -> Any:
-        return None if closure is None else closure()
+        loss = None if closure is None else closure()
+        if self.on_step is not None:
+            self.on_step()
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -108,14 +112,16 @@ class TableSteps(ABC):
         """The names of the results, in the model's order."""
 
         self.was_finite = True
-        """Whether the last step had finite gradients on all ranks. Known only with a scaler."""
+        """Whether the gradients of the last step, or of the next one, were finite on all ranks. Known only with a
+        scaler."""
 
         self.anchor = torch.empty(0, requires_grad=True)
         """An argument of every lookup: autograd calls a backward pass only if an argument requires a gradient. It is no
         parameter, so DDP does not see it."""
 
         self.optimizer = optimizer
-        self._is_finite = True  # So far, the gradients of the step that is to be taken.
+        # Of the step that is to be taken: whether gradients are finite so far, and what clipping multiplies them by.
+        self._is_finite, self._factor = True, 1.0
         self.connect(engines)
 
     def connect(self, engines: Sequence[Engines]) -> None:
@@ -227,23 +233,46 @@ class TableSteps(ABC):
         Returns what is wrong with gradients of this rank's rows. Such rows are left as they were.
         """
         self.was_finite, self._is_finite = self._is_finite, True
+        factor, self._factor = self._factor / scale, 1.0
         if not self.was_finite:
             self.drop(all_of_them=True)
         bad: GradientError | None = None
         for one in self.gradients:
-            bad = one.take(rates, factor=1 / scale) or bad
+            bad = one.take(rates, factor=factor) or bad
         return bad
 
     def settle(self) -> None:
-        """Keeps all gradients for the step of a later backward pass."""
+        """Keeps all gradients for a later step."""
+        self.was_finite = self._is_finite
         for one in self.gradients:
             one.settle()
+
+    def squared_norm(self) -> float:
+        """The sum of the squares of the gradients that were given, of tables that are not frozen. Collective.
+
+        The same bits in every world: each shard has a sum of its own, and these are added up in the model's order.
+        """
+        shards, rates = shards_of(self.tables), self.optimizer.rates()
+        number_of = {shard: number for number, shard in enumerate(shards) if rates[shard.table] is not None}
+        own = torch.zeros(len(shards), dtype=torch.float64)
+        for one in self.gradients:
+            # All ranks have the replicas, and one tells.
+            for shard, square in one.squares(with_replicas=self.slices.rank == 0):
+                if shard in number_of:
+                    own[number_of[shard]] = square
+        everyone = self.wire.all_gather("counts", own, [len(own)] * self.slices.world_size)
+        return float(everyone.view(-1, len(own)).sum(0).sum()) * self._factor**2
+
+    def multiply(self, factor: float) -> None:
+        """Multiplies the gradients that were given. Not collective, but all ranks must do the same."""
+        self._factor *= factor
 
     def drop(self, *, all_of_them: bool) -> None:
         """Forgets gradients: those of a backward pass that has not ended, or all. Not collective."""
         for one in self.gradients:
             one.drop(all_of_them=all_of_them)
-        self._is_finite |= not self.is_accumulating
+        if not self.is_accumulating:
+            self._is_finite, self._factor = True, 1.0
 
     @abstractmethod
     def release(self, step: Any) -> None:

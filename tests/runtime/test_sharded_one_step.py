@@ -24,7 +24,7 @@ from sennit.runtime.backend.process_group import second_group
 from sennit.runtime.kernels import Optimizer, OptimizerSpec, Pooling
 from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.replicas import SlicedReplicas
-from sennit.runtime.sharded import Features, ShardedEmbeddingBags, ShardedEmbeddings, Table
+from sennit.runtime.sharded import Features, ShardedEmbeddingBags, ShardedEmbeddings, Table, clip_grad_norm_
 from sennit.runtime.sharded.module import ShardedTables
 from sennit.transport.errors import ArgumentError
 from tests.runtime.sharded_training import rows_of
@@ -397,8 +397,11 @@ def test_each_backward_pass_is_a_step(kept_world: WorldFactory) -> None:
     kept_world(2).run(repeated)
 
 
-def scaled(rank: int, world: int, in_thread: bool) -> list[float]:
-    """Float16 and a GradScaler, against torch's own: the first scales overflow. Returns the scales."""
+def scaled(rank: int, world: int, in_thread: bool, in_step: bool) -> list[float]:
+    """Float16 and a GradScaler, against torch's own: the first scales overflow. Returns the scales.
+
+    `in_step`: rows are updated by the optimizer's step, clipped, in place of the backward pass.
+    """
     module = bags(SGD)
     reference = nn.EmbeddingBag.from_pretrained(rows_of(module, world), freeze=False, mode="sum")
     theirs = torch.optim.SGD(reference.parameters(), lr=RATE)
@@ -420,10 +423,17 @@ def scaled(rank: int, world: int, in_thread: bool) -> list[float]:
     with beside(module, world) if in_thread else contextlib.nullcontext():
         for step in range(8):
             before = rows_of(module, world)
-            passed(looked_up(module, ids_of(step)[mine]), factors[mine], scalers[0])
-            scalers[0].step(module.optimizer)
+            module.zero_grad()
+            with module.no_sync() if in_step else contextlib.nullcontext():
+                passed(looked_up(module, ids_of(step)[mine]), factors[mine], scalers[0])
             theirs.zero_grad()
             passed(reference(ids_of(step)), factors, scalers[1])
+            scalers[1].unscale_(theirs)
+            if in_step:
+                norm = clip_grad_norm_([], [module], 0.5)
+                wanted = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+                torch.testing.assert_close(norm, wanted, rtol=1e-3, atol=1e-5, equal_nan=True)
+            scalers[0].step(module.optimizer)
             scalers[1].step(theirs)
             for scaler in scalers:
                 scaler.update()
@@ -445,7 +455,71 @@ def scaled(rank: int, world: int, in_thread: bool) -> list[float]:
     return scales
 
 
+@pytest.mark.parametrize("in_step", [False, True])
 @pytest.mark.parametrize("in_thread", [False, True])
-def test_a_grad_scaler_scales_tables(kept_world: WorldFactory, in_thread: bool) -> None:
-    first, second = kept_world(2).run(scaled, in_thread=in_thread)
+def test_a_grad_scaler_scales_tables(kept_world: WorldFactory, in_thread: bool, in_step: bool) -> None:
+    first, second = kept_world(2).run(scaled, in_thread=in_thread, in_step=in_step)
     assert first == second
+
+
+def clipped(rank: int, world: int, placement: str, in_thread: bool) -> tuple[str, list[float]]:
+    """Dense gradients and those of tables clipped by one norm, against torch's own. Returns digest and norms."""
+    module = bags(SGD, "user", "item", placement=placement)
+    replicas = SlicedReplicas(nn.Linear(2 * DIM, 1, bias=False))
+    nn.init.constant_(replicas.module.weight, 0.5)
+    optimizer = torch.optim.SGD(replicas.parameters(), lr=RATE)
+    whole = bags(SGD, "user", "item", placement="data_parallel")
+    rows = [held.weight.clone() for held in sorted(whole.held(), key=lambda one: one.name)]
+    users, items = (nn.Parameter(torch.cat(part)) for part in (rows[4:], rows[:4]))
+    top = nn.Linear(2 * DIM, 1, bias=False)
+    nn.init.constant_(top.weight, 0.5)
+    everything = [users, items, top.weight]
+    theirs = torch.optim.SGD(everything, lr=RATE)
+    norms = []
+    with beside(module, world) if in_thread else contextlib.nullcontext():
+        for step, most in enumerate((1.0, 1e6, 20.0)):
+            mine = own(module, ids_of(step))
+            with module.no_sync():
+                found = module({"user": mine, "item": mine % 7})
+                replicas(torch.cat([found["user"], found["item"]], 1)).square().sum().backward()
+            norm = clip_grad_norm_(replicas.parameters(), [module], most)
+            optimizer.step()
+            module.optimizer.step()
+            optimizer.zero_grad()
+            module.check()
+            ids = ids_of(step)
+            summed = [nn.functional.embedding_bag(*both, mode="sum") for both in ((ids, users), (ids % 7, items))]
+            top(torch.cat(summed, 1)).square().sum().backward()
+            torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(everything, most), rtol=1e-4, atol=1e-4)
+            theirs.step()
+            theirs.zero_grad()
+            torch.testing.assert_close(rows_of(module, world), users.detach(), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(replicas.module.weight, top.weight, rtol=1e-4, atol=1e-4)
+            norms.append(float(norm))
+        assert norms[0] > 1
+        assert module.state_dict()["steps"].tolist() == [3]
+        # A frozen table has no part in the norm.
+        module["item"].frozen = True
+        with module.no_sync():
+            looked_up(module, {"user": mine, "item": mine}).sum().backward()
+        of_users = module.grad_norm()
+        module.zero_grad()
+        with module.no_sync():
+            torch.cat(list(module({"user": mine, "item": mine}).values())).sum().backward()
+        assert module.grad_norm() == of_users
+        module.optimizer.step()
+        with pytest.raises(ArgumentError, match="updated their rows in the backward pass"):
+            clip_grad_norm_([], [module], 1.0)
+        with pytest.raises(ArgumentError, match=r"max_norm 0\.0; allowed: above 0"):
+            clip_grad_norm_([], [module], 0.0)
+    return module.digest(), norms
+
+
+def test_tables_are_clipped_with_dense_gradients(kept_world: WorldFactory) -> None:
+    ways = [(1, "table_wise", False), (2, "row_wise", False), (2, "data_parallel", True), (4, "row_wise", True)]
+    found = [
+        answer
+        for world, placement, in_thread in ways
+        for answer in kept_world(world).run(clipped, placement=placement, in_thread=in_thread)
+    ]
+    assert all(one == found[0] for one in found)
