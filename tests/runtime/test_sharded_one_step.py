@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,14 @@ from sennit.runtime.backend.process_group import second_group
 from sennit.runtime.kernels import Optimizer, OptimizerSpec, Pooling
 from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.replicas import SlicedReplicas
-from sennit.runtime.sharded import Features, ShardedEmbeddingBags, ShardedEmbeddings, Table, clip_grad_norm_
+from sennit.runtime.sharded import (
+    Features,
+    ShardedEmbeddingBags,
+    ShardedEmbeddings,
+    Table,
+    TableStore,
+    clip_grad_norm_,
+)
 from sennit.runtime.sharded.module import ShardedTables
 from sennit.transport.errors import ArgumentError
 from tests.runtime.sharded_training import rows_of
@@ -106,12 +114,18 @@ def beside(module: ShardedTables, world: int) -> Iterator[list[str]]:
         dist.destroy_process_group(group)
 
 
-def three_lookups(rank: int, world: int, kind: str, placement: str, optimizer: str, in_thread: bool) -> str:
-    """Three lookups in each of three losses, against torch's own tables with all samples. Returns the digest."""
+def three_lookups(
+    rank: int, world: int, kind: str, placement: str, optimizer: str, in_thread: bool, folder: str | None = None
+) -> str:
+    """Three lookups in each of three losses, against torch's own tables with all samples. Returns the digest.
+
+    `folder`: where tables are in files.
+    """
     spec = OptimizerSpec(kind=Optimizer(optimizer))
     pooling = Pooling.NONE if kind == "sequences" else Pooling.SUM
     made = ShardedEmbeddings if kind == "sequences" else ShardedEmbeddingBags
-    module = made(tables(spec, pooling=pooling), lr=RATE, gradients="sum", placement=placement)
+    store = None if folder is None else TableStore(folder=Path(folder), memory_bytes=200_000)
+    module = made(tables(spec, pooling=pooling), lr=RATE, gradients="sum", placement=placement, store=store)
     reference = nn.Parameter(rows_of(module, world))
     steps = THEIRS[spec.kind]([reference], lr=RATE)
     sparse = spec.kind is Optimizer.ADAM
@@ -153,22 +167,27 @@ def three_lookups(rank: int, world: int, kind: str, placement: str, optimizer: s
             module.check()
             torch.testing.assert_close(rows_of(module, world), reference.detach(), rtol=1e-4, atol=1e-4)
     assert module.state_dict()["steps"].tolist() == [3]
-    return module.digest()
+    digest = module.digest()
+    module.close()
+    return digest
 
 
 @pytest.mark.parametrize(
     ("kind", "optimizer"), [("bags", "sgd"), ("bags", "adam"), ("weighted", "adagrad"), ("sequences", "adam")]
 )
-def test_all_lookups_of_a_loss_make_one_step(kept_world: WorldFactory, kind: str, optimizer: str) -> None:
+def test_all_lookups_of_a_loss_make_one_step(
+    kept_world: WorldFactory, kind: str, optimizer: str, tmp_path: Path
+) -> None:
     ways = [(1, "table_wise", False), (1, "row_wise", True), (2, "row_wise", False), (2, "data_parallel", True)]
+    arguments: dict[str, Any] = {"kind": kind, "optimizer": optimizer}
     found = {
         digest
         for world, placement, in_thread in [*ways, (4, "row_wise", True)]
-        for digest in kept_world(world).run(
-            three_lookups, kind=kind, placement=placement, optimizer=optimizer, in_thread=in_thread
-        )
+        for digest in kept_world(world).run(three_lookups, placement=placement, in_thread=in_thread, **arguments)
     }
     assert len(found) == 1
+    arguments |= {"placement": "row_wise", "in_thread": kind == "bags", "folder": str(tmp_path)}
+    assert set(kept_world(2).run(three_lookups, **arguments)) == found
 
 
 def outside_of_the_loss(rank: int, world: int, kind: str, placement: str) -> None:
