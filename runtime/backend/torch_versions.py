@@ -148,6 +148,15 @@ def accumulates() -> bool:
     return ddp is not None and not ddp.require_backward_grad_sync
 
 
+def runs_ddp() -> bool:
+    """Whether a DDP runs its `forward` now."""
+    return nn.parallel.DistributedDataParallel._active_ddp_module is not None
+
+
+# As the `__torch_function__` of a subclass of Tensor: results of functions are plain tensors, as those of a Parameter.
+plain_results: Any = torch._C._disabled_torch_function_impl
+
+
 def times_changed(tensor: torch.Tensor) -> int:
     """How often operations have written to the memory of a tensor: torch's version counter."""
     return tensor._version

@@ -66,7 +66,7 @@ class TableHandle:
     @property
     def frozen(self) -> bool:
         """Whether backward passes leave rows and optimizer states as they are. All ranks must set the same, as `lr`."""
-        return self._optimizer.rates()[self._number] is None
+        return not self._optimizer.parameters[self._number].requires_grad
 
     @frozen.setter
     def frozen(self, frozen: bool) -> None:

@@ -28,6 +28,7 @@ from sennit.runtime.sharded.engines import Settings, engines_of, with_files
 from sennit.runtime.sharded.files import TableStore
 from sennit.runtime.sharded.handle import TableHandle
 from sennit.runtime.sharded.moving import moved
+from sennit.runtime.sharded.parameters import TableParameters
 from sennit.runtime.sharded.passes import Passes
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.sharded.placement import Placement, place
@@ -64,7 +65,7 @@ def uncompiled(function: Function) -> Function:
 class ShardedTables(HeldTables):
     """Tables in shards on all ranks. Forward and backward passes are collective.
 
-    Tables hold no `nn.Parameter`, so DDP and FSDP2 leave them alone.
+    Parameters of one element stand for them (`handles`), which DDP, FSDP2 and optimizers may take.
     """
 
     _kind: type[TableSteps]
@@ -156,10 +157,11 @@ class ShardedTables(HeldTables):
             engines = made_on_all(lambda: engines_of(with_files(settings, store)), "make its table store", group)
         else:
             engines = made_on_all(lambda: engines_of(settings), f"make its tables on {self.device}", group)
-        self.optimizer = TableRates(self.tables, lr=lr)
+        self.optimizer = TableRates(self.tables, lr=lr, device=self.device)
         """Holds the learning rates, for `torch.optim.lr_scheduler`. Its `step` takes a step with the gradients that
         backward passes have kept (`no_sync`), its `zero_grad` forgets them. `scaler` is for mixed precision."""
         self._steps = self._kind(engines, self.optimizer, divisor=world_size if gradients == "mean" else 1)
+        self.handles = TableParameters([table.name for table in self.tables], self.optimizer.parameters)
         self._expected: dict[int, tuple[Any, Sent]] = {}
         self._passes = Passes(self._steps)
 
@@ -221,7 +223,7 @@ class ShardedTables(HeldTables):
         elif global_batch is not None:
             raise ArgumentError("global_batch for a batch that was sent; allowed: in send")
         step, lookup = features.take(steps.engines, "looked up"), features.lookup
-        return self._passes.results(step, lookup)
+        return self.handles.used(self._passes.results(step, lookup))
 
     def overlap(self, run: RunBeside | None, group: dist.ProcessGroup | None = None) -> Passes:
         """From now on `run` runs lookups and updates in another thread, over `group`, which has the same ranks.

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sennit.runtime.backend.torch_versions import plain_results
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.runtime.sharded.engines import groups_of
@@ -121,7 +122,6 @@ class HeldTables(nn.Module):
         The tensors are the tables' own memory; rows in files are copied to files without names. So
         `torch.distributed.checkpoint` saves each shard once, and loads it into any world and placement.
         """
-        super()._save_to_state_dict(destination, prefix, keep_vars)
         for held in self.held():
             destination.update({prefix + key: tensor for key, tensor in tensors_of(held).items()})
         steps = self._step_counts()
@@ -187,7 +187,7 @@ class _OfPart(Tensor):
     Results of functions are plain tensors: `torch.distributed.checkpoint` takes one before it writes.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = plain_results
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise Unsupported("torch.save of sharded tables", NO_COPY)

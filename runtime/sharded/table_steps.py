@@ -6,6 +6,7 @@ A module takes steps in its caller's thread, and `overlap` takes them in another
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -22,7 +23,7 @@ from sennit.runtime.sharded.features import Ids, features_of, ids_of
 from sennit.runtime.sharded.sent import Refused
 from sennit.runtime.sharded.shards import Rates
 from sennit.runtime.sharded.tables import Table, output_names, shards_of
-from sennit.transport.errors import ArgumentError
+from sennit.transport.errors import ArgumentError, ConfigError
 
 
 class TableRates(torch.optim.Optimizer):
@@ -39,26 +40,32 @@ class TableRates(torch.optim.Optimizer):
 
     _scaler: torch.amp.GradScaler | None = None
 
-    def __init__(self, tables: Sequence[Table], *, lr: float) -> None:
-        """`lr`: of tables that have none of their own."""
+    def __init__(self, tables: Sequence[Table], *, lr: float, device: torch.device) -> None:
+        """`lr`: of tables that have none of their own. `device`: of the parameters, as a DDP takes one kind alone."""
+        self.parameters = [nn.Parameter(torch.zeros(1, device=device)) for _ in tables]
+        """What stands for each table (`TableParameters`)."""
+
         groups = [
-            {"params": [nn.Parameter(torch.zeros(1))], "table": table.name, "lr": lr if table.lr is None else table.lr}
-            for table in tables
+            {"params": [parameter], "table": table.name, "lr": lr if table.lr is None else table.lr}
+            for table, parameter in zip(tables, self.parameters, strict=True)
         ]
         super().__init__(groups, {"lr": lr})
 
     def rates(self) -> Rates:
         """What the next step would use."""
-        return tuple(float(group["lr"]) if group["params"][0].requires_grad else None for group in self.param_groups)
+        return tuple(
+            float(group["lr"]) if parameter.requires_grad else None
+            for group, parameter in zip(self.param_groups, self.parameters, strict=True)
+        )
 
     def freeze(self, number: int, frozen: bool) -> None:
         """Freezes a table, or ends it."""
-        self.param_groups[number]["params"][0].requires_grad_(not frozen)
+        self.parameters[number].requires_grad_(not frozen)
 
     @property
     def are_frozen(self) -> bool:
         """Whether all tables are."""
-        return all(rate is None for rate in self.rates())
+        return not any(parameter.requires_grad for parameter in self.parameters)
 
     def step(self, closure: Any = None) -> Any:
         loss = None if closure is None else closure()
@@ -85,9 +92,8 @@ class TableRates(torch.optim.Optimizer):
 
     def tell_scaler(self, *, is_finite: bool) -> None:
         """Leaves what `scaler.step` looks at: whether the gradients of the last step were finite."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = torch.full_like(parameter, 0.0 if is_finite else torch.inf)
+        for parameter in self.parameters:
+            parameter.grad = torch.full_like(parameter, 0.0 if is_finite else torch.inf)
 
 
 class TableSteps(ABC):
@@ -111,6 +117,7 @@ class TableSteps(ABC):
         self.feature_names = output_names(self.tables)
         """The names of the results, in the model's order."""
 
+        self._alike: tuple[Rates, dict[str, str]] = (), {}
         self.was_finite = True
         """Whether the gradients of the last step, or of the next one, were finite on all ranks. Known only with a
         scaler."""
@@ -181,10 +188,14 @@ class TableSteps(ABC):
 
     def alike(self, rates: Rates) -> dict[str, str]:
         """The settings that a rank tells all others in each call, because the program may change them at any time."""
-        return {
-            f"table {table.name}": "frozen" if rate is None else f"lr {rate}"
-            for table, rate in zip(self.tables, rates, strict=True)
-        }
+        before, found = self._alike
+        if before != rates:
+            found = {
+                f"table {table.name}": "frozen" if rate is None else f"lr {rate}"
+                for table, rate in zip(self.tables, rates, strict=True)
+            }
+            self._alike = rates, found
+        return found
 
     def give(self, step: Any, lookup: int, gradients: Sequence[Tensor | None]) -> Tensor | None:
         """Gives the gradients of `results` to the owners of rows, who keep them until `take`. Collective.
@@ -278,6 +289,11 @@ class TableSteps(ABC):
     def release(self, step: Any) -> None:
         """Ends a step without an update. Not collective."""
 
+    def _check_finite(self, rates: Rates) -> None:
+        for table, rate in zip(self.tables, rates, strict=True):
+            if rate is not None and not math.isfinite(rate):
+                raise ConfigError(f"table {table.name}: lr {rate}; allowed: finite")
+
     def agreed(
         self,
         given: Any,
@@ -297,6 +313,7 @@ class TableSteps(ABC):
         ids = None
         if error is None:
             try:
+                self._check_finite(rates)
                 ids = ids_of(given, self.tables)
                 batch = self.slices.global_batch(ids.sample_count, global_batch)
                 mine = [list(row) for row in counts(ids)]

@@ -106,7 +106,9 @@ def beside_ddp(rank: int, world: int) -> None:
     ids = torch.arange(16) % 20
     own = ids[8 * rank : 8 * rank + 8] if world == 2 else ids
     model = DistributedDataParallel(Model())
-    assert len(list(model.parameters())) == 2
+    assert [name for name, _ in model.named_parameters()] == [
+        "module.tables.handles.user", "module.top.weight", "module.top.bias",
+    ]  # fmt: skip
     model(own).square().mean().backward()
     alone = Model().top
     weight = torch.empty(20, 4)
@@ -251,9 +253,52 @@ def freezes_all(rank: int, world: int) -> None:
     assert weights.grad is not None
     assert weights.grad[:8].all()
     assert module.digest() == before
-    module.requires_grad_().eval()
+    nn.Sequential(module).requires_grad_().eval()
     module({"user": ids, "item": ids})["item"].sum().backward()
     assert module.digest() != before
+
+
+def names_tables(rank: int, world: int, how: str) -> None:
+    """What a program does with parameters does nothing to those of tables: norms and steps are those of the rest."""
+    left: list[list[Tensor]] = []
+    for with_handles in (False, True):
+        model: Any = Simple()
+        names = [name for name, _ in model.named_parameters()]
+        assert names == ["bags.handles.user", "rows.handles.item", "top.weight", "top.bias"]
+        assert all("handles" not in name for name in model.state_dict())
+        parts = model.bags, model.rows
+        if how == "ddp":
+            model = DistributedDataParallel(model, static_graph=with_handles)
+        elif how == "fsdp2":
+            fully_shard(model)
+        trained = [value for name, value in model.named_parameters() if with_handles or "handles" not in name]
+        optimizer = torch.optim.AdamW(trained, lr=0.1, weight_decay=0.5, foreach=False)
+        norms = []
+        for number in range(3):
+            ids = torch.arange(8) + 8 * rank + number
+            loss = model(ids % 20, ids % 9).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+            optimizer.step()
+        stand_ins = [value for name, value in model.named_parameters() if "handles" in name]
+        assert all(not value.any() for value in map(whole, stand_ins))
+        others = [value for name, value in model.named_parameters() if "handles" not in name]
+        left.append([*map(whole, norms), *map(whole, others)])
+        for part in parts:
+            part.check()
+        digests = [part.digest() for part in parts]
+        if how != "fsdp2":
+            model.requires_grad_(False)
+            assert all(part.optimizer.are_frozen for part in parts)
+            model(ids % 20, ids % 9)
+            assert [part.digest() for part in parts] == digests
+    assert all(map(torch.equal, *left))
+
+
+def whole(tensor: Any) -> Tensor:
+    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found.detach()
 
 
 def disagrees(rank: int, world: int) -> None:
@@ -281,6 +326,12 @@ def disagrees(rank: int, world: int) -> None:
         with pytest.raises(ConfigError, match=r"table user: rank 0 has lr 0\.1, rank 1 has frozen; all ranks must"):
             call()
     user.frozen = False
+    # As a scheduler on a metric of its own may do.
+    module.optimizer.param_groups[0]["lr"] = float("nan") if rank else 0.1
+    expected, words = (ConfigError, "table user: lr nan; allowed: finite") if rank else (PeerInputError, "of rank 1")
+    with pytest.raises(expected, match=words):
+        module(ids)
+    user.lr = 0.1
     with pytest.raises(
         ConfigError, match=r"call: rank 0 has get_rows of table user, rank 1 has set_rows of table user"
     ):
@@ -358,6 +409,7 @@ def refuses_copies(rank: int, world: int) -> None:
     with pytest.raises(AttributeError, match="each rank has some of the rows; save"):
         get_model_state_dict(model)
     assert not hasattr(module, "user")
+    assert model.get_parameter("0.handles.user").shape == (1,)
     for call, words in (
         (model.half, "are not cast to torch.float16; use Table.precision"),
         (lambda: model.to("meta"), "are not moved to meta; use device="),
@@ -473,3 +525,8 @@ def test_one_rank_saves_its_state_by_torch(kept_world: WorldFactory) -> None:
 def test_rates_are_0_or_more(lr: float) -> None:
     with pytest.raises(ConfigError, match=f"table user: lr {lr}; allowed: 0 or more, or None"):
         Table(name="user", rows=10, dim=4, lr=lr)
+
+
+@pytest.mark.parametrize("how", ["alone", "ddp", "fsdp2"])
+def test_parameters_that_stand_for_tables_change_nothing(kept_world: WorldFactory, how: str) -> None:
+    kept_world(2).run(names_tables, how=how)
