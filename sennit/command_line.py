@@ -51,11 +51,11 @@ PLAIN: Final = str.maketrans(
 
 
 class OutputLost(OSError, SennitError):
-    """Standard output or standard error cannot be written, and not because its reader has gone."""
+    """Standard output or standard error cannot be written."""
 
 
-class ReaderGone(BrokenPipeError):
-    """Standard output or standard error is a pipe whose reader has gone, as `head` does."""
+class ReaderGone(OutputLost, BrokenPipeError):
+    """It is a pipe whose reader has gone, as `head` does. That is no fault, and nobody is told."""
 
 
 class _Stream(io.FileIO):
@@ -71,7 +71,7 @@ class _Stream(io.FileIO):
 
 
 def watch_output() -> None:
-    """From now on `sys.stdout` and `sys.stderr` raise `ReaderGone` or `OutputLost` where they cannot be written.
+    """From now on `sys.stdout` and `sys.stderr` raise `OutputLost` where they cannot be written.
 
     A letter that their encoding lacks becomes a plain one.
     """
@@ -109,6 +109,10 @@ def output() -> Iterator[None]:
             # Now, because at the end of Python nobody could say it.
             if sys.stdout is not None:
                 sys.stdout.flush()
+    except ReaderGone:
+        _discard(sys.stdout)
+        _discard(sys.stderr)
+        sys.exit(1)
     except OutputLost as error:
         _discard(sys.stdout)
         with contextlib.suppress(OutputLost):

@@ -111,6 +111,19 @@ def test_a_closed_pipe_ends_a_command_without_a_word(module: str) -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
+def test_a_pipe_that_is_closed_before_the_last_words_ends_a_command_as_quietly() -> None:
+    code = "from sennit.command_line import output\nwith output(): print('kept back until the end')"
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, text=True, check=False
+        )
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 @pytest.mark.slow
 @pytest.mark.needs("backend")
 def test_train_feed_and_top_show_how_far_they_are() -> None:

@@ -26,7 +26,7 @@ from multiprocessing.context import ForkContext, ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any, Self
 
-from sennit.command_line import OutputLost, ReaderGone, watch_output
+from sennit.command_line import OutputLost, watch_output
 from sennit.runtime.backend.torch_versions import Store, TCPStore
 from sennit.runtime.ingest.address import Address
 from sennit.transport.errors import AbortedError, ConfigError, PeerError, SennitError, TimeoutError, Unsupported
@@ -61,7 +61,7 @@ class _Outcome:
     consequence: bool = False
     """The rank only reports that another rank is gone."""
 
-    unwritten: OSError | None = None
+    unwritten: OutputLost | None = None
     """The rank cannot write its output."""
 
 
@@ -243,7 +243,7 @@ def _rank_main(rank: int, world_size: int, end: Connection, alive: Connection, l
         outcome = _Outcome(rank=rank, result=job.function(job.argument, rank, world_size, store))
     except KeyboardInterrupt:
         outcome = _Outcome(rank=rank, error="interrupted", consequence=True)
-    except (ReaderGone, OutputLost) as error:
+    except OutputLost as error:
         outcome = _Outcome(rank=rank, error=str(error), unwritten=error)
     except SennitError as error:
         consequence = isinstance(error, (PeerError, AbortedError, TimeoutError))
