@@ -192,6 +192,11 @@ class SlicedReplicas(nn.Module):
         finally:
             self._synchronised = before
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Also forgets the gradients that `no_sync` has kept."""
+        super().zero_grad(set_to_none)
+        self._held.rest()
+
     def overlap(self, run: RunBeside | None, group: dist.ProcessGroup | None = None) -> None:
         """From now on `run` sends each bucket of gradients in another thread, over `group`, as soon as it is complete.
 
