@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -33,6 +34,58 @@ def trained_serially(rank: int, world: int, placement: str) -> list[Any]:
         optimizer.step()
         losses.append(float(loss.detach()))
     return [model.digest(), losses]
+
+
+class Twice(Model):
+    """Looks up its bags twice in a step. The second lookup is not sent ahead."""
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        first = self.bags(batch.ids, global_batch=SAMPLES)
+        items = batch.ids["item"]
+        again = self.bags({"user": items, "item": items}, global_batch=SAMPLES)
+        rows = self.sequences(batch.watched, global_batch=SAMPLES)["watched"].view(len(items), 2, -1)
+        vectors = {name: first[name] * again[name] for name in ("user", "item")}
+        return self.replicas.loss(
+            self.replicas(batch.dense, vectors, rows, batch.labels, global_batch=SAMPLES), SAMPLES
+        )
+
+
+class Both:
+    """The optimizers of a model and of its tables."""
+
+    def __init__(self, model: Model) -> None:
+        dense = torch.optim.Adam(model.replicas.parameters(), lr=0.01, foreach=False)
+        self._all = [dense, model.bags.optimizer, model.sequences.optimizer]
+
+    def zero_grad(self) -> None:
+        for one in self._all:
+            one.zero_grad()
+
+    def step(self) -> None:
+        for one in self._all:
+            one.step()
+
+
+def trained_twice(rank: int, world: int, depth: int, seed: int, in_step: bool) -> list[Any]:
+    """Two lookups a step; with `in_step` rows are updated by the optimizer's step. The digest, and steps of tables."""
+    model = Twice("row_wise")
+    run = Pipeline(
+        model,
+        Both(model),
+        batches(model),
+        features=lambda batch: (batch.ids, batch.watched),
+        global_batch=lambda batch: SAMPLES,
+        batches_ahead=depth,
+        before=delayed(seed * world + rank),
+    )
+    with contextlib.ExitStack() as stack:
+        if in_step:
+            stack.enter_context(model.bags.no_sync())
+            stack.enter_context(model.sequences.no_sync())
+        with run:
+            for _ in run:
+                pass
+    return [model.digest(), model.bags.state_dict()["steps"].tolist()]
 
 
 def delayed(seed: int) -> Callable[[Task], None]:
@@ -209,6 +262,16 @@ def test_no_schedule_changes_a_bit(
         ):
             assert len(found) == 1
             assert found[0][0] == serial[0]
+
+
+def test_two_lookups_are_one_step_however_they_overlap(kept_world: WorldFactory, seed: int) -> None:
+    found = [
+        answer
+        for world, depth, in_step in ((1, 0, False), (2, 0, True), (2, 1, False), (2, 2, False), (3, 1, True))
+        for answer in kept_world(world).run(trained_twice, depth=depth, seed=seed, in_step=in_step)
+    ]
+    assert all(one == found[0] for one in found)
+    assert found[0][1] == [STEPS, STEPS]
 
 
 def test_records_say_when_and_where_tasks_ran(kept_world: WorldFactory) -> None:
