@@ -78,7 +78,7 @@ class Gradients:
         return self._replicated.take(rates, factor=factor) or bad
 
     def squares(self, *, with_replicas: bool) -> Iterator[tuple[Shard, float]]:
-        """The sum of the squares of the gradient of each shard here. Raises `Unsupported` for a tensor train."""
+        """The sum of the squares of the gradient of each shard here. Not for tensor trains."""
         for number, square in self._sharded.squares():
             yield self._sharded_of[number], square
         if with_replicas:

@@ -237,10 +237,13 @@ class Passes:
         self._waiting.clear()
         if self._is_due:
             self._take(number)
-        optimizer = self._steps.optimizer
-        if optimizer.scaler is not None:
-            self.finish()
-            optimizer.tell_scaler(is_finite=self._steps.was_finite)
+        if self._steps.optimizer.scaler is not None:
+            # After a DDP around has set the gradients of parameters, those of tables too.
+            at_end_of_backward(self._tell_scaler)
+
+    def _tell_scaler(self) -> None:
+        self.finish()
+        self._steps.optimizer.tell_scaler(is_finite=self._steps.was_finite)
 
     def _take(self, number: int, give: Callable[[], object] | None = None) -> None:
         """Takes the step of backward pass `number` when its last lookup `give`s; or keeps its gradients for later."""

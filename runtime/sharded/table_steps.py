@@ -23,7 +23,7 @@ from sennit.runtime.sharded.features import Ids, features_of, ids_of
 from sennit.runtime.sharded.sent import Refused
 from sennit.runtime.sharded.shards import Rates
 from sennit.runtime.sharded.tables import Table, output_names, shards_of
-from sennit.transport.errors import ArgumentError, ConfigError
+from sennit.transport.errors import ArgumentError, ConfigError, Unsupported
 
 
 class TableRates(torch.optim.Optimizer):
@@ -262,7 +262,11 @@ class TableSteps(ABC):
         """The sum of the squares of the gradients that were given, of tables that are not frozen. Collective.
 
         The same bits in every world: each shard has a sum of its own, and these are added up in the model's order.
+        Raises `Unsupported` on all ranks if there are tensor trains, whose rows are computed.
         """
+        trains = [table.name for table in self.tables if table.train_rank is not None]
+        if trains:
+            raise Unsupported("the norm of gradients", f"table {trains[0]} is a tensor train")
         shards, rates = shards_of(self.tables), self.optimizer.rates()
         number_of = {shard: number for number, shard in enumerate(shards) if rates[shard.table] is not None}
         own = torch.zeros(len(shards), dtype=torch.float64)

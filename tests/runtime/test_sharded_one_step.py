@@ -34,7 +34,7 @@ from sennit.runtime.sharded import (
     clip_grad_norm_,
 )
 from sennit.runtime.sharded.module import ShardedTables
-from sennit.transport.errors import ArgumentError
+from sennit.transport.errors import ArgumentError, Unsupported
 from tests.runtime.sharded_training import rows_of
 from tests.runtime.world import WorldFactory
 
@@ -481,6 +481,42 @@ def test_a_grad_scaler_scales_tables(kept_world: WorldFactory, in_thread: bool, 
     assert first == second
 
 
+class Overflowing(nn.Module):
+    """Only the gradients of tables are not finite. Those of `bottom` come after them."""
+
+    def __init__(self, embeddings: ShardedEmbeddingBags) -> None:
+        super().__init__()
+        self.embeddings, self.bottom = embeddings, nn.Linear(1, DIM)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        dense: Tensor = self.bottom(torch.ones(len(ids), 1))
+        found = looked_up(self.embeddings, ids)
+        found.register_hook(lambda gradient: gradient * torch.inf)
+        return dense + found
+
+
+def overflows_in_tables(rank: int, world: int) -> None:
+    """The scale falls though dense gradients are finite, and DDP sets the gradients of all parameters last."""
+    module = bags(ADAM)
+    model = DistributedDataParallel(Overflowing(module))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    module.optimizer.scaler = scaler
+    optimizer = torch.optim.SGD(model.module.bottom.parameters(), lr=RATE)
+    before = rows_of(module, world)
+    scaler.scale(model(own(module, ids_of(1))).sum()).backward()
+    assert all(one.grad is not None and one.grad.isfinite().all() for one in model.module.bottom.parameters())
+    scaler.step(optimizer)
+    scaler.step(module.optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2
+    assert torch.equal(rows_of(module, world), before)
+    assert module.state_dict()["steps"].tolist() == [0]
+
+
+def test_an_overflow_in_tables_lowers_the_scale(kept_world: WorldFactory) -> None:
+    kept_world(2).run(overflows_in_tables)
+
+
 def clipped(rank: int, world: int, placement: str, in_thread: bool) -> tuple[str, list[float]]:
     """Dense gradients and those of tables clipped by one norm, against torch's own. Returns digest and norms."""
     module = bags(SGD, "user", "item", placement=placement)
@@ -531,6 +567,11 @@ def clipped(rank: int, world: int, placement: str, in_thread: bool) -> tuple[str
             clip_grad_norm_([], [module], 1.0)
         with pytest.raises(ArgumentError, match=r"max_norm 0\.0; allowed: above 0"):
             clip_grad_norm_([], [module], 0.0)
+    train = ShardedEmbeddingBags([Table(name="user", rows=1000, dim=DIM, train_rank=2)], lr=RATE)
+    with train.no_sync():
+        looked_up(train, own(train, ids_of(1))).sum().backward()
+    with pytest.raises(Unsupported, match="table user is a tensor train"):
+        clip_grad_norm_([], [train], 1.0)
     return module.digest(), norms
 
 
