@@ -62,6 +62,15 @@ def uncompiled(function: Function) -> Function:
     return call  # type: ignore[return-value]
 
 
+class _Path:
+    """Has attributes of any public name."""
+
+    def __getattr__(self, name: str) -> _Path:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self
+
+
 class ShardedTables(HeldTables):
     """Tables in shards on all ranks. Forward and backward passes are collective.
 
@@ -196,8 +205,10 @@ class ShardedTables(HeldTables):
         raise Unsupported("a copy of sharded tables", NO_COPY)
 
     def __getattr__(self, name: str) -> Any:
-        if "/" in name:  # torch.distributed.checkpoint.state_dict looks for tensors by their names.
-            raise AttributeError(f"no attribute {name!r}: {NO_COPY}")
+        # torch.distributed.checkpoint.state_dict follows the names of a state attribute by attribute: `user/0`, `0`,
+        # `weight`. It takes the tensors from the state.
+        if any(name.startswith(f"{table.name}/") for table in self.__dict__.get("tables", ())):
+            return _Path()
         return super().__getattr__(name)
 
     def _access_rows(self, number: int, ids: Tensor, error: Exception | None, *, writes: bool) -> RowAccess:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parameters that stand for tables in a module: torch's tools find, freeze and count them as any others.
 
-Each has one element, 0, and no gradient (DDP makes it 0), so DDP, FSDP2, clipping and optimizers of the program may
-take it. (FSDP2 takes no parameter without elements.) A table itself is updated in the backward pass.
+Each has one element, 0, and its gradient is 0, so DDP, FSDP2, clipping and optimizers of the program may take it.
+(FSDP2 takes no parameter without elements.) A table itself is updated in the backward pass.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class TableParameters(nn.Module):
         for name, parameter in zip(names, parameters, strict=True):
             # Some names have a meaning for modules, and torch's own method refuses dots.
             own_parameters(self)[f"{name}_" if hasattr(self, name) else name] = parameter
+        self._given = tuple(parameters)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         return
@@ -33,11 +34,13 @@ class TableParameters(nn.Module):
         return
 
     def used(self, results: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The results of a lookup. Inside a DDP they are functions of all parameters, for which it waits.
+        """The results of a lookup. Inside a DDP, or FSDP2, they are functions of all parameters.
 
-        A backward pass reaches the parameters before the lookup, so that AllReduce need not wait for its exchanges.
+        Both take gradients from autograd alone, and DDP waits for them. (Else `TableRates.leave_gradients` costs less.)
+        A backward pass comes to the parameters before the lookup, so that AllReduce need not wait for its exchanges.
         """
-        if not runs_ddp():
+        has_fsdp = next(self.parameters()) is not self._given[0]
+        if not has_fsdp and not runs_ddp():
             return results
         if isinstance(results, Pending):
             return Pending(lambda: self._used(results.wait()))
@@ -55,11 +58,11 @@ class _Used(torch.autograd.Function):
     def forward(context: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         """`tensors`: `count` results, then parameters."""
         context.set_materialize_grads(False)
-        context.others = [None] * (len(tensors) - count)
+        context.others = len(tensors) - count, tensors[-1].device
         # The same memory as tensors that are no views: programs may write to results.
         return tuple(one.detach() for one in tensors[:count])
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        # DDP's hooks are called without a gradient, too.
-        return None, *gradients, *context.others
+        count, device = context.others
+        return None, *gradients, *torch.zeros(count, 1, device=device).unbind()

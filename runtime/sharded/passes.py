@@ -237,6 +237,7 @@ class Passes:
         self._waiting.clear()
         if self._is_due:
             self._take(number)
+        self._steps.optimizer.leave_gradients()
         if self._steps.optimizer.scaler is not None:
             # After a DDP around has set the gradients of parameters, those of tables too.
             at_end_of_backward(self._tell_scaler)

@@ -91,7 +91,7 @@ class HeldTables(nn.Module):
             for key, tensor in engines.changes(rows):
                 if key.rpartition(".")[0] not in rows or len(tensor):
                     found[key] = tensor
-        return found | {"steps": self._step_counts()}
+        return found | {"steps": self.steps}
 
     @property
     def in_files(self) -> frozenset[str]:
@@ -124,13 +124,14 @@ class HeldTables(nn.Module):
         """
         for held in self.held():
             destination.update({prefix + key: tensor for key, tensor in tensors_of(held).items()})
-        steps = self._step_counts()
+        steps = self.steps
         here = {shard for engines in self._steps.engines for shard in (*engines.number_of, *engines.replica_of)}
         destination[f"{prefix}steps"] = (
             steps if len(here) == len(shards_of(self.tables)) else steps.as_subclass(_OfPart)
         )
 
-    def _step_counts(self) -> Tensor:
+    @property
+    def steps(self) -> Tensor:
         """Int64 [groups]: the updates so far of each group of tables. All engines of a group have taken as many."""
         step_of = {engines.group: engines.step for engines in self._steps.engines}
         return torch.tensor([step_of[group] for group in sorted(step_of)])

@@ -67,6 +67,13 @@ class TableRates(torch.optim.Optimizer):
         """Whether all tables are."""
         return not any(parameter.requires_grad for parameter in self.parameters)
 
+    def leave_gradients(self) -> None:
+        """Gives parameters without a gradient one of 0: optimizers of the program keep no state for unused ones."""
+        zeros = torch.zeros(len(self.parameters), 1, device=self.parameters[0].device).unbind()
+        for parameter, zero in zip(self.parameters, zeros, strict=True):
+            if parameter.grad is None and parameter.requires_grad:
+                parameter.grad = zero
+
     def step(self, closure: Any = None) -> Any:
         loss = None if closure is None else closure()
         if self.on_step is not None:

@@ -21,7 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -406,8 +411,11 @@ def refuses_copies(rank: int, world: int) -> None:
             Unsupported, match=r"each rank has some of the rows; save .* by torch.distributed.checkpoint"
         ):
             call()
-    with pytest.raises(AttributeError, match="each rank has some of the rows; save"):
-        get_model_state_dict(model)
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    assert bool(full) == (rank == 0)
+    if full:
+        with pytest.raises(Unsupported, match=r"torch\.save of sharded tables: each rank has some of the rows"):
+            torch.save(full, io.BytesIO())
     assert not hasattr(module, "user")
     assert model.get_parameter("0.handles.user").shape == (1,)
     for call, words in (
@@ -417,6 +425,42 @@ def refuses_copies(rank: int, world: int) -> None:
         with pytest.raises(Unsupported, match=words):
             call()
     assert model.to("cpu").float() is model
+
+
+def by_dcp(rank: int, world: int, how: str, folder: str) -> None:
+    """A model goes on exactly from what torch's functions for states of models and optimizers have saved."""
+
+    def made() -> tuple[Any, Any, torch.optim.Optimizer]:
+        inner = Simple()
+        if how == "fsdp2":
+            fully_shard(inner)
+        called = DistributedDataParallel(inner) if how == "ddp" else inner
+        return called, inner, torch.optim.Adam(called.parameters(), lr=0.1, foreach=False)
+
+    def named(states: tuple[Any, Any]) -> dict[str, Any]:
+        return {"model": states[0], "optimizer": states[1]}
+
+    def train(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        for number in range(2):
+            optimizer.zero_grad()
+            ids = torch.arange(8) + 8 * rank + number
+            model(ids % 20, ids % 9).square().mean().backward()
+            optimizer.step()
+
+    first, second = made(), made()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(first[0], first[2])
+        state_dict_saver.save(named(get_state_dict(first[1], first[2])), checkpoint_id=Path(folder))
+        state = named(get_state_dict(second[1], second[2]))
+        state_dict_loader.load(state, checkpoint_id=Path(folder))
+        set_state_dict(second[1], second[2], model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        digests = []
+        for model, inner, optimizer in (first, second):
+            train(model, optimizer)
+            digests.append([part.digest() for part in (inner.bags, inner.rows)])
+    assert digests[0] == digests[1]
+    assert all(map(torch.equal, map(whole, first[0].parameters()), map(whole, second[0].parameters())))
 
 
 def saves_alone(rank: int, world: int) -> None:
@@ -530,3 +574,8 @@ def test_rates_are_0_or_more(lr: float) -> None:
 @pytest.mark.parametrize("how", ["alone", "ddp", "fsdp2"])
 def test_parameters_that_stand_for_tables_change_nothing(kept_world: WorldFactory, how: str) -> None:
     kept_world(2).run(names_tables, how=how)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_torchs_functions_for_states_save_tables_too(kept_world: WorldFactory, how: str, tmp_path: Path) -> None:
+    kept_world(2).run(by_dcp, how=how, folder=str(tmp_path))
