@@ -206,6 +206,7 @@ def test_without_lo_the_first_call_and_the_doctor_say_how_to_bring_it_up() -> No
     assert "rank 0 of 2" in in_namespace(":", TWO_RANKS.format("SHM"))
 
 
+@pytest.mark.long
 @pytest.mark.root
 @pytest.mark.needs("netns", "backend")
 def test_without_lo_training_says_at_once_how_to_bring_it_up() -> None:

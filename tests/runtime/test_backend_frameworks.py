@@ -301,6 +301,7 @@ def run_python(code: str, **environment: str) -> str:
     return result.stdout
 
 
+@pytest.mark.long
 def test_import_sennit_registers_in_any_order() -> None:
     for imports in ("import sennit, torch", "import torch, sennit"):
         run_python(f"{imports}; import torch.distributed as d; assert 'sennit' in d.Backend.backend_list")

@@ -237,7 +237,11 @@ RUNS = [
     for ranks in RANKS
     if name != "triton" or (ranks == "thirds" and kind in FOR_TRITON)
 ]
-BRIEFLY = [run for run in RUNS if run[0] != "triton" or run[3] == "weighted mean"]
+BRIEFLY = [
+    run
+    for run in RUNS
+    if (run[3] == "weighted mean" if run[0] == "triton" else run[4] == "thirds" or run[1:4] == KINDS[0])
+]
 
 
 @pytest.mark.parametrize(("name", "kind", "precision", "shape", "ranks"), briefly(RUNS, BRIEFLY), indirect=["name"])

@@ -37,7 +37,7 @@ SPARED = {
     "gradients that are not finite, adagrad", "gradients that are not finite, row_wise_adagrad",
     "gradients that are not finite, partial_row_wise_adam", "gradients that are not finite, lamb",
     "gradients that are not finite, adam", "long runs 64 x 1", "ignore weighted sum", "slices row_wise_adagrad",
-    "slices of few rows, bags of up to 4", "slices, one for each table",
+    "slices of few rows, bags of up to 4", "slices, one for each table", "three classes in slices",
 }  # fmt: skip
 
 

@@ -101,6 +101,7 @@ def test_weights_are_those_of_a_run_from_memory(planes: Planes, tmp_path: Path, 
     assert feeder.returncode == 0, said
 
 
+@pytest.mark.long
 def test_so_they_are_with_loss_strangers_and_a_feeder_that_is_killed(
     planes: Planes, tmp_path: Path, from_memory: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

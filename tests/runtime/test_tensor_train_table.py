@@ -134,6 +134,7 @@ SPARED = {f"train {kind.value}" for kind in Optimizer} | {
     "train pooling weighted",
     "train (2, 3, 4) x (1, 1, 7) ranks (1, 1)",
     "train (7, 1, 9) x (1, 1, 23) ranks (2, 1)",
+    "train (3, 5, 70) x (2, 2, 16) ranks (8, 8)",
 }
 PAIRS = [
     pytest.param(name, case, marks=[pytest.mark.long] if name == "triton" and case in SPARED else [])

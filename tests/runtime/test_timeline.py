@@ -424,6 +424,7 @@ JOIN slice source ON source.id = begin.parent_id JOIN slice target ON target.id 
 JOIN thread_track ON source.track_id = thread_track.id JOIN thread USING (utid) JOIN process USING (upid)"""
 
 
+@pytest.mark.long
 @pytest.mark.needs("chromium")
 def test_perfetto_shows_every_span_and_arrow(kept_world: WorldFactory, tmp_path: Path) -> None:
     path = tmp_path / "run.json.gz"

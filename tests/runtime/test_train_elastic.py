@@ -72,6 +72,7 @@ def undisturbed(folder: Path, *arguments: str) -> dict[str, Any]:
     return train(folder / "undisturbed.json", *TINY, *arguments)
 
 
+@pytest.mark.long
 def test_survivors_go_on_from_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights are those of a run that lost nobody, with another number of ranks. Over udp. The next test loses
     ranks over shared memory.

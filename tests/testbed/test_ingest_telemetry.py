@@ -103,6 +103,8 @@ def test_a_running_ingest_is_seen(ingest: Ingest) -> None:
     assert rates.batches_a_second > 0
     assert 0 <= rates.waited_share <= 1.5
 
+    # So that the trainer waits for it, and not for the processor that the others need.
+    os.killpg(first.pid, signal.SIGSTOP)
     text = openmetrics.render(samples.of_pages([page]))
     labels = f'{{group="ingest",page="{page.number}",process="{page.process}",rank="0"}}'
     assert f"sennit_ingest_records_total{labels} {page.total(GROUP, 'ingest_records')}.0\n" in text

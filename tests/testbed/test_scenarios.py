@@ -21,7 +21,7 @@ from sennit.testbed.topology.switch import NEEDS
 COVERED = {
     "incast", "loss-0.1-allreduce", "loss-0.1-alltoall", "loss-1-allreduce", "loss-1-alltoall", "loss-5-allreduce",
     "lossless-alltoall", "peer-killed", "plane-off", "same-bits", "same-bits-fp8", "same-bits-fp8-alltoall",
-    "same-bits-int8-alltoall", "same-bits-training",
+    "same-bits-int8-alltoall", "same-bits-training", "split-networks",
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from sennit.transport.communicator import Communicator
 from sennit.transport.errors import PeerError, SennitError
 from sennit.transport.meeting import rendezvous
 from sennit.transport.meeting.membership import Terms
+from tests.extent import briefly
 from tests.transport.processes import START_S, Group, Rank, Scenario
 
 pytestmark = pytest.mark.timeout(150)
@@ -180,8 +182,13 @@ def launched(launch: Launch, scenario: Scenario, hosts: str, **options: Any) -> 
     return launch(scenario, hosts, transport="udp" if len(set(hosts)) == len(hosts) else "auto", **options)
 
 
-@pytest.mark.parametrize("when", ["in a call", "others compute", "in a transfer", "behind others"])
-@pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.parametrize(
+    ("hosts", "when"),
+    briefly(
+        product(HOSTS, ("in a call", "others compute", "in a transfer", "behind others")),
+        [("shm", "in a call"), ("shm", "others compute"), ("udp", "in a transfer"), ("mixed", "behind others")],
+    ),
+)
 def test_every_survivor_names_the_dead_rank_and_goes_on(launch: Launch, hosts: str, when: str) -> None:
     victim = 0 if when == "behind others" else 2
     group = launched(launch, partial(killed, victims=[victim], when=when), HOSTS[hosts])

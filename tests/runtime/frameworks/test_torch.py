@@ -127,6 +127,7 @@ def test_functional_collectives(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(tensor_parallel, folder=str(tmp_path))
 
 
+@pytest.mark.long
 def test_compile(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(compiled, folder=str(tmp_path))
 
