@@ -57,7 +57,7 @@ def test_parts_that_do_not_run_keep_their_entries(record: Path) -> None:
 def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         long_tests.main(["--parts", "model,none"])
-    assert "no part 'none'; allowed: long, model" in capsys.readouterr().err
+    assert "no part 'none'; allowed: long, examples" in capsys.readouterr().err
 
 
 def test_the_long_tests_draw_ten_times_as_many_examples(monkeypatch: pytest.MonkeyPatch) -> None:
