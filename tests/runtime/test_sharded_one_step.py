@@ -496,19 +496,23 @@ class Overflowing(nn.Module):
 
 
 def overflows_in_tables(rank: int, world: int) -> None:
-    """The scale falls though dense gradients are finite, and DDP sets the gradients of all parameters last."""
+    """The scale falls though dense gradients are finite, and DDP sets the gradients of all parameters last.
+
+    An optimizer of all parameters has those that stand for tables, and so takes no step either.
+    """
     module = bags(ADAM)
     model = DistributedDataParallel(Overflowing(module))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     module.optimizer.scaler = scaler
-    optimizer = torch.optim.SGD(model.module.bottom.parameters(), lr=RATE)
-    before = rows_of(module, world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    before, dense = rows_of(module, world), [one.clone() for one in model.parameters()]
     scaler.scale(model(own(module, ids_of(1))).sum()).backward()
     assert all(one.grad is not None and one.grad.isfinite().all() for one in model.module.bottom.parameters())
     scaler.step(optimizer)
     scaler.step(module.optimizer)
     scaler.update()
     assert scaler.get_scale() == 2
+    assert all(torch.equal(*both) for both in zip(model.parameters(), dense, strict=True))
     assert torch.equal(rows_of(module, world), before)
     assert module.state_dict()["steps"].tolist() == [0]
 
