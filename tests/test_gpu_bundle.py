@@ -214,32 +214,18 @@ def test_without_a_compiler_the_python_parts_run(bundle: Path, python: Path, tmp
     assert (tmp_path / "out" / "results" / "summary.md").exists()
 
 
-def test_the_build_finds_its_sources_in_the_bundle(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """CMake writes the build and names each source that is not there. The next test compiles."""
-    monkeypatch.setattr(gpu_run, "SOURCES", bundle / "src")
-    run_all, ran = gpu_run.exit_code, []
-
-    def configure(command: list[str], *arguments: Any) -> int | None:
-        ran.append(command[1])
-        return run_all(command, *arguments) if command[1] == "-S" else 0
-
-    monkeypatch.setattr(gpu_run, "exit_code", configure)
-    problem = gpu_run.build(tmp_path, tmp_path / "site", ["SENNIT_OPTIONAL_LIBRARIES=OFF"], with_torch=True)
-    assert problem is None, (tmp_path / "build.log").read_text()
-    assert ran == ["-S", "--build", "--install", "--install"]
-
-
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.needs("backend", "shm")
 @pytest.mark.timeout(3_600)
-def test_rehearsal_without_network_and_optional_libraries(bundle: Path, python: Path) -> None:
+@pytest.mark.parametrize(
+    "build_type", ["None", pytest.param("RelWithDebInfo", marks=pytest.mark.long)], ids=["not optimised", "as users"]
+)
+def test_rehearsal_without_network_and_optional_libraries(bundle: Path, python: Path, build_type: str) -> None:
     """All is compiled and all parts run, with nothing but the bundle, and with packages that a GPU machine has."""
-    out = bundle.parent / "out"
+    out = bundle.parent / build_type
     isolated = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
-    define = ("--define", "SENNIT_OPTIONAL_LIBRARIES=OFF")
+    define = ("--define", "SENNIT_OPTIONAL_LIBRARIES=OFF", "--define", f"CMAKE_BUILD_TYPE={build_type}")
     cached = {
         "CMAKE_CXX_COMPILER_LAUNCHER": shutil.which("ccache") or "",
         # Folders of tests have other names each time.
