@@ -157,11 +157,16 @@ def test_a_failing_worker_is_named_and_ends_the_run() -> None:
 
 @pytest.mark.slow
 @pytest.mark.needs("backend", "shm")
-def test_small_run_from_end_to_end() -> None:
-    settings = Settings(world=2, sizes_bytes=(4096,), rounds=2)
+@pytest.mark.parametrize(
+    "measured",
+    [[Collective.ALLREDUCE], pytest.param(list(Collective), marks=pytest.mark.long)],
+    ids=["one collective", "all"],
+)
+def test_small_run_from_end_to_end(measured: list[Collective]) -> None:
+    settings = Settings(world=2, collectives=tuple(measured), sizes_bytes=(4096,), rounds=2)
     seen: list[str] = []
     result = collectives.run(settings, lambda what, done, total: seen.append(what))
-    assert len(result.rows) == 4
+    assert len(result.rows) == len(measured)
     assert seen[-1] == "memory"
     assert result.memory_growth_bytes is not None
     for row in result.rows:
