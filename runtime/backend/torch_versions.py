@@ -142,6 +142,11 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+def has_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Lets schedulers know of a step that was no call of `optimizer.step`: they warn where they come before it."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
 def accumulates() -> bool:
     """Whether a DDP runs its `forward` now, and only accumulates gradients (`no_sync`)."""
     ddp = nn.parallel.DistributedDataParallel._active_ddp_module

@@ -93,8 +93,14 @@ class TableHandle:
         access = self._access(_on_host(ids, error), error, writes=True)
         access.write(values.detach().to("cpu", torch.float32))
 
-    def _wrong(self, ids: Tensor) -> ArgumentError | None:
-        """What is wrong with ids on this rank."""
+    def _wrong(self, ids: Tensor) -> Exception | None:
+        """What is wrong with ids on this rank. Any error, because the other ranks wait for this one."""
+        try:
+            return self._refused(ids)
+        except Exception as error:
+            return error
+
+    def _refused(self, ids: Tensor) -> ArgumentError | None:
         if not isinstance(ids, Tensor):
             return ArgumentError(f"ids are a {type(ids).__name__}; allowed: a tensor of int32 or int64")
         if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):

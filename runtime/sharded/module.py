@@ -182,6 +182,19 @@ class ShardedTables(HeldTables):
                 return TableHandle(table, number, self.optimizer, self.device, access)
         raise KeyError(f"table {name!r}; allowed: {', '.join(table.name for table in self.tables)}")
 
+    def __contains__(self, name: object) -> bool:
+        return any(table.name == name for table in self.tables)
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of the tables."""
+        return (table.name for table in self.tables)
+
+    def __len__(self) -> int:
+        return len(self.tables)
+
+    def extra_repr(self) -> str:
+        return "\n".join(repr(self[name]) for name in self)
+
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """False freezes all tables, as `TableHandle.frozen` freezes one. True ends it. All ranks must do the same."""
         for number in range(len(self.tables)):

@@ -47,9 +47,13 @@ class TableParameters(nn.Module):
         return self._used(results)
 
     def _used(self, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        if not any(one.requires_grad for one in results.values()):
+        # FSDP2 has taken the parameters if they are DTensors, and waits for none.
+        is_sharded = any(hasattr(one, "placements") for one in self.parameters())
+        if is_sharded or not any(one.requires_grad for one in results.values()):
             return dict(results)
-        found = _Used.apply(len(results), *results.values(), *self.parameters())  # type: ignore[no-untyped-call]
+        # Whoever waits for results first may do so to look at them alone.
+        with torch.inference_mode(False), torch.enable_grad():
+            found = _Used.apply(len(results), *results.values(), *self.parameters())  # type: ignore[no-untyped-call]
         return dict(zip(results, found, strict=True))
 
 

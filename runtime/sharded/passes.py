@@ -16,8 +16,9 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from sennit.runtime.backend.torch_versions import accumulates, at_end_of_backward, backward_pass
+from sennit.runtime.backend.torch_versions import accumulates, at_end_of_backward, backward_pass, has_stepped
 from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.sharded.accumulation import is_held
 from sennit.runtime.sharded.sent import Done, Pending, RunBeside, Running, Sent
@@ -33,9 +34,9 @@ UPDATE: Final = "sparse update"
 class LookedUp:
     """A lookup whose results are in a graph of autograd, and may get gradients."""
 
-    def __init__(self, step: Any, number: int) -> None:
-        """`number`: in the order of calls."""
-        self.step, self.number = step, number
+    def __init__(self, step: Any, number: int, changes: int) -> None:
+        """`number`: in the order of calls. `changes`: how often rows have changed before."""
+        self.step, self.number, self.changes = step, number, changes
         self.has_given = False
         self.made_in = backward_pass()
         """The backward pass that this lookup was made in, as activation checkpoints do; -1: none."""
@@ -49,16 +50,23 @@ class Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, anchor: Tensor, passes: Passes, step: Any, found: tuple[Tensor, ...], weights: Tensor | None
+        context: Any,
+        anchor: Tensor,
+        passes: Passes,
+        looked: LookedUp,
+        found: tuple[Tensor, ...],
+        weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """`found`: what was looked up. `weights` are an argument because they get gradients."""
         context.set_materialize_grads(False)
-        context.passes, context.looked = passes, passes.begin(step)
+        passes.begin(looked)
+        context.passes, context.looked = passes, looked
         # The same memory as tensors that are no views. Autograd refuses operators that write to views of several
         # results. Each result has a part of its own of what arrived, and backward passes need none of it.
         return tuple(one.detach() for one in found)
 
     @staticmethod
+    @once_differentiable
     def backward(context: Any, *gradients: Tensor | None) -> tuple[None, None, None, None, Tensor | None]:
         return None, None, None, None, context.passes.give(context.looked, gradients)
 
@@ -126,32 +134,37 @@ class Passes:
         if self._pass is not None:
             self._check_pass()
         has_backward = torch.is_grad_enabled() and not (weights is None and steps.optimizer.are_frozen)
+        looked = LookedUp(step, self._count, steps.changes)
+        self._count += has_backward
         if self._run is not None and weights is None and has_backward:
-            return self._pending(step, self._run, lookup)
+            return self._pending(looked, self._run, lookup)
         self.finish()
+        looked.changes = steps.changes
         with torch.no_grad():
             found = steps.look_up(step)
         if has_backward:
-            return self._by_name(step, found, weights)
+            return self._by_name(looked, found, weights)
         steps.release(step)
         return dict(zip(steps.feature_names, found, strict=True))
 
-    def _pending(self, step: Any, run: RunBeside, lookup: Running | None) -> Pending:
+    def _pending(self, looked: LookedUp, run: RunBeside, lookup: Running | None) -> Pending:
         if lookup is None:
             self.finish()
-            lookup = run(LOOKUP, lambda: self._found(step))
+            lookup = run(LOOKUP, lambda: self._found(looked.step))
             self.has_begun(lookup)
         running = lookup
 
         def wait() -> dict[str, Tensor]:
             with self._steps.wire.phase("wait for lookup"):
                 found = running.result()
-            return self._by_name(step, found, None)
+            return self._by_name(looked, found, None)
 
         return Pending(wait)
 
-    def _by_name(self, step: Any, found: tuple[Tensor, ...], weights: Tensor | None) -> dict[str, Tensor]:
-        results = Lookup.apply(self._steps.anchor, self, step, found, weights)  # type: ignore[no-untyped-call]
+    def _by_name(self, looked: LookedUp, found: tuple[Tensor, ...], weights: Tensor | None) -> dict[str, Tensor]:
+        # The call was made with gradients. Whoever waits for its results first may do so to look at them alone.
+        with torch.inference_mode(False), torch.enable_grad():
+            results = Lookup.apply(self._steps.anchor, self, looked, found, weights)  # type: ignore[no-untyped-call]
         return dict(zip(self._steps.feature_names, results, strict=True))
 
     def _found(self, step: Any) -> tuple[Tensor, ...]:
@@ -168,22 +181,24 @@ class Passes:
                 "checkpoints, or checkpoints with use_reentrant=False"
             )
 
+    def _end_failed(self) -> None:
+        """Forgets the gradients of a backward pass that is not running any more, but did not end."""
+        if self._pass is not None and backward_pass() < 0:
+            self._give_up()
+
     def _give_up(self) -> None:
         """Forgets the gradients of a backward pass that has failed: it did not come to its end."""
         self._pass = None
         self.finish()
         self._steps.drop(all_of_them=False)
 
-    def begin(self, step: Any) -> LookedUp:
-        """Autograd has got the results of a step."""
-        looked = LookedUp(step, self._count)
-        self._count += 1
+    def begin(self, looked: LookedUp) -> None:
+        """Autograd has got the results of a lookup."""
         if looked.made_in >= 0:
             # A checkpoint's own backward pass may end before the one around it.
             self._enter(looked.made_in)
         if self._run is not None:
             self._waiting.add(looked.number)
-        return looked
 
     def _enter(self, current: int) -> None:
         """Backward pass `current`, which this thread runs, takes a step at its end."""
@@ -191,6 +206,8 @@ class Passes:
             return
         if self._pass is not None:
             self._give_up()
+        if self._has_kept and self._steps.optimizer.were_zeroed:
+            self.forget()
         self._pass = current
         self._accumulates = self._is_due = self._has_taken = False
         at_end_of_backward(functools.partial(self._end, current))
@@ -216,10 +233,16 @@ class Passes:
         self._waiting.discard(looked.number)
         self._accumulates |= looked.accumulates
 
+        has_weights = steps.weights(step) is not None
+
         def give() -> Tensor | None:
+            if has_weights and steps.changes != looked.changes:
+                raise ArgumentError(
+                    "gradients of weights, for which the rows of their lookup are needed; they have changed since; "
+                    "allowed: no step and no `set_rows` between a lookup and its backward pass"
+                )
             return steps.give(step, looked.number, gradients)
 
-        has_weights = steps.weights(step) is not None
         if is_new and not self._waiting and not has_weights:
             # Nothing else can give in this pass, so rows are updated while the pass goes on.
             self._take(current, give)
@@ -264,17 +287,21 @@ class Passes:
     def _taking(self) -> Callable[[], GradientError | None]:
         """Takes a step with the rates and the scale of now."""
         steps, optimizer = self._steps, self._steps.optimizer
-        scale = 1.0 if optimizer.scaler is None else optimizer.scaler.get_scale()
-        return functools.partial(steps.take, optimizer.rates(), scale=scale)
+        has_stepped(optimizer)
+        rates, scale = optimizer.rates(), 1.0 if optimizer.scaler is None else optimizer.scaler.get_scale()
+        steps.check_finite(rates)
+        return functools.partial(steps.take, rates, scale=scale)
 
     def step(self) -> None:
         """Takes a step with the gradients that backward passes have kept, if there are any. Not collective."""
+        self._end_failed()
         if self._has_kept:
             self._has_kept = False
             self._untold.append(self._then(UPDATE, self._taking()))
 
     def norm(self) -> float:
         """The 2-norm of the gradients that backward passes have kept, without the scale of a scaler. Collective."""
+        self._end_failed()
         if not self._has_kept:
             raise ArgumentError(
                 "gradients that have updated their rows in the backward pass; allowed: those of a pass inside `no_sync`"
@@ -316,7 +343,8 @@ class Passes:
         if self._lookup is not None and not self._lookup.is_done:
             with contextlib.suppress(Exception):
                 self._lookup.result()
-        if self._update is not None:
-            running = not self._update.is_done
+        update, self._update = self._update, None  # An error is raised once.
+        if update is not None:
+            running = not update.is_done
             with self._steps.wire.phase("wait for sparse update") if running else contextlib.nullcontext():
-                self._update.result()
+                update.result()

@@ -35,7 +35,7 @@ class RowAccess:
         and `PeerInputError` on the other ranks.
         """
         table, slices, wire = steps.tables[number], steps.slices, steps.wire
-        self._table, self._wire = table, wire
+        self._table, self._wire, self._steps = table, wire, steps
         placement = steps.engines[0].settings.placement
         order, own_counts = dealt_order(ids, table.row_borders)
         self._places = torch.split(order, own_counts)
@@ -98,6 +98,7 @@ class RowAccess:
         arrived = self._wire.all_to_all(
             "rows", joined(parts, torch.float32), self._floats(self._taken), self._floats(self._asked)
         )
+        self._steps.changes += 1
         engine, batch = self._shards.engine, self._announced.batch
         if engine.on_update is not None:
             engine.on_update(batch)

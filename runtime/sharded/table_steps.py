@@ -34,11 +34,17 @@ class TableRates(torch.optim.Optimizer):
     a step with them, `zero_grad` forgets them.
     """
 
+    # `GradScaler.step` then calls `step` after an overflow, too. Meanwhile `found_inf` and `grad_scale` are set.
+    _step_supports_amp_scaling = True
+    found_inf: Tensor
+    grad_scale: Tensor
+
     on_step: Callable[[], None] | None = None
     on_zero_grad: Callable[[], None] | None = None
     """What `step` and `zero_grad` call."""
 
     _scaler: torch.amp.GradScaler | None = None
+    _has_left_gradients = False
 
     def __init__(self, tables: Sequence[Table], *, lr: float, device: torch.device) -> None:
         """`lr`: of tables that have none of their own. `device`: of the parameters, as a DDP takes one kind alone."""
@@ -67,17 +73,39 @@ class TableRates(torch.optim.Optimizer):
         """Whether all tables are."""
         return not any(parameter.requires_grad for parameter in self.parameters)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises `ArgumentError` once there is a group for each table."""
+        if len(self.param_groups) == len(self.parameters):
+            raise ArgumentError("a group of parameters for the optimizer of tables; allowed: none but those of tables")
+        super().add_param_group(param_group)
+
+    @property
+    def were_zeroed(self) -> bool:
+        """Whether the program has taken away all gradients that were left: `zero_grad` of a model or an optimizer."""
+        return self._has_left_gradients and all(one.grad is None for one in self.parameters)
+
     def leave_gradients(self) -> None:
         """Gives parameters without a gradient one of 0: optimizers of the program keep no state for unused ones."""
+        self._has_left_gradients = any(one.requires_grad for one in self.parameters)
         zeros = torch.zeros(len(self.parameters), 1, device=self.parameters[0].device).unbind()
         for parameter, zero in zip(self.parameters, zeros, strict=True):
             if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = zero
 
     def step(self, closure: Any = None) -> Any:
+        """Raises `ArgumentError` if a `GradScaler` calls it and `scaler` is not set."""
         loss = None if closure is None else closure()
-        if self.on_step is not None:
-            self.on_step()
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and self._scaler is None:
+            del self.found_inf, self.grad_scale
+            raise ArgumentError(
+                "a GradScaler that tables were not told of; set `embeddings.optimizer.scaler = scaler` before the "
+                "first backward pass"
+            )
+        # After an overflow there is no step, and nothing of it is kept.
+        call = self.on_step if found_inf is None or not float(found_inf) else self.on_zero_grad
+        if call is not None:
+            call()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -134,8 +162,13 @@ class TableSteps(ABC):
         parameter, so DDP does not see it."""
 
         self.optimizer = optimizer
-        # Of the step that is to be taken: whether gradients are finite so far, and what clipping multiplies them by.
-        self._is_finite, self._factor = True, 1.0
+        self.changes = 0
+        """How often rows have changed: the same on all ranks."""
+
+        # Of the step that is to be taken: whether gradients are finite so far, those of passes that have ended and all;
+        # and what clipping multiplies them by.
+        self._were_finite = self._is_finite = True
+        self._factor = 1.0
         self.connect(engines)
 
     def connect(self, engines: Sequence[Engines]) -> None:
@@ -210,9 +243,10 @@ class TableSteps(ABC):
         `lookup`: the number of the lookup in the order of calls. A gradient is None if this rank's loss does not depend
         on the result. Tables on which no rank's loss depends take no step.
 
-        Returns the gradients of `weights`, from the rows as they are.
+        Returns the gradients of `weights`, from the rows as they are. Raises `ArgumentError` on all ranks if their
+        losses depend on different lookups.
         """
-        flags = [*(one is not None for one in gradients), not self._are_finite(gradients)]
+        flags = [*(one is not None for one in gradients), not self._are_finite(gradients), lookup, -lookup]
         told = self.wire.any_of(torch.tensor(flags, dtype=torch.int64))
         rows = zip(gradients, self.result_rows(step), self.features, strict=True)
         whole = [
@@ -220,7 +254,12 @@ class TableSteps(ABC):
             for one, count, (_, table) in rows
         ]
         found, of_weights = self.exchange(step, whole)
-        *in_loss, is_bad = told().tolist()
+        *in_loss, is_bad, last, first = told().tolist()
+        if last != -first:
+            raise ArgumentError(
+                f"a loss of lookup {lookup} (number 0 was the first); that of another rank depends on lookup "
+                f"{last if lookup != last else -first} instead; allowed: the same on all ranks"
+            )
         self._is_finite &= not is_bad
         tables = {table for (_, table), is_used in zip(self.features, in_loss, strict=True) if is_used}
         for one, (sharded, replicated) in zip(self.gradients, found, strict=True):
@@ -250,7 +289,8 @@ class TableSteps(ABC):
 
         Returns what is wrong with gradients of this rank's rows. Such rows are left as they were.
         """
-        self.was_finite, self._is_finite = self._is_finite, True
+        self.was_finite, self._is_finite, self._were_finite = self._is_finite, True, True
+        self.changes += self.is_accumulating
         factor, self._factor = self._factor / scale, 1.0
         if not self.was_finite:
             self.drop(all_of_them=True)
@@ -261,7 +301,7 @@ class TableSteps(ABC):
 
     def settle(self) -> None:
         """Keeps all gradients for a later step."""
-        self.was_finite = self._is_finite
+        self.was_finite = self._were_finite = self._is_finite
         for one in self.gradients:
             one.settle()
 
@@ -287,20 +327,23 @@ class TableSteps(ABC):
 
     def multiply(self, factor: float) -> None:
         """Multiplies the gradients that were given. Not collective, but all ranks must do the same."""
-        self._factor *= factor
+        if self.is_accumulating:
+            self._factor *= factor
 
     def drop(self, *, all_of_them: bool) -> None:
         """Forgets gradients: those of a backward pass that has not ended, or all. Not collective."""
         for one in self.gradients:
             one.drop(all_of_them=all_of_them)
         if not self.is_accumulating:
-            self._is_finite, self._factor = True, 1.0
+            self._were_finite, self._factor = True, 1.0
+        self._is_finite = self._were_finite
 
     @abstractmethod
     def release(self, step: Any) -> None:
         """Ends a step without an update. Not collective."""
 
-    def _check_finite(self, rates: Rates) -> None:
+    def check_finite(self, rates: Rates) -> None:
+        """Raises `ConfigError` for a rate that is not finite."""
         for table, rate in zip(self.tables, rates, strict=True):
             if rate is not None and not math.isfinite(rate):
                 raise ConfigError(f"table {table.name}: lr {rate}; allowed: finite")
@@ -324,7 +367,7 @@ class TableSteps(ABC):
         ids = None
         if error is None:
             try:
-                self._check_finite(rates)
+                self.check_finite(rates)
                 ids = ids_of(given, self.tables)
                 batch = self.slices.global_batch(ids.sample_count, global_batch)
                 mine = [list(row) for row in counts(ids)]

@@ -148,9 +148,9 @@ class Wire:
         return output
 
     def any_of(self, own: Tensor) -> Callable[[], Tensor]:
-        """Begins to tell all ranks the elements of `own`, int64 of 0 and 1. Collective; other exchanges may follow.
+        """Begins to tell all ranks the elements of `own`, int64. Collective; other exchanges may follow.
 
-        Returns a function that waits, and says of which elements any rank has a 1.
+        Returns a function that waits, and returns the largest of each over all ranks: of 0 and 1, whether any has 1.
         """
         found = own.clone()
         if self._world_size == 1:

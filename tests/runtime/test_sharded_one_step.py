@@ -587,3 +587,68 @@ def test_tables_are_clipped_with_dense_gradients(kept_world: WorldFactory) -> No
         for answer in kept_world(world).run(clipped, placement=placement, in_thread=in_thread)
     ]
     assert all(one == found[0] for one in found)
+
+
+def forgets_what_a_model_zeroes(rank: int, world: int) -> None:
+    """`zero_grad` of a model or an optimizer takes the gradients of what stands for tables away."""
+    module = bags(SGD)
+    optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
+    before = rows_of(module, world)
+    for forget in (optimizer.zero_grad, nn.Sequential(module).zero_grad):
+        with module.no_sync():
+            looked_up(module, own(module, ids_of(0))).sum().backward()
+        forget()
+    looked_up(module, own(module, ids_of(1))).sum().backward()
+    found = rows_of(module, world)
+    other = bags(SGD)
+    assert torch.equal(rows_of(other, world), before)
+    looked_up(other, own(other, ids_of(1))).sum().backward()
+    assert torch.equal(rows_of(other, world), found)
+
+
+def test_zero_grad_of_a_model_forgets_what_is_kept(kept_world: WorldFactory) -> None:
+    kept_world(2).run(forgets_what_a_model_zeroes)
+
+
+def recovers(rank: int, world: int) -> None:
+    """After an overflow of what is kept, dense weights are finite, and the next step is taken."""
+    module, dense = bags(SGD), nn.Linear(1, 1, bias=False)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD(dense.parameters(), lr=RATE)
+    module.optimizer.scaler = scaler
+    before = rows_of(module, world)
+    for factor in (torch.inf, 1.0):
+        with module.no_sync():
+            found = looked_up(module, own(module, ids_of(0)))
+            found.register_hook(lambda gradient, factor=factor: gradient * factor)
+            scaler.scale(found.sum() + dense(torch.ones(1, 1)).sum()).backward()
+        scaler.unscale_(optimizer)
+        norm = clip_grad_norm_(dense.parameters(), [module], 1e6)
+        assert bool(norm.isfinite()) == (factor == 1)
+        scaler.step(optimizer)
+        scaler.step(module.optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert dense.weight.isfinite().all()
+        assert torch.equal(rows_of(module, world), before) == (factor != 1)
+    assert scaler.get_scale() == 2
+
+
+def test_an_overflow_of_what_is_kept_is_forgotten(kept_world: WorldFactory) -> None:
+    kept_world(2).run(recovers)
+
+
+def needs_to_be_told(rank: int, world: int) -> None:
+    module = bags(SGD)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(looked_up(module, own(module, ids_of(0))).sum()).backward()
+    with pytest.raises(ArgumentError, match=r"set `embeddings\.optimizer\.scaler = scaler` before"):
+        scaler.step(module.optimizer)
+    with pytest.raises(ArgumentError, match="a group of parameters for the optimizer of tables"):
+        module.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    # No warning, though the backward pass took the step.
+    torch.optim.lr_scheduler.StepLR(module.optimizer, 1).step()
+
+
+def test_an_optimizer_of_tables_says_what_it_lacks(kept_world: WorldFactory) -> None:
+    kept_world(2).run(needs_to_be_told)
