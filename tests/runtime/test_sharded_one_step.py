@@ -652,3 +652,97 @@ def needs_to_be_told(rank: int, world: int) -> None:
 
 def test_an_optimizer_of_tables_says_what_it_lacks(kept_world: WorldFactory) -> None:
     kept_world(2).run(needs_to_be_told)
+
+
+def first_seen_without_gradients(rank: int, world: int) -> None:
+    """The mode of the call counts, and not that of who looks at its results first."""
+    module = bags()
+    before = rows_of(module, world)
+    with beside(module, world):
+        found = module({"user": own(module, ids_of(0))})
+        with torch.inference_mode() if rank else torch.no_grad():
+            found["user"].mean()
+        found["user"].sum().backward()
+        module.check()
+    assert not torch.equal(rows_of(module, world), before)
+
+
+def test_results_that_are_first_looked_at_without_gradients_train(kept_world: WorldFactory) -> None:
+    kept_world(2).run(first_seen_without_gradients)
+
+
+def fails_between(rank: int, world: int) -> None:
+    """A pass that raises leaves what passes before it have kept, and whether that was finite."""
+    module, other = bags(), bags()
+
+    def fail(_: Tensor) -> Tensor:
+        raise ValueError("a hook")
+
+    for one, is_tried in ((module, True), (other, False)):
+        with one.no_sync():
+            looked_up(one, own(one, ids_of(0))).sum().backward()
+        if is_tried:
+            layer = nn.Linear(1, 1)
+            layer(torch.ones(1, 1)).sum().backward()
+            with one.no_sync():
+                ahead = torch.ones(1, requires_grad=True) * 1
+                ahead.register_hook(fail)
+                found = looked_up(one, own(one, ids_of(1)))
+                with pytest.raises(ValueError, match="a hook"):
+                    (found.sum() + ahead.sum()).backward()
+    assert module.grad_norm() == other.grad_norm()
+    for one in (module, other):
+        one.optimizer.step()
+    assert torch.equal(rows_of(module, world), rows_of(other, world))
+
+
+def test_a_pass_that_raises_adds_nothing_to_what_is_kept(kept_world: WorldFactory) -> None:
+    kept_world(2).run(fails_between)
+
+
+def refused_lookups(rank: int, world: int) -> None:
+    module = bags()
+    first, second = (looked_up(module, own(module, ids_of(number))) for number in range(2))
+    with pytest.raises(ArgumentError, match=f"a loss of lookup {rank} .* depends on lookup {1 - rank} instead"):
+        (second if rank else first).sum().backward()
+    mine = own(module, ids_of(0))
+    weights = torch.ones(mine.numel(), requires_grad=True)
+    lengths = torch.full((1, len(mine)), EACH)
+    found = looked_up(module, Features(lengths=lengths, values=mine.flatten(), weights=weights))
+    module["user"].set_rows(torch.arange(1), torch.ones(1, DIM))
+    with pytest.raises(ArgumentError, match="no step and no `set_rows` between a lookup and its backward pass"):
+        found.sum().backward()
+
+
+def test_lookups_that_ranks_cross_and_stale_rows_are_refused(kept_world: WorldFactory) -> None:
+    kept_world(2).run(refused_lookups)
+
+
+class Through(nn.Module):
+    """Passes ids through."""
+
+    def __init__(self, module: ShardedEmbeddingBags) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.module({"user": ids})
+
+
+def held_by_a_ddp(rank: int, world: int) -> None:
+    """`no_sync` counts where results leave the DDP before anybody has waited for them."""
+    module = bags()
+    model = DistributedDataParallel(Through(module))
+    before = rows_of(module, world)
+    with beside(module, world):
+        with model.no_sync():
+            model(own(module, ids_of(0)))["user"].sum().backward()
+        module.finish()
+        assert torch.equal(rows_of(module, world), before)
+        model(own(module, ids_of(1)))["user"].sum().backward()
+        module.check()
+    assert not torch.equal(rows_of(module, world), before)
+
+
+def test_no_sync_of_a_ddp_holds_results_that_nobody_has_waited_for(kept_world: WorldFactory) -> None:
+    kept_world(2).run(held_by_a_ddp)
