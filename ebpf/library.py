@@ -11,6 +11,7 @@ import ctypes
 import errno
 import functools
 import os
+import threading
 from typing import Any, Final
 
 from sennit.errors import SennitError
@@ -81,7 +82,15 @@ _FUNCTIONS: Final[tuple[tuple[str, Any, tuple[Any, ...]], ...]] = (
     ("ring_buffer__free", None, (_pointer,)),
 )
 
-_log = bytearray()
+
+class _Log(threading.local):
+    """What libbpf has said in this thread, in which it also calls back. Another one may load programs meanwhile."""
+
+    def __init__(self) -> None:
+        self.text = bytearray()
+
+
+_log = _Log()
 _vsnprintf = ctypes.CDLL(None).vsnprintf
 
 
@@ -97,7 +106,7 @@ def _keep_log(level: int, template: bytes, arguments: int) -> int:
     if level <= LIBBPF_INFO:
         line = ctypes.create_string_buffer(LOG_LINE_MAX_BYTES)
         _vsnprintf(line, ctypes.c_size_t(LOG_LINE_MAX_BYTES), ctypes.c_char_p(template), ctypes.c_void_p(arguments))
-        _log.extend(line.value)
+        _log.text.extend(line.value)
     return 0
 
 
@@ -121,11 +130,11 @@ def library() -> ctypes.CDLL:
 
 
 def clear_log() -> None:
-    _log.clear()
+    _log.text.clear()
 
 
 def refusal(code: int, what: str) -> BpfError:
     """The error for `what`, with the end of libbpf's log since `clear_log`."""
-    log = _log.decode(errors="replace").strip()
+    log = _log.text.decode(errors="replace").strip()
     text = f"{what}: {os.strerror(code)}"
     return BpfError(code, f"{text}\n{log[-LOG_TAIL_CHARS:]}" if log else text)

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 
-from sennit.ebpf import compiler
+from sennit.ebpf import compiler, library, loader
 from sennit.ebpf.library import BpfError
 from sennit.ebpf.loader import BpfObject, RunTimes
 
@@ -62,13 +63,25 @@ def test_maps_are_read_and_written() -> None:
 @root
 @needs_bpf
 @needs_clang
-def test_the_verifier_is_quoted(folder: Path) -> None:
+def test_the_verifier_is_quoted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever another thread loads meanwhile."""
     (folder / "wild.bpf.c").write_text(
         '__attribute__((section("tc"), used)) int wild(void *skb) { return *(int *)(long)skb == *(int *)8; }\n'
         'char licence[] __attribute__((section("license"), used)) = "Apache-2.0";\n'
     )
+    image = compiler.compile_program("wild")
     with pytest.raises(BpfError, match="invalid mem access"):
-        BpfObject(compiler.compile_program("wild"))
+        BpfObject(image)
+
+    def clear_in_another_thread(code: int, what: str) -> BpfError:
+        other = threading.Thread(target=library.clear_log)
+        other.start()
+        other.join()
+        return library.refusal(code, what)
+
+    monkeypatch.setattr(loader, "refusal", clear_in_another_thread)
+    with pytest.raises(BpfError, match="invalid mem access"):
+        BpfObject(image)
 
 
 @root
