@@ -131,21 +131,23 @@ class Passes:
         """The results of a step by feature. `lookup`: its lookup, if it has begun already."""
         steps = self._steps
         weights = steps.weights(step)
-        if self._pass is not None:
-            self._check_pass()
+        self._check_pass()
         has_backward = torch.is_grad_enabled() and not (weights is None and steps.optimizer.are_frozen)
-        looked = LookedUp(step, self._count, steps.changes)
-        self._count += has_backward
         if self._run is not None and weights is None and has_backward:
-            return self._pending(looked, self._run, lookup)
+            return self._pending(self._called(step), self._run, lookup)
         self.finish()
-        looked.changes = steps.changes
         with torch.no_grad():
             found = steps.look_up(step)
         if has_backward:
-            return self._by_name(looked, found, weights)
+            return self._by_name(self._called(step), found, weights)
         steps.release(step)
         return dict(zip(steps.feature_names, found, strict=True))
+
+    def _called(self, step: Any) -> LookedUp:
+        """A call asks for the results of a step, and for gradients."""
+        looked = LookedUp(step, self._count, self._steps.changes)
+        self._count += 1
+        return looked
 
     def _pending(self, looked: LookedUp, run: RunBeside, lookup: Running | None) -> Pending:
         if lookup is None:
@@ -172,10 +174,9 @@ class Passes:
             return self._steps.look_up(step)
 
     def _check_pass(self) -> None:
-        """Before a lookup, where a backward pass has begun to give gradients."""
-        if backward_pass() < 0:
-            self._give_up()
-        elif self._has_taken:
+        """Before a lookup. A backward pass may have begun to give gradients."""
+        self._end_failed()
+        if self._pass is not None and self._has_taken:
             raise ArgumentError(
                 "a lookup in a backward pass that has updated rows already; allowed: lookups outside of activation "
                 "checkpoints, or checkpoints with use_reentrant=False"

@@ -29,9 +29,8 @@ from sennit.transport.errors import ArgumentError, ConfigError, Unsupported
 class TableRates(torch.optim.Optimizer):
     """The learning rates of tables, which torch's schedulers can set: a parameter group for each table, in their order.
 
-    A table is frozen while the parameter of its group requires no gradient.
-    The backward pass updates rows. `step` and `zero_grad` are for gradients that it has kept (`no_sync`): `step` takes
-    a step with them, `zero_grad` forgets them.
+    A table is frozen while the parameter of its group requires no gradient. The backward pass updates rows. `step` and
+    `zero_grad` are for gradients that it has kept (`no_sync`): `step` takes a step with them, `zero_grad` forgets them.
     """
 
     # `GradScaler.step` then calls `step` after an overflow, too. Meanwhile `found_inf` and `grad_scale` are set.
@@ -247,7 +246,7 @@ class TableSteps(ABC):
         losses depend on different lookups.
         """
         flags = [*(one is not None for one in gradients), not self._are_finite(gradients), lookup, -lookup]
-        told = self.wire.any_of(torch.tensor(flags, dtype=torch.int64))
+        told = self.wire.largest_of(torch.tensor(flags, dtype=torch.int64))
         rows = zip(gradients, self.result_rows(step), self.features, strict=True)
         whole = [
             torch.zeros(count, self.tables[table].dim, device=self.device) if one is None else one

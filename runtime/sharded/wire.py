@@ -147,7 +147,7 @@ class Wire:
         self.sent_bytes[kind] += own.nbytes * (self._world_size - 1)
         return output
 
-    def any_of(self, own: Tensor) -> Callable[[], Tensor]:
+    def largest_of(self, own: Tensor) -> Callable[[], Tensor]:
         """Begins to tell all ranks the elements of `own`, int64. Collective; other exchanges may follow.
 
         Returns a function that waits, and returns the largest of each over all ranks: of 0 and 1, whether any has 1.
