@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 FOLDER: Final = Path("/run/netns")
+MOUNTS: Final = Path("/proc/self/mountinfo")
 # linux/sched.h, linux/mount.h, umount(2)
 CLONE_NEWNET: Final = 0x40000000
 MS_BIND: Final = 0x1000
@@ -92,9 +93,21 @@ def enter(name: str) -> None:
     """Moves the calling thread, and the threads that it starts from now on, into the namespace."""
     descriptor = os.open(path_of(name), os.O_RDONLY | os.O_CLOEXEC)
     try:
-        _check(_libc.setns(descriptor, CLONE_NEWNET), f"setns({name})")
+        if _libc.setns(descriptor, CLONE_NEWNET) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, f"setns({name}): {os.strerror(code)}{_why_refused(name, descriptor)}")
     finally:
         os.close(descriptor)
+
+
+def _why_refused(name: str, descriptor: int) -> str:
+    """What setns(2) does not say: that the descriptor is of no namespace, and what is at the name now."""
+    if os.fstat(descriptor).st_dev == os.stat("/proc/self/ns/net").st_dev:
+        return ""
+    is_bound = any(line.split()[4] == str(path_of(name)) for line in MOUNTS.read_text(encoding="utf-8").splitlines())
+    now = "is bound there now" if is_bound else "is not bound there" if path_of(name).exists() else "is gone"
+    opened = os.readlink(f"/proc/self/fd/{descriptor}")
+    return f"; what process {os.getpid()} opened is {opened}; the namespace {now}"
 
 
 def within(name: str, function: Callable[..., Result], *arguments: Any) -> Result:
