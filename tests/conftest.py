@@ -8,6 +8,7 @@ import random
 import signal
 import zlib
 from collections import defaultdict
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,13 @@ ENDS_AFTER_S = 60
 
 # Of a test that does not say how many examples it draws.
 EXAMPLES = 25
+
+
+def namespaces() -> list[str]:
+    return [os.readlink(f"/proc/self/ns/{kind}") for kind in ("mnt", "net")]
+
+
+STARTED_IN = namespaces()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -128,6 +136,17 @@ def _let_it_take_its_timeout(item: pytest.Item) -> None:
     if marker is not None and marker.args[0] >= float(item.config.getini("faulthandler_timeout")):
         stderr = item.config.stash[fault_handler_stderr_fd_key]
         faulthandler.dump_traceback_later(marker.args[0] + ENDS_AFTER_S, file=stderr, exit=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
+    """Fails the test that left this process's namespaces.
+
+    What is mounted from then on is not seen by the fork server, which stays where it was. So a later test would fail,
+    and which one depends on the order.
+    """
+    yield
+    assert namespaces() == STARTED_IN, f"{item.nodeid} left the namespaces of this process: start a process for it"
 
 
 @pytest.fixture
