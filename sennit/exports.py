@@ -16,8 +16,8 @@ from types import ModuleType
 def exporter(package: str, names: Mapping[str, str]) -> Callable[[str], object]:
     """A module's `__getattr__` (PEP 562). `names` maps each public name to the module of `package` that defines it.
 
-    The function raises an AttributeError for any other name. A module may be called as one of its names: `package.name`
-    is what it defines, even after an import of the module by its path.
+    The function raises an AttributeError for any other name, and `import *` imports all of these. A module may be
+    called as one of its names: `package.name` is what it defines, even after an import of the module by its path.
     """
 
     def get(name: str) -> object:
@@ -27,6 +27,8 @@ def exporter(package: str, names: Mapping[str, str]) -> Callable[[str], object]:
         setattr(sys.modules[package], name, value)
         return value
 
+    # What `import *` takes.
+    sys.modules[package].__all__ = list(names)  # type: ignore[attr-defined]
     namesakes = {name for name, module in names.items() if name == module}
     if namesakes:
 

@@ -40,6 +40,9 @@ def test_a_function_keeps_its_name_from_the_module_that_is_called_so(
         from lazily.fold import width  # type: ignore[import-not-found]
 
         assert (lazily.fold(), width()) == (1, 2)
+        found: dict[str, object] = {}
+        exec("from lazily import *", found)
+        assert {"fold", "width"} == found.keys() - {"__builtins__"}
         with pytest.raises(AttributeError, match="module 'lazily' has no attribute 'other'"):
             _ = lazily.other
     finally:

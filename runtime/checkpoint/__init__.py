@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from sennit.exports import exporter
 
 if TYPE_CHECKING:
-    from sennit.runtime.checkpoint.fingerprint import fingerprint as fingerprint
+    from sennit.runtime.checkpoint.digest import digest as digest
     from sennit.runtime.checkpoint.manifest import CheckpointError as CheckpointError
     from sennit.runtime.checkpoint.manifest import Manifest as Manifest
     from sennit.runtime.checkpoint.writing import Saver as Saver
@@ -17,6 +17,6 @@ __getattr__ = exporter(
         "CheckpointError": "manifest",
         "Manifest": "manifest",
         "Saver": "writing",
-        "fingerprint": "fingerprint",
+        "digest": "digest",
     },
 )

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from sennit.runtime.checkpoint import dcp
-from sennit.runtime.checkpoint.fingerprint import sha256_of_file, sha256_of_tensor
+from sennit.runtime.checkpoint.digest import sha256_of_file, sha256_of_tensor
 from sennit.runtime.checkpoint.folder import METADATA, agreed, chain, rows_of
 from sennit.runtime.checkpoint.manifest import CheckpointError, Manifest
 

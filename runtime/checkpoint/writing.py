@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from sennit.runtime.checkpoint import folder as checkpoint
 from sennit.runtime.checkpoint import manifest
-from sennit.runtime.checkpoint.fingerprint import sha256_of_file, sha256_of_tensor
+from sennit.runtime.checkpoint.digest import sha256_of_file, sha256_of_tensor
 from sennit.runtime.checkpoint.folder import METADATA, agreed, name_of, rows_of
 from sennit.runtime.checkpoint.manifest import CheckpointError, Link, Manifest
 from sennit.thread_names import name_thread

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from sennit.exports import exporter
 
 if TYPE_CHECKING:
+    from sennit.runtime.data.batch import Batch as Batch
     from sennit.runtime.data.batch_source import BatchSource as BatchSource
     from sennit.runtime.data.batch_source import MemorySource as MemorySource
     from sennit.runtime.data.batch_source import prepared as prepared
-    from sennit.runtime.data.combined import CombinedBatch as CombinedBatch
     from sennit.runtime.data.errors import DataError as DataError
     from sennit.runtime.data.order import Order as Order
     from sennit.runtime.data.preprocessing import PreparedData as PreparedData
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 __getattr__ = exporter(
     __name__,
     {
+        "Batch": "batch",
         "BatchSource": "batch_source",
         "MemorySource": "batch_source",
         "prepared": "batch_source",
-        "CombinedBatch": "combined",
         "DataError": "errors",
         "Feature": "raw_samples",
         "RawSamples": "raw_samples",

@@ -9,7 +9,7 @@ import numpy as np
 
 from sennit.offload.ingest.facts import TableFacts
 from sennit.offload.sketch import Sketch, SketchShape, ids_of_rows, sampled_rows
-from sennit.runtime.data.combined import CombinedBatch
+from sennit.runtime.data.batch import Batch
 from sennit.runtime.data.order import Order, OrderSettings
 from sennit.runtime.data.preprocessing import PreparedData, Preprocessing
 from sennit.runtime.data.raw_samples import RawSamples
@@ -34,7 +34,7 @@ class BatchSource(Protocol):
     def begin(self, number: int) -> None:
         """Sets the first batch that will be taken."""
 
-    def take(self, number: int) -> CombinedBatch:
+    def take(self, number: int) -> Batch:
         """This rank's part of the batch, with the tables in the order of `tables`."""
 
     def release(self, number: int) -> None:
@@ -82,13 +82,13 @@ class MemorySource:
     def begin(self, number: int) -> None:
         pass
 
-    def take(self, number: int) -> CombinedBatch:
+    def take(self, number: int) -> Batch:
         batch = self.samples.batch(self.order.part(number, self._rank, self._world_size))
         if self._sketch is not None:
             self._count(self._sketch, number, batch)
         return batch
 
-    def _count(self, sketch: Sketch, number: int, batch: CombinedBatch) -> None:
+    def _count(self, sketch: Sketch, number: int, batch: Batch) -> None:
         lengths, values = batch.lengths.numpy(), batch.values.numpy()
         rows = sampled_rows(number, batch.sample_count, sketch.shape.one_row_in)
         ends = lengths.sum(1).cumsum()[:-1]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sennit.runtime.data.combined import CombinedBatch
+from sennit.runtime.data.batch import Batch
 from sennit.runtime.data.errors import DataError
 
 IntArray = npt.NDArray[np.integer]
@@ -124,10 +124,10 @@ class Samples:
     def __len__(self) -> int:
         return self.labels.shape[0]
 
-    def batch(self, rows: Tensor) -> CombinedBatch:
+    def batch(self, rows: Tensor) -> Batch:
         """The samples `rows`."""
         gathered = [column.gather(rows) for column in self.columns]
-        return CombinedBatch(
+        return Batch(
             dense=self.dense[rows],
             labels=self.labels[rows],
             lengths=torch.stack([lengths for lengths, _ in gathered]),

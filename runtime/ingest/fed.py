@@ -20,7 +20,7 @@ from sennit.offload.ingest.session import IngestError, Session
 from sennit.offload.ingest.target import IngestTarget
 from sennit.offload.sketch import Sketch
 from sennit.runtime.backend.process_group import BACKEND_NAME, communicator
-from sennit.runtime.data.combined import CombinedBatch
+from sennit.runtime.data.batch import Batch
 from sennit.runtime.data.order import Order, OrderSettings
 from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.ingest.page import IngestPage
@@ -120,10 +120,10 @@ class FedSource:
             slots=SLOTS,
         )
 
-    def take(self, number: int) -> CombinedBatch:
+    def take(self, number: int) -> Batch:
         """The batch as views of the ring. Only the ids are copied, one table after the other."""
         labels, dense, lengths, values = self._session.take(number).tensors()
-        return CombinedBatch(dense=dense, labels=labels, lengths=lengths, values=torch.cat(values))
+        return Batch(dense=dense, labels=labels, lengths=lengths, values=torch.cat(values))
 
     def release(self, number: int) -> None:
         self._session.release(number)

@@ -26,19 +26,6 @@ _numbers = itertools.count()
 _tables: weakref.WeakValueDictionary[int, FusedTables] = weakref.WeakValueDictionary()
 
 
-class FusedRate(torch.optim.Optimizer):
-    """Holds the learning rate of the tables that the backward pass updates, so that torch's schedulers can set it.
-
-    `step` does nothing: when it is called, the rows have been updated.
-    """
-
-    def __init__(self, anchor: nn.Parameter, *, lr: float) -> None:
-        super().__init__([anchor], {"lr": lr})
-
-    def step(self, closure: Any = None) -> Any:
-        return None if closure is None else closure()
-
-
 class FusedTables(nn.Module):
     """An engine as a module whose backward pass updates its tables at learning rate `lr`.
 
@@ -56,8 +43,8 @@ class FusedTables(nn.Module):
         # Autograd calls the backward pass only if an argument requires a gradient. This one is empty, and so is its
         # gradient.
         self.anchor = nn.Parameter(torch.empty(0, device=engine.device))
-        self.optimizer = FusedRate(self.anchor, lr=lr)
-        """The optimizer to give to `torch.optim.lr_scheduler`."""
+        self.optimizer = torch.optim.SGD([self.anchor], lr=lr)
+        """Holds the learning rate, for `torch.optim.lr_scheduler`. Its `step` does nothing more to rows."""
         self.number = next(_numbers)
         _tables[self.number] = self
 

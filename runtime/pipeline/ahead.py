@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -32,23 +32,18 @@ IDS: Final = "ids"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Taken:
+class Batch:
     """A batch, and the features in it that go to tables."""
 
-    batch: Any
+    samples: Any
+    """The batch as the program has it."""
+
     features: Sequence[Any]
     """The features for each module of tables, in any form that it takes."""
 
     global_batch: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Arrived:
-    """A batch whose ids the owners have."""
-
-    taken: Taken
-    sent: Sequence[Sent]
-    """What each module of tables has sent."""
+    sent: Sequence[Sent] = ()
+    """What each module of tables has sent, once the owners have the ids."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +51,7 @@ class Waiting:
     """A batch on its way."""
 
     ids: Task
-    """The task that sends the ids. Its result is `Arrived`."""
+    """The task that sends the ids. Its result is the `Batch`."""
 
     lookups: dict[int, Task] = field(default_factory=dict)
     """The lookups that have begun already, by the number of the module of tables."""
@@ -90,7 +85,7 @@ class BatchesAhead(Closing):
         """Batches on their way."""
         return len(self._waiting)
 
-    def begin(self, step: int, take: Callable[[], Taken]) -> None:
+    def begin(self, step: int, take: Callable[[], Batch]) -> None:
         """Takes a batch and sends its ids. All ranks call it in the same order.
 
         Raises `ConfigError` on all ranks for the second batch if `depth` batches ahead have no room in memory.
@@ -112,10 +107,10 @@ class BatchesAhead(Closing):
         """The batch that `next` returns."""
         return self._waiting[0] if self._waiting else None
 
-    def next(self) -> Arrived:
+    def next(self) -> Batch:
         """Waits for the oldest batch. Raises what went wrong with it, or with one before."""
         waiting = self._waiting.popleft()
-        found: Arrived = waiting.ids.result()
+        found: Batch = waiting.ids.result()
         for number, lookup in waiting.lookups.items():
             found.sent[number].lookup = lookup
         return found
@@ -123,8 +118,7 @@ class BatchesAhead(Closing):
     def drop(self) -> None:
         """Forgets the batches that are on their way, when they have come. Waits for them."""
         while self._waiting:
-            arrived = self.next()
-            for module, sent in zip(self._tables, arrived.sent, strict=True):
+            for module, sent in zip(self._tables, self.next().sent, strict=True):
                 module.drop(sent)
 
     def close(self, *, failed: bool = False) -> None:
@@ -147,12 +141,12 @@ class BatchesAhead(Closing):
         """Waits for the first batch, which says how large the others will be."""
         self._room_is_checked = True
         try:
-            first: Arrived = self._waiting[0].ids.result()
+            first: Batch = self._waiting[0].ids.result()
         except Exception:  # Any type, because `next` raises it.
             return
-        check_room(first.taken, self._tables, first.sent, depth=self.depth, group=self._usual_group)
+        check_room(first, self._tables, first.sent, depth=self.depth, group=self._usual_group)
 
-    def _take(self, take: Callable[[], Taken]) -> Taken | Refused:
+    def _take(self, take: Callable[[], Batch]) -> Batch | Refused:
         try:
             return take()
         except Exception as error:  # Any type, because the other ranks wait for this one.
@@ -160,9 +154,9 @@ class BatchesAhead(Closing):
                 raise
             return Refused(error)
 
-    def _send(self, senders: Sequence[Callable[[Any, int | None], Sent]], taken: Taken | Refused) -> Arrived:
-        if isinstance(taken, Refused):
-            senders[0](taken, None)
+    def _send(self, senders: Sequence[Callable[[Any, int | None], Sent]], batch: Batch | Refused) -> Batch:
+        if isinstance(batch, Refused):
+            senders[0](batch, None)
             raise AssertionError("a module has sent a batch that was refused")
-        features = zip(senders, taken.features, strict=True)
-        return Arrived(taken=taken, sent=[send(given, taken.global_batch) for send, given in features])
+        features = zip(senders, batch.features, strict=True)
+        return replace(batch, sent=[send(given, batch.global_batch) for send, given in features])

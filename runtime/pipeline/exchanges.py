@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from sennit.runtime.pipeline.ahead import Arrived, BatchesAhead
+from sennit.runtime.pipeline.ahead import Batch, BatchesAhead
 from sennit.runtime.pipeline.group_thread import GroupThread
 from sennit.runtime.pipeline.scheduler import Scheduler
 from sennit.runtime.pipeline.task import Task
@@ -81,8 +81,8 @@ class Exchanges:
         waiting = self._ahead.oldest
         if name == UPDATE and passes.looks_ahead and waiting is not None:
 
-            def look_up(arrived: Arrived, _: object) -> object:
-                return passes.look_up(arrived.sent[number])
+            def look_up(batch: Batch, _: object) -> object:
+                return passes.look_up(batch.sent[number])
 
             # After an update that has failed no row is right.
             lookup = self._thread.submit(LOOKUP, look_up, waiting.ids, found, step=self.step + 1)

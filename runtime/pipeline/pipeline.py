@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sennit.closing import Closing
 from sennit.runtime.backend.torch_versions import tree_map_only
-from sennit.runtime.pipeline.ahead import BATCHES_AHEAD_MAX, Arrived, BatchesAhead, Taken
+from sennit.runtime.pipeline.ahead import BATCHES_AHEAD_MAX, Batch, BatchesAhead
 from sennit.runtime.pipeline.exchanges import Exchanges
 from sennit.runtime.pipeline.scheduler import Scheduler
 from sennit.runtime.pipeline.task import Record, Task
@@ -97,14 +97,14 @@ class Pipeline(Closing):
         while len(self._ahead) <= self._ahead.depth:
             self._ahead.begin(self._step + len(self._ahead), self._take)
         try:
-            arrived = self._ahead.next()
+            batch = self._ahead.next()
         except InputEnded:
             self.close()
             raise StopIteration from None
         step, self._step = self._step, self._step + 1
         if self._exchanges is not None:
             self._exchanges.step = step
-        return self._scheduler.run("step", lambda: self._train(arrived), step=step)
+        return self._scheduler.run("step", lambda: self._train(batch), step=step)
 
     def close(self, *, failed: bool = False) -> None:
         """Ends work ahead. Batches that were taken are lost. `failed`: this rank gives up."""
@@ -119,27 +119,26 @@ class Pipeline(Closing):
     ) -> None:
         self.close(failed=error is not None)
 
-    def _take(self) -> Taken:
+    def _take(self) -> Batch:
         try:
-            batch = next(self._batches)
+            samples = next(self._batches)
         except StopIteration:
             raise InputEnded("this rank has no further batch") from None
         if self._prepare is not None:
-            batch = self._prepare(batch)
-        features = batch if self._features is None else self._features(batch)
-        return Taken(
-            batch=batch,
+            samples = self._prepare(samples)
+        features = samples if self._features is None else self._features(samples)
+        return Batch(
+            samples=samples,
             features=(features,) if len(self._tables) == 1 else features,
-            global_batch=None if self._global_batch is None else self._global_batch(batch),
+            global_batch=None if self._global_batch is None else self._global_batch(samples),
         )
 
-    def _train(self, arrived: Arrived) -> Any:
-        features = arrived.taken.features
-        for module, given, sent in zip(self._tables, features, arrived.sent, strict=True):
+    def _train(self, batch: Batch) -> Any:
+        for module, given, sent in zip(self._tables, batch.features, batch.sent, strict=True):
             module.expect(given, sent)
         self._optimizer.zero_grad()
-        found = self._model(arrived.taken.batch)
-        for module, given in zip(self._tables, features, strict=True):
+        found = self._model(batch.samples)
+        for module, given in zip(self._tables, batch.features, strict=True):
             if module.expects(given):
                 raise ArgumentError(
                     f"the model did not call {type(module).__name__} with the object that was sent; give Pipeline "

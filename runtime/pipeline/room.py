@@ -52,11 +52,11 @@ class Need:
 
 
 def check_room(
-    taken: Any, tables: Sequence[ShardedTables], sent: Sequence[Sent], *, depth: int, group: dist.ProcessGroup | None
+    batch: Any, tables: Sequence[ShardedTables], sent: Sequence[Sent], *, depth: int, group: dist.ProcessGroup | None
 ) -> None:
     """Raises `ConfigError` on all ranks if a host has no room for `depth` batches ahead of a step. Collective.
 
-    `taken`: the first batch on this rank. `sent`: what each of `tables` has sent of it.
+    `batch`: the first one on this rank. `sent`: what each of `tables` has sent of it.
     """
     vectors = [
         module.result_bytes(one) if module.device.type == "cpu" else 0 for module, one in zip(tables, sent, strict=True)
@@ -64,7 +64,7 @@ def check_room(
     need = Need(
         host=host_place(),
         step=2 * sum(vectors),
-        ahead=host_bytes((taken, [one.step for one in sent])),
+        ahead=host_bytes((batch, [one.step for one in sent])),
         looked_up=sum(size for module, size in zip(tables, vectors, strict=True) if module.looks_ahead),
         available=available_bytes(),
     )

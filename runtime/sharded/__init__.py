@@ -14,24 +14,30 @@ if TYPE_CHECKING:
     from sennit.runtime.sharded.bags import ShardedEmbeddingBags as ShardedEmbeddingBags
     from sennit.runtime.sharded.clipping import clip_grad_norm_ as clip_grad_norm_
     from sennit.runtime.sharded.features import Features as Features
+    from sennit.runtime.sharded.features import GradientError as GradientError
     from sennit.runtime.sharded.features import IdError as IdError
     from sennit.runtime.sharded.files import TableStore as TableStore
     from sennit.runtime.sharded.handle import TableHandle as TableHandle
+    from sennit.runtime.sharded.memory_limits import memory_limits as memory_limits
     from sennit.runtime.sharded.phases import PhaseClock as PhaseClock
     from sennit.runtime.sharded.placement import Placement as Placement
     from sennit.runtime.sharded.placement import place as place
     from sennit.runtime.sharded.placement import placed as placed
+    from sennit.runtime.sharded.sent import Pending as Pending
     from sennit.runtime.sharded.sent import Sent as Sent
     from sennit.runtime.sharded.sequences import ShardedEmbeddings as ShardedEmbeddings
     from sennit.runtime.sharded.slices import Slices as Slices
     from sennit.runtime.sharded.tables import Bounds as Bounds
+    from sennit.runtime.sharded.tables import Decay as Decay
     from sennit.runtime.sharded.tables import Home as Home
+    from sennit.runtime.sharded.tables import Homes as Homes
     from sennit.runtime.sharded.tables import Optimizer as Optimizer
     from sennit.runtime.sharded.tables import OptimizerSpec as OptimizerSpec
     from sennit.runtime.sharded.tables import Pooling as Pooling
     from sennit.runtime.sharded.tables import Precision as Precision
     from sennit.runtime.sharded.tables import Rounding as Rounding
     from sennit.runtime.sharded.tables import Table as Table
+    from sennit.runtime.sharded.wire import Codec as Codec
 
 __getattr__ = exporter(
     __name__,
@@ -40,23 +46,29 @@ __getattr__ = exporter(
         "ShardedEmbeddingBags": "bags",
         "clip_grad_norm_": "clipping",
         "Features": "features",
+        "GradientError": "features",
         "IdError": "features",
         "TableStore": "files",
         "TableHandle": "handle",
+        "memory_limits": "memory_limits",
         "PhaseClock": "phases",
         "Placement": "placement",
         "place": "placement",
         "placed": "placement",
-        "ShardedEmbeddings": "sequences",
+        "Pending": "sent",
         "Sent": "sent",
+        "ShardedEmbeddings": "sequences",
         "Slices": "slices",
         "Bounds": "tables",
+        "Decay": "tables",
         "Home": "tables",
+        "Homes": "tables",
         "Optimizer": "tables",
         "OptimizerSpec": "tables",
         "Pooling": "tables",
         "Precision": "tables",
         "Rounding": "tables",
         "Table": "tables",
+        "Codec": "wire",
     },
 )

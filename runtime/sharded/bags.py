@@ -13,11 +13,11 @@ from torch import Tensor
 from sennit.runtime.kernels.spec import Pooling
 from sennit.runtime.sharded.accumulation import Given
 from sennit.runtime.sharded.engines import Engines
-from sennit.runtime.sharded.features import Ids
+from sennit.runtime.sharded.features import Outgoing
 from sennit.runtime.sharded.module import ShardedTables
 from sennit.runtime.sharded.owner import Arrived
 from sennit.runtime.sharded.placement import alone
-from sennit.runtime.sharded.pooled import Exchange, Outgoing
+from sennit.runtime.sharded.pooled import Exchange, Packed
 from sennit.runtime.sharded.shards import Rates
 from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.table_steps import TableSteps
@@ -37,9 +37,9 @@ class BagSteps(TableSteps):
         self._pools = [Pools(one) for one in engines]
 
     def send(self, given: Any, global_batch: int | None, rates: Rates) -> _Step:
-        outgoing: list[tuple[Outgoing, Outgoing]] = []
+        outgoing: list[tuple[Packed, Packed]] = []
 
-        def prepared(ids: Ids) -> list[list[int]]:
+        def prepared(ids: Outgoing) -> list[list[int]]:
             outgoing.extend(pools.outgoing(ids) for pools in self._pools)
             kind = _kind_of(ids.weights)
             return [[*(there.counts[rank] for there, _ in outgoing), kind] for rank in range(self.slices.world_size)]
@@ -147,11 +147,11 @@ class Pools:
             Wire(rank=0, world_size=1, group=None),
         )
 
-    def outgoing(self, ids: Ids) -> tuple[Outgoing, Outgoing]:
+    def outgoing(self, ids: Outgoing) -> tuple[Packed, Packed]:
         """This rank's ids: for the owners of shards, and for its own replicated tables. Not collective."""
         return self._exchange.outgoing(ids), self._local.outgoing(ids)
 
-    def send(self, outgoing: tuple[Outgoing, Outgoing], counts: Sequence[int], global_batch: int) -> Arrivals:
+    def send(self, outgoing: tuple[Packed, Packed], counts: Sequence[int], global_batch: int) -> Arrivals:
         """Sends ids to their owners. `counts`: how many ids each rank sends to this one."""
         there, here = outgoing
         return Arrivals(
@@ -172,7 +172,7 @@ class Pools:
         return self._engines.from_tables(found)
 
     def return_gradients(
-        self, arrivals: Arrivals, gradients: dict[int, Tensor], *, weighted: Ids | None
+        self, arrivals: Arrivals, gradients: dict[int, Tensor], *, weighted: Outgoing | None
     ) -> tuple[Given, Given | None, dict[int, Tensor]]:
         """Sends the gradients of `bags` to the owners of rows. Returns those for this rank's shards and its replicas.
 
@@ -212,7 +212,7 @@ class _Step:
     """A forward pass. A backward pass may follow."""
 
     arrivals: list[Arrivals]
-    ids: Ids
+    ids: Outgoing
     lengths: dict[int, Tensor]
     """Float32 [samples, 1] by feature, where the table takes means: what sums are divided by, at least 1."""
 

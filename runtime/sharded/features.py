@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from sennit.runtime.kernels.checks import GradientError as GradientError
 from sennit.runtime.kernels.checks import IdError as IdError
 from sennit.runtime.kernels.spec import Bounds
 from sennit.runtime.sharded.tables import Table
@@ -37,7 +38,7 @@ class Features:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ids:
+class Outgoing:
     """Checked ids of all features in host memory, in the model's order. Owners copy them to their device."""
 
     lengths: Tensor
@@ -69,12 +70,12 @@ def features_of(tables: Sequence[Table]) -> list[tuple[str, int]]:
     return [(feature, number) for number, table in enumerate(tables) for feature in table.features]
 
 
-def ids_of(given: Any, tables: Sequence[Table]) -> Ids:
+def ids_of(given: Any, tables: Sequence[Table]) -> Outgoing:
     """The ids in the model's order of features, with the tables' bounds applied.
 
     `given` is one of these:
 
-    - `Features`, or any object with `lengths` and `values` in that form, such as `CombinedBatch`;
+    - `Features`, or any object with `lengths` and `values` in that form, such as `runtime.data.Batch`;
     - an object like TorchRec's `KeyedJaggedTensor`: methods `keys`, `lengths`, `values` and `weights_or_none`; with a
       variable stride also `stride_per_key` and `inverse_indices_or_none`;
     - a mapping from a feature's name to ids: [B] for one id a sample, [B, n] for n.
@@ -97,7 +98,7 @@ def ids_of(given: Any, tables: Sequence[Table]) -> Ids:
     return ids if ids.weights is None else dataclasses.replace(ids, host_weights=ids.weights.detach().cpu())
 
 
-def _of_mapping(given: Mapping[str, Tensor], features: Sequence[tuple[str, int]]) -> Ids:
+def _of_mapping(given: Mapping[str, Tensor], features: Sequence[tuple[str, int]]) -> Outgoing:
     lengths, values = [], []
     for name, _ in features:
         if name not in given:
@@ -117,10 +118,10 @@ def _of_mapping(given: Mapping[str, Tensor], features: Sequence[tuple[str, int]]
     _check_samples(sizes)
     counts = [len(part) for part in values]
     stacked = torch.stack(lengths)
-    return Ids(lengths=stacked, values=torch.cat(values), counts=counts, given_lengths=stacked)
+    return Outgoing(lengths=stacked, values=torch.cat(values), counts=counts, given_lengths=stacked)
 
 
-def _of_keyed(given: Any, features: Sequence[tuple[str, int]]) -> Ids:
+def _of_keyed(given: Any, features: Sequence[tuple[str, int]]) -> Outgoing:
     names = list(given.keys())
     lengths, values = given.lengths(), given.values()
     weights = given.weights_or_none() if hasattr(given, "weights_or_none") else None
@@ -143,7 +144,7 @@ def _of_strides(
     weights: Tensor | None,
     inverse: Mapping[str, Tensor] | None,
     features: Sequence[tuple[str, int]],
-) -> Ids:
+) -> Outgoing:
     """The ids of keys that have bags of their own number: `strides`, one for each of `names`.
 
     `inverse`: for each key int [samples], the bag of each sample. Without it, bags are samples. The model's features
@@ -212,7 +213,7 @@ def _in_order(
     weights: Tensor | None,
     names: Sequence[str] | None,
     features: Sequence[tuple[str, int]],
-) -> Ids:
+) -> Outgoing:
     rows = len(features) if names is None else len(names)
     if lengths.ndim != 2 or lengths.shape[0] != rows or lengths.dtype not in _INTEGERS:
         raise ArgumentError(
@@ -228,7 +229,9 @@ def _in_order(
     _check_weights(weights, values)
     if names is None or list(names) == [name for name, _ in features]:
         lengths = lengths.contiguous()
-        return Ids(lengths=lengths, values=values.contiguous(), counts=counts, given_lengths=lengths, weights=weights)
+        return Outgoing(
+            lengths=lengths, values=values.contiguous(), counts=counts, given_lengths=lengths, weights=weights
+        )
     place_of = {name: place for place, name in enumerate(names)}
     if len(place_of) < len(names):
         twice = next(name for place, name in enumerate(names) if place_of[name] != place)
@@ -237,7 +240,7 @@ def _in_order(
     order = [place_of[name] for name, _ in features]
     parts = torch.split(values, counts)
     lengths = lengths[order]
-    return Ids(
+    return Outgoing(
         lengths=lengths,
         given_lengths=lengths,
         values=torch.cat([parts[place] for place in order]),
@@ -246,7 +249,7 @@ def _in_order(
     )
 
 
-def _within_bounds(ids: Ids, tables: Sequence[Table], features: Sequence[tuple[str, int]]) -> Ids:
+def _within_bounds(ids: Outgoing, tables: Sequence[Table], features: Sequence[tuple[str, int]]) -> Outgoing:
     """Applies the tables' bounds. Ignored ids are left out; `given_lengths` and `kept` still know them."""
     lengths, values, weights = ids.lengths, list(torch.split(ids.values, ids.counts)), None
     all_kept: dict[int, Tensor] = {}
@@ -282,7 +285,7 @@ def _within_bounds(ids: Ids, tables: Sequence[Table], features: Sequence[tuple[s
         changed = True
     if not changed:
         return ids
-    return Ids(
+    return Outgoing(
         lengths=lengths,
         given_lengths=ids.given_lengths,
         values=torch.cat(values),

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sennit.runtime.kernels.checks import IdError
+from sennit.runtime.sharded.optimizer import TableOptimizer
 from sennit.runtime.sharded.row_access import RowAccess
-from sennit.runtime.sharded.table_steps import TableRates
 from sennit.runtime.sharded.tables import Table
 from sennit.transport.errors import ArgumentError, ConfigError
 
@@ -28,7 +28,9 @@ class TableHandle:
     `get_rows` and `set_rows` are collective. All ranks call them in the same order, each with ids of its own, or none.
     """
 
-    def __init__(self, table: Table, number: int, optimizer: TableRates, device: torch.device, access: Access) -> None:
+    def __init__(
+        self, table: Table, number: int, optimizer: TableOptimizer, device: torch.device, access: Access
+    ) -> None:
         """`number`: of the table in its module, whose optimizer and device are given."""
         self._table, self._number, self._optimizer = table, number, optimizer
         self._device, self._access = device, access

@@ -28,6 +28,7 @@ from sennit.runtime.sharded.engines import Settings, engines_of, with_files
 from sennit.runtime.sharded.files import TableStore
 from sennit.runtime.sharded.handle import TableHandle
 from sennit.runtime.sharded.moving import moved
+from sennit.runtime.sharded.optimizer import TableOptimizer
 from sennit.runtime.sharded.parameters import TableParameters
 from sennit.runtime.sharded.passes import Passes
 from sennit.runtime.sharded.phases import PhaseClock
@@ -36,7 +37,7 @@ from sennit.runtime.sharded.row_access import RowAccess
 from sennit.runtime.sharded.sent import Refused, RunBeside, Sent
 from sennit.runtime.sharded.slices import DEFAULT_SLICES, Slices
 from sennit.runtime.sharded.state import NO_COPY, HeldTables
-from sennit.runtime.sharded.table_steps import TableRates, TableSteps
+from sennit.runtime.sharded.table_steps import TableSteps
 from sennit.runtime.sharded.tables import Homes, Table, check_tables
 from sennit.runtime.sharded.wire import Wire
 from sennit.transport.codecs import Codec
@@ -166,7 +167,7 @@ class ShardedTables(HeldTables):
             engines = made_on_all(lambda: engines_of(with_files(settings, store)), "make its table store", group)
         else:
             engines = made_on_all(lambda: engines_of(settings), f"make its tables on {self.device}", group)
-        self.optimizer = TableRates(self.tables, lr=lr, device=self.device)
+        self.optimizer = TableOptimizer(self.tables, lr=lr, device=self.device)
         """Holds the learning rates, for `torch.optim.lr_scheduler`. Its `step` takes a step with the gradients that
         backward passes have kept (`no_sync`), its `zero_grad` forgets them. `scaler` is for mixed precision."""
         self._steps = self._kind(engines, self.optimizer, divisor=world_size if gradients == "mean" else 1)

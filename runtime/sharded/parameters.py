@@ -36,7 +36,7 @@ class TableParameters(nn.Module):
     def used(self, results: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The results of a lookup. Inside a DDP, or FSDP2, they are functions of all parameters.
 
-        Both take gradients from autograd alone, and DDP waits for them. (Else `TableRates.leave_gradients` costs less.)
+        Both take gradients from autograd alone, and DDP waits for them. (Else `leave_gradients` costs less.)
         A backward pass comes to the parameters before the lookup, so that AllReduce need not wait for its exchanges.
         """
         has_fsdp = next(self.parameters()) is not self._given[0]

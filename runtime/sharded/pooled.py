@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sennit.runtime.sharded.batch_parts import dealt, dealt_order, joined
-from sennit.runtime.sharded.features import Ids, features_of
+from sennit.runtime.sharded.features import Outgoing, features_of
 from sennit.runtime.sharded.owner import Arrived, Owner, Source, folded
 from sennit.runtime.sharded.placement import Placement
 from sennit.runtime.sharded.routes import Columns, Part, Sum, blocks_of, routes
@@ -68,7 +68,7 @@ class Exchange:
             for column in range(table.column_shards)
         )
 
-    def outgoing(self, ids: Ids) -> Outgoing:
+    def outgoing(self, ids: Outgoing) -> Packed:
         """This rank's ids by destination. Not collective."""
         values_of = torch.split(ids.values, ids.counts)
         weights_of = None if ids.host_weights is None else torch.split(ids.host_weights, ids.counts)
@@ -83,7 +83,7 @@ class Exchange:
         chosen = [[by_part[part] for part in parts] for parts in self.routes.parts]
         flat = [part for parts in chosen for part in parts]
         weighted = [weights for *_, weights in flat if weights is not None]
-        return Outgoing(
+        return Packed(
             counts=[sum(len(part[1]) for part in parts) for parts in chosen],
             lengths=joined([part[0] for part in flat], torch.int32),
             values=joined([part[1] for part in flat], self._id_dtype),
@@ -95,7 +95,7 @@ class Exchange:
         span = self._slices.of(rank)
         return Source(first_slice=span.low, sizes=tuple(self._slices.sizes(span, global_batch)))
 
-    def send(self, outgoing: Outgoing, counts: Sequence[int], global_batch: int) -> Arrived:
+    def send(self, outgoing: Packed, counts: Sequence[int], global_batch: int) -> Arrived:
         """Sends ids to their owners. `counts`: how many ids each rank sends to this one."""
         sources = [self.source(rank, global_batch) for rank in range(self._slices.world_size)]
         mine = sources[self._slices.rank].sample_count
@@ -145,7 +145,7 @@ class Exchange:
         packed = self.packed(gradients)
         return self._wire.all_to_all("gradients", packed, receive, send, codec=self._codec, even=even)
 
-    def weight_gradients(self, ids: Ids, arrived: Arrived, gradient: Tensor) -> dict[int, Tensor]:
+    def weight_gradients(self, ids: Outgoing, arrived: Arrived, gradient: Tensor) -> dict[int, Tensor]:
         """The gradients of this rank's weights by feature, [ids]. `gradient`: what `return_gradients` returned.
 
         An owner returns a gradient for each column shard. This rank adds them up in the tree over column shards, so
@@ -201,7 +201,7 @@ class Exchange:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outgoing:
+class Packed:
     """A rank's ids, in the order of the wire."""
 
     counts: list[int]

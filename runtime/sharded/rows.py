@@ -24,7 +24,7 @@ from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
 from sennit.runtime.kernels.spec import Pooling, ShardSpec
 from sennit.runtime.sharded.batch_parts import joined
 from sennit.runtime.sharded.engines import Settings
-from sennit.runtime.sharded.features import Ids, features_of
+from sennit.runtime.sharded.features import Outgoing, features_of
 from sennit.runtime.sharded.placement import EVERYWHERE
 from sennit.runtime.sharded.shards import Announced, Shards
 from sennit.runtime.sharded.slices import Slices
@@ -101,7 +101,7 @@ class RowExchange:
     def has_tables(self) -> bool:
         return bool(self._numbers)
 
-    def nodes(self, ids: Ids, global_batch: int) -> list[Node]:
+    def nodes(self, ids: Outgoing, global_batch: int) -> list[Node]:
         """What this rank looks up, by node. Not collective."""
         return [self._node(ids, slices) for slices in slice_ranges(self._slices, global_batch)]
 
@@ -184,7 +184,7 @@ class RowExchange:
     def _world(self) -> range:
         return range(len(self._peers))
 
-    def _node(self, ids: Ids, slices: Sequence[tuple[int, int, int]]) -> Node:
+    def _node(self, ids: Outgoing, slices: Sequence[tuple[int, int, int]]) -> Node:
         lookups = lookups_of(ids, list(enumerate(self._features.values())), slices)
         sizes = [piece.stop - piece.start for _, piece in lookups.pieces]
         of_table: dict[int, list[Tensor]] = {table: [] for table in self._numbers}
@@ -336,7 +336,7 @@ class Lookups:
 
 
 def lookups_of(
-    ids: Ids, tables: Sequence[tuple[int, Sequence[int]]], slices: Sequence[tuple[int, int, int]]
+    ids: Outgoing, tables: Sequence[tuple[int, Sequence[int]]], slices: Sequence[tuple[int, int, int]]
 ) -> Lookups:
     """The ids in these `slices` (number, first sample, end), for tables of an engine and the features of each."""
     starts = torch.zeros(ids.lengths.shape[0], ids.sample_count + 1, dtype=torch.int64)

@@ -13,7 +13,7 @@ from torch import Tensor
 from sennit.runtime.kernels.spec import Pooling
 from sennit.runtime.sharded.accumulation import Given
 from sennit.runtime.sharded.engines import Engines
-from sennit.runtime.sharded.features import Ids
+from sennit.runtime.sharded.features import Outgoing
 from sennit.runtime.sharded.module import ShardedTables
 from sennit.runtime.sharded.rows import Asked, Node, RowExchange
 from sennit.runtime.sharded.shards import Rates
@@ -32,7 +32,7 @@ class SequenceSteps(TableSteps):
         self._sequences = [Sequences(one) for one in engines]
 
     def send(self, given: Any, global_batch: int | None, rates: Rates) -> _Step:
-        def prepared(ids: Ids) -> list[list[int]]:
+        def prepared(ids: Outgoing) -> list[list[int]]:
             if ids.weights is not None:
                 raise ArgumentError("weights for ids that are not pooled; allowed: none")
             return [[]] * self.slices.world_size
@@ -102,7 +102,7 @@ class Sequences:
             settings, engines.replicated, engines.replica_of, engines.replicated_features, own, alone
         )
 
-    def send(self, ids: Ids, global_batch: int) -> Step:
+    def send(self, ids: Outgoing, global_batch: int) -> Step:
         """Asks the owners for the rows of this rank's ids."""
         sharded, replicated = self._sharded.nodes(ids, global_batch), self._replicated.nodes(ids, global_batch)
         return Step(

@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 
 from torch import Generator, Tensor
 
+from sennit.runtime.kernels.optimizers import Decay as Decay
 from sennit.runtime.kernels.optimizers import Optimizer as Optimizer
 from sennit.runtime.kernels.optimizers import OptimizerSpec as OptimizerSpec
 from sennit.runtime.kernels.spec import MAX_DIM, ShardSpec

@@ -20,7 +20,8 @@ from sennit.runtime.backend import communicator
 from sennit.runtime.backend.gathering import all_gather_parts
 from sennit.runtime.backend.symmetric import memory_for_peers
 from sennit.runtime.sharded.phases import PhaseClock, phase
-from sennit.transport.codecs import Codec, CodecKind
+from sennit.transport.codecs import Codec as Codec
+from sennit.transport.codecs import CodecKind
 
 # The phase of each kind of exchange. All other kinds are input.
 _PHASES: Final = {

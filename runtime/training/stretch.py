@@ -17,7 +17,7 @@ import torch.distributed as dist
 from sennit.command_line import busy, json_text, stdout_console, write_whole
 from sennit.offload.sketch import Sketch
 from sennit.runtime.backend.process_group import BACKEND_NAME, communicator
-from sennit.runtime.checkpoint.fingerprint import fingerprint
+from sennit.runtime.checkpoint.digest import digest
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.telemetry.process_cost import CostMeter
 from sennit.runtime.timeline.timeline import Timeline
@@ -195,7 +195,7 @@ def _train(
         best=best.found,
         best_text=best.text(),
         run_id=trainer.run_id,
-        weights_sha256=fingerprint(trainer.weights()),
+        weights_sha256=digest(trainer.weights()),
         changes=changes,
         looks=history.moved.looks,
         moves=history.moved.moves,

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sources of a rank's batches: data in memory, or feeders. A run makes a source for each group of ranks."""
+"""A rank's batches, from data in memory or from feeders. A run makes a source for each group of ranks."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from sennit.runtime.data import sources
 from sennit.runtime.data.batch_source import BatchSource, MemorySource, prepared
 from sennit.runtime.data.preprocessing import PreparedData
 from sennit.runtime.ingest.fed import Door, FedSource, group_failure
+from sennit.runtime.kernels.uploads import Upload, Uploads
+from sennit.runtime.pipeline.ahead import Batch
+from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.rebalance import shape_of
 
@@ -53,3 +58,37 @@ def served(source: BatchSource, *, is_elastic: bool = False) -> Iterator[BatchSo
         source.close(str(error), goes_on=is_elastic and bool(group_failure(error)))
         raise
     source.close()
+
+
+class Supply:
+    """Takes a trainer's batches from its source, also ahead of its steps and in another thread."""
+
+    def __init__(self, source: BatchSource, *, depth: int, device: torch.device, clock: PhaseClock) -> None:
+        """`depth`: how many batches are on their way while one is computed. `device`: of the model."""
+        self._source, self._depth, self._device, self._clock = source, depth, device, clock
+        self._uploads = Uploads(device) if depth and device.type != "cpu" else None
+
+    def take(self, number: int) -> Batch:
+        """The batch of this number, for `BatchesAhead`. `samples` and `release` take it afterwards."""
+        with self._clock.phase("input"):
+            taken = self._source.take(number)
+            if self._depth:
+                # A source lends one batch at a time.
+                taken = taken.copy()
+                self._source.release(number)
+            held: Upload | tuple[Tensor, Tensor] = taken.dense, taken.labels
+            if self._uploads is not None:
+                held = self._uploads.begin(held)
+        return Batch(samples=(number, held), features=[taken], global_batch=self._source.order.size(number))
+
+    def samples(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Dense features, float32 [B, D], and labels, float32 [B], on the model's device."""
+        _, held = batch.samples
+        dense, labels = held.take() if isinstance(held, Upload) else held
+        return dense.to(self._device), labels.to(self._device)
+
+    def release(self, batch: Batch) -> None:
+        """Says that a batch is used up."""
+        if not self._depth:
+            number, _ = batch.samples
+            self._source.release(number)

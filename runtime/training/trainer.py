@@ -24,11 +24,9 @@ from torch import Tensor, nn
 from sennit.closing import Closing
 from sennit.runtime.backend.process_group import local_ranks
 from sennit.runtime.data.batch_source import BatchSource
-from sennit.runtime.data.combined import CombinedBatch
-from sennit.runtime.kernels.uploads import Upload, Uploads
 from sennit.runtime.memory.large_buffers import keep_large_buffers
 from sennit.runtime.model.factory import build, dense_optimizer, summed_loss
-from sennit.runtime.pipeline.ahead import BatchesAhead, Taken
+from sennit.runtime.pipeline.ahead import Batch, BatchesAhead
 from sennit.runtime.pipeline.exchanges import Exchanges
 from sennit.runtime.pipeline.scheduler import Scheduler
 from sennit.runtime.replicas.replicas import SlicedReplicas
@@ -40,6 +38,7 @@ from sennit.runtime.training.metrics import Quality, quality_of_ranks
 from sennit.runtime.training.overlap import overlap_of
 from sennit.runtime.training.planned import memory_of, model_inputs, placement_of
 from sennit.runtime.training.rebalance import Rebalancer
+from sennit.runtime.training.supply import Supply
 from sennit.transport.codecs import COLLECTIVE_CODECS, Codec
 from sennit.transport.errors import SennitError
 
@@ -73,20 +72,6 @@ class StepReport:
     def loss(self) -> float:
         """The mean over this rank's part of the batch. Waits for the device that computes it."""
         return float(self.loss_sum) / self.samples
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Arrival:
-    """A batch whose ids the owners of the tables have."""
-
-    number: int
-    size: int
-    """Samples of all ranks."""
-
-    dense: Tensor
-    labels: Tensor
-    sent: Any
-    """Its ids, as the tables sent them."""
 
 
 class Trainer(Closing):
@@ -130,7 +115,7 @@ class Trainer(Closing):
             )
         # Elastic runs tell an error of this rank alone from the end of a group, so the others find it gone.
         scheduler = Scheduler(on_task=None if timeline is None else timeline.on_task)
-        self._uploads = Uploads(self.device) if config.batches_ahead and self.device.type != "cpu" else None
+        self._supply = Supply(source, depth=config.batches_ahead, device=self.device, clock=self.clock)
         self._ahead = BatchesAhead(scheduler, [self.tables], depth=config.batches_ahead, tells=not config.elastic)
         self.model = build(config.model, model_inputs(config, source, tables)).to(self.device)
         self.replicas = SlicedReplicas(
@@ -210,15 +195,16 @@ class Trainer(Closing):
             end = min(end, self.rebalancer.next_look(self.step))
         until = min(self.step + 1 + self._ahead.depth, end)
         batch = self._next([self.order.training_batch(step) for step in range(self.step, until)])
-        vectors = self.tables(batch.sent)
+        (dense, labels), size = self._supply.samples(batch), batch.global_batch
+        vectors = self.tables(batch.sent[0])
         with self.clock.phase("dense forward"):
-            logits = self.replicas(batch.dense, vectors, global_batch=batch.size)
-            losses = self.replicas.each_slice(summed_loss, logits, batch.labels, global_batch=batch.size)
+            logits = self.replicas(dense, vectors, global_batch=size)
+            losses = self.replicas.each_slice(summed_loss, logits, labels, global_batch=size)
             report = StepReport(
                 step=self.step + 1,
                 step_count=self.step_count,
                 epoch=self.step // self.steps_per_epoch,
-                samples=batch.labels.shape[0],
+                samples=labels.shape[0],
                 loss_sum=losses.detach().sum(),
             )
         if self.device.type == "cpu":
@@ -226,8 +212,8 @@ class Trainer(Closing):
         _set_rate(self.tables.optimizer, self.config.sparse_rate * factor)
         with self.clock.phase("dense backward"):
             self.optimizer.zero_grad()
-            torch.autograd.backward(self.replicas.loss(losses, batch.size))
-        self._release(batch)
+            torch.autograd.backward(self.replicas.loss(losses, size))
+        self._supply.release(batch)
         with self.clock.phase("dense update"):
             self._clip_dense()
             _set_rate(self.optimizer, self.config.dense_rate * factor)
@@ -242,35 +228,12 @@ class Trainer(Closing):
                 f"(now {self.config.dense_rate} dense, {self.config.sparse_rate} sparse)"
             )
 
-    def _next(self, numbers: Sequence[int]) -> Arrival:
+    def _next(self, numbers: Sequence[int]) -> Batch:
         """Returns the first of these batches. The others are then on their way."""
         for number in numbers[len(self._ahead) :]:
-            self._ahead.begin(number, functools.partial(self._take, number))
+            self._ahead.begin(number, functools.partial(self._supply.take, number))
         with self.clock.phase("wait for input") if self._ahead.depth else contextlib.nullcontext():
-            arrived = self._ahead.next()
-        (number, batch), (sent,) = arrived.taken.batch, arrived.sent
-        assert arrived.taken.global_batch is not None
-        if isinstance(batch, Upload):
-            dense, labels = batch.take()
-        else:
-            dense, labels = batch.dense.to(self.device), batch.labels.to(self.device)
-        return Arrival(number=number, size=arrived.taken.global_batch, dense=dense, labels=labels, sent=sent)
-
-    def _take(self, number: int) -> Taken:
-        with self.clock.phase("input"):
-            batch = self.source.take(number)
-            held: CombinedBatch | Upload = batch
-            if self._ahead.depth:
-                # A source lends one batch at a time.
-                held = batch = batch.copy()
-                self.source.release(number)
-            if self._uploads is not None:
-                held = self._uploads.begin([batch.dense, batch.labels])
-        return Taken(batch=(number, held), features=[batch], global_batch=self.order.size(number))
-
-    def _release(self, batch: Arrival) -> None:
-        if not self._ahead.depth:
-            self.source.release(batch.number)
+            return self._ahead.next()
 
     def _clip_dense(self) -> None:
         """Clips the dense gradient. Sums are equal on all ranks, so the clipped ones are, too."""
@@ -289,11 +252,12 @@ class Trainer(Closing):
             self.replicas.eval()
             for place in range(len(numbers)):
                 batch = self._next(numbers[place : place + 1 + self._ahead.depth])
-                vectors = self.tables(batch.sent)
-                if len(batch.labels):
-                    logits.append(self.replicas(batch.dense, vectors, global_batch=batch.size))
-                    labels.append(batch.labels.clone())
-                self._release(batch)
+                dense, own_labels = self._supply.samples(batch)
+                vectors = self.tables(batch.sent[0])
+                if len(own_labels):
+                    logits.append(self.replicas(dense, vectors, global_batch=batch.global_batch))
+                    labels.append(own_labels.clone())
+                self._supply.release(batch)
             self.replicas.train()
             empty = torch.empty(0, device=self.device)
             return quality_of_ranks(torch.cat([empty, *logits]).cpu(), torch.cat([empty, *labels]).cpu())

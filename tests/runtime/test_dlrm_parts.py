@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from sennit.runtime.checkpoint.fingerprint import line
+from sennit.runtime.checkpoint.digest import line
 from sennit.runtime.data.seeds import numpy_stream
 from sennit.runtime.model.factory import dense_optimizer
 from sennit.runtime.sharded.memory_limits import shared_limits

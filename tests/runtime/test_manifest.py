@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from sennit.runtime.checkpoint.fingerprint import fingerprint
+from sennit.runtime.checkpoint.digest import digest
 from sennit.runtime.checkpoint.manifest import (
     MAX_BYTES,
     NAME,
@@ -37,12 +37,12 @@ def go_back_beside_another_run(rank: int, world: int, *, seed: int, folder: str)
         for _ in range(steps):
             run.train_step()
         resumption.save(run)
-    own = fingerprint(mine.weights())
+    own = digest(mine.weights())
     mine.train_step()
     resumption.go_back(mine)
     other.run_id, other.step = "f" * 16, 0
     resumption.go_back(other)
-    return {"went_back_to": mine.step, "is_own": fingerprint(mine.weights()) == own, "other_alone": other.step}
+    return {"went_back_to": mine.step, "is_own": digest(mine.weights()) == own, "other_alone": other.step}
 
 
 ABOUT = Manifest(

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from sennit.offload.sketch import Sketch, SketchShape
-from sennit.runtime.checkpoint.fingerprint import fingerprint
+from sennit.runtime.checkpoint.digest import digest
+from sennit.runtime.data.batch import Batch
 from sennit.runtime.data.batch_source import MemorySource, prepared
-from sennit.runtime.data.combined import CombinedBatch
 from sennit.runtime.data.samples import Column, Samples
 from sennit.runtime.data.seeds import numpy_stream
 from sennit.runtime.planner.cluster import Cluster
@@ -42,7 +42,7 @@ class Shifting(MemorySource):
 
     at = 1 << 40
 
-    def take(self, number: int) -> CombinedBatch:
+    def take(self, number: int) -> Batch:
         if number < self.at:
             return super().take(number)
         batch = self.samples.batch(self.order.part(number, dist.get_rank(), dist.get_world_size()))
@@ -84,7 +84,7 @@ def rebalanced(
     run.run(lambda step: None, lambda epoch, quality: False, lambda step: None)
     moved = Moved() if run.rebalancer is None else run.rebalancer.moved
     return {
-        "sha256": fingerprint(run.weights()),
+        "sha256": digest(run.weights()),
         "looks": moved.looks,
         "moves": [dataclasses.asdict(move) | {"text": str(move)} for move in moved.moves],
         "shards": sorted(run.own_shards),

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from sennit.runtime.checkpoint import folder as checkpoint
-from sennit.runtime.checkpoint.fingerprint import fingerprint
+from sennit.runtime.checkpoint.digest import digest
 from sennit.runtime.checkpoint.manifest import CheckpointError
 from sennit.runtime.data.batch_source import prepared
 from sennit.runtime.data.seeds import numpy_stream
@@ -52,7 +52,7 @@ def placed(rank: int, world: int, /, *, seed: int, error: str | None, **changed:
         "owners": {str(shard): owner for shard, owner in run.tables.placement.owner_of.items()},
         "expected": run.predicted_s,
         "lines": lines,
-        "sha256": fingerprint(run.weights()),
+        "sha256": digest(run.weights()),
     }
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import nn
 
-from sennit.runtime.checkpoint.fingerprint import fingerprint
+from sennit.runtime.checkpoint.digest import digest
 from sennit.runtime.kernels import engine as engines
 from sennit.runtime.sharded.files import TableStore
 from sennit.runtime.sharded.memory_limits import memory_limits
@@ -78,7 +78,7 @@ def train(rank: int, world: int, /, *, seed: int, there: bool, folder: str, resu
         waits = device.waits.total() - before if device else 0
         quality = run.evaluate()
         assert next(run.model.parameters()).device == run.device
-        found = [fingerprint(run.weights()), report.loss, quality.auc, quality.log_loss]
+        found = [digest(run.weights()), report.loss, quality.auc, quality.log_loss]
         run.close()
         return found, waits
 
@@ -118,7 +118,7 @@ def handed_over(rank: int, world: int, /, *, seed: int, there: bool, **changed: 
         for one in (run, later):
             while one.step < 3:
                 one.train_step()
-        return [fingerprint(one.weights()) for one in (run, later)]
+        return [digest(one.weights()) for one in (run, later)]
 
 
 def broken(rank: int, world: int, *, seed: int, folder: str) -> str:

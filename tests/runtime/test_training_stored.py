@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from sennit.runtime.checkpoint import folder as checkpoint
 from sennit.runtime.checkpoint import reading, writing
-from sennit.runtime.checkpoint.fingerprint import fingerprint
+from sennit.runtime.checkpoint.digest import digest
 from sennit.runtime.data.batch_source import MemorySource, prepared
 from sennit.runtime.data.samples import Column, Samples
 from sennit.runtime.data.seeds import numpy_stream
@@ -72,8 +72,8 @@ def train(rank: int, world: int, *, seed: int, steps: int, folder: str | None = 
     found = {
         "losses": losses,
         "auc": qualities,
-        "sha256": fingerprint(run.weights()),
-        "state": fingerprint(tensors),
+        "sha256": digest(run.weights()),
+        "state": digest(tensors),
         "rows": run.tables.cache_counters(),
     }
     run.close()
@@ -81,7 +81,7 @@ def train(rank: int, world: int, *, seed: int, steps: int, folder: str | None = 
 
 
 def save_and_go_on(rank: int, world: int, *, seed: int, checkpoints: str, folder: str | None, memory_bytes: int) -> Any:
-    """Returns fingerprints at a checkpoint in the middle of an epoch, and some steps later."""
+    """Returns digests at a checkpoint in the middle of an epoch, and some steps later."""
     run = trainer(seed, folder, memory_bytes)
     for _ in range(7):
         run.train_step()
@@ -104,10 +104,10 @@ def resume_and_go_on(
 
 
 def _go_on(run: Trainer) -> list[str]:
-    at_checkpoint = fingerprint(run.weights())
+    at_checkpoint = digest(run.weights())
     for _ in range(9):
         run.train_step()
-    later = fingerprint(run.weights())
+    later = digest(run.weights())
     run.close()
     return [at_checkpoint, later]
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from sennit.runtime.checkpoint.fingerprint import fingerprint
+from sennit.runtime.checkpoint.digest import digest
 from sennit.runtime.data.batch_source import MemorySource, prepared
 from sennit.runtime.data.samples import Column, Samples
 from sennit.runtime.data.seeds import numpy_stream
@@ -74,13 +74,13 @@ def trainer(seed: int, data_seed: int | None = None, **changed: Any) -> Trainer:
 
 
 def train(rank: int, world: int, /, *, seed: int, steps: int, **changed: Any) -> dict[str, Any]:
-    """Trains some steps. Returns weights, their fingerprint, and quality."""
+    """Trains some steps. Returns weights, their digest, and quality."""
     run = trainer(seed, **changed)
     losses = [run.train_step().loss for _ in range(steps)]
     quality = run.evaluate()
     return {
         "weights": {name: tensor.tolist() for name, tensor in run.weights().items()},
-        "sha256": fingerprint(run.weights()),
+        "sha256": digest(run.weights()),
         "auc": quality.auc,
         "evaluated": quality.sample_count,
         "losses": losses,
@@ -90,26 +90,26 @@ def train(rank: int, world: int, /, *, seed: int, steps: int, **changed: Any) ->
 def save_then_train_on(
     rank: int, world: int, /, *, seed: int, folder: str, before: int, after: int, **changed: Any
 ) -> Any:
-    """Runs without interruption. Returns fingerprints at the checkpoint and at the end."""
+    """Runs without interruption. Returns digests at the checkpoint and at the end."""
     run = trainer(seed, checkpoint=Path(folder), **changed)
     resumption.begin(run)
     for _ in range(before):
         run.train_step()
     resumption.save(run)
-    at_checkpoint = fingerprint(run.weights())
+    at_checkpoint = digest(run.weights())
     for _ in range(after):
         run.train_step()
-    return [at_checkpoint, fingerprint(run.weights())]
+    return [at_checkpoint, digest(run.weights())]
 
 
 def resume_and_train_on(rank: int, world: int, /, *, seed: int, folder: str, after: int, **changed: Any) -> Any:
-    """Resumes the run. Returns fingerprints after loading and at the end."""
+    """Resumes the run. Returns digests after loading and at the end."""
     run = trainer(seed, checkpoint=Path(folder), resume=True, **changed)
     resumption.begin(run)
-    at_checkpoint = fingerprint(run.weights())
+    at_checkpoint = digest(run.weights())
     for _ in range(after):
         run.train_step()
-    return [at_checkpoint, fingerprint(run.weights())]
+    return [at_checkpoint, digest(run.weights())]
 
 
 def begin_error(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from sennit.offload.ingest.target import IngestTarget
 from sennit.runtime.backend.process_group import BACKEND_NAME, register
 from sennit.runtime.backend.torch_versions import HashStore
-from sennit.runtime.checkpoint.fingerprint import fingerprint
+from sennit.runtime.checkpoint.digest import digest
 from sennit.runtime.data.batch_source import BatchSource, MemorySource
 from sennit.runtime.data.source import Source
 from sennit.runtime.ingest.fed import Door, FedSource
@@ -58,7 +58,7 @@ def main(data: str, turns: int, steps: int, targets: list[str]) -> None:
         for place in range(len(names)):
             name = names[(turn + place) % len(names)]
             taken[name].append(_turn(trainers[name], steps))
-    if len({fingerprint(trainer.weights()) for trainer in trainers.values()}) != 1:
+    if len({digest(trainer.weights()) for trainer in trainers.values()}) != 1:
         raise RuntimeError("the weights differ")
     counters = {name: source.counters() for name, source in fed.items()}
     for source in fed.values():

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from sennit.runtime.backend.process_group import BACKEND_NAME, register
 from sennit.runtime.backend.torch_versions import HashStore
-from sennit.runtime.checkpoint.fingerprint import fingerprint
+from sennit.runtime.checkpoint.digest import digest
 from sennit.runtime.data.batch_source import MemorySource, prepared
 from sennit.runtime.data.samples import Column, Samples
 from sennit.runtime.data.seeds import numpy_stream, torch_stream
@@ -97,7 +97,7 @@ def _run(folder: Path, load: Load, steps: int, warm_steps: int, seed: int) -> Re
             if losses[0] != losses[1]:
                 raise AssertionError(f"turn {turn}: losses {losses[1]} over a file, {losses[0]} in memory")
         after = stored.tables.cache_counters()
-        if fingerprint(memory.weights()) != fingerprint(stored.weights()):
+        if digest(memory.weights()) != digest(stored.weights()):
             raise AssertionError("the weights over a file differ from those in memory")
         phases = {
             name: {phase: seconds / steps for phase, seconds in trainer.clock.seconds.items()}

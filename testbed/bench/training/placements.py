@@ -24,7 +24,7 @@ from rich.table import Table as Lines
 
 from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.calibrate import machine
-from sennit.runtime.checkpoint.fingerprint import fingerprint
+from sennit.runtime.checkpoint.digest import digest
 from sennit.runtime.data.batch_source import MemorySource
 from sennit.runtime.data.source import Source
 from sennit.runtime.model.settings import SettingsFile
@@ -176,7 +176,7 @@ def _take_turns(
                     dist.barrier()
                     if number >= WARM_STEPS:
                         seconds[name].append(time.perf_counter() - begin_s)
-            dense = {name: fingerprint(one.weights()) for name, one in trainers.items()}
+            dense = {name: digest(one.weights()) for name, one in trainers.items()}
             if len(set(dense.values())) != 1:
                 raise AssertionError(f"weights differ by placement: {dense}")
     return seconds

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CombinedBatch:
+class Batch:
     """B samples with D dense features and T tables."""
 
     dense: Tensor
@@ -32,9 +32,9 @@ class CombinedBatch:
     def sample_count(self) -> int:
         return self.labels.shape[0]
 
-    def copy(self) -> CombinedBatch:
+    def copy(self) -> Batch:
         """The batch in memory of its own."""
-        return CombinedBatch(
+        return Batch(
             dense=self.dense.clone(),
             labels=self.labels.clone(),
             lengths=self.lengths.clone(),

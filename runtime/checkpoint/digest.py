@@ -22,7 +22,7 @@ def line(name: str, tensor: Tensor) -> str:
     return f"{name} {str(tensor.dtype).removeprefix('torch.')} {shape} {sha256_of_tensor(tensor)}"
 
 
-def fingerprint(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> str:
+def digest(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> str:
     """The hash of all weights.
 
     Collective: every rank gives its tensors. Replicated tensors must be equal on all ranks.
