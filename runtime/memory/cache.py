@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache of rows in front of a store: 32 ways, LRU or LFU.
+"""A cache of rows in front of a store: 32 ways, LRU or LFU with ageing.
 
 It fetches the next batch's rows during the current step.
 """
@@ -26,7 +26,7 @@ LOCATION_BYTES: Final = 4
 """Bytes per row of a file, for its position in the log."""
 
 SLOW: Final = "look at the load of the store's disk, or allow longer (timeout_s)"
-POLICIES: Final = ("lru", "lfu")
+POLICIES: Final = ("lfu", "lru")
 
 
 class CachedBatch:

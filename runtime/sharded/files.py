@@ -19,7 +19,7 @@ from torch import Tensor
 from sennit.options import Option
 from sennit.runtime.kernels.spec import Precision
 from sennit.runtime.memory import store
-from sennit.runtime.memory.cache import LOCATION_BYTES, NOTE_BYTES, WAYS
+from sennit.runtime.memory.cache import LOCATION_BYTES, NOTE_BYTES, POLICIES, WAYS
 from sennit.runtime.memory.layout import Arrays, StoreLayout
 from sennit.runtime.memory.on_device import PLACE_BYTES
 from sennit.runtime.memory.store import RowStore
@@ -52,6 +52,10 @@ class TableStore:
     device_bytes: Annotated[int | None, Option(flag="--table-device-memory", metavar="SIZE", parse=parse_size)] = None
     """With --table-store and --device cuda: each rank's GPU memory for rows; as --table-memory. None: for as many rows
     as the host has."""
+
+    eviction: Annotated[str, Option(flag="--table-eviction", metavar="POLICY", choices=POLICIES)] = "lfu"
+    """With --table-store: which rows leave a full cache first. lfu: those in the fewest batches, where old batches
+    count less; lru: those that no batch had for longest. It changes no bit."""
 
     timeout_s: float = 60.0
     """The longest wait for rows."""

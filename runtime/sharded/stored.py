@@ -123,7 +123,9 @@ class StoredShards(Shards):
             lines, spares = files.lines(layout)
             own = [specs[number] for number in numbers]
             cached: CachedTables | DeviceTables
-            cached = CachedTables(own, optimizer, rows, line_count=lines, spare_count=spares)
+            cached = CachedTables(
+                own, optimizer, rows, line_count=lines, spare_count=spares, policy=files.place.eviction
+            )
             if files.device.type != "cpu":
                 cached = DeviceTables(cached, line_count=files.device_lines(layout), device=files.device)
             for place, number in enumerate(numbers):

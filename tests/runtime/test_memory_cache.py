@@ -90,6 +90,30 @@ def test_training_over_a_cache_equals_training_in_memory(
             np.testing.assert_array_equal(again.read(np.arange(ROWS))["weight"], weight.numpy())
 
 
+def hits_of(policy: str, seed: int, days: list[tuple[int, int, int]]) -> float:
+    """The share of hits in the last hundred of these batches: rows from `first` to `end`, so many batches each."""
+    layout = StoreLayout(tables=(("ids", 20_000),), parts=(RowPart(name="weight", columns=1),))
+    rows = store.in_dram(layout, {"weight": np.zeros((20_000, 1), np.float32)})
+    rng = np.random.default_rng(seed)
+    with RowCache(rows, line_count=2_048, policy=policy) as cache:
+        wanted = [rng.integers(first, end, 256) for first, end, count in days for _ in range(count)]
+        for number, batch in enumerate(wanted):
+            if number == len(wanted) - 100:
+                before = cache.counters
+            fetched = cache.prefetch(batch)
+            fetched.wait()
+            fetched.release(is_dirty=False)
+        counted = {name: count - before[name] for name, count in cache.counters.items()}
+    return counted["hits"] / (counted["hits"] + counted["misses"])
+
+
+def test_rows_of_yesterday_make_room(seed: int) -> None:
+    """The hot rows of a day fit into the cache. Without ageing, LFU would keep half of its hits."""
+    yesterday, today = (0, 1_500, 500), (5_000, 6_500, 1_500)
+    assert hits_of("lfu", seed, [yesterday, today]) > 0.97
+    assert hits_of("lru", seed, [yesterday, today]) > 0.99
+
+
 def test_rows_that_repeat_share_a_line(rng: np.random.Generator) -> None:
     rows = store.in_dram(LAYOUT, {"weight": np.zeros((ROWS, DIM), np.float32), "sum": np.zeros((ROWS, 1), np.float32)})
     wanted = rng.integers(0, 50, 1_000)
@@ -130,7 +154,7 @@ def test_arguments_are_checked() -> None:
     for line_count in (0, 31, 33):
         with pytest.raises(ArgumentError, match="multiples of 32"):
             RowCache(rows, line_count=line_count)
-    with pytest.raises(ArgumentError, match="policy 'random'; allowed: lru, lfu"):
+    with pytest.raises(ArgumentError, match="policy 'random'; allowed: lfu, lru"):
         RowCache(rows, line_count=32, policy="random")
     with RowCache(rows, line_count=32) as cache:
         with pytest.raises(ArgumentError, match=r"row 5000 at position 1; allowed: 0 to 5000, that excluded"):

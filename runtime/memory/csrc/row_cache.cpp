@@ -115,6 +115,7 @@ std::uint64_t RowCache::place(std::uint64_t row, std::uint64_t hash, Pins& pins)
     const std::uint32_t bit = 1u << way;
     if ((set.used & bit) != 0) {
       counters_.evictions++;
+      if (++set.evictions % EVICTIONS_TO_HALVE == 0) age(set);
       if ((set.dirty & bit) != 0) written_.push_back({set.rows[way], line});
     }
     set.used |= bit;
@@ -137,6 +138,10 @@ std::uint64_t RowCache::place(std::uint64_t row, std::uint64_t hash, Pins& pins)
   pins.lines.push_back(line);
   wanted_.push_back({row, line});
   return line;
+}
+
+void RowCache::age(Set& set) const {
+  for (std::uint32_t& batches : set.batches) batches /= 2;
 }
 
 // Gives back what a batch has taken whose rows will not be read. Lines of its new rows become empty. What they held is

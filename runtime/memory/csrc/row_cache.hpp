@@ -15,12 +15,16 @@ namespace sennit::memory {
 
 enum class Policy : std::uint8_t {
   LRU,  // evicts the row that has not been in a batch for longest
-  LFU,  // evicts the row that was in the fewest batches since it was fetched; ties as in LRU
+  LFU,  // evicts the row that was in the fewest batches since it was fetched, and old ones count less; ties as in LRU
 };
 
 class RowCache {
  public:
   static constexpr std::uint32_t WAYS = 32;
+  // After so many evictions from a set LFU halves what its rows have counted (the "reset" of Einziger et al., TinyLFU,
+  // 2017). Rows of the past would stay for ever else. A smaller number comes nearer to LRU: it finds new rows sooner, and
+  // keeps frequent ones worse.
+  static constexpr std::uint32_t EVICTIONS_TO_HALVE = 8 * WAYS;
 
   // `lines` has set_count · WAYS + spare_count of them. Spare lines take rows whose set has no free line.
   RowCache(RowStore& store, Lines lines, std::uint64_t set_count, std::uint64_t spare_count, Policy policy);
@@ -56,7 +60,7 @@ class RowCache {
   // A search of a set starts with `tags`: one byte of each row's hash.
   struct alignas(64) Set {
     std::array<std::uint8_t, WAYS> tags{};
-    std::uint32_t used = 0, dirty = 0;
+    std::uint32_t used = 0, dirty = 0, evictions = 0;
     std::array<std::uint16_t, WAYS> pins{};
     std::array<std::uint32_t, WAYS> last_batch{}, batches{};
     std::array<std::uint64_t, WAYS> rows{};
@@ -76,6 +80,7 @@ class RowCache {
   std::uint64_t line_of(std::uint64_t row, std::uint64_t hash) const;
   std::uint64_t touch(std::uint64_t row, std::uint64_t hash, Pins& pins);
   std::uint64_t place(std::uint64_t row, std::uint64_t hash, Pins& pins);
+  void age(Set& set) const;
   void forget(const Pins& pins);
   std::uint64_t pinned() const;
   std::uint64_t spare_first() const { return sets_.size() * WAYS; }

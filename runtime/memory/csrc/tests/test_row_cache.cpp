@@ -76,6 +76,10 @@ struct Definition {
         conflicts++;
         continue;
       }
+      if (best->is_used && ++evictions[set] % RowCache::EVICTIONS_TO_HALVE == 0) {
+        for (std::uint64_t way = 0; way < WAYS; way++) lines[set * WAYS + way].batches /= 2;
+        halved++;
+      }
       *best = {true, row, batch, 1};
       found[row] = static_cast<std::uint64_t>(best - lines.data());
     }
@@ -84,7 +88,8 @@ struct Definition {
 
   Policy policy;
   std::vector<Line> lines;
-  std::uint64_t batch = 0, hits = 0, misses = 0, conflicts = 0;
+  std::map<std::uint64_t, std::uint64_t> evictions;  // of a set
+  std::uint64_t batch = 0, hits = 0, misses = 0, conflicts = 0, halved = 0;
 };
 
 std::vector<std::int64_t> skewed(std::mt19937_64& random, std::size_t count, std::uint64_t rows) {
@@ -124,6 +129,7 @@ TEST_CASE("which line a row gets is as defined, for LRU and LFU, conflicts too")
     CHECK(cache.counters().misses == definition.misses);
     CHECK(cache.counters().conflicts == definition.conflicts);
     CHECK(definition.conflicts > 100);
+    CHECK(definition.halved > 10);
   }
 }
 
