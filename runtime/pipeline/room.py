@@ -64,7 +64,7 @@ def check_room(
     need = Need(
         host=host_place(),
         step=2 * sum(vectors),
-        ahead=host_bytes((batch, [one.step for one in sent])),
+        ahead=host_bytes((batch, [one.arrived for one in sent])),
         looked_up=sum(size for module, size in zip(tables, vectors, strict=True) if module.looks_ahead),
         available=available_bytes(),
     )

@@ -11,7 +11,6 @@ from sennit.exports import exporter
 
 if TYPE_CHECKING:
     from sennit.runtime.sharded.agreement import PeerInputError as PeerInputError
-    from sennit.runtime.sharded.bags import ShardedEmbeddingBags as ShardedEmbeddingBags
     from sennit.runtime.sharded.clipping import clip_grad_norm_ as clip_grad_norm_
     from sennit.runtime.sharded.features import Features as Features
     from sennit.runtime.sharded.features import GradientError as GradientError
@@ -19,13 +18,14 @@ if TYPE_CHECKING:
     from sennit.runtime.sharded.files import TableStore as TableStore
     from sennit.runtime.sharded.handle import TableHandle as TableHandle
     from sennit.runtime.sharded.memory_limits import memory_limits as memory_limits
+    from sennit.runtime.sharded.module import ShardedEmbeddingBags as ShardedEmbeddingBags
+    from sennit.runtime.sharded.module import ShardedEmbeddings as ShardedEmbeddings
     from sennit.runtime.sharded.phases import PhaseClock as PhaseClock
     from sennit.runtime.sharded.placement import Placement as Placement
     from sennit.runtime.sharded.placement import place as place
     from sennit.runtime.sharded.placement import placed as placed
     from sennit.runtime.sharded.sent import Pending as Pending
     from sennit.runtime.sharded.sent import Sent as Sent
-    from sennit.runtime.sharded.sequences import ShardedEmbeddings as ShardedEmbeddings
     from sennit.runtime.sharded.slices import Slices as Slices
     from sennit.runtime.sharded.tables import Bounds as Bounds
     from sennit.runtime.sharded.tables import Decay as Decay
@@ -43,7 +43,6 @@ __getattr__ = exporter(
     __name__,
     {
         "PeerInputError": "agreement",
-        "ShardedEmbeddingBags": "bags",
         "clip_grad_norm_": "clipping",
         "Features": "features",
         "GradientError": "features",
@@ -51,13 +50,14 @@ __getattr__ = exporter(
         "TableStore": "files",
         "TableHandle": "handle",
         "memory_limits": "memory_limits",
+        "ShardedEmbeddingBags": "module",
+        "ShardedEmbeddings": "module",
         "PhaseClock": "phases",
         "Placement": "placement",
         "place": "placement",
         "placed": "placement",
         "Pending": "sent",
         "Sent": "sent",
-        "ShardedEmbeddings": "sequences",
         "Slices": "slices",
         "Bounds": "tables",
         "Decay": "tables",

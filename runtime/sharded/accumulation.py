@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -15,23 +15,11 @@ from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.kernels.spec import Pooling
 from sennit.runtime.sharded.batch_parts import chosen_blocks
 from sennit.runtime.sharded.engines import Engines, groups_of
+from sennit.runtime.sharded.exchange import Given
 from sennit.runtime.sharded.replicated import SparseAllReduce
 from sennit.runtime.sharded.shards import Announced, Rates, Shards
 from sennit.runtime.sharded.tables import Shard
 from sennit.transport.errors import ArgumentError
-
-
-class Given(NamedTuple):
-    """The gradients of a lookup."""
-
-    announced: Announced
-    """What was looked up."""
-
-    batch: Batch
-    """The blocks that rows are updated from."""
-
-    gradient: Tensor
-    """Float32, flat: the gradient of the blocks' results."""
 
 
 class Gradients:
@@ -50,7 +38,7 @@ class Gradients:
     def is_empty(self) -> bool:
         return self._sharded.is_empty and self._replicated.is_empty
 
-    def add(self, lookup: int, tables: Collection[int], sharded: Given, replicated: Given | None) -> None:
+    def add(self, lookup: int, tables: Collection[int], sharded: Given, replicated: Given | None = None) -> None:
         """Keeps the gradients of a lookup until `take`. Collective if there are `replicated` tables.
 
         `lookup`: its number in the order of calls. `tables`: those that the loss depends on, on whichever rank. If none

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base class of modules of sharded tables: all ranks agree on the model, hold its shards, and call it together."""
+"""Modules of sharded tables: all ranks agree on the model, hold its shards, and call it together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Self, SupportsIndex, TypeVar
+from typing import Any, ClassVar, NoReturn, Self, SupportsIndex, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from sennit.runtime.sharded.agreement import (
     made_on_all,
 )
 from sennit.runtime.sharded.engines import Settings, engines_of, with_files
+from sennit.runtime.sharded.exchange import Exchange
 from sennit.runtime.sharded.files import TableStore
 from sennit.runtime.sharded.handle import TableHandle
 from sennit.runtime.sharded.moving import moved
@@ -33,7 +34,9 @@ from sennit.runtime.sharded.parameters import TableParameters
 from sennit.runtime.sharded.passes import Passes
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.sharded.placement import Placement, place
+from sennit.runtime.sharded.pooled import PooledExchange
 from sennit.runtime.sharded.row_access import RowAccess
+from sennit.runtime.sharded.rows import RowExchange
 from sennit.runtime.sharded.sent import Refused, RunBeside, Sent
 from sennit.runtime.sharded.slices import DEFAULT_SLICES, Slices
 from sennit.runtime.sharded.state import NO_COPY, HeldTables
@@ -78,8 +81,8 @@ class ShardedTables(HeldTables):
     Parameters of one element stand for them (`handles`), which DDP, FSDP2 and optimizers may take.
     """
 
-    _kind: type[TableSteps]
-    """The class of steps of these tables."""
+    _exchange: ClassVar[type[Exchange[Any]]]
+    """What a lookup returns: sums of bags, or rows."""
 
     def __init__(
         self,
@@ -119,61 +122,63 @@ class ShardedTables(HeldTables):
         on the others: `Unsupported` for a device that is not there; with a `store` also `DeviceError` for a full or
         broken disk, and `ConfigError` for a cache that does not fit its memory.
         """
-        super().__init__()
-        self.tables = tuple(tables)
-        check_tables(self.tables)
+        tables = tuple(tables)
+        check_tables(tables)
         if not 0 <= lr < math.inf:
             raise ConfigError(f"lr {lr}; allowed: 0 or more")
         if gradients not in ("mean", "sum"):
             raise ConfigError(f"gradients {gradients!r}; allowed: mean, sum")
-        for table in self.tables:
-            if table.pooling not in self._kind.poolings:
-                allowed = ", ".join(pooling.value for pooling in self._kind.poolings)
+        for table in tables:
+            if table.pooling not in self._exchange.poolings:
+                allowed = ", ".join(pooling.value for pooling in self._exchange.poolings)
                 what = f"table {table.name} has pooling {table.pooling.value}"
                 raise ConfigError(f"{what}; allowed in {type(self).__name__}: {allowed}")
-        world_size = dist.get_world_size(group)
-        self.slices = Slices(count=slices, rank=dist.get_rank(group), world_size=world_size)
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        own_slices = Slices(count=slices, rank=rank, world_size=world_size)
         if not isinstance(placement, Placement):
-            placement = place(self.tables, world_size, placement, local_ranks=local_ranks(group))
+            placement = place(tables, world_size, placement, local_ranks=local_ranks(group))
         if placement.world_size != world_size:
             raise ConfigError(f"a placement for {placement.world_size} ranks, but there are {world_size}")
-        self.placement = placement
-        self.device = torch.device(device)
-        """Where results and gradients are, and tables that name no other home."""
-        self._group = group
+        device = torch.device(device)
         check_agreement(
-            described(self.tables, placement, lr=lr, slices=slices, gradients=gradients, seed=seed)
-            | described_homes(self.tables)
-            | {"codec": str(codec), "table store": str(store is not None), "device": self.device.type},
+            described(tables, placement, lr=lr, slices=slices, gradients=gradients, seed=seed)
+            | described_homes(tables)
+            | {"codec": str(codec), "table store": str(store is not None), "device": device.type},
             group,
         )
         check_codec(codec, group)
-        self._homes = Homes(device_type=self.device.type, has_store=store is not None)
-        self.tables_in_files = self._in_files_with(placement)
-        """The names of tables whose rows are in files, on whichever rank."""
+        homes = Homes(device_type=device.type, has_store=store is not None)
+        in_files = homes.in_files(tables, placement.replicated)
         settings = Settings(
-            tables=self.tables,
+            tables=tables,
             placement=placement,
-            slices=self.slices,
+            slices=own_slices,
             seed=seed,
-            implementation_name=implementation_name or ("native" if self.device.type == "cpu" else "triton"),
-            device=self.device,
-            homes=self._homes,
+            implementation_name=implementation_name or ("native" if device.type == "cpu" else "triton"),
+            device=device,
+            homes=homes,
             threads=threads,
-            wire=Wire(rank=self.slices.rank, world_size=world_size, group=group, codec=codec, clock=clock),
+            wire=Wire(rank=rank, world_size=world_size, group=group, codec=codec, clock=clock),
         )
         # Files, devices and initial values can fail on one rank alone.
         if store is not None:
             engines = made_on_all(lambda: engines_of(with_files(settings, store)), "make its table store", group)
         else:
-            engines = made_on_all(lambda: engines_of(settings), f"make its tables on {self.device}", group)
-        self.optimizer = TableOptimizer(self.tables, lr=lr, device=self.device)
+            engines = made_on_all(lambda: engines_of(settings), f"make its tables on {device}", group)
+        optimizer = TableOptimizer(tables, lr=lr, device=device)
+        divisor = world_size if gradients == "mean" else 1
+        super().__init__(TableSteps(engines, self._exchange, optimizer, divisor=divisor), group)
+        self.slices, self.placement = own_slices, placement
+        self.device = device
+        """Where results and gradients are, and tables that name no other home."""
+        self.optimizer = optimizer
         """Holds the learning rates, for `torch.optim.lr_scheduler`. Its `step` takes a step with the gradients that
         backward passes have kept (`no_sync`), its `zero_grad` forgets them. `scaler` is for mixed precision."""
-        self._steps = self._kind(engines, self.optimizer, divisor=world_size if gradients == "mean" else 1)
-        self.handles = TableParameters([table.name for table in self.tables], self.optimizer.parameters)
+        self.handles = TableParameters([table.name for table in tables], optimizer.parameters)
+        self._homes = homes
+        self.tables_in_files = in_files
+        """The names of tables whose rows are in files, on whichever rank."""
         self._expected: dict[int, tuple[Any, Sent]] = {}
-        self._passes = Passes(self._steps)
 
     def __getitem__(self, name: str) -> TableHandle:
         """The handle of a table by its name: learning rate, freezing, rows by id."""
@@ -240,15 +245,14 @@ class ShardedTables(HeldTables):
         Raises `IdError`, `ArgumentError`; the other ranks then raise `PeerInputError`, which names the rank. Raises
         `GradientError` on all ranks if the step before had gradients that are not finite.
         """
-        steps = self._steps
         if id(features) in self._expected:
             features = self._expected.pop(id(features))[1]
         elif not isinstance(features, Sent):
             features = self.send(features, global_batch=global_batch)
         elif global_batch is not None:
             raise ArgumentError("global_batch for a batch that was sent; allowed: in send")
-        step, lookup = features.take(steps.engines, "looked up"), features.lookup
-        return self.handles.used(self._passes.results(step, lookup))
+        features.take(self._steps.engines, "looked up")
+        return self.handles.used(self._passes.results(features))
 
     def overlap(self, run: RunBeside | None, group: dist.ProcessGroup | None = None) -> Passes:
         """From now on `run` runs lookups and updates in another thread, over `group`, which has the same ranks.
@@ -259,10 +263,6 @@ class ShardedTables(HeldTables):
         """
         self._passes.overlap(run, group)
         return self._passes
-
-    def finish(self) -> None:
-        """Waits for what runs in another thread. Raises errors of updates."""
-        self._passes.finish()
 
     @uncompiled
     def send(self, features: Any, *, global_batch: int | None = None) -> Sent:
@@ -285,7 +285,7 @@ class ShardedTables(HeldTables):
         def send(features: Any, global_batch: int | None) -> Sent:
             bad = error_of_updates()
             with steps.wire.phase("input exchange"), steps.wire.over(group):
-                return Sent(steps.engines, steps.send(features if bad is None else Refused(bad), global_batch, rates))
+                return steps.send(features if bad is None else Refused(bad), global_batch, rates)
 
         return send
 
@@ -299,13 +299,13 @@ class ShardedTables(HeldTables):
 
     def drop(self, sent: Sent) -> None:
         """Forgets a sent batch that will not be looked up. Raises `ArgumentError` for any other."""
-        step = sent.take(self._steps.engines, "dropped")
+        sent.take(self._steps.engines, "dropped")
         if sent.lookup is not None:
             try:
                 sent.lookup.result()
             except Exception:
                 return  # A lookup that fails ends its step itself.
-        self._steps.release(step)
+        self._steps.release(sent)
 
     @property
     def batches_ahead(self) -> int:
@@ -319,7 +319,7 @@ class ShardedTables(HeldTables):
 
     def result_bytes(self, sent: Sent) -> int:
         """The bytes of a sent batch's result, on `device`. Its gradients take as much again."""
-        return self._steps.result_size(sent.step) * torch.float32.itemsize
+        return self._steps.result_size(sent) * torch.float32.itemsize
 
     def wait_for_rows(self) -> None:
         """Waits until the rows of all sent batches are here, from a store. A call does so for its own batch."""
@@ -349,7 +349,7 @@ class ShardedTables(HeldTables):
         are not done, on that rank; `SennitError` on the others. Nothing has moved then.
         """
         self.finish()
-        in_files = self._in_files_with(placement)
+        in_files = self._homes.in_files(self.tables, placement.replicated)
         if placement.world_size != (world_size := self.slices.world_size):
             raise ConfigError(f"a placement for {placement.world_size} ranks, but there are {world_size}")
         if self._steps.is_accumulating:
@@ -360,10 +360,6 @@ class ShardedTables(HeldTables):
         self._steps.connect(engines)
         self._track_moved()
         return size_bytes
-
-    def _in_files_with(self, placement: Placement) -> list[str]:
-        """The tables that are in files with a placement. Raises `ConfigError` if a table cannot be at its home."""
-        return self._homes.in_files(self.tables, placement.replicated)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -416,3 +412,30 @@ class ShardedTables(HeldTables):
         self.finish()
         bad, alike = self._passes.errors()(), self._steps.alike(self.optimizer.rates())
         exchange_headers(bad, 0, [[]] * self.slices.world_size, self._group, alike=alike)
+
+
+class ShardedEmbeddingBags(ShardedTables):
+    """Embedding tables in shards on all ranks; each feature's ids of a sample are pooled.
+
+    A call returns float32 [B, dim] by feature: the pooled rows of this rank's B samples. The result of a whole table is
+    a part of what arrived, without a copy.
+
+    The backward pass updates the rows that were used, with the tables' own optimizers (Mudigere et al., ISCA 2022,
+    section 4.1): a gradient of a table never exists. All lookups that it reaches make one step of each row. Weights
+    have the same bits in any world, with any placement and transport, if `gradients` is "sum" and the rest of the model
+    works slice by slice (`SlicedReplicas`).
+    """
+
+    _exchange = PooledExchange
+
+
+class ShardedEmbeddings(ShardedTables):
+    """Embedding tables in shards on all ranks; each id gives its row (sequences).
+
+    A call returns float32 [ids, dim] by feature: the row of each id of this rank's samples, in the order of the ids. An
+    ignored id (`Bounds.IGNORE`) has a row of zeros.
+    Ids have no weights. A rank gets each distinct row once, and sends the sum of its gradients back once. Everything
+    else is as in `ShardedEmbeddingBags`.
+    """
+
+    _exchange = RowExchange

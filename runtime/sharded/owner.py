@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from sennit.runtime.kernels.batch import Batch, sums_of_runs
 from sennit.runtime.sharded.batch_parts import chosen_blocks, joined
+from sennit.runtime.sharded.exchange import Arrived
+from sennit.runtime.sharded.features import Outgoing
 from sennit.runtime.sharded.routes import Block, Columns, Part, Sum, blocks_of
 from sennit.runtime.sharded.shards import Announced, Shards
 from sennit.runtime.sharded.tables import Shard, Table
@@ -32,11 +34,17 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Arrived:
-    """Ids of one step, as lookups of the owner's shards."""
+class PooledArrived(Arrived):
+    """Ids whose rows are to be pooled."""
 
-    announced: Announced
     sources: tuple[Source, ...]
+    """The samples of each peer."""
+
+    lengths: dict[int, Tensor]
+    """Float32 [samples, 1] by feature, where the table takes means: what sums are divided by, at least 1."""
+
+    weighted: Outgoing | None
+    """This rank's own ids, if their weights require gradients."""
 
 
 class Owner:
@@ -46,7 +54,7 @@ class Owner:
         self,
         tables: Sequence[Table],
         shards: Shards,
-        table_of_shard: dict[Shard, int],
+        table_of_shard: Mapping[Shard, int],
         *,
         parts: Sequence[Part],
         sums: Sequence[Sum],
@@ -84,9 +92,9 @@ class Owner:
         dims = dict(zip(self._gradient_of_block, self._dim_of_block, strict=True))
         return samples * sum(dims.values())
 
-    def arrive(
+    def announce(
         self, sources: Sequence[Source], lengths: Tensor, values: Tensor, weights: Tensor | None = None
-    ) -> Arrived:
+    ) -> Announced:
         """Takes ids in the order source, part, sample: `lengths` int32 [bags], `values` and `weights` [ids]."""
         if not self._parts_are_blocks:
             bags = [source.sample_count for source in sources for _ in self._parts]
@@ -99,28 +107,18 @@ class Owner:
             if weights is not None:
                 of_ids = torch.split(weights, counts)
                 weights = joined([of_ids[part] for part in order], weights.dtype)
-        return Arrived(
-            sources=tuple(sources),
-            announced=self._shards.announce(
-                Batch(
-                    table_of_block=tuple(
-                        table for source in sources for table in self._table_of_block for _ in source.sizes
-                    ),
-                    bags_of_block=tuple(
-                        size for source in sources for _ in self._table_of_block for size in source.sizes
-                    ),
-                    lengths=lengths,
-                    values=values,
-                    weights=weights,
-                )
-            ),
+        tables = self._table_of_block
+        return self._shards.announce(
+            Batch(
+                table_of_block=tuple(table for source in sources for table in tables for _ in source.sizes),
+                bags_of_block=tuple(size for source in sources for _ in tables for size in source.sizes),
+                lengths=lengths,
+                values=values,
+                weights=weights,
+            )
         )
 
-    def fetch(self, arrived: Arrived) -> None:
-        """Waits for the rows of what arrived."""
-        self._shards.fetch(arrived.announced)
-
-    def answer(self, arrived: Arrived) -> Tensor:
+    def answer(self, arrived: PooledArrived) -> Tensor:
         """Float32, flat: for each source and sum [samples, columns]."""
         found = self._shards.lookup(arrived.announced)
         if self._blocks_are_sums:
@@ -134,7 +132,7 @@ class Owner:
         ]
         return joined(sums, found.dtype, found.device)
 
-    def weight_gradient(self, arrived: Arrived, gradient: Tensor) -> tuple[Tensor, list[int]]:
+    def weight_gradient(self, arrived: PooledArrived, gradient: Tensor) -> tuple[Tensor, list[int]]:
         """Returns the gradients of the weights that arrived, and how many of them each source gets.
 
         They are float32, flat: for each source and block [ids]. `gradient`: that of the answer. Rows are read as they
@@ -144,11 +142,7 @@ class Owner:
         counts = sums_of_runs(arrived.announced.batch.lengths, bags)
         return self._shards.weight_gradient(arrived.announced, self._by_block(arrived, gradient)), counts
 
-    def release(self, arrived: Arrived) -> None:
-        """Ends a step without an update."""
-        self._shards.release(arrived.announced, is_dirty=False)
-
-    def by_slice(self, arrived: Arrived, gradient: Tensor) -> tuple[Batch, Tensor]:
+    def by_slice(self, arrived: PooledArrived, gradient: Tensor) -> tuple[Batch, Tensor]:
         """The batch and its gradient with the slice of each block (docs/reference/embedding.md, rule 4)."""
         batch, gradient = arrived.announced.batch, self._by_block(arrived, gradient)
         slices = [
@@ -165,7 +159,7 @@ class Owner:
             slices.sort()
         return dataclasses.replace(batch, slice_of_block=tuple(slices)), gradient
 
-    def _by_block(self, arrived: Arrived, gradient: Tensor) -> Tensor:
+    def _by_block(self, arrived: PooledArrived, gradient: Tensor) -> Tensor:
         """The gradient as the engine takes it: repeated for each of the row shards that share it."""
         if self._gradients_are_blocks:
             return gradient

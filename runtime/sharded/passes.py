@@ -34,9 +34,9 @@ UPDATE: Final = "sparse update"
 class LookedUp:
     """A lookup whose results are in a graph of autograd, and may get gradients."""
 
-    def __init__(self, step: Any, number: int, changes: int) -> None:
-        """`number`: in the order of calls. `changes`: how often rows have changed before."""
-        self.step, self.number, self.changes = step, number, changes
+    def __init__(self, sent: Sent, number: int, changes: int) -> None:
+        """`sent`: what it looks up. `number`: in the order of calls. `changes`: how often rows have changed before."""
+        self.sent, self.number, self.changes = sent, number, changes
         self.has_given = False
         self.made_in = backward_pass()
         """The backward pass that this lookup was made in, as activation checkpoints do; -1: none."""
@@ -46,7 +46,7 @@ class LookedUp:
 
 
 class Lookup(torch.autograd.Function):
-    """The results of a step. Its backward pass gives their gradients to the owners of rows."""
+    """The results of a batch. Its backward pass gives their gradients to the owners of rows."""
 
     @staticmethod
     def forward(
@@ -121,57 +121,58 @@ class Passes:
 
         Returns None if weights require gradients: then the call itself has to look the batch up.
         """
-        return None if self._steps.weights(sent.step) is not None else self._found(sent.step)
+        return None if sent.weights is not None else self._found(sent)
 
     def has_begun(self, lookup: Running) -> None:
         """A thread runs `look_up`, or will."""
         self._lookup = lookup
 
-    def results(self, step: Any, lookup: Running | None) -> Mapping[str, Tensor]:
-        """The results of a step by feature. `lookup`: its lookup, if it has begun already."""
-        steps = self._steps
-        weights = steps.weights(step)
+    def results(self, sent: Sent) -> Mapping[str, Tensor]:
+        """The results of a batch by feature."""
+        steps, weights = self._steps, sent.weights
         self._check_pass()
         has_backward = torch.is_grad_enabled() and not (weights is None and steps.optimizer.are_frozen)
         if self._run is not None and weights is None and has_backward:
-            return self._pending(self._called(step), self._run, lookup)
+            return self._pending(self._called(sent), self._run)
         self.finish()
         with torch.no_grad():
-            found = steps.look_up(step)
+            found = steps.look_up(sent)
         if has_backward:
-            return self._by_name(self._called(step), found, weights)
-        steps.release(step)
+            return self._by_name(self._called(sent), found)
+        steps.release(sent)
         return dict(zip(steps.feature_names, found, strict=True))
 
-    def _called(self, step: Any) -> LookedUp:
-        """A call asks for the results of a step, and for gradients."""
-        looked = LookedUp(step, self._count, self._steps.changes)
+    def _called(self, sent: Sent) -> LookedUp:
+        """A call asks for the results of a batch, and for gradients."""
+        looked = LookedUp(sent, self._count, self._steps.changes)
         self._count += 1
         return looked
 
-    def _pending(self, looked: LookedUp, run: RunBeside, lookup: Running | None) -> Pending:
+    def _pending(self, looked: LookedUp, run: RunBeside) -> Pending:
+        lookup = looked.sent.lookup
         if lookup is None:
             self.finish()
-            lookup = run(LOOKUP, lambda: self._found(looked.step))
+            lookup = run(LOOKUP, lambda: self._found(looked.sent))
             self.has_begun(lookup)
         running = lookup
 
         def wait() -> dict[str, Tensor]:
             with self._steps.wire.phase("wait for lookup"):
                 found = running.result()
-            return self._by_name(looked, found, None)
+            return self._by_name(looked, found)
 
         return Pending(wait)
 
-    def _by_name(self, looked: LookedUp, found: tuple[Tensor, ...], weights: Tensor | None) -> dict[str, Tensor]:
+    def _by_name(self, looked: LookedUp, found: tuple[Tensor, ...]) -> dict[str, Tensor]:
         # The call was made with gradients. Whoever waits for its results first may do so to look at them alone.
         with torch.inference_mode(False), torch.enable_grad():
+            weights = looked.sent.weights
             results = Lookup.apply(self._steps.anchor, self, looked, found, weights)  # type: ignore[no-untyped-call]
         return dict(zip(self._steps.feature_names, results, strict=True))
 
-    def _found(self, step: Any) -> tuple[Tensor, ...]:
+    def _found(self, sent: Sent) -> tuple[Tensor, ...]:
         with torch.no_grad(), self._steps.wire.over(self._group):
-            return self._steps.look_up(step)
+            return self._steps.look_up(sent)
 
     def _check_pass(self) -> None:
         """Before a lookup. A backward pass may have begun to give gradients."""
@@ -218,7 +219,7 @@ class Passes:
 
         Does not wait for an exchange in another thread, but where there are such weights.
         """
-        steps, step = self._steps, looked.step
+        steps, sent = self._steps, looked.sent
         if looked.has_given and self._run is not None:
             raise ArgumentError("a second backward pass of a lookup in another thread; allowed: one")
         if looked.has_given and steps.has_files:
@@ -234,7 +235,7 @@ class Passes:
         self._waiting.discard(looked.number)
         self._accumulates |= looked.accumulates
 
-        has_weights = steps.weights(step) is not None
+        has_weights = sent.weights is not None
 
         def give() -> Tensor | None:
             if has_weights and steps.changes != looked.changes:
@@ -242,7 +243,7 @@ class Passes:
                     "gradients of weights, for which the rows of their lookup are needed; they have changed since; "
                     "allowed: no step and no `set_rows` between a lookup and its backward pass"
                 )
-            return steps.give(step, looked.number, gradients)
+            return steps.give(sent, looked.number, gradients)
 
         if is_new and not self._waiting and not has_weights:
             # Nothing else can give in this pass, so rows are updated while the pass goes on.

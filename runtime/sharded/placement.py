@@ -56,11 +56,6 @@ class Placement:
         return sorted(shard for shard, owner in self.owner_of.items() if owner in (rank, EVERYWHERE))
 
 
-def alone(shards: Iterable[Shard]) -> Placement:
-    """The placement of a rank that has all of these shards for itself."""
-    return Placement(world_size=1, owner_of=dict.fromkeys(shards, 0))
-
-
 def place(
     tables: Sequence[Table],
     world_size: int,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sennit.runtime.sharded.features import features_of
-from sennit.runtime.sharded.placement import Placement
+from sennit.runtime.sharded.placement import EVERYWHERE, Placement
 from sennit.runtime.sharded.tables import Shard, Table
 from sennit.transport.plans.tree import Span, cover
 
@@ -50,23 +50,23 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routes:
-    """What one rank exchanges with all others. Each list is in the order of the wire."""
+    """What one rank exchanges with its peers. Each list is in the order of the wire."""
 
     parts: tuple[tuple[Part, ...], ...]
-    """The parts that are sent to each rank."""
+    """The parts that are sent to each peer."""
 
     sums: tuple[tuple[Sum, ...], ...]
-    """The sums that each rank answers with."""
+    """The sums that each peer answers with."""
 
     gradients: tuple[tuple[Columns, ...], ...]
-    """The gradients that are sent to each rank."""
+    """The gradients that are sent to each peer."""
 
 
-def routes(tables: Sequence[Table], placement: Placement, chosen: Sequence[int]) -> Routes:
-    """The routes of the `chosen` features, by number. None of their tables is replicated. All ranks have the same."""
+def routes(tables: Sequence[Table], placement: Placement, chosen: Sequence[int], peers: Sequence[int]) -> Routes:
+    """The routes of the `chosen` features, by number, to each of the `peers`. All of these have the same."""
     features = features_of(tables)
     parts, sums, gradients = [], [], []
-    for rank in range(placement.world_size):
+    for rank in peers:
         own_parts, own_sums, own_gradients = [], [], []
         for feature in chosen:
             number = features[feature][1]
@@ -75,7 +75,7 @@ def routes(tables: Sequence[Table], placement: Placement, chosen: Sequence[int])
                 of_column = [
                     row
                     for row in range(tables[number].row_shards)
-                    if placement.owner_of[Shard(number, row, column)] == rank
+                    if placement.owner_of[Shard(number, row, column)] in (rank, EVERYWHERE)
                 ]
                 if not of_column:
                     continue

@@ -24,12 +24,14 @@ from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
 from sennit.runtime.kernels.spec import Pooling, ShardSpec
 from sennit.runtime.sharded.batch_parts import joined
 from sennit.runtime.sharded.engines import Settings
+from sennit.runtime.sharded.exchange import Arrived, Exchange, Given, Ready
 from sennit.runtime.sharded.features import Outgoing, features_of
 from sennit.runtime.sharded.placement import EVERYWHERE
 from sennit.runtime.sharded.shards import Announced, Shards
 from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.tables import Range, Shard
 from sennit.runtime.sharded.wire import Wire
+from sennit.transport.errors import ArgumentError
 
 
 class Part(NamedTuple):
@@ -56,16 +58,26 @@ class Node:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """The rows that all ranks asked this one for."""
+class RowsArrived(Arrived):
+    """The rows that all peers asked this rank for, and what it asked them for."""
 
-    announced: Announced
     sizes: list[int]
-    """Floats of the answer to each rank."""
+    """Floats of the answer to each peer."""
+
+    nodes: list[Node]
+    """What this rank looks up."""
+
+    rows: dict[int, int]
+    """The rows of the result by feature."""
+
+    kept: dict[int, Tensor]
+    """For each feature of which ids are ignored: int64 [ids that are looked up], their places in the result."""
 
 
-class RowExchange:
-    """Lookups of rows in some tables of one engine. Exchanges are collective among the `peers`."""
+class RowExchange(Exchange[RowsArrived]):
+    """Lookups that return the row of each id."""
+
+    poolings = (Pooling.NONE,)
 
     def __init__(
         self,
@@ -76,16 +88,10 @@ class RowExchange:
         peers: Sequence[int],
         wire: Wire,
     ) -> None:
-        """`number_of`: this rank's shards in the engine. `peers`: the ranks of the `wire`. Replicated tables have this
-        rank alone."""
-        self._tables, self._slices = settings.tables, settings.slices
-        self._wire, self._device = wire, shards.engine.device
-        self._shards, self._number_of = shards, number_of
-        self._peers = list(peers)
-        self._me = self._peers.index(settings.slices.rank)
+        super().__init__(settings, shards, number_of, features, peers, wire)
         table_of = [table for _, table in features_of(settings.tables)]
         self._numbers = sorted({table_of[feature] for feature in features})
-        self._features = {
+        self._of_table = {
             table: [feature for feature in features if table_of[feature] == table] for table in self._numbers
         }
         self._parts = [_parts_on(settings, self._numbers, rank) for rank in peers]
@@ -97,47 +103,77 @@ class RowExchange:
             for column in range(settings.tables[table].column_shards)
         )
 
-    @property
-    def has_tables(self) -> bool:
-        return bool(self._numbers)
+    @staticmethod
+    def result_rows(outgoing: Outgoing) -> list[int]:
+        found: list[int] = outgoing.given_lengths.sum(1, dtype=torch.int64).tolist()
+        return found
 
-    def nodes(self, ids: Outgoing, global_batch: int) -> list[Node]:
-        """What this rank looks up, by node. Not collective."""
-        return [self._node(ids, slices) for slices in slice_ranges(self._slices, global_batch)]
+    def ready(self, outgoing: Outgoing, global_batch: int) -> Ready:
+        if outgoing.weights is not None:
+            raise ArgumentError("weights for ids that are not pooled; allowed: none")
+        nodes = [self._node(outgoing, slices) for slices in slice_ranges(self._slices, global_batch)]
+        counts = [[end - start for _, _, start, end in self._requests(nodes, peer)] for peer in self._world]
+        rows = self.result_rows(outgoing)
 
-    def ask(self, nodes: Sequence[Node]) -> Asked:
-        """Asks the owners for the rows of all nodes."""
+        def send(told: Sequence[int]) -> RowsArrived:
+            announced, sizes = self._ask(nodes, counts, told)
+            return RowsArrived(
+                announced=announced,
+                sizes=sizes,
+                nodes=nodes,
+                rows={feature: rows[feature] for feature in self._features},
+                kept={
+                    feature: outgoing.kept[feature].nonzero().view(-1).to(self._device)
+                    for feature in self._features
+                    if feature in outgoing.kept
+                },
+            )
+
+        return Ready([sum(of_peer) for of_peer in counts], send)
+
+    def _ask(
+        self, nodes: Sequence[Node], counts: Sequence[Sequence[int]], told: Sequence[int]
+    ) -> tuple[Announced, list[int]]:
+        """Asks the owners for the rows of all nodes: `counts` by peer and request. `told`: what each peer asks for.
+
+        Returns the rows that all peers asked this rank for, and the floats of the answer to each of them.
+        """
         mine = self._parts[self._me]
-        counts = [[end - start for _, _, start, end in self._requests(nodes, rank)] for rank in self._world]
-        flat = [count for of_rank in counts for count in of_rank]
+        flat = [count for of_peer in counts for count in of_peer]
         sizes = [len(of_node) * len(mine) for of_node in self._nodes]
-        told = self._wire.all_to_all(
-            "counts", torch.tensor(flat, dtype=torch.int64), sizes, [len(of_rank) for of_rank in counts]
+        own = self._wire.all_to_all(
+            "counts", torch.tensor(flat, dtype=torch.int64), sizes, [len(of_peer) for of_peer in counts]
         )
-        asked = [part.tolist() for part in torch.split(told, sizes)]
+        asked = [part.tolist() for part in torch.split(own, sizes)]
         wanted = [
             nodes[node].distinct[part.table][start:end] - self._tables[part.table].row_range(part.row).low
-            for rank in self._world
-            for node, part, start, end in self._requests(nodes, rank)
+            for peer in self._world
+            for node, part, start, end in self._requests(nodes, peer)
         ]
-        ids = self._wire.all_to_all(
-            "ids",
-            joined(wanted, torch.int64),
-            [sum(of_rank) for of_rank in asked],
-            [sum(of_rank) for of_rank in counts],
-        )
+        ids = self._wire.all_to_all("ids", joined(wanted, torch.int64), told, [sum(of_peer) for of_peer in counts])
         batch, answers = self._batch(ids, asked)
-        return Asked(announced=self._shards.announce(batch), sizes=answers)
+        return self._shards.announce(batch), answers
 
-    def fetch(self, asked: Asked) -> None:
-        """Waits for the rows that others asked for. Not collective."""
-        self._shards.fetch(asked.announced)
+    def results(self, arrived: RowsArrived) -> dict[int, Tensor]:
+        """The row of each id, in the order of ids. Ignored ids have a row of zeros."""
+        found = self._by_lookup(arrived)
+        for feature, kept in arrived.kept.items():
+            rows = found[feature]
+            found[feature] = rows.new_zeros(arrived.rows[feature], rows.shape[1]).index_copy_(0, kept, rows)
+        return found
 
-    def by_lookup(self, nodes: Sequence[Node], asked: Asked) -> dict[int, Tensor]:
+    def give(self, arrived: RowsArrived, gradients: Mapping[int, Tensor]) -> tuple[Given, dict[int, Tensor]]:
+        of_lookups = dict(gradients)
+        for feature, kept in arrived.kept.items():
+            of_lookups[feature] = of_lookups[feature].index_select(0, kept)
+        announced = arrived.announced
+        return Given(announced, announced.batch, self._exchanged(arrived, of_lookups)), {}
+
+    def _by_lookup(self, arrived: RowsArrived) -> dict[int, Tensor]:
         """Gets the rows. Returns the row of each lookup, float32 [lookups, dim] by feature."""
-        answer = self._shards.lookup(asked.announced)
-        found = self._wire.all_to_all("rows", answer, self._own_sizes(nodes), asked.sizes, codec=self._codec)
-        pieces: dict[int, list[Tensor]] = {feature: [] for of_table in self._features.values() for feature in of_table}
+        nodes, answer = arrived.nodes, self._shards.lookup(arrived.announced)
+        found = self._wire.all_to_all("rows", answer, self._own_sizes(nodes), arrived.sizes, codec=self._codec)
+        pieces: dict[int, list[Tensor]] = {feature: [] for feature in self._features}
         for node, rows in zip(nodes, self._assembled(nodes, found), strict=True):
             for number, table in enumerate(self._numbers):
                 own = [
@@ -146,7 +182,7 @@ class RowExchange:
                     if block == number
                 ]
                 chosen = rows[table].index_select(0, node.places[table].to(self._device))
-                if len(self._features[table]) == 1:
+                if len(self._of_table[table]) == 1:
                     pieces[own[0][0]].append(chosen)
                     continue
                 sizes = [piece.stop - piece.start for _, piece in own]
@@ -154,11 +190,12 @@ class RowExchange:
                     pieces[feature].append(part)
         return {feature: parts[0] if len(parts) == 1 else torch.cat(parts) for feature, parts in pieces.items()}
 
-    def sums(self, nodes: Sequence[Node], asked: Asked, gradients: dict[int, Tensor]) -> Tensor:
+    def _exchanged(self, arrived: RowsArrived, gradients: Mapping[int, Tensor]) -> Tensor:
         """Sends the sum of each row's gradients in each node to its owner. Returns the sums for this rank's rows.
 
         `gradients`: float32 [lookups, dim] by feature. The result is float32, flat.
         """
+        nodes = arrived.nodes
         sums: list[dict[int, Tensor]] = []
         for node in nodes:
             found = self._summer.sum_rows(node.lookups.batch, node.lookups.gathered(gradients, self._device))
@@ -174,18 +211,14 @@ class RowExchange:
             for node, part, start, end, columns in self._answers(nodes)
         ]
         own = joined(parts, torch.float32, self._device)
-        return self._wire.all_to_all("gradients", own, asked.sizes, self._own_sizes(nodes), codec=self._codec)
-
-    def release(self, asked: Asked) -> None:
-        """Ends a step without an update."""
-        self._shards.release(asked.announced, is_dirty=False)
+        return self._wire.all_to_all("gradients", own, arrived.sizes, self._own_sizes(nodes), codec=self._codec)
 
     @property
     def _world(self) -> range:
         return range(len(self._peers))
 
     def _node(self, ids: Outgoing, slices: Sequence[tuple[int, int, int]]) -> Node:
-        lookups = lookups_of(ids, list(enumerate(self._features.values())), slices)
+        lookups = lookups_of(ids, list(enumerate(self._of_table.values())), slices)
         sizes = [piece.stop - piece.start for _, piece in lookups.pieces]
         of_table: dict[int, list[Tensor]] = {table: [] for table in self._numbers}
         for number, values in zip(lookups.batch.table_of_block, torch.split(lookups.batch.values, sizes), strict=True):
@@ -329,7 +362,7 @@ class Lookups:
     pieces: tuple[tuple[int, slice], ...]
     """The feature of each block, and the block's range among the lookups of this feature."""
 
-    def gathered(self, of_feature: dict[int, Tensor], device: torch.device) -> Tensor:
+    def gathered(self, of_feature: Mapping[int, Tensor], device: torch.device) -> Tensor:
         """The values of each lookup, flat, on `device`, in the order of the batch. `of_feature`: [lookups, n]."""
         parts = [of_feature[feature][piece].reshape(-1) for feature, piece in self.pieces]
         return joined(parts, torch.float32, device)

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from sennit.runtime.sharded.exchange import Arrived
 from sennit.transport.errors import ArgumentError
 
 
@@ -74,19 +75,30 @@ class Refused:
 class Sent:
     """A batch that a module of sharded tables has sent. One call of the module takes it, or `drop` does."""
 
-    def __init__(self, sender: object, step: object) -> None:
+    def __init__(
+        self,
+        sender: object,
+        arrived: Sequence[Sequence[Arrived]],
+        *,
+        result_rows: Sequence[int],
+        weights: Tensor | None,
+    ) -> None:
         """`sender`: an object that this module alone has, until its shards move."""
-        self._sender, self._step = sender, step
+        self._sender = sender
         self._fate: str | None = None
+        self.arrived = arrived
+        """The ids that came to this rank, for each exchange of each of its engines."""
+
+        self.result_rows = result_rows
+        """The rows of the result of each feature."""
+
+        self.weights = weights
+        """The weights of this rank's ids, if they require gradients."""
+
         self.lookup: Running | None = None
         """The lookup of this batch, if another thread has begun it before the call."""
 
-    @property
-    def step(self) -> object:
-        """The batch as the module knows it."""
-        return self._step
-
-    def take(self, sender: object, fate: str) -> object:
+    def take(self, sender: object, fate: str) -> None:
         """Gives the batch to `sender`, once. `fate`: what becomes of it, for the error of a second call.
 
         Raises `ArgumentError` for another sender, and for a batch that was taken before.
@@ -99,4 +111,3 @@ class Sent:
                 f"a sent batch is to be {fate}, but it was {self._fate} before; allowed: one of them, once"
             )
         self._fate = fate
-        return self._step

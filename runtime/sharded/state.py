@@ -15,9 +15,10 @@ from sennit.runtime.backend.torch_versions import plain_results
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.runtime.sharded.engines import groups_of
+from sennit.runtime.sharded.passes import Passes
 from sennit.runtime.sharded.shards import Held, Shards, expected, tensors_of
 from sennit.runtime.sharded.table_steps import TableSteps
-from sennit.runtime.sharded.tables import Table, shard_spec, shards_of
+from sennit.runtime.sharded.tables import shard_spec, shards_of
 from sennit.transport.errors import ArgumentError, SennitError, Unsupported
 
 CHANGED_ROWS: Final = "changed_rows"
@@ -34,17 +35,16 @@ NO_COPY: Final = (
 class HeldTables(nn.Module):
     """The shards of this rank, as `state_dict` and checkpoints have them."""
 
-    tables: tuple[Table, ...]
-    _steps: TableSteps
-    _group: dist.ProcessGroup | None
-
-    def __init__(self) -> None:
+    def __init__(self, steps: TableSteps, group: dist.ProcessGroup | None) -> None:
+        """`steps`: of the tables. `group`: the ranks that have their shards."""
         super().__init__()
+        self._steps, self._passes, self._group = steps, Passes(steps), group
+        self.tables = steps.tables
         self._changes: list[ChangedRows] = []
 
     def finish(self) -> None:
         """Waits for what runs in another thread. Raises errors of updates."""
-        raise NotImplementedError
+        self._passes.finish()
 
     def held(self) -> Iterator[Held]:
         """The shards that this rank holds, one after the other. Those in files are copied to files without names."""

@@ -7,43 +7,41 @@ A module takes steps in its caller's thread, and `overlap` takes them in another
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from sennit.runtime.kernels.checks import GradientError
-from sennit.runtime.kernels.spec import Pooling
-from sennit.runtime.sharded.accumulation import Given, Gradients
+from sennit.runtime.sharded.accumulation import Gradients
 from sennit.runtime.sharded.agreement import exchange_headers, rows_on_all
 from sennit.runtime.sharded.engines import Engines
+from sennit.runtime.sharded.exchange import Arrived, Exchange, Given, Ready
 from sennit.runtime.sharded.features import Outgoing, features_of, ids_of
 from sennit.runtime.sharded.optimizer import TableOptimizer
-from sennit.runtime.sharded.sent import Refused
+from sennit.runtime.sharded.sent import Refused, Sent
 from sennit.runtime.sharded.shards import Rates
 from sennit.runtime.sharded.tables import output_names, shards_of
 from sennit.transport.errors import ArgumentError, ConfigError, Unsupported
 
+_KINDS: Final = ("no weights", "weights", "weights that require gradients")
 
-class TableSteps(ABC):
-    """The steps of a module's tables. A subclass decides whether a lookup gives sums of bags or rows.
 
-    `send` makes a step, which the other methods take. Only the subclass knows what is in it.
-    """
+class TableSteps:
+    """The steps of a module's tables, one for each batch that `send` sends."""
 
-    poolings: ClassVar[tuple[Pooling, ...]]
-    """What the tables may do with the rows of a bag."""
-
-    def __init__(self, engines: Sequence[Engines], optimizer: TableOptimizer, *, divisor: int) -> None:
-        """`divisor`: what gradients are divided by, so that they are averaged over ranks."""
+    def __init__(
+        self, engines: Sequence[Engines], exchange: type[Exchange[Any]], optimizer: TableOptimizer, *, divisor: int
+    ) -> None:
+        """`exchange`: whether a lookup gives sums of bags or rows. `divisor`: what gradients are divided by, so that
+        they are averaged over ranks."""
         settings = engines[0].settings
         self.tables, self.slices, self.wire = settings.tables, settings.slices, settings.wire
         self.device = settings.device
         """Where results and gradients are."""
 
-        self.divisor = divisor
+        self._exchange, self._divisor = exchange, divisor
         self.features = features_of(self.tables)
         self.feature_names = output_names(self.tables)
         """The names of the results, in the model's order."""
@@ -71,6 +69,7 @@ class TableSteps(ABC):
         """Works on these engines from now on. A move of shards makes new ones."""
         settings = engines[0].settings
         self.engines = list(engines)
+        self._exchanges = [self._exchange.of(one) for one in engines]
         self.gradients = [Gradients(one) for one in engines]
         self.has_files = bool(settings.homes.in_files(settings.tables, settings.placement.replicated))
         """Whether tables are in files, on whichever rank."""
@@ -80,14 +79,43 @@ class TableSteps(ABC):
         """Whether gradients are kept for a later step."""
         return not all(one.is_empty for one in self.gradients)
 
-    @abstractmethod
-    def send(self, given: Any, global_batch: int | None, rates: Rates) -> Any:
-        """Sends the ids in `given` to the owners of their rows, and returns the step. Collective.
+    def send(self, given: Any, global_batch: int | None, rates: Rates) -> Sent:
+        """Sends the ids in `given` to the owners of their rows. Collective.
 
-        `rates`: those of this rank. All ranks must have the same (`alike`).
+        `rates`: those of this rank. Raises on all ranks if the input of one is bad, or if rates differ (`alike`).
         """
+        error: Exception | None = given.error if isinstance(given, Refused) else None
+        whole_batch, mine = 0, [[0] * (len(self._exchanges) + 1)] * self.slices.world_size
+        outgoing: Outgoing | None = None
+        ready: list[list[Ready]] = []
+        if error is None:
+            try:
+                self.check_finite(rates)
+                outgoing = ids_of(given, self.tables)
+                whole_batch = self.slices.global_batch(outgoing.sample_count, global_batch)
+                ready = [[one.ready(outgoing, whole_batch) for one in exchanges] for exchanges in self._exchanges]
+                kind = _kind_of(outgoing.weights)
+                counts = zip(*(sharded.counts for sharded, *_ in ready), strict=True)
+                mine = [[*of_rank, kind] for of_rank in counts]
+            except Exception as bad:  # Any type, because the other ranks wait for this one.
+                error = bad
+        told = exchange_headers(error, whole_batch, mine, self.wire.group, alike=self.alike(rates))
+        assert outgoing is not None
+        for rank, (*_, kind) in enumerate(told):
+            if kind != (own := _kind_of(outgoing.weights)):
+                kinds = f"{_KINDS[own]} on rank {self.slices.rank}, {_KINDS[kind]} on rank {rank}"
+                raise ArgumentError(f"{kinds}; all ranks must give the same")
+        return Sent(
+            self.engines,
+            [
+                [sharded.send([row[number] for row in told]), *(one.send(one.counts) for one in replicated)]
+                for number, (sharded, *replicated) in enumerate(ready)
+            ],
+            result_rows=self._exchange.result_rows(outgoing),
+            weights=outgoing.weights if _kind_of(outgoing.weights) == 2 else None,
+        )
 
-    def look_up(self, step: Any) -> tuple[Tensor, ...]:
+    def look_up(self, sent: Sent) -> tuple[Tensor, ...]:
         """Waits for rows on all ranks, and returns the float32 result of each feature. Collective.
 
         If a rank does not get its rows, the step ends on all ranks with an error.
@@ -95,32 +123,33 @@ class TableSteps(ABC):
         with self.wire.phase("lookup"):
             if self.has_files:
                 try:
-                    rows_on_all(lambda: self.fetch(step), self.wire.group)
+                    rows_on_all(lambda: self._fetch(sent), self.wire.group)
                 except Exception:
-                    self.release(step)
+                    self.release(sent)
                     raise
-            return self.results(step)
+            return self._results(sent)
 
-    @abstractmethod
-    def fetch(self, step: Any) -> None:
-        """Waits for this rank's rows of a step. Not collective."""
+    def _parts(self, sent: Sent) -> Iterator[tuple[Exchange[Any], Arrived]]:
+        for exchanges, arrived in zip(self._exchanges, sent.arrived, strict=True):
+            yield from zip(exchanges, arrived, strict=True)
 
-    @abstractmethod
-    def results(self, step: Any) -> tuple[Tensor, ...]:
+    def _fetch(self, sent: Sent) -> None:
+        """Waits for this rank's rows. Not collective."""
+        for exchange, arrived in self._parts(sent):
+            exchange.fetch(arrived)
+
+    def _results(self, sent: Sent) -> tuple[Tensor, ...]:
         """The result of each feature, where all ranks have fetched their rows. Collective."""
+        found: dict[int, Tensor] = {}
+        for engines, exchanges, arrived in zip(self.engines, self._exchanges, sent.arrived, strict=True):
+            for exchange, one in zip(exchanges, arrived, strict=True):
+                found |= engines.from_tables(exchange.results(one))
+        return tuple(found[feature] for feature in range(len(self.features)))
 
-    @abstractmethod
-    def result_rows(self, step: Any) -> list[int]:
-        """The rows of the result of each feature."""
-
-    def result_size(self, step: Any) -> int:
-        """The number of floats in `results`."""
-        rows = zip(self.result_rows(step), self.features, strict=True)
+    def result_size(self, sent: Sent) -> int:
+        """The number of floats in the results."""
+        rows = zip(sent.result_rows, self.features, strict=True)
         return sum(count * self.tables[table].dim for count, (_, table) in rows)
-
-    def weights(self, step: Any) -> Tensor | None:
-        """The weights of this rank's ids, if they require gradients."""
-        return None
 
     def alike(self, rates: Rates) -> dict[str, str]:
         """The settings that a rank tells all others in each call, because the program may change them at any time."""
@@ -133,23 +162,18 @@ class TableSteps(ABC):
             self._alike = rates, found
         return found
 
-    def give(self, step: Any, lookup: int, gradients: Sequence[Tensor | None]) -> Tensor | None:
-        """Gives the gradients of `results` to the owners of rows, who keep them until `take`. Collective.
+    def give(self, sent: Sent, lookup: int, gradients: Sequence[Tensor | None]) -> Tensor | None:
+        """Gives the gradients of results to the owners of rows, who keep them until `take`. Collective.
 
         `lookup`: the number of the lookup in the order of calls. A gradient is None if this rank's loss does not depend
         on the result. Tables on which no rank's loss depends take no step.
 
-        Returns the gradients of `weights`, from the rows as they are. Raises `ArgumentError` on all ranks if their
-        losses depend on different lookups.
+        Returns the gradients of the weights that require some, from the rows as they are. Raises `ArgumentError` on all
+        ranks if their losses depend on different lookups.
         """
         flags = [*(one is not None for one in gradients), not self._are_finite(gradients), lookup, -lookup]
         told = self.wire.largest_of(torch.tensor(flags, dtype=torch.int64))
-        rows = zip(gradients, self.result_rows(step), self.features, strict=True)
-        whole = [
-            torch.zeros(count, self.tables[table].dim, device=self.device) if one is None else one
-            for one, count, (_, table) in rows
-        ]
-        found, of_weights = self.exchange(step, whole)
+        given, of_weights = self._returned(sent, gradients)
         *in_loss, is_bad, last, first = told().tolist()
         if last != -first:
             raise ArgumentError(
@@ -158,24 +182,39 @@ class TableSteps(ABC):
             )
         self._is_finite &= not is_bad
         tables = {table for (_, table), is_used in zip(self.features, in_loss, strict=True) if is_used}
-        for one, (sharded, replicated) in zip(self.gradients, found, strict=True):
-            one.add(lookup, tables, sharded, replicated)
+        for one, own in zip(self.gradients, given, strict=True):
+            one.add(lookup, tables, *own)
         return of_weights
+
+    def _returned(self, sent: Sent, gradients: Sequence[Tensor | None]) -> tuple[list[list[Given]], Tensor | None]:
+        """Sends the gradients of results to the owners of rows. Collective.
+
+        Returns those for this rank's rows, for each of `engines`, and those of weights that require some.
+        """
+        whole: dict[int, Tensor] = {}
+        for feature, (one, rows, (_, table)) in enumerate(zip(gradients, sent.result_rows, self.features, strict=True)):
+            if one is None:
+                one = torch.zeros(rows, self.tables[table].dim, device=self.device)
+            whole[feature] = one if self._divisor == 1 else one / self._divisor
+        given: list[list[Given]] = []
+        of_weights: dict[int, Tensor] = {}
+        for engines, exchanges, arrived in zip(self.engines, self._exchanges, sent.arrived, strict=True):
+            own = engines.to_tables(whole)
+            found = [exchange.give(one, own) for exchange, one in zip(exchanges, arrived, strict=True)]
+            given.append([one for one, _ in found])
+            for _, own_weights in found:
+                of_weights |= engines.from_tables(own_weights)
+        if sent.weights is None:
+            return given, None
+        # A weight belongs to the loss of this rank alone, which is no mean over ranks.
+        joined = torch.cat([of_weights[feature] for feature in range(len(self.features))]).mul_(self._divisor)
+        return given, joined.to(sent.weights.device)
 
     def _are_finite(self, gradients: Sequence[Tensor | None]) -> bool:
         """Whether a scaler finds no overflow in the gradients of this rank. Without one nobody asks."""
         if self.optimizer.scaler is None:
             return True
         return all(bool(one.isfinite().all()) for one in gradients if one is not None)
-
-    @abstractmethod
-    def exchange(
-        self, step: Any, gradients: Sequence[Tensor]
-    ) -> tuple[list[tuple[Given, Given | None]], Tensor | None]:
-        """Sends the gradients of `results` to the owners of rows. Collective.
-
-        Returns what `Gradients.add` takes, for each of `engines`, and the gradients of `weights`.
-        """
 
     def take(self, rates: Rates, *, scale: float = 1.0) -> GradientError | None:
         """Takes one step with all gradients that were given. Not collective.
@@ -234,9 +273,10 @@ class TableSteps(ABC):
             self._were_finite, self._factor = True, 1.0
         self._is_finite = self._were_finite
 
-    @abstractmethod
-    def release(self, step: Any) -> None:
+    def release(self, sent: Sent) -> None:
         """Ends a step without an update. Not collective."""
+        for exchange, arrived in self._parts(sent):
+            exchange.release(arrived)
 
     def check_finite(self, rates: Rates) -> None:
         """Raises `ConfigError` for a rate that is not finite."""
@@ -244,31 +284,7 @@ class TableSteps(ABC):
             if rate is not None and not math.isfinite(rate):
                 raise ConfigError(f"table {table.name}: lr {rate}; allowed: finite")
 
-    def agreed(
-        self,
-        given: Any,
-        global_batch: int | None,
-        rates: Rates,
-        counts: Callable[[Outgoing], Sequence[Sequence[int]]],
-        width: int,
-    ) -> tuple[Outgoing, int, list[list[int]]]:
-        """Reads this rank's ids, and tells the other ranks that they are good. Collective.
 
-        `counts` returns `width` numbers for each rank, which that rank is told. It may raise, as reading ids may.
-        Returns the ids, the samples of all ranks, and the numbers that each rank told this one. Raises on all ranks if
-        the input of one is bad, or if `rates` differ.
-        """
-        error: Exception | None = given.error if isinstance(given, Refused) else None
-        batch, mine = 0, [[0] * width] * self.slices.world_size
-        ids = None
-        if error is None:
-            try:
-                self.check_finite(rates)
-                ids = ids_of(given, self.tables)
-                batch = self.slices.global_batch(ids.sample_count, global_batch)
-                mine = [list(row) for row in counts(ids)]
-            except Exception as bad:  # Any type, because the other ranks wait for this one.
-                error = bad
-        arriving = exchange_headers(error, batch, mine, self.wire.group, alike=self.alike(rates))
-        assert ids is not None
-        return ids, batch, arriving
+def _kind_of(weights: Tensor | None) -> int:
+    """The index in `_KINDS`."""
+    return 0 if weights is None else 1 + weights.requires_grad

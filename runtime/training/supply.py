@@ -76,9 +76,8 @@ class Supply:
                 # A source lends one batch at a time.
                 taken = taken.copy()
                 self._source.release(number)
-            held: Upload | tuple[Tensor, Tensor] = taken.dense, taken.labels
-            if self._uploads is not None:
-                held = self._uploads.begin(held)
+            parts = taken.dense, taken.labels
+            held = parts if self._uploads is None else self._uploads.begin(parts)
         return Batch(samples=(number, held), features=[taken], global_batch=self._source.order.size(number))
 
     def samples(self, batch: Batch) -> tuple[Tensor, Tensor]:

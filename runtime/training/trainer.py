@@ -30,7 +30,7 @@ from sennit.runtime.pipeline.ahead import Batch, BatchesAhead
 from sennit.runtime.pipeline.exchanges import Exchanges
 from sennit.runtime.pipeline.scheduler import Scheduler
 from sennit.runtime.replicas.replicas import SlicedReplicas
-from sennit.runtime.sharded.bags import ShardedEmbeddingBags
+from sennit.runtime.sharded.module import ShardedEmbeddingBags
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.timeline.timeline import Timeline
 from sennit.runtime.training.config import TrainingConfig

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from sennit.runtime.backend.process_group import Options, PlanCompiler
-from sennit.runtime.sharded.bags import ShardedEmbeddingBags
+from sennit.runtime.sharded.module import ShardedEmbeddingBags
 from sennit.runtime.sharded.placement import placed
 from sennit.runtime.sharded.tables import Table
 from sennit.transport.plans.signature import Kind
