@@ -81,6 +81,7 @@ LONG = {
     "sennit shard": ["--data", "flights"],
     "sennit roofline": ["--data", "flights"],
     "sennit export": ["FILE", "FILE"],
+    "sennit convert": ["FILE", "FILE.folder", "--slices", "16"],
     "sennit calibrate": ["--ranks", "2"],
     "sennit build-extension": [],
     **{f"sennit bench {name}": [] for name in ("collectives", "planner", "placements", "overlap", "group", "timeline")},

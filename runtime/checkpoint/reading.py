@@ -45,6 +45,20 @@ class OpenedCheckpoint:
                     found[name] = about
         return found
 
+    def everything(self) -> dict[str, Any]:
+        """All values, in host memory."""
+        state: dict[str, Any] = {}
+        for link in self._links:
+            for name, place in (link.index.planner_data or {}).items():
+                if not link.is_whole(name):
+                    continue
+                *outer, last = map(str, place)
+                values = functools.reduce(lambda values, key: values.setdefault(key, {}), outer, state)
+                is_tensor = isinstance(link.index.state_dict_metadata[name], TensorStorageMetadata)
+                values[last] = link.empty(name) if is_tensor else None
+        self.read(state)
+        return state
+
     def read(self, state: dict[str, Any]) -> None:
         """Loads into the tensors of `state`, and replaces its other values.
 

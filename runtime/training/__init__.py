@@ -10,6 +10,8 @@ from sennit.exports import exporter
 
 if TYPE_CHECKING:
     from sennit.runtime.training.config import TrainingConfig as TrainingConfig
+    from sennit.runtime.training.convert import Converted as Converted
+    from sennit.runtime.training.convert import convert as convert
     from sennit.runtime.training.export import export_int8 as export_int8
     from sennit.runtime.training.metrics import Quality as Quality
     from sennit.runtime.training.metrics import quality as quality
@@ -23,6 +25,8 @@ __getattr__ = exporter(
     __name__,
     {
         "TrainingConfig": "config",
+        "Converted": "convert",
+        "convert": "convert",
         "export_int8": "export",
         "Quality": "metrics",
         "quality": "metrics",

@@ -21,7 +21,20 @@ from sennit.testbed.bench.command_line import app as bench
 from sennit.testbed.commands import app as testbed
 
 # As a newcomer meets them; others follow.
-ORDER = ("demo", "doctor", "train", "shard", "roofline", "timeline", "feed", "export", "top", "metrics", "trace")
+ORDER = (
+    "demo",
+    "doctor",
+    "train",
+    "shard",
+    "roofline",
+    "timeline",
+    "feed",
+    "export",
+    "convert",
+    "top",
+    "metrics",
+    "trace",
+)
 
 
 class Commands(TyperGroup):
@@ -194,6 +207,38 @@ def export(
         fail(error)
     before, after = decimal(found.before_bytes), decimal(found.after_bytes)
     typer.echo(f"{output}: {found.tables} tables of {found.source} in {after} instead of {before}")
+
+
+@app.command(epilog="Example: sennit convert runs/flights runs/more --slices 16 --row-shards 16")
+def convert(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="a checkpoint, or a folder of checkpoints, of which the newest is read")
+    ],
+    output: Annotated[Path, typer.Argument(help="folder to write; a run goes on from it with --resume")],
+    slices: Annotated[int | None, typer.Option(help="slices of a global batch, a power of two")] = None,
+    row_shards: Annotated[
+        list[str] | None,
+        typer.Option(metavar="N|TABLE=N", help="row shards of all tables, or of one; may be given several times"),
+    ] = None,
+) -> None:
+    """Make a checkpoint for more ranks, or other row shards: the model stays as it is, bits of its training change."""
+    from sennit.runtime.training.convert import convert as converted
+    from sennit.transport.errors import SennitError
+
+    of_table: dict[str, int] = {}
+    for text in row_shards or ():
+        table, _, count = text.rpartition("=")
+        if not count.isdecimal() or table in of_table or (len(row_shards or ()) > 1 and not table):
+            raise typer.BadParameter(f"--row-shards {text}; allowed: one number, or TABLE=NUMBER once for each table")
+        of_table[table] = int(count)
+    try:
+        with busy("reading the checkpoint, and writing another"):
+            found = converted(checkpoint, output, slices=slices, row_shards=of_table.get("", of_table or None))
+    except SennitError as error:
+        fail(error)
+    typer.echo(f"{found.output}: a new run with the weights of {found.source}, which goes on with other bits")
+    for line in found.changes:
+        typer.echo(f"  {line}")
 
 
 @app.command(epilog="Example: sennit explain allreduce 64MiB --ranks 32 --hosts 4")

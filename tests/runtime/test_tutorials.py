@@ -63,8 +63,9 @@ def test_first_training_run(tmp_path: Path) -> None:
     """With 8 steps in place of 286."""
     page = TUTORIALS / "first-training-run.md"
     shorter = {"--data flights": "--data flights --steps 8", "every 143": "every 4", "000286": "000008"}
+    shorter["--epochs 3"] = "--steps 12"
     printed = pages.run(page, tmp_path, deadline_s=3 * DEADLINE_S, shorter=shorter)
-    first, listed, resumed, gloo = printed.values()
+    first, listed, resumed, gloo, converted = printed.values()
     assert listed == ["step-000000004", "step-000000008"]
 
     def reported(lines: list[str], name: str) -> str:
@@ -74,6 +75,7 @@ def test_first_training_run(tmp_path: Path) -> None:
     for lines, ranks, steps in ((first, "2 over sennit", "1 to 8"), (gloo, "2 over gloo", "1 to 8")):
         assert reported(lines, "ranks") == ranks
         assert reported(lines, "steps").startswith(f"{steps},")
+    assert reported(converted, "steps").startswith("9 to 12,")
     assert reported(resumed, "ranks") == "3 over sennit"
     assert reported(resumed, "steps").startswith("5 to 8,")
     for name in ("AUC", "normalised entropy", "weights SHA-256"):
