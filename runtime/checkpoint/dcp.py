@@ -116,8 +116,11 @@ def optimizer_state(model: Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def restore_optimizer(model: Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Takes over what `optimizer_state` returned."""
+    """Takes over the states of parameters of what `optimizer_state` returned. Settings, as its weight decay, stay."""
+    settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     set_optimizer_state_dict(model, optimizer, state, options=_FLAT)
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
 
 
 @contextmanager

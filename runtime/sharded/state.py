@@ -132,9 +132,10 @@ class HeldTables(nn.Module):
 
     @property
     def steps(self) -> Tensor:
-        """Int64 [groups]: the updates so far of each group of tables. All engines of a group have taken as many."""
+        """Int64 [tables]: the updates so far of each table. Those of a group of equal optimizers have taken as many."""
         step_of = {engines.group: engines.step for engines in self._steps.engines}
-        return torch.tensor([step_of[group] for group in sorted(step_of)])
+        group_of = {number: group for group, numbers in enumerate(groups_of(self.tables)) for number in numbers}
+        return torch.tensor([step_of[group_of[number]] for number in range(len(self.tables))])
 
     def _load_from_state_dict(
         self,
@@ -175,11 +176,16 @@ class HeldTables(nn.Module):
         } | {f"{prefix}steps"}
         unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
         steps = state_dict.get(f"{prefix}steps")
-        if steps is None or len(steps) != len(groups_of(self.tables)):
+        if steps is None:
             missing_keys.append(f"{prefix}steps")
             return
+        if len(steps) != len(self.tables):
+            error_msgs.append(f"{prefix}steps has {len(steps)} numbers; the model has {len(self.tables)} tables")
+            return
+        groups = groups_of(self.tables)
         for engines in self._steps.engines:
-            engines.step = int(steps[engines.group])
+            # Tables whose optimizers were not equal before go on as the one that has taken the most.
+            engines.step = max(int(steps[number]) for number in groups[engines.group])
 
 
 class _OfPart(Tensor):

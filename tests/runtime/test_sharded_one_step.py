@@ -214,15 +214,15 @@ def outside_of_the_loss(rank: int, world: int, kind: str, placement: str) -> Non
 
     assert of_all("user", "item", "shop") == {"user", "item", "shop", "steps"}
     assert of_all("user") == {"user", "steps"}
-    assert module.state_dict()["steps"].tolist() == [2, 1]
+    assert module.state_dict()["steps"].tolist() == [2, 2, 1]
     assert of_all("shop") == {"shop", "steps"}
-    assert module.state_dict()["steps"].tolist() == [2, 2]
+    assert module.state_dict()["steps"].tolist() == [2, 2, 2]
     assert of_all(*(("user", "item") if rank == 0 else ("user",))) == {"user", "item", "steps"}
     # Some lookups of a step have blocks of a table, and others none.
     first, last = (module({"user": mine, "item": mine, "shop": mine}) for _ in range(2))
     (first["user"].sum() + last["item"].sum() + last["user"].sum()).backward()
     module.check()
-    assert module.state_dict()["steps"].tolist() == [4, 2]
+    assert module.state_dict()["steps"].tolist() == [4, 4, 2]
     module.digest()
 
 

@@ -314,6 +314,28 @@ def test_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(
     assert resumed == whole
 
 
+def settings_after_resuming(rank: int, world: int, *, seed: int, folder: str) -> list[Any]:
+    """Weight decays of the dense optimizer and of tables in a resumed run, and the updates that tables have had."""
+    run = trainer(seed, checkpoint=Path(folder), resume=True, weight_decay=0.5, tables=OTHER_EPSILON)
+    resumption.begin(run)
+    decays = {group["weight_decay"] for group in run.optimizer.param_groups}
+    decays |= {table.optimizer.weight_decay for table in run.tables.tables}
+    run.train_step()
+    assert {group["weight_decay"] for group in run.optimizer.param_groups} <= decays
+    return [decays, run.tables.steps.tolist()]
+
+
+OTHER_EPSILON = '[defaults.optimizer]\nkind = "adam"\n[tables.user.optimizer]\nepsilon = 1e-4\n'
+
+
+def test_settings_of_optimizers_are_those_of_the_command(kept_world: WorldFactory, seed: int, tmp_path: Path) -> None:
+    """Of dense parameters and of tables. One table's setting cuts tables into other groups, and all can be read."""
+    arguments: dict[str, Any] = {"seed": seed, "folder": str(tmp_path)}
+    adam = '[defaults.optimizer]\nkind = "adam"\n'
+    kept_world(2).run(save_then_train_on, before=4, after=0, tables=adam, **arguments)
+    assert kept_world(2).run(settings_after_resuming, **arguments) == [[{0.5}, [5, 5, 5]]] * 2
+
+
 @pytest.mark.parametrize("gradient", ["int8", "fp8", None])
 def test_error_feedback_of_other_ranks_begins_at_zero(
     kept_world: WorldFactory, seed: int, tmp_path: Path, gradient: str | None
