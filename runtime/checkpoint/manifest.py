@@ -21,6 +21,7 @@ from typing import Any, Final, Self
 import torch
 
 import sennit
+from sennit.transport.choice.calibration import processor_name
 from sennit.transport.errors import ConfigError, SennitError
 
 NAME: Final = "manifest.json"
@@ -66,7 +67,7 @@ class Manifest:
     """JSON: settings that a resumed run may change (number of ranks, epochs, learning rates, ...)."""
 
     code: Mapping[str, Any]
-    """Versions of the software that wrote the checkpoint."""
+    """Versions of the software that wrote the checkpoint, its processor and its threads."""
 
     after: tuple[Link, ...] = ()
     """The base of an incremental checkpoint, and those between, in order. Empty: it needs no other."""
@@ -186,7 +187,14 @@ def new_run_id() -> str:
 
 
 def code_versions() -> dict[str, str]:
-    return {"sennit": sennit.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    """The software and the processor by which weights are rounded as they are."""
+    return {
+        "sennit": sennit.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": processor_name() or platform.machine(),
+        "threads": str(torch.get_num_threads()),
+    }
 
 
 def differences(
