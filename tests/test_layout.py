@@ -111,7 +111,7 @@ def test_no_circle_of_folders() -> None:
 # Files of `sennit/` that every folder may use.
 SHARED = {
     "cache", "closing", "command_line", "debian", "errors", "exports", "extras", "fitting_console", "known_names",
-    "options", "thread_names",
+    "options", "thread_names", "user_code",
 }  # fmt: skip
 
 

@@ -4,16 +4,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import inspect
-import os
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from sennit import user_code
 
 from sennit.known_names import hint
 from sennit.runtime.data.seeds import derive
@@ -72,9 +69,7 @@ def build(name: str, inputs: ModelInputs) -> nn.Module:
 
 def check_name(name: str) -> None:
     """Raises `ConfigError` for what is neither a model of sennit nor the name of a factory. Imports nothing."""
-    module_name, colon, path = name.partition(":")
-    is_factory = colon and all(part.isidentifier() for part in (*module_name.split("."), *path.split(".")))
-    if name not in MODELS and not is_factory:
+    if name not in MODELS and not user_code.is_name(name):
         allowed = f"{', '.join(MODELS)}, or package.module:factory"
         raise ConfigError(f"model {name!r}; allowed: {allowed}{hint(name, MODELS)}")
 
@@ -84,44 +79,13 @@ def find(name: str) -> Callable[[ModelInputs], Any]:
     if name in MODELS:
         return MODELS[name]
     check_name(name)
-    module_name, _, path = name.partition(":")
-    found: Any = _import(name, module_name)
-    for part in path.split("."):
-        if not hasattr(found, part):
-            raise ConfigError(f"model {name}: {module_name} has no {path}{hint(part, dir(found))}")
-        found = getattr(found, part)
+    found = user_code.find("model", name)
     if isinstance(found, nn.Module):
         raise ConfigError(f"model {name} is a module already; allowed: a function or class that makes one")
     if not callable(found):
         raise ConfigError(f"model {name} is {_described(found)}; allowed: a function or class that makes a module")
-    _check_signature(name, found)
+    user_code.check_arguments("model", name, found, "ModelInputs")
     return found  # type: ignore[no-any-return]
-
-
-def _import(name: str, module_name: str) -> Any:
-    # `python -m` puts the folder there, too. It stays there: the module may import others later.
-    if not sys.flags.safe_path and not {"", os.getcwd()} & set(sys.path):
-        sys.path.insert(0, os.getcwd())
-    # A file that was written a moment ago may not be in the folder's listing that Python keeps.
-    importlib.invalidate_caches()
-    try:
-        return importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # A script may end itself.
-        cause = f"{type(error).__name__}: {error}"
-        if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
-            cause = f"there is no module {error.name} in {os.getcwd()} or among installed packages"
-        raise ConfigError(f"model {name}: {module_name} cannot be imported: {cause}") from error
-
-
-def _check_signature(name: str, factory: Callable[..., Any]) -> None:
-    try:
-        signature = inspect.signature(factory)
-    except (TypeError, ValueError):
-        return  # Not every callable written in C has one.
-    try:
-        signature.bind(object())
-    except TypeError as error:
-        raise ConfigError(f"model {name} has the arguments {signature}, but gets one, ModelInputs: {error}") from None
 
 
 def _check_results(name: str, model: nn.Module, inputs: ModelInputs) -> None:
