@@ -24,7 +24,7 @@ import torch.distributed as dist
 from sennit.runtime.checkpoint import manifest
 from sennit.runtime.checkpoint.manifest import CheckpointError, Link, Manifest
 from sennit.runtime.sharded.state import CHANGED_ROWS
-from sennit.transport.errors import SennitError
+from sennit.transport.errors import ConfigError, SennitError
 
 METADATA: Final = ".metadata"
 """The name of DCP's index of the files."""
@@ -60,6 +60,16 @@ def whole(folder: Path) -> list[Path]:
 def latest(folder: Path) -> Path | None:
     """The newest complete checkpoint."""
     return next(iter(whole(folder)), None)
+
+
+def named(folder: Path) -> Path:
+    """The checkpoint that a user names: `folder` itself, or the newest one in it. Raises `ConfigError` without one."""
+    found = folder if (folder / METADATA).is_file() else latest(folder)
+    if found is None:
+        raise ConfigError(
+            f"{folder}: no checkpoint, and no folder of checkpoints; give what sennit train --checkpoint wrote"
+        )
+    return found
 
 
 def latest_of(folder: Path, run_id: str) -> Path | None:

@@ -27,7 +27,7 @@ class OpenedCheckpoint:
 
         Raises `CheckpointError` on every rank or on none.
         """
-        self._path, self._alone = path, alone
+        self.path, self._alone = path, alone
         self._links: list[_Link] = []
         self._together(self._open)
 
@@ -67,8 +67,8 @@ class OpenedCheckpoint:
         self._together(lambda: self._read(state))
 
     def _open(self) -> None:
-        about = Manifest.read(self._path)
-        paths = chain(self._path, about)
+        about = Manifest.read(self.path)
+        paths = chain(self.path, about)
         abouts = [*(Manifest.read(path) for path in paths[:-1]), about]
         files = [
             (path / name, digest)
@@ -109,7 +109,7 @@ class OpenedCheckpoint:
                 raise CheckpointError(f"{name} does not have the SHA-256 with which it was saved")
 
     def _together(self, function: Callable[[], None]) -> None:
-        what = f"checkpoint {self._path} cannot be read"
+        what = f"checkpoint {self.path} cannot be read"
         if not self._alone:
             agreed(what, function)
             return

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sennit.runtime.data.samples import Samples as Samples
     from sennit.runtime.data.source import Source as Source
     from sennit.runtime.data.sources import load as load
+    from sennit.runtime.data.sources import register as register
 
 __getattr__ = exporter(
     __name__,
@@ -41,5 +42,6 @@ __getattr__ = exporter(
         "Samples": "samples",
         "Source": "source",
         "load": "sources",
+        "register": "sources",
     },
 )

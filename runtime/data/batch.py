@@ -28,6 +28,9 @@ class Batch:
     values: Tensor
     """Int64 [lengths.sum()]: row ids, table after table, and sample after sample within a table."""
 
+    sample_weights: Tensor | None = None
+    """Float32 [B]: by what a sample's loss is multiplied. None: 1."""
+
     @property
     def sample_count(self) -> int:
         return self.labels.shape[0]
@@ -39,8 +42,16 @@ class Batch:
             labels=self.labels.clone(),
             lengths=self.lengths.clone(),
             values=self.values.clone(),
+            sample_weights=None if self.sample_weights is None else self.sample_weights.clone(),
         )
 
     @property
     def size_bytes(self) -> int:
-        return sum(part.nbytes for part in (self.dense, self.labels, self.lengths, self.values))
+        return sum(part.nbytes for part in (*self.of_samples, self.lengths, self.values))
+
+    @property
+    def of_samples(self) -> tuple[Tensor, ...]:
+        """What is there once for each sample: dense features, labels, and weights if there are any."""
+        return (
+            (self.dense, self.labels) if self.sample_weights is None else (self.dense, self.labels, self.sample_weights)
+        )

@@ -111,6 +111,7 @@ class MemorySource:
         return self._sketch
 
 
-def prepared(data: RawSamples | Samples, settings: OrderSettings) -> PreparedData:
-    """The data as a run with these settings trains on them."""
-    return PreparedData.of(data, settings.order(data.name, len(data)))
+def prepared(data: RawSamples | Samples, settings: OrderSettings, known: Preprocessing | None = None) -> PreparedData:
+    """The data as a run with these settings trains on them. `known`: of a model that is trained on."""
+    eval_rows = data.eval_rows if isinstance(data, RawSamples) else None
+    return PreparedData.of(data, settings.order(data.name, len(data), eval_rows), known)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order in which a run sees its samples: a pure function of the data's size and the run's settings.
 
-A run is one sequence of batches. Each epoch has training batches, cut from its own permutation of the training rows,
-and then the evaluation rows in batches. The last epoch may end early. The settings alone determine the samples of batch
-`n` of rank `r`, whether they are in the rank's own memory or come from feeders.
+A run is one sequence of batches. Each epoch has training batches, cut from its own permutation of the training rows.
+After an epoch, after every so many steps if that is asked for, and at the end of the run an *evaluation* follows: the
+validation rows in batches, if there are any, and then the evaluation rows. The last epoch may end early. The settings
+alone determine the samples of batch `n` of rank `r`, whether they are in the rank's own memory or come from feeders.
 
 A global batch is cut by the slices of the model (docs/reference/sharded.md), and a rank has the samples of its slices.
 
@@ -12,6 +13,8 @@ Permutations are keyed bijections (`KeyedPermutation`), so nobody holds a list o
 
 from __future__ import annotations
 
+import bisect
+import math
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Final
@@ -45,10 +48,12 @@ class OrderSettings:
     epochs: int
     max_steps: int | None
     slices: int = 8
+    eval_every: int | None = None
+    validation_fraction: float = 0.0
 
-    def order(self, name: str, sample_count: int) -> Order:
+    def order(self, name: str, sample_count: int, eval_rows: int | None = None) -> Order:
         """The order of a data set's samples."""
-        return Order(name=name, sample_count=sample_count, **asdict(self))
+        return Order(name=name, sample_count=sample_count, eval_rows=eval_rows, **asdict(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,18 +66,30 @@ class Order:
     sample_count: int
     seed: int
     split: str = "random"
-    """How evaluation rows are chosen: "random" or "last"."""
+    """How evaluation rows, and then validation rows among the others, are chosen: "random" or "last"."""
 
     eval_fraction: float
+    """The share of evaluation rows."""
+
+    eval_rows: int | None = None
+    """The data set's last rows that are its evaluation rows, whatever `eval_fraction` is. None: it says none itself."""
+
+    validation_fraction: float = 0.0
+    """The share of validation rows in what evaluation leaves. 0: there are none."""
+
     batch_size: int
     """Samples per global batch."""
 
     epochs: int = 1
     max_steps: int | None = None
+    eval_every: int | None = None
+    """Steps from one evaluation to the next inside an epoch, counted from the first step of the run; None: no such."""
+
     slices: int = 8
     """The slices of the model that a global batch is cut by, a power of two. A world has at most as many ranks."""
 
     train_count: int = field(init=False)
+    validation_count: int = field(init=False)
     eval_count: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -80,9 +97,18 @@ class Order:
             raise DataError(f"split {self.split!r}; allowed: random, last")
         if not 1 <= self.slices <= SLICES_MAX or self.slices & (self.slices - 1):
             raise DataError(f"{self.slices} slices; allowed: a power of two, 1 to {SLICES_MAX:,}")
-        eval_count = held_back(self.sample_count, self.eval_fraction)
+        if self.eval_every is not None and self.eval_every < 1:
+            raise DataError(f"evaluation every {self.eval_every} steps; allowed: 1 or more")
+        eval_count = self.eval_rows
+        if eval_count is None:
+            eval_count = held_back("evaluation", self.sample_count, self.eval_fraction)
+        elif not 0 < eval_count < self.sample_count:
+            raise DataError(f"{self.name}: {eval_count} evaluation rows of {self.sample_count}; allowed: a part")
+        rest = self.sample_count - eval_count
+        validation_count = held_back("validation", rest, self.validation_fraction) if self.validation_fraction else 0
         object.__setattr__(self, "eval_count", eval_count)
-        object.__setattr__(self, "train_count", self.sample_count - eval_count)
+        object.__setattr__(self, "validation_count", validation_count)
+        object.__setattr__(self, "train_count", rest - validation_count)
         if not self.steps_per_epoch:
             raise DataError(
                 f"{self.name}: {self.train_count} training samples do not fill one batch of {self.batch_size}"
@@ -99,8 +125,14 @@ class Order:
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
     @property
+    def validation_batches(self) -> int:
+        """The first batches of each evaluation, which have the validation rows."""
+        return -(-self.validation_count // self.batch_size)
+
+    @property
     def eval_batches(self) -> int:
-        return -(-self.eval_count // self.batch_size)
+        """All batches of an evaluation."""
+        return self.validation_batches + -(-self.eval_count // self.batch_size)
 
     @property
     def batch_count(self) -> int:
@@ -109,20 +141,32 @@ class Order:
 
     def training_batch(self, step: int) -> int:
         """The training batch of a step. Steps count from 0."""
-        return step + step // self.steps_per_epoch * self.eval_batches
+        return step + self.evaluations(step) * self.eval_batches
+
+    def evaluations(self, steps_done: int) -> int:
+        """The evaluations after these steps but that at the end of the run, unless it is the end of an epoch, too."""
+        count = steps_done // self.steps_per_epoch
+        if self.eval_every is not None:
+            both = math.lcm(self.steps_per_epoch, self.eval_every)
+            count += steps_done // self.eval_every - steps_done // both
+        return count
+
+    def next_evaluation(self, steps_done: int) -> int:
+        """The steps after which the next evaluation follows, if it does not follow these (1 or more) themselves."""
+        every = [self.steps_per_epoch, *([] if self.eval_every is None else [self.eval_every])]
+        return min(self.step_count, *(-(-max(1, steps_done) // steps) * steps for steps in every))
 
     def evaluation_batches(self, steps_done: int) -> range:
-        """The batches of the evaluation that follows the last of these steps, at the end of its epoch or of the run."""
-        epoch = max(0, steps_done - 1) // self.steps_per_epoch
-        begin = min((epoch + 1) * self.steps_per_epoch, self.step_count) + epoch * self.eval_batches
+        """The batches of the evaluation that follows these steps, or else of the next one."""
+        begin = self.training_batch(self.next_evaluation(steps_done) - 1) + 1
         return range(begin, begin + self.eval_batches)
 
-    def next_batch(self, steps_done: int) -> int:
-        """The batch at which a run resumes after this many steps.
+    def next_batch(self, steps_done: int, *, evaluates: bool = False) -> int:
+        """The batch at which a run resumes after this many steps. `evaluates`: with the evaluation that follows them.
 
         At the end of the run, its evaluation is done again.
         """
-        if steps_done < self.step_count:
+        if steps_done < self.step_count and not evaluates:
             return self.training_batch(steps_done)
         return self.evaluation_batches(steps_done).start
 
@@ -131,7 +175,8 @@ class Order:
         _, place = self._place(number)
         if place >= 0:
             return self.batch_size
-        return min(self.batch_size, self.eval_count - (-1 - place) * self.batch_size)
+        first, end = self._held_back(place)
+        return min(self.batch_size, end - first)
 
     def counts(self, number: int, world_size: int) -> list[int]:
         """The number of samples of each rank, those of its slices. Slices of a batch differ by one sample at most, and
@@ -166,7 +211,7 @@ class Order:
         """A part of a global batch."""
         epoch, place = self._place(number)
         if place < 0:
-            first = self.train_count + (-1 - place) * self.batch_size
+            first, _ = self._held_back(place)
             return self._split_rows(np.arange(first + begin, first + end))
         first = place * self.batch_size
         return self._split_rows(
@@ -176,16 +221,28 @@ class Order:
     def _split_rows(self, places: NDArray[np.int64]) -> Tensor:
         """Sample numbers by place in the split, which has training rows first and evaluation rows last."""
         if self.split == "random":
-            places = _shuffle(self.sample_count, f"{self.seed}/split")(places)
+            # Rows that the data set holds back itself stay where they are.
+            count = self.sample_count - (self.eval_rows or 0)
+            is_mixed = places < count
+            places = places.copy()
+            places[is_mixed] = _shuffle(count, f"{self.seed}/split")(places[is_mixed])
         return torch.from_numpy(places)
 
+    def _held_back(self, place: int) -> tuple[int, int]:
+        """Where the batch begins in the split, and where its part ends: the validation rows or the evaluation rows."""
+        number, middle = -1 - place, self.train_count + self.validation_count
+        if number < self.validation_batches:
+            return self.train_count + number * self.batch_size, middle
+        return middle + (number - self.validation_batches) * self.batch_size, self.sample_count
+
     def _place(self, number: int) -> tuple[int, int]:
-        """(epoch, place). Training batches have the places 0, 1, …; evaluation batches -1, -2, …"""
+        """(epoch, place). Training batches have the places 0, 1, …; batches of an evaluation -1, -2, …"""
         if not 0 <= number < self.batch_count:
             raise DataError(f"batch {number}; allowed: 0 to {self.batch_count - 1}")
-        epoch, place = divmod(number, self.steps_per_epoch + self.eval_batches)
-        steps = min(self.steps_per_epoch, self.step_count - epoch * self.steps_per_epoch)
-        return epoch, place if place < steps else steps - 1 - place
+        step = bisect.bisect_right(range(self.step_count), number, key=self.training_batch) - 1
+        epoch, place = divmod(step, self.steps_per_epoch)
+        behind = number - self.training_batch(step)
+        return epoch, -behind if behind else place
 
 
 @lru_cache(maxsize=8)

@@ -34,11 +34,13 @@ class _RowGroup:
         return f"{self.file}: column {column}, row group {self.number}"
 
 
-def load(name: str, files: Sequence[DataFile], schema: Schema) -> RawSamples:
-    """Reads the schema's columns from all files, in this order. `name` is the name of the data set."""
-    groups = [group for file in files for group in _row_groups(file, schema) if len(group.table)]
-    if not groups:
-        raise DataError(f"{', '.join(str(file) for file in files)}: no rows")
+def load(name: str, files: Sequence[DataFile], schema: Schema, evaluation: Sequence[DataFile] = ()) -> RawSamples:
+    """Reads the schema's columns from all files, in this order. `name` is the name of the data set.
+
+    `evaluation`: files of rows for evaluation alone, which come last.
+    """
+    groups, held_back = _groups(files, schema), _groups(evaluation, schema) if evaluation else []
+    groups += held_back
     labels = _labels(groups, schema.label)
     # Without dense columns, a constant column is used: the bottom MLP then learns the tables' common vector.
     dense = [_numbers(groups, part) for part in schema.dense] or [np.ones(len(labels), np.float32)]
@@ -47,8 +49,19 @@ def load(name: str, files: Sequence[DataFile], schema: Schema) -> RawSamples:
         dense=dense_matrix(dense),
         dense_fields=schema.dense or dense_fields(["constant"]),
         labels=torch.from_numpy(labels),
+        sample_weights=None
+        if schema.sample_weight is None
+        else torch.from_numpy(_weights(groups, schema.sample_weight)),
         features=tuple(_feature(groups, part) for part in schema.sparse),
+        eval_rows=sum(len(group.table) for group in held_back) if evaluation else None,
     )
+
+
+def _groups(files: Sequence[DataFile], schema: Schema) -> list[_RowGroup]:
+    groups = [group for file in files for group in _row_groups(file, schema) if len(group.table)]
+    if not groups:
+        raise DataError(f"{', '.join(str(file) for file in files)}: no rows")
+    return groups
 
 
 def _row_groups(file: DataFile, schema: Schema) -> Iterator[_RowGroup]:
@@ -75,7 +88,8 @@ def _check_types(file: DataFile, schema: Schema, found: Any, types: Any) -> None
         if (count := found.names.count(name)) != 1:
             what = f"no column {name}; there are" if count == 0 else f"{count} columns {name}; allowed: one. There are"
             raise DataError(f"{file}: {what}: {', '.join(sorted(found.names))}")
-    for name in (schema.label, *(part.name for part in schema.dense)):
+    weights = () if schema.sample_weight is None else (schema.sample_weight,)
+    for name in (schema.label, *weights, *(part.name for part in schema.dense)):
         kind = found.field(name).type
         numbers = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
         if not (numbers or types.is_null(kind)):
@@ -115,6 +129,20 @@ def _labels(groups: list[_RowGroup], name: str) -> npt.NDArray[np.float32]:
         if len(strange):
             raise DataError(f"{place}: label {strange[0]}; allowed: 0 and 1")
         parts.append(values.astype(np.float32))
+    return np.concatenate(parts)
+
+
+def _weights(groups: list[_RowGroup], name: str) -> npt.NDArray[np.float32]:
+    parts = []
+    for group in groups:
+        column, place = group.table[name], group.place(name)
+        if column.null_count:
+            raise DataError(f"{place}: {column.null_count} nulls; allowed: none in sample_weight")
+        values = np.asarray(column.to_numpy(), dtype=np.float64).astype(np.float32)
+        strange = values[~(np.isfinite(values) & (values >= 0))]
+        if len(strange):
+            raise DataError(f"{place}: sample weight {strange[0]}; allowed: 0 or more")
+        parts.append(values)
     return np.concatenate(parts)
 
 
@@ -172,7 +200,7 @@ def _feature(groups: list[_RowGroup], part: SparseField) -> Feature:
     offsets = None if is_single else np.concatenate([[0], np.cumsum(counts)])
     if part.encode == "dictionary":
         categories = arrow.chunked_array(_one_type(groups, columns, part))
-        return Feature.categories(part.name, categories, offsets, first=part.first)
+        return Feature.categories(part.name, categories, offsets, first=part.first, min_frequency=part.min_frequency)
     ids = []
     for group, column in zip(groups, columns, strict=True):
         values = np.asarray(column.to_numpy(zero_copy_only=False))

@@ -2,17 +2,21 @@
 """What a model has learnt about its inputs before training: vocabularies, means and deviations.
 
 It is fitted to training rows alone and is part of every checkpoint. A server needs it to feed the model
-(docs/reference/checkpoints.md). In a table with a vocabulary, row 0 is for null and for values that no training row
-has.
+(docs/reference/checkpoints.md). In a table with a vocabulary, row 0 is for null, for values that no training row has,
+and for values that training rows have less often than `Feature.min_frequency` says.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -48,6 +52,13 @@ class Encoding:
     salt: int | None = None
     first: int | None = None
 
+    def places_in(self, other: Encoding) -> npt.NDArray[np.int64]:
+        """[row_count]: the row of `other`'s table for each row of this one. `other` has all values of this one."""
+        if self.vocabulary is None or other.vocabulary is None:
+            return np.arange(self.row_count)
+        own, known = _comparable(self.vocabulary, other.vocabulary)
+        return np.concatenate([[UNKNOWN_ROW], 1 + np.searchsorted(known, own)])
+
     @property
     def kind(self) -> str:
         """The encoding's name in a schema file."""
@@ -62,14 +73,37 @@ class Preprocessing:
     encodings: tuple[Encoding, ...]
 
     @classmethod
-    def fit(cls, raw: RawSamples, is_training: Tensor) -> Self:
-        """Fits to the rows where `is_training`, bool [N], is True. No other row has any influence."""
+    def fit(cls, raw: RawSamples, is_training: Tensor, known: Preprocessing | None = None) -> Self:
+        """Fits to the rows where `is_training`, bool [N], is True. No other row has any influence.
+
+        `known`: the preprocessing of a model that is to be trained on with these rows. Its scales stay as they are,
+        since the model's weights go with them, and vocabularies keep their values and get those that are new. Raises
+        DataError for features that are not those of the model.
+        """
+        if known is not None:
+            known._check_features(raw)
         return cls(
             scales=tuple(
                 _scale(field, raw.dense[:, number], is_training) for number, field in enumerate(raw.dense_fields)
+            )
+            if known is None
+            else known.scales,
+            encodings=tuple(
+                _encoding(feature, is_training.numpy(), None if known is None else known.encodings[number])
+                for number, feature in enumerate(raw.features)
             ),
-            encodings=tuple(_encoding(feature, is_training.numpy()) for feature in raw.features),
         )
+
+    def _check_features(self, raw: RawSamples) -> None:
+        """Raises DataError unless the samples have the features of this preprocessing, with the same operators."""
+        for what, found, wanted in (
+            ("dense features", raw.dense_fields, tuple(scale.field for scale in self.scales)),
+            ("features", _described(raw.features), _described(self.encodings)),
+        ):
+            if found != wanted:
+                pairs = itertools.zip_longest(found, wanted, fillvalue="none")
+                here, there = next((one, other) for one, other in pairs if one != other)
+                raise DataError(f"{raw.name}: {what}: {here}, where the model has {there}")
 
     def apply(self, raw: RawSamples) -> RawSamples:
         """The samples with dense features scaled and ids as rows, some of which are still to be hashed.
@@ -130,6 +164,15 @@ class Preprocessing:
             raise ValueError("nested too deeply") from None
 
     @classmethod
+    def read(cls, checkpoint: Path) -> Self | None:
+        """That of a checkpoint; None if only feeders had it. Raises DataError for a file that is not one."""
+        path = checkpoint / NAME
+        try:
+            return cls.parse(path.read_text(encoding="utf-8")) if path.exists() else None
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} cannot be read: {error}") from error
+
+    @classmethod
     def from_json(cls, content: Any) -> Self:
         """Reads what `as_json` made. Raises ValueError for anything else."""
         try:
@@ -175,16 +218,40 @@ def _scale(field: DenseField, column: Tensor, is_training: Tensor) -> Scale:
     return Scale(field=field, mean=mean, deviation=deviation)
 
 
-def _encoding(feature: Feature, is_training: np.ndarray[Any, np.dtype[np.bool_]]) -> Encoding:
+def _described(parts: Iterable[Feature | Encoding]) -> tuple[str, ...]:
+    """What a model that is trained on must have as it was, in words."""
+    return tuple(
+        f"{part.name} with encode = {part.kind!r}"
+        + (f", salt {part.salt} and {part.row_count} rows" if part.salt is not None else "")
+        + (f", the first {part.first}" if part.first is not None else "")
+        for part in parts
+    )
+
+
+def _encoding(
+    feature: Feature, is_training: np.ndarray[Any, np.dtype[np.bool_]], known: Encoding | None = None
+) -> Encoding:
     if feature.dictionary is None:
+        if known is not None and feature.row_count < known.row_count:
+            raise DataError(
+                f"column {feature.name}: {feature.row_count} rows; allowed: at least the {known.row_count} of the model"
+            )
         return Encoding(name=feature.name, row_count=feature.row_count, salt=feature.salt, first=feature.first)
     cut = feature.cut()
     counts = is_training if cut.offsets is None else np.repeat(is_training, cut.lengths)
     codes = cut.values[counts]
-    is_known = np.zeros(len(feature.dictionary), np.bool_)
-    is_known[codes[codes >= 0]] = True
-    vocabulary = feature.dictionary[is_known]
+    frequency = np.bincount(codes[codes >= 0], minlength=len(feature.dictionary))
+    vocabulary = feature.dictionary[frequency >= (feature.min_frequency or 1)]
+    if known is not None and known.vocabulary is not None:
+        try:
+            vocabulary = _values(sorted({*known.vocabulary.tolist(), *vocabulary.tolist()}))
+        except (TypeError, OverflowError):
+            raise _mixed(feature.name) from None
     return Encoding(name=feature.name, row_count=1 + len(vocabulary), vocabulary=vocabulary, first=feature.first)
+
+
+def _mixed(name: str) -> DataError:
+    return DataError(f"column {name}: text where the model knows numbers, or numbers for text")
 
 
 def _encoded(feature: Feature, encoding: Encoding) -> Feature:
@@ -196,13 +263,21 @@ def _encoded(feature: Feature, encoding: Encoding) -> Feature:
     # The last entry is for nulls, whose code is -1.
     row_of = np.full(len(feature.dictionary) + 1, UNKNOWN_ROW, np.int64)
     if len(vocabulary) and len(feature.dictionary):
+        vocabulary, values = _comparable(vocabulary, feature.dictionary)
         try:
-            place = np.minimum(np.searchsorted(vocabulary, feature.dictionary), len(vocabulary) - 1)
+            place = np.minimum(np.searchsorted(vocabulary, values), len(vocabulary) - 1)
         except TypeError:
-            raise DataError(f"column {feature.name}: text where the model knows numbers, or numbers for text") from None
-        is_known = vocabulary[place] == feature.dictionary
+            raise _mixed(feature.name) from None
+        is_known = vocabulary[place] == values
         row_of[:-1][is_known] = place[is_known] + 1
     return replace(feature, values=row_of[feature.values], row_count=encoding.row_count, dictionary=None)
+
+
+def _comparable(one: Values, other: Values) -> tuple[Values, Values]:
+    """The same values. NumPy would compare int64 and uint64 as floats."""
+    if {one.dtype.kind, other.dtype.kind} == {"i", "u"}:
+        return one.astype(object), other.astype(object)
+    return one, other
 
 
 def _values(values: list[Any]) -> Values:
@@ -224,10 +299,13 @@ class PreparedData:
     """The fingerprint of the data before preprocessing."""
 
     @classmethod
-    def of(cls, data: RawSamples | Samples, order: Order) -> Self:
-        """Splits and preprocesses the data. Raises DataError if they cannot be trained on."""
+    def of(cls, data: RawSamples | Samples, order: Order, known: Preprocessing | None = None) -> Self:
+        """Splits and preprocesses the data. `known`: of a model that is trained on (`Preprocessing.fit`).
+
+        Raises DataError if they cannot be trained on.
+        """
         raw = RawSamples.of(data) if isinstance(data, Samples) else data
-        preprocessing = Preprocessing.fit(raw, order.is_training())
+        preprocessing = Preprocessing.fit(raw, order.is_training(), known)
         return cls(
             samples=preprocessing.apply(raw).samples(),
             order=order,

@@ -86,6 +86,9 @@ class Feature:
     first: int | None = None
     """Only this many ids of a list are used."""
 
+    min_frequency: int | None = None
+    """With a dictionary: values that training rows have less often share row 0. None: no value does."""
+
     dictionary: Values | None = None
     """The values that the codes in `values` stand for (`encode`), until `Preprocessing` turns codes into
     rows.
@@ -102,6 +105,11 @@ class Feature:
         """The feature for ids that are rows already."""
         offsets = None if column.offsets is None else column.offsets.numpy()
         return cls(name=column.name, row_count=column.row_count, values=column.values.numpy(), offsets=offsets)
+
+    @property
+    def kind(self) -> str:
+        """The encoding's name in a schema file."""
+        return "dictionary" if self.dictionary is not None else "id" if self.salt is None else "hash"
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
@@ -173,6 +181,9 @@ class RawSamples:
     labels: Tensor
     features: tuple[Feature, ...]
     dense_fields: tuple[DenseField, ...]
+    sample_weights: Tensor | None = None
+    eval_rows: int | None = None
+    """The last samples that are for evaluation, and all others are not. None: the run chooses some."""
 
     @classmethod
     def of(cls, samples: Samples) -> RawSamples:
@@ -181,6 +192,7 @@ class RawSamples:
             name=samples.name,
             dense=samples.dense,
             labels=samples.labels,
+            sample_weights=samples.sample_weights,
             features=tuple(Feature.of(column) for column in samples.columns),
             dense_fields=dense_fields(samples.dense_names or map(str, range(samples.dense.shape[1]))),
         )
@@ -198,6 +210,7 @@ class RawSamples:
             name=self.name,
             dense=self.dense,
             labels=self.labels,
+            sample_weights=self.sample_weights,
             columns=tuple(feature.column() for feature in self.features),
             dense_names=self.dense_names,
         )
@@ -261,4 +274,10 @@ def fingerprint(raw: RawSamples) -> str:
         for name, array in (("offsets", part.offsets), ("dictionary", part.dictionary)):
             if array is not None:
                 add([name], array)
+        if part.min_frequency not in (None, 1):
+            add(["min_frequency", part.min_frequency], np.empty(0))
+    if raw.sample_weights is not None:
+        add(["sample weights"], raw.sample_weights.numpy())
+    if raw.eval_rows is not None:
+        add(["evaluation rows", raw.eval_rows], np.empty(0))
     return digest.hexdigest()

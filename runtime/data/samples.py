@@ -102,6 +102,9 @@ class Samples:
     dense_names: tuple[str, ...] = field(default=())
     """D names, for messages."""
 
+    sample_weights: Tensor | None = None
+    """Float32 [N], 0 or more: by what a sample's loss is multiplied. None: 1. Metrics count each sample once."""
+
     def __post_init__(self) -> None:
         count = self.labels.shape[0]
         if not self.columns:
@@ -120,6 +123,15 @@ class Samples:
         if bool(strange.any()):
             row = int(strange.nonzero()[0])
             raise DataError(f"{self.name}: label {float(self.labels[row])} of sample {row}; allowed: 0 and 1")
+        if self.sample_weights is not None:
+            if self.sample_weights.shape != self.labels.shape:
+                raise DataError(f"{self.name}: weights are {tuple(self.sample_weights.shape)}, expected ({count},)")
+            strange = ~(torch.isfinite(self.sample_weights) & (self.sample_weights >= 0))
+            if bool(strange.any()):
+                row = int(strange.nonzero()[0])
+                raise DataError(
+                    f"{self.name}: weight {float(self.sample_weights[row])} of sample {row}; allowed: 0 or more"
+                )
 
     def __len__(self) -> int:
         return self.labels.shape[0]
@@ -130,14 +142,15 @@ class Samples:
         return Batch(
             dense=self.dense[rows],
             labels=self.labels[rows],
+            sample_weights=None if self.sample_weights is None else self.sample_weights[rows],
             lengths=torch.stack([lengths for lengths, _ in gathered]),
             values=torch.cat([values for _, values in gathered]),
         )
 
 
-def held_back(sample_count: int, eval_fraction: float) -> int:
-    """The number of evaluation samples."""
-    eval_count = round(sample_count * eval_fraction)
-    if not 0 < eval_count < sample_count:
-        raise DataError(f"evaluation part {eval_fraction} of {sample_count} samples leaves {eval_count} for evaluation")
-    return eval_count
+def held_back(what: str, sample_count: int, fraction: float) -> int:
+    """The number of samples held back for `what`, as "evaluation"."""
+    count = round(sample_count * fraction)
+    if not 0 < count < sample_count:
+        raise DataError(f"{what} part {fraction} of {sample_count} samples leaves {count} for {what}")
+    return count

@@ -2,6 +2,7 @@
 """The schema file of a Parquet data set: the meaning of each column, and its preprocessing. TOML or JSON, same keys.
 
     label = "clicked"
+    sample_weight = "worth"
     [dense.price]
     clamp = [0, 1000]
     log1p = true
@@ -9,6 +10,7 @@
     rows = 100_000
     [sparse.city]
     encode = "dictionary"
+    min_frequency = 5
     [sparse.seen]
     encode = "hash"
     rows = 1_000_000
@@ -58,6 +60,9 @@ class SparseField:
     first: int | None = None
     """Only this many ids of a list are used."""
 
+    min_frequency: int | None = None
+    """For `dictionary`: values that training rows have less often share row 0. None: as the run says."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schema:
@@ -66,10 +71,13 @@ class Schema:
     label: str
     dense: tuple[DenseField, ...]
     sparse: tuple[SparseField, ...]
+    sample_weight: str | None = None
+    """The column by which a sample's loss is multiplied."""
 
     @property
     def columns(self) -> list[str]:
-        return [self.label, *(part.name for part in self.dense), *(part.name for part in self.sparse)]
+        weights = [] if self.sample_weight is None else [self.sample_weight]
+        return [self.label, *weights, *(part.name for part in self.dense), *(part.name for part in self.sparse)]
 
 
 def read_schema(path: Path) -> Schema:
@@ -93,11 +101,16 @@ def read_schema(path: Path) -> Schema:
 def parse_schema(content: Any) -> Schema:
     """Checks the content of a schema file."""
     if not isinstance(content, dict):
-        raise DataError(f"is a {type(content).__name__}; allowed: a table with the keys label, dense, sparse")
-    _check_keys("", content, ("label", "dense", "sparse"))
+        raise DataError(
+            f"is a {type(content).__name__}; allowed: a table with the keys label, dense, sparse, sample_weight"
+        )
+    _check_keys("", content, ("label", "dense", "sparse", "sample_weight"))
     label, dense, sparse = content.get("label"), content.get("dense", []), content.get("sparse")
     if not isinstance(label, str) or not label:
         raise DataError(f"label is {label!r}; allowed: the name of a column")
+    sample_weight = content.get("sample_weight")
+    if sample_weight is not None and not (isinstance(sample_weight, str) and sample_weight):
+        raise DataError(f"sample_weight is {sample_weight!r}; allowed: the name of a column")
     if isinstance(dense, list) and all(isinstance(name, str) for name in dense):
         numbers = tuple(DenseField(name=name) for name in dense)
     elif isinstance(dense, dict):
@@ -107,7 +120,7 @@ def parse_schema(content: Any) -> Schema:
     if not isinstance(sparse, dict) or not sparse:
         raise DataError(f"sparse is {sparse!r}; allowed: a table with one entry a column, at least one")
     fields = tuple(_sparse_field(name, entry) for name, entry in sparse.items())
-    schema = Schema(label=label, dense=numbers, sparse=fields)
+    schema = Schema(label=label, dense=numbers, sparse=fields, sample_weight=sample_weight)
     for name in schema.columns:
         if schema.columns.count(name) > 1:
             raise DataError(f"column {name!r} is named twice")
@@ -132,8 +145,9 @@ def _dense_field(name: str, entry: Any) -> DenseField:
 
 def _sparse_field(name: str, entry: Any) -> SparseField:
     place = f"sparse.{name}"
-    _check_keys(place, _table(place, entry), ("encode", "rows", "salt", "first"))
+    _check_keys(place, _table(place, entry), ("encode", "rows", "salt", "first", "min_frequency"))
     encode, rows, first = entry.get("encode", "id"), entry.get("rows"), entry.get("first")
+    min_frequency = entry.get("min_frequency")
     if encode not in ENCODINGS:
         raise DataError(f"{place}.encode is {encode!r}; allowed: {', '.join(ENCODINGS)}")
     if encode == "dictionary" and rows is not None:
@@ -142,11 +156,15 @@ def _sparse_field(name: str, entry: Any) -> SparseField:
         raise DataError(f"{place}.salt is given, but belongs to encode = 'hash'")
     if encode != "dictionary":
         _check_integer(f"{place}.rows", rows, 1, ROWS_MAX)
+        if min_frequency is not None:
+            raise DataError(f"{place}.min_frequency is given, but belongs to encode = 'dictionary'")
+    elif min_frequency is not None:
+        _check_integer(f"{place}.min_frequency", min_frequency, 1, INT64_MAX)
     salt = entry.get("salt", 0)
     _check_integer(f"{place}.salt", salt, INT64_MIN, INT64_MAX)
     if first is not None:
         _check_integer(f"{place}.first", first, 1, COLUMN_MAX_LENGTH)
-    return SparseField(name=name, encode=encode, rows=rows, salt=salt, first=first)
+    return SparseField(name=name, encode=encode, rows=rows, salt=salt, first=first, min_frequency=min_frequency)
 
 
 def _table(place: str, entry: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from sennit.options import Option
+from sennit.options import Option, check
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,8 +21,15 @@ class Source:
     further: tuple[str, ...] = ()
     """More places of Parquet files, appended to the first as one data set."""
 
+    evaluation: tuple[str, ...] = ()
+    """Places of Parquet files whose rows are the evaluation rows, and no others. Empty: a share of the rows."""
+
     schema: Annotated[Path | None, Option()] = None
     """Schema of the Parquet files (TOML or JSON). It is described in `data/schema.py`."""
+
+    min_frequency: Annotated[int, Option(metavar="N", low=1, high=2**63 - 1)] = 1
+    """Values of a dictionary that training rows have less often than N times share row 0, and train it. A schema may
+    say otherwise for a column."""
 
     samples: Annotated[int, Option()] = 32_768
     """Synthetic: number of samples. Other data sets have their own."""
@@ -32,3 +39,6 @@ class Source:
 
     zipf_exponent: Annotated[float, Option(flag="--zipf")] = 1.05
     """Synthetic: skew of the rows. It is the exponent of Zipf's law; 0 is uniform."""
+
+    def __post_init__(self) -> None:
+        check(self)

@@ -62,7 +62,7 @@ def feed(
         source = replace(source, data=first, further=tuple(further))
         if not 0 < timeout <= 86_400:
             raise ConfigError(f"--timeout {timeout} s; allowed: above 0, at most 86,400")
-        if data is not None and data not in sources.NAMES:
+        if data is not None and not sources.is_named(data):
             raise ConfigError(f"--data {data!r}; allowed: {', '.join(sources.NAMES)} (paths go without --data)")
         address = Address.parse(to)
         if json_path is not None:

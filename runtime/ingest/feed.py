@@ -146,6 +146,10 @@ def give_up(address: Address, *, name: str, reason: str) -> None:
 
 def prepare(raw: RawSamples, terms: Terms) -> tuple[dict[str, Any], RecordStore]:
     """Returns the facts, as JSON, and the records of a run, preprocessed by its training rows."""
+    if raw.eval_rows is not None:
+        raise DataError(
+            f"{raw.name} holds rows back for evaluation itself; allowed: data of which trainers choose them"
+        )
     order = _order(raw.name, len(raw), terms)
     try:
         preprocessing = Preprocessing.fit(raw, order.is_training())

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from sennit import user_code
 
+from sennit import user_code
 from sennit.known_names import hint
 from sennit.runtime.data.seeds import derive
 from sennit.runtime.model.dcnv2 import DCNv2
@@ -19,12 +18,6 @@ from sennit.runtime.model.deepfm import DeepFM
 from sennit.runtime.model.dlrm import DLRM
 from sennit.runtime.model.inputs import ModelInputs
 from sennit.transport.errors import ConfigError
-
-
-def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Log loss, summed over the samples of a slice, so that slices of different sizes weigh what they should."""
-    return F.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
-
 
 DENSE_OPTIMIZERS = ("adagrad", "adam", "sgd")
 

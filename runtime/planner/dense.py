@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from sennit.runtime.backend.torch_versions import tree_leaves
 from sennit.runtime.data.batch_source import BatchSource
-from sennit.runtime.model.factory import build, dense_optimizer, summed_loss
+from sennit.runtime.model.factory import build, dense_optimizer
 from sennit.runtime.model.inputs import ModelInputs
+from sennit.runtime.model.loss import Loss
 from sennit.runtime.planner.one_thread import one_thread
 from sennit.runtime.planner.problem import Fixed
 from sennit.runtime.replicas.cutting import CutArguments
@@ -56,14 +57,14 @@ def _measure(
     own, samples = _own_slices(slices, batch)
     dense, labels = torch.randn(samples, inputs.dense_count), (torch.rand(samples) < 0.5).float()
     vectors = {table.name: (torch.randn(samples, table.dim) * 0.1).requires_grad_() for table in inputs.tables}
-    replica = _Alone(model, own)
+    replica, loss = _Alone(model, own), Loss()
 
     def passes() -> None:
         for vector in vectors.values():
             vector.grad = None
         optimizer.zero_grad()
         logits = replica(dense, vectors, global_batch=samples)
-        losses = replica.each_slice(summed_loss, logits, labels, global_batch=samples)
+        losses = replica.each_slice(loss, logits, labels, global_batch=samples)
         torch.autograd.backward(replica.loss(losses, samples))
 
     early: Any = getattr(model, "early", None)

@@ -45,18 +45,16 @@ class Best:
         assert self._trainer.config.checkpoint is not None
         return self._trainer.config.checkpoint / FOLDER
 
-    def hear(self, quality: Quality) -> bool:
+    def hear(self, new: Evaluation) -> bool:
         """Takes an evaluation, and saves the checkpoint if it is the best. Returns whether to stop. Collective.
 
         Raises TrainingError on every rank if `--stop-early` has nothing to compare.
         """
-        if self._patience is not None and quality.undefined:
+        if self._patience is not None and new.judged.undefined:
             raise TrainingError(
-                f"--stop-early needs {METRICS[self._metric]}, which is not defined: {quality.undefined}; "
+                f"--stop-early needs {METRICS[self._metric]}, which is not defined: {new.judged.undefined}; "
                 "hold back samples of both classes, or leave --stop-early out"
             )
-        epoch = -(-self._trainer.step // self._trainer.steps_per_epoch)
-        new = Evaluation(step=self._trainer.step, epoch=epoch, quality=quality)
         if self.found is None or new.loss(self._metric) < self.found.loss(self._metric):
             self.found = new
             if self._patience is not None:
@@ -69,7 +67,8 @@ class Best:
         """Whether the run has gone on long enough without a better evaluation."""
         if self._patience is None or self.found is None:
             return False
-        return self._trainer.step - self.found.step >= self._patience * self._trainer.steps_per_epoch
+        order = self._trainer.order
+        return order.evaluations(self._trainer.step) - order.evaluations(self.found.step) >= self._patience
 
     def text(self) -> str:
         """The best evaluation in words; empty unless the run went on after it."""
@@ -84,7 +83,13 @@ class Best:
             return None
         try:
             told: dict[str, Any] = json.loads((path / DOCUMENT).read_text(encoding="utf-8"))
-            return Evaluation(step=told["step"], epoch=told["epoch"], quality=_quality(told["quality"]))
+            validation = told.get("validation")
+            return Evaluation(
+                step=told["step"],
+                epoch=told["epoch"],
+                quality=_quality(told["quality"]),
+                validation=None if validation is None else _quality(validation),
+            )
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path / DOCUMENT} is not what a run wrote: {error}") from error
 

@@ -17,11 +17,14 @@ import typer
 
 from sennit.options import with_options
 from sennit.runtime.backend.torch_versions import Store
+from sennit.runtime.checkpoint.folder import named
 from sennit.runtime.data import sources
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.source import Source
 from sennit.runtime.ingest.address import Address
 from sennit.runtime.model.factory import check_name, find
+from sennit.runtime.model.loss import Loss
+from sennit.runtime.model.loss import check_name as check_loss
 from sennit.runtime.timeline.left import left_paths, write_left
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.launch import Ranks, join_address, serve_store
@@ -40,9 +43,13 @@ def command(
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"{', '.join(sources.NAMES)}, or Parquet files: path, pattern, folder or URL; may be repeated; "
-            f"default: {Source().data}"
+            help=f"{', '.join(sources.NAMES)}, package.module:function, or Parquet files: path, pattern, folder or "
+            f"URL; may be repeated; default: {Source().data}"
         ),
+    ] = None,
+    eval_data: Annotated[
+        list[str] | None,
+        typer.Option(help="Parquet files for evaluation alone, like --data; default: a share of the samples"),
     ] = None,
     ranks: Annotated[
         int | None, typer.Option(help="ranks to start on this machine; default: 1; not under torchrun")
@@ -64,6 +71,8 @@ def command(
         _check_no_data(context)
     if data:
         config = replace(config, source=replace(config.source, data=data[0], further=tuple(data[1:])))
+    if eval_data:
+        config = replace(config, source=replace(config.source, evaluation=tuple(eval_data)))
     instead, forked = context.obj
     if instead is not None:
         instead(config, ranks)
@@ -83,6 +92,7 @@ def start(
     if config.use is not None and not config.sharding.is_planned:
         raise ConfigError("--use with a placement that is given; allowed: with --sharding auto, the default")
     check_name(config.model)
+    check_loss(config.loss)
     if config.ingest is None:
         sources.check(config.source)
     for name, folder in (
@@ -95,6 +105,9 @@ def start(
     ):
         if folder is not None:
             _make_folder(name, folder)
+    if config.warm_start is not None:
+        # All ranks of this machine then take the same one.
+        config = replace(config, warm_start=named(config.warm_start))
     if config.checkpoint is not None and not config.resume and join is None:
         check_unused(config.checkpoint)
     if config.tensorboard is not None:
@@ -109,7 +122,7 @@ def start(
             raise ConfigError(f"--ranks {ranks}, but torchrun started {world_size}; leave it out under torchrun")
         config.check_world(world_size)
         _check_ingest(config, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
-        find(config.model)
+        _find_code(config)
         run_rank(config, Place(rank=int(os.environ["RANK"]), world_size=world_size))
         return
     world_size = ranks if ranks is not None else 1
@@ -120,11 +133,19 @@ def start(
     _check_ingest(config, world_size)
     # Before what must not be in a process that is forked: CUDA, threads of the store, the user's code.
     with Ranks(world_size, forked=forked and config.device == "cpu") as here:
-        find(config.model)
+        _find_code(config)
         if join is None:
             _begin(config, world_size, here, port)
         else:
             here.run(_join_here, config, address=join, store_timeout_s=config.timeout_s, on_loss=_tell_newcomer)
+
+
+def _find_code(config: TrainingConfig) -> None:
+    """Imports what is the user's, so that its errors come once, and not from each rank."""
+    find(config.model)
+    Loss(config.loss)
+    if config.ingest is None:
+        sources.check_code(config.source)
 
 
 def _begin(config: TrainingConfig, world_size: int, here: Ranks, port: int) -> None:
@@ -193,7 +214,7 @@ def _check_ingest(config: TrainingConfig, local_ranks: int) -> None:
 
 def _check_no_data(context: typer.Context) -> None:
     """The feeders have the data set. Raises ConfigError for options that describe one."""
-    names = [field.name for field in fields(Source)]
+    names = [*(field.name for field in fields(Source)), "eval_data"]
     for option in context.command.params:
         given = context.get_parameter_source(option.name or "")
         if option.name in names and given is not None and given.name != "DEFAULT":

@@ -18,6 +18,7 @@ from sennit.runtime.data.order import SLICES_MAX, OrderSettings
 from sennit.runtime.data.source import Source
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
 from sennit.runtime.model.factory import DENSE_OPTIMIZERS, MODELS
+from sennit.runtime.model.loss import LOSSES
 from sennit.runtime.model.schedule import DECAYS, RateSchedule
 from sennit.runtime.model.settings import SettingsFile, tables_of
 from sennit.runtime.model.sharding_settings import AUTO, Sharding, sharding_of
@@ -110,6 +111,9 @@ class TrainingConfig:
 
     model: Annotated[str, Option(help=f"{', '.join(MODELS)}, or package.module:factory")] = "dlrm"
     """A name of `MODELS`, or "package.module:factory" (docs/reference/models.md)."""
+
+    loss: Annotated[str, Option(help=f"{', '.join(LOSSES)} (log loss), or package.module:function")] = "bce"
+    """What is minimised: a name of `LOSSES`, or "package.module:function" (docs/reference/models.md)."""
 
     embedding_dim: Annotated[int, Option(flag="--dim", label="embedding dimension", low=1, high=4096)] = 16
     """Embedding dimension. It is the columns of every table, unless `tables` says otherwise."""
@@ -208,7 +212,17 @@ class TrainingConfig:
     """Which samples are for evaluation. The last ones are often the latest."""
 
     eval_fraction: Annotated[float, Option(label="evaluation part", above=0, below=1)] = 0.1
-    """Share of the samples for evaluation."""
+    """Share of the samples for evaluation. Without a meaning if the data set says itself which ones are."""
+
+    eval_every: Annotated[int | None, Option(metavar="STEPS", label="evaluation interval", low=1, high=2**40)] = None
+    """Evaluate every STEPS steps, too. None: after each epoch and at the end."""
+
+    validation_fraction: Annotated[float, Option(label="validation part", low=0, below=1)] = 0.0
+    """Share of the other samples that say which evaluation is the best, so that those reported have no part in it. 0:
+    those reported say it."""
+
+    warm_start: Annotated[Path | None, Option(metavar="CHECKPOINT")] = None
+    """Begin with weights and optimizer states of this checkpoint, on these data. Vocabularies get the new values."""
 
     checkpoint: Annotated[Path | None, Option()] = None
     """Folder for checkpoints."""
@@ -225,10 +239,11 @@ class TrainingConfig:
     checkpoint_async: Annotated[bool, Option()] = False
     """Write checkpoints while training goes on. A save then takes memory for a copy of what it writes."""
 
-    stop_early: Annotated[int | None, Option(metavar="N", label="epochs without a better one", low=1, high=100_000)] = (
-        None
-    )
-    """End after N epochs that were no better; keep the best one in DIR/best. DIR is the folder of `checkpoint`."""
+    stop_early: Annotated[
+        int | None, Option(metavar="N", label="evaluations without a better one", low=1, high=100_000)
+    ] = None
+    """End after N evaluations (epochs, without `eval_every`) that were no better; keep the best one in DIR/best. DIR is
+    the folder of `checkpoint`."""
 
     best_by: Annotated[str, Option(choices=tuple(METRICS), help="what is best: ne (normalised entropy) or auc")] = "ne"
     """What makes an evaluation the best: a name of `METRICS`."""
@@ -289,6 +304,8 @@ class TrainingConfig:
             raise ConfigError(f"--elastic over {self.backend!r}; allowed: {BACKEND_NAME!r}")
         if self.sketch_path is not None and self.ingest is None:
             raise ConfigError("--sketch without --ingest; allowed: with it (it counts what feeders send)")
+        if self.warm_start is not None and self.ingest is not None:
+            raise ConfigError("--warm-start with --ingest; allowed: with data in memory, which get its vocabularies")
         if self.rebalance is not None:
             self._check_rebalance()
         if self.checkpoint is None:

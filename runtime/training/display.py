@@ -24,7 +24,7 @@ from rich.text import Text
 
 from sennit.command_line import busy
 from sennit.runtime.data.packages import require
-from sennit.runtime.training.metrics import Quality
+from sennit.runtime.training.metrics import Evaluation
 from sennit.runtime.training.trainer import StepReport
 
 # A log file should stay readable: at most one line in this many seconds between epochs.
@@ -36,7 +36,7 @@ class Listener(Protocol):
     """The interface of displays: what rank 0 reports."""
 
     def on_step(self, report: StepReport) -> None: ...
-    def on_epoch(self, epoch: int, step: int, quality: Quality) -> None: ...
+    def on_evaluation(self, evaluation: Evaluation) -> None: ...
     def on_wait(self, what: str) -> contextlib.AbstractContextManager[None]:
         """What is done meanwhile takes long and is no step: `what`, as "saving a checkpoint"."""
         ...
@@ -79,11 +79,10 @@ class ConsoleDisplay:
                 f"loss {report.loss:.4f} {rate:,.0f} samples/s"
             )
 
-    def on_epoch(self, epoch: int, step: int, quality: Quality) -> None:
+    def on_evaluation(self, evaluation: Evaluation) -> None:
         self._console.print(
-            f"epoch {epoch + 1} (step {step}): AUC {quality.auc:.4f}, "
-            f"normalised entropy {quality.normalised_entropy:.4f}, calibration {quality.calibration:.4f}"
-            + (f" (not defined: {quality.undefined})" if quality.undefined else "")
+            f"epoch {evaluation.epoch} (step {evaluation.step}): {evaluation.quality.text()}"
+            + (f"; on validation samples: {evaluation.validation.text()}" if evaluation.validation is not None else "")
         )
 
     @contextlib.contextmanager
@@ -130,10 +129,12 @@ class TensorBoardLog:
     def on_step(self, report: StepReport) -> None:
         self._writer.add_scalar("loss/train", report.loss, report.step)
 
-    def on_epoch(self, epoch: int, step: int, quality: Quality) -> None:
-        self._writer.add_scalar("quality/auc", quality.auc, step)
-        self._writer.add_scalar("quality/normalised_entropy", quality.normalised_entropy, step)
-        self._writer.add_scalar("quality/calibration", quality.calibration, step)
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        for part, quality in (("quality", evaluation.quality), ("validation", evaluation.validation)):
+            if quality is not None:
+                self._writer.add_scalar(f"{part}/auc", quality.auc, evaluation.step)
+                self._writer.add_scalar(f"{part}/normalised_entropy", quality.normalised_entropy, evaluation.step)
+                self._writer.add_scalar(f"{part}/calibration", quality.calibration, evaluation.step)
 
     def on_wait(self, what: str) -> contextlib.AbstractContextManager[None]:
         del what
@@ -162,9 +163,9 @@ class Listeners:
         for listener in self._listeners:
             listener.on_step(report)
 
-    def on_epoch(self, epoch: int, step: int, quality: Quality) -> None:
+    def on_evaluation(self, evaluation: Evaluation) -> None:
         for listener in self._listeners:
-            listener.on_epoch(epoch, step, quality)
+            listener.on_evaluation(evaluation)
 
     @contextlib.contextmanager
     def on_wait(self, what: str) -> Iterator[None]:

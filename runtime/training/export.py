@@ -12,9 +12,8 @@ from typing import Any, Final
 import torch
 
 from sennit.runtime.checkpoint import folder as checkpoint
-from sennit.runtime.checkpoint.manifest import CheckpointError
 from sennit.runtime.checkpoint.reading import OpenedCheckpoint
-from sennit.runtime.data import preprocessing
+from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.kernels.int8 import int8_rows
 from sennit.runtime.training.trainer import DENSE, TABLES
 from sennit.transport.errors import ConfigError, DeviceError
@@ -54,11 +53,7 @@ def export_int8(folder: Path, output: Path) -> Exported:
     table and for all rows in 8 bits. Raises `ConfigError` (also for tensor trains), `CheckpointError`, `ArgumentError`
     (a weight is not finite) or `DeviceError` (the disk is full). After an error, `output` is as it was.
     """
-    source = folder if (folder / ".metadata").is_file() else checkpoint.latest(folder)
-    if source is None:
-        raise ConfigError(
-            f"{folder}: no checkpoint, and no folder of checkpoints; give what sennit train --checkpoint wrote"
-        )
+    source = checkpoint.named(folder)
     dense: dict[str, torch.Tensor] = {}
     shards: dict[str, dict[tuple[int, int], str]] = {}
     opened = OpenedCheckpoint(source, alone=True)
@@ -86,8 +81,9 @@ def export_int8(folder: Path, output: Path) -> Exported:
     if not tables:
         raise ConfigError(f"{source}: a checkpoint without embedding tables; there is nothing to export")
     model = opened.about.fixed.get("model")
-    known = _preprocessing(source)
-    content = {"tables": tables, "dense": dense, "model": model, "preprocessing": known}
+    known = Preprocessing.read(source)
+    told = None if known is None else known.as_json()
+    content = {"tables": tables, "dense": dense, "model": model, "preprocessing": told}
     _write(output, content)
     after_bytes = sum(rows.nbytes for rows in tables.values())
     return Exported(source=source, tables=len(tables), before_bytes=before_bytes, after_bytes=after_bytes)
@@ -99,16 +95,6 @@ def _loaded(opened: OpenedCheckpoint, key: str) -> torch.Tensor:
     opened.read(state)
     tensor: torch.Tensor = state[key]
     return tensor
-
-
-def _preprocessing(source: Path) -> dict[str, Any] | None:
-    path = source / preprocessing.NAME
-    if not path.exists():
-        return None
-    try:
-        return preprocessing.Preprocessing.parse(path.read_text(encoding="utf-8")).as_json()
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def _write(output: Path, content: dict[str, Any]) -> None:

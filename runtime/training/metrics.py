@@ -36,6 +36,13 @@ class Quality:
     """Predicted positives divided by observed ones (He et al. 2014, section 3). 1 is best; below it, too few clicks are
     predicted. NaN without a positive sample, and in evaluations that earlier versions kept."""
 
+    def text(self) -> str:
+        """AUC, normalised entropy and calibration in words."""
+        return (
+            f"AUC {self.auc:.4f}, normalised entropy {self.normalised_entropy:.4f}, calibration {self.calibration:.4f}"
+            + (f" (not defined: {self.undefined})" if self.undefined else "")
+        )
+
     @property
     def undefined(self) -> str:
         """Why AUC and normalised entropy are NaN; empty where they are not."""
@@ -59,16 +66,26 @@ class Evaluation:
     """Epochs that are over."""
 
     quality: Quality
+    """On the evaluation rows."""
+
+    validation: Quality | None = None
+    """On the validation rows, if there are any."""
+
+    @property
+    def judged(self) -> Quality:
+        """What says whether the evaluation is the best."""
+        return self.quality if self.validation is None else self.validation
 
     def loss(self, metric: str) -> float:
         """The value to minimise; inf if the metric is not defined."""
-        found = -self.quality.auc if metric == "auc" else self.quality.normalised_entropy
+        found = -self.judged.auc if metric == "auc" else self.judged.normalised_entropy
         return math.inf if math.isnan(found) else found
 
     def text(self, metric: str) -> str:
         """The evaluation in words, with its metric."""
-        value = self.quality.auc if metric == "auc" else self.quality.normalised_entropy
-        return f"epoch {self.epoch} (step {self.step}): {METRICS[metric]} {value:.4f}"
+        value = self.judged.auc if metric == "auc" else self.judged.normalised_entropy
+        where = " on validation samples" if self.validation is not None else ""
+        return f"epoch {self.epoch} (step {self.step}): {METRICS[metric]} {value:.4f}{where}"
 
 
 def quality(logits: npt.NDArray[np.floating], labels: npt.NDArray[np.floating]) -> Quality:

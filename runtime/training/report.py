@@ -139,6 +139,8 @@ class RunReport:
     """Rank 0's loss in the last step."""
 
     quality: Quality
+    """On the evaluation rows, by the weights at the end."""
+
     run_id: str
     """The run's id, as in the manifests of its checkpoints. A resumed run keeps it."""
 
@@ -146,6 +148,9 @@ class RunReport:
     embedding: EmbeddingSize
     data: str
     """Name of the data set."""
+
+    validation: Quality | None = None
+    """The same on the validation rows, if there are any."""
 
     best: Evaluation | None = None
     """The best evaluation (`TrainingConfig.best_by`)."""
@@ -237,6 +242,7 @@ class RunReport:
             "rebalance": {"looks": self.looks, "moves": [asdict(move) for move in self.moves]},
             "final_loss": self.final_loss,
             "quality": asdict(self.quality),
+            "validation": None if self.validation is None else asdict(self.validation),
             "best": None if self.best is None else asdict(self.best),
             "embedding": asdict(self.embedding),
             "phases_s": self.phases_s(),
@@ -277,6 +283,8 @@ def render(report: RunReport, console: Console) -> None:
         ("weights SHA-256", report.weights_sha256),
     ):  # fmt: skip
         summary.add_row(name, value)
+    if report.validation is not None:
+        summary.add_row("validation", report.validation.text())
     for name, value in process_cost.lines(report.cost()):
         summary.add_row(name, value)
     if report.best_text:

@@ -9,6 +9,8 @@ wrote itself.
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -33,6 +35,7 @@ from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.data.order import ORDER_VERSION
 from sennit.runtime.model.settings import as_json
 from sennit.runtime.sharded.tables import Table
+from sennit.runtime.training import warm_start
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.trainer import LOST, Trainer
 from sennit.transport.errors import ConfigError, SennitError
@@ -47,6 +50,8 @@ FIXED: Final = {
 FREE: Final = (
     "epochs",
     "max_steps",
+    "eval_every",
+    "loss",
     "sparse_rate",
     "dense_rate",
     "decay",
@@ -74,6 +79,13 @@ def fixed_of(config: TrainingConfig, source: BatchSource) -> dict[str, Any]:
     """The settings that decide the meaning of the weights, as JSON."""
     fixed = {part: {name: _plain(getattr(config, name)) for name in names} for part, names in FIXED.items()}
     fixed["order"]["algorithm"] = ORDER_VERSION
+    # Earlier checkpoints have none of these.
+    if config.validation_fraction:
+        fixed["order"]["validation_fraction"] = config.validation_fraction
+    if source.order.eval_rows is not None:
+        fixed["order"]["eval_rows"] = source.order.eval_rows
+    if config.warm_start is not None and source.preprocessing is not None:
+        fixed["model"]["warm_start"] = _sha256(source.preprocessing)
     fixed["model"] |= {
         "preprocessing": preprocessing.FORMAT,
         "dense_features": source.dense_count,
@@ -148,7 +160,7 @@ def begin(trainer: Trainer) -> list[str]:
         found = on_first(trainer, lambda: _find(trainer, folder) if config.resume else check_unused(folder))
     if found is None:
         trainer.run_id = on_first(trainer, new_run_id)
-        return []
+        return _begin_new(trainer)
     path, about = found
     forgotten = _load(trainer, path, about)
     ours = manifest_of(trainer)
@@ -164,14 +176,22 @@ def go_back(trainer: Trainer) -> list[str]:
     """
     folder = trainer.config.checkpoint
     if folder is None:
-        return []
+        return _begin_new(trainer)
 
     def look() -> tuple[Path, Manifest] | None:
         path = checkpoint.latest_of(folder, trainer.run_id)
         return None if path is None else (path, Manifest.read(path))
 
     found = on_first(trainer, look)
-    return [] if found is None else _load(trainer, *found)
+    return _begin_new(trainer) if found is None else _load(trainer, *found)
+
+
+def _begin_new(trainer: Trainer) -> list[str]:
+    """Begins the run at its first step. Collective."""
+    config = trainer.config
+    if config.warm_start is None:
+        return []
+    return warm_start.begin(trainer, config.warm_start, _as_json(fixed_of(config, trainer.source)["model"]))
 
 
 def check_unused(folder: Path) -> None:
@@ -219,6 +239,7 @@ def _load(trainer: Trainer, path: Path, about: Manifest) -> list[str]:
             f"{path}: its manifest is of step {about.step}, its weights are of step {state['position']['step']}"
         )
     trainer.restore(state)
+    trainer.owes_evaluation = trainer.step > 0 and trainer.order.next_evaluation(trainer.step) == trainer.step
     trainer.run_id = about.run_id
     if forgotten and any(name.startswith(LOST) for name in about.tensors):
         before = about.free.get("ranks")
@@ -266,6 +287,11 @@ def _table(table: Table) -> dict[str, Any]:
         "column_shards": table.column_shards,
         "train_rank": table.train_rank,
     }
+
+
+@functools.lru_cache(maxsize=1)
+def _sha256(known: preprocessing.Preprocessing) -> str:
+    return hashlib.sha256(known.text().encode()).hexdigest()
 
 
 def _plain(value: Any) -> Any:

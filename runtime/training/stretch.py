@@ -27,7 +27,7 @@ from sennit.runtime.training.best import Best
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.display import ConsoleDisplay, Listener, Listeners, TensorBoardLog
 from sennit.runtime.training.handover import Holding
-from sennit.runtime.training.metrics import Quality
+from sennit.runtime.training.metrics import Evaluation
 from sennit.runtime.training.rebalance import Moved
 from sennit.runtime.training.report import Change, EmbeddingSize, RankReport, RunReport, render
 from sennit.runtime.training.trainer import StepReport, Trainer
@@ -126,7 +126,7 @@ def _train(
     config, source, first = trainer.config, trainer.source, trainer.rank == 0
     begin(trainer)
     tell(trainer, [str(trainer.overlap)])
-    source.begin(trainer.order.next_batch(trainer.step))
+    source.begin(trainer.next_batch)
     first_step = trainer.step
     if trainer.rebalancer is not None:
         trainer.rebalancer.moved = history.moved
@@ -149,9 +149,9 @@ def _train(
             last[:] = [step]
             heard.on_step(step)
 
-        def on_epoch(epoch: int, quality: Quality) -> bool:
-            heard.on_epoch(epoch, trainer.step, quality)
-            return best.hear(quality)
+        def on_evaluation(evaluation: Evaluation) -> bool:
+            heard.on_evaluation(evaluation)
+            return best.hear(evaluation)
 
         def on_checkpoint(step: int) -> None:
             with heard.on_wait("saving a checkpoint"):
@@ -161,9 +161,9 @@ def _train(
         with contextlib.nullcontext() if config.checkpoint is None else resumption.saver_of(config) as saver:
             if best.is_over:
                 with heard.on_wait("evaluating"):
-                    result: Quality | None = trainer.evaluate()
+                    result: Evaluation | None = trainer.evaluation()
             else:
-                result = trainer.run(on_step, on_epoch, on_checkpoint, is_awaited, heard.on_wait)
+                result = trainer.run(on_step, on_evaluation, on_checkpoint, is_awaited, heard.on_wait)
             if saver is not None:
                 with heard.on_wait("finishing the checkpoint"), trainer.clock.phase("checkpoint", is_whole=True):
                     saver.finish()
@@ -191,7 +191,8 @@ def _train(
         run_s=run_s,
         step=trainer.step,
         final_loss=last[0].loss if last else None,
-        quality=result,
+        quality=result.quality,
+        validation=result.validation,
         best=best.found,
         best_text=best.text(),
         run_id=trainer.run_id,

@@ -10,23 +10,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sennit.runtime.checkpoint.folder import named
 from sennit.runtime.data import sources
 from sennit.runtime.data.batch_source import BatchSource, MemorySource, prepared
-from sennit.runtime.data.preprocessing import PreparedData
+from sennit.runtime.data.preprocessing import PreparedData, Preprocessing
 from sennit.runtime.ingest.fed import Door, FedSource, group_failure
 from sennit.runtime.kernels.uploads import Upload, Uploads
 from sennit.runtime.pipeline.ahead import Batch
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.rebalance import shape_of
+from sennit.transport.errors import ConfigError
 
 MakeSource = Callable[[], BatchSource]
 """The source of this rank's batches in the present default group. Collective."""
 
 
 def prepared_data(config: TrainingConfig) -> PreparedData:
-    """Loads the run's data set, splits and preprocesses it. Raises `DataError` if it cannot be trained on."""
-    return prepared(sources.load(config.source, seed=config.seed), config.order_settings)
+    """Loads the run's data set, splits and preprocesses it. Raises `DataError` if it cannot be trained on.
+
+    A warm start goes on with the vocabularies of its checkpoint.
+    """
+    known = None
+    if config.warm_start is not None:
+        checkpoint = named(config.warm_start)
+        known = Preprocessing.read(checkpoint)
+        if known is None:
+            raise ConfigError(
+                f"--warm-start {checkpoint} has no preprocessing.json; allowed: a checkpoint that says how its data "
+                "became rows"
+            )
+    return prepared(sources.load(config.source, seed=config.seed), config.order_settings, known)
 
 
 def memory_sources(data: PreparedData, config: TrainingConfig) -> MakeSource:
@@ -76,15 +90,16 @@ class Supply:
                 # A source lends one batch at a time.
                 taken = taken.copy()
                 self._source.release(number)
-            parts = taken.dense, taken.labels
+            parts = taken.of_samples
             held = parts if self._uploads is None else self._uploads.begin(parts)
         return Batch(samples=(number, held), features=[taken], global_batch=self._source.order.size(number))
 
-    def samples(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Dense features, float32 [B, D], and labels, float32 [B], on the model's device."""
+    def samples(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Dense features, float32 [B, D], labels, and weights of samples, if there are any, on the model's device."""
         _, held = batch.samples
-        dense, labels = held.take() if isinstance(held, Upload) else held
-        return dense.to(self._device), labels.to(self._device)
+        parts = held.take() if isinstance(held, Upload) else held
+        dense, labels, *weights = (part.to(self._device) for part in parts)
+        return dense, labels, weights[0] if weights else None
 
     def release(self, batch: Batch) -> None:
         """Says that a batch is used up."""

@@ -25,7 +25,8 @@ from sennit.closing import Closing
 from sennit.runtime.backend.process_group import local_ranks
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.memory.large_buffers import keep_large_buffers
-from sennit.runtime.model.factory import build, dense_optimizer, summed_loss
+from sennit.runtime.model.factory import build, dense_optimizer
+from sennit.runtime.model.loss import Loss
 from sennit.runtime.pipeline.ahead import Batch, BatchesAhead
 from sennit.runtime.pipeline.exchanges import Exchanges
 from sennit.runtime.pipeline.scheduler import Scheduler
@@ -34,7 +35,7 @@ from sennit.runtime.sharded.module import ShardedEmbeddingBags
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.timeline.timeline import Timeline
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.metrics import Quality, quality_of_ranks
+from sennit.runtime.training.metrics import Evaluation, Quality, quality_of_ranks
 from sennit.runtime.training.overlap import overlap_of
 from sennit.runtime.training.planned import memory_of, model_inputs, placement_of
 from sennit.runtime.training.rebalance import Rebalancer
@@ -42,8 +43,8 @@ from sennit.runtime.training.supply import Supply
 from sennit.transport.codecs import COLLECTIVE_CODECS, Codec
 from sennit.transport.errors import SennitError
 
-DENSE, TABLES = "dense.", "tables."
-"""Prefixes of the names of parameters and of tables' tensors in a state."""
+DENSE, OPTIMIZER, TABLES = "dense.", "optimizer.", "tables."
+"""Prefixes of the names of parameters, of their optimizer's states, and of tables' tensors in a state."""
 
 LOST = "lost."
 """Error feedback of a rank is `lost.RANK/WORLD.PARAMETER` in a state. Ranks of another world have no use for it."""
@@ -87,6 +88,8 @@ class Trainer(Closing):
         self.steps_per_epoch, self.step_count = self.order.steps_per_epoch, self.order.step_count
         self.rate_factor = config.schedule(self.step_count)
         self.step = 0
+        self.owes_evaluation = False
+        """Whether the evaluation that follows `step` is still to be done: a checkpoint comes before it."""
         self.run_id = "0" * 16
         """The id of the run that this trainer belongs to (`resumption`)."""
 
@@ -117,6 +120,7 @@ class Trainer(Closing):
         scheduler = Scheduler(on_task=None if timeline is None else timeline.on_task)
         self._supply = Supply(source, depth=config.batches_ahead, device=self.device, clock=self.clock)
         self._ahead = BatchesAhead(scheduler, [self.tables], depth=config.batches_ahead, tells=not config.elastic)
+        self.loss = Loss(config.loss)
         self.model = build(config.model, model_inputs(config, source, tables)).to(self.device)
         self.replicas = SlicedReplicas(
             self.model,
@@ -135,18 +139,23 @@ class Trainer(Closing):
     def run(
         self,
         on_step: Callable[[StepReport], None],
-        on_epoch: Callable[[int, Quality], bool],
+        on_evaluation: Callable[[Evaluation], bool],
         on_checkpoint: Callable[[int], None],
         is_awaited: Callable[[], bool] | None = None,
         on_wait: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
-    ) -> Quality | None:
-        """Trains to the end, evaluates after each epoch, and returns the last evaluation.
+    ) -> Evaluation | None:
+        """Trains to the end, evaluates where `order` says, and returns the last evaluation.
 
         `on_wait` is entered around what takes long and is no step.
-        `on_epoch` returns whether the run is to end there. The answer is the same on all ranks.
+        `on_evaluation` returns whether the run is to end there. The answer is the same on all ranks.
         `is_awaited` is called before each step. If it returns True, training stops there and the result is None.
         """
-        result: Quality | None = None
+        result: Evaluation | None = None
+        if self.owes_evaluation:
+            with on_wait("evaluating"):
+                result = self.evaluation()
+            if on_evaluation(result):
+                return result
         while self.step < self.step_count:
             if is_awaited is not None and is_awaited():
                 return None
@@ -158,11 +167,11 @@ class Trainer(Closing):
             is_due = done or (every is not None and self.step % every == 0)
             if is_due:
                 self._save(report, on_checkpoint)
-            if done or self.step % self.steps_per_epoch == 0:
+            if self.order.next_evaluation(self.step) == self.step:
                 self._check_loss(report)
                 with on_wait("evaluating"):
-                    result = self.evaluate()
-                if on_epoch(report.epoch, result):
+                    result = self.evaluation()
+                if on_evaluation(result):
                     if not is_due:
                         self._save(report, on_checkpoint)
                     break
@@ -171,8 +180,13 @@ class Trainer(Closing):
                     self.rebalancer.look(self.tables, self.step)
         if result is None:
             with on_wait("evaluating"):
-                result = self.evaluate()
+                result = self.evaluation()
         return result
+
+    @property
+    def next_batch(self) -> int:
+        """The number of the batch that `run` takes first."""
+        return self.order.next_batch(self.step, evaluates=self.owes_evaluation)
 
     def _save(self, report: StepReport, on_checkpoint: Callable[[int], None]) -> None:
         if self.config.checkpoint is not None:
@@ -190,16 +204,16 @@ class Trainer(Closing):
         if self._exchanges is not None:
             self._exchanges.step = self.step
         # Only up to the next evaluation, which takes other batches, and until shards may move.
-        end = min((self.step // self.steps_per_epoch + 1) * self.steps_per_epoch, self.step_count)
+        end = self.order.next_evaluation(self.step + 1)
         if self.rebalancer is not None:
             end = min(end, self.rebalancer.next_look(self.step))
         until = min(self.step + 1 + self._ahead.depth, end)
         batch = self._next([self.order.training_batch(step) for step in range(self.step, until)])
-        (dense, labels), size = self._supply.samples(batch), batch.global_batch
+        (dense, labels, weights), size = self._supply.samples(batch), batch.global_batch
         vectors = self.tables(batch.sent[0])
         with self.clock.phase("dense forward"):
             logits = self.replicas(dense, vectors, global_batch=size)
-            losses = self.replicas.each_slice(summed_loss, logits, labels, global_batch=size)
+            losses = self.replicas.each_slice(self.loss, logits, labels, weights, global_batch=size)
             report = StepReport(
                 step=self.step + 1,
                 step_count=self.step_count,
@@ -219,6 +233,7 @@ class Trainer(Closing):
             _set_rate(self.optimizer, self.config.dense_rate * factor)
             self.optimizer.step()
         self.step += 1
+        self.owes_evaluation = False
         return report
 
     def _check_loss(self, report: StepReport) -> None:
@@ -242,25 +257,43 @@ class Trainer(Closing):
         if self.config.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm, foreach=False)
 
-    @torch.no_grad()
     def evaluate(self) -> Quality:
         """Exact metrics over all evaluation rows, the same on every rank and in every world."""
+        return self.evaluation().quality
+
+    @torch.no_grad()
+    def evaluation(self) -> Evaluation:
+        """The same, and over all validation rows, if there are any."""
         with self.clock.phase("evaluation", is_whole=True):
-            logits, labels = [], []
             self._ahead.drop()
             numbers = self.order.evaluation_batches(self.step)
             self.replicas.eval()
-            for place in range(len(numbers)):
-                batch = self._next(numbers[place : place + 1 + self._ahead.depth])
-                dense, own_labels = self._supply.samples(batch)
-                vectors = self.tables(batch.sent[0])
-                if len(own_labels):
-                    logits.append(self.replicas(dense, vectors, global_batch=batch.global_batch))
-                    labels.append(own_labels.clone())
-                self._supply.release(batch)
+            found = [self._predicted(numbers, place) for place in range(len(numbers))]
             self.replicas.train()
-            empty = torch.empty(0, device=self.device)
-            return quality_of_ranks(torch.cat([empty, *logits]).cpu(), torch.cat([empty, *labels]).cpu())
+            self.owes_evaluation = False
+            cut = self.order.validation_batches
+            return Evaluation(
+                step=self.step,
+                epoch=-(-self.step // self.steps_per_epoch),
+                quality=self._quality(found[cut:]),
+                validation=self._quality(found[:cut]) if cut else None,
+            )
+
+    def _predicted(self, numbers: Sequence[int], place: int) -> tuple[Tensor, Tensor]:
+        """Logits and labels of this rank's part of a batch of an evaluation. The next ones are on their way."""
+        batch = self._next(numbers[place : place + 1 + self._ahead.depth])
+        dense, labels, _ = self._supply.samples(batch)
+        vectors = self.tables(batch.sent[0])
+        labels = labels.clone()
+        logits = torch.zeros_like(labels)
+        if len(labels):
+            logits = self.replicas(dense, vectors, global_batch=batch.global_batch)
+        self._supply.release(batch)
+        return logits, labels
+
+    def _quality(self, found: Sequence[tuple[Tensor, Tensor]]) -> Quality:
+        logits, labels = (torch.cat(parts).cpu() for parts in zip(*found, strict=True))
+        return quality_of_ranks(logits, labels)
 
     @property
     def own_shards(self) -> tuple[str, ...]:
@@ -305,7 +338,7 @@ class Trainer(Closing):
         state: dict[str, Any] = self._dense_weights()
         state.update({f"{TABLES}{name}": value for name, value in tables.items()})
         dense = dcp.optimizer_state(self.model, self.optimizer)
-        state.update({f"optimizer.{name}": value for name, value in dense.items()})
+        state.update({f"{OPTIMIZER}{name}": value for name, value in dense.items()})
         state |= self._lost()
         # Order of samples and initial weights follow from seed and position, so no generator is saved.
         state["position"] = {"step": self.step, "passes": self.replicas.passes}
@@ -334,7 +367,7 @@ class Trainer(Closing):
         def part(prefix: str) -> dict[str, Any]:
             return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
-        dcp.restore_optimizer(self.model, self.optimizer, part("optimizer."))
+        dcp.restore_optimizer(self.model, self.optimizer, part(OPTIMIZER))
         self._ahead.drop()
         self.tables.load_state_dict(part(TABLES))
         self.step, self.replicas.passes = int(state["position"]["step"]), int(state["position"]["passes"])

@@ -313,6 +313,16 @@ def test_empty_file_has_no_rows(tmp_path: Path) -> None:
             {"label": "y", "sparse": {"a": {"rows": 3, "first": 0}}},
             r"sparse\.a\.first is 0; allowed: an integer from 1",
         ),
+        ({"label": "y", "sample_weight": "", "sparse": {}}, "sample_weight is ''; allowed: the name of a column"),
+        ({"label": "y", "sample_weight": "y", "sparse": {"a": {"rows": 1}}}, "column 'y' is named twice"),
+        (
+            {"label": "y", "sparse": {"a": {"encode": "dictionary", "min_frequency": 0}}},
+            r"sparse\.a\.min_frequency is 0; allowed: an integer from 1",
+        ),
+        (
+            {"label": "y", "sparse": {"a": {"rows": 3, "min_frequency": 2}}},
+            "min_frequency is given, but belongs to encode = 'dictionary'",
+        ),
         ({"label": "y", "dense": {"x": 1}, "sparse": {}}, r"dense\.x is 1; allowed: a table"),
         ({"label": "y", "dense": {"x": {"log": 1}}, "sparse": {}}, r"dense\.x has the unknown key 'log'"),
         ({"label": "y", "dense": {"x": {"log1p": 1}}, "sparse": {}}, r"dense\.x\.log1p is 1; allowed: true, false"),

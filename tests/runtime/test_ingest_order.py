@@ -28,6 +28,9 @@ orders = st.builds(
     epochs=st.integers(1, 3),
     max_steps=st.one_of(st.none(), st.integers(1, 40)),
     slices=st.sampled_from([1, 2, 8, 32]),
+    eval_every=st.one_of(st.none(), st.integers(1, 9)),
+    validation_fraction=st.sampled_from([0.0, 0.2]),
+    eval_rows=st.one_of(st.none(), st.integers(1, 9)),
 )
 
 
@@ -35,8 +38,11 @@ def expected_run(order: Order) -> list[torch.Tensor]:
     """Returns the same order in the way a run goes: epoch by epoch, step by step."""
     rows = np.arange(order.sample_count)
     if order.split == "random":
-        rows = KeyedPermutation(order.sample_count, f"{order.seed}/split")(rows)
-    train_rows, eval_rows = torch.from_numpy(rows[: order.train_count]), torch.from_numpy(rows[order.train_count :])
+        mixed = order.sample_count - (order.eval_rows or 0)
+        rows[:mixed] = rows[KeyedPermutation(mixed, f"{order.seed}/split")(rows[:mixed])]
+    cuts = [order.train_count, order.train_count + order.validation_count]
+    train_rows, validation_rows, eval_rows = map(torch.from_numpy, np.split(rows, cuts))
+    evaluation = [part for rows in (validation_rows, eval_rows) for part in rows.split(order.batch_size) if len(part)]
     batches, steps = [], 0
     for epoch in range(order.epochs):
         shuffle = KeyedPermutation(order.train_count, f"{order.seed}/order/{epoch}")(np.arange(order.train_count))
@@ -46,7 +52,10 @@ def expected_run(order: Order) -> list[torch.Tensor]:
             steps += 1
             if steps == order.max_steps:
                 break
-        batches += torch.split(eval_rows, order.batch_size)
+            is_last = begin + 2 * order.batch_size > len(shuffled)
+            if order.eval_every is not None and steps % order.eval_every == 0 and not is_last:
+                batches += evaluation
+        batches += evaluation
         if steps == order.max_steps:
             break
     return batches
@@ -57,12 +66,21 @@ def test_what_is_held_back_is_never_trained_on(order: Order) -> None:
     """This holds for any batch size, number of epochs and number of steps."""
     mask = order.is_training()
     assert int(mask.sum()) == order.train_count
-    held_back = round(order.sample_count * order.eval_fraction)
-    assert order.sample_count - order.train_count == held_back
+    held_back = order.eval_rows or round(order.sample_count * order.eval_fraction)
+    validation = round((order.sample_count - held_back) * order.validation_fraction)
+    assert (order.eval_count, order.validation_count) == (held_back, validation)
+    assert order.sample_count - order.train_count == held_back + validation
+    if order.eval_rows:
+        assert not mask[-order.eval_rows :].any()
     for step in range(order.step_count):
         assert bool(mask[order.rows(order.training_batch(step))].all())
     evaluated = torch.cat([order.rows(number) for number in order.evaluation_batches(order.step_count)])
     assert sorted(evaluated.tolist()) == (~mask).nonzero().squeeze(1).tolist()
+    numbers = order.evaluation_batches(order.step_count)[order.validation_batches :]
+    reported = torch.cat([order.rows(number) for number in numbers])
+    assert len(reported) == order.eval_count
+    if order.eval_rows:
+        assert reported.tolist() == list(range(order.sample_count - order.eval_rows, order.sample_count))
     if order.split == "last":
         assert bool(mask[: order.train_count].all())
 
@@ -99,8 +117,15 @@ def test_batches_are_numbered_as_a_run_meets_them(order: Order) -> None:
     walked: list[int] = []
     for step in range(order.step_count):
         walked.append(order.training_batch(step))
-        if (step + 1) % order.steps_per_epoch == 0 or step + 1 == order.step_count:
-            walked += order.evaluation_batches(step + 1)
+        done = step + 1
+        every = order.eval_every or order.steps_per_epoch
+        if done % order.steps_per_epoch == 0 or done % every == 0 or done == order.step_count:
+            assert order.next_evaluation(done) == done
+            evaluation = order.evaluation_batches(done)
+            assert order.next_batch(done, evaluates=True) == evaluation.start
+            walked += evaluation
+        else:
+            assert order.next_evaluation(done) > done
     assert walked == list(range(order.batch_count))
     # A resumed run has done the evaluation of its first step, but does the one at the end again.
     assert [order.next_batch(step) for step in range(order.step_count)] == [
@@ -145,5 +170,12 @@ def test_what_is_in_no_run_is_named() -> None:
         Order(name="small", sample_count=20, seed=1, split="last", eval_fraction=0.1, batch_size=19, epochs=1)
     with pytest.raises(DataError, match="split 'first'; allowed: random, last"):
         Order(name="small", sample_count=20, seed=1, split="first", eval_fraction=0.1, batch_size=6, epochs=1)
+    for changed, message in (
+        ({"eval_rows": 20}, "small: 20 evaluation rows of 20; allowed: a part"),
+        ({"eval_every": 0}, "evaluation every 0 steps; allowed: 1 or more"),
+        ({"validation_fraction": 0.01}, "validation part 0.01 of 18 samples leaves 0 for validation"),
+    ):
+        with pytest.raises(DataError, match=message):
+            replace(order, **changed)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="leaves 0 for evaluation"):
         Order(name="small", sample_count=3, seed=1, split="last", eval_fraction=0.1, batch_size=1, epochs=1)

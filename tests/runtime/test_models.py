@@ -20,6 +20,7 @@ from sennit.runtime.model.deepfm import DeepFM
 from sennit.runtime.model.dlrm import DLRM
 from sennit.runtime.model.factory import MODELS, build, find
 from sennit.runtime.model.inputs import ModelInputs
+from sennit.runtime.model.loss import Loss
 from sennit.runtime.sharded.tables import Table
 from sennit.transport.errors import ConfigError
 
@@ -305,9 +306,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 def test_programs_of_the_page_are_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     programs = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     names = [re.findall(r"^(?:class|def) (\w+)", program, re.MULTILINE) for program in programs]
-    assert names == [["WideAndDeep"], ["low_rank"]]
+    assert names == [["WideAndDeep"], ["low_rank"], ["focal"]]
     monkeypatch.syspath_prepend(str(tmp_path))
     for number, (program, (name,)) in enumerate(zip(programs, names, strict=True)):
         (tmp_path / f"page_{number}.py").write_text(program)
-        made = build(f"page_{number}:{name}", inputs(dims=(30, 2)))
-        assert len(list(made.parameters())) > 2
+        if name == "focal":
+            assert Loss(f"page_{number}:{name}")(torch.zeros(4), torch.ones(4)) > 0
+        else:
+            made = build(f"page_{number}:{name}", inputs(dims=(30, 2)))
+            assert len(list(made.parameters())) > 2

@@ -98,6 +98,64 @@ def test_fresh_samples_are_encoded_as_those_it_was_fitted_to() -> None:
     assert samples.dense.tolist() == [[0.0, 7.0]]
 
 
+def test_rare_values_share_the_row_of_unknown_ones_which_they_train() -> None:
+    city = Feature.categories("city", arrow.array(["Ulm", "Kiel", "Ulm", "Bonn", "Ulm", None]), min_frequency=2)
+    many = raw(dense=torch.zeros(6, 2), labels=torch.zeros(6), features=(replace(city, min_frequency=None), city))
+    is_training = torch.tensor([True, True, True, True, False, True])
+    every, frequent = Preprocessing.fit(many, is_training).encodings
+    assert every.vocabulary is not None
+    assert frequent.vocabulary is not None
+    assert (every.vocabulary.tolist(), frequent.vocabulary.tolist()) == (["Bonn", "Kiel", "Ulm"], ["Ulm"])
+    _, found = Preprocessing.fit(many, is_training).apply(many).features
+    # Training rows 1, 3 and 5 train row 0.
+    assert found.values.tolist() == [1, 0, 1, 0, 1, 0]
+    assert fingerprint(many) != fingerprint(replace(many, features=(city, city)))
+
+
+def test_a_model_that_is_trained_on_keeps_its_values_and_scales_and_gets_new_values() -> None:
+    before = Preprocessing.fit(raw(), TRAINING)
+    tomorrow = raw(
+        features=(
+            Feature.categories("city", arrow.array(["Trier", "Ulm", "Aachen", "Bonn", "Ulm"])),
+            Feature.categories("words", arrow.array([5, 5, 2**63, 9, 9], arrow.uint64()), np.arange(6), first=1),
+            Feature(name="user", row_count=12, values=np.array([11, 9, 3, 4, 4])),
+            raw().features[3],
+        ),
+        dense=raw().dense * 7,
+    )
+    now = Preprocessing.fit(tomorrow, TRAINING, before)
+    assert now.scales == before.scales
+    city, words = now.encodings[:2]
+    assert city.vocabulary is not None
+    assert words.vocabulary is not None
+    # Bonn is in no training row.
+    assert city.vocabulary.tolist() == ["Aachen", "Kiel", "Trier", "Ulm"]
+    assert words.vocabulary.tolist() == [3, 5, 9, 2**63]
+    assert [part.row_count for part in now.encodings] == [5, 5, 12, 4]
+    assert [one.places_in(other).tolist() for one, other in zip(before.encodings, now.encodings, strict=True)] == [
+        [0, 2, 4], [0, 1, 3], list(range(10)), [0, 1, 2, 3]
+    ]  # fmt: skip
+    assert now.apply(tomorrow).features[0].values.tolist() == [3, 4, 1, 0, 4]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"dense_fields": (DenseField(name="price"), DenseField(name="constant", log1p=True))}, "dense features: "),
+        ({"features": raw().features[:3]}, "features: none, where the model has seen with encode = 'hash', salt 3"),
+        ({"features": (raw().features[1], *raw().features[1:])}, "words with encode = 'dictionary', the first 1"),
+        ({"features": (*raw().features[:2], Feature(name="user", row_count=9, values=np.zeros(5, np.int64)),
+                       raw().features[3])}, "column user: 9 rows; allowed: at least the 10 of the model"),
+        ({"features": (Feature.categories("city", arrow.array([1, 2, 3, 4, 5])), *raw().features[1:])},
+         "column city: text where the model knows numbers"),
+    ],
+)  # fmt: skip
+def test_what_a_model_that_is_trained_on_cannot_take_is_named(changed: dict[str, Any], message: str) -> None:
+    before = Preprocessing.fit(raw(), TRAINING)
+    with pytest.raises(DataError, match=message):
+        Preprocessing.fit(raw(**changed), TRAINING, before)
+
+
 def test_a_column_without_any_known_value_has_one_row() -> None:
     features = (Feature.categories("city", arrow.array([None, None, None, "Bonn", None], arrow.string())),)
     samples = Preprocessing.fit(raw(features=features), TRAINING).apply(raw(features=features)).samples()

@@ -129,7 +129,7 @@ def test_a_damaged_note_of_the_best_is_named(tmp_path: Path, capfd: pytest.Captu
     ("settings", "complaint"),
     [
         ({"stop_early": 1}, "--stop-early needs a checkpoint folder"),
-        ({"stop_early": 0, "checkpoint": Path("here")}, "epochs without a better one 0"),
+        ({"stop_early": 0, "checkpoint": Path("here")}, "evaluations without a better one 0"),
         ({"best_by": "loss"}, "best by 'loss'; allowed: auc, ne"),
     ],
 )

@@ -22,7 +22,7 @@ class RowCache {
  public:
   static constexpr std::uint32_t WAYS = 32;
   // After so many evictions from a set LFU halves what its rows have counted (the "reset" of Einziger et al., TinyLFU,
-  // 2017). Rows of the past would stay for ever else. A smaller number comes nearer to LRU: it finds new rows sooner, and
+  // 2017). Rows of the past would stay for ever else. A smaller number comes nearer to LRU: it finds new rows sooner and
   // keeps frequent ones worse.
   static constexpr std::uint32_t EVICTIONS_TO_HALVE = 8 * WAYS;
 
