@@ -42,7 +42,8 @@ def expected_run(order: Order) -> list[torch.Tensor]:
         rows[:mixed] = rows[KeyedPermutation(mixed, f"{order.seed}/split")(rows[:mixed])]
     cuts = [order.train_count, order.train_count + order.validation_count]
     train_rows, validation_rows, eval_rows = map(torch.from_numpy, np.split(rows, cuts))
-    evaluation = [part for rows in (validation_rows, eval_rows) for part in rows.split(order.batch_size) if len(part)]
+    parts = [torch.split(rows, order.batch_size) for rows in (validation_rows, eval_rows)]
+    evaluation = [part for of_rows in parts for part in of_rows if len(part)]
     batches, steps = [], 0
     for epoch in range(order.epochs):
         shuffle = KeyedPermutation(order.train_count, f"{order.seed}/order/{epoch}")(np.arange(order.train_count))
@@ -176,6 +177,6 @@ def test_what_is_in_no_run_is_named() -> None:
         ({"validation_fraction": 0.01}, "validation part 0.01 of 18 samples leaves 0 for validation"),
     ):
         with pytest.raises(DataError, match=message):
-            replace(order, **changed)  # type: ignore[arg-type]
+            replace(order, **changed)
     with pytest.raises(DataError, match="leaves 0 for evaluation"):
         Order(name="small", sample_count=3, seed=1, split="last", eval_fraction=0.1, batch_size=1, epochs=1)

@@ -81,7 +81,7 @@ def rebalanced(
         patch.setattr(planned, "cores_here", lambda: world)
         run = Trainer(config, source)
     source.begin(0)
-    run.run(lambda step: None, lambda epoch, quality: False, lambda step: None)
+    run.run(lambda step: None, lambda evaluation: False, lambda step: None)
     moved = Moved() if run.rebalancer is None else run.rebalancer.moved
     return {
         "sha256": digest(run.weights()),
