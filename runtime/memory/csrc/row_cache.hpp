@@ -22,8 +22,8 @@ class RowCache {
  public:
   static constexpr std::uint32_t WAYS = 32;
   // After so many evictions from a set LFU halves what its rows have counted (the "reset" of Einziger et al., TinyLFU,
-  // 2017). Rows of the past would stay for ever else. A smaller number comes nearer to LRU: it finds new rows sooner and
-  // keeps frequent ones worse.
+  // 2017). Rows of the past would stay for ever else. A smaller number comes nearer to LRU: new rows are
+  // kept sooner, and frequent ones are lost sooner.
   static constexpr std::uint32_t EVICTIONS_TO_HALVE = 8 * WAYS;
 
   // `lines` has set_count · WAYS + spare_count of them. Spare lines take rows whose set has no free line.
