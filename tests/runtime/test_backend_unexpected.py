@@ -56,6 +56,22 @@ def behind_others(rank: int, world: int, messages: int) -> None:
             dist.recv(data, 0, tag=2)
 
 
+def before_a_sum(rank: int, world: int, messages: int) -> None:
+    """Rank 0 has begun a sum and receives what rank 1 sends before it begins the sum."""
+    total, large = torch.ones(1 << 15), torch.zeros(2_000)
+    if rank == 0:
+        work = dist.all_reduce(total, async_op=True)
+        for number in range(messages):
+            dist.recv(large, 1)
+            assert large[0].item() == large[-1].item() == number
+        work.wait()
+    else:
+        for number in range(messages):
+            dist.send(large.fill_(number), 0)
+        dist.all_reduce(total)
+    assert torch.equal(total, torch.full_like(total, 2.0))
+
+
 def not_taken(rank: int, world: int, what: str, ends: str) -> tuple[int, int] | None:
     """Rank 1 takes nothing, and aborts or leaves. Returns how many works of rank 0 were done before, and in the end."""
     tensors = [torch.zeros(SMALL) for _ in range(3_000)]
@@ -85,6 +101,12 @@ def not_taken(rank: int, world: int, what: str, ends: str) -> tuple[int, int] | 
 @pytest.mark.parametrize("transport", ["shm", "udp"])
 def test_early_messages_beside_a_sum(kept_world: WorldFactory, transport: str, elements: int) -> None:
     kept_world(3, transport).run(beside_a_sum, messages=1_300, elements=elements)
+
+
+# A lane over a network numbers what may come, and has 256 numbers open.
+@pytest.mark.parametrize("transport", ["shm", "udp"])
+def test_messages_before_a_sum_that_waits_for_them(new_world: WorldFactory, transport: str) -> None:
+    new_world(2, environment={"SENNIT_TRANSPORT": transport}).run(before_a_sum, messages=700)
 
 
 @pytest.mark.parametrize("transport", ["shm", "udp"])

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, Self
 PROTOCOL_VERSION: Final = 8
 # What ranks send to each other: packets, control payloads (docs/reference/wire.md). Increased when any of them changes,
 # together with flow::CONTROL_VERSION.
-WIRE_REVISION: Final = 2
+WIRE_REVISION: Final = 3
 
 
 class Versions(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Final
 from .messages import Header
 from .numbers import WORD_BITS
 
-VERSION: Final = 2
+VERSION: Final = 3
 PROBE_ECHO: Final = 0xFFFF_0000
 SACK_WORDS_MAX: Final = 32
 DONE_WORDS_MAX: Final = 4
@@ -35,6 +35,7 @@ class Flag(enum.IntFlag):
     GOODBYE = 4
     ABORT = 8
     PROBE = 16
+    SHORT = 32
 
 
 class BadControl(ValueError):

@@ -14,7 +14,7 @@
 
 namespace sennit::flow {
 
-inline constexpr uint8_t CONTROL_VERSION = 2;
+inline constexpr uint8_t CONTROL_VERSION = 3;
 inline constexpr size_t CONTROL_HEADER_BYTES = 40;
 inline constexpr size_t SACK_HEADER_BYTES = 12;
 inline constexpr size_t ECHO_BYTES = 16;
@@ -31,6 +31,7 @@ enum ControlFlags : uint8_t {
   CONTROL_GOODBYE = 0x04,     // orderly end; nothing follows
   CONTROL_ABORT = 0x08,       // the end; `reason` says why
   CONTROL_PROBE = 0x10,       // asks whether this path is alive; the echo is the answer
+  CONTROL_SHORT = 0x20,       // a message that its sender asked for has no credit: give back those not in use
 };
 
 struct ControlHeader {

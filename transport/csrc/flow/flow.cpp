@@ -38,7 +38,14 @@ void Flow::advertise(uint64_t receive_id, const MessageHeader& header, std::byte
   if (state.dead) return;
   state.receiver.advertise(receive_id, header, destination, keys);
   state.grants.on_advertised(state.receiver.opened_packets());
-  if (state.receiver.has_unsent_adverts()) state.request_control(now_us);
+  if (state.receiver.has_unsent_adverts() || state.receiver.is_short()) state.request_control(now_us);
+}
+
+void Flow::ask(uint64_t receive_id, uint64_t now_us) {
+  State& state = *state_;
+  state.wake();
+  state.receiver.ask(receive_id);
+  if (state.receiver.is_short()) state.request_control(now_us);
 }
 
 void Flow::transfer(uint64_t send_id, uint64_t advert_id, const std::byte* data, uint64_t size_bytes) {
@@ -48,6 +55,13 @@ void Flow::transfer(uint64_t send_id, uint64_t advert_id, const std::byte* data,
   if (state.dead) return;
   const char* error = state.sender.transfer(send_id, advert_id, data, size_bytes);
   if (error != nullptr) state.lose_peer(error);
+}
+
+bool Flow::give_back(Event& out) {
+  State& state = *state_;
+  if (state.dead || !state.is_peer_short || !state.sender.give_back(out)) return false;
+  state.wake();
+  return true;
 }
 
 bool Flow::has_event() const {
@@ -205,7 +219,7 @@ void Flow::on_data(uint64_t now_us, uint32_t path, uint32_t immediate, uint32_t 
   if (eager) {
     in_order = state.eager_receiver.on_data(index_of(immediate), size_bytes);
   } else {
-    const Receiver::Arrival arrival = state.receiver.on_data(immediate, state.events);
+    const Receiver::Arrival arrival = state.receiver.on_data(immediate, size_bytes, state.events);
     state.advert_retries = 0;  // data also answers adverts
     state.grants.on_arrival(now_us, ecn_marked);
     state.grants.on_advertised(state.receiver.opened_packets());

@@ -84,10 +84,10 @@ struct Placement {
 enum class Verdict : uint8_t { place, duplicate, bad_key, bad_range, bad_slot };
 
 struct Event {
-  enum class Kind : uint8_t { eager, advert, received, sent, peer_lost, peer_aborted } kind;
-  MessageHeader header;   // eager, advert, received
+  enum class Kind : uint8_t { eager, advert, received, returned, sent, peer_lost, peer_aborted } kind;
+  MessageHeader header;   // eager, advert, received, returned
   uint32_t flags;         // eager
-  uint64_t id;            // advert: advert id; received: receive id; sent: send id
+  uint64_t id;            // advert: advert id; received, returned: receive id; sent: send id
   const std::byte* data;  // eager: valid until the next poll_event; received: the destination
   uint32_t data_bytes;    // eager: bytes at `data` (0 for EAGER_REQUEST, whatever header.size_bytes says)
   const char* reason;     // peer_lost, peer_aborted; valid as long as the flow
@@ -111,7 +111,13 @@ class Flow {
   bool send_eager(const MessageHeader& header, uint32_t flags, const void* data, uint64_t now_us);
   void advertise(uint64_t receive_id, const MessageHeader& header, std::byte* destination, const Keys& keys,
                  uint64_t now_us);
+  // The peer waits to send the message of a receive, as that of a point-to-point message always does.
+  void ask(uint64_t receive_id, uint64_t now_us);
   void transfer(uint64_t send_id, uint64_t advert_id, const std::byte* data, uint64_t size_bytes);
+  // The peer has no credit for a message that this side waits to send. Gives back an old advert that no transfer has
+  // used: its header and id. It may not be used any more, and comes anew. False: there is none, or no need.
+  bool give_back(Event& out);
+  // `returned`: the peer gave the advert back, so advertise the message anew.
   bool poll_event(Event& out);
   bool has_event() const;
   // The last eager event could not be taken. There is no eager event until poll_event has returned false once. Then the

@@ -13,6 +13,9 @@ struct MessageHeader {
   uint64_t size_bytes;  // of the whole message
 };
 
+// Set in the key of a point-to-point message. Its receive is advertised only once its sender has asked.
+inline constexpr uint64_t P2P_KEY = uint64_t{1} << 63;
+
 enum EagerFlags : uint32_t {
   EAGER_DATA = 0,     // header + size_bytes of data
   EAGER_REQUEST = 1,  // header only: "I have this message, advertise memory for it" (large P2P)

@@ -2,6 +2,7 @@
 #include "flow/receiver.hpp"
 
 #include <algorithm>
+#include <utility>
 
 namespace sennit::flow {
 namespace {
@@ -15,8 +16,20 @@ constexpr uint8_t SACK_REPORTS = 3;
 Receiver::Receiver(const FlowConfig& config) : payload_max_bytes_(config.payload_max_bytes) {}
 
 void Receiver::advertise(uint64_t receive_id, const MessageHeader& header, std::byte* destination, const Keys& keys) {
-  waiting_.push(messages_.push(Message{receive_id, header, destination, keys, 0, 0}));
+  const bool is_asked = (header.key & P2P_KEY) != 0;
+  waiting_.push(messages_.push(Message{receive_id, header, destination, keys, 0, 0, is_asked, false}));
+  asked_waiting_ += is_asked;
   open_credits_in_window();
+  was_short_ |= is_short();
+}
+
+void Receiver::ask(uint64_t receive_id) {
+  for (uint64_t at = waiting_.first(); at != waiting_.end(); ++at) {
+    Message& message = messages_[waiting_[at]];
+    if (message.receive_id != receive_id) continue;
+    asked_waiting_ += !std::exchange(message.is_asked, true);
+    was_short_ = true;
+  }
 }
 
 void Receiver::open_credits_in_window() {
@@ -39,9 +52,12 @@ void Receiver::open_credits_in_window() {
     opened_packets_ += credit.packet_count;
     credit.received = credit.first_missing = credit.received_end = 0;
     credit.reports_left = 0;
+    credit.is_returned = false;
     credit.present.reset(credit.packet_count);
     message.bytes_opened += part_bytes;
-    if (message.bytes_opened == message.header.size_bytes) waiting_.pop();
+    if (message.bytes_opened != message.header.size_bytes) continue;
+    waiting_.pop();
+    asked_waiting_ -= message.is_asked;
   }
 }
 
@@ -72,7 +88,10 @@ Verdict Receiver::classify(uint32_t immediate, uint32_t size_bytes) const {
   if (number < completed_below_) return Verdict::duplicate;
   const Credit& credit = this->credit(number);
   const uint32_t index = index_of(immediate);
-  if (index >= credit.packet_count || size_bytes != packet_bytes(credit, index)) return Verdict::bad_range;
+  if (is_return(credit, size_bytes) && index == 0 && was_short_ && (credit.received == 0 || credit.is_returned))
+    return credit.is_returned ? Verdict::duplicate : Verdict::place;
+  if (index >= credit.packet_count || size_bytes != packet_bytes(credit, index) || credit.is_returned)
+    return Verdict::bad_range;
   return credit.present.test(index) ? Verdict::duplicate : Verdict::place;
 }
 
@@ -92,7 +111,7 @@ Verdict Receiver::locate(uint32_t immediate, uint64_t address, uint32_t rkey, ui
   const Placement expected = place(number, index_of(immediate));
   if (address != expected.address) return Verdict::bad_range;
   out = expected;
-  if (verdict == Verdict::duplicate) out.destination = nullptr;
+  if (verdict == Verdict::duplicate || size_bytes == 0) out.destination = nullptr;
   return verdict;
 }
 
@@ -102,10 +121,18 @@ void Receiver::touch(uint64_t number) {
   credit.reports_left = SACK_REPORTS;
 }
 
-Receiver::Arrival Receiver::on_data(uint32_t immediate, SequenceRing<Event>& events) {
+Receiver::Arrival Receiver::on_data(uint32_t immediate, uint32_t size_bytes, SequenceRing<Event>& events) {
   const uint64_t number = credit_of(immediate);
   const uint32_t index = index_of(immediate);
   Credit& credit = this->credit(number);
+  if (is_return(credit, size_bytes)) {
+    credit.is_returned = messages_[credit.message].is_returned = true;
+    credit.received = credit.packet_count;
+    ++received_packets_;
+    opened_packets_ -= credit.packet_count - 1;
+    on_seen_below(number + 1);
+    return {true, on_complete(number, events), true, number};
+  }
   credit.present.set(index);
   Arrival arrival{index == credit.received_end, false, index + 1 == credit.packet_count, number};
   ++received_packets_;
@@ -123,11 +150,19 @@ Receiver::Arrival Receiver::on_data(uint32_t immediate, SequenceRing<Event>& eve
   }
 
   --partial_credits_;
+  arrival.message_complete = on_complete(number, events);
+  return arrival;
+}
+
+// Returns whether the message is complete, too.
+bool Receiver::on_complete(uint64_t number, SequenceRing<Event>& events) {
+  Credit& credit = this->credit(number);
   Message& message = messages_[credit.message];
   message.bytes_complete += credit.part_bytes;
-  if (message.bytes_complete == message.header.size_bytes) {
-    arrival.message_complete = true;
-    events.push(Event{Event::Kind::received, message.header, 0, message.receive_id, message.destination, 0, nullptr});
+  const bool is_whole = message.bytes_complete == message.header.size_bytes;
+  if (is_whole) {
+    const auto kind = message.is_returned ? Event::Kind::returned : Event::Kind::received;
+    events.push(Event{kind, message.header, 0, message.receive_id, message.destination, 0, nullptr});
   }
   while (completed_below_ < next_credit_ && complete(this->credit(completed_below_))) {
     // Parts are in message order, so the last part of a message frees its record.
@@ -137,7 +172,7 @@ Receiver::Arrival Receiver::on_data(uint32_t immediate, SequenceRing<Event>& eve
     if (++completed_slot_offset_ == CREDIT_SLOTS) completed_slot_offset_ = 0;
   }
   open_credits_in_window();
-  return arrival;
+  return is_whole;
 }
 
 void Receiver::report_all() {
@@ -252,6 +287,7 @@ void Receiver::clear() {
   messages_.clear();
   waiting_.clear();
   touched_.clear();
+  asked_waiting_ = 0;
   completed_below_ = seen_below_ = unsent_advert_ = cursor_credit_ = next_credit_;
   completed_slot_offset_ = static_cast<uint32_t>(completed_below_ % CREDIT_SLOTS);
   partial_credits_ = 0;

@@ -3,6 +3,11 @@
 //
 // A message is cut into parts of at most CREDIT_MAX_PACKETS packets. Each part is one credit. At most CREDIT_WINDOW
 // credits are open, counted from the oldest incomplete one. The others wait in call order.
+//
+// So a message that its sender gets to late would in the end hold up those that the sender waits to send. It has asked
+// for these: for a point-to-point message before it is advertised, for one of a collective after a while (ask()). As
+// long as such a message waits, is_short() has the peer give back old credits that it does not use yet: it sends an
+// empty packet in place of the data. The message is not received then, and is to be advertised anew.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -22,6 +27,9 @@ class Receiver {
 
   void advertise(uint64_t receive_id, const MessageHeader& header, std::byte* destination, const Keys& keys);
 
+  // The sender waits to send the message.
+  void ask(uint64_t receive_id);
+
   Verdict locate(uint32_t immediate, uint64_t address, uint32_t rkey, uint32_t size_bytes, Placement& out) const;
   // The checks of `locate` that need no RETH, because a completion does not show it.
   Verdict classify(uint32_t immediate, uint32_t size_bytes) const;
@@ -32,7 +40,7 @@ class Receiver {
     uint64_t credit;
   };
   // Call it after classify said `place`. A complete message adds its event to `events`.
-  Arrival on_data(uint32_t immediate, SequenceRing<Event>& events);
+  Arrival on_data(uint32_t immediate, uint32_t size_bytes, SequenceRing<Event>& events);
   // The sender repeated a packet, so the state of its credit goes into the next control again.
   void on_duplicate(uint32_t immediate);
   // Makes the next control report every open credit.
@@ -52,6 +60,8 @@ class Receiver {
   uint64_t oldest_unseen_sent_us() const { return credit(seen_below_).advert_sent_us; }
   // Whether a part of a bulk message has arrived and a part is missing.
   bool has_partial() const { return partial_credits_ != 0; }
+  // A message that its sender has asked for has no credit.
+  bool is_short() const { return asked_waiting_ != 0; }
   bool has_open() const { return completed_below_ < next_credit_ || !waiting_.empty(); }
 
   // In the order of the byte table: done words, then (after the eager part) SACKs, then adverts.
@@ -73,6 +83,8 @@ class Receiver {
     std::byte* destination;
     Keys keys;
     uint64_t bytes_opened, bytes_complete;
+    bool is_asked;     // its sender waits to send it
+    bool is_returned;  // some of its credits came back, and the others will
   };
   struct Credit {
     uint64_t message;
@@ -83,6 +95,7 @@ class Receiver {
     uint32_t received, first_missing, received_end;
     uint64_t advert_sent_us;
     uint8_t reports_left;  // reported in this many further controls; the credit is in touched_ while this is not 0
+    bool is_returned;
     Bitmap present;
   };
 
@@ -90,10 +103,12 @@ class Receiver {
   const Credit& credit(uint64_t number) const { return credits_[number]; }
   uint64_t credit_of(uint32_t immediate) const;
   bool complete(const Credit& credit) const { return credit.received == credit.packet_count; }
+  static bool is_return(const Credit& credit, uint32_t size_bytes) { return size_bytes == 0 && credit.part_bytes != 0; }
   uint32_t packet_bytes(const Credit& credit, uint32_t index) const;
   Placement place(uint64_t number, uint32_t index) const;
   size_t missing_from(uint64_t number, uint32_t index, std::span<Placement> out) const;
   void open_credits_in_window();
+  bool on_complete(uint64_t number, SequenceRing<Event>& events);
   bool on_seen_below(uint64_t number);
   void touch(uint64_t number);
 
@@ -108,6 +123,8 @@ class Receiver {
   uint64_t opened_packets_ = 0, received_packets_ = 0;
   std::vector<uint64_t> touched_;  // credits whose state the peer should learn
   bool sacks_postponed_ = false;
+  uint64_t asked_waiting_ = 0;  // messages of waiting_ that their sender has asked for
+  bool was_short_ = false;
   uint64_t cursor_credit_ = 0;  // after the newest arrival: where predict starts
   uint32_t cursor_index_ = 0;
 };

@@ -12,14 +12,35 @@ Sender::Sender(const FlowConfig& config)
 const char* Sender::transfer(uint64_t send_id, uint64_t advert_id, const std::byte* data, uint64_t size_bytes) {
   if (!messages_.holds(advert_id)) return "transfer into an advert that does not exist";
   Message& message = messages_[advert_id];
-  if (message.bound) return "two transfers into one advert";
+  if (message.bound || message.is_returned) return "two transfers into one advert";
   if (message.header.size_bytes != size_bytes) return "transfer of another size than the advert's";
   message.bound = true;
   message.send_id = send_id;
   message.data = data;
   ++open_transfers_;
-  for (uint64_t number = message.first_credit; number != message.end_credit; ++number) to_send_.push(number);
+  for (uint64_t number = message.first_credit; number != message.end_credit; ++number) send_credit(number);
   return nullptr;
+}
+
+bool Sender::give_back(Event& out) {
+  for (uint64_t id = messages_.first(); id != messages_.end(); ++id) {
+    Message& message = messages_[id];
+    if (message.first_credit >= completed_below_ + CREDIT_WINDOW / 2) return false;
+    // An empty packet of an empty message would be the message.
+    if (message.bound || message.is_returned || message.header.size_bytes == 0) continue;
+    message.is_returned = true;
+    ++open_transfers_;
+    for (uint64_t number = message.first_credit; number != message.end_credit; ++number) send_credit(number);
+    out = Event{Event::Kind::advert, message.header, 0, id, nullptr, 0, nullptr};
+    return true;
+  }
+  return false;
+}
+
+void Sender::send_credit(uint64_t number) {
+  Credit& credit = this->credit(number);
+  if (messages_[credit.message].is_returned) credit.packet_count = 1;
+  to_send_.push(number);
 }
 
 bool Sender::has_unsent() const { return sent_packets_ < granted_packets_ && is_within_reach(); }
@@ -38,6 +59,8 @@ DataOut Sender::take_unsent() {
   ++sent_packets_;
   if (index == 0) ++partial_credits_;
   if (credit.next_unsent == credit.packet_count) to_send_.pop();
+  if (messages_[credit.message].is_returned)
+    return DataOut{credit.address, credit.keys.of[0], make_immediate(credit_slot(number), 0), nullptr, 0};
   return DataOut{credit.address + offset, credit.keys.of[0], make_immediate(credit_slot(number), index),
                  messages_[credit.message].data + credit.offset + offset,
                  std::min(payload_max_bytes_, credit.part_bytes - offset)};
@@ -108,7 +131,8 @@ void Sender::complete(uint64_t now_us, uint64_t number, Recovery& recovery, Sequ
   if (message.acknowledged_bytes != message.header.size_bytes) return;
   message.sent = true;
   --open_transfers_;
-  events.push(Event{Event::Kind::sent, message.header, 0, message.send_id, nullptr, 0, nullptr});
+  if (!message.is_returned)
+    events.push(Event{Event::Kind::sent, message.header, 0, message.send_id, nullptr, 0, nullptr});
   while (!messages_.empty() && messages_.front().sent) messages_.pop();
 }
 
@@ -181,7 +205,7 @@ void Sender::accept(const Advert& advert, SequenceRing<Event>& events) {
   credits_.cover(completed_below_, credits_seen_);
   if (advert.first_part) {
     const MessageHeader header{advert.key, advert.signature, advert.message_bytes};
-    const uint64_t id = messages_.push(Message{header, 0, 0, 0, nullptr, number, number, false, false});
+    const uint64_t id = messages_.push(Message{header, 0, 0, 0, nullptr, number, number, false, false, false});
     events.push(Event{Event::Kind::advert, header, 0, id, nullptr, 0, nullptr});
   }
   const uint64_t id = messages_.end() - 1;
@@ -198,7 +222,7 @@ void Sender::accept(const Advert& advert, SequenceRing<Event>& events) {
   credit.acked.reset(credit.packet_count);
   message.advertised_bytes += advert.part_bytes;
   message.end_credit = credits_seen_;
-  if (message.bound) to_send_.push(number);
+  if (message.bound || message.is_returned) send_credit(number);
 }
 
 void Sender::clear() {

@@ -50,6 +50,9 @@ class Sender {
 
   // `advert_id` is that of the event. Returns null on success, else what is wrong with the call.
   const char* transfer(uint64_t send_id, uint64_t advert_id, const std::byte* data, uint64_t size_bytes);
+  // The oldest advert that no transfer has used. It may not be used any more. False: there is none among the older half
+  // of the credits.
+  bool give_back(Event& out);
   bool has_unsent() const;
   DataOut take_unsent();  // Call has_unsent() first.
   // The keys of the credit to which an unacknowledged packet belongs.
@@ -88,7 +91,8 @@ class Sender {
     uint64_t send_id;
     const std::byte* data;
     uint64_t first_credit, end_credit;  // its parts so far
-    bool bound;                         // transfer was called
+    bool bound;                         // transfer was called, or
+    bool is_returned;                   // its credits go back: one empty packet for each
     bool sent;                          // all acknowledged
   };
   struct Credit {
@@ -108,6 +112,7 @@ class Sender {
   void accept(const Advert& advert, SequenceRing<Event>& events);
   Credit& credit(uint64_t number) { return credits_[number]; }
   const Credit& credit(uint64_t number) const { return credits_[number]; }
+  void send_credit(uint64_t number);
   void apply_sack(uint64_t now_us, const Sack& sack, Recovery& recovery);
   void complete(uint64_t now_us, uint64_t number, Recovery& recovery, SequenceRing<Event>& events);
   bool all_sent(uint64_t number) const {

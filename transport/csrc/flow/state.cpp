@@ -122,7 +122,8 @@ bool Flow::State::idle() const {
 }
 
 uint64_t Flow::State::advert_retry_us() const {
-  if (!uses(Mechanism::advert_retry) || !receiver.has_unseen_adverts() || receiver.has_unsent_adverts()) return NEVER;
+  const bool is_asking = receiver.has_unseen_adverts() || receiver.is_short();
+  if (!uses(Mechanism::advert_retry) || !is_asking || receiver.has_unsent_adverts()) return NEVER;
   // A sender that has something for it answers within a round-trip time. A computing one is asked ever more rarely.
   const uint64_t wait_us = recovery.round_trip().pto_us(config.ack_delay_us)
                            << std::min(advert_retries, ADVERT_BACKOFF_MAX);
@@ -192,7 +193,7 @@ size_t Flow::State::write_last_word(std::span<std::byte> out) const {
 
 // The part of every control. A probe carries it too, although it is likely to be lost.
 void Flow::State::write_cumulative(uint64_t now_us, ControlWriter& writer, uint8_t flags) {
-  writer.header.flags = flags;
+  writer.header.flags = static_cast<uint8_t>(flags | (receiver.is_short() ? CONTROL_SHORT : 0));
   writer.header.credits_seen = static_cast<uint32_t>(sender.credits_seen());
   writer.header.granted = grants.issue(now_us, receiver.received_packets(), recovery.round_trip().smoothed_us());
   receiver.write_done(writer);
@@ -222,10 +223,8 @@ size_t Flow::State::write_control(uint64_t now_us, std::span<std::byte> out) {
   }
   heard_count = 0;
   receiver.write_sacks(writer);
-  if (receiver.has_unsent_adverts()) {
-    receiver.write_adverts(writer, now_us);
-    advert_sent_us = now_us;
-  }
+  if (receiver.has_unsent_adverts() || receiver.is_short()) advert_sent_us = now_us;
+  if (receiver.has_unsent_adverts()) receiver.write_adverts(writer, now_us);
   // Asked again with nothing new in between: the answer's path may be dead in this direction, so it is sent twice.
   is_second_answer |= uses(Mechanism::second_answer) && is_asked && answered_since_data;
   answered_since_data |= std::exchange(is_asked, false);
@@ -264,6 +263,7 @@ void Flow::State::apply_control(uint64_t now_us, uint64_t waited_us, const Contr
       now_us >= queue_reported_us + recovery.round_trip().smoothed_us())
     request_control(now_us);
 
+  is_peer_short = (header.flags & CONTROL_SHORT) != 0;
   if (receiver.on_seen(header)) advert_retries = 0;
   const bool gap =
       uses(Mechanism::advert_gap) && (header.flags & CONTROL_ADVERT_GAP) != 0 && receiver.has_unseen_adverts();

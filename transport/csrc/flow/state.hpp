@@ -101,6 +101,7 @@ struct Flow::State {
   uint32_t repeats = 0;
   uint64_t queue_reported_us = 0;
   bool credit_stalled = false;
+  bool is_peer_short = false;  // of credits
 
   struct Heard {
     uint64_t at_us;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How much a rank and a lane of shared memory keep for their peers, and when a message takes another way. All in one
-// file, so that the model of exchanges (tests/model/exchange) can run the same sources with budgets of a few messages.
+// How much a rank and its lanes keep for their peers, and when a message takes another way. All in one file, so that
+// the model of exchanges (tests/model/exchange) can run the same sources with budgets of a few messages.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +14,12 @@ inline constexpr uint64_t MAX_LOAN_BYTES = 131'072;
 inline constexpr uint64_t ARRIVALS_BYTES = 16'777'216;
 // ... but at least this much for each, about the share of a peer in a world of 64.
 inline constexpr uint64_t ARRIVAL_SHARE_MIN_BYTES = 262'144;
+
+// Networks: how many receives without destination a lane has at a time, and how many of them do not depend on what
+// other lanes of the process have. The others have this much memory.
+inline constexpr uint32_t NETWORK_LOANS_MAX = 8;
+inline constexpr uint32_t NETWORK_LOANS_OWN = 3;
+inline constexpr uint64_t EXTRA_LOANS_BELOW_BYTES = 33'554'432;
 
 // Shared memory: the ring of a lane, with eager messages, adverts and fragments; what is eager there; and the blocks.
 inline constexpr uint64_t CONTROL_RING_BYTES = 65'536;

@@ -30,6 +30,8 @@ class LaneSink {
   virtual bool on_eager(uint32_t peer, const MessageHeader& header, uint32_t flags, const std::byte* data) = 0;
   // The peer can take the message `header`. `advert_id` goes into Lane::transfer.
   virtual void on_advert(uint32_t peer, const MessageHeader& header, uint64_t advert_id) = 0;
+  // The peer's advert for this message is void, and the peer will advertise the message anew.
+  virtual void on_advert_withdrawn(uint32_t /*peer*/, const MessageHeader& /*header*/) {}
   // An advertised message is complete. For a loan, `data` is where the bytes are until Lane::release.
   virtual void on_received(uint64_t receive_id, const std::byte* data, uint64_t loan_id) = 0;
   // A transfer is complete: the sender's buffer may be overwritten.
@@ -52,6 +54,9 @@ class Lane {
   // `destination` null: a loan (size_bytes <= MAX_LOAN_BYTES). The lane may delay a loan's advert until it has memory.
   // It grants in call order.
   virtual void advertise(uint64_t receive_id, const MessageHeader& header, void* destination) = 0;
+  // The peer waits to send the message of this receive, so it should not wait for an advert behind those that nobody
+  // uses yet. A point-to-point message is asked for before it is advertised.
+  virtual void ask(uint64_t /*receive_id*/) {}
   // How the receiver may use the sender's memory. A lane may do less than it is allowed.
   enum class Use : uint8_t {
     copy,        // the transfer ends as soon as the bytes have left, whatever the receiver waits for

@@ -15,9 +15,9 @@ namespace {
 // How often the mailbox looks at what waits, and the lanes hear for whom. Rounds may have long pauses, so what waits is
 // as old as the looks that have found it.
 constexpr uint64_t LOOK_US = 50'000;
-// A send that waits for its advert during so many looks (200 ms) shows its header to the receiver, and a small receive,
-// which has no advert, its signature to the sender. A rank that runs another operation, or expects another size, then
-// reports that instead of waiting for its deadline.
+// A send that waits for its advert shows its header to the receiver each time after so many looks (200 ms): the advert
+// may wait behind others. A small receive, which has no advert, shows its signature to the sender once. A rank that
+// runs another operation, or expects another size, then reports that instead of waiting for its deadline.
 constexpr uint32_t PROBE_AFTER_LOOKS = 5;
 
 // Loans come from lanes (their id, tagged with the peer) or from the mailbox's buffers.
@@ -75,7 +75,6 @@ void Mailbox::send(MailboxClient& client, uint32_t step, uint32_t peer, const Me
   pending_.push(peer, header.key, send);
   ++pending_count_;
   if (is_p2p(header.key)) {
-    sends_[send].requested = true;
     waiting_eager_[peer].push_back(send);
     ++waiting_eager_count_;
     push_eager(peer);
@@ -106,7 +105,8 @@ bool Mailbox::has_room(uint32_t peer, uint64_t size_bytes) const {
 }
 
 void Mailbox::start_transfer(uint32_t send, uint64_t advert_id) {
-  const Send& record = sends_[send];
+  Send& record = sends_[send];
+  record.is_bound = true;
   lanes_[record.peer]->transfer(send, advert_id, record.data, record.header.size_bytes, record.use);
 }
 
@@ -244,8 +244,8 @@ bool Mailbox::on_eager(uint32_t peer, const MessageHeader& header, uint32_t flag
     // A probe for a collective: the message or the advert is on its way, unless the two sides disagree.
     if (waiting == KeyIndex::NONE) {
       meet(peer, header);
-    } else {
-      check(peer, header, receives_[waiting].header, true);
+    } else if (check(peer, header, receives_[waiting].header, true) && receives_[waiting].advertised) {
+      lanes_[peer]->ask(waiting);
     }
     return true;
   }
@@ -284,6 +284,10 @@ void Mailbox::on_advert(uint32_t peer, const MessageHeader& header, uint64_t adv
   }
   --pending_count_;
   if (check(peer, header, sends_[send].header, false)) start_transfer(send, advert_id);
+}
+
+void Mailbox::on_advert_withdrawn(uint32_t peer, const MessageHeader& header) {
+  if (const uint32_t advert = advertised_.pop(peer, header.key); advert != KeyIndex::NONE) adverts_.remove(advert);
 }
 
 void Mailbox::on_received(uint64_t receive_id, const std::byte* data, uint64_t loan_id) {
@@ -340,8 +344,8 @@ void Mailbox::ask_peers() {
   };
   if (pending_count_ != 0) {
     sends_.for_each([&](Send& send) {
-      if (send.eager || send.requested || !is_old(send)) return;
-      send.requested = lanes_[send.peer]->send_eager(send.header, EAGER_REQUEST, nullptr);
+      if (send.eager || send.is_bound || is_p2p(send.header.key) || !is_old(send)) return;
+      if (lanes_[send.peer]->send_eager(send.header, EAGER_REQUEST, nullptr)) send.looks = 0;
     });
   }
   // One question for each peer: of the oldest collective that waits for it.

@@ -28,7 +28,6 @@
 
 namespace sennit {
 
-inline constexpr uint64_t P2P_KEY = uint64_t{1} << 63;
 // The slot in the key of a collective's message. Above it is the operation.
 inline constexpr uint32_t KEY_SLOT_BITS = 20;
 // No message has this slot: a request with it is a question, whether the ranks run the same collective.
@@ -94,6 +93,7 @@ class Mailbox final : public LaneSink {
 
   bool on_eager(uint32_t peer, const MessageHeader& header, uint32_t flags, const std::byte* data) override;
   void on_advert(uint32_t peer, const MessageHeader& header, uint64_t advert_id) override;
+  void on_advert_withdrawn(uint32_t peer, const MessageHeader& header) override;
   void on_received(uint64_t receive_id, const std::byte* data, uint64_t loan_id) override;
   void on_sent(uint64_t send_id) override;
   void on_peer_lost(uint32_t peer, std::string reason) override;
@@ -116,7 +116,7 @@ class Mailbox final : public LaneSink {
     const void* data;
     uint32_t step;
     uint32_t peer;
-    bool requested;
+    bool is_bound;  // its transfer has begun
     bool eager;
     Lane::Use use = Lane::Use::copy;
     uint32_t looks = 0;  // that have found it waiting

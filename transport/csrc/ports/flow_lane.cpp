@@ -37,6 +37,11 @@ void FlowLane::advertise_at(uint64_t receive_id, const MessageHeader& header, st
   tell_opened();
 }
 
+void FlowLane::ask(uint64_t receive_id) {
+  for (uint64_t number = receives_.first(); number != receives_.end(); ++number)
+    if (!receives_[number].is_done && receives_[number].receive_id == receive_id) flow_.ask(number, now_us());
+}
+
 bool FlowLane::tell_opened() {
   bool moved = false;
   flow::Keys keys;
@@ -92,6 +97,13 @@ bool FlowLane::deliver(const flow::Event& event) {
       exposure_.close(receive.region);
       closing_.push(event.id);
       hand_over_closed();
+      break;
+    }
+    case Kind::returned: {
+      const OpenReceive& receive = receives_[event.id];
+      flow::Keys keys;
+      if (exposure_.is_open(receive.region, keys))
+        flow_.advertise(event.id, receive.header, receive.destination, keys, now_us());
       break;
     }
     case Kind::sent:
@@ -162,6 +174,8 @@ bool FlowLane::pump(uint64_t now_us) {
   moved |= hand_over_returned();
   flow::Event event;
   while (flow_.poll_event(event)) moved |= deliver(event);
+  // Only now: the sink may have used what has just come.
+  while (flow_.give_back(event)) sink_.on_advert_withdrawn(peer_, event.header);
   return moved;
 }
 

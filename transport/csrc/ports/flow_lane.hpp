@@ -24,7 +24,7 @@ namespace sennit {
 class FlowLane final : public Lane {
  public:
   // The most loans at a time, and how many of them do not depend on what other lanes have.
-  static constexpr size_t LOAN_COUNT = 8, OWN_LOAN_COUNT = 3;
+  static constexpr size_t LOAN_COUNT = NETWORK_LOANS_MAX, OWN_LOAN_COUNT = NETWORK_LOANS_OWN;
 
   // `eager_memory` and `eager_rkey` as in flow::Flow. The port owns that memory, because its address is in the offer,
   // which goes out before there is a lane. `exposure` and `loans` outlive the lane.
@@ -40,6 +40,8 @@ class FlowLane final : public Lane {
     const bool awaits_exposure = advertised_below_ != receives_.end() || !closing_.empty() || !returning_.empty();
     return awaits_exposure || flow_.has_event() ? 0 : flow_.next_timeout_us();
   }
+  // Whether nothing is still to come: all messages are complete on both sides, and all loans are back.
+  bool is_settled() const { return idle() && receives_.empty() && wishes_.empty() && loans_out_ == 0; }
   // Whether everything sent is acknowledged.
   bool idle() const { return flow_.idle() && returning_.empty(); }
   // Like flow().abort and flow().revoke. The sink hears nothing more.
@@ -49,6 +51,7 @@ class FlowLane final : public Lane {
   uint64_t eager_max_bytes() const override { return flow_.eager_max_bytes(); }
   [[nodiscard]] bool send_eager(const MessageHeader& header, uint32_t flags, const void* data) override;
   void advertise(uint64_t receive_id, const MessageHeader& header, void* destination) override;
+  void ask(uint64_t receive_id) override;
   using Lane::transfer;
   void transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes, Use use) override;
   bool release(uint64_t loan_id) override;

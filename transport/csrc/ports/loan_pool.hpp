@@ -24,7 +24,7 @@ namespace sennit {
 class LoanMemory {
  public:
   // Loans beyond a lane's first few are lent only up to this much in all, and no more than this is kept without need.
-  static constexpr size_t EXTRA_BELOW_BYTES = 33'554'432;
+  static constexpr size_t EXTRA_BELOW_BYTES = EXTRA_LOANS_BELOW_BYTES;
 
   LoanMemory() = default;
   ~LoanMemory() {

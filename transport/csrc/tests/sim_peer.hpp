@@ -145,6 +145,9 @@ class SimPeer {
         ++bulk_received_;
         return;
       }
+      case Kind::returned:
+        FAIL("an advert came back that nobody had asked for");
+        return;
       case Kind::sent: {
         REQUIRE(event.id < transferred_);
         Out& out = bulk_out_[event.id];

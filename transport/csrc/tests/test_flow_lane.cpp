@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <set>
 #include <string>
@@ -29,7 +30,21 @@ struct RecordingSink final : LaneSink {
   }
   void on_advert(uint32_t, const MessageHeader& header, uint64_t advert_id) override {
     adverts.push_back(header.key);
+    if (late.contains(header.key)) {
+      REQUIRE(late_adverts.emplace(header.key, advert_id).second);
+      return;
+    }
     lane->transfer(header.key, advert_id, source.data(), header.size_bytes);
+  }
+  void on_advert_withdrawn(uint32_t, const MessageHeader& header) override {
+    REQUIRE(late_adverts.erase(header.key) == 1);
+    ++withdrawn;
+  }
+  // The program gets to its late messages.
+  void send_late(uint64_t size_bytes) {
+    late.clear();
+    for (const auto& [key, advert_id] : std::exchange(late_adverts, {}))
+      lane->transfer(key, advert_id, source.data(), size_bytes);
   }
   void on_received(uint64_t receive_id, const std::byte* data, uint64_t loan_id) override {
     received.push_back(receive_id);
@@ -41,6 +56,9 @@ struct RecordingSink final : LaneSink {
 
   FlowLane* lane = nullptr;
   int eager_refusals = 0;
+  std::set<uint64_t> late;  // keys of messages that are not sent yet
+  std::map<uint64_t, uint64_t> late_adverts;
+  uint64_t withdrawn = 0;
   std::vector<std::byte> source = std::vector<std::byte>(MAX_LOAN_BYTES, std::byte{0x42});
   std::vector<std::string> eager;
   std::vector<uint64_t> adverts, received, loans, sent;
@@ -335,4 +353,54 @@ TEST_CASE("After an abort the sink hears of no message, whatever is closed later
   pair.settle();
   CHECK(pair.receiver.received.empty());
   CHECK(pair.sender.sent.empty());
+}
+
+// Credits have numbers, and only so many are open from the oldest incomplete one on.
+TEST_CASE("Messages that their sender asked for pass any that it gets to late") {
+  for (const uint64_t late_count : {1, 200, 400}) {
+    CAPTURE(late_count);
+    LanePair pair;
+    constexpr uint64_t SIZE_BYTES = 3'000, ASKED = 600;
+    // Every fourth is a loan.
+    std::vector<std::vector<std::byte>> late(late_count, std::vector<std::byte>(SIZE_BYTES));
+    for (uint64_t key = 0; key < late_count; ++key) {
+      pair.sender.late.insert(key);
+      pair.b.advertise(key, {key, 0, SIZE_BYTES}, key % 4 == 3 ? nullptr : late[key].data());
+    }
+    std::vector<std::byte> asked(ASKED * SIZE_BYTES);
+    for (uint64_t tag = 0; tag < ASKED; ++tag)
+      pair.b.advertise(1'000 + tag, {P2P_KEY | tag, 0, SIZE_BYTES}, asked.data() + tag * SIZE_BYTES);
+    for (int turn = 0; turn < 20 && pair.receiver.received.size() < ASKED; ++turn) pair.settle();
+    CHECK(pair.receiver.received.size() == ASKED);
+    CHECK(asked == std::vector<std::byte>(asked.size(), std::byte{0x42}));
+    CHECK(pair.sender.withdrawn != 0);
+    CHECK(pair.sender.sent.size() == ASKED);
+    CHECK(late == std::vector<std::vector<std::byte>>(late_count, std::vector<std::byte>(SIZE_BYTES)));
+    // All late ones are advertised again, or wait for a credit or a loan.
+    pair.sender.send_late(SIZE_BYTES);
+    for (size_t released = ASKED, turn = 0; turn < 200 && released < ASKED + late_count; ++turn) {
+      pair.settle();
+      for (; released < pair.receiver.received.size(); ++released) CHECK(pair.b.release(pair.receiver.loans[released]));
+    }
+    CHECK(pair.receiver.received.size() == ASKED + late_count);
+    CHECK(std::set<uint64_t>(pair.receiver.received.begin(), pair.receiver.received.end()).size() ==
+          ASKED + late_count);
+    for (uint64_t key = 0; key < late_count; ++key)
+      CHECK(late[key] == std::vector<std::byte>(SIZE_BYTES, key % 4 == 3 ? std::byte{} : std::byte{0x42}));
+    CHECK(pair.a.idle());
+    CHECK(pair.b.idle());
+    CHECK(pair.sender.lost.empty());
+  }
+}
+
+TEST_CASE("No credit goes back while no message that was asked for waits") {
+  LanePair pair;
+  std::vector<std::byte> memory(3'000);
+  for (uint64_t key = 0; key < 400; ++key) {
+    pair.sender.late.insert(key);
+    pair.b.advertise(key, {key, 0, memory.size()}, memory.data());
+  }
+  pair.settle();
+  CHECK(pair.sender.late_adverts.size() == 256);
+  CHECK(pair.sender.withdrawn == 0);
 }

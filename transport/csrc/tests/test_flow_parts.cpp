@@ -189,7 +189,7 @@ TEST_CASE("A control payload has the bytes of docs/reference/wire.md") {
   REQUIRE(writer.add_advert({0x10, keys, 0x30, false, 0, 0, 0}));
   const size_t size_bytes = writer.finish();
   const std::array<uint8_t, 156> expected{
-      2, 1, 1, 1, 1, 0, 1, 0, 2, 0, 0, 0,                                      // version to reason bytes
+      3, 1, 1, 1, 1, 0, 1, 0, 2, 0, 0, 0,                                      // version to reason bytes
       1, 2, 3, 4, 0x11, 0x12, 0x13, 0x14, 7, 0, 0, 0, 6, 0, 0, 0, 9, 0, 0, 0,  // cumulative fields
       4, 3, 2, 1, 6, 5, 0, 0,                                                  // grant, queueing
       5, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0x80,                       // done,
@@ -292,7 +292,7 @@ TEST_CASE("Credits whose state did not fit into a control are first in the next"
   for (uint64_t id = 0; id < MESSAGES; ++id) {
     receiver.advertise(id, {id, 0, memory.size()}, memory.data(), 1);
     REQUIRE(receiver.classify(make_immediate(credit_slot(id), 0), PAYLOAD_BYTES) == Verdict::place);
-    receiver.on_data(make_immediate(credit_slot(id), 0), events);
+    receiver.on_data(make_immediate(credit_slot(id), 0), PAYLOAD_BYTES, events);
   }
   std::vector<uint32_t> told;
   const auto write = [&] {
@@ -336,7 +336,7 @@ TEST_CASE("Places are predicted behind the newest arrival, or from a packet that
   const auto from = [&](uint32_t slot, uint32_t index) {
     return indices(std::span(places).first(receiver.predict_from(make_immediate(slot, index), places)));
   };
-  receiver.on_data(make_immediate(1, 1), events);
+  receiver.on_data(make_immediate(1, 1), 64, events);
   CHECK(indices(std::span(places).first(receiver.predict(places))) == std::vector<size_t>{2, 3, 4, 5});
   CHECK(from(1, 0) == std::vector<size_t>{0, 2, 3, 4});  // skips packets that are already there
   CHECK(from(2, 3) == std::vector<size_t>{8, 9});
@@ -344,6 +344,6 @@ TEST_CASE("Places are predicted behind the newest arrival, or from a packet that
   CHECK(from(2, 5).empty());           // behind the end of the last
   CHECK(from(3, 0).empty());           // not advertised
   CHECK(from(EAGER_SLOT, 0).empty());  // elsewhere
-  for (const uint32_t index : {0u, 2u, 3u, 4u}) receiver.on_data(make_immediate(1, index), events);
+  for (const uint32_t index : {0u, 2u, 3u, 4u}) receiver.on_data(make_immediate(1, index), 64, events);
   CHECK(from(1, 0).empty());  // complete
 }

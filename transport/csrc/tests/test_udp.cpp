@@ -435,7 +435,7 @@ TEST_CASE("an offer that does not fit is refused with both sides") {
                        std::invalid_argument);
   other_wire[8] = std::byte{1};
   CHECK_THROWS_WITH_AS(a.port.connect(1, other_wire, a),
-                       doctest::Contains("wire revision 1, this rank has wire revision 2"), std::invalid_argument);
+                       doctest::Contains("wire revision 1, this rank has wire revision 3"), std::invalid_argument);
   CHECK_THROWS_WITH_AS(a.port.connect(1, test::info_of(a.port, 1), a), doctest::Contains("rank 0 of 2"),
                        std::invalid_argument);
 }

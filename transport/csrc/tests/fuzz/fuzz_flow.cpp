@@ -330,6 +330,9 @@ class Duel {
             require(side.destination(event.id)[at] == content(event.id, at));
         return;
       }
+      case Kind::returned:
+        require(false);  // no sender has asked for a message, so no receiver is short of credits
+        return;
       case Kind::sent: {
         require(event.id < side.peer->in.size() && !side.peer->in[event.id].sent);
         if (!side.was_told_lies) require(side.peer->in[event.id].received || side.peer->flow->last_heard_us() != 0);

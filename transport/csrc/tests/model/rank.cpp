@@ -209,6 +209,9 @@ void Rank::on_event(const flow::Event& event) {
       ++received_;
       --open_receives_;
       return;
+    case Kind::returned:
+      require(false, "an advert came back that nobody had asked for");
+      return;
     case Kind::sent:
       say("sent message %u", static_cast<unsigned>(event.id));
       outgoing_->on_sent(event.id);

@@ -9,6 +9,9 @@ namespace sennit {
 inline constexpr uint64_t MAX_LOAN_BYTES = 512;
 inline constexpr uint64_t ARRIVALS_BYTES = 1'024;
 inline constexpr uint64_t ARRIVAL_SHARE_MIN_BYTES = 512;
+inline constexpr uint32_t NETWORK_LOANS_MAX = 3;
+inline constexpr uint32_t NETWORK_LOANS_OWN = 1;
+inline constexpr uint64_t EXTRA_LOANS_BELOW_BYTES = 2 * MAX_LOAN_BYTES;
 inline constexpr uint64_t CONTROL_RING_BYTES = 1'024;
 inline constexpr uint64_t SHM_EAGER_MAX_BYTES = 192;
 inline constexpr uint64_t BULK_BLOCK_BYTES = MAX_LOAN_BYTES;
