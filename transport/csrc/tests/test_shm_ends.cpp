@@ -6,6 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -148,4 +149,26 @@ TEST_CASE("a process that lives but does not run is given up, one that beats is 
   wait(100'000'000, false);
   REQUIRE(sink.lost.size() == 1);
   CHECK(sink.lost[0].starts_with("gave no sign of life for "));
+}
+
+TEST_CASE("a peer's last word is heard however much another peer sends, and behind what it sent itself") {
+  ShmPort port(0, 3), quiet(1, 3), busy(2, 3);
+  Sink sink, quiet_sink, busy_sink;
+  for (ShmPort* const peer : {&quiet, &busy}) {
+    const uint32_t rank = peer == &quiet ? 1 : 2;
+    REQUIRE(port.accept(rank, peer->offer()));
+    REQUIRE(peer->accept(0, port.offer()));
+    port.connect(rank, sink);
+    peer->connect(0, rank == 1 ? quiet_sink : busy_sink);
+  }
+  const std::vector<std::byte> data(8);
+  uint64_t sent = 0;
+  REQUIRE(quiet.lane(0).send_eager({7, 0, data.size()}, EAGER_DATA, data.data()));
+  quiet.abort("it is over");
+  for (int round = 0; round < 100 && sink.lost.empty(); ++round) {
+    REQUIRE(busy.lane(0).send_eager({++sent, 0, data.size()}, EAGER_DATA, data.data()));
+    REQUIRE(port.progress(1));
+  }
+  CHECK(sink.lost == std::vector<std::string>{"aborted: it is over"});
+  CHECK(std::ranges::count(sink.eager, std::pair{uint64_t{7}, data}) == 1);
 }

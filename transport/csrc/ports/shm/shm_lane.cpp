@@ -166,7 +166,8 @@ bool ShmLane::has_news() const {
 
 bool ShmLane::drain() {
   bool moved = false;
-  while (consume(RECORDS_A_ROUND)) moved = true;
+  // A peer that has ended writes no more than the ring holds. Another one must not keep this rank here.
+  for (uint64_t left = CONTROL_RING_BYTES / LINE; left != 0 && consume(RECORDS_A_ROUND); --left) moved = true;
   return moved;
 }
 
@@ -403,10 +404,22 @@ void ShmLane::expect(uint64_t now_us) {
        " (SENNIT_PEER_TIMEOUT_S): its process is there, but not one thread of it has run");
 }
 
+ShmLane::Debts ShmLane::debts() const {
+  const auto owed = std::ranges::count_if(blocks_out_, [](const BlockOut& out) { return out.size_bytes != 0; });
+  return {.receives = receives_.size() - free_slots_.size(),
+          .sends = transfers_.size() + placements_.size() + references_.size() - free_references_.size() +
+                   static_cast<size_t>(owed),
+          .records = waiting_records_.size(),
+          .loans = loans_out_,
+          .waiting_loans = waiting_loans_.size()};
+}
+
 std::string ShmLane::describe() const {
-  return "shm to rank " + std::to_string(peer_) + ": " + std::to_string(transfers_.size()) + " transfers and " +
-         std::to_string(waiting_records_.size()) + " records waiting for room, " + std::to_string(loans_out_) +
-         " loans out" + (is_peer_heap_refused_ ? ", its shared heap cannot be mapped (another pid namespace?)" : "") +
+  const Debts open = debts();
+  return "shm to rank " + std::to_string(peer_) + ": " + std::to_string(open.receives) + " receives and " +
+         std::to_string(open.sends) + " sends open, " + std::to_string(open.records) + " records waiting for room, " +
+         std::to_string(open.loans) + " loans out, " + std::to_string(open.waiting_loans) + " more wanted" +
+         (is_peer_heap_refused_ ? ", its shared heap cannot be mapped (another pid namespace?)" : "") +
          (peer_left_ ? ", peer left" : "");
 }
 
@@ -687,6 +700,7 @@ void ShmLane::take_memory_back() noexcept {
       if (reference.is_out && reference.written != nullptr) SharedHeap::detach(reference.written, reference.size_bytes);
   }
   references_.clear();
+  free_references_.clear();
 }
 
 }  // namespace sennit

@@ -100,6 +100,18 @@ class ShmLane final : public Lane {
   };
   const Counters& counters() const { return *counters_; }
 
+  // What is still to come, whichever way the bytes of a message go. Once all messages of both sides are complete and
+  // all loans are back, nothing is.
+  struct Debts {
+    size_t receives;       // advertised, and not complete or lent
+    size_t sends;          // whose memory is not the sender's own again
+    size_t records;        // of this side, for which the ring has no room
+    size_t loans;          // advertised, or lent in a block
+    size_t waiting_loans;  // receives that are advertised when a loan is back
+    bool operator==(const Debts&) const = default;
+  };
+  Debts debts() const;
+
  private:
   // One cache line; the data of an eager message follows it.
   struct alignas(64) Record {

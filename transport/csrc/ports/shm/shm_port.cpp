@@ -93,15 +93,17 @@ bool ShmPort::progress(uint64_t now_us) {
   for (size_t turn = 0; turn < agenda_.ready().size(); ++turn) {
     const uint32_t member = agenda_.ready()[turn], peer = connected_[member];
     const bool its = !lost_[peer] && lanes_[peer]->progress(now_us);
-    if (its) idle_rounds_[member] = 0;
+    if (its) {
+      idle_rounds_[member] = 0;
+    } else if (lanes_[peer]->has_last_word()) {
+      // The end of a peer does not overtake what the peer sent: some may have come since the round's look.
+      lanes_[peer]->drain();
+      lanes_[peer]->look_for_last_word();
+    }
     moved |= its;
     if (!lanes_[peer]->failure().empty()) failure_ = lanes_[peer]->failure();
   }
   ring_where_dirty();
-  // The rings are read first: the end of a peer does not overtake what the peer sent.
-  if (!moved) {
-    for (const uint32_t member : agenda_.ready()) lanes_[connected_[member]]->look_for_last_word();
-  }
   if (now_us >= next_beat_us_) {
     next_beat_us_ = now_us + PEER_CHECK_US;
     beat();
