@@ -71,7 +71,7 @@ test-cpp: sanitized  ## C++ tests with address and undefined-behaviour sanitizer
 MODEL := cmake -S . -B build/model -G Ninja -DSENNIT_TESTS=ON -DSENNIT_PYTHON=OFF -DCMAKE_BUILD_TYPE=RelWithDebInfo \
   -DCMAKE_CXX_COMPILER_LAUNCHER=$(LAUNCHER) --log-level=WARNING >/dev/null
 MODELS := fault_model fault_model_small exchange_model
-test-model: build  ## schedules of faults against the real flow, and of exchanges over shared memory, without sanitizers
+test-model: build  ## schedules of faults against the real flow, and of exchanges among ranks, without sanitizers
 	@$(MODEL)
 	@$(QUIETLY) build/model.log nice cmake --build build/model --target $(MODELS)
 	@mkdir -p $(REPORTS)

@@ -81,7 +81,7 @@ PARTS: Final = {
         limit_s=3_600,
     ),
     "exchanges": Part(
-        what="a million schedules of messages among two to five ranks over shared memory",
+        what="a million schedules of messages among two to five ranks over shared memory and networks",
         command=(f"{MODEL}/exchange_model", "--first", "{seed}000000", "--schedules", "1000000"),
         limit_s=7_200,
     ),

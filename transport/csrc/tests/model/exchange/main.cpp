@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// exchange_model: schedules of messages among several ranks over shared memory (world.hpp).
+// exchange_model: schedules of messages among several ranks over shared memory and networks (world.hpp).
 #include "model/exchange/world.hpp"
 #include "model/runner.hpp"
 

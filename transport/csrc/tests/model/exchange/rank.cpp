@@ -19,27 +19,37 @@ std::byte byte_of(uint32_t message, uint32_t at, bool is_result) {
 
 }  // namespace
 
-Rank::Rank(const Schedule& schedule, uint32_t number, bool is_verbose)
+Rank::Rank(const Schedule& schedule, uint32_t number, Network& network, bool is_verbose)
     : schedule_(schedule),
       number_(number),
       is_verbose_(is_verbose),
       port_(number, schedule.world, nullptr, PEER_TIMEOUT_US),
       mailbox_(number, schedule.world),
+      exposure_(number, [this] { return next_key_++; }),
+      loans_(exposure_, std::make_shared<LoanMemory>()),
+      remotes_(schedule.world),
       sends_(schedule.messages.size()),
       receives_(schedule.messages.size()),
       threads_(THREADS_MAX),
       at_(THREADS_MAX, 0) {
   for (const Call& call : schedule.calls)
     if (call.rank == number) threads_[call.thread].push_back(call);
+  for (uint32_t peer = 0; peer < schedule.world; ++peer) {
+    if (schedule.share_memory(number, peer)) continue;
+    remotes_[peer] = std::make_unique<Remote>(schedule, number, peer, network, exposure_, loans_, mailbox_);
+    mailbox_.set_lane(peer, &remotes_[peer]->lane());
+  }
 }
 
 Rank::~Rank() { mailbox_.abandon(); }
 
-void Rank::meet(uint32_t peer, const std::vector<std::byte>& offer) {
+void Rank::meet(Rank& peer) {
+  if (const auto& remote = remotes_[peer.number_]) return remote->introduce(*peer.remotes_[number_]);
   std::string why;
-  require(port_.accept(peer, offer, &why), [&] { return "rank " + std::to_string(peer) + " is not reached: " + why; });
-  port_.connect(peer, mailbox_);
-  mailbox_.set_lane(peer, &port_.lane(peer));
+  require(port_.accept(peer.number_, peer.port_.offer(), &why),
+          [&] { return "rank " + std::to_string(peer.number_) + " is not reached: " + why; });
+  port_.connect(peer.number_, mailbox_);
+  mailbox_.set_lane(peer.number_, &port_.lane(peer.number_));
 }
 
 void Rank::set_memory(uint32_t message, bool is_receive, std::byte* data) {
@@ -72,6 +82,7 @@ bool Rank::turn(uint64_t now_us, uint32_t calls) {
   moved |= mailbox_.progress(now_us);
   moved |= port_.progress(now_us);
   port_.tell_peers(false, now_us);
+  moved |= drive_remotes(now_us);
   require(port_.failure().empty(), [&] { return std::string(port_.failure()); });
   if (const MailboxFailure* const failure = mailbox_.failure()) {
     failure_ = "rank " + std::to_string(failure->peer) + " " + failure->reason;
@@ -81,6 +92,20 @@ bool Rank::turn(uint64_t now_us, uint32_t calls) {
     return true;
   }
   return moved;
+}
+
+bool Rank::drive_remotes(uint64_t now_us) {
+  bool moved = false;
+  for (const auto& remote : remotes_)
+    if (remote) moved |= remote->drive(now_us);
+  return moved;
+}
+
+void Rank::answer(uint64_t now_us) { drive_remotes(now_us); }
+
+bool Rank::is_ending(uint32_t peer) {
+  if (remotes_[peer]) return remotes_[peer]->lane().flow().ended();
+  return static_cast<const ShmLane&>(port_.lane(peer)).is_ending();
 }
 
 bool Rank::is_satisfied(const Call& call) const {
@@ -109,7 +134,7 @@ void Rank::make(const Call& call) {
 void Rank::post_send(uint32_t number) {
   const Message& message = schedule_.messages[number];
   sends_[number].is_posted = true;
-  const bool was_ending = static_cast<const ShmLane&>(port_.lane(message.to)).is_ending();
+  const bool was_ending = is_ending(message.to);
   mailbox_.send(*this, 2 * number, message.to, header_of(message), sends_[number].data, message.use);
   require(!was_ending || !sends_[number].is_complete,
           [&] { return "message " + std::to_string(number) + " was sent to a rank that is known to have ended"; });
@@ -207,6 +232,8 @@ void Rank::end(const char* last_word) {
   mailbox_.abandon();
   if (last_word != nullptr) port_.abort(last_word);
   port_.revoke();
+  for (const auto& remote : remotes_)
+    if (remote) last_word != nullptr ? remote->abort(last_word) : remote->leave();
   for (uint32_t number = 0; number < sends_.size(); ++number)
     for (const Place* const place : {&sends_[number], &receives_[number]})
       if (place->data != nullptr) std::fill_n(place->data, schedule_.messages[number].size_bytes, AFTER_END);
@@ -217,6 +244,17 @@ bool Rank::is_done() const {
     if (at_[thread] != threads_[thread].size()) return false;
   const auto is_open = [](const Place& place) { return place.is_posted && !place.is_complete; };
   return std::ranges::none_of(sends_, is_open) && std::ranges::none_of(receives_, is_open);
+}
+
+bool Rank::is_settled() {
+  if (!mailbox_.describe_outstanding().empty()) return false;
+  for (uint32_t peer = 0; peer < schedule_.world; ++peer) {
+    if (peer == number_) continue;
+    if (remotes_[peer] ? !remotes_[peer]->lane().is_settled()
+                       : static_cast<const ShmLane&>(port_.lane(peer)).debts() != ShmLane::Debts{})
+      return false;
+  }
+  return true;
 }
 
 bool Rank::awaits_any() const {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A rank of the model: the real mailbox and the real port of shared memory, the threads of its program, and its memory.
+// A rank of the model: the real mailbox, the real port of shared memory, real lanes over a simulated network, the
+// threads of its program, and its memory.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -8,7 +9,10 @@
 #include <vector>
 
 #include "messages/mailbox.hpp"
+#include "model/exchange/network.hpp"
 #include "model/exchange/schedule.hpp"
+#include "ports/exposure.hpp"
+#include "ports/loan_pool.hpp"
 #include "ports/shm/shm_port.hpp"
 
 namespace sennit::model::exchange {
@@ -22,17 +26,18 @@ struct Place {
 
 class Rank final : public MailboxClient {
  public:
-  Rank(const Schedule& schedule, uint32_t number, bool is_verbose);
+  Rank(const Schedule& schedule, uint32_t number, Network& network, bool is_verbose);
   ~Rank() override;
 
-  std::vector<std::byte> offer() const { return port_.offer(); }
-  void meet(uint32_t peer, const std::vector<std::byte>& offer);
+  void meet(Rank& peer);
   void set_memory(uint32_t message, bool is_receive, std::byte* data);
   // Once all have met: fills what it sends.
   void begin();
 
   // One turn of its threads and its port. True when anything moved. Throws Violation.
   bool turn(uint64_t now_us, uint32_t calls);
+  // After its end: it still answers what comes over networks.
+  void answer(uint64_t now_us);
   void abort();
   void leave();
   // Nobody drives it any more. Its memory stays what it was.
@@ -46,6 +51,8 @@ class Rank final : public MailboxClient {
   // A receive from any rank is open: some other rank could still send it.
   bool awaits_any() const;
   bool was_told_of_abort() const { return was_told_of_abort_; }
+  // Nothing is still to come on any of its lanes.
+  bool is_settled();
   // Its memory is what it was left as, and messages were taken in order.
   void judge() const;
   std::string describe();
@@ -66,6 +73,8 @@ class Rank final : public MailboxClient {
   void make(const Call& call);
   void post_send(uint32_t number);
   bool release_loans();
+  bool drive_remotes(uint64_t now_us);
+  bool is_ending(uint32_t peer);
   void end(const char* last_word);
   void require_message(uint32_t number, const std::byte* data, bool is_result) const;
 
@@ -74,7 +83,11 @@ class Rank final : public MailboxClient {
   const bool is_verbose_;
   ShmPort port_;
   Mailbox mailbox_;
-  std::vector<Place> sends_, receives_;  // by message
+  uint32_t next_key_ = 1;
+  KeysOnly exposure_;
+  LoanPool loans_;
+  std::vector<std::unique_ptr<Remote>> remotes_;  // by rank; null: it is of this host
+  std::vector<Place> sends_, receives_;           // by message
   std::vector<std::vector<Call>> threads_;
   std::vector<size_t> at_;  // by thread: the next call
   std::vector<Held> held_;

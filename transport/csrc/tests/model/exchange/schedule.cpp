@@ -13,6 +13,21 @@ bool chance(SimRandom& random, uint32_t of_100) { return random.below(100) < of_
 
 uint32_t below(SimRandom& random, uint32_t bound) { return static_cast<uint32_t>(random.below(bound)); }
 
+// Half of all worlds are of one host, the others of any.
+void draw_hosts(SimRandom& random, Schedule& out) {
+  const uint32_t count = chance(random, 50) ? 1 : 2 + below(random, out.world - 1);
+  for (uint32_t& host : out.hosts) host = below(random, count);
+  constexpr uint32_t PAYLOADS[] = {64, 128, 256};
+  NetworkSettings& network = out.network;
+  network.path_count = 1 + below(random, PATHS_MAX);
+  network.payload_bytes = PAYLOADS[random.below(std::size(PAYLOADS))];
+  network.window_packets = 4 + below(random, 60);
+  network.delay_us = below(random, 50);
+  network.jitter_us = below(random, 2) * below(random, 50);
+  network.loss_of_1000 = chance(random, 50) ? 0 : below(random, 100);
+  network.losses_max = below(random, 20);
+}
+
 // Around what is eager, what fits a block and what is placed.
 uint32_t draw_size(SimRandom& random) {
   constexpr uint64_t EDGES[] = {0, SHM_EAGER_MAX_BYTES, MAX_LOAN_BYTES, PLACED_MAX_BYTES, 3 * MAX_LOAN_BYTES};
@@ -65,7 +80,7 @@ void draw_message(SimRandom& random, const Schedule& schedule, bool is_few_pairs
   }
   out.is_loan = true;
   constexpr Lane::Use USES[] = {Lane::Use::copy, Lane::Use::lend, Lane::Use::round_trip};
-  out.use = USES[random.below(3)];
+  out.use = USES[random.below(schedule.share_memory(out.from, out.to) ? 3 : 2)];
   out.hold_rounds = chance(random, 50) ? below(random, 4) : below(random, 60);
 }
 
@@ -80,6 +95,7 @@ void draw(uint64_t seed, Schedule& out) {
   SimRandom random(seed);
   out.seed = seed;
   out.world = 2 + below(random, chance(random, 50) ? 2 : RANKS_MAX - 1);
+  draw_hosts(random, out);
   draw_channels(random, out);
   out.messages.resize(1 + below(random, chance(random, 30) ? 80 : 20));
   const bool is_few_pairs = chance(random, 20);
@@ -161,7 +177,13 @@ std::string describe(const Schedule& schedule) {
   constexpr const char* USES[] = {"copy", "lend", "round trip"};
   std::string text = std::to_string(schedule.world) +
                      " ranks; fault: " + FAULTS[static_cast<size_t>(schedule.fault.kind)] + " of rank " +
-                     std::to_string(schedule.fault.rank) + " at turn " + std::to_string(schedule.fault.at_turn) + "\n";
+                     std::to_string(schedule.fault.rank) + " at turn " + std::to_string(schedule.fault.at_turn) +
+                     "; hosts:";
+  for (uint32_t rank = 0; rank < schedule.world; ++rank) text.append(" ").append(std::to_string(schedule.hosts[rank]));
+  const NetworkSettings& network = schedule.network;
+  text += "; " + std::to_string(network.path_count) + " paths, " + std::to_string(network.payload_bytes) +
+          " bytes a packet, window " + std::to_string(network.window_packets) + " packets, loses " +
+          std::to_string(network.losses_max) + " packets at most\n";
   for (size_t number = 0; number < schedule.messages.size(); ++number) {
     const Message& message = schedule.messages[number];
     text += "message " + std::to_string(number) + ": " + std::to_string(message.from) + " to " +

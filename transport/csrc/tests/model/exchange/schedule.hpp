@@ -15,6 +15,7 @@
 namespace sennit::model::exchange {
 
 inline constexpr uint32_t RANKS_MAX = 5, THREADS_MAX = 3;  // threads of a rank
+inline constexpr uint32_t PATHS_MAX = 3, EAGER_SLOTS = 8;
 inline constexpr uint64_t PEER_TIMEOUT_US = 1'000'000;
 inline constexpr uint32_t NONE = UINT32_MAX;
 inline constexpr uint32_t NUMBER_BYTES = 4;  // a message of a channel begins with its number
@@ -60,13 +61,23 @@ struct Fault {
   uint32_t turns;  // pause
 };
 
+struct NetworkSettings {
+  uint32_t path_count, payload_bytes, window_packets;
+  uint32_t delay_us, jitter_us;
+  uint32_t loss_of_1000, losses_max;
+};
+
 struct Schedule {
   uint64_t seed;
   uint32_t world;
+  uint32_t hosts[RANKS_MAX];  // of the ranks
+  NetworkSettings network;
   std::vector<Message> messages;
   std::vector<Channel> channels;
   std::vector<Call> calls;  // in the one order
   Fault fault;
+
+  bool share_memory(uint32_t rank, uint32_t other) const { return hosts[rank] == hosts[other]; }
 };
 
 void draw(uint64_t seed, Schedule& out);

@@ -42,11 +42,12 @@ void World::run(uint64_t seed, bool is_verbose, Tally& tally) {
   has_fault_ = false;
   ranks_.clear();
   draw(seed, schedule_);
+  network_.begin(schedule_);
   for (uint32_t rank = 0; rank < schedule_.world; ++rank)
-    ranks_.push_back(std::make_unique<Rank>(schedule_, rank, is_verbose));
+    ranks_.push_back(std::make_unique<Rank>(schedule_, rank, network_, is_verbose));
   for (uint32_t rank = 0; rank < schedule_.world; ++rank)
     for (uint32_t peer = 0; peer < schedule_.world; ++peer)
-      if (peer != rank) ranks_[rank]->meet(peer, ranks_[peer]->offer());
+      if (peer != rank) ranks_[rank]->meet(*ranks_[peer]);
   give_memory();
   SimRandom random(seed ^ 0x5151);
   run_until_rest(random);
@@ -87,9 +88,11 @@ void World::apply_fault(uint32_t turn) {
   if (fault.kind == Fault::Kind::leave) rank.leave();
 }
 
+// Without a fault nothing is left over either: no record, block, reference, loan or credit.
 bool World::are_all_at_rest() const {
-  return std::ranges::all_of(
-      ranks_, [](const auto& rank) { return rank->has_ended() || rank->is_frozen() || rank->is_done(); });
+  return std::ranges::all_of(ranks_, [this](const auto& rank) {
+    return rank->has_ended() || rank->is_frozen() || (rank->is_done() && (has_fault_ || rank->is_settled()));
+  });
 }
 
 // Who waits for any rank waits for its deadline where one of them ended and another one is there.
@@ -110,6 +113,7 @@ void World::run_until_rest(SimRandom& random) {
     apply_fault(turn);
     const auto rank = static_cast<uint32_t>(random.below(schedule_.world));
     now_us += random.below(20);
+    if (ranks_[rank]->has_ended()) ranks_[rank]->answer(now_us);
     if (!may_run(rank, turn)) continue;
     if (ranks_[rank]->turn(now_us, static_cast<uint32_t>(random.below(4)))) {
       still_turns = 0;
@@ -130,6 +134,7 @@ void World::judge(Tally& tally) {
     if (!rank->is_frozen()) rank->judge();
     require(has_fault_ || !rank->has_failed(), [&] { return "a rank failed though none ended: " + rank->failure(); });
     require(rank->has_ended() || rank->is_frozen() || rank->is_done(), "a rank waits for ever");
+    require(has_fault_ || rank->is_settled(), "all messages are complete, but something is left over in a lane");
     tally.done += rank->is_done();
     tally.failed += rank->has_failed();
     tally.told += rank->was_told_of_abort();

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Several ranks of one process exchange messages over shared memory, with budgets of a few messages
-// (small/messages/budgets.hpp), and one of them may pause, freeze, abort or leave. The mailbox, the lanes and the port
-// are those of the product. Turns are drawn at random, and time is virtual. The rules:
+// Several ranks of one process exchange messages, over shared memory where they are of one host and else over a network
+// that loses some packets, with budgets of a few messages (small/messages/budgets.hpp). One of them may pause, freeze,
+// abort or leave. The mailbox, the lanes, the flows and the port of shared memory are those of the product. Turns are
+// drawn at random, and time is virtual. The rules:
 //
 //   - Whatever has its send and its receive posted becomes complete, as long as no rank ends.
+//   - Then every lane is settled: no record, block, reference, loan or credit is left over.
 //   - Bytes are right, and so are the results of round trips. Memory is the program's own again once it is told so.
 //   - Messages of one sender and tag are taken in order.
 //   - Once a rank has ended or frozen, every other one is done or fails: none waits for ever.
@@ -48,6 +50,7 @@ class World {
   void judge(Tally& tally);
 
   Schedule schedule_;
+  Network network_;
   std::vector<std::unique_ptr<Rank>> ranks_;
   std::byte* const heap_;
   std::vector<std::byte> plain_;
