@@ -161,14 +161,15 @@ TEST_CASE("a peer's last word is heard however much another peer sends, and behi
     port.connect(rank, sink);
     peer->connect(0, rank == 1 ? quiet_sink : busy_sink);
   }
+  constexpr uint64_t QUIET_KEY = 1'000;
   const std::vector<std::byte> data(8);
   uint64_t sent = 0;
-  REQUIRE(quiet.lane(0).send_eager({7, 0, data.size()}, EAGER_DATA, data.data()));
+  REQUIRE(quiet.lane(0).send_eager({QUIET_KEY, 0, data.size()}, EAGER_DATA, data.data()));
   quiet.abort("it is over");
   for (int round = 0; round < 100 && sink.lost.empty(); ++round) {
     REQUIRE(busy.lane(0).send_eager({++sent, 0, data.size()}, EAGER_DATA, data.data()));
     REQUIRE(port.progress(1));
   }
   CHECK(sink.lost == std::vector<std::string>{"aborted: it is over"});
-  CHECK(std::ranges::count(sink.eager, std::pair{uint64_t{7}, data}) == 1);
+  CHECK(std::ranges::count(sink.eager, std::pair{QUIET_KEY, data}) == 1);
 }
