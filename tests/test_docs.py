@@ -125,3 +125,28 @@ def test_symptoms_are_looked_up_in_counters_that_exist() -> None:
     named = {name for cell in looked_at for name in re.findall(r"`([a-z]+(?:_[a-z]+)+)`", cell)}
     assert len(named) > 8
     assert named <= set(re.findall(r"`(\w+)`", (ROOT / "docs/reference/counters.md").read_text()))
+
+
+def hops(title: str) -> list[tuple[str, list[str]]]:
+    """File and functions of each row of a table of hops in docs/architecture.md."""
+    section = (ROOT / "docs/architecture.md").read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| \d+ \| `([^`]+)` \| ([^|]+) \|", section, re.MULTILINE)
+    return [(file, re.findall("`([^`]+)`", names)) for file, names in rows]
+
+
+@pytest.mark.parametrize("title", ["One AllReduce", "One training batch"])
+def test_hops_lead_through_functions_that_exist(title: str) -> None:
+    found = hops(title)
+    assert len(found) > 20
+    for file, names in found:
+        text = (ROOT / file).read_text()
+        for name in names:
+            for part in re.split(r"\.|::", name):
+                assert re.search(rf"\b{part}\b", text), f"{file} has no {name}"
+
+
+def test_ids_of_a_batch_pass_few_files() -> None:
+    files = [file for file, _ in hops("One training batch")]
+    walk = files[files.index("runtime/training/trainer.py") : files.index("runtime/sharded/wire.py") + 1]
+    assert len(set(walk)) <= 12
+    assert len(walk) - len(set(walk)) <= 2
