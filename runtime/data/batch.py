@@ -20,7 +20,7 @@ class Batch:
     """Float32 [B, D]."""
 
     labels: Tensor
-    """Float32 [B], each 0 or 1."""
+    """Float32 [B], or [B, labels] if there are several, each 0 or 1."""
 
     lengths: Tensor
     """Int32 [T, B]: how many ids sample b has in table t."""

@@ -25,6 +25,7 @@ class BatchSource(Protocol):
     order: Order
     tables: tuple[TableFacts, ...]
     dense_count: int
+    label_names: tuple[str, ...]
     fingerprint: str
     """The fingerprint of the data set."""
 
@@ -64,6 +65,7 @@ class MemorySource:
             for column in data.samples.columns
         )
         self.dense_count = data.samples.dense.shape[1]
+        self.label_names = data.samples.label_names
         self.fingerprint = data.fingerprint
         self.preprocessing: Preprocessing | None = data.preprocessing
         self.samples = data.samples

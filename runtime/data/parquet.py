@@ -41,7 +41,8 @@ def load(name: str, files: Sequence[DataFile], schema: Schema, evaluation: Seque
     """
     groups, held_back = _groups(files, schema), _groups(evaluation, schema) if evaluation else []
     groups += held_back
-    labels = _labels(groups, schema.label)
+    by_label = [_labels(groups, name) for name in schema.labels]
+    labels = by_label[0] if len(by_label) == 1 else np.stack(by_label, 1)
     # Without dense columns, a constant column is used: the bottom MLP then learns the tables' common vector.
     dense = [_numbers(groups, part) for part in schema.dense] or [np.ones(len(labels), np.float32)]
     return RawSamples(
@@ -49,6 +50,7 @@ def load(name: str, files: Sequence[DataFile], schema: Schema, evaluation: Seque
         dense=dense_matrix(dense),
         dense_fields=schema.dense or dense_fields(["constant"]),
         labels=torch.from_numpy(labels),
+        label_names=schema.labels,
         sample_weights=None
         if schema.sample_weight is None
         else torch.from_numpy(_weights(groups, schema.sample_weight)),
@@ -89,7 +91,7 @@ def _check_types(file: DataFile, schema: Schema, found: Any, types: Any) -> None
             what = f"no column {name}; there are" if count == 0 else f"{count} columns {name}; allowed: one. There are"
             raise DataError(f"{file}: {what}: {', '.join(sorted(found.names))}")
     weights = () if schema.sample_weight is None else (schema.sample_weight,)
-    for name in (schema.label, *weights, *(part.name for part in schema.dense)):
+    for name in (*schema.labels, *weights, *(part.name for part in schema.dense)):
         kind = found.field(name).type
         numbers = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
         if not (numbers or types.is_null(kind)):

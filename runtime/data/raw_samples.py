@@ -181,6 +181,7 @@ class RawSamples:
     labels: Tensor
     features: tuple[Feature, ...]
     dense_fields: tuple[DenseField, ...]
+    label_names: tuple[str, ...] = ("label",)
     sample_weights: Tensor | None = None
     eval_rows: int | None = None
     """The last samples that are for evaluation, and all others are not. None: the run chooses some."""
@@ -192,6 +193,7 @@ class RawSamples:
             name=samples.name,
             dense=samples.dense,
             labels=samples.labels,
+            label_names=samples.label_names,
             sample_weights=samples.sample_weights,
             features=tuple(Feature.of(column) for column in samples.columns),
             dense_fields=dense_fields(samples.dense_names or map(str, range(samples.dense.shape[1]))),
@@ -210,6 +212,7 @@ class RawSamples:
             name=self.name,
             dense=self.dense,
             labels=self.labels,
+            label_names=self.label_names,
             sample_weights=self.sample_weights,
             columns=tuple(feature.column() for feature in self.features),
             dense_names=self.dense_names,

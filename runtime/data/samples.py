@@ -94,13 +94,16 @@ class Samples:
     """Float32 [N, D], D >= 1."""
 
     labels: Tensor
-    """Float32 [N], each 0 or 1."""
+    """Float32 [N], or [N, labels] if there are several, each 0 or 1."""
 
     columns: tuple[Column, ...]
     """One column per table."""
 
     dense_names: tuple[str, ...] = field(default=())
     """D names, for messages."""
+
+    label_names: tuple[str, ...] = ("label",)
+    """The names of the labels."""
 
     sample_weights: Tensor | None = None
     """Float32 [N], 0 or more: by what a sample's loss is multiplied. None: 1. Metrics count each sample once."""
@@ -122,9 +125,13 @@ class Samples:
         strange = (self.labels != 0) & (self.labels != 1)
         if bool(strange.any()):
             row = int(strange.nonzero()[0])
-            raise DataError(f"{self.name}: label {float(self.labels[row])} of sample {row}; allowed: 0 and 1")
+            found = float(self.labels[strange][0])
+            raise DataError(f"{self.name}: label {found} of sample {row}; allowed: 0 and 1")
+        names = len(self.label_names)
+        if self.labels.shape != ((count,) if names == 1 else (count, names)):
+            raise DataError(f"{self.name}: labels are {tuple(self.labels.shape)}, but {names} have a name")
         if self.sample_weights is not None:
-            if self.sample_weights.shape != self.labels.shape:
+            if self.sample_weights.shape != (count,):
                 raise DataError(f"{self.name}: weights are {tuple(self.sample_weights.shape)}, expected ({count},)")
             strange = ~(torch.isfinite(self.sample_weights) & (self.sample_weights >= 0))
             if bool(strange.any()):

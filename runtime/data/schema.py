@@ -68,7 +68,7 @@ class SparseField:
 class Schema:
     """What the columns of a file mean; columns not named are ignored."""
 
-    label: str
+    labels: tuple[str, ...]
     dense: tuple[DenseField, ...]
     sparse: tuple[SparseField, ...]
     sample_weight: str | None = None
@@ -77,7 +77,7 @@ class Schema:
     @property
     def columns(self) -> list[str]:
         weights = [] if self.sample_weight is None else [self.sample_weight]
-        return [self.label, *weights, *(part.name for part in self.dense), *(part.name for part in self.sparse)]
+        return [*self.labels, *weights, *(part.name for part in self.dense), *(part.name for part in self.sparse)]
 
 
 def read_schema(path: Path) -> Schema:
@@ -106,8 +106,9 @@ def parse_schema(content: Any) -> Schema:
         )
     _check_keys("", content, ("label", "dense", "sparse", "sample_weight"))
     label, dense, sparse = content.get("label"), content.get("dense", []), content.get("sparse")
-    if not isinstance(label, str) or not label:
-        raise DataError(f"label is {label!r}; allowed: the name of a column")
+    labels = label if isinstance(label, list) else [label]
+    if not labels or not all(isinstance(name, str) and name for name in labels):
+        raise DataError(f"label is {label!r}; allowed: the name of a column, or a list of names")
     sample_weight = content.get("sample_weight")
     if sample_weight is not None and not (isinstance(sample_weight, str) and sample_weight):
         raise DataError(f"sample_weight is {sample_weight!r}; allowed: the name of a column")
@@ -120,7 +121,7 @@ def parse_schema(content: Any) -> Schema:
     if not isinstance(sparse, dict) or not sparse:
         raise DataError(f"sparse is {sparse!r}; allowed: a table with one entry a column, at least one")
     fields = tuple(_sparse_field(name, entry) for name, entry in sparse.items())
-    schema = Schema(label=label, dense=numbers, sparse=fields, sample_weight=sample_weight)
+    schema = Schema(labels=tuple(labels), dense=numbers, sparse=fields, sample_weight=sample_weight)
     for name in schema.columns:
         if schema.columns.count(name) > 1:
             raise DataError(f"column {name!r} is named twice")

@@ -28,8 +28,10 @@ def encode(raw: RawSamples, fingerprint: str, *, body_max_bytes: int) -> tuple[F
     Fields are named by number, because column names may be any text. Lists are sent whole. Only if the longest record
     would exceed `body_max_bytes` are they cut here to their `first` ids, as the plan cuts them, too.
     """
-    if raw.sample_weights is not None:
-        raise DataError(f"{raw.name} has sample weights; allowed: data without, because records have no place for them")
+    more = {"sample weights": raw.sample_weights is not None, "several labels": len(raw.label_names) > 1}
+    for what, is_there in more.items():
+        if is_there:
+            raise DataError(f"{raw.name} has {what}; allowed: data without, because records have no place for them")
     fields = [_Field(number, feature) for number, feature in enumerate(raw.features)]
     longest_bytes = _LABEL_BYTES + _DENSE_BYTES * raw.dense.shape[1] + sum(field.longest_bytes for field in fields)
     if longest_bytes > body_max_bytes or any(field.longest > LIST_MAX_LENGTH for field in fields):

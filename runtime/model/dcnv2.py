@@ -53,11 +53,11 @@ class DCNv2(nn.Module):
         self.cross = nn.ModuleList(CrossLayer(width, rank) for _ in range(cross_layers))
         self.deep = mlp([width, *inputs.top], last_relu=True)
         deep_width = inputs.top[-1] if inputs.top else width
-        self.head = nn.Linear(deep_width if self._is_stacked else width + deep_width, 1)
+        self.head = nn.Linear(deep_width if self._is_stacked else width + deep_width, inputs.label_count)
         initialise(self, inputs.seed)
 
     def forward(self, dense: Tensor, vectors: dict[str, Tensor]) -> Tensor:
-        """dense [B, D] and vectors [B, dim] by table -> logits [B]."""
+        """dense [B, D] and vectors [B, dim] by table -> logits, [B] of one label."""
         first = torch.cat([dense, *in_order(vectors, self._names)], 1)
         crossed = first
         for layer in self.cross:

@@ -32,20 +32,21 @@ class DeepFM(nn.Module):
         dim = inputs.common_dim("deepfm")
         self._names = inputs.names
         self.dense_vectors = nn.Parameter(torch.empty(inputs.dense_count, dim)) if inputs.dense_count else None
-        self.first_order = nn.Linear(inputs.width, 1)
-        self.deep = mlp([(inputs.dense_count + len(inputs.tables)) * dim, *inputs.top, 1], last_relu=False)
+        self.first_order = nn.Linear(inputs.width, inputs.label_count)
+        widths = [(inputs.dense_count + len(inputs.tables)) * dim, *inputs.top, inputs.label_count]
+        self.deep = mlp(widths, last_relu=False)
         initialise(self, inputs.seed)
         if self.dense_vectors is not None:
             with torch.no_grad():
                 self.dense_vectors.normal_(0, DEVIATION, generator=torch_stream(inputs.seed, "dense", "dense_vectors"))
 
     def forward(self, dense: Tensor, vectors: dict[str, Tensor]) -> Tensor:
-        """dense [B, D] and vectors [B, dim] by table -> logits [B]."""
+        """dense [B, D] and vectors [B, dim] by table -> logits, [B] of one label."""
         fields = torch.stack(in_order(vectors, self._names), 1)
         linear = self.first_order(torch.cat([dense, fields.flatten(1)], 1))
         if self.dense_vectors is not None:
             fields = torch.cat([dense.unsqueeze(2) * self.dense_vectors, fields], 1)
         # Rendle 2010: the square of the sum holds each pair twice, and each field with itself.
-        pairs = 0.5 * (fields.sum(1).square() - fields.square().sum(1)).sum(1)
-        logits: Tensor = linear.squeeze(1) + pairs + self.deep(fields.flatten(1)).squeeze(1)
-        return logits
+        pairs = 0.5 * (fields.sum(1).square() - fields.square().sum(1)).sum(1, keepdim=True)
+        logits: Tensor = linear + pairs + self.deep(fields.flatten(1))
+        return logits.squeeze(1)

@@ -30,7 +30,7 @@ class DLRM(nn.Module):
             )
         self.bottom = mlp([inputs.dense_count, *inputs.bottom, dim], last_relu=True) if inputs.dense_count else None
         seen = vectors * (vectors - 1) // 2 + (dim if self.bottom is not None else 0)
-        self.top = mlp([seen, *inputs.top, 1], last_relu=False)
+        self.top = mlp([seen, *inputs.top, inputs.label_count], last_relu=False)
         lower = torch.tril_indices(vectors, vectors, offset=-1)
         # Not a buffer, because DDP would broadcast it before each forward pass.
         self._pairs = lower[0] * vectors + lower[1]
@@ -41,7 +41,10 @@ class DLRM(nn.Module):
         return None if self.bottom is None else self.bottom(dense)
 
     def forward(self, dense: Tensor, vectors: dict[str, Tensor], early: Tensor | None = None) -> Tensor:
-        """dense [B, D] and vectors [B, dim] by table -> logits [B]. `early`: its result for the same samples."""
+        """dense [B, D] and vectors [B, dim] by table -> logits, [B] of one label.
+
+        `early`: its result for the same samples.
+        """
         if early is None:
             early = self.early(dense, None)
         first = [] if early is None else [early]

@@ -92,10 +92,11 @@ def _check_results(name: str, model: nn.Module, inputs: ModelInputs) -> None:
         shapes = {table: tuple(vector.shape) for table, vector in vectors.items()}
         with torch.no_grad(), _noted(f"in model {name}, called with dense {tuple(dense.shape)} and vectors {shapes}"):
             logits = model(dense, vectors)
-        if not isinstance(logits, Tensor) or logits.shape != (samples,) or not logits.is_floating_point():
+        shape = inputs.logits_shape(samples)
+        if not isinstance(logits, Tensor) or logits.shape != shape or not logits.is_floating_point():
             raise ConfigError(
                 f"model {name} returned {_described(logits)} for {samples} samples; allowed: a float tensor of shape "
-                f"({samples},), one logit for each sample"
+                f"{shape}, one logit for each label of each sample"
             )
     for module, was_training in modes.items():
         module.training = was_training

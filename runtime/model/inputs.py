@@ -45,7 +45,8 @@ class ModelInputs:
     """What a model gets of each sample, and the widths that were asked for. The same on all ranks.
 
     The model is called as `model(dense, vectors)`. `dense` is float32 [B, dense_count], `vectors` has for each table a
-    float32 tensor [B, dim] by its name, and the result is a logit for each sample, [B].
+    float32 tensor [B, dim] by its name, and the result is a logit for each sample, [B], or [B, label_count] if samples
+    have several labels.
     """
 
     dense_count: int
@@ -63,9 +64,14 @@ class ModelInputs:
     seed: int = 0
     """The seed of the run."""
 
+    label_count: int = 1
+    """Labels of a sample."""
+
     def __post_init__(self) -> None:
         if self.dense_count < 0:
             raise ConfigError(f"{self.dense_count} dense features; allowed: 0 or more")
+        if self.label_count < 1:
+            raise ConfigError(f"{self.label_count} labels; allowed: 1 or more")
         if not self.tables:
             raise ConfigError("a model without tables; allowed: one or more")
         for name, widths in (("bottom", self.bottom), ("top", self.top)):
@@ -77,6 +83,10 @@ class ModelInputs:
         """The inputs in words, with the names of the tables."""
         tables = ", ".join(f"{table.name} ({table.dim} columns)" for table in self.tables)
         return f"{self.dense_count} dense features, tables {tables}, bottom {self.bottom}, top {self.top}"
+
+    def logits_shape(self, samples: int) -> tuple[int, ...]:
+        """The shape of what a model returns for so many samples, and of their labels."""
+        return (samples,) if self.label_count == 1 else (samples, self.label_count)
 
     @property
     def names(self) -> tuple[str, ...]:

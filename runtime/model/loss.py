@@ -15,8 +15,8 @@ from sennit.known_names import hint
 from sennit.transport.errors import ConfigError
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""`function(logits, labels)`, both float32 [B], returns the loss of each sample, [B], as torch's do with the option
-`reduction="none"`."""
+"""`function(logits, labels)`, both float32 [B], or [B, labels] of several labels, returns the loss of each sample, [B],
+or of each label, as torch's do with the option `reduction="none"`."""
 
 
 def _log_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -29,16 +29,18 @@ LOSSES: Final[dict[str, LossFunction]] = {"bce": _log_loss}
 class Loss:
     """A loss summed over samples, so that slices of different sizes weigh what they should."""
 
-    def __init__(self, name: str = "bce") -> None:
+    def __init__(self, name: str = "bce", label_count: int = 1) -> None:
         """`name`: one of `LOSSES`, or `package.module:function`, which is tried on two samples and on one.
 
         Raises `ConfigError` that says what is wrong with the function. Errors of its own go on as they are.
         """
         self._function = find_loss(name)
         for count in (2, 1) if name not in LOSSES else ():
-            given = torch.zeros(count, requires_grad=True)
-            found: Any = self._function(given, torch.zeros(count))
-            if not isinstance(found, Tensor) or found.shape != (count,) or not found.is_floating_point():
+            shape = (count,) if label_count == 1 else (count, label_count)
+            given = torch.zeros(shape, requires_grad=True)
+            found: Any = self._function(given, torch.zeros(shape))
+            allowed = isinstance(found, Tensor) and found.shape in {(count,), shape} and found.is_floating_point()
+            if not allowed:
                 shown = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
                 raise ConfigError(
                     f"loss {name} returned {shown} for {count} samples; allowed: a float tensor of shape ({count},), "
@@ -48,9 +50,11 @@ class Loss:
                 raise ConfigError(f"loss {name} has no gradient; allowed: a function that torch differentiates")
 
     def __call__(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
-        """The loss, 0-dim, of samples with float32 [B] logits, labels and weights."""
+        """The loss, 0-dim, of samples with float32 [B] or [B, labels] logits and labels, and weights [B]."""
         losses = self._function(logits, labels)
-        return (losses if weights is None else losses * weights).sum()
+        if weights is not None:
+            losses = losses * (weights if losses.ndim == 1 else weights.unsqueeze(1))
+        return losses.sum()
 
 
 def check_name(name: str) -> None:

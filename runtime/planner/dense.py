@@ -55,7 +55,7 @@ def _measure(
     model = build(model_name, inputs)
     optimizer = dense_optimizer(optimizer_name, model.parameters(), rate=1e-6, weight_decay=0.0)
     own, samples = _own_slices(slices, batch)
-    dense, labels = torch.randn(samples, inputs.dense_count), (torch.rand(samples) < 0.5).float()
+    dense, labels = torch.randn(samples, inputs.dense_count), (torch.rand(inputs.logits_shape(samples)) < 0.5).float()
     vectors = {table.name: (torch.randn(samples, table.dim) * 0.1).requires_grad_() for table in inputs.tables}
     replica, loss = _Alone(model, own), Loss()
 

@@ -89,6 +89,7 @@ class Best:
                 epoch=told["epoch"],
                 quality=_quality(told["quality"]),
                 validation=None if validation is None else _quality(validation),
+                labels={name: _quality(one) for name, one in told.get("labels", {}).items()},
             )
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path / DOCUMENT} is not what a run wrote: {error}") from error

@@ -80,8 +80,9 @@ class ConsoleDisplay:
             )
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
+        qualities = "; ".join(f"{name}: {one.text()}" for name, one in evaluation.labels.items())
         self._console.print(
-            f"epoch {evaluation.epoch} (step {evaluation.step}): {evaluation.quality.text()}"
+            f"epoch {evaluation.epoch} (step {evaluation.step}): {qualities or evaluation.quality.text()}"
             + (f"; on validation samples: {evaluation.validation.text()}" if evaluation.validation is not None else "")
         )
 
@@ -135,6 +136,8 @@ class TensorBoardLog:
                 self._writer.add_scalar(f"{part}/auc", quality.auc, evaluation.step)
                 self._writer.add_scalar(f"{part}/normalised_entropy", quality.normalised_entropy, evaluation.step)
                 self._writer.add_scalar(f"{part}/calibration", quality.calibration, evaluation.step)
+        for name, quality in evaluation.labels.items():
+            self._writer.add_scalar(f"quality/auc/{name}", quality.auc, evaluation.step)
 
     def on_wait(self, what: str) -> contextlib.AbstractContextManager[None]:
         del what

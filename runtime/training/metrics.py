@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 import numpy as np
@@ -70,6 +70,9 @@ class Evaluation:
 
     validation: Quality | None = None
     """On the validation rows, if there are any."""
+
+    labels: dict[str, Quality] = field(default_factory=dict)
+    """On the evaluation rows by label, if samples have several. `quality` and `validation` are of the first."""
 
     @property
     def judged(self) -> Quality:

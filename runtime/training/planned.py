@@ -49,6 +49,7 @@ def model_inputs(config: TrainingConfig, source: BatchSource, tables: Sequence[T
         bottom=config.bottom,
         top=config.top,
         seed=config.seed,
+        label_count=len(source.label_names),
     )
 
 

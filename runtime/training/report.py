@@ -152,6 +152,9 @@ class RunReport:
     validation: Quality | None = None
     """The same on the validation rows, if there are any."""
 
+    labels: dict[str, Quality] = field(default_factory=dict)
+    """The quality by label, if samples have several. `quality` is of the first."""
+
     best: Evaluation | None = None
     """The best evaluation (`TrainingConfig.best_by`)."""
 
@@ -242,6 +245,7 @@ class RunReport:
             "rebalance": {"looks": self.looks, "moves": [asdict(move) for move in self.moves]},
             "final_loss": self.final_loss,
             "quality": asdict(self.quality),
+            "labels": {name: asdict(quality) for name, quality in self.labels.items()},
             "validation": None if self.validation is None else asdict(self.validation),
             "best": None if self.best is None else asdict(self.best),
             "embedding": asdict(self.embedding),
@@ -283,6 +287,8 @@ def render(report: RunReport, console: Console) -> None:
         ("weights SHA-256", report.weights_sha256),
     ):  # fmt: skip
         summary.add_row(name, value)
+    for name, one in report.labels.items():
+        summary.add_row(name, one.text())
     if report.validation is not None:
         summary.add_row("validation", report.validation.text())
     for name, value in process_cost.lines(report.cost()):

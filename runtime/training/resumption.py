@@ -82,6 +82,8 @@ def fixed_of(config: TrainingConfig, source: BatchSource) -> dict[str, Any]:
     # Earlier checkpoints have none of these.
     if config.validation_fraction:
         fixed["order"]["validation_fraction"] = config.validation_fraction
+    if len(source.label_names) > 1:
+        fixed["model"]["labels"] = source.label_names
     if source.order.eval_rows is not None:
         fixed["order"]["eval_rows"] = source.order.eval_rows
     if config.warm_start is not None and source.preprocessing is not None:

@@ -193,6 +193,7 @@ def _train(
         final_loss=last[0].loss if last else None,
         quality=result.quality,
         validation=result.validation,
+        labels=result.labels,
         best=best.found,
         best_text=best.text(),
         run_id=trainer.run_id,

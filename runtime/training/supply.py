@@ -95,7 +95,7 @@ class Supply:
         return Batch(samples=(number, held), features=[taken], global_batch=self._source.order.size(number))
 
     def samples(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Dense features, float32 [B, D], labels, and weights of samples, if there are any, on the model's device."""
+        """Dense features, labels, and weights of samples, if there are any (`data.Batch`), on the model's device."""
         _, held = batch.samples
         parts = held.take() if isinstance(held, Upload) else held
         dense, labels, *weights = (part.to(self._device) for part in parts)

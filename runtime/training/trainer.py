@@ -120,7 +120,7 @@ class Trainer(Closing):
         scheduler = Scheduler(on_task=None if timeline is None else timeline.on_task)
         self._supply = Supply(source, depth=config.batches_ahead, device=self.device, clock=self.clock)
         self._ahead = BatchesAhead(scheduler, [self.tables], depth=config.batches_ahead, tells=not config.elastic)
-        self.loss = Loss(config.loss)
+        self.loss = Loss(config.loss, len(source.label_names))
         self.model = build(config.model, model_inputs(config, source, tables)).to(self.device)
         self.replicas = SlicedReplicas(
             self.model,
@@ -271,12 +271,14 @@ class Trainer(Closing):
             found = [self._predicted(numbers, place) for place in range(len(numbers))]
             self.replicas.train()
             self.owes_evaluation = False
-            cut = self.order.validation_batches
+            cut, first = self.order.validation_batches, self.source.label_names[0]
+            qualities = self._qualities(found[cut:])
             return Evaluation(
                 step=self.step,
                 epoch=-(-self.step // self.steps_per_epoch),
-                quality=self._quality(found[cut:]),
-                validation=self._quality(found[:cut]) if cut else None,
+                quality=qualities[first],
+                validation=self._qualities(found[:cut])[first] if cut else None,
+                labels=qualities if len(qualities) > 1 else {},
             )
 
     def _predicted(self, numbers: Sequence[int], place: int) -> tuple[Tensor, Tensor]:
@@ -291,9 +293,14 @@ class Trainer(Closing):
         self._supply.release(batch)
         return logits, labels
 
-    def _quality(self, found: Sequence[tuple[Tensor, Tensor]]) -> Quality:
-        logits, labels = (torch.cat(parts).cpu() for parts in zip(*found, strict=True))
-        return quality_of_ranks(logits, labels)
+    def _qualities(self, found: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Quality]:
+        """The quality of predictions by label. Collective."""
+        names = self.source.label_names
+        logits, labels = (torch.cat(parts).cpu().reshape(-1, len(names)) for parts in zip(*found, strict=True))
+        return {
+            name: quality_of_ranks(logits[:, number].contiguous(), labels[:, number].contiguous())
+            for number, name in enumerate(names)
+        }
 
     @property
     def own_shards(self) -> tuple[str, ...]:
