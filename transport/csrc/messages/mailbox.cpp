@@ -171,6 +171,8 @@ void Mailbox::receive(MailboxClient& client, uint32_t step, uint32_t peer, const
 
 void Mailbox::advertise(uint32_t receive) {
   Receive& record = receives_[receive];
+  // What it sent whole before its end is there. Of a large message there is only the request.
+  if (lost(record.peer)) return fail({MailboxFailure::Kind::peer_lost, record.peer, lost_[record.peer]});
   record.advertised = true;
   lanes_[record.peer]->advertise(receive, record.header, record.destination);
 }

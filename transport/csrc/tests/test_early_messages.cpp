@@ -129,3 +129,25 @@ TEST_CASE("any amount of early messages is kept while something waits behind the
   net.pump();
   CHECK(got == pattern(64, 2));
 }
+
+TEST_CASE("of a peer that is lost, whole early messages are received, and a request fails at once") {
+  for (const uint32_t from : {1u, SENNIT_ANY_PEER}) {
+    CAPTURE(from);
+    Triangle net;
+    const std::vector<char> small = pattern(64, 1), large = pattern(5'000, 2);
+    net.send(1, 1, 0, P2P_KEY | 1, small);
+    net.send(1, 2, 0, P2P_KEY | 2, large);
+    net.pump();
+    net.mailboxes[0]->on_peer_lost(1, "process ended");
+    std::vector<char> got_small(64), got_large(5'000);
+    net.receive(0, 3, from, P2P_KEY | 1, got_small);
+    CHECK(got_small == small);
+    CHECK(net.mailboxes[0]->failure() == nullptr);
+    net.receive(0, 4, from, P2P_KEY | 2, got_large);
+    const MailboxFailure* const failure = net.mailboxes[0]->failure();
+    REQUIRE(failure != nullptr);
+    CHECK(failure->kind == MailboxFailure::Kind::peer_lost);
+    CHECK(failure->peer == 1);
+    CHECK(failure->reason == "process ended");
+  }
+}
