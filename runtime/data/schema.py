@@ -106,7 +106,7 @@ def parse_schema(content: Any) -> Schema:
         )
     _check_keys("", content, ("label", "dense", "sparse", "sample_weight"))
     label, dense, sparse = content.get("label"), content.get("dense", []), content.get("sparse")
-    labels = label if isinstance(label, list) else [label]
+    labels: list[Any] = label if isinstance(label, list) else [label]
     if not labels or not all(isinstance(name, str) and name for name in labels):
         raise DataError(f"label is {label!r}; allowed: the name of a column, or a list of names")
     sample_weight = content.get("sample_weight")

@@ -95,7 +95,7 @@ class FedSource:
         self.fingerprint = self.facts.fingerprint
         self.preprocessing = _preprocessing(self.facts)
         self.dense_count = len(self.facts.dense_names)
-        self.label_names = ("label",)
+        self.label_names: tuple[str, ...] = ("label",)
 
     def begin(self, number: int) -> None:
         counts = self.order.counts(0, self._world_size)
