@@ -27,6 +27,7 @@ _OPTIMIZERS: Final[tuple[Optimizer | None, ...]] = (
     Optimizer.ADAM,
     Optimizer.PARTIAL_ROW_WISE_ADAM,
     Optimizer.LAMB,
+    Optimizer.FTRL,
     None,
 )
 
@@ -77,6 +78,7 @@ class NativeOperator:
             gradient.data_ptr(),
             constants.floats,
             constants.decay_after,
+            constants.nesterov,
             rounding is Rounding.STOCHASTIC,
             constants.step & 0xFFFFFFFF,
             seed,

@@ -226,6 +226,9 @@ def _apply(
         w = w * f32("keep")
     match kind:
         case Optimizer.SGD:
+            if constants.beta1 != 0:
+                b = states["momentum_buffer"] = f32("beta1") * states["momentum_buffer"] + g
+                g = g + f32("beta1") * b if constants.nesterov else b
             w = w - f32("rate") * g
         case Optimizer.ADAGRAD:
             states["sum"] = states["sum"] + g * g
@@ -247,6 +250,15 @@ def _apply(
             of_w, of_u = _root(lane_tree(w * w)), _root(lane_tree(u * u))
             trust = torch.where((of_w > 0) & (of_u > 0), of_w / of_u, 1.0)
             w = w - (f32("rate") * trust).unsqueeze(1) * u
+        case Optimizer.FTRL:
+            zero, l1 = torch.zeros(()), f32("l1")
+            # Where there was no gradient yet, z is what the formula of w makes this weight of.
+            first = zero - (f32("epsilon") * w + torch.where(w > 0, l1, torch.where(w < 0, zero - l1, zero)))
+            z, n = torch.where(states["n"] == 0, first, states["z"]), states["n"] + g * g
+            z = (z + f32("rate") * g) - (_root(n) - _root(states["n"])) * w
+            within = torch.where(z > l1, l1, torch.where(z < zero - l1, zero - l1, z))
+            w = (within - z) / (_root(n) + f32("epsilon"))
+            states["z"], states["n"] = z, n
     numbers = rows + table.spec.first_row if table.row_numbers is None else table.row_numbers[rows]
     table.weight[rows] = rounded(table.spec, w, numbers, rounding, step=constants.step, seed=seed)
     for name, state in states.items():

@@ -34,6 +34,9 @@ T = TypeVar("T")
 TILE: Final = 256
 """Keys that a program takes: two a thread. With more of them programs wait longer for their slowest search."""
 
+_MOMENTUM: Final = ("momentum", "nesterov")
+"""The kinds of SGD with momentum: without and with Nesterov's."""
+
 _WORD_COLUMNS: Final = 64
 """The fewest columns of a tile with random words."""
 
@@ -209,7 +212,7 @@ class TritonOperator:
         if len(batch.values) == 0:
             return bad
         chosen: dict[str, object] = {
-            "KIND": kind.value,
+            "KIND": kind.value if kind is not Optimizer.SGD or constants.beta1 == 0 else _MOMENTUM[constants.nesterov],
             "CLIPPED": (CLIP_VALUE if math.isfinite(constants.max_gradient) else 0)
             | (CLIP_NORM if math.isfinite(constants.max_norm) else 0),
             "DECAY": constants.decay != 0 and not constants.decay_after,

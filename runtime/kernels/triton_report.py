@@ -123,6 +123,9 @@ def cases() -> Iterator[Case]:
     ):
         optimizer = OptimizerSpec(kind=kind, decay=decay, **decayed)
         yield Case(name=f"mixed {kind.value}", tables=mixed, optimizer=optimizer, pooling=pooling, slices=slices)
+    for name, options in (("nesterov", {"momentum": 0.9, "nesterov": True}), ("ftrl", {"kind": Optimizer.FTRL})):
+        optimizer = OptimizerSpec(**({"kind": Optimizer.SGD} | options))
+        yield Case(name=f"mixed {name}", tables=mixed, optimizer=optimizer)
     wide = OptimizerSpec(kind=Optimizer.PARTIAL_ROW_WISE_ADAM)
     yield Case(name="wide", tables=tables(4096), optimizer=wide)
 

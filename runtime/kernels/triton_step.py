@@ -62,7 +62,9 @@ def step_rows(
     `optimizers.StepConstants` in the order of `triton_operator`. `bad` int64 [tables, 2] counts skipped rows and keeps
     the lowest. Both are integers, so the order of the programs does not matter.
     """
-    rate, scale1, scale2, epsilon, beta1, beta1_rest, beta2, beta2_rest, decay, keep, max_gradient, max_norm = constants
+    rate, scale1, scale2, epsilon, beta1, beta1_rest, beta2, beta2_rest, decay, keep, max_gradient, max_norm, l1 = (
+        constants
+    )
     columns = tl.arange(0, WIDTH)[None, :]
     inside = columns < dim[:, None]
 
@@ -87,6 +89,13 @@ def step_rows(
 
     if KIND == "sgd":
         w = w - rate * g
+    elif (KIND == "momentum") or (KIND == "nesterov"):
+        at = element_pointers(table_field(tables, table, _STATE0), row, dim, columns, tl.float32, ALIGN)
+        b = beta1 * tl.load(at, mask=mask, other=0.0) + g
+        tl.store(at, b, mask=mask)
+        if KIND == "nesterov":
+            b = g + beta1 * b
+        w = w - rate * b
     elif KIND == "adagrad":
         at = element_pointers(table_field(tables, table, _STATE0), row, dim, columns, tl.float32, ALIGN)
         total = tl.load(at, mask=mask, other=0.0) + g * g
@@ -97,6 +106,20 @@ def step_rows(
         total = tl.load(at, mask=live, other=0.0) + _mean_square(g, dim, ROWS, WIDTH)
         tl.store(at, total, mask=live)
         w = w - tl.div_rn(tl.zeros([ROWS], tl.float32) + rate, tl.sqrt_rn(total) + epsilon)[:, None] * g
+    elif KIND == "ftrl":
+        at = element_pointers(table_field(tables, table, _STATE0), row, dim, columns, tl.float32, ALIGN)
+        of_n = element_pointers(table_field(tables, table, _STATE1), row, dim, columns, tl.float32, ALIGN)
+        before = tl.load(of_n, mask=mask, other=0.0)
+        n = before + g * g
+        tl.store(of_n, n, mask=mask)
+        low = 0.0 - l1
+        first = 0.0 - (epsilon * w + tl.where(w > 0, l1, tl.where(w < 0, low, 0.0)))
+        start = tl.where(before == 0, first, tl.load(at, mask=mask, other=0.0))
+        root = tl.sqrt_rn(n)
+        z = (start + rate * g) - (root - tl.sqrt_rn(before)) * w
+        tl.store(at, z, mask=mask)
+        within = tl.where(z > l1, l1, tl.where(z < low, low, z))
+        w = tl.div_rn(within - z, root + epsilon)
     else:
         at = element_pointers(table_field(tables, table, _STATE0), row, dim, columns, tl.float32, ALIGN)
         m = beta1 * tl.load(at, mask=mask, other=0.0) + beta1_rest * g

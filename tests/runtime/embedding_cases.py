@@ -8,6 +8,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,13 @@ from sennit.runtime.kernels.optimizers import Decay, Optimizer, OptimizerSpec
 from sennit.runtime.kernels.spec import Bounds, Pooling, Precision, Rounding, ShardSpec
 
 STEPS = 3
+
+OPTIMIZERS: dict[str, OptimizerSpec] = {kind.value: OptimizerSpec(kind=kind) for kind in Optimizer} | {
+    "momentum": OptimizerSpec(kind=Optimizer.SGD, momentum=0.9),
+    "nesterov": OptimizerSpec(kind=Optimizer.SGD, momentum=0.9, nesterov=True),
+    # Some weights become 0.
+    "ftrl": OptimizerSpec(kind=Optimizer.FTRL, beta=0.25, l1=2.0, l2=0.5),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +73,8 @@ def _cases() -> Iterator[Case]:
     two = (BlockShape(table=0, bags=40), BlockShape(table=1, bags=40))
     for precision in Precision:
         tables = (table("wide", 37, 64, precision), table("odd", 11, 20, precision))
-        for kind in Optimizer:
-            optimizer = OptimizerSpec(kind=kind)
-            name = f"{kind.value} {precision.name.lower()}"
+        for kind, optimizer in OPTIMIZERS.items():
+            name = f"{kind} {precision.name.lower()}"
             yield Case(name=name, tables=tables, blocks=two, optimizer=optimizer)
             if precision is not Precision.FP32:
                 yield Case(
@@ -78,13 +85,14 @@ def _cases() -> Iterator[Case]:
                     rounding=Rounding.NEAREST,
                 )
     tables = (table("wide", 37, 64), table("odd", 11, 20, Precision.FP16))
-    for kind in Optimizer:
-        for decay in Decay:
-            optimizer = OptimizerSpec(kind=kind, weight_decay=0.03, decay=decay, max_gradient=0.7)
-            yield Case(name=f"{kind.value} decay {decay.value} clipped", tables=tables, blocks=two, optimizer=optimizer)
+    for kind, plain in OPTIMIZERS.items():
+        for decay in Decay if kind != "ftrl" else (Decay.L2,):
+            optimizer = dataclasses.replace(plain, weight_decay=0.03, decay=decay, max_gradient=0.7)
+            yield Case(name=f"{kind} decay {decay.value} clipped", tables=tables, blocks=two, optimizer=optimizer)
         for max_gradient in (None, 0.7):
-            optimizer = OptimizerSpec(kind=kind, weight_decay=0.03, max_gradient=max_gradient, max_gradient_norm=4.0)
-            name = f"{kind.value} clipped by norm{'' if max_gradient is None else ' after value'}"
+            options: dict[str, Any] = {"max_gradient": max_gradient, "max_gradient_norm": 4.0}
+            optimizer = dataclasses.replace(plain, weight_decay=0.03, **options)
+            name = f"{kind} clipped by norm{'' if max_gradient is None else ' after value'}"
             yield Case(name=name, tables=tables, blocks=two, optimizer=optimizer)
     for dim in (1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 33, 48, 92, 128, 129, 200, 257):
         for precision in (Precision.FP32, Precision.BF16):
@@ -166,12 +174,12 @@ def _cases() -> Iterator[Case]:
                 weighted=weighted,
                 ids=torch.int32,
             )
-    for kind in Optimizer:
+    for kind, optimizer in OPTIMIZERS.items():
         yield Case(
-            name=f"gradients that are not finite, {kind.value}",
+            name=f"gradients that are not finite, {kind}",
             tables=(table("a", 37, 20), table("b", 11, 64, Precision.FP16)),
             blocks=two,
-            optimizer=OptimizerSpec(kind=kind),
+            optimizer=optimizer,
             bad_gradients=True,
         )
     for scale in (1e-4, 1e-38, 3e4):  # Subnormal numbers of fp16 and of float32, and overflow of fp16.
@@ -204,12 +212,12 @@ def _sliced_cases() -> Iterator[Case]:
             pooling=pooling,
             weighted=weighted,
         )
-    for kind in Optimizer:
+    for kind, optimizer in OPTIMIZERS.items():
         yield Case(
-            name=f"slices {kind.value}",
+            name=f"slices {kind}",
             tables=(table("a", 37, 16), table("b", 5, 33, Precision.FP16)),
             blocks=eight(bags=5),
-            optimizer=OptimizerSpec(kind=kind, max_gradient_norm=4.0),
+            optimizer=dataclasses.replace(optimizer, max_gradient_norm=4.0),
         )
     # Runs in a slice end before, at and after the end of a chunk. Slices of the second table are far apart.
     for most in (1, 4, 9):

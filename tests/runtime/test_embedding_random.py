@@ -6,6 +6,8 @@ The cases of the test table (`embedding_cases`) are chosen by hand. hypothesis f
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -29,13 +31,22 @@ FIRST_ROWS = st.one_of(st.just(0), st.integers(0, (1 << 48) - (1 << 20)))
 
 @st.composite
 def optimizers(draw: st.DrawFn) -> OptimizerSpec:
+    kind = draw(st.sampled_from(Optimizer))
+    own: dict[str, Any] = {}
+    if kind is Optimizer.SGD:
+        own["momentum"] = draw(st.sampled_from((0.0, 0.9)))
+        own["nesterov"] = own["momentum"] > 0 and draw(st.booleans())
+    elif kind is Optimizer.FTRL:
+        own = {"beta": draw(st.sampled_from((1.0, 1e-3))), "l1": draw(st.sampled_from((0.0, 0.3)))}
+        own["l2"] = draw(st.sampled_from((0.0, 2.0)))
     return OptimizerSpec(
-        kind=draw(st.sampled_from(Optimizer)),
+        kind=kind,
+        **own,
         epsilon=draw(st.sampled_from((1e-8, 0.0, 0.5))),
         beta1=draw(st.sampled_from((0.9, 0.0, 0.5))),
         beta2=draw(st.sampled_from((0.999, 0.0, 0.9))),
         weight_decay=draw(st.sampled_from((0.0, 0.01, 30.0))),
-        decay=draw(st.sampled_from(Decay)),
+        decay=Decay.L2 if kind is Optimizer.FTRL else draw(st.sampled_from(Decay)),
         max_gradient=draw(st.sampled_from((None, 0.7, 1e-30))),
         max_gradient_norm=draw(st.sampled_from((None, 0.7, 4.0))),
     )

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -50,12 +52,23 @@ def with_torch(weight: Tensor, batch: Batch, sample_weights: Tensor | None) -> T
     ).flatten()
 
 
+def batch_of_rows(rows: Tensor) -> Batch:
+    """A bag for each of these rows."""
+    lengths = torch.ones(len(rows), dtype=torch.int32)
+    return Batch(table_of_block=(0,), bags_of_block=(len(rows),), lengths=lengths, values=rows)
+
+
 Made = Callable[[nn.Parameter], torch.optim.Optimizer]
 ORACLES: dict[str, tuple[OptimizerSpec, Made]] = {
     "sgd": (OptimizerSpec(kind=Optimizer.SGD), lambda p: torch.optim.SGD([p], lr=0.1)),
     "sgd, decay": (
         OptimizerSpec(kind=Optimizer.SGD, weight_decay=0.1),
         lambda p: torch.optim.SGD([p], lr=0.1, weight_decay=0.1),
+    ),
+    "momentum": (OptimizerSpec.named("sgd", momentum=0.9), lambda p: torch.optim.SGD([p], lr=0.1, momentum=0.9)),
+    "nesterov, decay": (
+        OptimizerSpec.named("sgd", momentum=0.9, nesterov=True, weight_decay=0.1),
+        lambda p: torch.optim.SGD([p], lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
     ),
     "adagrad": (
         OptimizerSpec(kind=Optimizer.ADAGRAD, epsilon=1e-6),
@@ -74,6 +87,7 @@ ORACLES: dict[str, tuple[OptimizerSpec, Made]] = {
         OptimizerSpec(kind=Optimizer.ADAM, weight_decay=0.1, decay=Decay.DECOUPLED),
         lambda p: torch.optim.AdamW([p], lr=0.1, eps=1e-8, weight_decay=0.1),
     ),
+    "adamw by name": (OptimizerSpec.named("AdamW"), lambda p: torch.optim.AdamW([p], lr=0.1)),
 }
 
 
@@ -143,6 +157,85 @@ def test_row_wise_optimizers_equal_their_definitions_in_float64(kind: Optimizer,
         u = m / (1 - 0.9**step) / ((v / (1 - 0.999**step)).sqrt() + 1e-8)
         w -= 0.1 * u * (w.norm(dim=1, keepdim=True) / u.norm(dim=1, keepdim=True) if kind is Optimizer.LAMB else 1)
     torch.testing.assert_close(engine.weight("t").to(torch.float64), w, rtol=1e-4, atol=1e-5)
+
+
+class AlgorithmOne:
+    """McMahan et al. 2013, algorithm 1, as the paper has it: coordinate by coordinate, in double precision."""
+
+    def __init__(self, alpha: float, beta: float, l1: float, l2: float) -> None:
+        self.alpha, self.beta, self.l1, self.l2 = alpha, beta, l1, l2
+        self.z: dict[tuple[int, int], float] = {}
+        self.n: dict[tuple[int, int], float] = {}
+
+    def weight(self, i: tuple[int, int]) -> float:
+        z, n = self.z.get(i, 0.0), self.n.get(i, 0.0)
+        if abs(z) <= self.l1:
+            return 0.0
+        return -(z - math.copysign(self.l1, z)) / ((self.beta + math.sqrt(n)) / self.alpha + self.l2)
+
+    def learn(self, i: tuple[int, int], g: float) -> None:
+        w, n = self.weight(i), self.n.get(i, 0.0)
+        sigma = (math.sqrt(n + g * g) - math.sqrt(n)) / self.alpha
+        self.z[i] = self.z.get(i, 0.0) + g - sigma * w
+        self.n[i] = n + g * g
+
+
+@pytest.mark.parametrize(("l1", "l2"), [(0.0, 0.0), (3.0, 0.0), (3.0, 2.0)])
+def test_ftrl_equals_algorithm_1(l1: float, l2: float, seed: int) -> None:
+    """From weights of 0, as the paper begins. Some rows have no lookup in a step."""
+    generator = torch_stream(seed, "ftrl", str(l1), str(l2))
+    engine = EmbeddingEngine(
+        [SPEC], OptimizerSpec.named("ftrl", beta=0.5, l1=l1, l2=l2), implementation_name="reference"
+    )
+    paper = AlgorithmOne(0.1, 0.5, l1, l2)
+    for _ in range(8):
+        rows = torch.randperm(ROWS, generator=generator)[: ROWS // 2]
+        gradient = torch.randn(len(rows), DIM, generator=generator)
+        engine.update(batch_of_rows(rows), gradient.flatten(), rate=0.1)
+        for row, of_row in zip(rows.tolist(), gradient.tolist(), strict=True):
+            for column, g in enumerate(of_row):
+                paper.learn((row, column), g)
+    wanted = torch.tensor([[paper.weight((row, column)) for column in range(DIM)] for row in range(ROWS)])
+    torch.testing.assert_close(engine.weight("t"), wanted, rtol=1e-4, atol=1e-6)
+    # The threshold makes zeros of +0.
+    zeros = engine.weight("t")[wanted == 0]
+    assert len(zeros) > 0 if l1 > 0 else True
+    assert not bool(zeros.signbit().any())
+    # z is that of the paper times the rate.
+    z = torch.tensor([[paper.z.get((row, column), 0.0) for column in range(DIM)] for row in range(ROWS)])
+    torch.testing.assert_close(engine.states("t")["z"], 0.1 * z, rtol=1e-4, atol=1e-6)
+
+
+def test_ftrl_begins_at_any_weight_and_takes_any_rate(seed: int) -> None:
+    """Without l1 and l2 it is AdaGrad with beta below the fraction, whatever the first weights and the rates."""
+    generator = torch_stream(seed, "ftrl, first")
+    engine = EmbeddingEngine([SPEC], OptimizerSpec.named("ftrl", beta=0.5), implementation_name="reference")
+    engine.weight("t").copy_(torch.randn(ROWS, DIM, generator=generator))
+    w, n = engine.weight("t").to(torch.float64), torch.zeros(ROWS, DIM, dtype=torch.float64)
+    for rate in (0.1, 0.02, 0.3, 0.0):
+        g = torch.randn(ROWS, DIM, generator=generator)
+        engine.update(batch_of_rows(torch.arange(ROWS)), g.flatten(), rate=rate)
+        n += g.double().square()
+        w -= rate * g / (n.sqrt() + 0.5)
+        torch.testing.assert_close(engine.weight("t").to(torch.float64), w, rtol=1e-4, atol=1e-5)
+    # Also with l1 and l2 the first weights count.
+    engine = EmbeddingEngine([SPEC], OptimizerSpec.named("ftrl", l1=0.1, l2=0.1), implementation_name="reference")
+    start = torch.randn(ROWS, DIM, generator=generator)
+    engine.weight("t").copy_(start)
+    engine.update(batch_of_rows(torch.arange(ROWS)), torch.zeros(ROWS * DIM), rate=0.1)
+    torch.testing.assert_close(engine.weight("t"), start)
+
+
+@pytest.mark.parametrize("name", ["native", "reference"])
+def test_rows_without_lookups_keep_their_momentum(name: str) -> None:
+    """As torch's SparseAdam, and unlike torch's SGD: a row moves only in steps that look it up."""
+    engine = EmbeddingEngine([SPEC], OptimizerSpec.named("sgd", momentum=0.5), implementation_name=name)
+    buffer = engine.states("t")["momentum_buffer"]
+    engine.update(batch_of_rows(torch.tensor([1, 2])), torch.ones(2 * DIM), rate=1.0)
+    for _ in range(3):
+        engine.update(batch_of_rows(torch.tensor([2])), torch.zeros(DIM), rate=1.0)
+    assert engine.weight("t")[1:3, 0].tolist() == [-1.0, -1.875]
+    assert buffer[1:3, 0].tolist() == [1.0, 0.125]
 
 
 def test_clipping_acts_on_the_summed_gradient_of_each_row() -> None:
@@ -317,11 +410,31 @@ def test_a_gradient_that_is_not_finite_names_table_and_row() -> None:
         ("weight_decay", -0.1),
         ("max_gradient", 0.0),
         ("max_gradient_norm", -1.0),
+        ("momentum", 1.0),
+        ("beta", 0.0),
+        ("l1", -1.0),
+        ("l2", float("inf")),
     ],
 )
 def test_hyperparameters_out_of_range_are_refused(field: str, value: float) -> None:
     with pytest.raises(ConfigError, match=field):
         OptimizerSpec(**{field: value})  # type: ignore[arg-type]
+
+
+def test_options_of_another_optimizer_are_refused() -> None:
+    wrong: list[tuple[str, dict[str, Any], str]] = [
+        ("adam", {"momentum": 0.9}, r"momentum 0\.9; allowed: 0\.0 for adam \(sgd has it\)"),
+        ("sgd", {"nesterov": True}, "nesterov True; allowed: False without a momentum"),
+        ("sgd", {"l1": 0.5}, r"l1 0\.5; allowed: 0\.0 for sgd \(ftrl has it\)"),
+        ("ftrl", {"decay": Decay.DECOUPLED}, "allowed: l2 for ftrl"),
+        ("adem", {}, r"optimizer 'adem'; allowed: sgd, adagrad, .*, adamw; did you mean adam\?"),
+    ]
+    for name, options, text in wrong:
+        with pytest.raises(ConfigError, match=text):
+            OptimizerSpec.named(name, **options)
+    # Another kind does not keep what only the old kind has.
+    changed = OptimizerSpec.named("sgd", momentum=0.9, epsilon=1e-3).changed(kind=Optimizer.ADAM)
+    assert changed == OptimizerSpec.named("adam", epsilon=1e-3)
 
 
 def test_tables_and_engines_out_of_range_are_refused() -> None:

@@ -19,7 +19,9 @@ from tests.runtime.embedding_cases import CASES, BlockShape, Case, expected, run
 # wrapped is an id like any other.
 KEPT = {
     "dim": {"1 fp32", "16 fp32", "17 bf16", "257 bf16"},
+    "ftrl": {"bf16", "decay l2 clipped"},
     "ids": {"int32 lengths int64"},
+    "momentum": {"fp32"},
     "pooling": {"weighted sum fp32", "mean fp16", "weighted mean bf16", "none fp16"},
     "scale": {
         "0.0001 fp16 stochastic", "0.0001 bf16 nearest",
@@ -33,10 +35,13 @@ KEPT = {
 SPARED = {
     "skewed", "long runs 300 x 20", "slices skewed", "slices of few rows, bags of up to 9", "slices sum", "slices mean",
     "slices sgd", "slices adagrad", "slices adam", "slices partial_row_wise_adam", "slices weighted",
-    "slices lamb", "slices of few rows, bags of up to 1", "long runs 128 x 9", "ignore mean", "ignore weighted mean",
+    "slices lamb", "slices momentum", "slices nesterov", "slices ftrl", "slices of few rows, bags of up to 1",
+    "long runs 128 x 9", "ignore mean", "ignore weighted mean",
     "gradients that are not finite, adagrad", "gradients that are not finite, row_wise_adagrad",
     "gradients that are not finite, partial_row_wise_adam", "gradients that are not finite, lamb",
-    "gradients that are not finite, adam", "long runs 64 x 1", "ignore weighted sum", "slices row_wise_adagrad",
+    "gradients that are not finite, momentum", "gradients that are not finite, nesterov",
+    "gradients that are not finite, ftrl", "gradients that are not finite, adam", "long runs 64 x 1",
+    "ignore weighted sum", "slices row_wise_adagrad",
     "slices of few rows, bags of up to 4", "slices, one for each table", "three classes in slices",
 }  # fmt: skip
 
@@ -48,7 +53,7 @@ def is_spared_the_interpreter(case: str) -> bool:
     all cases.
     """
     kind, _, rest = case.partition(" ")
-    if kind in {"adagrad", "row_wise_adagrad", "adam", "partial_row_wise_adam", "lamb"}:
+    if kind in {"adagrad", "row_wise_adagrad", "adam", "partial_row_wise_adam", "lamb", "nesterov"}:
         return rest != "decay decoupled clipped"
     if kind in KEPT:
         return rest not in KEPT[kind]

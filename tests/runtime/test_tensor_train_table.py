@@ -16,7 +16,7 @@ from sennit.runtime.kernels.optimizers import Decay, Optimizer, OptimizerSpec
 from sennit.runtime.kernels.spec import Bounds, Pooling, Precision, Rounding
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.transport.errors import Unsupported
-from tests.runtime.embedding_cases import BlockShape, Case, run, same_bits, table
+from tests.runtime.embedding_cases import OPTIMIZERS, BlockShape, Case, run, same_bits, table
 
 
 def train(
@@ -44,8 +44,8 @@ def tensor_train_cases() -> Iterator[Case]:
     beside = table("plain", 11, 20, Precision.FP16)
     small = train((3, 4, 5), (2, 2, 4), (3, 5), row_count=53)
     two = (BlockShape(table=0, bags=20), BlockShape(table=1, bags=20))
-    for kind in Optimizer:
-        yield Case(name=f"train {kind.value}", tables=(small, beside), blocks=two, optimizer=OptimizerSpec(kind=kind))
+    for kind, optimizer in OPTIMIZERS.items():
+        yield Case(name=f"train {kind}", tables=(small, beside), blocks=two, optimizer=optimizer)
     for precision in (Precision.FP16, Precision.BF16):
         for rounding in Rounding:
             yield Case(
@@ -120,7 +120,7 @@ def expected(name: str) -> dict[str, Tensor]:
 
 # What the interpreter gets in the long tests alone: it takes 0.1 ms per operation, and cores are updated like other
 # tables.
-SPARED = {f"train {kind.value}" for kind in Optimizer} | {
+SPARED = {f"train {kind}" for kind in OPTIMIZERS} | {
     "two trains, skewed",
     "train (40, 3, 2) x (3, 1, 33) ranks (9, 20)",
     "train fp16 nearest",

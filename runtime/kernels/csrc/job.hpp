@@ -11,7 +11,7 @@ namespace sennit::kernels {
 enum class Precision : std::uint8_t { fp32, fp16, bf16 };
 enum class Pooling : std::uint8_t { sum, mean, none };
 // `none` updates nothing: the sums of rows are the result.
-enum class Optimizer : std::uint8_t { sgd, adagrad, row_wise_adagrad, adam, partial_row_wise_adam, lamb, none };
+enum class Optimizer : std::uint8_t { sgd, adagrad, row_wise_adagrad, adam, partial_row_wise_adam, lamb, ftrl, none };
 
 // 32-bit or 64-bit integers.
 struct Integers {
@@ -55,8 +55,9 @@ struct Batch {
 
 // StepConstants of optimizers.py, and how weights are stored.
 struct Step {
-  float rate, scale1, scale2, epsilon, beta1, beta1_rest, beta2, beta2_rest, decay, keep, max_gradient, max_norm;
+  float rate, scale1, scale2, epsilon, beta1, beta1_rest, beta2, beta2_rest, decay, keep, max_gradient, max_norm, l1;
   bool decay_after;
+  bool nesterov;
   bool is_stochastic;
   std::uint32_t number;
   std::uint64_t seed;

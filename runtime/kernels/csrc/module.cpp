@@ -134,12 +134,12 @@ NB_MODULE(_kernels, module) {
       .def("update",
            [](Operator& self, const std::vector<std::uint32_t>& tables, const std::vector<std::size_t>& bags,
               Address lengths, Address values, std::uintptr_t weights, int pooling, std::vector<std::uint16_t> slices,
-              std::uintptr_t gradient, const std::vector<float>& constants, bool decay_after, bool is_stochastic,
-              std::uint32_t number, std::uint64_t seed) {
-             if (constants.size() != 12) throw std::invalid_argument("12 constants of a step");
+              std::uintptr_t gradient, const std::vector<float>& constants, bool decay_after, bool nesterov,
+              bool is_stochastic, std::uint32_t number, std::uint64_t seed) {
+             if (constants.size() != 13) throw std::invalid_argument("13 constants of a step");
              const float* c = constants.data();
-             const Step step{c[0], c[1], c[2],  c[3],  c[4],        c[5],          c[6],   c[7],
-                             c[8], c[9], c[10], c[11], decay_after, is_stochastic, number, seed};
+             const Step step{c[0], c[1],  c[2],  c[3],  c[4],        c[5],     c[6],          c[7],   c[8],
+                             c[9], c[10], c[11], c[12], decay_after, nesterov, is_stochastic, number, seed};
              std::vector<BadTable> bad;
              {
                const nb::gil_scoped_release release;

@@ -223,6 +223,27 @@ struct Row {
     return moment;
   }
 
+  // The momentum replaces the gradient.
+  SENNIT_INLINE_MEMBER void add_momentum(Floats* g) const {
+    for (std::size_t v = 0; v < vectors; v++) {
+      const Floats b = step.beta1 * load(state(0, v), columns(v)) + g[v];
+      store(state(0, v), b, columns(v));
+      g[v] = step.nesterov ? g[v] + step.beta1 * b : b;
+    }
+  }
+
+  // The new weights of FTRL. Stores z and n.
+  SENNIT_INLINE_MEMBER Floats ftrl(Floats w, Floats g, std::size_t v) const {
+    const Floats zero{}, high = all(step.l1), low = zero - high;
+    const Floats before = load(state(1, v), columns(v)), n = before + g * g, root_of_n = root(n);
+    const Floats first = zero - (step.epsilon * w + (w > zero ? high : w < zero ? low : zero));
+    const Floats start = before == zero ? first : load(state(0, v), columns(v));
+    const Floats z = (start + step.rate * g) - (root_of_n - root(before)) * w;
+    store(state(0, v), z, columns(v));
+    store(state(1, v), n, columns(v));
+    return ((z > high ? high : z < low ? low : z) - z) / (root_of_n + step.epsilon);
+  }
+
   // Writes the sum of the n-th row that is kept.
   SENNIT_INLINE_MEMBER void keep(const RowUpdate& update, const Floats* sum, std::size_t n) const {
     update.rows[n] = number;
@@ -238,6 +259,7 @@ struct Row {
     const auto g = [&](std::size_t v) __attribute__((always_inline)) { return gradient[v]; };
     const auto mean_square = [&] { return sum([&](std::size_t v) { return g(v) * g(v); }) / static_cast<float>(dim); };
     if constexpr (optimizer == Optimizer::sgd) {
+      if (step.beta1 != 0) add_momentum(gradient);
       change([&](Floats w, std::size_t v) { return w - step.rate * g(v); });
     } else if constexpr (optimizer == Optimizer::adagrad) {
       change([&](Floats w, std::size_t v) {
@@ -260,6 +282,8 @@ struct Row {
       moment = step.beta2 * moment + step.beta2_rest * mean_square();
       const float factor = step.scale1 / (__builtin_sqrtf(moment) * step.scale2 + step.epsilon);
       change([&](Floats w, std::size_t v) { return w - factor * moment1(g(v), v); });
+    } else if constexpr (optimizer == Optimizer::ftrl) {
+      change([&](Floats w, std::size_t v) { return ftrl(w, g(v), v); });
     } else {
       // The direction replaces the gradient. Lanes behind the last column may divide 0 by 0.
       for (std::size_t v = 0; v < vectors; v++) {
@@ -287,10 +311,11 @@ SENNIT_INLINE void prefetch_row(const Table& table, std::uint32_t row) {
   };
   fetch(table.weight + row * bytes, bytes);
   constexpr bool is_row_wise = optimizer == Optimizer::row_wise_adagrad;
-  if constexpr (optimizer != Optimizer::sgd)
+  if (optimizer != Optimizer::sgd || table.states[0] != nullptr)
     fetch(table.states[0] + row * (is_row_wise ? 1 : dim), is_row_wise ? 1 : dim * sizeof(float));
   constexpr bool is_partial = optimizer == Optimizer::partial_row_wise_adam;
-  if constexpr (is_partial || optimizer == Optimizer::adam || optimizer == Optimizer::lamb)
+  if constexpr (is_partial || optimizer == Optimizer::adam || optimizer == Optimizer::lamb ||
+                optimizer == Optimizer::ftrl)
     fetch(table.states[1] + row * (is_partial ? 1 : dim), is_partial ? 1 : dim * sizeof(float));
 }
 
@@ -393,6 +418,8 @@ inline BadRows update(const RowUpdate& update) {
       return update_for<Optimizer::partial_row_wise_adam>(update);
     case Optimizer::lamb:
       return update_for<Optimizer::lamb>(update);
+    case Optimizer::ftrl:
+      return update_for<Optimizer::ftrl>(update);
     case Optimizer::none:
       break;
   }
