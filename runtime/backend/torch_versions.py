@@ -158,6 +158,12 @@ def runs_ddp() -> bool:
     return nn.parallel.DistributedDataParallel._active_ddp_module is not None
 
 
+def finds_unused() -> bool:
+    """Whether a DDP runs its `forward` now that looks for tensors in its results (`find_unused_parameters`)."""
+    ddp = nn.parallel.DistributedDataParallel._active_ddp_module
+    return ddp is not None and ddp.find_unused_parameters
+
+
 # As the `__torch_function__` of a subclass of Tensor: results of functions are plain tensors, as those of a Parameter.
 plain_results: Any = torch._C._disabled_torch_function_impl
 

@@ -20,7 +20,7 @@ from sennit.runtime.backend.torch_versions import at_end_of_backward, backward_p
 from sennit.runtime.replicas.cutting import CUT_NODE
 from sennit.runtime.replicas.gradient_rows import Layout
 from sennit.runtime.replicas.reduction import Reduction
-from sennit.runtime.sharded.accumulation import hold
+from sennit.runtime.sharded.accumulation import begin_holder, end_holder, hold
 from sennit.runtime.sharded.sent import Running
 from sennit.transport.errors import ArgumentError, MismatchError, Unsupported
 from sennit.transport.plans.tree import Span
@@ -69,6 +69,8 @@ class SliceSums:
         self._buckets = reduction.buckets(layout)
         self._bucket_of = {index: place for place, bucket in enumerate(self._buckets) for index in bucket.parameters}
         self._is_first = False
+        if not synchronised:
+            begin_holder(self)
         self._begin()
 
     def _begin(self, backward_pass: int | None = None) -> None:
@@ -212,6 +214,7 @@ class SliceSums:
             if self._synchronised:
                 self._reduce()
         finally:
+            end_holder(self)
             self._begin()
 
     def _reduce(self) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from typing import Final
@@ -195,6 +196,25 @@ _HELD: Final = deque[int](maxlen=64)
 def hold(backward_pass: int) -> None:
     """A backward pass only accumulates gradients: no table takes a step at its end."""
     _HELD.append(backward_pass)
+
+
+# What may still call `hold`, while anything refers to it.
+_HOLDERS: Final = weakref.WeakSet[object]()
+
+
+def begin_holder(holder: object) -> None:
+    """`holder` will call `hold` in the backward pass that reaches it, if one does."""
+    _HOLDERS.add(holder)
+
+
+def end_holder(holder: object) -> None:
+    """The backward pass that `holder` has held is over."""
+    _HOLDERS.discard(holder)
+
+
+def may_be_held() -> bool:
+    """Whether a backward pass may be held that is not held yet."""
+    return bool(_HOLDERS)
 
 
 def is_held(backward_pass: int) -> bool:

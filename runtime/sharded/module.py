@@ -233,7 +233,7 @@ class ShardedTables(HeldTables):
     def _access_rows(self, number: int, ids: Tensor, error: Exception | None, *, writes: bool) -> RowAccess:
         """Begins it when what runs in another thread is done."""
         self.finish()
-        return RowAccess(self._steps, number, self.optimizer.rates(), ids, error, writes=writes)
+        return RowAccess(self._steps, number, self._passes.told(), ids, error, writes=writes)
 
     @uncompiled
     def forward(self, features: Any, *, global_batch: int | None = None) -> Mapping[str, Tensor]:
@@ -279,13 +279,13 @@ class ShardedTables(HeldTables):
         The thread of the passes calls `sender`, so that an error of the last backward pass goes out with this batch.
         `group` has the ranks of the module. `Refused` features tell all ranks why this one has no batch.
         """
-        steps, rates = self._steps, self.optimizer.rates()
+        steps, told = self._steps, self._passes.told()
         error_of_updates = self._passes.errors()
 
         def send(features: Any, global_batch: int | None) -> Sent:
             bad = error_of_updates()
             with steps.wire.phase("input exchange"), steps.wire.over(group):
-                return steps.send(features if bad is None else Refused(bad), global_batch, rates)
+                return steps.send(features if bad is None else Refused(bad), global_batch, told)
 
         return send
 
@@ -410,7 +410,7 @@ class ShardedTables(HeldTables):
         Collective. Such rows were left as they were. The next forward pass raises the same error.
         """
         self.finish()
-        bad, alike = self._passes.errors()(), self._steps.alike(self.optimizer.rates())
+        bad, alike = self._passes.errors()(), self._steps.alike(self._passes.told())
         exchange_headers(bad, 0, [[]] * self.slices.world_size, self._group, alike=alike)
 
 

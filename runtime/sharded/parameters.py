@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sennit.runtime.backend.torch_versions import own_parameters, runs_ddp
+from sennit.runtime.backend.torch_versions import finds_unused, own_parameters, runs_ddp
 from sennit.runtime.sharded.sent import Pending
 
 
@@ -38,11 +38,12 @@ class TableParameters(nn.Module):
 
         Both take gradients from autograd alone, and DDP waits for them. (Else `leave_gradients` costs less.)
         A backward pass comes to the parameters before the lookup, so that AllReduce need not wait for its exchanges.
+        Waits for results where a DDP looks for tensors in its own.
         """
         has_fsdp = next(self.parameters()) is not self._given[0]
         if not has_fsdp and not runs_ddp():
             return results
-        if isinstance(results, Pending):
+        if isinstance(results, Pending) and not finds_unused():
             return Pending(lambda: self._used(results.wait()))
         return self._used(results)
 

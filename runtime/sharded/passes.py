@@ -20,9 +20,9 @@ from torch.autograd.function import once_differentiable
 
 from sennit.runtime.backend.torch_versions import accumulates, at_end_of_backward, backward_pass, has_stepped
 from sennit.runtime.kernels.checks import GradientError
-from sennit.runtime.sharded.accumulation import is_held
+from sennit.runtime.sharded.accumulation import is_held, may_be_held
 from sennit.runtime.sharded.sent import Done, Pending, RunBeside, Running, Sent
-from sennit.runtime.sharded.table_steps import TableSteps
+from sennit.runtime.sharded.table_steps import TableSteps, Told
 from sennit.transport.errors import ArgumentError
 
 LOOKUP: Final = "lookup"
@@ -94,7 +94,9 @@ class Passes:
         self._waiting: set[int] = set()
         # The backward pass that lookups have begun to give gradients in. It is over when its callback has come.
         self._pass: int | None = None
-        self._accumulates = self._is_due = self._has_taken = self._has_kept = False
+        self._accumulates = self._is_due = self._has_taken = False
+        # Backward passes whose gradients are kept, and steps since `told`.
+        self._kept = self._taken = 0
         steps.optimizer.on_zero_grad, steps.optimizer.on_step = self.forget, self.step
 
     def overlap(self, run: RunBeside | None, group: dist.ProcessGroup | None) -> None:
@@ -115,6 +117,12 @@ class Passes:
     def looks_ahead(self) -> bool:
         """Whether a batch may be looked up before its step. Not with files: they are copied while no rows are used."""
         return self._run is not None and not self._steps.has_files
+
+    def told(self) -> Told:
+        """What this rank tells all others in the call that begins now. It counts steps from here on."""
+        self._forget_zeroed()
+        taken, self._taken = self._taken, 0
+        return Told(self._steps.optimizer.rates(), self._kept, taken)
 
     def look_up(self, sent: Sent) -> tuple[Tensor, ...] | None:
         """Looks up a batch that no call has taken yet, in the caller's thread.
@@ -208,11 +216,15 @@ class Passes:
             return
         if self._pass is not None:
             self._give_up()
-        if self._has_kept and self._steps.optimizer.were_zeroed:
-            self.forget()
+        self._forget_zeroed()
         self._pass = current
         self._accumulates = self._is_due = self._has_taken = False
         at_end_of_backward(functools.partial(self._end, current))
+
+    def _forget_zeroed(self) -> None:
+        """`zero_grad` of a model or an optimizer of the program forgets what is kept."""
+        if self._kept and self._steps.optimizer.were_zeroed:
+            self.forget()
 
     def give(self, looked: LookedUp, gradients: Sequence[Tensor | None]) -> Tensor | None:
         """Gives the gradients of a lookup's results to the owners of rows. Returns those of weights that require some.
@@ -236,6 +248,7 @@ class Passes:
         self._accumulates |= looked.accumulates
 
         has_weights = sent.weights is not None
+        is_kept = self._accumulates or not self.is_synchronised
 
         def give() -> Tensor | None:
             if has_weights and steps.changes != looked.changes:
@@ -243,9 +256,9 @@ class Passes:
                     "gradients of weights, for which the rows of their lookup are needed; they have changed since; "
                     "allowed: no step and no `set_rows` between a lookup and its backward pass"
                 )
-            return steps.give(sent, looked.number, gradients)
+            return steps.give(sent, looked.number, gradients, is_kept=is_kept)
 
-        if is_new and not self._waiting and not has_weights:
+        if is_new and not self._waiting and not has_weights and not may_be_held():
             # Nothing else can give in this pass, so rows are updated while the pass goes on.
             self._take(current, give)
             return None
@@ -274,9 +287,10 @@ class Passes:
     def _take(self, number: int, give: Callable[[], object] | None = None) -> None:
         """Takes the step of backward pass `number` when its last lookup `give`s; or keeps its gradients for later."""
         self._is_due = False
-        self._has_kept = not self.is_synchronised or self._accumulates or is_held(number)
-        self._has_taken = not self._has_kept
-        finish = self._steps.settle if self._has_kept else self._taking()
+        is_kept = not self.is_synchronised or self._accumulates or is_held(number)
+        self._has_taken = not is_kept
+        self._count_pass(is_kept)
+        finish = self._steps.settle if is_kept else self._taking()
 
         def take() -> GradientError | None:
             if give is not None:
@@ -284,7 +298,10 @@ class Passes:
             return finish()
 
         # Rows that `step` may still change are not looked up ahead.
-        self._untold.append(self._then(GRADIENTS if self._has_kept else UPDATE, take))
+        self._untold.append(self._then(GRADIENTS if is_kept else UPDATE, take))
+
+    def _count_pass(self, is_kept: bool) -> None:
+        self._kept, self._taken = (self._kept + 1, self._taken) if is_kept else (0, self._taken + 1)
 
     def _taking(self) -> Callable[[], GradientError | None]:
         """Takes a step with the rates and the scale of now."""
@@ -297,14 +314,14 @@ class Passes:
     def step(self) -> None:
         """Takes a step with the gradients that backward passes have kept, if there are any. Not collective."""
         self._end_failed()
-        if self._has_kept:
-            self._has_kept = False
+        if self._kept:
+            self._count_pass(is_kept=False)
             self._untold.append(self._then(UPDATE, self._taking()))
 
     def norm(self) -> float:
         """The 2-norm of the gradients that backward passes have kept, without the scale of a scaler. Collective."""
         self._end_failed()
-        if not self._has_kept:
+        if not self._kept:
             raise ArgumentError(
                 "gradients that have updated their rows in the backward pass; allowed: those of a pass inside `no_sync`"
             )
@@ -320,16 +337,21 @@ class Passes:
             if before is not None:
                 before.result()
             with torch.no_grad(), steps.wire.over(self._group), steps.wire.phase("sparse update"):
-                return call()
+                try:
+                    return call()
+                except Exception:
+                    # What a pass has given is in no step, also if it has ended meanwhile.
+                    steps.drop(all_of_them=False)
+                    raise
 
         self._update = Done(update()) if self._run is None else self._run(name, update)
         return self._update
 
     def forget(self) -> None:
         """Forgets all gradients that no step has taken yet, as `zero_grad` does."""
-        if self._has_kept or self._pass is not None:
+        if self._kept or self._pass is not None:
             self.finish()
-            self._has_kept = False
+            self._kept = 0
             self._steps.drop(all_of_them=True)
 
     def errors(self) -> Callable[[], GradientError | None]:

@@ -12,8 +12,8 @@ from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.spec import Pooling
 from sennit.runtime.sharded.agreement import exchange_headers, rows_on_all
 from sennit.runtime.sharded.batch_parts import dealt_order, joined
-from sennit.runtime.sharded.shards import Announced, Rates, Shards
-from sennit.runtime.sharded.table_steps import TableSteps
+from sennit.runtime.sharded.shards import Announced, Shards
+from sennit.runtime.sharded.table_steps import TableSteps, Told
 from sennit.runtime.sharded.tables import Shard
 
 _Block = tuple[Shard, int]
@@ -27,12 +27,12 @@ class RowAccess:
     """
 
     def __init__(
-        self, steps: TableSteps, number: int, rates: Rates, ids: Tensor, error: Exception | None, *, writes: bool
+        self, steps: TableSteps, number: int, told: Told, ids: Tensor, error: Exception | None, *, writes: bool
     ) -> None:
         """Tells the owners which rows: int64 `ids` [n] in host memory. Waits until all ranks have theirs in memory.
 
-        `number`: of the table. `rates`: those of this rank. `error`: what is wrong with its arguments. Raises it here,
-        and `PeerInputError` on the other ranks.
+        `number`: of the table. `told`: what this rank tells all others. `error`: what is wrong with its arguments.
+        Raises it here, and `PeerInputError` on the other ranks.
         """
         table, slices, wire = steps.tables[number], steps.slices, steps.wire
         self._table, self._wire, self._steps = table, wire, steps
@@ -40,7 +40,7 @@ class RowAccess:
         order, own_counts = dealt_order(ids, table.row_borders)
         self._places = torch.split(order, own_counts)
         call = {"call": f"{'set_rows' if writes else 'get_rows'} of table {table.name}"}
-        alike = steps.alike(rates) | call
+        alike = steps.alike(told) | call
         counts = exchange_headers(error, 0, [own_counts] * slices.world_size, wire.group, alike=alike)
         # A rank reads its own replica of a table, and writes those of all ranks.
         reads_own = number in placement.replicated and not writes

@@ -7,8 +7,9 @@ A module takes steps in its caller's thread, and `overlap` takes them in another
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,17 @@ from sennit.runtime.sharded.tables import output_names, shards_of
 from sennit.transport.errors import ArgumentError, ConfigError, Unsupported
 
 _KINDS: Final = ("no weights", "weights", "weights that require gradients")
+
+
+class Told(NamedTuple):
+    """What a rank tells all others in each call, because the program may change it at any time."""
+
+    rates: Rates
+    kept: int
+    """Backward passes whose gradients are kept (`no_sync`)."""
+
+    steps: int
+    """Steps since the call before."""
 
 
 class TableSteps:
@@ -46,7 +58,7 @@ class TableSteps:
         self.feature_names = output_names(self.tables)
         """The names of the results, in the model's order."""
 
-        self._alike: tuple[Rates, dict[str, str]] = (), {}
+        self._alike: tuple[Told | None, dict[str, str]] = None, {}
         self.was_finite = True
         """Whether the gradients of the last step, or of the next one, were finite on all ranks. Known only with a
         scaler."""
@@ -79,10 +91,11 @@ class TableSteps:
         """Whether gradients are kept for a later step."""
         return not all(one.is_empty for one in self.gradients)
 
-    def send(self, given: Any, global_batch: int | None, rates: Rates) -> Sent:
+    def send(self, given: Any, global_batch: int | None, told: Told) -> Sent:
         """Sends the ids in `given` to the owners of their rows. Collective.
 
-        `rates`: those of this rank. Raises on all ranks if the input of one is bad, or if rates differ (`alike`).
+        `told`: what this rank tells all others. Raises on all ranks if the input of one is bad, or if they do not tell
+        the same (`alike`).
         """
         error: Exception | None = given.error if isinstance(given, Refused) else None
         whole_batch, mine = 0, [[0] * (len(self._exchanges) + 1)] * self.slices.world_size
@@ -90,7 +103,7 @@ class TableSteps:
         ready: list[list[Ready]] = []
         if error is None:
             try:
-                self.check_finite(rates)
+                self.check_finite(told.rates)
                 outgoing = ids_of(given, self.tables)
                 whole_batch = self.slices.global_batch(outgoing.sample_count, global_batch)
                 ready = [[one.ready(outgoing, whole_batch) for one in exchanges] for exchanges in self._exchanges]
@@ -99,16 +112,16 @@ class TableSteps:
                 mine = [[*of_rank, kind] for of_rank in counts]
             except Exception as bad:  # Any type, because the other ranks wait for this one.
                 error = bad
-        told = exchange_headers(error, whole_batch, mine, self.wire.group, alike=self.alike(rates))
+        arriving = exchange_headers(error, whole_batch, mine, self.wire.group, alike=self.alike(told))
         assert outgoing is not None
-        for rank, (*_, kind) in enumerate(told):
+        for rank, (*_, kind) in enumerate(arriving):
             if kind != (own := _kind_of(outgoing.weights)):
                 kinds = f"{_KINDS[own]} on rank {self.slices.rank}, {_KINDS[kind]} on rank {rank}"
                 raise ArgumentError(f"{kinds}; all ranks must give the same")
         return Sent(
             self.engines,
             [
-                [sharded.send([row[number] for row in told]), *(one.send(one.counts) for one in replicated)]
+                [sharded.send([row[number] for row in arriving]), *(one.send(one.counts) for one in replicated)]
                 for number, (sharded, *replicated) in enumerate(ready)
             ],
             result_rows=self._exchange.result_rows(outgoing),
@@ -151,34 +164,52 @@ class TableSteps:
         rows = zip(sent.result_rows, self.features, strict=True)
         return sum(count * self.tables[table].dim for count, (_, table) in rows)
 
-    def alike(self, rates: Rates) -> dict[str, str]:
-        """The settings that a rank tells all others in each call, because the program may change them at any time."""
+    def alike(self, told: Told) -> dict[str, str]:
+        """What ranks compare in each call, with its names for errors."""
         before, found = self._alike
-        if before != rates:
+        if before != told:
             found = {
                 f"table {table.name}": "frozen" if rate is None else f"lr {rate}"
-                for table, rate in zip(self.tables, rates, strict=True)
+                for table, rate in zip(self.tables, told.rates, strict=True)
             }
-            self._alike = rates, found
+            found["backward passes whose gradients are kept (no_sync)"] = str(told.kept)
+            found["steps of tables since the call before"] = str(told.steps)
+            self._alike = told, found
         return found
 
-    def give(self, sent: Sent, lookup: int, gradients: Sequence[Tensor | None]) -> Tensor | None:
+    def give(self, sent: Sent, lookup: int, gradients: Sequence[Tensor | None], *, is_kept: bool) -> Tensor | None:
         """Gives the gradients of results to the owners of rows, who keep them until `take`. Collective.
 
         `lookup`: the number of the lookup in the order of calls. A gradient is None if this rank's loss does not depend
-        on the result. Tables on which no rank's loss depends take no step.
+        on the result. Tables on which no rank's loss depends take no step. `is_kept`: inside `no_sync`.
 
         Returns the gradients of the weights that require some, from the rows as they are. Raises `ArgumentError` on all
-        ranks if their losses depend on different lookups.
+        ranks if their losses depend on different lookups, if some are inside `no_sync` and others not, or if they have
+        other scales.
         """
-        flags = [*(one is not None for one in gradients), not self._are_finite(gradients), lookup, -lookup]
+        scale = 0.0 if self.optimizer.scaler is None else self.optimizer.scaler.get_scale()
+        # In the order of the numbers, which are not negative.
+        (scale_bits,) = struct.unpack("<q", struct.pack("<d", scale))
+        flags = [*(one is not None for one in gradients), not self._are_finite(gradients), is_kept, not is_kept]
+        flags += [lookup, -lookup, scale_bits, -scale_bits]
         told = self.wire.largest_of(torch.tensor(flags, dtype=torch.int64))
         given, of_weights = self._returned(sent, gradients)
-        *in_loss, is_bad, last, first = told().tolist()
+        *in_loss, is_bad, any_kept, any_not_kept, last, first, most_bits, least_bits = told().tolist()
         if last != -first:
             raise ArgumentError(
                 f"a loss of lookup {lookup} (number 0 was the first); that of another rank depends on lookup "
                 f"{last if lookup != last else -first} instead; allowed: the same on all ranks"
+            )
+        if any_kept and any_not_kept:
+            here, there = ("inside", "outside") if is_kept else ("outside", "inside")
+            raise ArgumentError(
+                f"a backward pass {here} of no_sync, on another rank {there}; allowed: the same on all ranks"
+            )
+        if most_bits != -least_bits:
+            other = struct.unpack("<d", struct.pack("<q", most_bits if scale_bits != most_bits else -least_bits))[0]
+            ours, theirs = (f"a GradScaler of scale {one}" if one else "no GradScaler" for one in (scale, other))
+            raise ArgumentError(
+                f"{ours} (`embeddings.optimizer.scaler`), on another rank {theirs}; allowed: the same on all ranks"
             )
         self._is_finite &= not is_bad
         tables = {table for (_, table), is_used in zip(self.features, in_loss, strict=True) if is_used}

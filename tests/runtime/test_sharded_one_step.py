@@ -34,7 +34,7 @@ from sennit.runtime.sharded import (
     clip_grad_norm_,
 )
 from sennit.runtime.sharded.module import ShardedTables
-from sennit.transport.errors import ArgumentError, Unsupported
+from sennit.transport.errors import ArgumentError, ConfigError, Unsupported
 from tests.runtime.sharded_training import rows_of
 from tests.runtime.world import WorldFactory
 
@@ -718,6 +718,116 @@ def test_lookups_that_ranks_cross_and_stale_rows_are_refused(kept_world: WorldFa
     kept_world(2).run(refused_lookups)
 
 
+def seen_in_the_pass(rank: int, world: int, in_thread: bool) -> None:
+    """A backward pass that ranks make differently raises on all ranks, and changes nothing."""
+
+    def scaled(module: ShardedEmbeddingBags, init_scale: float) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
+        scaler.scale(torch.ones(1))
+        module.optimizer.scaler = scaler
+
+    def held(module: ShardedEmbeddingBags) -> Any:
+        return module.no_sync() if rank == 0 else contextlib.nullcontext()
+
+    def scaler_on_one(module: ShardedEmbeddingBags) -> Any:
+        if rank == 0:
+            scaled(module, 4.0)
+        return contextlib.nullcontext()
+
+    def other_scale(module: ShardedEmbeddingBags) -> Any:
+        scaled(module, 4.0 + rank)
+        return contextlib.nullcontext()
+
+    ways: dict[str, Callable[[ShardedEmbeddingBags], Any]] = {
+        "a backward pass (in|out)side of no_sync, on another rank (in|out)side; allowed": held,
+        r"(a GradScaler of scale 4\.0|no GradScaler) .*, on another rank (a GradScaler|no GradScaler)": scaler_on_one,
+        r"scale [45]\.0 .*, on another rank a GradScaler of scale [54]\.0; allowed: the same on all": other_scale,
+    }
+
+    def passed(module: ShardedEmbeddingBags) -> None:
+        looked_up(module, own(module, ids_of(0))).sum().backward()
+        module.finish()
+
+    for text, way in ways.items():
+        module = bags()
+        before = rows_of(module, world)
+        with (
+            beside(module, world) if in_thread else contextlib.nullcontext(),
+            way(module),
+            pytest.raises(ArgumentError, match=text),
+        ):
+            passed(module)
+        assert torch.equal(rows_of(module, world), before)
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_a_pass_that_ranks_make_differently_is_refused(kept_world: WorldFactory, in_thread: bool) -> None:
+    kept_world(2).run(seen_in_the_pass, in_thread=in_thread)
+
+
+def seen_in_the_next_call(rank: int, world: int, in_thread: bool) -> None:
+    """What one rank alone does between passes raises on all ranks in the next call, once."""
+    module = bags()
+
+    def kept() -> None:
+        with module.no_sync():
+            looked_up(module, own(module, ids_of(0))).sum().backward()
+
+    def first_zeroes(zero_grad: Callable[[], None]) -> None:
+        kept()
+        if rank == 0:
+            zero_grad()
+
+    def first_steps(also: Callable[[], None] = lambda: None) -> None:
+        kept()
+        (module.optimizer.step if rank == 0 else also)()
+
+    ways: list[tuple[Callable[[], None], str]] = [
+        (lambda: first_zeroes(module.zero_grad), r"no_sync\): rank 0 has 0, rank 1 has 1"),
+        (lambda: first_zeroes(nn.Sequential(module).zero_grad), r"no_sync\): rank 0 has 0, rank 1 has 1"),
+        (first_steps, r"no_sync\): rank 0 has 0, rank 1 has 1"),
+        (lambda: first_steps(module.optimizer.zero_grad), "steps of tables since .*: rank 0 has 1, rank 1 has 0"),
+    ]
+    with beside(module, world) if in_thread else contextlib.nullcontext():
+        for way, text in ways:
+            way()
+            with pytest.raises(ConfigError, match=text):
+                looked_up(module, own(module, ids_of(1)))
+            module.optimizer.zero_grad()
+            looked_up(module, own(module, ids_of(1))).sum().backward()
+            module.check()
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_what_one_rank_alone_does_is_refused_in_the_next_call(kept_world: WorldFactory, in_thread: bool) -> None:
+    kept_world(2).run(seen_in_the_next_call, in_thread=in_thread)
+
+
+def held_around(rank: int, world: int, in_thread: bool) -> None:
+    """`no_sync` of replicas holds tables whose results do not go through the replicas, if the loss does."""
+    module, replicas = bags(), SlicedReplicas(nn.Linear(1, 1, bias=False))
+    before, mine = rows_of(module, world), own(module, ids_of(0))
+    with beside(module, world) if in_thread else contextlib.nullcontext() as names:
+        with replicas.no_sync():
+            losses = replicas(torch.ones(len(mine), 1))
+            (losses.sum() + looked_up(module, mine).sum()).backward()
+        module.finish()
+        assert torch.equal(rows_of(module, world), before)
+        (replicas(torch.ones(len(mine), 1)).sum() + looked_up(module, mine).sum()).backward()
+        module.check()
+        assert not torch.equal(rows_of(module, world), before)
+        assert module.state_dict()["steps"].tolist() == [1]
+        if names is not None:
+            # What is not held any more delays nothing, though its losses are there.
+            assert names[-2:] == ["lookup", "sparse update"]
+    assert losses.requires_grad
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_no_sync_of_replicas_holds_what_goes_around_them(kept_world: WorldFactory, in_thread: bool) -> None:
+    kept_world(2).run(held_around, in_thread=in_thread)
+
+
 class Through(nn.Module):
     """Passes ids through."""
 
@@ -746,3 +856,36 @@ def held_by_a_ddp(rank: int, world: int) -> None:
 
 def test_no_sync_of_a_ddp_holds_results_that_nobody_has_waited_for(kept_world: WorldFactory) -> None:
     kept_world(2).run(held_by_a_ddp)
+
+
+class WithDense(Through):
+    """Has parameters that its results do not depend on, and some that they do."""
+
+    def __init__(self, module: ShardedEmbeddingBags) -> None:
+        super().__init__(module)
+        self.used, self.unused = nn.Linear(1, 1, bias=False), nn.Linear(1, 1)
+
+    def forward(self, ids: Tensor) -> Any:
+        return {"tables": super().forward(ids), "dense": self.used(torch.ones(1, 1))}
+
+
+def unused_in_a_ddp(rank: int, world: int, options: dict[str, bool]) -> None:
+    """DDP finds unused parameters by the results of its model, which nobody has waited for."""
+    module = bags()
+    model = DistributedDataParallel(WithDense(module), **options)
+    with beside(module, world):
+        for step in range(2):
+            model.zero_grad()
+            before = rows_of(module, world)
+            found = model(own(module, ids_of(step)))
+            (found["tables"]["user"].sum() + (rank + 1) * found["dense"].sum()).backward()
+            module.check()
+            assert not torch.equal(rows_of(module, world), before)
+            assert model.module.used.weight.grad is not None
+            assert float(model.module.used.weight.grad) == 1.5
+            assert all(one.grad is not None for one in module.parameters())
+
+
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+def test_ddp_finds_parameters_behind_results_that_nobody_has_waited_for(kept_world: WorldFactory, option: str) -> None:
+    kept_world(2).run(unused_in_a_ddp, options={option: True})
