@@ -21,10 +21,11 @@ from torch import Generator, Tensor
 
 from sennit.known_names import few, hint
 from sennit.offload.ingest.facts import TableFacts
-from sennit.runtime.kernels.optimizers import Decay, Optimizer
+from sennit.runtime.kernels.optimizers import NAMED, Decay
 from sennit.runtime.kernels.spec import MAX_DIM, Bounds, Pooling, Precision, Rounding
 from sennit.runtime.model.toml_file import (
     Check,
+    boolean,
     choice,
     entries,
     integer,
@@ -71,23 +72,31 @@ def _limit(place: str, value: Any) -> float | None:
     return None if value == float("inf") else number("above 0; inf: no limit", lambda most: most > 0)(place, value)
 
 
+_ABOVE_0: Final = number("above 0", lambda value: value > 0)
+_FROM_0: Final = number("0 or more", lambda value: value >= 0)
+_BELOW_1: Final = number("0 to below 1", lambda value: 0 <= value < 1)
 _OPTIMIZER: Final[dict[str, Check]] = {
-    "kind": choice(names_of(Optimizer)),
-    "epsilon": number("0 or more", lambda epsilon: epsilon >= 0),
-    "beta1": number("0 to below 1", lambda beta: 0 <= beta < 1),
-    "beta2": number("0 to below 1", lambda beta: 0 <= beta < 1),
-    "weight_decay": number("0 or more", lambda decay: decay >= 0),
+    "kind": choice({name: name for name in NAMED}),
+    "epsilon": _FROM_0,
+    "beta1": _BELOW_1,
+    "beta2": _BELOW_1,
+    "momentum": _BELOW_1,
+    "nesterov": boolean,
+    "beta": _ABOVE_0,
+    "l1": _FROM_0,
+    "l2": _FROM_0,
+    "weight_decay": _FROM_0,
     "decay": choice(names_of(Decay)),
     "max_gradient": _limit,
     "max_gradient_norm": _limit,
 }
 _INITIAL: Final = {"uniform": Uniform, "normal": Normal, "zeros": Zeros}
-_ABOVE_0: Final = number("above 0", lambda value: value > 0)
 
 
 def _optimizer(place: str, value: Any) -> dict[str, Any]:
     """Some arguments of `OptimizerSpec`. Other sections may have the others."""
-    return section(place, with_kind(place, value), _OPTIMIZER)
+    found = section(place, with_kind(place, value), _OPTIMIZER)
+    return {**NAMED[found.pop("kind")], **found} if "kind" in found else found
 
 
 def _initial(place: str, value: Any) -> Initial | None:
@@ -163,16 +172,21 @@ def tables_of(facts: Sequence[TableFacts], settings: SettingsFile | None, templa
 
 def _table(table: TableFacts, settings: SettingsFile, template: Table) -> Table:
     options: dict[str, Any] = {}
-    optimizer, own = template.optimizer, settings.tables.get(table.name, {})
+    own = settings.tables.get(table.name, {})
     for layer in (settings.defaults, own):
         options |= layer
-        optimizer = replace(optimizer, **layer.get("optimizer", {}))
     if options.get("train_rank") is not None:
         # Unless the table's own section says otherwise, which is then an error.
         options |= _TRAIN | {key: own[key] for key in _TRAIN if key in own}
         if options.get("home") is Home.FILE:
             options["home"] = own.get("home")
     try:
+        optimizer = template.optimizer
+        for layer in (settings.defaults, own):
+            try:
+                optimizer = optimizer.changed(**layer.get("optimizer", {}))
+            except ConfigError as error:
+                raise ConfigError(f"table {table.name}: optimizer: {error}") from None
         options |= {"name": table.name, "rows": table.rows, "features": (), "optimizer": optimizer}
         return replace(template, **options)
     except ConfigError as error:

@@ -57,6 +57,12 @@ def integer(low: int, high: int) -> Check:
     return check
 
 
+def boolean(place: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise refused(place, value, "true, false")
+    return value
+
+
 def number(allowed: str, is_allowed: Callable[[float], bool]) -> Check:
     """A finite number."""
 

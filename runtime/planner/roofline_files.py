@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
+from sennit.runtime.kernels.optimizers import NAMED, OptimizerSpec
 from sennit.runtime.kernels.spec import MAX_DIM, Precision, ShardSpec
 from sennit.runtime.model.toml_file import (
     Check,
@@ -52,6 +52,7 @@ MAX_ROWS: Final = 1 << 48
 READ_BYTES: Final = 256 << 20
 READ_TURNS: Final = 4
 
+_ROW_WISE_ADAGRAD: Final = OptimizerSpec()
 _ABOVE_0: Final = number("above 0", lambda value: value > 0)
 _FROM_0: Final = number("0 or more", lambda value: value >= 0)
 
@@ -109,7 +110,7 @@ _TABLE: Final[dict[str, Check]] = {
     "dim": integer(1, MAX_DIM),
     "pooling": _ABOVE_0,
     "precision": choice(names_of(Precision)),
-    "optimizer": choice(names_of(Optimizer)),
+    "optimizer": choice({name: OptimizerSpec.named(name) for name in NAMED}),
     "spread": choice({name: name for name in SPREADS}),
     "zipf": number("0 (uniform) to 4", lambda value: 0 <= value <= 4),
 }
@@ -175,13 +176,13 @@ def _tables(
     pooling: float,
     count: int = 1,
     precision: Precision = Precision.FP32,
-    optimizer: Optimizer = Optimizer.ROW_WISE_ADAGRAD,
+    optimizer: OptimizerSpec = _ROW_WISE_ADAGRAD,
     spread: str = "table",
     zipf: float = ZIPF,
 ) -> Tables:
     row_bytes = dim * precision.dtype.itemsize
     # A shard of one row: the least that has all of a row's states.
-    row = expected(ShardSpec(name=name, row_count=1, dim=dim, precision=precision), OptimizerSpec(kind=optimizer))
+    row = expected(ShardSpec(name=name, row_count=1, dim=dim, precision=precision), optimizer)
     whole = sum(math.prod(shape) * dtype.itemsize for shape, dtype in row.values())
     return Tables(
         name=name, count=count, rows=rows, dim=dim, length=pooling, row_bytes=row_bytes,

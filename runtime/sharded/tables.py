@@ -73,6 +73,8 @@ class Table:
 
     precision: Precision = Precision.FP32
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    """May be given by name, such as "adam" (`OptimizerSpec.named`)."""
+
     lr: float | None = None
     """Its learning rate, where it differs from its module's. It belongs to the run, and decides no group of tables."""
 
@@ -107,6 +109,11 @@ class Table:
         def refuse(what: str, allowed: str) -> None:
             raise ConfigError(f"table {self.name}: {what} {getattr(self, what)}; allowed: {allowed}")
 
+        if isinstance(self.optimizer, str):
+            try:
+                object.__setattr__(self, "optimizer", OptimizerSpec.named(self.optimizer))
+            except ConfigError as error:
+                raise ConfigError(f"table {self.name}: {error}") from None
         for what, kind in (
             ("pooling", Pooling),
             ("precision", Precision),

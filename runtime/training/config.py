@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import torch
 
@@ -16,7 +16,7 @@ from sennit.options import Option, check
 from sennit.runtime.backend.process_group import BACKEND_NAME
 from sennit.runtime.data.order import SLICES_MAX, OrderSettings
 from sennit.runtime.data.source import Source
-from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
+from sennit.runtime.kernels.optimizers import NAMED, OptimizerSpec
 from sennit.runtime.model.factory import DENSE_OPTIMIZERS, MODELS
 from sennit.runtime.model.loss import LOSSES
 from sennit.runtime.model.schedule import DECAYS, RateSchedule
@@ -156,7 +156,13 @@ class TrainingConfig:
     """Hidden widths of the top MLP."""
 
     sparse_rate: Annotated[float, Option(above=0, below=1000)] = 0.15
-    """Learning rate of the embeddings. Their optimizer is row-wise AdaGrad."""
+    """Learning rate of the embeddings."""
+
+    optimizer: Annotated[str, Option(choices=tuple(NAMED))] = "row_wise_adagrad"
+    """Optimizer of the embeddings. `tables` may say otherwise, and has its other options."""
+
+    momentum: Annotated[float, Option(low=0, below=1)] = 0.0
+    """Momentum of `--optimizer sgd`."""
 
     dense_rate: Annotated[float, Option(above=0, below=1000)] = 0.02
     """Learning rate of the MLPs."""
@@ -188,9 +194,9 @@ class TrainingConfig:
     clip_norm: Annotated[float | None, Option(above=0, below=1e30)] = None
     """Clip the norm of the dense gradient, and of each embedding row's. A longer one is scaled down."""
 
-    weight_decay: Annotated[float, Option(low=0, below=1000)] = 0.0
-    """L2 weight decay. The weight times this is added to its gradient. Rows that a step does not look up do not
-    decay."""
+    weight_decay: Annotated[float | None, Option(low=0, below=1000)] = None
+    """L2 weight decay; default: 0, and 0.01 for embeddings with adamw. The weight times this is added to its gradient;
+    adamw takes it off the weight. Rows that a step does not look up do not decay."""
 
     table_store: TableStore | None = None
     """The place of embedding tables larger than memory; None: in memory."""
@@ -292,6 +298,7 @@ class TrainingConfig:
             for width in widths:
                 _in_range(f"width in the {name} MLP", width, 1, 65_536)
         self.schedule(self.max_steps or 2**40)
+        self._optimizer()
         if self.device != "cpu":
             if self.backend != BACKEND_NAME:
                 raise ConfigError(f"--device {self.device} over {self.backend!r}; allowed: {BACKEND_NAME!r}")
@@ -328,18 +335,18 @@ class TrainingConfig:
 
     def tables_of(self, facts: Sequence[TableFacts]) -> tuple[Table, ...]:
         """The tables of the model, one for each column of ids. Raises `ConfigError` if `tables` is of other data."""
-        optimizer = OptimizerSpec(
-            kind=Optimizer.ROW_WISE_ADAGRAD,
-            epsilon=1e-8,
-            weight_decay=self.weight_decay,
-            max_gradient=self.clip_value,
-            max_gradient_norm=self.clip_norm,
-        )
+        optimizer = self._optimizer()
         template = Table(
             name="template", rows=1, dim=self.embedding_dim, optimizer=optimizer, row_shards=self.row_shards
         )
         found = tables_of(facts, self.tables, template)
         return found if self.tensor_train is None else self.tensor_train.applied(found)
+
+    def _optimizer(self) -> OptimizerSpec:
+        """The optimizer of tables of which `tables` says nothing."""
+        options: dict[str, Any] = {} if self.weight_decay is None else {"weight_decay": self.weight_decay}
+        limits = {"max_gradient": self.clip_value, "max_gradient_norm": self.clip_norm}
+        return OptimizerSpec.named(self.optimizer, momentum=self.momentum, **limits, **options)
 
     @property
     def exchange_codec(self) -> Codec | None:

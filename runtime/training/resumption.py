@@ -284,7 +284,7 @@ def _table(table: Table) -> dict[str, Any]:
         "dim": table.dim,
         "pooling": table.pooling.value,
         "precision": table.precision.name.lower(),
-        "optimizer": table.optimizer.kind.value,
+        "optimizer": table.optimizer.kind.value + (" with momentum" if table.optimizer.momentum else ""),
         "row_shards": table.row_shards,
         "column_shards": table.column_shards,
         "train_rank": table.train_rank,

@@ -133,7 +133,10 @@ class Trainer(Closing):
         if self.overlap.has_tables:
             self._exchanges = Exchanges(scheduler, [self.tables], self._ahead, replicas=self.replicas)
         self.optimizer = dense_optimizer(
-            config.dense_optimizer, self.model.parameters(), rate=config.dense_rate, weight_decay=config.weight_decay
+            config.dense_optimizer,
+            self.model.parameters(),
+            rate=config.dense_rate,
+            weight_decay=config.weight_decay or 0.0,
         )
 
     def run(

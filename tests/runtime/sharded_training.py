@@ -34,13 +34,22 @@ from sennit.transport.codecs import EXCHANGE_CODECS, Codec
 
 CPU = torch.device("cpu")
 ADAM = OptimizerSpec(kind=Optimizer.ADAM)
+NESTEROV = OptimizerSpec(kind=Optimizer.SGD, momentum=0.9, nesterov=True)
+FTRL = OptimizerSpec(kind=Optimizer.FTRL, l1=0.01, l2=0.1)
 TABLES = (
     Table(name="user", rows=1000, dim=32, row_shards=8, column_shards=2),
     Table(name="item", rows=300, dim=20, row_shards=4, precision=Precision.FP16, optimizer=ADAM),
     Table(
-        name="genre", rows=17, dim=8, row_shards=3, column_shards=4, features=("liked", "seen"), pooling=Pooling.MEAN
+        name="genre",
+        rows=17,
+        dim=8,
+        row_shards=3,
+        column_shards=4,
+        features=("liked", "seen"),
+        pooling=Pooling.MEAN,
+        optimizer=NESTEROV,
     ),
-    Table(name="city", rows=5, dim=16, row_shards=8, column_shards=8, precision=Precision.BF16),
+    Table(name="city", rows=5, dim=16, row_shards=8, column_shards=8, precision=Precision.BF16, optimizer=FTRL),
 )
 
 
@@ -117,7 +126,7 @@ def trained(
     if kind == "sequences":
         tables = tuple(dataclasses.replace(table, pooling=Pooling.NONE) for table in TABLES)
     if trains:
-        train = {"row_shards": 1, "column_shards": 1, "train_rank": 3}
+        train: dict[str, Any] = {"row_shards": 1, "column_shards": 1, "train_rank": 3, "optimizer": OptimizerSpec()}
         tables = tuple(
             dataclasses.replace(table, **train) if table.name in ("user", "genre") else table for table in tables
         )

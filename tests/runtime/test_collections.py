@@ -215,10 +215,12 @@ def wrong_input(rank: int, world: int, placement: str) -> None:
         with pytest.raises(expected, match=message):
             module(wrong if bad else good, global_batch=8)
         module(good, global_batch=8)
-    options: list[dict[str, Any]] = [{"features": "f1"}, {"pooling": "mean"}, {"optimizer": "adam"}, {"bounds": None}]
-    for wrong in options:
+    options: list[dict[str, Any]] = [{"features": "f1"}, {"pooling": "mean"}, {"optimizer": 3}, {"bounds": None}]
+    for wrong in [*options, {"optimizer": "adem"}]:
         with pytest.raises(ConfigError, match=f"table t: {next(iter(wrong))} .*; allowed: "):
             Table(name="t", rows=10, dim=4, **wrong)
+    by_name: dict[str, Any] = {"optimizer": "AdamW"}
+    assert Table(name="t", rows=10, dim=4, **by_name).optimizer == OptimizerSpec.named("adamw")
 
 
 def sequences(rank: int, world: int, placement: str) -> None:

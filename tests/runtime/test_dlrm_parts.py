@@ -133,6 +133,10 @@ def test_optimizers_and_configurations_are_checked() -> None:
         TrainingConfig(clip_norm=0)
     with pytest.raises(ConfigError, match="weight decay -1; allowed: 0 or more"):
         TrainingConfig(weight_decay=-1)
+    with pytest.raises(ConfigError, match="optimizer 'adem'; allowed: sgd, "):
+        TrainingConfig(optimizer="adem")
+    with pytest.raises(ConfigError, match=r"momentum 0\.9; allowed: 0\.0 for adam"):
+        TrainingConfig(optimizer="adamw", momentum=0.9)
     with pytest.raises(ConfigError, match="decay end 5; allowed: above 7"):
         TrainingConfig(warmup=7, max_steps=5)
     with pytest.raises(ConfigError, match="needs a checkpoint folder"):

@@ -159,7 +159,7 @@ def test_every_option_is_fixed_or_free_or_no_part_of_the_run() -> None:
     free = set(resumption.FREE)
     names = [field.name for field in dataclasses.fields(TrainingConfig)]
     # What these say is recorded table by table.
-    of_tables = ["embedding_dim", "row_shards", "tables", "tensor_train"]
+    of_tables = ["embedding_dim", "row_shards", "tables", "tensor_train", "optimizer", "momentum"]
     # Earlier checkpoints do not have these: they are fixed where they are given.
     if_given = ["validation_fraction", "warm_start"]
     assert sorted(names) == sorted([*fixed, *free, *apart, *of_tables, *if_given])
@@ -174,6 +174,10 @@ def test_every_option_is_fixed_or_free_or_no_part_of_the_run() -> None:
         ({"validation_fraction": 0.2}, "order.validation_fraction: absent in the checkpoint, 0.2 here"),
         ({"batch_size": 12}, "order.batch_size: 24 in the checkpoint, 12 here"),
         ({"dense_optimizer": "adam"}, 'optimizer.dense_optimizer: "adagrad" in the checkpoint, "adam" here'),
+        (
+            {"optimizer": "sgd", "momentum": 0.9},
+            'model.tables.genre.optimizer: "row_wise_adagrad" in the checkpoint, "sgd with momentum" here',
+        ),
         ({"embedding_dim": 8}, "model.tables.genre.dim: 4 in the checkpoint, 8 here"),
         ({"row_shards": 2}, "model.tables.genre.row_shards: 1 in the checkpoint, 2 here"),
         ({"model": "dcnv2"}, 'model.model: "dlrm" in the checkpoint, "dcnv2" here'),

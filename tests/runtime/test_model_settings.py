@@ -132,6 +132,21 @@ def test_what_a_section_leaves_out_is_as_in_defaults_and_options(tables: Tables)
     )
 
 
+def test_an_optimizer_of_a_section_by_its_name(tables: Tables) -> None:
+    """AdamW brings its weight decay. A kind does not take over what only the kind before it has."""
+    user, item = tables(
+        """
+        [defaults]
+        optimizer = { kind = "sgd", momentum = 0.9, nesterov = true }
+        [tables.user]
+        optimizer = "adamw"
+        """
+    )
+    limits: dict[str, Any] = {"max_gradient": 2}
+    assert user.optimizer == OptimizerSpec.named("adamw", **limits)
+    assert item.optimizer == OptimizerSpec.named("sgd", momentum=0.9, nesterov=True, weight_decay=0.5, **limits)
+
+
 @pytest.mark.parametrize(
     ("text", "low", "high"),
     [
@@ -213,8 +228,13 @@ def test_the_manifest_gets_every_setting(tables: Tables) -> None:
         ("[tables.user]\nbounds = 1", "user: bounds 1; allowed: error, wrap, ignore"),
         ("[tables.user]\noptimizer = 1", "user: optimizer is 1; allowed: a name, or a section with kind and options"),
         ('[tables.user]\noptimizer = "adem"', "optimizer: kind 'adem'; allowed: sgd, .*; did you mean adam?"),
-        ("[tables.user]\noptimizer = {beta = 1}", "optimizer: unknown key 'beta'; allowed: kind, epsilon, beta1, "),
+        ("[tables.user]\noptimizer = {beta3 = 1}", "optimizer: unknown key 'beta3'; allowed: kind, epsilon, beta1, "),
         ("[tables.user]\noptimizer = {beta1 = 1}", "optimizer: beta1 1; allowed: 0 to below 1"),
+        (
+            '[tables.user]\noptimizer = {kind = "adam", momentum = 0.9}',
+            "table user: optimizer: momentum 0.9; allowed: 0.0 for adam",
+        ),
+        ('[tables.user]\noptimizer = {kind = "sgd", nesterov = 1}', "nesterov 1; allowed: true, false"),
         ("[tables.user]\noptimizer = {epsilon = nan}", "optimizer: epsilon nan; allowed: 0 or more"),
         ("[tables.user]\noptimizer = {max_gradient = 0}", "max_gradient 0; allowed: above 0; inf: no limit"),
         ('[tables.user]\ninitial = "normal"', "initial: normal without deviation"),

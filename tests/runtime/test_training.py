@@ -302,7 +302,16 @@ def test_no_number_of_ranks_sharding_or_backend_changes_a_bit(
 CODED: dict[str, Any] = {"gradient": "int8", "exchange": "int8"}
 
 
-@pytest.mark.parametrize("options", [{}, {"dense_optimizer": "adam"}, {"dense_optimizer": "sgd"}, CODED], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": "sgd", "momentum": 0.9},
+        {"dense_optimizer": "adam", "optimizer": "adamw"},
+        {"dense_optimizer": "sgd", "optimizer": "ftrl"},
+        CODED,
+    ],
+    ids=str,
+)
 def test_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(
     kept_world: WorldFactory, seed: int, tmp_path: Path, options: dict[str, str]
 ) -> None:
