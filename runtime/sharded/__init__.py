@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sennit.runtime.sharded.memory_limits import memory_limits as memory_limits
     from sennit.runtime.sharded.module import ShardedEmbeddingBags as ShardedEmbeddingBags
     from sennit.runtime.sharded.module import ShardedEmbeddings as ShardedEmbeddings
+    from sennit.runtime.sharded.outputs import KeyedVectors as KeyedVectors
     from sennit.runtime.sharded.phases import PhaseClock as PhaseClock
     from sennit.runtime.sharded.placement import Placement as Placement
     from sennit.runtime.sharded.placement import place as place
@@ -53,6 +54,7 @@ __getattr__ = exporter(
         "ShardedEmbeddingBags": "module",
         "ShardedEmbeddings": "module",
         "PhaseClock": "phases",
+        "KeyedVectors": "outputs",
         "Placement": "placement",
         "place": "placement",
         "placed": "placement",

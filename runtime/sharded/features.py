@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +14,9 @@ from torch import Tensor
 from sennit.runtime.kernels.checks import GradientError as GradientError
 from sennit.runtime.kernels.checks import IdError as IdError
 from sennit.runtime.kernels.spec import Bounds
+from sennit.runtime.sharded.forms import INTEGERS, bags_of, lengths_of
 from sennit.runtime.sharded.tables import Table
 from sennit.transport.errors import ArgumentError
-
-_INTEGERS: Final = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +34,36 @@ class Features:
 
     names: tuple[str, ...] | None = None
     """Names of the features; None: all of the model, in its order."""
+
+    @classmethod
+    def from_offsets(
+        cls,
+        values: Tensor,
+        offsets: Tensor,
+        *,
+        features: int = 1,
+        include_last_offset: bool = False,
+        weights: Tensor | None = None,
+        names: tuple[str, ...] | None = None,
+    ) -> Features:
+        """The same from the offsets of `nn.EmbeddingBag`, or of FBGEMM.
+
+        `offsets`: int32 or int64 [F * B], where each sample of each feature begins in `values`; with
+        `include_last_offset` one more, where they end. `features`: F, unless there are `names`.
+
+        Raises `ArgumentError` for offsets that do not fit `features` and `values`.
+        """
+        count = len(values)
+        features = features if names is None else len(names)
+        if include_last_offset:
+            if not len(offsets) or int(offsets[-1]) != count:
+                last = f"the last offset is {int(offsets[-1])}" if len(offsets) else "there are no offsets"
+                raise ArgumentError(f"{last}; allowed: {count}, where the ids end")
+            offsets = offsets[:-1]
+        if features < 1 or len(offsets) % features:
+            raise ArgumentError(f"{len(offsets)} offsets for {features} features; allowed: one for each sample of each")
+        lengths = lengths_of(offsets, count).view(features, len(offsets) // features)
+        return cls(lengths=lengths, values=values, weights=weights, names=names)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,16 +107,18 @@ def ids_of(given: Any, tables: Sequence[Table]) -> Outgoing:
     - `Features`, or any object with `lengths` and `values` in that form, such as `runtime.data.Batch`;
     - an object like TorchRec's `KeyedJaggedTensor`: methods `keys`, `lengths`, `values` and `weights_or_none`; with a
       variable stride also `stride_per_key` and `inverse_indices_or_none`;
-    - a mapping from a feature's name to ids: [B] for one id a sample, [B, n] for n.
+    - a mapping from a feature's name to ids in any form of `bags_of`, such as [B, n] for n ids a sample; or an object
+      with `keys` and `[name]`, as a DataFrame.
 
     Ids on a device are copied to the host. Features that the model does not have are left out. Raises `ArgumentError`
     if one is missing, or tensors do not fit each other, `IdError` for an id out of range where a table's bounds are
     `ERROR`.
     """
     features = features_of(tables)
-    if isinstance(given, Mapping):
+    has_keys = callable(getattr(given, "keys", None))
+    if isinstance(given, Mapping) or (has_keys and not hasattr(given, "lengths")):
         ids = _of_mapping(given, features)
-    elif callable(getattr(given, "keys", None)):
+    elif has_keys:
         ids = _of_keyed(given, features)
     elif not all(isinstance(getattr(given, part, None), Tensor) for part in ("lengths", "values")):
         raise ArgumentError(f"ids are a {type(given).__name__}; allowed: a mapping, Features, a KeyedJaggedTensor")
@@ -98,27 +129,22 @@ def ids_of(given: Any, tables: Sequence[Table]) -> Outgoing:
     return ids if ids.weights is None else dataclasses.replace(ids, host_weights=ids.weights.detach().cpu())
 
 
-def _of_mapping(given: Mapping[str, Tensor], features: Sequence[tuple[str, int]]) -> Outgoing:
-    lengths, values = [], []
+def _of_mapping(given: Any, features: Sequence[tuple[str, int]]) -> Outgoing:
+    found = []
     for name, _ in features:
         if name not in given:
             raise ArgumentError(f"no ids for feature {name}; given: {', '.join(map(str, given))}")
-        ids = given[name]
-        if not isinstance(ids, Tensor):
-            raise ArgumentError(f"feature {name} is a {type(ids).__name__}; allowed: a tensor of int32 or int64")
-        if ids.ndim not in (1, 2) or ids.dtype not in _INTEGERS:
-            raise ArgumentError(
-                f"feature {name} is {ids.dtype} of shape {tuple(ids.shape)}; allowed: int32 or int64, [samples] or "
-                "[samples, ids a sample]"
-            )
-        each = 1 if ids.ndim == 1 else ids.shape[1]
-        lengths.append(torch.full((ids.shape[0],), each, dtype=torch.int32))
-        values.append(ids.reshape(-1).cpu())
-    sizes = {name: len(part) for (name, _), part in zip(features, lengths, strict=True)}
-    _check_samples(sizes)
-    counts = [len(part) for part in values]
-    stacked = torch.stack(lengths)
-    return Outgoing(lengths=stacked, values=torch.cat(values), counts=counts, given_lengths=stacked)
+        found.append(bags_of(name, given[name]))
+    _check_samples({name: len(bags.lengths) for (name, _), bags in zip(features, found, strict=True)})
+    lengths, values = torch.stack([bags.lengths for bags in found]), torch.cat([bags.values for bags in found])
+    weights = None
+    if any(bags.weights is not None for bags in found):
+        device = next(bags.weights.device for bags in found if bags.weights is not None)
+        # Ids without weights count once.
+        weights = torch.cat(
+            [torch.ones(len(own), device=device) if weights is None else weights for _, own, weights in found]
+        )
+    return _in_order(lengths, values, weights, [name for name, _ in features], features)
 
 
 def _of_keyed(given: Any, features: Sequence[tuple[str, int]]) -> Outgoing:
@@ -215,11 +241,11 @@ def _in_order(
     features: Sequence[tuple[str, int]],
 ) -> Outgoing:
     rows = len(features) if names is None else len(names)
-    if lengths.ndim != 2 or lengths.shape[0] != rows or lengths.dtype not in _INTEGERS:
+    if lengths.ndim != 2 or lengths.shape[0] != rows or lengths.dtype not in INTEGERS:
         raise ArgumentError(
             f"lengths are {lengths.dtype} of shape {tuple(lengths.shape)}; allowed: int32 or int64 of ({rows}, samples)"
         )
-    if values.ndim != 1 or values.dtype not in _INTEGERS:
+    if values.ndim != 1 or values.dtype not in INTEGERS:
         raise ArgumentError(
             f"ids are {values.dtype} of shape {tuple(values.shape)}; allowed: int32 or int64, one dimension"
         )

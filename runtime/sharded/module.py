@@ -30,6 +30,7 @@ from sennit.runtime.sharded.files import TableStore
 from sennit.runtime.sharded.handle import TableHandle
 from sennit.runtime.sharded.moving import moved
 from sennit.runtime.sharded.optimizer import TableOptimizer
+from sennit.runtime.sharded.outputs import KeyedVectors, concatenated, nested
 from sennit.runtime.sharded.parameters import TableParameters
 from sennit.runtime.sharded.passes import Passes
 from sennit.runtime.sharded.phases import PhaseClock
@@ -84,6 +85,9 @@ class ShardedTables(HeldTables):
     _exchange: ClassVar[type[Exchange[Any]]]
     """What a lookup returns: sums of bags, or rows."""
 
+    _outputs: ClassVar[tuple[str, ...]]
+    """The forms in which these tables give results."""
+
     def __init__(
         self,
         tables: Sequence[Table],
@@ -92,6 +96,7 @@ class ShardedTables(HeldTables):
         placement: Placement | str | Mapping[str, str] = "table_wise",
         slices: int = DEFAULT_SLICES,
         gradients: str = "mean",
+        outputs: str = "dict",
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
         implementation_name: str | None = None,
@@ -107,6 +112,7 @@ class ShardedTables(HeldTables):
         `slices`: V, a power of two that belongs to the model, not to the run.
         `gradients`: "mean" if every rank's loss is the mean over its own samples, as with DDP; then gradients are
         averaged over ranks. "sum" if the losses of all ranks add up to the loss.
+        `outputs`: the form of what a call returns (docs/reference/sharded.md, "Output").
         `seed`: decides initial values and stochastic rounding.
         `device`: "cpu" or "cuda". Results and gradients are there, and tables that name no other home
         (docs/reference/sharded.md, "On a GPU").
@@ -132,7 +138,10 @@ class ShardedTables(HeldTables):
             if table.pooling not in self._exchange.poolings:
                 allowed = ", ".join(pooling.value for pooling in self._exchange.poolings)
                 what = f"table {table.name} has pooling {table.pooling.value}"
-                raise ConfigError(f"{what}; allowed in {type(self).__name__}: {allowed}")
+                given = f'Table(pooling="{self._exchange.poolings[0].value}")'
+                raise ConfigError(f"{what}; allowed in {type(self).__name__}: {allowed}, as in {given}")
+        if outputs not in self._outputs:
+            raise ConfigError(f"outputs {outputs!r}; allowed: {', '.join(self._outputs)}")
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         own_slices = Slices(count=slices, rank=rank, world_size=world_size)
         if not isinstance(placement, Placement):
@@ -168,7 +177,7 @@ class ShardedTables(HeldTables):
         optimizer = TableOptimizer(tables, lr=lr, device=device)
         divisor = world_size if gradients == "mean" else 1
         super().__init__(TableSteps(engines, self._exchange, optimizer, divisor=divisor), group)
-        self.slices, self.placement = own_slices, placement
+        self.slices, self.placement, self._form = own_slices, placement, outputs
         self.device = device
         """Where results and gradients are, and tables that name no other home."""
         self.optimizer = optimizer
@@ -236,8 +245,10 @@ class ShardedTables(HeldTables):
         return RowAccess(self._steps, number, self._passes.told(), ids, error, writes=writes)
 
     @uncompiled
-    def forward(self, features: Any, *, global_batch: int | None = None) -> Mapping[str, Tensor]:
+    def forward(self, features: Any, *, global_batch: int | None = None) -> Any:
         """The float32 result of each feature, by its name (`feature_names`): a dict, or `Pending` with `overlap`.
+
+        With `outputs` "keyed", "tensor" or "nested" the same in that form.
 
         `features`: ids of this rank's B samples, in any form of `ids_of`, or a batch that was sent (`send`, `expect`).
         `global_batch`: the samples of all ranks; needed only where slices differ in size.
@@ -252,7 +263,15 @@ class ShardedTables(HeldTables):
         elif global_batch is not None:
             raise ArgumentError("global_batch for a batch that was sent; allowed: in send")
         features.take(self._steps.engines, "looked up")
-        return self.handles.used(self._passes.results(features))
+        found = self.handles.used(self._passes.results(features))
+        match self._form:
+            case "keyed":
+                return KeyedVectors(found)
+            case "tensor":
+                return concatenated(found)
+            case "nested":
+                return nested(found, features.lengths)
+        return found
 
     def overlap(self, run: RunBeside | None, group: dist.ProcessGroup | None = None) -> Passes:
         """From now on `run` runs lookups and updates in another thread, over `group`, which has the same ranks.
@@ -418,7 +437,8 @@ class ShardedEmbeddingBags(ShardedTables):
     """Embedding tables in shards on all ranks; each feature's ids of a sample are pooled.
 
     A call returns float32 [B, dim] by feature: the pooled rows of this rank's B samples. The result of a whole table is
-    a part of what arrived, without a copy.
+    a part of what arrived, without a copy. `outputs="tensor"` puts them side by side: float32 [B, the sum of all dims];
+    "keyed" has the methods of TorchRec's `KeyedTensor` (`KeyedVectors`).
 
     The backward pass updates the rows that were used, with the tables' own optimizers (Mudigere et al., ISCA 2022,
     section 4.1): a gradient of a table never exists. All lookups that it reaches make one step of each row. Weights
@@ -427,15 +447,19 @@ class ShardedEmbeddingBags(ShardedTables):
     """
 
     _exchange = PooledExchange
+    _outputs = ("dict", "keyed", "tensor")
 
 
 class ShardedEmbeddings(ShardedTables):
     """Embedding tables in shards on all ranks; each id gives its row (sequences).
 
     A call returns float32 [ids, dim] by feature: the row of each id of this rank's samples, in the order of the ids. An
-    ignored id (`Bounds.IGNORE`) has a row of zeros.
+    ignored id (`Bounds.IGNORE`) has a row of zeros. `outputs="nested"` gives them by sample: `torch.nested`,
+    [B, *, dim] of layout `torch.jagged`.
+
     Ids have no weights. A rank gets each distinct row once, and sends the sum of its gradients back once. Everything
     else is as in `ShardedEmbeddingBags`.
     """
 
     _exchange = RowExchange
+    _outputs = ("dict", "nested")

@@ -80,6 +80,7 @@ class Sent:
         sender: object,
         arrived: Sequence[Sequence[Arrived]],
         *,
+        lengths: Tensor,
         result_rows: Sequence[int],
         weights: Tensor | None,
     ) -> None:
@@ -88,6 +89,9 @@ class Sent:
         self._fate: str | None = None
         self.arrived = arrived
         """The ids that came to this rank, for each exchange of each of its engines."""
+
+        self.lengths = lengths
+        """Int32 or int64 [F, B]: the ids of each sample in each feature, ignored ones among them."""
 
         self.result_rows = result_rows
         """The rows of the result of each feature."""

@@ -124,6 +124,7 @@ class TableSteps:
                 [sharded.send([row[number] for row in arriving]), *(one.send(one.counts) for one in replicated)]
                 for number, (sharded, *replicated) in enumerate(ready)
             ],
+            lengths=outgoing.given_lengths,
             result_rows=self._exchange.result_rows(outgoing),
             weights=outgoing.weights if _kind_of(outgoing.weights) == 2 else None,
         )

@@ -30,7 +30,7 @@ from sennit.transport.errors import ConfigError
 
 MAX_SHARDS = 1 << 12
 
-Initial = Callable[[Tensor, Generator], None]
+Initial = Callable[[Tensor, Generator], object]
 """Fills float32 rows [n, dim] in place from the generator, which is theirs alone."""
 
 
@@ -58,9 +58,27 @@ class Range(NamedTuple):
         return self.high - self.low
 
 
+_KINDS: Final[dict[str, type[Enum]]] = {
+    "pooling": Pooling, "precision": Precision, "rounding": Rounding, "bounds": Bounds, "home": Home
+}  # fmt: skip
+
+
+def _member(kind: type[Enum], given: object) -> Enum | None:
+    """The member of `kind` that is given: itself, its name or value, or a data type of torch. None: no member."""
+    for one in kind:
+        names = (one.name.lower(), str(one.value).removeprefix("torch."))
+        if given is one or given is one.value or (isinstance(given, str) and given.lower() in names):
+            return one
+    return None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """One embedding table of the model. All ranks give the same."""
+    """One embedding table of the model. All ranks give the same.
+
+    Members of enumerations may be given by name, as torch takes them: `pooling="mean"`, `precision="bf16"` or
+    `torch.bfloat16`.
+    """
 
     name: str
     rows: int
@@ -85,7 +103,13 @@ class Table:
     """What is done with ids outside [0, rows)."""
 
     initial: Initial | None = None
-    """None: uniform within 1 / sqrt(rows), as in the reference code of DLRM (Naumov et al. 2019)."""
+    """Called as `initial(rows, generator)`: fills float32 `rows`, [n, dim], in place, with numbers of this
+    `torch.Generator` alone: `initial=lambda rows, generator: rows.normal_(std=0.01, generator=generator)`. Each block
+    of 4,096 rows has a call and a generator of its own.
+
+    None: uniform within 1 / sqrt(rows), as in the reference code of DLRM (Naumov et al. 2019). Rows that are there
+    already are set afterwards, by `TableHandle.set_rows`.
+    """
 
     row_shards: int = 1
     """The number of ranges of rows. A bag is summed inside each range, and then over ranges in the canonical tree.
@@ -109,23 +133,27 @@ class Table:
         def refuse(what: str, allowed: str) -> None:
             raise ConfigError(f"table {self.name}: {what} {getattr(self, what)}; allowed: {allowed}")
 
+        for what, kind in _KINDS.items():
+            given = getattr(self, what)
+            if given is None and what == "home":
+                continue
+            member = _member(kind, given)
+            if member is None:
+                refuse(what, ", ".join(one.name.lower() for one in kind))
+            object.__setattr__(self, what, member)
         if isinstance(self.optimizer, str):
             try:
                 object.__setattr__(self, "optimizer", OptimizerSpec.named(self.optimizer))
             except ConfigError as error:
                 raise ConfigError(f"table {self.name}: {error}") from None
-        for what, kind in (
-            ("pooling", Pooling),
-            ("precision", Precision),
-            ("optimizer", OptimizerSpec),
-            ("rounding", Rounding),
-            ("bounds", Bounds),
-            ("features", tuple),
-        ):
-            if not isinstance(getattr(self, what), kind):
-                refuse(what, f"a {kind.__name__}")
-        if self.home is not None and not isinstance(self.home, Home):
-            refuse("home", "a Home, or None")
+        if isinstance(self.features, list):
+            object.__setattr__(self, "features", tuple(self.features))
+        if not isinstance(self.optimizer, OptimizerSpec):
+            refuse("optimizer", "an OptimizerSpec, or a name")
+        if not isinstance(self.features, tuple):
+            refuse("features", "a tuple or a list of names")
+        if self.initial is not None and not callable(self.initial):
+            refuse("initial", "a function of rows [n, dim] and a torch.Generator, or None")
         if self.lr is not None and not 0 <= self.lr < math.inf:
             refuse("lr", "0 or more, or None")
         if not self.features:

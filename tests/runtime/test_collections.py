@@ -205,7 +205,7 @@ def wrong_input(rank: int, world: int, placement: str) -> None:
     cases: list[tuple[Any, type[Exception], str]] = [
         (None, ArgumentError, "ids are a NoneType; allowed: a mapping"),
         (ids, ArgumentError, "ids are a Tensor; allowed: a mapping"),
-        ({"f1": ids.tolist()}, ArgumentError, "feature f1 is a list; allowed: a tensor"),
+        ({"f1": "ids"}, ArgumentError, "feature f1 is a str; allowed: int32 or int64"),
         (Failing(good.bags), RuntimeError, "the loader failed"),
         (Features(lengths=lengths, values=ids, weights=weights), ArgumentError, "weights are torch.float64"),
     ]
@@ -215,7 +215,7 @@ def wrong_input(rank: int, world: int, placement: str) -> None:
         with pytest.raises(expected, match=message):
             module(wrong if bad else good, global_batch=8)
         module(good, global_batch=8)
-    options: list[dict[str, Any]] = [{"features": "f1"}, {"pooling": "mean"}, {"optimizer": 3}, {"bounds": None}]
+    options: list[dict[str, Any]] = [{"features": "f1"}, {"pooling": "avg"}, {"optimizer": 3}, {"bounds": None}]
     for wrong in [*options, {"optimizer": "adem"}]:
         with pytest.raises(ConfigError, match=f"table t: {next(iter(wrong))} .*; allowed: "):
             Table(name="t", rows=10, dim=4, **wrong)
