@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -94,6 +95,8 @@ class Passes:
         self._waiting: set[int] = set()
         # The backward pass that lookups have begun to give gradients in. It is over when its callback has come.
         self._pass: int | None = None
+        # Its callback, which autograd keeps for as long as the pass runs, in whichever thread.
+        self._at_end: Callable[[], Callable[[], None] | None] = lambda: None
         self._accumulates = self._is_due = self._has_taken = False
         # Backward passes whose gradients are kept, and steps since `told`.
         self._kept = self._taken = 0
@@ -185,15 +188,18 @@ class Passes:
     def _check_pass(self) -> None:
         """Before a lookup. A backward pass may have begun to give gradients."""
         self._end_failed()
-        if self._pass is not None and self._has_taken:
+        if self._pass is not None and self._has_taken and backward_pass() >= 0:
             raise ArgumentError(
                 "a lookup in a backward pass that has updated rows already; allowed: lookups outside of activation "
                 "checkpoints, or checkpoints with use_reentrant=False"
             )
 
     def _end_failed(self) -> None:
-        """Forgets the gradients of a backward pass that is not running any more, but did not end."""
-        if self._pass is not None and backward_pass() < 0:
+        """Forgets the gradients of a backward pass that is not running any more, but did not end.
+
+        This thread may look rows up, as for an evaluation, while another one runs the pass.
+        """
+        if self._pass is not None and backward_pass() < 0 and self._at_end() is None:
             self._give_up()
 
     def _give_up(self) -> None:
@@ -219,7 +225,9 @@ class Passes:
         self._forget_zeroed()
         self._pass = current
         self._accumulates = self._is_due = self._has_taken = False
-        at_end_of_backward(functools.partial(self._end, current))
+        at_end = functools.partial(self._end, current)
+        self._at_end = weakref.ref(at_end)
+        at_end_of_backward(at_end)
 
     def _forget_zeroed(self) -> None:
         """`zero_grad` of a model or an optimizer of the program forgets what is kept."""

@@ -375,6 +375,36 @@ def test_a_pass_that_fails_takes_no_step(kept_world: WorldFactory, in_thread: bo
     kept_world(2).run(failed, in_thread=in_thread)
 
 
+def looked_up_by_another_thread(rank: int, world: int, in_thread: bool) -> None:
+    """A thread that looks rows up while a backward pass runs, as for an evaluation, disturbs no step."""
+    module, other = bags(ADAM), bags(ADAM)
+    first, second = own(module, ids_of(1)), own(module, ids_of(2))
+    found: list[Tensor] = []
+
+    def look() -> None:
+        with torch.no_grad():
+            found.append(looked_up(module, first))
+
+    def look_beside(gradient: Tensor) -> None:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(look).result(timeout=60)
+
+    with beside(module, world) if in_thread else contextlib.nullcontext():
+        one, two = looked_up(module, first), looked_up(module, second)
+        one.register_hook(look_beside)
+        (one + two).sum().backward()
+        module.check()
+    (looked_up(other, first) + looked_up(other, second)).sum().backward()
+    assert module.state_dict()["steps"].tolist() == [1]
+    assert module.digest() == other.digest()
+    assert torch.equal(found[0], one)
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_a_lookup_of_another_thread_leaves_a_running_pass_alone(kept_world: WorldFactory, in_thread: bool) -> None:
+    kept_world(2).run(looked_up_by_another_thread, in_thread=in_thread)
+
+
 class Inner(torch.autograd.Function):
     """Runs a backward pass of its own inside that of its result."""
 
