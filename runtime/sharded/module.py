@@ -128,6 +128,9 @@ class ShardedTables(HeldTables):
         on the others: `Unsupported` for a device that is not there; with a `store` also `DeviceError` for a full or
         broken disk, and `ConfigError` for a cache that does not fit its memory.
         """
+        if torch.get_default_device().type == "meta":
+            reason = 'their rows have to be somewhere; make them outside of `torch.device("meta")`'
+            raise Unsupported("sharded tables on the device meta", reason)
         tables = tuple(tables)
         check_tables(tables)
         if not 0 <= lr < math.inf:
@@ -226,7 +229,15 @@ class ShardedTables(HeldTables):
         if now.device != was.device:
             reason = f"they are not moved to {now.device}; use device=..., and move the other modules alone"
             raise Unsupported("sharded tables on another device", reason)
-        return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
+        if now.device.type == "cpu" and now.is_shared():
+            reason = "each rank has shards of its own; start ranks in place of processes that share a model"
+            raise Unsupported("sharded tables in shared memory", reason)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if now is not was:  # `to_empty`, after which any rows would do: tables keep theirs.
+            with torch.no_grad():
+                for parameter in self.handles.parameters():
+                    parameter.zero_()
+        return self
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Raises `Unsupported`: pickle, deepcopy, `torch.save` of a model and `AveragedModel` would copy one rank."""

@@ -122,6 +122,7 @@ class HeldTables(nn.Module):
         The tensors are the tables' own memory; rows in files are copied to files without names. So
         `torch.distributed.checkpoint` saves each shard once, and loads it into any world and placement.
         """
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # What a program has registered here.
         for held in self.held():
             destination.update({prefix + key: tensor for key, tensor in tensors_of(held).items()})
         steps = self.steps
@@ -151,6 +152,8 @@ class HeldTables(nn.Module):
 
         A group of tables is taken over whole, or left alone if any of its tensors is missing.
         """
+        # Calls hooks, and loads what a program has registered here. To it, shards are unexpected.
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, [], error_msgs)
         self.finish()
         for changes in self._changes:
             changes.mark_all()
@@ -174,6 +177,9 @@ class HeldTables(nn.Module):
             for shard in shards_of(self.tables)
             for key in expected(shard_spec(self.tables, shard), self.tables[shard.table].optimizer)
         } | {f"{prefix}steps"}
+        known |= {
+            prefix + name for name, _ in (*self.named_parameters(recurse=False), *self.named_buffers(recurse=False))
+        }
         unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
         steps = state_dict.get(f"{prefix}steps")
         if steps is None:
