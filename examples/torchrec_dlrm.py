@@ -4,9 +4,9 @@
     pip install --no-deps torchrec==1.9.0 fbgemm-gpu-cpu==1.8.0  # and what they import, except torch
     torchrun --standalone --nproc-per-node 2 examples/torchrec_dlrm.py
 
-What stays: TorchRec's table configurations, its KeyedJaggedTensor, its dense, interaction and over architectures. What
-goes: EmbeddingBagCollection, planner and DistributedModelParallel. Ids travel once for all slices of a rank, so the
-tables are called before the rest, which runs slice by slice.
+What stays: TorchRec's table configurations, its KeyedJaggedTensor and KeyedTensor, its dense, interaction and over
+architectures. What goes: planner and DistributedModelParallel. Ids travel once for all slices of a rank, so the tables
+are called before the rest, which runs slice by slice. `from_torchrec/after.py` needs fewer changes, beside DDP.
 """
 
 import argparse
@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from sennit.runtime.replicas import SlicedReplicas
-from sennit.runtime.sharded import Pooling, ShardedEmbeddingBags, Table
+from sennit.runtime.sharded import from_torchrec
 
 BATCH = 512  # samples of all ranks together
 DIM = 16
@@ -33,7 +34,6 @@ CONFIGS = [
         name="words", num_embeddings=800, embedding_dim=DIM, feature_names=["query"], pooling=PoolingType.MEAN
     ),
 ]
-POOLINGS = {PoolingType.SUM: Pooling.SUM, PoolingType.MEAN: Pooling.MEAN}
 
 
 class PooledVectors(nn.Module):
@@ -78,19 +78,9 @@ def main() -> None:
     dist.init_process_group("sennit")
     torch.set_num_threads(1)  # matrix products may round differently with another number of threads
 
-    tables = [
-        Table(
-            name=config.name,
-            rows=config.num_embeddings,
-            dim=config.embedding_dim,
-            features=tuple(config.feature_names),
-            pooling=POOLINGS[config.pooling],
-            row_shards=8,
-        )
-        for config in CONFIGS
-    ]
-    embeddings = ShardedEmbeddingBags(tables, lr=0.1, placement="row_wise", gradients="sum")
     torch.manual_seed(0)
+    collection = EmbeddingBagCollection(tables=CONFIGS)
+    embeddings = from_torchrec(collection, lr=0.1, row_shards=8, placement="row_wise", gradients="sum")
     model = DLRM(PooledVectors(), DENSE, dense_arch_layer_sizes=[64, DIM], over_arch_layer_sizes=[64, 1])
     replicas = SlicedReplicas(model)
     optimizer = torch.optim.Adam(replicas.parameters(), lr=0.003)
@@ -98,8 +88,8 @@ def main() -> None:
     own = replicas.slices.own_samples(BATCH)
     for step in range(steps):
         dense, features, labels = global_batch(step)
-        vectors = embeddings(part(features, own.start, own.stop))  # keys in any order; others than ours are left out
-        logits = replicas(dense[own], vectors).squeeze(1)
+        found = embeddings(part(features, own.start, own.stop))  # keys in any order; others than ours are left out
+        logits = replicas(dense[own], found.to_dict()).squeeze(1)
         losses = replicas.each_slice(nn.functional.binary_cross_entropy_with_logits, logits, labels[own])
         optimizer.zero_grad()
         replicas.loss(losses).backward()  # updates the rows, and sums the other gradients over all slices

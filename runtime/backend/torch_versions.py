@@ -142,6 +142,12 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+def optimizer_in_backward(parameter: nn.Parameter) -> tuple[type, dict[str, Any]] | None:
+    """The class and the arguments of the optimizer that `apply_optimizer_in_backward` has given a parameter last."""
+    classes = getattr(parameter, "_optimizer_classes", None)
+    return (classes[-1], parameter._optimizer_kwargs[-1]) if classes else None  # type: ignore[attr-defined]
+
+
 def has_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Lets schedulers know of a step that was no call of `optimizer.step`: they warn where they come before it."""
     optimizer._opt_called = True  # type: ignore[attr-defined]

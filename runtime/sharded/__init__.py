@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from sennit.runtime.sharded.tables import Precision as Precision
     from sennit.runtime.sharded.tables import Rounding as Rounding
     from sennit.runtime.sharded.tables import Table as Table
+    from sennit.runtime.sharded.torchrec import from_torchrec as from_torchrec
     from sennit.runtime.sharded.wire import Codec as Codec
 
 __getattr__ = exporter(
@@ -71,6 +72,7 @@ __getattr__ = exporter(
         "Precision": "tables",
         "Rounding": "tables",
         "Table": "tables",
+        "from_torchrec": "torchrec",
         "Codec": "wire",
     },
 )

@@ -5,11 +5,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +21,6 @@ from torch.nn.functional import embedding_bag
 from sennit.runtime.kernels import Optimizer, OptimizerSpec, Pooling
 from sennit.runtime.sharded import Features, PeerInputError, ShardedEmbeddingBags, ShardedEmbeddings, Slices, Table
 from sennit.transport.errors import ArgumentError, ConfigError
-from tests.runtime.frameworks.torchrec_own_tests import beside_theirs, own_tests
 from tests.runtime.world import WorldFactory
 
 pytestmark = pytest.mark.timeout(180)
@@ -263,23 +259,3 @@ CASES = (
 @pytest.mark.parametrize("case", CASES)
 def test_a_collection(kept_world: WorldFactory, case: Callable[..., Any], world: int, placement: str) -> None:
     kept_world(world).run(case, placement=placement)
-
-
-def _skip_without_torchrec() -> None:
-    if importlib.util.find_spec("torchrec") is None:
-        pytest.skip("the package torchrec is not installed: make frameworks")
-
-
-def test_our_collections_beside_torchrec_s(new_world: WorldFactory, tmp_path: Path) -> None:
-    _skip_without_torchrec()
-    new_world(1, backend="").run(beside_theirs, folder=str(tmp_path))
-
-
-def test_torchrec_s_own_tests_of_collections(new_world: WorldFactory, tmp_path: Path) -> None:
-    """TORCHREC_TESTS: torchrec/modules/tests/test_embedding_modules.py of a clone. No package has it."""
-    _skip_without_torchrec()
-    if "TORCHREC_TESTS" not in os.environ:
-        pytest.skip("TORCHREC_TESTS does not name TorchRec's test_embedding_modules.py, which it does not install")
-    source = str(Path(os.environ["TORCHREC_TESTS"]).resolve())
-    passed = new_world(1, backend="").run(own_tests, folder=str(tmp_path), source=source)
-    assert len(passed[0]) == 8

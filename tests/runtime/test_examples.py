@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib
 import importlib.util
 import os
@@ -36,6 +37,9 @@ SHORT = {
     "torchrec_dlrm": (None, "--steps=20"),
     "ray_train": ("flights", "--samples=8192"),
 }
+# A program of TorchRec, and the same over sennit.
+FROM_TORCHREC = [EXAMPLES / "from_torchrec" / f"{name}.py" for name in ("before", "after")]
+MOST_CHANGES = 10
 # Ray starts the ranks of these.
 BY_RAY = {"ray_train"}
 RAY_DEADLINE_S = 300.0
@@ -99,7 +103,25 @@ def test_an_example_on_ray_prints_the_same_with_any_number_of_workers(name: str)
     assert run_by_ray(name, 3, *arguments, **UDP) == two
 
 
-@pytest.mark.parametrize("name", NAMES)
+def test_a_torchrec_program_moves_in_ten_lines() -> None:
+    before, after = (path.read_text().splitlines() for path in FROM_TORCHREC)
+    changes = [line for line in difflib.ndiff(before, after) if line[2:].strip()]
+    removed, added = (sum(line.startswith(sign) for line in changes) for sign in "-+")
+    assert 0 < max(removed, added) <= MOST_CHANGES
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * DEADLINE_S)
+def test_a_torchrec_program_that_moved_trains_as_before(tmp_path: Path) -> None:
+    if importlib.util.find_spec("torchrec") is None:
+        pytest.skip("the package torchrec is not installed")
+    found = [run_ranks(path, 2, tmp_path, deadline_s=DEADLINE_S) for path in FROM_TORCHREC]
+    theirs, ours = ([float(loss) for loss in re.findall(r"loss (\d\.\d+)$", text, re.MULTILINE)] for text in found)
+    assert theirs[-1] < theirs[0]
+    assert ours == pytest.approx(theirs, abs=2e-4)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "from_torchrec/after"])
 def test_an_example_is_short_and_imports_public_names(name: str) -> None:
     text = (EXAMPLES / f"{name}.py").read_text()
     assert len(text.splitlines()) <= MAX_LINES
