@@ -28,10 +28,10 @@ DIM = 16
 DENSE = 13
 # Tables as a TorchRec program has them. One table serves two features.
 CONFIGS = [
-    EmbeddingBagConfig(name="users", num_embeddings=20_000, embedding_dim=DIM, feature_names=["user"]),
-    EmbeddingBagConfig(name="items", num_embeddings=5_000, embedding_dim=DIM, feature_names=["bought", "seen"]),
+    EmbeddingBagConfig(name="user", num_embeddings=20_000, embedding_dim=DIM, feature_names=["user"]),
+    EmbeddingBagConfig(name="item", num_embeddings=5_000, embedding_dim=DIM, feature_names=["bought", "seen"]),
     EmbeddingBagConfig(
-        name="words", num_embeddings=800, embedding_dim=DIM, feature_names=["query"], pooling=PoolingType.MEAN
+        name="word", num_embeddings=800, embedding_dim=DIM, feature_names=["query"], pooling=PoolingType.MEAN
     ),
 ]
 

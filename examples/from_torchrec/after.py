@@ -17,12 +17,22 @@ from sennit.runtime.sharded import from_torchrec
 
 BATCH = 256  # samples of a rank
 DIM = 16
+
+
+def config(name: str, rows: int, features: list[str], pooling: PoolingType = PoolingType.SUM) -> EmbeddingBagConfig:
+    def fill(weight: torch.Tensor) -> torch.Tensor:
+        # DistributedModelParallel fills tables anew: the numbers are to be the same ones.
+        return torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(rows))
+
+    return EmbeddingBagConfig(
+        name=name, num_embeddings=rows, embedding_dim=DIM, feature_names=features, pooling=pooling, init_fn=fill
+    )
+
+
 CONFIGS = [
-    EmbeddingBagConfig(name="users", num_embeddings=5_000, embedding_dim=DIM, feature_names=["user"]),
-    EmbeddingBagConfig(name="items", num_embeddings=2_000, embedding_dim=DIM, feature_names=["bought", "seen"]),
-    EmbeddingBagConfig(
-        name="words", num_embeddings=800, embedding_dim=DIM, feature_names=["query"], pooling=PoolingType.MEAN
-    ),
+    config("user", 5_000, ["user"]),
+    config("item", 2_000, ["bought", "seen"]),
+    config("word", 800, ["query"], PoolingType.MEAN),
 ]
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from sennit.runtime.kernels import Optimizer, Precision
 from sennit.runtime.sharded import KeyedVectors, PeerInputError, from_torchrec
 from sennit.transport.errors import ArgumentError, Unsupported
-from tests.runtime.frameworks.torchrec_beside import LAYOUTS, replaced, takes_over
+from tests.runtime.frameworks.torchrec_beside import replaced, takes_over
 from tests.runtime.frameworks.torchrec_own_tests import own_tests
 from tests.runtime.world import WorldFactory
 
@@ -181,10 +181,9 @@ KINDS = ("sum", "mean", "weighted", "fp16", "sequences")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_torchrecs_collections_and_ours_train_alike(kept_world: WorldFactory, layout: str, kind: str) -> None:
+def test_torchrecs_collections_and_ours_train_alike(kept_world: WorldFactory, kind: str) -> None:
     need_torchrec()
-    kept_world(2).run(replaced, layout=layout, kind=kind)
+    kept_world(2).run(replaced, kind=kind)
 
 
 def test_a_torchrec_model_takes_ours(kept_world: WorldFactory) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sennit.runtime.sharded import from_torchrec
 
-RATE, SAMPLES = 0.5, 16
+RATE, SAMPLES = 0.1, 16
 KEYS = ("f1", "f2", "f3", "unused")
 LAYOUTS = {
     "unshared": (("t1", 4, ("f1",)), ("t2", 4, ("f2",))),
@@ -61,13 +61,24 @@ def loss_of(found: Any) -> Tensor:
     return loss
 
 
-def replaced(rank: int, world: int, layout: str, kind: str) -> None:
+def fill(module: Any, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator))
+
+
+def replaced(rank: int, world: int, kind: str) -> None:
+    for layout in LAYOUTS:
+        train_beside(rank, layout, kind)
+
+
+def train_beside(rank: int, layout: str, kind: str) -> None:
     """Two steps. Theirs has the whole batch, and each rank of ours the samples of its slices.
 
     `kind`: "sum", "mean", "weighted", "fp16" or "sequences".
     """
     with torchrec() as rec:
-        torch.manual_seed(rank)  # Rows that all ranks begin with are those of rank 0.
         options = {"feature_names": [], "num_embeddings": 10}
         if kind != "sequences":
             options["pooling"] = rec.PoolingType.MEAN if kind == "mean" else rec.PoolingType.SUM
@@ -82,15 +93,10 @@ def replaced(rank: int, world: int, layout: str, kind: str) -> None:
             theirs = rec.EmbeddingCollection(tables=configs, need_indices=True)
         else:
             theirs = rec.EmbeddingBagCollection(tables=configs, is_weighted=kind == "weighted")
-        with torch.no_grad():
-            for weight in theirs.parameters():
-                weight.copy_(torch.randn(weight.shape) + rank)
+        fill(theirs, rank)
         rec.optim.apply_optimizer_in_backward(torch.optim.SGD, theirs.parameters(), {"lr": RATE})
         ours = from_torchrec(theirs, placement="row_wise", row_shards=4, gradients="sum")
-        torch.manual_seed(0)
-        with torch.no_grad():
-            for weight in theirs.parameters():
-                weight.copy_(torch.randn(weight.shape))
+        fill(theirs, 0)  # Ours begin with the rows of rank 0.
         own = ours.slices.own_samples(SAMPLES)
         tolerance = {"atol": 2e-2, "rtol": 2e-2} if kind == "fp16" else {}
         for _ in range(2):
@@ -134,7 +140,7 @@ def takes_over(rank: int, world: int) -> None:
         assert torch.equal(ours["t1"].get_rows(torch.arange(10)), torch.full((10, 4), 3.0))
         from torchrec.models.dlrm import DLRM
 
-        model = DLRM(ours, 2, dense_arch_layer_sizes=[4], over_arch_layer_sizes=[1])
+        model = DLRM(ours, 2, dense_arch_layer_sizes=[4], over_arch_layer_sizes=[4, 1])
         own = ours.slices.own_samples(SAMPLES)
         assert model(torch.randn(SAMPLES // world, 2), keyed(rec, own, False)).shape == (SAMPLES // world, 1)
         regrouped = rec.KeyedTensor.regroup([ours(keyed(rec, own, False))], [["f1"]])
