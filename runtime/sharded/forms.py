@@ -101,8 +101,8 @@ def _of_arguments(name: str, given: tuple[Any, ...]) -> tuple[Tensor, Tensor, An
 
 def _of_ids(name: str, given: Any) -> tuple[Tensor, Tensor]:
     """Lengths and values."""
-    ids = _array(given)
-    if isinstance(ids, Tensor) and ids.is_nested:
+    ids: Any = _array(given)
+    if isinstance(given, Tensor) and given.is_nested:
         if ids.layout is torch.jagged and ids.dim() == 2 and ids.lengths() is None:
             return torch.diff(ids.offsets()), ids.values()
         ids = list(ids.unbind())

@@ -70,7 +70,7 @@ def own_tests(rank: int, world: int, folder: str, source: str) -> dict[str, str]
         with mock.patch.object(common_modules, "module_db", database()):
             spec.loader.exec_module(module)
         kind: Any = module.TestModuleCPU
-        for name in sorted(name for name in dir(kind) if name.startswith("test_")):
+        for name in unittest.TestLoader().getTestCaseNames(kind):
             result = unittest.TestResult()
             kind(name).run(result)
             assert result.testsRun == 1
