@@ -142,7 +142,7 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
-def optimizer_in_backward(parameter: nn.Parameter) -> tuple[type, dict[str, Any]] | None:
+def optimizer_in_backward(parameter: torch.Tensor) -> tuple[type, dict[str, Any]] | None:
     """The class and the arguments of the optimizer that `apply_optimizer_in_backward` has given a parameter last."""
     classes = getattr(parameter, "_optimizer_classes", None)
     return (classes[-1], parameter._optimizer_kwargs[-1]) if classes else None  # type: ignore[attr-defined]

@@ -229,7 +229,7 @@ class ShardedTables(HeldTables):
         if now.device != was.device:
             reason = f"they are not moved to {now.device}; use device=..., and move the other modules alone"
             raise Unsupported("sharded tables on another device", reason)
-        if now.device.type == "cpu" and now.is_shared():
+        if now.device.type == "cpu" and now.is_shared():  # type: ignore[no-untyped-call]
             reason = "each rank has shards of its own; start ranks in place of processes that share a model"
             raise Unsupported("sharded tables in shared memory", reason)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+import torch
 from torch import Generator, Tensor
 
 from sennit.runtime.kernels.optimizers import Decay as Decay
@@ -128,6 +129,28 @@ class Table:
 
     It belongs to the run: a checkpoint may be read with another home.
     """
+
+    if TYPE_CHECKING:
+        # What the generated one takes: fields have members alone, for those who read them.
+        def __init__(
+            self,
+            *,
+            name: str,
+            rows: int,
+            dim: int,
+            features: Sequence[str] = (),
+            pooling: Pooling | str = Pooling.SUM,
+            precision: Precision | str | torch.dtype = Precision.FP32,
+            optimizer: OptimizerSpec = ...,
+            lr: float | None = None,
+            rounding: Rounding | str = Rounding.STOCHASTIC,
+            bounds: Bounds | str = Bounds.ERROR,
+            initial: Initial | None = None,
+            row_shards: int = 1,
+            column_shards: int = 1,
+            train_rank: int | None = None,
+            home: Home | str | None = None,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         def refuse(what: str, allowed: str) -> None:

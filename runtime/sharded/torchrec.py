@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -60,7 +61,7 @@ def from_torchrec(
     modules = collection.embedding_bags if is_pooled else collection.embeddings
     weights = {config.name: modules[config.name].weight for config in configs}
     tables = [
-        _table(config, weights[config.name], lr, optimizer, row_shards=row_shards, column_shards=column_shards)
+        replace(_table(config, weights[config.name], lr, optimizer), row_shards=row_shards, column_shards=column_shards)
         for config in configs
     ]
     made = EmbeddingBagCollection if is_pooled else EmbeddingCollection
@@ -168,7 +169,7 @@ class _Weighted:
         return weights
 
 
-def _table(config: Any, weight: Tensor, lr: float | None, optimizer: OptimizerSpec | None, **shards: int) -> Table:
+def _table(config: Any, weight: Tensor, lr: float | None, optimizer: OptimizerSpec | None) -> Table:
     if (kind := config.data_type.value) not in _PRECISIONS:
         raise Unsupported(f"table {config.name} of data type {kind}", f"allowed: {', '.join(_PRECISIONS)}")
     in_backward = optimizer_in_backward(weight)
@@ -189,7 +190,6 @@ def _table(config: Any, weight: Tensor, lr: float | None, optimizer: OptimizerSp
         optimizer=OptimizerSpec() if optimizer is None else optimizer,
         lr=own_lr if lr is None else None,
         initial=_initial(config.init_fn) if weight.is_meta and config.init_fn is not None else None,
-        **shards,
     )
 
 

@@ -39,8 +39,8 @@ class OneTensor(ShardedEmbeddingBags):
 class Sequences(ShardedEmbeddings):
     """As the tests want results: a tuple of tensors."""
 
-    def forward(self, features: Any) -> tuple[Tensor, ...]:
-        return tuple(super().forward(features).values())
+    def forward(self, features: Any, *, global_batch: int | None = None) -> tuple[Tensor, ...]:
+        return tuple(super().forward(features, global_batch=global_batch).values())
 
 
 def database() -> list[Any]:

@@ -98,7 +98,7 @@ def train_beside(rank: int, layout: str, kind: str) -> None:
         ours = from_torchrec(theirs, placement="row_wise", row_shards=4, gradients="sum")
         fill(theirs, 0)  # Ours begin with the rows of rank 0.
         own = ours.slices.own_samples(SAMPLES)
-        tolerance = {"atol": 2e-2, "rtol": 2e-2} if kind == "fp16" else {}
+        tolerance: dict[str, Any] = {"atol": 2e-2, "rtol": 2e-2} if kind == "fp16" else {}
         for _ in range(2):
             # An unweighted collection ignores weights.
             expected = theirs(keyed(rec, slice(0, SAMPLES), kind in ("weighted", "mean")))
