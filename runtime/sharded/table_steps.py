@@ -192,8 +192,8 @@ class TableSteps:
         # In the order of the numbers, which are not negative.
         (scale_bits,) = struct.unpack("<q", struct.pack("<d", scale))
         flags = [*(one is not None for one in gradients), not self._are_finite(gradients), is_kept, not is_kept]
-        flags += [lookup, -lookup, scale_bits, -scale_bits]
-        told = self.wire.largest_of(torch.tensor(flags, dtype=torch.int64))
+        numbers = [*flags, lookup, -lookup, scale_bits, -scale_bits]
+        told = self.wire.largest_of(torch.tensor(numbers, dtype=torch.int64))
         given, of_weights = self._returned(sent, gradients)
         *in_loss, is_bad, any_kept, any_not_kept, last, first, most_bits, least_bits = told().tolist()
         if last != -first:

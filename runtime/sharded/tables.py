@@ -141,7 +141,7 @@ class Table:
             features: Sequence[str] = (),
             pooling: Pooling | str = Pooling.SUM,
             precision: Precision | str | torch.dtype = Precision.FP32,
-            optimizer: OptimizerSpec = ...,
+            optimizer: OptimizerSpec | str = ...,
             lr: float | None = None,
             rounding: Rounding | str = Rounding.STOCHASTIC,
             bounds: Bounds | str = Bounds.ERROR,

@@ -215,8 +215,7 @@ def wrong_input(rank: int, world: int, placement: str) -> None:
     for wrong in [*options, {"optimizer": "adem"}]:
         with pytest.raises(ConfigError, match=f"table t: {next(iter(wrong))} .*; allowed: "):
             Table(name="t", rows=10, dim=4, **wrong)
-    by_name: dict[str, Any] = {"optimizer": "AdamW"}
-    assert Table(name="t", rows=10, dim=4, **by_name).optimizer == OptimizerSpec.named("adamw")
+    assert Table(name="t", rows=10, dim=4, optimizer="AdamW").optimizer == OptimizerSpec.named("adamw")
 
 
 def sequences(rank: int, world: int, placement: str) -> None:
