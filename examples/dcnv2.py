@@ -74,7 +74,7 @@ def main() -> None:
         for column in samples.columns
     ]
     # `placement` says who has which shard. It decides time and memory, and no bit: try "table_wise" or "data_parallel".
-    embeddings = ShardedEmbeddingBags(tables, lr=0.003, placement="row_wise", gradients="sum")
+    embeddings = ShardedEmbeddingBags(tables, lr=0.003, placement="row_wise")
     torch.manual_seed(0)
     replicas = SlicedReplicas(DCNv2(samples.dense.shape[1] + sum(table.dim for table in tables)))
 

@@ -75,7 +75,7 @@ def main() -> None:
     placement = given.placement
     if placement == "mixed":
         placement = {table.name: MIXED.get(table.name, "table_wise") for table in tables}
-    embeddings = ShardedEmbeddingBags(tables, lr=0.05, placement=placement, gradients="sum")
+    embeddings = ShardedEmbeddingBags(tables, lr=0.05, placement=placement)
     torch.manual_seed(0)
     # Random numbers of dropout depend on (seed, step, slice), not on the rank that draws them.
     replicas = SlicedReplicas(DeepFM(samples.dense.shape[1], len(tables)), seed=1)

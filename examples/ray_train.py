@@ -45,7 +45,7 @@ def train() -> list[str]:
     """What each worker runs. Ray has made the process group. Returns lines to print; Ray hands on those of rank 0."""
     torch.set_num_threads(1)  # matrix products may round differently with another number of threads
     tables = [Table(name=name, rows=ROWS, dim=DIM, row_shards=8) for name in COLUMNS]
-    embeddings = ShardedEmbeddingBags(tables, lr=0.05, placement="row_wise", gradients="sum")
+    embeddings = ShardedEmbeddingBags(tables, lr=0.05, placement="row_wise")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(len(COLUMNS) * DIM, 64), nn.ReLU(), nn.Linear(64, 1))
     replicas = SlicedReplicas(model)  # in place of ray.train.torch.prepare_model, which is DDP

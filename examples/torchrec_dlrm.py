@@ -80,7 +80,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     collection = EmbeddingBagCollection(tables=CONFIGS)
-    embeddings = from_torchrec(collection, lr=0.1, row_shards=8, placement="row_wise", gradients="sum")
+    embeddings = from_torchrec(collection, lr=0.1, row_shards=8, placement="row_wise")
     model = DLRM(PooledVectors(), DENSE, dense_arch_layer_sizes=[64, DIM], over_arch_layer_sizes=[64, 1])
     replicas = SlicedReplicas(model)
     optimizer = torch.optim.Adam(replicas.parameters(), lr=0.003)

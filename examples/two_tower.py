@@ -72,7 +72,7 @@ def main() -> None:
         Table(name=column.name, rows=column.row_count, dim=DIM, row_shards=2, pooling=Pooling.MEAN)
         for column in samples.columns
     ]
-    embeddings = ShardedEmbeddingBags(tables, lr=0.1, placement="row_wise", gradients="sum")
+    embeddings = ShardedEmbeddingBags(tables, lr=0.1, placement="row_wise")
     torch.manual_seed(0)
     replicas = SlicedReplicas(TwoTowers())
     optimizer = torch.optim.Adam(replicas.parameters(), lr=0.002)

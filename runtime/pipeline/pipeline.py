@@ -54,7 +54,7 @@ class Pipeline(Closing):
         `optimizer`: anything with `zero_grad` and `step`. `loader`: this rank's batches.
         `features(batch)`: the object that the model calls its tables with. With several modules of tables, a tuple in
         the order of `model.modules()`. None: the model calls its tables with the batch itself.
-        `global_batch(batch)`: the samples of all ranks; needed only where slices differ in size.
+        `global_batch(batch)`: the samples of all ranks; needed where slices differ in size.
         `prepare(batch)`: returns the batch after what else is done ahead of its step, such as a copy to a device.
         `before_update`: called between the backward pass and the optimizer's step, to clip gradients for example.
         `batches_ahead`: how many batches are on their way while one is computed. With 0 nothing overlaps.

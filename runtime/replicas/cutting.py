@@ -46,20 +46,20 @@ class CutArguments:
         dimension 0 or along that of an `Along`. All other values go whole to every slice.
         """
         found, self._spec = tree_flatten_with_path(tree_map(_along, arguments))
-        local_batch = _samples(found)
-        self.global_batch = slices.global_batch(local_batch, global_batch)
-        if self.global_batch < slices.count and torch.is_grad_enabled():
+        local_batch, self.global_batch = _samples(found), global_batch
+        self.own_sizes = slices.own_sizes(local_batch, global_batch)
+        """The samples in each slice of this rank."""
+        if torch.is_grad_enabled() and (empty := _empty_rank(local_batch, slices, global_batch)) is not None:
             raise ArgumentError(
-                f"a global batch of {self.global_batch} samples for {slices.count} slices: each slice needs a sample "
-                "for a gradient. Leave such a last batch out"
+                f"a global batch of {global_batch or 0} samples for {slices.count} slices leaves rank {empty} without "
+                "a sample, but each rank needs one for a gradient. Leave such a last batch out"
             )
-        sizes = slices.sizes(slices.own, self.global_batch)
         self.is_empty = not local_batch
         """This rank has no samples. Then its first slice stands for all, so that results have their shapes."""
-        self.numbers = [number for number, size in zip(range(*slices.own), sizes, strict=True) if size]
+        self.numbers = [number for number, size in zip(range(*slices.own), self.own_sizes, strict=True) if size]
         self.numbers = self.numbers or [slices.own.low]
         """The slices of this rank that have samples."""
-        self.sizes = [size for size in sizes if size] or [0]
+        self.sizes = [size for size in self.own_sizes if size] or [0]
         """The samples in each of these slices."""
         self._parts = [self._cut(leaf) for _, leaf in found]
 
@@ -113,6 +113,16 @@ def _join_leaf(parts: tuple[Any, ...], on_backward: Callable[[], None] | None, i
             f"slices gave the values {parts}; allowed: tensors, and values that are equal in all slices"
         )
     return parts[0]
+
+
+def _empty_rank(local_batch: int, slices: Slices, global_batch: int | None) -> int | None:
+    """A rank without samples, if there is one. All ranks find the same, but for those that gave none by themselves."""
+    if not local_batch:
+        return slices.rank
+    if global_batch is None or global_batch >= slices.count or global_batch == local_batch * slices.world_size:
+        return None
+    spans = [slices.samples(rank, global_batch) for rank in range(slices.world_size)]
+    return next((rank for rank, span in enumerate(spans) if span.low == span.high), None)
 
 
 def _along(value: object) -> object:

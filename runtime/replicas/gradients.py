@@ -20,7 +20,7 @@ from sennit.runtime.backend.torch_versions import at_end_of_backward, backward_p
 from sennit.runtime.replicas.cutting import CUT_NODE
 from sennit.runtime.replicas.gradient_rows import Layout
 from sennit.runtime.replicas.reduction import Reduction
-from sennit.runtime.sharded.accumulation import begin_holder, end_holder, hold
+from sennit.runtime.sharded.accumulation import begin_holder, end_holder, hold, sum_over_slices
 from sennit.runtime.sharded.sent import Running
 from sennit.transport.errors import ArgumentError, MismatchError, Unsupported
 from sennit.transport.plans.tree import Span
@@ -59,7 +59,7 @@ class SliceSums:
     def __init__(
         self, layout: Layout, sizes: Sequence[int], held: Held, reduction: Reduction, *, synchronised: bool
     ) -> None:
-        """`sizes`: samples in each slice of this rank. `synchronised`: the backward pass sums over ranks."""
+        """`sizes`: samples in each slice of this rank, maybe 0. `synchronised`: the backward pass sums over ranks."""
         self._layout, self._sizes, self._held, self._reduction = layout, sizes, held, reduction
         self._synchronised = synchronised
         self._nodes = layout.slices.nodes_of(layout.slices.rank)
@@ -78,7 +78,8 @@ class SliceSums:
         self._rows: dict[torch.dtype, Tensor] = {}
         self._seen: set[tuple[int, int]] = set()
         # The number of gradients that each bucket waits for.
-        self._missing = [len(self._sizes) * len(bucket.parameters) for bucket in self._buckets]
+        filled = sum(1 for size in self._sizes if size)
+        self._missing = [filled * len(bucket.parameters) for bucket in self._buckets]
         # Sums that are on their way, in the order of buckets.
         self._sent: list[Running] = []
         # Nodes of the tree that wait for the other half: (parameter, first slice, slices).
@@ -139,8 +140,11 @@ class SliceSums:
         # A backward pass that failed has left its sums here.
         if self._backward_pass != current:
             self._begin(current)
+            sum_over_slices(current)
             self._is_first = self._reduction.is_first(current)
-            if not self._synchronised:
+            if self._synchronised:
+                self._add_empty()
+            else:
                 hold(current)
             at_end_of_backward(self._finish)
 
@@ -159,6 +163,15 @@ class SliceSums:
             return
         before = self._held.take(number, index)
         self._add(number, index, gradient if before is None else before.add_(gradient))
+
+    def _add_empty(self) -> None:
+        """Slices without samples give zeros, or what earlier passes have kept of them."""
+        for number, size in zip(range(*self._layout.slices.own), self._sizes, strict=True):
+            for index, parameter in enumerate(() if size else self._layout.parameters):
+                held = self._held.take(number, index)
+                if held is not None:
+                    self._seen.add((number, index))
+                self._sum(number, index, torch.zeros_like(parameter) if held is None else held)
 
     def _add(self, number: int, index: int, gradient: Tensor) -> None:
         self._seen.add((number, index))
@@ -227,8 +240,8 @@ class SliceSums:
         own = layout.slices.own
         counts[len(layout.parameters) :][own.low : own.high] = torch.tensor(self._sizes, dtype=torch.float32)
         for index, parameter in enumerate(layout.parameters):
-            for number in range(*own):
-                if (number, index) not in self._seen:
+            for number, size in zip(range(*own), self._sizes, strict=True):
+                if size and (number, index) not in self._seen:
                     self._add(number, index, torch.zeros_like(parameter))
         rows = self._rows_of(torch.float32)
         rows[:, : layout.counts_length] = 0
@@ -253,10 +266,11 @@ class SliceSums:
     def _check_sizes(self, sizes: list[int]) -> None:
         """All ranks see the same sizes, so all raise or none does."""
         slices = self._layout.slices
-        expected = slices.sizes(Span(0, slices.count), sum(sizes))
-        if sizes != expected:
+        of_rank = [sum(sizes[slice(*slices.of(rank))]) for rank in range(slices.world_size)]
+        by_slice = slices.sizes(Span(0, slices.count), sum(sizes))
+        if sizes != by_slice and len(set(of_rank)) > 1:
             ranks = ", ".join(f"rank {rank} {sizes[slice(*slices.of(rank))]}" for rank in range(slices.world_size))
             raise MismatchError(
                 f"ranks disagree on the global batch: samples in the slices of {ranks}; allowed: sizes that differ by "
-                f"one at most, as {expected}"
+                f"one at most, as {by_slice}, or equally many samples on all ranks"
             )

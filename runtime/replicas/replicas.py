@@ -3,7 +3,7 @@
 
 replicas = SlicedReplicas(module)           # module(features, labels) returns the mean loss of its samples
 losses = replicas(features, labels)         # of this rank's samples: the loss of each of its slices
-replicas.loss(losses).backward()            # parameter.grad: the gradient of the mean loss of all V slices
+replicas.loss(losses).backward()            # parameter.grad: the gradient of the mean loss of all samples
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from sennit.runtime.backend.gathering import all_gather_parts
 from sennit.runtime.backend.torch_versions import NormBase, times_changed, tree_leaves, tree_map
@@ -30,7 +31,7 @@ from sennit.runtime.sharded.agreement import check_agreement, check_codec
 from sennit.runtime.sharded.module import uncompiled
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.sharded.sent import Pending, RunBeside
-from sennit.runtime.sharded.slices import DEFAULT_SLICES, Slices
+from sennit.runtime.sharded.slices import DEFAULT_SLICES, GlobalBatch, Slices
 from sennit.transport.codecs import Codec
 from sennit.transport.errors import ArgumentError, ConfigError, SennitError
 
@@ -79,6 +80,9 @@ class SlicedReplicas(nn.Module):
         """The forward passes in training mode so far. They decide random numbers, and are part of `state_dict`."""
         self._seed, self._group, self._reduction = seed, group, reduction
         self._synchronised = True
+        self._last: Samples | None = None
+        self._samples_of = WeakTensorKeyDictionary()
+        """The samples of the last call, and of results of earlier ones."""
         self._held = Held()
         self._device = _device_of(module)
         self._layout = Layout(places_of(module), self.slices)
@@ -100,8 +104,9 @@ class SlicedReplicas(nn.Module):
         """Returns what `module` returns for this rank's samples: tensors by dimension 0, 0-dim tensors [own slices].
 
         Tensors are cut along dimension 0, in tuples, lists and dicts too; `Along` names another dimension.
-        `global_batch`: the samples of all ranks; without it all slices have one size. Raises `ArgumentError` if the
-        samples are not those of this rank's slices, and if the module changes a buffer.
+        `global_batch`: the samples of all ranks; needed where slices differ in size, unless all ranks have equally many
+        samples. Raises `ArgumentError` if the samples are not those of this rank's slices, and if the module changes a
+        buffer.
 
         If an argument is `Pending` and the module has a method `early`, that method does what needs no vectors while
         the vectors travel. It is called for all slices first, with None in place of the argument. The module then gets
@@ -137,7 +142,7 @@ class SlicedReplicas(nn.Module):
             if buffer is None or now.get(name) is not buffer or times_changed(buffer) != version:
                 raise ArgumentError(f"the module changed its buffer {name}: slices would see each other's changes")
         self.passes += self.training
-        return join(outputs, None if sums is None else sums.expect, is_empty=cut.is_empty)
+        return self._joined(outputs, cut, None if sums is None else sums.expect)
 
     @uncompiled
     def each_slice(
@@ -152,32 +157,70 @@ class SlicedReplicas(nn.Module):
         for number, (arguments, options) in cut:
             with self._random_numbers("function", number):
                 outputs.append(function(*arguments, **options))
-        return join(outputs, None, is_empty=cut.is_empty)
+        return self._joined(outputs, cut, None)
 
     def loss(self, losses: Tensor, divisor: float | None = None) -> Tensor:
-        """What to call `backward` on: `losses` [own slices], summed and divided by a number that no world changes.
+        """What to call `backward` on, from `losses`, [own slices that have samples]: a result, or made of the last one.
 
-        `divisor`: the number of slices by default, for means over samples (exact, since it is a power of two); the
-        global batch for sums over samples. The value is this rank's part of the loss; `global_loss` returns the whole.
+        Without `divisor` they are means over the samples of a slice, and count by these: the loss is the mean over the
+        samples of all ranks. Where ranks have not equally many slices, ranks then tell each other how many samples they
+        have. `divisor`: for sums over samples, a number that no world changes, such as the global batch. The value is
+        this rank's part of the loss; `global_loss` returns the whole.
         """
-        self._check_losses(losses)
-        return losses.sum() / (self.slices.count if divisor is None else divisor)
+        total = self._parts(losses, divisor).sum()
+        return total if divisor is None else total / divisor
 
     def global_loss(self, losses: Tensor, divisor: float | None = None) -> Tensor:
         """Collective: the loss of all slices, a 0-dim tensor with the same bits on every rank and in every world."""
-        self._check_losses(losses)
-        total = self._reduction.leaves(losses.detach()).to(losses.device)
-        return total / (self.slices.count if divisor is None else divisor)
+        parts, samples = self._parts(losses, divisor).detach(), self._samples(losses)
+        if not all(samples.sizes):
+            places = torch.tensor([place for place, size in enumerate(samples.sizes) if size], dtype=torch.int64)
+            parts = parts.new_zeros(len(samples.sizes)).index_copy_(0, places.to(parts.device), parts)
+        total = self._reduction.leaves(parts).to(losses.device)
+        return total if divisor is None else total / divisor
 
     def gathered(self, own: Tensor, global_batch: int | None = None) -> Tensor:
-        """Collective: the results of all samples, [global batch, …], in their order and without gradients.
+        """Collective: the results of all samples, [global batch, …], rank by rank and without gradients.
 
-        `own`: the results of this rank's samples, [B, …]. `global_batch`: needed only where slices differ in size.
+        `own`: the results of this rank's samples, [B, …]. `global_batch`: as in a call.
         """
-        batch, of_sample = self.slices.global_batch(len(own), global_batch), own.shape[1:]
-        ends = [self.slices.samples(rank, batch) for rank in range(self.slices.world_size)]
-        sizes = [(end.high - end.low) * math.prod(of_sample) for end in ends]
-        return all_gather_parts(own.detach().reshape(-1), sizes, self._group).view(batch, *of_sample)
+        self.slices.own_sizes(len(own), global_batch)
+        batch, of_sample = self._batch(len(own), global_batch), own.shape[1:]
+        sizes = [count * math.prod(of_sample) for count in batch.of_rank]
+        return all_gather_parts(own.detach().reshape(-1), sizes, self._group).view(batch.size, *of_sample)
+
+    def _batch(self, local_batch: int, global_batch: int | None) -> GlobalBatch:
+        """The samples of all ranks. Collective where ranks have not equally many slices: one rank cannot know then."""
+        slices = self.slices
+        if slices.count % slices.world_size:
+            told = all_gather_parts(torch.tensor([local_batch]), [1] * slices.world_size, self._group)
+            return slices.batch_of(told.tolist(), global_batch)
+        if global_batch is None:
+            return slices.batch_of([local_batch] * slices.world_size)
+        spans = (slices.samples(rank, global_batch) for rank in range(slices.world_size))
+        return slices.batch_of([span.high - span.low for span in spans], global_batch)
+
+    def _parts(self, losses: Tensor, divisor: float | None) -> Tensor:
+        """`losses`; without `divisor` the part of each slice in the mean over all samples."""
+        samples = self._samples(losses)
+        sizes = [size for size in samples.sizes if size]
+        if losses.shape != (len(sizes),):
+            raise ArgumentError(
+                f"losses of shape {tuple(losses.shape)}; allowed: ({len(sizes)},), one 0-dim loss for each slice of "
+                "this rank that has samples. Compute it in the module or by each_slice"
+            )
+        if divisor is not None:
+            return losses
+        total = max(self._batch(sum(sizes), samples.global_batch).size, 1)
+        if len(set(sizes)) == 1:  # Without a tensor, which would have to be copied to a device.
+            return losses * (sizes[0] / total)
+        return losses * torch.tensor([size / total for size in sizes], dtype=losses.dtype, device=losses.device)
+
+    def _samples(self, losses: Tensor) -> Samples:
+        """The samples of the call that `losses` come from. Without any call, one in each slice."""
+        one_each = Samples([1] * len(range(*self.slices.own)), self.slices.count)
+        found: Samples = self._samples_of.get(losses, self._last or one_each)  # type: ignore[no-untyped-call]
+        return found
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -219,10 +262,19 @@ class SlicedReplicas(nn.Module):
                 raise SennitError(f"parameters or buffers of rank {rank} differ from those of rank 0")
         return found.hexdigest()
 
+    def _joined(self, outputs: list[object], cut: CutArguments, on_backward: Callable[[], None] | None) -> Any:
+        """The result of a call, whose samples are remembered."""
+        self._last = Samples(cut.own_sizes, cut.global_batch)
+        found = join(outputs, on_backward, is_empty=cut.is_empty)
+        for leaf in tree_leaves(found):
+            if isinstance(leaf, Tensor) and leaf.ndim == 1:
+                self._samples_of[leaf] = self._last
+        return found
+
     def _sums(self, cut: CutArguments) -> SliceSums | None:
         if not torch.is_grad_enabled() or not (layout := self._current_layout()).parameters:
             return None
-        return SliceSums(layout, cut.sizes, self._held, self._reduction, synchronised=self._synchronised)
+        return SliceSums(layout, cut.own_sizes, self._held, self._reduction, synchronised=self._synchronised)
 
     def _current_layout(self) -> Layout:
         """The layout of the parameters as they are now: the module may have got others, or frozen some."""
@@ -259,13 +311,15 @@ class SlicedReplicas(nn.Module):
                     "Give it track_running_stats=False (statistics of a slice), call eval() on it, or take LayerNorm"
                 )
 
-    def _check_losses(self, losses: Tensor) -> None:
-        own = self.slices.own
-        if losses.shape != (own.high - own.low,):
-            raise ArgumentError(
-                f"losses of shape {tuple(losses.shape)}; allowed: ({own.high - own.low},), one 0-dim loss for each "
-                "slice of this rank. Compute it in the module or by each_slice"
-            )
+
+class Samples(NamedTuple):
+    """The samples of a call."""
+
+    sizes: list[int]
+    """In each slice of this rank."""
+
+    global_batch: int | None
+    """Those of all ranks, if they were given."""
 
 
 def _parameters_of(sums: SliceSums | None, number: int) -> contextlib.AbstractContextManager[list[nn.Parameter]]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from sennit.runtime.sharded.placement import Placement as Placement
     from sennit.runtime.sharded.placement import place as place
     from sennit.runtime.sharded.placement import placed as placed
+    from sennit.runtime.sharded.sampler import SliceSampler as SliceSampler
     from sennit.runtime.sharded.sent import Pending as Pending
     from sennit.runtime.sharded.sent import Sent as Sent
     from sennit.runtime.sharded.slices import Slices as Slices
@@ -59,6 +60,7 @@ __getattr__ = exporter(
         "Placement": "placement",
         "place": "placement",
         "placed": "placement",
+        "SliceSampler": "sampler",
         "Pending": "sent",
         "Sent": "sent",
         "Slices": "slices",

@@ -189,8 +189,9 @@ def _joined(lookups: Sequence[Given], slices: int) -> tuple[Batch, Tensor]:
     ), torch.cat([given.gradient for _, given in found])
 
 
-# The last backward passes that only accumulate. Several threads may run some at a time.
+# The last backward passes that only accumulate, and those that sum over slices. Several threads may run some at a time.
 _HELD: Final = deque[int](maxlen=64)
+_SUMMED: Final = deque[int](maxlen=64)
 
 
 def hold(backward_pass: int) -> None:
@@ -220,3 +221,13 @@ def may_be_held() -> bool:
 def is_held(backward_pass: int) -> bool:
     """Whether `hold` was called for a backward pass."""
     return backward_pass in _HELD
+
+
+def sum_over_slices(backward_pass: int) -> None:
+    """The losses of all ranks add up to the loss of a backward pass, as those of `SlicedReplicas` do."""
+    _SUMMED.append(backward_pass)
+
+
+def sums_over_slices(backward_pass: int) -> bool:
+    """Whether `sum_over_slices` was called for a backward pass."""
+    return backward_pass in _SUMMED

@@ -7,7 +7,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import IntEnum
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from sennit.transport.codecs import Codec
 from sennit.transport.errors import ArgumentError, ConfigError, SennitError
 
 _T = TypeVar("_T")
+_UNTOLD: Final = -1
+"""A rank does not say how many samples all ranks have."""
 
 
 class Status(IntEnum):
@@ -94,7 +96,7 @@ def check_codec(codec: Codec | None, group: dist.ProcessGroup | None) -> None:
 
 def exchange_headers(
     error: Exception | None,
-    global_batch: int,
+    global_batch: int | None,
     counts: Sequence[Sequence[int]],
     group: dist.ProcessGroup | None,
     *,
@@ -109,7 +111,7 @@ def exchange_headers(
         if error is not None:
             raise error
         return [list(own) for own in counts]
-    head = [_status(error), global_batch, _fingerprint(alike)]
+    head = [_status(error), _UNTOLD if global_batch is None else global_batch, _fingerprint(alike)]
     mine = torch.tensor([[*head, *own] for own in counts], dtype=torch.int64)
     theirs = torch.empty_like(mine)
     dist.all_to_all_single(theirs, mine, group=group)
@@ -134,10 +136,11 @@ def exchange_headers(
     if ended is not None:
         raise ended
     for rank, (_, other, *_) in enumerate(found):
-        if other != global_batch:
+        if other != head[1]:
+            here, there = ("none" if told == _UNTOLD else f"{told}" for told in (head[1], other))
             raise ArgumentError(
-                f"the global batch has {global_batch} samples on rank {dist.get_rank(group)}, {other} on rank {rank}; "
-                "all ranks must give the same number of samples for each of their slices"
+                f"global_batch {here} on rank {dist.get_rank(group)}, {there} on rank {rank}; all ranks must give the "
+                "same"
             )
     if any(fingerprint != head[2] for _, _, fingerprint, *_ in found):
         check_agreement(alike, group)

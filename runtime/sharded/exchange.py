@@ -18,6 +18,7 @@ from sennit.runtime.kernels.spec import Pooling
 from sennit.runtime.sharded.engines import Engines, Settings
 from sennit.runtime.sharded.features import Outgoing
 from sennit.runtime.sharded.shards import Announced, Shards
+from sennit.runtime.sharded.slices import GlobalBatch
 from sennit.runtime.sharded.tables import Shard
 from sennit.runtime.sharded.wire import Wire
 
@@ -36,8 +37,8 @@ class Ready(NamedTuple):
     counts: list[int]
     """How many ids go to each rank. The rank has to know it before they come."""
 
-    send: Callable[[Sequence[int]], Arrived]
-    """Sends the ids. The argument is how many each rank sends to this one. Collective."""
+    send: Callable[[Sequence[int], GlobalBatch], Arrived]
+    """Sends the ids. Arguments: how many each rank sends to this one, and the samples of all ranks. Collective."""
 
 
 class Given(NamedTuple):
@@ -99,8 +100,11 @@ class Exchange(ABC, Generic[ArrivedT]):
         """The rows of the result of each feature of the model."""
 
     @abstractmethod
-    def ready(self, outgoing: Outgoing, global_batch: int) -> Ready:
-        """Puts this rank's ids in the order of the wire. Not collective. Raises `ArgumentError` for ids it refuses."""
+    def ready(self, outgoing: Outgoing, sizes: Sequence[int]) -> Ready:
+        """Puts this rank's ids in the order of the wire. Not collective. Raises `ArgumentError` for ids it refuses.
+
+        `sizes`: samples in each slice of this rank.
+        """
 
     def fetch(self, arrived: ArrivedT) -> None:
         """Waits for the rows of what arrived. Not collective."""

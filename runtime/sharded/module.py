@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sennit.runtime.backend.process_group import local_ranks
+from sennit.runtime.backend.torch_versions import runs_ddp
 from sennit.runtime.sharded.agreement import (
     check_agreement,
     check_codec,
@@ -95,7 +96,7 @@ class ShardedTables(HeldTables):
         lr: float,
         placement: Placement | str | Mapping[str, str] = "table_wise",
         slices: int = DEFAULT_SLICES,
-        gradients: str = "mean",
+        gradients: str | None = None,
         outputs: str = "dict",
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
@@ -111,7 +112,8 @@ class ShardedTables(HeldTables):
         `placement`: which rank has which shard; or the name of a sharding, for all tables or by table (`place`).
         `slices`: V, a power of two that belongs to the model, not to the run.
         `gradients`: "mean" if every rank's loss is the mean over its own samples, as with DDP; then gradients are
-        averaged over ranks. "sum" if the losses of all ranks add up to the loss.
+        averaged over ranks. "sum" if the losses of all ranks add up to the loss. None: "sum" in backward passes that go
+        through `SlicedReplicas`, else "mean".
         `outputs`: the form of what a call returns (docs/reference/sharded.md, "Output").
         `seed`: decides initial values and stochastic rounding.
         `device`: "cpu" or "cuda". Results and gradients are there, and tables that name no other home
@@ -135,8 +137,8 @@ class ShardedTables(HeldTables):
         check_tables(tables)
         if not 0 <= lr < math.inf:
             raise ConfigError(f"lr {lr}; allowed: 0 or more")
-        if gradients not in ("mean", "sum"):
-            raise ConfigError(f"gradients {gradients!r}; allowed: mean, sum")
+        if gradients not in (None, "mean", "sum"):
+            raise ConfigError(f"gradients {gradients!r}; allowed: mean, sum, or None")
         for table in tables:
             if table.pooling not in self._exchange.poolings:
                 allowed = ", ".join(pooling.value for pooling in self._exchange.poolings)
@@ -153,7 +155,7 @@ class ShardedTables(HeldTables):
             raise ConfigError(f"a placement for {placement.world_size} ranks, but there are {world_size}")
         device = torch.device(device)
         check_agreement(
-            described(tables, placement, lr=lr, slices=slices, gradients=gradients, seed=seed)
+            described(tables, placement, lr=lr, slices=slices, gradients=str(gradients), seed=seed)
             | described_homes(tables)
             | {"codec": str(codec), "table store": str(store is not None), "device": device.type},
             group,
@@ -178,8 +180,7 @@ class ShardedTables(HeldTables):
         else:
             engines = made_on_all(lambda: engines_of(settings), f"make its tables on {device}", group)
         optimizer = TableOptimizer(tables, lr=lr, device=device)
-        divisor = world_size if gradients == "mean" else 1
-        super().__init__(TableSteps(engines, self._exchange, optimizer, divisor=divisor), group)
+        super().__init__(TableSteps(engines, self._exchange, optimizer, gradients=gradients), group)
         self.slices, self.placement, self._form = own_slices, placement, outputs
         self.device = device
         """Where results and gradients are, and tables that name no other home."""
@@ -262,11 +263,14 @@ class ShardedTables(HeldTables):
         With `outputs` "keyed", "tensor" or "nested" the same in that form.
 
         `features`: ids of this rank's B samples, in any form of `ids_of`, or a batch that was sent (`send`, `expect`).
-        `global_batch`: the samples of all ranks; needed only where slices differ in size.
+        `global_batch`: the samples of all ranks; needed where slices differ in size, unless all ranks have equally many
+        samples.
 
         Raises `IdError`, `ArgumentError`; the other ranks then raise `PeerInputError`, which names the rank. Raises
         `GradientError` on all ranks if the step before had gradients that are not finite.
         """
+        if self._steps.gradients_are == "sum" and runs_ddp():
+            raise ArgumentError('gradients="sum" inside of a DDP, which averages gradients; allowed: "mean" or None')
         if id(features) in self._expected:
             features = self._expected.pop(id(features))[1]
         elif not isinstance(features, Sent):
@@ -441,7 +445,7 @@ class ShardedTables(HeldTables):
         """
         self.finish()
         bad, alike = self._passes.errors()(), self._steps.alike(self._passes.told())
-        exchange_headers(bad, 0, [[]] * self.slices.world_size, self._group, alike=alike)
+        exchange_headers(bad, None, [[]] * self.slices.world_size, self._group, alike=alike)
 
 
 class ShardedEmbeddingBags(ShardedTables):
@@ -453,8 +457,8 @@ class ShardedEmbeddingBags(ShardedTables):
 
     The backward pass updates the rows that were used, with the tables' own optimizers (Mudigere et al., ISCA 2022,
     section 4.1): a gradient of a table never exists. All lookups that it reaches make one step of each row. Weights
-    have the same bits in any world, with any placement and transport, if `gradients` is "sum" and the rest of the model
-    works slice by slice (`SlicedReplicas`).
+    have the same bits in any world, with any placement and transport, if the rest of the model works slice by slice
+    (`SlicedReplicas`).
     """
 
     _exchange = PooledExchange

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from sennit.runtime.backend.torch_versions import accumulates, at_end_of_backward, backward_pass, has_stepped
 from sennit.runtime.kernels.checks import GradientError
-from sennit.runtime.sharded.accumulation import is_held, may_be_held
+from sennit.runtime.sharded.accumulation import is_held, may_be_held, sums_over_slices
 from sennit.runtime.sharded.sent import Done, Pending, RunBeside, Running, Sent
 from sennit.runtime.sharded.table_steps import TableSteps, Told
 from sennit.transport.errors import ArgumentError
@@ -98,6 +98,8 @@ class Passes:
         # Its callback, which autograd keeps for as long as the pass runs, in whichever thread.
         self._at_end: Callable[[], Callable[[], None] | None] = lambda: None
         self._accumulates = self._is_due = self._has_taken = False
+        # Whether a lookup of the pass has given gradients before the pass went through `SlicedReplicas`.
+        self._gave_outside = False
         # Backward passes whose gradients are kept, and steps since `told`.
         self._kept = self._taken = 0
         steps.optimizer.on_zero_grad, steps.optimizer.on_step = self.forget, self.step
@@ -225,6 +227,7 @@ class Passes:
         self._forget_zeroed()
         self._pass = current
         self._accumulates = self._is_due = self._has_taken = False
+        self._gave_outside = False
         at_end = functools.partial(self._end, current)
         self._at_end = weakref.ref(at_end)
         at_end_of_backward(at_end)
@@ -257,6 +260,8 @@ class Passes:
 
         has_weights = sent.weights is not None
         is_kept = self._accumulates or not self.is_synchronised
+        in_slices = sums_over_slices(backward_pass())
+        self._gave_outside |= not in_slices
 
         def give() -> Tensor | None:
             if has_weights and steps.changes != looked.changes:
@@ -264,7 +269,7 @@ class Passes:
                     "gradients of weights, for which the rows of their lookup are needed; they have changed since; "
                     "allowed: no step and no `set_rows` between a lookup and its backward pass"
                 )
-            return steps.give(sent, looked.number, gradients, is_kept=is_kept)
+            return steps.give(sent, looked.number, gradients, is_kept=is_kept, in_slices=in_slices)
 
         if is_new and not self._waiting and not has_weights and not may_be_held():
             # Nothing else can give in this pass, so rows are updated while the pass goes on.
@@ -281,6 +286,12 @@ class Passes:
             raise ArgumentError("a backward pass inside another one, both of which reach lookups; allowed: one of them")
         self._pass = None
         self._waiting.clear()
+        if self._gave_outside and sums_over_slices(number) and self._steps.gradients_are != "sum":
+            self._give_up()
+            raise ArgumentError(
+                "gradients of a lookup came before the backward pass went through SlicedReplicas, whose losses add up; "
+                'allowed: gradients="sum"'
+            )
         if self._is_due:
             self._take(number)
         self._steps.optimizer.leave_gradients()

@@ -21,6 +21,7 @@ from sennit.runtime.sharded.features import Outgoing, features_of
 from sennit.runtime.sharded.owner import Owner, PooledArrived, Source, folded
 from sennit.runtime.sharded.routes import Columns, Part, Sum, blocks_of, routes
 from sennit.runtime.sharded.shards import Shards
+from sennit.runtime.sharded.slices import GlobalBatch
 from sennit.runtime.sharded.tables import Shard
 from sennit.runtime.sharded.wire import Wire
 from sennit.transport.plans.tree import balanced, combinations
@@ -80,11 +81,11 @@ class PooledExchange(Exchange[PooledArrived]):
     def result_rows(outgoing: Outgoing) -> list[int]:
         return [outgoing.sample_count] * len(outgoing.counts)
 
-    def ready(self, outgoing: Outgoing, global_batch: int) -> Ready:
+    def ready(self, outgoing: Outgoing, sizes: Sequence[int]) -> Ready:
         packed = self._packed(outgoing)
 
-        def send(counts: Sequence[int]) -> PooledArrived:
-            return self._send(outgoing, packed, counts, global_batch)
+        def send(counts: Sequence[int], batch: GlobalBatch) -> PooledArrived:
+            return self._send(outgoing, packed, counts, batch)
 
         return Ready(packed.counts, send)
 
@@ -110,9 +111,10 @@ class PooledExchange(Exchange[PooledArrived]):
             weights=None if weights_of is None else joined(weighted, torch.float32),
         )
 
-    def _send(self, outgoing: Outgoing, packed: Packed, counts: Sequence[int], global_batch: int) -> PooledArrived:
-        spans = [self._slices.of(rank) for rank in self._peers]
-        sources = [Source(first_slice=span.low, sizes=tuple(self._slices.sizes(span, global_batch))) for span in spans]
+    def _send(self, outgoing: Outgoing, packed: Packed, counts: Sequence[int], batch: GlobalBatch) -> PooledArrived:
+        sources = [
+            Source(first_slice=self._slices.of(rank).low, sizes=tuple(batch.sizes(rank))) for rank in self._peers
+        ]
         mine = sources[self._me].sample_count
         send = [len(parts) * mine for parts in self._routes.parts]
         receive = [self._owner.part_count * source.sample_count for source in sources]

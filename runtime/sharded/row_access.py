@@ -41,7 +41,7 @@ class RowAccess:
         self._places = torch.split(order, own_counts)
         call = {"call": f"{'set_rows' if writes else 'get_rows'} of table {table.name}"}
         alike = steps.alike(told) | call
-        counts = exchange_headers(error, 0, [own_counts] * slices.world_size, wire.group, alike=alike)
+        counts = exchange_headers(error, None, [own_counts] * slices.world_size, wire.group, alike=alike)
         # A rank reads its own replica of a table, and writes those of all ranks.
         reads_own = number in placement.replicated and not writes
 

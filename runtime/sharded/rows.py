@@ -28,7 +28,7 @@ from sennit.runtime.sharded.exchange import Arrived, Exchange, Given, Ready
 from sennit.runtime.sharded.features import Outgoing, features_of
 from sennit.runtime.sharded.placement import EVERYWHERE
 from sennit.runtime.sharded.shards import Announced, Shards
-from sennit.runtime.sharded.slices import Slices
+from sennit.runtime.sharded.slices import GlobalBatch, Slices
 from sennit.runtime.sharded.tables import Range, Shard
 from sennit.runtime.sharded.wire import Wire
 from sennit.transport.errors import ArgumentError
@@ -108,18 +108,18 @@ class RowExchange(Exchange[RowsArrived]):
         found: list[int] = outgoing.given_lengths.sum(1, dtype=torch.int64).tolist()
         return found
 
-    def ready(self, outgoing: Outgoing, global_batch: int) -> Ready:
+    def ready(self, outgoing: Outgoing, sizes: Sequence[int]) -> Ready:
         if outgoing.weights is not None:
             raise ArgumentError("weights for ids that are not pooled; allowed: none")
-        nodes = [self._node(outgoing, slices) for slices in slice_ranges(self._slices, global_batch)]
+        nodes = [self._node(outgoing, slices) for slices in slice_ranges(self._slices, sizes)]
         counts = [[end - start for _, _, start, end in self._requests(nodes, peer)] for peer in self._world]
         rows = self.result_rows(outgoing)
 
-        def send(told: Sequence[int]) -> RowsArrived:
-            announced, sizes = self._ask(nodes, counts, told)
+        def send(told: Sequence[int], batch: GlobalBatch) -> RowsArrived:
+            announced, floats = self._ask(nodes, counts, told)
             return RowsArrived(
                 announced=announced,
-                sizes=sizes,
+                sizes=floats,
                 nodes=nodes,
                 rows={feature: rows[feature] for feature in self._features},
                 kept={
@@ -304,18 +304,14 @@ class RowExchange(Exchange[RowsArrived]):
         return rows
 
 
-def slice_ranges(slices: Slices, global_batch: int) -> list[list[tuple[int, int, int]]]:
-    """This rank's slices by node: the number of each, and the range of its samples among the rank's samples."""
-    first = slices.first_sample(slices.own.low, global_batch)
+def slice_ranges(slices: Slices, sizes: Sequence[int]) -> list[list[tuple[int, int, int]]]:
+    """This rank's slices by node: the number of each, and the range of its samples among the rank's samples.
+
+    `sizes`: samples in each of its slices.
+    """
+    parts = dict(zip(range(*slices.own), slices.parts(sizes), strict=True))
     return [
-        [
-            (
-                number,
-                slices.first_sample(number, global_batch) - first,
-                slices.first_sample(number + 1, global_batch) - first,
-            )
-            for number in range(node.low, node.high)
-        ]
+        [(number, parts[number].start, parts[number].stop) for number in range(*node)]
         for node in slices.nodes_of(slices.rank)
     ]
 

@@ -70,29 +70,48 @@ class Slices:
         """The samples of this rank, as an index into those of all ranks."""
         return slice(*self.samples(self.rank, global_batch))
 
-    def global_batch(self, local_batch: int, given: int | None = None) -> int:
-        """The samples of all ranks, from those of this rank.
+    def own_sizes(self, local_batch: int, global_batch: int | None = None) -> list[int]:
+        """The samples in each slice of this rank, as far as it can tell without the other ranks.
 
-        Without `given`, all slices have one size. Raises `ArgumentError` if the rank's samples are not its slices.
+        Without `global_batch`, the samples of all ranks, its slices share its samples: sizes differ by one at most.
+        Raises `ArgumentError` if its samples are neither those of its slices, nor as many as any other rank has.
         """
         own = self.own
-        slices = own.high - own.low
-        if given is None:
-            if local_batch % slices:
+        if global_batch is not None:
+            samples = self.samples(self.rank, global_batch)
+            if samples.high - samples.low == local_batch:
+                return self.sizes(own, global_batch)
+            if local_batch * self.world_size != global_batch:
                 raise ArgumentError(
-                    f"{local_batch} samples on rank {self.rank}, which has {slices} of the {self.count} slices: they "
-                    f"cannot have one size. Give a multiple of {slices} samples, or `global_batch`, the samples of all "
-                    "ranks"
+                    f"{local_batch} samples on rank {self.rank}; of a global batch of {global_batch} its slices "
+                    f"{own.low} to {own.high - 1} hold the samples {samples.low} to {samples.high - 1}, "
+                    f"{samples.high - samples.low} samples; allowed: these, or equally many on all ranks"
                 )
-            return local_batch // slices * self.count
-        samples = self.samples(self.rank, given)
-        if samples.high - samples.low != local_batch:
+        return _shared(local_batch, own.high - own.low)
+
+    def batch_of(self, of_rank: Sequence[int], global_batch: int | None = None) -> GlobalBatch:
+        """The global batch of which each rank has so many samples. `global_batch`: what the ranks say that it has.
+
+        Without it, no rank could cut its samples by slices that differ in size. Raises `ArgumentError` if ranks have
+        neither the samples of their slices, nor equally many.
+        """
+        total = sum(of_rank)
+        if global_batch not in (None, total):
+            raise ArgumentError(f"a global batch of {global_batch} samples, but all ranks together give {total}")
+        by_slice = [span.high - span.low for span in (self.samples(rank, total) for rank in range(self.world_size))]
+        is_by_slice, is_equal = by_slice == list(of_rank), len(set(of_rank)) <= 1
+        if is_by_slice and not is_equal and global_batch is None and total % self.count:
             raise ArgumentError(
-                f"{local_batch} samples on rank {self.rank}; of a global batch of {given} its slices {own.low} to "
-                f"{own.high - 1} hold the samples {samples.low} to {samples.high - 1}, {samples.high - samples.low} "
-                "samples"
+                f"slices of {(least := total // self.count)} and {least + 1} samples without a global_batch; allowed: "
+                f"with global_batch {total}, equally many samples on all ranks, or slices of one size"
             )
-        return given
+        if not is_by_slice and not is_equal:
+            rank = next(rank for rank, count in enumerate(of_rank) if count != of_rank[0])
+            raise ArgumentError(
+                f"{of_rank[0]} samples on rank 0, {of_rank[rank]} on rank {rank}; allowed: equally many on all ranks, "
+                f"or those of their slices, which of {total} samples are {by_slice[0]} and {by_slice[rank]}"
+            )
+        return GlobalBatch(slices=self, of_rank=tuple(of_rank), is_by_slice=is_by_slice)
 
     def parts(self, sizes: Sequence[int]) -> list[slice]:
         """Slices of these sizes as ranges of a rank's samples."""
@@ -101,3 +120,31 @@ class Slices:
             found.append(slice(start, start + size))
             start += size
         return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GlobalBatch:
+    """How many samples each rank gives, and how many are in each of its slices (`Slices.batch_of`)."""
+
+    slices: Slices
+    of_rank: tuple[int, ...]
+    is_by_slice: bool
+    """Whether all slices differ by one sample at most, so that a sample is in one slice in every world. If not, ranks
+    have equally many samples, and slices of one rank differ by one at most."""
+
+    @property
+    def size(self) -> int:
+        """The samples of all ranks."""
+        return sum(self.of_rank)
+
+    def sizes(self, rank: int) -> list[int]:
+        """Samples in each slice of a rank."""
+        span = self.slices.of(rank)
+        if self.is_by_slice:
+            return self.slices.sizes(span, self.size)
+        return _shared(self.of_rank[rank], span.high - span.low)
+
+
+def _shared(samples: int, slices: int) -> list[int]:
+    """The samples of a rank in each of its slices. Where ranks have equally many slices, they are those of the rule."""
+    return [(number + 1) * samples // slices - number * samples // slices for number in range(slices)]

@@ -44,16 +44,23 @@ class TableSteps:
     """The steps of a module's tables, one for each batch that `send` sends."""
 
     def __init__(
-        self, engines: Sequence[Engines], exchange: type[Exchange[Any]], optimizer: TableOptimizer, *, divisor: int
+        self,
+        engines: Sequence[Engines],
+        exchange: type[Exchange[Any]],
+        optimizer: TableOptimizer,
+        *,
+        gradients: str | None,
     ) -> None:
-        """`exchange`: whether a lookup gives sums of bags or rows. `divisor`: what gradients are divided by, so that
-        they are averaged over ranks."""
+        """`exchange`: whether a lookup gives sums of bags or rows. `gradients`: "mean", "sum", or None (`give`)."""
         settings = engines[0].settings
         self.tables, self.slices, self.wire = settings.tables, settings.slices, settings.wire
         self.device = settings.device
         """Where results and gradients are."""
 
-        self._exchange, self._divisor = exchange, divisor
+        self._exchange = exchange
+        self.gradients_are = gradients
+        """What the gradients of ranks are of that of the loss: "mean", "sum", or None: `give` finds out."""
+
         self.features = features_of(self.tables)
         self.feature_names = output_names(self.tables)
         """The names of the results, in the model's order."""
@@ -98,31 +105,35 @@ class TableSteps:
         the same (`alike`).
         """
         error: Exception | None = given.error if isinstance(given, Refused) else None
-        whole_batch, mine = 0, [[0] * (len(self._exchanges) + 1)] * self.slices.world_size
+        mine = [[0] * (len(self._exchanges) + 2)] * self.slices.world_size
         outgoing: Outgoing | None = None
         ready: list[list[Ready]] = []
         if error is None:
             try:
                 self.check_finite(told.rates)
                 outgoing = ids_of(given, self.tables)
-                whole_batch = self.slices.global_batch(outgoing.sample_count, global_batch)
-                ready = [[one.ready(outgoing, whole_batch) for one in exchanges] for exchanges in self._exchanges]
+                sizes = self.slices.own_sizes(outgoing.sample_count, global_batch)
+                ready = [[one.ready(outgoing, sizes) for one in exchanges] for exchanges in self._exchanges]
                 kind = _kind_of(outgoing.weights)
                 counts = zip(*(sharded.counts for sharded, *_ in ready), strict=True)
-                mine = [[*of_rank, kind] for of_rank in counts]
+                mine = [[outgoing.sample_count, kind, *of_rank] for of_rank in counts]
             except Exception as bad:  # Any type, because the other ranks wait for this one.
                 error = bad
-        arriving = exchange_headers(error, whole_batch, mine, self.wire.group, alike=self.alike(told))
+        arriving = exchange_headers(error, global_batch, mine, self.wire.group, alike=self.alike(told))
         assert outgoing is not None
-        for rank, (*_, kind) in enumerate(arriving):
+        batch = self.slices.batch_of([samples for samples, *_ in arriving], global_batch)
+        for rank, (_, kind, *_) in enumerate(arriving):
             if kind != (own := _kind_of(outgoing.weights)):
                 kinds = f"{_KINDS[own]} on rank {self.slices.rank}, {_KINDS[kind]} on rank {rank}"
                 raise ArgumentError(f"{kinds}; all ranks must give the same")
         return Sent(
             self.engines,
             [
-                [sharded.send([row[number] for row in arriving]), *(one.send(one.counts) for one in replicated)]
-                for number, (sharded, *replicated) in enumerate(ready)
+                [
+                    sharded.send([row[place] for row in arriving], batch),
+                    *(one.send(one.counts, batch) for one in replicated),
+                ]
+                for place, (sharded, *replicated) in enumerate(ready, start=2)
             ],
             lengths=outgoing.given_lengths,
             result_rows=self._exchange.result_rows(outgoing),
@@ -178,24 +189,30 @@ class TableSteps:
             self._alike = told, found
         return found
 
-    def give(self, sent: Sent, lookup: int, gradients: Sequence[Tensor | None], *, is_kept: bool) -> Tensor | None:
+    def give(
+        self, sent: Sent, lookup: int, gradients: Sequence[Tensor | None], *, is_kept: bool, in_slices: bool
+    ) -> Tensor | None:
         """Gives the gradients of results to the owners of rows, who keep them until `take`. Collective.
 
         `lookup`: the number of the lookup in the order of calls. A gradient is None if this rank's loss does not depend
-        on the result. Tables on which no rank's loss depends take no step. `is_kept`: inside `no_sync`.
+        on the result. Tables on which no rank's loss depends take no step. `is_kept`: inside `no_sync`. `in_slices`:
+        the backward pass goes through `SlicedReplicas`, so the losses of ranks add up to the loss.
 
         Returns the gradients of the weights that require some, from the rows as they are. Raises `ArgumentError` on all
-        ranks if their losses depend on different lookups, if some are inside `no_sync` and others not, or if they have
-        other scales.
+        ranks if their losses depend on different lookups, if some are inside `no_sync` and others not, if they have
+        other scales, or if gradients are a mean although losses add up.
         """
         scale = 0.0 if self.optimizer.scaler is None else self.optimizer.scaler.get_scale()
         # In the order of the numbers, which are not negative.
         (scale_bits,) = struct.unpack("<q", struct.pack("<d", scale))
+        is_sum = in_slices if self.gradients_are is None else self.gradients_are == "sum"
         flags = [*(one is not None for one in gradients), not self._are_finite(gradients), is_kept, not is_kept]
-        numbers = [*flags, lookup, -lookup, scale_bits, -scale_bits]
+        numbers = [*flags, in_slices, not in_slices, lookup, -lookup, scale_bits, -scale_bits]
         told = self.wire.largest_of(torch.tensor(numbers, dtype=torch.int64))
-        given, of_weights = self._returned(sent, gradients)
-        *in_loss, is_bad, any_kept, any_not_kept, last, first, most_bits, least_bits = told().tolist()
+        given, of_weights = self._returned(sent, gradients, 1 if is_sum else self.slices.world_size)
+        *in_loss, is_bad, any_kept, any_not_kept, any_in_slices, any_outside, last, first, most_bits, least_bits = (
+            told().tolist()
+        )
         if last != -first:
             raise ArgumentError(
                 f"a loss of lookup {lookup} (number 0 was the first); that of another rank depends on lookup "
@@ -212,14 +229,24 @@ class TableSteps:
             raise ArgumentError(
                 f"{ours} (`embeddings.optimizer.scaler`), on another rank {theirs}; allowed: the same on all ranks"
             )
+        if any_in_slices and any_outside:
+            raise ArgumentError(
+                "a loss that goes through SlicedReplicas on some ranks alone; allowed: on all ranks, or on none"
+            )
+        if any_in_slices and self.gradients_are == "mean":
+            raise ArgumentError(
+                'gradients "mean" of a loss through SlicedReplicas, where losses of ranks add up; allowed: "sum", None'
+            )
         self._is_finite &= not is_bad
         tables = {table for (_, table), is_used in zip(self.features, in_loss, strict=True) if is_used}
         for one, own in zip(self.gradients, given, strict=True):
             one.add(lookup, tables, *own)
         return of_weights
 
-    def _returned(self, sent: Sent, gradients: Sequence[Tensor | None]) -> tuple[list[list[Given]], Tensor | None]:
-        """Sends the gradients of results to the owners of rows. Collective.
+    def _returned(
+        self, sent: Sent, gradients: Sequence[Tensor | None], divisor: int
+    ) -> tuple[list[list[Given]], Tensor | None]:
+        """Sends the gradients of results, divided by `divisor`, to the owners of rows. Collective.
 
         Returns those for this rank's rows, for each of `engines`, and those of weights that require some.
         """
@@ -227,7 +254,7 @@ class TableSteps:
         for feature, (one, rows, (_, table)) in enumerate(zip(gradients, sent.result_rows, self.features, strict=True)):
             if one is None:
                 one = torch.zeros(rows, self.tables[table].dim, device=self.device)
-            whole[feature] = one if self._divisor == 1 else one / self._divisor
+            whole[feature] = one if divisor == 1 else one / divisor
         given: list[list[Given]] = []
         of_weights: dict[int, Tensor] = {}
         for engines, exchanges, arrived in zip(self.engines, self._exchanges, sent.arrived, strict=True):
@@ -239,7 +266,7 @@ class TableSteps:
         if sent.weights is None:
             return given, None
         # A weight belongs to the loss of this rank alone, which is no mean over ranks.
-        joined = torch.cat([of_weights[feature] for feature in range(len(self.features))]).mul_(self._divisor)
+        joined = torch.cat([of_weights[feature] for feature in range(len(self.features))]).mul_(divisor)
         return given, joined.to(sent.weights.device)
 
     def _are_finite(self, gradients: Sequence[Tensor | None]) -> bool:

@@ -59,9 +59,11 @@ def tables(spec: OptimizerSpec = SGD, *, names: tuple[str, ...] = ("user",), poo
     return [Table(name=name, optimizer=spec, pooling=pooling, **options) for name in names]
 
 
-def bags(spec: OptimizerSpec = SGD, *names: str, placement: str = "row_wise") -> ShardedEmbeddingBags:
+def bags(
+    spec: OptimizerSpec = SGD, *names: str, placement: str = "row_wise", gradients: str | None = "sum"
+) -> ShardedEmbeddingBags:
     made = tables(spec, names=names or ("user",))
-    return ShardedEmbeddingBags(made, lr=RATE, gradients="sum", placement=placement)
+    return ShardedEmbeddingBags(made, lr=RATE, gradients=gradients, placement=placement)
 
 
 def ids_of(number: int) -> Tensor:
@@ -247,7 +249,7 @@ class Wrapped(nn.Module):
 
 def accumulated(rank: int, world: int, how: str, in_thread: bool) -> None:
     """Passes inside `no_sync` update nothing. The next one takes one step with all, or `zero_grad` forgets them."""
-    module = bags(ADAM)
+    module = bags(ADAM, gradients=None)
     first, last = own(module, ids_of(1)), own(module, ids_of(2))
     model: Any = Wrapped(module)
     held: Callable[[], contextlib.AbstractContextManager[None]] = module.no_sync
@@ -530,7 +532,7 @@ def overflows_in_tables(rank: int, world: int) -> None:
 
     An optimizer of all parameters has those that stand for tables, and so takes no step either.
     """
-    module = bags(ADAM)
+    module = bags(ADAM, gradients="mean")
     model = DistributedDataParallel(Overflowing(module))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     module.optimizer.scaler = scaler
@@ -871,7 +873,7 @@ class Through(nn.Module):
 
 def held_by_a_ddp(rank: int, world: int) -> None:
     """`no_sync` counts where results leave the DDP before anybody has waited for them."""
-    module = bags()
+    module = bags(gradients="mean")
     model = DistributedDataParallel(Through(module))
     before = rows_of(module, world)
     with beside(module, world):
