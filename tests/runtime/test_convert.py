@@ -60,7 +60,7 @@ def whole(state: dict[str, Tensor], table: str, name: str) -> Tensor:
 
 def test_a_run_goes_on_with_more_ranks_than_it_had_slices(kept_world: WorldFactory, seed: int, tmp_path: Path) -> None:
     before = kept_world(2).run(run_of, seed=seed, folder=str(tmp_path / "few"), steps=3, **FEW)[0]
-    assert "allowed: at most 2" in str(refused(kept_world, seed, tmp_path / "few", 3, **FEW))
+    assert "allowed: at most 2" in refused(kept_world, seed, tmp_path / "few", 3, **FEW)
     done = CliRunner().invoke(
         app, ["convert", str(tmp_path / "few"), str(tmp_path / "more"), "--slices", "4", "--row-shards", "3"]
     )
@@ -69,7 +69,10 @@ def test_a_run_goes_on_with_more_ranks_than_it_had_slices(kept_world: WorldFacto
     assert "  row shards of user: 2 before, 3 now\n" in done.output
     assert "hour" not in done.output  # A tensor train.
     for old in ({"slices": 4, "row_shards": 2}, {"slices": 2, "row_shards": 3}):
-        assert "is of another run" in str(refused(kept_world, seed, tmp_path / "more", 1, **{**FEW, **old}))
+        told = refused(kept_world, seed, tmp_path / "more", 1, **{**FEW, **old})
+        assert "is of another run" in told
+        assert "sennit convert makes a checkpoint with these" in told
+    assert "sennit convert" not in refused(kept_world, seed, tmp_path / "more", 1, **MORE, batch_size=26)
     after = kept_world(3).run(run_of, seed=seed, folder=str(tmp_path / "more"), steps=3, **MORE)[0]
     one, other = before["quality"], after["quality"]
     assert (one.auc, one.sample_count) == (pytest.approx(other.auc, abs=1e-6), other.sample_count)
