@@ -152,10 +152,10 @@ def test_a_distributed_sampler_works_with_any_number_of_ranks(
 
 
 def held_back(rank: int, world: int) -> None:
-    """Slices without samples in one pass of a step have some in another: gradients are those of both."""
+    """Slices have no samples in some passes of a step and some in others: gradients are those of all."""
     replicas = SlicedReplicas(top())
     alone = copy.deepcopy(replicas.module)
-    for held, count in ((True, 8), (False, 1), (False, 8)):
+    for held, count in ((False, 8), (False, 1), (True, 8), (False, 1), (True, 1), (False, 8)):
         samples = torch.randn(world * count, 2 * DIM, generator=torch.Generator().manual_seed(count))
         own = samples[count * rank : count * rank + count]
         with replicas.no_sync() if held else torch.enable_grad():
