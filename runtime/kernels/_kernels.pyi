@@ -72,6 +72,7 @@ class Operator:
         gradient: int,
         constants: Sequence[float],
         decay_after: bool,
+        nesterov: bool,
         is_stochastic: bool,
         step: int,
         seed: int,

@@ -100,12 +100,12 @@ def tensor_train_cases() -> Iterator[Case]:
         optimizer=OptimizerSpec(kind=Optimizer.ADAM, max_gradient=0.5),
         skew=3.0,
     )
-    for kind in (Optimizer.ADAM, Optimizer.SGD):
+    for kind in ("adam", "sgd"):
         yield Case(
-            name=f"train, gradients that are not finite, {kind.value}",
+            name=f"train, gradients that are not finite, {kind}",
             tables=(small, beside),
             blocks=two,
-            optimizer=OptimizerSpec(kind=kind),
+            optimizer=OPTIMIZERS[kind],
             bad_gradients=True,
         )
 
