@@ -68,10 +68,10 @@ class RowsArrived(Arrived):
     """What this rank looks up."""
 
     rows: dict[int, int]
-    """The rows of the result by feature."""
+    """For each feature of which ids are ignored: the rows of its result."""
 
     kept: dict[int, Tensor]
-    """For each feature of which ids are ignored: int64 [ids that are looked up], their places in the result."""
+    """For these features: int64 [ids that are looked up], their places in the result."""
 
 
 class RowExchange(Exchange[RowsArrived]):
@@ -113,20 +113,16 @@ class RowExchange(Exchange[RowsArrived]):
             raise ArgumentError("weights for ids that are not pooled; allowed: none")
         nodes = [self._node(outgoing, slices) for slices in slice_ranges(self._slices, sizes)]
         counts = [[end - start for _, _, start, end in self._requests(nodes, peer)] for peer in self._world]
-        rows = self.result_rows(outgoing)
 
         def send(told: Sequence[int], batch: GlobalBatch) -> RowsArrived:
             announced, floats = self._ask(nodes, counts, told)
+            ignoring = [feature for feature in self._features if feature in outgoing.kept]
             return RowsArrived(
                 announced=announced,
                 sizes=floats,
                 nodes=nodes,
-                rows={feature: rows[feature] for feature in self._features},
-                kept={
-                    feature: outgoing.kept[feature].nonzero().view(-1).to(self._device)
-                    for feature in self._features
-                    if feature in outgoing.kept
-                },
+                rows={feature: int(outgoing.given_lengths[feature].sum()) for feature in ignoring},
+                kept={feature: outgoing.kept[feature].nonzero().view(-1).to(self._device) for feature in ignoring},
             )
 
         return Ready([sum(of_peer) for of_peer in counts], send)
