@@ -28,7 +28,7 @@ _OPTIMIZERS: Final = {
     "PartialRowWiseAdam": Optimizer.PARTIAL_ROW_WISE_ADAM,
     "LAMB": Optimizer.LAMB,
 }
-_SETTINGS: Final = {"lr", "eps", "betas", "weight_decay"}
+_SETTINGS: Final = {"lr", "eps", "betas", "weight_decay", "momentum", "nesterov"}
 _ROWS_AT_A_TIME: Final = 1 << 13
 
 
@@ -36,7 +36,7 @@ def from_torchrec(
     collection: Any,
     *,
     lr: float | None = None,
-    optimizer: OptimizerSpec | None = None,
+    optimizer: OptimizerSpec | str | None = None,
     row_shards: int = 1,
     column_shards: int = 1,
     **options: Any,
@@ -169,7 +169,7 @@ class _Weighted:
         return weights
 
 
-def _table(config: Any, weight: Tensor, lr: float | None, optimizer: OptimizerSpec | None) -> Table:
+def _table(config: Any, weight: Tensor, lr: float | None, optimizer: OptimizerSpec | str | None) -> Table:
     if (kind := config.data_type.value) not in _PRECISIONS:
         raise Unsupported(f"table {config.name} of data type {kind}", f"allowed: {', '.join(_PRECISIONS)}")
     in_backward = optimizer_in_backward(weight)
@@ -208,6 +208,8 @@ def _optimizer(table: str, kind: type, settings: Mapping[str, Any]) -> tuple[Opt
         beta1=beta1,
         beta2=beta2,
         weight_decay=settings.get("weight_decay", 0.0),
+        momentum=settings.get("momentum", 0.0),
+        nesterov=settings.get("nesterov", False),
     )
     return spec, settings.get("lr")
 

@@ -146,7 +146,8 @@ def settings(rank: int, world: int) -> None:
     assert (second.optimizer.kind, second.optimizer.beta1, second.optimizer.epsilon) == (Optimizer.ADAM, 0.5, 1e-3)
     assert (first.precision, second.precision) == (Precision.FP16, Precision.BF16)
     assert (first.row_shards, second.column_shards) == (2, 2)
-    assert from_torchrec(theirs, lr=2.0)["t1"].lr == 2
+    named = from_torchrec(theirs, lr=2.0, optimizer="adagrad")
+    assert (named["t1"].lr, named.tables[0].optimizer.kind) == (2, Optimizer.ADAGRAD)
     filled = config("t1", "f1")
     filled.init_fn = lambda rows: rows.normal_()
     before = torch.random.get_rng_state()
@@ -155,14 +156,18 @@ def settings(rank: int, world: int) -> None:
     again = from_torchrec(Collection([filled], device="meta"), lr=1.0, seed=1)["t1"].get_rows(torch.arange(10))
     assert not torch.equal(drawn, again)
     moving = Collection([config("t1", "f1")])
-    apply_optimizer_in_backward(torch.optim.SGD, moving.parameters(), {"lr": 0.25, "momentum": 0.5})
+    apply_optimizer_in_backward(torch.optim.SGD, moving.parameters(), {"lr": 0.25, "momentum": 0.5, "nesterov": True})
+    spec = from_torchrec(moving).tables[0].optimizer
+    assert (spec.momentum, spec.nesterov) == (0.5, True)
+    rising = Collection([config("t1", "f1")])
+    apply_optimizer_in_backward(torch.optim.SGD, rising.parameters(), {"lr": 0.25, "maximize": True})
     other = Collection([config("t1", "f1")])
     apply_optimizer_in_backward(torch.optim.Rprop, other.parameters(), {"lr": 0.25})
     for wrong, error, words in (
         (nn.Linear(2, 2), ArgumentError, "a collection of type Linear; allowed: an EmbeddingBagCollection or"),
         (Collection([config("t1", "f1")]), ArgumentError, "no lr for table t1, and none from apply_optimizer"),
         (Collection([config("t1", "f1", kind="INT8")]), Unsupported, "table t1 of data type INT8: allowed: FP32"),
-        (moving, Unsupported, "table t1 with optimizer SGD with momentum: allowed: SGD, Adagrad"),
+        (rising, Unsupported, "table t1 with optimizer SGD with maximize: allowed: SGD, Adagrad"),
         (other, Unsupported, "table t1 with optimizer Rprop: allowed"),
     ):
         with pytest.raises(error, match=words):

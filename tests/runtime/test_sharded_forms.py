@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import inspect
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -19,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from sennit.runtime.kernels import Bounds, Optimizer, OptimizerSpec, Pooling, Precision, Rounding
-from sennit.runtime.sharded import Features, Home, KeyedVectors, ShardedEmbeddingBags, ShardedEmbeddings, Table
+from sennit.runtime.sharded import Features, Home, KeyedVectors, ShardedEmbeddingBags, ShardedEmbeddings, Table, tables
 from sennit.runtime.sharded.forms import bags_of
 from sennit.transport.errors import ArgumentError, ConfigError
 from tests.runtime.sharded_training import rows_of
@@ -172,6 +175,16 @@ def test_settings_of_tables_are_given_by_name() -> None:
     ):
         with pytest.raises(ConfigError, match=f"table user: {what} {wrong}; allowed: {allowed}"):
             Table(name="user", rows=10, dim=4, **{what: wrong})
+
+
+def test_type_checkers_see_all_settings_of_a_table() -> None:
+    """The constructor that they read is written by hand, beside the generated one."""
+    (written,) = (
+        node
+        for node in ast.walk(ast.parse(inspect.getsource(tables)))
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__"
+    )
+    assert [argument.arg for argument in written.args.kwonlyargs] == [one.name for one in dataclasses.fields(Table)]
 
 
 def table(name: str, *features: str, **options: Any) -> Table:
