@@ -90,7 +90,7 @@ class EmbeddingBagCollection(ShardedEmbeddingBags):
 
     def sender(self, group: dist.ProcessGroup | None) -> Callable[[Any, int | None], Sent]:
         send = super().sender(group)
-        return lambda features, batch: send(_Weighted.of(features, is_weighted=self._is_weighted), batch)
+        return lambda features, batch: send(_Taken.of(features, is_weighted=self._is_weighted, is_pooled=True), batch)
 
     def forward(self, features: Any, *, global_batch: int | None = None) -> Any:
         """A `KeyedTensor` with the pooled rows of each feature. Arguments and errors are those of the base class."""
@@ -128,7 +128,7 @@ class EmbeddingCollection(ShardedEmbeddings):
 
     def sender(self, group: dist.ProcessGroup | None) -> Callable[[Any, int | None], Sent]:
         send = super().sender(group)
-        return lambda features, batch: send(_Weighted.of(features, is_weighted=False), batch)
+        return lambda features, batch: send(_Taken.of(features, is_weighted=False, is_pooled=False), batch)
 
     def forward(self, features: Any, *, global_batch: int | None = None) -> dict[str, Any]:
         """A `JaggedTensor` by result. Arguments and errors are those of the base class; a batch that was sent is no
@@ -145,16 +145,18 @@ class EmbeddingCollection(ShardedEmbeddings):
         return results
 
 
-class _Weighted:
-    """A `KeyedJaggedTensor` whose weights are those that a collection takes."""
+class _Taken:
+    """What a collection takes of a `KeyedJaggedTensor`."""
 
-    def __init__(self, features: Any, *, is_weighted: bool) -> None:
-        self._features, self._is_weighted = features, is_weighted
+    def __init__(self, features: Any, *, is_weighted: bool, is_pooled: bool) -> None:
+        self._features, self._is_weighted, self._is_pooled = features, is_weighted, is_pooled
 
     @classmethod
-    def of(cls, features: Any, *, is_weighted: bool) -> Any:
-        """`features`, if they are in another form."""
-        return cls(features, is_weighted=is_weighted) if hasattr(features, "weights_or_none") else features
+    def of(cls, features: Any, *, is_weighted: bool, is_pooled: bool) -> Any:
+        """`features` themselves, if they are in another form."""
+        if not hasattr(features, "weights_or_none"):
+            return features
+        return cls(features, is_weighted=is_weighted, is_pooled=is_pooled)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._features, name)
@@ -167,6 +169,11 @@ class _Weighted:
         if weights is None:
             raise ArgumentError("ids without weights for a weighted collection; allowed: a weight for each id")
         return weights
+
+    def inverse_indices_or_none(self) -> Any:
+        """An `EmbeddingCollection` gives the rows of bags, whichever samples have them."""
+        has_some = self._is_pooled and hasattr(self._features, "inverse_indices_or_none")
+        return self._features.inverse_indices_or_none() if has_some else None
 
 
 def _table(config: Any, weight: Tensor, lr: float | None, optimizer: OptimizerSpec | str | None) -> Table:

@@ -88,6 +88,16 @@ class Keyed:
         return {key: Jagged(one, torch.full((len(one) // 2,), 2)) for key, one in self._ids.items()}
 
 
+class Repeated(Keyed):
+    """With the bag of each sample: the first one of all."""
+
+    def stride_per_key(self) -> list[int]:
+        return [len(self.lengths()) // len(self.keys())] * len(self.keys())
+
+    def inverse_indices_or_none(self) -> tuple[list[str], Tensor]:
+        return self.keys(), torch.zeros(len(self.keys()), self.stride_per_key()[0], dtype=torch.int64)
+
+
 def ids(samples: int) -> Tensor:
     return torch.arange(2 * samples) % 10
 
@@ -113,6 +123,8 @@ def stands_in(rank: int, world: int) -> None:
             error, words = (ArgumentError, "ids without weights for a weighted") if rank == 0 else (PeerInputError, "0")
             with pytest.raises(error, match=words):
                 ours(Keyed(given, weights if rank else None))
+        repeated = ours(Repeated(given, weights))
+        assert torch.equal(repeated["f2"], found["f2"][:1].expand(samples, 4))
         sent = ours.send(Keyed(given, weights))
         assert torch.equal(ours(sent)["f2"], found["f2"])
     theirs = Collection([config("t1", "f1", "f2", pooling=None), config("t2", "f1", pooling=None)])
@@ -123,6 +135,8 @@ def stands_in(rank: int, world: int) -> None:
     values, lengths, of_ids = sequences["f2"].parts
     assert torch.equal(values, rows["t1"].get_rows(ids(samples)))
     assert (lengths.tolist(), of_ids.tolist()) == ([2] * samples, ids(samples).tolist())
+    # As TorchRec's, which gives the rows of each bag.
+    assert torch.equal(rows(Repeated({"f1": ids(samples), "f2": ids(samples)}))["f2"].values(), values)
     with pytest.raises(ArgumentError, match="ids are a dict; allowed: a KeyedJaggedTensor"):
         rows({"f1": ids(samples), "f2": ids(samples)})
 
