@@ -111,7 +111,7 @@ Verdict Receiver::locate(uint32_t immediate, uint64_t address, uint32_t rkey, ui
   const Placement expected = place(number, index_of(immediate));
   if (address != expected.address) return Verdict::bad_range;
   out = expected;
-  if (verdict == Verdict::duplicate || size_bytes == 0) out.destination = nullptr;
+  if (verdict == Verdict::duplicate || is_return(credit(number), size_bytes)) out.destination = nullptr;
   return verdict;
 }
 
