@@ -42,7 +42,10 @@ def begin(trainer: Trainer, folder: Path, fixed: Mapping[str, Any]) -> list[str]
     lines = differences(_kept(theirs), _kept(fixed))
     if lines:
         raise ConfigError(f"--warm-start {opened.path} is of another model:\n  " + "\n  ".join(lines))
-    return _WarmStart(trainer, opened, theirs["tables"]).begin()
+    goes_on = {
+        name for name, table in theirs["tables"].items() if table["optimizer"] == fixed["tables"][name]["optimizer"]
+    }
+    return _WarmStart(trainer, opened, theirs["tables"], goes_on).begin()
 
 
 def _kept(fixed: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,25 +69,22 @@ def _check_equal(trainer: Trainer, opened: OpenedCheckpoint) -> None:
 class _WarmStart:
     """What fills one trainer."""
 
-    def __init__(self, trainer: Trainer, opened: OpenedCheckpoint, theirs: Mapping[str, Mapping[str, Any]]) -> None:
-        """`theirs`: the tables as the checkpoint's manifest describes them."""
+    def __init__(
+        self, trainer: Trainer, opened: OpenedCheckpoint, theirs: Mapping[str, Mapping[str, Any]], goes_on: set[str]
+    ) -> None:
+        """`theirs`: the tables as the checkpoint's manifest describes them. `goes_on`: those whose states it has."""
         known, ours = Preprocessing.read(opened.path), trainer.source.preprocessing
         if known is None or ours is None:
             raise CheckpointError(f"{opened.path} has no preprocessing.json")
-        self._trainer, self._opened, self._theirs = trainer, opened, theirs
+        self._trainer, self._opened, self._theirs, self._goes_on = trainer, opened, theirs, goes_on
         self._encodings = {
             before.name: (before, now) for before, now in zip(known.encodings, ours.encodings, strict=True)
         }
         self._state = trainer.whole_state()
-        tables = trainer.tables.tables
-        self._goes_on = {
-            table.name for table in tables if theirs[table.name]["optimizer"] == table.optimizer.kind.value
-        }
-        """The tables whose optimizer's states can be taken over."""
         self._lines = [
             f"optimizer states of table {table.name} begin anew: the checkpoint has those of another optimizer"
-            for table in tables
-            if table.name not in self._goes_on
+            for table in trainer.tables.tables
+            if table.name not in goes_on
         ]
 
     def begin(self) -> list[str]:

@@ -30,6 +30,7 @@ parquet = pytest.importorskip("pyarrow.parquet")
 pytestmark = pytest.mark.timeout(120)
 
 ADAM = '[defaults.optimizer]\nkind = "adam"\n'
+MIXED = f'{ADAM}[tables.user.optimizer]\nkind = "sgd"\nmomentum = 0.5\n'
 
 
 def day(number: int, seed: int, count: int = 230) -> RawSamples:
@@ -108,8 +109,8 @@ def second_day(rank: int, world: int, /, *, seed: int, folder: str, before: dict
 
 @pytest.mark.parametrize(
     ("before", "changed"),
-    [({}, {"row_shards": 3}), ({"row_shards": 2, "tables": ADAM}, {"tables": ADAM})],
-    ids=["more shards", "fewer shards, adam"],
+    [({}, {"row_shards": 3}), ({"row_shards": 2, "tables": MIXED}, {"tables": MIXED})],
+    ids=["more shards", "fewer shards, adam and momentum"],
 )
 def test_rows_go_where_their_values_are_now_in_any_world(
     kept_world: WorldFactory, seed: int, tmp_path: Path, before: dict[str, Any], changed: dict[str, Any]
