@@ -83,3 +83,14 @@ def test_first_training_run(tmp_path: Path) -> None:
     assert re.fullmatch(r"[0-9a-f]{64}", reported(first, "weights SHA-256"))
     for name in ("data", "AUC", "normalised entropy", "speed"):
         assert reported(first, name)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3 * DEADLINE_S)
+def test_move_your_model(tmp_path: Path) -> None:
+    printed = list(pages.run(TUTORIALS / "move-your-model.md", tmp_path, deadline_s=3 * DEADLINE_S).values())
+    plain, over_ddp, one, three = printed
+    assert [len(lines) for lines in printed] == [4, 4, 5, 5]
+    assert plain == over_ddp
+    assert one == three
+    assert re.fullmatch(r"digests [0-9a-f]{16} [0-9a-f]{16}", one[-1])
