@@ -94,6 +94,8 @@ NAMED: Final[Mapping[str, Mapping[str, Any]]] = {kind.value: {"kind": kind} for 
 class OptimizerSpec:
     """An optimizer and its hyperparameters; the learning rate is an argument of each step.
 
+    `kind` and `decay` may be given by name: `OptimizerSpec(kind="sgd", momentum=0.9)`.
+
     Raises `ConfigError` for a value out of range, and for an option that the optimizer does not have.
     """
 
@@ -132,6 +134,13 @@ class OptimizerSpec:
         def refuse(field: str, allowed: str) -> None:
             raise ConfigError(f"{field} {getattr(self, field)}; allowed: {allowed}")
 
+        members: tuple[tuple[str, type[Enum]], ...] = (("kind", Optimizer), ("decay", Decay))
+        for field, members_of in members:
+            given = getattr(self, field)
+            if isinstance(given, str) and given.lower() in {one.value for one in members_of}:
+                object.__setattr__(self, field, members_of(given.lower()))
+            elif not isinstance(given, members_of):
+                refuse(field, ", ".join(str(one.value) for one in members_of))
         for field in ("epsilon", "l1", "l2", "weight_decay"):
             if not 0 <= getattr(self, field) < math.inf:
                 refuse(field, "0 or more")

@@ -38,7 +38,11 @@ class Loss:
         for count in (2, 1) if name not in LOSSES else ():
             shape = (count,) if label_count == 1 else (count, label_count)
             given = torch.zeros(shape, requires_grad=True)
-            found: Any = self._function(given, torch.zeros(shape))
+            try:
+                found: Any = self._function(given, torch.zeros(shape))
+            except Exception as error:
+                error.add_note(f"loss {name} was tried on logits and labels of zeros, {shape}, before the first step")
+                raise
             allowed = isinstance(found, Tensor) and found.shape in {(count,), shape} and found.is_floating_point()
             if not allowed:
                 shown = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
@@ -52,6 +56,11 @@ class Loss:
     def __call__(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
         """The loss, 0-dim, of samples with float32 [B] or [B, labels] logits and labels, and weights [B]."""
         losses = self._function(logits, labels)
+        if losses.shape not in {logits.shape, logits.shape[:1]}:
+            raise ConfigError(
+                f"a loss of shape {tuple(losses.shape)} for logits of shape {tuple(logits.shape)}; allowed: one of "
+                "each sample, or of each of its labels"
+            )
         if weights is not None:
             losses = losses * (weights if losses.ndim == 1 else weights.unsqueeze(1))
         return losses.sum()

@@ -259,7 +259,10 @@ class SlicedReplicas(nn.Module):
         dist.all_gather_object(everyone, found.hexdigest(), group=self._group)
         for rank, other in enumerate(everyone):
             if other != everyone[0]:
-                raise SennitError(f"parameters or buffers of rank {rank} differ from those of rank 0")
+                raise SennitError(
+                    f"parameters or buffers of rank {rank} differ from those of rank 0; or not all ranks call "
+                    "`digest`, which is collective"
+                )
         return found.hexdigest()
 
     def _joined(self, outputs: list[object], cut: CutArguments, on_backward: Callable[[], None] | None) -> Any:

@@ -89,8 +89,10 @@ def lengths_of(offsets: Tensor, count: int) -> Tensor:
 
 
 def _of_arguments(name: str, given: tuple[Any, ...]) -> tuple[Tensor, Tensor, Any]:
-    if not 2 <= len(given) <= 3 or not (given[1] is None or isinstance(_array(given[1]), Tensor)):
+    if not 2 <= len(given) <= 3:
         raise ArgumentError(f"feature {name} is a tuple of {len(given)} parts; allowed: {_ALLOWED}")
+    if not (given[1] is None or isinstance(_array(given[1]), Tensor)):
+        raise ArgumentError(f"feature {name}: offsets are {_kind(given[1])}; allowed: a tensor or an array, or None")
     lengths, values = _of_ids(name, given[0])
     if given[1] is not None:
         if len(values) != len(lengths):
@@ -102,6 +104,8 @@ def _of_arguments(name: str, given: tuple[Any, ...]) -> tuple[Tensor, Tensor, An
 def _of_ids(name: str, given: Any) -> tuple[Tensor, Tensor]:
     """Lengths and values."""
     ids: Any = _array(given)
+    if isinstance(ids, Tensor) and (ids.is_sparse or ids.is_meta):
+        raise ArgumentError(f"feature {name} is a {'sparse' if ids.is_sparse else 'meta'} tensor; allowed: {_ALLOWED}")
     if isinstance(given, Tensor) and given.is_nested:
         if ids.layout is torch.jagged and ids.dim() == 2 and ids.lengths() is None:
             return torch.diff(ids.offsets()), ids.values()

@@ -384,10 +384,12 @@ class ShardedTables(HeldTables):
         """
         self.finish()
         in_files = self._homes.in_files(self.tables, placement.replicated)
+        error: Exception | None = None
         if placement.world_size != (world_size := self.slices.world_size):
-            raise ConfigError(f"a placement for {placement.world_size} ranks, but there are {world_size}")
-        if self._steps.is_accumulating:
-            raise ArgumentError("shards cannot move between the backward passes of a step; allowed: after the last")
+            error = ConfigError(f"a placement for {placement.world_size} ranks, but there are {world_size}")
+        elif self._steps.is_accumulating:
+            error = ArgumentError("shards cannot move between the backward passes of a step; allowed: after the last")
+        self._agree(error)
         check_agreement(described_owners(self.tables, placement), self._group)
         engines, size_bytes = moved(self._steps.engines, placement, self._group)
         self.placement, self.tables_in_files = placement, in_files
@@ -421,10 +423,16 @@ class ShardedTables(HeldTables):
         A `GradScaler` does not count. Raises `Unsupported` for tensor trains, and `ArgumentError` on all ranks if the
         last backward pass has updated rows.
         """
+        error = self._passes.why_no_norm()
+        self.finish()
+        self._agree(error)
         return self._passes.norm()
 
     def multiply_grads(self, factor: float) -> None:
-        """Multiplies the gradients that are kept for a later step. All ranks must do the same."""
+        """Multiplies the gradients that are kept for a later step.
+
+        All ranks must do the same: the next collective call raises `ConfigError` on all ranks otherwise.
+        """
         self.finish()
         self._steps.multiply(factor)
 
@@ -444,8 +452,12 @@ class ShardedTables(HeldTables):
         Collective. Such rows were left as they were. The next forward pass raises the same error.
         """
         self.finish()
-        bad, alike = self._passes.errors()(), self._steps.alike(self._passes.told())
-        exchange_headers(bad, None, [[]] * self.slices.world_size, self._group, alike=alike)
+        self._agree(self._passes.errors()())
+
+    def _agree(self, error: Exception | None) -> None:
+        """Collective. Raises on all ranks if one has an error, or has done what others have not (`alike`)."""
+        alike = self._steps.alike(self._passes.told())
+        exchange_headers(error, None, [[]] * self.slices.world_size, self._group, alike=alike)
 
 
 class ShardedEmbeddingBags(ShardedTables):

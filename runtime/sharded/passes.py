@@ -127,7 +127,7 @@ class Passes:
         """What this rank tells all others in the call that begins now. It counts steps from here on."""
         self._forget_zeroed()
         taken, self._taken = self._taken, 0
-        return Told(self._steps.optimizer.rates(), self._kept, taken)
+        return Told(self._steps.optimizer.rates(), self._kept, taken, self._steps.take_multiplied())
 
     def look_up(self, sent: Sent) -> tuple[Tensor, ...] | None:
         """Looks up a batch that no call has taken yet, in the caller's thread.
@@ -327,7 +327,7 @@ class Passes:
         steps, optimizer = self._steps, self._steps.optimizer
         has_stepped(optimizer)
         rates, scale = optimizer.rates(), 1.0 if optimizer.scaler is None else optimizer.scaler.get_scale()
-        steps.check_finite(rates)
+        steps.check_rates(rates)
         return functools.partial(steps.take, rates, scale=scale)
 
     def step(self) -> None:
@@ -337,13 +337,17 @@ class Passes:
             self._count_pass(is_kept=False)
             self._untold.append(self._then(UPDATE, self._taking()))
 
+    def why_no_norm(self) -> ArgumentError | None:
+        """What is wrong with a call of `norm`. Not collective."""
+        self._end_failed()
+        if self._kept:
+            return None
+        return ArgumentError(
+            "gradients that have updated their rows in the backward pass; allowed: those of a pass inside `no_sync`"
+        )
+
     def norm(self) -> float:
         """The 2-norm of the gradients that backward passes have kept, without the scale of a scaler. Collective."""
-        self._end_failed()
-        if not self._kept:
-            raise ArgumentError(
-                "gradients that have updated their rows in the backward pass; allowed: those of a pass inside `no_sync`"
-            )
         self.finish()
         scaler = self._steps.optimizer.scaler
         return math.sqrt(self._steps.squared_norm()) / (1.0 if scaler is None else scaler.get_scale())

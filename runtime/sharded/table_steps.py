@@ -39,6 +39,9 @@ class Told(NamedTuple):
     steps: int
     """Steps since the call before."""
 
+    multiplied: float
+    """What gradients were multiplied by since the call before."""
+
 
 class TableSteps:
     """The steps of a module's tables, one for each batch that `send` sends."""
@@ -81,7 +84,7 @@ class TableSteps:
         # Of the step that is to be taken: whether gradients are finite so far, those of passes that have ended and all;
         # and what clipping multiplies them by.
         self._were_finite = self._is_finite = True
-        self._factor = 1.0
+        self._factor = self._multiplied = 1.0
         self.connect(engines)
 
     def connect(self, engines: Sequence[Engines]) -> None:
@@ -110,7 +113,7 @@ class TableSteps:
         ready: list[list[Ready]] = []
         if error is None:
             try:
-                self.check_finite(told.rates)
+                self.check_rates(told.rates)
                 outgoing = ids_of(given, self.tables)
                 sizes = self.slices.own_sizes(outgoing.sample_count, global_batch)
                 ready = [[one.ready(outgoing, sizes) for one in exchanges] for exchanges in self._exchanges]
@@ -186,6 +189,7 @@ class TableSteps:
             }
             found["backward passes whose gradients are kept (no_sync)"] = str(told.kept)
             found["steps of tables since the call before"] = str(told.steps)
+            found["factor of gradients since the call before (multiply_grads)"] = str(told.multiplied)
             self._alike = told, found
         return found
 
@@ -320,9 +324,15 @@ class TableSteps:
         return float(everyone.view(-1, len(own)).sum(0).sum()) * self._factor**2
 
     def multiply(self, factor: float) -> None:
-        """Multiplies the gradients that were given. Not collective, but all ranks must do the same."""
+        """Multiplies the gradients that were given. Not collective, but all ranks must do the same (`alike`)."""
         if self.is_accumulating:
             self._factor *= factor
+            self._multiplied *= factor
+
+    def take_multiplied(self) -> float:
+        """What gradients were multiplied by since the call before."""
+        found, self._multiplied = self._multiplied, 1.0
+        return found
 
     def drop(self, *, all_of_them: bool) -> None:
         """Forgets gradients: those of a backward pass that has not ended, or all. Not collective."""
@@ -337,11 +347,11 @@ class TableSteps:
         for exchange, arrived in self._parts(sent):
             exchange.release(arrived)
 
-    def check_finite(self, rates: Rates) -> None:
-        """Raises `ConfigError` for a rate that is not finite."""
+    def check_rates(self, rates: Rates) -> None:
+        """Raises `ConfigError` for a rate that is negative, or not finite: a scheduler may set any."""
         for table, rate in zip(self.tables, rates, strict=True):
-            if rate is not None and not math.isfinite(rate):
-                raise ConfigError(f"table {table.name}: lr {rate}; allowed: finite")
+            if rate is not None and not 0 <= rate < math.inf:
+                raise ConfigError(f"table {table.name}: lr {rate}; allowed: 0 or more")
 
 
 def _kind_of(weights: Tensor | None) -> int:

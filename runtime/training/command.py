@@ -17,14 +17,14 @@ import typer
 
 from sennit.options import with_options
 from sennit.runtime.backend.torch_versions import Store
-from sennit.runtime.checkpoint.folder import named
+from sennit.runtime.checkpoint.folder import latest, named
 from sennit.runtime.data import sources
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.source import Source
 from sennit.runtime.ingest.address import Address
 from sennit.runtime.model.factory import check_name, find
-from sennit.runtime.model.loss import Loss
 from sennit.runtime.model.loss import check_name as check_loss
+from sennit.runtime.model.loss import find_loss
 from sennit.runtime.timeline.left import left_paths, write_left
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.launch import Ranks, join_address, serve_store
@@ -105,7 +105,8 @@ def start(
     ):
         if folder is not None:
             _make_folder(name, folder)
-    if config.warm_start is not None:
+    has_own = config.resume and config.checkpoint is not None and latest(config.checkpoint) is not None
+    if config.warm_start is not None and not has_own:
         # All ranks of this machine then take the same one.
         config = replace(config, warm_start=named(config.warm_start))
     if config.checkpoint is not None and not config.resume and join is None:
@@ -143,7 +144,7 @@ def start(
 def _find_code(config: TrainingConfig) -> None:
     """Imports what is the user's, so that its errors come once, and not from each rank."""
     find(config.model)
-    Loss(config.loss)
+    find_loss(config.loss)
     if config.ingest is None:
         sources.check_code(config.source)
 

@@ -70,13 +70,15 @@ def convert(
 
     Raises `ConfigError` for what cannot be, also where `output` has checkpoints already, and `CheckpointError`.
     """
-    if slices is None and row_shards is None:
+    if slices is None and (row_shards is None or row_shards == {}):
         raise ConfigError("nothing to convert; allowed: other slices, other row shards, or both")
     if dist.is_initialized():
         raise ConfigError("convert in a group of ranks; allowed: a process without a group")
     source = folder if (folder / checkpoint.METADATA).is_file() else checkpoint.latest(folder)
     if source is None:
         raise ConfigError(f"{folder}: no checkpoint, and no folder of checkpoints")
+    if output.resolve().is_relative_to(source.resolve()):
+        raise ConfigError(f"{output} is in the checkpoint that is read; allowed: another folder")
     check_unused(output)
     opened = OpenedCheckpoint(source, alone=True)
     changes: list[str] = []
@@ -133,6 +135,13 @@ def _wanted(row_shards: int | Mapping[str, int], state: Mapping[str, Any], sourc
             before[shard["table"]] = max(before.get(shard["table"], 0), int(shard["row"]) + 1)
     if not before:
         raise ConfigError(f"{source}: no table with row shards")
+    asked = (
+        list(row_shards.items()) if isinstance(row_shards, Mapping) else [(_shown(key), row_shards) for key in before]
+    )
+    for table, now in asked:
+        if not isinstance(now, int):
+            raise ConfigError(f"row shards {now!r} of table {table}; allowed: a whole number")
+        Table(name=table, rows=1, dim=1, row_shards=now)  # refuses a number out of range
     if not isinstance(row_shards, Mapping):
         return {key: (count, row_shards) for key, count in before.items()}
     found: dict[str, tuple[int, int]] = {}
@@ -174,7 +183,7 @@ def _recut(state: Mapping[str, Any], row_shards: Mapping[str, int], source: Path
         if sorted(of_row) != list(range(len(of_row))):
             raise CheckpointError(f"{source} has not all row shards of {table}")
         whole = torch.cat([of_row.pop(row) for row in range(len(of_row))])
-        borders = Table(name=table, rows=len(whole), dim=1, row_shards=row_shards[table]).row_borders
+        borders = Table(name=_shown(table), rows=len(whole), dim=1, row_shards=row_shards[table]).row_borders
         for row, (low, high) in enumerate(itertools.pairwise(borders)):
             found[f"{table}/{row}.{column}.{name}"] = whole[low:high]
     return found

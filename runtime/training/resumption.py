@@ -230,7 +230,9 @@ def _find(trainer: Trainer, folder: Path) -> tuple[Path, Manifest] | None:
         names = [line.partition(":")[0] for line in differences(found.fixed, _as_json(ours))]
         if not all(name == "order.slices" or name.endswith(".row_shards") for name in names):
             raise
-        raise ConfigError(f"{error}\nsennit convert makes a checkpoint with these") from None
+        raise ConfigError(
+            f"{error}\nGive --slices and --row-shards as in the checkpoint, or make one with others: sennit convert"
+        ) from None
     return path, found
 
 

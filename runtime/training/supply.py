@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sennit.runtime.checkpoint.folder import named
+from sennit.runtime.checkpoint.folder import latest, named
 from sennit.runtime.data import sources
 from sennit.runtime.data.batch_source import BatchSource, MemorySource, prepared
 from sennit.runtime.data.preprocessing import PreparedData, Preprocessing
@@ -29,11 +29,13 @@ MakeSource = Callable[[], BatchSource]
 def prepared_data(config: TrainingConfig) -> PreparedData:
     """Loads the run's data set, splits and preprocesses it. Raises `DataError` if it cannot be trained on.
 
-    A warm start goes on with the vocabularies of its checkpoint.
+    A warm start goes on with the vocabularies of its checkpoint. Once the run has a checkpoint of its own, that one has
+    them all.
     """
     known = None
     if config.warm_start is not None:
-        checkpoint = named(config.warm_start)
+        own = latest(config.checkpoint) if config.resume and config.checkpoint is not None else None
+        checkpoint = own or named(config.warm_start)
         known = Preprocessing.read(checkpoint)
         if known is None:
             raise ConfigError(

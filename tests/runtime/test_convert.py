@@ -71,7 +71,7 @@ def test_a_run_goes_on_with_more_ranks_than_it_had_slices(kept_world: WorldFacto
     for old in ({"slices": 4, "row_shards": 2}, {"slices": 2, "row_shards": 3}):
         told = refused(kept_world, seed, tmp_path / "more", 1, **{**FEW, **old})
         assert "is of another run" in told
-        assert "sennit convert makes a checkpoint with these" in told
+        assert "make one with others: sennit convert" in told
     assert "sennit convert" not in refused(kept_world, seed, tmp_path / "more", 1, **MORE, batch_size=26)
     after = kept_world(3).run(run_of, seed=seed, folder=str(tmp_path / "more"), steps=3, **MORE)[0]
     one, other = before["quality"], after["quality"]
@@ -152,6 +152,15 @@ def test_a_checkpoint_of_a_program_gets_other_row_shards(kept_world: WorldFactor
         with pytest.raises(ConfigError, match=match):
             convert(tmp_path / "old", tmp_path / "none", **wrong)
     assert not (tmp_path / "none").exists()
+    no_shards: Any = {"item": "x"}
+    with pytest.raises(ConfigError, match="nothing to convert"):
+        convert(tmp_path / "old", tmp_path / "none", row_shards={})
+    with pytest.raises(ConfigError, match="row shards 'x' of table item; allowed: a whole number"):
+        convert(tmp_path / "old", tmp_path / "none", row_shards=no_shards)
+    source = latest(tmp_path / "old")
+    assert source is not None
+    with pytest.raises(ConfigError, match="is in the checkpoint that is read; allowed: another folder"):
+        convert(source, source / "new", row_shards=2)
     with pytest.raises(ConfigError, match="has checkpoints of a run"):
         convert(tmp_path / "old", tmp_path / "new", row_shards=2)
     with pytest.raises(ConfigError, match="no checkpoint, and no folder of checkpoints"):

@@ -13,6 +13,7 @@ from torch import nn
 
 from sennit.runtime.checkpoint.digest import line
 from sennit.runtime.data.seeds import numpy_stream
+from sennit.runtime.kernels import Optimizer, OptimizerSpec
 from sennit.runtime.model.factory import dense_optimizer
 from sennit.runtime.sharded.memory_limits import shared_limits
 from sennit.runtime.sharded.phases import PhaseClock
@@ -135,6 +136,9 @@ def test_optimizers_and_configurations_are_checked() -> None:
         TrainingConfig(weight_decay=-1)
     with pytest.raises(ConfigError, match="optimizer 'adem'; allowed: sgd, "):
         TrainingConfig(optimizer="adem")
+    assert OptimizerSpec(kind="SGD", momentum=0.9).kind is Optimizer.SGD  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="kind adm; allowed: sgd, adagrad, "):
+        OptimizerSpec(kind="adm")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"momentum 0\.9; allowed: 0\.0 for adam"):
         TrainingConfig(optimizer="adamw", momentum=0.9)
     with pytest.raises(ConfigError, match="decay end 5; allowed: above 7"):

@@ -41,6 +41,14 @@ def one_argument(logits: Tensor) -> Tensor:
     return logits
 
 
+def first_label(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(logits[:, 0], labels[:, 0], reduction="none")
+
+
+def few(logits: Tensor, labels: Tensor) -> Tensor:
+    return focal(logits, labels)[:2]
+
+
 number = 3
 HERE = "tests.runtime.test_loss"
 
@@ -108,6 +116,15 @@ def test_a_weighted_sum_is_torchs(seed: int) -> None:
 def test_what_is_wrong_with_a_loss_is_said(name: str, what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         Loss(name)
+
+
+def test_a_loss_that_fails_says_what_it_was_given() -> None:
+    with pytest.raises(IndexError) as failed:
+        Loss(f"{HERE}:first_label")
+    assert "was tried on logits and labels of zeros, (2,), before the first step" in failed.value.__notes__[0]
+    assert Loss(f"{HERE}:first_label", label_count=2)(torch.zeros(3, 2), torch.ones(3, 2)) > 0
+    with pytest.raises(ConfigError, match=r"a loss of shape \(2,\) for logits of shape \(5,\); allowed: one of each"):
+        Loss(f"{HERE}:few")(torch.zeros(5), torch.ones(5))
 
 
 def test_weights_that_cannot_be_are_named(seed: int) -> None:

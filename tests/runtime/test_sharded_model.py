@@ -331,11 +331,13 @@ def disagrees(rank: int, world: int) -> None:
         with pytest.raises(ConfigError, match=r"table user: rank 0 has lr 0\.1, rank 1 has frozen; all ranks must"):
             call()
     user.frozen = False
-    # As a scheduler on a metric of its own may do.
-    module.optimizer.param_groups[0]["lr"] = float("nan") if rank else 0.1
-    expected, words = (ConfigError, "table user: lr nan; allowed: finite") if rank else (PeerInputError, "of rank 1")
-    with pytest.raises(expected, match=words):
-        module(ids)
+    for wrong in (float("nan"), -0.1):
+        # As a scheduler on a metric of its own may do.
+        module.optimizer.param_groups[0]["lr"] = wrong if rank else 0.1
+        text = f"table user: lr {wrong}; allowed: 0 or more"
+        expected, words = (ConfigError, text) if rank else (PeerInputError, "of rank 1")
+        with pytest.raises(expected, match=words):
+            module(ids)
     user.lr = 0.1
     with pytest.raises(
         ConfigError, match=r"call: rank 0 has get_rows of table user, rank 1 has set_rows of table user"

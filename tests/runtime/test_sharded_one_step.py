@@ -27,6 +27,7 @@ from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.replicas import SlicedReplicas
 from sennit.runtime.sharded import (
     Features,
+    PeerInputError,
     ShardedEmbeddingBags,
     ShardedEmbeddings,
     Table,
@@ -814,7 +815,24 @@ def seen_in_the_next_call(rank: int, world: int, in_thread: bool) -> None:
         kept()
         (module.optimizer.step if rank == 0 else also)()
 
+    def first_multiplies() -> None:
+        kept()
+        if rank == 0:
+            module.multiply_grads(0.5)
+        module.optimizer.step()
+
+    def moves() -> None:
+        module.move(module.placement)
+
+    for call in (module.grad_norm, moves, module.check):
+        first_steps()
+        # An error of one rank alone comes before what ranks compare.
+        with pytest.raises((ConfigError, ArgumentError, PeerInputError)):
+            call()
+        module.optimizer.zero_grad()
+        module.check()
     ways: list[tuple[Callable[[], None], str]] = [
+        (first_multiplies, r"multiply_grads\): rank 0 has 0.5, rank 1 has 1.0"),
         (lambda: first_zeroes(module.zero_grad), r"no_sync\): rank 0 has 0, rank 1 has 1"),
         (lambda: first_zeroes(nn.Sequential(module).zero_grad), r"no_sync\): rank 0 has 0, rank 1 has 1"),
         (first_steps, r"no_sync\): rank 0 has 0, rank 1 has 1"),

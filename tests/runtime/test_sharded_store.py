@@ -141,8 +141,9 @@ def homeless(rank: int, world: int, folder: str) -> None:
             ShardedEmbeddingBags([dataclasses.replace(table, home=home)], lr=1, **options)
     with pytest.raises(ConfigError, match="table user: home file with a train_rank; allowed: dram, hbm"):
         dataclasses.replace(table, train_rank=2, home=Home.FILE)
-    with pytest.raises(ConfigError, match="table user: home file; allowed: a Home, or None"):
-        dataclasses.replace(table, home="file")  # type: ignore[arg-type]
+    assert dataclasses.replace(table, home="file").home is Home.FILE  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="table user: home disk; allowed: file, dram, hbm"):
+        dataclasses.replace(table, home="disk")  # type: ignore[arg-type]
 
 
 def moves(rank: int, world: int, folder: str, homes: dict[str, str] | None) -> None:
