@@ -14,6 +14,8 @@ constexpr uint32_t STILL_TURNS = 12;
 constexpr uint64_t STILL_STEP_US = 20'000;
 // Then only what waits for a silent peer may still happen. It is given up within two timeouts.
 constexpr uint64_t STILL_LIMIT_US = 3 * PEER_TIMEOUT_US;
+// Of each wait. A rank that asks another one again and again is never still.
+constexpr uint64_t DEADLINE_US = 10 * PEER_TIMEOUT_US;
 constexpr uint32_t TURNS_MAX = 200'000;
 
 }  // namespace
@@ -122,6 +124,7 @@ void World::run_until_rest(SimRandom& random) {
       still_turns = 0;
       still_us += STILL_STEP_US;
       now_us += STILL_STEP_US;
+      if (now_us > DEADLINE_US) end_at_deadline();
       if (still_us < STILL_LIMIT_US) continue;
       if (!end_at_deadline()) return;
       still_us = 0;
