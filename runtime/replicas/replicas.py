@@ -32,6 +32,7 @@ from sennit.runtime.sharded.module import uncompiled
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.sharded.sent import Pending, RunBeside
 from sennit.runtime.sharded.slices import DEFAULT_SLICES, GlobalBatch, Slices
+from sennit.transport.choice.calibration import processor_maker
 from sennit.transport.codecs import Codec
 from sennit.transport.errors import ArgumentError, ConfigError, SennitError
 
@@ -363,7 +364,8 @@ def _description(module: nn.Module, slices: int, seed: int) -> dict[str, str]:
             frozen = "" if tensor.requires_grad or name.startswith("buffer") else ", frozen"
             found[name] = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device.type}{frozen}"
     found["threads"] = f"{torch.get_num_threads()} (torch.set_num_threads)"
-    found["processor"] = torch.backends.cpu.get_cpu_capability()
+    # Libraries of matrix products choose their code by both.
+    found["processor"] = f"{processor_maker()} {torch.backends.cpu.get_cpu_capability()}".strip()
     devices = {tensor.device for _, tensor in _state(module)}
     found["devices"] = str(len(devices))
     for device in devices:

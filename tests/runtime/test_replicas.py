@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sennit.runtime.replicas import Along, SlicedReplicas
+from sennit.runtime.replicas import replicas as replicas_module
 from sennit.runtime.replicas.cutting import CutArguments, join
 from sennit.runtime.sharded import Slices
 from sennit.transport.errors import ArgumentError, ConfigError, MismatchError, SennitError, Unsupported
@@ -254,6 +256,11 @@ def refusals(rank: int, world: int) -> None:
     with pytest.warns(UserWarning, match=r"threads: rank 0 has 1 .* has 2 .* bits may differ"):
         replicas = SlicedReplicas(nn.Linear(2, 2))
     torch.set_num_threads(1)
+    with (
+        mock.patch.object(replicas_module, "processor_maker", return_value=("AuthenticAMD", "GenuineIntel")[last]),
+        pytest.warns(UserWarning, match=r"processor: rank 0 has AuthenticAMD .* has GenuineIntel .* bits may differ"),
+    ):
+        SlicedReplicas(nn.Linear(2, 2))
 
     count = 2 * (replicas.slices.own.high - replicas.slices.own.low)
     x = torch.ones(count, 2)

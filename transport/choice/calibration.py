@@ -97,11 +97,20 @@ def read_calibration(path: str | None) -> Calibration:
 
 def processor_name() -> str:
     """The processor's name as the kernel tells it."""
+    return _of_processor("model name", "Model")
+
+
+def processor_maker() -> str:
+    """Who made the processor, as the kernel tells it: "AuthenticAMD", or a number on Arm."""
+    return _of_processor("vendor_id", "CPU implementer")
+
+
+def _of_processor(*fields: str) -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model"))), "")
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(fields)), "")
 
 
 def _strange(path: str, found: Mapping[str, Any]) -> list[str]:
