@@ -50,7 +50,7 @@ def made(kind: str, **options: Any) -> Any:
         for name in ("user", "item")
     ]
     return (ShardedEmbeddingBags if kind == "bags" else ShardedEmbeddings)(
-        tables, lr=0.5, placement="row_wise", gradients="sum", **options
+        tables, lr=0.5, placement="row_wise", **options
     )
 
 
