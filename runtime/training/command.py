@@ -17,7 +17,7 @@ import typer
 
 from sennit.options import with_options
 from sennit.runtime.backend.torch_versions import Store
-from sennit.runtime.checkpoint.folder import latest, named
+from sennit.runtime.checkpoint.folder import named
 from sennit.runtime.data import sources
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.source import Source
@@ -31,6 +31,7 @@ from sennit.runtime.training.launch import Ranks, join_address, serve_store
 from sennit.runtime.training.resumption import check_unused
 from sennit.runtime.training.run import Place, join_run, run_rank
 from sennit.runtime.training.stretch import tell_timeline
+from sennit.runtime.training.supply import resumed
 from sennit.transport.config import from_environment
 from sennit.transport.errors import ConfigError
 from sennit.transport.meeting.rails import find_rails
@@ -105,8 +106,7 @@ def start(
     ):
         if folder is not None:
             _make_folder(name, folder)
-    has_own = config.resume and config.checkpoint is not None and latest(config.checkpoint) is not None
-    if config.warm_start is not None and not has_own:
+    if config.warm_start is not None and resumed(config) is None:
         # All ranks of this machine then take the same one.
         config = replace(config, warm_start=named(config.warm_start))
     if config.checkpoint is not None and not config.resume and join is None:

@@ -74,9 +74,7 @@ def convert(
         raise ConfigError("nothing to convert; allowed: other slices, other row shards, or both")
     if dist.is_initialized():
         raise ConfigError("convert in a group of ranks; allowed: a process without a group")
-    source = folder if (folder / checkpoint.METADATA).is_file() else checkpoint.latest(folder)
-    if source is None:
-        raise ConfigError(f"{folder}: no checkpoint, and no folder of checkpoints")
+    source = checkpoint.named(folder)
     if output.resolve().is_relative_to(source.resolve()):
         raise ConfigError(f"{output} is in the checkpoint that is read; allowed: another folder")
     check_unused(output)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,11 @@ MakeSource = Callable[[], BatchSource]
 """The source of this rank's batches in the present default group. Collective."""
 
 
+def resumed(config: TrainingConfig) -> Path | None:
+    """The checkpoint of its own that the run goes on from, if it resumes and has one."""
+    return latest(config.checkpoint) if config.resume and config.checkpoint is not None else None
+
+
 def prepared_data(config: TrainingConfig) -> PreparedData:
     """Loads the run's data set, splits and preprocesses it. Raises `DataError` if it cannot be trained on.
 
@@ -34,8 +40,7 @@ def prepared_data(config: TrainingConfig) -> PreparedData:
     """
     known = None
     if config.warm_start is not None:
-        own = latest(config.checkpoint) if config.resume and config.checkpoint is not None else None
-        checkpoint = own or named(config.warm_start)
+        checkpoint = resumed(config) or named(config.warm_start)
         known = Preprocessing.read(checkpoint)
         if known is None:
             raise ConfigError(

@@ -93,9 +93,7 @@ def enter(name: str) -> None:
     """Moves the calling thread, and the threads that it starts from now on, into the namespace."""
     descriptor = os.open(path_of(name), os.O_RDONLY | os.O_CLOEXEC)
     try:
-        if _libc.setns(descriptor, CLONE_NEWNET) != 0:
-            code = ctypes.get_errno()
-            raise OSError(code, f"setns({name}): {os.strerror(code)}{_why_refused(name, descriptor)}")
+        _check(_libc.setns(descriptor, CLONE_NEWNET), f"setns({name})", lambda: _why_refused(name, descriptor))
     finally:
         os.close(descriptor)
 
@@ -150,7 +148,7 @@ def _start_ticks(pid: int) -> int:
     return int(text.rpartition(")")[2].split()[19])
 
 
-def _check(result: int, what: str) -> None:
+def _check(result: int, what: str, why: Callable[[], str] = str) -> None:
     if result != 0:
         code = ctypes.get_errno()
-        raise OSError(code, f"{what}: {os.strerror(code)}")
+        raise OSError(code, f"{what}: {os.strerror(code)}{why()}")
