@@ -79,7 +79,7 @@ def test_folder_imports_only_what_it_may(folder: str) -> None:
 ROOM_LAYERS = (
     {"backend", "kernels", "telemetry"},
     {"data", "memory", "trace"},
-    {"ingest", "sharded"},
+    {"ingest", "sharded", "stream"},
     {"checkpoint", "model", "replicas", "timeline"},
     {"pipeline"},
     {"planner"},

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a stream is made of: files, each a list of blocks of rows. Formats implement `StreamFile`.
+
+Why blocks: docs/decisions/0071-a-stream-is-blocks-in-one-order.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, Protocol
+
+PIECE_ROWS: Final = 1 << 14
+"""Rows that `read` yields at once, at most. Memory of a reader goes with it, and not with the size of blocks."""
+
+
+class StreamFile(Protocol):
+    """One file of a stream, as it was when the index was made. It can be pickled, and each `read` opens it anew."""
+
+    name: str
+    """As the user would write it, for messages."""
+
+    block_rows: tuple[int, ...]
+    """The rows of each block. A block may be empty."""
+
+    digest: str
+    """SHA-256 in hexadecimal over what tells this content from another: for Parquet and Arrow the size and the footer,
+    for text all of it."""
+
+    schema: Any
+    """The `pyarrow.Schema` of the whole file."""
+
+    def read(self, block: int, columns: Sequence[str], *, begin: int = 0) -> Iterator[Any]:
+        """Yields the rows of a block from `begin` on, as `pyarrow.RecordBatch`es with these columns.
+
+        Raises DataError, with the file's name and the block, for rows that cannot be read, and for a file that is no
+        longer what it was when the index was made.
+        """
+
+    def span(self, block: int, column: str) -> tuple[Any, Any] | None:
+        """The least and the greatest value of a column in a block, if the format knows them without reading rows."""
