@@ -13,8 +13,6 @@ Permutations are keyed bijections (`KeyedPermutation`), so nobody holds a list o
 
 from __future__ import annotations
 
-import bisect
-import math
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Final
@@ -26,6 +24,7 @@ from torch import Tensor
 
 from sennit.offload.permutation import KeyedPermutation
 from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.numbering import Numbering
 from sennit.runtime.data.samples import held_back
 from sennit.transport.plans.tree import leaves_of
 
@@ -57,8 +56,8 @@ class OrderSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
-    """Numbers the batches of the whole run from 0, so that a resumed run continues with the number where it stopped."""
+class Order(Numbering):
+    """The order of samples in memory."""
 
     name: str
     """The name of the data set, for messages."""
@@ -114,68 +113,12 @@ class Order:
                 f"{self.name}: {self.train_count} training samples do not fill one batch of {self.batch_size}"
             )
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Training batches per epoch. Samples that do not fill the last batch are left out of the epoch."""
-        return self.train_count // self.batch_size
-
-    @property
-    def step_count(self) -> int:
-        steps = self.steps_per_epoch * self.epochs
-        return steps if self.max_steps is None else min(steps, self.max_steps)
-
-    @property
-    def validation_batches(self) -> int:
-        """The first batches of each evaluation, which have the validation rows."""
-        return -(-self.validation_count // self.batch_size)
-
-    @property
-    def eval_batches(self) -> int:
-        """All batches of an evaluation."""
-        return self.validation_batches + -(-self.eval_count // self.batch_size)
-
-    @property
-    def batch_count(self) -> int:
-        """Batches of the whole run."""
-        return self.evaluation_batches(self.step_count).stop
-
-    def training_batch(self, step: int) -> int:
-        """The training batch of a step. Steps count from 0."""
-        return step + self.evaluations(step) * self.eval_batches
-
-    def evaluations(self, steps_done: int) -> int:
-        """The evaluations after these steps but that at the end of the run, unless it is the end of an epoch, too."""
-        count = steps_done // self.steps_per_epoch
-        if self.eval_every is not None:
-            both = math.lcm(self.steps_per_epoch, self.eval_every)
-            count += steps_done // self.eval_every - steps_done // both
-        return count
-
-    def next_evaluation(self, steps_done: int) -> int:
-        """The steps after which the next evaluation follows, if it does not follow these (1 or more) themselves."""
-        every = [self.steps_per_epoch, *([] if self.eval_every is None else [self.eval_every])]
-        return min(self.step_count, *(-(-max(1, steps_done) // steps) * steps for steps in every))
-
-    def evaluation_batches(self, steps_done: int) -> range:
-        """The batches of the evaluation that follows these steps, or else of the next one."""
-        begin = self.training_batch(self.next_evaluation(steps_done) - 1) + 1
-        return range(begin, begin + self.eval_batches)
-
-    def next_batch(self, steps_done: int, *, evaluates: bool = False) -> int:
-        """The batch at which a run resumes after this many steps. `evaluates`: with the evaluation that follows them.
-
-        At the end of the run, its evaluation is done again.
-        """
-        if steps_done < self.step_count and not evaluates:
-            return self.training_batch(steps_done)
-        return self.evaluation_batches(steps_done).start
-
     def size(self, number: int) -> int:
         """The number of samples of the global batch."""
-        _, place = self._place(number)
-        if place >= 0:
+        _, behind = self.place(number)
+        if not behind:
             return self.batch_size
-        first, end = self._held_back(place)
+        first, end = self._held_back(behind)
         return min(self.batch_size, end - first)
 
     def counts(self, number: int, world_size: int) -> list[int]:
@@ -209,10 +152,11 @@ class Order:
 
     def _rows(self, number: int, begin: int, end: int) -> Tensor:
         """A part of a global batch."""
-        epoch, place = self._place(number)
-        if place < 0:
-            first, _ = self._held_back(place)
+        step, behind = self.place(number)
+        if behind:
+            first, _ = self._held_back(behind)
             return self._split_rows(np.arange(first + begin, first + end))
+        epoch, place = divmod(step, self.steps_per_epoch)
         first = place * self.batch_size
         return self._split_rows(
             _shuffle(self.train_count, f"{self.seed}/order/{epoch}")(np.arange(first + begin, first + end))
@@ -228,21 +172,14 @@ class Order:
             places[is_mixed] = _shuffle(count, f"{self.seed}/split")(places[is_mixed])
         return torch.from_numpy(places)
 
-    def _held_back(self, place: int) -> tuple[int, int]:
-        """Where the batch begins in the split, and where its part ends: the validation rows or the evaluation rows."""
-        number, middle = -1 - place, self.train_count + self.validation_count
+    def _held_back(self, behind: int) -> tuple[int, int]:
+        """Where the batch of an evaluation begins in the split, and where its part ends: the validation rows or the
+        evaluation rows.
+        """
+        number, middle = behind - 1, self.train_count + self.validation_count
         if number < self.validation_batches:
             return self.train_count + number * self.batch_size, middle
         return middle + (number - self.validation_batches) * self.batch_size, self.sample_count
-
-    def _place(self, number: int) -> tuple[int, int]:
-        """(epoch, place). Training batches have the places 0, 1, …; batches of an evaluation -1, -2, …"""
-        if not 0 <= number < self.batch_count:
-            raise DataError(f"batch {number}; allowed: 0 to {self.batch_count - 1}")
-        step = bisect.bisect_right(range(self.step_count), number, key=self.training_batch) - 1
-        epoch, place = divmod(step, self.steps_per_epoch)
-        behind = number - self.training_batch(step)
-        return epoch, -behind if behind else place
 
 
 @lru_cache(maxsize=8)
