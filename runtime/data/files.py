@@ -30,6 +30,10 @@ class DataFile:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def is_local(self) -> bool:
+        return "file" in self.filesystem.protocol
+
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
         """Opens the file for reading.
@@ -43,6 +47,24 @@ class DataFile:
             raise
         except Exception as error:  # filesystems have many authors, and errors of many types
             raise DataError(f"{self.name}: {_reason(error)}{_behind_proxy(self.name)}") from error
+
+    @contextmanager
+    def open_native(self) -> Iterator[Any]:
+        """Opens the file as a `pyarrow.NativeFile`. Arrow reads local files without Python, and in its own threads.
+
+        Local files are not mapped into memory: a process that reads from a map of a file that is cut short is killed.
+        Raises DataError as `open` does.
+        """
+        arrow = require("pyarrow", package="pyarrow", purpose="reading data files")
+        if not self.is_local:
+            with self.open() as stream, arrow.PythonFile(stream, mode="r") as native:
+                yield native
+            return
+        try:
+            with arrow.OSFile(self.path) as native:
+                yield native
+        except OSError as error:
+            raise DataError(f"{self.name}: {_reason(error)}") from error
 
 
 def find_files(paths: Iterable[str]) -> tuple[DataFile, ...]:

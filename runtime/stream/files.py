@@ -16,18 +16,34 @@ PIECE_ROWS: Final = 1 << 14
 class StreamFile(Protocol):
     """One file of a stream, as it was when the index was made. It can be pickled, and each `read` opens it anew."""
 
-    name: str
-    """As the user would write it, for messages."""
+    @property
+    def name(self) -> str:
+        """As the user would write it, for messages."""
 
-    block_rows: tuple[int, ...]
-    """The rows of each block. A block may be empty."""
+    @property
+    def block_rows(self) -> tuple[int, ...]:
+        """The rows of each block. A block may be empty."""
 
-    digest: str
-    """SHA-256 in hexadecimal over what tells this content from another: for Parquet and Arrow the size and the footer,
-    for text all of it."""
+    @property
+    def digest(self) -> str:
+        """SHA-256 in hexadecimal over what tells this content from another.
 
-    schema: Any
-    """The `pyarrow.Schema` of the whole file."""
+        For Parquet and Arrow these are the size and the footer, for text it is all of it.
+        """
+
+    @property
+    def schema(self) -> Any:
+        """The `pyarrow.Schema` of the whole file."""
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether a block can be reached only through the blocks before it.
+
+        Then a shuffled order would read the file from its beginning for each block.
+        """
+
+    def where(self, block: int, row: int | None = None) -> str:
+        """A block, or a row of it, in words for messages: "row group 3, row 17", or "line 1718" of a text."""
 
     def read(self, block: int, columns: Sequence[str], *, begin: int = 0) -> Iterator[Any]:
         """Yields the rows of a block from `begin` on, as `pyarrow.RecordBatch`es with these columns.
@@ -37,4 +53,7 @@ class StreamFile(Protocol):
         """
 
     def span(self, block: int, column: str) -> tuple[Any, Any] | None:
-        """The least and the greatest value of a column in a block, if the format knows them without reading rows."""
+        """The least and the greatest value of a column in a block, if the format knows them without reading rows.
+
+        Times and dates are integers in the unit of the column's type. None for a column with nulls.
+        """

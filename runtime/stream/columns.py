@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one type that a column has in all files of a stream, where writers chose several for the same values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sennit.runtime.data.packages import require
+
+
+def common_type(kinds: list[Any]) -> Any | None:
+    """The type of pyarrow that has the values of all these types, or None where there is none.
+
+    One type stays what it is. Integers of several widths and signs become int64, numbers float64, texts large_string,
+    lists large_list. Arrow's dictionaries are their values. The type null, of a column of None, is any type.
+    """
+    arrow = require("pyarrow", package="pyarrow", purpose="reading data files")
+    types = arrow.types
+    found = {kind.value_type if types.is_dictionary(kind) else kind for kind in kinds if not types.is_null(kind)}
+    if len(found) <= 1:
+        return found.pop() if found else arrow.null()
+    if all(types.is_integer(kind) for kind in found):
+        return arrow.uint64() if all(types.is_unsigned_integer(kind) for kind in found) else arrow.int64()
+    if all(types.is_integer(kind) or types.is_floating(kind) for kind in found):
+        return arrow.float64()
+    if all(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind) for kind in found):
+        return arrow.large_string()
+    if all(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind) for kind in found):
+        inner = common_type([kind.value_type for kind in found])
+        return None if inner is None else arrow.large_list(inner)
+    return None
+
+
+def cast(column: Any, kind: Any) -> Any:
+    """A column of a batch with the common type. Raises pyarrow.ArrowInvalid for an integer that does not fit."""
+    if column.type == kind:
+        return column
+    compute = require("pyarrow.compute", package="pyarrow", purpose="reading data files")
+    arrow = require("pyarrow", package="pyarrow", purpose="reading data files")
+    # Integers above 2^53 are rounded where files disagree about integer or float.
+    return compute.cast(column, kind, safe=not arrow.types.is_floating(kind))

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The index of a stream: which rows each block of each file has, so that a row is found by its number alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.files import find_files
+from sennit.runtime.data.packages import require
+from sennit.runtime.stream.columns import cast, common_type
+from sennit.runtime.stream.files import StreamFile
+from sennit.runtime.stream.parquet_file import ParquetFile
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a row is: a file, a block of the file, and a row of the block. Messages show it as `str()`."""
+
+    file: StreamFile
+    block: int
+    row: int
+
+    def __str__(self) -> str:
+        return f"{self.file.name}: {self.file.where(self.block, self.row)}"
+
+    def of(self, column: str) -> str:
+        """The place of one value."""
+        return f"{self.file.name}: column {column}, {self.file.where(self.block, self.row)}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StreamIndex:
+    """All rows of a list of files, in the order of the files. It can be pickled. Blocks are numbered through all files.
+
+    `open_index` makes it.
+    """
+
+    files: tuple[StreamFile, ...]
+    columns: tuple[str, ...]
+    """The columns that can be read, the column of time among them."""
+
+    schema: Any
+    """A `pyarrow.Schema` of `columns`. What `read` yields has these types, whatever a file has."""
+
+    time_column: str | None
+
+    ends: npt.NDArray[np.int64]
+    """For each block, the number of rows up to its end."""
+
+    file_ends: npt.NDArray[np.int64]
+    """For each file, the number of blocks up to its end."""
+
+    fingerprint: str
+    """SHA-256 in hexadecimal over names and types of columns, and rows and digests of files. Neither the names of files
+    nor their places count."""
+
+    @property
+    def sample_count(self) -> int:
+        """The rows of all files."""
+        return int(self.ends[-1])
+
+    @property
+    def block_count(self) -> int:
+        return len(self.ends)
+
+    def place(self, row: int) -> Place:
+        """Where a row of the stream is. Raises IndexError for a row that there is not."""
+        if not 0 <= row < self.sample_count:
+            raise IndexError(f"row {row}; allowed: [0, {self.sample_count})")
+        number = self._block_of(row)
+        file, block = self._locate(number)
+        return Place(file, block, row - self._begin(number))
+
+    def read(self, begin: int, end: int, columns: Sequence[str]) -> Iterator[tuple[Place, Any]]:
+        """Yields rows [begin, end) of the stream in order, as `pyarrow.RecordBatch`es, with the place of their first.
+
+        Only the blocks that have these rows are read. Raises DataError for rows that cannot be read, and IndexError for
+        rows that there are not.
+        """
+        if not 0 <= begin <= end <= self.sample_count:
+            raise IndexError(f"rows [{begin}, {end}); allowed: in [0, {self.sample_count})")
+        while begin < end:
+            number = self._block_of(begin)
+            first, until = self._begin(number), min(end, int(self.ends[number]))
+            file, block = self._locate(number)
+            for batch in file.read(block, columns, begin=begin - first):
+                place = Place(file, block, begin - first)
+                piece = batch.slice(0, until - begin)
+                yield place, self._typed(piece, columns, place)
+                begin += len(piece)
+                if begin == until:
+                    break
+            if begin < until:
+                raise DataError(
+                    f"{file.name}: {file.where(block)} has {begin - first} rows, but {until - first} are there"
+                )
+
+    def time_span(self, block: int) -> tuple[Any, Any] | None:
+        """The least and the greatest time of a block, if the format knows them without reading rows.
+
+        They are integers in the unit of the column's type, or floats.
+        """
+        if self.time_column is None:
+            return None
+        file, own = self._locate(block)
+        return file.span(own, self.time_column)
+
+    def _block_of(self, row: int) -> int:
+        """The block of a row, which is never an empty one."""
+        return int(np.searchsorted(self.ends, row, side="right"))
+
+    def _locate(self, number: int) -> tuple[StreamFile, int]:
+        """A block's file, and its number within the file."""
+        file = int(np.searchsorted(self.file_ends, number, side="right"))
+        return self.files[file], number - (int(self.file_ends[file - 1]) if file else 0)
+
+    def _begin(self, number: int) -> int:
+        return int(self.ends[number - 1]) if number else 0
+
+    def _typed(self, batch: Any, columns: Sequence[str], place: Place) -> Any:
+        arrow = require("pyarrow", package="pyarrow", purpose="reading data files")
+        made = []
+        for name, column in zip(columns, batch.columns, strict=True):
+            kind = self.schema.field(name).type
+            try:
+                made.append(cast(column, kind))
+            except arrow.ArrowInvalid as error:
+                raise DataError(f"{place.of(name)}: {error}; allowed: {kind}, which all files together have") from error
+        return arrow.RecordBatch.from_arrays(made, names=list(columns))
+
+
+def open_index(paths: Sequence[str], columns: Sequence[str], *, time_column: str | None = None) -> StreamIndex:
+    """Finds files, and reads what their formats say about their rows.
+
+    Raises DataError for files that are no data files, that do not have each column once, or that have it with types
+    that do not agree, and where there are no rows at all.
+    """
+    columns = tuple(dict.fromkeys((*columns, *([] if time_column is None else [time_column]))))
+    files = tuple(ParquetFile.of(file) for file in find_files(paths))
+    schema = _common_schema(files, columns)
+    rows = [rows for file in files for rows in file.block_rows]
+    if not sum(rows):
+        raise DataError(f"{', '.join(file.name for file in files)}: no rows; allowed: at least one")
+    return StreamIndex(
+        files=files,
+        columns=columns,
+        schema=schema,
+        time_column=time_column,
+        ends=np.cumsum(rows, dtype=np.int64),
+        file_ends=np.cumsum([len(file.block_rows) for file in files], dtype=np.int64),
+        fingerprint=_fingerprint(files, schema),
+    )
+
+
+def _common_schema(files: Sequence[StreamFile], columns: Sequence[str]) -> Any:
+    arrow = require("pyarrow", package="pyarrow", purpose="reading data files")
+    for file in files:
+        names = file.schema.names
+        for name in columns:
+            if (count := names.count(name)) != 1:
+                what = f"{count} columns {name}; allowed: one" if count else f"no column {name}"
+                there = f", which {files[0].name} has" if not count and file is not files[0] else ""
+                raise DataError(f"{file.name}: {what}{there}; there are: {', '.join(sorted(names))}")
+    fields = []
+    for name in columns:
+        kinds = [file.schema.field(name).type for file in files]
+        for number in range(1, len(files)):
+            if common_type(kinds[: number + 1]) is None:
+                raise DataError(
+                    f"{files[number].name}: column {name} is {kinds[number]}, but in {files[0].name} it is {kinds[0]}; "
+                    "allowed: one type, or numbers, texts or lists of several"
+                )
+        fields.append(arrow.field(name, common_type(kinds)))
+    return arrow.schema(fields)
+
+
+def _fingerprint(files: Sequence[StreamFile], schema: Any) -> str:
+    content = {
+        "columns": [[field.name, str(field.type)] for field in schema],
+        "files": [[file.block_rows, file.digest] for file in files],
+    }
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
