@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -44,6 +45,9 @@ class BatchSource(Protocol):
     def close(self, failure: str | None = None, *, goes_on: bool = False) -> None:
         """Says that no batch is taken any more: the run is over, has failed, or goes on in another group of ranks."""
 
+    def sample(self) -> Samples | None:
+        """Some samples, the same on every rank, to plan by; None: nobody has any before training."""
+
     def counters(self) -> dict[str, int | float]:
         """Counters of the work done for the batches, by name; empty if there was none."""
 
@@ -52,6 +56,22 @@ class BatchSource(Protocol):
 
     def sketch(self) -> Sketch | None:
         """How often this rank's batches used each row, by table name; None if nobody counts."""
+
+
+class IdCounter:
+    """Counts the ids of a rank's batches, in the way of feeders."""
+
+    def __init__(self, tables: Sequence[TableFacts], shape: SketchShape) -> None:
+        self.sketch = Sketch(
+            tables=[table.name for table in tables], table_rows=[table.rows for table in tables], shape=shape
+        )
+
+    def count(self, number: int, batch: Batch) -> None:
+        lengths, values = batch.lengths.numpy(), batch.values.numpy()
+        rows = sampled_rows(number, batch.sample_count, self.sketch.shape.one_row_in)
+        ends = lengths.sum(1).cumsum()[:-1]
+        self.sketch.add_sampled([ids_of_rows(*one, rows) for one in zip(lengths, np.split(values, ends), strict=True)])
+        self.sketch.rows += batch.sample_count
 
 
 class MemorySource:
@@ -71,31 +91,19 @@ class MemorySource:
         self.samples = data.samples
         """The samples of all ranks."""
         self._rank, self._world_size = rank, world_size
-        self._sketch = (
-            None
-            if counted is None
-            else Sketch(
-                tables=[table.name for table in self.tables],
-                table_rows=[table.rows for table in self.tables],
-                shape=counted,
-            )
-        )
+        self._counter = None if counted is None else IdCounter(self.tables, counted)
 
     def begin(self, number: int) -> None:
         pass
 
     def take(self, number: int) -> Batch:
         batch = self.samples.batch(self.order.part(number, self._rank, self._world_size))
-        if self._sketch is not None:
-            self._count(self._sketch, number, batch)
+        if self._counter is not None:
+            self._counter.count(number, batch)
         return batch
 
-    def _count(self, sketch: Sketch, number: int, batch: Batch) -> None:
-        lengths, values = batch.lengths.numpy(), batch.values.numpy()
-        rows = sampled_rows(number, batch.sample_count, sketch.shape.one_row_in)
-        ends = lengths.sum(1).cumsum()[:-1]
-        sketch.add_sampled([ids_of_rows(*one, rows) for one in zip(lengths, np.split(values, ends), strict=True)])
-        sketch.rows += batch.sample_count
+    def sample(self) -> Samples | None:
+        return self.samples
 
     def release(self, number: int) -> None:
         pass
@@ -110,7 +118,7 @@ class MemorySource:
         return None
 
     def sketch(self) -> Sketch | None:
-        return self._sketch
+        return None if self._counter is None else self._counter.sketch
 
 
 def prepared(data: RawSamples | Samples, settings: OrderSettings, known: Preprocessing | None = None) -> PreparedData:

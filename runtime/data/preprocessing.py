@@ -81,7 +81,7 @@ class Preprocessing:
         DataError for features that are not those of the model.
         """
         if known is not None:
-            known._check_features(raw)
+            known.check_features(raw)
         return cls(
             scales=tuple(
                 _scale(field, raw.dense[:, number], is_training) for number, field in enumerate(raw.dense_fields)
@@ -94,7 +94,7 @@ class Preprocessing:
             ),
         )
 
-    def _check_features(self, raw: RawSamples) -> None:
+    def check_features(self, raw: RawSamples) -> None:
         """Raises DataError unless the samples have the features of this preprocessing, with the same operators."""
         for what, found, wanted in (
             ("dense features", raw.dense_fields, tuple(scale.field for scale in self.scales)),
@@ -232,16 +232,28 @@ def _encoding(
     feature: Feature, is_training: np.ndarray[Any, np.dtype[np.bool_]], known: Encoding | None = None
 ) -> Encoding:
     if feature.dictionary is None:
+        return encoding_of(feature, np.empty(0, np.int64), np.empty(0, np.int64), known)
+    cut = feature.cut()
+    counts = is_training if cut.offsets is None else np.repeat(is_training, cut.lengths)
+    codes = cut.values[counts]
+    frequency = np.bincount(codes[codes >= 0], minlength=len(feature.dictionary))
+    return encoding_of(feature, feature.dictionary, frequency, known)
+
+
+def encoding_of(
+    feature: Feature, values: Values, frequency: npt.NDArray[np.int64], known: Encoding | None = None
+) -> Encoding:
+    """The encoding of a feature whose training rows have each of `values`, in rising order, `frequency` times.
+
+    `known`: of a model that is trained on. Raises DataError for what cannot go on with it.
+    """
+    if feature.dictionary is None:
         if known is not None and feature.row_count < known.row_count:
             raise DataError(
                 f"column {feature.name}: {feature.row_count} rows; allowed: at least the {known.row_count} of the model"
             )
         return Encoding(name=feature.name, row_count=feature.row_count, salt=feature.salt, first=feature.first)
-    cut = feature.cut()
-    counts = is_training if cut.offsets is None else np.repeat(is_training, cut.lengths)
-    codes = cut.values[counts]
-    frequency = np.bincount(codes[codes >= 0], minlength=len(feature.dictionary))
-    vocabulary = feature.dictionary[frequency >= (feature.min_frequency or 1)]
+    vocabulary = values[frequency >= max(1, feature.min_frequency or 1)]
     if known is not None and known.vocabulary is not None:
         try:
             vocabulary = _values(sorted({*known.vocabulary.tolist(), *vocabulary.tolist()}))

@@ -54,6 +54,11 @@ class Column:
         return len(self.values) if self.offsets is None else len(self.offsets) - 1
 
     @property
+    def lengths(self) -> Tensor:
+        """Int64 [N]: the number of ids of each sample."""
+        return torch.ones(len(self.values), dtype=torch.int64) if self.offsets is None else self.offsets.diff()
+
+    @property
     def mean_length(self) -> float:
         """The mean number of ids per sample (the pooling factor)."""
         return len(self.values) / max(1, self.sample_count)

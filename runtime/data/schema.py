@@ -3,6 +3,7 @@
 
     label = "clicked"
     sample_weight = "worth"
+    time = "clicked_at"
     [dense.price]
     clamp = [0, 1000]
     log1p = true
@@ -35,6 +36,7 @@ from sennit.offload.operators import COLUMN_MAX_LENGTH
 from sennit.runtime.data.errors import DataError
 
 ENCODINGS: Final = ("id", "dictionary", "hash")
+TIME_UNITS: Final = ("s", "ms", "us", "ns")
 ROWS_MAX: Final = 2**40 - 1
 
 
@@ -65,6 +67,15 @@ class SparseField:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TimeField:
+    """The column of time."""
+
+    column: str
+    unit: str = "s"
+    """Of numbers, which count from 1970-01-01 UTC: s, ms, us or ns. Arrow's times have their own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Schema:
     """What the columns of a file mean; columns not named are ignored."""
 
@@ -73,6 +84,9 @@ class Schema:
     sparse: tuple[SparseField, ...]
     sample_weight: str | None = None
     """The column by which a sample's loss is multiplied."""
+
+    time: TimeField | None = None
+    """The column that a stream is in order of. It is no feature, unless it is named as one, too."""
 
     @property
     def columns(self) -> list[str]:
@@ -102,9 +116,9 @@ def parse_schema(content: Any) -> Schema:
     """Checks the content of a schema file."""
     if not isinstance(content, dict):
         raise DataError(
-            f"is a {type(content).__name__}; allowed: a table with the keys label, dense, sparse, sample_weight"
+            f"is a {type(content).__name__}; allowed: a table with the keys label, dense, sparse, sample_weight, time"
         )
-    _check_keys("", content, ("label", "dense", "sparse", "sample_weight"))
+    _check_keys("", content, ("label", "dense", "sparse", "sample_weight", "time"))
     label, dense, sparse = content.get("label"), content.get("dense", []), content.get("sparse")
     labels: list[Any] = label if isinstance(label, list) else [label]
     if not labels or not all(isinstance(name, str) and name for name in labels):
@@ -121,11 +135,28 @@ def parse_schema(content: Any) -> Schema:
     if not isinstance(sparse, dict) or not sparse:
         raise DataError(f"sparse is {sparse!r}; allowed: a table with one entry a column, at least one")
     fields = tuple(_sparse_field(name, entry) for name, entry in sparse.items())
-    schema = Schema(labels=tuple(labels), dense=numbers, sparse=fields, sample_weight=sample_weight)
+    time = _time_field(content.get("time"))
+    schema = Schema(labels=tuple(labels), dense=numbers, sparse=fields, sample_weight=sample_weight, time=time)
     for name in schema.columns:
         if schema.columns.count(name) > 1:
             raise DataError(f"column {name!r} is named twice")
     return schema
+
+
+def _time_field(entry: Any) -> TimeField | None:
+    if entry is None:
+        return None
+    if isinstance(entry, str) and entry:
+        return TimeField(column=entry)
+    if not isinstance(entry, dict):
+        raise DataError(f"time is {entry!r}; allowed: the name of a column, or a table with the keys column, unit")
+    _check_keys("time", entry, ("column", "unit"))
+    column, unit = entry.get("column"), entry.get("unit", "s")
+    if not (isinstance(column, str) and column):
+        raise DataError(f"time.column is {column!r}; allowed: the name of a column")
+    if unit not in TIME_UNITS:
+        raise DataError(f"time.unit is {unit!r}; allowed: {', '.join(TIME_UNITS)}")
+    return TimeField(column=column, unit=unit)
 
 
 def _dense_field(name: str, entry: Any) -> DenseField:

@@ -73,7 +73,7 @@ def check(source: Source) -> None:
     if not is_named(source.data):
         _files(source)
         find_files(source.evaluation)
-        _schema(source)
+        schema_of(source)
         return
     if source.further:
         raise DataError(f"data sets {source.data!r} and {source.further[0]!r}; allowed: one, or several Parquet paths")
@@ -146,7 +146,7 @@ def _is_path(name: str) -> bool:
 
 def _load_parquet(source: Source) -> RawSamples:
     name = PurePosixPath(source.data).name or source.data
-    return parquet.load(name, _files(source), _schema(source), find_files(source.evaluation))
+    return parquet.load(name, _files(source), schema_of(source), find_files(source.evaluation))
 
 
 def _files(source: Source) -> tuple[DataFile, ...]:
@@ -156,7 +156,8 @@ def _files(source: Source) -> tuple[DataFile, ...]:
     return find_files((source.data, *source.further))
 
 
-def _schema(source: Source) -> Schema:
+def schema_of(source: Source) -> Schema:
+    """The schema of files. Raises DataError if there is none, or if it cannot be used."""
     if source.schema is None:
         raise DataError(f"data set {source.data!r}: Parquet files need --schema FILE (docs/reference/data-sets.md)")
     return read_schema(source.schema)

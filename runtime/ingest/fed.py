@@ -23,6 +23,7 @@ from sennit.runtime.backend.process_group import BACKEND_NAME, communicator
 from sennit.runtime.data.batch import Batch
 from sennit.runtime.data.order import Order, OrderSettings
 from sennit.runtime.data.preprocessing import Preprocessing
+from sennit.runtime.data.samples import Samples
 from sennit.runtime.ingest.page import IngestPage
 from sennit.transport.errors import ConfigError, PeerError
 from sennit.transport.meeting.host import machine_identity
@@ -128,6 +129,9 @@ class FedSource:
 
     def release(self, number: int) -> None:
         self._session.release(number)
+
+    def sample(self) -> Samples | None:
+        return None
 
     def counters(self) -> dict[str, int | float]:
         return self._session.counters()

@@ -31,6 +31,10 @@ class Place:
     def __str__(self) -> str:
         return f"{self.file.name}: {self.file.where(self.block, self.row)}"
 
+    def behind(self, rows: int) -> Place:
+        """The place so many rows behind, in the same block."""
+        return Place(self.file, self.block, self.row + rows)
+
     def of(self, column: str) -> str:
         """The place of one value."""
         return f"{self.file.name}: column {column}, {self.file.where(self.block, self.row)}"

@@ -27,6 +27,7 @@ from sennit.runtime.pipeline.ahead import BATCHES_AHEAD_MAX
 from sennit.runtime.sharded.files import TableStore
 from sennit.runtime.sharded.placement import SHARDINGS
 from sennit.runtime.sharded.tables import MAX_SHARDS, Table
+from sennit.runtime.stream.settings import StreamSettings
 from sennit.runtime.training.metrics import METRICS
 from sennit.transport.codecs import COLLECTIVE_CODECS, EXCHANGE_CODECS, Codec
 from sennit.transport.errors import ConfigError
@@ -63,13 +64,16 @@ def _auto(_: Sharding) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
-    """The options of `sennit train`: those of its fields, and of the fields of `Source` and `TableStore`.
+    """The options of `sennit train`: those of its fields, and of `Source`, `StreamSettings` and `TableStore`.
 
     It is checked when it is made. `check_world` checks what depends on the number of ranks.
     """
 
     source: Source = field(default_factory=Source)
     """The data set."""
+
+    stream: StreamSettings | None = None
+    """How the data set is read piece by piece; None: all of it is in memory."""
 
     ingest: Annotated[
         IngestTarget | None,
@@ -313,6 +317,8 @@ class TrainingConfig:
             raise ConfigError("--sketch without --ingest; allowed: with it (it counts what feeders send)")
         if self.warm_start is not None and self.ingest is not None:
             raise ConfigError("--warm-start with --ingest; allowed: with data in memory, which get its vocabularies")
+        if self.stream is not None:
+            self._check_stream(self.stream)
         if self.rebalance is not None:
             self._check_rebalance()
         if self.checkpoint is None:
@@ -326,6 +332,12 @@ class TrainingConfig:
             ):
                 if getattr(self, option) not in (None, False):
                     raise ConfigError(f"--{option.replace('_', '-')} needs a checkpoint folder (--checkpoint DIR)")
+
+    def _check_stream(self, stream: StreamSettings) -> None:
+        if self.ingest is not None:
+            raise ConfigError(f"--order {stream.order} with --ingest; allowed: with files that ranks read themselves")
+        if stream.order == "time" and self.epochs != 1:
+            raise ConfigError(f"--epochs {self.epochs} with --order time; allowed: 1")
 
     def _check_rebalance(self) -> None:
         if not self.sharding.is_planned:

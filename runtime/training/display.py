@@ -82,7 +82,7 @@ class ConsoleDisplay:
     def on_evaluation(self, evaluation: Evaluation) -> None:
         qualities = "; ".join(f"{name}: {one.text()}" for name, one in evaluation.labels.items())
         self._console.print(
-            f"epoch {evaluation.epoch} (step {evaluation.step}): {qualities or evaluation.quality.text()}"
+            f"{evaluation.window or f'epoch {evaluation.epoch}'} (step {evaluation.step}): {qualities or evaluation.quality.text()}"
             + (f"; on validation samples: {evaluation.validation.text()}" if evaluation.validation is not None else "")
         )
 

@@ -74,6 +74,9 @@ class Evaluation:
     labels: dict[str, Quality] = field(default_factory=dict)
     """On the evaluation rows by label, if samples have several. `quality` and `validation` are of the first."""
 
+    window: str = ""
+    """When the evaluated window begins, if a run trains window after window."""
+
     @property
     def judged(self) -> Quality:
         """What says whether the evaluation is the best."""

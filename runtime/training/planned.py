@@ -29,6 +29,7 @@ from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.tables import Home, Homes, Table, shard_bytes, shards_of
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.overlap import Overlap, overlap_on
+from sennit.runtime.training.streamed import opened, preprocessing_of, stream_source
 from sennit.runtime.training.supply import prepared_data
 from sennit.transport._core import available_bytes
 from sennit.transport.config import TransportKind, from_environment
@@ -104,9 +105,12 @@ def limits_here(config: TrainingConfig, ranks: int) -> list[int]:
     return shared_limits([("here", config.rank_memory_bytes, available_bytes())] * ranks)
 
 
-def source_of(config: TrainingConfig, ranks: int) -> MemorySource:
+def source_of(config: TrainingConfig, ranks: int) -> BatchSource:
     """The data of a run of so many ranks, as its rank 0 has it."""
     config.check_world(ranks)
+    if config.stream is not None:
+        found = opened(config)
+        return stream_source(config, found, preprocessing_of(config, found), rank=0, world_size=ranks)
     data = prepared_data(config)
     return MemorySource(data, rank=0, world_size=ranks)
 
@@ -120,9 +124,9 @@ def uses_of(config: TrainingConfig, source: BatchSource, tables: Sequence[Table]
         return saved(tables, config.use)
     number_of = {facts.name: number for number, facts in enumerate(source.tables)}
     numbers = [number_of[table.name] for table in tables]
-    samples = None
-    if isinstance(source, MemorySource):
-        samples = [sampled(source.samples.columns[number].values.numpy(), SAMPLE_IDS) for number in numbers]
+    samples, known = None, source.sample()
+    if known is not None:
+        samples = [sampled(known.columns[number].values.numpy(), SAMPLE_IDS) for number in numbers]
     return uses(tables, [source.tables[number].mean_length for number in numbers], samples, ZIPF)
 
 

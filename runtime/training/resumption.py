@@ -71,6 +71,7 @@ FREE: Final = (
 """Fields that a resumed run may change. The manifest lists them for people."""
 
 DATA_KEY: Final = "sennit/train/data"
+PREPROCESSING_KEY: Final = "sennit/train/preprocessing"
 
 Result = TypeVar("Result")
 
@@ -82,6 +83,8 @@ def fixed_of(config: TrainingConfig, source: BatchSource) -> dict[str, Any]:
     # Earlier checkpoints have none of these.
     if config.validation_fraction:
         fixed["order"]["validation_fraction"] = config.validation_fraction
+    if config.stream is not None:
+        fixed["order"]["stream"] = config.stream.fixed
     if len(source.label_names) > 1:
         fixed["model"]["labels"] = source.label_names
     if source.order.eval_rows is not None:
@@ -206,9 +209,16 @@ def check_unused(folder: Path) -> None:
         )
 
 
-def publish_data(store: Store, fingerprint: str) -> None:
-    """Publishes the fingerprint of an elastic run's data for newcomers."""
+def publish_data(store: Store, fingerprint: str, known: preprocessing.Preprocessing | None) -> None:
+    """Publishes the fingerprint of an elastic run's data for newcomers, and what they cannot fit themselves."""
+    if known is not None:
+        store.set(PREPROCESSING_KEY, known.text())
     store.set(DATA_KEY, fingerprint)
+
+
+def published_preprocessing(store: Store) -> preprocessing.Preprocessing:
+    """What the run that a newcomer joins was fitted with."""
+    return preprocessing.Preprocessing.parse(store.get(PREPROCESSING_KEY).decode())
 
 
 def check_data(store: Store, fingerprint: str) -> None:

@@ -14,12 +14,14 @@ import torch.distributed as dist
 from sennit.runtime.backend import elastic
 from sennit.runtime.backend.process_group import register
 from sennit.runtime.backend.torch_versions import Store
+from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.ingest.fed import Door
 from sennit.runtime.timeline.timeline import Timeline
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.elastic_run import ElasticRun, check_terms, publish_terms
 from sennit.runtime.training.report import RunReport
-from sennit.runtime.training.resumption import check_data, publish_data
+from sennit.runtime.training.resumption import check_data, publish_data, published_preprocessing
+from sennit.runtime.training.streamed import opened, preprocessing_of, stream_sources
 from sennit.runtime.training.stretch import History, begin_run, numbered, shown_by, train
 from sennit.runtime.training.supply import MakeSource, fed_sources, memory_sources, prepared_data, served
 from sennit.transport.meeting.membership import Terms
@@ -52,10 +54,23 @@ def run_rank(config: TrainingConfig, place: Place) -> RunReport:
         with Door(config.ingest, local_rank) as door:
             return _leave(_run(config, fed_sources(config, door)))
     with shown_by(place.rank == 0, f"reading {config.source.data}"):
-        data = prepared_data(config)
+        make_source, fingerprint, known = _loaded(config)
     if config.elastic and place.rank == 0 and place.store is not None:
-        publish_data(place.store, data.fingerprint)
-    return _leave(_run(config, memory_sources(data, config)))
+        publish_data(place.store, fingerprint, known)
+    return _leave(_run(config, make_source))
+
+
+def _loaded(config: TrainingConfig, store: Store | None = None) -> tuple[MakeSource, str, Preprocessing | None]:
+    """Opens the data set of files: how to make sources, its fingerprint, and the preprocessing that newcomers need.
+
+    `store`: that of the run which this rank joins. Collective without it.
+    """
+    if config.stream is None:
+        data = prepared_data(config)
+        return memory_sources(data, config), data.fingerprint, None
+    found = opened(config)
+    known = preprocessing_of(config, found) if store is None else published_preprocessing(store)
+    return stream_sources(config, found, known), found.stream.index.fingerprint, known
 
 
 def _run(config: TrainingConfig, make_source: MakeSource) -> RunReport:
@@ -79,9 +94,9 @@ def join_run(config: TrainingConfig, number: int, store: Store) -> RunReport:
         with Door(config.ingest, number) as door:
             return _join(config, number, store, fed_sources(config, door))
     with shown_by(number == 0, f"reading {config.source.data}"):
-        data = prepared_data(config)
-    check_data(store, data.fingerprint)
-    return _join(config, number, store, memory_sources(data, config))
+        make_source, fingerprint, _ = _loaded(config, store)
+    check_data(store, fingerprint)
+    return _join(config, number, store, make_source)
 
 
 def _join(config: TrainingConfig, number: int, store: Store, make_source: MakeSource) -> RunReport:

@@ -38,16 +38,21 @@ def prepared_data(config: TrainingConfig) -> PreparedData:
     A warm start goes on with the vocabularies of its checkpoint. Once the run has a checkpoint of its own, that one has
     them all.
     """
-    known = None
-    if config.warm_start is not None:
-        checkpoint = resumed(config) or named(config.warm_start)
-        known = Preprocessing.read(checkpoint)
-        if known is None:
-            raise ConfigError(
-                f"--warm-start {checkpoint} has no preprocessing.json; allowed: a checkpoint that says how its data "
-                "became rows"
-            )
-    return prepared(sources.load(config.source, seed=config.seed), config.order_settings, known)
+    return prepared(sources.load(config.source, seed=config.seed), config.order_settings, known_preprocessing(config))
+
+
+def known_preprocessing(config: TrainingConfig) -> Preprocessing | None:
+    """That of the model that the run goes on with; None: the run begins with a new one."""
+    if config.warm_start is None:
+        return None
+    checkpoint = resumed(config) or named(config.warm_start)
+    known = Preprocessing.read(checkpoint)
+    if known is None:
+        raise ConfigError(
+            f"--warm-start {checkpoint} has no preprocessing.json; allowed: a checkpoint that says how its data "
+            "became rows"
+        )
+    return known
 
 
 def memory_sources(data: PreparedData, config: TrainingConfig) -> MakeSource:

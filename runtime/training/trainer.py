@@ -282,6 +282,7 @@ class Trainer(Closing):
                 quality=qualities[first],
                 validation=self._qualities(found[:cut])[first] if cut else None,
                 labels=qualities if len(qualities) > 1 else {},
+                window=self.order.evaluated(self.step),
             )
 
     def _predicted(self, numbers: Sequence[int], place: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a run reads its data as a stream, and the order that follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from sennit.options import Option, check
+from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.files import find_files
+from sennit.runtime.data.order import OrderSettings
+from sennit.runtime.data.schema import Schema
+from sennit.runtime.data.source import Source
+from sennit.runtime.stream.index import open_index
+from sennit.runtime.stream.order import ORDERS, STREAM_ORDER_VERSION, Interval, StreamOrder
+from sennit.runtime.stream.source import Stream
+from sennit.runtime.stream.split import Last, Split, split
+from sennit.runtime.stream.times import (
+    Times,
+    duration_text,
+    moment_text,
+    parse_duration,
+    parse_moment,
+    rolling,
+)
+from sennit.transport.errors import ConfigError
+
+EVALUATE_ON = ("rest", "next")
+
+
+def _duration(text: str) -> float:
+    return parse_duration(text)
+
+
+def _moment(text: str) -> float:
+    return parse_moment(text)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamSettings:
+    """The options of a run that reads its data piece by piece. All but the last belong to the model."""
+
+    order: Annotated[str, Option(choices=ORDERS)]
+    """Read files piece by piece, in this order, so that they may be larger than memory. Without it, all samples are in
+    memory."""
+
+    shuffle_rows: Annotated[int, Option(metavar="ROWS", label="rows of a shuffled window", low=1, high=2**40)] = 1 << 18
+    """With --order shuffled: rows of all ranks that are mixed at once. Two such windows are in memory."""
+
+    window_s: Annotated[
+        float | None,
+        Option(
+            flag="--window", metavar="DURATION", parse=_duration, text=duration_text, label="window", above=0, high=1e11
+        ),
+    ] = None
+    """With --order time: train a window of time, such as 1d, evaluate the next one, and go on with it."""
+
+    train_until_s: Annotated[
+        float | None, Option(flag="--train-until", metavar="TIME", parse=_moment, text=moment_text, label="time")
+    ] = None
+    """Train on rows before this time (2026-11-28, or seconds since 1970), and evaluate those behind it."""
+
+    evaluate_on: Annotated[str, Option(choices=EVALUATE_ON)] = "rest"
+    """With --train-until: evaluate all rows behind it, or those of the next --window."""
+
+    time_tolerance_s: Annotated[
+        float, Option(flag="--time-tolerance", metavar="DURATION", parse=_duration, text=duration_text, low=0)
+    ] = 0.0
+    """With a column of time: by how much a row may be earlier than one before it."""
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.evaluate_on == "next" and (self.train_until_s is None or self.window_s is None):
+            raise ConfigError("--evaluate-on next alone; allowed: with --train-until TIME and --window DURATION")
+        if self.window_s is None:
+            return
+        if self.order != "time":
+            raise ConfigError(f"--window with --order {self.order}; allowed: time")
+        if self.train_until_s is not None and self.evaluate_on != "next":
+            raise ConfigError("--window with --train-until; allowed: with --evaluate-on next, or one of the two")
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """What decides the order, as JSON."""
+        found: dict[str, Any] = {"version": STREAM_ORDER_VERSION, "order": self.order}
+        if self.order == "shuffled":
+            found["shuffle_rows"] = self.shuffle_rows
+        for name in ("window_s", "train_until_s"):
+            if getattr(self, name) is not None:
+                found[name] = getattr(self, name)
+        return found | ({"evaluate_on": self.evaluate_on} if self.evaluate_on != "rest" else {})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenedStream:
+    """The stream of a run, its order, and the training numbers that means and vocabularies are fitted to."""
+
+    stream: Stream
+    order: StreamOrder
+    fitted: Interval
+
+
+def open_stream(
+    name: str, source: Source, schema: Schema, settings: StreamSettings, run: OrderSettings
+) -> OpenedStream:
+    """Reads the index of the files. Raises DataError for files or settings that give no stream.
+
+    `name`: that of the data set. `run`: what an order of data in memory depends on, too.
+    """
+    needs_time = settings.order == "time" or settings.train_until_s is not None
+    if needs_time and schema.time is None:
+        raise DataError('an order of time needs the column of time; allowed: time = "name" in the schema')
+    paths = (source.data, *source.further)
+    index = open_index(
+        (*paths, *source.evaluation), schema.columns, time_column=None if schema.time is None else schema.time.column
+    )
+    train_rows = index.sample_count
+    if source.evaluation:
+        files = len(find_files(paths))
+        train_rows = int(index.ends[index.file_ends[files - 1] - 1])
+        if not 0 < train_rows < index.sample_count:
+            raise DataError(f"{name}: {train_rows} rows to train on, of {index.sample_count}; allowed: a part")
+    times = None
+    if schema.time is not None and needs_time:
+        times = Times(index, unit=schema.time.unit, tolerance_s=settings.time_tolerance_s)
+    held, windows = _held(name, settings, run, index.sample_count, train_rows, times)
+    validation = None
+    if run.validation_fraction:
+        if windows:
+            raise ConfigError("--validation-fraction with --window, which evaluates rows that were never trained on")
+        how = "last" if settings.order == "time" else run.split
+        validation = split(how, "validation", held.rest, run.validation_fraction, f"{run.seed}/validation")
+    if windows and run.eval_every is not None:
+        raise ConfigError("--eval-every with --window, which says when evaluations are; allowed: one of the two")
+    order = StreamOrder(
+        name=name,
+        block_ends=index.ends,
+        order=settings.order,
+        seed=run.seed,
+        held=held,
+        validation=validation,
+        batch_size=run.batch_size,
+        epochs=run.epochs,
+        max_steps=run.max_steps,
+        eval_every=run.eval_every,
+        slices=run.slices,
+        shuffle_rows=settings.shuffle_rows,
+        rolling=windows,
+    )
+    check_time = times.check if times is not None and settings.order == "time" else None
+    fitted = (0, windows[0].steps * run.batch_size if windows else order.train_count)
+    return OpenedStream(stream=Stream(name, index, schema, check_time), order=order, fitted=fitted)
+
+
+def _held(
+    name: str, settings: StreamSettings, run: OrderSettings, count: int, train_rows: int, times: Times | None
+) -> tuple[Split, tuple[Any, ...]]:
+    """What is held back, and the evaluations of a rolling run."""
+    if train_rows < count:
+        if settings.window_s is not None or settings.train_until_s is not None:
+            raise ConfigError("--eval-data with --window or --train-until; allowed: one of them")
+        return Last(rest=train_rows, picked=count - train_rows), ()
+    if settings.train_until_s is not None:
+        assert times is not None
+        rest, end = times.row_at(settings.train_until_s), count
+        if settings.window_s is not None:
+            end = times.row_at(settings.train_until_s + settings.window_s)
+        if not 0 < rest < end:
+            raise DataError(
+                f"{name}: {rest} rows before {moment_text(settings.train_until_s)} and {end - rest} to evaluate; "
+                f"times are {moment_text(times.first_s)} to {moment_text(times.last_s)}"
+            )
+        return Last(rest=rest, picked=end - rest), ()
+    if settings.window_s is not None:
+        assert times is not None
+        return Last(rest=count, picked=0), rolling(times, settings.window_s, count, run.batch_size)
+    how = "last" if settings.order == "time" else run.split
+    return split(how, "evaluation", count, run.eval_fraction, f"{run.seed}/evaluation"), ()

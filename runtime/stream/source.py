@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The batches of one rank from a stream. A thread reads and decodes ahead, so memory holds two chunks."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sennit.offload.ingest.facts import TableFacts
+from sennit.offload.sketch import Sketch, SketchShape
+from sennit.runtime.data.batch import Batch
+from sennit.runtime.data.batch_source import IdCounter
+from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.packages import require
+from sennit.runtime.data.preprocessing import Preprocessing
+from sennit.runtime.data.samples import Column, Samples
+from sennit.runtime.data.schema import Schema
+from sennit.runtime.stream.encoder import Encoder
+from sennit.runtime.stream.index import StreamIndex
+from sennit.runtime.stream.order import Chunk, StreamOrder
+from sennit.runtime.stream.reader import Check, Reader
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A data set that is read piece by piece."""
+
+    name: str
+    index: StreamIndex
+    schema: Schema
+    check: Check | None = None
+    """Called with all rows that are decoded."""
+
+
+class StreamSource:
+    """A `BatchSource`. All ranks make it with the same stream, order and preprocessing."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        order: StreamOrder,
+        preprocessing: Preprocessing,
+        *,
+        rank: int,
+        world_size: int,
+        counted: SketchShape | None = None,
+    ) -> None:
+        """`counted`: counts the ids of this rank's batches like this."""
+        self.order = order
+        self.preprocessing: Preprocessing | None = preprocessing
+        self.fingerprint = stream.index.fingerprint
+        self.label_names = stream.schema.labels
+        self.dense_count = len(preprocessing.scales)
+        self._rank, self._world_size = rank, world_size
+        self._encoder = Encoder(stream.schema, preprocessing, stream.index.schema)
+        self._reader = Reader(stream.index, tuple(stream.index.columns), open_max=2 * order.slices, check=stream.check)
+        self._ended = threading.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sennit-stream")
+        self._waiting: dict[object, Future[Samples]] = {}
+        self._training_keys: set[object] = set()
+        """Those of `_waiting` that are for training."""
+
+        self._sample = self._thread.submit(self._first_rows, stream.index).result()
+        self.tables = tuple(
+            TableFacts(name=column.name, rows=column.row_count, mean_length=column.mean_length)
+            for column in self._sample.columns
+        )
+        self._counter = None if counted is None else IdCounter(self.tables, counted)
+
+    def begin(self, number: int) -> None:
+        """Begins to read what the batch needs."""
+        self._chunk(number)
+
+    def take(self, number: int) -> Batch:
+        """This rank's part of the batch. Waits where reading is slower than training."""
+        chunk, samples = self._chunk(number)
+        batch = samples.result().batch(torch.from_numpy(chunk.places(number)))
+        if self._counter is not None:
+            self._counter.count(number, batch)
+        return batch
+
+    def _chunk(self, number: int) -> tuple[Chunk, Future[Samples]]:
+        """A batch's chunk, which is being read, as is the next one."""
+        is_training = not self.order.place(number)[1]
+        chunk = self.order.chunk(number, self._rank, self._world_size)
+        wanted = [chunk]
+        if chunk.following is not None:
+            wanted.append(self.order.chunk(chunk.following, self._rank, self._world_size))
+        if is_training:
+            # Chunks of an evaluation go as soon as it is over. Those of training outlast an evaluation.
+            self._training_keys = {one.key for one in wanted}
+        kept = {one.key for one in wanted} | self._training_keys
+        for key in [key for key in self._waiting if key not in kept]:
+            self._waiting.pop(key).cancel()
+        for one in wanted:
+            if one.key not in self._waiting:
+                self._waiting[one.key] = self._thread.submit(self._load, one)
+        return chunk, self._waiting[chunk.key]
+
+    def _load(self, chunk: Chunk) -> Samples:
+        parts = []
+        for interval in chunk.intervals:
+            begin, end = chunk.part.rows(interval)
+            for first, place, rows in self._reader.read(begin, end):
+                if self._ended.is_set():
+                    raise DataError("the source of batches is closed")
+                is_part = chunk.part.has(np.arange(first, first + len(rows)))
+                if is_part.all():
+                    parts.append(self._encoder.encode(rows, place))
+                elif is_part.any():
+                    try:
+                        parts.append(self._encoder.encode(rows.filter(_mask(is_part)), place))
+                    except DataError:
+                        # Rows of the message are those of the file where all are there.
+                        self._encoder.encode(rows, place)
+                        raise
+        return joined(parts) if parts else _none_of(self._sample)
+
+    def _first_rows(self, index: StreamIndex) -> Samples:
+        _, place, rows = next(self._reader.read(0, int(index.ends[np.searchsorted(index.ends, 0, side="right")])))
+        return self._encoder.encode(rows, place)
+
+    def sample(self) -> Samples | None:
+        """The stream's first samples."""
+        return self._sample
+
+    def release(self, number: int) -> None:
+        pass
+
+    def close(self, failure: str | None = None, *, goes_on: bool = False) -> None:
+        self._ended.set()
+        self._thread.shutdown(cancel_futures=True)
+        for future in self._waiting.values():
+            with contextlib.suppress(BaseException):
+                future.exception(timeout=0)
+        self._waiting.clear()
+        self._reader.close()
+
+    def counters(self) -> dict[str, int | float]:
+        return {}
+
+    def program_ns(self) -> int | None:
+        return None
+
+    def sketch(self) -> Sketch | None:
+        return None if self._counter is None else self._counter.sketch
+
+
+def joined(parts: Sequence[Samples]) -> Samples:
+    """The samples of all parts, in this order. They have the same features."""
+    if len(parts) == 1:
+        return parts[0]
+    weights = [part.sample_weights for part in parts if part.sample_weights is not None]
+    return replace(
+        parts[0],
+        dense=torch.cat([part.dense for part in parts]),
+        labels=torch.cat([part.labels for part in parts]),
+        columns=tuple(_joined(columns) for columns in zip(*(part.columns for part in parts), strict=True)),
+        sample_weights=torch.cat(weights) if weights else None,
+    )
+
+
+def _joined(columns: Sequence[Column]) -> Column:
+    values = torch.cat([column.values for column in columns])
+    if all(column.offsets is None for column in columns):
+        return replace(columns[0], values=values)
+    lengths = torch.cat([column.lengths for column in columns])
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return replace(columns[0], values=values, offsets=offsets)
+
+
+def _none_of(samples: Samples) -> Samples:
+    """Samples of the same features, of which there is none."""
+    return replace(
+        samples,
+        dense=samples.dense[:0],
+        labels=samples.labels[:0],
+        columns=tuple(replace(column, values=column.values[:0], offsets=None) for column in samples.columns),
+        sample_weights=None if samples.sample_weights is None else samples.sample_weights[:0],
+    )
+
+
+def _mask(chosen: npt.NDArray[np.bool_]) -> Any:
+    return require("pyarrow", package="pyarrow", purpose="a stream").array(chosen)

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The column of time of a stream: which row a moment is, which windows there are, and whether time runs forward.
+
+Moments are seconds since 1970-01-01 UTC, whatever unit the column has.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import re
+from collections.abc import Iterator
+from functools import cached_property, lru_cache
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.packages import require
+from sennit.runtime.stream.index import Place, StreamIndex
+from sennit.runtime.stream.order import Evaluation
+
+UNITS_S: Final = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_DAY_S: Final = 86_400.0
+_DURATIONS_S: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": _DAY_S, "w": 7 * _DAY_S}
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of "90s", "30m", "6h", "1d", "2w", or of a number. Raises ValueError for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw]?)", text.strip())
+    seconds = float(found[1]) * _DURATIONS_S[found[2] or "s"] if found else 0.0
+    if not seconds:
+        raise ValueError(f"{text!r}; allowed: a duration, like 6h: a number with s, m, h, d or w")
+    return seconds
+
+
+def duration_text(seconds: float) -> str:
+    for unit, length in reversed(_DURATIONS_S.items()):
+        if not seconds % length:
+            return f"{seconds / length:.0f}{unit}"
+    return f"{seconds}s"
+
+
+def parse_moment(text: str) -> float:
+    """Seconds since 1970 of an ISO date or date and time (UTC unless it says otherwise), or of a number of seconds.
+
+    Raises ValueError for anything else.
+    """
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    try:
+        found = datetime.datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError(f"{text!r}; allowed: 2026-11-28, 2026-11-28T06:00, or seconds since 1970") from None
+    return (found if found.tzinfo else found.replace(tzinfo=datetime.UTC)).timestamp()
+
+
+def moment_text(seconds: float) -> str:
+    """A date, or a date and time, as `parse_moment` reads it."""
+    try:
+        found = datetime.datetime.fromtimestamp(seconds, datetime.UTC).replace(tzinfo=None)
+    except (OverflowError, ValueError):
+        return f"{seconds:g}"
+    return found.date().isoformat() if not seconds % _DAY_S else found.isoformat()
+
+
+class Times:
+    """The times of a stream's rows."""
+
+    def __init__(self, index: StreamIndex, *, unit: str = "s", tolerance_s: float = 0.0) -> None:
+        """`unit`: of a column of integers. `tolerance_s`: by how much a row may be earlier than one before it.
+
+        Raises DataError for a column that has no times, and if blocks are known to be out of order.
+        """
+        assert index.time_column is not None
+        self._index, self._column, self._tolerance_s = index, index.time_column, tolerance_s
+        self._unit_s = self._unit_of(index.schema.field(self._column).type, unit)
+        self._latest_s: dict[tuple[str, int], float] = {}
+        """By file and block, of the rows that were decoded."""
+
+        self._check_blocks()
+
+    def check(self, place: Place, rows: Any, before_s: float | None) -> float:
+        """Raises DataError where time runs backwards among rows that were decoded.
+
+        `before_s`: what the call for the rows right before them returned; None: they were not decoded. Returns the
+        latest time so far.
+        """
+        key = place.file.name, place.block
+        if before_s is None and place.row == 0:
+            before_s = self._latest_s.get((place.file.name, place.block - 1))
+        times = self._seconds(place, rows)
+        latest = np.maximum.accumulate(np.concatenate([[-np.inf if before_s is None else before_s], times]))
+        late = np.flatnonzero(times < latest[:-1] - self._tolerance_s)
+        if len(late):
+            row = int(late[0])
+            raise self._backwards(place.behind(row), float(times[row]), float(latest[row]))
+        self._latest_s[key] = max(float(latest[-1]), self._latest_s.get(key, -np.inf))
+        return float(latest[-1])
+
+    def row_at(self, moment_s: float) -> int:
+        """The first row whose time is not before the moment; the number of rows if there is none."""
+        low, high = 0, len(self._blocks)
+        while low < high:
+            middle = (low + high) // 2
+            if self._span(self._blocks[middle])[1] < moment_s:
+                low = middle + 1
+            else:
+                high = middle
+        if low == len(self._blocks):
+            return self._index.sample_count
+        block = self._blocks[low]
+        begin = int(self._index.ends[block - 1]) if block else 0
+        times = np.maximum.accumulate(self._times_of(block))
+        return begin + int(np.searchsorted(times, moment_s, side="left"))
+
+    @property
+    def first_s(self) -> float:
+        """The time of the first block's earliest row."""
+        return self._span(self._blocks[0])[0]
+
+    @property
+    def last_s(self) -> float:
+        """The time of the last block's latest row."""
+        return self._span(self._blocks[-1])[1]
+
+    def windows(self, length_s: float) -> Iterator[tuple[float, int]]:
+        """(moment, first row) of each window of this length that has rows. Windows begin at multiples of it."""
+        moment = math.floor(self.first_s / length_s) * length_s
+        row = 0
+        while row < self._index.sample_count:
+            following = self.row_at(moment + length_s)
+            if following > row:
+                yield moment, row
+                row, moment = following, moment + length_s
+            else:
+                # Nothing for a long time: on to the window of the next row.
+                moment = math.floor(self._time_of(row) / length_s) * length_s
+
+    @cached_property
+    def _blocks(self) -> list[int]:
+        """The blocks that have rows."""
+        return np.flatnonzero(np.diff(self._index.ends, prepend=0)).tolist()
+
+    def _time_of(self, row: int) -> float:
+        block = int(np.searchsorted(self._index.ends, row, side="right"))
+        begin = int(self._index.ends[block - 1]) if block else 0
+        return float(self._times_of(block)[row - begin])
+
+    @lru_cache(maxsize=4096)  # noqa: B019 - as many as there are blocks, and as long as the run
+    def _span(self, block: int) -> tuple[float, float]:
+        known = self._index.time_span(block)
+        if known is not None:
+            return known[0] * self._unit_s, known[1] * self._unit_s
+        times = self._times_of(block)
+        return float(times.min()), float(times.max())
+
+    @lru_cache(maxsize=2)  # noqa: B019
+    def _times_of(self, block: int) -> npt.NDArray[np.float64]:
+        begin = int(self._index.ends[block - 1]) if block else 0
+        pieces = self._index.read(begin, int(self._index.ends[block]), [self._column])
+        return np.concatenate([self._seconds(place, rows) for place, rows in pieces])
+
+    def _seconds(self, place: Place, rows: Any) -> npt.NDArray[np.float64]:
+        column = rows.column(rows.schema.get_field_index(self._column))
+        if column.null_count:
+            row = int(np.flatnonzero(np.asarray(column.is_null().to_numpy(zero_copy_only=False)))[0])
+            raise DataError(f"{place.behind(row).of(self._column)}: null; allowed: a time in every row")
+        arrow = require("pyarrow", package="pyarrow", purpose="a column of time")
+        if not (arrow.types.is_integer(column.type) or arrow.types.is_floating(column.type)):
+            wide = arrow.int32() if arrow.types.is_date32(column.type) else arrow.int64()
+            column = column.cast(wide)
+        return np.asarray(column.to_numpy(zero_copy_only=False)).astype(np.float64) * self._unit_s
+
+    def _unit_of(self, kind: Any, unit: str) -> float:
+        types = require("pyarrow", package="pyarrow", purpose="a column of time").types
+        if types.is_timestamp(kind):
+            return UNITS_S[kind.unit]
+        if types.is_date32(kind):
+            return _DAY_S
+        if types.is_integer(kind) or types.is_floating(kind):
+            return UNITS_S[unit]
+        raise DataError(
+            f"column {self._column} is {kind}; allowed for time: timestamp, date32, integer, floating-point"
+        )
+
+    def _check_blocks(self) -> None:
+        """Looks at what formats know. Other blocks are checked as they are read."""
+        latest: tuple[int, float] | None = None
+        for block in self._blocks:
+            known = self._index.time_span(block)
+            if known is None:
+                continue
+            first, last = (value * self._unit_s for value in known)
+            if latest is not None and first < latest[1] - self._tolerance_s:
+                place = self._index.place(int(self._index.ends[block - 1]))
+                raise self._backwards(place, first, latest[1])
+            if latest is None or last > latest[1]:
+                latest = block, last
+
+    def _backwards(self, place: Place, time_s: float, before_s: float) -> DataError:
+        return DataError(
+            f"{place.of(self._column)}: {moment_text(time_s)} after {moment_text(before_s)}, "
+            f"{before_s - time_s:g} s back; allowed: {self._tolerance_s:g} s (--time-tolerance)"
+        )
+
+
+def rolling(times: Times, length_s: float, row_count: int, batch_size: int) -> tuple[Evaluation, ...]:
+    """Evaluations of a run that trains a window and evaluates the next one, over the whole stream.
+
+    A window is trained on up to the batch that reaches its end, and the next one is evaluated from there. So no row is
+    evaluated after a step has had it. A window that ends within this batch is not evaluated by itself.
+    Raises DataError if there is nothing to train on, or nothing to evaluate.
+    """
+    begins = list(times.windows(length_s))
+    found: list[Evaluation] = []
+    for number in range(1, len(begins)):
+        moment, row = begins[number]
+        steps = -(-row // batch_size)
+        end = begins[number + 1][1] if number + 1 < len(begins) else row_count
+        if steps * batch_size < end and (not found or steps > found[-1].steps):
+            found.append(Evaluation(steps, (steps * batch_size, end), moment_text(moment)))
+    if not found:
+        raise DataError(
+            f"windows of {duration_text(length_s)}: {len(begins)} with rows, from {moment_text(times.first_s)} to "
+            f"{moment_text(times.last_s)}; allowed: two or more that have more rows than a batch of {batch_size}"
+        )
+    return tuple(found)
