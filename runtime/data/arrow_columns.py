@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Columns of Arrow tables as samples, checked against a schema. Files of every format are read through this.
+
+Every error names the file, the column and the part of the file, and what is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.packages import require
+from sennit.runtime.data.raw_samples import Feature, RawSamples, dense_column, dense_fields, dense_matrix
+from sennit.runtime.data.schema import DenseField, Schema, SparseField
+
+_PURPOSE = "a data set of columns"
+_NUMBERS = "integer, floating-point or boolean"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where some rows are, for messages."""
+
+    file: str
+    """The name of the file, as the user would write it."""
+
+    part: str
+    """The part of the file, as "row group 3"."""
+
+    def of(self, column: str) -> str:
+        return f"{self.file}: column {column}, {self.part}"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some rows of one file."""
+
+    table: Any
+    """A `pyarrow.Table` or `pyarrow.RecordBatch` with the columns of the schema, and perhaps others."""
+
+    place: Place
+
+    def column(self, name: str) -> Any:
+        """The column as one `pyarrow.Array`."""
+        found = self.table[name]
+        return found.combine_chunks() if hasattr(found, "combine_chunks") else found
+
+
+def raw_samples(name: str, pieces: Sequence[Piece], schema: Schema) -> RawSamples:
+    """The rows of all pieces, in this order, before preprocessing. `name` is the name of the data set.
+
+    The types are those that `check_types` allows. Raises DataError for values that the schema does not allow.
+    """
+    by_label = [_labels(pieces, name) for name in schema.labels]
+    labels = by_label[0] if len(by_label) == 1 else np.stack(by_label, 1)
+    # Without dense columns, a constant column is used: the bottom MLP then learns the tables' common vector.
+    dense = [_numbers(pieces, part) for part in schema.dense] or [np.ones(len(labels), np.float32)]
+    return RawSamples(
+        name=name,
+        dense=dense_matrix(dense),
+        dense_fields=schema.dense or dense_fields(["constant"]),
+        labels=torch.from_numpy(labels),
+        label_names=schema.labels,
+        sample_weights=None
+        if schema.sample_weight is None
+        else torch.from_numpy(_weights(pieces, schema.sample_weight)),
+        features=tuple(_feature(pieces, part) for part in schema.sparse),
+    )
+
+
+def check_types(file: str, schema: Schema, found: Any) -> None:
+    """Raises DataError unless the `pyarrow.Schema` of a file has all columns of the schema, with types that it allows.
+
+    Arrow's type "null", as pandas writes a column of None, is a column of any type whose values are all null.
+    """
+    types = require("pyarrow", package="pyarrow", purpose=_PURPOSE).types
+    for name in schema.columns:
+        if (count := found.names.count(name)) != 1:
+            what = f"no column {name}; there are" if count == 0 else f"{count} columns {name}; allowed: one. There are"
+            raise DataError(f"{file}: {what}: {', '.join(sorted(found.names))}")
+    weights = () if schema.sample_weight is None else (schema.sample_weight,)
+    for name in (*schema.labels, *weights, *(part.name for part in schema.dense)):
+        kind = found.field(name).type
+        numbers = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
+        if not (numbers or types.is_null(kind)):
+            raise DataError(f"{file}: column {name} is {kind}; allowed: {_NUMBERS}")
+    for part in schema.sparse:
+        kind = found.field(part.name).type
+        bag = _is_bag(types, kind)
+        inner = kind.value_type if bag else kind
+        if types.is_dictionary(inner):
+            inner = inner.value_type
+        text = part.encode == "dictionary" and _is_text(types, inner)
+        if not (text or types.is_integer(inner) or types.is_null(inner)):
+            allowed = "integer or list of integers"
+            if part.encode == "dictionary":
+                allowed = "integer, string, or list of these"
+            raise DataError(f"{file}: column {part.name} is {kind}; allowed with encode = {part.encode!r}: {allowed}")
+        if part.first is not None and not (bag or types.is_null(kind)):
+            raise DataError(f"{file}: column {part.name} is {kind}; allowed with first = {part.first}: lists")
+
+
+def _is_bag(types: Any, kind: Any) -> bool:
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+
+
+def _is_text(types: Any, kind: Any) -> bool:
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+
+
+def _labels(pieces: Sequence[Piece], name: str) -> npt.NDArray[np.float32]:
+    parts = []
+    for piece in pieces:
+        column, place = piece.column(name), piece.place.of(name)
+        if column.null_count:
+            raise DataError(f"{place}: {column.null_count} nulls; allowed: none in the label")
+        values = np.asarray(column.to_numpy(zero_copy_only=False), dtype=np.float64)
+        strange = values[(values != 0) & (values != 1)]
+        if len(strange):
+            raise DataError(f"{place}: label {strange[0]}; allowed: 0 and 1")
+        parts.append(values.astype(np.float32))
+    return np.concatenate(parts)
+
+
+def _weights(pieces: Sequence[Piece], name: str) -> npt.NDArray[np.float32]:
+    parts = []
+    for piece in pieces:
+        column, place = piece.column(name), piece.place.of(name)
+        if column.null_count:
+            raise DataError(f"{place}: {column.null_count} nulls; allowed: none in sample_weight")
+        values = np.asarray(column.to_numpy(zero_copy_only=False), dtype=np.float64).astype(np.float32)
+        strange = values[~(np.isfinite(values) & (values >= 0))]
+        if len(strange):
+            raise DataError(f"{place}: sample weight {strange[0]}; allowed: 0 or more")
+        parts.append(values)
+    return np.concatenate(parts)
+
+
+def _numbers(pieces: Sequence[Piece], part: DenseField) -> npt.NDArray[np.float32]:
+    """The column with NaN for null. A NaN in the file is an error."""
+    arrow = require("pyarrow", package="pyarrow", purpose=_PURPOSE)
+    compute = require("pyarrow.compute", package="pyarrow", purpose=_PURPOSE)
+    parts = []
+    for piece in pieces:
+        place = piece.place.of(part.name)
+        # Integers above 2^53 are rounded.
+        column = compute.cast(piece.column(part.name), arrow.float64(), safe=False)
+        is_null = np.asarray(column.is_null().to_numpy(zero_copy_only=False))
+        values = np.asarray(column.fill_null(0).to_numpy(zero_copy_only=False))
+        _check_finite(place, values, values, "value {}; allowed: finite numbers and null")
+        made = dense_column(part, values.astype(np.float32))
+        _check_finite(place, made, values, "value {}; allowed: what clamp and log1p make a finite float32 of")
+        parts.append(np.where(is_null, np.float32(np.nan), made))
+    return np.concatenate(parts)
+
+
+def _check_finite(place: str, made: npt.NDArray[Any], values: npt.NDArray[np.float64], message: str) -> None:
+    wrong = np.flatnonzero(~np.isfinite(made))
+    if len(wrong):
+        raise DataError(f"{place}: {message.format(values[wrong[0]])}")
+
+
+def _feature(pieces: Sequence[Piece], part: SparseField) -> Feature:
+    """Reads a column of ids.
+
+    A null list is empty. A null id is a category with a dictionary, and is left out otherwise.
+    """
+    arrow = require("pyarrow", package="pyarrow", purpose=_PURPOSE)
+    # A column of type null is as the others are.
+    typed = [piece for piece in pieces if not arrow.types.is_null(piece.column(part.name).type)]
+    has_lists = bool(typed) and _is_bag(arrow.types, typed[0].column(part.name).type)
+    columns: list[Any] = []
+    lengths: list[npt.NDArray[np.int64]] = []
+    for piece in pieces:
+        column = piece.column(part.name)
+        if arrow.types.is_null(column.type) and has_lists:
+            column = arrow.nulls(len(column), arrow.list_(arrow.null()))
+        if _is_bag(arrow.types, column.type) != has_lists:
+            raise _two_types(piece, typed[0], part)
+        column, counts = _ids(column, has_lists)
+        if part.encode != "dictionary" and column.null_count:
+            owner = np.repeat(np.arange(len(counts)), counts)
+            is_there = np.asarray(column.is_valid().to_numpy(zero_copy_only=False))
+            counts = np.bincount(owner[is_there], minlength=len(counts))
+            column = column.drop_null()
+        lengths.append(counts)
+        columns.append(column)
+    counts = np.concatenate(lengths)
+    is_single = not has_lists and bool((counts == 1).all())
+    offsets = None if is_single else np.concatenate([[0], np.cumsum(counts)])
+    if part.encode == "dictionary":
+        categories = arrow.chunked_array(_one_type(pieces, columns, part))
+        return Feature.categories(part.name, categories, offsets, first=part.first, min_frequency=part.min_frequency)
+    ids = []
+    for piece, column in zip(pieces, columns, strict=True):
+        values = np.asarray(column.to_numpy(zero_copy_only=False))
+        if part.encode == "id":
+            _check_rows(piece.place.of(part.name), part, values)
+        # Ids of 2^63 or more are hashed by their bits.
+        ids.append(values.astype(np.int64))
+    assert part.rows is not None
+    return Feature(
+        name=part.name,
+        row_count=part.rows,
+        values=np.concatenate(ids),
+        offsets=offsets,
+        salt=part.salt if part.encode == "hash" else None,
+        first=part.first,
+    )
+
+
+def _ids(column: Any, is_list: bool) -> tuple[Any, npt.NDArray[np.int64]]:
+    """The ids of one piece without lists and dictionaries, and how many of them each row has.
+
+    All text has one type, and so have all integers but uint64.
+    """
+    arrow = require("pyarrow", package="pyarrow", purpose=_PURPOSE)
+    compute = require("pyarrow.compute", package="pyarrow", purpose=_PURPOSE)
+    counts = np.ones(len(column), np.int64)
+    if is_list:
+        lists = compute.cast(column, arrow.large_list(column.type.value_type))
+        counts = np.asarray(lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False), dtype=np.int64)
+        # `flatten` yields nothing for null lists, whatever bytes they cover. Slices of lists of nulls can end the process
+        # in it (pyarrow 26.0).
+        is_typed = not arrow.types.is_null(lists.type.value_type)
+        column = lists.flatten() if is_typed else arrow.nulls(int(counts.sum()))
+    if arrow.types.is_dictionary(column.type):
+        column = compute.cast(column, column.type.value_type)
+    if not arrow.types.is_uint64(column.type) and not arrow.types.is_null(column.type):
+        is_text = _is_text(arrow.types, column.type)
+        column = compute.cast(column, arrow.large_string() if is_text else arrow.int64())
+    return column, counts
+
+
+def _one_type(pieces: Sequence[Piece], columns: list[Any], part: SparseField) -> list[Any]:
+    """The pieces' ids with the one type that has all of them. Nulls have any type."""
+    arrow = require("pyarrow", package="pyarrow", purpose=_PURPOSE)
+    compute = require("pyarrow.compute", package="pyarrow", purpose=_PURPOSE)
+    found = {column.type for column in columns if not arrow.types.is_null(column.type)}
+    if len(found) == 1:
+        candidates = list(found)
+    else:
+        candidates = [] if arrow.large_string() in found else [arrow.int64(), arrow.uint64()]
+    for wide in candidates:
+        try:
+            return [compute.cast(column, wide) for column in columns]
+        except arrow.ArrowInvalid:  # negative, or above 2^63 - 1
+            continue
+    numbers = [number for number, column in enumerate(columns) if column.type in found]
+    first = numbers[0]
+    other = next(number for number in numbers if columns[number].type != columns[first].type)
+    raise _two_types(pieces[other], pieces[first], part)
+
+
+def _two_types(piece: Piece, first: Piece, part: SparseField) -> DataError:
+    kinds = [one.column(part.name).type for one in (piece, first)]
+    allowed = "one type; integers with and without sign where int64 or uint64 has them all"
+    other = f"but in {first.place.file} it is {kinds[1]}"
+    return DataError(f"{piece.place.of(part.name)}: {kinds[0]}, {other}; allowed: {allowed}")
+
+
+def _check_rows(place: str, part: SparseField, values: npt.NDArray[Any]) -> None:
+    wrong = values[(values < 0) | (values >= part.rows)]
+    if len(wrong):
+        raise DataError(f"{place}: row id {int(wrong[0])}; allowed in table {part.name}: [0, {part.rows})")

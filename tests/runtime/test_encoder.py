@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The encoder of streams gives the samples that loading and preprocessing whole files give, however they are cut."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sennit.runtime.data.arrow_columns import Piece, Place, raw_samples
+from sennit.runtime.data.batch import Batch
+from sennit.runtime.data.preprocessing import Preprocessing
+from sennit.runtime.data.schema import Schema, parse_schema
+from sennit.runtime.stream.encoder import Encoder
+
+arrow = pytest.importorskip("pyarrow")
+
+HERE = Place("clicks.parquet", "row group 3")
+WORDS = ["", "a", "b", "Ulm", "Ülm", "0a1b2c3d", "x" * 31, "y" * 32, "z" * 100, "\x00"]
+ID, HASH, DICTIONARY = {"rows": 9}, {"encode": "hash", "rows": 1_000, "salt": 7}, {"encode": "dictionary"}
+SMALL, WIDE = [0, 1, 7, 8], [0, 1, 2**31, 2**63 - 1]
+
+
+class Kind(NamedTuple):
+    """A way in which a column of ids may be written."""
+
+    type: Any
+    entry: dict[str, Any]
+    """Its part of the schema file."""
+
+    values: list[Any]
+
+
+SINGLES = [
+    Kind(arrow.int64(), ID, SMALL),
+    Kind(arrow.uint8(), ID, SMALL),
+    Kind(arrow.uint64(), ID, SMALL),
+    Kind(arrow.int32(), {"rows": 2**33}, [0, 5, 2**31 - 1]),
+    Kind(arrow.int64(), HASH, [-(2**63), -1, *WIDE]),
+    Kind(arrow.uint64(), HASH, [*WIDE, 2**64 - 1]),
+    Kind(arrow.int16(), HASH | {"rows": 2**40 - 1}, [-(2**15), -1, 0, 9]),
+    Kind(arrow.int64(), DICTIONARY, [-(2**63), -1, *WIDE]),
+    Kind(arrow.uint64(), DICTIONARY | {"min_frequency": 2}, [*WIDE, 2**64 - 2, 2**64 - 1]),
+    Kind(arrow.dictionary(arrow.int8(), arrow.int64()), ID, SMALL),
+    Kind(arrow.string(), DICTIONARY, WORDS),
+    Kind(arrow.large_string(), DICTIONARY | {"min_frequency": 2}, WORDS),
+    Kind(arrow.string_view(), DICTIONARY, WORDS),
+    Kind(arrow.dictionary(arrow.int32(), arrow.string()), DICTIONARY, WORDS),
+    Kind(arrow.null(), ID, [None]),
+    Kind(arrow.null(), DICTIONARY, [None]),
+]
+BAGS = [
+    Kind(make(kind.type), kind.entry | first, kind.values)
+    for kind in SINGLES
+    for make in (arrow.list_, arrow.large_list, lambda inner: arrow.list_(inner, 3))
+    for first in ({}, {"first": 2})
+    if not arrow.types.is_dictionary(kind.type)
+]
+NUMBERS: list[tuple[Any, list[Any]]] = [
+    (arrow.float64(), [-1e30, -0.5, -0.0, 1.0, 0.1, 300.7, 1e6]),
+    (arrow.float32(), [-1.0, 0.5, 3.25, 1e30]),
+    (arrow.float16(), [-1.5, 0.0, 2.0]),
+    (arrow.int64(), [-(2**63), -1, 0, 1, 2, 300, 2**53 + 1, 2**63 - 1]),
+    (arrow.uint64(), [0, 1, 2, 300, 2**63 + 1, 2**64 - 1]),
+    (arrow.int32(), [-5, 0, 1, 1000, 2**31 - 1]),
+    (arrow.int8(), [-128, -1, 0, 1, 127]),
+    (arrow.uint16(), [0, 1, 2**16 - 1]),
+    (arrow.bool_(), [False, True]),
+    (arrow.null(), [None]),
+]
+OPERATORS: list[dict[str, Any]] = [{}, {"clamp": [0, 10]}, {"clamp": [-0.5, 1e6], "log1p": True}]
+LABELS: list[tuple[Any, list[Any]]] = [(arrow.int8(), [0, 1]), (arrow.float32(), [0.0, 1.0]), (arrow.bool_(), [False])]
+
+
+@st.composite
+def tables(draw: Any) -> tuple[Any, Schema]:
+    """A `pyarrow.Table` and the schema for it."""
+    rows, nulls = draw(st.integers(1, 30)), draw(st.sampled_from([0.0, 0.3]))
+    chance = draw(st.randoms(use_true_random=False))
+
+    def value(kind: Any, values: list[Any], share: float) -> Any:
+        if chance.random() < share:
+            return None
+        if not isinstance(kind, arrow.ListType | arrow.LargeListType | arrow.FixedSizeListType):
+            return chance.choice(values)
+        count = kind.list_size if isinstance(kind, arrow.FixedSizeListType) else chance.randrange(5)
+        return [value(kind.value_type, values, share) for _ in range(count)]
+
+    def column(kind: Any, values: list[Any], share: float = 0.0) -> Any:
+        return arrow.array([value(kind, values, share) for _ in range(rows)], kind)
+
+    content = {"clicked": column(*draw(st.sampled_from(LABELS)))}
+    if weighed := draw(st.booleans()):
+        content["worth"] = column(arrow.float32(), [0.0, 1.5, 8.0])
+    dense, sparse = {}, {}
+    for number, (kind, values) in enumerate(draw(st.lists(st.sampled_from(NUMBERS), max_size=3))):
+        dense[f"d{number}"] = draw(st.sampled_from(OPERATORS))
+        content[f"d{number}"] = column(kind, values, nulls)
+    for number, one in enumerate(draw(st.lists(st.sampled_from(SINGLES + BAGS), min_size=1, max_size=4))):
+        sparse[f"s{number}"] = one.entry
+        content[f"s{number}"] = column(one.type, one.values, nulls)
+    weight = {"sample_weight": "worth"} if weighed else {}
+    return arrow.table(content), parse_schema({"label": "clicked", "dense": dense, "sparse": sparse} | weight)
+
+
+def empty(schema: Any) -> Any:
+    return arrow.RecordBatch.from_arrays([arrow.array([], field.type) for field in schema], schema=schema)
+
+
+def same(ours: Batch, theirs: Batch) -> bool:
+    pairs = [(ours.dense, theirs.dense), (ours.labels, theirs.labels), (ours.lengths, theirs.lengths)]
+    pairs.append((ours.values, theirs.values))
+    if ours.sample_weights is not None and theirs.sample_weights is not None:
+        pairs.append((ours.sample_weights, theirs.sample_weights))
+    alike = (ours.sample_weights is None) == (theirs.sample_weights is None)
+    return alike and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+
+
+@given(tables(), st.data())
+def test_gives_what_loading_the_whole_gives_however_it_is_cut(made: tuple[Any, Schema], data: st.DataObject) -> None:
+    table, schema = made
+    raw = raw_samples("clicks", [Piece(table, HERE)], schema)
+    preprocessing = Preprocessing.fit(raw, torch.arange(len(raw)) % 3 != 0)
+    expected = preprocessing.apply(raw).samples()
+    encoder = Encoder(schema, preprocessing)
+    begin, end = sorted(data.draw(st.integers(0, len(table))) for _ in range(2))
+    for first, last in ((0, len(table)), (0, begin), (begin, end), (end, len(table))):
+        # Slices of one buffer, which has the other rows, too.
+        (batch,) = table.slice(first, last - first).to_batches() or [empty(table.schema)]
+        samples = encoder.encode(batch, HERE)
+        assert [column.row_count for column in samples.columns] == [one.row_count for one in preprocessing.encodings]
+        assert same(samples.batch(torch.arange(last - first)), expected.batch(torch.arange(first, last)))
