@@ -226,8 +226,8 @@ def _ids(column: Any, is_list: bool) -> tuple[Any, npt.NDArray[np.int64]]:
     if is_list:
         lists = compute.cast(column, arrow.large_list(column.type.value_type))
         counts = np.asarray(lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False), dtype=np.int64)
-        # `flatten` yields nothing for null lists, whatever bytes they cover. Slices of lists of nulls can end the process
-        # in it (pyarrow 26.0).
+        # `flatten` yields nothing for null lists, whatever bytes they cover. With a slice of lists of nulls, it can end
+        # the process (pyarrow 26.0).
         is_typed = not arrow.types.is_null(lists.type.value_type)
         column = lists.flatten() if is_typed else arrow.nulls(int(counts.sum()))
     if arrow.types.is_dictionary(column.type):
