@@ -32,12 +32,15 @@ from sennit.runtime.model.inputs import ModelInputs
 from sennit.runtime.planner import dense
 from sennit.runtime.planner.constants import (
     CONTENTION_MAX,
+    MOMENTUM,
+    OPTIMIZERS,
     PHASES,
     Constants,
     Gemm,
     Ids,
     Kernel,
     Memory,
+    OptimizerStep,
     Overhead,
     Replicas,
     as_json,
@@ -60,6 +63,8 @@ FRESH_BYTES: Final = 64 << 20
 WIDTHS: Final = (16, 64, 128)
 BAGS: Final = ((4_096, 1), (1_024, 10), (256, 64))
 ROWS: Final = (200_000, 100)
+# Of optimizers: their states take up to three times the memory of a table. All rows of a batch are distinct.
+STEP_ROWS, STEP_BAGS, STEP_WIDTHS = 100_000, 4_096, (16, 128)
 # Tables and slices of steps so small that the library's own work is all there is.
 STEPS: Final = ((4, 2), (24, 2), (24, 8))
 REPLICATED: Final = (4, 24)
@@ -89,11 +94,13 @@ def measure(folder: Path | None = None, *, has_contention: bool = True) -> dict[
     """
     with one_thread():
         lookup, update = _tables()
+        optimizers = _optimizers()
         with tempfile.TemporaryDirectory(prefix="sennit-calibrate-", dir=folder) as there:
             memory = _memory(Path(there))
         constants = Constants(
             lookup=lookup,
             update=update,
+            optimizers=optimizers,
             ids=_ids(),
             overhead=_overhead(),
             replicas=_replicas(),
@@ -159,6 +166,33 @@ def _tables() -> tuple[dict[str, Kernel], dict[str, Kernel]]:
         lookup[name] = Kernel(**_fitted(Kernel, np.array(rows), np.array(times[::2])))
         update[name] = Kernel(**_fitted(Kernel, np.array(rows), np.array(times[1::2])))
     return lookup, update
+
+
+def _optimizers() -> dict[str, OptimizerStep]:
+    """What each takes more than row-wise AdaGrad, with which `_tables` times updates. The two take turns."""
+    ids = torch.randperm(STEP_ROWS, generator=torch.Generator().manual_seed(3))[:STEP_BAGS].to(torch.int32)
+    batch = Batch(
+        table_of_block=(0,),
+        bags_of_block=(STEP_BAGS,),
+        lengths=torch.ones(STEP_BAGS, dtype=torch.int32),
+        values=ids,
+        slice_of_block=(0,),
+    )
+    found = {Optimizer.ROW_WISE_ADAGRAD.value: OptimizerStep(row_s=0.0, row_element_s=0.0)}
+    for name in OPTIMIZERS:
+        if name in found:
+            continue
+        spec = OptimizerSpec(kind=Optimizer.SGD, momentum=0.9) if name == MOMENTUM else OptimizerSpec.named(name)
+        more = []
+        for dim in STEP_WIDTHS:
+            gradient = torch.full((STEP_BAGS * dim,), 1e-3)
+            table = ShardSpec(name="t", row_count=STEP_ROWS, dim=dim)
+            engines = [EmbeddingEngine([table], optimizer) for optimizer in (OptimizerSpec(), spec)]
+            usual, own = _time([_update(engine, batch, gradient) for engine in engines], flushes=True)
+            more.append((own - usual) / STEP_BAGS)
+        row_element_s = (more[1] - more[0]) / (STEP_WIDTHS[1] - STEP_WIDTHS[0])
+        found[name] = OptimizerStep(row_s=more[0] - STEP_WIDTHS[0] * row_element_s, row_element_s=row_element_s)
+    return found
 
 
 def _lookup(engine: EmbeddingEngine, batch: Batch) -> Callable[[], object]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec, StateShape
 from sennit.transport.choice.calibration import Calibration, read_calibration
 from sennit.transport.errors import ConfigError
 
@@ -22,6 +24,10 @@ SCHEMA: Final = 1
 VALUE_MAX: Final = 1.0
 CONTENTION_MAX: Final = 100.0
 PRECISIONS: Final = ("fp32", "fp16", "bf16")
+MOMENTUM: Final = "sgd_momentum"
+"""The name of SGD with momentum: an optimizer with a state of its own."""
+OPTIMIZERS: Final = (*(kind.value for kind in Optimizer), MOMENTUM)
+_FLOAT_BYTES: Final = 4
 
 _T = TypeVar("_T")
 
@@ -45,6 +51,17 @@ class Kernel:
             + ids * (self.id_s + dim * self.id_element_s)
             + rows * (self.row_s + dim * self.row_element_s)
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerStep:
+    """Seconds of one thread that an optimizer takes more than row-wise AdaGrad, with which `update` is measured. Below
+    0: it takes less.
+    """
+
+    row_s: float
+    """Seconds for each distinct row, whose states come from memory."""
+    row_element_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,6 +157,8 @@ class Constants:
             bf16=(4.0, 0.06, 3.9, 0.023, 20.0, 0.55),
         )
     )  # fmt: skip
+    optimizers: Mapping[str, OptimizerStep] = field(default_factory=dict)
+    """By the names in `OPTIMIZERS`. One that is not there takes what its states take to be read and written."""
     ids: Ids = Ids(id_s=1.4e-9, dealt_id_s=4e-9, dealt_bag_s=2e-9)
     overhead: Mapping[str, Overhead] = field(
         default_factory=lambda: {
@@ -161,6 +180,23 @@ class Constants:
     cores: int = 0
     """Cores of the machine that was measured, and the ranks that shared them then; 0: not known."""
     ranks: int = 0
+
+    def update_of(self, precision: str, optimizer: OptimizerSpec) -> Kernel:
+        """The update of a table of this precision by this optimizer."""
+        kernel = self.update[precision]
+        step = self.optimizers.get(MOMENTUM if optimizer.momentum else optimizer.kind.value)
+        if step is None:
+            floats, usual = (Counter(one.states.values()) for one in (optimizer, OptimizerSpec()))
+            float_s = _FLOAT_BYTES * self.memory.copy_byte_s
+            step = OptimizerStep(
+                row_s=(floats[StateShape.ROW] - usual[StateShape.ROW]) * float_s,
+                row_element_s=floats[StateShape.ELEMENT] * float_s,
+            )
+        return dataclasses.replace(
+            kernel,
+            row_s=max(kernel.row_s + step.row_s, 0.0),
+            row_element_s=max(kernel.row_element_s + step.row_element_s, 0.0),
+        )
 
     def crowding(self) -> float:
         """The factor by which a rank was slower when the network was measured, because ranks shared cores."""
@@ -188,7 +224,7 @@ def as_json(constants: Constants) -> dict[str, Any]:
         "schema": SCHEMA,
         **{
             name: {key: dataclasses.asdict(one) for key, one in getattr(constants, name).items()}
-            for name in ("lookup", "update", "overhead")
+            for name in ("lookup", "update", "optimizers", "overhead")
         },
         **{name: dataclasses.asdict(getattr(constants, name)) for name in (*_PARTS, *_LATER_PARTS)},
         "contention": constants.contention,
@@ -225,7 +261,7 @@ def read_constants(path: str | None) -> tuple[Constants, list[str]]:
         ("update", Kernel, PRECISIONS),
         ("overhead", Overhead, PHASES),
     )
-    allowed = {"schema", "contention", *(name for name, *_ in by_name), *_PARTS, *_LATER_PARTS}
+    allowed = {"schema", "contention", "optimizers", *(name for name, *_ in by_name), *_PARTS, *_LATER_PARTS}
     if unknown := sorted(set(kernels) - allowed):
         raise ConfigError(f"{place}.{unknown[0]:.40} is unknown; allowed: {', '.join(sorted(allowed))}")
     for name, kind, keys in by_name:
@@ -233,6 +269,16 @@ def read_constants(path: str | None) -> tuple[Constants, list[str]]:
         if missing := [key for key in keys if key not in section]:
             raise ConfigError(f"{place}.{name}.{missing[0]} is missing")
         known[name] = {key: _numbers(f"{place}.{name}.{key}", section[key], kind, VALUE_MAX) for key in keys}
+    if "optimizers" in kernels:
+        section = _section(f"{place}.optimizers", kernels["optimizers"])
+        if unknown := sorted(set(section) - set(OPTIMIZERS)):
+            raise ConfigError(
+                f"{place}.optimizers.{unknown[0]:.40} is unknown; allowed: {', '.join(sorted(OPTIMIZERS))}"
+            )
+        known["optimizers"] = {
+            key: _numbers(f"{place}.optimizers.{key}", section[key], OptimizerStep, VALUE_MAX, least=-VALUE_MAX)
+            for key in section
+        }
     for name, (kind, most) in {**_PARTS, **_LATER_PARTS}.items():
         if name in kernels or name in _PARTS:
             known[name] = _numbers(f"{place}.{name}", kernels.get(name), kind, most)
@@ -253,12 +299,12 @@ def _section(place: str, value: object) -> dict[str, Any]:
     return value
 
 
-def _numbers(place: str, given: object, kind: type[_T], most: float) -> _T:
+def _numbers(place: str, given: object, kind: type[_T], most: float, *, least: float = 0.0) -> _T:
     values = {}
     section = _section(place, given)
     for one in dataclasses.fields(kind):  # type: ignore[arg-type]
         value = section.get(one.name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
-            raise ConfigError(f"{place}.{one.name} is {value!r:.40}; allowed: a number, 0..{most:g}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            raise ConfigError(f"{place}.{one.name} is {value!r:.40}; allowed: a number, {least:g}..{most:g}")
         values[one.name] = float(value)
     return kind(**values)

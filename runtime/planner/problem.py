@@ -13,6 +13,7 @@ from sennit.runtime.planner.constants import Constants
 from sennit.runtime.planner.usage import Use
 from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.tables import Table
+from sennit.transport.codecs import Codec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +47,10 @@ class Problem:
     """Whether input and ids of the next batch go beside the rest of a step."""
     tables_beside: bool = False
     """Whether lookups, updates and their exchanges have a thread of their own (`Exchanges`)."""
+    codec: Codec | None = None
+    """Codes sums of bags and their gradients, which travel between ranks. Not LOSSLESS, whose size depends on data."""
+    gradient_codec: Codec | None = None
+    """Codes gradients of the model."""
 
     @property
     def samples(self) -> npt.NDArray[np.float64]:

@@ -25,10 +25,13 @@ from sennit.runtime.sharded.engines import groups_of
 from sennit.runtime.sharded.placement import EVERYWHERE
 from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.tables import Home, Shard, Table, shard_bytes
+from sennit.runtime.sharded.wire import row_codec
 from sennit.transport.algorithms.leaves import Leaves
+from sennit.transport.choice.coded_cost import coded_work
 from sennit.transport.choice.cost_model import Traffic
 from sennit.transport.choice.costs import Collective, Costs
 from sennit.transport.choice.selection import Selection
+from sennit.transport.plans.elements import Dtype
 from sennit.transport.plans.hosts import Hosts
 from sennit.transport.plans.tree import Span, cover
 
@@ -68,9 +71,22 @@ class Kind(IntEnum):
     """Bytes that lookups write for a sample."""
     OWN = 14
     """Bytes in the memory of the rank, whatever the tier: replicas, tensor trains, tables whose home is there."""
+    SUMS_CODED = 16
+    """Seconds to code the sums of all samples."""
+    GRADIENTS_DECODED = 17
+    """Seconds to decode the gradients of all samples."""
 
 
 KINDS: Final = len(Kind)
+# Seconds of a rank's own work for all samples.
+OWN_SECONDS: Final = (
+    Kind.IDS,
+    Kind.LOOKUP,
+    Kind.SUMS_CODED,
+    Kind.GRADIENTS_DECODED,
+    Kind.UPDATE,
+    Kind.ROWS,
+)
 
 
 Work = npt.NDArray[np.float64]
@@ -102,6 +118,13 @@ class Rating:
         self._ids = np.array([use.mean_length * len(table.features) for table, use in self._pairs])
         self._id_bytes = 8 if any(table.rows > 1 << 31 for table in problem.tables) else 4
         self._known: dict[int, tuple[Work, Work, Work]] = {}
+        self._float_bytes = self._sent_float_bytes()
+        self._encode_s = self._decode_s = 0.0
+        if problem.codec is not None:
+            speed = constants.network.codecs[problem.codec.kind]
+            is_random = problem.codec.stochastic
+            self._encode_s = speed.encode_stochastic_element_s if is_random else speed.encode_element_s
+            self._decode_s = speed.decode_element_s
         self._sender_s = self._sender()
 
     def _sender(self) -> Work:
@@ -114,6 +137,20 @@ class Rating:
         overhead = self.problem.constants.overhead["ids"]
         parts = sum(table.row_shards * len(table.features) for table in self.problem.tables)
         return self.samples * sample_s + overhead.step_s + overhead.table_s * parts
+
+    def _sent_float_bytes(self) -> list[float]:
+        """Bytes that a float of each table travels in."""
+        tables, codec = self.problem.tables, self.problem.codec
+        found = [float(FLOAT_BYTES)] * len(tables)
+        if codec is None:
+            return found
+        for group in groups_of(tables):
+            columns = [(tables[number], column) for number in group for column in range(tables[number].column_shards)]
+            coding = row_codec(codec, [table.column_range(column).size for table, column in columns]).coding(Dtype.F32)
+            count = 1024 * max(coding.block, 1)
+            for number in group:
+                found[number] = coding.coded_bytes(count) / count
+        return found
 
     def work(self, number: int, owners: npt.NDArray[np.int64]) -> Work:
         """What a table adds. `owners` [row shards, column shards]: a rank each, or all `EVERYWHERE`."""
@@ -145,9 +182,12 @@ class Rating:
             counts = mine.sum(0)
             work[Kind.FOUND, rank] += float((counts * dims).sum()) * features * FLOAT_BYTES
             all_nodes += nodes
-            bag_bytes = features * dims * FLOAT_BYTES
-            work[Kind.SUMS_SENT, rank] += float((nodes * bag_bytes).sum())
-            work[Kind.GRADIENTS_SENT, rank] += float(((counts > 0) * bag_bytes).sum())
+            bag_bytes, float_bytes = features * dims * FLOAT_BYTES, self._float_bytes[number]
+            sums, gradients = (float((times * dims).sum()) * features for times in (nodes, counts > 0))
+            work[Kind.SUMS_SENT, rank] += sums * float_bytes
+            work[Kind.GRADIENTS_SENT, rank] += gradients * float_bytes
+            work[Kind.SUMS_CODED, rank] += batch * sums * self._encode_s
+            work[Kind.GRADIENTS_DECODED, rank] += batch * gradients * self._decode_s
             if table.row_shards > 1 or table.column_shards > 1:
                 # Lookups of several row shards are added up, and each gets a copy of the gradient.
                 work[Kind.LOOKUP, rank] += batch * float(((counts - nodes) * bag_bytes).sum()) * 3 * fold_s
@@ -155,12 +195,13 @@ class Rating:
                 work[Kind.UPDATE, rank] += batch * float((counts * bag_bytes).sum()) * copy_s
                 work[Kind.IDS, rank] += batch * self._ids[number] * float(shares @ mine.sum(1)) * 4 * copy_s
         sums, whole = float((all_nodes * dims).sum()) * features, table.dim * features
-        work[Kind.BAGS] += (sums - whole) * FLOAT_BYTES * 3 * fold_s
+        work[Kind.BAGS] += (sums - whole) * FLOAT_BYTES * 3 * fold_s + sums * self._decode_s
         if table.column_shards > 1:
             work[Kind.BAGS] += whole * FLOAT_BYTES * copy_s
         given = float((((owners[..., None] == np.unique(owners)).any(0)).sum(1) * dims).sum()) * features
         # Column shards are made contiguous first.
         work[Kind.PACKED] += given * FLOAT_BYTES * copy_s * (2 if table.column_shards > 1 else 1)
+        work[Kind.PACKED] += given * self._encode_s
         return work
 
     def _of_batch(self, number: int) -> tuple[Work, Work, Work]:
@@ -181,9 +222,11 @@ class Rating:
         bags = float(problem.batch * features)
         name = table.precision.name.lower()
         lookup = constants.lookup[name].seconds(bags=bags, ids=ids, rows=rows, dim=dims)
-        update = constants.update[name].seconds(bags=bags, ids=ids, rows=rows, dim=dims)
+        kernel = constants.update[name] if table.train_rank else constants.update_of(name, table.optimizer)
+        update = kernel.seconds(bags=bags, ids=ids, rows=rows, dim=dims)
         if table.train_rank is not None:
-            # A row is a product of cores; its gradient takes two products for each.
+            # A row is a product of cores; its gradient takes two products for each. The optimizer sees elements of
+            # cores, which are few.
             flops = _train_flops(table)
             lookup = lookup + rows * flops * constants.gemm.flop_s
             update = update + 3 * rows * flops * constants.gemm.flop_s
@@ -233,7 +276,7 @@ class Rating:
             """Each row shard has all bags, each column shard all ids."""
             return columns * kernel.seconds(bags=bags * shards, ids=ids, rows=rows, dim=dim / columns)
 
-        lookup, update = constants.lookup[name], constants.update[name]
+        lookup, update = constants.lookup[name], constants.update_of(name, table.optimizer)
         bags, own, parts = self.samples * features, self.samples * ids, features * shards * columns
         bag_bytes = self.samples * features * dim * FLOAT_BYTES
         copy_s, split = constants.memory.copy_byte_s, shards > 1 or columns > 1
@@ -245,7 +288,8 @@ class Rating:
         merged = of(update, 0.0, of_rank.sum(), of_all) + (2 * given + given.sum()) * copy_s
         listed = of(update, batch * features, batch * ids, of_all)
         overhead = constants.overhead["update"].seconds(parts, problem.slices) + constants.replicas.table_s
-        work[Kind.SUMMED] += of(update, bags, own, of_rank) + copied + merged + overhead
+        # To sum its rows a rank does what an update does, without the optimizer.
+        work[Kind.SUMMED] += of(constants.update[name], bags, own, of_rank) + copied + merged + overhead
         work[Kind.LISTED] += listed + copied * problem.cluster.ranks + overhead * problem.cluster.ranks / 2
         # Rows travel as int64.
         work[Kind.SUMMED_BYTES] += given
@@ -270,10 +314,14 @@ class Rating:
             "input": np.broadcast_to(own * self.problem.fixed.input_sample_s, ids.shape),
             "id exchange": self._sender_s + work[..., Kind.IDS, :] + ids,
             "lookup": work[..., Kind.LOOKUP, :] + self._fresh(many * work[..., Kind.FOUND, :]),
-            "pooled exchange": sums + own * work[..., Kind.BAGS, :] + self._fresh(own * all_sums),
+            "pooled exchange": sums
+            + own * work[..., Kind.BAGS, :]
+            + work[..., Kind.SUMS_CODED, :]
+            + self._fresh(own * all_sums),
             "dense": np.broadcast_to(dense, ids.shape),
             "gradient exchange": own * work[..., Kind.PACKED, :]
             + gradients
+            + work[..., Kind.GRADIENTS_DECODED, :]
             + self._fresh(own * all_gradients)
             + self._fresh(many * work[..., Kind.GRADIENTS_SENT, :]),
             "update": work[..., Kind.UPDATE, :] + self._fresh(many * work[..., Kind.FOUND, :]),
@@ -323,7 +371,7 @@ class Rating:
     def rank_seconds(self, work: Work) -> Work:
         """What each rank does itself, without waiting, [..., ranks]: the most is the one to relieve."""
         byte_s = max(self._near_byte_s, self._far_byte_s if self.problem.cluster.hosts > 1 else 0.0)
-        own = work[..., [Kind.IDS, Kind.LOOKUP, Kind.UPDATE, Kind.ROWS], :].sum(-2)
+        own = work[..., OWN_SECONDS, :].sum(-2)
         sent = work[..., [Kind.IDS_SENT, Kind.SUMS_SENT, Kind.GRADIENTS_SENT], :].sum(-2)
         found: Work = own + sent * self.problem.batch * byte_s
         return found
@@ -426,18 +474,29 @@ class Rating:
         if cluster.ranks == 1 or not size_bytes:
             return Time()
         selection = Selection(hosts=Hosts.equal(cluster.ranks, cluster.hosts), near=self.near, far=self.far)
-        leaves = Leaves(cluster.ranks, self.problem.slices, partial=True)
-        rated = selection.rate(Collective.ALLREDUCE, size_bytes=size_bytes, leaves=leaves)
-        work = rated[selection.choose(rated)]
+        codec = self.problem.gradient_codec
+        if codec is None:
+            leaves = Leaves(cluster.ranks, self.problem.slices, partial=True)
+            rated = selection.rate(Collective.ALLREDUCE, size_bytes=size_bytes, leaves=leaves)
+            work, coding_s = rated[selection.choose(rated)], 0.0
+        else:
+            coding = codec.coding(Dtype.F32)
+            coded = coded_work(
+                Collective.ALLREDUCE, hosts=selection.hosts, elements=size_bytes // FLOAT_BYTES, coding=coding
+            )
+            assert coded is not None
+            speed = self.problem.constants.network.codecs[codec.kind]
+            work, coding_s = coded.work, coded.coding_seconds(coding, speed)
         seconds = work.seconds(self.near, self.far) * self._far_turns
-        if self.problem.tables_beside:
+        coding_s = float(self._compute(np.full(cluster.ranks, coding_s)))
+        if self.problem.tables_beside and codec is None:
             # All buckets but the last go while the last slice of a rank is in its backward pass (`Exchanges`).
             early_s = max(1 - BUCKET_BYTES / size_bytes, 0.0) * seconds
             seconds -= min(early_s, (1 - FORWARD) * self.problem.fixed.slice_s)
         if cluster.hosts == 1:
-            return Time(seconds)
+            return Time(coding_s + seconds)
         link_s = work.far.seconds(self.far._replace(round_s=0.0, message_s=0.0)) * self._far_turns
-        return Time(0.0, seconds, min(link_s, seconds))
+        return Time(coding_s, seconds, min(link_s, seconds))
 
     def fits(self, work: Work) -> Any:
         """Whether no rank needs more memory than it has, [...]."""

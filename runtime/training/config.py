@@ -365,6 +365,11 @@ class TrainingConfig:
         """The codec of `exchange`."""
         return None if self.exchange is None else Codec(kind=EXCHANGE_CODECS[self.exchange])
 
+    @property
+    def gradient_codec(self) -> Codec | None:
+        """The codec of `gradient`."""
+        return None if self.gradient is None else Codec(kind=COLLECTIVE_CODECS[self.gradient])
+
     def schedule(self, step_count: int) -> RateSchedule:
         """The schedule of the learning rates for a run of `step_count` steps."""
         start = self.warmup if self.decay_start is None else self.decay_start

@@ -35,6 +35,8 @@ from sennit.transport._core import available_bytes
 from sennit.transport.config import TransportKind, from_environment
 from sennit.transport.errors import ConfigError
 
+LOSSLESS: Final = "lossless"
+"""The codec whose size depends on the data, which nobody measures."""
 # Ids of each table that are counted.
 SAMPLE_IDS: Final = 1 << 19
 TABLE_WISE: Final = Sharding()
@@ -169,6 +171,8 @@ def problem_of(
         fixed=fixed,
         ahead=ahead,
         tables_beside=(overlap or overlap_on(config, cluster)).has_tables,
+        codec=None if config.exchange == LOSSLESS else config.exchange_codec,
+        gradient_codec=config.gradient_codec,
     )
 
 

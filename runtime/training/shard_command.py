@@ -17,7 +17,15 @@ from sennit.runtime.planner.splits import splits
 from sennit.runtime.planner.step_time import Rating
 from sennit.runtime.training import command as training
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.planned import check_ranks, cluster_of, limits_here, problem_of, source_of, uses_of
+from sennit.runtime.training.planned import (
+    LOSSLESS,
+    check_ranks,
+    cluster_of,
+    limits_here,
+    problem_of,
+    source_of,
+    uses_of,
+)
 from sennit.transport.config import from_environment
 from sennit.transport.errors import ConfigError, SennitError
 
@@ -59,6 +67,8 @@ def _plan(config: TrainingConfig, ranks: int | None, described: Path | None, out
     with busy("searching for a placement"):
         source = source_of(config, where.ranks)
         constants, notes = read_constants(from_environment().calibration)
+        if config.exchange == LOSSLESS:
+            notes.append(f"--exchange {LOSSLESS}: what it saves depends on the data; planned as without a codec")
         problem = problem_of(config, source, where, constants)
         rating = Rating(problem)
         searched = search(rating)

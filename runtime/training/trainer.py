@@ -40,7 +40,6 @@ from sennit.runtime.training.overlap import overlap_of
 from sennit.runtime.training.planned import memory_of, model_inputs, placement_of
 from sennit.runtime.training.rebalance import Rebalancer
 from sennit.runtime.training.supply import Supply
-from sennit.transport.codecs import COLLECTIVE_CODECS, Codec
 from sennit.transport.errors import SennitError
 
 DENSE, OPTIMIZER, TABLES = "dense.", "optimizer.", "tables."
@@ -126,7 +125,7 @@ class Trainer(Closing):
             self.model,
             slices=config.slices,
             seed=config.seed,
-            codec=None if config.gradient is None else Codec(kind=COLLECTIVE_CODECS[config.gradient]),
+            codec=config.gradient_codec,
             clock=self.clock,
         )
         self._exchanges: Exchanges | None = None

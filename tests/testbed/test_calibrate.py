@@ -19,7 +19,7 @@ from sennit.commands.cli import app
 from sennit.errors import SennitError
 from sennit.runtime.calibrate import calibrate, codec_speeds, core_sharing, kernel_speeds
 from sennit.runtime.calibrate.cost_fit import FitError, Sample, fit
-from sennit.runtime.planner.constants import Constants, cores_here, read_constants
+from sennit.runtime.planner.constants import OPTIMIZERS, Constants, cores_here, read_constants
 from sennit.transport.choice.calibration import read_calibration
 from sennit.transport.choice.coded_cost import SPEEDS
 from sennit.transport.choice.costs import NETWORK, SHARED_MEMORY, Costs
@@ -107,6 +107,9 @@ def test_ranks_on_this_machine_write_a_file_that_ranks_read(tmp_path: Path, monk
     constants, notes = read_constants(str(output))
     assert notes == []
     assert constants.replicas.table_s + constants.replicas.step_s > 0
+    assert constants.optimizers.keys() == set(OPTIMIZERS)
+    fastest, slowest = (constants.optimizers[name].row_element_s for name in ("sgd", "adam"))
+    assert fastest < slowest
     # Three ranks on fewer cores share them; what they do not share keeps its default.
     measured = {
         name: value != getattr(Constants().sharing, name)
