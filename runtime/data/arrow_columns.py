@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,18 +23,27 @@ _PURPOSE = "a data set of columns"
 _NUMBERS = "integer, floating-point or boolean"
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(Protocol):
     """Where some rows are, for messages."""
 
-    file: str
-    """The name of the file, as the user would write it."""
-
-    part: str
-    """The part of the file, as "row group 3"."""
+    @property
+    def file_name(self) -> str:
+        """The name of the file, as the user would write it."""
 
     def of(self, column: str) -> str:
-        return f"{self.file}: column {column}, {self.part}"
+        """The place of a column of these rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartOfFile:
+    """A part of a file."""
+
+    file_name: str
+    part: str
+    """As "row group 3"."""
+
+    def of(self, column: str) -> str:
+        return f"{self.file_name}: column {column}, {self.part}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +270,7 @@ def _one_type(pieces: Sequence[Piece], columns: list[Any], part: SparseField) ->
 def _two_types(piece: Piece, first: Piece, part: SparseField) -> DataError:
     kinds = [one.column(part.name).type for one in (piece, first)]
     allowed = "one type; integers with and without sign where int64 or uint64 has them all"
-    other = f"but in {first.place.file} it is {kinds[1]}"
+    other = f"but in {first.place.file_name} it is {kinds[1]}"
     return DataError(f"{piece.place.of(part.name)}: {kinds[0]}, {other}; allowed: {allowed}")
 
 

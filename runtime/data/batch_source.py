@@ -11,7 +11,8 @@ import numpy as np
 from sennit.offload.ingest.facts import TableFacts
 from sennit.offload.sketch import Sketch, SketchShape, ids_of_rows, sampled_rows
 from sennit.runtime.data.batch import Batch
-from sennit.runtime.data.order import Order, OrderSettings
+from sennit.runtime.data.numbering import Numbering
+from sennit.runtime.data.order import OrderSettings
 from sennit.runtime.data.preprocessing import PreparedData, Preprocessing
 from sennit.runtime.data.raw_samples import RawSamples
 from sennit.runtime.data.samples import Samples
@@ -23,7 +24,6 @@ class BatchSource(Protocol):
     They are taken in order, from the first one onwards. Each is released before the next is taken.
     """
 
-    order: Order
     tables: tuple[TableFacts, ...]
     dense_count: int
     label_names: tuple[str, ...]
@@ -32,6 +32,10 @@ class BatchSource(Protocol):
 
     preprocessing: Preprocessing | None
     """The preprocessing fitted to the training rows; None if only the feeders know it."""
+
+    @property
+    def order(self) -> Numbering:
+        """Which batches there are."""
 
     def begin(self, number: int) -> None:
         """Sets the first batch that will be taken."""

@@ -15,8 +15,15 @@ from sennit.runtime.data.errors import DataError
 class Numbering:
     """Numbers the batches of the whole run from 0, so that a resumed run continues with the number where it stopped.
 
-    A subclass has these attributes.
+    A subclass has these attributes, and says what is in a batch.
     """
+
+    name: str
+    """The name of the data set, for messages."""
+
+    sample_count: int
+    eval_rows: int | None
+    """The data set's last rows that are its evaluation rows; None: it says none itself."""
 
     batch_size: int
     """Samples per global batch."""
@@ -29,6 +36,10 @@ class Numbering:
     train_count: int
     validation_count: int
     eval_count: int
+
+    def size(self, number: int) -> int:
+        """The number of samples of the global batch."""
+        raise NotImplementedError
 
     @property
     def steps_per_epoch(self) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from sennit.runtime.data.arrow_columns import Piece, Place, check_types, raw_samples
+from sennit.runtime.data.arrow_columns import PartOfFile, Piece, check_types, raw_samples
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.files import DataFile
 from sennit.runtime.data.packages import require
@@ -48,4 +48,4 @@ def _row_groups(file: DataFile, schema: Schema) -> Iterator[Piece]:
                     table = source.read_row_group(number, columns=schema.columns)
                 except (OSError, arrow.ArrowException) as error:
                     raise DataError(f"{file}: row group {number} cannot be read: {error}") from error
-                yield Piece(table, Place(file.name, f"row group {number}"))
+                yield Piece(table, PartOfFile(file.name, f"row group {number}"))

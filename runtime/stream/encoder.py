@@ -31,7 +31,7 @@ class Encoder:
         The batch has the columns of the schema, with types that `check_types` allows. `place`: where it is from. Raises
         DataError for a value that the schema does not allow.
         """
-        raw = raw_samples(place.file, [Piece(self._typed(batch), place)], self.schema)
+        raw = raw_samples(place.file_name, [Piece(self._typed(batch), place)], self.schema)
         return self.preprocessing.apply(raw).samples()
 
     def _typed(self, batch: Any) -> Any:

@@ -31,6 +31,10 @@ class Place:
     def __str__(self) -> str:
         return f"{self.file.name}: {self.file.where(self.block, self.row)}"
 
+    @property
+    def file_name(self) -> str:
+        return self.file.name
+
     def behind(self, rows: int) -> Place:
         """The place so many rows behind, in the same block."""
         return Place(self.file, self.block, self.row + rows)

@@ -210,7 +210,7 @@ class StreamOrder(Numbering):
             )
 
     @property
-    def sample_count(self) -> int:
+    def sample_count(self) -> int:  # type: ignore[override]
         return self.held.rest + self.held.picked
 
     @property

@@ -25,10 +25,16 @@ _GAMMA: Final = 0x9E3779B97F4A7C15
 class Split(Protocol):
     """Places in [0, picked + rest)."""
 
-    picked: int
-    rest: int
+    @property
+    def picked(self) -> int:
+        """How many are picked."""
 
-    def is_picked(self, places: Places) -> NDArray[np.bool_]: ...
+    @property
+    def rest(self) -> int:
+        """How many are not."""
+
+    def is_picked(self, places: Places) -> NDArray[np.bool_]:
+        """Which of these places are picked."""
 
     def before(self, place: int) -> int:
         """How many of the rest are before a place in [0, picked + rest]."""
@@ -44,7 +50,7 @@ class Split(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Last(Split):
+class Last:
     """The last places are picked."""
 
     rest: int
@@ -67,7 +73,7 @@ class Last(Split):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneInEach(Split):
+class OneInEach:
     """One place in each group of `group` consecutive ones is picked, by a hash of `key` and the group's number.
 
     Places behind the last whole group are of the rest.
@@ -135,7 +141,7 @@ def split(how: str, what: str, count: int, fraction: float, key: str) -> Split:
     """
     if how == "last":
         picked = round(count * fraction)
-        made: Split = Last(rest=count - picked, picked=picked)
+        made: Last | OneInEach = Last(rest=count - picked, picked=picked)
     else:
         group = round(1 / fraction)
         if group < 2:

@@ -81,8 +81,9 @@ class ConsoleDisplay:
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         qualities = "; ".join(f"{name}: {one.text()}" for name, one in evaluation.labels.items())
+        when = evaluation.window or f"epoch {evaluation.epoch}"
         self._console.print(
-            f"{evaluation.window or f'epoch {evaluation.epoch}'} (step {evaluation.step}): {qualities or evaluation.quality.text()}"
+            f"{when} (step {evaluation.step}): {qualities or evaluation.quality.text()}"
             + (f"; on validation samples: {evaluation.validation.text()}" if evaluation.validation is not None else "")
         )
 

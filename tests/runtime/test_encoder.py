@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sennit.runtime.data.arrow_columns import Piece, Place, raw_samples
+from sennit.runtime.data.arrow_columns import PartOfFile, Piece, raw_samples
 from sennit.runtime.data.batch import Batch
 from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.data.schema import Schema, parse_schema
@@ -18,7 +18,7 @@ from sennit.runtime.stream.encoder import Encoder
 
 arrow = pytest.importorskip("pyarrow")
 
-HERE = Place("clicks.parquet", "row group 3")
+HERE = PartOfFile("clicks.parquet", "row group 3")
 WORDS = ["", "a", "b", "Ulm", "Ülm", "0a1b2c3d", "x" * 31, "y" * 32, "z" * 100, "\x00"]
 ID, HASH, DICTIONARY = {"rows": 9}, {"encode": "hash", "rows": 1_000, "salt": 7}, {"encode": "dictionary"}
 SMALL, WIDE = [0, 1, 7, 8], [0, 1, 2**31, 2**63 - 1]
