@@ -6,14 +6,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, Any
+from pathlib import PurePosixPath
+from typing import IO, Any, Final
 
 from sennit import surroundings
 from sennit.runtime.data.errors import DataError, MissingPackage
 from sennit.runtime.data.packages import require
 
-_PURPOSE = "a Parquet data set"
-SUFFIX = ".parquet"
+_PURPOSE = "a data set of files"
+FORMATS: Final = {
+    ".parquet": "Parquet",
+    ".arrow": "Arrow",
+    ".feather": "Arrow",
+    ".csv": "CSV",
+    ".tsv": "TSV",
+    ".txt": "TSV",
+}
+"""The format that the end of a file's name says. Text may be compressed: `.csv.gz`."""
+
+COMPRESSED: Final = ".gz"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +40,11 @@ class DataFile:
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def format(self) -> str | None:
+        """As in `FORMATS`. None where the name does not say it."""
+        return _format(self.path)
 
     @property
     def is_local(self) -> bool:
@@ -68,10 +84,10 @@ class DataFile:
 
 
 def find_files(paths: Iterable[str]) -> tuple[DataFile, ...]:
-    """The files that these paths name, in this order: files, patterns (`*`), and folders of `*.parquet`, sorted by
-    name.
+    """The files that these paths name, in this order: files, patterns (`*`), and folders, sorted by name.
 
-    In folders and their subfolders, names that begin with `_` or `.` are skipped, as other tools do.
+    Of folders and their subfolders, the files whose names say their format are taken. Names that begin with `_` or `.`
+    are skipped, as other tools do. Raises DataError for a path without files, and for a folder with two formats.
     """
     return tuple(file for path in paths for file in _find(path))
 
@@ -80,9 +96,10 @@ def _find(path: str) -> list[DataFile]:
     core = require("fsspec.core", package="fsspec", purpose=_PURPOSE)
     try:
         filesystem, root = core.url_to_fs(path)
+        is_folder = False
         if any(sign in root for sign in "*?["):
             found = sorted(filesystem.glob(root))
-        elif filesystem.isdir(root):
+        elif is_folder := filesystem.isdir(root):
             found = sorted(part for part in filesystem.find(root) if _is_part(part.removeprefix(root)))
         else:
             found = [root] if filesystem.exists(root) else []
@@ -91,14 +108,27 @@ def _find(path: str) -> list[DataFile]:
     except Exception as error:  # as above
         raise DataError(f"data set {path!r}: {_reason(error)}{_behind_proxy(path)}") from error
     if not found:
+        suffixes = ", ".join(f"*{suffix}" for suffix in FORMATS)
         raise DataError(
-            f"data set {path!r}: no such file, and no folder or pattern with *{SUFFIX} files; give a path that has them"
+            f"data set {path!r}: no such file, and no folder or pattern with files ({suffixes}, also with "
+            f"{COMPRESSED}); give a path that has them"
+        )
+    first = found[0]
+    if is_folder and (other := next((part for part in found if _format(part) != _format(first)), None)):
+        raise DataError(
+            f"data set {path!r}: has {_format(first)} files and {_format(other)} files ({_name(path, root, other)}); "
+            f"allowed in a folder: one format; give a pattern of the files that you mean"
         )
     return [DataFile(name=_name(path, root, part), filesystem=filesystem, path=part) for part in found]
 
 
 def _is_part(below: str) -> bool:
-    return below.endswith(SUFFIX) and not any(name.startswith(("_", ".")) for name in below.split("/"))
+    return _format(below) is not None and not any(name.startswith(("_", ".")) for name in below.split("/"))
+
+
+def _format(path: str) -> str | None:
+    found = FORMATS.get(PurePosixPath(path.removesuffix(COMPRESSED)).suffix)
+    return None if path.endswith(COMPRESSED) and found not in ("CSV", "TSV") else found
 
 
 def _name(path: str, root: str, part: str) -> str:

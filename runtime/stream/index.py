@@ -17,7 +17,7 @@ from sennit.runtime.data.files import find_files
 from sennit.runtime.data.packages import require
 from sennit.runtime.stream.columns import cast, common_type
 from sennit.runtime.stream.files import StreamFile
-from sennit.runtime.stream.parquet_file import ParquetFile
+from sennit.runtime.stream.formats import open_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def open_index(paths: Sequence[str], columns: Sequence[str], *, time_column: str
     that do not agree, and where there are no rows at all.
     """
     columns = tuple(dict.fromkeys((*columns, *([] if time_column is None else [time_column]))))
-    files = tuple(ParquetFile.of(file) for file in find_files(paths))
+    files = tuple(open_file(file) for file in find_files(paths))
     schema = _common_schema(files, columns)
     rows = [rows for file in files for rows in file.block_rows]
     if not sum(rows):

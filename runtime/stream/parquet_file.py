@@ -28,6 +28,7 @@ class ParquetFile:
     digest: str
     schema: Any
     is_sequential: bool = False
+    skipped_rows: int = 0
 
     @staticmethod
     def of(file: DataFile) -> ParquetFile:

@@ -96,6 +96,18 @@ def test_a_part_without_rows_is_nothing(folder: str, schema: Path) -> None:
         users(schema, f"{folder}/part-2.parquet")
 
 
+def test_a_folder_has_one_format(folder: str) -> None:
+    with fsspec.open(f"{folder}/day=2/names.csv.gz", "wb") as stream:
+        stream.write(b"")
+    message = (
+        r"has CSV files and Parquet files \(.*set/day=2/part-0\.parquet\); allowed in a folder: one format; give a"
+    )
+    with pytest.raises(DataError, match=message):
+        find_files([folder])
+    assert len(find_files([f"{folder}/*.parquet"])) == 1
+    assert [file.format for file in find_files([f"{folder}/day=2/*"])] == ["CSV", "Parquet"]
+
+
 def test_what_is_not_there_is_named(folder: str, schema: Path) -> None:
     for path in (f"{folder}/absent.parquet", f"{folder}/*.csv", "memory://nowhere"):
         with pytest.raises(DataError, match="no such file, and no folder or pattern"):

@@ -125,3 +125,16 @@ def test_writers_may_disagree_about_widths(tmp_path: Path) -> None:
         DataError, match=r"large\.parquet: column user, row group 0, row 0: .* 18446744073709551615 .*int64"
     ):
         read(open_index([large, str(tmp_path / "1.parquet")], COLUMNS), 0, 4)
+
+
+def test_the_name_says_the_format_or_the_first_bytes_do(tmp_path: Path) -> None:
+    for name in ("a.feather", "b"):
+        with arrow.ipc.new_file(str(tmp_path / name), table(0, 3).schema) as writer:
+            writer.write_table(table(0, 3))
+    paths = [str(tmp_path / "a.feather"), str(tmp_path / "b"), write(tmp_path / "c", table(3, 3))]
+    index = open_index(paths, COLUMNS)
+    assert read(index, 0, 9)["user"] == [0, 1, 2, 0, 1, 2, 3, 4, 5]
+    assert str(index.place(4)) == f"{tmp_path}/b: record batch 0, row 1"
+    (tmp_path / "d").write_bytes(b"PK")
+    with pytest.raises(DataError, match=r"d: neither Parquet nor Arrow by its first bytes; allowed: these, and names"):
+        open_index([str(tmp_path / "d")], COLUMNS)
