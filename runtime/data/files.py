@@ -98,7 +98,9 @@ def _find(path: str) -> list[DataFile]:
         filesystem, root = core.url_to_fs(path)
         is_folder = False
         if any(sign in root for sign in "*?["):
-            found = sorted(filesystem.glob(root))
+            # As in a shell, `*` is not the dot that hides a file.
+            hidden = PurePosixPath(root).name.startswith(".")
+            found = sorted(part for part in filesystem.glob(root) if hidden or not _is_hidden(part))
         elif is_folder := filesystem.isdir(root):
             found = sorted(part for part in filesystem.find(root) if _is_part(part.removeprefix(root)))
         else:
@@ -124,6 +126,10 @@ def _find(path: str) -> list[DataFile]:
 
 def _is_part(below: str) -> bool:
     return _format(below) is not None and not any(name.startswith(("_", ".")) for name in below.split("/"))
+
+
+def _is_hidden(path: str) -> bool:
+    return PurePosixPath(path).name.startswith(".")
 
 
 def _format(path: str) -> str | None:
