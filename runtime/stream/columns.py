@@ -3,9 +3,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.packages import require
+
+
+def check_names(file: str, names: Sequence[str], columns: Sequence[str], first: str | None = None) -> None:
+    """Raises DataError unless a file has each of these columns once. `first` is the file that has them."""
+    for name in columns:
+        if (count := names.count(name)) != 1:
+            what = f"{count} columns {name}; allowed: one" if count else f"no column {name}"
+            there = f", which {first} has" if not count and first is not None else ""
+            raise DataError(f"{file}: {what}{there}; there are: {', '.join(sorted(names))}")
 
 
 def common_type(kinds: list[Any]) -> Any | None:

@@ -15,9 +15,10 @@ import numpy.typing as npt
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.files import find_files
 from sennit.runtime.data.packages import require
-from sennit.runtime.stream.columns import cast, common_type
+from sennit.runtime.stream.columns import cast, check_names, common_type
 from sennit.runtime.stream.files import StreamFile
-from sennit.runtime.stream.formats import open_file
+from sennit.runtime.stream.formats import open_files
+from sennit.runtime.stream.text_format import TextFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,16 @@ class StreamIndex:
     def sample_count(self) -> int:
         """The rows of all files."""
         return int(self.ends[-1])
+
+    @property
+    def skipped_rows(self) -> int:
+        """The broken rows that were left out. `sample_count` does not count them."""
+        return sum(file.skipped_rows for file in self.files)
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether a file can be read only from its beginning, as compressed text."""
+        return any(file.is_sequential for file in self.files)
 
     @property
     def block_count(self) -> int:
@@ -145,14 +156,18 @@ class StreamIndex:
         return arrow.RecordBatch.from_arrays(made, names=list(columns))
 
 
-def open_index(paths: Sequence[str], columns: Sequence[str], *, time_column: str | None = None) -> StreamIndex:
-    """Finds files, and reads what their formats say about their rows.
+def open_index(
+    paths: Sequence[str], columns: Sequence[str], *, time_column: str | None = None, text: TextFormat | None = None
+) -> StreamIndex:
+    """Finds files, and reads what their formats say about their rows. Text is read as a whole.
+
+    `text`: how text files are to be read. With it, files whose names do not say their format are text.
 
     Raises DataError for files that are no data files, that do not have each column once, or that have it with types
     that do not agree, and where there are no rows at all.
     """
     columns = tuple(dict.fromkeys((*columns, *([] if time_column is None else [time_column]))))
-    files = tuple(open_file(file) for file in find_files(paths))
+    files = open_files(find_files(paths), columns, text)
     schema = _common_schema(files, columns)
     rows = [rows for file in files for rows in file.block_rows]
     if not sum(rows):
@@ -171,12 +186,7 @@ def open_index(paths: Sequence[str], columns: Sequence[str], *, time_column: str
 def _common_schema(files: Sequence[StreamFile], columns: Sequence[str]) -> Any:
     arrow = require("pyarrow", package="pyarrow", purpose="reading data files")
     for file in files:
-        names = file.schema.names
-        for name in columns:
-            if (count := names.count(name)) != 1:
-                what = f"{count} columns {name}; allowed: one" if count else f"no column {name}"
-                there = f", which {files[0].name} has" if not count and file is not files[0] else ""
-                raise DataError(f"{file.name}: {what}{there}; there are: {', '.join(sorted(names))}")
+        check_names(file.name, file.schema.names, columns, None if file is files[0] else files[0].name)
     fields = []
     for name in columns:
         kinds = [file.schema.field(name).type for file in files]

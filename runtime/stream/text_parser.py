@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lines of text as rows, by pyarrow's parser, and what is wrong with a line that is no row.
+
+pyarrow takes the end of a line within quotes for a part of the value, and leaves empty lines out. Both would move the
+rows that come after. So a parse is right only if it has as many rows as there are lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sennit.runtime.data.packages import require
+
+_CHUNK_BYTES: Final = 1 << 18
+"""pyarrow parses pieces of this size, each in one of its threads. They fit in caches: pieces of 8 MiB took twice as
+long."""
+
+_SHOWN_BYTES: Final = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextParser:
+    """Parses whole lines."""
+
+    names: tuple[str, ...]
+    types: Mapping[str, Any]
+    delimiter: str
+    quote: str | None
+    nulls: tuple[str, ...]
+
+    def parse(self, text: bytes, line_count: int, columns: Sequence[str]) -> Any | None:
+        """The lines as a `pyarrow.Table` of these columns, or None if a line is broken."""
+        for chunk_bytes in (_CHUNK_BYTES, len(text) + 1):  # a line may be longer than a chunk
+            table = self._parse(text, line_count, columns, chunk_bytes)
+            if table is not None:
+                return table
+        return None
+
+    def broken(self, lines: Sequence[bytes], columns: Sequence[str]) -> Iterator[int]:
+        """Yields the numbers of the lines that are no rows, in order, by halves. The parse of all lines comes first."""
+        ranges = [(0, len(lines))]
+        while ranges:
+            begin, end = ranges.pop()
+            if self.parse(b"\n".join(lines[begin:end]) + b"\n", end - begin, columns) is not None:
+                continue
+            if end - begin == 1:
+                yield begin
+            else:
+                middle = (begin + end) // 2
+                ranges += [(middle, end), (begin, middle)]
+
+    def reason(self, line: bytes, columns: Sequence[str]) -> tuple[str | None, str]:
+        """What is wrong with a broken line: the column, if it is one value, and the value and what is allowed."""
+        if not line.strip(b"\r\n"):
+            return None, "empty; allowed: empty lines at the end of a file"
+        csv = require("pyarrow.csv", package="pyarrow", purpose="reading text files")
+        counts: list[int] = []
+
+        def count(row: Any) -> str:
+            counts.append(row.actual_columns)
+            return "skip"
+
+        binary = require("pyarrow", package="pyarrow", purpose="reading text files").binary()
+        convert = csv.ConvertOptions(column_types=dict.fromkeys(self.names, binary))
+        values = self._read(line + b"\n", convert, len(line) + 2, count)
+        if counts:
+            return None, f"{counts[0]} columns; allowed: {len(self.names)}"
+        cells = {name: values.column(number)[0].as_py() for number, name in enumerate(self.names)}
+        for name, cell in cells.items():
+            if cell is not None and cell.endswith(b"\n"):
+                return name, f"quoted value {_shown(cell)} goes over the end of the line; allowed: values within a line"
+        for name in columns:
+            if self.parse(line + b"\n", 1, [name]) is None:
+                return name, f"value {_shown(cells[name])}; allowed: {self.types[name]}"
+        return None, "no row"  # not reached
+
+    def _parse(self, text: bytes, line_count: int, columns: Sequence[str], chunk_bytes: int) -> Any | None:
+        arrow = require("pyarrow", package="pyarrow", purpose="reading text files")
+        csv = require("pyarrow.csv", package="pyarrow", purpose="reading text files")
+        convert = csv.ConvertOptions(
+            include_columns=list(columns),
+            column_types={name: self.types[name] for name in columns},
+            null_values=list(self.nulls),
+            strings_can_be_null=True,
+        )
+        # To pyarrow, a quote that is open at the end of the text is no error. It swallows a row that comes after. So the
+        # last line is given twice.
+        last = text[text.rfind(b"\n", 0, -1) + 1 :]
+        is_guarded = self.quote is not None and self.quote.encode() in last
+        if is_guarded:
+            text += last if text.endswith(b"\n") else b"\n" + last
+            line_count += 1
+        try:
+            table = self._read(text, convert, chunk_bytes, None)
+        except arrow.ArrowInvalid:
+            return None
+        if len(table) != line_count:
+            return None
+        return table.slice(0, line_count - 1) if is_guarded else table
+
+    def _read(self, text: bytes, convert: Any, chunk_bytes: int, invalid: Any) -> Any:
+        arrow = require("pyarrow", package="pyarrow", purpose="reading text files")
+        csv = require("pyarrow.csv", package="pyarrow", purpose="reading text files")
+        return csv.read_csv(
+            arrow.BufferReader(text),
+            csv.ReadOptions(column_names=list(self.names), block_size=chunk_bytes, use_threads=invalid is None),
+            csv.ParseOptions(
+                delimiter=self.delimiter,
+                quote_char=False if self.quote is None else self.quote,
+                invalid_row_handler=invalid,
+            ),
+            convert,
+        )
+
+
+def _shown(cell: bytes) -> str:
+    return repr(cell[:_SHOWN_BYTES].decode(errors="backslashreplace"))
