@@ -63,10 +63,8 @@ def check_agreement(
                 warnings.warn(f"{what}; bits may differ", stacklevel=3)
 
 
-def described(
-    tables: Sequence[Table], placement: Placement, *, lr: float, slices: int, gradients: str, seed: int
-) -> dict[str, str]:
-    """The settings of a model of sharded tables that decide bits or owners, for `check_agreement`."""
+def described(tables: Sequence[Table], *, lr: float, slices: int, gradients: str, seed: int) -> dict[str, str]:
+    """The settings of a model of sharded tables that decide bits, for `check_agreement`."""
     found = {"lr": str(lr), "slices": str(slices), "gradients": gradients, "seed": str(seed)}
     found["tables"] = ", ".join(table.name for table in tables)
     for table in tables:
@@ -74,12 +72,21 @@ def described(
             if field not in ("initial", "home"):
                 found[f"table {table.name}: {field}"] = str(getattr(table, field))
         found[f"table {table.name}: initial"] = described_initial(table, seed)
-    return found | described_owners(tables, placement)
+    return found
 
 
 def described_homes(tables: Sequence[Table]) -> dict[str, str]:
     """The home that each table names. It decides no bit, but what ranks exchange."""
     return {f"table {table.name}: home": "none" if table.home is None else table.home.value for table in tables}
+
+
+def described_placement(tables: Sequence[Table], placement: Placement | str | Mapping[str, str]) -> dict[str, str]:
+    """What decides the rank of each shard: the placement, the name of a sharding, or names by table."""
+    if isinstance(placement, Placement):
+        return described_owners(tables, placement)
+    if isinstance(placement, str):
+        return {"placement": placement}
+    return {f"placement of table {name}": sharding for name, sharding in placement.items()}
 
 
 def described_owners(tables: Sequence[Table], placement: Placement) -> dict[str, str]:

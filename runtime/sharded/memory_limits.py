@@ -12,6 +12,8 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from sennit.runtime.sharded.files import TableStore
+from sennit.runtime.sharded.tables import Home, Homes, Table, shard_bytes, shards_of
 from sennit.transport._core import available_bytes
 
 SHARE: Final = 0.9
@@ -39,6 +41,36 @@ def memory_limits(
     told: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(told, (place, own_bytes, available), group=group)
     return shared_limits(told)
+
+
+def limits_by_home(
+    tables: Sequence[Table],
+    homes: Homes,
+    own_bytes: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    *,
+    device: torch.device,
+    store: TableStore | None = None,
+) -> dict[Home, list[int]]:
+    """`memory_limits` of each kind of memory that these tables may be in, less what caches of `store` take. Collective.
+
+    `own_bytes`: of this rank in the memory of the device, beside all caches.
+    """
+    found = {homes.memory: memory_limits(own_bytes, group, device=device)}
+    if homes.memory is not Home.DRAM:
+        found[Home.DRAM] = _beside_caches(tables, store, Home.DRAM, memory_limits(group=group))
+    if own_bytes is None:
+        found[homes.memory] = _beside_caches(tables, store, homes.memory, found[homes.memory])
+    return found
+
+
+def _beside_caches(tables: Sequence[Table], store: TableStore | None, home: Home, limits: Sequence[int]) -> list[int]:
+    """What the caches of a table store leave. They have no use for more than twice the rows (`files.divided`)."""
+    if store is None:
+        return list(limits)
+    given = store.memory_bytes if home is Home.DRAM else store.device_bytes or 0
+    taken = min(given, 2 * sum(shard_bytes(tables, shard) for shard in shards_of(tables)))
+    return [max(0, limit - taken) for limit in limits]
 
 
 def shared_limits(told: Sequence[tuple[str, int | None, int]]) -> list[int]:

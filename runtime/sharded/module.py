@@ -22,6 +22,7 @@ from sennit.runtime.sharded.agreement import (
     described,
     described_homes,
     described_owners,
+    described_placement,
     exchange_headers,
     made_on_all,
 )
@@ -29,13 +30,14 @@ from sennit.runtime.sharded.engines import Settings, engines_of, with_files
 from sennit.runtime.sharded.exchange import Exchange
 from sennit.runtime.sharded.files import TableStore
 from sennit.runtime.sharded.handle import TableHandle
+from sennit.runtime.sharded.memory_limits import limits_by_home
 from sennit.runtime.sharded.moving import moved
 from sennit.runtime.sharded.optimizer import TableOptimizer
 from sennit.runtime.sharded.outputs import KeyedVectors, concatenated, nested
 from sennit.runtime.sharded.parameters import TableParameters
 from sennit.runtime.sharded.passes import Passes
 from sennit.runtime.sharded.phases import PhaseClock
-from sennit.runtime.sharded.placement import Placement, place
+from sennit.runtime.sharded.placement import Placement, check_placement, check_room, place
 from sennit.runtime.sharded.pooled import PooledExchange
 from sennit.runtime.sharded.row_access import RowAccess
 from sennit.runtime.sharded.rows import RowExchange
@@ -104,6 +106,7 @@ class ShardedTables(HeldTables):
         device: torch.device | str = "cpu",
         threads: int = 1,
         store: TableStore | None = None,
+        rank_memory_bytes: int | None = None,
         codec: Codec | None = None,
         clock: PhaseClock | None = None,
     ) -> None:
@@ -124,11 +127,14 @@ class ShardedTables(HeldTables):
         `store`: a place for tables larger than memory. Shards are in files there, except tensor trains, replicated
         tables, and tables with another `home`. A module with tables in files sends batches ahead (`batches_ahead`);
         `close` ends it.
+        `rank_memory_bytes`: what this rank has for tables in memory, with optimizer states. None: its share of what its
+        host or GPU has available (`memory_limits`).
 
-        Collective. Raises `ConfigError` on all ranks if they do not describe the same model, or if a table cannot be at
-        its home. The following errors are raised on the rank that has them, and `SennitError`, which names that rank,
-        on the others: `Unsupported` for a device that is not there; with a `store` also `DeviceError` for a full or
-        broken disk, and `ConfigError` for a cache that does not fit its memory.
+        Collective. Raises `ConfigError` on all ranks if they do not describe the same model, if tables do not fit the
+        memory of the ranks, or if a table cannot be at its home. The following errors are raised on the rank that has
+        them, and `SennitError`, which names that rank, on the others: `Unsupported` for a device that is not there;
+        with a `store` also `DeviceError` for a full or broken disk, and `ConfigError` for a cache that does not fit its
+        memory.
         """
         if torch.get_default_device().type == "meta":
             reason = 'their rows have to be somewhere; make them outside of `torch.device("meta")`'
@@ -149,19 +155,24 @@ class ShardedTables(HeldTables):
             raise ConfigError(f"outputs {outputs!r}; allowed: {', '.join(self._outputs)}")
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         own_slices = Slices(count=slices, rank=rank, world_size=world_size)
-        if not isinstance(placement, Placement):
-            placement = place(tables, world_size, placement, local_ranks=local_ranks(group))
-        if placement.world_size != world_size:
-            raise ConfigError(f"a placement for {placement.world_size} ranks, but there are {world_size}")
+        if isinstance(placement, Placement):
+            check_placement(tables, placement, world_size)
         device = torch.device(device)
         check_agreement(
-            described(tables, placement, lr=lr, slices=slices, gradients=str(gradients), seed=seed)
+            described(tables, lr=lr, slices=slices, gradients=str(gradients), seed=seed)
+            | described_placement(tables, placement)
             | described_homes(tables)
             | {"codec": str(codec), "table store": str(store is not None), "device": device.type},
             group,
         )
-        check_codec(codec, group)
         homes = Homes(device_type=device.type, has_store=store is not None)
+        limits = limits_by_home(tables, homes, rank_memory_bytes, group, device=device, store=store)
+        if isinstance(placement, Placement):
+            check_room(tables, placement, limits, homes)
+        else:
+            local = local_ranks(group)
+            placement = place(tables, world_size, placement, local_ranks=local, limits=limits, homes=homes)
+        check_codec(codec, group)
         in_files = homes.in_files(tables, placement.replicated)
         settings = Settings(
             tables=tables,
@@ -385,9 +396,11 @@ class ShardedTables(HeldTables):
         self.finish()
         in_files = self._homes.in_files(self.tables, placement.replicated)
         error: Exception | None = None
-        if placement.world_size != (world_size := self.slices.world_size):
-            error = ConfigError(f"a placement for {placement.world_size} ranks, but there are {world_size}")
-        elif self._steps.is_accumulating:
+        try:
+            check_placement(self.tables, placement, self.slices.world_size)
+        except ConfigError as wrong:
+            error = wrong
+        if self._steps.is_accumulating:
             error = ArgumentError("shards cannot move between the backward passes of a step; allowed: after the last")
         self._agree(error)
         check_agreement(described_owners(self.tables, placement), self._group)

@@ -103,6 +103,26 @@ def place(
     return placed(tables, world_size, {shard_name(tables, shard): rank for shard, rank in owner_of.items()})
 
 
+def check_placement(tables: Sequence[Table], placement: Placement, world_size: int) -> None:
+    """Raises `ConfigError` for a placement of other ranks, or of another model."""
+    if placement.world_size != world_size:
+        raise ConfigError(f"a placement for {placement.world_size} ranks, but there are {world_size}")
+    if placement.owner_of.keys() != set(shards_of(tables)):
+        what = f"a placement of {len(placement.owner_of)} shards for tables of {len(shards_of(tables))}"
+        raise ConfigError(f"{what}, or of others; allowed: one that `place` or `placed` made for these tables")
+
+
+def check_room(
+    tables: Sequence[Table], placement: Placement, limits: Mapping[Home, Sequence[int]], homes: Homes
+) -> None:
+    """Raises `ConfigError` if the shards of a rank need more than its bytes (`place`)."""
+    room = Room(
+        tables, {shard: shard_bytes(tables, shard) for shard in shards_of(tables)}, placement.world_size, limits, homes
+    )
+    room.take(placement.owner_of)
+    room.check()
+
+
 def _by_load(room: Room, names: Mapping[str, str], hosts: Sequence[range]) -> dict[Shard, int] | None:
     """The owner of each shard; None if a table finds no room."""
     owner_of: dict[Shard, int] = {}
@@ -319,6 +339,17 @@ class Room:
             owner_of.update(dict.fromkeys(shards, rank))
             self.take(dict.fromkeys(shards, rank))
         return owner_of
+
+    def check(self) -> None:
+        """Raises `ConfigError` if a rank has more than it may have."""
+        for home, of_ranks in self._limits.items():
+            for rank, (used, limit) in enumerate(zip(self._used[home], of_ranks, strict=True)):
+                if used > limit:
+                    kind = "tables" if len(self._limits) == 1 else f"tables in {home.value}"
+                    raise ConfigError(
+                        f"the placement gives rank {rank} {used:,} bytes of {kind}, with their optimizer states; "
+                        f"allowed: {limit:,}"
+                    )
 
     def _check(self, shards: Sequence[Shard], home_of: Mapping[int, Home], rank: int, where: str) -> None:
         table, home = self.tables[shards[0].table], home_of[shards[0].table]

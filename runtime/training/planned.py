@@ -23,10 +23,10 @@ from sennit.runtime.planner.problem import Problem
 from sennit.runtime.planner.search import round_robin, search
 from sennit.runtime.planner.step_time import Rating
 from sennit.runtime.planner.usage import ZIPF, Use, sampled, saved, uses
-from sennit.runtime.sharded.memory_limits import memory_limits, shared_limits
+from sennit.runtime.sharded.memory_limits import limits_by_home, shared_limits
 from sennit.runtime.sharded.placement import Placement, placed
 from sennit.runtime.sharded.slices import Slices
-from sennit.runtime.sharded.tables import Home, Homes, Table, shard_bytes, shards_of
+from sennit.runtime.sharded.tables import Home, Homes, Table
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.overlap import Overlap, overlap_on
 from sennit.runtime.training.streamed import opened, preprocessing_of, stream_source
@@ -63,23 +63,7 @@ def homes_of(config: TrainingConfig) -> Homes:
 
 def memory_of(config: TrainingConfig, tables: Sequence[Table], device: torch.device) -> dict[Home, list[int]]:
     """Bytes of each rank for tables in memory. Collective."""
-    homes = homes_of(config)
-    found = {homes.memory: memory_limits(config.rank_memory_bytes, device=device)}
-    if homes.memory is not Home.DRAM:
-        found[Home.DRAM] = _beside_caches(config, tables, Home.DRAM, memory_limits())
-    if config.rank_memory_bytes is None:
-        found[homes.memory] = _beside_caches(config, tables, homes.memory, found[homes.memory])
-    return found
-
-
-def _beside_caches(config: TrainingConfig, tables: Sequence[Table], home: Home, limits: Sequence[int]) -> list[int]:
-    """What the caches of a table store leave. They have no use for more than twice the rows (`files.divided`)."""
-    store = config.table_store
-    if store is None:
-        return list(limits)
-    given = store.memory_bytes if home is Home.DRAM else store.device_bytes or 0
-    taken = min(given, 2 * sum(shard_bytes(tables, shard) for shard in shards_of(tables)))
-    return [max(0, limit - taken) for limit in limits]
+    return limits_by_home(tables, homes_of(config), config.rank_memory_bytes, device=device, store=config.table_store)
 
 
 def cluster_of(config: TrainingConfig, ranks: int, local_ranks: int, limits: Sequence[int] | None) -> Cluster:

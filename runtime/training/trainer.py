@@ -37,7 +37,7 @@ from sennit.runtime.timeline.timeline import Timeline
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.metrics import Evaluation, Quality, quality_of_ranks
 from sennit.runtime.training.overlap import overlap_of
-from sennit.runtime.training.planned import memory_of, model_inputs, placement_of
+from sennit.runtime.training.planned import homes_of, memory_of, model_inputs, placement_of
 from sennit.runtime.training.rebalance import Rebalancer
 from sennit.runtime.training.supply import Supply
 from sennit.transport.errors import SennitError
@@ -112,6 +112,7 @@ class Trainer(Closing):
                 seed=config.seed,
                 device=self.device,
                 codec=config.exchange_codec,
+                rank_memory_bytes=limits[homes_of(config).memory][self.rank],
                 store=config.table_store and replace(config.table_store, timeout_s=config.timeout_s),
                 clock=self.clock,
             )

@@ -100,6 +100,8 @@ def refuses_moves(rank: int, world: int) -> None:
     spread, sent = place(TABLES, world, "row_wise"), module.send(features(0, 8))
     with pytest.raises(ConfigError, match=f"a placement for {world + 1} ranks, but there are {world}"):
         module.move(place(TABLES, world + 1, "row_wise"))
+    with pytest.raises(ConfigError, match=r"a placement of 1 shards for tables of \d+, or of others"):
+        module.move(place([Table(name="user", rows=10, dim=4)], world))
     with pytest.raises(ConfigError, match=r"owner of city/0\.0"):
         module.move(place(TABLES, world, "data_parallel") if rank else spread)
     with module.no_sync():
@@ -154,7 +156,11 @@ def disagrees(rank: int, world: int) -> None:
     for options, match in (
         ({"slices": 8 << rank}, "slices: rank 0 has 8, rank 1 has 16"),
         ({"seed": rank}, "seed: rank 0 has 0, rank 1 has 1"),
-        ({"placement": ("row_wise", "table_wise")[rank]}, "owner of city/0.0: rank 0 has 0, rank 1 has 1"),
+        ({"placement": ("row_wise", "table_wise")[rank]}, "placement: rank 0 has row_wise, rank 1 has table_wise"),
+        (
+            {"placement": place(TABLES, world, ("row_wise", "table_wise")[rank])},
+            "owner of city/0.0: rank 0 has 0, rank 1 has 1",
+        ),
     ):
         with pytest.raises(ConfigError, match=match):
             ShardedEmbeddingBags(TABLES, lr=0.1, **options)
@@ -163,6 +169,25 @@ def disagrees(rank: int, world: int) -> None:
         ShardedEmbeddingBags([table], lr=0.1)
     with pytest.raises(ConfigError, match=r"the placement does not place user/0.0; is it of another model"):
         ShardedEmbeddingBags([table], lr=0.1, placement=placed([table], world, {}))
+
+
+def refuses_what_does_not_fit(rank: int, world: int) -> None:
+    """Tables of 8 TB are refused on all ranks before any memory is taken, and so is a placement for a rank too small.
+
+    What fits by memory alone is placed so.
+    """
+    huge = Table(name="user", rows=1 << 30, dim=1024, row_shards=2)
+    for placement in ("table_wise", "row_wise", "data_parallel"):
+        with pytest.raises(ConfigError, match=r"user.* needs .* bytes are missing"):
+            ShardedEmbeddingBags([huge], lr=0.1, placement=placement)
+    with pytest.raises(ConfigError, match=r"the placement gives rank 1 [\d,]+ bytes of tables, .* allowed: [\d,]+$"):
+        ShardedEmbeddingBags([huge], lr=0.1, placement=placed([huge], world, {"user/0.0": 1, "user/1.0": 1}))
+    # 160 bytes of rows and 40 of states each.
+    tables = [Table(name=name, rows=10, dim=4) for name in ("a", "b", "c")]
+    with pytest.raises(ConfigError, match=r"table b needs 200 bytes with its optimizer states\. Of the 399 bytes"):
+        ShardedEmbeddingBags(tables, lr=0.1, rank_memory_bytes=(399, 100)[rank])
+    made = ShardedEmbeddingBags(tables, lr=0.1, rank_memory_bytes=(400, 200)[rank])
+    assert sorted(made.placement.owner_of.values()) == [0, 0, 1]
 
 
 def reports_gradients(rank: int, world: int, kind: str, placement: str) -> None:
@@ -519,6 +544,10 @@ def test_a_step_is_that_of_torch(kept_world: WorldFactory, kind: str, placement:
 
 def test_wrong_input_of_one_rank_is_refused_on_all(kept_world: WorldFactory) -> None:
     kept_world(2).run(refuses)
+
+
+def test_tables_that_do_not_fit_are_refused_before_they_are_made(kept_world: WorldFactory) -> None:
+    kept_world(2).run(refuses_what_does_not_fit)
 
 
 def test_ranks_with_different_models_are_refused(kept_world: WorldFactory) -> None:
