@@ -82,6 +82,7 @@ LONG = {
     "sennit roofline": ["--data", "flights"],
     "sennit export": ["FILE", "FILE"],
     "sennit convert": ["FILE", "FILE.folder", "--slices", "16"],
+    "sennit make-stream": ["FILE.stream", "--days", "1", "--rows-per-day", "9"],
     "sennit calibrate": ["--ranks", "2"],
     "sennit build-extension": [],
     **{f"sennit bench {name}": [] for name in ("collectives", "planner", "placements", "overlap", "group", "timeline")},

@@ -11,7 +11,8 @@ from typing import Any, Final
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.packages import require
 from sennit.runtime.stream.files import PIECE_ROWS
-from sennit.runtime.stream.planted import DAY_S, Planted, SyntheticStream, indices
+from sennit.runtime.stream.planted import DAY_S, Planted, indices
+from sennit.runtime.stream.synthetic_settings import SyntheticStream
 
 BLOCK_ROWS: Final = 1 << 16
 TIME: Final = "time"

@@ -4,22 +4,29 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import pickle
 import tracemalloc
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 pytest.importorskip("torch")
 
+from sennit.commands.cli import app
 from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.schema import read_schema
 from sennit.runtime.stream.attainable import Attainable, by_day
 from sennit.runtime.stream.files import PIECE_ROWS, StreamFile
-from sennit.runtime.stream.planted import DAY_S, Planted, SyntheticStream, indices, probabilities
+from sennit.runtime.stream.planted import DAY_S, Planted, indices, probabilities
 from sennit.runtime.stream.synthetic import BLOCK_ROWS, SyntheticDay, days_of
+from sennit.runtime.stream.synthetic_settings import FORMATS, SyntheticStream
+from sennit.runtime.stream.writing import write
 from sennit.transport.errors import ConfigError
 
 arrow = pytest.importorskip("pyarrow")
@@ -269,3 +276,68 @@ def test_days_blocks_and_columns_that_there_are_not_are_named() -> None:
         list(day.read(0, ["clicked"]))
     with pytest.raises(DataError, match="samples 5 to 5; allowed: at least one of 0 to 60000"):
         Attainable.of(Planted(SMALL), 5, 5)
+
+
+def test_files_have_the_rows_of_the_stream(tmp_path: Path) -> None:
+    small = replace(SMALL, days=2, rows_per_day=3_000)
+    rows = [whole(day, 0) for day in days_of(small)]
+    told: list[SyntheticDay] = []
+    for format in FORMATS:
+        folder = tmp_path / format
+        write(small, folder, format, told.append)
+        for number, expected in enumerate(rows):
+            path = folder / f"day-{number:05d}.{format}"
+            match format:
+                case "parquet":
+                    found = pytest.importorskip("pyarrow.parquet").read_table(path)
+                case "arrow":
+                    found = arrow.ipc.open_file(path).read_all()
+                case _:
+                    csv = pytest.importorskip("pyarrow.csv")
+                    parse = csv.ParseOptions(delimiter="," if format == "csv" else "\t")
+                    found = csv.read_csv(path, parse_options=parse).cast(expected.schema)
+            assert found.equals(expected), path
+        assert sorted(path.name for path in folder.iterdir()) == [
+            "attainable.json", f"day-00000.{format}", f"day-00001.{format}", "schema.toml"
+        ]  # fmt: skip
+    assert told == 4 * list(days_of(small))
+    days = json.loads((tmp_path / "csv" / "attainable.json").read_text())["days"]
+    assert days == [asdict(one) for one in by_day(Planted(small))]
+    # 500 and 50 ids and half as many that are born.
+    schema = read_schema(tmp_path / "csv" / "schema.toml")
+    assert schema.columns == ["label", "dense_00", "dense_01", "table_00", "table_01"]
+    assert [field.rows for field in schema.sparse] == [4_096, 512]
+
+
+def test_row_groups_are_the_blocks(tmp_path: Path) -> None:
+    write(replace(TWO_BLOCKS, days=1), tmp_path, "parquet")
+    metadata = pytest.importorskip("pyarrow.parquet").read_metadata(tmp_path / "day-00000.parquet")
+    assert [metadata.row_group(number).num_rows for number in range(2)] == [BLOCK_ROWS, 1_000]
+
+
+def test_files_that_are_there_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "day-00001.csv").write_text("mine")
+    with pytest.raises(DataError, match=r"day-00001.csv exists already; allowed: a folder without"):
+        write(SMALL, tmp_path, "csv")
+    assert [path.name for path in tmp_path.iterdir()] == ["day-00001.csv"]
+    with pytest.raises(DataError, match="format 'xml'; allowed: parquet, arrow, csv, tsv"):
+        write(SMALL, tmp_path, "xml")
+    with pytest.raises(DataError, match=r"day-00001.csv: .*; allowed: a folder that can be written"):
+        write(SMALL, tmp_path / "day-00001.csv", "csv")
+
+
+def test_the_command_writes_files_and_tells_mistakes(tmp_path: Path) -> None:
+    small = ["--days", "1", "--rows-per-day", "100", "--living", "10,5"]
+    found = CliRunner().invoke(app, ["make-stream", str(tmp_path / "clicks"), *small, "--format", "csv"])
+    assert found.exit_code == 0, found.output
+    assert f"{tmp_path}/clicks: 100 samples by day, schema.toml, attainable.json" in found.output.replace("\n", "")
+    header = (tmp_path / "clicks" / "day-00000.csv").read_text().splitlines()[0]
+    assert header.replace('"', "") == "time,label,dense_00,dense_01,dense_02,dense_03,table_00,table_01"
+    for mistake, complaint in (
+        (["--living", "ten"], "--living 'ten'; allowed: a number for each table"),
+        (["--days", "0"], "days 0; allowed: 1 to 36500"),
+        (["--format", "xml"], "format 'xml'; allowed: parquet, arrow, csv, tsv"),
+    ):
+        found = CliRunner().invoke(app, ["make-stream", str(tmp_path / "no"), *mistake])
+        assert found.exit_code != 0
+        assert complaint in " ".join(found.output.split())
