@@ -9,16 +9,15 @@ finds there how good it was.
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from sennit.command_line import json_text
 from sennit.runtime.checkpoint import folder as checkpoint
 from sennit.runtime.checkpoint.manifest import CheckpointError
 from sennit.runtime.training import resumption
-from sennit.runtime.training.metrics import METRICS, Evaluation, Quality
+from sennit.runtime.training.metrics import METRICS, Evaluation
 from sennit.runtime.training.trainer import Trainer, TrainingError
 
 FOLDER: Final = "best"
@@ -55,6 +54,9 @@ class Best:
                 f"--stop-early needs {METRICS[self._metric]}, which is not defined: {new.judged.undefined}; "
                 "hold back samples of both classes, or leave --stop-early out"
             )
+        if new.window:
+            # Windows are of different samples, so none is better than another.
+            return False
         if self.found is None or new.loss(self._metric) < self.found.loss(self._metric):
             self.found = new
             if self._patience is not None:
@@ -82,24 +84,10 @@ class Best:
         if path is None:
             return None
         try:
-            told: dict[str, Any] = json.loads((path / DOCUMENT).read_text(encoding="utf-8"))
-            validation = told.get("validation")
-            return Evaluation(
-                step=told["step"],
-                epoch=told["epoch"],
-                quality=_quality(told["quality"]),
-                validation=None if validation is None else _quality(validation),
-                labels={name: _quality(one) for name, one in told.get("labels", {}).items()},
-            )
-        except (ValueError, KeyError, TypeError) as error:
+            return Evaluation.from_json(json.loads((path / DOCUMENT).read_text(encoding="utf-8")))
+        except ValueError as error:
             raise CheckpointError(f"{path / DOCUMENT} is not what a run wrote: {error}") from error
 
 
 def _text(evaluation: Evaluation) -> str:
     return json_text(asdict(evaluation), indent=2)
-
-
-def _quality(told: dict[str, Any]) -> Quality:
-    """The quality from JSON, where null stands for values that are not defined."""
-    values: dict[str, Any] = {name: math.nan if value is None else value for name, value in told.items()}
-    return Quality(**values)

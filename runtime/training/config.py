@@ -100,8 +100,11 @@ class TrainingConfig:
     seed: Annotated[int, Option(low=0, high=2**63 - 1)] = 1
     """Seed of everything random. That is initial weights, split, order of samples and synthetic data."""
 
-    epochs: Annotated[int, Option(low=1, high=100_000)] = 2
-    """Passes over the training samples."""
+    # `__post_init__` fills it in, so that it is a number for everybody else.
+    epochs: Annotated[
+        int, Option(low=1, high=100_000, help="passes over the training samples; default: 2, or 1 with --order time")
+    ] = None  # type: ignore[assignment]
+    """Passes over the training samples. None: 2, or 1 in order of time."""
 
     max_steps: Annotated[int | None, Option(flag="--steps", label="steps", low=1, high=2**40)] = None
     """Stop after this many steps. The learning rate then decays to zero over these. None: all epochs."""
@@ -294,6 +297,9 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.epochs is None:
+            in_time = self.stream is not None and self.stream.order == "time"
+            object.__setattr__(self, "epochs", 1 if in_time else 2)
         if self.slices & (self.slices - 1):
             raise ConfigError(f"slices {self.slices}; allowed: powers of two, 1 to {SLICES_MAX:,}")
         if self.batch_size < self.slices:
@@ -336,6 +342,8 @@ class TrainingConfig:
     def _check_stream(self, stream: StreamSettings) -> None:
         if self.ingest is not None:
             raise ConfigError(f"--order {stream.order} with --ingest; allowed: with files that ranks read themselves")
+        if stream.window_s is not None and self.stop_early is not None:
+            raise ConfigError("--stop-early with --window, whose evaluations are of different samples")
         if stream.order == "time" and self.epochs != 1:
             raise ConfigError(f"--epochs {self.epochs} with --order time; allowed: 1")
 

@@ -141,9 +141,12 @@ class ElasticRun:
             return
         claim = None if self._holding is None else Claim(step=self._holding.step, shards=self._holding.shards)
         gathered: list[Any] = [None] * trainer.world_size
-        dist.all_gather_object(gathered, (claim, self._history.changes, self._history.moved, self._run_id))
+        mine = (claim, self._history.changes, self._history.moved, self._history.windows, self._run_id)
+        dist.all_gather_object(gathered, mine)
         # Members come before newcomers, so rank 0 knows the run's history.
-        _, self._history.changes, self._history.moved, _ = gathered[0]
+        _, self._history.changes, self._history.moved, windows, _ = gathered[0]
+        # The trainer has this list.
+        self._history.windows[:] = windows
         self._run_id = next((run_id for *_, run_id in gathered if run_id), "")
         self._write_left()
         if not self._run_id:

@@ -77,6 +77,22 @@ class Evaluation:
     window: str = ""
     """When the evaluated window begins, if a run trains window after window."""
 
+    @classmethod
+    def from_json(cls, told: Any) -> Self:
+        """Reads what `asdict` and JSON made. Raises ValueError for anything else."""
+        try:
+            validation = told.get("validation")
+            return cls(
+                step=told["step"],
+                epoch=told["epoch"],
+                quality=_told(told["quality"]),
+                validation=None if validation is None else _told(validation),
+                labels={name: _told(one) for name, one in told.get("labels", {}).items()},
+                window=told.get("window", ""),
+            )
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"not an evaluation: {error!r}") from None
+
     @property
     def judged(self) -> Quality:
         """What says whether the evaluation is the best."""
@@ -92,6 +108,12 @@ class Evaluation:
         value = self.judged.auc if metric == "auc" else self.judged.normalised_entropy
         where = " on validation samples" if self.validation is not None else ""
         return f"epoch {self.epoch} (step {self.step}): {METRICS[metric]} {value:.4f}{where}"
+
+
+def _told(told: dict[str, Any]) -> Quality:
+    """The quality from JSON, where null stands for values that are not defined."""
+    values: dict[str, Any] = {name: math.nan if value is None else value for name, value in told.items()}
+    return Quality(**values)
 
 
 def quality(logits: npt.NDArray[np.floating], labels: npt.NDArray[np.floating]) -> Quality:

@@ -155,6 +155,9 @@ class RunReport:
     labels: dict[str, Quality] = field(default_factory=dict)
     """The quality by label, if samples have several. `quality` is of the first."""
 
+    windows: list[Evaluation] = field(default_factory=list)
+    """All evaluations, if each is of another window of time."""
+
     best: Evaluation | None = None
     """The best evaluation (`TrainingConfig.best_by`)."""
 
@@ -172,6 +175,12 @@ class RunReport:
 
     predicted_step_s: float | None = None
     """Predicted seconds of a step, if the run planned its placement."""
+
+    @property
+    def order(self) -> str:
+        """In which order the samples came, in words."""
+        stream = self.config.stream
+        return f"{self.config.split} split" if stream is None else f"order: {stream.order}"
 
     @property
     def step_s(self) -> float:
@@ -247,6 +256,7 @@ class RunReport:
             "quality": asdict(self.quality),
             "labels": {name: asdict(quality) for name, quality in self.labels.items()},
             "validation": None if self.validation is None else asdict(self.validation),
+            "windows": [asdict(one) for one in self.windows],
             "best": None if self.best is None else asdict(self.best),
             "embedding": asdict(self.embedding),
             "phases_s": self.phases_s(),
@@ -274,7 +284,7 @@ def render(report: RunReport, console: Console) -> None:
     summary.add_column(style="bold")
     summary.add_column()
     for name, value in (
-        ("data", f"{report.data}, seed {report.config.seed}, {report.config.split} split"),
+        ("data", f"{report.data}, seed {report.config.seed}, {report.order}"),
         ("ranks", f"{len(report.ranks)} over {report.config.backend}"),
         ("steps", f"{report.first_step + 1} to {report.step}, {report.config.batch_size:,} samples each"),
         ("embeddings", str(report.embedding)),

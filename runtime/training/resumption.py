@@ -13,11 +13,13 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
+from sennit.command_line import json_text
 from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.checkpoint import folder as checkpoint
 from sennit.runtime.checkpoint import reading
@@ -37,6 +39,7 @@ from sennit.runtime.model.settings import as_json
 from sennit.runtime.sharded.tables import Table
 from sennit.runtime.training import warm_start
 from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.metrics import Evaluation
 from sennit.runtime.training.trainer import LOST, Trainer
 from sennit.transport.errors import ConfigError, SennitError
 
@@ -71,6 +74,7 @@ FREE: Final = (
 """Fields that a resumed run may change. The manifest lists them for people."""
 
 DATA_KEY: Final = "sennit/train/data"
+WINDOWS: Final = "windows.json"
 PREPROCESSING_KEY: Final = "sennit/train/preprocessing"
 
 Result = TypeVar("Result")
@@ -146,8 +150,23 @@ def save_whole(trainer: Trainer, folder: Path, documents: Mapping[str, str]) -> 
 
 def _documents(trainer: Trainer, more: Mapping[str, str]) -> dict[str, str]:
     """What lies beside a checkpoint. Rank 0 writes it."""
-    known = trainer.source.preprocessing
-    return {} if trainer.rank else {**more, **({} if known is None else {preprocessing.NAME: known.text()})}
+    if trainer.rank:
+        return {}
+    made, known = dict(more), trainer.source.preprocessing
+    if known is not None:
+        made[preprocessing.NAME] = known.text()
+    if trainer.windows:
+        made[WINDOWS] = json_text([asdict(one) for one in trainer.windows], indent=2)
+    return made
+
+
+def _read_windows(path: Path) -> list[Evaluation]:
+    try:
+        return [Evaluation.from_json(one) for one in json.loads((path / WINDOWS).read_text(encoding="utf-8"))]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path / WINDOWS} is not what a run wrote: {error}") from error
 
 
 def begin(trainer: Trainer) -> list[str]:
@@ -261,6 +280,7 @@ def _load(trainer: Trainer, path: Path, about: Manifest) -> list[str]:
     trainer.restore(state)
     trainer.owes_evaluation = trainer.step > 0 and trainer.order.next_evaluation(trainer.step) == trainer.step
     trainer.run_id = about.run_id
+    trainer.windows[:] = _read_windows(path)
     if forgotten and any(name.startswith(LOST) for name in about.tensors):
         before = about.free.get("ranks")
         return [f"error feedback of gradients begins at zero: the checkpoint has that of {before} ranks"]

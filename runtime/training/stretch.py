@@ -42,6 +42,9 @@ class History:
 
     changes: list[Change] = field(default_factory=list)
     moved: Moved = field(default_factory=Moved)
+    windows: list[Evaluation] = field(default_factory=list)
+    """The evaluations of a run that trains window after window."""
+
     counted: Sketch | None = None
     """The ids that feeders sent to this rank in earlier groups, for `--sketch`."""
 
@@ -124,6 +127,7 @@ def _train(
     before: dict[str, int],
 ) -> RunReport | Holding:
     config, source, first = trainer.config, trainer.source, trainer.rank == 0
+    trainer.windows = history.windows
     begin(trainer)
     tell(trainer, [str(trainer.overlap)])
     source.begin(trainer.next_batch)
@@ -194,6 +198,7 @@ def _train(
         quality=result.quality,
         validation=result.validation,
         labels=result.labels,
+        windows=trainer.windows,
         best=best.found,
         best_text=best.text(),
         run_id=trainer.run_id,

@@ -89,6 +89,10 @@ class Trainer(Closing):
         self.step = 0
         self.owes_evaluation = False
         """Whether the evaluation that follows `step` is still to be done: a checkpoint comes before it."""
+
+        self.windows: list[Evaluation] = []
+        """The evaluations so far, if each is of another window of time."""
+
         self.run_id = "0" * 16
         """The id of the run that this trainer belongs to (`resumption`)."""
 
@@ -276,7 +280,7 @@ class Trainer(Closing):
             self.owes_evaluation = False
             cut, first = self.order.validation_batches, self.source.label_names[0]
             qualities = self._qualities(found[cut:])
-            return Evaluation(
+            made = Evaluation(
                 step=self.step,
                 epoch=-(-self.step // self.steps_per_epoch),
                 quality=qualities[first],
@@ -284,6 +288,10 @@ class Trainer(Closing):
                 labels=qualities if len(qualities) > 1 else {},
                 window=self.order.evaluated(self.step),
             )
+            if made.window:
+                # A run that went back evaluates again.
+                self.windows[:] = [one for one in self.windows if one.step < self.step] + [made]
+            return made
 
     def _predicted(self, numbers: Sequence[int], place: int) -> tuple[Tensor, Tensor]:
         """Logits and labels of this rank's part of a batch of an evaluation. The next ones are on their way."""

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of `sennit train` on a stream: the same bits in any world, stopped and resumed, and with ranks that die."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sennit.runtime.training.command import main
+from tests.extent import briefly
+from tests.runtime.elastic_runs import elastic_run
+from tests.runtime.stream.stream_files import table, write
+from tests.runtime.whole_run import train
+
+pa = pytest.importorskip("pyarrow")
+
+pytestmark = pytest.mark.timeout(240)
+
+TINY = ["--batch-size", "40", "--dim", "4", "--bottom", "8", "--top", "8", "--decay", "none", "--timeout", "60",
+    "--row-shards", "4",
+]  # fmt: skip
+ORDERS: dict[str, list[str]] = {
+    "shuffled": ["--order", "shuffled", "--shuffle-rows", "250", "--epochs", "2", "--validation-fraction", "0.1"],
+    "time": ["--order", "time"],
+    "rolling": ["--order", "time", "--window", "2h"],
+    "until": ["--order", "shuffled", "--train-until", "1970-01-01T08:00"],
+    "next": ["--order", "time", "--train-until", "28800", "--evaluate-on", "next", "--window", "1h"],
+}
+
+
+def outcome(report: dict[str, Any]) -> tuple[Any, ...]:
+    return report["weights_sha256"], report["quality"], report["validation"], report["windows"]
+
+
+@pytest.mark.parametrize("order", briefly(ORDERS, ["shuffled", "rolling"]))
+def test_any_world_and_any_stop_give_the_same_bits(order: str, seed: int, tmp_path: Path) -> None:
+    data = write(tmp_path / "data", table(seed))
+    options = [*data, *TINY, *ORDERS[order], "--seed", str(seed)]
+    alone = train(tmp_path / "1.json", *options, "--ranks", "1")
+    last = alone["steps"]["last"]
+    assert outcome(train(tmp_path / "3.json", *options, "--ranks", "3", "--sharding", "row_wise")) == outcome(alone)
+    kept = [*options, "--checkpoint", str(tmp_path / "kept")]
+    train(tmp_path / "stopped.json", *kept, "--ranks", "2", "--steps", str(last // 2 + 1))
+    assert outcome(train(tmp_path / "on.json", *kept, "--ranks", "1", "--resume")) == outcome(alone)
+
+
+def test_a_rolling_run_evaluates_each_window_before_it_trains_on_it(seed: int, tmp_path: Path) -> None:
+    """1,200 rows in 12 hours are 200 in a window of two, which are 5 batches of 40."""
+    data = write(tmp_path / "data", table(seed))
+    report = train(tmp_path / "run.json", *data, *TINY, "--order", "time", "--window", "2h", "--seed", str(seed))
+    found = [(one["window"], one["step"], one["quality"]["sample_count"]) for one in report["windows"]]
+    assert found == [(f"1970-01-01T{2 * hour:02}:00:00", 5 * hour, 200) for hour in range(1, 6)]
+    assert report["best"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", briefly(ORDERS, ["rolling"]))
+def test_a_death_and_a_newcomer_change_no_bit(order: str, seed: int, tmp_path: Path) -> None:
+    data = [*write(tmp_path / "data", table(seed)), *TINY, *ORDERS[order], "--seed", str(seed)]
+    alone = train(tmp_path / "alone.json", *data)
+    options = [*data, "--checkpoint", str(tmp_path / "kept"), "--checkpoint-every", "4"]
+    with elastic_run(
+        tmp_path, "run", *options, "--ranks", "2",
+        DEATHS=[[1, 7, str(tmp_path / "died")]], HALTS=[[1, 10, str(tmp_path / "waits")]],
+    ) as run:  # fmt: skip
+        address = run.address()
+        run.wait_for(tmp_path / "waits")
+        with pytest.raises(SystemExit) as ended:
+            main([*options, "--elastic", "--join", address])
+        assert not ended.value.code
+        report = run.report()
+    assert outcome(report) == outcome(alone)
+    assert [(change["lost"], change["joined"]) for change in report["changes"]] == [([1], []), ([], [1])]
+
+
+def failure(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    assert ended.value.code
+    return " ".join(capfd.readouterr().err.split())
+
+
+def test_what_is_no_order_is_refused(seed: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    data = [*write(tmp_path / "data", table(seed)), *TINY]
+    for options, words in (
+        (["--data", "flights", "--order", "time"], "--order with the data set 'flights'; allowed: files"),
+        ([*data, "--shuffle-rows", "9"], "--shuffle-rows without --order; allowed: both, or neither"),
+        ([*data, "--order", "time", "--epochs", "2"], "--epochs 2 with --order time; allowed: 1"),
+        ([*data, "--order", "shuffled", "--window", "1h"], "--window with --order shuffled; allowed: time"),
+        ([*data, "--order", "time", "--window", "1y"], "--window: '1y'; allowed: a duration, like 6h"),
+        ([*data, "--order", "time", "--window", "1d"], "windows of 1d: 1 with rows, from 1970-01-01 to"),
+        ([*data, "--order", "time", "--train-until", "2031-01-01"], "1200 rows before 2031-01-01 and 0 to evaluate"),
+        ([*data, "--order", "time", "--evaluate-on", "next"], "--evaluate-on next alone; allowed: with --train-until"),
+        ([*data, "--order", "time", "--window", "1h", "--stop-early", "1", "--checkpoint", "x"], "--stop-early with"),
+    ):
+        assert words in failure(capfd, *options)
+
+
+def test_time_that_runs_backwards_is_named(seed: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rows = table(seed)
+    at = rows["at"].to_pylist()
+    at[500], at[505] = at[505], at[500]
+    wrong = rows.set_column(1, "at", pa.array(at, pa.timestamp("s")))
+    data = [*write(tmp_path / "data", wrong, files=1), *TINY, "--order", "time"]
+    told = failure(capfd, *data, "--ranks", "1")
+    # Row 500 of the file is row 50 of row group 5.
+    assert "part-0.parquet: column at, row group 5, row 51: 1970-01-01T05:00:36 after 1970-01-01T05:03:00" in told
+    assert "allowed: 0 s (--time-tolerance)" in told
+    train(tmp_path / "run.json", *data, "--time-tolerance", "5m", "--ranks", "1")
+
+
+def test_blocks_in_another_order_than_time_are_named(
+    seed: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = [*write(tmp_path / "data", table(seed)), *TINY, "--order", "time"]
+    (tmp_path / "data" / "part-0.parquet").rename(tmp_path / "data" / "part-9.parquet")
+    told = failure(capfd, *data)
+    assert "part-9.parquet: column at" in told
+    assert "s back; allowed: 0 s (--time-tolerance)" in told
+
+
+def test_another_stream_does_not_resume_a_run(seed: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    data = [*write(tmp_path / "data", table(seed)), *TINY]
+    kept = [*data, "--checkpoint", str(tmp_path / "kept")]
+    train(tmp_path / "run.json", *kept, "--order", "time", "--steps", "4")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "kept").rglob("*")}
+    told = failure(capfd, *kept, "--order", "shuffled", "--resume")
+    assert "is of another run" in told
+    assert "order.stream.order" in told
+    write(tmp_path / "data", table(seed + 1))
+    assert "data.fingerprint" in failure(capfd, *kept, "--order", "time", "--resume")
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "kept").rglob("*")} == before
+    assert json.loads((tmp_path / "run.json").read_text())["steps"]["last"] == 4
