@@ -17,6 +17,8 @@
     rows = 1_000_000
     salt = 7
     first = 20
+    [text]
+    delimiter = ";"
 
 `dense = ["price", "age"]` is short for columns without operators. docs/reference/data-sets.md explains the keys.
 """
@@ -27,16 +29,19 @@ import json
 import math
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from sennit.offload.columns import INT64_MAX, INT64_MIN
 from sennit.offload.operators import COLUMN_MAX_LENGTH
 from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.text_format import CRITEO, HEXADECIMAL, PLAIN, TextFormat
 
 ENCODINGS: Final = ("id", "dictionary", "hash")
 TIME_UNITS: Final = ("s", "ms", "us", "ns")
+_KEYS: Final = ("label", "dense", "sparse", "sample_weight", "time", "text")
+_TEXT_KEYS: Final = ("delimiter", "names", "quote", "nulls", "hexadecimal", "skip_broken")
 ROWS_MAX: Final = 2**40 - 1
 
 
@@ -88,10 +93,26 @@ class Schema:
     time: TimeField | None = None
     """The column that a stream is in order of. It is no feature, unless it is named as one, too."""
 
+    text: TextFormat = PLAIN
+    """How text files are read, but for the types of columns."""
+
     @property
     def columns(self) -> list[str]:
         weights = [] if self.sample_weight is None else [self.sample_weight]
         return [*self.labels, *weights, *(part.name for part in self.dense), *(part.name for part in self.sparse)]
+
+    @property
+    def text_format(self) -> TextFormat:
+        """How text files are read, with the types that columns have by their meaning.
+
+        Numbers are float64, ids int64, and what a dictionary has is text. The type of the column of time is open.
+        """
+        weights = () if self.sample_weight is None else (self.sample_weight,)
+        types = dict.fromkeys((*self.labels, *weights, *(part.name for part in self.dense)), "float64")
+        for part in self.sparse:
+            ids = HEXADECIMAL if part.name in self.text.hexadecimal else "int64"
+            types[part.name] = "string" if part.encode == "dictionary" else ids
+        return replace(self.text, types=types)
 
 
 def read_schema(path: Path) -> Schema:
@@ -115,10 +136,8 @@ def read_schema(path: Path) -> Schema:
 def parse_schema(content: Any) -> Schema:
     """Checks the content of a schema file."""
     if not isinstance(content, dict):
-        raise DataError(
-            f"is a {type(content).__name__}; allowed: a table with the keys label, dense, sparse, sample_weight, time"
-        )
-    _check_keys("", content, ("label", "dense", "sparse", "sample_weight", "time"))
+        raise DataError(f"is a {type(content).__name__}; allowed: a table with the keys {', '.join(_KEYS)}")
+    _check_keys("", content, _KEYS)
     label, dense, sparse = content.get("label"), content.get("dense", []), content.get("sparse")
     labels: list[Any] = label if isinstance(label, list) else [label]
     if not labels or not all(isinstance(name, str) and name for name in labels):
@@ -136,7 +155,14 @@ def parse_schema(content: Any) -> Schema:
         raise DataError(f"sparse is {sparse!r}; allowed: a table with one entry a column, at least one")
     fields = tuple(_sparse_field(name, entry) for name, entry in sparse.items())
     time = _time_field(content.get("time"))
-    schema = Schema(labels=tuple(labels), dense=numbers, sparse=fields, sample_weight=sample_weight, time=time)
+    schema = Schema(
+        labels=tuple(labels),
+        dense=numbers,
+        sparse=fields,
+        sample_weight=sample_weight,
+        time=time,
+        text=_text_format(content.get("text", {})),
+    )
     for name in schema.columns:
         if schema.columns.count(name) > 1:
             raise DataError(f"column {name!r} is named twice")
@@ -157,6 +183,35 @@ def _time_field(entry: Any) -> TimeField | None:
     if unit not in TIME_UNITS:
         raise DataError(f"time.unit is {unit!r}; allowed: {', '.join(TIME_UNITS)}")
     return TimeField(column=column, unit=unit)
+
+
+def _text_format(entry: Any) -> TextFormat:
+    if entry == "criteo":
+        return CRITEO
+    if not isinstance(entry, dict):
+        raise DataError(f"text is {entry!r}; allowed: 'criteo', or a table with the keys {', '.join(_TEXT_KEYS)}")
+    _check_keys("text", entry, ("format", *_TEXT_KEYS))
+    form = entry.get("format")
+    if form not in (None, "criteo"):
+        raise DataError(f"text.format is {form!r}; allowed: 'criteo'")
+    found: dict[str, Any] = {}
+    for name in ("delimiter", "quote"):
+        if name in entry:
+            if not isinstance(entry[name], str):
+                raise DataError(f"text.{name} is {entry[name]!r}; allowed: one character")
+            found[name] = entry[name] or None
+    for name in ("names", "nulls", "hexadecimal"):
+        if name in entry:
+            if not isinstance(entry[name], list) or not all(isinstance(one, str) for one in entry[name]):
+                raise DataError(f"text.{name} is {entry[name]!r}; allowed: a list of texts")
+            found[name] = tuple(entry[name])
+    if "skip_broken" in entry:
+        _check_integer("text.skip_broken", entry["skip_broken"], 0, INT64_MAX)
+        found["skip_broken"] = entry["skip_broken"]
+    try:
+        return replace(CRITEO if form else PLAIN, **found)
+    except DataError as error:
+        raise DataError(f"text.{error}") from None
 
 
 def _dense_field(name: str, entry: Any) -> DenseField:

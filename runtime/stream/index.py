@@ -15,10 +15,10 @@ import numpy.typing as npt
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.files import find_files
 from sennit.runtime.data.packages import require
+from sennit.runtime.data.text_format import PLAIN, TextFormat
 from sennit.runtime.stream.columns import cast, check_names, common_type
 from sennit.runtime.stream.files import StreamFile
 from sennit.runtime.stream.formats import open_files
-from sennit.runtime.stream.text_format import TextFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +157,11 @@ class StreamIndex:
 
 
 def open_index(
-    paths: Sequence[str], columns: Sequence[str], *, time_column: str | None = None, text: TextFormat | None = None
+    paths: Sequence[str], columns: Sequence[str], *, time_column: str | None = None, text: TextFormat = PLAIN
 ) -> StreamIndex:
     """Finds files, and reads what their formats say about their rows. Text is read as a whole.
 
-    `text`: how text files are to be read. With it, files whose names do not say their format are text.
+    `text`: how text files are read (`Schema.text_format`).
 
     Raises DataError for files that are no data files, that do not have each column once, or that have it with types
     that do not agree, and where there are no rows at all.

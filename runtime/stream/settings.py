@@ -113,7 +113,10 @@ def open_stream(
         raise DataError('an order of time needs the column of time; allowed: time = "name" in the schema')
     paths = (source.data, *source.further)
     index = open_index(
-        (*paths, *source.evaluation), schema.columns, time_column=None if schema.time is None else schema.time.column
+        (*paths, *source.evaluation),
+        schema.columns,
+        time_column=None if schema.time is None else schema.time.column,
+        text=schema.text_format,
     )
     train_rows = index.sample_count
     if source.evaluation:

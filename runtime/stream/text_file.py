@@ -17,11 +17,11 @@ import numpy as np
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.files import COMPRESSED, DataFile
 from sennit.runtime.data.packages import require
+from sennit.runtime.data.text_format import TextFormat
 from sennit.runtime.stream.columns import check_names
 from sennit.runtime.stream.files import PIECE_ROWS
 from sennit.runtime.stream.footer import changed
-from sennit.runtime.stream.text_format import TextFormat
-from sennit.runtime.stream.text_parser import TextParser
+from sennit.runtime.stream.text_parser import TextParser, arrow_type
 
 BLOCK_BYTES: Final = 2 << 20
 """A reader has a block for each slice open, and holds its parsed rows: about 3 MB. The number is part of what
@@ -70,7 +70,7 @@ class TextFile:
         with _opened(file) as stream:
             names, header = _header(file, stream, form)
             check_names(file.name, names, columns)
-            types = {name: form.types.get(name, arrow.string()) for name in names}
+            types = {name: form.types.get(name, "string") for name in names}
             parser = TextParser(
                 names=names, types=types, delimiter=_delimiter(file, form), quote=form.quote, nulls=form.nulls
             )
@@ -86,7 +86,7 @@ class TextFile:
             parser=parser,
             block_rows=tuple(one.line_count - len(one.broken) for one in scanned),
             digest=digest.hexdigest(),
-            schema=arrow.schema(list(types.items())),
+            schema=arrow.schema([(name, arrow_type(kind)) for name, kind in types.items()]),
             offsets=tuple(offsets),
             first_lines=tuple(one.first_line for one in scanned),
             checks=tuple(one.check for one in scanned),
@@ -175,7 +175,7 @@ def with_types(file: DataFile, form: TextFormat, columns: Sequence[str]) -> Text
         names, header = _header(file, stream, form)
         check_names(file.name, names, columns)
         text = next(_blocks(file, stream, header.rest), b"")
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = dict.fromkeys(unknown, "string")
     if text:
         quote = False if form.quote is None else form.quote
         try:
@@ -187,14 +187,11 @@ def with_types(file: DataFile, form: TextFormat, columns: Sequence[str]) -> Text
                 ),
                 csv.ConvertOptions(include_columns=unknown, null_values=list(form.nulls), strings_can_be_null=True),
             )
-            found = {name: table.schema.field(name).type for name in unknown}
+            kinds = ((name, table.schema.field(name).type) for name in unknown)
+            found |= {name: kind for name, kind in kinds if not arrow.types.is_null(kind)}
         except arrow.ArrowInvalid:
             pass  # no line is a row: what is wrong is said when the first is read
-    kinds = {
-        name: arrow.string() if name not in found or arrow.types.is_null(found[name]) else found[name]
-        for name in unknown
-    }
-    return replace(form, types={**form.types, **kinds})
+    return replace(form, types={**form.types, **found})
 
 
 class _Decoders:

@@ -323,6 +323,31 @@ def test_empty_file_has_no_rows(tmp_path: Path) -> None:
             {"label": "y", "sparse": {"a": {"rows": 3, "min_frequency": 2}}},
             "min_frequency is given, but belongs to encode = 'dictionary'",
         ),
+        ({"label": "y", "sparse": {"a": {"rows": 2}}, "text": "tsv"}, "text is 'tsv'; allowed: 'criteo', or a table"),
+        (
+            {"label": "y", "sparse": {"a": {"rows": 2}}, "text": {"sep": 1}},
+            "text has the unknown key 'sep'; allowed: fo",
+        ),
+        (
+            {"label": "y", "sparse": {"a": {"rows": 2}}, "text": {"delimiter": 1}},
+            r"text\.delimiter is 1; allowed: one ch",
+        ),
+        (
+            {"label": "y", "sparse": {"a": {"rows": 2}}, "text": {"delimiter": "::"}},
+            r"text\.delimiter '::'; allowed: one",
+        ),
+        (
+            {"label": "y", "sparse": {"a": {"rows": 2}}, "text": {"names": "y"}},
+            r"text\.names is 'y'; allowed: a list of",
+        ),
+        (
+            {"label": "y", "sparse": {"a": {"rows": 2}}, "text": {"names": ["y", "y"]}},
+            r"text\.names has 'y' twice; all",
+        ),
+        (
+            {"label": "y", "sparse": {"a": {"rows": 2}}, "text": {"skip_broken": -1}},
+            r"text\.skip_broken is -1; allowed",
+        ),
         ({"label": "y", "dense": {"x": 1}, "sparse": {}}, r"dense\.x is 1; allowed: a table"),
         ({"label": "y", "dense": {"x": {"log": 1}}, "sparse": {}}, r"dense\.x has the unknown key 'log'"),
         ({"label": "y", "dense": {"x": {"log1p": 1}}, "sparse": {}}, r"dense\.x\.log1p is 1; allowed: true, false"),

@@ -136,5 +136,5 @@ def test_the_name_says_the_format_or_the_first_bytes_do(tmp_path: Path) -> None:
     assert read(index, 0, 9)["user"] == [0, 1, 2, 0, 1, 2, 3, 4, 5]
     assert str(index.place(4)) == f"{tmp_path}/b: record batch 0, row 1"
     (tmp_path / "d").write_bytes(b"PK")
-    with pytest.raises(DataError, match=r"d: neither Parquet nor Arrow by its first bytes; allowed: these, and names"):
+    with pytest.raises(DataError, match=r"d: neither Parquet nor Arrow by its first bytes; allowed: these, names with"):
         open_index([str(tmp_path / "d")], COLUMNS)

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.files import DataFile
+from sennit.runtime.data.schema import parse_schema
+from sennit.runtime.data.text_format import CRITEO_COLUMNS, TextFormat
 from sennit.runtime.stream import text_file
 from sennit.runtime.stream.index import StreamIndex, open_index
-from sennit.runtime.stream.text_format import CRITEO, TextFormat, criteo
 
 arrow = pytest.importorskip("pyarrow")
 csv = pytest.importorskip("pyarrow.csv")
@@ -111,22 +112,59 @@ def test_the_digest_is_of_the_rows(tmp_path: Path) -> None:
     assert not first.is_sequential
 
 
+CRITEO_SCHEMA = {
+    "label": "label",
+    "dense": ["I1", "I13"],
+    "sparse": {"C1": {"encode": "dictionary"}, "C26": {"encode": "hash", "rows": 100}},
+    "text": "criteo",
+}
+
+
 def test_criteo(tmp_path: Path) -> None:
+    """Ids that are hashed are numbers. The file's name does not say its format."""
     rows = [
-        [
-            str(row % 2),
-            *("" if row % 3 == 0 else str(row - 5) for _ in range(13)),
-            *(f"{row + n:08x}" for n in range(26)),
-        ]
+        [str(row % 2), *["" if row % 3 == 0 else str(row - 5)] * 13, *(f"{row + 2**31 + n:08x}" for n in range(26))]
         for row in range(9)
     ]
-    rows[4][20] = ""
-    rows[5][21] = '"'
+    rows[4][14] = ""
+    rows[5][14] = '"'
+    rows[6][39] = ""
     path = write(tmp_path / "day_0.gz", ["\t".join(row) for row in rows], header=None)
-    form = criteo()
-    index = open_index([path], CRITEO, text=form)
-    text = "\n".join("\t".join(row) for row in [list(CRITEO), *rows])
-    assert read(index, columns=CRITEO) == peer(text, dict(form.types), delimiter="\t", quote_char=False).to_pylist()
+    schema = parse_schema(CRITEO_SCHEMA)
+    found = read(open_index([path], schema.columns, text=schema.text_format), columns=tuple(schema.columns))
+    text = "\n".join("\t".join(row) for row in [list(CRITEO_COLUMNS), *rows])
+    types = {"I1": arrow.float64(), "C1": arrow.string(), "C26": arrow.string()}
+    whole = peer(text, types, delimiter="\t", quote_char=False).select(schema.columns).to_pylist()
+    assert found == [{**row, "C26": row["C26"] and int(row["C26"], 16)} for row in whole]
+    assert found[0]["C26"] == 2**31 + 25
+    rows[2][39] = "no hex"
+    path = write(tmp_path / "day_1", ["\t".join(row) for row in rows], header=None)
+    index = open_index([path], schema.columns, text=schema.text_format)
+    with pytest.raises(DataError, match=r"day_1: column C26, line 3: value 'no hex'; allowed: hexadecimal"):
+        read(index, columns=tuple(schema.columns))
+
+
+def test_a_schema_says_what_text_is_like() -> None:
+    form = parse_schema({**CRITEO_SCHEMA, "text": {"format": "criteo", "skip_broken": 3}}).text_format
+    assert (form.skip_broken, form.names, form.delimiter) == (3, CRITEO_COLUMNS, "\t")
+    assert form.types == {
+        "label": "float64", "I1": "float64", "I13": "float64", "C1": "string", "C26": "hexadecimal"
+    }  # fmt: skip
+    given = {"delimiter": ";", "quote": "", "names": ["label", "I1", "I13", "C1", "C26"], "nulls": ["NULL", ""]}
+    form = parse_schema({**CRITEO_SCHEMA, "text": given}).text_format
+    assert (form.delimiter, form.quote, form.nulls) == (";", None, ("NULL", ""))
+    assert form.types["C26"] == "int64"
+    assert hash(parse_schema(CRITEO_SCHEMA)) == hash(parse_schema(CRITEO_SCHEMA))
+
+
+def test_what_stands_for_null(tmp_path: Path) -> None:
+    path = write(tmp_path / "part.txt", ["1;NULL;NULL", "0;;'a;b'", "1;2;"], header=None)
+    form = TextFormat(delimiter=";", names=COLUMNS, quote="'", nulls=("NULL", ""), types=TYPES)
+    assert read(open_index([path], COLUMNS, text=form)) == [
+        {"clicked": 1, "price": None, "city": None},
+        {"clicked": 0, "price": None, "city": "a;b"},
+        {"clicked": 1, "price": 2.0, "city": None},
+    ]
 
 
 def test_types_are_inferred_from_the_first_block_of_the_first_file(tmp_path: Path) -> None:

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from sennit.runtime.data.errors import DataError
-from sennit.runtime.data.packages import require
 
 CRITEO_INTEGERS: Final = tuple(f"I{number}" for number in range(1, 14))
 CRITEO_CATEGORIES: Final = tuple(f"C{number}" for number in range(1, 27))
-CRITEO: Final = ("label", *CRITEO_INTEGERS, *CRITEO_CATEGORIES)
-"""The columns of the files of Criteo's challenge and of its terabyte logs, which have no header: a label, 13 integers,
-26 categories as hexadecimal text (readme.txt of both data sets)."""
+CRITEO_COLUMNS: Final = ("label", *CRITEO_INTEGERS, *CRITEO_CATEGORIES)
+"""The files of Criteo's challenge and of its terabyte logs have no header, but a label, 13 integers, and 26 categories
+in hexadecimal (readme.txt of both data sets)."""
+
+HEXADECIMAL: Final = "hexadecimal"
+"""A type of `TextFormat.types`: hexadecimal digits, as int64."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,14 +24,10 @@ class TextFormat:
     """What a text file does not say itself. Text is UTF-8. A line ends in \\n or \\r\\n, and is a row."""
 
     delimiter: str | None = None
-    """One character between columns. None: a comma for `.csv`, a tab otherwise."""
+    """One character between columns. None: a comma for `.csv`, a tab for others."""
 
     names: tuple[str, ...] | None = None
     """The names of all columns, in order. None: the first line of each file has them."""
-
-    types: Mapping[str, Any] = field(default_factory=dict)
-    """The `pyarrow.DataType` of columns. A column without one gets the type that pyarrow infers from the first block of
-    the first file."""
 
     quote: str | None = '"'
     """The character around values that have a delimiter in them. None: there are no such values."""
@@ -37,24 +35,34 @@ class TextFormat:
     nulls: tuple[str, ...] = ("",)
     """What stands for null, in columns of every type."""
 
+    hexadecimal: tuple[str, ...] = ()
+    """Columns of hexadecimal digits. Where ids are numbers, these are such numbers."""
+
     skip_broken: int = 0
     """So many broken lines of all files together may be left out. To find them, all text is parsed when the index is
     made."""
+
+    types: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """The types of columns, as `pyarrow.DataType` or by the name that pyarrow knows. A column without one gets the type
+    that pyarrow infers from the first block of the first file."""
 
     def __post_init__(self) -> None:
         for what, value in (("delimiter", self.delimiter), ("quote", self.quote)):
             if value is not None and (len(value) != 1 or not value.isascii() or value in "\r\n"):
                 raise DataError(f"{what} {value!r}; allowed: one ASCII character that ends no line")
-        if self.names is not None and len(set(self.names)) != len(self.names):
-            twice = next(name for name in self.names if self.names.count(name) > 1)
-            raise DataError(f"names of columns have {twice!r} twice; allowed: once")
+        for name in self.names or ():
+            if self.names is not None and self.names.count(name) > 1:
+                raise DataError(f"names has {name!r} twice; allowed: once")
         if self.skip_broken < 0:
             raise DataError(f"skip_broken {self.skip_broken}; allowed: 0 or more")
 
+    @property
+    def is_described(self) -> bool:
+        """Whether the user said what the text is like. Then files are text whose names do not say their format."""
+        return self.names is not None or self.delimiter is not None
 
-def criteo(*, skip_broken: int = 0) -> TextFormat:
-    """The format of Criteo's files: tabs, no header, no quotes, nothing for null."""
-    arrow = require("pyarrow", package="pyarrow", purpose="reading data files")
-    types = {name: arrow.int64() for name in ("label", *CRITEO_INTEGERS)}
-    types |= {name: arrow.string() for name in CRITEO_CATEGORIES}
-    return TextFormat(delimiter="\t", names=CRITEO, types=types, quote=None, skip_broken=skip_broken)
+
+PLAIN: Final = TextFormat()
+"""Text of which nothing is known but its name."""
+
+CRITEO: Final = TextFormat(delimiter="\t", names=CRITEO_COLUMNS, quote=None, hexadecimal=CRITEO_CATEGORIES)
