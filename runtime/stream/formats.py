@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
 
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.files import FORMATS, DataFile
@@ -13,27 +15,33 @@ from sennit.runtime.stream.files import StreamFile
 from sennit.runtime.stream.parquet_file import ParquetFile
 from sennit.runtime.stream.text_file import TextFile, with_types
 
+_OPENED_AT_ONCE: Final = 4
+
 
 def open_files(files: Sequence[DataFile], columns: Sequence[str], form: TextFormat) -> tuple[StreamFile, ...]:
     """Reads what the files' formats say about their rows.
 
     Where a name does not say the format, the first bytes do. `form`: how text files are read.
     """
-    opened = list[StreamFile]()
-    for file in files:
-        kind = file.format or _sniff(file, form)
-        if kind == "Parquet":
-            opened.append(ParquetFile.of(file))
-        elif kind == "Arrow":
-            opened.append(ArrowFile.of(file))
-        else:
+    kinds = [file.format or _sniff(file, form) for file in files]
+    for file, kind in zip(files, kinds, strict=True):
+        if kind not in ("Parquet", "Arrow"):
+            # The types of the first file are those of all.
             form = with_types(file, form, columns)
-            opened.append(TextFile.of(file, form, columns))
+
+    def open_one(file: DataFile, kind: str) -> StreamFile:
+        if kind == "Parquet":
+            return ParquetFile.of(file)
+        return ArrowFile.of(file) if kind == "Arrow" else TextFile.of(file, form, columns)
+
+    # Hashing takes a processor, and an object store takes its time.
+    with ThreadPoolExecutor(_OPENED_AT_ONCE, thread_name_prefix="sennit-files") as pool:
+        opened = tuple(pool.map(open_one, files, kinds))
     if (skipped := sum(file.skipped_rows for file in opened)) > form.skip_broken:
         raise DataError(
             f"{opened[0].name} and other files: {skipped} broken lines; allowed: {form.skip_broken} (skip_broken)"
         )
-    return tuple(opened)
+    return opened
 
 
 def _sniff(file: DataFile, form: TextFormat) -> str:

@@ -146,13 +146,19 @@ class StreamIndex:
 
     def _typed(self, batch: Any, columns: Sequence[str], place: Place) -> Any:
         arrow = require("pyarrow", package="pyarrow", purpose="reading data files")
+        kinds = [self.schema.field(name).type for name in columns]
+        if batch.schema.types == kinds:
+            return batch
         made = []
-        for name, column in zip(columns, batch.columns, strict=True):
-            kind = self.schema.field(name).type
+        for name, column, kind in zip(columns, batch.columns, kinds, strict=True):
             try:
                 made.append(cast(column, kind))
             except arrow.ArrowInvalid as error:
-                raise DataError(f"{place.of(name)}: {error}; allowed: {kind}, which all files together have") from error
+                wrong = next(row for row in range(len(column)) if not _fits(column.slice(row, 1), kind))
+                raise DataError(
+                    f"{place.behind(wrong).of(name)}: value {column[wrong]}; allowed: {kind}, which is the type of all "
+                    "files together"
+                ) from error
         return arrow.RecordBatch.from_arrays(made, names=list(columns))
 
 
@@ -181,6 +187,15 @@ def open_index(
         file_ends=np.cumsum([len(file.block_rows) for file in files], dtype=np.int64),
         fingerprint=_fingerprint(files, schema),
     )
+
+
+def _fits(column: Any, kind: Any) -> bool:
+    arrow = require("pyarrow", package="pyarrow", purpose="reading data files")
+    try:
+        cast(column, kind)
+    except arrow.ArrowInvalid:
+        return False
+    return True
 
 
 def _common_schema(files: Sequence[StreamFile], columns: Sequence[str]) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sennit.runtime.data.errors import DataError
@@ -20,6 +20,7 @@ from sennit.runtime.data.files import find_files
 from sennit.runtime.stream.arrow_file import ArrowFile
 from sennit.runtime.stream.files import StreamFile
 from sennit.runtime.stream.parquet_file import ParquetFile
+from tests.extent import examples
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -75,7 +76,7 @@ def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         fsspec.filesystem("memory").rm("/binary", recursive=True)
 
 
-@settings(max_examples=40)
+@examples(20)
 @given(st.data())
 def test_blocks_read_as_pyarrow_reads_them(url: str, data: st.DataObject) -> None:
     file = opened(url)

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import gzip
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sennit.runtime.data.errors import DataError
@@ -19,10 +19,11 @@ from sennit.runtime.data.schema import parse_schema
 from sennit.runtime.data.text_format import CRITEO_COLUMNS, TextFormat
 from sennit.runtime.stream import text_file
 from sennit.runtime.stream.index import StreamIndex, open_index
+from tests.extent import examples
 
 arrow = pytest.importorskip("pyarrow")
 csv = pytest.importorskip("pyarrow.csv")
-pytest.importorskip("fsspec")
+fsspec = pytest.importorskip("fsspec")
 
 COLUMNS = ("clicked", "price", "city")
 TYPES = {"clicked": arrow.int64(), "price": arrow.float64(), "city": arrow.string()}
@@ -60,14 +61,22 @@ def peer(text: str, types: dict[str, Any] | None = None, **parse: Any) -> Any:
     return csv.read_csv(arrow.BufferReader(text.encode()), None, csv.ParseOptions(**parse), convert)
 
 
-@pytest.fixture(scope="module", params=["part.csv", "part.csv.gz"])
-def index(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> StreamIndex:
+@pytest.fixture(scope="module", params=["part.csv", "part.csv.gz", "memory://text/part.csv.gz"])
+def index(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StreamIndex]:
+    path = tmp_path_factory.mktemp("text") / request.param.rpartition("/")[2]
+    url = write(path, LINES)
+    if "memory" in request.param:
+        url = request.param
+        with fsspec.open(url, "wb") as stream:
+            stream.write(path.read_bytes())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_file, "BLOCK_BYTES", 1024)
-        return open_index([write(tmp_path_factory.mktemp("text") / request.param, LINES)], COLUMNS, text=FORM)
+        yield open_index([url], COLUMNS, text=FORM)
+    if "memory" in request.param:
+        fsspec.filesystem("memory").rm("/text", recursive=True)
 
 
-@settings(max_examples=40)
+@examples(20)
 @given(st.integers(0, ROWS), st.integers(0, ROWS), st.permutations(COLUMNS), st.integers(1, 3))
 def test_any_rows_are_those_of_the_text(
     index: StreamIndex, one: int, other: int, columns: tuple[str, ...], count: int
@@ -88,7 +97,7 @@ def test_a_block_is_some_whole_lines(index: StreamIndex) -> None:
 
 
 @given(st.integers(40, 300), st.sampled_from(["\n", "\r\n"]), st.booleans(), st.integers(0, 3))
-@settings(max_examples=40)
+@examples(20)
 def test_blocks_of_any_size_have_the_same_rows(
     tmp_path_factory: pytest.TempPathFactory, size: int, end: str, is_ended: bool, empty: int
 ) -> None:
