@@ -7,7 +7,7 @@ Every error names the file, the column and the part of the file, and what is all
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,6 +33,9 @@ class Place(Protocol):
     def of(self, column: str) -> str:
         """The place of a column of these rows."""
 
+    def behind(self, rows: int) -> Place:
+        """The place of the row that comes so many rows behind the first."""
+
 
 @dataclass(frozen=True, slots=True)
 class PartOfFile:
@@ -42,8 +45,14 @@ class PartOfFile:
     part: str
     """As "row group 3"."""
 
+    row: int | None = None
+    """One row of the part, from 0. None: all rows."""
+
     def of(self, column: str) -> str:
-        return f"{self.file_name}: column {column}, {self.part}"
+        return f"{self.file_name}: column {column}, {self.part}{'' if self.row is None else f', row {self.row}'}"
+
+    def behind(self, rows: int) -> PartOfFile:
+        return replace(self, row=(self.row or 0) + rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +68,10 @@ class Piece:
         """The column as one `pyarrow.Array`."""
         found = self.table[name]
         return found.combine_chunks() if hasattr(found, "combine_chunks") else found
+
+    def error(self, column: str, row: int | np.intp, message: str) -> DataError:
+        """What is wrong with one value."""
+        return DataError(f"{self.place.behind(int(row)).of(column)}: {message}")
 
 
 def raw_samples(name: str, pieces: Sequence[Piece], schema: Schema) -> RawSamples:
@@ -126,13 +139,13 @@ def _is_text(types: Any, kind: Any) -> bool:
 def _labels(pieces: Sequence[Piece], name: str) -> npt.NDArray[np.float32]:
     parts = []
     for piece in pieces:
-        column, place = piece.column(name), piece.place.of(name)
+        column = piece.column(name)
         if column.null_count:
-            raise DataError(f"{place}: {column.null_count} nulls; allowed: none in the label")
+            raise piece.error(name, _first_null(column), "null; allowed: no nulls in the label")
         values = np.asarray(column.to_numpy(zero_copy_only=False), dtype=np.float64)
-        strange = values[(values != 0) & (values != 1)]
+        strange = np.flatnonzero((values != 0) & (values != 1))
         if len(strange):
-            raise DataError(f"{place}: label {strange[0]}; allowed: 0 and 1")
+            raise piece.error(name, strange[0], f"label {values[strange[0]]}; allowed: 0 and 1")
         parts.append(values.astype(np.float32))
     return np.concatenate(parts)
 
@@ -140,13 +153,13 @@ def _labels(pieces: Sequence[Piece], name: str) -> npt.NDArray[np.float32]:
 def _weights(pieces: Sequence[Piece], name: str) -> npt.NDArray[np.float32]:
     parts = []
     for piece in pieces:
-        column, place = piece.column(name), piece.place.of(name)
+        column = piece.column(name)
         if column.null_count:
-            raise DataError(f"{place}: {column.null_count} nulls; allowed: none in sample_weight")
+            raise piece.error(name, _first_null(column), "null; allowed: no nulls in sample_weight")
         values = np.asarray(column.to_numpy(zero_copy_only=False), dtype=np.float64).astype(np.float32)
-        strange = values[~(np.isfinite(values) & (values >= 0))]
+        strange = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
         if len(strange):
-            raise DataError(f"{place}: sample weight {strange[0]}; allowed: 0 or more")
+            raise piece.error(name, strange[0], f"sample weight {values[strange[0]]}; allowed: 0 or more")
         parts.append(values)
     return np.concatenate(parts)
 
@@ -157,22 +170,29 @@ def _numbers(pieces: Sequence[Piece], part: DenseField) -> npt.NDArray[np.float3
     compute = require("pyarrow.compute", package="pyarrow", purpose=_PURPOSE)
     parts = []
     for piece in pieces:
-        place = piece.place.of(part.name)
         # Integers above 2^53 are rounded.
         column = compute.cast(piece.column(part.name), arrow.float64(), safe=False)
         is_null = np.asarray(column.is_null().to_numpy(zero_copy_only=False))
         values = np.asarray(column.fill_null(0).to_numpy(zero_copy_only=False))
-        _check_finite(place, values, values, "value {}; allowed: finite numbers and null")
+        _check_finite(piece, part.name, values, values, "value {}; allowed: finite numbers and null")
         made = dense_column(part, values.astype(np.float32))
-        _check_finite(place, made, values, "value {}; allowed: what clamp and log1p make a finite float32 of")
+        _check_finite(
+            piece, part.name, made, values, "value {}; allowed: what clamp and log1p make a finite float32 of"
+        )
         parts.append(np.where(is_null, np.float32(np.nan), made))
     return np.concatenate(parts)
 
 
-def _check_finite(place: str, made: npt.NDArray[Any], values: npt.NDArray[np.float64], message: str) -> None:
+def _first_null(column: Any) -> int:
+    return int(np.flatnonzero(np.asarray(column.is_null().to_numpy(zero_copy_only=False)))[0])
+
+
+def _check_finite(
+    piece: Piece, name: str, made: npt.NDArray[Any], values: npt.NDArray[np.float64], message: str
+) -> None:
     wrong = np.flatnonzero(~np.isfinite(made))
     if len(wrong):
-        raise DataError(f"{place}: {message.format(values[wrong[0]])}")
+        raise piece.error(name, wrong[0], message.format(values[wrong[0]]))
 
 
 def _feature(pieces: Sequence[Piece], part: SparseField) -> Feature:
@@ -207,10 +227,10 @@ def _feature(pieces: Sequence[Piece], part: SparseField) -> Feature:
         categories = arrow.chunked_array(_one_type(pieces, columns, part))
         return Feature.categories(part.name, categories, offsets, first=part.first, min_frequency=part.min_frequency)
     ids = []
-    for piece, column in zip(pieces, columns, strict=True):
+    for piece, column, of_rows in zip(pieces, columns, lengths, strict=True):
         values = np.asarray(column.to_numpy(zero_copy_only=False))
         if part.encode == "id":
-            _check_rows(piece.place.of(part.name), part, values)
+            _check_rows(piece, part, values, of_rows)
         # Ids of 2^63 or more are hashed by their bits.
         ids.append(values.astype(np.int64))
     assert part.rows is not None
@@ -274,7 +294,10 @@ def _two_types(piece: Piece, first: Piece, part: SparseField) -> DataError:
     return DataError(f"{piece.place.of(part.name)}: {kinds[0]}, {other}; allowed: {allowed}")
 
 
-def _check_rows(place: str, part: SparseField, values: npt.NDArray[Any]) -> None:
-    wrong = values[(values < 0) | (values >= part.rows)]
+def _check_rows(piece: Piece, part: SparseField, values: npt.NDArray[Any], counts: npt.NDArray[np.int64]) -> None:
+    """`counts`: how many of the values each row has."""
+    wrong = np.flatnonzero((values < 0) | (values >= part.rows))
     if len(wrong):
-        raise DataError(f"{place}: row id {int(wrong[0])}; allowed in table {part.name}: [0, {part.rows})")
+        row = np.searchsorted(np.cumsum(counts), wrong[0], side="right")
+        message = f"row id {int(values[wrong[0]])}; allowed in table {part.name}: [0, {part.rows})"
+        raise piece.error(part.name, row, message)

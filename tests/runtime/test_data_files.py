@@ -75,7 +75,7 @@ def test_a_pattern_and_several_paths(folder: str, schema: Path) -> None:
 
 def test_every_complaint_names_the_file_column_and_row_group(folder: str, schema: Path) -> None:
     write(f"{folder}/part-2.parquet", table(98))
-    with pytest.raises(DataError, match=r"set/part-2\.parquet: column user, row group 1: row id 100; allowed"):
+    with pytest.raises(DataError, match=r"set/part-2\.parquet: column user, row group 1, row 0: row id 100; allowed"):
         users(schema, folder)
     write(f"{folder}/part-2.parquet", table(0, user=[[1], [2], [3]]))
     with pytest.raises(DataError, match=r"part-2\.parquet: column user, row group 0: list.*, but in .*part-0.* int64"):
@@ -194,5 +194,5 @@ def test_s3(bucket: str, schema: Path) -> None:
     with pytest.raises(DataError, match="no such file"):
         users(schema, f"{bucket}/absent")
     write(f"{bucket}/set/part-9.parquet", table(98))
-    with pytest.raises(DataError, match=r"s3://data/set/part-9\.parquet: column user, row group 1: row id 100"):
+    with pytest.raises(DataError, match=r"s3://data/set/part-9\.parquet: column user, row group 1, row 0: row id 100"):
         users(schema, f"{bucket}/set")

@@ -234,21 +234,30 @@ def test_json_schema_and_no_dense_column(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"user": [0, 9, 10, 4]}, r"column user, row group 1: row id 10; allowed in table user: \[0, 10\)"),
-        ({"user": [0, -1, 3, 4]}, r"column user, row group 0: row id -1; allowed in table user: \[0, 10\)"),
-        ({"tags": [[0], [], [3, 4], []]}, r"column tags, row group 1: row id 4; allowed in table tags: \[0, 4\)"),
+        ({"user": [0, 9, 10, 4]}, r"column user, row group 1, row 0: row id 10; allowed in table user: \[0, 10\)"),
+        ({"user": [0, -1, 3, 4]}, r"column user, row group 0, row 1: row id -1; allowed in table user: \[0, 10\)"),
+        (
+            {"tags": [[0], [], [3, 4], []]},
+            r"column tags, row group 1, row 0: row id 4; allowed in table tags: \[0, 4\)",
+        ),
         ({"user": ["a", "b", "c", "d"]}, "column user is string; allowed with encode = 'id': integer or list"),
         ({"city": [1.5, 2.5, 3.5, 4.5]}, "column city is double; allowed .*: integer, string, or list of these"),
         ({"price": ["a", "b", "c", "d"]}, "column price is string; allowed: integer, floating-point or boolean"),
         (
             {"price": [1.0, None, float("nan"), 3.0]},
-            "column price, row group 1: value nan; allowed: finite numbers and",
+            "column price, row group 1, row 0: value nan; allowed: finite numbers and",
         ),
-        ({"clicked": arrow.nulls(4)}, "column clicked, row group 0: 2 nulls; allowed: none in the label"),
-        ({"clicked": [0, 1, None, 0]}, "column clicked, row group 1: 1 nulls; allowed: none in the label"),
-        ({"price": [1.0, 2.0, float("inf"), 3.0]}, "column price, row group 1: value inf; allowed: finite"),
-        ({"user": [0, None, 10, 4]}, r"column user, row group 1: row id 10; allowed in table user: \[0, 10\)"),
-        ({"clicked": [0, 1, 7, 0]}, "column clicked, row group 1: label 7.0; allowed: 0 and 1"),
+        ({"clicked": arrow.nulls(4)}, "column clicked, row group 0, row 0: null; allowed: no nulls in the label"),
+        ({"clicked": [0, 1, None, 0]}, "column clicked, row group 1, row 0: null; allowed: no nulls in the label"),
+        ({"price": [1.0, 2.0, float("inf"), 3.0]}, "column price, row group 1, row 0: value inf; allowed: finite"),
+        ({"user": [0, None, 10, 4]}, r"column user, row group 1, row 0: row id 10; allowed in table user: \[0, 10\)"),
+        ({"user": [0, 1, None, 10]}, r"column user, row group 1, row 1: row id 10; allowed in table user"),
+        ({"user": [[], [1, 10], [2], [3]]}, r"column user, row group 0, row 1: row id 10; allowed in table user"),
+        (
+            {"user": [[1], [2], [3, None], [None, -1]]},
+            r"column user, row group 1, row 1: row id -1; allowed in table user",
+        ),
+        ({"clicked": [0, 1, 7, 0]}, "column clicked, row group 1, row 0: label 7.0; allowed: 0 and 1"),
     ],
 )
 def test_wrong_values_name_column_row_group_and_what_is_allowed(

@@ -152,7 +152,7 @@ def test_weights_of_a_file(tmp_path: Path) -> None:
     assert found.sample_weights.tolist() == [0, 2, 1]
     assert found.samples().batch(torch.tensor([1, 0])).sample_weights.tolist() == [2, 0]
     assert of_data(found) != of_data(other)
-    with pytest.raises(DataError, match=r"column worth, row group 0: sample weight -1.0; allowed: 0 or more"):
+    with pytest.raises(DataError, match=r"column worth, row group 0, row 1: sample weight -1.0; allowed: 0 or more"):
         load([0, -1, 1])
-    with pytest.raises(DataError, match="1 nulls; allowed: none in sample_weight"):
+    with pytest.raises(DataError, match="row 1: null; allowed: no nulls in sample_weight"):
         load([0, None, 1])
