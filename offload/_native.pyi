@@ -9,6 +9,45 @@ Ids = tuple[NDArray[np.int32], NDArray[np.int64]]
 def permute(size: int, keys: Sequence[int], places: NDArray[np.int64]) -> None:
     """Replaces each of `places` by its image under a keyed bijection on [0, size)."""
 
+Capsules = tuple[object, object]
+"""What `__arrow_c_array__` of a column gives."""
+
+class Vocabulary:
+    """Value i of a column of int64, uint64 or large_string has row i + 1, every other value row 0."""
+
+    def __init__(self, values: Capsules, /) -> None: ...
+
+class NumberEncoder:
+    """(f(x) - mean) / deviation of float32 numbers, where f clamps first and then looks up a table. Null gives 0."""
+
+    def __init__(
+        self,
+        clamp: tuple[float, float] | None,
+        table: NDArray[np.uint32] | None,
+        mean: float,
+        deviation: float,
+    ) -> None: ...
+    def encode(self, column: Capsules, out: NDArray[np.float32], number: int, /) -> bool:
+        """Writes column `number` of `out`. False: a value is not finite, or no number."""
+
+class IdEncoder:
+    """Ids as rows of a table: as they are, hashed if there is a salt, or by a vocabulary."""
+
+    def __init__(self, rows: int, first: int | None, salt: int | None, vocabulary: Vocabulary | None) -> None: ...
+    def encode(
+        self, column: Capsules, /
+    ) -> tuple[NDArray[np.int32] | NDArray[np.int64], NDArray[np.int64] | None] | None:
+        """Rows, and the offsets of samples unless each has one row. None: an id is outside the table, or no such id."""
+
+def text_ids(texts: Capsules, /) -> NDArray[np.int64]: ...
+def gather(
+    columns: list[tuple[NDArray[np.int32] | NDArray[np.int64], NDArray[np.int64] | None]],
+    samples: int,
+    rows: NDArray[np.int64],
+    /,
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Lengths [tables, rows] and ids of the samples `rows`. IndexError for rows outside [0, samples)."""
+
 class Program:
     def __init__(self) -> None: ...
     def dense_source(self) -> int: ...

@@ -6,6 +6,7 @@
 
 namespace sennit::offload {
 
+void bind_encoder(nanobind::module_& module);      // columns of Arrow as samples, and samples as batches
 void bind_permutation(nanobind::module_& module);  // permute
 void bind_program(nanobind::module_& module);      // Program
 void bind_receiver(nanobind::module_& module);     // Receiver, SocketReader and their arguments

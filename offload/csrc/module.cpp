@@ -23,6 +23,7 @@ void bind_tracepoints(nb::module_& module) {
 }  // namespace sennit::offload
 
 NB_MODULE(_native, module) {
+  sennit::offload::bind_encoder(module);
   sennit::offload::bind_permutation(module);
   sennit::offload::bind_program(module);
   sennit::offload::bind_receiver(module);

@@ -13,7 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
+from sennit.offload.arrow_columns import text_ids
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.raw_samples import Feature, RawSamples, dense_column, dense_fields, dense_matrix
@@ -79,19 +81,16 @@ def raw_samples(name: str, pieces: Sequence[Piece], schema: Schema) -> RawSample
 
     The types are those that `check_types` allows. Raises DataError for values that the schema does not allow.
     """
-    by_label = [_labels(pieces, name) for name in schema.labels]
-    labels = by_label[0] if len(by_label) == 1 else np.stack(by_label, 1)
+    labels = labels_of(pieces, schema)
     # Without dense columns, a constant column is used: the bottom MLP then learns the tables' common vector.
     dense = [_numbers(pieces, part) for part in schema.dense] or [np.ones(len(labels), np.float32)]
     return RawSamples(
         name=name,
         dense=dense_matrix(dense),
         dense_fields=schema.dense or dense_fields(["constant"]),
-        labels=torch.from_numpy(labels),
+        labels=labels,
         label_names=schema.labels,
-        sample_weights=None
-        if schema.sample_weight is None
-        else torch.from_numpy(_weights(pieces, schema.sample_weight)),
+        sample_weights=weights_of(pieces, schema),
         features=tuple(_feature(pieces, part) for part in schema.sparse),
     )
 
@@ -118,11 +117,9 @@ def check_types(file: str, schema: Schema, found: Any) -> None:
         inner = kind.value_type if bag else kind
         if types.is_dictionary(inner):
             inner = inner.value_type
-        text = part.encode == "dictionary" and _is_text(types, inner)
+        text = part.encode != "id" and _is_text(types, inner)
         if not (text or types.is_integer(inner) or types.is_null(inner)):
-            allowed = "integer or list of integers"
-            if part.encode == "dictionary":
-                allowed = "integer, string, or list of these"
+            allowed = "integer, string, or list of these" if part.encode != "id" else "integer or list of integers"
             raise DataError(f"{file}: column {part.name} is {kind}; allowed with encode = {part.encode!r}: {allowed}")
         if part.first is not None and not (bag or types.is_null(kind)):
             raise DataError(f"{file}: column {part.name} is {kind}; allowed with first = {part.first}: lists")
@@ -134,6 +131,17 @@ def _is_bag(types: Any, kind: Any) -> bool:
 
 def _is_text(types: Any, kind: Any) -> bool:
     return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+
+
+def labels_of(pieces: Sequence[Piece], schema: Schema) -> Tensor:
+    """Float32 [N], or [N, labels] if the schema has several."""
+    by_label = [_labels(pieces, name) for name in schema.labels]
+    return torch.from_numpy(by_label[0] if len(by_label) == 1 else np.stack(by_label, 1))
+
+
+def weights_of(pieces: Sequence[Piece], schema: Schema) -> Tensor | None:
+    """Float32 [N], if the schema has a column of weights."""
+    return None if schema.sample_weight is None else torch.from_numpy(_weights(pieces, schema.sample_weight))
 
 
 def _labels(pieces: Sequence[Piece], name: str) -> npt.NDArray[np.float32]:
@@ -227,7 +235,16 @@ def _feature(pieces: Sequence[Piece], part: SparseField) -> Feature:
         categories = arrow.chunked_array(_one_type(pieces, columns, part))
         return Feature.categories(part.name, categories, offsets, first=part.first, min_frequency=part.min_frequency)
     ids = []
+    first: tuple[Piece, bool] | None = None
     for piece, column, of_rows in zip(pieces, columns, lengths, strict=True):
+        is_text = _is_text(arrow.types, column.type)
+        first = first or (None if arrow.types.is_null(column.type) else (piece, is_text))
+        # The integer 5 and the text "5" have different hashes.
+        if first is not None and first[1] != is_text and not arrow.types.is_null(column.type):
+            raise _two_types(piece, first[0], part)
+        if is_text:
+            ids.append(text_ids(column))
+            continue
         values = np.asarray(column.to_numpy(zero_copy_only=False))
         if part.encode == "id":
             _check_rows(piece, part, values, of_rows)

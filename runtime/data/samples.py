@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sennit.offload.arrow_columns import gather
 from sennit.runtime.data.batch import Batch
 from sennit.runtime.data.errors import DataError
 
@@ -150,13 +151,17 @@ class Samples:
 
     def batch(self, rows: Tensor) -> Batch:
         """The samples `rows`."""
-        gathered = [column.gather(rows) for column in self.columns]
+        columns = [
+            (column.values.numpy(), None if column.offsets is None else column.offsets.numpy())
+            for column in self.columns
+        ]
+        lengths, values = gather(columns, len(self), rows.numpy())
         return Batch(
-            dense=self.dense[rows],
-            labels=self.labels[rows],
-            sample_weights=None if self.sample_weights is None else self.sample_weights[rows],
-            lengths=torch.stack([lengths for lengths, _ in gathered]),
-            values=torch.cat([values for _, values in gathered]),
+            dense=self.dense.index_select(0, rows),
+            labels=self.labels.index_select(0, rows),
+            sample_weights=None if self.sample_weights is None else self.sample_weights.index_select(0, rows),
+            lengths=torch.from_numpy(lengths),
+            values=torch.from_numpy(values),
         )
 
 

@@ -119,12 +119,46 @@ def test_what_is_fed_is_raw_and_its_tables_are_the_same(tmp_path: Path) -> None:
         ({"count": [0, -2, 5]}, r"column count, row group 0: value -2\.0; allowed: what clamp and log1p make a finite"),
         ({"price": [0, 0, float("nan")]}, "column price, row group 1: value nan; allowed: finite numbers"),
         ({"seen": [1, 2, 3]}, "column seen is int64; allowed with first = 2: lists"),
-        ({"user": ["a", "b", "c"]}, "column user is string; allowed with encode = 'hash': integer or list of integers"),
+        (
+            {"user": [0.5, 1.0, 2.0]},
+            "column user is double; allowed with encode = 'hash': integer, string, or list of these",
+        ),
+        ({"row": [["a"], [], ["b"]]}, "allowed with encode = 'id': integer or list of integers"),
     ],
 )
 def test_what_operators_cannot_take_is_named(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         sources.load(source(tmp_path, **changed), seed=1)
+
+
+def test_text_is_hashed_by_its_bytes(tmp_path: Path) -> None:
+    """Hexadecimal digits are text, too: they are no numbers."""
+    user: list[Any] = ["0a1b2c3d", None, "Ülm"]
+    seen = [["", None, "b"], None, ["0a1b2c3d", "b", "c"]]
+    raw = sources.load(source(tmp_path, user=user, seen=seen), seed=1)
+    # Computed by xxhash 4.1.0 for Python: xxh64_intdigest(text.encode()), less 2^64 from 2^63 on.
+    ids = {
+        "": -1205034819632174695,
+        "b": 8666379929374662555,
+        "Ülm": -86194495953127535,
+        "0a1b2c3d": -5878113723071883366,
+    }
+    assert raw.features[0].values.tolist() == [ids["0a1b2c3d"], ids["Ülm"]]
+    found = fitted(raw).samples().columns
+    assert found[0].values.tolist() == hashed([ids["0a1b2c3d"], ids["Ülm"]], -5, 1000)
+    assert found[1].values.tolist() == hashed([ids[""], ids["b"], ids["0a1b2c3d"], ids["b"]], 0, 70)
+    assert found[1].offsets is not None
+    assert found[1].offsets.tolist() == [0, 2, 2, 4]
+
+
+def test_text_and_numbers_are_not_hashed_as_one(tmp_path: Path) -> None:
+    """The text "5" and the number 5 would have different rows."""
+    (tmp_path / "schema.toml").write_text('label = "clicked"\n[sparse.x]\nencode = "hash"\nrows = 9\n')
+    columns = [arrow.nulls(1), arrow.array(["5"]), arrow.array([5])]
+    for number, column in enumerate(columns):
+        parquet.write_table(arrow.table({"clicked": [1], "x": column}), tmp_path / f"{number}.parquet")
+    with pytest.raises(DataError, match=r"2.parquet: column x, row group 0: int64, but in .*1.parquet it is string"):
+        sources.load(Source(data=str(tmp_path), schema=tmp_path / "schema.toml"), seed=1)
 
 
 def test_a_plan_clamps_only_where_an_id_could_be_no_row() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,6 +15,7 @@ from sennit.runtime.data.arrow_columns import PartOfFile, Piece, raw_samples
 from sennit.runtime.data.batch import Batch
 from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.data.schema import Schema, parse_schema
+from sennit.runtime.stream import encoder as encoding
 from sennit.runtime.stream.encoder import Encoder
 
 arrow = pytest.importorskip("pyarrow")
@@ -45,6 +47,9 @@ SINGLES = [
     Kind(arrow.int64(), DICTIONARY, [-(2**63), -1, *WIDE]),
     Kind(arrow.uint64(), DICTIONARY | {"min_frequency": 2}, [*WIDE, 2**64 - 2, 2**64 - 1]),
     Kind(arrow.dictionary(arrow.int8(), arrow.int64()), ID, SMALL),
+    Kind(arrow.string(), HASH, WORDS),
+    Kind(arrow.large_string(), HASH | {"rows": 2**40 - 1}, WORDS),
+    Kind(arrow.dictionary(arrow.int8(), arrow.string()), HASH, WORDS),
     Kind(arrow.string(), DICTIONARY, WORDS),
     Kind(arrow.large_string(), DICTIONARY | {"min_frequency": 2}, WORDS),
     Kind(arrow.string_view(), DICTIONARY, WORDS),
@@ -57,7 +62,6 @@ BAGS = [
     for kind in SINGLES
     for make in (arrow.list_, arrow.large_list, lambda inner: arrow.list_(inner, 3))
     for first in ({}, {"first": 2})
-    if not arrow.types.is_dictionary(kind.type)
 ]
 NUMBERS: list[tuple[Any, list[Any]]] = [
     (arrow.float64(), [-1e30, -0.5, -0.0, 1.0, 0.1, 300.7, 1e6]),
@@ -133,3 +137,91 @@ def test_gives_what_loading_the_whole_gives_however_it_is_cut(made: tuple[Any, S
         samples = encoder.encode(batch, HERE)
         assert [column.row_count for column in samples.columns] == [one.row_count for one in preprocessing.encodings]
         assert same(samples.batch(torch.arange(last - first)), expected.batch(torch.arange(first, last)))
+
+
+def test_no_usual_type_takes_the_slow_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the other tests would compare the definition with itself."""
+    sparse = {f"s{number}": kind.entry for number, kind in enumerate(SINGLES + BAGS)}
+    dense = {f"d{number}": OPERATORS[number % 3] for number in range(len(NUMBERS))}
+    schema = parse_schema({"label": "y", "dense": dense, "sparse": sparse})
+    content = {"y": arrow.array([0, 1, 1])}
+    content |= {
+        f"d{number}": arrow.array([None, *values * 2][:3], kind) for number, (kind, values) in enumerate(NUMBERS)
+    }
+    for number, kind in enumerate(SINGLES + BAGS):
+        values: list[Any] = [*kind.values * 3][:3]
+        if isinstance(kind.type, arrow.ListType | arrow.LargeListType | arrow.FixedSizeListType):
+            values = [values, None, values]
+        content[f"s{number}"] = arrow.array(values, kind.type)
+    batch = arrow.table(content).to_batches()[0]
+    raw = raw_samples("clicks", [Piece(batch, HERE)], schema)
+    encoder = Encoder(schema, Preprocessing.fit(raw, torch.tensor([True, True, False])))
+    monkeypatch.setattr(encoding, "raw_samples", None)
+    assert len(encoder.encode(batch, HERE)) == 3
+
+
+WRONG = {
+    "label 2": ("y", arrow.array([0, 2], arrow.int8())),
+    "label nan": ("y", arrow.array([0.0, float("nan")])),
+    "label null": ("y", arrow.array([0, None], arrow.int8())),
+    "weight -1": ("w", arrow.array([1.0, -1.0])),
+    "weight null": ("w", arrow.array([1.0, None])),
+    "weight above float32": ("w", arrow.array([1.0, 1e300])),
+    "nan": ("d", arrow.array([float("nan"), None])),
+    "infinite": ("d", arrow.array([1.0, float("-inf")], arrow.float32())),
+    "no logarithm": ("d", arrow.array([0, -2], arrow.int64())),
+    "above float32": ("e", arrow.array([1e300, 2.0])),
+    "scaled beyond float32": ("e", arrow.array([3e38, 2.0])),
+    "row 9": ("i", arrow.array([0, 9])),
+    "row -1": ("i", arrow.array([0, -1], arrow.int8())),
+    "row above int64": ("i", arrow.array([0, 2**64 - 1], arrow.uint64())),
+    "row in a list behind the first": ("f", arrow.array([[0, 1, 9], []], arrow.list_(arrow.int64()))),
+    "numbers for text": ("t", arrow.array([1, 2])),
+    "text for numbers": ("n", arrow.array(["1", "2"])),
+    "text for rows": ("i", arrow.array(["1", "2"])),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_wrong_values_are_told_as_for_whole_files(wrong: tuple[str, Any]) -> None:
+    text = """
+        label = "y"
+        sample_weight = "w"
+        dense = {d = {log1p = true}, e = {}}
+        [sparse]
+        i = {rows = 9}
+        f = {rows = 9, first = 2}
+        t = {encode = "dictionary"}
+        n = {encode = "dictionary"}
+    """
+    schema = parse_schema(tomllib.loads(text))
+    good = {
+        "y": arrow.array([0, 1]),
+        "w": arrow.array([1.0, 2.0]),
+        "d": arrow.array([0, 1]),
+        "e": arrow.array([1e-6, 2e-6]),
+        "i": arrow.array([0, 8]),
+        "f": arrow.array([[0], [1]]),
+        "t": arrow.array(["1", "2"]),
+        "n": arrow.array([1, 2]),
+    }
+    raw = raw_samples("clicks", [Piece(arrow.table(good), HERE)], schema)
+    preprocessing = Preprocessing.fit(raw, torch.tensor([True, True]))
+    batch = arrow.table(good | dict([wrong])).to_batches()[0]
+    # Text that is to be a row is refused by `check_types`, so its error here is that of NumPy.
+    with pytest.raises(ValueError) as whole:  # noqa: PT011
+        preprocessing.apply(raw_samples(HERE.file, [Piece(batch, HERE)], schema)).samples()
+    with pytest.raises(type(whole.value)) as piece:
+        Encoder(schema, preprocessing).encode(batch, HERE)
+    assert str(piece.value) == str(whole.value)
+
+
+def test_nulls_of_a_file_without_types_are_those_of_the_stream() -> None:
+    schema = parse_schema({"label": "y", "sparse": {"words": DICTIONARY}})
+    lists = arrow.table({"y": [0, 1], "words": [["a"], None]})
+    preprocessing = Preprocessing.fit(raw_samples("clicks", [Piece(lists, HERE)], schema), torch.tensor([True, True]))
+    (nothing,) = arrow.table({"y": [0, 1], "words": arrow.nulls(2)}).to_batches()
+    rows = torch.arange(2)
+    alone = Encoder(schema, preprocessing).encode(nothing, HERE).batch(rows)
+    typed = Encoder(schema, preprocessing, lists.schema).encode(nothing, HERE).batch(rows)
+    assert (alone.lengths.tolist(), typed.lengths.tolist()) == ([[1, 1]], [[0, 0]])

@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "id_encoder.hpp"
+
+#include <algorithm>
+#include <type_traits>
+
+#include "id_kernels.hpp"
+#include "xxh64.hpp"
+
+namespace sennit::offload {
+namespace {
+
+// The samples of a column, and which leaves each has.
+class Samples {
+ public:
+  Samples(std::string_view format, const ArrowArray& column)
+      : first_(static_cast<std::size_t>(column.offset)),
+        count_(static_cast<std::size_t>(column.length)),
+        lists_(Lists::of(format, column)),
+        null_(column) {}
+
+  bool are_lists() const { return lists_.has_value(); }
+  std::size_t count() const { return count_; }
+  std::size_t begin(std::size_t sample) const { return lists_ ? lists_->begin(first_ + sample) : first_ + sample; }
+  std::size_t end(std::size_t sample) const { return lists_ ? lists_->end(first_ + sample) : first_ + sample + 1; }
+  // A null list may cover leaves that nobody may see.
+  bool is_empty(std::size_t sample) const { return lists_ && null_(first_ + sample); }
+  bool are_contiguous() const { return !lists_ || null_.none(); }
+  std::size_t leaves_max() const {
+    std::size_t sum = 0;
+    if (are_contiguous()) return count_ == 0 ? 0 : end(count_ - 1) - begin(0);
+    for (std::size_t sample = 0; sample < count_; sample++)
+      if (!is_empty(sample)) sum += end(sample) - begin(sample);
+    return sum;
+  }
+
+ private:
+  std::size_t first_, count_;
+  std::optional<Lists> lists_;
+  Nulls null_;
+};
+
+}  // namespace
+
+std::int64_t id_of(std::string_view text) { return static_cast<std::int64_t>(xxh64(text.data(), text.size())); }
+
+// Ids one after another, as int64, and where those of each sample begin.
+struct IdEncoder::Flat {
+  Samples samples;
+  Buffer<std::int64_t> ids;
+  std::size_t count = 0;
+  Buffer<std::int64_t> offsets;  // nothing: one for each sample
+};
+
+bool IdEncoder::read(std::string_view format, const ArrowArray& leaf, Flat& flat) const {
+  const Samples& samples = flat.samples;
+  flat.ids = buffer<std::int64_t>(samples.leaves_max());
+  const Nulls null(leaf);
+  const bool keeps_nulls = vocabulary_ != nullptr;
+  // A column of nulls has no buffers.
+  const bool is_nothing = format == "n";
+  const bool drops = !keeps_nulls && (is_nothing || !null.none());
+  const auto run = [&](auto id_at) {
+    std::int64_t* to = flat.ids->data();
+    const auto copy = [&](std::size_t begin, std::size_t end) {
+      if (is_nothing || !null.none()) {
+        for (std::size_t i = begin; i < end; i++) {
+          if (!is_nothing && !null(i))
+            *to++ = id_at(i);
+          else if (keeps_nulls)
+            *to++ = Vocabulary::UNKNOWN_ROW;
+        }
+        return;
+      }
+      for (std::size_t i = begin; i < end; i++) *to++ = id_at(i);
+    };
+    const std::size_t count = samples.count();
+    if (samples.are_lists() || drops) {
+      flat.offsets = buffer<std::int64_t>(count + 1);
+      std::int64_t* offsets = flat.offsets->data();
+      offsets[0] = 0;
+      if (samples.are_contiguous() && !drops && count > 0) {
+        const std::size_t begin = samples.begin(0);
+        for (std::size_t sample = 0; sample < count; sample++)
+          offsets[sample + 1] = static_cast<std::int64_t>(samples.end(sample) - begin);
+        copy(begin, samples.end(count - 1));
+      } else {
+        for (std::size_t sample = 0; sample < count; sample++) {
+          if (!samples.is_empty(sample)) copy(samples.begin(sample), samples.end(sample));
+          offsets[sample + 1] = to - flat.ids->data();
+        }
+      }
+    } else if (count > 0) {
+      copy(samples.begin(0), samples.end(count - 1));
+    }
+    flat.count = static_cast<std::size_t>(to - flat.ids->data());
+  };
+  if (is_nothing) {
+    run([](std::size_t) { return Vocabulary::UNKNOWN_ROW; });
+    return true;
+  }
+  const auto read_text = [&](auto texts) {
+    if (vocabulary_)
+      run([&](std::size_t i) { return vocabulary_->row(texts[i]); });
+    else
+      run([&](std::size_t i) { return id_of(texts[i]); });
+  };
+  if (vocabulary_ && !vocabulary_->knows(format)) return false;
+  if (is_text(format)) {
+    if (!vocabulary_ && !salt_) return false;
+    if (format == "u")
+      read_text(Texts<std::int32_t>(leaf));
+    else
+      read_text(Texts<std::int64_t>(leaf));
+    return true;
+  }
+  return with_integers(format, [&]<typename Integer>(const Integer*) {
+    const auto* values = elements<Integer>(leaf);
+    const auto bits = [=](std::size_t i) { return static_cast<std::uint64_t>(static_cast<std::int64_t>(values[i])); };
+    if (vocabulary_)
+      run([&](std::size_t i) {
+        // Unsigned integers of fewer bits are equal as signed ones of 64.
+        constexpr bool is_signed = std::is_signed_v<Integer> || sizeof(Integer) < 8;
+        return vocabulary_->row(bits(i), is_signed);
+      });
+    else
+      run([&](std::size_t i) { return static_cast<std::int64_t>(bits(i)); });
+  });
+}
+
+bool IdEncoder::make_rows(Flat& flat) const {
+  if (vocabulary_) return true;
+  if (salt_) {
+    auto hashed = buffer<std::int64_t>(flat.count);
+    id_kernels().sigrid_hash(flat.ids->data(), hashed->data(), flat.count, *salt_, rows_);
+    flat.ids = std::move(hashed);
+    return true;
+  }
+  const std::int64_t* ids = flat.ids->data();
+  bool are_inside = true;
+  for (std::size_t i = 0; i < flat.count; i++) are_inside &= ids[i] >= 0 && ids[i] < rows_;
+  return are_inside;
+}
+
+std::optional<EncodedIds> IdEncoder::encode(std::string_view format, std::string_view leaf_format,
+                                            const ArrowArray& column) const {
+  Flat flat{.samples = Samples(format, column), .ids = {}, .offsets = {}};
+  const bool are_lists = flat.samples.are_lists();
+  if (!read(are_lists ? leaf_format : format, are_lists ? *column.children[0] : column, flat)) return std::nullopt;
+  if (!make_rows(flat)) return std::nullopt;
+  EncodedIds found;
+  std::int64_t* ids = flat.ids->data();
+  if (flat.offsets) {
+    std::int64_t* offsets = flat.offsets->data();
+    found.offset_count = flat.samples.count() + 1;
+    if (first_) {
+      std::int64_t kept = 0, begin = 0;
+      for (std::size_t sample = 0; sample < flat.samples.count(); sample++) {
+        const std::int64_t end = offsets[sample + 1], used = std::min(end - begin, *first_);
+        std::copy_n(ids + begin, used, ids + kept);
+        kept += used;
+        offsets[sample + 1] = kept;
+        begin = end;
+      }
+      flat.count = static_cast<std::size_t>(kept);
+    }
+    found.offsets = std::move(flat.offsets);
+  }
+  found.count = flat.count;
+  if (rows_ > std::numeric_limits<std::int32_t>::max()) {
+    found.wide = std::move(flat.ids);
+    return found;
+  }
+  found.narrow = buffer<std::int32_t>(found.count);
+  std::int32_t* to = found.narrow->data();
+  for (std::size_t i = 0; i < found.count; i++) to[i] = static_cast<std::int32_t>(ids[i]);
+  return found;
+}
+
+}  // namespace sennit::offload

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// A column of Arrow as rows of a table, in one call for many samples.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <string_view>
+
+#include "arrow_array.hpp"
+#include "column.hpp"
+#include "vocabulary.hpp"
+
+namespace sennit::offload {
+
+// The id that text is hashed by: XXH64 of its bytes.
+std::int64_t id_of(std::string_view text);
+
+struct EncodedIds {
+  std::size_t count = 0;
+  // One of these: rows of 32 bits if the table allows it.
+  Buffer<std::int32_t> narrow;
+  Buffer<std::int64_t> wide;
+  // [samples + 1]; nothing: exactly one id per sample.
+  std::size_t offset_count = 0;
+  Buffer<std::int64_t> offsets;
+};
+
+class IdEncoder {
+ public:
+  // Ids are rows, or are hashed if there is a salt, or are looked up in a vocabulary. `first`: only so many ids of a
+  // list are used.
+  IdEncoder(std::int64_t rows, std::optional<std::int64_t> first, std::optional<std::int64_t> salt,
+            std::shared_ptr<const Vocabulary> vocabulary)
+      : rows_(rows), first_(first), salt_(salt), vocabulary_(std::move(vocabulary)) {}
+
+  // Nothing if a value is not allowed, or for a format that is not for these ids. Integers of all widths, text, lists
+  // of both. Null lists are empty. Null ids are row 0 with a vocabulary, and no ids without.
+  std::optional<EncodedIds> encode(std::string_view format, std::string_view leaf_format,
+                                   const ArrowArray& column) const;
+
+ private:
+  struct Flat;
+  bool read(std::string_view format, const ArrowArray& leaf, Flat& flat) const;
+  bool make_rows(Flat& flat) const;
+
+  std::int64_t rows_;
+  std::optional<std::int64_t> first_;
+  std::optional<std::int64_t> salt_;
+  std::shared_ptr<const Vocabulary> vocabulary_;
+};
+
+}  // namespace sennit::offload
