@@ -164,7 +164,7 @@ def _weights(pieces: Sequence[Piece], name: str) -> npt.NDArray[np.float32]:
         column = piece.column(name)
         if column.null_count:
             raise piece.error(name, _first_null(column), "null; allowed: no nulls in sample_weight")
-        values = np.asarray(column.to_numpy(zero_copy_only=False), dtype=np.float64).astype(np.float32)
+        values = _float32(np.asarray(column.to_numpy(zero_copy_only=False), dtype=np.float64))
         strange = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
         if len(strange):
             raise piece.error(name, strange[0], f"sample weight {values[strange[0]]}; allowed: 0 or more")
@@ -183,12 +183,18 @@ def _numbers(pieces: Sequence[Piece], part: DenseField) -> npt.NDArray[np.float3
         is_null = np.asarray(column.is_null().to_numpy(zero_copy_only=False))
         values = np.asarray(column.fill_null(0).to_numpy(zero_copy_only=False))
         _check_finite(piece, part.name, values, values, "value {}; allowed: finite numbers and null")
-        made = dense_column(part, values.astype(np.float32))
+        made = dense_column(part, _float32(values))
         _check_finite(
             piece, part.name, made, values, "value {}; allowed: what clamp and log1p make a finite float32 of"
         )
         parts.append(np.where(is_null, np.float32(np.nan), made))
     return np.concatenate(parts)
+
+
+def _float32(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
+    """Infinite for numbers that are too large, without NumPy's warning: the caller reports them."""
+    with np.errstate(over="ignore"):
+        return values.astype(np.float32)
 
 
 def _first_null(column: Any) -> int:
