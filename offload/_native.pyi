@@ -21,32 +21,33 @@ class NumberEncoder:
     """(f(x) - mean) / deviation of float32 numbers, where f clamps first and then looks up a table. Null gives 0."""
 
     def __init__(
-        self,
-        clamp: tuple[float, float] | None,
-        table: NDArray[np.uint32] | None,
-        mean: float,
-        deviation: float,
+        self, clamp: tuple[float, float] | None, table: NDArray[np.uint32] | None, mean: float, deviation: float
     ) -> None: ...
-    def encode(self, column: Capsules, out: NDArray[np.float32], number: int, /) -> bool:
-        """Writes column `number` of `out`. False: a value is not finite, or no number."""
 
 class IdEncoder:
     """Ids as rows of a table: as they are, hashed if there is a salt, or by a vocabulary."""
 
     def __init__(self, rows: int, first: int | None, salt: int | None, vocabulary: Vocabulary | None) -> None: ...
+
+TableIds = tuple[NDArray[np.int32] | NDArray[np.int64], NDArray[np.int64] | None]
+"""Rows, and the offsets of samples unless each has one row."""
+
+class BatchEncoder:
+    def __init__(self, numbers: Sequence[NumberEncoder], ids: Sequence[IdEncoder], /) -> None: ...
     def encode(
-        self, column: Capsules, /
-    ) -> tuple[NDArray[np.int32] | NDArray[np.int64], NDArray[np.int64] | None] | None:
-        """Rows, and the offsets of samples unless each has one row. None: an id is outside the table, or no such id."""
+        self, batch: Capsules, number_places: Sequence[int], id_places: Sequence[int], dense: NDArray[np.float32], /
+    ) -> list[TableIds] | None:
+        """Writes `dense`, and returns the ids of all tables. The places say which column is for which encoder.
+
+        None: a value is not allowed, or a column is not for its encoder.
+        """
+
+class SamplesInMemory:
+    def __init__(self, columns: list[TableIds], samples: int, /) -> None: ...
+    def gather(self, rows: NDArray[np.int64], /) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Lengths [tables, rows] and ids of the samples `rows`. IndexError for rows outside [0, samples)."""
 
 def text_ids(texts: Capsules, /) -> NDArray[np.int64]: ...
-def gather(
-    columns: list[tuple[NDArray[np.int32] | NDArray[np.int64], NDArray[np.int64] | None]],
-    samples: int,
-    rows: NDArray[np.int64],
-    /,
-) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Lengths [tables, rows] and ids of the samples `rows`. IndexError for rows outside [0, samples)."""
 
 class Program:
     def __init__(self) -> None: ...

@@ -13,12 +13,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sennit.offload._native import IdEncoder, NumberEncoder, Vocabulary, gather
+from sennit.offload._native import BatchEncoder, IdEncoder, NumberEncoder, SamplesInMemory, Vocabulary
 from sennit.offload._native import text_ids as _text_ids
 from sennit.offload.operators import Log1p
 from sennit.offload.tables import function_table
 
-__all__ = ["IdEncoder", "NumberEncoder", "gather", "number_encoder", "text_ids", "vocabulary"]
+__all__ = [
+    "BatchEncoder",
+    "IdEncoder",
+    "NumberEncoder",
+    "SamplesInMemory",
+    "TableIds",
+    "number_encoder",
+    "text_ids",
+    "vocabulary",
+]
+
+TableIds = tuple[NDArray[np.int32] | NDArray[np.int64], NDArray[np.int64] | None]
+"""Rows of one table, and the offsets of samples unless each has one row."""
 
 
 def number_encoder(*, clamp: tuple[float, float] | None, log1p: bool, mean: float, deviation: float) -> NumberEncoder:

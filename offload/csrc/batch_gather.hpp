@@ -37,11 +37,12 @@ struct IdsInMemory {
  private:
   template <typename Id>
   std::int64_t* copy(const Id* ids, std::span<const std::int64_t> samples, std::int64_t* to) const {
-    if (offsets == nullptr)
+    if (offsets == nullptr) {
       for (const std::int64_t sample : samples) *to++ = ids[sample];
-    else
+    } else {
       for (const std::int64_t sample : samples)
         for (std::int64_t i = offsets[sample]; i < offsets[sample + 1]; i++) *to++ = ids[i];
+    }
     return to;
   }
 };

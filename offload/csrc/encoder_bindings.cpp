@@ -7,7 +7,11 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <bit>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -36,6 +40,13 @@ struct ArrowColumn {
       : schema(static_cast<const ArrowSchema*>(content(capsules, 0, "arrow_schema"))),
         array(static_cast<const ArrowArray*>(content(capsules, 1, "arrow_array"))) {}
 
+  ArrowColumn(const ArrowSchema* its_schema, const ArrowArray* its_array) : schema(its_schema), array(its_array) {}
+
+  ArrowColumn child(std::size_t number) const {
+    if (number >= static_cast<std::size_t>(array->n_children))
+      throw std::out_of_range("column " + std::to_string(number) + "; there are " + std::to_string(array->n_children));
+    return {schema->children[number], array->children[number]};
+  }
   // An index into a dictionary is no value.
   std::string_view format() const { return name(*schema); }
   std::string_view leaf_format() const { return schema->n_children == 1 ? name(*schema->children[0]) : ""; }
@@ -62,31 +73,64 @@ class BoundNumbers {
     encoder_.table_bits = std::bit_width(table_->shape(0)) - 1;
   }
 
-  bool encode(const nb::tuple& capsules, Matrix out, std::size_t number) const {
-    const ArrowColumn column(capsules);
-    if (out.shape(0) != static_cast<std::size_t>(column.array->length) || number >= out.shape(1))
-      throw std::invalid_argument("a matrix that has no such column of so many rows");
-    const nb::gil_scoped_release others_may_run;
-    return encoder_.encode(column.format(), *column.array, out.data() + number, out.shape(1));
-  }
+  const NumberEncoder& encoder() const { return encoder_; }
 
  private:
   std::optional<Vector<std::uint32_t>> table_;
   NumberEncoder encoder_;
 };
 
-nb::object encode_ids(const IdEncoder& encoder, const nb::tuple& capsules) {
-  const ArrowColumn column(capsules);
-  std::optional<EncodedIds> found;
-  {
-    const nb::gil_scoped_release others_may_run;
-    found = encoder.encode(column.format(), column.leaf_format(), *column.array);
+// All columns of a batch.
+class BatchEncoder {
+ public:
+  BatchEncoder(std::vector<BoundNumbers> numbers, std::vector<IdEncoder> ids)
+      : numbers_(std::move(numbers)), ids_(std::move(ids)) {}
+
+  // `number_places`, `id_places`: which column of the batch is for which encoder.
+  nb::object encode(const nb::tuple& capsules, const std::vector<std::size_t>& number_places,
+                    const std::vector<std::size_t>& id_places, Matrix dense) const {
+    const ArrowColumn batch(capsules);
+    if (batch.format() != "+s" || batch.array->offset != 0)
+      throw std::invalid_argument("a batch of format " + std::string(batch.format()) + "; allowed: +s");
+    const auto rows = static_cast<std::size_t>(batch.array->length);
+    if (number_places.size() != numbers_.size() || id_places.size() != ids_.size())
+      throw std::invalid_argument("another number of columns than of encoders");
+    if (dense.shape(0) != rows || dense.shape(1) != numbers_.size())
+      throw std::invalid_argument("a matrix of another size than the batch");
+    std::vector<EncodedIds> found;
+    bool is_fine = true;
+    {
+      const nb::gil_scoped_release others_may_run;
+      for (std::size_t first = 0; first < rows; first += NumberEncoder::ROWS_MAX)
+        for (std::size_t number = 0; number < numbers_.size(); number++) {
+          const ArrowColumn column = batch.child(number_places[number]);
+          is_fine &= numbers_[number].encoder().encode(
+              column.format(), *column.array, first, std::min(rows - first, NumberEncoder::ROWS_MAX),
+              dense.data() + first * numbers_.size() + number, numbers_.size());
+        }
+      for (std::size_t number = 0; is_fine && number < ids_.size(); number++) {
+        const ArrowColumn column = batch.child(id_places[number]);
+        auto ids = ids_[number].encode(column.format(), column.leaf_format(), *column.array);
+        is_fine = ids.has_value();
+        if (is_fine) found.push_back(std::move(*ids));
+      }
+    }
+    if (!is_fine) return nb::none();
+    nb::list columns;
+    for (const EncodedIds& ids : found) columns.append(arrays(ids));
+    return columns;
   }
-  if (!found) return nb::none();
-  const auto offsets = found->offsets ? to_numpy<std::int64_t, 1>(found->offsets, {found->offset_count}) : nb::none();
-  if (found->narrow) return nb::make_tuple(to_numpy<std::int32_t, 1>(found->narrow, {found->count}), offsets);
-  return nb::make_tuple(to_numpy<std::int64_t, 1>(found->wide, {found->count}), offsets);
-}
+
+ private:
+  static nb::tuple arrays(const EncodedIds& ids) {
+    const auto offsets = ids.offsets ? to_numpy<std::int64_t, 1>(ids.offsets, {ids.offset_count}) : nb::none();
+    if (ids.narrow) return nb::make_tuple(to_numpy<std::int32_t, 1>(ids.narrow, {ids.count}), offsets);
+    return nb::make_tuple(to_numpy<std::int64_t, 1>(ids.wide, {ids.count}), offsets);
+  }
+
+  std::vector<BoundNumbers> numbers_;
+  std::vector<IdEncoder> ids_;
+};
 
 nb::object text_ids(const nb::tuple& capsules) {
   const ArrowColumn column(capsules);
@@ -103,53 +147,63 @@ nb::object text_ids(const nb::tuple& capsules) {
   return to_numpy<std::int64_t, 1>(found, {count});
 }
 
-IdsInMemory ids_in_memory(const nb::tuple& column, std::size_t samples) {
-  IdsInMemory found;
-  std::size_t count = 0, expected = samples;
-  Vector<std::int32_t> narrow;
-  Vector<std::int64_t> wide;
-  if (nb::try_cast(column[0], narrow, false)) {
-    found.narrow = narrow.data();
-    count = narrow.shape(0);
-  } else {
-    wide = nb::cast<Vector<std::int64_t>>(column[0], false);
-    found.wide = wide.data();
-    count = wide.shape(0);
+// Samples in memory, of which batches are gathered.
+class SamplesInMemory {
+ public:
+  // `columns`: pairs of ids and offsets or None, each for `count` samples.
+  SamplesInMemory(const nb::list& columns, std::size_t count) : count_(count) {
+    for (const nb::handle column : columns) add(nb::cast<nb::tuple>(column));
   }
-  if (!column[1].is_none()) {
-    const auto offsets = nb::cast<Vector<std::int64_t>>(column[1], false);
-    found.offsets = offsets.data();
-    if (offsets.shape(0) != samples + 1) throw std::invalid_argument("offsets of another number of samples");
-    expected = static_cast<std::size_t>(found.offsets[samples]);
-  }
-  if (count != expected)
-    throw std::invalid_argument(std::to_string(count) + " ids; allowed: " + std::to_string(expected));
-  return found;
-}
 
-// `columns`: pairs of ids and offsets or None, each for `count` samples. `rows`: the samples that are picked.
-nb::tuple gather(const nb::list& columns, std::size_t count, Vector<std::int64_t> rows) {
-  std::vector<IdsInMemory> tables;
-  for (const nb::handle column : columns) tables.push_back(ids_in_memory(nb::cast<nb::tuple>(column), count));
-  const std::span<const std::int64_t> picked(rows.data(), rows.shape(0));
-  Buffer<std::int32_t> lengths;
-  Buffer<std::int64_t> values;
-  std::size_t sum = 0;
-  {
-    const nb::gil_scoped_release others_may_run;
-    for (const std::int64_t row : picked)
-      if (row < 0 || static_cast<std::size_t>(row) >= count)
-        throw std::out_of_range("sample " + std::to_string(row) + "; allowed: [0, " + std::to_string(count) + ")");
-    lengths = buffer<std::int32_t>(tables.size() * picked.size());
-    for (std::size_t table = 0; table < tables.size(); table++)
-      sum += tables[table].lengths(picked, lengths->data() + table * picked.size());
-    values = buffer<std::int64_t>(sum);
-    std::int64_t* to = values->data();
-    for (const IdsInMemory& table : tables) to = table.copy(picked, to);
+  // `rows`: the samples that are picked.
+  nb::tuple gather(Vector<std::int64_t> rows) const {
+    const std::span<const std::int64_t> picked(rows.data(), rows.shape(0));
+    Buffer<std::int32_t> lengths;
+    Buffer<std::int64_t> values;
+    std::size_t sum = 0;
+    {
+      const nb::gil_scoped_release others_may_run;
+      for (const std::int64_t row : picked)
+        if (row < 0 || static_cast<std::size_t>(row) >= count_)
+          throw std::out_of_range("sample " + std::to_string(row) + "; allowed: [0, " + std::to_string(count_) + ")");
+      lengths = buffer<std::int32_t>(tables_.size() * picked.size());
+      for (std::size_t table = 0; table < tables_.size(); table++)
+        sum += tables_[table].lengths(picked, lengths->data() + table * picked.size());
+      values = buffer<std::int64_t>(sum);
+      std::int64_t* to = values->data();
+      for (const IdsInMemory& table : tables_) to = table.copy(picked, to);
+    }
+    return nb::make_tuple(to_numpy<std::int32_t, 2>(lengths, {tables_.size(), picked.size()}),
+                          to_numpy<std::int64_t, 1>(values, {sum}));
   }
-  return nb::make_tuple(to_numpy<std::int32_t, 2>(lengths, {tables.size(), picked.size()}),
-                        to_numpy<std::int64_t, 1>(values, {sum}));
-}
+
+ private:
+  void add(const nb::tuple& column) {
+    IdsInMemory& table = tables_.emplace_back();
+    std::size_t ids = 0, expected = count_;
+    if (Vector<std::int32_t> narrow; nb::try_cast(column[0], narrow, false)) {
+      table.narrow = narrow.data();
+      ids = narrow.shape(0);
+    } else {
+      const auto wide = nb::cast<Vector<std::int64_t>>(column[0], false);
+      table.wide = wide.data();
+      ids = wide.shape(0);
+    }
+    if (!column[1].is_none()) {
+      const auto offsets = nb::cast<Vector<std::int64_t>>(column[1], false);
+      if (offsets.shape(0) != count_ + 1) throw std::invalid_argument("offsets of another number of samples");
+      table.offsets = offsets.data();
+      expected = static_cast<std::size_t>(table.offsets[count_]);
+    }
+    if (ids != expected)
+      throw std::invalid_argument(std::to_string(ids) + " ids; allowed: " + std::to_string(expected));
+    arrays_.push_back(column);
+  }
+
+  std::size_t count_;
+  std::vector<IdsInMemory> tables_;
+  std::vector<nb::tuple> arrays_;  // what the tables point to
+};
 
 }  // namespace
 
@@ -160,15 +214,18 @@ void bind_encoder(nb::module_& module) {
   });
   nb::class_<BoundNumbers>(module, "NumberEncoder")
       .def(nb::init<std::optional<std::pair<float, float>>, std::optional<Vector<std::uint32_t>>, double, double>(),
-           nb::arg("clamp").none(), nb::arg("table").none(), nb::arg("mean"), nb::arg("deviation"))
-      .def("encode", &BoundNumbers::encode);
+           nb::arg("clamp").none(), nb::arg("table").none(), nb::arg("mean"), nb::arg("deviation"));
   nb::class_<IdEncoder>(module, "IdEncoder")
       .def(nb::init<std::int64_t, std::optional<std::int64_t>, std::optional<std::int64_t>,
                     std::shared_ptr<const Vocabulary>>(),
-           nb::arg("rows"), nb::arg("first").none(), nb::arg("salt").none(), nb::arg("vocabulary").none())
-      .def("encode", &encode_ids);
+           nb::arg("rows"), nb::arg("first").none(), nb::arg("salt").none(), nb::arg("vocabulary").none());
+  nb::class_<BatchEncoder>(module, "BatchEncoder")
+      .def(nb::init<std::vector<BoundNumbers>, std::vector<IdEncoder>>())
+      .def("encode", &BatchEncoder::encode);
+  nb::class_<SamplesInMemory>(module, "SamplesInMemory")
+      .def(nb::init<const nb::list&, std::size_t>())
+      .def("gather", &SamplesInMemory::gather);
   module.def("text_ids", &text_ids);
-  module.def("gather", &gather);
 }
 
 }  // namespace sennit::offload

@@ -47,21 +47,24 @@ std::int64_t id_of(std::string_view text) { return static_cast<std::int64_t>(xxh
 // Ids one after another, as int64, and where those of each sample begin.
 struct IdEncoder::Flat {
   Samples samples;
-  Buffer<std::int64_t> ids;
+  // Those of the column itself, or `own`.
+  const std::int64_t* ids = nullptr;
+  Buffer<std::int64_t> own;
   std::size_t count = 0;
   Buffer<std::int64_t> offsets;  // nothing: one for each sample
 };
 
 bool IdEncoder::read(std::string_view format, const ArrowArray& leaf, Flat& flat) const {
   const Samples& samples = flat.samples;
-  flat.ids = buffer<std::int64_t>(samples.leaves_max());
   const Nulls null(leaf);
   const bool keeps_nulls = vocabulary_ != nullptr;
   // A column of nulls has no buffers.
   const bool is_nothing = format == "n";
   const bool drops = !keeps_nulls && (is_nothing || !null.none());
   const auto run = [&](auto id_at) {
-    std::int64_t* to = flat.ids->data();
+    flat.own = buffer<std::int64_t>(samples.leaves_max());
+    flat.ids = flat.own->data();
+    std::int64_t* to = flat.own->data();
     const auto copy = [&](std::size_t begin, std::size_t end) {
       if (is_nothing || !null.none()) {
         for (std::size_t i = begin; i < end; i++) {
@@ -87,13 +90,13 @@ bool IdEncoder::read(std::string_view format, const ArrowArray& leaf, Flat& flat
       } else {
         for (std::size_t sample = 0; sample < count; sample++) {
           if (!samples.is_empty(sample)) copy(samples.begin(sample), samples.end(sample));
-          offsets[sample + 1] = to - flat.ids->data();
+          offsets[sample + 1] = to - flat.ids;
         }
       }
     } else if (count > 0) {
       copy(samples.begin(0), samples.end(count - 1));
     }
-    flat.count = static_cast<std::size_t>(to - flat.ids->data());
+    flat.count = static_cast<std::size_t>(to - flat.ids);
   };
   if (is_nothing) {
     run([](std::size_t) { return Vocabulary::UNKNOWN_ROW; });
@@ -123,7 +126,10 @@ bool IdEncoder::read(std::string_view format, const ArrowArray& leaf, Flat& flat
         constexpr bool is_signed = std::is_signed_v<Integer> || sizeof(Integer) < 8;
         return vocabulary_->row(bits(i), is_signed);
       });
-    else
+    else if (sizeof(Integer) == 8 && !samples.are_lists() && !drops) {
+      flat.ids = reinterpret_cast<const std::int64_t*>(values) + leaf.offset;
+      flat.count = samples.count();
+    } else
       run([&](std::size_t i) { return static_cast<std::int64_t>(bits(i)); });
   });
 }
@@ -132,29 +138,30 @@ bool IdEncoder::make_rows(Flat& flat) const {
   if (vocabulary_) return true;
   if (salt_) {
     auto hashed = buffer<std::int64_t>(flat.count);
-    id_kernels().sigrid_hash(flat.ids->data(), hashed->data(), flat.count, *salt_, rows_);
-    flat.ids = std::move(hashed);
+    id_kernels().sigrid_hash(flat.ids, hashed->data(), flat.count, *salt_, rows_);
+    flat.own = std::move(hashed);
+    flat.ids = flat.own->data();
     return true;
   }
-  const std::int64_t* ids = flat.ids->data();
-  bool are_inside = true;
-  for (std::size_t i = 0; i < flat.count; i++) are_inside &= ids[i] >= 0 && ids[i] < rows_;
-  return are_inside;
+  int outside = 0;
+  for (std::size_t i = 0; i < flat.count; i++)
+    outside |= static_cast<int>(static_cast<std::uint64_t>(flat.ids[i]) >= static_cast<std::uint64_t>(rows_));
+  return outside == 0;
 }
 
 std::optional<EncodedIds> IdEncoder::encode(std::string_view format, std::string_view leaf_format,
                                             const ArrowArray& column) const {
-  Flat flat{.samples = Samples(format, column), .ids = {}, .offsets = {}};
+  Flat flat{.samples = Samples(format, column), .ids = nullptr, .own = {}, .count = 0, .offsets = {}};
   const bool are_lists = flat.samples.are_lists();
   if (!read(are_lists ? leaf_format : format, are_lists ? *column.children[0] : column, flat)) return std::nullopt;
   if (!make_rows(flat)) return std::nullopt;
   EncodedIds found;
-  std::int64_t* ids = flat.ids->data();
   if (flat.offsets) {
     std::int64_t* offsets = flat.offsets->data();
     found.offset_count = flat.samples.count() + 1;
     if (first_) {
-      std::int64_t kept = 0, begin = 0;
+      // Lists have ids of their own.
+      std::int64_t *ids = flat.own->data(), kept = 0, begin = 0;
       for (std::size_t sample = 0; sample < flat.samples.count(); sample++) {
         const std::int64_t end = offsets[sample + 1], used = std::min(end - begin, *first_);
         std::copy_n(ids + begin, used, ids + kept);
@@ -168,12 +175,16 @@ std::optional<EncodedIds> IdEncoder::encode(std::string_view format, std::string
   }
   found.count = flat.count;
   if (rows_ > std::numeric_limits<std::int32_t>::max()) {
-    found.wide = std::move(flat.ids);
+    if (!flat.own) {
+      flat.own = buffer<std::int64_t>(flat.count);
+      std::copy_n(flat.ids, flat.count, flat.own->data());
+    }
+    found.wide = std::move(flat.own);
     return found;
   }
   found.narrow = buffer<std::int32_t>(found.count);
   std::int32_t* to = found.narrow->data();
-  for (std::size_t i = 0; i < found.count; i++) to[i] = static_cast<std::int32_t>(ids[i]);
+  for (std::size_t i = 0; i < found.count; i++) to[i] = static_cast<std::int32_t>(flat.ids[i]);
   return found;
 }
 

@@ -6,6 +6,7 @@ A batch is then a few tensor gathers, with no Python per sample.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sennit.offload.arrow_columns import gather
+from sennit.offload.arrow_columns import SamplesInMemory
 from sennit.runtime.data.batch import Batch
 from sennit.runtime.data.errors import DataError
 
@@ -114,6 +115,8 @@ class Samples:
     sample_weights: Tensor | None = None
     """Float32 [N], 0 or more: by what a sample's loss is multiplied. None: 1. Metrics count each sample once."""
 
+    _ids: SamplesInMemory = field(init=False, repr=False, compare=False)
+
     def __post_init__(self) -> None:
         count = self.labels.shape[0]
         if not self.columns:
@@ -123,8 +126,8 @@ class Samples:
         for column in self.columns:
             if column.sample_count != count:
                 raise DataError(f"table {column.name}: {column.sample_count} samples, but there are {count} labels")
-        finite = torch.isfinite(self.dense).all(0)
-        if not bool(finite.all()):
+        # A sum of finite numbers may overflow, but no other sum is finite.
+        if not math.isfinite(float(self.dense.sum())) and not bool((finite := torch.isfinite(self.dense).all(0)).all()):
             wrong = int((~finite).nonzero()[0])
             name = self.dense_names[wrong] if self.dense_names else str(wrong)
             raise DataError(f"{self.name}: dense column {name} has values that are not finite")
@@ -146,16 +149,18 @@ class Samples:
                     f"{self.name}: weight {float(self.sample_weights[row])} of sample {row}; allowed: 0 or more"
                 )
 
+        columns = [
+            (column.values.numpy(), None if column.offsets is None else column.offsets.numpy())
+            for column in self.columns
+        ]
+        object.__setattr__(self, "_ids", SamplesInMemory(columns, count))
+
     def __len__(self) -> int:
         return self.labels.shape[0]
 
     def batch(self, rows: Tensor) -> Batch:
         """The samples `rows`."""
-        columns = [
-            (column.values.numpy(), None if column.offsets is None else column.offsets.numpy())
-            for column in self.columns
-        ]
-        lengths, values = gather(columns, len(self), rows.numpy())
+        lengths, values = self._ids.gather(rows.numpy())
         return Batch(
             dense=self.dense.index_select(0, rows),
             labels=self.labels.index_select(0, rows),

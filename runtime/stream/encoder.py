@@ -3,15 +3,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, Self
 
-import numpy as np
 import torch
 
-from sennit.offload.arrow_columns import IdEncoder, number_encoder, vocabulary
+from sennit.offload.arrow_columns import (
+    BatchEncoder,
+    IdEncoder,
+    NumberEncoder,
+    TableIds,
+    number_encoder,
+    vocabulary,
+)
 from sennit.runtime.data.arrow_columns import Piece, Place, labels_of, raw_samples, weights_of
 from sennit.runtime.data.packages import require
-from sennit.runtime.data.preprocessing import Encoding, Preprocessing
+from sennit.runtime.data.preprocessing import Encoding, Preprocessing, Scale
 from sennit.runtime.data.samples import Column, Samples
 from sennit.runtime.data.schema import Schema
 
@@ -21,8 +28,8 @@ _PURPOSE: Final = "a stream of record batches"
 class Encoder:
     """Encodes the rows of one stream. How a stream is cut into record batches changes no sample.
 
-    Native code encodes a column at a time. Where it does not know a type or meets a value that is not allowed, the rows
-    go through `raw_samples` and `Preprocessing.apply`, which define the result and the message.
+    Native code encodes all columns in one call. If it meets a value that is not allowed, or a type that it does not
+    know, the rows go through `raw_samples` and `Preprocessing.apply`, which define the result and the message.
     """
 
     def __init__(self, schema: Schema, preprocessing: Preprocessing, types: Any = None) -> None:
@@ -35,11 +42,12 @@ class Encoder:
         self.schema = schema
         self.preprocessing = preprocessing
         self._types = types
-        self._numbers = [
-            number_encoder(clamp=scale.field.clamp, log1p=scale.field.log1p, mean=scale.mean, deviation=scale.deviation)
-            for scale in preprocessing.scales
-        ]
-        self._ids = [_id_encoder(encoding) for encoding in preprocessing.encodings]
+        self._encoder = BatchEncoder(
+            # Without dense columns there is a constant one, which no batch has.
+            [_number_encoder(scale) for scale in preprocessing.scales] if schema.dense else [],
+            [_id_encoder(encoding) for encoding in preprocessing.encodings],
+        )
+        self._layout: _Layout | None = None
 
     def encode(self, batch: Any, place: Place) -> Samples:
         """The rows of a `pyarrow.RecordBatch`: dense features scaled, ids as rows of tables.
@@ -47,53 +55,75 @@ class Encoder:
         The batch has the columns of the schema, with types that `check_types` allows. `place`: where it is from. Raises
         DataError for a value that the schema does not allow.
         """
-        piece = Piece(self._typed(batch), place)
-        dense, columns = self._dense(piece), self._columns(piece)
-        if dense is None or columns is None:
+        layout = self._layout
+        if layout is None or layout.found != batch.schema:
+            layout = self._layout = _Layout.of(self.schema, batch.schema, self._types)
+        for number, kind in layout.casts:
+            batch = batch.set_column(number, batch.schema.names[number], batch.column(number).cast(kind))
+        piece = Piece(batch, place)
+        dense = torch.empty(batch.num_rows, len(layout.numbers))
+        found = self._encoder.encode(batch.__arrow_c_array__(), layout.numbers, layout.ids, dense.numpy())
+        if found is None:
             return self.preprocessing.apply(raw_samples(place.file_name, [piece], self.schema)).samples()
         return Samples(
             name=place.file_name,
-            dense=dense,
+            dense=dense if self.schema.dense else self._constant(batch.num_rows),
             labels=labels_of([piece], self.schema),
             label_names=self.schema.labels,
             sample_weights=weights_of([piece], self.schema),
-            columns=columns,
+            columns=tuple(map(_column, self.preprocessing.encodings, found)),
             dense_names=tuple(scale.field.name for scale in self.preprocessing.scales),
         )
 
-    def _typed(self, batch: Any) -> Any:
-        """The batch with columns of type null as the stream has them."""
-        if self._types is None:
-            return batch
-        for number, field in enumerate(batch.schema):
-            kind = self._types.field(field.name).type if field.name in self._types.names else field.type
-            if str(field.type) == "null" != str(kind):
-                batch = batch.set_column(number, field.name, batch.column(number).cast(kind))
-        return batch
+    def _constant(self, rows: int) -> torch.Tensor:
+        (scale,) = self.preprocessing.scales
+        one = (torch.ones(1, 1, dtype=torch.float64) - scale.mean) / scale.deviation
+        return torch.nan_to_num_(one, nan=0.0).to(torch.float32).repeat(rows, 1)
 
-    def _dense(self, piece: Piece) -> torch.Tensor | None:
-        rows = piece.table.num_rows
-        dense = torch.empty(rows, len(self._numbers))
-        if not self.schema.dense:
-            columns = [require("pyarrow", package="pyarrow", purpose=_PURPOSE).array(np.ones(rows, np.float32))]
-        else:
-            columns = [_plain(piece.column(part.name)) for part in self.schema.dense]
-        fine = [
-            encoder.encode(column.__arrow_c_array__(), dense.numpy(), number)
-            for number, (encoder, column) in enumerate(zip(self._numbers, columns, strict=True))
-        ]
-        return dense if all(fine) else None
 
-    def _columns(self, piece: Piece) -> tuple[Column, ...] | None:
-        made = []
-        for part, encoder, encoding in zip(self.schema.sparse, self._ids, self.preprocessing.encodings, strict=True):
-            found = encoder.encode(_plain(piece.column(part.name)).__arrow_c_array__())
-            if found is None:
-                return None
-            values, offsets = (None if array is None else torch.from_numpy(array) for array in found)
-            assert values is not None
-            made.append(Column(name=part.name, row_count=encoding.row_count, values=values, offsets=offsets))
-        return tuple(made)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Layout:
+    """Where the columns are in batches of one `pyarrow.Schema`."""
+
+    found: Any
+    numbers: list[int]
+    ids: list[int]
+    casts: list[tuple[int, Any]]
+    """Columns that native code does not read as they are, and the types that it reads."""
+
+    @classmethod
+    def of(cls, schema: Schema, found: Any, types: Any) -> Self:
+        """`types`: as `Encoder` has them."""
+        place = {name: number for number, name in enumerate(found.names)}
+        casts = []
+        for name in schema.columns:
+            kind = own = found.field(place[name]).type
+            if str(own) == "null" and types is not None and name in types.names:
+                kind = types.field(name).type
+            kind = _plain(kind)
+            if kind is not own:
+                casts.append((place[name], kind))
+        return cls(
+            found=found,
+            numbers=[place[part.name] for part in schema.dense],
+            ids=[place[part.name] for part in schema.sparse],
+            casts=casts,
+        )
+
+
+def _column(encoding: Encoding, ids: TableIds) -> Column:
+    values, offsets = ids
+    return Column(
+        name=encoding.name,
+        row_count=encoding.row_count,
+        values=torch.from_numpy(values),
+        offsets=None if offsets is None else torch.from_numpy(offsets),
+    )
+
+
+def _number_encoder(scale: Scale) -> NumberEncoder:
+    field = scale.field
+    return number_encoder(clamp=field.clamp, log1p=field.log1p, mean=scale.mean, deviation=scale.deviation)
 
 
 def _id_encoder(encoding: Encoding) -> IdEncoder:
@@ -105,22 +135,17 @@ def _id_encoder(encoding: Encoding) -> IdEncoder:
     return IdEncoder(rows=encoding.row_count, first=encoding.first, salt=encoding.salt, vocabulary=known)
 
 
-def _plain(column: Any) -> Any:
-    """The column as one of the types that native code reads."""
-    kind = _plain_type(column.type)
-    return column if kind is column.type else column.cast(kind)
-
-
-def _plain_type(kind: Any) -> Any:
+def _plain(kind: Any) -> Any:
+    """The type itself if native code reads it, or else one that it reads and that Arrow casts this one to."""
     arrow = require("pyarrow", package="pyarrow", purpose=_PURPOSE)
     types = arrow.types
     if types.is_dictionary(kind):
-        return _plain_type(kind.value_type)
+        return _plain(kind.value_type)
     if types.is_string_view(kind):
         return arrow.large_string()
     if types.is_boolean(kind) or types.is_float16(kind):
         return arrow.float32()
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         inner = kind.value_type
-        return kind if _plain_type(inner) is inner else arrow.large_list(_plain_type(inner))
+        return kind if _plain(inner) is inner else arrow.large_list(_plain(inner))
     return kind

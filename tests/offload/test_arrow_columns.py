@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sennit.offload import arrow_columns
+from sennit.offload.arrow_columns import SamplesInMemory
 
 arrow = pytest.importorskip("pyarrow")
 
@@ -81,18 +82,19 @@ def test_text_of_any_length_has_the_hash_of_the_specification(texts: list[str]) 
 
 
 def test_a_batch_has_only_samples_that_there_are() -> None:
-    column = (np.array([5, 6], np.int32), None)
-    assert [part.tolist() for part in arrow_columns.gather([column], 2, np.array([1, 1, 0]))] == [
-        [[1, 1, 1]],
-        [6, 6, 5],
+    ids = np.array([5, 6], np.int32)
+    samples = SamplesInMemory([(ids, None), (ids, np.array([0, 0, 2]))], 2)
+    assert [part.tolist() for part in samples.gather(np.array([1, 1, 0]))] == [
+        [[1, 1, 1], [2, 2, 0]],
+        [6, 6, 5, 5, 6, 5, 6],
     ]
     for row in (-1, 2):
         with pytest.raises(IndexError, match=rf"sample {row}; allowed: \[0, 2\)"):
-            arrow_columns.gather([column], 2, np.array([0, row]))
+            samples.gather(np.array([0, row]))
     with pytest.raises(ValueError, match="2 ids; allowed: 3"):
-        arrow_columns.gather([column], 3, np.array([0]))
+        SamplesInMemory([(ids, None)], 3)
     with pytest.raises(ValueError, match="offsets of another number of samples"):
-        arrow_columns.gather([(column[0], np.array([0, 2]))], 2, np.array([0]))
+        SamplesInMemory([(ids, np.array([0, 2]))], 2)
 
 
 def test_only_columns_of_64_bits_and_large_text_are_vocabularies() -> None:
