@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass
 from typing import Annotated, Final
 
@@ -75,6 +76,13 @@ class SyntheticStream:
     @property
     def table_names(self) -> tuple[str, ...]:
         return tuple(f"table_{number:02d}" for number in range(len(self.living)))
+
+    @property
+    def hashed_rows(self) -> tuple[int, ...]:
+        """Rows of each table into which its ids may be hashed: four times as many as ids in the whole stream, up to
+        the next power of two."""
+        every = (living * (1 + self.days / self.life_days) for living in self.living)
+        return tuple(1 << max(1, math.ceil(4 * ids) - 1).bit_length() for ids in every)
 
     @property
     def digest(self) -> str:

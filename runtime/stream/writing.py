@@ -15,7 +15,7 @@ from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.packages import require
 from sennit.runtime.stream.attainable import by_day
 from sennit.runtime.stream.planted import Planted
-from sennit.runtime.stream.synthetic import LABEL, SyntheticDay, days_of
+from sennit.runtime.stream.synthetic import LABEL, TIME, SyntheticDay, days_of
 from sennit.runtime.stream.synthetic_settings import FORMATS, SyntheticStream
 
 SCHEMA: Final = "schema.toml"
@@ -51,12 +51,10 @@ def write(
 
 
 def schema_text(settings: SyntheticStream) -> str:
-    """The schema file for `sennit train`. Ids are hashed into four times as many rows as there are ids in the stream,
-    up to the next power of two."""
-    lines = [f'label = "{LABEL}"', f"dense = [{', '.join(map(repr, settings.dense_names))}]".replace("'", '"')]
-    for name, living in zip(settings.table_names, settings.living, strict=True):
-        ids = living * (1 + settings.days / settings.life_days)
-        rows = 1 << max(1, round(4 * ids) - 1).bit_length()
+    """The schema file for `sennit train`."""
+    dense = ", ".join(f'"{name}"' for name in settings.dense_names)
+    lines = [f'label = "{LABEL}"', f'time = "{TIME}"', f"dense = [{dense}]"]
+    for name, rows in zip(settings.table_names, settings.hashed_rows, strict=True):
         lines += [f"[sparse.{name}]", 'encode = "hash"', f"rows = {rows}"]
     return "\n".join(lines) + "\n"
 

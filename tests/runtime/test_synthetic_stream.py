@@ -305,7 +305,9 @@ def test_files_have_the_rows_of_the_stream(tmp_path: Path) -> None:
     assert days == [asdict(one) for one in by_day(Planted(small))]
     # 500 and 50 ids and half as many that are born.
     schema = read_schema(tmp_path / "csv" / "schema.toml")
-    assert schema.columns == ["label", "dense_00", "dense_01", "table_00", "table_01"]
+    assert schema.time is not None
+    assert schema.time.column == "time"
+    assert set(schema.columns) - {"time"} == {"label", "dense_00", "dense_01", "table_00", "table_01"}
     assert [field.rows for field in schema.sparse] == [4_096, 512]
 
 
