@@ -116,8 +116,11 @@ def test_what_is_fed_is_raw_and_its_tables_are_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"count": [0, -2, 5]}, r"column count, row group 0: value -2\.0; allowed: what clamp and log1p make a finite"),
-        ({"price": [0, 0, float("nan")]}, "column price, row group 1: value nan; allowed: finite numbers"),
+        (
+            {"count": [0, -2, 5]},
+            r"column count, row group 0, row 1: value -2\.0; allowed: what clamp and log1p make a finite",
+        ),
+        ({"price": [0, 0, float("nan")]}, "column price, row group 1, row 0: value nan; allowed: finite numbers"),
         ({"seen": [1, 2, 3]}, "column seen is int64; allowed with first = 2: lists"),
         (
             {"user": [0.5, 1.0, 2.0]},
