@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of a program's own become files: all of them, in order, however they come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from sennit.runtime.data.errors import DataError
+from sennit.runtime.stream import spooling as module
+from sennit.runtime.stream.index import open_index
+from sennit.runtime.stream.spooling import spool
+
+arrow = pytest.importorskip("pyarrow")
+pytest.importorskip("fsspec")
+
+
+@pytest.fixture(autouse=True)
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BLOCK_ROWS", 8)
+    monkeypatch.setattr(module, "FILE_ROWS", 24)
+
+
+def row(number: int) -> dict[str, Any]:
+    return {"clicked": number % 2, "price": number / 4, "city": f"city {number}", "seen": list(range(number % 3))}
+
+
+class Clicks(IterableDataset[dict[str, Any]]):
+    """Rows as datasets yield them: with tensors and arrays."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for number in range(self.count):
+            found = row(number)
+            yield found | {
+                "clicked": torch.tensor(found["clicked"]),
+                "price": np.float64(found["price"]),
+                "seen": torch.tensor(found["seen"], dtype=torch.int64),
+            }
+
+
+def read(folder: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    index = open_index([str(folder)], list(row(0)))
+    batches = [batch for _, batch in index.read(0, index.sample_count, list(row(0)))]
+    return [one for batch in batches for one in batch.to_pylist()], [int(end) for end in index.ends]
+
+
+def test_a_dataset_is_read_once_and_written_as_blocks(tmp_path: Path) -> None:
+    folder = spool(Clicks(53), tmp_path / "clicks")
+    assert read(folder) == ([row(number) for number in range(53)], [8, 16, 24, 32, 40, 48, 53])
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "part-00000.arrow",
+        "part-00001.arrow",
+        "part-00002.arrow",
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["clicks"]
+
+
+@pytest.mark.parametrize("sizes", [(53,), (1,) * 53, (3, 0, 30, 20)])
+def test_how_rows_are_grouped_changes_no_file(sizes: tuple[int, ...], tmp_path: Path) -> None:
+    whole = arrow.Table.from_pylist([row(number) for number in range(53)])
+    begins = [sum(sizes[:number]) for number in range(len(sizes))]
+    tables = [whole.slice(begin, size).combine_chunks() for begin, size in zip(begins, sizes, strict=True)]
+    spool((batch for table in tables for batch in table.to_batches()), tmp_path / "batches")
+    spool(tables, tmp_path / "tables")
+    spool(Clicks(53), tmp_path / "rows")
+    for path in (tmp_path / "rows").iterdir():
+        for other in ("batches", "tables"):
+            assert path.read_bytes() == (tmp_path / other / path.name).read_bytes()
+
+
+def batch(**columns: Any) -> Any:
+    return arrow.RecordBatch.from_pydict(columns)
+
+
+WRONG = {
+    "no rows": ([], "no rows; allowed: at least one"),
+    "a column more": ([{"a": 1}, {"a": 1, "b": 2}], "row 1: columns a, b; allowed: a$"),
+    "a column less": ([{"a": 1, "b": 2}] * 8 + [{"b": 1}], "row 8: columns b; allowed: a, b$"),
+    "another type": ([{"a": 1}] * 8 + [{"a": "x"}], r"rows 8 to 8: .*; allowed: values of one type .* a \(int64\)"),
+    "two types": ([{"a": 1}, {"a": "x"}], "rows 0 to 1: .*; allowed: values of one type in a column$"),
+    "batches that differ": ([batch(a=[1]), batch(a=["x"])], r"row 1: columns a \(string\); allowed, .*: a \(int64\)"),
+    "neither": ([{"a": 1}, (1, 2)], "row 1: a tuple; allowed: record batches alone, or mappings alone"),
+    "both": ([{"a": 1}, batch(a=[1])], "row 1: a RecordBatch; allowed: record batches alone, or mappings alone"),
+}
+
+
+@pytest.mark.parametrize(("rows", "message"), WRONG.values(), ids=list(WRONG))
+def test_rows_that_do_not_fit_leave_nothing_behind(rows: list[Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        spool(rows, tmp_path / "clicks")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_is_not_overwritten(tmp_path: Path) -> None:
+    spool(Clicks(3), tmp_path / "clicks")
+    with pytest.raises(DataError, match="clicks: is there already; allowed: a new folder"):
+        spool(Clicks(4), tmp_path / "clicks")
+    assert len(read(tmp_path / "clicks")[0]) == 3
