@@ -210,7 +210,7 @@ def test_wrong_values_are_told_as_for_whole_files(wrong: tuple[str, Any]) -> Non
     batch = arrow.table(good | dict([wrong])).to_batches()[0]
     # Text that is to be a row is refused by `check_types`, so its error here is that of NumPy.
     with pytest.raises(ValueError) as whole:  # noqa: PT011
-        preprocessing.apply(raw_samples(HERE.file, [Piece(batch, HERE)], schema)).samples()
+        preprocessing.apply(raw_samples(HERE.file_name, [Piece(batch, HERE)], schema)).samples()
     with pytest.raises(type(whole.value)) as piece:
         Encoder(schema, preprocessing).encode(batch, HERE)
     assert str(piece.value) == str(whole.value)
