@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The column of time: rows of moments, windows with and without rows, units, and windows that are evaluated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sennit.runtime.data.errors import DataError
+from sennit.runtime.stream.index import open_index
+from sennit.runtime.stream.times import (
+    Times,
+    duration_text,
+    moment_text,
+    parse_duration,
+    parse_moment,
+    rolling,
+)
+from tests.extent import examples
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+
+def times_of(folder: Path, values: Any, *, group: int = 3, statistics: bool = True, **options: Any) -> Times:
+    rows = pa.table({"at": values})
+    pq.write_table(rows, folder / "a.parquet", row_group_size=group, write_statistics=statistics)
+    return Times(open_index([str(folder / "a.parquet")], ["at"], time_column="at"), **options)
+
+
+@given(
+    gaps=st.lists(st.integers(0, 9), min_size=1, max_size=30),
+    length=st.integers(1, 12),
+    statistics=st.booleans(),
+    group=st.integers(1, 7),
+)
+@examples(30)
+def test_windows_are_where_counting_finds_them(
+    gaps: list[int], length: int, statistics: bool, group: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    at = 1000 + np.cumsum(gaps)
+    times = times_of(tmp_path_factory.mktemp("times"), pa.array(at), group=group, statistics=statistics)
+    assert (times.first_s, times.last_s) == (at[0], at[-1])
+    for moment in (0, at[0], at[-1], at[-1] + 1, *(at + 1)):
+        assert times.row_at(float(moment)) == int((at < moment).sum())
+    windows = at // length
+    begins = [0, *(np.flatnonzero(np.diff(windows)) + 1).tolist()]
+    assert list(times.windows(float(length))) == [(int(windows[row]) * length, row) for row in begins]
+
+
+@pytest.mark.parametrize(
+    ("values", "unit"),
+    [
+        (pa.array([1, 2], pa.timestamp("s")), "s"),
+        (pa.array([1000, 2000], pa.timestamp("ms", tz="UTC")), "s"),
+        (pa.array([10**9, 2 * 10**9], pa.timestamp("ns")), "s"),
+        (pa.array([1_000_000, 2_000_000], pa.int64()), "us"),
+        (pa.array([1.0, 2.0], pa.float64()), "s"),
+    ],
+)
+def test_every_unit_gives_seconds(values: Any, unit: str, tmp_path: Path) -> None:
+    times = times_of(tmp_path, values, unit=unit)
+    assert (times.first_s, times.last_s) == (1.0, 2.0)
+
+
+def test_a_date_is_a_day_of_seconds(tmp_path: Path) -> None:
+    assert times_of(tmp_path, pa.array([0, 2], pa.date32())).last_s == 2 * 86_400
+
+
+@pytest.mark.parametrize("statistics", [True, False])
+def test_backwards_and_null_are_named(statistics: bool, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="column at is string; allowed for time: timestamp"):
+        times_of(tmp_path, pa.array(["a"]))
+    times = times_of(tmp_path, pa.array([1, 2, None]), statistics=statistics)
+    with pytest.raises(DataError, match=r"column at, row group 0, row 2: null; allowed: a time in every row"):
+        times.row_at(2.0)
+    wrong = pa.array([1, 2, 9, 5, 6, 7])
+    if statistics:
+        with pytest.raises(DataError, match=r"row group 1, row 0: 1970-01-01T00:00:05 after 1970-01-01T00:00:09, 4 s"):
+            times_of(tmp_path, wrong)
+    times_of(tmp_path, wrong, statistics=statistics, tolerance_s=4.0)
+
+
+def test_durations_and_moments_are_read_and_written() -> None:
+    assert [parse_duration(text) for text in ("90", "90s", "1.5h", "1d", "2w")] == [90, 90, 5400, 86_400, 1_209_600]
+    assert [duration_text(value) for value in (90.0, 5400.0, 86_400.0, 1_209_600.0, 0.5)] == [
+        "90s", "90m", "1d", "2w", "0.5s",
+    ]  # fmt: skip
+    for text in ("", "1y", "d", "-1d", "0", "nan"):
+        with pytest.raises(ValueError, match="allowed: a duration"):
+            parse_duration(text)
+    assert parse_moment("1970-01-02") == parse_moment("86400") == parse_moment("1970-01-02T01:00+01:00") == 86_400
+    assert moment_text(86_400.0) == "1970-01-02"
+    assert moment_text(86_401.0) == "1970-01-02T00:00:01"
+    with pytest.raises(ValueError, match="allowed: 2026-11-28"):
+        parse_moment("tomorrow")
+
+
+def test_a_window_within_a_batch_is_not_evaluated_by_itself(tmp_path: Path) -> None:
+    """Windows of 10 s have 4, 2, 6 and 4 rows, and a batch has 5."""
+    at = [0, 1, 2, 3, 10, 11, 20, 21, 22, 23, 24, 25, 30, 31, 32, 33]
+    times = times_of(tmp_path, pa.array(at))
+    found = rolling(times, 10.0, len(at), 5)
+    # The first batch has 4 rows of the first window, and one of the second, whose other row is evaluated.
+    assert [(one.steps, one.numbers, one.name[-2:]) for one in found] == [
+        (1, (5, 6), "10"), (2, (10, 12), "20"), (3, (15, 16), "30"),
+    ]  # fmt: skip
+    with pytest.raises(DataError, match=r"windows of 1d: 1 with rows, from 1970-01-01 to 1970-01-01T00:00:33"):
+        rolling(times, 86_400.0, len(at), 5)
