@@ -36,12 +36,12 @@ from typing import Any, Final
 from sennit.offload.columns import INT64_MAX, INT64_MIN
 from sennit.offload.operators import COLUMN_MAX_LENGTH
 from sennit.runtime.data.errors import DataError
-from sennit.runtime.data.text_format import CRITEO, HEXADECIMAL, PLAIN, TextFormat
+from sennit.runtime.data.text_format import CRITEO, PLAIN, TYPES, TextFormat
 
 ENCODINGS: Final = ("id", "dictionary", "hash")
 TIME_UNITS: Final = ("s", "ms", "us", "ns")
 _KEYS: Final = ("label", "dense", "sparse", "sample_weight", "time", "text")
-_TEXT_KEYS: Final = ("delimiter", "names", "quote", "nulls", "hexadecimal", "skip_broken")
+_TEXT_KEYS: Final = ("delimiter", "names", "quote", "nulls", "types", "skip_broken")
 ROWS_MAX: Final = 2**40 - 1
 
 
@@ -94,7 +94,7 @@ class Schema:
     """The column that a stream is in order of. It is no feature, unless it is named as one, too."""
 
     text: TextFormat = PLAIN
-    """How text files are read, but for the types of columns."""
+    """How text files are read. Its types are those that the schema file says."""
 
     @property
     def columns(self) -> list[str]:
@@ -105,14 +105,15 @@ class Schema:
     def text_format(self) -> TextFormat:
         """How text files are read, with the types that columns have by their meaning.
 
-        Numbers are float64, ids int64, and what a dictionary has is text. The type of the column of time is open.
+        Numbers are float64, row ids int64, and what a dictionary has is text. What is hashed may be text or integers,
+        and the column of time may have several types: pyarrow infers these, unless the schema says them.
         """
         weights = () if self.sample_weight is None else (self.sample_weight,)
         types = dict.fromkeys((*self.labels, *weights, *(part.name for part in self.dense)), "float64")
         for part in self.sparse:
-            ids = HEXADECIMAL if part.name in self.text.hexadecimal else "int64"
-            types[part.name] = "string" if part.encode == "dictionary" else ids
-        return replace(self.text, types=types)
+            if part.encode != "hash":
+                types[part.name] = "string" if part.encode == "dictionary" else "int64"
+        return replace(self.text, types=types | dict(self.text.types))
 
 
 def read_schema(path: Path) -> Schema:
@@ -200,18 +201,25 @@ def _text_format(entry: Any) -> TextFormat:
             if not isinstance(entry[name], str):
                 raise DataError(f"text.{name} is {entry[name]!r}; allowed: one character")
             found[name] = entry[name] or None
-    for name in ("names", "nulls", "hexadecimal"):
+    for name in ("names", "nulls"):
         if name in entry:
             if not isinstance(entry[name], list) or not all(isinstance(one, str) for one in entry[name]):
                 raise DataError(f"text.{name} is {entry[name]!r}; allowed: a list of texts")
             found[name] = tuple(entry[name])
+    types = entry.get("types", {})
+    if not isinstance(types, dict):
+        raise DataError(f"text.types is {types!r}; allowed: a table with columns and their types")
+    for name, kind in types.items():
+        if kind not in TYPES:
+            raise DataError(f"text.types.{name} is {kind!r}; allowed: {', '.join(TYPES)}")
     if "skip_broken" in entry:
         _check_integer("text.skip_broken", entry["skip_broken"], 0, INT64_MAX)
         found["skip_broken"] = entry["skip_broken"]
     try:
-        return replace(CRITEO if form else PLAIN, **found)
+        whole = replace(CRITEO if form else PLAIN, **found)
     except DataError as error:
         raise DataError(f"text.{error}") from None
+    return replace(whole, types={**whole.types, **types})
 
 
 def _dense_field(name: str, entry: Any) -> DenseField:

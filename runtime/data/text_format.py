@@ -15,8 +15,11 @@ CRITEO_COLUMNS: Final = ("label", *CRITEO_INTEGERS, *CRITEO_CATEGORIES)
 """The files of Criteo's challenge and of its terabyte logs have no header, but a label, 13 integers, and 26 categories
 in hexadecimal (readme.txt of both data sets)."""
 
-HEXADECIMAL: Final = "hexadecimal"
-"""A type of `TextFormat.types`: hexadecimal digits, as int64."""
+TYPES: Final = (
+    *("int64", "uint64", "float64", "bool", "string"),
+    *("date32", "timestamp[s]", "timestamp[ms]", "timestamp[us]", "timestamp[ns]"),
+)
+"""What a schema file may say of a column of text, as pyarrow names types."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,9 +37,6 @@ class TextFormat:
 
     nulls: tuple[str, ...] = ("",)
     """What stands for null, in columns of every type."""
-
-    hexadecimal: tuple[str, ...] = ()
-    """Columns of hexadecimal digits. Where ids are numbers, these are such numbers."""
 
     skip_broken: int = 0
     """So many broken lines of all files together may be left out. To find them, all text is parsed when the index is
@@ -65,4 +65,7 @@ class TextFormat:
 PLAIN: Final = TextFormat()
 """Text of which nothing is known but its name."""
 
-CRITEO: Final = TextFormat(delimiter="\t", names=CRITEO_COLUMNS, quote=None, hexadecimal=CRITEO_CATEGORIES)
+# A column of few categories may be all digits in the first block.
+CRITEO: Final = TextFormat(
+    delimiter="\t", names=CRITEO_COLUMNS, quote=None, types=dict.fromkeys(CRITEO_CATEGORIES, "string")
+)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from sennit.runtime.data.packages import require
-from sennit.runtime.data.text_format import HEXADECIMAL
 
 _CHUNK_BYTES: Final = 1 << 18
 """pyarrow parses pieces of this size, each in one of its threads. They fit in caches: pieces of 8 MiB took twice as
@@ -84,10 +83,7 @@ class TextParser:
         csv = require("pyarrow.csv", package="pyarrow", purpose="reading text files")
         convert = csv.ConvertOptions(
             include_columns=list(columns),
-            column_types={
-                name: arrow.string() if self.types[name] == HEXADECIMAL else arrow_type(self.types[name])
-                for name in columns
-            },
+            column_types={name: arrow_type(self.types[name]) for name in columns},
             null_values=list(self.nulls),
             strings_can_be_null=True,
         )
@@ -100,9 +96,6 @@ class TextParser:
             line_count += 1
         try:
             table = self._read(text, convert, chunk_bytes, None)
-            for number, name in enumerate(columns):
-                if self.types[name] == HEXADECIMAL:
-                    table = table.set_column(number, name, _from_hexadecimal(table.column(number)))
         except arrow.ArrowInvalid:
             return None
         if len(table) != line_count:
@@ -129,16 +122,7 @@ class TextParser:
 def arrow_type(kind: Any) -> Any:
     """The `pyarrow.DataType` of a type of `TextFormat`."""
     arrow = require("pyarrow", package="pyarrow", purpose="reading text files")
-    if kind == HEXADECIMAL:
-        return arrow.int64()
     return arrow.type_for_alias(kind) if isinstance(kind, str) else kind
-
-
-def _from_hexadecimal(column: Any) -> Any:
-    """Digits as int64. Raises pyarrow.ArrowInvalid for other texts."""
-    arrow = require("pyarrow", package="pyarrow", purpose="reading text files")
-    compute = require("pyarrow.compute", package="pyarrow", purpose="reading text files")
-    return compute.cast(compute.binary_join_element_wise("0x", column, ""), arrow.int64())
 
 
 def _shown(cell: bytes) -> str:

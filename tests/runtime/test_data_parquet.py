@@ -354,6 +354,14 @@ def test_empty_file_has_no_rows(tmp_path: Path) -> None:
             r"text\.names has 'y' twice; all",
         ),
         (
+            {"label": "y", "sparse": {"a": {"rows": 2}}, "text": {"types": ["a"]}},
+            r"text\.types is \['a'\]; allowed: a ta",
+        ),
+        (
+            {"label": "y", "sparse": {"a": {"rows": 2}}, "text": {"types": {"a": "x"}}},
+            r"text\.types\.a is 'x'; allowed: i",
+        ),
+        (
             {"label": "y", "sparse": {"a": {"rows": 2}}, "text": {"skip_broken": -1}},
             r"text\.skip_broken is -1; allowed",
         ),
