@@ -37,13 +37,24 @@ struct IdsInMemory {
  private:
   template <typename Id>
   std::int64_t* copy(const Id* ids, std::span<const std::int64_t> samples, std::int64_t* to) const {
-    if (offsets == nullptr) {
-      for (const std::int64_t sample : samples) *to++ = ids[sample];
-    } else {
+    if (offsets != nullptr) {
       for (const std::int64_t sample : samples)
         for (std::int64_t i = offsets[sample]; i < offsets[sample + 1]; i++) *to++ = ids[i];
+      return to;
     }
-    return to;
+    // In order of time, the samples of a batch are neighbours. Copying those is vectorised.
+    const std::size_t count = samples.size();
+    if (are_neighbours(samples))
+      for (std::size_t i = 0; i < count; i++) to[i] = ids[static_cast<std::size_t>(samples[0]) + i];
+    else
+      for (std::size_t i = 0; i < count; i++) to[i] = ids[samples[i]];
+    return to + count;
+  }
+
+  static bool are_neighbours(std::span<const std::int64_t> samples) {
+    std::int64_t gaps = 0;
+    for (std::size_t i = 1; i < samples.size(); i++) gaps |= samples[i] - samples[i - 1] - 1;
+    return gaps == 0 && !samples.empty();
   }
 };
 

@@ -2,6 +2,7 @@
 #include "id_encoder.hpp"
 
 #include <algorithm>
+#include <limits>
 #include <type_traits>
 
 #include "id_kernels.hpp"
@@ -39,6 +40,26 @@ class Samples {
   std::optional<Lists> lists_;
   Nulls null_;
 };
+
+// False if an id is outside [0, rows). Minimum and maximum of 32 bits are vectorised, comparisons of 64 bits are not.
+bool narrow(const std::int64_t* ids, std::size_t count, std::int64_t rows, std::int32_t* to) {
+  std::uint64_t bits = 0;
+  std::int32_t most = 0;
+  for (std::size_t i = 0; i < count; i++) {
+    const auto low = static_cast<std::int32_t>(ids[i]);
+    bits |= static_cast<std::uint64_t>(ids[i]);
+    most = std::max(most, low);
+    to[i] = low;
+  }
+  return bits <= std::numeric_limits<std::int32_t>::max() && (most < rows || count == 0);
+}
+
+bool are_inside(const std::int64_t* ids, std::size_t count, std::int64_t rows) {
+  int outside = 0;
+  for (std::size_t i = 0; i < count; i++)
+    outside |= static_cast<int>(static_cast<std::uint64_t>(ids[i]) >= static_cast<std::uint64_t>(rows));
+  return outside == 0;
+}
 
 }  // namespace
 
@@ -134,27 +155,20 @@ bool IdEncoder::read(std::string_view format, const ArrowArray& leaf, Flat& flat
   });
 }
 
-bool IdEncoder::make_rows(Flat& flat) const {
-  if (vocabulary_) return true;
-  if (salt_) {
-    auto hashed = buffer<std::int64_t>(flat.count);
-    id_kernels().sigrid_hash(flat.ids, hashed->data(), flat.count, *salt_, rows_);
-    flat.own = std::move(hashed);
-    flat.ids = flat.own->data();
-    return true;
-  }
-  int outside = 0;
-  for (std::size_t i = 0; i < flat.count; i++)
-    outside |= static_cast<int>(static_cast<std::uint64_t>(flat.ids[i]) >= static_cast<std::uint64_t>(rows_));
-  return outside == 0;
-}
-
 std::optional<EncodedIds> IdEncoder::encode(std::string_view format, std::string_view leaf_format,
                                             const ArrowArray& column) const {
   Flat flat{.samples = Samples(format, column), .ids = nullptr, .own = {}, .count = 0, .offsets = {}};
   const bool are_lists = flat.samples.are_lists();
   if (!read(are_lists ? leaf_format : format, are_lists ? *column.children[0] : column, flat)) return std::nullopt;
-  if (!make_rows(flat)) return std::nullopt;
+  if (salt_) {
+    auto hashed = buffer<std::int64_t>(flat.count);
+    id_kernels().sigrid_hash(flat.ids, hashed->data(), flat.count, *salt_, rows_);
+    flat.own = std::move(hashed);
+    flat.ids = flat.own->data();
+  }
+  const bool is_narrow = rows_ <= std::numeric_limits<std::int32_t>::max();
+  // An id that is not used has to be allowed, too.
+  if ((first_ || !is_narrow) && !vocabulary_ && !are_inside(flat.ids, flat.count, rows_)) return std::nullopt;
   EncodedIds found;
   if (flat.offsets) {
     std::int64_t* offsets = flat.offsets->data();
@@ -174,7 +188,7 @@ std::optional<EncodedIds> IdEncoder::encode(std::string_view format, std::string
     found.offsets = std::move(flat.offsets);
   }
   found.count = flat.count;
-  if (rows_ > std::numeric_limits<std::int32_t>::max()) {
+  if (!is_narrow) {
     if (!flat.own) {
       flat.own = buffer<std::int64_t>(flat.count);
       std::copy_n(flat.ids, flat.count, flat.own->data());
@@ -183,8 +197,7 @@ std::optional<EncodedIds> IdEncoder::encode(std::string_view format, std::string
     return found;
   }
   found.narrow = buffer<std::int32_t>(found.count);
-  std::int32_t* to = found.narrow->data();
-  for (std::size_t i = 0; i < found.count; i++) to[i] = static_cast<std::int32_t>(flat.ids[i]);
+  if (!narrow(flat.ids, found.count, rows_, found.narrow->data())) return std::nullopt;
   return found;
 }
 

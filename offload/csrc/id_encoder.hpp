@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <limits>
 #include <memory>
 #include <optional>
 #include <string_view>
@@ -43,7 +42,6 @@ class IdEncoder {
  private:
   struct Flat;
   bool read(std::string_view format, const ArrowArray& leaf, Flat& flat) const;
-  bool make_rows(Flat& flat) const;
 
   std::int64_t rows_;
   std::optional<std::int64_t> first_;
