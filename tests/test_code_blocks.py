@@ -37,6 +37,7 @@ RUN_BY = {
     "docs/tutorials/first-training-run.md": "tests/runtime/test_tutorials.py",
     "docs/tutorials/first-vm.md": "tests/testbed/test_vm.py",
     "docs/tutorials/move-your-model.md": "tests/runtime/test_tutorials.py",
+    "docs/tutorials/train-on-a-stream.md": "tests/runtime/test_tutorials.py",
 }
 TRAINER = "sennit.runtime.training"
 TARGETS = set(re.findall(r"^([a-z-]+):", (pages.ROOT / "Makefile").read_text(), re.MULTILINE))

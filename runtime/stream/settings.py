@@ -118,6 +118,9 @@ def open_stream(
         time_column=None if schema.time is None else schema.time.column,
         text=schema.text_format,
     )
+    if settings.order == "shuffled" and index.is_sequential:
+        file = next(file for file in index.files if file.is_sequential)
+        raise DataError(f"{file.name}: it has to be read from its beginning; allowed: --order time, or to unpack it")
     train_rows = index.sample_count
     if source.evaluation:
         files = len(find_files(paths))

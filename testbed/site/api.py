@@ -20,6 +20,7 @@ MODULES: Final = {
     "runtime.pipeline": (),
     "runtime.model": (),
     "runtime.data": (),
+    "runtime.stream": (),
     "runtime.memory": (),
     "runtime.kernels": (),
     "runtime.training": (),

@@ -94,3 +94,23 @@ def test_move_your_model(tmp_path: Path) -> None:
     assert plain == over_ddp
     assert one == three
     assert re.fullmatch(r"digests [0-9a-f]{16} [0-9a-f]{16}", one[-1])
+
+
+@pytest.mark.timeout(3 * DEADLINE_S)
+def test_train_on_a_stream(tmp_path: Path) -> None:
+    """With a tenth of the rows."""
+    shorter = {"range(8640)": "range(864)", "seconds=10": "seconds=100", "--batch-size 256": "--batch-size 32"}
+    printed = list(
+        pages.run(TUTORIALS / "train-on-a-stream.md", tmp_path, deadline_s=3 * DEADLINE_S, shorter=shorter).values()
+    )
+    whole, parts, told = printed[-3:]
+
+    def days(lines: list[str]) -> list[str]:
+        return [line for line in lines if line.startswith("2026-11-")]
+
+    assert [line[:10] for line in days(whole)] == [f"2026-11-{day:02}" for day in range(2, 8)]
+    assert days(parts)[-3:] == days(whole)[-3:]
+    assert any(line.startswith("resumes run ") for line in parts)
+    digests = [line for line in parts + whole if line.startswith("weights SHA-256")]
+    assert len({line.strip() for line in digests[1:]}) == 1
+    assert [line.split()[0] for line in told] == [line[:10] for line in days(whole)]

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stream for a training loop of one's own: this rank's batches, with a position that can be saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch.distributed as dist
+
+from sennit.closing import Closing
+from sennit.offload.ingest.facts import TableFacts
+from sennit.runtime.data.batch import Batch
+from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.order import OrderSettings
+from sennit.runtime.data.preprocessing import Preprocessing
+from sennit.runtime.data.schema import Schema, read_schema
+from sennit.runtime.data.source import Source
+from sennit.runtime.stream.fitting import fit
+from sennit.runtime.stream.settings import StreamSettings, open_stream
+from sennit.runtime.stream.source import StreamSource
+
+
+class StreamLoader(Closing):
+    """The training batches of this rank, in the order that `sennit train --order` has. Iterating goes on where it was.
+
+        loader = StreamLoader("clicks/*.parquet", schema="clicks.toml", order="shuffled", batch_size=4096)
+        embeddings = ShardedEmbeddingBags([Table(name=t.name, rows=t.rows, dim=16) for t in loader.tables])
+        for batch in loader:
+            ...
+
+    Ranks together have each sample once. Batches are the same in any world, and after `load_state_dict` in another one.
+    """
+
+    def __init__(
+        self,
+        data: str | Sequence[str],
+        *,
+        schema: str | Path | Schema,
+        order: str | StreamSettings,
+        batch_size: int,
+        epochs: int = 1,
+        slices: int = 8,
+        seed: int = 1,
+        split: str = "random",
+        eval_fraction: float = 0.1,
+        evaluation: Sequence[str] = (),
+        preprocessing: Preprocessing | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Collective over `group`, if there is a process group.
+
+        `data`, `evaluation`: paths, patterns or folders of files; without `evaluation`, `eval_fraction` of the rows is
+        held back by `split`. `order`: "shuffled", "time", or all settings. `batch_size`: samples of all ranks.
+        `preprocessing`: of a model that is trained on with the same values; None: one pass over the training rows fits
+        it. Raises DataError for files that are no stream, and ConfigError for settings.
+        """
+        paths = (data,) if isinstance(data, str) else tuple(data)
+        source = Source(data=paths[0], further=paths[1:], evaluation=tuple(evaluation))
+        if not isinstance(schema, Schema):
+            schema = read_schema(Path(schema))
+        settings = StreamSettings(order=order) if isinstance(order, str) else order
+        run = OrderSettings(
+            seed=seed,
+            split=split,
+            eval_fraction=eval_fraction,
+            batch_size=batch_size,
+            epochs=epochs,
+            max_steps=None,
+            slices=slices,
+        )
+        found = open_stream(PurePosixPath(paths[0]).name or paths[0], source, schema, settings, run)
+        rank, world_size = 0, 1
+        if dist.is_initialized():
+            rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+
+        def gather(mine: Any) -> list[Any]:
+            every: list[Any] = [mine] * world_size
+            if world_size == 1:
+                return every
+            dist.all_gather_object(every, mine, group)
+            return every
+
+        if preprocessing is None:
+            part = found.order.training_part()
+            preprocessing = fit(
+                found.order.name,
+                found.stream.index,
+                schema,
+                part,
+                found.fitted,
+                rank=rank,
+                world_size=world_size,
+                gather=gather,
+            )
+        self.preprocessing = preprocessing
+        """How files become what the model reads. A server needs it, too."""
+
+        self.order = found.order
+        self.step = 0
+        """Training batches taken."""
+
+        self._settings = {"fingerprint": found.stream.index.fingerprint, "seed": seed, "batch_size": batch_size}
+        self._settings |= {"slices": slices, "stream": settings.fixed}
+        self._source = StreamSource(found.stream, found.order, preprocessing, rank=rank, world_size=world_size)
+
+    @property
+    def tables(self) -> tuple[TableFacts, ...]:
+        """Name and rows of each table, in the order of `Batch.lengths`."""
+        return self._source.tables
+
+    @property
+    def dense_count(self) -> int:
+        """The columns of `Batch.dense`."""
+        return self._source.dense_count
+
+    def __len__(self) -> int:
+        """The training batches that are left."""
+        return self.order.step_count - self.step
+
+    def __iter__(self) -> Iterator[Batch]:
+        while self.step < self.order.step_count:
+            batch = self._source.take(self.order.training_batch(self.step))
+            # A state that is saved in the body of the loop has this batch behind it.
+            self.step += 1
+            yield batch
+
+    def evaluation(self) -> Iterator[Batch]:
+        """The batches of the evaluation that follows the steps so far, or else of the next one."""
+        for number in self.order.evaluation_batches(self.step):
+            yield self._source.take(number)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and what tells this stream from another."""
+        return {"step": self.step, **self._settings}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on behind the batches that had been taken. Raises DataError for the state of another stream."""
+        for name, value in self._settings.items():
+            if state.get(name) != value:
+                raise DataError(f"{name} {state.get(name)} in the state; allowed: {value}, as in this loader")
+        self.step = int(state["step"])
+
+    def close(self) -> None:
+        """Ends its thread, and closes files."""
+        self._source.close()

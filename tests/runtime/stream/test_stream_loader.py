@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`StreamLoader` in programs of one's own: each sample once, a position that is saved, the same in another world."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sennit.runtime.data.errors import DataError
+from sennit.runtime.stream import StreamLoader
+from tests.runtime.stream.stream_files import table, write
+from tests.runtime.world import WorldFactory
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def loader(folder: Path, **changed: Any) -> StreamLoader:
+    options: dict[str, Any] = {"order": "shuffled", "batch_size": 48, "epochs": 2, "seed": 3}
+    return StreamLoader(str(folder), schema=folder / "schema.toml", **(options | changed))
+
+
+def batches(rank: int, world: int, /, *, folder: str, state: dict[str, Any] | None = None, steps: int = 99) -> Any:
+    """This rank's labels and users by step, those of the evaluation, and the state."""
+    with loader(Path(folder)) as found:
+        if state is not None:
+            found.load_state_dict(state)
+        taken = []
+        for batch in found:
+            taken.append((batch.labels.tolist(), batch.values[: len(batch.labels)].tolist()))
+            if len(taken) == steps:
+                break
+        evaluated = [batch.labels.tolist() for batch in found.evaluation()]
+        return taken, evaluated, found.state_dict(), found.preprocessing.text()
+
+
+def together(found: list[Any], part: int) -> list[Any]:
+    """What all ranks had, by step: the parts of ranks one after another."""
+    by_step = zip(*(one[part] for one in found), strict=True)
+    if part == 0:
+        return [[list(chain.from_iterable(rank[of] for rank in step)) for of in (0, 1)] for step in by_step]
+    return [list(chain.from_iterable(step)) for step in by_step]
+
+
+def test_any_world_takes_the_same_batches_and_goes_on_with_them(
+    kept_world: WorldFactory, seed: int, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "data")
+    write(tmp_path / "data", table(seed))
+    alone = kept_world(1).run(batches, folder=folder)
+    whole = together(alone, 0)
+    assert len(whole) == 2 * (1080 // 48)
+    for world in (2, 3):
+        found = kept_world(world).run(batches, folder=folder, steps=10)
+        assert together(found, 0) == whole[:10]
+        assert together(found, 1) == together(alone, 1)
+        assert {one[3] for one in found} == {alone[0][3]}
+        on = kept_world(1).run(batches, folder=folder, state=found[0][2])
+        assert together(on, 0) == whole[10:]
+
+
+def test_a_loader_without_a_process_group_and_a_state_of_another_stream(seed: int, tmp_path: Path) -> None:
+    assert not dist.is_initialized()
+    write(tmp_path / "data", table(seed))
+    write(tmp_path / "other", table(seed + 1))
+    with loader(tmp_path / "data") as found:
+        assert [facts.name for facts in found.tables] == ["user", "seen", "city"]
+        first = next(iter(found))
+        assert first.dense.shape == (48, found.dense_count) == (48, 2)
+        assert first.sample_weights is not None
+        assert len(found) == found.order.step_count - 1
+        assert torch.equal(found.state_dict()["step"] * torch.ones(1), torch.ones(1))
+    for changed, words in (
+        ({"batch_size": 50}, "batch_size 48 in the state; allowed: 50"),
+        ({"order": "time", "epochs": 1}, "stream"),
+    ):
+        with loader(tmp_path / "data", **changed) as other, pytest.raises(DataError, match=words):
+            other.load_state_dict(found.state_dict())
+    with loader(tmp_path / "other") as other, pytest.raises(DataError, match="fingerprint"):
+        other.load_state_dict(found.state_dict())
