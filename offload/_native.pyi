@@ -35,17 +35,17 @@ TableIds = tuple[NDArray[np.int32] | NDArray[np.int64], NDArray[np.int64] | None
 class BatchEncoder:
     def __init__(self, numbers: Sequence[NumberEncoder], ids: Sequence[IdEncoder], /) -> None: ...
     def encode(
-        self, batch: Capsules, number_places: Sequence[int], id_places: Sequence[int], dense: NDArray[np.float32], /
-    ) -> list[TableIds] | None:
-        """Writes `dense`, and returns the ids of all tables. The places say which column is for which encoder.
+        self, batch: Capsules, number_places: Sequence[int], id_places: Sequence[int], /
+    ) -> tuple[NDArray[np.float32], list[TableIds]] | None:
+        """Dense numbers [rows, numbers], and the ids of all tables. The places say which column is for which encoder.
 
         None: a value is not allowed, or a column is not for its encoder.
         """
 
 class SamplesInMemory:
-    def __init__(self, columns: list[TableIds], samples: int, /) -> None: ...
-    def gather(self, rows: NDArray[np.int64], /) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Lengths [tables, rows] and ids of the samples `rows`. IndexError for rows outside [0, samples)."""
+    def __init__(self, dense: NDArray[np.float32], columns: list[TableIds], /) -> None: ...
+    def gather(self, rows: NDArray[np.int64], /) -> tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.int64]]:
+        """Dense numbers, lengths [tables, rows] and ids of these samples. IndexError for rows outside [0, samples)."""
 
 def text_ids(texts: Capsules, /) -> NDArray[np.int64]: ...
 

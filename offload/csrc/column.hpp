@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -14,6 +15,7 @@ template <typename Element>
 using Buffer = std::shared_ptr<std::vector<Element>>;
 
 constexpr std::size_t SPARE_BUFFERS_MAX = 256;
+constexpr std::size_t SMALL_BUFFER = 512;  // elements
 
 // One cache per thread. Never destroyed, because buffers may be returned while their thread ends.
 template <typename Element>
@@ -23,21 +25,23 @@ std::vector<std::unique_ptr<std::vector<Element>>>& spare_buffers() {
 }
 
 // At least `size` uninitialised elements. Reuses memory if it can: touching the pages of new memory costs several times
-// what an operator needs to fill them.
+// what an operator needs to fill them. Memory of more than twice the size is left to those who need it.
 template <typename Element>
 Buffer<Element> buffer(std::size_t size) {
   auto& spare = spare_buffers<Element>();
-  auto found = std::make_unique<std::vector<Element>>();
-  if (!spare.empty()) {
-    found = std::move(spare.back());
-    spare.pop_back();
-  }
-  if (found->size() < size) found->resize(size);
+  std::unique_ptr<std::vector<Element>> found;
+  for (auto one = spare.rbegin(); one != spare.rend() && !found; ++one)
+    if ((*one)->size() >= size && (*one)->size() / 2 <= size + SMALL_BUFFER) {
+      found = std::move(*one);
+      spare.erase(std::next(one).base());
+    }
+  if (!found) found = std::make_unique<std::vector<Element>>(size);
   return {found.release(), [](std::vector<Element>* used) {
             std::unique_ptr<std::vector<Element>> owned(used);
-            // Returns to the cache of the releasing thread, which may not be the allocating one.
+            // Returns to the cache of the releasing thread, which may not be the allocating one. The oldest makes room.
             auto& back = spare_buffers<Element>();
-            if (back.size() < SPARE_BUFFERS_MAX) back.push_back(std::move(owned));
+            if (back.size() == SPARE_BUFFERS_MAX) back.erase(back.begin());
+            back.push_back(std::move(owned));
           }};
 }
 

@@ -29,7 +29,7 @@ namespace {
 
 template <typename Element>
 using Vector = nb::ndarray<const Element, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Matrix = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Matrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 // A column that the capsules own: use it as long as they live.
 struct ArrowColumn {
@@ -88,15 +88,14 @@ class BatchEncoder {
 
   // `number_places`, `id_places`: which column of the batch is for which encoder.
   nb::object encode(const nb::tuple& capsules, const std::vector<std::size_t>& number_places,
-                    const std::vector<std::size_t>& id_places, Matrix dense) const {
+                    const std::vector<std::size_t>& id_places) const {
     const ArrowColumn batch(capsules);
     if (batch.format() != "+s" || batch.array->offset != 0)
       throw std::invalid_argument("a batch of format " + std::string(batch.format()) + "; allowed: +s");
     const auto rows = static_cast<std::size_t>(batch.array->length);
     if (number_places.size() != numbers_.size() || id_places.size() != ids_.size())
       throw std::invalid_argument("another number of columns than of encoders");
-    if (dense.shape(0) != rows || dense.shape(1) != numbers_.size())
-      throw std::invalid_argument("a matrix of another size than the batch");
+    auto dense = buffer<float>(rows * numbers_.size());
     std::vector<EncodedIds> found;
     bool is_fine = true;
     {
@@ -106,7 +105,7 @@ class BatchEncoder {
           const ArrowColumn column = batch.child(number_places[number]);
           is_fine &= numbers_[number].encoder().encode(
               column.format(), *column.array, first, std::min(rows - first, NumberEncoder::ROWS_MAX),
-              dense.data() + first * numbers_.size() + number, numbers_.size());
+              dense->data() + first * numbers_.size() + number, numbers_.size());
         }
       for (std::size_t number = 0; is_fine && number < ids_.size(); number++) {
         const ArrowColumn column = batch.child(id_places[number]);
@@ -118,7 +117,7 @@ class BatchEncoder {
     if (!is_fine) return nb::none();
     nb::list columns;
     for (const EncodedIds& ids : found) columns.append(arrays(ids));
-    return columns;
+    return nb::make_tuple(to_numpy<float, 2>(dense, {rows, numbers_.size()}), columns);
   }
 
  private:
@@ -150,14 +149,16 @@ nb::object text_ids(const nb::tuple& capsules) {
 // Samples in memory, of which batches are gathered.
 class SamplesInMemory {
  public:
-  // `columns`: pairs of ids and offsets or None, each for `count` samples.
-  SamplesInMemory(const nb::list& columns, std::size_t count) : count_(count) {
+  // `columns`: pairs of ids and offsets or None, each for as many samples as `dense` has rows.
+  SamplesInMemory(Matrix dense, const nb::list& columns) : dense_(std::move(dense)), count_(dense_.shape(0)) {
     for (const nb::handle column : columns) add(nb::cast<nb::tuple>(column));
   }
 
   // `rows`: the samples that are picked.
   nb::tuple gather(Vector<std::int64_t> rows) const {
     const std::span<const std::int64_t> picked(rows.data(), rows.shape(0));
+    const std::size_t width = dense_.shape(1);
+    Buffer<float> dense;
     Buffer<std::int32_t> lengths;
     Buffer<std::int64_t> values;
     std::size_t sum = 0;
@@ -166,6 +167,9 @@ class SamplesInMemory {
       for (const std::int64_t row : picked)
         if (row < 0 || static_cast<std::size_t>(row) >= count_)
           throw std::out_of_range("sample " + std::to_string(row) + "; allowed: [0, " + std::to_string(count_) + ")");
+      dense = buffer<float>(picked.size() * width);
+      for (std::size_t i = 0; i < picked.size(); i++)
+        std::copy_n(dense_.data() + static_cast<std::size_t>(picked[i]) * width, width, dense->data() + i * width);
       lengths = buffer<std::int32_t>(tables_.size() * picked.size());
       for (std::size_t table = 0; table < tables_.size(); table++)
         sum += tables_[table].lengths(picked, lengths->data() + table * picked.size());
@@ -173,7 +177,8 @@ class SamplesInMemory {
       std::int64_t* to = values->data();
       for (const IdsInMemory& table : tables_) to = table.copy(picked, to);
     }
-    return nb::make_tuple(to_numpy<std::int32_t, 2>(lengths, {tables_.size(), picked.size()}),
+    return nb::make_tuple(to_numpy<float, 2>(dense, {picked.size(), width}),
+                          to_numpy<std::int32_t, 2>(lengths, {tables_.size(), picked.size()}),
                           to_numpy<std::int64_t, 1>(values, {sum}));
   }
 
@@ -200,6 +205,7 @@ class SamplesInMemory {
     arrays_.push_back(column);
   }
 
+  Matrix dense_;
   std::size_t count_;
   std::vector<IdsInMemory> tables_;
   std::vector<nb::tuple> arrays_;  // what the tables point to
@@ -223,7 +229,7 @@ void bind_encoder(nb::module_& module) {
       .def(nb::init<std::vector<BoundNumbers>, std::vector<IdEncoder>>())
       .def("encode", &BatchEncoder::encode);
   nb::class_<SamplesInMemory>(module, "SamplesInMemory")
-      .def(nb::init<const nb::list&, std::size_t>())
+      .def(nb::init<Matrix, const nb::list&>())
       .def("gather", &SamplesInMemory::gather);
   module.def("text_ids", &text_ids);
 }

@@ -115,7 +115,7 @@ class Samples:
     sample_weights: Tensor | None = None
     """Float32 [N], 0 or more: by what a sample's loss is multiplied. None: 1. Metrics count each sample once."""
 
-    _ids: SamplesInMemory = field(init=False, repr=False, compare=False)
+    _memory: SamplesInMemory = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         count = self.labels.shape[0]
@@ -153,16 +153,16 @@ class Samples:
             (column.values.numpy(), None if column.offsets is None else column.offsets.numpy())
             for column in self.columns
         ]
-        object.__setattr__(self, "_ids", SamplesInMemory(columns, count))
+        object.__setattr__(self, "_memory", SamplesInMemory(self.dense.contiguous().numpy(), columns))
 
     def __len__(self) -> int:
         return self.labels.shape[0]
 
     def batch(self, rows: Tensor) -> Batch:
         """The samples `rows`."""
-        lengths, values = self._ids.gather(rows.numpy())
+        dense, lengths, values = self._memory.gather(rows.numpy())
         return Batch(
-            dense=self.dense.index_select(0, rows),
+            dense=torch.from_numpy(dense),
             labels=self.labels.index_select(0, rows),
             sample_weights=None if self.sample_weights is None else self.sample_weights.index_select(0, rows),
             lengths=torch.from_numpy(lengths),

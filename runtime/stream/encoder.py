@@ -61,17 +61,17 @@ class Encoder:
         for number, kind in layout.casts:
             batch = batch.set_column(number, batch.schema.names[number], batch.column(number).cast(kind))
         piece = Piece(batch, place)
-        dense = torch.empty(batch.num_rows, len(layout.numbers))
-        found = self._encoder.encode(batch.__arrow_c_array__(), layout.numbers, layout.ids, dense.numpy())
+        found = self._encoder.encode(batch.__arrow_c_array__(), layout.numbers, layout.ids)
         if found is None:
             return self.preprocessing.apply(raw_samples(place.file_name, [piece], self.schema)).samples()
+        dense, ids = found
         return Samples(
             name=place.file_name,
-            dense=dense if self.schema.dense else self._constant(batch.num_rows),
+            dense=torch.from_numpy(dense) if self.schema.dense else self._constant(batch.num_rows),
             labels=labels_of([piece], self.schema),
             label_names=self.schema.labels,
             sample_weights=weights_of([piece], self.schema),
-            columns=tuple(map(_column, self.preprocessing.encodings, found)),
+            columns=tuple(map(_column, self.preprocessing.encodings, ids)),
             dense_names=tuple(scale.field.name for scale in self.preprocessing.scales),
         )
 

@@ -82,9 +82,10 @@ def test_text_of_any_length_has_the_hash_of_the_specification(texts: list[str]) 
 
 
 def test_a_batch_has_only_samples_that_there_are() -> None:
-    ids = np.array([5, 6], np.int32)
-    samples = SamplesInMemory([(ids, None), (ids, np.array([0, 0, 2]))], 2)
+    ids, dense = np.array([5, 6], np.int32), np.array([[0.5, 1.5], [2.5, 3.5]], np.float32)
+    samples = SamplesInMemory(dense, [(ids, None), (ids, np.array([0, 0, 2]))])
     assert [part.tolist() for part in samples.gather(np.array([1, 1, 0]))] == [
+        [[2.5, 3.5], [2.5, 3.5], [0.5, 1.5]],
         [[1, 1, 1], [2, 2, 0]],
         [6, 6, 5, 5, 6, 5, 6],
     ]
@@ -92,9 +93,9 @@ def test_a_batch_has_only_samples_that_there_are() -> None:
         with pytest.raises(IndexError, match=rf"sample {row}; allowed: \[0, 2\)"):
             samples.gather(np.array([0, row]))
     with pytest.raises(ValueError, match="2 ids; allowed: 3"):
-        SamplesInMemory([(ids, None)], 3)
+        SamplesInMemory(np.empty((3, 1), np.float32), [(ids, None)])
     with pytest.raises(ValueError, match="offsets of another number of samples"):
-        SamplesInMemory([(ids, np.array([0, 2]))], 2)
+        SamplesInMemory(dense, [(ids, np.array([0, 2]))])
 
 
 def test_only_columns_of_64_bits_and_large_text_are_vocabularies() -> None:
