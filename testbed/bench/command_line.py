@@ -14,7 +14,7 @@ import typer
 from sennit.command_line import fail, stdout_console, write_text
 from sennit.testbed.bench.gpu.gpu_command import gpu
 from sennit.testbed.bench.running import measured, progress, write
-from sennit.testbed.bench.samples.samples_commands import feed, ingest, offload
+from sennit.testbed.bench.samples.samples_commands import feed, file_input, ingest, offload
 from sennit.testbed.bench.tables.table_commands import embedding, tiers
 from sennit.testbed.bench.training.training_commands import (
     cost,
@@ -80,6 +80,7 @@ app.command("codecs", epilog="Example: sennit bench codecs --size 4MiB")(measure
 app.command("tiers", epilog="Example: sennit bench tiers --folder /mnt/nvme")(measured(tiers))
 app.command("feed", epilog="Example: sennit bench feed --rounds 7")(measured(feed))
 app.command("ingest", epilog="Example: sennit bench ingest --data flights")(measured(ingest))
+app.command("input", epilog="Example: sennit bench input --rows 500000")(measured(file_input))
 app.command("embedding", epilog="Example: sennit bench embedding --against torch --rounds 5")(measured(embedding))
 # A GPU is lent by the minute: what was measured there is kept, and a person reads it.
 app.command("gpu", epilog="Example: sennit bench gpu --json gpu.json")(gpu)

@@ -89,3 +89,20 @@ def ingest(
         fail(error)
     ingest.render(found, stdout_console())
     write(json_path, ingest.as_json(found))
+
+
+def file_input(
+    rows: Annotated[int, typer.Option(help="rows of each file", min=1)] = 200_000,
+    row_wise_rows: Annotated[int, typer.Option(help="rows that the row-wise peer reads in a turn", min=1)] = 16_384,
+    rounds: Annotated[int, typer.Option(help="turns of each; the median is reported", min=1)] = 9,
+    seed: Annotated[int, typer.Option(help="seed of the rows", min=0)] = 1,
+    json_path: Figures = None,
+) -> None:
+    """Time files to batches on one core, beside pyarrow that only reads them and a torch DataLoader over rows."""
+    from sennit.testbed.bench.samples import file_input as reading
+
+    settings = {"rows": rows, "row_wise_rows": min(rows, row_wise_rows), "rounds": rounds, "seed": seed}
+    with busy("reading in turns"):
+        found = reading.run(**settings)
+    reading.render(found, stdout_console())
+    write(json_path, reading.as_json(found, **settings))
