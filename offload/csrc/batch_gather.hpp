@@ -37,18 +37,22 @@ struct IdsInMemory {
  private:
   template <typename Id>
   std::int64_t* copy(const Id* ids, std::span<const std::int64_t> samples, std::int64_t* to) const {
-    if (offsets != nullptr) {
-      for (const std::int64_t sample : samples)
-        for (std::int64_t i = offsets[sample]; i < offsets[sample + 1]; i++) *to++ = ids[i];
-      return to;
-    }
-    // In order of time, the samples of a batch are neighbours. Copying those is vectorised.
     const std::size_t count = samples.size();
-    if (are_neighbours(samples))
-      for (std::size_t i = 0; i < count; i++) to[i] = ids[static_cast<std::size_t>(samples[0]) + i];
-    else
+    // In order of time, the samples of a batch are neighbours, and so are their ids. Copying those is vectorised.
+    if (are_neighbours(samples)) {
+      const std::int64_t first = samples.front(), end = samples.back() + 1;
+      const std::int64_t begin = offsets != nullptr ? offsets[first] : first;
+      const std::int64_t ids_count = (offsets != nullptr ? offsets[end] : end) - begin;
+      for (std::int64_t i = 0; i < ids_count; i++) to[i] = ids[begin + i];
+      return to + ids_count;
+    }
+    if (offsets == nullptr) {
       for (std::size_t i = 0; i < count; i++) to[i] = ids[samples[i]];
-    return to + count;
+      return to + count;
+    }
+    for (const std::int64_t sample : samples)
+      for (std::int64_t i = offsets[sample]; i < offsets[sample + 1]; i++) *to++ = ids[i];
+    return to;
   }
 
   static bool are_neighbours(std::span<const std::int64_t> samples) {

@@ -6,7 +6,6 @@
 #include <type_traits>
 
 #include "id_kernels.hpp"
-#include "xxh64.hpp"
 
 namespace sennit::offload {
 namespace {
@@ -63,8 +62,6 @@ bool are_inside(const std::int64_t* ids, std::size_t count, std::int64_t rows) {
 
 }  // namespace
 
-std::int64_t id_of(std::string_view text) { return static_cast<std::int64_t>(xxh64(text.data(), text.size())); }
-
 // Ids one after another, as int64, and where those of each sample begin.
 struct IdEncoder::Flat {
   Samples samples;
@@ -99,7 +96,18 @@ bool IdEncoder::read(std::string_view format, const ArrowArray& leaf, Flat& flat
       for (std::size_t i = begin; i < end; i++) *to++ = id_at(i);
     };
     const std::size_t count = samples.count();
-    if (samples.are_lists() || drops) {
+    if (drops && !is_nothing && !samples.are_lists()) {
+      flat.offsets = buffer<std::int64_t>(count + 1);
+      std::int64_t *ids = to, kept = 0;
+      (*flat.offsets)[0] = 0;
+      // Without branches: a null has a value, too, which the next one replaces.
+      for (std::size_t i = 0, at = samples.begin(0); i < count; i++, at++) {
+        ids[kept] = id_at(at);
+        kept += static_cast<std::int64_t>(!null(at));
+        (*flat.offsets)[i + 1] = kept;
+      }
+      to += kept;
+    } else if (samples.are_lists() || drops) {
       flat.offsets = buffer<std::int64_t>(count + 1);
       std::int64_t* offsets = flat.offsets->data();
       offsets[0] = 0;

@@ -10,11 +10,12 @@
 #include "arrow_array.hpp"
 #include "column.hpp"
 #include "vocabulary.hpp"
+#include "xxh64.hpp"
 
 namespace sennit::offload {
 
 // The id that text is hashed by: XXH64 of its bytes.
-std::int64_t id_of(std::string_view text);
+inline std::int64_t id_of(std::string_view text) { return static_cast<std::int64_t>(xxh64(text.data(), text.size())); }
 
 struct EncodedIds {
   std::size_t count = 0;

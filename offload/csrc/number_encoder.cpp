@@ -24,30 +24,33 @@ bool NumberEncoder::encode(std::string_view format, const ArrowArray& column, st
   }
   first += static_cast<std::size_t>(column.offset);
   const Nulls null(column);
+  std::array<bool, ROWS_MAX> is_null{};
+  if (!null.none())
+    for (std::size_t i = 0; i < count; i++) is_null[i] = null(first + i);
   std::array<float, ROWS_MAX> values;
   int strange = 0;
   const bool are_numbers = with_numbers(format, [&]<typename Number>(const Number*) {
     const Number* from = elements<Number>(column) + first;
-    std::array<Number, ROWS_MAX> without_nulls;
-    if (!null.none()) {
-      for (std::size_t i = 0; i < count; i++) without_nulls[i] = null(first + i) ? Number{0} : from[i];
-      from = without_nulls.data();
+    for (std::size_t i = 0; i < count; i++) {
+      // Integers are rounded twice, as NumPy and Arrow do it.
+      const auto value = static_cast<double>(from[i]);
+      if constexpr (std::is_floating_point_v<Number>) {
+        const bool is_strange = !is_finite(value);
+        strange |= static_cast<int>(is_strange && !is_null[i]);
+        // `operate` takes no NaN.
+        values[i] = is_strange ? 0.0f : static_cast<float>(value);
+      } else {
+        values[i] = static_cast<float>(value);
+      }
     }
-    // Integers are rounded twice, as NumPy and Arrow do it.
-    for (std::size_t i = 0; i < count; i++) values[i] = static_cast<float>(static_cast<double>(from[i]));
-    if constexpr (std::is_floating_point_v<Number>)
-      for (std::size_t i = 0; i < count; i++) strange |= static_cast<int>(!is_finite(from[i]));
   });
   if (!are_numbers || strange != 0) return false;
   operate(values.data(), count);
-  for (std::size_t i = 0; i < count; i++) strange |= static_cast<int>(!is_finite(values[i]));
+  for (std::size_t i = 0; i < count; i++) strange |= static_cast<int>(!is_finite(values[i]) && !is_null[i]);
   for (std::size_t i = 0; i < count; i++) {
     const double found = (static_cast<double>(values[i]) - mean) / deviation;
-    values[i] = found == found ? static_cast<float>(found) : 0.0f;
+    values[i] = found == found && !is_null[i] ? static_cast<float>(found) : 0.0f;
   }
-  if (!null.none())
-    for (std::size_t i = 0; i < count; i++)
-      if (null(first + i)) values[i] = 0.0f;
   for (std::size_t i = 0; i < count; i++) out[i * stride] = values[i];
   return strange == 0;
 }
