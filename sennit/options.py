@@ -19,10 +19,11 @@ import itertools
 import re
 import textwrap
 import typing
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Annotated, Any, NamedTuple
 
 from sennit.errors import ConfigError, SennitError
+from sennit.known_names import hint
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,9 +48,6 @@ class Option:
     text: Callable[[Any], str] = str
     """With `parse`: makes a text of the default, for the command line and its help."""
 
-    label: str | None = None
-    """The field's name in errors; None: as it is, with spaces."""
-
     choices: Collection[str] = ()
 
     low: float | None = None
@@ -59,7 +57,7 @@ class Option:
     """`low` and `high` themselves are allowed; `above` and `below` are not."""
 
     def check(self, name: str, value: Any) -> None:
-        """Raises `ConfigError` unless the field `name` may have this value."""
+        """Raises `ConfigError` unless this value is allowed. `name`: of the option, as whoever set it wrote it."""
         # Not a number (NaN) is within no bounds.
         if value is None or (
             (not self.choices or value in self.choices)
@@ -70,7 +68,7 @@ class Option:
         ):
             return
         shown = repr(value) if isinstance(value, str) else value
-        raise ConfigError(f"{self.label or name.replace('_', ' ')} {shown}; allowed: {self._allowed}")
+        raise ConfigError(f"{name} {shown}; allowed: {self._allowed}{hint(value, self.choices)}")
 
     @property
     def _allowed(self) -> str:
@@ -99,14 +97,19 @@ class _Field(NamedTuple):
 
     def value(self, given: Any) -> Any:
         """What the command line has given, as the field takes it."""
-        if given is None or self.option is None or self.option.parse is None:
+        if given is None or self.option is None:
+            return given
+        if self.option.parse is None:
+            self.option.check(self.flag, given)
             return given
         try:
-            return self.option.parse(given)
+            made = self.option.parse(given)
         except SennitError:
             raise
         except ValueError as error:
             raise ConfigError(f"{self.flag}: {error}") from None
+        self.option.check(self.flag, made)
+        return made
 
 
 @functools.cache
@@ -176,7 +179,7 @@ def _parameters(kind: type, *, is_optional: bool = False) -> Iterator[inspect.Pa
     """The options of a dataclass for typer. `is_optional`: it may be left out, and so may each of them."""
     import typer
 
-    texts = _docstrings(kind)
+    texts, flags = _docstrings(kind), {field.name: field.flag for field in _fields(kind)}
     for field in _fields(kind):
         option, default = field.option, None if is_optional else field.default
         if option is None:
@@ -187,7 +190,7 @@ def _parameters(kind: type, *, is_optional: bool = False) -> Iterator[inspect.Pa
             taken, default = (str | None, None) if default is None else (str, option.text(default))
         shown = typer.Option(
             *([field.flag] if option.flag or taken is bool else []),
-            help=option.help or _help(texts.get(field.name, ""), option.choices),
+            help=option.help or _help(texts.get(field.name, ""), option.choices, flags),
             metavar=option.metavar,
         )
         yield inspect.Parameter(
@@ -230,9 +233,13 @@ def _docstrings(kind: type) -> dict[str, str]:
     return found
 
 
-def _help(docstring: str, choices: Collection[str]) -> str:
-    """The first sentence, in the style of helps: without a capital (unless of an acronym) and a full stop."""
+def _help(docstring: str, choices: Collection[str], flags: Mapping[str, str]) -> str:
+    """The first sentence, in the style of helps: without a capital (unless of an acronym) and a full stop.
+
+    `flags`: of fields, by their names, which docstrings have in backquotes.
+    """
     first = re.split(r"\.(?:\s|$)", " ".join(docstring.split()), maxsplit=1)[0]
+    first = re.sub("`(.*?)`", lambda found: flags.get(found[1], found[1]), first)
     if first[1:2].islower():
         first = first[0].lower() + first[1:]
     return ": ".join([first, *([", ".join(choices)] if choices else [])])

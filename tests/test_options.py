@@ -44,11 +44,11 @@ class Settings:
     """Steps of the
     run. The second sentence is for programs."""
 
-    rate: Annotated[float, Option(label="learning rate", above=0, below=2)] = 0.5
+    rate: Annotated[float, Option(above=0, below=2)] = 0.5
     """L2 rate."""
 
     wait_s: Annotated[float | None, Option(flag="--wait", above=0, high=60)] = None
-    """Seconds to wait; default: for ever."""
+    """Wait for `steps` or `wait_s`, not `this`; default: for ever."""
 
     decay: Annotated[float, Option(low=0)] = 0.0
     """Decay."""
@@ -106,7 +106,7 @@ def test_the_help_has_an_option_for_each_field_in_its_order() -> None:
         "--first an option of its own [default: 0]",
         "--steps steps of the run [default: 3]",
         "--rate L2 rate [default: 0.5]",
-        "--wait seconds to wait; default: for ever",
+        "--wait wait for --steps or --wait, not this; default: for ever",
         "--decay decay [default: 0.0]",
         "--kind how it runs: plain, fast [default: plain]",
         "--model small, or package.module:factory [default: small]",
@@ -132,22 +132,25 @@ def test_a_command_gets_what_a_program_would_make() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("steps", 0, "steps 0; allowed: 1 to 9"),
-        ("steps", 10, "steps 10; allowed: 1 to 9"),
-        ("rate", 0.0, "learning rate 0.0; allowed: above 0, below 2"),
-        ("rate", 2.0, "learning rate 2.0; allowed: above 0, below 2"),
-        ("rate", float("nan"), "learning rate nan; allowed: above 0, below 2"),
-        ("wait", 60.5, "wait s 60.5; allowed: above 0, at most 60"),
-        ("decay", -0.5, "decay -0.5; allowed: 0 or more"),
-        ("kind", "slow", "kind 'slow'; allowed: plain, fast"),
+        ("steps", 0, " 0; allowed: 1 to 9"),
+        ("steps", 10, " 10; allowed: 1 to 9"),
+        ("rate", 0.0, " 0.0; allowed: above 0, below 2"),
+        ("rate", 2.0, " 2.0; allowed: above 0, below 2"),
+        ("rate", float("nan"), " nan; allowed: above 0, below 2"),
+        ("wait", 60.5, " 60.5; allowed: above 0, at most 60"),
+        ("decay", -0.5, " -0.5; allowed: 0 or more"),
+        ("kind", "slow", " 'slow'; allowed: plain, fast"),
+        ("kind", "fsat", " 'fsat'; allowed: plain, fast; did you mean fast?"),
     ],
 )
 def test_what_is_not_allowed_is_refused_on_the_command_line_and_in_programs(
     field: str, value: Any, message: str
 ) -> None:
-    assert run(f"--{field}={value}") == (1, f"error: {message}\n", [])
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        Settings(**{"wait_s" if field == "wait" else field: value})
+    """The error has the name that was written there."""
+    assert run(f"--{field}={value}") == (1, f"error: --{field}{message}\n", [])
+    name = "wait_s" if field == "wait" else field
+    with pytest.raises(ConfigError, match=f"^{re.escape(name + message)}$"):
+        Settings(**{name: value})
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,11 @@ def load(source: Source, *, seed: int) -> RawSamples:
     """Loads the data set, before anything is fitted to it. `seed` is for `synthetic` and for users' data sets."""
     check(source)
     raw = _load_named(source, seed) if is_named(source.data) else _load_parquet(source)
+    if source.min_frequency != 1 and all(feature.dictionary is None for feature in raw.features):
+        raise DataError(
+            f"--min-frequency {source.min_frequency}, but no column of {source.data} has a dictionary; allowed: with "
+            "encode = 'dictionary', whose values are counted"
+        )
     return replace(
         raw,
         features=tuple(

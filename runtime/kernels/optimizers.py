@@ -140,7 +140,8 @@ class OptimizerSpec:
             if isinstance(given, str) and given.lower() in {one.value for one in members_of}:
                 object.__setattr__(self, field, members_of(given.lower()))
             elif not isinstance(given, members_of):
-                refuse(field, ", ".join(str(one.value) for one in members_of))
+                names = [str(one.value) for one in members_of]
+                refuse(field, f"{', '.join(names)}{hint(given, names)}")
         for field in ("epsilon", "l1", "l2", "weight_decay"):
             if not 0 <= getattr(self, field) < math.inf:
                 refuse(field, "0 or more")

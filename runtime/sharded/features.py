@@ -55,14 +55,10 @@ class Features:
         """
         count = len(values)
         features = features if names is None else len(names)
-        if include_last_offset:
-            if not len(offsets) or int(offsets[-1]) != count:
-                last = f"the last offset is {int(offsets[-1])}" if len(offsets) else "there are no offsets"
-                raise ArgumentError(f"{last}; allowed: {count}, where the ids end")
-            offsets = offsets[:-1]
-        if features < 1 or len(offsets) % features:
-            raise ArgumentError(f"{len(offsets)} offsets for {features} features; allowed: one for each sample of each")
-        lengths = lengths_of(offsets, count).view(features, len(offsets) // features)
+        lengths = lengths_of(offsets, count, include_last=include_last_offset)
+        if features < 1 or len(lengths) % features:
+            raise ArgumentError(f"{len(lengths)} offsets for {features} features; allowed: one for each sample of each")
+        lengths = lengths.view(features, len(lengths) // features)
         return cls(lengths=lengths, values=values, weights=weights, names=names)
 
 
@@ -99,7 +95,7 @@ def features_of(tables: Sequence[Table]) -> list[tuple[str, int]]:
     return [(feature, number) for number, table in enumerate(tables) for feature in table.features]
 
 
-def ids_of(given: Any, tables: Sequence[Table]) -> Outgoing:
+def ids_of(given: Any, tables: Sequence[Table], *, include_last_offset: bool = False) -> Outgoing:
     """The ids in the model's order of features, with the tables' bounds applied.
 
     `given` is one of these:
@@ -108,7 +104,7 @@ def ids_of(given: Any, tables: Sequence[Table]) -> Outgoing:
     - an object like TorchRec's `KeyedJaggedTensor`: methods `keys`, `lengths`, `values` and `weights_or_none`; with a
       variable stride also `stride_per_key` and `inverse_indices_or_none`;
     - a mapping from a feature's name to ids in any form of `bags_of`, such as [B, n] for n ids a sample; or an object
-      with `keys` and `[name]`, as a DataFrame.
+      with `keys` and `[name]`, as a DataFrame. `include_last_offset`: of those in such forms.
 
     Ids on a device are copied to the host. Features that the model does not have are left out. Raises `ArgumentError`
     if one is missing, or tensors do not fit each other, `IdError` for an id out of range where a table's bounds are
@@ -117,7 +113,7 @@ def ids_of(given: Any, tables: Sequence[Table]) -> Outgoing:
     features = features_of(tables)
     has_keys = callable(getattr(given, "keys", None))
     if isinstance(given, Mapping) or (has_keys and not hasattr(given, "lengths")):
-        ids = _of_mapping(given, features)
+        ids = _of_mapping(given, features, include_last_offset)
     elif has_keys:
         ids = _of_keyed(given, features)
     elif not all(isinstance(getattr(given, part, None), Tensor) for part in ("lengths", "values")):
@@ -129,12 +125,12 @@ def ids_of(given: Any, tables: Sequence[Table]) -> Outgoing:
     return ids if ids.weights is None else dataclasses.replace(ids, host_weights=ids.weights.detach().cpu())
 
 
-def _of_mapping(given: Any, features: Sequence[tuple[str, int]]) -> Outgoing:
+def _of_mapping(given: Any, features: Sequence[tuple[str, int]], include_last_offset: bool) -> Outgoing:
     found = []
     for name, _ in features:
         if name not in given:
             raise ArgumentError(f"no ids for feature {name}; given: {', '.join(map(str, given))}")
-        found.append(bags_of(name, given[name]))
+        found.append(bags_of(name, given[name], include_last_offset=include_last_offset))
     _check_samples({name: len(bags.lengths) for (name, _), bags in zip(features, found, strict=True)})
     lengths, values = torch.stack([bags.lengths for bags in found]), torch.cat([bags.values for bags in found])
     weights = None

@@ -32,21 +32,22 @@ class Bags(NamedTuple):
     """Float32 [ids], where the program has them."""
 
 
-def bags_of(name: str, given: Any) -> Bags:
+def bags_of(name: str, given: Any, *, include_last_offset: bool = False) -> Bags:
     """The ids of feature `name`, which are one of these:
 
     - a tensor, or what NumPy reads as an array: [B] for one id a sample, [B, n] for n;
     - a nested tensor [B, *], of either layout;
     - a list with the id of each sample, or with its ids;
     - (ids, offsets) or (ids, offsets, weights), the arguments of `nn.EmbeddingBag`: a sample begins at its offset, and
-      the last one ends with the ids. Where offsets are None, ids are in one of the forms above;
+      the last one ends with the ids. With `include_last_offset` there is one more, where they end. Where offsets are
+      None, ids are in one of the forms above;
     - an object with `lengths` and `values`: `Features` of one feature, or TorchRec's `JaggedTensor`.
 
-    Raises `ArgumentError` for anything else.
+    Raises `ArgumentError` for anything else, and for a list of two tensors that may be ids and offsets.
     """
     weights = None
     if isinstance(given, tuple):
-        lengths, values, weights = _of_arguments(name, given)
+        lengths, values, weights = _of_arguments(name, given, include_last_offset)
     elif not isinstance(given, Tensor) and hasattr(given, "lengths") and hasattr(given, "values"):
         lengths, values = _called(given.lengths), _called(given.values)
         weights = given.weights_or_none() if hasattr(given, "weights_or_none") else getattr(given, "weights", None)
@@ -66,14 +67,20 @@ def bags_of(name: str, given: Any) -> Bags:
     return Bags(lengths.cpu(), values.cpu(), None if weights is None else weights.reshape(-1))
 
 
-def lengths_of(offsets: Tensor, count: int) -> Tensor:
+def lengths_of(offsets: Tensor, count: int, *, include_last: bool = False) -> Tensor:
     """Int64 [B]: the ids of each sample, of `count` in all. `offsets`: int32 or int64 [B], where each sample begins.
+    With `include_last` one more, where the last one ends.
 
     Raises `ArgumentError` unless they begin with 0, never fall, and end at `count` or before.
     """
     if offsets.dim() != 1 or offsets.dtype not in INTEGERS:
         raise ArgumentError(f"offsets are {_kind(offsets)}; allowed: int32 or int64, one dimension")
     offsets = offsets.to("cpu", torch.int64)
+    if include_last:
+        if not len(offsets) or int(offsets[-1]) != count:
+            last = f"the last offset is {int(offsets[-1])}" if len(offsets) else "there are no offsets"
+            raise ArgumentError(f"{last}; allowed: {count}, where the ids end")
+        offsets = offsets[:-1]
     if not len(offsets):
         if count:
             raise ArgumentError(f"no offsets for {count} ids; allowed: one for each sample")
@@ -88,7 +95,7 @@ def lengths_of(offsets: Tensor, count: int) -> Tensor:
     return lengths
 
 
-def _of_arguments(name: str, given: tuple[Any, ...]) -> tuple[Tensor, Tensor, Any]:
+def _of_arguments(name: str, given: tuple[Any, ...], include_last: bool) -> tuple[Tensor, Tensor, Any]:
     if not 2 <= len(given) <= 3:
         raise ArgumentError(f"feature {name} is a tuple of {len(given)} parts; allowed: {_ALLOWED}")
     if not (given[1] is None or isinstance(_array(given[1]), Tensor)):
@@ -97,7 +104,7 @@ def _of_arguments(name: str, given: tuple[Any, ...]) -> tuple[Tensor, Tensor, An
     if given[1] is not None:
         if len(values) != len(lengths):
             raise ArgumentError(f"feature {name}: offsets for ids that are in bags; allowed: None")
-        lengths = lengths_of(_array(given[1]), len(values))
+        lengths = lengths_of(_array(given[1]), len(values), include_last=include_last)
     return lengths, values, _array(given[2]) if len(given) == 3 else None
 
 
@@ -115,6 +122,9 @@ def _of_ids(name: str, given: Any) -> tuple[Tensor, Tensor]:
         return torch.full((len(ids),), each, dtype=torch.int32), ids.reshape(-1)
     if isinstance(ids, (str, bytes, Tensor)) or not isinstance(ids, Sequence):
         raise ArgumentError(f"feature {name} is {_kind(ids)}; allowed: {_ALLOWED}")
+    if _may_be_offsets(given):
+        what = f"feature {name} is a list of two tensors: ids with offsets, or the ids of two samples"
+        raise ArgumentError(f"{what}; allowed: the tuple (ids, offsets), or a list of lists")
     samples = [one.tolist() if isinstance(one := _array(item), Tensor) else one for item in ids]
     bags = [one if isinstance(one, Sequence) else (one,) for one in samples]
     try:
@@ -123,6 +133,16 @@ def _of_ids(name: str, given: Any) -> tuple[Tensor, Tensor]:
         raise ArgumentError(f"feature {name}: {error}; allowed: {_ALLOWED}") from error
     lengths = torch.tensor([len(bag) for bag in bags], dtype=torch.int32)
     return lengths, values if len(values) else values.to(torch.int64)
+
+
+def _may_be_offsets(given: Any) -> bool:
+    """Whether it is [ids, offsets], as a `DataLoader` with `pin_memory` makes it of (ids, offsets)."""
+    if not (isinstance(given, list) and len(given) == 2 and all(isinstance(one, Tensor) for one in given)):
+        return False
+    ids, offsets = given
+    if ids.dim() != 1 or offsets.dim() != 1 or len(offsets) < 2 or offsets.dtype not in INTEGERS:
+        return False
+    return int(offsets[0]) == 0 and bool((offsets.diff() >= 0).all()) and int(offsets[-1]) <= len(ids)
 
 
 def _array(given: Any) -> Any:

@@ -96,10 +96,12 @@ class ShardedTables(HeldTables):
         tables: Sequence[Table],
         *,
         lr: float,
+        optimizer: None = None,
         placement: Placement | str | Mapping[str, str] = "table_wise",
         slices: int = DEFAULT_SLICES,
         gradients: str | None = None,
         outputs: str = "dict",
+        include_last_offset: bool = False,
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
         implementation_name: str | None = None,
@@ -111,6 +113,7 @@ class ShardedTables(HeldTables):
         clock: PhaseClock | None = None,
     ) -> None:
         """`lr`: the learning rate of tables without one of their own. Schedulers may change it (`optimizer`).
+        `optimizer`: each table has its own, `Table(optimizer=...)`; given here it is a `ConfigError` that says so.
 
         `placement`: which rank has which shard; or the name of a sharding, for all tables or by table (`place`).
         `slices`: V, a power of two that belongs to the model, not to the run.
@@ -118,6 +121,7 @@ class ShardedTables(HeldTables):
         averaged over ranks. "sum" if the losses of all ranks add up to the loss. None: "sum" in backward passes that go
         through `SlicedReplicas`, else "mean".
         `outputs`: the form of what a call returns (docs/reference/sharded.md, "Output").
+        `include_last_offset`: offsets of ids have one more, where the last sample ends, as in `nn.EmbeddingBag`.
         `seed`: decides initial values and stochastic rounding.
         `device`: "cpu" or "cuda". Results and gradients are there, and tables that name no other home
         (docs/reference/sharded.md, "On a GPU").
@@ -143,6 +147,8 @@ class ShardedTables(HeldTables):
         check_tables(tables)
         if not 0 <= lr < math.inf:
             raise ConfigError(f"lr {lr}; allowed: 0 or more")
+        if optimizer is not None:
+            raise ConfigError(f"optimizer {optimizer} for all tables; allowed: Table(optimizer=...), for each")
         if gradients not in (None, "mean", "sum"):
             raise ConfigError(f"gradients {gradients!r}; allowed: mean, sum, or None")
         for table in tables:
@@ -190,15 +196,16 @@ class ShardedTables(HeldTables):
             engines = made_on_all(lambda: engines_of(with_files(settings, store)), "make its table store", group)
         else:
             engines = made_on_all(lambda: engines_of(settings), f"make its tables on {device}", group)
-        optimizer = TableOptimizer(tables, lr=lr, device=device)
-        super().__init__(TableSteps(engines, self._exchange, optimizer, gradients=gradients), group)
+        own_optimizer = TableOptimizer(tables, lr=lr, device=device)
+        super().__init__(TableSteps(engines, self._exchange, own_optimizer, gradients=gradients), group)
+        self._steps.include_last_offset = include_last_offset
         self.slices, self.placement, self._form = own_slices, placement, outputs
         self.device = device
         """Where results and gradients are, and tables that name no other home."""
-        self.optimizer = optimizer
+        self.optimizer = own_optimizer
         """Holds the learning rates, for `torch.optim.lr_scheduler`. Its `step` takes a step with the gradients that
         backward passes have kept (`no_sync`), its `zero_grad` forgets them. `scaler` is for mixed precision."""
-        self.handles = TableParameters([table.name for table in tables], optimizer.parameters)
+        self.handles = TableParameters([table.name for table in tables], own_optimizer.parameters)
         self._homes = homes
         self.tables_in_files = in_files
         """The names of tables whose rows are in files, on whichever rank."""

@@ -68,6 +68,9 @@ class TableSteps:
         self.feature_names = output_names(self.tables)
         """The names of the results, in the model's order."""
 
+        self.include_last_offset = False
+        """Whether offsets of ids have one more, where the last sample ends."""
+
         self._alike: tuple[Told | None, dict[str, str]] = None, {}
         self.was_finite = True
         """Whether the gradients of the last step, or of the next one, were finite on all ranks. Known only with a
@@ -114,7 +117,7 @@ class TableSteps:
         if error is None:
             try:
                 self.check_rates(told.rates)
-                outgoing = ids_of(given, self.tables)
+                outgoing = ids_of(given, self.tables, include_last_offset=self.include_last_offset)
                 sizes = self.slices.own_sizes(outgoing.sample_count, global_batch)
                 ready = [[one.ready(outgoing, sizes) for one in exchanges] for exchanges in self._exchanges]
                 kind = _kind_of(outgoing.weights)

@@ -92,7 +92,7 @@ class Table:
 
     precision: Precision = Precision.FP32
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
-    """May be given by name, such as "adam" (`OptimizerSpec.named`)."""
+    """May be given by name, such as "adam" (`OptimizerSpec.named`), or as `Optimizer.ADAM`."""
 
     lr: float | None = None
     """Its learning rate, where it differs from its module's. It belongs to the run, and decides no group of tables."""
@@ -141,7 +141,7 @@ class Table:
             features: Sequence[str] = (),
             pooling: Pooling | str = Pooling.SUM,
             precision: Precision | str | torch.dtype = Precision.FP32,
-            optimizer: OptimizerSpec | str = ...,
+            optimizer: OptimizerSpec | Optimizer | str = ...,
             lr: float | None = None,
             rounding: Rounding | str = Rounding.STOCHASTIC,
             bounds: Bounds | str = Bounds.ERROR,
@@ -169,10 +169,12 @@ class Table:
                 object.__setattr__(self, "optimizer", OptimizerSpec.named(self.optimizer))
             except ConfigError as error:
                 raise ConfigError(f"table {self.name}: {error}") from None
+        if isinstance(self.optimizer, Optimizer):
+            object.__setattr__(self, "optimizer", OptimizerSpec(kind=self.optimizer))
         if isinstance(self.features, list):
             object.__setattr__(self, "features", tuple(self.features))
         if not isinstance(self.optimizer, OptimizerSpec):
-            refuse("optimizer", "an OptimizerSpec, or a name")
+            refuse("optimizer", "an OptimizerSpec, a member of Optimizer, or a name")
         if not isinstance(self.features, tuple):
             refuse("features", "a tuple or a list of names")
         if self.initial is not None and not callable(self.initial):

@@ -50,7 +50,10 @@ def command(
     ] = None,
     eval_data: Annotated[
         list[str] | None,
-        typer.Option(help="Parquet files for evaluation alone, like --data; default: a share of the samples"),
+        typer.Option(
+            help="Parquet files whose rows are for evaluation alone; may be repeated; default: --eval-fraction of the "
+            "samples"
+        ),
     ] = None,
     ranks: Annotated[
         int | None, typer.Option(help="ranks to start on this machine; default: 1; not under torchrun")

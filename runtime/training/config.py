@@ -106,7 +106,7 @@ class TrainingConfig:
     ] = None  # type: ignore[assignment]
     """Passes over the training samples. None: 2, or 1 in order of time."""
 
-    max_steps: Annotated[int | None, Option(flag="--steps", label="steps", low=1, high=2**40)] = None
+    max_steps: Annotated[int | None, Option(flag="--steps", low=1, high=2**40)] = None
     """Stop after this many steps. The learning rate then decays to zero over these. None: all epochs."""
 
     batch_size: Annotated[int, Option(low=1, high=2**24)] = 2048
@@ -122,7 +122,7 @@ class TrainingConfig:
     loss: Annotated[str, Option(help=f"{', '.join(LOSSES)} (log loss), or package.module:function")] = "bce"
     """What is minimised: a name of `LOSSES`, or "package.module:function" (docs/reference/models.md)."""
 
-    embedding_dim: Annotated[int, Option(flag="--dim", label="embedding dimension", low=1, high=4096)] = 16
+    embedding_dim: Annotated[int, Option(flag="--dim", low=1, high=4096)] = 16
     """Embedding dimension. It is the columns of every table, unless `tables` says otherwise."""
 
     tables: Annotated[SettingsFile | None, Option(metavar="FILE", parse=_read)] = None
@@ -146,9 +146,7 @@ class TrainingConfig:
     use: Annotated[Path | None, Option(metavar="FILE")] = None
     """Plan with a sketch that an earlier run wrote (--sketch). None: the planner counts the data."""
 
-    rebalance: Annotated[
-        int | None, Option(metavar="STEPS", label="steps between two looks (--rebalance)", low=1, high=2**40)
-    ] = None
+    rebalance: Annotated[int | None, Option(metavar="STEPS", low=1, high=2**40)] = None
     """Look every STEPS steps whether shards should move; same bits. They move if the use of rows has changed so much
     that it pays. None: never."""
 
@@ -214,7 +212,6 @@ class TrainingConfig:
             flag="--rank-memory",
             metavar="SIZE",
             parse=parse_size,
-            label="bytes of memory of a rank",
             low=1,
             high=2**62,
         ),
@@ -224,13 +221,13 @@ class TrainingConfig:
     split: Annotated[str, Option(choices=("random", "last"))] = "random"
     """Which samples are for evaluation. The last ones are often the latest."""
 
-    eval_fraction: Annotated[float, Option(label="evaluation part", above=0, below=1)] = 0.1
+    eval_fraction: Annotated[float, Option(above=0, below=1)] = 0.1
     """Share of the samples for evaluation. Without a meaning if the data set says itself which ones are."""
 
-    eval_every: Annotated[int | None, Option(metavar="STEPS", label="evaluation interval", low=1, high=2**40)] = None
+    eval_every: Annotated[int | None, Option(metavar="STEPS", low=1, high=2**40)] = None
     """Evaluate every STEPS steps, too. None: after each epoch and at the end."""
 
-    validation_fraction: Annotated[float, Option(label="validation part", low=0, below=1)] = 0.0
+    validation_fraction: Annotated[float, Option(low=0, below=1)] = 0.0
     """Share of the other samples that say which evaluation is the best, so that those reported have no part in it. 0:
     those reported say it."""
 
@@ -240,10 +237,10 @@ class TrainingConfig:
     checkpoint: Annotated[Path | None, Option()] = None
     """Folder for checkpoints."""
 
-    checkpoint_every: Annotated[int | None, Option(label="checkpoint interval", low=1, high=2**40)] = None
+    checkpoint_every: Annotated[int | None, Option(low=1, high=2**40)] = None
     """Steps between checkpoints. None: one at the end."""
 
-    keep: Annotated[int | None, Option(metavar="N", label="checkpoints to keep", low=1, high=2**31)] = None
+    keep: Annotated[int | None, Option(metavar="N", low=1, high=2**31)] = None
     """Newest checkpoints to keep; default: all. Older ones are removed when a newer one is durable."""
 
     checkpoint_increments: Annotated[int, Option(metavar="N", low=0)] = 0
@@ -252,9 +249,7 @@ class TrainingConfig:
     checkpoint_async: Annotated[bool, Option()] = False
     """Write checkpoints while training goes on. A save then takes memory for a copy of what it writes."""
 
-    stop_early: Annotated[
-        int | None, Option(metavar="N", label="evaluations without a better one", low=1, high=100_000)
-    ] = None
+    stop_early: Annotated[int | None, Option(metavar="N", low=1, high=100_000)] = None
     """End after N evaluations (epochs, without `eval_every`) that were no better; keep the best one in DIR/best. DIR is
     the folder of `checkpoint`."""
 
@@ -285,14 +280,14 @@ class TrainingConfig:
     """What travels while a batch is computed. Input and ids alone; lookups and updates of tables, with their exchanges,
     as well; auto: by what the run is. It changes no bit."""
 
-    timeout_s: Annotated[float, Option(flag="--timeout", label="timeout in seconds", above=0, high=86_400)] = 300.0
+    timeout_s: Annotated[float, Option(flag="--timeout", above=0, high=86_400)] = 300.0
     """Deadline of a collective, seconds. Finding the other ranks has the same."""
 
     elastic: Annotated[bool, Option()] = False
     """Go on when ranks die or join. After a death, survivors continue from the last checkpoint, or from the start if
     there is none. Ranks that join are taken in at the next step."""
 
-    min_ranks: Annotated[int, Option(label="least number of ranks", low=1, high=4096)] = 1
+    min_ranks: Annotated[int, Option(low=1, high=4096)] = 1
     """Elastic: fewest ranks to go on with."""
 
     def __post_init__(self) -> None:
@@ -301,12 +296,14 @@ class TrainingConfig:
             in_time = self.stream is not None and self.stream.order == "time"
             object.__setattr__(self, "epochs", 1 if in_time else 2)
         if self.slices & (self.slices - 1):
-            raise ConfigError(f"slices {self.slices}; allowed: powers of two, 1 to {SLICES_MAX:,}")
+            raise ConfigError(f"--slices {self.slices}; allowed: powers of two, 1 to {SLICES_MAX:,}")
         if self.batch_size < self.slices:
-            raise ConfigError(f"batch size {self.batch_size} for {self.slices} slices; allowed: a sample for each")
-        for name, widths in (("bottom", self.bottom), ("top", self.top)):
+            raise ConfigError(
+                f"--batch-size {self.batch_size}; allowed: {self.slices} or more, a sample for each of --slices"
+            )
+        for name, widths in (("--bottom", self.bottom), ("--top", self.top)):
             for width in widths:
-                _in_range(f"width in the {name} MLP", width, 1, 65_536)
+                _in_range(f"{name} with a width of", width, 1, 65_536)
         self.schedule(self.max_steps or 2**40)
         self._optimizer()
         if self.device != "cpu":

@@ -125,6 +125,11 @@ def test_samples_may_have_one_id_or_equally_many(given: Any, lengths: list[int],
         ((IDS, torch.tensor([0, 3, 2])), "offset 3 at position 1; allowed: at most 2, what follows"),
         ((IDS, torch.tensor([0, 99])), "offset 99 at position 1; allowed: at most 10, what follows"),
         ((IDS, torch.tensor([], dtype=torch.int64)), "no offsets for 10 ids"),
+        (
+            [IDS, OFFSETS],
+            r"feature user is a list of two tensors: .*; allowed: the tuple \(ids, offsets\), or a list of",
+        ),
+        ([IDS, torch.tensor([0, 10])], "feature user is a list of two tensors"),
         ((IDS, OFFSETS, WEIGHTS.double()), r"weights are torch.float64 of shape \(10,\); allowed: float32 of \(10,\)"),
         ((IDS, OFFSETS, WEIGHTS[1:]), r"weights are torch.float32 of shape \(9,\)"),
         ((IDS, OFFSETS, "heavy"), "weights are a str; allowed"),
@@ -146,6 +151,10 @@ def test_features_are_made_from_offsets() -> None:
     ):
         assert found.lengths.tolist() == LENGTHS.view(2, 4).tolist()
         assert found.values is IDS
+    found = bags_of("user", (IDS, ends), include_last_offset=True)
+    assert (found.lengths.tolist(), found.values.tolist()) == (LENGTHS.tolist(), IDS.tolist())
+    with pytest.raises(ArgumentError, match="the last offset is 8; allowed: 10, where the ids end"):
+        bags_of("user", (IDS, OFFSETS), include_last_offset=True)
     assert Features.from_offsets(IDS, OFFSETS, names=("a",), weights=WEIGHTS).weights is WEIGHTS
     for offsets, options, match in (
         (OFFSETS, {"features": 3}, "8 offsets for 3 features; allowed: one for each sample of each"),
@@ -175,9 +184,21 @@ def test_settings_of_tables_are_given_by_name() -> None:
         ("home", "disk", "file, dram, hbm"),
         ("features", "seen", "a tuple or a list of names"),
         ("initial", "zeros", "a function of rows"),
+        ("optimizer", 1, "an OptimizerSpec, a member of Optimizer, or a name"),
     ):
         with pytest.raises(ConfigError, match=f"table user: {what} {wrong}; allowed: {allowed}"):
             Table(name="user", rows=10, dim=4, **{what: wrong})
+
+
+def test_optimizers_of_tables_are_given_as_people_write_them() -> None:
+    """One for the module is refused where the mistake is, before any rank waits."""
+    spec = OptimizerSpec(kind=Optimizer.ADAM)
+    for given in ("adam", "Adam", Optimizer.ADAM, spec):
+        assert Table(name="user", rows=10, dim=4, optimizer=given).optimizer == spec
+    with pytest.raises(
+        ConfigError, match=r"optimizer adam for all tables; allowed: Table\(optimizer=\.\.\.\), for each"
+    ):
+        ShardedEmbeddingBags([Table(name="user", rows=10, dim=4)], lr=0.1, optimizer="adam")
 
 
 def test_type_checkers_see_all_settings_of_a_table() -> None:
@@ -207,6 +228,11 @@ def torch_bags(rank: int, world: int) -> None:
     for given in (BAGS[own], TENSORS[own], list(jagged().unbind())[own], Features.from_offsets(ids, offsets)):
         found = module({"user": given, "item": list(range(8))[own], "nobody's": None})
         assert all(torch.equal(one, plain[name]) for name, one in found.items())
+    ending = ShardedEmbeddingBags(tables, lr=0.5, placement="row_wise", include_last_offset=True)
+    ends = torch.cat([offsets, torch.tensor([len(ids)])])
+    found = ending({"user": (ids, ends, weights), "item": np.arange(8)[own]})
+    beside = nn.EmbeddingBag.from_pretrained(reference.weight, mode="sum", include_last_offset=True)
+    torch.testing.assert_close(found["user@user"], beside(ids, ends, weights))
     mine = weights.clone().requires_grad_()
     found = module({"user": (ids, offsets, mine), "item": torch.arange(8)[own]})
     torch.testing.assert_close(found["user@user"], reference(IDS, OFFSETS, WEIGHTS)[own])

@@ -129,8 +129,8 @@ def test_a_damaged_note_of_the_best_is_named(tmp_path: Path, capfd: pytest.Captu
     ("settings", "complaint"),
     [
         ({"stop_early": 1}, "--stop-early needs a checkpoint folder"),
-        ({"stop_early": 0, "checkpoint": Path("here")}, "evaluations without a better one 0"),
-        ({"best_by": "loss"}, "best by 'loss'; allowed: auc, ne"),
+        ({"stop_early": 0, "checkpoint": Path("here")}, "stop_early 0"),
+        ({"best_by": "loss"}, "best_by 'loss'; allowed: auc, ne"),
     ],
 )
 def test_mistakes_are_named(settings: dict[str, Any], complaint: str) -> None:

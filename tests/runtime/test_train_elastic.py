@@ -182,7 +182,7 @@ def test_the_store_answers_on_more_than_the_loopback_address(capsys: pytest.Capt
     [
         (["--elastic", "--backend", "gloo"], "error: --elastic over 'gloo'; allowed: 'sennit'"),
         (["--elastic", "--min-ranks", "3", "--ranks", "2"], "error: number of ranks 2; allowed: 3 to 2048"),
-        (["--batch-size", "4"], "error: batch size 4 for 8 slices; allowed: a sample for each"),
+        (["--batch-size", "4"], "error: --batch-size 4; allowed: 8 or more, a sample for each"),
         (["--join", "127.0.0.1:1"], "error: --port or --join without --elastic; allowed: with it"),
         (["--elastic", "--join", "nowhere"], "error: address 'nowhere'; allowed: HOST:PORT"),
         (["--elastic", "--join", "127.0.0.1:0"], "error: address '127.0.0.1:0'"),
