@@ -33,4 +33,4 @@ def check(report: Mapping[str, Any], summary: str) -> None:
     assert not times
     assert "## Wrong\n\nNothing.\n\n## Did not run\n\nNothing.\n" in summary
     assert "## Hot kernels, compiled for sm_90a\n\n| kernel | cases | registers |" in summary
-    assert "Kernels: the bits of the native ones in 34 cases" in summary
+    assert "Kernels: the bits of the native ones in 17 cases" in summary

@@ -21,7 +21,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests import gpu_report
+from tests import checkout_objects, gpu_report
 
 ROOT = Path(__file__).resolve().parents[1]
 TEST_ENVIRONMENT = ("TRITON_INTERPRET", "SENNIT_INTERFACES", "PYTHONPATH")
@@ -214,24 +214,44 @@ def test_without_a_compiler_the_python_parts_run(bundle: Path, python: Path, tmp
     assert (tmp_path / "out" / "results" / "summary.md").exists()
 
 
+def built() -> Path:
+    """The build folder of this checkout, which `make build` has brought up to date."""
+    return next(path.parent for path in sorted(ROOT.glob("build/cp*/compile_commands.json")))
+
+
+def test_the_bundle_has_all_files_that_the_checkout_compiles(bundle: Path) -> None:
+    """So objects of the checkout stand for those of the bundle. No header asks for what only its libraries change."""
+    told = subprocess.run(
+        ["ninja", "-C", str(built()), "-t", "deps"], capture_output=True, text=True, check=True
+    ).stdout
+    used = {Path(line.strip()) for line in told.splitlines() if line.startswith("    ")}
+    own = [path.relative_to(ROOT) for path in used if path.is_relative_to(ROOT) and ".venv" not in path.parts]
+    own = [path for path in own if path.parts[0] not in ("build", "testbed")]
+    assert len(own) > 200
+    for path in own:
+        assert (bundle / "src" / path).read_bytes() == (ROOT / path).read_bytes(), path
+        text = path.read_text()
+        assert path.suffix == ".cpp" or not any(name in text for name in checkout_objects.OPTIONAL), path
+
+
 @pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.needs("backend", "shm")
 @pytest.mark.timeout(3_600)
-@pytest.mark.parametrize(
-    "build_type", ["None", pytest.param("RelWithDebInfo", marks=pytest.mark.long)], ids=["not optimised", "as users"]
-)
-def test_rehearsal_without_network_and_optional_libraries(bundle: Path, python: Path, build_type: str) -> None:
-    """All is compiled and all parts run, with nothing but the bundle, and with packages that a GPU machine has."""
-    out = bundle.parent / build_type
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.long)], ids=["checkout", "compiled"])
+def test_rehearsal_without_network_and_optional_libraries(bundle: Path, python: Path, compiles: bool) -> None:
+    """All parts run, with nothing but the bundle, and with packages that a GPU machine has.
+
+    Objects are those that `make build` has compiled of the same files, but for what an absent library changes.
+    """
+    out = bundle.parent / ("compiled" if compiles else "checkout")
     isolated = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
-    define = ("--define", "SENNIT_OPTIONAL_LIBRARIES=OFF", "--define", f"CMAKE_BUILD_TYPE={build_type}")
-    cached = {
-        "CMAKE_CXX_COMPILER_LAUNCHER": shutil.which("ccache") or "",
-        # Folders of tests have other names each time.
-        "CCACHE_BASEDIR": str(bundle.parent),
-        "CCACHE_NOHASHDIR": "1",
-    }
+    ccache = shutil.which("ccache") or ""
+    taken = f"{sys.executable};-S;-I;{ROOT / 'tests/checkout_objects.py'};{built()};{ccache}"
+    launcher = ccache if compiles else taken
+    define = ("--define", "SENNIT_OPTIONAL_LIBRARIES=OFF", "--define", f"CMAKE_CXX_COMPILER_LAUNCHER={launcher}")
+    # Folders of tests have other names each time.
+    cached = {"CCACHE_BASEDIR": str(bundle.parent), "CCACHE_NOHASHDIR": "1"}
     done = run(bundle, out, python, *define, before=isolated, **cached)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "run: built without ISA-L" in done.stdout

@@ -178,10 +178,10 @@ def test_a_kernel_with_other_bits_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(gpu_kernels, "implementation", {"native": right, "triton": Wrong()}.__getitem__)
     saved: list[dict[str, Any]] = []
     with pytest.raises(
-        RuntimeError, match=r"12 of 34 cases are wrong\. The first: 5x4 3x2 lookup sum fp32: other bits"
+        RuntimeError, match=r"6 of 17 cases are wrong\. The first: 60x17 24x3 lookup sum fp32: other bits"
     ):
         gpu_kernels.run(gpu.Settings(interpreter=True), saved.append)
-    assert len(saved) == 34
+    assert len(saved) == 17
 
 
 def test_every_outcome_of_a_test_is_counted() -> None:
