@@ -45,19 +45,19 @@ class StreamSettings:
     """Read files piece by piece, in this order, so that they may be larger than memory. Without it, all samples are in
     memory."""
 
-    shuffle_rows: Annotated[int, Option(metavar="ROWS", label="rows of a shuffled window", low=1, high=2**40)] = 1 << 18
+    shuffle_rows: Annotated[int, Option(metavar="ROWS", low=1, high=2**40)] = 1 << 18
     """With --order shuffled: rows of all ranks that are mixed at once. Two such windows are in memory."""
 
     window_s: Annotated[
         float | None,
         Option(
-            flag="--window", metavar="DURATION", parse=_duration, text=duration_text, label="window", above=0, high=1e11
+            flag="--window", metavar="DURATION", parse=_duration, text=duration_text, above=0, high=1e11
         ),
     ] = None
     """With --order time: train a window of time, such as 1d, evaluate the next one, and go on with it."""
 
     train_until_s: Annotated[
-        float | None, Option(flag="--train-until", metavar="TIME", parse=_moment, text=moment_text, label="time")
+        float | None, Option(flag="--train-until", metavar="TIME", parse=_moment, text=moment_text)
     ] = None
     """Train on rows before this time (2026-11-28, or seconds since 1970), and evaluate those behind it."""
 
