@@ -3,16 +3,16 @@
 
 #include <array>
 #include <bit>
-#include <type_traits>
 
 namespace sennit::offload {
 namespace {
 
-// True for all but infinities and NaN. Comparing is vectorised, std::isfinite is not.
-template <typename Number>
-bool is_finite(Number value) {
-  return value - value == Number{0};
-}
+constexpr std::uint32_t INFINITE_BITS = 0x7f800000;
+
+std::uint32_t bits_of(float value) { return std::bit_cast<std::uint32_t>(value); }
+
+// All bits of infinities and NaN, none of other numbers. Comparing integers is vectorised, std::isfinite is not.
+std::uint32_t strange(float value) { return (bits_of(value) & INFINITE_BITS) == INFINITE_BITS ? ~0u : 0u; }
 
 }  // namespace
 
@@ -23,36 +23,37 @@ bool NumberEncoder::encode(std::string_view format, const ArrowArray& column, st
     return true;
   }
   first += static_cast<std::size_t>(column.offset);
-  const Nulls null(column);
-  std::array<bool, ROWS_MAX> is_null{};
-  if (!null.none())
-    for (std::size_t i = 0; i < count; i++) is_null[i] = null(first + i);
   std::array<float, ROWS_MAX> values;
-  int strange = 0;
   const bool are_numbers = with_numbers(format, [&]<typename Number>(const Number*) {
     const Number* from = elements<Number>(column) + first;
-    for (std::size_t i = 0; i < count; i++) {
-      // Integers are rounded twice, as NumPy and Arrow do it.
-      const auto value = static_cast<double>(from[i]);
-      if constexpr (std::is_floating_point_v<Number>) {
-        const bool is_strange = !is_finite(value);
-        strange |= static_cast<int>(is_strange && !is_null[i]);
-        // `operate` takes no NaN.
-        values[i] = is_strange ? 0.0f : static_cast<float>(value);
-      } else {
-        values[i] = static_cast<float>(value);
-      }
-    }
+    // Integers are rounded twice, as NumPy and Arrow do it.
+    for (std::size_t i = 0; i < count; i++) values[i] = static_cast<float>(static_cast<double>(from[i]));
   });
-  if (!are_numbers || strange != 0) return false;
+  if (!are_numbers) return false;
+  const Nulls null(column);
+  std::array<std::uint32_t, ROWS_MAX> kept;
+  const auto clear_nulls = [&] {
+    for (std::size_t i = 0; i < count; i++) values[i] = std::bit_cast<float>(bits_of(values[i]) & kept[i]);
+  };
+  if (!null.none()) {
+    for (std::size_t i = 0; i < count; i++) kept[i] = null(first + i) ? 0u : ~0u;
+    clear_nulls();
+  }
+  std::uint32_t wrong = 0;
+  for (std::size_t i = 0; i < count; i++) wrong |= strange(values[i]);
+  if (wrong != 0) return false;
   operate(values.data(), count);
-  for (std::size_t i = 0; i < count; i++) strange |= static_cast<int>(!is_finite(values[i]) && !is_null[i]);
+  if (null.none())
+    for (std::size_t i = 0; i < count; i++) wrong |= strange(values[i]);
+  else
+    for (std::size_t i = 0; i < count; i++) wrong |= strange(values[i]) & kept[i];
   for (std::size_t i = 0; i < count; i++) {
     const double found = (static_cast<double>(values[i]) - mean) / deviation;
-    values[i] = found == found && !is_null[i] ? static_cast<float>(found) : 0.0f;
+    values[i] = found == found ? static_cast<float>(found) : 0.0f;
   }
+  if (!null.none()) clear_nulls();
   for (std::size_t i = 0; i < count; i++) out[i * stride] = values[i];
-  return strange == 0;
+  return wrong == 0;
 }
 
 void NumberEncoder::operate(float* values, std::size_t count) const {
