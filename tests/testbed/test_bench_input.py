@@ -10,15 +10,14 @@ import pytest
 import torch
 from rich.console import Console
 
-pytest.importorskip("pyarrow")
-from pyarrow import parquet
-
 from sennit.runtime.data.arrow_columns import Piece, raw_samples
 from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.data.schema import parse_schema
 from sennit.runtime.stream.encoder import Encoder
 from sennit.runtime.stream.index import open_index
-from sennit.testbed.bench.samples import file_input
+
+parquet = pytest.importorskip("pyarrow.parquet")
+from sennit.testbed.bench.samples import file_input  # noqa: E402
 
 
 def test_a_small_run_has_all_formats_and_peers() -> None:

@@ -18,9 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as arrow
 import torch
-from pyarrow import csv, parquet
 from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader, Dataset
@@ -28,12 +26,18 @@ from torch.utils.data import DataLoader, Dataset
 from sennit.runtime.calibrate.machine import describe, one_core
 from sennit.runtime.data.arrow_columns import Piece, raw_samples
 from sennit.runtime.data.batch import Batch
+from sennit.runtime.data.packages import require
 from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.data.schema import Schema, parse_schema
 from sennit.runtime.data.text_format import TextFormat
 from sennit.runtime.stream.encoder import Encoder
 from sennit.runtime.stream.files import PIECE_ROWS
 from sennit.runtime.stream.index import StreamIndex, open_index
+
+_PURPOSE: Final = "sennit bench input"
+arrow = require("pyarrow", package="pyarrow", purpose=_PURPOSE)
+csv = require("pyarrow.csv", package="pyarrow", purpose=_PURPOSE)
+parquet = require("pyarrow.parquet", package="pyarrow", purpose=_PURPOSE)
 
 BATCH_ROWS: Final = 4096
 TABLE_ROWS: Final = 1_000_000
