@@ -50,9 +50,7 @@ class StreamSettings:
 
     window_s: Annotated[
         float | None,
-        Option(
-            flag="--window", metavar="DURATION", parse=_duration, text=duration_text, above=0, high=1e11
-        ),
+        Option(flag="--window", metavar="DURATION", parse=_duration, text=duration_text, above=0, high=1e11),
     ] = None
     """With --order time: train a window of time, such as 1d, evaluate the next one, and go on with it."""
 
