@@ -31,13 +31,13 @@ class Source:
     """Values of a dictionary that training rows have less often than N times share row 0, and train it. A schema may
     say otherwise for a column."""
 
-    samples: Annotated[int, Option()] = 32_768
+    samples: Annotated[int, Option(low=1)] = 32_768
     """Synthetic: number of samples. Other data sets have their own."""
 
-    row_limit: Annotated[int, Option()] = 100_000
+    row_limit: Annotated[int, Option(low=1)] = 100_000
     """Synthetic: rows of the largest tables. MLPerf's own limit is 40 million."""
 
-    zipf_exponent: Annotated[float, Option(flag="--zipf")] = 1.05
+    zipf_exponent: Annotated[float, Option(flag="--zipf", low=0)] = 1.05
     """Synthetic: skew of the rows. It is the exponent of Zipf's law; 0 is uniform."""
 
     def __post_init__(self) -> None:

@@ -178,19 +178,19 @@ class TrainingConfig:
     decay: Annotated[str, Option(choices=DECAYS)] = "linear"
     """Learning rates over the run. They go to zero, or to `decay_floor`."""
 
-    warmup: Annotated[int, Option()] = 0
+    warmup: Annotated[int, Option(low=0)] = 0
     """Steps during which the learning rates rise."""
 
-    decay_start: Annotated[int | None, Option()] = None
+    decay_start: Annotated[int | None, Option(low=0)] = None
     """Step at which decay starts; default: after the warm-up."""
 
-    decay_steps: Annotated[int | None, Option()] = None
+    decay_steps: Annotated[int | None, Option(low=1)] = None
     """Steps of the decay; default: to the end."""
 
-    decay_power: Annotated[float, Option()] = 2.0
+    decay_power: Annotated[float, Option(above=0)] = 2.0
     """Power of polynomial decay."""
 
-    decay_floor: Annotated[float, Option()] = 0.0
+    decay_floor: Annotated[float, Option(low=0, high=1)] = 0.0
     """Share of the rates that remains after decay."""
 
     clip_value: Annotated[float | None, Option(above=0, below=1e30)] = None
