@@ -151,8 +151,8 @@ def test_features_are_made_from_offsets() -> None:
     ):
         assert found.lengths.tolist() == LENGTHS.view(2, 4).tolist()
         assert found.values is IDS
-    found = bags_of("user", (IDS, ends), include_last_offset=True)
-    assert (found.lengths.tolist(), found.values.tolist()) == (LENGTHS.tolist(), IDS.tolist())
+    bags = bags_of("user", (IDS, ends), include_last_offset=True)
+    assert (bags.lengths.tolist(), bags.values.tolist()) == (LENGTHS.tolist(), IDS.tolist())
     with pytest.raises(ArgumentError, match="the last offset is 8; allowed: 10, where the ids end"):
         bags_of("user", (IDS, OFFSETS), include_last_offset=True)
     assert Features.from_offsets(IDS, OFFSETS, names=("a",), weights=WEIGHTS).weights is WEIGHTS
