@@ -8,7 +8,7 @@ QUIETLY := tools/quietly.sh
 REPORTS := build/rings
 CXX_FILES = $(shell git ls-files -co --exclude-standard '*.cpp' '*.hpp' '*.h')
 LAUNCHER := $(shell command -v ccache)
-.PHONY: help packages build sanitized wheels try-wheels gpu-bundle matrix vm-kernel demo test test-cpp test-model test-fuzz test-vm test-rdma test-qemu test-python test-native test-types test-one-core test-long ebpf kernel fuzz frameworks lint fmt types bench figures comparison pictures architecture models quality docs testbed simulate congestion ablation clean
+.PHONY: help packages build sanitized wheels try-wheels gpu-bundle matrix vm-kernel demo test test-cpp test-model test-fuzz test-vm test-rdma test-qemu test-python test-native test-types test-one-core test-long ebpf kernel fuzz frameworks lint fmt types bench figures comparison pictures architecture models quality drift docs testbed simulate congestion ablation clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -191,6 +191,12 @@ quality: build  ## the tables and pictures of docs/quality.md, on three data set
 	for run in "flights 1" "movielens 4" "adult 4"; do set -- $$run; \
 	  $(QUALITY) "$${only[@]}" --data $$1 --epochs $$2 --json build/quality/$$1.json; done
 	@$(PY) -m sennit.testbed.bench.training.quality_page docs build/quality/{flights,movielens,adult}.json
+
+drift: build  ## what it costs to train late or without new ids; writes docs/lab/drift.md
+	@mkdir -p build/drift
+	@for days in 20 60; do \
+	  $(PY) -m sennit bench drift --drift-days $$days --life-days $$days --json build/drift/$$days.json; done
+	@$(PY) -m sennit.testbed.bench.training.drift_page docs/lab build/drift/{20,60}.json
 
 docs: build  ## the documentation as a site: build/site/index.html
 	@NO_MKDOCS_2_WARNING=1 $(QUIETLY) build/docs.log $(PY) -m mkdocs --quiet build --strict

@@ -18,6 +18,7 @@ from sennit.testbed.bench.samples.samples_commands import feed, file_input, inge
 from sennit.testbed.bench.tables.table_commands import embedding, tiers
 from sennit.testbed.bench.training.training_commands import (
     cost,
+    drift,
     overlap,
     placements,
     planner,
@@ -75,6 +76,8 @@ app.command("timeline", epilog="Example: sennit bench timeline --rounds 300")(me
 app.command("slices", epilog="Example: sennit bench slices --slices 8 --batch 1024")(measured(slices))
 app.command("sharded", epilog="Example: sennit bench sharded --zipf 1.2")(measured(sharded))
 app.command("quality", epilog="Example: sennit bench quality --seeds 3 --batch-sizes 256,2048,16384")(measured(quality))
+# Its figures are no times, so that a busy machine changes none.
+app.command("drift", epilog="Example: sennit bench drift --seeds 3 --drift-days 60")(drift)
 app.command("offload", epilog="Example: sennit bench offload --end-to-end")(measured(offload))
 app.command("codecs", epilog="Example: sennit bench codecs --size 4MiB")(measured(codecs))
 app.command("tiers", epilog="Example: sennit bench tiers --folder /mnt/nvme")(measured(tiers))

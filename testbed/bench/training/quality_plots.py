@@ -6,7 +6,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from sennit.testbed.bench.training.quality import METRICS, Report, interval_half
 from sennit.testbed.bench.training.quality_ways import ASYNCHRONOUS, batch_way
@@ -21,7 +21,7 @@ def differences(report: Report, path: Path, ways: Sequence[str] | None = None) -
     `ways`: None for all but the base.
     """
     ways, base = report.others if ways is None else ways, report.settings.base
-    figure, (axes,) = _panels(len(METRICS), height=1.3 + 0.26 * len(ways), sharey=True)
+    figure, (axes,) = panels(len(METRICS), height=1.3 + 0.26 * len(ways), sharey=True)
     for axis, (metric, short) in zip(axes, METRICS.items(), strict=True):
         is_calibration = metric == "calibration"
         if is_calibration:
@@ -39,13 +39,13 @@ def differences(report: Report, path: Path, ways: Sequence[str] | None = None) -
     axes[0].set_yticks(range(len(ways)), ways)
     axes[0].invert_yaxis()
     settings = report.settings
-    _save(figure, f"{settings.data}: {settings.duration}, seeds 1 to {settings.seeds}", path)
+    save(figure, f"{settings.data}: {settings.duration}, seeds 1 to {settings.seeds}", path)
 
 
 def batches(reports: Sequence[Report], path: Path) -> None:
     """Synchronous batches beside the parameter server: NE by batch size. A column of panels for each data set, a row
     for equal samples and one for equal time."""
-    figure, rows = _panels(len(reports), row_count=2, height=5.2, sharey=False)
+    figure, rows = panels(len(reports), row_count=2, height=5.2, sharey=False)
     for axes, is_same_time in zip(rows, (False, True), strict=True):
         for axis, report in zip(axes, (one.against(ASYNCHRONOUS) for one in reports), strict=True):
             sizes = report.settings.batch_sizes
@@ -68,11 +68,11 @@ def batches(reports: Sequence[Report], path: Path) -> None:
         axes[0].set_ylabel("NE - NE of the server")
     for axis in rows[-1]:
         axis.set_xlabel("synchronous batch size")
-    _save(figure, "Synchronous beside asynchronous training (below 0: better; bars: 95 % over seeds)", path)
+    save(figure, "Synchronous beside asynchronous training (below 0: better; bars: 95 % over seeds)", path)
 
 
-def _panels(count: int, *, row_count: int = 1, height: float, sharey: bool) -> tuple[Any, Any]:
-    """A figure, and its rows of `count` axes."""
+def panels(count: int, *, row_count: int = 1, height: float, sharey: bool | Literal["row"]) -> tuple[Any, Any]:
+    """A figure, and its rows of `count` axes. `sharey`: as of `pyplot.subplots`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -87,7 +87,8 @@ def _panels(count: int, *, row_count: int = 1, height: float, sharey: bool) -> t
     return figure, rows
 
 
-def _save(figure: Any, title: str, path: Path) -> None:
+def save(figure: Any, title: str, path: Path) -> None:
+    """Writes the figure with this title, and closes it."""
     import matplotlib
     from matplotlib import pyplot
 

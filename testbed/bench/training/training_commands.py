@@ -264,3 +264,40 @@ def quality(
     write(json_path, report.as_json())
     if plot_path is not None:
         quality_plots.differences(report, plot_path)
+
+
+def drift(
+    days: Annotated[int, typer.Option(help="days of the stream", min=3)] = 12,
+    rows_per_day: Annotated[int, typer.Option(help="samples of a day", min=1)] = 20_480,
+    drift_days: Annotated[float, typer.Option(help="days in which the correlation of a weight falls to 1/e")] = 20.0,
+    life_days: Annotated[float, typer.Option(help="days that an id lives")] = 20.0,
+    first_days: Annotated[int, typer.Option(help="days before the first one that is evaluated", min=1)] = 4,
+    seeds: Annotated[int, typer.Option(help="streams, each with all ways", min=2)] = 5,
+    json_path: Figures = None,
+    plot_path: Picture = None,
+) -> None:
+    """Train on clicks that drift: in order, shuffled, late, without new ids. Compare with the best that is possible."""
+    from dataclasses import replace
+
+    from sennit.runtime.training.launch import RankFailure
+    from sennit.testbed.bench.training import drift as bench
+    from sennit.testbed.bench.training import drift_page
+
+    with mistakes_told():
+        stream = replace(
+            bench.Settings().stream,
+            days=days,
+            rows_per_day=rows_per_day,
+            drift_days=drift_days,
+            life_days=life_days,
+        )
+        settings = bench.Settings(stream=stream, first_days=first_days, seeds=seeds)
+    try:
+        with progress() as update:
+            report = bench.run(settings, update)
+    except RankFailure as failure:
+        fail(failure)
+    bench.render(report, stdout_console())
+    write(json_path, report.as_json())
+    if plot_path is not None:
+        drift_page.plot([report], plot_path)
