@@ -100,7 +100,7 @@ class TextFile:
 
     @property
     def is_sequential(self) -> bool:
-        return _is_compressed(self.file)
+        return _is_compressed(self.file) and len(self.block_rows) > 1
 
     @property
     def skipped_rows(self) -> int:
@@ -135,7 +135,7 @@ class TextFile:
         """Text has no statistics."""
 
     def _text(self, block: int) -> bytes:
-        if not self.is_sequential:
+        if not _is_compressed(self.file):
             with self.file.open_native() as stream:
                 stream.seek(self.offsets[block])
                 return self._part(stream, block)
@@ -198,7 +198,7 @@ def with_types(file: DataFile, form: TextFormat, columns: Sequence[str]) -> Text
 class _Decoders:
     """Compressed files that are open at the begin of a block, for a reader that goes on. They stay in their process."""
 
-    MAX: Final = 2  # one for training, and one for evaluation
+    MAX: Final = 64  # one for each region of an evaluation, of about 100 KB
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -303,6 +303,8 @@ def _delimiter(file: DataFile, form: TextFormat) -> str:
 def _header(file: DataFile, stream: Any, form: TextFormat) -> tuple[tuple[str, ...], _Header]:
     """The names of the columns, and where the first row begins."""
     text = _read(stream, BLOCK_BYTES)
+    while b"\n" not in text and len(text) < _LINE_BYTES and (more := _read(stream, BLOCK_BYTES)):
+        text += more
     skipped = _BYTE_ORDER_MARK if text.startswith(_BYTE_ORDER_MARK) else b""
     text = text.removeprefix(_BYTE_ORDER_MARK)
     first, end, rest = text.partition(b"\n")

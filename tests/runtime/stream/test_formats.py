@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from sennit.runtime.stream import text_file
 from sennit.runtime.stream.spooling import spool
 from sennit.runtime.training.command import main
 from tests.extent import briefly
@@ -106,6 +107,13 @@ def test_a_broken_line_ends_the_run_or_is_left_out(
         for number, options in enumerate((whole, broken))
     ]
     assert reports[0]["weights_sha256"] == reports[1]["weights_sha256"]
+
+
+def test_compressed_text_is_not_shuffled(seed: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    content = rows(seed)
+    many = pa.concat_tables([content] * (text_file.BLOCK_BYTES // len(text_of(content)) + 1))
+    told = failure(capfd, *written(tmp_path / "data", "tsv.gz", many), "--order", "shuffled", "--shuffle-rows", "100")
+    assert "part.tsv.gz: it has to be read from its beginning; allowed: --order time, or to unpack it" in told
 
 
 @pytest.mark.parametrize(("column", "row", "value", "message"), [

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import csv as python_csv
 import gzip
 import pickle
 from collections.abc import Callable, Iterator
@@ -110,6 +111,53 @@ def test_blocks_of_any_size_have_the_same_rows(
         assert read(found) == peer(text).to_pylist()
         assert all(rows > 0 for rows in found.files[0].block_rows)
         assert str(found.place(19)).endswith("line 21")
+
+
+CELLS = st.text(st.sampled_from("ab ,;\"'\té"), max_size=6)
+
+
+@given(st.lists(st.tuples(CELLS, CELLS, CELLS), min_size=1, max_size=12), st.sampled_from(",;\t"), st.integers(16, 200))
+@examples(50)
+def test_text_reads_as_the_csv_module_wrote_it(
+    tmp_path_factory: pytest.TempPathFactory, cells: list[tuple[str, ...]], delimiter: str, size: int
+) -> None:
+    path = tmp_path_factory.mktemp("text") / "part.csv"
+    with path.open("w", encoding="utf-8", newline="") as stream:
+        python_csv.writer(stream, delimiter=delimiter).writerows([COLUMNS, *cells])
+    form = TextFormat(delimiter=delimiter, types=dict.fromkeys(COLUMNS, "string"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_file, "BLOCK_BYTES", size)
+        found = read(open_index([str(path)], COLUMNS, text=form))
+    assert [tuple(row.values()) for row in found] == [tuple(cell or None for cell in row) for row in cells]
+
+
+@given(st.lists(st.text(st.sampled_from('a",\r'), max_size=8), max_size=12), st.integers(1, 40), st.integers(0, 12))
+@examples(50)
+def test_any_text_is_read_line_by_line_or_named(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str], size: int, skip: int
+) -> None:
+    """Each line is a row by itself, or a broken one. Whatever comes before and after it changes nothing."""
+    folder = tmp_path_factory.mktemp("text")
+    form = TextFormat(names=("a", "b"), types={"a": "string", "b": "string"}, skip_broken=skip)
+
+    def rows_of(content: list[str]) -> list[dict[str, Any]] | None:
+        (folder / "part.csv").write_text("\n".join(content), newline="")
+        try:
+            return read(open_index([str(folder)], ("a", "b"), text=form), columns=("a", "b"))
+        except DataError:
+            return None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_file, "BLOCK_BYTES", size)
+        found = rows_of(lines)
+        while lines and not lines[-1].strip("\r"):
+            lines.pop()
+        alone = [rows_of([line]) if line.strip("\r") else None for line in lines]
+        if found is not None:
+            assert found == [row for rows in alone if rows for row in rows]
+            assert len(found) >= len(lines) - skip
+        else:
+            assert None in alone or not lines
 
 
 def test_the_digest_is_of_the_rows(tmp_path: Path) -> None:
