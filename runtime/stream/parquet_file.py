@@ -11,7 +11,7 @@ from typing import Any, Final
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.files import DataFile
 from sennit.runtime.data.packages import require
-from sennit.runtime.stream.files import PIECE_ROWS
+from sennit.runtime.stream.files import PIECE_ROWS, arrow_threads
 from sennit.runtime.stream.footer import changed, digest_of, read_tail
 
 _MAGIC: Final = b"PAR1"
@@ -58,7 +58,7 @@ class ParquetFile:
             try:
                 passed = 0
                 for batch in _source(stream, metadata).iter_batches(
-                    PIECE_ROWS, row_groups=[block], columns=list(columns)
+                    PIECE_ROWS, row_groups=[block], columns=list(columns), use_threads=arrow_threads()
                 ):
                     first = max(0, begin - passed)
                     passed += len(batch)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from sennit.runtime.data.packages import require
+from sennit.runtime.stream.files import arrow_threads
 
 _CHUNK_BYTES: Final = 1 << 18
 """pyarrow parses pieces of this size, each in one of its threads. They fit in caches: pieces of 8 MiB took twice as
@@ -105,8 +106,7 @@ class TextParser:
     def _read(self, text: bytes, convert: Any, chunk_bytes: int, invalid: Any) -> Any:
         arrow = require("pyarrow", package="pyarrow", purpose="reading text files")
         csv = require("pyarrow.csv", package="pyarrow", purpose="reading text files")
-        # With one processor, Arrow's threads alone cost a sixth of the time.
-        use_threads = invalid is None and arrow.cpu_count() > 1
+        use_threads = invalid is None and arrow_threads()
         return csv.read_csv(
             arrow.BufferReader(text),
             csv.ReadOptions(column_names=list(self.names), block_size=chunk_bytes, use_threads=use_threads),
