@@ -8,12 +8,14 @@ columnar format, "IPC File Format").
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from typing import Any, Final
 
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.files import DataFile
 
-_LENGTH_BYTES = 4
+_LENGTH_BYTES: Final = 4
+_END_BYTES: Final = 1 << 16
+"""Where row groups were written is in a footer, the last of them at its end. So a change in any moves these bytes."""
 
 
 def read_tail(file: DataFile, stream: Any, magic: bytes, kind: str) -> bytes:
@@ -30,6 +32,11 @@ def read_tail(file: DataFile, stream: Any, magic: bytes, kind: str) -> bytes:
 
 def digest_of(stream: Any, tail: bytes) -> str:
     return hashlib.sha256(stream.size().to_bytes(8, "little") + tail).hexdigest()
+
+
+def end_digest(stream: Any) -> str:
+    """Size and last bytes of an open file: enough to notice, in no time, that a file was replaced or cut."""
+    return digest_of(stream, _read(stream, max(0, stream.size() - _END_BYTES)))
 
 
 def changed(file: DataFile) -> DataError:

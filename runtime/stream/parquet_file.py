@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Final
 
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.files import DataFile
 from sennit.runtime.data.packages import require
 from sennit.runtime.stream.files import PIECE_ROWS, arrow_threads
-from sennit.runtime.stream.footer import changed, digest_of, read_tail
+from sennit.runtime.stream.footer import changed, digest_of, end_digest, read_tail
 
 _MAGIC: Final = b"PAR1"
 _BUFFER_BYTES: Final = 1 << 16
@@ -21,11 +22,14 @@ _BUFFER_BYTES: Final = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class ParquetFile:
-    """A `StreamFile`. Each `read` opens the file anew and compares its footer with that of the index."""
+    """A `StreamFile`. Each `read` opens the file anew and compares its end with that of the index."""
 
     file: DataFile
     block_rows: tuple[int, ...]
     digest: str
+    end_digest: str
+    """Of the end of the file, which is compared at each read."""
+
     schema: Any
     is_sequential: bool = False
     skipped_rows: int = 0
@@ -35,11 +39,13 @@ class ParquetFile:
         """Reads the footer. Raises DataError for a file that is no Parquet file, or not a whole one."""
         with file.open_native() as stream:
             tail = read_tail(file, stream, _MAGIC, "Parquet")
-            metadata = _metadata(file, tail)
+            digest = digest_of(stream, tail)
+            metadata = _footers.parsed(file, digest, tail)
             return ParquetFile(
                 file=file,
                 block_rows=tuple(metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)),
-                digest=digest_of(stream, tail),
+                digest=digest,
+                end_digest=end_digest(stream),
                 schema=_source(stream, metadata).schema_arrow,
             )
 
@@ -54,7 +60,7 @@ class ParquetFile:
         """Yields the rows of a row group from `begin` on. Rows before are decoded and dropped."""
         _, arrow = _modules()
         with self.file.open_native() as stream:
-            metadata = _metadata(self.file, self._checked_tail(stream))
+            metadata = self._metadata(stream)
             try:
                 passed = 0
                 for batch in _source(stream, metadata).iter_batches(
@@ -73,7 +79,7 @@ class ParquetFile:
         _, arrow = _modules()
         kind = self.schema.field(column).type
         with self.file.open_native() as stream:
-            metadata = _metadata(self.file, self._checked_tail(stream))
+            metadata = self._metadata(stream)
         # Columns of the schema are fields, columns of a row group are leaves.
         group = metadata.row_group(block)
         leaf = next(number for number in range(group.num_columns) if group.column(number).path_in_schema == column)
@@ -86,11 +92,49 @@ class ParquetFile:
             return found.min_raw, found.max_raw
         return None
 
-    def _checked_tail(self, stream: Any) -> bytes:
-        tail = read_tail(self.file, stream, _MAGIC, "Parquet")
-        if digest_of(stream, tail) != self.digest:
-            raise changed(self.file)
-        return tail
+    def _metadata(self, stream: Any) -> Any:
+        """The parsed footer of the open file, if that is the file of the index."""
+        if end_digest(stream) == self.end_digest:
+            if (known := _footers.known(self.digest)) is not None:
+                return known
+            tail = read_tail(self.file, stream, _MAGIC, "Parquet")
+            if digest_of(stream, tail) == self.digest:
+                return _footers.parsed(self.file, self.digest, tail)
+        else:
+            read_tail(self.file, stream, _MAGIC, "Parquet")  # says if the file was cut
+        raise changed(self.file)
+
+
+class _Footers:
+    """Footers that were parsed, by their digest. A long one takes longer to parse than a row group to read."""
+
+    MAX_BYTES: Final = 4 << 20
+    """Of footers as they are in files. Parsed, they take nine times as much. The last one is always kept."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, Any] = OrderedDict()
+
+    def known(self, digest: str) -> Any | None:
+        with self._lock:
+            if digest in self._kept:
+                self._kept.move_to_end(digest)
+            return self._kept.get(digest)
+
+    def parsed(self, file: DataFile, digest: str, tail: bytes) -> Any:
+        parquet, arrow = _modules()
+        try:
+            metadata = parquet.read_metadata(arrow.BufferReader(tail))
+        except (OSError, arrow.ArrowException) as error:
+            raise DataError(f"{file}: not a readable Parquet file: {error}") from error
+        with self._lock:
+            self._kept[digest] = metadata
+            while len(self._kept) > 1 and sum(one.serialized_size for one in self._kept.values()) > self.MAX_BYTES:
+                self._kept.popitem(last=False)
+        return metadata
+
+
+_footers = _Footers()
 
 
 def _modules() -> tuple[Any, Any]:
@@ -104,18 +148,3 @@ def _modules() -> tuple[Any, Any]:
 def _source(stream: Any, metadata: Any) -> Any:
     parquet, _ = _modules()
     return parquet.ParquetFile(stream, metadata=metadata, buffer_size=_BUFFER_BYTES, pre_buffer=False)
-
-
-def _metadata(file: DataFile, tail: bytes) -> Any:
-    _, arrow = _modules()
-    try:
-        return _parsed(tail)
-    except (OSError, arrow.ArrowException) as error:
-        raise DataError(f"{file}: not a readable Parquet file: {error}") from error
-
-
-@lru_cache(maxsize=2)
-def _parsed(tail: bytes) -> Any:
-    """Blocks of one file are read one after another, and a footer of many row groups is long to parse."""
-    parquet, arrow = _modules()
-    return parquet.read_metadata(arrow.BufferReader(tail))

@@ -145,13 +145,12 @@ def test_a_block_that_cannot_be_read_is_named(suffix: str, tmp_path: Path) -> No
         write_arrow(url, table(), options=ipc.IpcWriteOptions(compression="zstd"))
     else:
         write_parquet(url, table())
-    file = opened(url)
     content = bytearray(Path(url).read_bytes())
     # Most of the file is values. The footer stays as it is.
     content[8 : len(content) // 2] = bytes(len(content) // 2 - 8)
     Path(url).write_bytes(content)
     with pytest.raises(DataError, match=rf"part\.{suffix}: (row group|record batch) 0 cannot be read: "):
-        rows(file, 0, table().schema.names)
+        rows(opened(url), 0, table().schema.names)
 
 
 def test_other_formats_of_arrow_are_told_apart(tmp_path: Path) -> None:
@@ -204,6 +203,23 @@ def test_a_span_is_not_guessed(tmp_path: Path) -> None:
         assert opened(url).span(0, "at") is None
     write_arrow(str(tmp_path / "part.arrow"), table())
     assert opened(str(tmp_path / "part.arrow")).span(0, "at") is None
+
+
+def test_a_file_with_a_long_footer_is_compared_by_its_end(tmp_path: Path) -> None:
+    """Its footer is parsed once, in each process."""
+    content = arrow.table({f"column {number}": np.arange(2000) for number in range(8)})
+    url = str(tmp_path / "part.parquet")
+    parquet.write_table(content, url, row_group_size=10)
+    assert parquet.read_metadata(url).serialized_size > 1 << 16
+    file = pickle.loads(pickle.dumps(opened(url)))
+    assert [row["column 3"] for row in rows(file, 77, ["column 3"])] == list(range(770, 780))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(parquet, "read_metadata")
+        assert [row["column 3"] for row in rows(file, 78, ["column 3"])] == list(range(780, 790))
+    first = content.slice(0, 10).take(list(range(9, -1, -1)))
+    parquet.write_table(arrow.concat_tables([first, content.slice(10)]), url, row_group_size=10, compression="none")
+    with pytest.raises(DataError, match=r"part\.parquet: changed since the run began"):
+        rows(file, 78, ["column 3"])
 
 
 def test_memory_does_not_grow_with_row_groups(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_any_text_is_read_line_by_line_or_named(
     folder = tmp_path_factory.mktemp("text")
     form = TextFormat(names=("a", "b"), types={"a": "string", "b": "string"}, skip_broken=skip)
 
-    def rows_of(content: list[str]) -> list[dict[str, Any]] | None:
+    def rows_of(content: list[str]) -> Any:
         (folder / "part.csv").write_text("\n".join(content), newline="")
         try:
             return read(open_index([str(folder)], ("a", "b"), text=form), columns=("a", "b"))
