@@ -246,7 +246,7 @@ def test_a_new_run_does_not_begin_in_the_folder_of_another(kept_world: WorldFact
 
 def test_a_newcomer_with_other_data_is_told_before_it_joins() -> None:
     store = HashStore()
-    resumption.publish_data(store, "aa")
+    resumption.publish_data(store, "aa", None)
     resumption.check_data(store, "aa")
     with pytest.raises(ConfigError, match="the data of the run have the fingerprint aa, but those loaded here bb"):
         resumption.check_data(store, "bb")

@@ -48,8 +48,8 @@ class Shifting(MemorySource):
         batch = self.samples.batch(self.order.part(number, dist.get_rank(), dist.get_world_size()))
         hot = self.tables[0].rows - 8 + batch.values % 8
         batch = dataclasses.replace(batch, values=torch.where(batch.values % 3 == 0, hot, batch.values))
-        if self._sketch is not None:
-            self._count(self._sketch, number, batch)
+        if self._counter is not None:
+            self._counter.count(number, batch)
         return batch
 
 
