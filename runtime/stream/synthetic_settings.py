@@ -63,7 +63,7 @@ class SyntheticStream:
         """Raises `ConfigError`, and `DataError` for numbers of ids."""
         check(self)
         if not self.living or not all(1 <= count <= 1 << 31 for count in self.living):
-            raise DataError(f"ids that live {self.living}; allowed: a number for each table, 1 to {1 << 31:,}")
+            raise DataError(f"living {self.living}; allowed: a number for each table, 1 to {1 << 31:,}")
 
     @property
     def row_count(self) -> int:
