@@ -53,7 +53,8 @@ class Column:
 
     @property
     def sample_count(self) -> int:
-        return len(self.values) if self.offsets is None else len(self.offsets) - 1
+        # `len` of a tensor goes through Python.
+        return self.values.shape[0] if self.offsets is None else self.offsets.shape[0] - 1
 
     @property
     def lengths(self) -> Tensor:
