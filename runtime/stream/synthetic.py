@@ -50,6 +50,11 @@ class SyntheticDay:
         """Never: any block is made alone."""
         return False
 
+    @property
+    def skipped_rows(self) -> int:
+        """None is broken."""
+        return 0
+
     def where(self, block: int, row: int | None = None) -> str:
         """A block, or a row of it, in words."""
         return f"block {block}" if row is None else f"block {block}, row {row}"
