@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from sennit.command_line import stdout_console
 from sennit.runtime.backend import elastic
 from sennit.runtime.backend.process_group import register
 from sennit.runtime.backend.torch_versions import Store
@@ -69,6 +70,9 @@ def _loaded(config: TrainingConfig, store: Store | None = None) -> tuple[MakeSou
         data = prepared_data(config)
         return memory_sources(data, config), data.fingerprint, None
     found = opened(config)
+    skipped = found.stream.index.skipped_rows
+    if skipped and store is None and dist.get_rank() == 0:
+        stdout_console().print(f"{config.source.data}: {skipped:,} broken lines are left out")
     known = preprocessing_of(config, found) if store is None else published_preprocessing(store)
     return stream_sources(config, found, known), found.stream.index.fingerprint, known
 

@@ -17,10 +17,31 @@ from sennit.runtime.stream.source import StreamSource
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.rebalance import shape_of
 from sennit.runtime.training.supply import MakeSource, known_preprocessing, resumed
+from sennit.transport.errors import ConfigError
 
 
 def opened(config: TrainingConfig) -> OpenedStream:
-    """The run's stream. Raises DataError if there is none."""
+    """The run's stream. Raises DataError if there is none. Collective, if there is a process group.
+
+    Rank 0 makes the index and tells it: for text, that is a pass over all of it. Each file is compared with it when a
+    rank opens it.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return _opened(config)
+    told: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            told = [_opened(config)]
+        except (DataError, ConfigError) as error:
+            told = [error]
+    dist.broadcast_object_list(told, src=0)
+    found: OpenedStream | DataError | ConfigError = told[0]
+    if isinstance(found, OpenedStream):
+        return found
+    raise found
+
+
+def _opened(config: TrainingConfig) -> OpenedStream:
     assert config.stream is not None
     source = config.source
     if sources.is_named(source.data):

@@ -9,11 +9,18 @@ from typing import Any
 
 import pytest
 
+from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.source import Source
+from sennit.runtime.stream import index, settings
+from sennit.runtime.stream.settings import StreamSettings
+from sennit.runtime.training import streamed
 from sennit.runtime.training.command import main
+from sennit.runtime.training.config import TrainingConfig
 from tests.extent import briefly
 from tests.runtime.elastic_runs import elastic_run
 from tests.runtime.stream.stream_files import table, write
 from tests.runtime.whole_run import train
+from tests.runtime.world import WorldFactory
 
 pa = pytest.importorskip("pyarrow")
 
@@ -134,3 +141,36 @@ def test_another_stream_does_not_resume_a_run(seed: int, tmp_path: Path, capfd: 
     assert "data.fingerprint" in failure(capfd, *kept, "--order", "time", "--resume")
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "kept").rglob("*")} == before
     assert json.loads((tmp_path / "run.json").read_text())["steps"]["last"] == 4
+
+
+def opens(rank: int, world: int, /, *, arguments: list[str]) -> tuple[int, str]:
+    """How often this rank has made the index of the stream, and the stream's fingerprint or the error."""
+    made: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        original = index.open_index
+
+        def counted(*given: Any, **options: Any) -> Any:
+            made.append(given)
+            return original(*given, **options)
+
+        patch.setattr(settings, "open_index", counted)
+        config = TrainingConfig(
+            source=Source(data=arguments[1], schema=Path(arguments[3])), stream=StreamSettings(order="shuffled")
+        )
+        try:
+            told = streamed.opened(config).stream.index.fingerprint
+        except DataError as error:
+            told = str(error)
+    return len(made), told
+
+
+def test_one_rank_passes_over_the_files_and_tells_the_others(
+    kept_world: WorldFactory, seed: int, tmp_path: Path
+) -> None:
+    data = write(tmp_path / "data", table(seed))
+    found = kept_world(2).run(opens, arguments=data)
+    assert [passes for passes, _ in found] == [1, 0]
+    assert len({fingerprint for _, fingerprint in found}) == 1
+    (tmp_path / "data" / "part-1.parquet").write_bytes(b"cut")
+    told = kept_world(2).run(opens, arguments=data)
+    assert ["part-1.parquet" in error for _, error in told] == [True, True]
