@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from sennit import extras
-from sennit.transport.errors import SennitError, Unsupported
+from sennit.errors import SennitError, Unsupported
 
 
 class DataError(SennitError, ValueError):

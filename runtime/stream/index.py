@@ -173,7 +173,11 @@ def open_index(
     that do not agree, and where there are no rows at all.
     """
     columns = tuple(dict.fromkeys((*columns, *([] if time_column is None else [time_column]))))
-    files = open_files(find_files(paths), columns, text)
+    return index_of(open_files(find_files(paths), columns, text), columns, time_column=time_column)
+
+
+def index_of(files: tuple[StreamFile, ...], columns: tuple[str, ...], *, time_column: str | None = None) -> StreamIndex:
+    """The index of these files. `columns`: with that of time. Raises DataError as `open_index` does."""
     schema = _common_schema(files, columns)
     rows = [rows for file in files for rows in file.block_rows]
     if not sum(rows):

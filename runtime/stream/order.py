@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -27,7 +27,7 @@ from sennit.transport.plans.tree import Span, leaves_of
 STREAM_ORDER_VERSION: Final = 1
 """Incremented when the same settings give another order, so that no run resumes in the middle of a different order."""
 
-ORDERS: Final = ("shuffled", "time")
+ORDERS: Final = ("shuffled", "time", "files")
 CHUNK_ROWS: Final = 1 << 16
 """Rows of a chunk of all ranks, where they are not shuffled."""
 
@@ -354,9 +354,9 @@ class StreamOrder(Numbering):
             return self.training_batch(step) if step < self.step_count else None
 
         count = steps * self.batch_size
-        if self.order == "time":
+        if self.order != "shuffled":
             layout = _InOrder(count, self.batch_size, self.slices)
-            return _Phase("training", layout, part, _whole, number, self._chunk_batches)
+            return _Phase(f"epoch {epoch}", layout, part, _whole, number, self._chunk_batches)
         regions = self._regions(count, f"{self.seed}/shuffle/{epoch}")
         of_window = max(1, self.shuffle_rows // self.batch_size)
         return _Phase(f"epoch {epoch}", regions, part, _sequence(self, epoch).numbers, number, of_window)
@@ -410,19 +410,13 @@ class _Sequence:
 
 @functools.lru_cache(maxsize=4)
 def _sequence(order: StreamOrder, epoch: int) -> _Sequence:
-    before = _numbers_before(order, (0, *order.block_ends.tolist()))
+    before = order.held.before(np.concatenate([[0], order.block_ends]))
+    if order.validation is not None:
+        before = order.validation.before(before)
     counts = np.diff(before)
     blocks = len(counts)
     shuffled = KeyedPermutation(blocks, f"{order.seed}/blocks/{epoch}")(np.arange(blocks))
     return _Sequence(first=before[:-1][shuffled], ends=np.cumsum(counts[shuffled]))
-
-
-def _numbers_before(order: StreamOrder, rows: Sequence[int]) -> Places:
-    """The training numbers before each row."""
-    found = [order.held.before(row) for row in rows]
-    if order.validation is not None:
-        found = [order.validation.before(row) for row in found]
-    return np.array(found, np.int64)
 
 
 @functools.lru_cache(maxsize=64)

@@ -10,9 +10,11 @@ from sennit.options import Option, check
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.files import find_files
 from sennit.runtime.data.order import OrderSettings
+from sennit.runtime.data.raw_samples import RawSamples
 from sennit.runtime.data.schema import Schema
 from sennit.runtime.data.source import Source
-from sennit.runtime.stream.index import open_index
+from sennit.runtime.stream.index import StreamIndex, index_of, open_index
+from sennit.runtime.stream.memory_file import in_memory
 from sennit.runtime.stream.order import ORDERS, STREAM_ORDER_VERSION, Interval, StreamOrder
 from sennit.runtime.stream.source import Stream
 from sennit.runtime.stream.split import Last, Split, split
@@ -106,9 +108,6 @@ def open_stream(
 
     `name`: that of the data set. `run`: what an order of data in memory depends on, too.
     """
-    needs_time = settings.order == "time" or settings.train_until_s is not None
-    if needs_time and schema.time is None:
-        raise DataError('an order of time needs the column of time; allowed: time = "name" in the schema')
     paths = (source.data, *source.further)
     index = open_index(
         (*paths, *source.evaluation),
@@ -125,16 +124,36 @@ def open_stream(
         train_rows = int(index.ends[index.file_ends[files - 1] - 1])
         if not 0 < train_rows < index.sample_count:
             raise DataError(f"{name}: {train_rows} rows to train on, of {index.sample_count}; allowed: a part")
+    return _ordered(name, index, schema, train_rows, settings, run)
+
+
+def short_stream(raw: RawSamples, settings: StreamSettings, run: OrderSettings) -> OpenedStream:
+    """The stream of a data set that is in memory. Raises DataError for samples or settings that give none."""
+    file, schema = in_memory(raw)
+    index = index_of((file,), tuple(schema.columns))
+    return _ordered(raw.name, index, schema, len(raw) - (raw.eval_rows or 0), settings, run)
+
+
+def _ordered(
+    name: str, index: StreamIndex, schema: Schema, train_rows: int, settings: StreamSettings, run: OrderSettings
+) -> OpenedStream:
+    """`train_rows`: the first rows; those behind are for evaluation."""
+    needs_time = settings.order == "time" or settings.train_until_s is not None
+    if needs_time and schema.time is None:
+        raise DataError(
+            f'{name}: no column of time; allowed: time = "name" in the schema of files, or --order files without it'
+        )
     times = None
     if schema.time is not None and needs_time:
-        times = Times(index, unit=schema.time.unit, tolerance_s=settings.time_tolerance_s)
+        times = Times(index, unit=schema.time.unit, tolerance_s=settings.time_tolerance_s, row_count=train_rows)
     held, windows = _held(name, settings, run, index.sample_count, train_rows, times)
     validation = None
     if run.validation_fraction:
         if windows:
             raise ConfigError("--validation-fraction with --window, which evaluates rows that were never trained on")
-        how = "last" if settings.order == "time" else run.split
-        validation = split(how, "validation", held.rest, run.validation_fraction, f"{run.seed}/validation")
+        validation = split(
+            _how(settings, run), "validation", held.rest, run.validation_fraction, f"{run.seed}/validation"
+        )
     if windows and run.eval_every is not None:
         raise ConfigError("--eval-every with --window, which says when evaluations are; allowed: one of the two")
     order = StreamOrder(
@@ -155,6 +174,11 @@ def open_stream(
     check_time = times.check if times is not None and settings.order == "time" else None
     fitted = (0, windows[0].steps * run.batch_size if windows else order.train_count)
     return OpenedStream(stream=Stream(name, index, schema, check_time), order=order, fitted=fitted)
+
+
+def _how(settings: StreamSettings, run: OrderSettings) -> str:
+    """How rows are held back. In order, what is evaluated comes after what is trained on."""
+    return run.split if settings.order == "shuffled" else "last"
 
 
 def _held(
@@ -179,5 +203,4 @@ def _held(
     if settings.window_s is not None:
         assert times is not None
         return Last(rest=count, picked=0), rolling(times, settings.window_s, count, run.batch_size)
-    how = "last" if settings.order == "time" else run.split
-    return split(how, "evaluation", count, run.eval_fraction, f"{run.seed}/evaluation"), ()
+    return split(_how(settings, run), "evaluation", count, run.eval_fraction, f"{run.seed}/evaluation"), ()

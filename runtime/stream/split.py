@@ -36,8 +36,8 @@ class Split(Protocol):
     def is_picked(self, places: Places) -> NDArray[np.bool_]:
         """Which of these places are picked."""
 
-    def before(self, place: int) -> int:
-        """How many of the rest are before a place in [0, picked + rest]."""
+    def before(self, places: Places) -> Places:
+        """How many of the rest are before each of these places in [0, picked + rest]."""
 
     def place_of_rest(self, number: int) -> int:
         """Where number `number` of the rest is. `number` in [0, rest]."""
@@ -59,8 +59,8 @@ class Last:
     def is_picked(self, places: Places) -> NDArray[np.bool_]:
         return places >= self.rest
 
-    def before(self, place: int) -> int:
-        return min(place, self.rest)
+    def before(self, places: Places) -> Places:
+        return np.minimum(places, self.rest)
 
     def place_of_rest(self, number: int) -> int:
         return number
@@ -112,11 +112,9 @@ class OneInEach:
         found: NDArray[np.bool_] = within == known[groups - first]
         return found
 
-    def before(self, place: int) -> int:
-        group, within = divmod(place, self.group)
-        group_rest = self.group - 1
-        whole = min(group, self.picked)
-        return group_rest * whole + (place - whole * self.group) - (within > self._choice_in(group))
+    def before(self, places: Places) -> Places:
+        groups, within = np.divmod(places, self.group)
+        return places - np.minimum(groups, self.picked) - (within > self._choice(groups))
 
     def place_of_rest(self, number: int) -> int:
         group = min(number // (self.group - 1), self.picked)

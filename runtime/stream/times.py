@@ -70,13 +70,17 @@ def moment_text(seconds: float) -> str:
 class Times:
     """The times of a stream's rows."""
 
-    def __init__(self, index: StreamIndex, *, unit: str = "s", tolerance_s: float = 0.0) -> None:
+    def __init__(
+        self, index: StreamIndex, *, unit: str = "s", tolerance_s: float = 0.0, row_count: int | None = None
+    ) -> None:
         """`unit`: of a column of integers. `tolerance_s`: by how much a row may be earlier than one before it.
+        `row_count`: only so many rows are in order, and those of further files need not be; None: all.
 
         Raises DataError for a column that has no times, and if blocks are known to be out of order.
         """
         assert index.time_column is not None
         self._index, self._column, self._tolerance_s = index, index.time_column, tolerance_s
+        self._row_count = index.sample_count if row_count is None else row_count
         self._unit_s = self._unit_of(index.schema.field(self._column).type, unit)
         self._latest_s: dict[tuple[str, int], float] = {}
         """By file and block, of the rows that were decoded."""
@@ -89,6 +93,8 @@ class Times:
         `before_s`: what the call for the rows right before them returned; None: they were not decoded. Returns the
         latest time so far.
         """
+        if place.file.name in self._unordered:
+            return -math.inf
         key = place.file.name, place.block
         if before_s is None and place.row == 0:
             before_s = self._latest_s.get((place.file.name, place.block - 1))
@@ -111,7 +117,7 @@ class Times:
             else:
                 high = middle
         if low == len(self._blocks):
-            return self._index.sample_count
+            return self._row_count
         block = self._blocks[low]
         begin = int(self._index.ends[block - 1]) if block else 0
         times = np.maximum.accumulate(self._times_of(block))
@@ -131,7 +137,7 @@ class Times:
         """(moment, first row) of each window of this length that has rows. Windows begin at multiples of it."""
         moment = math.floor(self.first_s / length_s) * length_s
         row = 0
-        while row < self._index.sample_count:
+        while row < self._row_count:
             following = self.row_at(moment + length_s)
             if following > row:
                 yield moment, row
@@ -141,9 +147,18 @@ class Times:
                 moment = math.floor(self._time_of(row) / length_s) * length_s
 
     @cached_property
+    def _unordered(self) -> frozenset[str]:
+        """The files that are in no order."""
+        if self._row_count == self._index.sample_count:
+            return frozenset()
+        first = self._index.files.index(self._index.place(self._row_count).file)
+        return frozenset(file.name for file in self._index.files[first:])
+
+    @cached_property
     def _blocks(self) -> list[int]:
         """The blocks that have rows."""
-        return np.flatnonzero(np.diff(self._index.ends, prepend=0)).tolist()
+        found = np.flatnonzero(np.diff(self._index.ends, prepend=0))
+        return [block for block in found.tolist() if self._index.ends[block] <= self._row_count]
 
     def _time_of(self, row: int) -> float:
         block = int(np.searchsorted(self._index.ends, row, side="right"))

@@ -102,9 +102,12 @@ class TrainingConfig:
 
     # `__post_init__` fills it in, so that it is a number for everybody else.
     epochs: Annotated[
-        int, Option(low=1, high=100_000, help="passes over the training samples; default: 2, or 1 with --order time")
+        int,
+        Option(
+            low=1, high=100_000, help="passes over the training samples; default: 2, or 1 with --order time and files"
+        ),
     ] = None  # type: ignore[assignment]
-    """Passes over the training samples. None: 2, or 1 in order of time."""
+    """Passes over the training samples. None: 2, or 1 in order of time or of files."""
 
     max_steps: Annotated[int | None, Option(flag="--steps", low=1, high=2**40)] = None
     """Stop after this many steps. The learning rate then decays to zero over these. None: all epochs."""
@@ -293,8 +296,8 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         check(self)
         if self.epochs is None:
-            in_time = self.stream is not None and self.stream.order == "time"
-            object.__setattr__(self, "epochs", 1 if in_time else 2)
+            in_order = self.stream is not None and self.stream.order != "shuffled"
+            object.__setattr__(self, "epochs", 1 if in_order else 2)
         if self.slices & (self.slices - 1):
             raise ConfigError(f"--slices {self.slices}; allowed: powers of two, 1 to {SLICES_MAX:,}")
         if self.batch_size < self.slices:

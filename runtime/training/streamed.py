@@ -12,7 +12,7 @@ from sennit.runtime.data import sources
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.stream.fitting import fit
-from sennit.runtime.stream.settings import OpenedStream, open_stream
+from sennit.runtime.stream.settings import OpenedStream, open_stream, short_stream
 from sennit.runtime.stream.source import StreamSource
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.rebalance import shape_of
@@ -26,7 +26,7 @@ def opened(config: TrainingConfig) -> OpenedStream:
     Rank 0 makes the index and tells it: for text, that is a pass over all of it. Each file is compared with it when a
     rank opens it.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if sources.is_named(config.source.data) or not dist.is_initialized() or dist.get_world_size() == 1:
         return _opened(config)
     told: list[Any] = [None]
     if dist.get_rank() == 0:
@@ -45,7 +45,7 @@ def _opened(config: TrainingConfig) -> OpenedStream:
     assert config.stream is not None
     source = config.source
     if sources.is_named(source.data):
-        raise DataError(f"--order with the data set {source.data!r}; allowed: files")
+        return short_stream(sources.load(source, seed=config.seed), config.stream, config.order_settings)
     name = PurePosixPath(source.data).name or source.data
     return open_stream(name, source, sources.schema_of(source), config.stream, config.order_settings)
 

@@ -86,7 +86,8 @@ def test_a_name_that_cannot_be_is_refused(names: None, name: str, what: str) -> 
 
 
 def test_the_command_trains_on_the_program_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (program,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    programs = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (program,) = [text for text in programs if "my_data.py" in text]
     (tmp_path / "my_data.py").write_text(program)
     monkeypatch.chdir(tmp_path)
     options = ["--model", "dcnv2", "--samples", "300", "--batch-size", "32", "--dim", "4", "--steps", "3"]

@@ -22,8 +22,8 @@ from sennit.testbed.bench.figures.figures import Figures
 from sennit.testbed.bench.training import planner_scale, quality_page
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-# It has no figures of pages.
-WITHOUT = {"gpu"}
+# The first has no figures of pages, and no figure of the second is a time.
+WITHOUT = {"gpu", "drift"}
 
 
 @pytest.fixture

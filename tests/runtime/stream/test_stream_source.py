@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,18 @@ from sennit.runtime.data.batch import Batch
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.order import OrderSettings
 from sennit.runtime.data.preprocessing import Preprocessing
+from sennit.runtime.data.raw_samples import Feature, RawSamples, dense_fields
 from sennit.runtime.data.schema import read_schema
 from sennit.runtime.data.source import Source
 from sennit.runtime.stream.fitting import Frequencies, Moments, fit
 from sennit.runtime.stream.reader import Reader
-from sennit.runtime.stream.settings import OpenedStream, StreamSettings, open_stream
+from sennit.runtime.stream.settings import OpenedStream, StreamSettings, open_stream, short_stream
 from sennit.runtime.stream.source import StreamSource
 from tests.extent import examples
 from tests.runtime.stream.stream_files import table, write
 from tests.runtime.stream.test_stream_order import rows_of
+
+pa = pytest.importorskip("pyarrow")
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -103,6 +107,44 @@ def test_batches_have_the_rows_that_the_order_names(order: str, seed: int, tmp_p
             wanted = whole.batch(torch.from_numpy(rows_of(found.order, number, rank, world_size)))
             assert equal(source.take(number), wanted)
             source.close()
+
+
+def test_samples_in_memory_have_the_same_batches_as_a_short_stream(seed: int) -> None:
+    stream = np.random.default_rng(seed)
+    count = 300
+    lengths = stream.integers(0, 4, count)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    cities = pa.array([None if number == 0 else f"city {number}" for number in stream.integers(0, 9, count)])
+    dense = stream.standard_normal((count, 2))
+    dense[7, 1] = np.nan
+    raw = RawSamples(
+        name="mine",
+        dense=torch.from_numpy(dense),
+        dense_fields=dense_fields(["one", "two"]),
+        labels=torch.from_numpy(stream.integers(0, 2, (count, 2)).astype(np.float32)),
+        label_names=("clicked", "bought"),
+        sample_weights=torch.from_numpy(stream.random(count).astype(np.float32)),
+        eval_rows=50,
+        features=(
+            Feature.categories("city", cities),
+            Feature(name="seen", row_count=20, values=stream.integers(0, 2**40, offsets[-1]), offsets=offsets, salt=3),
+            Feature(name="user", row_count=9, values=stream.integers(0, 9, count).astype(np.int32)),
+        ),
+    )
+    run = OrderSettings(seed=seed, split="random", eval_fraction=0.5, batch_size=40, epochs=2, max_steps=None)
+    found = short_stream(raw, StreamSettings(order="files"), run)
+    assert found.order.eval_count == 50
+    (preprocessing,) = fitted(found)
+    narrow = replace(raw, dense=raw.dense.to(torch.float32))
+    whole = preprocessing.apply(narrow).samples()
+    with contextlib.closing(StreamSource(found.stream, found.order, preprocessing, rank=1, world_size=2)) as source:
+        assert source.label_names == ("clicked", "bought")
+        for number in range(found.order.batch_count):
+            wanted = whole.batch(torch.from_numpy(rows_of(found.order, number, 1, 2)))
+            assert equal(source.take(number), wanted), number
+    wrong = replace(raw, dense_fields=(replace(raw.dense_fields[0], log1p=True), raw.dense_fields[1]))
+    with pytest.raises(DataError, match="dense feature one has operators; allowed with --order: none"):
+        short_stream(wrong, StreamSettings(order="files"), run)
 
 
 def test_a_pass_over_the_training_rows_fits_as_whole_data_do(seed: int, tmp_path: Path) -> None:

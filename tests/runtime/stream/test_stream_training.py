@@ -32,6 +32,7 @@ TINY = ["--batch-size", "40", "--dim", "4", "--bottom", "8", "--top", "8", "--de
 ORDERS: dict[str, list[str]] = {
     "shuffled": ["--order", "shuffled", "--shuffle-rows", "250", "--epochs", "2", "--validation-fraction", "0.1"],
     "time": ["--order", "time"],
+    "files": ["--order", "files", "--epochs", "2"],
     "rolling": ["--order", "time", "--window", "2h"],
     "until": ["--order", "shuffled", "--train-until", "1970-01-01T08:00"],
     "next": ["--order", "time", "--train-until", "28800", "--evaluate-on", "next", "--window", "1h"],
@@ -61,6 +62,14 @@ def test_a_rolling_run_evaluates_each_window_before_it_trains_on_it(seed: int, t
     found = [(one["window"], one["step"], one["quality"]["sample_count"]) for one in report["windows"]]
     assert found == [(f"1970-01-01T{2 * hour:02}:00:00", 5 * hour, 200) for hour in range(1, 6)]
     assert report["best"] is None
+
+
+def test_a_named_data_set_is_a_short_stream(seed: int, tmp_path: Path) -> None:
+    options = ["--data", "synthetic", "--samples", "700", "--row-limit", "200", *TINY, "--seed", str(seed)]
+    options += ["--order", "shuffled", "--shuffle-rows", "200"]
+    alone = train(tmp_path / "1.json", *options)
+    assert alone["steps"]["last"] == 2 * (630 // 40)
+    assert outcome(train(tmp_path / "3.json", *options, "--ranks", "3")) == outcome(alone)
 
 
 @pytest.mark.slow
@@ -93,7 +102,10 @@ def failure(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_what_is_no_order_is_refused(seed: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     data = [*write(tmp_path / "data", table(seed)), *TINY]
     for options, words in (
-        (["--data", "flights", "--order", "time"], "--order with the data set 'flights'; allowed: files"),
+        (
+            ["--data", "synthetic", "--samples", "300", "--order", "time"],
+            "synthetic: no column of time; allowed: time =",
+        ),
         ([*data, "--shuffle-rows", "9"], "--shuffle-rows without --order; allowed: both, or neither"),
         ([*data, "--order", "time", "--epochs", "2"], "--epochs 2 with --order time; allowed: 1"),
         ([*data, "--order", "shuffled", "--window", "1h"], "--window with --order shuffled; allowed: time"),
@@ -127,6 +139,16 @@ def test_blocks_in_another_order_than_time_are_named(
     told = failure(capfd, *data)
     assert "part-9.parquet: column at" in told
     assert "s back; allowed: 0 s (--time-tolerance)" in told
+
+
+def test_files_for_evaluation_need_no_order(seed: int, tmp_path: Path) -> None:
+    """They are older than what is trained on here."""
+    rows = table(seed)
+    data = write(tmp_path / "data", rows.slice(600))
+    write(tmp_path / "old", rows.slice(0, 600).take(list(range(599, -1, -1))))
+    options = [*data, "--eval-data", str(tmp_path / "old"), *TINY, "--order", "time"]
+    report = train(tmp_path / "run.json", *options, "--ranks", "1")
+    assert report["quality"]["sample_count"] == 600
 
 
 def test_another_stream_does_not_resume_a_run(seed: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
