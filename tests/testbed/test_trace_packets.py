@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import struct
 import subprocess
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -29,6 +30,7 @@ from tests.testbed.trace_runs import SENNIT, last_pages, session
 
 ROCE_PORT = 4791
 WRITE_IMMEDIATE, SEND_ONLY = 0x2B, 0x24
+SEGMENTS_MAX = 128  # Linux's UDP_MAX_SEGMENTS
 RETH_ADDRESS = slice(12, 20)  # after the BTH
 
 
@@ -41,6 +43,22 @@ def packets_of(path: Path) -> list[tuple[str, UDP, bytes]]:
             ip = frame[IPv6] if IPv6 in frame else frame[IP]
             found.append((ip.src, frame[UDP], bytes(frame[UDP].payload)))
     return found
+
+
+def dropped_of(path: Path) -> int:
+    """The super-packets that the file says are missing in it: option 7 of its statistics, block 5."""
+    content, begin, found = path.read_bytes(), 0, None
+    while begin < len(content):
+        kind, length = struct.unpack_from("<II", content, begin)
+        option = begin + 20
+        while kind == 5 and option < begin + length - 4:
+            code, size = struct.unpack_from("<HH", content, option)
+            if code == 7:
+                (found,) = struct.unpack_from("<Q", content, option + 4)
+            option += 4 + size + -size % 4
+        begin += length
+    assert found is not None
+    return int(found)
 
 
 def is_probe_of_trial(datagram: bytes) -> bool:
@@ -85,14 +103,19 @@ def test_every_packet_of_a_host_is_there_as_it_was_on_the_wire(tmp_path: Path, s
         ours = planes.addresses(0)[0]
     found = packets_of(path)
     assert {udp.dport for _, udp, _ in found} == {ROCE_PORT}
+    missing = 0
     mine, theirs = ([one for one in found if (one[0] == ours) is own] for own in (True, False))
     for captured, page in ((mine, pages[0]), (theirs, pages[1])):
         # The trial's probes come before a flow counts packets. They are data packets to address 0.
         opcodes = [datagram[0] for _, _, datagram in captured if not is_probe_of_trial(datagram)]
         assert len(opcodes) < len(captured)
-        assert opcodes.count(WRITE_IMMEDIATE) == page.total("flow", "data_packets_sent")
-        assert opcodes.count(SEND_ONLY) == page.total("flow", "control_packets_sent")
+        for opcode, counter in ((WRITE_IMMEDIATE, "data_packets_sent"), (SEND_ONLY, "control_packets_sent")):
+            sent = page.total("flow", counter)
+            assert opcodes.count(opcode) <= sent
+            missing += sent - opcodes.count(opcode)
         assert len(opcodes) == opcodes.count(WRITE_IMMEDIATE) + opcodes.count(SEND_ONLY)
+    # On a busy machine the session may be too late for some. It says for how many super-packets.
+    assert missing <= SEGMENTS_MAX * dropped_of(path)
     theirs_address = theirs[0][0]
     for source, udp, datagram in found:
         ends = ((source, udp.sport), (theirs_address if source == ours else ours, ROCE_PORT))
