@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from sennit.options import Option, check
+from sennit.runtime.data.arrow_columns import check_types
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.files import find_files
 from sennit.runtime.data.order import OrderSettings
@@ -115,6 +116,8 @@ def open_stream(
         time_column=None if schema.time is None else schema.time.column,
         text=schema.text_format,
     )
+    for file in index.files:
+        check_types(file.name, schema, file.schema)
     if settings.order == "shuffled" and index.is_sequential:
         file = next(file for file in index.files if file.is_sequential)
         raise DataError(f"{file.name}: it has to be read from its beginning; allowed: --order time, or to unpack it")

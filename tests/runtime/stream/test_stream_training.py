@@ -141,6 +141,18 @@ def test_blocks_in_another_order_than_time_are_named(
     assert "s back; allowed: 0 s (--time-tolerance)" in told
 
 
+def test_a_type_that_the_schema_does_not_allow_is_named(
+    seed: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = table(seed)
+    for name, wrong in (("clicked", ["yes"] * len(rows)), ("user", [1.5] * len(rows)), ("price", ["1"] * len(rows))):
+        changed = rows.set_column(rows.column_names.index(name), name, pa.array(wrong))
+        data = write(tmp_path / name, changed)
+        told = failure(capfd, *data, *TINY, "--order", "files")
+        assert f"part-0.parquet: column {name} is " in told
+        assert "; allowed" in told
+
+
 def test_files_for_evaluation_need_no_order(seed: int, tmp_path: Path) -> None:
     """They are older than what is trained on here."""
     rows = table(seed)
