@@ -17,8 +17,7 @@ from sennit.runtime.data.order import OrderSettings
 from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.data.schema import Schema, read_schema
 from sennit.runtime.data.source import Source
-from sennit.runtime.stream.fitting import fit
-from sennit.runtime.stream.settings import StreamSettings, open_stream
+from sennit.runtime.stream.settings import StreamSettings, open_stream, opened_by_first, place_in
 from sennit.runtime.stream.source import StreamSource
 
 
@@ -70,30 +69,11 @@ class StreamLoader(Closing):
             max_steps=None,
             slices=slices,
         )
-        found = open_stream(PurePosixPath(paths[0]).name or paths[0], source, schema, settings, run)
-        rank, world_size = 0, 1
-        if dist.is_initialized():
-            rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-
-        def gather(mine: Any) -> list[Any]:
-            every: list[Any] = [mine] * world_size
-            if world_size == 1:
-                return every
-            dist.all_gather_object(every, mine, group)
-            return every
-
+        name = PurePosixPath(paths[0]).name or paths[0]
+        found = opened_by_first(lambda: open_stream(name, source, schema, settings, run), group)
         if preprocessing is None:
-            part = found.order.training_part()
-            preprocessing = fit(
-                found.order.name,
-                found.stream.index,
-                schema,
-                part,
-                found.fitted,
-                rank=rank,
-                world_size=world_size,
-                gather=gather,
-            )
+            preprocessing = found.fit(group=group)
+        rank, world_size = place_in(group)
         self.preprocessing = preprocessing
         """How files become what the model reads. A server needs it, too."""
 

@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
+
+import torch.distributed as dist
 
 from sennit.options import Option, check
 from sennit.runtime.data.arrow_columns import check_types
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.files import find_files
 from sennit.runtime.data.order import OrderSettings
+from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.data.raw_samples import RawSamples
 from sennit.runtime.data.schema import Schema
 from sennit.runtime.data.source import Source
+from sennit.runtime.stream.fitting import fit
 from sennit.runtime.stream.index import StreamIndex, index_of, open_index
 from sennit.runtime.stream.memory_file import in_memory
 from sennit.runtime.stream.order import ORDERS, STREAM_ORDER_VERSION, Interval, StreamOrder
@@ -100,6 +105,58 @@ class OpenedStream:
     stream: Stream
     order: StreamOrder
     fitted: Interval
+
+    def fit(
+        self, *, min_frequency: int = 1, known: Preprocessing | None = None, group: dist.ProcessGroup | None = None
+    ) -> Preprocessing:
+        """One pass over the training rows (`fitting.fit`). Collective over `group`, if there is a process group."""
+        rank, world_size = place_in(group)
+
+        def gather(mine: Any) -> list[Any]:
+            every: list[Any] = [mine] * world_size
+            if world_size > 1:
+                dist.all_gather_object(every, mine, group)
+            return every
+
+        return fit(
+            self.stream.name,
+            self.stream.index,
+            self.stream.schema,
+            self.order.training_part(),
+            self.fitted,
+            min_frequency=min_frequency,
+            known=known,
+            rank=rank,
+            world_size=world_size,
+            gather=gather,
+        )
+
+
+def place_in(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
+    """(rank, ranks) in `group`, or in the default group; alone without a process group."""
+    return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+
+
+def opened_by_first(opens: Callable[[], OpenedStream], group: dist.ProcessGroup | None = None) -> OpenedStream:
+    """What `opens` returns on rank 0, on every rank. Collective over `group`, if there is a process group.
+
+    Rank 0 makes the index and tells it: for text, that is a pass over all of it. Each file is compared with it when a
+    rank opens it. Raises the DataError or ConfigError of rank 0 on every rank.
+    """
+    rank, world_size = place_in(group)
+    if world_size == 1:
+        return opens()
+    told: list[Any] = [None]
+    if rank == 0:
+        try:
+            told = [opens()]
+        except (DataError, ConfigError) as error:
+            told = [error]
+    dist.broadcast_object_list(told, group=group, group_src=0)
+    found: OpenedStream | DataError | ConfigError = told[0]
+    if isinstance(found, OpenedStream):
+        return found
+    raise found
 
 
 def open_stream(

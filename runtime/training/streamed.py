@@ -4,41 +4,24 @@
 from __future__ import annotations
 
 from pathlib import PurePosixPath
-from typing import Any
 
 import torch.distributed as dist
 
 from sennit.runtime.data import sources
-from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.preprocessing import Preprocessing
-from sennit.runtime.stream.fitting import fit
-from sennit.runtime.stream.settings import OpenedStream, open_stream, short_stream
+from sennit.runtime.stream.settings import OpenedStream, open_stream, opened_by_first, short_stream
 from sennit.runtime.stream.source import StreamSource
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.rebalance import shape_of
 from sennit.runtime.training.supply import MakeSource, known_preprocessing, resumed
-from sennit.transport.errors import ConfigError
 
 
 def opened(config: TrainingConfig) -> OpenedStream:
-    """The run's stream. Raises DataError if there is none. Collective, if there is a process group.
-
-    Rank 0 makes the index and tells it: for text, that is a pass over all of it. Each file is compared with it when a
-    rank opens it.
-    """
-    if sources.is_named(config.source.data) or not dist.is_initialized() or dist.get_world_size() == 1:
+    """The run's stream. Raises DataError if there is none. Collective, if there is a process group."""
+    if sources.is_named(config.source.data):
+        # Each rank has its own in memory.
         return _opened(config)
-    told: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            told = [_opened(config)]
-        except (DataError, ConfigError) as error:
-            told = [error]
-    dist.broadcast_object_list(told, src=0)
-    found: OpenedStream | DataError | ConfigError = told[0]
-    if isinstance(found, OpenedStream):
-        return found
-    raise found
+    return opened_by_first(lambda: _opened(config))
 
 
 def _opened(config: TrainingConfig) -> OpenedStream:
@@ -57,19 +40,7 @@ def preprocessing_of(config: TrainingConfig, found: OpenedStream) -> Preprocessi
     own = resumed(config)
     if own is not None and (known := Preprocessing.read(own)) is not None:
         return known
-    here = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    return fit(
-        found.order.name,
-        found.stream.index,
-        found.stream.schema,
-        found.order.training_part(),
-        found.fitted,
-        min_frequency=config.source.min_frequency,
-        known=known_preprocessing(config),
-        rank=here[0],
-        world_size=here[1],
-        gather=_gather if here[1] > 1 else lambda mine: [mine],
-    )
+    return found.fit(min_frequency=config.source.min_frequency, known=known_preprocessing(config))
 
 
 def stream_source(
@@ -81,9 +52,3 @@ def stream_source(
 
 def stream_sources(config: TrainingConfig, found: OpenedStream, preprocessing: Preprocessing) -> MakeSource:
     return lambda: stream_source(config, found, preprocessing, rank=dist.get_rank(), world_size=dist.get_world_size())
-
-
-def _gather(mine: Any) -> list[Any]:
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    return every
