@@ -39,6 +39,15 @@ class Scale:
     mean: float
     deviation: float
 
+    @classmethod
+    def of(cls, field: DenseField, mean: float, deviation: float) -> Self:
+        """The scale of a column. A constant one, and one without any number, is left as it is."""
+        return (
+            cls(field=field, mean=0.0, deviation=1.0)
+            if deviation <= 1e-12
+            else cls(field=field, mean=mean, deviation=deviation)
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Encoding:
@@ -207,15 +216,12 @@ class Preprocessing:
 
 
 def _scale(field: DenseField, column: Tensor, is_training: Tensor) -> Scale:
-    """Fits the scale of one column. Constant columns are left as they are. Nulls are ignored."""
+    """Fits the scale of one column. Nulls are ignored."""
     values = column[is_training].to(torch.float64)
     values = values[~torch.isnan(values)]
     if not len(values):
-        return Scale(field=field, mean=0.0, deviation=1.0)
-    mean, deviation = float(values.mean()), float(values.std(unbiased=False))
-    if deviation <= 1e-12:
-        mean, deviation = 0.0, 1.0
-    return Scale(field=field, mean=mean, deviation=deviation)
+        return Scale.of(field, 0.0, 0.0)
+    return Scale.of(field, float(values.mean()), float(values.std(unbiased=False)))
 
 
 def _described(parts: Iterable[Feature | Encoding]) -> tuple[str, ...]:
@@ -233,11 +239,15 @@ def _encoding(
 ) -> Encoding:
     if feature.dictionary is None:
         return encoding_of(feature, np.empty(0, np.int64), np.empty(0, np.int64), known)
+    return encoding_of(feature, feature.dictionary, frequency_of(feature, is_training), known)
+
+
+def frequency_of(feature: Feature, is_training: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """How often the samples where `is_training`, bool [N], is True have each value of the feature's dictionary."""
+    assert feature.dictionary is not None
     cut = feature.cut()
-    counts = is_training if cut.offsets is None else np.repeat(is_training, cut.lengths)
-    codes = cut.values[counts]
-    frequency = np.bincount(codes[codes >= 0], minlength=len(feature.dictionary))
-    return encoding_of(feature, feature.dictionary, frequency, known)
+    codes = cut.values[is_training if cut.offsets is None else np.repeat(is_training, cut.lengths)]
+    return np.bincount(codes[codes >= 0], minlength=len(feature.dictionary))
 
 
 def encoding_of(

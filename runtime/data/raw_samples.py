@@ -123,6 +123,12 @@ class Feature:
         used = lengths if self.first is None else np.minimum(lengths, self.first)
         return int(used.sum()) / max(1, len(used))
 
+    def at_least(self, min_frequency: int) -> Feature:
+        """The feature with this least frequency of a value, if it has a dictionary and none of its own."""
+        if self.dictionary is None or self.min_frequency is not None:
+            return self
+        return replace(self, min_frequency=min_frequency)
+
     def cut(self) -> Feature:
         """The feature with only the ids that are used."""
         if self.first is None or self.offsets is None:

@@ -45,8 +45,7 @@ class Column:
     @classmethod
     def bags(cls, name: str, row_count: int, ids: IntArray, lengths: IntArray) -> Column:
         """A column with `lengths[i]` ids for sample i."""
-        offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
-        torch.cumsum(torch.from_numpy(lengths.astype(np.int64)), 0, out=offsets[1:])
+        offsets = offsets_of(torch.from_numpy(lengths.astype(np.int64)))
         if int(offsets[-1]) != len(ids):
             raise DataError(f"table {name}: lengths add up to {int(offsets[-1])}, but there are {len(ids)} ids")
         return cls(name=name, row_count=row_count, values=_ids(name, row_count, ids), offsets=offsets)
@@ -76,6 +75,13 @@ class Column:
         bag_start = torch.cumsum(lengths, 0) - lengths
         position = torch.arange(int(lengths.sum())) + torch.repeat_interleave(begin - bag_start, lengths)
         return lengths.to(torch.int32), self.values[position].to(torch.int64)
+
+
+def offsets_of(lengths: Tensor) -> Tensor:
+    """Int64 [N + 1] of int64 [N] lengths: where each sample's ids begin, and where the last ones end."""
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return offsets
 
 
 def _ids(name: str, row_count: int, ids: IntArray) -> Tensor:

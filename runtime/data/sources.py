@@ -102,15 +102,7 @@ def load(source: Source, *, seed: int) -> RawSamples:
             f"--min-frequency {source.min_frequency}, but no column of {source.data} has a dictionary; allowed: with "
             "encode = 'dictionary', whose values are counted"
         )
-    return replace(
-        raw,
-        features=tuple(
-            replace(feature, min_frequency=source.min_frequency)
-            if feature.dictionary is not None and feature.min_frequency is None
-            else feature
-            for feature in raw.features
-        ),
-    )
+    return replace(raw, features=tuple(feature.at_least(source.min_frequency) for feature in raw.features))
 
 
 def _load_named(source: Source, seed: int) -> RawSamples:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from sennit.runtime.data.arrow_columns import Piece, raw_samples
 from sennit.runtime.data.packages import require
-from sennit.runtime.data.preprocessing import Preprocessing, Scale, encoding_of
+from sennit.runtime.data.preprocessing import Preprocessing, Scale, encoding_of, frequency_of
 from sennit.runtime.data.raw_samples import Feature, RawSamples, Values
 from sennit.runtime.data.schema import Schema
 from sennit.runtime.stream.index import StreamIndex
@@ -102,13 +102,12 @@ def fit(
     allow, on the rank that has met them.
     """
     begin, end = part.rows(numbers)
-    first = int(np.searchsorted(index.ends, begin, side="right"))
-    last = int(np.searchsorted(index.ends, end, side="left"))
+    first, last = index.block_of(begin), index.block_of(end - 1)
     moments: dict[int, Moments] = {}
     frequencies = [Frequencies() for _ in schema.sparse]
     about = _about(name, index, schema)
     for block in range(first + rank, last + 1, world_size):
-        block_begin = int(index.ends[block - 1]) if block else 0
+        block_begin = index.begin_of(block)
         for place, rows in index.read(max(begin, block_begin), min(end, int(index.ends[block])), schema.columns):
             raw = raw_samples(name, [Piece(rows, place)], schema)
             row = block_begin + place.row
@@ -120,12 +119,7 @@ def fit(
     every = gather((moments, [counted.total() for counted in frequencies]))
     by_block = dict(sorted(itertools.chain.from_iterable(moments.items() for moments, _ in every)))
     total = _merged(by_block.values(), len(about.dense_fields))
-    features = [
-        replace(feature, min_frequency=min_frequency)
-        if feature.dictionary is not None and feature.min_frequency is None
-        else feature
-        for feature in about.features
-    ]
+    features = [feature.at_least(min_frequency) for feature in about.features]
     if known is not None:
         known.check_features(replace(about, features=tuple(features)))
     encodings = []
@@ -150,9 +144,7 @@ def _about(name: str, index: StreamIndex, schema: Schema) -> RawSamples:
 def _count(feature: Feature, is_part: npt.NDArray[np.bool_], counted: Frequencies) -> None:
     if feature.dictionary is None:
         return
-    cut = feature.cut()
-    codes = cut.values[is_part if cut.offsets is None else np.repeat(is_part, cut.lengths)]
-    frequency = np.bincount(codes[codes >= 0], minlength=len(feature.dictionary))
+    frequency = frequency_of(feature, is_part)
     there = frequency > 0
     counted.add(feature.dictionary[there], frequency[there])
 
@@ -165,12 +157,8 @@ def _merged(parts: Iterable[Moments], columns: int) -> Moments:
 
 
 def _scales(about: RawSamples, total: Moments) -> tuple[Scale, ...]:
-    """Constant columns are left as they are, and so are those without any number."""
-    made = []
-    for field, count, mean, squares in zip(about.dense_fields, total.count, total.mean, total.squares, strict=True):
-        deviation = float(np.sqrt(squares / count)) if count else 0.0
-        is_constant = deviation <= 1e-12
-        made.append(
-            Scale(field=field, mean=0.0 if is_constant else float(mean), deviation=1.0 if is_constant else deviation)
-        )
-    return tuple(made)
+    deviations = np.sqrt(total.squares / np.maximum(total.count, 1))
+    return tuple(
+        Scale.of(field, float(mean), float(deviation))
+        for field, mean, deviation in zip(about.dense_fields, total.mean, deviations, strict=True)
+    )

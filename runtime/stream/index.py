@@ -94,9 +94,9 @@ class StreamIndex:
         """Where a row of the stream is. Raises IndexError for a row that there is not."""
         if not 0 <= row < self.sample_count:
             raise IndexError(f"row {row}; allowed: [0, {self.sample_count})")
-        number = self._block_of(row)
+        number = self.block_of(row)
         file, block = self._locate(number)
-        return Place(file, block, row - self._begin(number))
+        return Place(file, block, row - self.begin_of(number))
 
     def read(self, begin: int, end: int, columns: Sequence[str]) -> Iterator[tuple[Place, Any]]:
         """Yields rows [begin, end) of the stream in order, as `pyarrow.RecordBatch`es, with the place of their first.
@@ -107,8 +107,8 @@ class StreamIndex:
         if not 0 <= begin <= end <= self.sample_count:
             raise IndexError(f"rows [{begin}, {end}); allowed: in [0, {self.sample_count})")
         while begin < end:
-            number = self._block_of(begin)
-            first, until = self._begin(number), min(end, int(self.ends[number]))
+            number = self.block_of(begin)
+            first, until = self.begin_of(number), min(end, int(self.ends[number]))
             file, block = self._locate(number)
             for batch in file.read(block, columns, begin=begin - first):
                 place = Place(file, block, begin - first)
@@ -132,7 +132,7 @@ class StreamIndex:
         file, own = self._locate(block)
         return file.span(own, self.time_column)
 
-    def _block_of(self, row: int) -> int:
+    def block_of(self, row: int) -> int:
         """The block of a row, which is never an empty one."""
         return int(np.searchsorted(self.ends, row, side="right"))
 
@@ -141,7 +141,8 @@ class StreamIndex:
         file = int(np.searchsorted(self.file_ends, number, side="right"))
         return self.files[file], number - (int(self.file_ends[file - 1]) if file else 0)
 
-    def _begin(self, number: int) -> int:
+    def begin_of(self, number: int) -> int:
+        """The first row of a block."""
         return int(self.ends[number - 1]) if number else 0
 
     def _typed(self, batch: Any, columns: Sequence[str], place: Place) -> Any:

@@ -9,8 +9,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from sennit.closing import Closing
 from sennit.runtime.stream.index import Place, StreamIndex
 
@@ -45,10 +43,9 @@ class Reader(Closing):
 
     def read(self, begin: int, end: int) -> Iterator[tuple[int, Place, Any]]:
         """Yields rows [begin, end), as (first row, its place, rows). Raises DataError for rows that cannot be read."""
-        ends = self._index.ends
         while begin < end:
-            block = int(np.searchsorted(ends, begin, side="right"))
-            until = min(end, int(ends[block]))
+            block = self._index.block_of(begin)
+            until = min(end, int(self._index.ends[block]))
             yield from self._read_block(block, begin, until)
             begin = until
 

@@ -21,7 +21,7 @@ from sennit.runtime.data.batch_source import IdCounter
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.preprocessing import Preprocessing
-from sennit.runtime.data.samples import Column, Samples
+from sennit.runtime.data.samples import Column, Samples, offsets_of
 from sennit.runtime.data.schema import Schema
 from sennit.runtime.stream.encoder import Encoder
 from sennit.runtime.stream.index import StreamIndex
@@ -125,7 +125,7 @@ class StreamSource:
         return joined(parts) if parts else _none_of(self._sample)
 
     def _first_rows(self, index: StreamIndex) -> Samples:
-        _, place, rows = next(self._reader.read(0, int(index.ends[np.searchsorted(index.ends, 0, side="right")])))
+        _, place, rows = next(self._reader.read(0, int(index.ends[index.block_of(0)])))
         return self._encoder.encode(rows, place)
 
     def sample(self) -> Samples | None:
@@ -173,9 +173,7 @@ def _joined(columns: Sequence[Column]) -> Column:
     if all(column.offsets is None for column in columns):
         return replace(columns[0], values=values)
     lengths = torch.cat([column.lengths for column in columns])
-    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
-    torch.cumsum(lengths, 0, out=offsets[1:])
-    return replace(columns[0], values=values, offsets=offsets)
+    return replace(columns[0], values=values, offsets=offsets_of(lengths))
 
 
 def _none_of(samples: Samples) -> Samples:

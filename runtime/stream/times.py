@@ -119,7 +119,7 @@ class Times:
         if low == len(self._blocks):
             return self._row_count
         block = self._blocks[low]
-        begin = int(self._index.ends[block - 1]) if block else 0
+        begin = self._index.begin_of(block)
         times = np.maximum.accumulate(self._times_of(block))
         return begin + int(np.searchsorted(times, moment_s, side="left"))
 
@@ -161,8 +161,8 @@ class Times:
         return [block for block in found.tolist() if self._index.ends[block] <= self._row_count]
 
     def _time_of(self, row: int) -> float:
-        block = int(np.searchsorted(self._index.ends, row, side="right"))
-        begin = int(self._index.ends[block - 1]) if block else 0
+        block = self._index.block_of(row)
+        begin = self._index.begin_of(block)
         return float(self._times_of(block)[row - begin])
 
     @lru_cache(maxsize=4096)  # noqa: B019 - as many as there are blocks, and as long as the run
@@ -175,7 +175,7 @@ class Times:
 
     @lru_cache(maxsize=2)  # noqa: B019
     def _times_of(self, block: int) -> npt.NDArray[np.float64]:
-        begin = int(self._index.ends[block - 1]) if block else 0
+        begin = self._index.begin_of(block)
         pieces = self._index.read(begin, int(self._index.ends[block]), [self._column])
         return np.concatenate([self._seconds(place, rows) for place, rows in pieces])
 
@@ -204,17 +204,15 @@ class Times:
 
     def _check_blocks(self) -> None:
         """Looks at what formats know. Other blocks are checked as they are read."""
-        latest: tuple[int, float] | None = None
+        latest_s = -math.inf
         for block in self._blocks:
             known = self._index.time_span(block)
             if known is None:
                 continue
             first, last = (value * self._unit_s for value in known)
-            if latest is not None and first < latest[1] - self._tolerance_s:
-                place = self._index.place(int(self._index.ends[block - 1]))
-                raise self._backwards(place, first, latest[1])
-            if latest is None or last > latest[1]:
-                latest = block, last
+            if first < latest_s - self._tolerance_s:
+                raise self._backwards(self._index.place(self._index.begin_of(block)), first, latest_s)
+            latest_s = max(latest_s, last)
 
     def _backwards(self, place: Place, time_s: float, before_s: float) -> DataError:
         return DataError(
