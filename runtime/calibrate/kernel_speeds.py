@@ -48,7 +48,8 @@ from sennit.runtime.planner.constants import (
 )
 from sennit.runtime.planner.one_thread import one_thread
 from sennit.runtime.sharded import Features, PhaseClock, ShardedEmbeddingBags, Table
-from sennit.runtime.sharded.batch_parts import dealt, joined
+from sennit.runtime.sharded.batch_parts import joined
+from sennit.runtime.sharded.dealing import dealt
 from sennit.runtime.sharded.replicated import SparseAllReduce
 from sennit.runtime.sharded.shards import Shards
 from sennit.runtime.sharded.slices import Slices
@@ -231,7 +232,7 @@ def _ids() -> Ids:
     bags, length, shards = 4_096, 16, 8
     values = torch.randint(100_000, (bags * length,), generator=torch.Generator().manual_seed(2))
     lengths = torch.full((bags,), length, dtype=torch.int32)
-    borders = [100_000 * shard // shards for shard in range(shards + 1)]
+    table = Table(name="dealt", rows=100_000, dim=1, row_shards=shards)
 
     def packed() -> object:
         values.aminmax()
@@ -240,7 +241,7 @@ def _ids() -> Ids:
     ones = torch.ones(bags, dtype=torch.int32)
     short = values[:bags].contiguous()
     pack, deal, deal_short = _time(
-        [packed, lambda: dealt(lengths, values, borders), lambda: dealt(ones, short, borders)], flushes=True
+        [packed, lambda: dealt(table, lengths, values), lambda: dealt(table, ones, short)], flushes=True
     )
     dealt_id_s = max(deal - deal_short, 0.0) / (len(values) - len(short))
     return Ids(

@@ -17,6 +17,8 @@ from sennit.runtime.kernels.checks import check_lengths
 from sennit.transport.errors import ArgumentError
 
 ENTRY_BYTES: Final = 16
+_COUNT_MAX: Final = (1 << 32) - 1
+
 STEPS_MAX: Final = (1 << 32) - 1
 """Training batches that a directory can count."""
 
@@ -86,14 +88,15 @@ class IdDirectory:
         """Int64 [rows]: how often each row was looked up for training."""
         return self.entries[:, 1] >> 32 & STEPS_MAX
 
-    def find(self, ids: Tensor, step: int = 0) -> tuple[Tensor, int]:
+    def find(self, ids: Tensor, step: int = 0, *, once: bool = False) -> tuple[Tensor, int]:
         """Int64 [n]: the row of each of `ids`, int64 [n], or -1; and how many have none.
 
         `step`: that of a training batch, from 1 and rising, which counts and dates the rows. 0: of no training batch.
+        `once`: a row counts once in a step, however often it is there.
         """
         ids = ids.contiguous()
         rows = torch.empty(len(ids), dtype=torch.int64)
-        return rows, self._native.find(ids.data_ptr(), len(ids), rows.data_ptr(), step)
+        return rows, self._native.find(ids.data_ptr(), len(ids), rows.data_ptr(), step, once)
 
     def admit(self, ids: Tensor, counts: Tensor, step: int) -> Tensor:
         """Gives rows to `ids`, int64 [n], distinct and none of them known: int64 [n]. `counts`: int32 [n].
@@ -107,16 +110,22 @@ class IdDirectory:
         self._native.admit(ids.data_ptr(), len(ids), counts.data_ptr(), step, rows.data_ptr())
         return rows
 
+    def count(self, rows: Tensor, counts: Tensor, step: int) -> Tensor:
+        """Counts `counts` more for rows in use, each given once, and dates them. Int64 [n]: what they had before."""
+        before = self.counts[rows]
+        total = (before + counts).clamp(max=_COUNT_MAX)
+        self.entries[rows, 1] = total << 32 | step
+        return before
+
     def victims(self, count: int, policy: Eviction, step: int, scores: Tensor | None = None) -> Tensor:
-        """Int64, rising: the `count` rows that go first; fewer if there are no more. None that was in batch `step`.
+        """Int64, rising: the `count` rows that go first; fewer if there are no more. None that was in batch `step`
+        or a later one.
 
         `scores`: float64 [rows], in place of `policy`; the lowest go first. Ties go by age, and then by id.
         """
         keys = None if scores is None else scores.to(torch.float64).contiguous()
         address = 0 if keys is None else keys.data_ptr()
-        return torch.tensor(
-            self._native.victims(count, _POLICIES.index(policy), step, address), dtype=torch.int64
-        )
+        return torch.tensor(self._native.victims(count, _POLICIES.index(policy), step, address), dtype=torch.int64)
 
     def evict(self, rows: Tensor) -> None:
         """Frees rows, int64 [n], that are in use."""
@@ -154,6 +163,14 @@ def split_ids(lengths: Tensor, values: Tensor, shards: int) -> tuple[Tensor, Ten
     return of_shards, dealt
 
 
+def shards_of_ids(values: Tensor, shards: int) -> Tensor:
+    """Int64 [n]: the row shard of each of `values`, int64 [n]."""
+    values = values.contiguous()
+    found = torch.empty_like(values)
+    _kernels.shards_of_ids(values.data_ptr(), len(values), shards, found.data_ptr())
+    return found
+
+
 def initial_rows(ids: Tensor, *, first_column: int, columns: int, seed: int, stream: int, bound: float) -> Tensor:
     """Float32 [ids, columns], uniform in [-bound, bound): a function of `seed`, `stream`, id and column alone.
 
@@ -161,7 +178,5 @@ def initial_rows(ids: Tensor, *, first_column: int, columns: int, seed: int, str
     """
     ids = ids.contiguous()
     rows = torch.empty(len(ids), columns)
-    _kernels.initial_rows(
-        ids.data_ptr(), len(ids), first_column, columns, seed, stream, bound, rows.data_ptr()
-    )
+    _kernels.initial_rows(ids.data_ptr(), len(ids), first_column, columns, seed, stream, bound, rows.data_ptr())
     return rows

@@ -88,6 +88,10 @@ class ShardSpec:
     stream_name: str | None = None
     """The name that random numbers depend on, if not `name`. Parts of one table share it."""
 
+    directories: tuple[str, ...] = ()
+    """The names of the states that say which row has which id, int64 [row_count, 2] each (`id_directory`). Only dynamic
+    tables have some."""
+
     def __post_init__(self) -> None:
         for field, low, high in (
             ("row_count", 0, MAX_ROW_COUNT),

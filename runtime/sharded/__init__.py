@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from sennit.runtime.sharded.slices import Slices as Slices
     from sennit.runtime.sharded.tables import Bounds as Bounds
     from sennit.runtime.sharded.tables import Decay as Decay
+    from sennit.runtime.sharded.tables import DynamicIds as DynamicIds
+    from sennit.runtime.sharded.tables import Eviction as Eviction
     from sennit.runtime.sharded.tables import Home as Home
     from sennit.runtime.sharded.tables import Homes as Homes
     from sennit.runtime.sharded.tables import Optimizer as Optimizer
@@ -66,6 +68,8 @@ __getattr__ = exporter(
         "Slices": "slices",
         "Bounds": "tables",
         "Decay": "tables",
+        "DynamicIds": "tables",
+        "Eviction": "tables",
         "Home": "tables",
         "Homes": "tables",
         "Optimizer": "tables",

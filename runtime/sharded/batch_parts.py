@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a batch: put together, put in another order, dealt to row shards."""
+"""Parts of a batch: put together, and put in another order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from sennit.runtime.kernels.batch import Batch, sums_of_runs
-from sennit.runtime.kernels.ids import split_rows
 from sennit.runtime.kernels.spec import Pooling
 
 _HOST: Final = torch.device("cpu")
@@ -54,27 +53,3 @@ def chosen_blocks(batch: Batch, gradient: Tensor, places: Sequence[int], dims: S
         pooling=batch.pooling,
     )
     return part, of(gradient, sizes)
-
-
-def dealt(
-    lengths: Tensor, values: Tensor, borders: Sequence[int], weights: Tensor | None = None
-) -> list[tuple[Tensor, Tensor, Tensor | None]]:
-    """Deals the ids of a table's bags to its row shards, with their weights.
-
-    Each row shard gets lengths [bags], ids within the shard in the order of the bags, and their weights.
-
-    `borders` [shards + 1] rise from 0 to the table's rows. Ids are in range.
-    """
-    of_shards, ids = split_rows(lengths, values, borders)
-    counts = of_shards.sum(1).tolist()
-    own: Sequence[Tensor | None] = [None] * len(counts)
-    if weights is not None:
-        own = torch.split(weights[dealt_order(values, borders)[0]], counts)
-    return list(zip(of_shards, torch.split(ids, counts), own, strict=True))
-
-
-def dealt_order(values: Tensor, borders: Sequence[int]) -> tuple[Tensor, list[int]]:
-    """The place of each dealt id in `values`, shard after shard, and the number of ids of each shard."""
-    shard = torch.bucketize(values.to(torch.int64), torch.tensor(borders[1:-1], dtype=torch.int64), right=True)
-    counts: list[int] = torch.bincount(shard, minlength=len(borders) - 1).tolist()
-    return torch.sort(shard, stable=True).indices, counts

@@ -14,6 +14,7 @@ from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.layout import ShardMemory
 from sennit.runtime.kernels.spec import ShardSpec
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
+from sennit.runtime.sharded.dynamic import DynamicShards, with_spare_rows
 from sennit.runtime.sharded.features import features_of
 from sennit.runtime.sharded.files import TableFiles, TableStore, layouts_of
 from sennit.runtime.sharded.initial import fill, fill_train
@@ -86,6 +87,8 @@ class Engines:
         tables, first = settings.tables, settings.tables[numbers[0]]
         specs = [shard_spec(tables, shard) for shard in shards]
 
+        is_dynamic = any(spec.directories for spec in specs)
+
         def made(specs: Sequence[ShardSpec], memory: Sequence[ShardMemory | None] | None = None) -> EmbeddingEngine:
             if kept is not None:
                 found = memory or [None] * len(specs)
@@ -104,7 +107,7 @@ class Engines:
                 if isinstance(spec, TensorTrainSpec):
                     cores = [engine.weight(core.name) for core in spec.cores]
                     fill_train(spec, cores, tables[shards[number].table], seed=settings.seed)
-                elif memory is None or memory[number] is None:
+                elif not spec.directories and (memory is None or memory[number] is None):
                     fill(engine.weight(spec.name), tables, shards[number], seed=settings.seed)
             return engine
 
@@ -115,12 +118,15 @@ class Engines:
             return settings.wire.phase("wait for rows")
 
         number_of, of_shard = {shard: number for number, shard in enumerate(shards)}, [shard.table for shard in shards]
-        layouts = {} if files is None else layouts_of(tables, shards, settings.homes)
-        if files is None or not layouts:
-            return Shards(made(specs), of_shard), number_of
         state = None
         if kept is not None:
             state = {key: tensor for held in kept.values() for key, tensor in tensors_of(held).items()}
+        if is_dynamic:
+            engine = made([with_spare_rows(spec) for spec in specs])
+            return DynamicShards(engine, tables, shards, specs, seed=settings.seed, state=state), number_of
+        layouts = {} if files is None else layouts_of(tables, shards, settings.homes)
+        if files is None or not layouts:
+            return Shards(made(specs), of_shard), number_of
         return StoredShards(specs, layouts, first.optimizer, files, filled, made, waiting, state, of_shard), number_of
 
     @property
@@ -190,21 +196,26 @@ class Engines:
 
 
 def _memory(spec: ShardSpec, kept: Mapping[str, Held]) -> ShardMemory | None:
-    """The memory that a shard has; None if it is new here, or a tensor train."""
+    """The memory that a shard has; None if it is new here, or a tensor train, or has spare rows."""
     held = kept.get(spec.name)
-    if held is None or isinstance(spec, TensorTrainSpec):
+    if held is None or spec.directories or isinstance(spec, TensorTrainSpec):
         return None
     return ShardMemory(spec=spec, weight=held.weight, states=held.states)
 
 
 def engines_of(settings: Settings, kept: Mapping[str, Held] | None = None) -> list[Engines]:
-    """The engines of all groups, in order. A group's tables on the device come before its tables in host memory."""
-    return [
-        Engines(settings, group, numbers, kept)
-        for group, whole in enumerate(groups_of(settings.tables))
-        for is_on_host in (False, True)
-        if (numbers := [one for one in whole if settings.homes.is_on_host(settings.tables[one]) == is_on_host])
-    ]
+    """The engines of all groups, in order.
+
+    A group's tables on the device come before its tables in host memory, and dynamic tables have engines of their own.
+    """
+    found = []
+    for group, whole in enumerate(groups_of(settings.tables)):
+        kinds: dict[tuple[bool, bool], list[int]] = {}
+        for number in whole:
+            table = settings.tables[number]
+            kinds.setdefault((settings.homes.is_on_host(table), table.ids is not None), []).append(number)
+        found += [Engines(settings, group, kinds[kind], kept) for kind in sorted(kinds)]
+    return found
 
 
 def with_files(settings: Settings, store: TableStore) -> Settings:

@@ -280,7 +280,7 @@ def _within_bounds(ids: Outgoing, tables: Sequence[Table], features: Sequence[tu
         weights = list(torch.split(ids.weights, ids.counts))
     for place, (name, number) in enumerate(features):
         table, own = tables[number], values[place]
-        if not len(own):
+        if not len(own) or table.ids is not None:
             continue
         low, high = (int(bound) for bound in own.aminmax())
         if low >= 0 and high < table.rows:

@@ -109,7 +109,7 @@ class TableHandle:
             given = f"{ids.dtype} of shape {tuple(ids.shape)}"
             return ArgumentError(f"ids are {given}; allowed: int32 or int64, one dimension")
         outside = ids[(ids < 0) | (ids >= self.rows)]
-        if len(outside):
+        if len(outside) and self._table.ids is None:
             return IdError(f"id {int(outside[0])}; table {self.name} has rows 0 to {self.rows - 1}")
         return None
 

@@ -120,8 +120,10 @@ class Passes:
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether a batch may be looked up before its step. Not with files: they are copied while no rows are used."""
-        return self._run is not None and not self._steps.has_files
+        """Whether a batch may be looked up before its step. Not with files: they are copied while no rows are used. Not
+        with dynamic tables: which rows are given up depends on the steps before.
+        """
+        return self._run is not None and not self._steps.has_files and not self._steps.has_dynamic
 
     def told(self) -> Told:
         """What this rank tells all others in the call that begins now. It counts steps from here on."""
@@ -145,6 +147,9 @@ class Passes:
         steps, weights = self._steps, sent.weights
         self._check_pass()
         has_backward = torch.is_grad_enabled() and not (weights is None and steps.optimizer.are_frozen)
+        if has_backward and steps.has_dynamic:
+            rates = steps.optimizer.rates()
+            sent.trained = frozenset(number for number, rate in enumerate(rates) if rate is not None)
         if self._run is not None and weights is None and has_backward:
             return self._pending(self._called(sent), self._run)
         self.finish()

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from sennit.runtime.kernels.spec import Pooling
-from sennit.runtime.sharded.batch_parts import dealt, dealt_order, joined
+from sennit.runtime.sharded.batch_parts import joined
+from sennit.runtime.sharded.dealing import dealt, dealt_order
 from sennit.runtime.sharded.engines import Settings
 from sennit.runtime.sharded.exchange import Exchange, Given, Ready
 from sennit.runtime.sharded.features import Outgoing, features_of
@@ -69,7 +70,7 @@ class PooledExchange(Exchange[PooledArrived]):
             sums=len(set(self._floats(self._routes.sums))) == 1,
             gradients=len(set(self._floats(self._routes.gradients))) == 1,
         )
-        wide = any(self._table_of[feature].rows > 1 << 31 for feature in self._features)
+        wide = any(self._table_of[feature].has_wide_ids for feature in self._features)
         self._id_dtype = torch.int64 if wide else torch.int32
         self._codec = wire.codec_of(
             table.column_range(column).size
@@ -99,7 +100,7 @@ class PooledExchange(Exchange[PooledArrived]):
             if table.row_shards == 1:
                 by_part[Part(feature, 0)] = (lengths, values_of[feature], weights)
                 continue
-            for row, part in enumerate(dealt(lengths, values_of[feature], table.row_borders, weights)):
+            for row, part in enumerate(dealt(table, lengths, values_of[feature], weights)):
                 by_part[Part(feature, row)] = part
         chosen = [[by_part[part] for part in parts] for parts in self._routes.parts]
         flat = [part for parts in chosen for part in parts]
@@ -204,7 +205,7 @@ class PooledExchange(Exchange[PooledArrived]):
         order_of: dict[int, Tensor] = {}
         counts: dict[Part, int] = {}
         for feature in self._features:
-            order_of[feature], of_rows = dealt_order(values_of[feature], self._table_of[feature].row_borders)
+            order_of[feature], of_rows = dealt_order(self._table_of[feature], values_of[feature])
             counts |= {Part(feature, row): count for row, count in enumerate(of_rows)}
         blocks = [blocks_of(sums, self._tables) for sums in self._routes.sums]
         sizes = [[counts[Part(block.feature, block.shard.row)] for block in of_rank] for of_rank in blocks]

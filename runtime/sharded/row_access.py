@@ -11,7 +11,8 @@ from torch import Tensor
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.spec import Pooling
 from sennit.runtime.sharded.agreement import exchange_headers, rows_on_all
-from sennit.runtime.sharded.batch_parts import dealt_order, joined
+from sennit.runtime.sharded.batch_parts import joined
+from sennit.runtime.sharded.dealing import dealt_order
 from sennit.runtime.sharded.shards import Announced, Shards
 from sennit.runtime.sharded.table_steps import TableSteps, Told
 from sennit.runtime.sharded.tables import Shard
@@ -37,7 +38,7 @@ class RowAccess:
         table, slices, wire = steps.tables[number], steps.slices, steps.wire
         self._table, self._wire, self._steps = table, wire, steps
         placement = steps.engines[0].settings.placement
-        order, own_counts = dealt_order(ids, table.row_borders)
+        order, own_counts = dealt_order(table, ids)
         self._places = torch.split(order, own_counts)
         call = {"call": f"{'set_rows' if writes else 'get_rows'} of table {table.name}"}
         alike = steps.alike(told) | call
@@ -53,11 +54,13 @@ class RowAccess:
 
         self._asked = [blocks(slices.rank, owner) for owner in range(slices.world_size)]
         self._taken = [blocks(asker, slices.rank) for asker in range(slices.world_size)]
-        sent = [ids[self._places[one.row]] - table.row_range(one.row).low for part in self._asked for one, _ in part]
+        sent = [ids[self._places[one.row]] - table.id_of_first_row(one.row) for part in self._asked for one, _ in part]
         arrived = wire.all_to_all("ids", joined(sent, torch.int64), _rows(self._taken), _rows(self._asked))
         self._shards, self._number_of = _holding(steps, number)
         self._announced = self._announce(arrived)
-        if steps.has_files:
+        if writes:
+            self._announced.trained = frozenset({number})
+        if steps.has_files or table.ids is not None:
             try:
                 rows_on_all(lambda: self._shards.fetch(self._announced), wire.group)
             except Exception:

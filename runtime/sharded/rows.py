@@ -9,8 +9,9 @@ Ids, rows and sums travel in one order: destination, node of the asking rank, pa
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -18,11 +19,13 @@ from torch import Tensor
 
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.engine import EmbeddingEngine
+from sennit.runtime.kernels.id_directory import shards_of_ids
 from sennit.runtime.kernels.ids import distinct as distinct_rows
 from sennit.runtime.kernels.layout import ShardMemory
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
-from sennit.runtime.kernels.spec import Pooling, ShardSpec
+from sennit.runtime.kernels.spec import MAX_ROW_COUNT, Pooling, ShardSpec
 from sennit.runtime.sharded.batch_parts import joined
+from sennit.runtime.sharded.dealing import by_shard
 from sennit.runtime.sharded.engines import Settings
 from sennit.runtime.sharded.exchange import Arrived, Exchange, Given, Ready
 from sennit.runtime.sharded.features import Outgoing, features_of
@@ -142,7 +145,7 @@ class RowExchange(Exchange[RowsArrived]):
         )
         asked = [part.tolist() for part in torch.split(own, sizes)]
         wanted = [
-            nodes[node].distinct[part.table][start:end] - self._tables[part.table].row_range(part.row).low
+            nodes[node].distinct[part.table][start:end] - self._tables[part.table].id_of_first_row(part.row)
             for peer in self._world
             for node, part, start, end in self._requests(nodes, peer)
         ]
@@ -222,10 +225,21 @@ class RowExchange(Exchange[RowsArrived]):
         distinct, places, borders = {}, {}, {}
         for table, values_of in of_table.items():
             spec = self._tables[table]
+            if spec.ids is not None:
+                distinct[table], places[table], borders[table] = _dealt_ids(torch.cat(values_of), spec.row_shards)
+                continue
             rows, places[table] = distinct_rows(torch.cat(values_of))
             distinct[table] = rows
             starts = torch.tensor(spec.row_borders)
             borders[table] = torch.searchsorted(rows, starts).tolist()
+        if any(self._tables[table].ids is not None for table in of_table):
+            # Sums of rows need numbers, and ids of a dynamic table are none: their places among the distinct ones are.
+            rows_of = {
+                table: iter(own if self._tables[table].ids is None else torch.split(places[table], list(map(len, own))))
+                for table, own in of_table.items()
+            }
+            parts = [next(rows_of[self._numbers[number]]) for number in lookups.batch.table_of_block]
+            lookups = replace(lookups, batch=replace(lookups.batch, values=joined(parts, torch.int64)))
         return Node(lookups=lookups, distinct=distinct, borders=borders, places=places)
 
     def _requests(self, nodes: Sequence[Node], rank: int) -> Iterator[tuple[int, Part, int, int]]:
@@ -300,6 +314,17 @@ class RowExchange(Exchange[RowsArrived]):
         return rows
 
 
+def _dealt_ids(values: Tensor, shards: int) -> tuple[Tensor, Tensor, list[int]]:
+    """The distinct ids of a dynamic table by row shard, rising in each; where each value is among them; and where each
+    shard begins, with the end of the last one.
+    """
+    ids, inverse = torch.unique(values.to(torch.int64), return_inverse=True)
+    order, counts = by_shard(shards_of_ids(ids, shards), shards)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order))
+    return ids[order], place[inverse], [0, *itertools.accumulate(counts)]
+
+
 def slice_ranges(slices: Slices, sizes: Sequence[int]) -> list[list[tuple[int, int, int]]]:
     """This rank's slices by node: the number of each, and the range of its samples among the rank's samples.
 
@@ -314,12 +339,11 @@ def slice_ranges(slices: Slices, sizes: Sequence[int]) -> list[list[tuple[int, i
 
 def summer(settings: Settings, numbers: Sequence[int]) -> EmbeddingEngine:
     """An engine that can sum gradients of these tables' rows. It has no rows."""
-    specs = [
-        ShardSpec(
-            name=settings.tables[table].name, row_count=settings.tables[table].rows, dim=settings.tables[table].dim
-        )
-        for table in numbers
-    ]
+    specs = []
+    for table in (settings.tables[number] for number in numbers):
+        # A batch may have more ids than a dynamic table has rows.
+        count = table.rows if table.ids is None else MAX_ROW_COUNT
+        specs.append(ShardSpec(name=table.name, row_count=count, dim=table.dim))
     return EmbeddingEngine(
         specs,
         OptimizerSpec(kind=Optimizer.SGD),

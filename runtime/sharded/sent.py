@@ -99,6 +99,9 @@ class Sent:
         self.weights = weights
         """The weights of this rank's ids, if they require gradients."""
 
+        self.trained: frozenset[int] = frozenset()
+        """The tables whose rows it will update, if it is looked up with gradients."""
+
         self.lookup: Running | None = None
         """The lookup of this batch, if another thread has begun it before the call."""
 

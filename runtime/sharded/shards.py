@@ -32,7 +32,7 @@ class Held:
     """[rows, columns] in the table's precision. The table's own memory, or a copy if rows are in a file."""
 
     states: dict[str, Tensor]
-    """The states of the optimizer, float32."""
+    """The states of the optimizer, float32; and the directories of a dynamic table, int64 [rows, 2]."""
 
 
 class Announced:
@@ -41,6 +41,9 @@ class Announced:
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
         """The lookups as the engine takes them, once `Shards.fetch` has returned."""
+
+        self.trained: frozenset[int] = frozenset()
+        """The tables of the model whose rows this batch will update: `fetch` gives rows to new ids of dynamic ones."""
 
 
 class Expected(NamedTuple):
@@ -172,6 +175,8 @@ def expected(spec: ShardSpec, optimizer: OptimizerSpec) -> dict[str, Expected]:
         found[f"{part.name}.weight"] = Expected((part.row_count, part.dim), part.precision.dtype)
         for name in optimizer.states:
             found[f"{part.name}.{name}"] = Expected(optimizer.state_shape(name, part), torch.float32)
+        for name in part.directories:
+            found[f"{part.name}.{name}"] = Expected((part.row_count, 2), torch.int64)
     return found
 
 

@@ -98,6 +98,8 @@ class TableSteps:
         self.gradients = [Gradients(one) for one in engines]
         self.has_files = bool(settings.homes.in_files(settings.tables, settings.placement.replicated))
         """Whether tables are in files, on whichever rank."""
+        self.has_dynamic = any(table.ids is not None for table in settings.tables)
+        """Whether owners number the ids of a table when they look a batch up."""
 
     @property
     def is_accumulating(self) -> bool:
@@ -152,7 +154,7 @@ class TableSteps:
         If a rank does not get its rows, the step ends on all ranks with an error.
         """
         with self.wire.phase("lookup"):
-            if self.has_files:
+            if self.has_files or self.has_dynamic:
                 try:
                     rows_on_all(lambda: self._fetch(sent), self.wire.group)
                 except Exception:
@@ -167,6 +169,7 @@ class TableSteps:
     def _fetch(self, sent: Sent) -> None:
         """Waits for this rank's rows. Not collective."""
         for exchange, arrived in self._parts(sent):
+            arrived.announced.trained = sent.trained
             exchange.fetch(arrived)
 
     def _results(self, sent: Sent) -> tuple[Tensor, ...]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 from torch import Generator, Tensor
 
+from sennit.runtime.kernels.id_directory import Eviction as Eviction
 from sennit.runtime.kernels.optimizers import Decay as Decay
 from sennit.runtime.kernels.optimizers import Optimizer as Optimizer
 from sennit.runtime.kernels.optimizers import OptimizerSpec as OptimizerSpec
@@ -57,6 +58,45 @@ class Range(NamedTuple):
     @property
     def size(self) -> int:
         return self.high - self.low
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DynamicIds:
+    """Ids that nobody lists: any 64-bit integers, each of which gets a row when it comes (decision 0074).
+
+    The clock is the step of the table. All of it belongs to the model.
+    """
+
+    admit_after: int = 1
+    """An id gets its row in the batch in which it has come this often. Before, it reads its own initial row, and
+    nothing of it is learned."""
+
+    eviction: Eviction = Eviction.LRU
+    """Which rows go when a shard is full: "lru" or "lfu"."""
+
+    evicted_share: float = 1 / 16
+    """How much of a full shard goes at once, at least: to look for the right ones costs a pass over its ids."""
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self, *, admit_after: int = 1, eviction: Eviction | str = Eviction.LRU, evicted_share: float = 1 / 16
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        member = _member(Eviction, self.eviction)
+        if member is None:
+            raise ConfigError(f"eviction {self.eviction}; allowed: {', '.join(one.value for one in Eviction)}")
+        object.__setattr__(self, "eviction", member)
+        if not 1 <= self.admit_after < 1 << 32:
+            raise ConfigError(f"admit_after {self.admit_after}; allowed: 1 to 2^32 - 1")
+        if not 0 < self.evicted_share <= 1:
+            raise ConfigError(f"evicted_share {self.evicted_share}; allowed: above 0, up to 1")
+
+    @property
+    def directories(self) -> tuple[str, ...]:
+        """The states of a shard that this needs (`ShardSpec.directories`)."""
+        return ("ids",) if self.admit_after == 1 else ("ids", "candidates")
 
 
 _KINDS: Final[dict[str, type[Enum]]] = {
@@ -103,6 +143,12 @@ class Table:
     bounds: Bounds = Bounds.ERROR
     """What is done with ids outside [0, rows)."""
 
+    ids: DynamicIds | None = None
+    """Ids are not row numbers, but any 64-bit integers, which get rows as they come: `ids="dynamic"`, or
+    `DynamicIds(...)`. `rows` is then the most rows that the table may have, and memory grows with those in use. None:
+    an id is the number of its row.
+    """
+
     initial: Initial | None = None
     """Called as `initial(rows, generator)`: fills float32 `rows`, [n, dim], in place, with numbers of this
     `torch.Generator` alone: `initial=lambda rows, generator: rows.normal_(std=0.01, generator=generator)`. Each block
@@ -145,6 +191,7 @@ class Table:
             lr: float | None = None,
             rounding: Rounding | str = Rounding.STOCHASTIC,
             bounds: Bounds | str = Bounds.ERROR,
+            ids: DynamicIds | str | None = None,
             initial: Initial | None = None,
             row_shards: int = 1,
             column_shards: int = 1,
@@ -164,6 +211,10 @@ class Table:
             if member is None:
                 refuse(what, ", ".join(one.name.lower() for one in kind))
             object.__setattr__(self, what, member)
+        if isinstance(self.ids, str) and self.ids == "dynamic":
+            object.__setattr__(self, "ids", DynamicIds())
+        if self.ids is not None and not isinstance(self.ids, DynamicIds):
+            refuse("ids", '"dynamic", DynamicIds(...), or None')
         if isinstance(self.optimizer, str):
             try:
                 object.__setattr__(self, "optimizer", OptimizerSpec.named(self.optimizer))
@@ -200,6 +251,12 @@ class Table:
             if self.home is Home.FILE:
                 raise ConfigError(f"table {self.name}: home file with a train_rank; allowed: dram, hbm")
             self.spec_of(0, 0)
+        if self.ids is not None:
+            if self.train_rank is not None:
+                raise ConfigError(f"table {self.name}: dynamic ids with a train_rank; allowed: one of them")
+            if self.home not in (None, Home.DRAM):
+                raise ConfigError(f"table {self.name}: dynamic ids with home {self.home.value}; allowed: dram")
+            object.__setattr__(self, "home", Home.DRAM)
 
     def spec_of(self, row: int, column: int) -> ShardSpec:
         """A shard as a table of an engine."""
@@ -216,6 +273,7 @@ class Table:
             first_row=rows.low,
             # Rows of one column shard take their random numbers from one stream, wherever rows are cut.
             stream_name=f"{self.name}/{column}",
+            directories=() if self.ids is None else self.ids.directories,
         )
 
     def as_train(self, rank: int) -> Table:
@@ -227,6 +285,15 @@ class Table:
     def row_range(self, shard: int) -> Range:
         """The rows of a row shard."""
         return Range(shard * self.rows // self.row_shards, (shard + 1) * self.rows // self.row_shards)
+
+    def id_of_first_row(self, shard: int) -> int:
+        """What is subtracted from ids that go to a row shard. Those of a dynamic table stay as they are."""
+        return 0 if self.ids is not None else self.row_range(shard).low
+
+    @property
+    def has_wide_ids(self) -> bool:
+        """Whether ids need 64 bits on their way."""
+        return self.ids is not None or self.rows > 1 << 31
 
     @property
     def row_borders(self) -> list[int]:
@@ -320,8 +387,13 @@ class Homes:
     def of(self, table: Table, *, is_replicated: bool = False) -> Home:
         """Where the table is. `is_replicated`: every rank has all of its rows. Such rows are never in files.
 
-        Raises `ConfigError` if the table names a home that cannot be.
+        Raises `ConfigError` if the table names a home that cannot be, and for dynamic ids with a copy on every rank.
         """
+        if table.ids is not None and is_replicated:
+            # A rank would number the ids of its own samples alone.
+            raise ConfigError(
+                f"table {table.name}: dynamic ids with a copy on every rank (data_parallel); allowed: other placements"
+            )
         if table.home is None:
             # Tensor trains are small.
             is_in_file = self.has_store and table.train_rank is None and not is_replicated

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+# Torch types some functions thinly:
+# mypy: disable-error-code="no-untyped-call"
 """The directory of a dynamic table: which id has which row, beside a model in plain Python."""
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class Model:
     def find(self, ids: list[int], step: int) -> list[int]:
         found = []
         for one in ids:
-            row, last, count = self.entries.get(one, (-1, 0, 0))
+            row, _, count = self.entries.get(one, (-1, 0, 0))
             if row >= 0 and step:
                 self.entries[one] = row, step, count + 1
             found.append(row)
@@ -145,7 +147,8 @@ def test_ids_are_dealt_to_shards_evenly_and_each_id_to_one() -> None:
     lengths, dealt = split_ids(torch.full((80,), 100), ids, 8)
     assert lengths.sum(0).tolist() == [100] * 80
     sizes = lengths.sum(1)
-    assert sizes.min() > 900 and sizes.max() < 1100
+    assert sizes.min() > 900
+    assert sizes.max() < 1100
     again, other = split_ids(torch.full((80,), 100, dtype=torch.int32), ids.flip(0), 8)
     assert again.sum(1).equal(sizes)
     for one, two in zip(dealt.split(sizes.tolist()), other.split(sizes.tolist()), strict=True):
@@ -163,7 +166,8 @@ def test_initial_rows_depend_on_id_and_column_alone() -> None:
         assert part.flip(0).equal(whole[:, first : first + columns])
     assert len(whole.unique()) > 0.99 * whole.numel()
     many = initial_rows(torch.arange(4000), first_column=0, columns=8, seed=1, stream=7, bound=1.0)
-    assert abs(float(many.mean())) < 0.02 and abs(float(many.std()) - 3**-0.5) < 0.01
+    assert abs(float(many.mean())) < 0.02
+    assert abs(float(many.std()) - 3**-0.5) < 0.01
     assert not many.equal(initial_rows(torch.arange(4000), first_column=0, columns=8, seed=1, stream=8, bound=1.0))
 
 

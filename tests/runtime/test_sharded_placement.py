@@ -14,7 +14,7 @@ import torch
 from sennit.runtime.kernels import Bounds, Optimizer, OptimizerSpec, Pooling
 from sennit.runtime.kernels.checks import IdError
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
-from sennit.runtime.sharded.batch_parts import dealt
+from sennit.runtime.sharded.dealing import dealt
 from sennit.runtime.sharded.features import ids_of
 from sennit.runtime.sharded.placement import SHARDINGS, Placement, place
 from sennit.runtime.sharded.tables import Home, Homes, Shard, Table, shard_bytes, shards_of
@@ -192,9 +192,9 @@ def test_int32_ids_may_be_of_a_table_with_more_rows(bounds: Bounds, expected: li
     assert values.tolist() == expected
     weights = torch.arange(len(values), dtype=torch.float32)
     lengths = torch.ones(len(values), dtype=torch.int32)
-    parts = dealt(lengths, values, large.row_borders, weights)
+    parts = dealt(large, lengths, values, weights)
     assert [part[1].tolist() for part in parts] == [[5, 7], [], [], [749_999_999] if bounds is Bounds.WRAP else []]
-    assert dealt(lengths[:1], values[:1].to(torch.int32), large.row_borders, weights[:1])[0][1].tolist() == [5]
+    assert dealt(large, lengths[:1], values[:1].to(torch.int32), weights[:1])[0][1].tolist() == [5]
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ void IdDirectory::erase(std::size_t place) {
   used_--;
 }
 
-std::size_t IdDirectory::find(std::span<const std::int64_t> ids, std::int64_t* rows, std::uint32_t step) {
+std::size_t IdDirectory::find(std::span<const std::int64_t> ids, std::int64_t* rows, std::uint32_t step, bool once) {
   std::size_t missing = 0;
   std::array<std::uint64_t, AHEAD> hashes;
   for (std::size_t first = 0; first < ids.size(); first += AHEAD) {
@@ -157,8 +157,8 @@ std::size_t IdDirectory::find(std::span<const std::int64_t> ids, std::int64_t* r
       rows[first + n] = row;
       if (step == 0) continue;
       DirectoryEntry& entry = entries_[row];
+      entry.count += entry.count != std::numeric_limits<std::uint32_t>::max() && !(once && entry.last == step);
       entry.last = step;
-      entry.count += entry.count != std::numeric_limits<std::uint32_t>::max();
     }
   }
   return missing;
@@ -187,7 +187,7 @@ std::vector<std::int64_t> IdDirectory::victims(std::size_t count, Eviction polic
   candidates.reserve(used_);
   for (std::size_t row = 0; row < never_used_; row++) {
     const DirectoryEntry& entry = entries_[row];
-    if (entry.last == 0 || entry.last == step) continue;
+    if (entry.last == 0 || entry.last >= step) continue;
     const double key = keys != nullptr ? keys[row] : policy == Eviction::LFU ? entry.count : 0.0;
     candidates.emplace_back(key, entry.last, entry.id, static_cast<std::uint32_t>(row));
   }

@@ -31,11 +31,18 @@ void bind_directory(nb::module_& module) {
                      reinterpret_cast<std::int32_t*>(lengths_of_shards),
                      reinterpret_cast<std::int64_t*>(values_of_shards));
   });
+  module.def("shards_of_ids",
+             [](std::uintptr_t values, std::size_t value_count, std::uint32_t shards, std::uintptr_t found) {
+               const nb::gil_scoped_release release;
+               auto* shard = reinterpret_cast<std::int64_t*>(found);
+               for (const std::int64_t id : span_of<const std::int64_t>(values, value_count))
+                 *shard++ = shard_of_id(id, shards);
+             });
   module.def("counted_ids",
              [](std::uintptr_t values, std::size_t value_count, std::uintptr_t ids, std::uintptr_t counts) {
                const nb::gil_scoped_release release;
-               return counted_ids(span_of<const std::int64_t>(values, value_count), reinterpret_cast<std::int64_t*>(ids),
-                                  reinterpret_cast<std::uint32_t*>(counts));
+               return counted_ids(span_of<const std::int64_t>(values, value_count),
+                                  reinterpret_cast<std::int64_t*>(ids), reinterpret_cast<std::uint32_t*>(counts));
              });
   module.def("initial_rows", [](std::uintptr_t ids, std::size_t count, std::size_t first_column, std::size_t columns,
                                 std::uint64_t seed, std::uint32_t table, float bound, std::uintptr_t rows) {
@@ -51,9 +58,11 @@ void bind_directory(nb::module_& module) {
       .def_prop_ro("used", &IdDirectory::used)
       .def_prop_ro("size_bytes", &IdDirectory::size_bytes)
       .def("find",
-           [](IdDirectory& self, std::uintptr_t ids, std::size_t count, std::uintptr_t rows, std::uint32_t step) {
+           [](IdDirectory& self, std::uintptr_t ids, std::size_t count, std::uintptr_t rows, std::uint32_t step,
+              bool once) {
              const nb::gil_scoped_release release;
-             return self.find(span_of<const std::int64_t>(ids, count), reinterpret_cast<std::int64_t*>(rows), step);
+             return self.find(span_of<const std::int64_t>(ids, count), reinterpret_cast<std::int64_t*>(rows), step,
+                              once);
            })
       .def("admit",
            [](IdDirectory& self, std::uintptr_t ids, std::size_t count, std::uintptr_t counts, std::uint32_t step,

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+# Torch types its collectives thinly:
+# mypy: disable-error-code="no-untyped-call"
+"""Tables whose ids nobody lists: what ranks hold is a function of the batches alone, and nothing reads zeros."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sennit.runtime.sharded import DynamicIds, ShardedEmbeddingBags, ShardedEmbeddings, Table
+from sennit.transport.errors import ConfigError
+from tests.runtime.world import WorldFactory
+
+SAMPLES = 48
+FORMS = {
+    "lru": (600, DynamicIds()),
+    "lfu": (600, DynamicIds(eviction="lfu")),
+    "second": (100, DynamicIds(admit_after=2, evicted_share=0.25)),
+}
+"""Rows and rules."""
+
+
+def ids_of(step: int, feature: int, length: int) -> Tensor:
+    """Drifting ids: some come again and again, others once. Any 64 bits."""
+    draw = torch.Generator().manual_seed(100 * step + feature)
+    hot = (torch.rand(SAMPLES, length, generator=draw) ** 3 * 60).to(torch.int64) * 0x1234567890AB - 2**40
+    new = torch.randint(-(2**62), 2**62, (SAMPLES, length), generator=draw)
+    return torch.where(torch.rand(SAMPLES, length, generator=draw) < 0.7, hot + step // 3, new)
+
+
+def trained(
+    rank: int, world: int, form: str, kind: str, steps: int, options: dict[str, Any], placement: str
+) -> tuple[str, dict[str, int], list[float]]:
+    is_bags = kind == "bags"
+    table = Table(
+        name="user",
+        rows=FORMS[form][0],
+        dim=8,
+        features=("a", "b") if is_bags else (),
+        ids=FORMS[form][1],
+        pooling="sum" if is_bags else "none",
+        **options,
+    )
+    fixed = Table(name="fixed", rows=50, dim=8, row_shards=4, column_shards=2, pooling="sum" if is_bags else "none")
+    kind_of = ShardedEmbeddingBags if is_bags else ShardedEmbeddings
+    module = kind_of([table, fixed], lr=0.1, gradients="sum", placement=placement, seed=7)
+    own = module.slices.own_samples(SAMPLES)
+    seen = []
+    for step in range(steps):
+        given = {name: ids_of(step, number, 3)[own] for number, name in enumerate(("a", "b") if is_bags else ("user",))}
+        found = module({**given, "fixed": ids_of(step, 9, 2)[own] % 50}, global_batch=SAMPLES)
+        loss = sum((one * torch.linspace(0.5, 1.5, 8)).pow(2).sum() for one in found.values())
+        loss.backward()
+        if step % 5 == 4:
+            with torch.no_grad():
+                module({**given, "fixed": ids_of(step, 9, 2)[own] % 50}, global_batch=SAMPLES)
+        seen.append(float(loss.detach()))
+    return module.digest(), module.cache_counters(), seen
+
+
+@pytest.mark.parametrize("kind", ["bags", "sequences"])
+@pytest.mark.parametrize("form", FORMS)
+def test_one_digest_at_any_world_and_placement_while_rows_come_and_go(
+    kept_world: WorldFactory, form: str, kind: str
+) -> None:
+    options = {"row_shards": 4, "column_shards": 2, "optimizer": "adam", "precision": "bf16"}
+    found = {}
+    for world, placement in ((1, "table_wise"), (2, "row_wise"), (2, "column_wise"), (3, "row_wise"), (4, "grid")):
+        results = kept_world(world).run(trained, form, kind, 20, options, placement)
+        found[world, placement] = results[0][0]
+        counters = [counters for _, counters, _ in results]
+        for name in ("ids_admitted", "ids_evicted"):
+            assert sum(one.get(name, 0) for one in counters) > 0, (name, counters)
+    assert len(set(found.values())) == 1, found
+
+
+class Plain:
+    """A dynamic table in plain Python and torch: a dict of rows, stochastic gradient descent, LRU."""
+
+    def __init__(self, module: ShardedEmbeddingBags, rows: int) -> None:
+        self.module, self.rows = module, rows
+        self.of_id: dict[int, Tensor] = {}
+        self.last: dict[int, int] = {}
+        self.first: dict[int, Tensor] = {}
+
+    def row(self, one: int) -> Tensor:
+        if one not in self.first:
+            # What an id begins with is asked of a table that has never seen it.
+            self.first[one] = self.module["user"].get_rows(torch.tensor([one]))[0]
+        return self.of_id[one] if one in self.of_id else self.first[one]
+
+    def step(self, ids: Tensor, step: int) -> Tensor:
+        """The sum of each bag, of `ids` [bags, n]; then takes a step with gradients of 1."""
+        new = sorted(set(ids.flatten().tolist()) - self.of_id.keys())
+        if (lack := len(self.of_id) + len(new) - self.rows) > 0:
+            old = sorted((self.last[one], one) for one in self.of_id if one not in ids)
+            for _, one in old[:lack]:
+                del self.of_id[one]
+        for one in new:
+            self.of_id[one] = self.row(one)
+        for one in set(ids.flatten().tolist()):
+            self.last[one] = step
+        found = torch.stack([torch.stack([self.row(one) for one in bag]).sum(0) for bag in ids.tolist()])
+        for one, count in zip(*(part.tolist() for part in ids.unique(return_counts=True)), strict=True):
+            self.of_id[one] = self.of_id[one] - 0.5 * count
+        return found
+
+
+def beside_plain(rank: int, world: int) -> None:
+    table = Table(name="user", rows=40, dim=4, optimizer="sgd", ids=DynamicIds(evicted_share=1e-9))
+    fresh, module = (ShardedEmbeddingBags([table], lr=0.5, gradients="sum", seed=3) for _ in range(2))
+    plain = Plain(fresh, 40)
+    for step in range(60):
+        ids = ids_of(step, 0, 2)[:10]
+        wanted = plain.step(ids, step)
+        found = module({"user": ids})["user"]
+        torch.testing.assert_close(found.detach(), wanted, atol=1e-4, rtol=1e-5)
+        found.sum().backward()
+        unknown = torch.tensor([[5_000_000_000 + step]])
+        with torch.no_grad():
+            read = module({"user": unknown})["user"]
+        assert read.equal(plain.row(int(unknown))[None])
+        assert read.abs().max() > 0
+    assert len(plain.of_id) == 40
+    assert module.cache_counters()["ids_evicted"] > 100
+
+
+def test_rows_are_those_of_a_dict_and_unknown_ids_read_their_own(kept_world: WorldFactory) -> None:
+    kept_world(1).run(beside_plain)
+
+
+def restored(rank: int, world: int, saved: dict[str, Any] | None, first: int, end: int) -> tuple[Any, str]:
+    """Steps `first` to `end`, from a state; with what this rank saves."""
+    table = Table(name="user", rows=100, dim=4, row_shards=4, ids=DynamicIds(admit_after=2), optimizer="adagrad")
+    module = ShardedEmbeddingBags([table], lr=0.1, gradients="sum", placement="row_wise", seed=7)
+    if saved is not None:
+        module.load_state_dict(saved)
+    module.track_changes()
+    own = module.slices.own_samples(SAMPLES)
+    for step in range(first, end):
+        module({"user": ids_of(step, 0, 3)[own]}, global_batch=SAMPLES)["user"].sum().backward()
+        if step == first:
+            module.changes()
+    before = {name: one.clone() for name, one in module.state_dict().items()}
+    # A move to other ranks, and what has changed since the first step.
+    changes = module.changes()
+    if world > 1:
+        owners = {shard: (rank + 1) % world for shard, rank in module.placement.owner_of.items()}
+        module.move(type(module.placement)(world_size=world, owner_of=owners))
+    return (before, changes), module.digest()
+
+
+def test_a_state_goes_to_another_world_and_a_move_changes_nothing(kept_world: WorldFactory) -> None:
+    whole = kept_world(1).run(restored, None, 0, 20)[0][1]
+    parts = kept_world(2).run(restored, None, 0, 11)
+    saved: dict[str, Any] = {}
+    for (state, _), _ in parts:
+        saved |= state
+    found = kept_world(3).run(restored, saved, 11, 20)
+    assert {digest for _, digest in found} == {whole}
+
+
+def test_changes_and_the_state_before_them_are_the_state(kept_world: WorldFactory) -> None:
+    (before, _), _ = kept_world(1).run(restored, None, 0, 1)[0]
+    (after, changes), _ = kept_world(1).run(restored, None, 0, 20)[0]
+    for name, tensor in after.items():
+        shard = name.rpartition(".")[0]
+        if (rows := changes.get(f"{shard}.changed_rows")) is not None:
+            before[name][rows] = changes[name]
+            assert before[name].equal(tensor), name
+
+
+def refused(rank: int, world: int) -> str:
+    table = Table(name="user", rows=20, dim=4, row_shards=2, ids="dynamic")
+    module = ShardedEmbeddingBags([table], lr=0.1, placement="row_wise")
+    with pytest.raises(ConfigError) as told:
+        module({"user": torch.arange(40 * rank, 40 * rank + 40).view(-1, 1)})
+    return str(told.value)
+
+
+def test_a_batch_that_a_shard_has_no_rows_for_is_refused_on_all_ranks(kept_world: WorldFactory) -> None:
+    one, other = kept_world(2).run(refused)
+    assert "new ids in a batch, but shard user/" in one
+    assert "new ids in a batch, but shard user/" in other
+
+
+def set_and_got(rank: int, world: int) -> None:
+    table = Table(name="user", rows=20, dim=4, row_shards=4, column_shards=2, ids="dynamic")
+    module = ShardedEmbeddingBags([table], lr=0.1, placement="grid")
+    ids, values = torch.tensor([-5, 2**62, 7]), torch.arange(12.0).view(3, 4)
+    handle = module["user"]
+    handle.set_rows(ids if rank == 0 else ids[:0], values if rank == 0 else values[:0])
+    assert handle.get_rows(ids.flip(0)).equal(values.flip(0))
+    assert handle.get_rows(torch.tensor([8])).abs().max() > 0
+
+
+def test_rows_are_set_and_got_by_id(kept_world: WorldFactory) -> None:
+    kept_world(2).run(set_and_got)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ids": "static"}, 'ids static; allowed: "dynamic", DynamicIds'),
+        ({"ids": "dynamic", "train_rank": 4}, "dynamic ids with a train_rank"),
+        ({"ids": "dynamic", "home": "file"}, "dynamic ids with home file; allowed: dram"),
+    ],
+)
+def test_what_cannot_be_dynamic_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Table(name="user", rows=20, dim=4, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"eviction": "fifo"}, "eviction fifo; allowed: lru, lfu"),
+        ({"admit_after": 0}, "admit_after 0; allowed: 1"),
+        ({"evicted_share": 0.0}, "evicted_share 0.0; allowed: above 0"),
+    ],
+)
+def test_rules_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DynamicIds(**options)
+
+
+def replicated(rank: int, world: int) -> str:
+    with pytest.raises(ConfigError) as told:
+        ShardedEmbeddingBags([Table(name="user", rows=20, dim=4, ids="dynamic")], lr=0.1, placement="data_parallel")
+    return str(told.value)
+
+
+def test_a_copy_on_each_rank_is_refused(kept_world: WorldFactory) -> None:
+    for message in kept_world(2).run(replicated):
+        assert "table user: dynamic ids with a copy on every rank" in message
