@@ -127,8 +127,8 @@ test-rdma: build  ## tests over RDMA verbs, in a VM with soft-RoCE: User-Mode Li
 test-qemu: build  ## the same in QEMU with Debian's kernel and two processors: slow, finds races that one has not
 	@$(call ring,qemu)
 
-# Many containers set PYTHONDONTWRITEBYTECODE. Then each process would compile our sources anew.
-test-python: export PYTHONDONTWRITEBYTECODE :=
+# Many containers set PYTHONDONTWRITEBYTECODE. Then each process would compile our sources anew, and in CI packages, too.
+test test-python: export PYTHONDONTWRITEBYTECODE :=
 test-python: build  ## Python tests, all rings that can run here
 	@$(PY) -m sennit trace headers >/dev/null || echo "test: bcc sessions are skipped"
 	@$(PY) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --ignore $(VM_TESTS) \

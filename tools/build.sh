@@ -128,11 +128,15 @@ fi
 # The build must see torch as it is, not with our own backend half installed.
 export TORCH_DEVICE_BACKEND_AUTOLOAD=0 PIP_DISABLE_PIP_VERSION_CHECK=1
 pip=("$VENV/bin/python" -m pip)
+# pip compiles all that it installs, which takes a minute of processor time. `make test` imports a part of it, and the
+# first import compiles.
+compile=()
+if [ "${CI:-}" = true ]; then compile=(--no-compile) PYTHONDONTWRITEBYTECODE=; fi
 torch_version() { "$VENV/bin/python" -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null; }
 if ! torch=$(torch_version); then
   step "installing $TORCH_PIN (minutes, by network: the largest download)"
   # Before everything else, and exactly this version: nothing later may pull another one.
-  quietly "$LOG" "${pip[@]}" install "$TORCH_PIN" "numpy>=1.26"
+  quietly "$LOG" "${pip[@]}" install "${compile[@]}" "$TORCH_PIN" "numpy>=1.26"
   torch=$(torch_version)
 fi
 printf 'torch==%s\n' "$torch" >build/constraints.txt
@@ -155,7 +159,7 @@ packages_key="$(digest pyproject.toml) $torch"
 if ! fresh "packages-$EXTRAS" "$packages_key"; then
   step "installing Python packages (a minute or more, by network): $EXTRAS"
   "$VENV/bin/python" tools/requirements.py "$EXTRAS" >build/requirements.txt
-  quietly "$LOG" "${pip[@]}" install -c build/constraints.txt -r build/requirements.txt
+  quietly "$LOG" "${pip[@]}" install "${compile[@]}" -c build/constraints.txt -r build/requirements.txt
   stamp "packages-$EXTRAS" "$packages_key"
 fi
 if ! fresh data "${DATA_PACKAGES[*]}"; then
