@@ -15,7 +15,7 @@ from sennit.command_line import fail, stdout_console, write_text
 from sennit.testbed.bench.gpu.gpu_command import gpu
 from sennit.testbed.bench.running import measured, progress, write
 from sennit.testbed.bench.samples.samples_commands import feed, file_input, ingest, offload
-from sennit.testbed.bench.tables.table_commands import embedding, tiers
+from sennit.testbed.bench.tables.table_commands import dynamic, embedding, tiers
 from sennit.testbed.bench.training.training_commands import (
     cost,
     drift,
@@ -80,6 +80,7 @@ app.command("quality", epilog="Example: sennit bench quality --seeds 3 --batch-s
 app.command("drift", epilog="Example: sennit bench drift --seeds 3 --drift-days 60")(drift)
 app.command("offload", epilog="Example: sennit bench offload --end-to-end")(measured(offload))
 app.command("codecs", epilog="Example: sennit bench codecs --size 4MiB")(measured(codecs))
+app.command("dynamic", epilog="Example: sennit bench dynamic --rows 100000")(measured(dynamic))
 app.command("tiers", epilog="Example: sennit bench tiers --folder /mnt/nvme")(measured(tiers))
 app.command("feed", epilog="Example: sennit bench feed --rounds 7")(measured(feed))
 app.command("ingest", epilog="Example: sennit bench ingest --data flights")(measured(ingest))

@@ -75,3 +75,22 @@ def embedding(
         results = embedding.run(against=names, rounds=rounds, seed=seed, only=only, threads=threads, on_progress=update)
     embedding.render(results, stdout_console())
     write(json_path, embedding.as_json(results, rounds=rounds, seed=seed, threads=threads))
+
+
+def dynamic(
+    rows: Annotated[int, typer.Option(help="rows of the table", min=1000)] = 1_000_000,
+    dim: Annotated[int, typer.Option(help="columns", min=1, max=4096)] = 64,
+    bags: Annotated[int, typer.Option(help="bags of a batch", min=1)] = 2048,
+    length: Annotated[int, typer.Option(help="ids of a bag", min=1)] = 20,
+    rounds: Annotated[int, typer.Option(help="steps of each; the median is reported", min=1)] = 31,
+    seed: Annotated[int, typer.Option(help="seed of the ids", min=0)] = 1,
+    json_path: Figures = None,
+) -> None:
+    """Time steps of a dynamic table beside a fixed one, and beside a dict with torch's modules."""
+    from sennit.testbed.bench.tables import dynamic as tables
+
+    settings = {"rows": rows, "dim": dim, "bags": bags, "length": length, "rounds": rounds, "seed": seed}
+    with busy("taking steps in turns"):
+        found = tables.run(**settings)
+    tables.render(found, stdout_console())
+    write(json_path, tables.as_json(found, **settings))

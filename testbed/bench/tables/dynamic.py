@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+# Torch types some functions thinly:
+# mypy: disable-error-code="no-untyped-call"
+"""`sennit bench dynamic`: steps of a dynamic table on one core, beside a fixed table and what people write by hand.
+
+A step looks up bags of ids and updates their rows. The fixed table gets the numbers of rows where the dynamic one gets
+ids of 64 bits. By hand means a dict from ids to rows, `nn.EmbeddingBag(sparse=True)` and `torch.optim.SparseAdam`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table as Lines
+from torch import Tensor, nn
+
+from sennit.runtime.calibrate.machine import describe, one_core
+from sennit.runtime.sharded import ShardedEmbeddingBags, Table
+
+RATE: Final = 0.01
+FIXED, BY_HAND = "fixed table", "dict, EmbeddingBag, SparseAdam"
+BATCHES: Final = 8
+"""Different batches, which come in turns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """One table and its batches."""
+
+    rows: int
+    dim: int
+    bags: int
+    length: int
+    load: float
+    """Of the rows, the share that ids have."""
+
+    new: float = 0.0
+    """Of the ids of a batch, the share that has never come before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A shape beside one peer."""
+
+    shape: Shape
+    optimizer: str
+    peer: str
+    step_s: dict[str, list[float]]
+    """Seconds of each step, ours and the peer's."""
+
+    @property
+    def ratio(self) -> float:
+        """The median over turns of the peer's time / ours. Above 1 sennit is faster."""
+        pairs = zip(self.step_s[self.peer], self.step_s["sennit"], strict=True)
+        return statistics.median(theirs / ours for theirs, ours in pairs)
+
+
+class Ids:
+    """Batches of ids, [bags, length], and the row that each has in a fixed table."""
+
+    def __init__(self, shape: Shape, seed: int) -> None:
+        self._shape, self._draw = shape, torch.Generator().manual_seed(seed)
+        count = int(shape.rows * shape.load)
+        self.known = torch.randint(-(2**62), 2**62, (count,), generator=self._draw)
+        size = (shape.bags, shape.length)
+        self._places = [torch.randint(count, size, generator=self._draw) for _ in range(BATCHES)]
+
+    def of(self, number: int) -> tuple[Tensor, Tensor]:
+        """The ids of a batch, and their rows in a fixed table."""
+        places = self._places[number % BATCHES]
+        ids = self.known[places]
+        if self._shape.new:
+            is_new = torch.rand(ids.shape, generator=self._draw) < self._shape.new
+            ids = torch.where(is_new, torch.randint(-(2**62), 2**62, ids.shape, generator=self._draw), ids)
+        return ids, places
+
+
+def run(*, rows: int, dim: int, bags: int, length: int, rounds: int, seed: int) -> list[Result]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    size: dict[str, Any] = {"rows": rows, "dim": dim, "bags": bags, "length": length}
+    try:
+        with one_core():
+            found = [
+                _beside(Shape(**size, load=load, new=new), "row_wise_adagrad", FIXED, rounds, seed)
+                for load, new in ((0.8, 0.0), (0.95, 0.0), (0.95, 0.02))
+            ]
+            return [*found, _beside(Shape(**size, load=0.8), "adam", BY_HAND, rounds, seed)]
+    finally:
+        dist.destroy_process_group()
+        torch.set_num_threads(threads)
+
+
+def _beside(shape: Shape, optimizer: str, peer: str, rounds: int, seed: int) -> Result:
+    ids = Ids(shape, seed)
+    ours = _module(shape, optimizer, ids="dynamic")
+    # All known ids have rows, in the order in which they come.
+    for part in ids.known.split(shape.bags * shape.length):
+        ours({"id": part.view(-1, 1)})["id"].sum().backward()
+    steps: dict[str, Callable[[int], None]] = {"sennit": lambda number: _step(ours, ids.of(number)[0])}
+    if peer == FIXED:
+        fixed = _module(shape, optimizer)
+        steps[peer] = lambda number: _step(fixed, ids.of(number)[1])
+    else:
+        steps[peer] = _by_hand(shape, ids)
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(rounds + BATCHES):
+        names = list(steps)[:: 1 if number % 2 else -1]
+        for name in names:
+            began_s = time.perf_counter()
+            steps[name](number)
+            if number >= BATCHES:
+                taken[name].append(time.perf_counter() - began_s)
+    return Result(shape=shape, optimizer=optimizer, peer=peer, step_s=taken)
+
+
+def _module(shape: Shape, optimizer: str, **options: Any) -> ShardedEmbeddingBags:
+    table = Table(name="id", rows=shape.rows, dim=shape.dim, optimizer=optimizer, **options)
+    return ShardedEmbeddingBags([table], lr=RATE, gradients="sum")
+
+
+def _step(module: ShardedEmbeddingBags, ids: Tensor) -> None:
+    module({"id": ids})["id"].sum().backward()
+
+
+def _by_hand(shape: Shape, ids: Ids) -> Callable[[int], None]:
+    row_of = {one: row for row, one in enumerate(ids.known.tolist())}
+    bag = nn.EmbeddingBag(shape.rows, shape.dim, mode="sum", sparse=True)
+    optimizer = torch.optim.SparseAdam(list(bag.parameters()), lr=RATE)
+
+    def step(number: int) -> None:
+        given, _ = ids.of(number)
+        rows = torch.tensor([row_of[one] for one in given.flatten().tolist()]).view(given.shape)
+        optimizer.zero_grad()
+        bag(rows).sum().backward()
+        optimizer.step()
+
+    return step
+
+
+def render(found: list[Result], console: Console) -> None:
+    lines = Lines(box=None, pad_edge=False)
+    for name in ("rows in use", "new ids", "optimizer", "peer"):
+        lines.add_column(name, no_wrap=True)
+    for name in ("peer / sennit", "sennit, ms", "peer, ms"):
+        lines.add_column(name, justify="right")
+    for one in found:
+        ours, theirs = (statistics.median(one.step_s[name]) for name in ("sennit", one.peer))
+        lines.add_row(
+            f"{one.shape.load:.0%}",
+            f"{one.shape.new:.0%}",
+            one.optimizer,
+            one.peer,
+            f"{one.ratio:.2f}×",
+            f"{ours * 1e3:.3g}",
+            f"{theirs * 1e3:.3g}",
+        )
+    console.print(lines)
+
+
+def as_json(found: list[Result], **settings: int) -> dict[str, Any]:
+    return {
+        "machine": describe(),
+        "settings": settings,
+        "results": [
+            {
+                "load": one.shape.load,
+                "new_ids": one.shape.new,
+                "optimizer": one.optimizer,
+                "peer": one.peer,
+                "peer_over_sennit": one.ratio,
+                "step_s": one.step_s,
+            }
+            for one in found
+        ],
+    }

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+# Torch types some functions thinly:
+# mypy: disable-error-code="no-untyped-call"
+"""A small run of the benchmark of dynamic tables. No timing is asserted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from rich.console import Console
+
+from sennit.testbed.bench.tables import dynamic
+
+
+def test_each_shape_is_beside_its_peer() -> None:
+    settings = {"rows": 2000, "dim": 8, "bags": 20, "length": 3, "rounds": 2, "seed": 1}
+    found = dynamic.run(**settings)
+    assert [(one.peer, one.shape.load, one.shape.new) for one in found] == [
+        (dynamic.FIXED, 0.8, 0.0),
+        (dynamic.FIXED, 0.95, 0.0),
+        (dynamic.FIXED, 0.95, 0.02),
+        (dynamic.BY_HAND, 0.8, 0.0),
+    ]
+    report: Any = dynamic.as_json(found, **settings)
+    assert report["settings"] == settings
+    assert all(len(times) == 2 for one in report["results"] for times in one["step_s"].values())
+    console = Console(width=160, record=True)
+    dynamic.render(found, console)
+    assert "fixed table" in console.export_text()
+
+
+def test_ids_and_rows_of_a_batch_belong_together() -> None:
+    ids = dynamic.Ids(dynamic.Shape(rows=100, dim=4, bags=5, length=2, load=0.5), seed=3)
+    assert len(ids.known.unique()) == 50
+    for number in range(3):
+        given, rows = ids.of(number)
+        assert given.equal(ids.known[rows])
+    fresh = dynamic.Ids(dynamic.Shape(rows=100, dim=4, bags=50, length=2, load=0.5, new=0.5), seed=3)
+    given, _ = fresh.of(0)
+    assert 20 < int(torch.isin(given, fresh.known).logical_not().sum()) < 80
