@@ -234,11 +234,11 @@ def test_the_bundle_has_all_files_that_the_checkout_compiles(bundle: Path) -> No
         assert path.suffix == ".cpp" or not any(name in text for name in checkout_objects.OPTIONAL), path
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.root
 @pytest.mark.needs("backend", "shm")
 @pytest.mark.timeout(3_600)
-@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.long)], ids=["checkout", "compiled"])
+@pytest.mark.parametrize("compiles", [False, True], ids=["checkout", "compiled"])
 def test_rehearsal_without_network_and_optional_libraries(bundle: Path, python: Path, compiles: bool) -> None:
     """All parts run, with nothing but the bundle, and with packages that a GPU machine has.
 

@@ -168,7 +168,8 @@ CODED = {"user": "column_wise", "item": "table_wise", "genre": "data_parallel"}
 KINDS = ("bags", "weighted", "sequences")
 
 
-@pytest.fixture(scope="module", params=KINDS)
+# Bags with weights do all that bags do.
+@pytest.fixture(scope="module", params=briefly(KINDS, ["weighted", "sequences"]))
 def alone(request: pytest.FixtureRequest, kept_world: WorldFactory) -> tuple[str, Any]:
     """A kind of module, and what one rank has with all tables on the CPU."""
     arguments: dict[str, Any] = {"placement": "table_wise", "kind": request.param}
