@@ -31,6 +31,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 LOGS: Final = ROOT / "build" / "long"
 RECORD: Final = ROOT / "docs" / "lab" / "long-tests.json"
 PAGE: Final = ROOT / "docs" / "lab" / "long-tests.md"
+RANDOM_CALLS: Final = "tests/runtime/test_differential.py"
 PYTEST: Final = ("-m", "pytest", "--long", "-q", "-p", "no:cacheprovider")
 BEGIN, END = "<!-- long tests: begin -->", "<!-- long tests: end -->"
 MODEL: Final = "build/model/transport/csrc/tests/model"
@@ -55,14 +56,20 @@ PARTS: Final = {
     "long": Part(
         what="tests marked `long`: every case in Triton's interpreter and of worlds, transports and codecs, the "
         "tutorials, 500 schedules of overlapped steps, kills at every point of a save, hostile pages of counters by "
-        "the million, ten million batches at XDP while packets are replayed, a hundred thousand random calls beside "
-        "gloo, a million calls of random programs of callbacks, a bundle for a GPU machine, and the VM in empty roots",
-        command=(*PYTEST, "-m", "long", "--seed", "{seed}"),
+        "the million, ten million batches at XDP while packets are replayed, a bundle for a GPU machine, and the VM in "
+        "empty roots",
+        command=(*PYTEST, "-m", "long", "--seed", "{seed}", "--ignore", RANDOM_CALLS),
         limit_s=7_200,
     ),
     "examples": Part(
         what="tests of random examples, with ten times as many examples",
         command=(*PYTEST, "-m", "hypothesis and not long", "--seed", "{seed}"),
+        limit_s=7_200,
+    ),
+    "random calls": Part(
+        what="a hundred thousand random calls beside gloo; a million calls of random programs whose callbacks wait, "
+        "post, lock, sleep and throw, over two to four groups of two to five ranks, some aborted, shm and udp",
+        command=(*PYTEST, "-m", "long", "--seed", "{seed}", RANDOM_CALLS),
         limit_s=7_200,
     ),
     "C++": Part(

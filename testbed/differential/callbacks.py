@@ -5,7 +5,8 @@
 
 `python -m sennit.testbed.differential --callbacks --calls 100000`. All ranks draw the same programs from the seed, and
 each dawdles at places of its own. Values are such that the result of each call is known. A call that ends well must
-have this result, also after an abort. Without an abort, every call must end well.
+have this result, also after an abort, and no barrier may end well that a rank never called. Without an abort, every
+call must end well.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from sennit.testbed.differential.outcomes import Differs
 
 LIMIT: Final = timedelta(seconds=60)
 SIZES: Final = (1, 7, 1_000, 1_000, 20_000)
-COLLECTIVES: Final = ("all_reduce", "broadcast", "all_gather_single", "barrier")
+COLLECTIVES: Final = (
+    "all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single", "all_to_all_single", "barrier",
+)  # fmt: skip
 ACTIONS: Final = ("", "", "", "post", "post", "wait", "wait", "lock", "sleep", "throw")
 
 
@@ -67,6 +70,8 @@ class Run:
         self.lock = threading.Lock()
         self.made: list[tuple[Node, torch.Tensor, torch.Tensor, list[Any], Any]] = []
         """Node, output, the output as it must be, works, and the future of its callback or None."""
+        self.passed: set[int] = set()
+        """Numbers of the barriers that ended well."""
 
     def post(self, node: Node) -> list[Any]:
         """Posts the call of `node`, and asks for its callback."""
@@ -89,6 +94,15 @@ class Run:
                 out = torch.zeros(size * n)
                 expected = value * torch.arange(1.0, n + 1).repeat_interleave(size)
                 works.append(dist.all_gather_single(out, given, group=self.group, async_op=True))
+            elif node.kind == "reduce_scatter_single":
+                out, expected = torch.zeros(size), expected * (self.rank + 1)
+                parts = given * torch.arange(1.0, n + 1).unsqueeze(1)
+                works.append(dist.reduce_scatter_single(out, parts.flatten(), group=self.group, async_op=True))
+            elif node.kind == "all_to_all_single":
+                out = torch.zeros(size * n)
+                expected = value * (self.rank + 1) * torch.arange(1.0, n + 1).repeat_interleave(size)
+                parts = given * torch.arange(1.0, n + 1).unsqueeze(1)
+                works.append(dist.all_to_all_single(out, parts.flatten(), group=self.group, async_op=True))
             else:
                 out = expected = torch.zeros(0)
                 works.append(dist.barrier(group=self.group, async_op=True))
@@ -132,8 +146,22 @@ class Run:
                 raise Differs(f"{node.kind} {node.number} ended with {errors[0]}")
             if not errors and not torch.equal(out, expected):
                 raise Differs(f"{node.kind} {node.number} gave {out[:4].tolist()}; expected {expected[:4].tolist()}")
+            if node.kind == "barrier" and not errors:
+                self.passed.add(node.number)
             seen["failed after an abort" if errors else "right"] += 1
         return seen
+
+
+def check_barriers(run: Run | None, world: int) -> None:
+    """Raises Differs if a barrier of an aborted group ended well on this rank, and another rank never called it.
+
+    Every rank of the default group has to call this, with None if it is not in the aborted group.
+    """
+    called: list[set[int] | None] = [None] * world
+    dist.all_gather_object(called, None if run is None else {made[0].number for made in run.made})
+    for number in () if run is None else run.passed:
+        if absent := [rank for rank, numbers in enumerate(called) if numbers is not None and number not in numbers]:
+            raise Differs(f"barrier {number} ended well, but rank {absent[0]} never called it")
 
 
 def stress(rank: int, world: int, *, calls: int, seed: int, first: int = 0) -> dict[str, int]:
@@ -170,11 +198,13 @@ def stress(rank: int, world: int, *, calls: int, seed: int, first: int = 0) -> d
                 except RuntimeError:
                     if index != aborted:
                         raise
-        for index, run in runs.items():
-            try:
+        try:
+            for index, run in runs.items():
                 outcomes += run.finish(index == aborted)
-            except Differs as error:
-                raise Differs(f"{error} (--callbacks --seed {seed} --first {number} --ranks {world})") from None
+            if aborted >= 0:
+                check_barriers(runs.get(aborted), world)
+        except Differs as error:
+            raise Differs(f"{error} (--callbacks --seed {seed} --first {number} --ranks {world})") from None
         if aborted >= 0:
             if aborted in runs:
                 dist.destroy_process_group(groups[aborted])
