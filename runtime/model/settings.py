@@ -36,7 +36,7 @@ from sennit.runtime.model.toml_file import (
     section,
     with_kind,
 )
-from sennit.runtime.sharded.tables import MAX_SHARDS, Home, Initial, Table
+from sennit.runtime.sharded.tables import MAX_SHARDS, DynamicIds, Eviction, Home, Initial, Table
 from sennit.transport.errors import ConfigError
 
 
@@ -111,7 +111,27 @@ def _initial(place: str, value: Any) -> Initial | None:
     return make(**found)
 
 
+def _ids(place: str, value: Any) -> DynamicIds:
+    """`"dynamic"`, or its rules."""
+    if value == "dynamic":
+        return DynamicIds()
+    if not isinstance(value, dict):
+        raise refused(place, value, '"dynamic", or a section with its rules')
+    found = section(place, value, _DYNAMIC)
+    try:
+        return DynamicIds(**found)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from None
+
+
+_DYNAMIC: Final[dict[str, Check]] = {
+    "admit_after": integer(1, (1 << 32) - 1),
+    "eviction": choice(names_of(Eviction)),
+    "evicted_share": _ABOVE_0,
+}
 _TABLE: Final[dict[str, Check]] = {
+    "ids": _ids,
+    "rows": integer(1, (1 << 40) - 1),
     "dim": integer(1, MAX_DIM * MAX_SHARDS),
     "precision": choice(names_of(Precision)),
     "pooling": choice(names_of(Pooling, Pooling.NONE)),
@@ -180,6 +200,11 @@ def _table(table: TableFacts, settings: SettingsFile, template: Table) -> Table:
         options |= _TRAIN | {key: own[key] for key in _TRAIN if key in own}
         if options.get("home") is Home.FILE:
             options["home"] = own.get("home")
+    if options.get("ids") is None and "rows" in options:
+        raise ConfigError(
+            f'{settings.source}: table {table.name}: rows {options["rows"]}; allowed with ids = "dynamic" alone: '
+            "else the data have as many as they need"
+        )
     try:
         optimizer = template.optimizer
         for layer in (settings.defaults, own):
@@ -187,7 +212,7 @@ def _table(table: TableFacts, settings: SettingsFile, template: Table) -> Table:
                 optimizer = optimizer.changed(**layer.get("optimizer", {}))
             except ConfigError as error:
                 raise ConfigError(f"table {table.name}: optimizer: {error}") from None
-        options |= {"name": table.name, "rows": table.rows, "features": (), "optimizer": optimizer}
+        options = {"rows": table.rows} | options | {"name": table.name, "features": (), "optimizer": optimizer}
         return replace(template, **options)
     except ConfigError as error:
         raise ConfigError(f"{settings.source}: {error}" if settings.source else str(error)) from None
@@ -199,7 +224,10 @@ def as_json(tables: Sequence[Table]) -> list[dict[str, Any]]:
 
 
 def _described(table: Table) -> dict[str, Any]:
-    found = {one.name: _plain(getattr(table, one.name)) for one in fields(table) if one.name not in ("home", "lr")}
+    left_out = ("home", "lr", "ids")
+    found = {one.name: _plain(getattr(table, one.name)) for one in fields(table) if one.name not in left_out}
+    if table.ids is not None:
+        found["ids"] = {one.name: _plain(getattr(table.ids, one.name)) for one in fields(table.ids)}
     if table.train_rank is None:
         initial = Uniform(table.rows**-0.5) if table.initial is None else table.initial
         if not isinstance(initial, Uniform | Normal | Zeros):

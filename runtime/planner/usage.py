@@ -14,9 +14,12 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from sennit.offload.errors import SketchError
 from sennit.offload.sketch import Sketch
+from sennit.runtime.kernels.id_directory import shards_of_ids
+from sennit.runtime.kernels.spec import MAX_ROW_COUNT
 from sennit.runtime.sharded.tables import Table
 from sennit.transport.errors import ConfigError
 
@@ -82,6 +85,9 @@ def counted(table: Table, mean_length: float, ids: Any) -> Use:
     ids = np.asarray(ids)
     if not len(ids):
         return assumed(table, mean_length)
+    if table.ids is not None:
+        # Rows by a hash of the id, which is how ids get their row shards.
+        ids = shards_of_ids(torch.from_numpy(ids.astype(np.int64)), min(table.rows, MAX_ROW_COUNT)).numpy()
     if table.rows <= _COUNTERS_EACH * len(ids):
         # `bincount` and not `unique`, because sorting takes ten times as long.
         all_counts = np.bincount(ids, minlength=table.rows)
@@ -117,7 +123,8 @@ def sketched(table: Table, sketch: Sketch) -> Use:
     """
     sampled = sketch.ids_sampled(table.name)
     mean_length = sampled * sketch.shape.one_row_in / max(sketch.rows, 1) / len(table.features)
-    if not sampled:
+    if not sampled or table.ids is not None:
+        # Nobody lists the ids of a dynamic table, so nobody can ask a sketch for them.
         return assumed(table, mean_length)
     borders = np.asarray(table.row_borders)
     chunks = [np.arange(low, min(low + _ROWS_AT_ONCE, table.rows)) for low in range(0, table.rows, _ROWS_AT_ONCE)]

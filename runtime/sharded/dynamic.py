@@ -25,8 +25,6 @@ from sennit.runtime.sharded.shards import Announced, Held, Shards
 from sennit.runtime.sharded.tables import Shard, Table
 from sennit.transport.errors import ConfigError
 
-COUNTERS: Final = ("ids_admitted", "ids_evicted", "ids_without_row")
-
 
 SPARE_ROWS_MIN: Final = 1 << 16
 
@@ -53,7 +51,8 @@ class _Numbers:
         self._columns = table.column_range(shard.column)
         self._engine = engine
         self.entries = {name: torch.zeros(spec.row_count, 2, dtype=torch.int64) for name in spec.directories}
-        self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        self.counters = dict.fromkeys(("admitted", "evicted", "without_row"), 0)
+        self.is_counted = shard.column == 0
         self._step = self._next_spare = 0
         self.open()
 
@@ -84,11 +83,11 @@ class _Numbers:
             if count := int(is_due.sum()):
                 freed = self._make_room(count, step)
                 found[is_due] = self._filled(self.directory.admit(new[is_due], totals[is_due], step), new[is_due])
-                self.counters["ids_admitted"] += count
+                self.counters["admitted"] += count
         rest = found < 0
         if count := int(rest.sum()):
             found[rest] = self._filled(self._spares(count, trains=trains), new[rest])
-            self.counters["ids_without_row"] += count
+            self.counters["without_row"] += count
         rows[without] = found[torch.searchsorted(new, ids[without])]
         return rows, freed
 
@@ -124,7 +123,7 @@ class _Numbers:
                 "or a smaller batch"
             )
         self.directory.evict(freed)
-        self.counters["ids_evicted"] += len(freed)
+        self.counters["evicted"] += len(freed)
         return freed
 
     @property
@@ -267,9 +266,11 @@ class DynamicShards(Shards):
         for own in self._numbers.values():
             own.open()
 
-    def counters(self) -> dict[str, int]:
-        found: Counter[str] = Counter()
-        for own in self._numbers.values():
-            found.update(own.counters)
-            found["ids_with_row"] += own.directory.used
-        return dict(found)
+    def id_counters(self) -> dict[int, Counter[str]]:
+        found: dict[int, Counter[str]] = {}
+        for number, own in self._numbers.items():
+            # Column shards of one row shard have the same ids.
+            if own.is_counted:
+                of_table = found.setdefault(self.tables[number], Counter())
+                of_table.update(own.counters | {"rows": own.spec.row_count, "used": own.directory.used})
+        return found

@@ -385,6 +385,17 @@ class ShardedTables(HeldTables):
             found.update(engines.counters())
         return dict(found)
 
+    def id_counters(self) -> dict[str, dict[str, int]]:
+        """What this rank's shards of each dynamic table have done, by the table's name: `rows`, how many of them are
+        `used`, ids `admitted` and `evicted`, and lookups of ids `without_row`: distinct ids of a batch that read an
+        initial row.
+        """
+        found = {}
+        for engines in self._steps.engines:
+            for number, counts in engines.sharded.id_counters().items():
+                found[self.tables[number].name] = dict(counts)
+        return found
+
     def close(self) -> None:
         """Removes this rank's files. Nothing can be looked up afterwards, if there were any."""
         for engines in self._steps.engines:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -157,6 +158,12 @@ class Shards:
 
     def counters(self) -> dict[str, int]:
         """Counters of the caches before files, by name; empty if there is none."""
+        return {}
+
+    def id_counters(self) -> dict[int, Counter[str]]:
+        """For each dynamic table, by its number in the model: `rows` here, `used` of them, ids `admitted`, `evicted`,
+        and distinct ids of batches that read an initial row (`without_row`).
+        """
         return {}
 
     def close(self) -> None:

@@ -129,7 +129,8 @@ def _wanted(row_shards: int | Mapping[str, int], state: Mapping[str, Any], sourc
     """The row shards of each table before and now, by the table's name in the state."""
     before: dict[str, int] = {}
     for key in state:
-        if shard := _SHARD.fullmatch(key):
+        # A hash of dynamic ids says their row shards, and rows would have to be given anew.
+        if (shard := _SHARD.fullmatch(key)) and f"{shard['table']}/0.0.ids" not in state:
             before[shard["table"]] = max(before.get(shard["table"], 0), int(shard["row"]) + 1)
     if not before:
         raise ConfigError(f"{source}: no table with row shards")

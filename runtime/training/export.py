@@ -60,6 +60,9 @@ def export_int8(folder: Path, output: Path) -> Exported:
     for key in sorted(opened.tensors):
         if key.startswith(DENSE):
             dense[key.removeprefix(DENSE)] = _loaded(opened, key)
+        elif key.endswith(".ids"):
+            name = key.removeprefix(TABLES).rpartition("/")[0]
+            raise ConfigError(f"{source}: table {name} has dynamic ids; allowed: tables whose ids are row numbers")
         elif shard := _WEIGHT.fullmatch(key):
             if shard["core"]:
                 raise ConfigError(

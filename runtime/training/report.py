@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import platform
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -52,6 +53,9 @@ class RankReport:
 
     rows: dict[str, int] = field(default_factory=dict)
     """Counters of the row cache and of its file; empty if tables are in memory."""
+
+    ids: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Counters of this rank's shards of each dynamic table (`ShardedTables.id_counters`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,6 +241,14 @@ class RunReport:
         names = {name: None for rank in self.ranks for name in rank.rows}
         return {name: sum(rank.rows.get(name, 0) for rank in self.ranks) for name in names} or None
 
+    def ids(self) -> dict[str, dict[str, int]] | None:
+        """Counters of each dynamic table, summed over ranks; None if there is none."""
+        found: dict[str, Counter[str]] = {}
+        for rank in self.ranks:
+            for name, counts in rank.ids.items():
+                found.setdefault(name, Counter()).update(counts)
+        return {name: dict(found[name]) for name in sorted(found)} or None
+
     def as_json(self) -> dict[str, Any]:
         return {
             "run_id": self.run_id,
@@ -265,6 +277,7 @@ class RunReport:
             "bytes_moved": self.bytes_moved(),
             "ingest": self.ingest(),
             "rows": self.rows(),
+            "ids": self.ids(),
             "ranks": [asdict(rank) for rank in self.ranks],
             "weights_sha256": self.weights_sha256,
         }
@@ -324,6 +337,9 @@ def render(report: RunReport, console: Console) -> None:
         text = f"{rows['misses']:,} of {asked:,} were not in memory, {rows['conflicts']:,} found their set full"
         summary.add_row("rows", f"{text}; read {rows['bytes_read'] / 2**20:,.0f} MiB, "
                         f"wrote {rows['bytes_written'] / 2**20:,.0f} MiB")  # fmt: skip
+    for name, ids in (report.ids() or {}).items():
+        text = f"{ids['used']:,} of {ids['rows']:,} rows, {ids['admitted']:,} admitted, {ids['evicted']:,} evicted"
+        summary.add_row(f"ids of {name}", f"{text}; {ids['without_row']:,} lookups of ids without a row")
     for change in report.changes:
         summary.add_row("changed", str(change))
     console.print(summary)

@@ -317,7 +317,8 @@ def on_first(trainer: Trainer, function: Callable[[], Result]) -> Result:
 
 def _table(table: Table) -> dict[str, Any]:
     """What decides the meaning of a table's weights and states."""
-    return {
+    dynamic = {} if table.ids is None else {"ids": {key: _plain(value) for key, value in asdict(table.ids).items()}}
+    return dynamic | {
         "rows": table.rows,
         "dim": table.dim,
         "pooling": table.pooling.value,

@@ -184,6 +184,7 @@ def _train(
         counters={name: count - before.get(name, 0) for name, count in after.items()},
         ingest=source.counters(),
         rows=trainer.tables.cache_counters(),
+        ids=trainer.tables.id_counters(),
     )
     gathered: list[RankReport | None] = [None] * trainer.world_size
     dist.all_gather_object(gathered, mine)

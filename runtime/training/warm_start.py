@@ -45,6 +45,13 @@ def begin(trainer: Trainer, folder: Path, fixed: Mapping[str, Any]) -> list[str]
     goes_on = {
         name for name, table in theirs["tables"].items() if table["optimizer"] == fixed["tables"][name]["optimizer"]
     }
+    for name, table in fixed["tables"].items():
+        for what in ("rows", "row_shards") if "ids" in table else ():
+            if table[what] != theirs["tables"][name][what]:
+                raise ConfigError(
+                    f"--warm-start {opened.path}: table {name} has {what} {theirs['tables'][name][what]} there, and "
+                    f"{table[what]} here; allowed: the same for dynamic ids"
+                )
     return _WarmStart(trainer, opened, theirs["tables"], goes_on).begin()
 
 
@@ -100,17 +107,25 @@ class _WarmStart:
         """Fills the shards of a table that this rank has. All ranks read their parts of it at the same time."""
         before, now = encodings
         theirs = self._theirs[table.name]
-        if before.row_count != theirs["rows"] or now.row_count != table.rows:
-            raise CheckpointError(f"{self._opened.path}: its table {table.name} has not the rows of its vocabulary")
         prefix = f"{TABLES}{table.name}/"
         held = {name.removeprefix(prefix): value for name, value in self._state.items() if name.startswith(prefix)}
+        if table.ids is not None:
+            if before.salt != now.salt or before.places_in(now).tolist() != list(range(before.row_count)):
+                raise ConfigError(
+                    f"--warm-start: table {table.name} has dynamic ids, and the data give others than before; allowed: "
+                    "ids or hashes, and no dictionary that has changed"
+                )
+            self._read(table, prefix, held)
+            return
+        if before.row_count != theirs["rows"] or now.row_count != table.rows:
+            raise CheckpointError(f"{self._opened.path}: its table {table.name} has not the rows of its vocabulary")
         if table.train_rank is not None:
             if table.rows != before.row_count:
                 raise ConfigError(
                     f"--warm-start: table {table.name} is a tensor train of {before.row_count} rows, and would have "
                     f"{table.rows}; allowed: ordinary tables for values that come and go"
                 )
-            self._opened.read({prefix + name: value for name, value in held.items() if self._has(table, prefix + name)})
+            self._read(table, prefix, held)
             return
         old = replace(table, rows=before.row_count, row_shards=theirs["row_shards"])
         places = torch.from_numpy(before.places_in(now))
@@ -133,9 +148,13 @@ class _WarmStart:
             index = (moved[is_here] - span.low).to(tensor.device)
             tensor.index_copy_(0, index, parts[key][is_here].to(tensor.device))
 
+    def _read(self, table: Table, prefix: str, held: Mapping[str, Tensor]) -> None:
+        """Reads what this rank has of a table as it is."""
+        self._opened.read({prefix + name: value for name, value in held.items() if self._has(table, prefix + name)})
+
     def _has(self, table: Table, key: str) -> bool:
         """Whether a tensor of the table is taken over. Weights must be."""
-        return key.endswith(".weight") or table.name in self._goes_on
+        return key.endswith((".weight", ".ids", ".candidates")) or table.name in self._goes_on
 
     def _read_steps(self) -> None:
         """The updates that tables have behind them: Adam's correction of its moments goes on."""

@@ -59,7 +59,7 @@ def trained(
             with torch.no_grad():
                 module({**given, "fixed": ids_of(step, 9, 2)[own] % 50}, global_batch=SAMPLES)
         seen.append(float(loss.detach()))
-    return module.digest(), module.cache_counters(), seen
+    return module.digest(), module.id_counters().get("user", {}), seen
 
 
 @pytest.mark.parametrize("kind", ["bags", "sequences"])
@@ -73,7 +73,7 @@ def test_one_digest_at_any_world_and_placement_while_rows_come_and_go(
         results = kept_world(world).run(trained, form, kind, 20, options, placement)
         found[world, placement] = results[0][0]
         counters = [counters for _, counters, _ in results]
-        for name in ("ids_admitted", "ids_evicted"):
+        for name in ("admitted", "evicted"):
             assert sum(one.get(name, 0) for one in counters) > 0, (name, counters)
     assert len(set(found.values())) == 1, found
 
@@ -126,7 +126,7 @@ def beside_plain(rank: int, world: int) -> None:
         assert read.equal(plain.row(int(unknown))[None])
         assert read.abs().max() > 0
     assert len(plain.of_id) == 40
-    assert module.cache_counters()["ids_evicted"] > 100
+    assert module.id_counters()["user"]["evicted"] > 100
 
 
 def test_rows_are_those_of_a_dict_and_unknown_ids_read_their_own(kept_world: WorldFactory) -> None:
