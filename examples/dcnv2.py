@@ -13,6 +13,7 @@ digest of all weights, in the last line, has the same bits however many ranks th
 
 import argparse
 import hashlib
+import itertools
 
 import torch
 import torch.distributed as dist
@@ -20,9 +21,10 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.optim.lr_scheduler import LambdaLR
 
-from sennit.runtime.data import Order, PreparedData, Source, load
+from sennit.runtime.data import Batch
 from sennit.runtime.replicas import SlicedReplicas
 from sennit.runtime.sharded import Optimizer, OptimizerSpec, ShardedEmbeddingBags, Table
+from sennit.runtime.stream import StreamLoader
 
 BATCH = 512  # samples of all ranks together, however many there are
 WARM_UP = 8  # steps
@@ -63,35 +65,27 @@ def main() -> None:
     torch.set_num_threads(1)  # matrix products may round differently with another number of threads
     rank = dist.get_rank()
 
-    # Every rank loads the data and takes its own part of each batch. `Order` shuffles and holds a tenth back.
-    raw = load(Source(data="flights"), seed=0)
-    order = Order(name=raw.name, sample_count=len(raw), batch_size=BATCH, max_steps=steps, eval_fraction=0.1, seed=0)
-    samples = PreparedData.of(raw, order).samples
+    # Each rank gets its own part of each batch, in an order that does not depend on the ranks. A tenth is held back.
+    loader = StreamLoader("flights", batch_size=BATCH, max_steps=steps, seed=0)
 
     # Row shards belong to the model, as the width does. With 8 of them a table can lie on up to 8 ranks.
-    tables = [
-        Table(name=column.name, rows=column.row_count, dim=16, row_shards=8, optimizer=ADAM)
-        for column in samples.columns
-    ]
+    tables = [Table(name=table.name, rows=table.rows, dim=16, row_shards=8, optimizer=ADAM) for table in loader.tables]
     # `placement` says who has which shard. It decides time and memory, and no bit: try "table_wise" or "data_parallel".
     embeddings = ShardedEmbeddingBags(tables, lr=0.003, placement="row_wise")
     torch.manual_seed(0)
-    replicas = SlicedReplicas(DCNv2(samples.dense.shape[1] + sum(table.dim for table in tables)))
+    replicas = SlicedReplicas(DCNv2(loader.dense_count + sum(table.dim for table in tables)))
 
     # Tables have optimizers of their own. `embeddings.optimizer` holds their learning rates, for any scheduler.
     optimizers = [torch.optim.Adam(replicas.parameters(), lr=0.003), embeddings.optimizer]
     schedulers = [LambdaLR(optimizer, lambda step: min(1, (step + 1) / WARM_UP)) for optimizer in optimizers]
 
-    def logits_and_labels(batch_number: int) -> tuple[Tensor, Tensor]:
-        """Logits and labels of this rank's slices. All ranks call it: ids and rows travel between them."""
-        rows = order.rows(batch_number)
-        own = rows[replicas.slices.own_samples(len(rows))]
-        batch = samples.batch(own)
-        vectors = embeddings(batch, global_batch=len(rows))
-        return replicas(batch.dense, vectors, global_batch=len(rows)), batch.labels
+    def logits_of(batch: Batch) -> Tensor:
+        """Logits of this rank's slices. All ranks call it: ids and rows travel between them."""
+        vectors = embeddings(batch, global_batch=BATCH)
+        return replicas(batch.dense, vectors, global_batch=BATCH)
 
-    for step in range(steps):
-        logits, labels = logits_and_labels(order.training_batch(step))
+    for step, batch in enumerate(loader):
+        logits, labels = logits_of(batch), batch.labels
         # A loss over all samples of a rank would have other bits in another world, so each slice has its own.
         losses = replicas.each_slice(binary_cross_entropy_with_logits, logits, labels)
         optimizers[0].zero_grad()
@@ -106,8 +100,8 @@ def main() -> None:
     replicas.eval()
     with torch.no_grad():
         pairs = [
-            [replicas.gathered(part, len(order.rows(number))) for part in logits_and_labels(number)]  # of all ranks
-            for number in order.evaluation_batches(steps)[:16]
+            [replicas.gathered(part, BATCH) for part in (logits_of(batch), batch.labels)]  # of all ranks
+            for batch in itertools.islice(loader.evaluation(), 16)
         ]
     scores, labels = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     weights = hashlib.sha256(f"{embeddings.digest()} {replicas.digest()}".encode()).hexdigest()

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Generator, Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from sennit.runtime.data import Order, PreparedData, Source, load
 from sennit.runtime.replicas import SlicedReplicas
 from sennit.runtime.sharded import ShardedEmbeddingBags, Table
+from sennit.runtime.stream import StreamLoader
 
 BATCH = 512  # samples of all ranks together
 DIM = 16
@@ -62,15 +62,12 @@ def main() -> None:
     dist.init_process_group("sennit")
     torch.set_num_threads(1)
     rank = dist.get_rank()
-    raw = load(Source(data="flights"), seed=0)
-    steps = given.samples // BATCH
-    order = Order(name=raw.name, sample_count=len(raw), batch_size=BATCH, max_steps=steps, eval_fraction=0.1, seed=0)
-    samples = PreparedData.of(raw, order).samples
+    loader = StreamLoader("flights", batch_size=BATCH, max_steps=given.samples // BATCH, seed=0)
 
     # Shards are virtual: a rank may have many, and tables that stay whole on a rank may have them too.
     tables = [
-        Table(name=column.name, rows=column.row_count, dim=1 + DIM, initial=small, row_shards=2, column_shards=2)
-        for column in samples.columns
+        Table(name=table.name, rows=table.rows, dim=1 + DIM, initial=small, row_shards=2, column_shards=2)
+        for table in loader.tables
     ]
     placement = given.placement
     if placement == "mixed":
@@ -78,13 +75,10 @@ def main() -> None:
     embeddings = ShardedEmbeddingBags(tables, lr=0.05, placement=placement)
     torch.manual_seed(0)
     # Random numbers of dropout depend on (seed, step, slice), not on the rank that draws them.
-    replicas = SlicedReplicas(DeepFM(samples.dense.shape[1], len(tables)), seed=1)
+    replicas = SlicedReplicas(DeepFM(loader.dense_count, len(tables)), seed=1)
     optimizer = torch.optim.AdamW(replicas.parameters(), lr=0.002)
 
-    for step in range(steps):
-        rows = order.rows(order.training_batch(step))
-        own = rows[replicas.slices.own_samples(BATCH)]
-        batch = samples.batch(own)
+    for step, batch in enumerate(loader):
         vectors = embeddings(batch)
         with torch.autocast("cpu", torch.bfloat16):
             logits = replicas(batch.dense, vectors)

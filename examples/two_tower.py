@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sennit.runtime.data import Order, PreparedData, Source, load
+from sennit.runtime.data import Preprocessing, Source, load
 from sennit.runtime.replicas import SlicedReplicas
 from sennit.runtime.sharded import Pooling, ShardedEmbeddingBags, Table
 
@@ -59,10 +59,11 @@ def main() -> None:
     torch.set_num_threads(1)  # matrix products may round differently with another number of threads
     rank = dist.get_rank()
 
+    # A small data set, of which pairs are drawn at random, with their films: every rank has all of it in memory.
     raw = load(Source(data="movielens"), seed=0)
-    order = Order(name=raw.name, sample_count=len(raw), batch_size=BATCH, eval_fraction=0.05, seed=0)
-    samples = PreparedData.of(raw, order).samples
-    liked, is_training = samples.labels == 1, order.is_training()
+    is_training = torch.rand(len(raw), generator=torch.Generator().manual_seed(0)) >= 0.05
+    samples = Preprocessing.fit(raw, is_training).apply(raw).samples()
+    liked = samples.labels == 1
     train, held_out = (liked & is_training).nonzero()[:, 0], (liked & ~is_training).nonzero()[:, 0]
     film_of = {column.name: column.values for column in samples.columns}["film"].long()
     log_chance = (torch.bincount(film_of[train], minlength=int(film_of.max()) + 1) / len(train)).clamp(min=1e-6).log()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training data: data sets, their encoding, the order of samples, and the batches of one rank.
+"""Data sets, and how their values become what a model reads.
 
-`Source` names a data set, `Order` says which sample is in which batch, `BatchSource` hands out batches.
+`Source` names a data set, `BatchSource` hands out batches. The order of samples is that of `sennit.runtime.stream`.
 """
 
 from typing import TYPE_CHECKING
@@ -11,11 +11,7 @@ from sennit.exports import exporter
 if TYPE_CHECKING:
     from sennit.runtime.data.batch import Batch as Batch
     from sennit.runtime.data.batch_source import BatchSource as BatchSource
-    from sennit.runtime.data.batch_source import MemorySource as MemorySource
-    from sennit.runtime.data.batch_source import prepared as prepared
     from sennit.runtime.data.errors import DataError as DataError
-    from sennit.runtime.data.order import Order as Order
-    from sennit.runtime.data.preprocessing import PreparedData as PreparedData
     from sennit.runtime.data.preprocessing import Preprocessing as Preprocessing
     from sennit.runtime.data.raw_samples import Feature as Feature
     from sennit.runtime.data.raw_samples import RawSamples as RawSamples
@@ -30,13 +26,9 @@ __getattr__ = exporter(
     {
         "Batch": "batch",
         "BatchSource": "batch_source",
-        "MemorySource": "batch_source",
-        "prepared": "batch_source",
         "DataError": "errors",
         "Feature": "raw_samples",
         "RawSamples": "raw_samples",
-        "Order": "order",
-        "PreparedData": "preprocessing",
         "Preprocessing": "preprocessing",
         "Column": "samples",
         "Samples": "samples",

@@ -83,7 +83,9 @@ def raw_samples(name: str, pieces: Sequence[Piece], schema: Schema) -> RawSample
     """
     labels = labels_of(pieces, schema)
     # Without dense columns, a constant column is used: the bottom MLP then learns the tables' common vector.
-    dense = [_numbers(pieces, part) for part in schema.dense] or [np.ones(len(labels), np.float32)]
+    dense = [_numbers(pieces, part, operates=not schema.has_operated) for part in schema.dense] or [
+        np.ones(len(labels), np.float32)
+    ]
     return RawSamples(
         name=name,
         dense=dense_matrix(dense),
@@ -172,8 +174,8 @@ def _weights(pieces: Sequence[Piece], name: str) -> npt.NDArray[np.float32]:
     return np.concatenate(parts)
 
 
-def _numbers(pieces: Sequence[Piece], part: DenseField) -> npt.NDArray[np.float32]:
-    """The column with NaN for null. A NaN in the file is an error."""
+def _numbers(pieces: Sequence[Piece], part: DenseField, *, operates: bool) -> npt.NDArray[np.float32]:
+    """The column with NaN for null. A NaN in the file is an error. `operates`: with the field's operators."""
     arrow = require("pyarrow", package="pyarrow", purpose=_PURPOSE)
     compute = require("pyarrow.compute", package="pyarrow", purpose=_PURPOSE)
     parts = []
@@ -183,7 +185,9 @@ def _numbers(pieces: Sequence[Piece], part: DenseField) -> npt.NDArray[np.float3
         is_null = np.asarray(column.is_null().to_numpy(zero_copy_only=False))
         values = np.asarray(column.fill_null(0).to_numpy(zero_copy_only=False))
         _check_finite(piece, part.name, values, values, "value {}; allowed: finite numbers and null")
-        made = dense_column(part, _float32(values))
+        made = _float32(values)
+        if operates:
+            made = dense_column(part, made)
         _check_finite(
             piece, part.name, made, values, "value {}; allowed: what clamp and log1p make a finite float32 of"
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface that a trainer takes its batches from, and its implementation for samples in this process's memory."""
+"""The interface that a trainer takes its batches from."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from sennit.offload.ingest.facts import TableFacts
 from sennit.offload.sketch import Sketch, SketchShape, ids_of_rows, sampled_rows
 from sennit.runtime.data.batch import Batch
 from sennit.runtime.data.numbering import Numbering
-from sennit.runtime.data.order import OrderSettings
-from sennit.runtime.data.preprocessing import PreparedData, Preprocessing
-from sennit.runtime.data.raw_samples import RawSamples
+from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.data.samples import Samples
 
 
@@ -76,56 +74,3 @@ class IdCounter:
         ends = lengths.sum(1).cumsum()[:-1]
         self.sketch.add_sampled([ids_of_rows(*one, rows) for one in zip(lengths, np.split(values, ends), strict=True)])
         self.sketch.rows += batch.sample_count
-
-
-class MemorySource:
-    """Samples in memory. Every rank holds all of them."""
-
-    def __init__(self, data: PreparedData, *, rank: int, world_size: int, counted: SketchShape | None = None) -> None:
-        """The batches of rank `rank` of `world_size`. `counted`: counts the ids of its batches like this."""
-        self.order = data.order
-        self.tables = tuple(
-            TableFacts(name=column.name, rows=column.row_count, mean_length=column.mean_length)
-            for column in data.samples.columns
-        )
-        self.dense_count = data.samples.dense.shape[1]
-        self.label_names = data.samples.label_names
-        self.fingerprint = data.fingerprint
-        self.preprocessing: Preprocessing | None = data.preprocessing
-        self.samples = data.samples
-        """The samples of all ranks."""
-        self._rank, self._world_size = rank, world_size
-        self._counter = None if counted is None else IdCounter(self.tables, counted)
-
-    def begin(self, number: int) -> None:
-        pass
-
-    def take(self, number: int) -> Batch:
-        batch = self.samples.batch(self.order.part(number, self._rank, self._world_size))
-        if self._counter is not None:
-            self._counter.count(number, batch)
-        return batch
-
-    def sample(self) -> Samples | None:
-        return self.samples
-
-    def release(self, number: int) -> None:
-        pass
-
-    def close(self, failure: str | None = None, *, goes_on: bool = False) -> None:
-        pass
-
-    def counters(self) -> dict[str, int | float]:
-        return {}
-
-    def program_ns(self) -> int | None:
-        return None
-
-    def sketch(self) -> Sketch | None:
-        return None if self._counter is None else self._counter.sketch
-
-
-def prepared(data: RawSamples | Samples, settings: OrderSettings, known: Preprocessing | None = None) -> PreparedData:
-    """The data as a run with these settings trains on them. `known`: of a model that is trained on."""
-    eval_rows = data.eval_rows if isinstance(data, RawSamples) else None
-    return PreparedData.of(data, settings.order(data.name, len(data), eval_rows), known)

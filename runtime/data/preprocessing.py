@@ -21,9 +21,7 @@ import torch
 from torch import Tensor
 
 from sennit.runtime.data.errors import DataError
-from sennit.runtime.data.order import Order
-from sennit.runtime.data.raw_samples import Feature, RawSamples, Values, fingerprint
-from sennit.runtime.data.samples import Samples
+from sennit.runtime.data.raw_samples import Feature, RawSamples, Values
 from sennit.runtime.data.schema import DenseField
 
 FORMAT: Final = 1
@@ -308,29 +306,3 @@ def _values(values: list[Any]) -> Values:
     if max(values) > 2**63 - 1:
         return np.array(values, dtype=np.uint64)
     return np.array(values, dtype=np.int64)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PreparedData:
-    """A data set as one run trains on it: split, preprocessed by its training rows. All ranks have the same."""
-
-    samples: Samples
-    order: Order
-    preprocessing: Preprocessing
-    fingerprint: str
-    """The fingerprint of the data before preprocessing."""
-
-    @classmethod
-    def of(cls, data: RawSamples | Samples, order: Order, known: Preprocessing | None = None) -> Self:
-        """Splits and preprocesses the data. `known`: of a model that is trained on (`Preprocessing.fit`).
-
-        Raises DataError if they cannot be trained on.
-        """
-        raw = RawSamples.of(data) if isinstance(data, Samples) else data
-        preprocessing = Preprocessing.fit(raw, order.is_training(), known)
-        return cls(
-            samples=preprocessing.apply(raw).samples(),
-            order=order,
-            preprocessing=preprocessing,
-            fingerprint=fingerprint(raw),
-        )

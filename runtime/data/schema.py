@@ -96,6 +96,9 @@ class Schema:
     text: TextFormat = PLAIN
     """How text files are read. Its types are those that the schema file says."""
 
+    has_operated: bool = False
+    """Whether the columns have what the operators of `dense` have made. Samples in memory do."""
+
     @property
     def columns(self) -> list[str]:
         weights = [] if self.sample_weight is None else [self.sample_weight]

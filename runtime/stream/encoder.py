@@ -20,7 +20,7 @@ from sennit.runtime.data.arrow_columns import Piece, Place, labels_of, raw_sampl
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.preprocessing import Encoding, Preprocessing, Scale
 from sennit.runtime.data.samples import Column, Samples
-from sennit.runtime.data.schema import Schema
+from sennit.runtime.data.schema import DenseField, Schema
 
 _PURPOSE: Final = "a stream of record batches"
 
@@ -44,7 +44,9 @@ class Encoder:
         self._types = types
         self._encoder = BatchEncoder(
             # Without dense columns there is a constant one, which no batch has.
-            [_number_encoder(scale) for scale in preprocessing.scales] if schema.dense else [],
+            [_number_encoder(scale, operates=not schema.has_operated) for scale in preprocessing.scales]
+            if schema.dense
+            else [],
             [_id_encoder(encoding) for encoding in preprocessing.encodings],
         )
         self._layout: _Layout | None = None
@@ -121,8 +123,8 @@ def _column(encoding: Encoding, ids: TableIds) -> Column:
     )
 
 
-def _number_encoder(scale: Scale) -> NumberEncoder:
-    field = scale.field
+def _number_encoder(scale: Scale, *, operates: bool) -> NumberEncoder:
+    field = scale.field if operates else DenseField(name=scale.field.name)
     return number_encoder(clamp=field.clamp, log1p=field.log1p, mean=scale.mean, deviation=scale.deviation)
 
 

@@ -11,18 +11,22 @@ import torch.distributed as dist
 
 from sennit.closing import Closing
 from sennit.offload.ingest.facts import TableFacts
+from sennit.runtime.backend.first_rank import on_first, place_in
+from sennit.runtime.data import sources
 from sennit.runtime.data.batch import Batch
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.order import OrderSettings
 from sennit.runtime.data.preprocessing import Preprocessing
+from sennit.runtime.data.raw_samples import RawSamples
+from sennit.runtime.data.samples import Samples
 from sennit.runtime.data.schema import Schema, read_schema
 from sennit.runtime.data.source import Source
-from sennit.runtime.stream.settings import StreamSettings, open_stream, opened_by_first, place_in
+from sennit.runtime.stream.settings import OpenedStream, StreamSettings, open_stream, short_stream
 from sennit.runtime.stream.source import StreamSource
 
 
 class StreamLoader(Closing):
-    """The training batches of this rank, in the order that `sennit train --order` has. Iterating goes on where it was.
+    """The training batches of this rank, in the order that `sennit train` has. Iterating goes on where it was.
 
         loader = StreamLoader("clicks/*.parquet", schema="clicks.toml", order="shuffled", batch_size=4096)
         embeddings = ShardedEmbeddingBags([Table(name=t.name, rows=t.rows, dim=16) for t in loader.tables])
@@ -34,11 +38,12 @@ class StreamLoader(Closing):
 
     def __init__(
         self,
-        data: str | Sequence[str],
+        data: str | Sequence[str] | RawSamples | Samples,
         *,
-        schema: str | Path | Schema,
-        order: str | StreamSettings,
+        schema: str | Path | Schema | None = None,
+        order: str | StreamSettings = "shuffled",
         batch_size: int,
+        max_steps: int | None = None,
         epochs: int = 1,
         slices: int = 8,
         seed: int = 1,
@@ -50,15 +55,12 @@ class StreamLoader(Closing):
     ) -> None:
         """Collective over `group`, if there is a process group.
 
-        `data`, `evaluation`: paths, patterns or folders of files; without `evaluation`, `eval_fraction` of the rows is
-        held back by `split`. `order`: "shuffled", "time", or all settings. `batch_size`: samples of all ranks.
+        `data`, `evaluation`: paths, patterns or folders of files, with a `schema`. `data` may also be a data set by
+        name, or samples, the same on every rank. Without `evaluation`, `eval_fraction` of the rows is held back by
+        `split`. `order`: "shuffled", "time", "files", or all settings. `batch_size`: samples of all ranks.
         `preprocessing`: of a model that is trained on with the same values; None: one pass over the training rows fits
-        it. Raises DataError for files that are no stream, and ConfigError for settings.
+        it. Raises DataError for data that are no stream, and ConfigError for settings.
         """
-        paths = (data,) if isinstance(data, str) else tuple(data)
-        source = Source(data=paths[0], further=paths[1:], evaluation=tuple(evaluation))
-        if not isinstance(schema, Schema):
-            schema = read_schema(Path(schema))
         settings = StreamSettings(order=order) if isinstance(order, str) else order
         run = OrderSettings(
             seed=seed,
@@ -66,16 +68,20 @@ class StreamLoader(Closing):
             eval_fraction=eval_fraction,
             batch_size=batch_size,
             epochs=epochs,
-            max_steps=None,
+            max_steps=max_steps,
             slices=slices,
         )
-        name = PurePosixPath(paths[0]).name or paths[0]
-        found = opened_by_first(lambda: open_stream(name, source, schema, settings, run), group)
+        if isinstance(data, RawSamples | Samples):
+            found = short_stream(data, settings, run)
+        else:
+            paths = (data,) if isinstance(data, str) else tuple(data)
+            source = Source(data=paths[0], further=paths[1:], evaluation=tuple(evaluation))
+            found = _opened(source, schema, settings, run, group)
         if preprocessing is None:
             preprocessing = found.fit(group=group)
         rank, world_size = place_in(group)
         self.preprocessing = preprocessing
-        """How files become what the model reads. A server needs it, too."""
+        """How data become what the model reads. A server needs it, too."""
 
         self.order = found.order
         self.step = 0
@@ -125,3 +131,23 @@ class StreamLoader(Closing):
     def close(self) -> None:
         """Ends its thread, and closes files."""
         self._source.close()
+
+
+def _opened(
+    source: Source,
+    schema: str | Path | Schema | None,
+    settings: StreamSettings,
+    run: OrderSettings,
+    group: dist.ProcessGroup | None,
+) -> OpenedStream:
+    if sources.is_named(source.data):
+        if schema is not None:
+            raise DataError(f"a schema with the data set {source.data!r}; allowed: with files")
+        # Each rank has its own in memory.
+        return short_stream(sources.load(source, seed=run.seed), settings, run)
+    if schema is None:
+        raise DataError(f"data set {source.data!r} without schema=; allowed: without it are {', '.join(sources.NAMES)}")
+    known = schema if isinstance(schema, Schema) else read_schema(Path(schema))
+    name = PurePosixPath(source.data).name or source.data
+    # Rank 0 makes the index: for text, that is a pass over all of it. A rank that opens a file compares it.
+    return on_first(lambda: open_stream(name, source, known, settings, run), group)

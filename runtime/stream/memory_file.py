@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A data set in memory as a stream: a short one. So the named data sets, and those of users, have the same orders."""
+"""A data set in memory as a stream: a short one. So named data sets and those of users are trained on as files are."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import numpy as np
+import torch
 
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.raw_samples import Feature, RawSamples, fingerprint
-from sennit.runtime.data.schema import DenseField, Schema, SparseField
+from sennit.runtime.data.schema import Schema, SparseField
 from sennit.runtime.stream.files import PIECE_ROWS
 
-_WEIGHT = "sample_weight"
-_PURPOSE = "the order of a data set in memory"
+_WEIGHT: Final = "sample_weight"
+_PURPOSE: Final = "a data set in memory"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,7 +46,7 @@ class MemoryFile:
         return f"samples from {block * PIECE_ROWS}" if row is None else f"sample {block * PIECE_ROWS + row}"
 
     def read(self, block: int, columns: Sequence[str], *, begin: int = 0) -> Iterator[Any]:
-        rows = self.table.slice(block * PIECE_ROWS + begin, self.block_rows[block] - begin)
+        rows = self.table.slice(block * PIECE_ROWS + begin, PIECE_ROWS - begin)
         yield from rows.select(list(columns)).combine_chunks().to_batches()
 
     def span(self, block: int, column: str) -> None:
@@ -53,11 +54,9 @@ class MemoryFile:
 
 
 def in_memory(raw: RawSamples) -> tuple[MemoryFile, Schema]:
-    """The samples as a file, and what its columns mean. Raises DataError for samples that have no such form."""
+    """The samples as a file, and what its columns mean. Raises DataError for samples that cannot be trained on."""
     arrow = require("pyarrow", package="pyarrow", purpose=_PURPOSE)
-    for part in raw.dense_fields:
-        if part.clamp is not None or part.log1p:
-            raise DataError(f"{raw.name}: dense feature {part.name} has operators; allowed with --order: none")
+    _check(raw)
     labels = raw.labels.numpy().reshape(len(raw), -1)
     dense = raw.dense.numpy()
     columns = dict(zip(raw.label_names, labels.T, strict=True))
@@ -69,14 +68,28 @@ def in_memory(raw: RawSamples) -> tuple[MemoryFile, Schema]:
     made |= {feature.name: _ids(arrow, feature) for feature in raw.features}
     wanted = len(columns) + len(raw.dense_fields) + len(raw.features)
     if len(made) != wanted:
-        raise DataError(f"{raw.name}: two columns have one name; allowed with --order: other names")
+        raise DataError(f"{raw.name}: two columns have one name; allowed: a name for each")
     schema = Schema(
         labels=raw.label_names,
-        dense=tuple(DenseField(name=part.name) for part in raw.dense_fields),
+        dense=raw.dense_fields,
         sparse=tuple(_field(feature) for feature in raw.features),
         sample_weight=None if raw.sample_weights is None else _WEIGHT,
+        has_operated=True,
     )
     return MemoryFile(name=raw.name, digest=fingerprint(raw), table=arrow.table(made)), schema
+
+
+def _check(raw: RawSamples) -> None:
+    """Raises DataError for what would be found in the middle of a run: all samples are here, so they are looked at."""
+    numbers = torch.nan_to_num(raw.dense, nan=0.0, posinf=torch.inf, neginf=-torch.inf).to(torch.float32)
+    replace(raw, dense=numbers, features=tuple(map(_rows, raw.features))).samples()
+
+
+def _rows(feature: Feature) -> Feature:
+    """The feature with rows of a table as ids, where ids are codes or of any size."""
+    if feature.dictionary is not None:
+        return replace(feature, values=feature.values + 1, dictionary=None, first=None)
+    return feature if feature.salt is None else replace(feature, values=feature.values * 0, salt=None, first=None)
 
 
 def _field(feature: Feature) -> SparseField:

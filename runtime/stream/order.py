@@ -24,7 +24,7 @@ from sennit.runtime.data.numbering import Numbering
 from sennit.runtime.stream.split import Places, Split
 from sennit.transport.plans.tree import Span, leaves_of
 
-STREAM_ORDER_VERSION: Final = 1
+STREAM_ORDER_VERSION: Final = 2
 """Incremented when the same settings give another order, so that no run resumes in the middle of a different order."""
 
 ORDERS: Final = ("shuffled", "time", "files")
@@ -67,7 +67,7 @@ class Chunk:
     """Number of a batch -> where its samples are among those that were read."""
 
     following: int | None
-    """The first batch of the next chunk of this kind; None: there is none before another evaluation begins."""
+    """The first batch of the next chunk of this kind, after an epoch that of the next one; None: there is none."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class _Phase:
     """Places in the layout -> numbers in the part."""
 
     number: Callable[[int], int | None]
-    """A batch of the layout -> its number in the run; None: the run has ended before."""
+    """A batch of the layout, or the one behind its last -> its number in the run; None: there is none."""
 
     chunk_batches: int
 
@@ -192,7 +192,8 @@ class StreamOrder(Numbering):
     eval_every: int | None = None
     slices: int = 8
     shuffle_rows: int = 1 << 18
-    """Rows of a window of all slices, in which rows are permuted. Part of the model."""
+    """Rows of a window of all slices, in which rows are permuted, at most. Those of an epoch have one size. Part of the
+    model."""
 
     rolling: tuple[Evaluation, ...] = ()
     """The evaluations of a run that trains a window of time and evaluates the next. Then nothing is held back."""
@@ -298,7 +299,7 @@ class StreamOrder(Numbering):
             part=phase.part,
             intervals=tuple(found for one in intervals if one[0] < one[1] for found in phase.numbers(one)),
             places=lambda wanted: phase.layout.places(batches, own, self._find(wanted)[1]),
-            following=phase.number(batches.stop) if batches.stop < phase.layout.batches else None,
+            following=phase.number(batches.stop),
         )
 
     def training_part(self) -> Part:
@@ -358,20 +359,27 @@ class StreamOrder(Numbering):
             layout = _InOrder(count, self.batch_size, self.slices)
             return _Phase(f"epoch {epoch}", layout, part, _whole, number, self._chunk_batches)
         regions = self._regions(count, f"{self.seed}/shuffle/{epoch}")
-        of_window = max(1, self.shuffle_rows // self.batch_size)
-        return _Phase(f"epoch {epoch}", regions, part, _sequence(self, epoch).numbers, number, of_window)
+        # A last window of few batches would have the rows of few blocks.
+        windows = -(-steps // max(1, self.shuffle_rows // self.batch_size))
+        return _Phase(f"epoch {epoch}", regions, part, _sequence(self, epoch).numbers, number, -(-steps // windows))
 
     def _held_back(self, name: str, part: Part, begin: int) -> _Phase:
-        return _Phase(name, self._regions(part.count), part, _whole, lambda batch: begin + batch, self._chunk_batches)
+        layout = self._regions(part.count)
+
+        def number(batch: int) -> int | None:
+            return begin + batch if batch < layout.batches else None
+
+        return _Phase(name, layout, part, _whole, number, self._chunk_batches)
 
     def _window(self, steps: int, begin: int) -> _Phase:
         first, end = self._evaluation(steps).numbers
+        layout = self._regions(end - first)
         return _Phase(
             f"window at {first}",
-            self._regions(end - first),
+            layout,
             self.training_part(),
             lambda one: [(first + one[0], first + one[1])],
-            lambda batch: begin + batch,
+            lambda batch: begin + batch if batch < layout.batches else None,
             self._chunk_batches,
         )
 

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run reads its data as a stream, and the order that follows from it."""
+"""How a run reads its data, and the order that follows from it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch.distributed as dist
 
 from sennit.options import Option, check
+from sennit.runtime.backend.first_rank import place_in
 from sennit.runtime.data.arrow_columns import check_types
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.files import find_files
 from sennit.runtime.data.order import OrderSettings
 from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.data.raw_samples import RawSamples
+from sennit.runtime.data.samples import Samples
 from sennit.runtime.data.schema import Schema
 from sennit.runtime.data.source import Source
 from sennit.runtime.stream.fitting import fit
@@ -47,14 +48,13 @@ def _moment(text: str) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamSettings:
-    """The options of a run that reads its data piece by piece. All but the last belong to the model."""
+    """In which order a run reads its data, piece by piece. All options but the last belong to the model."""
 
-    order: Annotated[str, Option(choices=ORDERS)]
-    """Read files piece by piece, in this order, so that they may be larger than memory. Without it, all samples are in
-    memory."""
+    order: Annotated[str, Option(choices=ORDERS)] = "shuffled"
+    """The order of samples. Files are read piece by piece, so they may be larger than memory."""
 
     shuffle_rows: Annotated[int, Option(metavar="ROWS", low=1, high=2**40)] = 1 << 18
-    """With --order shuffled: rows of all ranks that are mixed at once. Two such windows are in memory."""
+    """With --order shuffled: rows of all ranks that are mixed at once, at most. Two such windows are in memory."""
 
     window_s: Annotated[
         float | None,
@@ -132,33 +132,6 @@ class OpenedStream:
         )
 
 
-def place_in(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
-    """(rank, ranks) in `group`, or in the default group; alone without a process group."""
-    return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
-
-
-def opened_by_first(opens: Callable[[], OpenedStream], group: dist.ProcessGroup | None = None) -> OpenedStream:
-    """What `opens` returns on rank 0, on every rank. Collective over `group`, if there is a process group.
-
-    Rank 0 makes the index and tells it: for text, that is a pass over all of it. Each file is compared with it when a
-    rank opens it. Raises the DataError or ConfigError of rank 0 on every rank.
-    """
-    rank, world_size = place_in(group)
-    if world_size == 1:
-        return opens()
-    told: list[Any] = [None]
-    if rank == 0:
-        try:
-            told = [opens()]
-        except (DataError, ConfigError) as error:
-            told = [error]
-    dist.broadcast_object_list(told, group=group, group_src=0)
-    found: OpenedStream | DataError | ConfigError = told[0]
-    if isinstance(found, OpenedStream):
-        return found
-    raise found
-
-
 def open_stream(
     name: str, source: Source, schema: Schema, settings: StreamSettings, run: OrderSettings
 ) -> OpenedStream:
@@ -177,7 +150,9 @@ def open_stream(
         check_types(file.name, schema, file.schema)
     if settings.order == "shuffled" and index.is_sequential:
         file = next(file for file in index.files if file.is_sequential)
-        raise DataError(f"{file.name}: it has to be read from its beginning; allowed: --order time, or to unpack it")
+        raise DataError(
+            f"{file.name}: it has to be read from its beginning; allowed: --order time or files, or to unpack it"
+        )
     train_rows = index.sample_count
     if source.evaluation:
         files = len(find_files(paths))
@@ -187,8 +162,9 @@ def open_stream(
     return _ordered(name, index, schema, train_rows, settings, run)
 
 
-def short_stream(raw: RawSamples, settings: StreamSettings, run: OrderSettings) -> OpenedStream:
+def short_stream(data: RawSamples | Samples, settings: StreamSettings, run: OrderSettings) -> OpenedStream:
     """The stream of a data set that is in memory. Raises DataError for samples or settings that give none."""
+    raw = RawSamples.of(data) if isinstance(data, Samples) else data
     file, schema = in_memory(raw)
     index = index_of((file,), tuple(schema.columns))
     return _ordered(raw.name, index, schema, len(raw) - (raw.eval_rows or 0), settings, run)
@@ -201,7 +177,7 @@ def _ordered(
     needs_time = settings.order == "time" or settings.train_until_s is not None
     if needs_time and schema.time is None:
         raise DataError(
-            f'{name}: no column of time; allowed: time = "name" in the schema of files, or --order files without it'
+            f'{name}: no column of time; allowed: time = "name" in the schema of files, or another --order without it'
         )
     times = None
     if schema.time is not None and needs_time:

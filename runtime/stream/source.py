@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,9 @@ from sennit.runtime.stream.encoder import Encoder
 from sennit.runtime.stream.index import StreamIndex
 from sennit.runtime.stream.order import Chunk, StreamOrder
 from sennit.runtime.stream.reader import Check, Reader
+
+SAMPLED_PLACES: Final = 16
+"""From so many blocks the sample to plan by is taken, from each its first piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ class StreamSource:
         self.fingerprint = stream.index.fingerprint
         self.label_names = stream.schema.labels
         self.dense_count = len(preprocessing.scales)
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._world_size, self._index = rank, world_size, stream.index
         self._encoder = Encoder(stream.schema, preprocessing, stream.index.schema)
         self._reader = Reader(stream.index, tuple(stream.index.columns), open_max=2 * order.slices, check=stream.check)
         self._ended = threading.Event()
@@ -68,6 +71,7 @@ class StreamSource:
         self._training_keys: set[object] = set()
         """Those of `_waiting` that are for training."""
 
+        self._spread: Samples | None = None
         self._sample = self._thread.submit(self._first_rows, stream.index).result()
         self.tables = tuple(
             TableFacts(name=column.name, rows=column.row_count, mean_length=column.mean_length)
@@ -89,14 +93,16 @@ class StreamSource:
 
     def _chunk(self, number: int) -> tuple[Chunk, Future[Samples]]:
         """A batch's chunk, which is being read, as is the next one."""
-        is_training = not self.order.place(number)[1]
+        step, behind = self.order.place(number)
         chunk = self.order.chunk(number, self._rank, self._world_size)
-        wanted = [chunk]
-        if chunk.following is not None:
-            wanted.append(self.order.chunk(chunk.following, self._rank, self._world_size))
-        if is_training:
+        following = chunk.following
+        wanted = [chunk] if following is None else [chunk, self.order.chunk(following, self._rank, self._world_size)]
+        if not behind:
             # Chunks of an evaluation go as soon as it is over. Those of training outlast an evaluation.
             self._training_keys = {one.key for one in wanted}
+            evaluation = self.order.evaluation_batches(step + 1).start
+            if following is None or evaluation < following:
+                wanted.insert(1, self.order.chunk(evaluation, self._rank, self._world_size))
         kept = {one.key for one in wanted} | self._training_keys
         for key in [key for key in self._waiting if key not in kept]:
             self._waiting.pop(key).cancel()
@@ -129,8 +135,14 @@ class StreamSource:
         return self._encoder.encode(rows, place)
 
     def sample(self) -> Samples | None:
-        """The stream's first samples."""
-        return self._sample
+        """Samples from all of the stream alike. Of one that can only be read from its beginning, its first ones."""
+        index = self._index
+        if self._spread is None and not index.is_sequential:
+            wanted = [number * index.sample_count // SAMPLED_PLACES for number in range(SAMPLED_PLACES)]
+            begins = dict.fromkeys(index.begin_of(index.block_of(row)) for row in wanted)
+            pieces = [next(index.read(begin, index.sample_count, index.columns)) for begin in begins]
+            self._spread = joined([self._encoder.encode(rows, place) for place, rows in pieces])
+        return self._sample if self._spread is None else self._spread
 
     def release(self, number: int) -> None:
         pass

@@ -29,17 +29,16 @@ _DURATIONS_S: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": _DAY_S, "w": 7 * _
 def parse_duration(text: str) -> float:
     """Seconds of "90s", "30m", "6h", "1d", "2w", or of a number. Raises ValueError for anything else."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw]?)", text.strip())
-    seconds = float(found[1]) * _DURATIONS_S[found[2] or "s"] if found else 0.0
-    if not seconds:
+    if not found:
         raise ValueError(f"{text!r}; allowed: a duration, like 6h: a number with s, m, h, d or w")
-    return seconds
+    return float(found[1]) * _DURATIONS_S[found[2] or "s"]
 
 
 def duration_text(seconds: float) -> str:
     for unit, length in reversed(_DURATIONS_S.items()):
-        if not seconds % length:
+        if seconds and not seconds % length:
             return f"{seconds / length:.0f}{unit}"
-    return f"{seconds}s"
+    return f"{seconds:g}s"
 
 
 def parse_moment(text: str) -> float:

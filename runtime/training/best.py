@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from sennit.command_line import json_text
+from sennit.runtime.backend.first_rank import on_first
 from sennit.runtime.checkpoint import folder as checkpoint
 from sennit.runtime.checkpoint.manifest import CheckpointError
 from sennit.runtime.training import resumption
@@ -32,7 +33,8 @@ class Best:
         self._trainer, self._metric, self._patience = trainer, trainer.config.best_by, trainer.config.stop_early
         self.found: Evaluation | None = None
         if self._patience is not None:
-            self.found = resumption.on_first(trainer, self._look)
+            with resumption.reading_folders():
+                self.found = on_first(self._look)
 
     @property
     def folder(self) -> Path | None:

@@ -72,8 +72,8 @@ class TrainingConfig:
     source: Source = field(default_factory=Source)
     """The data set."""
 
-    stream: StreamSettings | None = None
-    """How the data set is read piece by piece; None: all of it is in memory."""
+    stream: StreamSettings = field(default_factory=StreamSettings)
+    """In which order the data set is read."""
 
     ingest: Annotated[
         IngestTarget | None,
@@ -296,8 +296,7 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         check(self)
         if self.epochs is None:
-            in_order = self.stream is not None and self.stream.order != "shuffled"
-            object.__setattr__(self, "epochs", 1 if in_order else 2)
+            object.__setattr__(self, "epochs", 2 if self.stream.order == "shuffled" else 1)
         if self.slices & (self.slices - 1):
             raise ConfigError(f"--slices {self.slices}; allowed: powers of two, 1 to {SLICES_MAX:,}")
         if self.batch_size < self.slices:
@@ -322,9 +321,8 @@ class TrainingConfig:
         if self.sketch_path is not None and self.ingest is None:
             raise ConfigError("--sketch without --ingest; allowed: with it (it counts what feeders send)")
         if self.warm_start is not None and self.ingest is not None:
-            raise ConfigError("--warm-start with --ingest; allowed: with data in memory, which get its vocabularies")
-        if self.stream is not None:
-            self._check_stream(self.stream)
+            raise ConfigError("--warm-start with --ingest; allowed: with data that ranks read themselves")
+        self._check_stream(self.stream)
         if self.rebalance is not None:
             self._check_rebalance()
         if self.checkpoint is None:
@@ -340,7 +338,7 @@ class TrainingConfig:
                     raise ConfigError(f"--{option.replace('_', '-')} needs a checkpoint folder (--checkpoint DIR)")
 
     def _check_stream(self, stream: StreamSettings) -> None:
-        if self.ingest is not None:
+        if self.ingest is not None and stream != StreamSettings():
             raise ConfigError(f"--order {stream.order} with --ingest; allowed: with files that ranks read themselves")
         if stream.window_s is not None and self.stop_early is not None:
             raise ConfigError("--stop-early with --window, whose evaluations are of different samples")

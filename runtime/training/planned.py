@@ -6,13 +6,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
 
 from sennit.command_line import stdout_console
-from sennit.runtime.data.batch_source import BatchSource, MemorySource
+from sennit.runtime.backend.first_rank import on_first
+from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.memory.large_buffers import keep_large_buffers
 from sennit.runtime.model.inputs import ModelInputs
 from sennit.runtime.model.sharding_settings import Sharding
@@ -30,7 +31,6 @@ from sennit.runtime.sharded.tables import Home, Homes, Table
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.overlap import Overlap, overlap_on
 from sennit.runtime.training.streamed import opened, preprocessing_of, stream_source
-from sennit.runtime.training.supply import prepared_data
 from sennit.transport._core import available_bytes
 from sennit.transport.config import TransportKind, from_environment
 from sennit.transport.errors import ConfigError
@@ -94,15 +94,12 @@ def limits_here(config: TrainingConfig, ranks: int) -> list[int]:
 def source_of(config: TrainingConfig, ranks: int) -> BatchSource:
     """The data of a run of so many ranks, as its rank 0 has it."""
     config.check_world(ranks)
-    if config.stream is not None:
-        found = opened(config)
-        return stream_source(config, found, preprocessing_of(config, found), rank=0, world_size=ranks)
-    data = prepared_data(config)
-    return MemorySource(data, rank=0, world_size=ranks)
+    found = opened(config)
+    return stream_source(config, found, preprocessing_of(config, found), rank=0, world_size=ranks)
 
 
 def uses_of(config: TrainingConfig, source: BatchSource, tables: Sequence[Table]) -> list[Use]:
-    """How often a sample uses each of these tables and its rows: by a saved sketch, or by a sample of data in memory.
+    """How often a sample uses each of these tables and its rows: by a saved sketch, or by a sample of the data.
 
     Without both, Zipf's law is assumed. Raises `ConfigError` if the sketch is of other tables.
     """
@@ -110,10 +107,12 @@ def uses_of(config: TrainingConfig, source: BatchSource, tables: Sequence[Table]
         return saved(tables, config.use)
     number_of = {facts.name: number for number, facts in enumerate(source.tables)}
     numbers = [number_of[table.name] for table in tables]
-    samples, known = None, source.sample()
-    if known is not None:
-        samples = [sampled(known.columns[number].values.numpy(), SAMPLE_IDS) for number in numbers]
-    return uses(tables, [source.tables[number].mean_length for number in numbers], samples, ZIPF)
+    known = source.sample()
+    if known is None:
+        return uses(tables, [source.tables[number].mean_length for number in numbers], None, ZIPF)
+    columns = [known.columns[number] for number in numbers]
+    samples = [sampled(column.values.numpy(), SAMPLE_IDS) for column in columns]
+    return uses(tables, [column.mean_length for column in columns], samples, ZIPF)
 
 
 def problem_of(
@@ -141,8 +140,8 @@ def problem_of(
         budget_s=budget_s,
     )
     ahead = config.batches_ahead > 0 or config.table_store is not None
-    if isinstance(source, MemorySource):
-        # A batch taken ahead is copied (`Trainer._take`).
+    if source.sample() is not None:
+        # What feeders send is not measured. A batch taken ahead is copied (`Supply.take`).
         input_sample_s = dense.input_seconds(source, budget_s, copies=ahead)
         fixed = dataclasses.replace(fixed, input_sample_s=input_sample_s)
     return Problem(
@@ -204,36 +203,35 @@ def placement_of(
             tables, world_size, local_ranks=local_ranks, limits=limits, homes=homes_of(config)
         )
         return Planned(placement=placement)
-    unplanned: str | None = ""
-    told: list[Any] = [None]
-    problem = None
+    problems: list[Problem] = []
+
+    def plan() -> tuple[dict[str, int], float] | str:
+        try:
+            shards, seconds, problem = _planned(
+                config, source, world_size, limits[Home.DRAM], local_ranks or world_size, overlap
+            )
+        except ConfigError:
+            raise
+        except Exception as error:
+            return f"planning failed: {type(error).__name__}: {error}"
+        problems.append(problem)
+        return shards, seconds
+
+    found: tuple[dict[str, int], float] | str = ""
     if config.device != "cpu":
-        unplanned = f"nobody measures kernels of {config.device}"
+        found = f"nobody measures kernels of {config.device}"
     elif world_size > 1:
-        if dist.get_rank() == 0:
-            # Rank 0 reports every error, of any type: the other ranks wait for it.
-            try:
-                *plan, problem = _planned(
-                    config, source, world_size, limits[Home.DRAM], local_ranks or world_size, overlap
-                )
-                told = [tuple(plan)]
-            except ConfigError as error:
-                told = [error]
-            except Exception as error:
-                told = [f"planning failed: {type(error).__name__}: {error}"]
-        dist.broadcast_object_list(told, src=0)
-        if isinstance(told[0], ConfigError):
-            raise told[0]
-        unplanned = told[0] if isinstance(told[0], str) else None
-    if unplanned is not None:
-        if unplanned and dist.get_rank() == 0:
-            _tell(f"placement: {TABLE_WISE.default}; {unplanned}")
+        found = on_first(plan)
+    if isinstance(found, str):
+        if found and dist.get_rank() == 0:
+            _tell(f"placement: {TABLE_WISE.default}; {found}")
         placement = TABLE_WISE.placement(
             tables, world_size, local_ranks=local_ranks, limits=limits, homes=homes_of(config)
         )
         return Planned(placement=placement)
-    shards, step_s = told[0]
-    return Planned(placement=placed(tables, world_size, shards), step_s=step_s, problem=problem)
+    shards, step_s = found
+    # The problem itself stays with rank 0, which plans anew where shards may move.
+    return Planned(placement=placed(tables, world_size, shards), step_s=step_s, problem=next(iter(problems), None))
 
 
 def _planned(

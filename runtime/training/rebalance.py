@@ -19,6 +19,7 @@ from rich.filesize import decimal
 
 from sennit.command_line import stdout_console
 from sennit.offload.sketch import Sketch, SketchShape
+from sennit.runtime.backend.first_rank import on_first
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.planner.move_or_stay import Proposal, propose
 from sennit.runtime.planner.problem import Problem
@@ -102,19 +103,10 @@ class Rebalancer:
         begin_s = time.perf_counter()
         uses = self._uses(tables)
         self.moved.looks += 1
-        told: list[Any] = [None]
-        if self._problem is not None:
-            # Rank 0 reports every error, of any type: the other ranks wait for it.
-            try:
-                told = [self._proposed(uses, tables, step)]
-            except Exception as error:
-                told = [error]
-        dist.broadcast_object_list(told, src=0)
-        if isinstance(told[0], Exception):
-            raise told[0]
-        if told[0] is None:
+        found = on_first(lambda: self._proposed(uses, tables, step))
+        if found is None:
             return None
-        shards, proposal = told[0]
+        shards, proposal = found
         tables.move(placed(tables.tables, dist.get_world_size(), shards))
         move = Move(
             step=step,
@@ -134,7 +126,8 @@ class Rebalancer:
         self, uses: list[Use], tables: ShardedTables, step: int
     ) -> tuple[dict[str, int], dict[str, Any]] | None:
         """The new rank of each shard, and what there is to say; None: all stays. On rank 0."""
-        assert self._problem is not None
+        if self._problem is None:
+            return None
         earlier, problem = self._problem.uses, dataclasses.replace(self._problem, uses=tuple(uses))
         rating = Rating(problem)
         steps = min(self.every, self._step_count - step)

@@ -183,8 +183,7 @@ class RunReport:
     @property
     def order(self) -> str:
         """In which order the samples came, in words."""
-        stream = self.config.stream
-        return f"{self.config.split} split" if stream is None else f"order: {stream.order}"
+        return f"order: {self.config.stream.order}"
 
     @property
     def step_s(self) -> float:

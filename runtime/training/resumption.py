@@ -12,14 +12,15 @@ import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch.distributed as dist
 
 from sennit.command_line import json_text
+from sennit.runtime.backend.first_rank import on_first
 from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.checkpoint import folder as checkpoint
 from sennit.runtime.checkpoint import reading
@@ -34,14 +35,14 @@ from sennit.runtime.checkpoint.manifest import (
 from sennit.runtime.checkpoint.writing import Saver
 from sennit.runtime.data import preprocessing
 from sennit.runtime.data.batch_source import BatchSource
-from sennit.runtime.data.order import ORDER_VERSION
 from sennit.runtime.model.settings import as_json
 from sennit.runtime.sharded.tables import Table
+from sennit.runtime.stream.order import STREAM_ORDER_VERSION
 from sennit.runtime.training import warm_start
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.metrics import Evaluation
 from sennit.runtime.training.trainer import LOST, Trainer
-from sennit.transport.errors import ConfigError, SennitError
+from sennit.transport.errors import ConfigError
 
 FIXED: Final = {
     "order": ("seed", "split", "eval_fraction", "batch_size", "slices"),
@@ -77,22 +78,18 @@ DATA_KEY: Final = "sennit/train/data"
 WINDOWS: Final = "windows.json"
 PREPROCESSING_KEY: Final = "sennit/train/preprocessing"
 
-Result = TypeVar("Result")
-
 
 def fixed_of(config: TrainingConfig, source: BatchSource) -> dict[str, Any]:
     """The settings that decide the meaning of the weights, as JSON."""
     fixed = {part: {name: _plain(getattr(config, name)) for name in names} for part, names in FIXED.items()}
-    fixed["order"]["algorithm"] = ORDER_VERSION
+    fixed["order"]["stream"] = config.stream.fixed
+    if config.source.evaluation:
+        fixed["order"]["eval_rows"] = source.order.eval_count
     # Earlier checkpoints have none of these.
     if config.validation_fraction:
         fixed["order"]["validation_fraction"] = config.validation_fraction
-    if config.stream is not None:
-        fixed["order"]["stream"] = config.stream.fixed
     if len(source.label_names) > 1:
         fixed["model"]["labels"] = source.label_names
-    if source.order.eval_rows is not None:
-        fixed["order"]["eval_rows"] = source.order.eval_rows
     if config.warm_start is not None and source.preprocessing is not None:
         fixed["model"]["warm_start"] = _sha256(source.preprocessing)
     fixed["model"] |= {
@@ -181,9 +178,10 @@ def begin(trainer: Trainer) -> list[str]:
     if folder is not None:
         _check_equal_ranks(trainer)
         # Rank 0 chooses, so that all ranks take the same checkpoint.
-        found = on_first(trainer, lambda: _find(trainer, folder) if config.resume else check_unused(folder))
+        with reading_folders():
+            found = on_first(lambda: _find(trainer, folder) if config.resume else check_unused(folder))
     if found is None:
-        trainer.run_id = on_first(trainer, new_run_id)
+        trainer.run_id = on_first(new_run_id)
         return _begin_new(trainer)
     path, about = found
     forgotten = _load(trainer, path, about)
@@ -206,7 +204,8 @@ def go_back(trainer: Trainer) -> list[str]:
         path = checkpoint.latest_of(folder, trainer.run_id)
         return None if path is None else (path, Manifest.read(path))
 
-    found = on_first(trainer, look)
+    with reading_folders():
+        found = on_first(look)
     return _begin_new(trainer) if found is None else _load(trainer, *found)
 
 
@@ -228,10 +227,9 @@ def check_unused(folder: Path) -> None:
         )
 
 
-def publish_data(store: Store, fingerprint: str, known: preprocessing.Preprocessing | None) -> None:
+def publish_data(store: Store, fingerprint: str, known: preprocessing.Preprocessing) -> None:
     """Publishes the fingerprint of an elastic run's data for newcomers, and what they cannot fit themselves."""
-    if known is not None:
-        store.set(PREPROCESSING_KEY, known.text())
+    store.set(PREPROCESSING_KEY, known.text())
     store.set(DATA_KEY, fingerprint)
 
 
@@ -253,6 +251,12 @@ def _find(trainer: Trainer, folder: Path) -> tuple[Path, Manifest] | None:
     if path is None:
         return None
     found, ours = Manifest.read(path), fixed_of(trainer.config, trainer.source)
+    version = found.fixed.get("order", {}).get("stream", {}).get("version")
+    if version != STREAM_ORDER_VERSION:
+        raise ConfigError(
+            f"{path} is in the middle of an order of samples that is no more (version {version}, here "
+            f"{STREAM_ORDER_VERSION}); allowed: a new run that begins with its weights, --warm-start {path}"
+        )
     try:
         check_same_run(path, found, ours)
     except ConfigError as error:
@@ -298,21 +302,13 @@ def _check_equal_ranks(trainer: Trainer) -> None:
             raise ConfigError(f"rank {rank} has other data or settings than rank 0:\n  {lines}")
 
 
-def on_first(trainer: Trainer, function: Callable[[], Result]) -> Result:
-    """The result of rank 0's call on every rank, or its error. Collective."""
-    told: list[Any] = [None, None]
-    if trainer.rank == 0:
-        try:
-            told[0] = function()
-        except SennitError as error:
-            told[1] = error
-        except OSError as error:
-            told[1] = CheckpointError(str(error))
-    dist.broadcast_object_list(told, src=0)
-    if told[1] is not None:
-        raise told[1]
-    result: Result = told[0]
-    return result
+@contextlib.contextmanager
+def reading_folders() -> Iterator[None]:
+    """Makes errors of the system those of checkpoints, which end a command with a sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def _table(table: Table) -> dict[str, Any]:

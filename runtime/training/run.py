@@ -24,7 +24,7 @@ from sennit.runtime.training.report import RunReport
 from sennit.runtime.training.resumption import check_data, publish_data, published_preprocessing
 from sennit.runtime.training.streamed import opened, preprocessing_of, stream_sources
 from sennit.runtime.training.stretch import History, begin_run, numbered, shown_by, train
-from sennit.runtime.training.supply import MakeSource, fed_sources, memory_sources, prepared_data, served
+from sennit.runtime.training.supply import MakeSource, fed_sources, served
 from sennit.transport.meeting.membership import Terms
 
 
@@ -61,14 +61,11 @@ def run_rank(config: TrainingConfig, place: Place) -> RunReport:
     return _leave(_run(config, make_source))
 
 
-def _loaded(config: TrainingConfig, store: Store | None = None) -> tuple[MakeSource, str, Preprocessing | None]:
-    """Opens the data set of files: how to make sources, its fingerprint, and the preprocessing that newcomers need.
+def _loaded(config: TrainingConfig, store: Store | None = None) -> tuple[MakeSource, str, Preprocessing]:
+    """Opens the data set: how to make sources, its fingerprint, and the preprocessing that newcomers need.
 
     `store`: that of the run which this rank joins. Collective without it.
     """
-    if config.stream is None:
-        data = prepared_data(config)
-        return memory_sources(data, config), data.fingerprint, None
     found = opened(config)
     skipped = found.stream.index.skipped_rows
     if skipped and store is None and dist.get_rank() == 0:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of a run whose data are a stream: opens it, fits its preprocessing, makes the source of each group."""
+"""The data of a run: opens the stream, fits its preprocessing, makes the source of each group of ranks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import PurePosixPath
 
 import torch.distributed as dist
 
+from sennit.runtime.backend.first_rank import on_first
 from sennit.runtime.data import sources
 from sennit.runtime.data.preprocessing import Preprocessing
-from sennit.runtime.stream.settings import OpenedStream, open_stream, opened_by_first, short_stream
+from sennit.runtime.stream.settings import OpenedStream, open_stream, short_stream
 from sennit.runtime.stream.source import StreamSource
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.rebalance import shape_of
@@ -17,15 +18,15 @@ from sennit.runtime.training.supply import MakeSource, known_preprocessing, resu
 
 
 def opened(config: TrainingConfig) -> OpenedStream:
-    """The run's stream. Raises DataError if there is none. Collective, if there is a process group."""
+    """The run's stream. Raises DataError on every rank if there is none. Collective, if there is a process group."""
     if sources.is_named(config.source.data):
         # Each rank has its own in memory.
         return _opened(config)
-    return opened_by_first(lambda: _opened(config))
+    # Rank 0 makes the index: for text, that is a pass over all of it. A rank that opens a file compares it.
+    return on_first(lambda: _opened(config))
 
 
 def _opened(config: TrainingConfig) -> OpenedStream:
-    assert config.stream is not None
     source = config.source
     if sources.is_named(source.data):
         return short_stream(sources.load(source, seed=config.seed), config.stream, config.order_settings)
@@ -50,5 +51,18 @@ def stream_source(
     return StreamSource(found.stream, found.order, preprocessing, rank=rank, world_size=world_size, counted=counted)
 
 
+def sources_of(config: TrainingConfig) -> MakeSource:
+    """Opens and fits the run's data. Raises DataError if they cannot be trained on. Collective."""
+    found = opened(config)
+    return stream_sources(config, found, preprocessing_of(config, found))
+
+
 def stream_sources(config: TrainingConfig, found: OpenedStream, preprocessing: Preprocessing) -> MakeSource:
-    return lambda: stream_source(config, found, preprocessing, rank=dist.get_rank(), world_size=dist.get_world_size())
+    def make() -> StreamSource:
+        source = stream_source(config, found, preprocessing, rank=dist.get_rank(), world_size=dist.get_world_size())
+        if not config.elastic and resumed(config) is None:
+            # A new run begins there, and the model takes some time to be made.
+            source.begin(0)
+        return source
+
+    return make

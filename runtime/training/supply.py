@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's batches, from data in memory or from feeders. A run makes a source for each group of ranks."""
+"""A rank's batches. A run makes a source of them for each group of ranks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sennit.runtime.checkpoint.folder import latest, named
-from sennit.runtime.data import sources
-from sennit.runtime.data.batch_source import BatchSource, MemorySource, prepared
-from sennit.runtime.data.preprocessing import PreparedData, Preprocessing
+from sennit.runtime.data.batch_source import BatchSource
+from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.ingest.fed import Door, FedSource, group_failure
 from sennit.runtime.kernels.uploads import Upload, Uploads
 from sennit.runtime.pipeline.ahead import Batch
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.rebalance import shape_of
 from sennit.transport.errors import ConfigError
 
 MakeSource = Callable[[], BatchSource]
@@ -32,17 +30,12 @@ def resumed(config: TrainingConfig) -> Path | None:
     return latest(config.checkpoint) if config.resume and config.checkpoint is not None else None
 
 
-def prepared_data(config: TrainingConfig) -> PreparedData:
-    """Loads the run's data set, splits and preprocesses it. Raises `DataError` if it cannot be trained on.
+def known_preprocessing(config: TrainingConfig) -> Preprocessing | None:
+    """That of the model that the run goes on with; None: the run begins with a new one.
 
     A warm start goes on with the vocabularies of its checkpoint. Once the run has a checkpoint of its own, that one has
     them all.
     """
-    return prepared(sources.load(config.source, seed=config.seed), config.order_settings, known_preprocessing(config))
-
-
-def known_preprocessing(config: TrainingConfig) -> Preprocessing | None:
-    """That of the model that the run goes on with; None: the run begins with a new one."""
     if config.warm_start is None:
         return None
     checkpoint = resumed(config) or named(config.warm_start)
@@ -53,11 +46,6 @@ def known_preprocessing(config: TrainingConfig) -> Preprocessing | None:
             "became rows"
         )
     return known
-
-
-def memory_sources(data: PreparedData, config: TrainingConfig) -> MakeSource:
-    counted = None if config.rebalance is None else shape_of(config.rebalance, config.batch_size)
-    return lambda: MemorySource(data, rank=dist.get_rank(), world_size=dist.get_world_size(), counted=counted)
 
 
 def fed_sources(config: TrainingConfig, door: Door) -> MakeSource:

@@ -23,9 +23,10 @@ import torch.distributed as dist
 
 from sennit.runtime.backend.process_group import register
 from sennit.runtime.data import sources
-from sennit.runtime.data.batch_source import MemorySource, prepared
+from sennit.runtime.stream.settings import short_stream
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.report import RunReport
+from sennit.runtime.training.streamed import stream_source
 from sennit.runtime.training.stretch import History, train
 from sennit.testbed.vm import links
 
@@ -52,7 +53,8 @@ def run_rank(transport: str, rank: int, folder: Path) -> None:
     samples = torch.load(folder / "samples", weights_only=False)
     meeting = f"file://{folder / transport}"
     dist.init_process_group("sennit", init_method=meeting, rank=rank, world_size=WORLD, timeout=TIMEOUT)
-    source = MemorySource(prepared(samples, CONFIG.order_settings), rank=rank, world_size=WORLD)
+    found = short_stream(samples, CONFIG.stream, CONFIG.order_settings)
+    source = stream_source(CONFIG, found, found.fit(), rank=rank, world_size=WORLD)
     report = train(CONFIG, source, History(), begin=lambda trainer: None, timeline=None)
     assert isinstance(report, RunReport)
     (folder / f"weights{rank}").write_text(report.weights_sha256)

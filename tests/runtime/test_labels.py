@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from sennit.runtime.checkpoint.digest import digest
 from sennit.runtime.data import sources
-from sennit.runtime.data.batch_source import MemorySource, prepared
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.raw_samples import RawSamples
 from sennit.runtime.data.samples import Samples
@@ -27,6 +25,7 @@ from sennit.runtime.model.loss import Loss
 from sennit.runtime.sharded.tables import Table
 from sennit.runtime.training.trainer import Trainer
 from sennit.transport.errors import ConfigError
+from tests.runtime.short_sources import short_source
 from tests.runtime.trainer_runs import config_of, samples
 from tests.runtime.whole_run import train
 from tests.runtime.world import WorldFactory
@@ -48,8 +47,7 @@ def first_alone(logits: Tensor, labels: Tensor) -> Tensor:
 def trained(rank: int, world: int, /, *, seed: int, **changed: Any) -> Any:
     """Weights, the evaluation, and whether the parameters of each label's logit have moved."""
     config, made = config_of(seed, **changed), with_two(seed)
-    data = prepared(replace(made, sample_weights=torch.arange(len(made)) % 2 + 0.5), config.order_settings)
-    run = Trainer(config, MemorySource(data, rank=rank, world_size=dist.get_world_size()))
+    run = Trainer(config, short_source(replace(made, sample_weights=torch.arange(len(made)) % 2 + 0.5), config))
     head = list(run.model.parameters())[-1]
     before = head.detach().clone()
     for _ in range(6):

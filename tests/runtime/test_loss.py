@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from sennit.runtime.checkpoint.digest import digest
-from sennit.runtime.data.batch_source import MemorySource, prepared
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.model.loss import Loss
 from sennit.runtime.training.trainer import Trainer
 from sennit.transport.errors import ConfigError
+from tests.runtime.short_sources import opened, short_source
+from tests.runtime.stream.test_stream_order import rows_of
 from tests.runtime.trainer_runs import config_of, samples
 from tests.runtime.world import WorldFactory
 
@@ -59,10 +59,10 @@ def trained(rank: int, world: int, /, *, seed: int, weighted: str = "", steps: i
     if weighted:
         weights = torch.ones(len(made)) if weighted == "ones" else torch.arange(len(made)) % 3
         made = replace(made, sample_weights=weights.float())
-    data = prepared(made, config.order_settings)
-    run = Trainer(config, MemorySource(data, rank=dist.get_rank(), world_size=dist.get_world_size()))
+    source = short_source(made, config)
+    run = Trainer(config, source)
     reports = [run.train_step() for _ in range(steps)]
-    rows = [data.order.rows(data.order.training_batch(step)) for step in range(steps)]
+    rows = [rows_of(source.order, source.order.training_batch(step)) for step in range(steps)]
     worth = [0.0 if made.sample_weights is None else float(made.sample_weights[one].sum()) for one in rows]
     return digest(run.weights()), float(reports[0].loss_sum), worth
 
@@ -81,8 +81,8 @@ def test_weights_of_one_change_nothing_and_others_multiply(kept_world: WorldFact
     assert world.run(trained, seed=seed, weighted="ones")[0][0] == plain
     # Before the first step all logits are the same model's: the loss of a sample counts as often as its weight says.
     made, config = samples(seed), config_of(seed)
-    order = config.order_settings.order(made.name, len(made))
-    rows = order.rows(order.training_batch(0))
+    order = opened(made, config).order
+    rows = torch.from_numpy(rows_of(order, order.training_batch(0)))
     _, loss_sum, worth = world.run(trained, seed=seed, weighted="twice", steps=1)[0]
     assert worth == [float((rows % 3).sum())]
     _, all_ones, _ = world.run(trained, seed=seed, weighted="ones", steps=1)[0]

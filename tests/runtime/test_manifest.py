@@ -21,6 +21,7 @@ from sennit.runtime.checkpoint.manifest import (
     check_same_run,
     differences,
 )
+from sennit.runtime.stream import settings
 from sennit.runtime.training import resumption
 from sennit.runtime.training.config import TrainingConfig
 from sennit.transport.errors import ConfigError
@@ -161,8 +162,8 @@ def test_every_option_is_fixed_or_free_or_no_part_of_the_run() -> None:
     # What these say is recorded table by table.
     of_tables = ["embedding_dim", "row_shards", "tables", "tensor_train", "optimizer", "momentum"]
     # Earlier checkpoints do not have these: they are fixed where they are given.
-    if_given = ["stream", "validation_fraction", "warm_start"]
-    assert sorted(names) == sorted([*fixed, *free, *apart, *of_tables, *if_given])
+    if_given = ["validation_fraction", "warm_start"]
+    assert sorted(names) == sorted(["stream", *fixed, *free, *apart, *of_tables, *if_given])
     assert not fixed & free
 
 
@@ -200,6 +201,24 @@ def test_a_run_does_not_go_on_from_another_ones_checkpoint(
     for message in world.run(begin_error, seed=seed + 1, folder=str(tmp_path), data_seed=seed):
         assert f"order.seed: {seed} in the checkpoint, {seed + 1} here" in message
         assert message.count("\n") == 1
+
+
+def save_before(rank: int, world: int, /, *, seed: int, folder: str) -> None:
+    """A checkpoint in the middle of an order that is no more."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(settings, "STREAM_ORDER_VERSION", 1)
+        save_then_train_on(rank, world, seed=seed, folder=folder, before=1, after=0)
+
+
+def test_a_checkpoint_of_an_earlier_order_is_refused_in_a_sentence(
+    kept_world: WorldFactory, seed: int, tmp_path: Path
+) -> None:
+    world = kept_world(2)
+    world.run(save_before, seed=seed, folder=str(tmp_path))
+    path = tmp_path / "step-000000001"
+    for message in world.run(begin_error, seed=seed, folder=str(tmp_path)):
+        assert message.startswith(f"ConfigError: {path} is in the middle of an order of samples that is no more (")
+        assert message.endswith(f"allowed: a new run that begins with its weights, --warm-start {path}")
 
 
 def test_what_may_differ_does_and_is_told(kept_world: WorldFactory, seed: int, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from sennit.offload.sketch import Sketch, SketchShape
 from sennit.runtime.checkpoint.digest import digest
 from sennit.runtime.data.batch import Batch
-from sennit.runtime.data.batch_source import MemorySource, prepared
+from sennit.runtime.data.batch_source import IdCounter
 from sennit.runtime.data.samples import Column, Samples
 from sennit.runtime.data.seeds import numpy_stream
 from sennit.runtime.planner.cluster import Cluster
@@ -27,30 +27,41 @@ from sennit.runtime.planner.step_time import Rating
 from sennit.runtime.planner.usage import Use, counted, sketched
 from sennit.runtime.sharded.files import TableStore
 from sennit.runtime.sharded.tables import Shard, Table, shard_bytes
+from sennit.runtime.stream.source import StreamSource
 from sennit.runtime.training import planned
+from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.rebalance import Moved, shape_of
 from sennit.runtime.training.trainer import Trainer
 from sennit.transport.errors import ConfigError
+from tests.runtime.short_sources import fitted, opened
 from tests.runtime.trainer_runs import config_of
 from tests.runtime.world import WorldFactory
 
 KERNEL = tuple(field.name for field in dataclasses.fields(Kernel))
 
 
-class Shifting(MemorySource):
-    """From batch `at` on, a third of the ids is of the last eight rows."""
+class Shifting(StreamSource):
+    """From batch `at` on, a third of the ids is of the last eight rows. `every`: counts ids for looks so far apart."""
 
-    at = 1 << 40
+    def __init__(self, samples: Samples, config: TrainingConfig, *, at: int, every: int | None) -> None:
+        found = opened(samples, config)
+        super().__init__(
+            found.stream, found.order, fitted(found), rank=dist.get_rank(), world_size=dist.get_world_size()
+        )
+        self.at = at
+        self.counter = None if every is None else IdCounter(self.tables, shape_of(every, config.batch_size))
 
     def take(self, number: int) -> Batch:
-        if number < self.at:
-            return super().take(number)
-        batch = self.samples.batch(self.order.part(number, dist.get_rank(), dist.get_world_size()))
-        hot = self.tables[0].rows - 8 + batch.values % 8
-        batch = dataclasses.replace(batch, values=torch.where(batch.values % 3 == 0, hot, batch.values))
-        if self._counter is not None:
-            self._counter.count(number, batch)
+        batch = super().take(number)
+        if number >= self.at:
+            hot = self.tables[0].rows - 8 + batch.values % 8
+            batch = dataclasses.replace(batch, values=torch.where(batch.values % 3 == 0, hot, batch.values))
+        if self.counter is not None:
+            self.counter.count(number, batch)
         return batch
+
+    def sketch(self) -> Sketch | None:
+        return None if self.counter is None else self.counter.sketch
 
 
 def rebalanced(
@@ -70,10 +81,7 @@ def rebalanced(
     if rows is not None:
         changed["table_store"] = TableStore(folder=Path(rows), memory_bytes=40_000)
     config = config_of(seed, row_shards=8, batch_size=50, max_steps=24, rebalance=every, **changed)
-    whole = prepared(data, config.order_settings)
-    counted = None if every is None else shape_of(every, config.batch_size)
-    source = Shifting(whole, rank=rank, world_size=world, counted=counted)
-    source.at = at
+    source = Shifting(data, config, at=at, every=every)
     slow = {name: Kernel(**dict.fromkeys(KERNEL, 0.0) | {"id_s": 1e-3}) for name in PRECISIONS}
     constants = Constants(lookup=slow, update=slow)
     with pytest.MonkeyPatch.context() as patch:

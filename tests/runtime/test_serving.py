@@ -25,11 +25,10 @@ from typer.testing import CliRunner
 
 from sennit.commands.cli import app
 from sennit.runtime.data import sources
-from sennit.runtime.data.batch_source import MemorySource, prepared
 from sennit.runtime.data.seeds import numpy_stream
 from sennit.runtime.data.source import Source
 from sennit.runtime.kernels.int8 import float_rows, int8_rows
-from sennit.runtime.training import resumption
+from sennit.runtime.training import resumption, streamed
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.trainer import Trainer
 from tests.extent import briefly
@@ -96,11 +95,12 @@ def train_and_predict(rank: int, world: int, *, seed: int, folder: str) -> list[
         source=source, seed=seed, epochs=1, batch_size=50, embedding_dim=8, bottom=(16,), top=(32, 16),
         checkpoint=path / "saved",
     )  # fmt: skip
-    data = prepared(sources.load(source, seed=seed), config.order_settings)
-    memory = MemorySource(data, rank=rank, world_size=world)
-    run = Trainer(config, memory)
+    found = streamed.opened(config)
+    preprocessing = streamed.preprocessing_of(config, found)
+    batches = streamed.stream_source(config, found, preprocessing, rank=rank, world_size=world)
+    run = Trainer(config, batches)
     resumption.begin(run)
-    memory.begin(0)
+    batches.begin(0)
     for _ in range(run.step_count):
         run.train_step()
     resumption.save(run)
@@ -109,7 +109,7 @@ def train_and_predict(rank: int, world: int, *, seed: int, folder: str) -> list[
     fresh = clicks(seed + 1, 40)
     fresh["city"][0] = "nowhere"
     raw = sources.load(write(path / str(rank), fresh, "fresh.parquet"), seed=seed)
-    samples = data.preprocessing.apply(raw).samples()
+    samples = preprocessing.apply(raw).samples()
     batch = samples.batch(torch.arange(40))
     with torch.no_grad():
         # Every rank predicts all of them: there are no slices.

@@ -21,12 +21,14 @@ import torch.nn.functional as F
 from sennit.runtime.checkpoint import folder as checkpoint
 from sennit.runtime.checkpoint.digest import digest
 from sennit.runtime.checkpoint.manifest import CheckpointError
-from sennit.runtime.data.batch_source import prepared
+from sennit.runtime.data.raw_samples import RawSamples
 from sennit.runtime.data.seeds import numpy_stream
 from sennit.runtime.training import overlap, planned, resumption
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.metrics import quality, quality_of_ranks
 from sennit.runtime.training.trainer import TrainingError
+from tests.runtime.short_sources import fitted, opened
+from tests.runtime.stream.test_stream_order import rows_of
 from tests.runtime.trainer_runs import (
     SMALL,
     begin_error,
@@ -203,10 +205,10 @@ def reference(seed: int, steps: int, *, is_bounded: bool) -> dict[str, torch.Ten
     from sennit.runtime.sharded.initial import fill
     from sennit.runtime.sharded.tables import Shard, Table
 
-    data = prepared(samples(seed), config_of(seed).order_settings)
-    whole = data.samples
+    found = opened(samples(seed), config_of(seed))
+    whole = fitted(found).apply(RawSamples.of(samples(seed))).samples()
     batch_size, dim = SMALL["batch_size"], SMALL["embedding_dim"]
-    step_count = data.order.step_count
+    step_count = found.order.step_count
     inputs = tuple(Table(name=column.name, rows=column.row_count, dim=dim) for column in whole.columns)
     model = build("dlrm", ModelInputs(dense_count=3, tables=inputs, bottom=(8,), top=(8,), seed=seed))
     tables = {}
@@ -217,7 +219,7 @@ def reference(seed: int, steps: int, *, is_bounded: bool) -> dict[str, torch.Ten
     state = {name: torch.zeros(len(weight)) for name, weight in tables.items()}
     dense_state = [torch.zeros_like(parameter) for parameter in model.parameters()]
     for step in range(steps):
-        rows = data.order.rows(step)
+        rows = torch.from_numpy(rows_of(found.order, step))
         factor = 1 - step / step_count
         if is_bounded:
             factor = (step + 1) / 3 if step < 3 else ((step_count - step) / (step_count - 3)) ** 2

@@ -12,18 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from sennit.runtime.checkpoint import folder as checkpoint
 from sennit.runtime.checkpoint import reading, writing
 from sennit.runtime.checkpoint.digest import digest
-from sennit.runtime.data.batch_source import MemorySource, prepared
 from sennit.runtime.data.samples import Column, Samples
 from sennit.runtime.data.seeds import numpy_stream
 from sennit.runtime.sharded.files import TableStore
 from sennit.runtime.training import resumption
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.trainer import Trainer
+from tests.runtime.short_sources import short_source
 from tests.runtime.world import WorldFactory
 
 SMALL: dict[str, Any] = {"batch_size": 24, "embedding_dim": 4, "bottom": (8,), "top": (8,), "epochs": 3}
@@ -52,9 +51,7 @@ def samples(seed: int, count: int = 400) -> Samples:
 def trainer(seed: int, folder: str | None, memory_bytes: int) -> Trainer:
     home = None if folder is None else TableStore(folder=Path(folder), memory_bytes=memory_bytes)
     config = TrainingConfig(seed=seed, table_store=home, **SMALL)
-    source = MemorySource(
-        prepared(samples(seed), config.order_settings), rank=dist.get_rank(), world_size=dist.get_world_size()
-    )
+    source = short_source(samples(seed), config)
     made = Trainer(config, source)
     source.begin(0)
     return made

@@ -9,17 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from sennit.runtime.checkpoint.digest import digest
 from sennit.runtime.checkpoint.folder import named
-from sennit.runtime.data.batch_source import MemorySource, prepared
 from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.data.raw_samples import Feature, RawSamples, dense_fields
 from sennit.runtime.data.seeds import numpy_stream
 from sennit.runtime.training import resumption
 from sennit.runtime.training.trainer import Trainer
 from sennit.transport.errors import SennitError
+from tests.runtime.short_sources import short_source
 from tests.runtime.trainer_runs import config_of
 from tests.runtime.whole_run import train
 from tests.runtime.world import WorldFactory
@@ -55,8 +54,7 @@ def day(number: int, seed: int, count: int = 230) -> RawSamples:
 def trainer_of(number: int, seed: int, **changed: Any) -> Trainer:
     config = config_of(seed, **changed)
     known = None if config.warm_start is None else Preprocessing.read(named(config.warm_start))
-    data = prepared(day(number, seed), config.order_settings, known)
-    return Trainer(config, MemorySource(data, rank=dist.get_rank(), world_size=dist.get_world_size()))
+    return Trainer(config, short_source(day(number, seed), config, known))
 
 
 def first_day(rank: int, world: int, /, *, seed: int, folder: str, **changed: Any) -> None:

@@ -9,10 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from sennit.runtime.checkpoint.digest import digest
-from sennit.runtime.data.batch_source import MemorySource, prepared
 from sennit.runtime.data.samples import Column, Samples
 from sennit.runtime.data.seeds import numpy_stream
 from sennit.runtime.model.settings import SettingsFile
@@ -22,6 +20,7 @@ from sennit.runtime.training import resumption
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.trainer import Trainer
 from sennit.transport.errors import SennitError
+from tests.runtime.short_sources import short_source
 
 SMALL: dict[str, Any] = {"batch_size": 24, "embedding_dim": 4, "bottom": (8,), "top": (8,), "epochs": 3}
 
@@ -66,8 +65,7 @@ def config_of(seed: int, **changed: Any) -> TrainingConfig:
 
 def trainer(seed: int, data_seed: int | None = None, **changed: Any) -> Trainer:
     config = config_of(seed, **changed)
-    data = prepared(samples(seed if data_seed is None else data_seed), config.order_settings)
-    source = MemorySource(data, rank=dist.get_rank(), world_size=dist.get_world_size())
+    source = short_source(samples(seed if data_seed is None else data_seed), config)
     made = Trainer(config, source)
     source.begin(0)
     return made

@@ -18,11 +18,11 @@ from sennit.offload.ingest.target import IngestTarget
 from sennit.runtime.backend.process_group import BACKEND_NAME, register
 from sennit.runtime.backend.torch_versions import HashStore
 from sennit.runtime.checkpoint.digest import digest
-from sennit.runtime.data.batch_source import BatchSource, MemorySource
+from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.data.source import Source
 from sennit.runtime.ingest.fed import Door, FedSource
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.supply import prepared_data
+from sennit.runtime.training.streamed import sources_of
 from sennit.runtime.training.trainer import Trainer
 
 TIMEOUT_S = 60.0
@@ -42,8 +42,7 @@ def main(data: str, turns: int, steps: int, targets: list[str]) -> None:
         config = TrainingConfig(source=Source(data=data), ingest=target, epochs=EPOCHS_MAX, timeout_s=TIMEOUT_S)
         source: BatchSource
         if target is None:
-            samples = prepared_data(config)
-            source = MemorySource(samples, rank=0, world_size=1)
+            source = sources_of(config)()
         else:
             source = fed[name] = FedSource(
                 Door(target, 0), config.order_settings, rank=0, world_size=1, timeout_s=TIMEOUT_S, is_elastic=False

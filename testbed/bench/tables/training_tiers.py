@@ -22,11 +22,12 @@ import torch.distributed as dist
 from sennit.runtime.backend.process_group import BACKEND_NAME, register
 from sennit.runtime.backend.torch_versions import HashStore
 from sennit.runtime.checkpoint.digest import digest
-from sennit.runtime.data.batch_source import MemorySource, prepared
 from sennit.runtime.data.samples import Column, Samples
 from sennit.runtime.data.seeds import numpy_stream, torch_stream
 from sennit.runtime.sharded.files import TableStore
+from sennit.runtime.stream.settings import short_stream
 from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.streamed import stream_source
 from sennit.runtime.training.trainer import Trainer
 from sennit.testbed.bench.tables.embedding_tiers import Load
 
@@ -122,7 +123,8 @@ def _trainer(samples: Samples, load: Load, home: TableStore | None, seed: int) -
         eval_fraction=0.5 * load.bags / len(samples),
         table_store=home,
     )
-    source = MemorySource(prepared(samples, config.order_settings), rank=0, world_size=1)
+    found = short_stream(samples, config.stream, config.order_settings)
+    source = stream_source(config, found, found.fit(), rank=0, world_size=1)
     trainer = Trainer(config, source)
     source.begin(0)
     return trainer

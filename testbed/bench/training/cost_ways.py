@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from sennit.offload.ingest.target import STATISTICS, IngestTarget
 from sennit.runtime.backend.process_group import BACKEND_NAME, communicator
 from sennit.runtime.backend.torch_versions import PrefixStore, Store
-from sennit.runtime.data.batch_source import BatchSource, MemorySource
+from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.ingest.fed import Door, FedSource
 from sennit.runtime.memory.large_buffers import keep_large_buffers
 from sennit.runtime.model.factory import build
@@ -31,7 +31,7 @@ from sennit.runtime.sharded import Features
 from sennit.runtime.telemetry.process_cost import SENT, CostMeter, process_ns
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.planned import model_inputs
-from sennit.runtime.training.supply import prepared_data
+from sennit.runtime.training.streamed import sources_of
 from sennit.runtime.training.trainer import Trainer
 from sennit.testbed.bench.samples.python_receiver import PythonTarget
 from sennit.testbed.bench.training.plain_torch import BareStep
@@ -179,8 +179,7 @@ def _source(plan: Plan, way: Way, place: Place, stack: contextlib.ExitStack) -> 
     rank, world = dist.get_rank(), dist.get_world_size()
     source: BatchSource
     if not way.is_fed:
-        data = prepared_data(config)
-        source = MemorySource(data, rank=rank, world_size=world)
+        source = sources_of(config)()
     else:
         make = PythonTarget if way.ingest == "python" else IngestTarget
         kind, where = ("xdp", place.interface) if way.ingest == "xdp" else ("cpu", place.address)

@@ -23,11 +23,10 @@ from rich.table import Table
 
 from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.calibrate import machine
-from sennit.runtime.data.batch_source import MemorySource
 from sennit.runtime.timeline import Timeline
 from sennit.runtime.training import launch
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.supply import prepared_data
+from sennit.runtime.training.streamed import sources_of
 from sennit.runtime.training.trainer import Trainer
 from sennit.testbed.bench.training.confinement import hosts_of
 from sennit.testbed.bench.training.turns import (
@@ -131,14 +130,14 @@ def _take_turns(given: tuple[Settings, Hosts, Path], rank: int, world: int, stor
     settings, hosts, folder = given
     with joined(rank, world, store, timeout_s=TIMEOUT_S, hosts=hosts):
         config = settings.config(SERIAL)
-        data = prepared_data(config)
+        make_source = sources_of(config)
         turns: dict[str, list[float]] = {name: [] for name in SCHEDULES}
         busy: dict[str, list[float]] = {name: [] for name in SCHEDULES}
         exposed = {}
         with contextlib.ExitStack() as stack:
             trainers, timelines = {}, {}
             for name in SCHEDULES:
-                source = MemorySource(data, rank=rank, world_size=world)
+                source = make_source()
                 stack.callback(source.close)
                 timelines[name] = Timeline(folder / f"{name}.json.gz")
                 trainers[name] = stack.enter_context(Trainer(settings.config(name), source, timelines[name]))

@@ -117,8 +117,8 @@ class _Server:
 def _work(plain: PlainTorch, worker: int, workers: int) -> None:
     parameters = list(plain.model.parameters())
     for step in _steps(plain, worker, workers):
-        samples = plain.order.rows(plain.order.training_batch(step))
-        asked = {name: torch.unique(ids.long()) for name, (_, ids) in plain.ids(samples).items()}
+        batch = plain.batch(step)
+        asked = {name: torch.unique(ids) for name, (_, ids) in plain.ids(batch).items()}
         counts = torch.tensor([len(ids) for ids in asked.values()])
         dist.send(counts, SERVER)
         dist.send(torch.cat(list(asked.values())), SERVER)
@@ -132,7 +132,7 @@ def _work(plain: PlainTorch, worker: int, workers: int) -> None:
                 plain.weights[name][ids] = found
             weights[name] = plain.weights[name].detach().requires_grad_()
         plain.model.zero_grad()
-        torch.autograd.backward(plain.loss(samples, weights))
+        torch.autograd.backward(plain.loss(batch, weights))
         dist.send(torch.cat([_given(parameter).flatten() for parameter in parameters]), SERVER)
         gradients = [_given(weight).coalesce() for weight in weights.values()]
         # The bags have the ids that were asked for, and no others.

@@ -25,7 +25,6 @@ from rich.table import Table as Lines
 from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.calibrate import machine
 from sennit.runtime.checkpoint.digest import digest
-from sennit.runtime.data.batch_source import MemorySource
 from sennit.runtime.data.source import Source
 from sennit.runtime.model.settings import SettingsFile
 from sennit.runtime.model.sharding_settings import Sharding
@@ -36,8 +35,8 @@ from sennit.runtime.sharded.placement import EVERYWHERE, placed
 from sennit.runtime.sharded.tables import Table, shard_name, shards_of
 from sennit.runtime.training import launch
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.planned import cluster_of, problem_of
-from sennit.runtime.training.supply import prepared_data
+from sennit.runtime.training.planned import cluster_of, problem_of, source_of
+from sennit.runtime.training.streamed import sources_of
 from sennit.runtime.training.trainer import Trainer
 from sennit.testbed.bench.training.confinement import confined, hosts_of
 from sennit.testbed.bench.training.sharded_torchrec import HINT
@@ -117,7 +116,6 @@ class Report:
 def run(settings: Settings) -> Report:
     """Raises `launch.RankFailure` if a rank fails, `Unsupported` if ranks cannot be confined."""
     config = settings.config()
-    data = prepared_data(config)
     constants, _ = read_constants(from_environment().calibration)
     local_ranks = settings.ranks // settings.hosts
     cluster = cluster_of(config, settings.ranks, local_ranks, None)
@@ -125,7 +123,8 @@ def run(settings: Settings) -> Report:
     if settings.is_confined:
         with confined(1.0, name="try"):
             cluster = replace(cluster, cores=local_ranks)
-    rating = Rating(problem_of(config, MemorySource(data, rank=0, world_size=settings.ranks), cluster, constants))
+    with contextlib.closing(source_of(config, settings.ranks)) as source:
+        rating = Rating(problem_of(config, source, cluster, constants))
     found: dict[str, Found] = {BEST: search(rating).best, ROBIN: round_robin(rating)}
     absent = None
     try:
@@ -155,12 +154,12 @@ def _take_turns(
     settings, plans, hosts = given
     with joined(rank, world, store, timeout_s=TIMEOUT_S, hosts=hosts):
         config = settings.config()
-        data = prepared_data(config)
+        make_source = sources_of(config)
         seconds: dict[str, list[float]] = {name: [] for name in plans}
         with contextlib.ExitStack() as stack:
             trainers = {
                 name: stack.enter_context(
-                    Trainer(replace(config, sharding=plan), MemorySource(data, rank=rank, world_size=world))
+                    Trainer(replace(config, sharding=plan), stack.enter_context(contextlib.closing(make_source())))
                 )
                 for name, plan in plans.items()
             }

@@ -15,14 +15,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from sennit.runtime.data.batch_source import BatchSource, MemorySource
+from sennit.runtime.data.batch import Batch
+from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.model.factory import build
 from sennit.runtime.model.inputs import ModelInputs
 from sennit.runtime.sharded.initial import fill
 from sennit.runtime.sharded.tables import Shard
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.metrics import Quality, quality
-from sennit.runtime.training.supply import prepared_data
+from sennit.runtime.training.planned import source_of
 
 
 class BareStep:
@@ -78,9 +79,8 @@ class PlainTorch:
     """A model with its tables, data and optimizers: AdaGrad, and row-wise AdaGrad for tables."""
 
     def __init__(self, config: TrainingConfig) -> None:
-        data = prepared_data(config)
-        self.config, self.source = config, MemorySource(data, rank=0, world_size=1)
-        self.order, self.samples = self.source.order, self.source.samples
+        self.config, self.source = config, source_of(config, 1)
+        self.order = self.source.order
         tables = config.tables_of(self.source.tables)
         inputs = ModelInputs(
             dense_count=self.source.dense_count,
@@ -99,8 +99,12 @@ class PlainTorch:
         self._optimizer = torch.optim.Adagrad(self.model.parameters(), lr=config.dense_rate, eps=EPSILON)
         self._schedule = config.schedule(self.order.step_count)
 
-    def loss(self, samples: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-        return F.binary_cross_entropy_with_logits(self._logits(samples, weights), self.samples.labels[samples])
+    def batch(self, step: int) -> Batch:
+        """All samples of a step."""
+        return self.source.take(self.order.training_batch(step))
+
+    def loss(self, batch: Batch, weights: Mapping[str, Tensor]) -> Tensor:
+        return F.binary_cross_entropy_with_logits(self._logits(batch, weights), batch.labels)
 
     def update(self, step: int, rows: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Applies the gradients of the dense parameters, and of `rows`: by table different ids and their gradients."""
@@ -117,20 +121,22 @@ class PlainTorch:
     @torch.no_grad()
     def evaluate(self) -> Quality:
         """The quality on the held-back samples."""
-        batches = [self.order.rows(number) for number in self.order.evaluation_batches(self.order.step_count)]
-        logits = torch.cat([self._logits(samples, self.weights) for samples in batches])
-        labels = torch.cat([self.samples.labels[samples] for samples in batches])
+        batches = [self.source.take(number) for number in self.order.evaluation_batches(self.order.step_count)]
+        logits = torch.cat([self._logits(batch, self.weights) for batch in batches])
+        labels = torch.cat([batch.labels for batch in batches])
         return quality(logits.numpy(), labels.numpy())
 
-    def ids(self, samples: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    def ids(self, batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
         """The lengths and ids of the samples' bags, by table."""
-        return {column.name: column.gather(samples) for column in self.samples.columns}
+        by_table = batch.values.split(batch.lengths.sum(1).tolist())
+        pairs = zip(batch.lengths, by_table, strict=True)
+        return {facts.name: pair for facts, pair in zip(self.source.tables, pairs, strict=True)}
 
-    def _logits(self, samples: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    def _logits(self, batch: Batch, weights: Mapping[str, Tensor]) -> Tensor:
         vectors = {}
-        for name, (lengths, ids) in self.ids(samples).items():
+        for name, (lengths, ids) in self.ids(batch).items():
             vectors[name] = pooled(weights[name], lengths, ids)
-        logits: Tensor = self.model(self.samples.dense[samples], vectors)
+        logits: Tensor = self.model(batch.dense, vectors)
         return logits
 
 
@@ -145,7 +151,7 @@ def train(config: TrainingConfig) -> Quality:
     plain = PlainTorch(config)
     for step in range(plain.order.step_count):
         weights = {name: weight.requires_grad_() for name, weight in plain.weights.items()}
-        loss = plain.loss(plain.order.rows(plain.order.training_batch(step)), weights)
+        loss = plain.loss(plain.batch(step), weights)
         plain.model.zero_grad()
         torch.autograd.backward(loss)
         rows = {}

@@ -7,6 +7,7 @@ while the model of costs was made; six were not.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import tempfile
@@ -23,7 +24,6 @@ from rich.table import Table
 
 from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.calibrate import calibrate, machine
-from sennit.runtime.data.batch_source import MemorySource
 from sennit.runtime.data.source import Source
 from sennit.runtime.model.sharding_settings import Sharding
 from sennit.runtime.planner.constants import read_constants
@@ -31,8 +31,8 @@ from sennit.runtime.planner.search import of_placement, search
 from sennit.runtime.planner.step_time import Rating
 from sennit.runtime.training import launch
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.planned import cluster_of, problem_of
-from sennit.runtime.training.supply import prepared_data
+from sennit.runtime.training.planned import cluster_of, problem_of, source_of
+from sennit.runtime.training.streamed import sources_of
 from sennit.runtime.training.trainer import Trainer
 from sennit.testbed.bench.training.turns import joined
 from sennit.transport.config import from_environment
@@ -170,10 +170,9 @@ def _run(case: Case, steps: int, file: Path) -> Result:
     if config is None:
         config = Case(name=case.name, ranks=case.ranks, options=case.options).config()
     with _environment(SENNIT_TRANSPORT=case.transport, SENNIT_CALIBRATION=str(file)):
-        data = prepared_data(config)
         constants, _ = read_constants(from_environment().calibration)
-        source = MemorySource(data, rank=0, world_size=case.ranks)
-        rating = Rating(problem_of(config, source, cluster_of(config, case.ranks, case.ranks, None), constants))
+        with contextlib.closing(source_of(config, case.ranks)) as source:
+            rating = Rating(problem_of(config, source, cluster_of(config, case.ranks, case.ranks, None), constants))
         if case.sharding == BEST:
             found = search(rating).best
         else:
@@ -199,9 +198,11 @@ def _train(given: tuple[TrainingConfig, Sharding, int], rank: int, world: int, s
     """(seconds of a step, seconds by phase): medians."""
     config, plan, steps = given
     with joined(rank, world, store, timeout_s=TIMEOUT_S):
-        data = prepared_data(config)
         seconds, phases = [], []
-        with Trainer(replace(config, sharding=plan), MemorySource(data, rank=rank, world_size=world)) as trainer:
+        with (
+            contextlib.closing(sources_of(config)()) as source,
+            Trainer(replace(config, sharding=plan), source) as trainer,
+        ):
             for _ in range(WARM_STEPS + steps):
                 before, begin_s = _spent(trainer), time.perf_counter()
                 trainer.train_step()

@@ -66,10 +66,15 @@ class Way:
         factor = (self.batch_size / config.batch_size) ** RATE_RULES[self.rule]
         sparse, dense = config.sparse_rate * factor, config.dense_rate * factor
         config = replace(config, batch_size=self.batch_size, sparse_rate=sparse, dense_rate=dense)
-        order = config.order_settings.order(job.data, _sample_count(job.data))
+        of_epoch = steps_per_epoch(config, _sample_count(job.data))
         if steps is not None:
-            config = replace(config, max_steps=steps, epochs=-(-steps // order.steps_per_epoch))
-        return replace(config, warmup=round(job.warmup * (steps or order.step_count)))
+            config = replace(config, max_steps=steps, epochs=-(-steps // of_epoch))
+        return replace(config, warmup=round(job.warmup * (steps or of_epoch * config.epochs)))
+
+
+def steps_per_epoch(config: TrainingConfig, samples: int) -> int:
+    """The steps of an epoch over these samples, some of which are for evaluation."""
+    return (samples - round(samples * config.eval_fraction)) // config.batch_size
 
 
 def _stored_as(precision: Precision) -> dict[str, Any]:

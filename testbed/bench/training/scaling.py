@@ -20,12 +20,11 @@ from rich.table import Table
 
 from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.calibrate import machine
-from sennit.runtime.data.batch_source import MemorySource
 from sennit.runtime.planner.constants import cores_here
 from sennit.runtime.timeline import Timeline
 from sennit.runtime.training import launch
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.supply import prepared_data
+from sennit.runtime.training.streamed import sources_of
 from sennit.runtime.training.trainer import Trainer
 from sennit.testbed.bench.training.turns import Exposed, TurnSettings, exposed_of, joined, turn_of
 
@@ -144,8 +143,7 @@ def _train(given: tuple[Settings, Path], rank: int, world: int, store: Store) ->
     settings, path = given
     with joined(rank, world, store, timeout_s=TIMEOUT_S):
         config = settings.config(world)
-        data = prepared_data(config)
-        source, timeline = MemorySource(data, rank=rank, world_size=world), Timeline(path)
+        source, timeline = sources_of(config)(), Timeline(path)
         with Trainer(config, source, timeline) as trainer:
             source.begin(0)
             turns = [turn_of(trainer, settings.steps) for _ in range(WARM_TURNS + settings.turns)]

@@ -18,12 +18,11 @@ from rich.table import Table
 
 from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.calibrate import machine
-from sennit.runtime.data.batch_source import MemorySource
 from sennit.runtime.timeline import Timeline
 from sennit.runtime.timeline.rank_log import RankLog
 from sennit.runtime.training import launch
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.supply import prepared_data
+from sennit.runtime.training.streamed import sources_of
 from sennit.runtime.training.trainer import Trainer
 from sennit.testbed.bench.training.turns import TurnSettings, joined, median_and_interval, turn_of
 
@@ -82,7 +81,7 @@ def run(settings: Settings) -> Report:
 def _take_turns(settings: Settings, rank: int, world: int, store: Store) -> list[list[tuple[float, float]]]:
     with joined(rank, world, store, timeout_s=TIMEOUT_S):
         config = settings.config()
-        data = prepared_data(config)
+        make_source = sources_of(config)
         # The timeline is not entered: nothing is gathered or written, and it records in its own turns alone.
         timeline = Timeline("never written")
         log = RankLog.create(secrets.token_hex(8), rank=rank, path=timeline.path, room=LOG_ROOM)
@@ -91,7 +90,7 @@ def _take_turns(settings: Settings, rank: int, world: int, store: Store) -> list
             stack.callback(log.remove)
             trainers = []
             for recording in (None, timeline):
-                source = MemorySource(data, rank=rank, world_size=world)
+                source = make_source()
                 stack.callback(source.close)
                 trainers.append(stack.enter_context(Trainer(config, source, recording)))
                 source.begin(trainers[-1].order.next_batch(0))

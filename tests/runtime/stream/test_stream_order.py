@@ -18,7 +18,7 @@ def splits(draw: st.DrawFn, count: int) -> Split:
     if draw(st.booleans()):
         picked = draw(st.integers(0, count // 3))
         return Last(rest=count - picked, picked=picked)
-    return OneInEach(count=count, group=draw(st.integers(2, 12)), key=f"{draw(st.integers(0, 9))}")
+    return OneInEach(count=count, picked=draw(st.integers(1, max(1, count // 2))), key=f"{draw(st.integers(0, 9))}")
 
 
 @st.composite
@@ -142,6 +142,50 @@ def test_a_rank_reads_the_blocks_of_its_slices_alone() -> None:
     )
 
 
+@given(
+    count=st.integers(2, 300), fraction=st.floats(0.01, 0.99), first=st.one_of(st.just(0), st.integers(0, 2 * 10**10))
+)
+def test_a_random_split_has_the_share_that_is_asked_for(count: int, fraction: float, first: int) -> None:
+    """Also where products of places and counts have more than 64 bits. `first`: places that are not looked at."""
+    whole = count + first
+    if not 0 < round(whole * fraction) < whole or round(whole * fraction) > 3 * 10**9:
+        return
+    made = split("random", "evaluation", whole, fraction, f"{count}")
+    assert isinstance(made, OneInEach)
+    assert made.picked == round(whole * fraction)
+    places = np.arange(first, whole)
+    is_picked = made.is_picked(places)
+    before = made.before(np.arange(first, whole + 1))
+    assert np.array_equal(np.diff(before), ~is_picked)
+    assert before[-1] == made.rest
+    for number in (int(before[0]), made.rest - 1):
+        place = made.place_of_rest(number)
+        if place >= first:
+            assert not is_picked[place - first]
+            assert before[place - first] == number
+    last = made.place_of_picked(made.picked - 1)
+    if last >= first:
+        assert is_picked[last - first]
+        assert not is_picked[last - first + 1 :].any()
+    # No stretch of places has all that are picked, or none of them.
+    assert abs(int(is_picked.sum()) - count * fraction) < 3
+
+
+def test_windows_of_an_epoch_have_one_size() -> None:
+    """The last of 10 batches would else be a window of its own, whose rows are those of few blocks."""
+    order = StreamOrder(
+        name="short",
+        block_ends=np.arange(1, 11) * 100,
+        order="shuffled",
+        seed=3,
+        held=Last(rest=1000, picked=0),
+        batch_size=100,
+        shuffle_rows=900,
+    )
+    windows = [order.chunk(number, 0, 1).key for number in range(10)]
+    assert [windows.count(window) for window in dict.fromkeys(windows)] == [5, 5]
+
+
 def test_a_window_is_evaluated_before_it_is_trained_on() -> None:
     """Windows of 25, 30 and 45 rows: each step has 10 rows, and an evaluation begins where training has ended."""
     evaluations = (
@@ -174,8 +218,8 @@ def test_a_window_is_evaluated_before_it_is_trained_on() -> None:
 def test_what_cannot_be_ordered_is_refused() -> None:
     with pytest.raises(DataError, match="leaves 0 for evaluation"):
         split("last", "evaluation", 10, 0.01, "key")
-    with pytest.raises(DataError, match=r"part 0\.9 of a stream; allowed: up to"):
-        split("random", "evaluation", 10, 0.9, "key")
+    with pytest.raises(DataError, match=r"part 0\.99 of 10 samples leaves 10 for evaluation"):
+        split("random", "evaluation", 10, 0.99, "key")
     with pytest.raises(DataError, match="2 epochs in order of time; allowed: 1"):
         StreamOrder(
             name="x",

@@ -21,7 +21,7 @@ from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.order import OrderSettings
 from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.data.raw_samples import Feature, RawSamples, dense_fields
-from sennit.runtime.data.schema import read_schema
+from sennit.runtime.data.schema import DenseField, read_schema
 from sennit.runtime.data.source import Source
 from sennit.runtime.stream.fitting import Frequencies, Moments, fit
 from sennit.runtime.stream.reader import Reader
@@ -142,9 +142,48 @@ def test_samples_in_memory_have_the_same_batches_as_a_short_stream(seed: int) ->
         for number in range(found.order.batch_count):
             wanted = whole.batch(torch.from_numpy(rows_of(found.order, number, 1, 2)))
             assert equal(source.take(number), wanted), number
-    wrong = replace(raw, dense_fields=(replace(raw.dense_fields[0], log1p=True), raw.dense_fields[1]))
-    with pytest.raises(DataError, match="dense feature one has operators; allowed with --order: none"):
-        short_stream(wrong, StreamSettings(order="files"), run)
+
+
+def small(**changed: Any) -> RawSamples:
+    """Four samples, one number of which is null."""
+    made = RawSamples(
+        name="mine",
+        dense=torch.tensor([[1.0], [torch.nan], [3.0], [5.0]]),
+        dense_fields=(DenseField(name="price", clamp=(0.0, 2.0), log1p=True),),
+        labels=torch.tensor([0.0, 1.0, 0.0, 1.0]),
+        features=(Feature(name="user", row_count=9, values=np.arange(4)),),
+    )
+    return replace(made, **changed)
+
+
+RUN = OrderSettings(seed=1, split="last", eval_fraction=0.25, batch_size=3, epochs=1, max_steps=None)
+
+
+def test_operators_of_samples_in_memory_have_been_applied_and_are_for_servers() -> None:
+    """Not a second time: 3 and 5 are what clamp and log1p have made."""
+    found = short_stream(small(), StreamSettings(order="files"), RUN)
+    (preprocessing,) = fitted(found)
+    assert [scale.field for scale in preprocessing.scales] == list(small().dense_fields)
+    with contextlib.closing(StreamSource(found.stream, found.order, preprocessing, rank=0, world_size=1)) as source:
+        assert source.take(0).dense.squeeze(1).tolist() == [-1.0, 0.0, 1.0]
+        assert source.take(1).dense.squeeze(1).tolist() == [3.0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"labels": torch.tensor([0.0, 1.0, 0.0, 2.0])}, "label 2.0 of sample 3; allowed: 0 and 1"),
+        ({"labels": torch.zeros(3)}, r"dense is \(4, 1\), expected \(3, at least 1\)"),
+        ({"sample_weights": torch.tensor([1.0, 1.0, 1.0, -1.0])}, "weight -1.0 of sample 3; allowed: 0 or more"),
+        ({"dense": torch.tensor([[1.0], [torch.inf], [3.0], [5.0]])}, "dense column price has values that are not fin"),
+        ({"features": (Feature(name="user", row_count=3, values=np.arange(4)),)}, "table user: row id 3 .* is outside"),
+        ({"features": (Feature(name="price", row_count=9, values=np.arange(4)),)}, "two columns have one name"),
+        ({"features": ()}, "no sparse column"),
+    ],
+)
+def test_samples_in_memory_are_checked_before_a_run_begins(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        short_stream(small(**changed), StreamSettings(), RUN)
 
 
 def test_a_pass_over_the_training_rows_fits_as_whole_data_do(seed: int, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_a_rolling_run_evaluates_each_window_before_it_trains_on_it(seed: int, t
 
 def test_a_named_data_set_is_a_short_stream(seed: int, tmp_path: Path) -> None:
     options = ["--data", "synthetic", "--samples", "700", "--row-limit", "200", *TINY, "--seed", str(seed)]
-    options += ["--order", "shuffled", "--shuffle-rows", "200"]
+    options += ["--shuffle-rows", "200"]
     alone = train(tmp_path / "1.json", *options)
     assert alone["steps"]["last"] == 2 * (630 // 40)
     assert outcome(train(tmp_path / "3.json", *options, "--ranks", "3")) == outcome(alone)
@@ -106,7 +106,6 @@ def test_what_is_no_order_is_refused(seed: int, tmp_path: Path, capfd: pytest.Ca
             ["--data", "synthetic", "--samples", "300", "--order", "time"],
             "synthetic: no column of time; allowed: time =",
         ),
-        ([*data, "--shuffle-rows", "9"], "--shuffle-rows without --order; allowed: both, or neither"),
         ([*data, "--order", "time", "--epochs", "2"], "--epochs 2 with --order time; allowed: 1"),
         ([*data, "--order", "shuffled", "--window", "1h"], "--window with --order shuffled; allowed: time"),
         ([*data, "--order", "time", "--window", "1y"], "--window: '1y'; allowed: a duration, like 6h"),

@@ -87,11 +87,13 @@ def test_backwards_and_null_are_named(statistics: bool, tmp_path: Path) -> None:
 
 
 def test_durations_and_moments_are_read_and_written() -> None:
-    assert [parse_duration(text) for text in ("90", "90s", "1.5h", "1d", "2w")] == [90, 90, 5400, 86_400, 1_209_600]
-    assert [duration_text(value) for value in (90.0, 5400.0, 86_400.0, 1_209_600.0, 0.5)] == [
-        "90s", "90m", "1d", "2w", "0.5s",
+    assert [parse_duration(text) for text in ("0s", "90", "90s", "1.5h", "1d", "2w")] == [
+        0, 90, 90, 5400, 86_400, 1_209_600,
     ]  # fmt: skip
-    for text in ("", "1y", "d", "-1d", "0", "nan"):
+    assert [duration_text(value) for value in (0.0, 90.0, 5400.0, 86_400.0, 1_209_600.0, 0.5)] == [
+        "0s", "90s", "90m", "1d", "2w", "0.5s",
+    ]  # fmt: skip
+    for text in ("", "1y", "d", "-1d", "nan"):
         with pytest.raises(ValueError, match="allowed: a duration"):
             parse_duration(text)
     assert parse_moment("1970-01-02") == parse_moment("86400") == parse_moment("1970-01-02T01:00+01:00") == 86_400
