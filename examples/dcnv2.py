@@ -82,7 +82,8 @@ def main() -> None:
     def logits_of(batch: Batch) -> Tensor:
         """Logits of this rank's slices. All ranks call it: ids and rows travel between them."""
         vectors = embeddings(batch, global_batch=BATCH)
-        return replicas(batch.dense, vectors, global_batch=BATCH)
+        logits: Tensor = replicas(batch.dense, vectors, global_batch=BATCH)
+        return logits
 
     for step, batch in enumerate(loader):
         logits, labels = logits_of(batch), batch.labels

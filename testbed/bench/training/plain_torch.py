@@ -128,7 +128,7 @@ class PlainTorch:
 
     def ids(self, batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
         """The lengths and ids of the samples' bags, by table."""
-        by_table = batch.values.split(batch.lengths.sum(1).tolist())
+        by_table = batch.values.split(batch.lengths.sum(1).tolist())  # type: ignore[no-untyped-call]
         pairs = zip(batch.lengths, by_table, strict=True)
         return {facts.name: pair for facts, pair in zip(self.source.tables, pairs, strict=True)}
 
