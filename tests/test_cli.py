@@ -82,6 +82,7 @@ LONG = {
     "sennit roofline": ["--data", "flights"],
     "sennit export": ["FILE", "FILE"],
     "sennit convert": ["FILE", "FILE.folder", "--slices", "16"],
+    "sennit tables": ["FILE"],
     "sennit make-stream": ["FILE.stream", "--days", "1", "--rows-per-day", "9"],
     "sennit calibrate": ["--ranks", "2"],
     "sennit build-extension": [],

@@ -81,12 +81,12 @@ class IdDirectory:
     @property
     def last(self) -> Tensor:
         """Int64 [rows]: the step that each row was last looked up in for training; 0: it is free."""
-        return self.entries[:, 1] & STEPS_MAX
+        return steps_of(self.entries)
 
     @property
     def counts(self) -> Tensor:
         """Int64 [rows]: how often each row was looked up for training."""
-        return self.entries[:, 1] >> 32 & STEPS_MAX
+        return counts_of(self.entries)
 
     def find(self, ids: Tensor, step: int = 0, *, once: bool = False) -> tuple[Tensor, int]:
         """Int64 [n]: the row of each of `ids`, int64 [n], or -1; and how many have none.
@@ -131,6 +131,16 @@ class IdDirectory:
         """Frees rows, int64 [n], that are in use."""
         rows = rows.contiguous()
         self._native.evict(rows.data_ptr(), len(rows))
+
+
+def steps_of(entries: Tensor) -> Tensor:
+    """`IdDirectory.last` of these entries."""
+    return entries[:, 1] & STEPS_MAX
+
+
+def counts_of(entries: Tensor) -> Tensor:
+    """`IdDirectory.counts` of these entries."""
+    return entries[:, 1] >> 32 & _COUNT_MAX
 
 
 def counted(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,6 @@ from sennit.runtime.sharded.shards import Announced, Held, Shards
 from sennit.runtime.sharded.tables import Shard, Table
 from sennit.transport.errors import ConfigError
 
-
 SPARE_ROWS_MIN: Final = 1 << 16
 
 

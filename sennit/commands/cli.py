@@ -32,6 +32,7 @@ ORDER = (
     "feed",
     "export",
     "convert",
+    "tables",
     "top",
     "metrics",
     "trace",
@@ -242,6 +243,41 @@ def convert(
     for line in found.changes:
         typer.echo(f"  {line}")
     typer.echo("go on with sennit train --resume, and the same slices and row shards")
+
+
+@app.command(epilog="Example: sennit tables runs/flights --table tailnum --by count")
+def tables(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="a checkpoint, or a folder of checkpoints, of which the newest is read")
+    ],
+    table: Annotated[str | None, typer.Option(help="list rows of this table")] = None,
+    by: Annotated[str, typer.Option(help="what is listed first: count or age of a dynamic table, or norm")] = "norm",
+    count: Annotated[int, typer.Option(help="rows to list", min=1, max=1_000_000)] = 10,
+    parquet: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write all rows of --table: id, row, count, last_step")
+    ] = None,
+) -> None:
+    """List the embedding tables of a checkpoint, or the rows of one with their ids, or write them to a file."""
+    from sennit.runtime.training import table_rows
+    from sennit.transport.errors import SennitError
+
+    if by not in table_rows.BY:
+        raise typer.BadParameter(f"--by {by}; allowed: {', '.join(table_rows.BY)}")
+    if parquet is not None and table is None:
+        raise typer.BadParameter("--parquet without --table; allowed: with one table")
+    try:
+        with busy("reading the checkpoint"):
+            found = table_rows.CheckpointTables(checkpoint)
+            rows = None if table is None else table_rows.first_rows(found, table, by=by, count=count)
+            written = 0 if parquet is None or table is None else table_rows.write_parquet(found, table, parquet)
+    except SennitError as error:
+        fail(error)
+    if rows is None:
+        table_rows.show_tables(found, stdout_console())
+        return
+    table_rows.show_rows(rows, stdout_console())
+    if parquet is not None:
+        typer.echo(f"{parquet}: {written:,} rows of table {table}")
 
 
 @app.command(epilog="Example: sennit explain allreduce 64MiB --ranks 32 --hosts 4")
