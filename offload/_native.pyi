@@ -25,9 +25,14 @@ class NumberEncoder:
     ) -> None: ...
 
 class IdEncoder:
-    """Ids as rows of a table: as they are, hashed if there is a salt, or by a vocabulary."""
+    """Ids as rows of a table: as they are, hashed if there is a salt, or by a vocabulary.
 
-    def __init__(self, rows: int, first: int | None, salt: int | None, vocabulary: Vocabulary | None) -> None: ...
+    `hashes`: False if somebody else hashes the ids, which are then int64.
+    """
+
+    def __init__(
+        self, rows: int, first: int | None, salt: int | None, vocabulary: Vocabulary | None, hashes: bool = True
+    ) -> None: ...
 
 TableIds = tuple[NDArray[np.int32] | NDArray[np.int64], NDArray[np.int64] | None]
 """Rows, and the offsets of samples unless each has one row."""

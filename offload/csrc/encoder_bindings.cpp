@@ -223,8 +223,9 @@ void bind_encoder(nb::module_& module) {
            nb::arg("clamp").none(), nb::arg("table").none(), nb::arg("mean"), nb::arg("deviation"));
   nb::class_<IdEncoder>(module, "IdEncoder")
       .def(nb::init<std::int64_t, std::optional<std::int64_t>, std::optional<std::int64_t>,
-                    std::shared_ptr<const Vocabulary>>(),
-           nb::arg("rows"), nb::arg("first").none(), nb::arg("salt").none(), nb::arg("vocabulary").none());
+                    std::shared_ptr<const Vocabulary>, bool>(),
+           nb::arg("rows"), nb::arg("first").none(), nb::arg("salt").none(), nb::arg("vocabulary").none(),
+           nb::arg("hashes") = true);
   nb::class_<BatchEncoder>(module, "BatchEncoder")
       .def(nb::init<std::vector<BoundNumbers>, std::vector<IdEncoder>>())
       .def("encode", &BatchEncoder::encode);

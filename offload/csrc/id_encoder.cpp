@@ -168,15 +168,17 @@ std::optional<EncodedIds> IdEncoder::encode(std::string_view format, std::string
   Flat flat{.samples = Samples(format, column), .ids = nullptr, .own = {}, .count = 0, .offsets = {}};
   const bool are_lists = flat.samples.are_lists();
   if (!read(are_lists ? leaf_format : format, are_lists ? *column.children[0] : column, flat)) return std::nullopt;
-  if (salt_) {
+  const bool is_any = salt_ && !hashes_;
+  if (salt_ && hashes_) {
     auto hashed = buffer<std::int64_t>(flat.count);
     id_kernels().sigrid_hash(flat.ids, hashed->data(), flat.count, *salt_, rows_);
     flat.own = std::move(hashed);
     flat.ids = flat.own->data();
   }
-  const bool is_narrow = rows_ <= std::numeric_limits<std::int32_t>::max();
+  const bool is_narrow = !is_any && rows_ <= std::numeric_limits<std::int32_t>::max();
   // An id that is not used has to be allowed, too.
-  if ((first_ || !is_narrow) && !vocabulary_ && !are_inside(flat.ids, flat.count, rows_)) return std::nullopt;
+  if ((first_ || !is_narrow) && !vocabulary_ && !is_any && !are_inside(flat.ids, flat.count, rows_))
+    return std::nullopt;
   EncodedIds found;
   if (flat.offsets) {
     std::int64_t* offsets = flat.offsets->data();

@@ -30,10 +30,10 @@ struct EncodedIds {
 class IdEncoder {
  public:
   // Ids are rows, or are hashed if there is a salt, or are looked up in a vocabulary. `first`: only so many ids of a
-  // list are used.
+  // list are used. `hashes`: false if somebody else hashes the ids, which then are 64 bits wide.
   IdEncoder(std::int64_t rows, std::optional<std::int64_t> first, std::optional<std::int64_t> salt,
-            std::shared_ptr<const Vocabulary> vocabulary)
-      : rows_(rows), first_(first), salt_(salt), vocabulary_(std::move(vocabulary)) {}
+            std::shared_ptr<const Vocabulary> vocabulary, bool hashes)
+      : rows_(rows), first_(first), salt_(salt), vocabulary_(std::move(vocabulary)), hashes_(hashes) {}
 
   // Nothing if a value is not allowed, or for a format that is not for these ids. Integers of all widths, text, lists
   // of both. Null lists are empty. Null ids are row 0 with a vocabulary, and no ids without.
@@ -48,6 +48,7 @@ class IdEncoder {
   std::optional<std::int64_t> first_;
   std::optional<std::int64_t> salt_;
   std::shared_ptr<const Vocabulary> vocabulary_;
+  bool hashes_;
 };
 
 }  // namespace sennit::offload

@@ -34,9 +34,12 @@ class Facts:
 
     name: str
     fingerprint: str
-    """A hash over all samples: data sets with the same name may differ."""
+    """A hash that tells the contents of data sets apart, whatever their names."""
 
     sample_count: int
+    numbering: Mapping[str, Any]
+    """What the numbers of the run's batches depend on, besides the terms, as `runtime.ingest.numbering` writes it."""
+
     tables: tuple[TableFacts, ...]
     dense_names: tuple[str, ...]
     preprocessing: Mapping[str, Any] | None = None
@@ -72,6 +75,7 @@ class Facts:
             "name": self.name,
             "fingerprint": self.fingerprint,
             "sample_count": self.sample_count,
+            "numbering": self.numbering,
             "tables": [[table.name, table.rows, table.mean_length] for table in self.tables],
             "dense_names": list(self.dense_names),
             "preprocessing": self.preprocessing,
@@ -98,10 +102,13 @@ class Facts:
             plan, preprocessing = content["plan"], content["preprocessing"]
             if preprocessing is not None and not isinstance(preprocessing, dict):
                 raise ProtocolError(f"facts: preprocessing {_short(preprocessing)}; allowed: an object or null")
+            if not isinstance(content["numbering"], dict):
+                raise ProtocolError(f"facts: numbering {_short(content['numbering'])}; allowed: an object")
             return cls(
                 name=text("facts: name", content["name"]),
                 fingerprint=text("facts: fingerprint", content["fingerprint"]),
                 sample_count=integer("facts: sample_count", content["sample_count"], 1, SAMPLES_MAX),
+                numbering=content["numbering"],
                 tables=tables,
                 dense_names=tuple(text("facts: dense name", name) for name in content["dense_names"]),
                 preprocessing=preprocessing,

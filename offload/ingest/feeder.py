@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A feeder: connects to the ranks of a run and sends the records that they order.
 
-It keeps no state of the run except unfinished batches. Another feeder with the same data can continue at any row.
+It keeps no state of the run except unfinished batches. Another feeder with the same data can continue at any row. Its
+records come chunk by chunk (`RecordSupply`); a batch waits for its chunk, and other batches do not.
 
 The session of an elastic run ends when ranks leave or join. The feeder then calls the ranks of the last terms that it
 knows, until one answers with the terms of the next session. Each rank is served by its own terms, so ranks may change
@@ -17,12 +18,9 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
-
-import numpy as np
-from numpy.typing import NDArray
 
 from sennit.closing import Closing
 from sennit.offload.ingest.protocol import (
@@ -40,8 +38,8 @@ from sennit.offload.ingest.protocol import (
     error,
 )
 from sennit.offload.ingest.record_socket import RecordSocket
+from sennit.offload.ingest.record_supply import Part, RecordSupply
 from sennit.offload.ingest.trainer_search import FeedError, Place, Unreachable, call, meet, read_terms
-from sennit.offload.record_store import RecordStore
 
 # With a single packet, a second loss in a row could not be told from the first.
 LEAST_PACKETS: Final = 2
@@ -67,9 +65,6 @@ PASSING_ERRORS: Final = frozenset(
         errno.EPERM,
     }
 )
-
-PartOf = Callable[[Terms, int], NDArray[np.int64]]
-"""(terms, batch) -> the record numbers of this rank's part of the batch, in order."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -124,9 +119,9 @@ class Window:
 class Outgoing:
     """One batch on its way to one rank. Sans-I/O: says how much may be sent."""
 
-    def __init__(self, batch: int, records: NDArray[np.int64], window: Window) -> None:
-        """`records`: the record numbers of this rank's part."""
-        self.batch, self.records, self.window = batch, records, window
+    def __init__(self, batch: int, part: Part, window: Window) -> None:
+        """`part`: this rank's."""
+        self.batch, self.chunk, self.records, self.window = batch, part.chunk, part.records, window
         self.next_row = 0
         self._taken = 0
         self._cut_row = 0
@@ -185,10 +180,9 @@ class _Rank:
         self.retry_at_s = 0.0
         self.refused_since_s: float | None = None
 
-    def begin(self, terms: Terms, store: RecordStore) -> None:
-        """Raises FeedError if not even one record fits a packet."""
+    def begin(self, terms: Terms) -> None:
         self.place = _places_of(terms)[terms.rank]
-        self.records = RecordSocket(self.control.getpeername(), terms, store)
+        self.records = RecordSocket(self.control.getpeername(), terms)
         self.window = Window(terms.window_packets)
         """The window that the last batch ended with."""
 
@@ -206,13 +200,13 @@ class _Rank:
 class Feeder(Closing):
     """One feeder. `run` returns when the run is over."""
 
-    def __init__(self, name: str, facts: dict[str, Any], store: RecordStore, part_of: PartOf, *, timeout_s: float):
+    def __init__(self, name: str, facts: dict[str, Any], supply: RecordSupply, *, timeout_s: float):
         """`facts`: the facts of the data set (`Facts.as_json`).
 
         `timeout_s`: how long a rank or the network may be unreachable.
         """
         self.counters = FeedCounters()
-        self._name, self._facts, self._store, self._part_of = name, facts, store, part_of
+        self._name, self._facts, self._supply = name, facts, supply
         self._timeout_s = timeout_s
         self._ranks: list[_Rank] = []
         self._selector = selectors.DefaultSelector()
@@ -237,6 +231,7 @@ class Feeder(Closing):
         cannot be fed to its end.
         """
         self._meet_all(places)
+        self._selector.register(self._supply, selectors.EVENT_READ)
         report_at_s = 0.0
         while not self._is_over():
             if on_report is not None and time.monotonic() >= report_at_s:
@@ -246,7 +241,11 @@ class Feeder(Closing):
                 self._reach()
             wait_s = self._pump()
             for key, _ in self._selector.select(wait_s):
-                self._hear(key.data)
+                if key.data is None:
+                    self._receive()
+                else:
+                    self._hear(key.data)
+            self._supply.keep({outgoing.chunk for rank in self._ranks for outgoing in rank.outgoing.values()})
 
     def close(self) -> None:
         for rank in self._ranks:
@@ -282,7 +281,7 @@ class Feeder(Closing):
         control, terms = meet(places, name=self._name, deadline_s=deadline_s)
         rank = _Rank(control, places[0])
         self._ranks.append(rank)
-        rank.begin(terms, self._store)
+        rank.begin(terms)
         return terms
 
     def _introduce(self, rank: _Rank) -> None:
@@ -330,7 +329,7 @@ class Feeder(Closing):
             self._terms, self.places = terms, _places_of(terms)
             self._failures.clear()
             self._retries.clear()
-        rank.begin(terms, self._store)
+        rank.begin(terms)
         self._retries.pop(rank.place, None)
         self._introduce(rank)
 
@@ -349,6 +348,15 @@ class Feeder(Closing):
         self._lose(rank, why)
         if self._failures.keys() >= set(self.places):
             raise why
+
+    def _receive(self) -> None:
+        """Takes chunks that have come. If no more come, the ranks hear why."""
+        try:
+            self._supply.receive()
+        except FeedError as why:
+            for rank in self._ranks:
+                self._tell(rank, str(why))
+            raise
 
     def _hear(self, rank: _Rank) -> None:
         try:
@@ -396,8 +404,8 @@ class Feeder(Closing):
     def _obey(self, rank: _Rank, message: Message) -> None:
         if isinstance(message, Send):
             if message.batch not in rank.outgoing:
-                records = self._part(rank, message.batch)
-                rank.outgoing[message.batch] = Outgoing(message.batch, records, rank.window.following())
+                part = self._part(rank, message.batch)
+                rank.outgoing[message.batch] = Outgoing(message.batch, part, rank.window.following())
             self.counters.rewinds += rank.outgoing[message.batch].rewind(message.row)
         elif isinstance(message, Taken):
             outgoing = rank.outgoing.get(message.batch)
@@ -411,10 +419,10 @@ class Feeder(Closing):
         else:
             raise ProtocolError(f"{message.kind} out of turn")
 
-    def _part(self, rank: _Rank, batch: int) -> NDArray[np.int64]:
+    def _part(self, rank: _Rank, batch: int) -> Part:
         try:
             assert rank.terms is not None
-            return self._part_of(rank.terms, batch)
+            return self._supply.part(rank.terms, batch)
         except ValueError as wrong:
             raise ProtocolError(str(wrong)) from wrong
 
@@ -426,32 +434,37 @@ class Feeder(Closing):
             if now_s < rank.retry_at_s:
                 wait_s = min(wait_s, rank.retry_at_s - now_s)
                 continue
-            for outgoing in self._due(rank):
-                failure = self._send(rank, outgoing)
-                if failure:
-                    self._postpone(rank, failure)
-                    wait_s = min(wait_s, RETRY_S)
-                    break
-                rank.refused_since_s = None
+            try:
+                failure = self._send_due(rank)
+            except FeedError as wrong:
+                self._tell(rank, str(wrong))
+                self._fail(rank, wrong)
+                continue
+            if failure:
+                self._postpone(rank, failure)
+                wait_s = min(wait_s, RETRY_S)
         return wait_s
 
-    @staticmethod
-    def _due(rank: _Rank) -> Iterator[Outgoing]:
-        """The earliest batch first, because the trainer waits for it."""
+    def _send_due(self, rank: _Rank) -> int:
+        """Sends what the windows of a rank's batches allow. Returns the socket's error number, or 0.
+
+        The earliest batch is first, because the trainer waits for it.
+        """
         for batch in sorted(rank.outgoing):
             outgoing = rank.outgoing[batch]
-            if not outgoing.is_sent and outgoing.packets_due > 0:
-                yield outgoing
-
-    def _send(self, rank: _Rank, outgoing: Outgoing) -> int:
-        """Sends as much of the batch as the window allows. Returns the socket's error number, or 0."""
-        first = outgoing.next_row
-        next_row, packets, failure = rank.records.send(outgoing.records, outgoing.batch, first, outgoing.packets_due)
-        if packets:
-            outgoing.sent(next_row, packets)
-            self.counters.records += next_row - first
-            self.counters.packets += packets
-        return failure
+            store = self._supply.store(outgoing.chunk, batch)
+            if store is None or outgoing.is_sent or outgoing.packets_due <= 0:
+                continue
+            first = outgoing.next_row
+            next_row, packets, failure = rank.records.send(store, outgoing.records, batch, first, outgoing.packets_due)
+            if packets:
+                outgoing.sent(next_row, packets)
+                self.counters.records += next_row - first
+                self.counters.packets += packets
+            if failure:
+                return failure
+            rank.refused_since_s = None
+        return 0
 
     def _postpone(self, rank: _Rank, failure: int) -> None:
         now_s = time.monotonic()

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final, Self
 from sennit.errors import FormatError
 
 # Incremented when messages change, or the order of samples that the terms define.
-VERSION: Final = 4
+VERSION: Final = 5
 # A plan and a schema of 512 fields take about a tenth of this.
 LINE_MAX_BYTES: Final = 1 << 20
 TEXT_MAX: Final = 1024
@@ -101,6 +101,13 @@ class Terms(Message):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Preparing(Message):
+    """Feeder, from time to time: it reads its data, and has facts later."""
+
+    kind: ClassVar[str] = "preparing"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FactsOf(Message):
     """Feeder: describes its data. `facts.Facts` reads the content."""
 
@@ -161,7 +168,7 @@ class Error(Message):
 
 
 _KINDS: Final[dict[str, type[Message]]] = {
-    message.kind: message for message in (Hello, Terms, FactsOf, Send, Taken, End, Reconfigured, Error)
+    message.kind: message for message in (Hello, Terms, Preparing, FactsOf, Send, Taken, End, Reconfigured, Error)
 }
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import socket
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,10 +29,10 @@ _HEADERS_BYTES: Final = {socket.AF_INET: 28, socket.AF_INET6: 48}
 class RecordSocket:
     """A socket connected to a rank's record port."""
 
-    def __init__(self, address: Any, terms: Terms, store: RecordStore) -> None:
-        """Raises FeedError if not even one record fits a packet."""
+    def __init__(self, address: Any, terms: Terms) -> None:
         self.peer = f"{address[0]} port {address[1]}"
-        self._terms, self._store = terms, store
+        self._terms = terms
+        self._senders: WeakKeyDictionary[RecordStore, Any] = WeakKeyDictionary()
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_DGRAM)
         try:
@@ -42,33 +43,43 @@ class RecordSocket:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             self._socket.setblocking(False)
             self._socket.connect(address)
-            self._sender = self._make_sender()
+            self._body_bytes = self._path_bytes()
         except BaseException:
             self._socket.close()
             raise
 
-    def send(self, records: NDArray[np.int64], batch: int, first: int, packets_max: int) -> tuple[int, int, int]:
-        """Sends rows of the batch from `first` on.
+    def send(
+        self, store: RecordStore, records: NDArray[np.int64], batch: int, first: int, packets_max: int
+    ) -> tuple[int, int, int]:
+        """Sends rows of the batch from `first` on. `records`: the numbers of all its rows in the store.
 
-        Returns the next row, the packets sent, and the socket's error or 0.
+        Returns the next row, the packets sent, and the socket's error or 0. Raises FeedError for a record that no
+        packet holds.
         """
-        next_row, packets, failure = self._sender.send(self._socket.fileno(), records, batch, first, packets_max)
+        sender = self._senders.get(store)
+        if sender is None:
+            sender = self._senders[store] = self._make_sender(store)
+        next_row, packets, failure = sender.send(self._socket.fileno(), records, batch, first, packets_max)
         if failure == errno.EMSGSIZE:
             # The path MTU shrank (ICMP packet too big): packets are shorter from here on.
-            before, self._sender = self._body_bytes, self._make_sender()
+            before, self._body_bytes = self._body_bytes, self._path_bytes()
+            self._senders.clear()
             failure = errno.EAGAIN if self._body_bytes < before else failure
         return next_row, packets, failure
 
     def close(self) -> None:
         self._socket.close()
 
-    def _make_sender(self) -> Any:
-        mtu = self._socket.getsockopt(self._level, self._mtu_option)
-        self._body_bytes = min(self._terms.packet_bytes, mtu - self._headers_bytes) - HEADER.size
+    def _path_bytes(self) -> int:
+        """Bytes of records in the longest packet that the path and the trainer take."""
+        self._mtu = self._socket.getsockopt(self._level, self._mtu_option)
+        return max(1, min(self._terms.packet_bytes, self._mtu - self._headers_bytes) - HEADER.size)
+
+    def _make_sender(self, store: RecordStore) -> Any:
         try:
-            return self._store.sender(session=self._terms.session, body_max_bytes=max(1, self._body_bytes))
+            return store.sender(session=self._terms.session, body_max_bytes=self._body_bytes)
         except ValueError as error:
             raise FeedError(
-                f"{error} bytes in a packet to {self.peer} (the path's MTU is {mtu}, the trainer takes packets of "
-                f"{self._terms.packet_bytes}); shorten lists with first"
+                f"{error} bytes in a packet to {self.peer} (the path's MTU is {self._mtu}, the trainer takes packets "
+                f"of {self._terms.packet_bytes}); shorten lists with first"
             ) from error

@@ -8,6 +8,7 @@ come, and sleeps while all slots are full.
 from __future__ import annotations
 
 import contextlib
+import math
 import selectors
 import socket
 import threading
@@ -37,6 +38,7 @@ from sennit.offload.ingest.protocol import (
     FactsOf,
     Hello,
     Message,
+    Preparing,
     ProtocolError,
     Reconfigured,
     Terms,
@@ -80,6 +82,9 @@ class Session(Closing):
         """
         self._listener, self._terms, self._timeout_s = listener, terms, timeout_s
         self._facts: Facts | None = None
+        self._heard_s = time.monotonic()
+        """When a feeder last said that it prepares, or else when the session began."""
+
         self._receiver: Receiver | None = None
         self._leases: Leases | None = None
         self._connections: dict[int, Connection] = {}
@@ -104,12 +109,18 @@ class Session(Closing):
         self._thread = threading.Thread(target=self._run, name="sennit-ingest", daemon=True)
         self._thread.start()
 
-    def wait_for_facts(self) -> Facts:
-        """The facts of the first feeder that arrives."""
+    def wait_for_facts(self, patience_s: float = math.inf) -> Facts | None:
+        """The facts of the first feeder that has some. None after this time, if there may be some later.
+
+        Raises IngestError if for the session's timeout no feeder came, and none said that it prepares.
+        """
         with self._changed:
-            if not self._wait(lambda: self._facts is not None, time.monotonic() + self._timeout_s):
-                raise IngestError(f"no feeder came to {self._place} within {self._timeout_s:g} s{self._departed()}")
-            assert self._facts is not None
+            until_s = time.monotonic() + patience_s
+            while not self._wait(lambda: self._facts is not None, min(until_s, self._heard_s + self._timeout_s)):
+                if time.monotonic() >= self._heard_s + self._timeout_s:
+                    raise IngestError(f"no feeder came to {self._place} within {self._timeout_s:g} s{self._departed()}")
+                if time.monotonic() >= until_s:
+                    break
             return self._facts
 
     def agree(self, facts: Facts) -> None:
@@ -336,6 +347,9 @@ class Session(Closing):
             connection.feeder = message.feeder
             connection.deadline_s = time.monotonic() + self._timeout_s
             connection.send(self._terms)
+        elif isinstance(message, Preparing) and connection.feeder and connection.facts is None:
+            self._heard_s = time.monotonic()
+            connection.deadline_s = self._heard_s + self._timeout_s
         elif isinstance(message, FactsOf) and connection.feeder and connection.facts is None:
             self._check_facts(connection, Facts.from_json(message.facts))
         elif message.kind == "error":

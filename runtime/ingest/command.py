@@ -29,10 +29,17 @@ EXIT_INTERRUPTED = 130
 def feed(
     *,
     paths: Annotated[
-        list[str] | None, typer.Argument(metavar="[DATA]...", help="Parquet files, folders, patterns or URLs")
+        list[str] | None, typer.Argument(metavar="[DATA]...", help="files, folders, patterns or URLs")
     ] = None,
     data: Annotated[
-        str | None, typer.Option(metavar="NAME", help="instead of files: flights, movielens, adult or synthetic")
+        list[str] | None,
+        typer.Option(
+            help="the same, or a data set by name: flights, movielens, adult, synthetic, package.module:function; may "
+            "be repeated"
+        ),
+    ] = None,
+    eval_data: Annotated[
+        list[str] | None, typer.Option(help="files whose rows are for evaluation alone; may be repeated")
     ] = None,
     source: Source,
     to: Annotated[str, typer.Option(metavar="HOST:PORT", help="address of any rank of the run")] = "127.0.0.1:4800",
@@ -49,6 +56,7 @@ def feed(
     from sennit.runtime.data import sources
     from sennit.runtime.ingest import feed as feeding
     from sennit.runtime.ingest.address import Address
+    from sennit.runtime.ingest.feed_stream import FeedStream
     from sennit.transport.errors import ConfigError, SennitError
 
     # One thread, as in a rank: otherwise the sums behind means would depend on the number of threads.
@@ -57,35 +65,30 @@ def feed(
     name = platform.node() or "feeder"
     try:
         if bool(paths) == bool(data):
-            raise ConfigError("the data set is missing" if data is None else "--data NAME beside paths; allowed: one")
-        first, *further = [data] if data is not None else paths or []
-        source = replace(source, data=first, further=tuple(further))
+            raise ConfigError("--data beside paths; allowed: one of the two" if data else "the data set is missing")
+        first, *further = data or paths or []
+        source = replace(source, data=first, further=tuple(further), evaluation=tuple(eval_data or ()))
         if not 0 < timeout <= 86_400:
             raise ConfigError(f"--timeout {timeout} s; allowed: above 0, at most 86,400")
-        if data is not None and not sources.is_named(data):
-            raise ConfigError(f"--data {data!r}; allowed: {', '.join(sources.NAMES)} (paths go without --data)")
         address = Address.parse(to)
         if json_path is not None:
             _check_writable(json_path)
         sources.check(source)
-        with console.status("loading"):
-            raw = sources.load(source, seed=seed)
-        console.print(f"{raw.name}: {len(raw):,} samples, {len(raw.features)} tables")
         with console.status(Text(f"waiting for a trainer at {address}")):
-            terms = feeding.find_trainer(address, name=name, timeout_s=timeout)
-        try:
-            with console.status("encoding"):
-                facts, store = feeding.prepare(raw, terms)
-        except SennitError as error:
-            feeding.give_up(address, name=name, reason=str(error))
-            raise
-        del raw
+            asking = feeding.Asking(address, name=name, timeout_s=timeout)
+        with asking, console.status(Text(f"reading {first}")):
+            try:
+                stream = FeedStream.open(source, asking.terms, seed=seed)
+            except SennitError as error:
+                asking.give_up(str(error))
+                raise
+        facts = stream.facts
+        console.print(f"{facts.name}: {facts.sample_count:,} samples, {len(facts.tables)} tables")
         with _Display(console) as display:
             report = feeding.run(
                 address,
-                facts,
-                store,
-                terms,
+                stream,
+                asking.terms,
                 name=name,
                 workers=workers,
                 timeout_s=timeout,

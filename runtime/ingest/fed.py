@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,16 +14,19 @@ from sennit.closing import Closing
 from sennit.offload.batches import BatchLayout
 from sennit.offload.errors import PlanError, TargetUnavailable
 from sennit.offload.ingest.facts import Facts
-from sennit.offload.ingest.protocol import VERSION, Terms
+from sennit.offload.ingest.protocol import VERSION, ProtocolError, Terms
 from sennit.offload.ingest.session import IngestError, Session
 from sennit.offload.ingest.target import IngestTarget
 from sennit.offload.sketch import Sketch
 from sennit.runtime.backend.process_group import BACKEND_NAME, communicator
 from sennit.runtime.data.batch import Batch
-from sennit.runtime.data.order import Order, OrderSettings
+from sennit.runtime.data.order import OrderSettings
 from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.data.samples import Samples
+from sennit.runtime.ingest.order import numbered, terms_of
 from sennit.runtime.ingest.page import IngestPage
+from sennit.runtime.stream.order import StreamOrder
+from sennit.runtime.stream.settings import StreamSettings
 from sennit.transport.errors import ConfigError, PeerError
 from sennit.transport.meeting.host import machine_identity
 
@@ -57,7 +59,15 @@ class FedSource:
     """The batches of one rank in one group, as they arrive. Making it is collective."""
 
     def __init__(
-        self, door: Door, settings: OrderSettings, *, rank: int, world_size: int, timeout_s: float, is_elastic: bool
+        self,
+        door: Door,
+        run: OrderSettings,
+        stream: StreamSettings,
+        *,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        is_elastic: bool,
     ) -> None:
         """Waits until a feeder has described its data, if the door does not know them yet."""
         self._door = door
@@ -77,7 +87,7 @@ class FedSource:
             endpoints=[[host, port] for host, port, *_ in places],
             packet_bytes=door.target.packet_bytes(door.local_rank),
             window_packets=max(1, door.target.packets_on_the_way(door.local_rank, self._mates) // SLOTS),
-            order=asdict(settings),
+            order=terms_of(run, stream),
             run=door.run if is_elastic else None,
             epoch=communicator().epoch if is_ours else 0,
         )
@@ -88,7 +98,7 @@ class FedSource:
         )  # fmt: skip
         try:
             self.facts = door.facts = self._agree(door.facts)
-            self.order: Order = settings.order(self.facts.name, self.facts.sample_count)
+            self.order = _numbered(self.facts, run, stream)
         except BaseException as error:
             self.close(str(error), goes_on=is_elastic and bool(group_failure(error)))
             raise
@@ -153,10 +163,13 @@ class FedSource:
 
     def _agree(self, known: Facts | None) -> Facts:
         """Rank 0 tells all ranks the facts of the data, which are those of the run's first feeder."""
-        mine = None
-        if self._rank == 0:
-            mine = (self._session.wait_for_facts() if known is None else known).as_json()
-        facts = Facts.from_json(_shared(mine))
+        mine, told = known, None
+        # Other ranks wait in a collective. Its deadline must not end a run whose feeder has much to read.
+        while told is None:
+            if self._rank == 0 and mine is None:
+                mine = self._session.wait_for_facts(self._timeout_s / 4)
+            told = _shared(None if mine is None else mine.as_json())
+        facts = Facts.from_json(told)
         if known is not None and (difference := facts.difference(known)) is not None:
             raise IngestError(f"the feeders had other data before the group changed: now {difference}")
         self._session.agree(facts)
@@ -176,6 +189,13 @@ def _check_group() -> None:
         raise PeerError(group.failure)
     if gone := group.find_gone_ranks():
         raise PeerError(f"rank {', '.join(map(str, gone))} is gone, found out while waiting for records")
+
+
+def _numbered(facts: Facts, run: OrderSettings, stream: StreamSettings) -> StreamOrder:
+    try:
+        return numbered(facts.name, facts.numbering, run, stream)
+    except ProtocolError as error:
+        raise IngestError(str(error)) from error
 
 
 def _preprocessing(facts: Facts) -> Preprocessing | None:

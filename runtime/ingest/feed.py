@@ -1,43 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit feed`: one data set in memory, and worker processes that each feed every rank of a run from it."""
+"""`sennit feed`: one process reads the data set chunk by chunk, and workers each feed every rank of a run from it."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import json
 import multiprocessing
 import multiprocessing.connection
-import os
-import signal
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
-import numpy as np
-from numpy.typing import NDArray
-
-from sennit.offload.ingest.feeder import FeedCounters, Feeder
-from sennit.offload.ingest.protocol import LINE_MAX_BYTES, Terms
-from sennit.offload.ingest.protocol import encode as encode_message
-from sennit.offload.ingest.protocol import error as protocol_error
-from sennit.offload.ingest.trainer_search import FeedError, Place, meet
-from sennit.offload.record_store import RecordStore
-from sennit.offload.records import HEADER
-from sennit.runtime.data.errors import DataError
-from sennit.runtime.data.order import Order
-from sennit.runtime.data.preprocessing import Preprocessing
-from sennit.runtime.data.raw_samples import RawSamples, fingerprint
+from sennit.closing import Closing
+from sennit.offload.ingest.feeder import FeedCounters
+from sennit.offload.ingest.protocol import Preparing, Terms, encode, error
+from sennit.offload.ingest.trainer_search import FeedError, meet
 from sennit.runtime.ingest.address import Address
-from sennit.runtime.ingest.facts import encode
+from sennit.runtime.ingest.chunk_ring import ChunkRing
+from sennit.runtime.ingest.feed_stream import FeedStream
+from sennit.runtime.ingest.shelf import Release, Stop, Want, give
+from sennit.runtime.ingest.worker import Outcome, Task, work
 from sennit.transport.errors import SennitError
 
 # How many workers may be replaced. If more die, a replacement does not remove the cause.
 REPLACEMENTS_MAX: Final = 2
 LEAVE_S: Final = 5.0
+# Between words to a trainer that waits for this feeder.
+PREPARING_S: Final = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +39,7 @@ class FeedReport:
     name: str
     samples: int
     record_bytes: int
-    """Bytes of all records in memory."""
+    """The most bytes of records that were in memory at once."""
 
     ranks: int
     workers: int
@@ -83,32 +75,6 @@ class FeedReport:
         return (self.user_s + self.system_s) * 1e6 / self.counters.records if self.counters.records else None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Task:
-    """The arguments of a worker."""
-
-    name: str
-    places: Sequence[Place]
-    """Where ranks of the run listen."""
-
-    timeout_s: float
-    store: RecordStore
-    facts: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Progress:
-    counters: FeedCounters
-    places: Sequence[Place]
-    spent_s: tuple[float, float]
-    """Processor time in the program and in the kernel."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    error: str | None
-
-
 @dataclass(slots=True)
 class _Worker:
     number: int
@@ -123,51 +89,46 @@ class _Worker:
 Listener = Callable[[str], None]
 
 
-def find_trainer(address: Address, *, name: str, timeout_s: float) -> Terms:
-    """Waits for a run, and returns its terms."""
-    try:
-        control, terms = meet(
-            [(address.host, address.port)], name=f"{name} (asks)", deadline_s=time.monotonic() + timeout_s
-        )
-    except FeedError as error:
-        raise FeedError(f"{error}; start `sennit train --ingest …` there, or give it more --timeout") from error
-    control.close()
-    return terms
+class Asking(Closing):
+    """Asks a run for its terms. Until it is closed, it tells the trainer that this feeder prepares."""
 
+    def __init__(self, address: Address, *, name: str, timeout_s: float) -> None:
+        """Waits for the run. Raises FeedError if there is none in time."""
+        try:
+            self._control, self.terms = meet(
+                [(address.host, address.port)], name=f"{name} (asks)", deadline_s=time.monotonic() + timeout_s
+            )
+        except FeedError as error:
+            raise FeedError(f"{error}; start `sennit train --ingest …` there, or give it more --timeout") from error
+        self._control.settimeout(LEAVE_S)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._prepare, name="sennit-asking", daemon=True)
+        self._thread.start()
 
-def give_up(address: Address, *, name: str, reason: str) -> None:
-    """Tells the trainer why this feeder does not come, for the error at its deadline."""
-    place = (address.host, address.port)
-    with contextlib.suppress(FeedError, OSError):
-        control, _ = meet([place], name=name, deadline_s=time.monotonic() + LEAVE_S)
-        with control:
-            control.sendall(encode_message(protocol_error(reason)))
+    def give_up(self, reason: str) -> None:
+        """Tells the trainer why this feeder does not come, for the error at its deadline."""
+        self._end()
+        with contextlib.suppress(OSError):
+            self._control.sendall(encode(error(reason)))
 
+    def close(self) -> None:
+        self._end()
+        self._control.close()
 
-def prepare(raw: RawSamples, terms: Terms) -> tuple[dict[str, Any], RecordStore]:
-    """Returns the facts, as JSON, and the records of a run, preprocessed by its training rows."""
-    if raw.eval_rows is not None:
-        raise DataError(
-            f"{raw.name} holds rows back for evaluation itself; allowed: data of which trainers choose them"
-        )
-    order = _order(raw.name, len(raw), terms)
-    try:
-        preprocessing = Preprocessing.fit(raw, order.is_training())
-        facts, store = encode(
-            preprocessing.apply(raw), fingerprint(raw), body_max_bytes=terms.packet_bytes - HEADER.size
-        )
-    except MemoryError as error:
-        raise FeedError(f"{raw.name} does not fit this machine's memory: {error}") from error
-    told = preprocessing.as_json()
-    if len(json.dumps(told)) <= LINE_MAX_BYTES // 2:
-        facts = replace(facts, preprocessing=told)
-    return facts.as_json(), store
+    def _end(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _prepare(self) -> None:
+        # A trainer that is gone is noticed by the workers.
+        with contextlib.suppress(OSError):
+            while not self._ended.wait(PREPARING_S):
+                self._control.sendall(encode(Preparing()))
 
 
 def run(
     address: Address,
-    facts: dict[str, Any],
-    store: RecordStore,
+    stream: FeedStream,
     terms: Terms,
     *,
     name: str,
@@ -177,21 +138,29 @@ def run(
     on_progress: Callable[[FeedCounters], None],
 ) -> FeedReport:
     """Feeds until the trainer says that the run is over. A FeedError or KeyboardInterrupt ends all workers."""
-    task = _Task(name=name, places=[(address.host, address.port)], timeout_s=timeout_s, store=store, facts=facts)
-    crew = _Crew(task, workers, on_event)
-    began_s = ended_s = time.monotonic()
-    try:
-        for counters in crew.progress():
-            on_progress(counters)
-            ended_s = time.monotonic()
-            if not counters.records:
-                began_s = ended_s
-    finally:
-        crew.end()
+    task = Task(
+        name=name,
+        places=[(address.host, address.port)],
+        timeout_s=timeout_s,
+        facts=stream.facts.as_json(),
+        order=stream.order,
+        terms=terms.order,
+    )
+    with ChunkRing(stream) as chunks:
+        crew = _Crew(task, workers, chunks, on_event)
+        began_s = ended_s = time.monotonic()
+        try:
+            for counters in crew.progress():
+                on_progress(counters)
+                ended_s = time.monotonic()
+                if not counters.records:
+                    began_s = ended_s
+        finally:
+            crew.end()
     return FeedReport(
-        name=facts["name"],
-        samples=len(store),
-        record_bytes=store.extent.size_bytes,
+        name=stream.facts.name,
+        samples=stream.facts.sample_count,
+        record_bytes=chunks.peak_bytes,
         ranks=terms.world_size,
         workers=workers,
         replaced=crew.replaced,
@@ -208,12 +177,12 @@ class _Crew:
     A worker that dies is replaced, or the others go on. An error that a worker reports ends all of them.
     """
 
-    def __init__(self, task: _Task, count: int, on_event: Listener) -> None:
+    def __init__(self, task: Task, count: int, chunks: ChunkRing, on_event: Listener) -> None:
         self.replaced = 0
         self.spent_s = (0.0, 0.0)
         """Processor time of workers that have left, in the program and in the kernel."""
 
-        self._task, self._on_event = task, on_event
+        self._task, self._chunks, self._on_event = task, chunks, on_event
         self._context = multiprocessing.get_context("spawn")
         self._past = FeedCounters()
         self._workers: dict[Connection, _Worker] = {}
@@ -224,17 +193,24 @@ class _Crew:
         """Yields the counters of all workers until the run is over. Raises FeedError if it cannot be fed to its end."""
         is_over = False
         while self._workers:
-            for end in multiprocessing.connection.wait(list(self._workers)):
+            for end in multiprocessing.connection.wait([*self._workers, self._chunks.fileno()]):
+                if isinstance(end, int):
+                    self._give_chunks()
+                    continue
                 assert isinstance(end, Connection)
                 worker = self._workers[end]
                 try:
                     said = end.recv()
-                except EOFError:
+                except (EOFError, ConnectionError):
                     self._leave(worker)
                     if not is_over:
                         self._replace(worker)
                     continue
-                if isinstance(said, _Outcome):
+                if isinstance(said, Want):
+                    self._chunks.ask(said.batch, worker.number)
+                elif isinstance(said, Release):
+                    self._chunks.release(said.key, worker.number)
+                elif isinstance(said, Outcome):
                     self._leave(worker)
                     if said.error is not None and not is_over:
                         raise FeedError(said.error)
@@ -258,6 +234,20 @@ class _Crew:
         for worker in list(self._workers.values()):
             self._leave(worker)
 
+    def _give_chunks(self) -> None:
+        """Sends chunks to the workers that want them. If one cannot be made, the workers tell the ranks why."""
+        by_number = {worker.number: worker for worker in self._workers.values()}
+        try:
+            for number, key, store in self._chunks.ready():
+                worker = by_number[number]
+                # A worker that is gone is noticed by what it says.
+                with contextlib.suppress(OSError):
+                    give(worker.end, key, store, worker.process.pid)
+        except SennitError as why:
+            for worker in self._workers.values():
+                with contextlib.suppress(OSError):
+                    worker.end.send(Stop(str(why)))
+
     def _give_up_search(self) -> None:
         """The run is over. A worker that is still looking for it would do so until its deadline."""
         for worker in self._workers.values():
@@ -265,14 +255,15 @@ class _Crew:
                 worker.process.terminate()
 
     def _start(self, number: int) -> None:
-        ours, theirs = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=_work, args=(self._task, number, theirs), name=f"sennit-feed-{number}")
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=work, args=(self._task, number, theirs), name=f"sennit-feed-{number}")
         process.start()
         theirs.close()
         self._workers[ours] = _Worker(number, process, ours)
 
     def _leave(self, worker: _Worker) -> None:
         del self._workers[worker.end]
+        self._chunks.leave(worker.number)
         self._past += worker.counters
         self.spent_s = (self.spent_s[0] + worker.spent_s[0], self.spent_s[1] + worker.spent_s[1])
         worker.end.close()
@@ -292,58 +283,3 @@ class _Crew:
             self._on_event(f"worker {worker.number} died with {how}; {len(self._workers)} go on")
         else:
             raise FeedError(f"worker {worker.number} died with {how}, as {self.replaced} before it")
-
-
-def _work(task: _Task, number: int, end: Connection) -> None:
-    """The main function of a worker process."""
-    # The parent handles interrupts and ends the workers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    feeder_name = f"{task.name} worker {number}"
-    try:
-        part_of = functools.partial(_part, _Orders(task.facts["name"], len(task.store)))
-        with Feeder(feeder_name, task.facts, task.store, part_of, timeout_s=task.timeout_s) as feeder:
-            began = os.times()
-
-            def tell(counters: FeedCounters) -> None:
-                now = os.times()
-                spent_s = (now.user - began.user, now.system - began.system)
-                end.send(_Progress(counters, feeder.places, spent_s))
-
-            try:
-                feeder.run(task.places, tell)
-            finally:  # counts what was sent, also if the trainer ended before it told all workers
-                tell(feeder.counters)
-        outcome = _Outcome(None)
-    except SennitError as error:
-        outcome = _Outcome(str(error))
-    except BrokenPipeError:  # the parent has gone
-        return
-    end.send(outcome)
-
-
-class _Orders:
-    """The order of samples that a run's terms define."""
-
-    def __init__(self, name: str, sample_count: int) -> None:
-        self._name, self._sample_count = name, sample_count
-        self._known: dict[str, Order] = {}
-
-    def of(self, terms: Terms) -> Order:
-        key = repr(sorted(terms.order.items()))
-        if key not in self._known:
-            self._known[key] = _order(self._name, self._sample_count, terms)
-        return self._known[key]
-
-
-def _part(orders: _Orders, terms: Terms, batch: int) -> NDArray[np.int64]:
-    part: NDArray[np.int64] = orders.of(terms).part(batch, terms.rank, terms.world_size).numpy()
-    return part
-
-
-def _order(name: str, sample_count: int, terms: Terms) -> Order:
-    try:
-        return Order(name=name, sample_count=sample_count, **terms.order)
-    except DataError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise FeedError(f"the trainer names an order that this feeder does not know: {error}") from error

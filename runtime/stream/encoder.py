@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
+import numpy as np
 import torch
 
 from sennit.offload.arrow_columns import (
@@ -19,6 +20,7 @@ from sennit.offload.arrow_columns import (
 from sennit.runtime.data.arrow_columns import Piece, Place, labels_of, raw_samples, weights_of
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.preprocessing import Encoding, Preprocessing, Scale
+from sennit.runtime.data.raw_samples import Feature, RawSamples
 from sennit.runtime.data.samples import Column, Samples
 from sennit.runtime.data.schema import DenseField, Schema
 
@@ -32,8 +34,9 @@ class Encoder:
     know, the rows go through `raw_samples` and `Preprocessing.apply`, which define the result and the message.
     """
 
-    def __init__(self, schema: Schema, preprocessing: Preprocessing, types: Any = None) -> None:
-        """`preprocessing`: fitted to the stream, or taken from a checkpoint.
+    def __init__(self, schema: Schema, preprocessing: Preprocessing, types: Any = None, *, hashes: bool = True) -> None:
+        """`preprocessing`: fitted to the stream, or taken from a checkpoint. `hashes`: False if somebody else hashes
+        ids, which then stay as they are, int64.
 
         `types`: a `pyarrow.Schema` with the type of each column of the stream. A file may have a column of type null:
         its nulls are those of the stream's type, so null lists where the others have lists. None: all files have the
@@ -41,13 +44,13 @@ class Encoder:
         """
         self.schema = schema
         self.preprocessing = preprocessing
-        self._types = types
+        self._types, self._hashes = types, hashes
         self._encoder = BatchEncoder(
             # Without dense columns there is a constant one, which no batch has.
             [_number_encoder(scale, operates=not schema.has_operated) for scale in preprocessing.scales]
             if schema.dense
             else [],
-            [_id_encoder(encoding) for encoding in preprocessing.encodings],
+            [_id_encoder(encoding, hashes) for encoding in preprocessing.encodings],
         )
         self._layout: _Layout | None = None
 
@@ -65,7 +68,8 @@ class Encoder:
         piece = Piece(batch, place)
         found = self._encoder.encode(batch.__arrow_c_array__(), layout.numbers, layout.ids)
         if found is None:
-            return self.preprocessing.apply(raw_samples(place.file_name, [piece], self.schema)).samples()
+            raw = self.preprocessing.apply(raw_samples(place.file_name, [piece], self.schema))
+            return raw.samples() if self._hashes else _unhashed(raw)
         dense, ids = found
         return Samples(
             name=place.file_name,
@@ -123,18 +127,40 @@ def _column(encoding: Encoding, ids: TableIds) -> Column:
     )
 
 
+def _unhashed(raw: RawSamples) -> Samples:
+    """The samples with ids that are still to be hashed."""
+
+    def column(feature: Feature) -> Column:
+        if feature.salt is None:
+            return feature.column()
+        used = feature.cut()
+        values = torch.from_numpy(used.values.astype(np.int64, copy=False))
+        offsets = None if used.offsets is None else torch.from_numpy(used.offsets)
+        return Column(name=used.name, row_count=used.row_count, values=values, offsets=offsets)
+
+    return Samples(
+        name=raw.name,
+        dense=raw.dense,
+        labels=raw.labels,
+        label_names=raw.label_names,
+        sample_weights=raw.sample_weights,
+        columns=tuple(column(feature) for feature in raw.features),
+        dense_names=raw.dense_names,
+    )
+
+
 def _number_encoder(scale: Scale, *, operates: bool) -> NumberEncoder:
     field = scale.field if operates else DenseField(name=scale.field.name)
     return number_encoder(clamp=field.clamp, log1p=field.log1p, mean=scale.mean, deviation=scale.deviation)
 
 
-def _id_encoder(encoding: Encoding) -> IdEncoder:
+def _id_encoder(encoding: Encoding, hashes: bool) -> IdEncoder:
     known = None
     if encoding.vocabulary is not None:
         arrow = require("pyarrow", package="pyarrow", purpose=_PURPOSE)
         is_text = encoding.vocabulary.dtype == object
         known = vocabulary(arrow.array(encoding.vocabulary, arrow.large_string() if is_text else None))
-    return IdEncoder(rows=encoding.row_count, first=encoding.first, salt=encoding.salt, vocabulary=known)
+    return IdEncoder(rows=encoding.row_count, first=encoding.first, salt=encoding.salt, vocabulary=known, hashes=hashes)
 
 
 def _plain(kind: Any) -> Any:

@@ -95,11 +95,13 @@ def fit(
     rank: int = 0,
     world_size: int = 1,
     gather: Gather = lambda found: [found],
+    observe: Callable[[RawSamples], object] = lambda raw: None,
 ) -> Preprocessing:
     """The preprocessing fitted to these numbers of a part of the stream. Collective, by `gather`.
 
-    `known`: of a model that is trained on (`Preprocessing.fit`). Raises DataError for values that the schema does not
-    allow, on the rank that has met them.
+    `known`: of a model that is trained on (`Preprocessing.fit`). `observe` gets all rows that are read, also those
+    of other parts that lie between them. Raises DataError for values that the schema does not allow, on the rank that
+    has met them.
     """
     begin, end = part.rows(numbers)
     first, last = index.block_of(begin), index.block_of(end - 1)
@@ -110,6 +112,7 @@ def fit(
         block_begin = index.begin_of(block)
         for place, rows in index.read(max(begin, block_begin), min(end, int(index.ends[block])), schema.columns):
             raw = raw_samples(name, [Piece(rows, place)], schema)
+            observe(raw)
             row = block_begin + place.row
             is_part = part.has(np.arange(row, row + len(rows)))
             found = Moments.of(raw.dense.numpy()[is_part])

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Annotated, Any
 
 import torch.distributed as dist
 
 from sennit.options import Option, check
 from sennit.runtime.backend.first_rank import place_in
+from sennit.runtime.data import sources
 from sennit.runtime.data.arrow_columns import check_types
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.files import find_files
@@ -160,6 +162,17 @@ def open_stream(
         if not 0 < train_rows < index.sample_count:
             raise DataError(f"{name}: {train_rows} rows to train on, of {index.sample_count}; allowed: a part")
     return _ordered(name, index, schema, train_rows, settings, run)
+
+
+def open_source(source: Source, settings: StreamSettings, run: OrderSettings, *, seed: int) -> OpenedStream:
+    """The stream of files, or the short one of a named data set. `seed`: for data sets that are made.
+
+    Raises DataError if there is none.
+    """
+    if sources.is_named(source.data):
+        return short_stream(sources.load(source, seed=seed), settings, run)
+    name = PurePosixPath(source.data).name or source.data
+    return open_stream(name, source, sources.schema_of(source), settings, run)
 
 
 def short_stream(data: RawSamples | Samples, settings: StreamSettings, run: OrderSettings) -> OpenedStream:

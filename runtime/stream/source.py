@@ -4,29 +4,25 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from sennit.offload.ingest.facts import TableFacts
 from sennit.offload.sketch import Sketch, SketchShape
 from sennit.runtime.data.batch import Batch
 from sennit.runtime.data.batch_source import IdCounter
-from sennit.runtime.data.errors import DataError
-from sennit.runtime.data.packages import require
 from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.data.samples import Column, Samples, offsets_of
 from sennit.runtime.data.schema import Schema
+from sennit.runtime.stream.chunk_reader import ChunkReader
 from sennit.runtime.stream.encoder import Encoder
 from sennit.runtime.stream.index import StreamIndex
 from sennit.runtime.stream.order import Chunk, StreamOrder
-from sennit.runtime.stream.reader import Check, Reader
+from sennit.runtime.stream.reader import Check
 
 SAMPLED_PLACES: Final = 16
 """From so many blocks the sample to plan by is taken, from each its first piece."""
@@ -64,15 +60,14 @@ class StreamSource:
         self.dense_count = len(preprocessing.scales)
         self._rank, self._world_size, self._index = rank, world_size, stream.index
         self._encoder = Encoder(stream.schema, preprocessing, stream.index.schema)
-        self._reader = Reader(stream.index, tuple(stream.index.columns), open_max=2 * order.slices, check=stream.check)
-        self._ended = threading.Event()
+        self._reader = ChunkReader(stream.index, self._encoder, slices=order.slices, check=stream.check)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sennit-stream")
         self._waiting: dict[object, Future[Samples]] = {}
         self._training_keys: set[object] = set()
         """Those of `_waiting` that are for training."""
 
         self._spread: Samples | None = None
-        self._sample = self._thread.submit(self._first_rows, stream.index).result()
+        self._sample = self._thread.submit(self._reader.first_rows).result()
         self.tables = tuple(
             TableFacts(name=column.name, rows=column.row_count, mean_length=column.mean_length)
             for column in self._sample.columns
@@ -112,27 +107,8 @@ class StreamSource:
         return chunk, self._waiting[chunk.key]
 
     def _load(self, chunk: Chunk) -> Samples:
-        parts = []
-        for interval in chunk.intervals:
-            begin, end = chunk.part.rows(interval)
-            for first, place, rows in self._reader.read(begin, end):
-                if self._ended.is_set():
-                    raise DataError("the source of batches is closed")
-                is_part = chunk.part.has(np.arange(first, first + len(rows)))
-                if is_part.all():
-                    parts.append(self._encoder.encode(rows, place))
-                elif is_part.any():
-                    try:
-                        parts.append(self._encoder.encode(rows.filter(_mask(is_part)), place))
-                    except DataError:
-                        # Rows of the message are those of the file where all are there.
-                        self._encoder.encode(rows, place)
-                        raise
+        parts = self._reader.read(chunk)
         return joined(parts) if parts else _none_of(self._sample)
-
-    def _first_rows(self, index: StreamIndex) -> Samples:
-        _, place, rows = next(self._reader.read(0, int(index.ends[index.block_of(0)])))
-        return self._encoder.encode(rows, place)
 
     def sample(self) -> Samples | None:
         """Samples from all of the stream alike. Of one that can only be read from its beginning, its first ones."""
@@ -148,7 +124,7 @@ class StreamSource:
         pass
 
     def close(self, failure: str | None = None, *, goes_on: bool = False) -> None:
-        self._ended.set()
+        self._reader.end()
         self._thread.shutdown(cancel_futures=True)
         for future in self._waiting.values():
             with contextlib.suppress(BaseException):
@@ -197,7 +173,3 @@ def _none_of(samples: Samples) -> Samples:
         columns=tuple(replace(column, values=column.values[:0], offsets=None) for column in samples.columns),
         sample_weights=None if samples.sample_weights is None else samples.sample_weights[:0],
     )
-
-
-def _mask(chosen: npt.NDArray[np.bool_]) -> Any:
-    return require("pyarrow", package="pyarrow", purpose="a stream").array(chosen)

@@ -338,8 +338,6 @@ class TrainingConfig:
                     raise ConfigError(f"--{option.replace('_', '-')} needs a checkpoint folder (--checkpoint DIR)")
 
     def _check_stream(self, stream: StreamSettings) -> None:
-        if self.ingest is not None and stream != StreamSettings():
-            raise ConfigError(f"--order {stream.order} with --ingest; allowed: with files that ranks read themselves")
         if stream.window_s is not None and self.stop_early is not None:
             raise ConfigError("--stop-early with --window, whose evaluations are of different samples")
         if stream.order == "time" and self.epochs != 1:

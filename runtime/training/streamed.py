@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
-
 import torch.distributed as dist
 
 from sennit.runtime.backend.first_rank import on_first
 from sennit.runtime.data import sources
 from sennit.runtime.data.preprocessing import Preprocessing
-from sennit.runtime.stream.settings import OpenedStream, open_stream, short_stream
+from sennit.runtime.stream.settings import OpenedStream, open_source
 from sennit.runtime.stream.source import StreamSource
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.rebalance import shape_of
@@ -27,11 +25,7 @@ def opened(config: TrainingConfig) -> OpenedStream:
 
 
 def _opened(config: TrainingConfig) -> OpenedStream:
-    source = config.source
-    if sources.is_named(source.data):
-        return short_stream(sources.load(source, seed=config.seed), config.stream, config.order_settings)
-    name = PurePosixPath(source.data).name or source.data
-    return open_stream(name, source, sources.schema_of(source), config.stream, config.order_settings)
+    return open_source(config.source, config.stream, config.order_settings, seed=config.seed)
 
 
 def preprocessing_of(config: TrainingConfig, found: OpenedStream) -> Preprocessing:

@@ -56,6 +56,7 @@ def fed_sources(config: TrainingConfig, door: Door) -> MakeSource:
     return lambda: FedSource(
         door,
         config.order_settings,
+        config.stream,
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         timeout_s=config.timeout_s / 2 if config.elastic else config.timeout_s,

@@ -18,6 +18,7 @@ from sennit.offload.host_receiver import HostReceiver
 from sennit.offload.ingest.feeder import Outgoing, Window
 from sennit.offload.ingest.leases import Leases
 from sennit.offload.ingest.protocol import Message, Send, Taken
+from sennit.offload.ingest.record_supply import Part
 from sennit.offload.plan import FeaturePlan, Sparse
 from sennit.offload.records import Rows, encode_packets, encode_records
 from sennit.offload.schema import Ids, Schema
@@ -146,7 +147,9 @@ class IngestWorld:
         if isinstance(message, Send):
             if message.batch not in feeder.outgoing:
                 records = np.array(expected(self.sizes, message.batch), np.int64)
-                feeder.outgoing[message.batch] = Outgoing(message.batch, records, self.windows[number].following())
+                feeder.outgoing[message.batch] = Outgoing(
+                    message.batch, Part("all", records), self.windows[number].following()
+                )
                 feeder.ready_s = max(self.now_s, feeder.ready_s) + feeder.behaviour.think_s
             feeder.outgoing[message.batch].rewind(message.row)
         elif (

@@ -21,6 +21,7 @@ from sennit.offload.ingest.feeder import LEAST_PACKETS, Feeder, Outgoing, Window
 from sennit.offload.ingest.protocol import (
     VERSION,
     End,
+    Error,
     FactsOf,
     Hello,
     Reconfigured,
@@ -30,11 +31,13 @@ from sennit.offload.ingest.protocol import (
     encode,
     error,
 )
+from sennit.offload.ingest.record_supply import Part
 from sennit.offload.ingest.trainer_search import FeedError, meet
 from sennit.offload.record_store import Columns, IdColumn, RecordStore
 from sennit.offload.records import HEADER
 from sennit.offload.schema import Ids, Schema
 from tests.offload.fake_rank import DEADLINE_S, Rank
+from tests.offload.whole_store import WholeStore
 
 SCHEMA = Schema(ids=(Ids(name="sample"),))
 COUNT, BATCH_ROWS, RECORD_BYTES, IN_PACKET = 1000, 100, 5, 8
@@ -70,8 +73,9 @@ def serving(rank: Rank, store: RecordStore, **changed: Any) -> Iterator[tuple[Fe
         except BaseException as failure:
             failures.append(failure)
 
-    feeder = Feeder("one", {"name": "numbers"}, store, part_of, **arguments)
-    with contextlib.closing(rank):
+    supply = WholeStore(store, part_of)
+    feeder = Feeder("one", {"name": "numbers"}, supply, **arguments)
+    with contextlib.closing(supply), contextlib.closing(rank):
         thread = threading.Thread(target=run)
         thread.start()
         try:
@@ -234,7 +238,8 @@ def test_ranks_of_different_runs_are_not_fed(store: RecordStore) -> None:
     with contextlib.closing(first), contextlib.closing(second):
         thread.start()
         with (
-            Feeder("one", {}, store, part_of, timeout_s=DEADLINE_S) as feeder,
+            contextlib.closing(WholeStore(store, part_of)) as supply,
+            Feeder("one", {}, supply, timeout_s=DEADLINE_S) as feeder,
             pytest.raises(FeedError, match="rank 1 of run 0000000a, not rank 1 of run 00000009"),
         ):
             feeder.run([first.address])
@@ -250,12 +255,14 @@ def test_records_that_no_packet_holds_are_named(store: RecordStore) -> None:
         ids=(IdColumn(values=np.zeros(10, np.int64)),),
     )
     big = RecordStore.encode(wide, columns)
-    thread = threading.Thread(target=rank.accept)
-    with contextlib.closing(rank), contextlib.closing(big), Feeder("one", {}, big, part_of, timeout_s=5) as feeder:
-        thread.start()
-        with pytest.raises(FeedError, match=r"record 0 has 81 bytes; allowed: 32 bytes in a packet to 127\.0\.0\.1"):
-            feeder.run([rank.address])
-        thread.join(DEADLINE_S)
+    words = "record 0 has 81 bytes; allowed: 32 bytes in a packet to 127.0.0.1"
+    with contextlib.closing(big), serving(rank, big) as (_, failures):
+        rank.say(Send(batch=0, row=0))
+        said = rank.hear()
+        assert isinstance(said, Error)
+        assert words in said.text
+    assert isinstance(failures[0], FeedError)
+    assert words in str(failures[0])
 
 
 @given(data=st.data())
@@ -266,7 +273,7 @@ def test_the_window_is_never_exceeded_and_every_row_is_sent(data: st.DataObject)
         data.draw(st.integers(1, 9)),
         data.draw(st.integers(1, 8)),
     )
-    outgoing = Outgoing(0, np.arange(count), Window(window))
+    outgoing = Outgoing(0, Part("all", np.arange(count)), Window(window))
     taken = 0
     arrived = 0
     while taken < count:
@@ -288,7 +295,7 @@ def test_the_window_is_never_exceeded_and_every_row_is_sent(data: st.DataObject)
 
 def test_the_window_halves_once_for_what_was_on_the_way_and_grows_by_a_packet_a_window() -> None:
     window = Window(32)
-    outgoing = Outgoing(0, np.arange(1000), window)
+    outgoing = Outgoing(0, Part("all", np.arange(1000)), window)
     outgoing.sent(32, 32)
     assert outgoing.rewind(4)
     assert window.packets == 16

@@ -27,6 +27,7 @@ from sennit.offload.ingest.protocol import (
     Hello,
     LineReader,
     Message,
+    Preparing,
     ProtocolError,
     Reconfigured,
     Send,
@@ -46,6 +47,7 @@ FACTS = Facts(
     name="small",
     fingerprint="00ff",
     sample_count=100,
+    numbering={"version": 1, "train": 90, "evaluation": 10},
     tables=(
         TableFacts(name="user", rows=50, mean_length=1.0),
         TableFacts(name="seen", rows=9, mean_length=2.5),
@@ -75,6 +77,7 @@ TERMS = Terms(
 MESSAGES: list[Message] = [
     Hello(version=VERSION, feeder="one"),
     TERMS,
+    Preparing(),
     FactsOf(facts=FACTS.as_json()),
     Send(batch=(1 << 32) - 1, row=3),
     Taken(batch=0, row=0),
@@ -112,6 +115,7 @@ def test_columns_come_back_as_they_were(plan: FeaturePlan) -> None:
         ({"sample_count": 99}, "sample_count 99, not 100"),
         ({"fingerprint": "00fe"}, "fingerprint '00fe', not '00ff'"),
         ({"dense_names": ("height",)}, "dense_names"),
+        ({"numbering": {}}, "numbering {}, not {'version': 1"),
     ],
 )
 def test_a_difference_is_named(change: dict[str, Any], words: str) -> None:

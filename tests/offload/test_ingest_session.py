@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import socket
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,12 +24,13 @@ from sennit.offload.cpu import CpuReceiver
 from sennit.offload.ingest import session as session_module
 from sennit.offload.ingest.connection import UNSENT_MAX_BYTES, Connection
 from sennit.offload.ingest.facts import Facts, TableFacts
-from sennit.offload.ingest.feeder import Feeder, PartOf
-from sennit.offload.ingest.protocol import LINE_MAX_BYTES, VERSION, FactsOf, Hello, Send, Terms, encode
+from sennit.offload.ingest.feeder import Feeder
+from sennit.offload.ingest.protocol import LINE_MAX_BYTES, VERSION, FactsOf, Hello, Preparing, Send, Terms, encode
 from sennit.offload.ingest.session import IngestError, Session
 from sennit.offload.ingest.trainer_search import FeedError
 from sennit.offload.record_store import Columns, IdColumn, RecordStore
 from tests.offload.ingest_world import PLAN, SESSION, expected
+from tests.offload.whole_store import WholeStore
 
 DEADLINE_S = 20.0
 SIZES = [7, 5, 0, 9, 9]
@@ -35,6 +38,7 @@ FACTS = Facts(
     name="numbers",
     fingerprint="1",
     sample_count=sum(SIZES),
+    numbering={},
     tables=(TableFacts(name="sample", rows=1 << 32, mean_length=1.0),),
     dense_names=(),
     plan=replace(PLAN, sparse=(replace(PLAN.sparse[0], rows=1 << 32),)),
@@ -100,7 +104,7 @@ def rank() -> Iterator[Rank]:
 class Fed:
     """A feeder in a thread."""
 
-    def __init__(self, port: int, facts: Facts = FACTS, part: PartOf = part_of) -> None:
+    def __init__(self, port: int, facts: Facts = FACTS, part: Any = part_of) -> None:
         self.error: BaseException | None = None
         self._arguments = (port, facts, part)
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -109,7 +113,10 @@ class Fed:
     def _run(self) -> None:
         port, facts, part = self._arguments
         try:
-            with Feeder("good", facts.as_json(), STORE, part, timeout_s=DEADLINE_S) as feeder:
+            with (
+                contextlib.closing(WholeStore(STORE, part)) as supply,
+                Feeder("good", facts.as_json(), supply, timeout_s=DEADLINE_S) as feeder,
+            ):
                 feeder.run([("127.0.0.1", port)])
         except FeedError as error:
             self.error = error
@@ -290,6 +297,23 @@ def test_a_feeder_that_reads_no_orders_is_as_good_as_dead() -> None:
             connection.send(Hello(version=VERSION, feeder="x" * 1000))
         with pytest.raises(ConnectionError, match=r"\d+ bytes of orders unread"):
             connection.flush()
+
+
+def test_a_feeder_that_says_that_it_prepares_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a time that the test makes. The answer to the second line says that the first one was read."""
+    now_s = time.monotonic()
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+    monkeypatch.setattr(session_module, "time", clock)
+    made = Rank(timeout_s=8.0)
+    with made.listener, made.session:
+        now_s += 7
+        assert made.session.wait_for_facts(0.0) is None
+        assert answer(made, HELLO + encode(Preparing()) + b"x\n")["kind"] == "error"
+        now_s += 7
+        assert made.session.wait_for_facts(0.0) is None
+        now_s += 2
+        with pytest.raises(IngestError, match=f"no feeder came to 127.0.0.1 port {made.port} within 8 s"):
+            made.session.wait_for_facts(0.0)
 
 
 def test_without_feeders_it_ends_at_the_deadline() -> None:

@@ -58,8 +58,8 @@ def test_packets_follow_the_mtu_of_the_path() -> None:
                 window_packets=100,
                 order={},
             )
-            records = planes.within(0, lambda: RecordSocket((address, port), terms, store))
-            assert records.send(part, 0, 0, 100) == (COUNT, 8, 0)
+            records = planes.within(0, lambda: RecordSocket((address, port), terms))
+            assert records.send(store, part, 0, 0, 100) == (COUNT, 8, 0)
             sizes = received(receiver, COUNT)
             assert 1500 - UDP_IP_BYTES - 5 < max(sizes) <= 1500 - UDP_IP_BYTES
 
@@ -68,8 +68,8 @@ def test_packets_follow_the_mtu_of_the_path() -> None:
                 0,
                 lambda: subprocess.run(["ip", "link", "set", interface, "mtu", "1300"], check=True, timeout=DEADLINE_S),
             )
-            assert records.send(part, 1, 0, 100) == (0, 0, errno.EAGAIN)
-            row, packets, failure = records.send(part, 1, 0, 100)
+            assert records.send(store, part, 1, 0, 100) == (0, 0, errno.EAGAIN)
+            row, packets, failure = records.send(store, part, 1, 0, 100)
             assert (row, failure) == (COUNT, 0)
             sizes = received(receiver, COUNT)
             assert len(sizes) == packets

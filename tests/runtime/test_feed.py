@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -25,19 +26,24 @@ from typer.testing import CliRunner
 from sennit.commands.cli import app
 from sennit.offload.batches import BatchLayout
 from sennit.offload.ingest.facts import Facts
-from sennit.offload.ingest.protocol import End, Error, FactsOf, Send, Taken
+from sennit.offload.ingest.protocol import End, Error, FactsOf, Preparing, Send, Taken
 from sennit.offload.ingest.protocol import encode as encode_message
 from sennit.offload.ingest.trainer_search import FeedError
+from sennit.offload.record_store import RecordStore
 from sennit.offload.targets import Target, compile_plan
 from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.order import OrderSettings
 from sennit.runtime.data.raw_samples import Feature, RawSamples, dense_fields
-from sennit.runtime.data.samples import Samples
-from sennit.runtime.ingest.facts import encode
-from sennit.runtime.ingest.feed import prepare
+from sennit.runtime.ingest.chunk_ring import ChunkRing
+from sennit.runtime.ingest.feed_stream import FeedStream
+from sennit.runtime.ingest.order import terms_of
+from sennit.runtime.stream.settings import StreamSettings, short_stream
+from sennit.runtime.stream.source import StreamSource
 from tests.offload.fake_rank import Rank
 
 SESSION, COUNT, BODY_BYTES = 3, 60, 1400
-ORDER = {"seed": 1, "split": "random", "eval_fraction": 0.1, "batch_size": 64, "epochs": 1, "max_steps": None}
+RUN = OrderSettings(seed=1, split="random", eval_fraction=0.1, batch_size=24, epochs=1, max_steps=None)
+ORDER = terms_of(replace(RUN, batch_size=64), StreamSettings(order="shuffled"))
 SYNTHETIC = ["--data", "synthetic", "--samples", "600", "--row-limit", "200"]
 
 
@@ -68,23 +74,40 @@ def raw_samples(rng: np.random.Generator, *, longest: int = 30) -> RawSamples:
     )
 
 
+def stream_of(raw: RawSamples) -> FeedStream:
+    return FeedStream.of(short_stream(raw, StreamSettings(order="shuffled"), RUN))
+
+
+def first_of(ring: ChunkRing) -> RecordStore:
+    """The chunk of the first batch."""
+    ring.ask(0, 7)
+    while not (found := list(ring.ready())):
+        assert select.select([ring], [], [], 30)[0]
+    ((holder, _, store),) = found
+    assert holder == 7
+    return store
+
+
 def assert_same_batches(raw: RawSamples, target: Target) -> None:
-    """Checks that a receiver makes the same batches from the records as memory has."""
-    samples: Samples = raw.samples()
-    facts, store = encode(raw, "0" * 64, body_max_bytes=BODY_BYTES)
+    """Checks that a receiver makes the same batches from the records as ranks read from the stream."""
+    fed = stream_of(raw)
     # As a trainer gets the facts.
-    again = Facts.from_json(json.loads(json.dumps(facts.as_json())))
-    assert [(table.name, table.rows, table.mean_length) for table in again.tables] == [
-        (column.name, column.row_count, column.mean_length) for column in samples.columns
-    ]
-    rows = np.random.default_rng(1).permutation(COUNT)
-    layout = BatchLayout(plan=again.plan, batch_rows=COUNT, slots=1)
-    with contextlib.closing(store), compile_plan(layout, target, session=SESSION, udp_port=4800) as receiver:
-        for packet in store.sender(session=SESSION, body_max_bytes=BODY_BYTES).packets(rows, 0, 0):
+    again = Facts.from_json(json.loads(json.dumps(fed.facts.as_json())))
+    source = StreamSource(fed.stream, fed.order, fed.preprocessing, rank=0, world_size=1)
+    assert [(table.name, table.rows) for table in again.tables] == [(table.name, table.rows) for table in source.tables]
+    layout = BatchLayout(plan=again.plan, batch_rows=RUN.batch_size, slots=1)
+    with (
+        contextlib.closing(source),
+        ChunkRing(fed) as ring,
+        compile_plan(layout, target, session=SESSION, udp_port=4800) as receiver,
+    ):
+        store = first_of(ring)
+        chunk = fed.order.chunk(0, 0, 1)
+        for packet in store.sender(session=SESSION, body_max_bytes=BODY_BYTES).packets(chunk.places(0), 0, 0):
             receiver.deliver(packet)
-        assert receiver.rows_taken(0) == COUNT
+        assert receiver.rows_taken(0) == RUN.batch_size
         labels, dense, lengths, values = receiver.batch(0).tensors()
-        expected = samples.batch(torch.from_numpy(rows))
+        expected = source.take(0)
         assert torch.equal(labels, expected.labels)
         assert torch.equal(dense, expected.dense)
         assert torch.equal(lengths, expected.lengths)
@@ -102,36 +125,26 @@ def test_records_make_the_batches_of_memory_in_xdp(rng: np.random.Generator) -> 
     assert_same_batches(raw_samples(rng), Target.XDP)
 
 
-def test_lists_that_no_packet_holds_are_cut_to_what_is_used(rng: np.random.Generator) -> None:
-    raw = raw_samples(rng, longest=1500)
-    facts, store = encode(raw, "0" * 64, body_max_bytes=BODY_BYTES)
-    assert facts.plan.schema.ids[6].length == 4
-    store.close()
-    assert_same_batches(raw, Target.CPU)
+def test_lists_are_cut_to_what_is_used(rng: np.random.Generator) -> None:
+    fields = stream_of(raw_samples(rng, longest=1500)).facts.plan.schema.ids
+    assert (fields[2].length, fields[6].length) == (2, 4)
 
 
 def test_a_list_that_no_record_holds_is_named(rng: np.random.Generator) -> None:
     offsets = np.arange(COUNT + 1) * 1025
     long = Feature(name="clicks", row_count=2, values=np.zeros(offsets[-1], np.int64), offsets=offsets)
-    made = raw_samples(rng)
-    raw = replace(made, features=(long,))
     with pytest.raises(DataError, match="table clicks: a sample with 1025 ids; a record holds at most 1024"):
-        encode(raw, "0" * 64, body_max_bytes=BODY_BYTES)
+        stream_of(replace(raw_samples(rng), features=(long,)))
 
 
-def test_a_data_set_that_memory_does_not_hold_is_named(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_that_memory_does_not_hold_are_named(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(fd: int, offset: int, size: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    rank = Rank(order={**ORDER, "batch_size": 8})
-    with (
-        contextlib.closing(rank),
-        pytest.raises(FeedError, match=r"made does not fit this machine's memory: 60 records take \d+ bytes: No space"),
-    ):
-        prepare(raw_samples(rng), rank.terms)
+    words = r"a chunk of made does not fit this machine's memory: \d+ records take \d+ bytes: No space"
+    with ChunkRing(stream_of(raw_samples(rng))) as ring, pytest.raises(FeedError, match=words):
+        first_of(ring)
 
 
 @contextlib.contextmanager
@@ -188,10 +201,10 @@ def test_a_run_is_fed_to_its_end(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_trainer_is_told_why_a_feeder_does_not_come() -> None:
-    rank = Rank(order={**ORDER, "batch_size": 4096})
+    rank = Rank(order=terms_of(replace(RUN, batch_size=4096), StreamSettings(order="shuffled")))
     with feeding(rank) as feed:
-        rank.accept()
-        said = rank.hear()
+        while isinstance(said := rank.hear(), Preparing):
+            pass
         assert isinstance(said, Error)
         assert "training samples do not fill one batch of 4096" in said.text
         assert feed.wait(30) == 1
@@ -275,8 +288,8 @@ def test_an_interrupt_ends_it_and_its_workers() -> None:
     ("arguments", "message"),
     [
         ([], "error: the data set is missing"),
-        (["x.parquet", "--data", "flights"], "error: --data NAME beside paths; allowed: one"),
-        (["--data", "criteo"], "error: --data 'criteo'; allowed: flights, movielens, adult, synthetic"),
+        (["x.parquet", "--data", "flights"], "error: --data beside paths; allowed: one of the two"),
+        (["--data", "criteo"], "error: data set 'criteo'; allowed: flights, movielens, adult, synthetic"),
         (["absent.parquet"], "error: data set 'absent.parquet': no such file"),
         (["--data", "synthetic", "--to", "nowhere"], "error: address 'nowhere'; allowed: HOST:PORT"),
         (["--data", "synthetic", "--timeout", "0"], "error: --timeout 0.0 s; allowed: above 0"),

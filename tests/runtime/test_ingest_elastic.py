@@ -89,7 +89,7 @@ def resumed(folder: Path, step: int, ranks: int) -> dict[str, Any]:
     name = f"step-{step:09}"
     shutil.copytree(folder / "saved" / name, other / name)
     arguments = ["--ranks", f"{ranks}", "--checkpoint", str(other), "--resume"]
-    return train(folder / "whole.json", *DATA, *MODEL, *arguments)
+    return train(folder / "whole.json", *DATA, "--order", "shuffled", *MODEL, *arguments)
 
 
 @pytest.mark.long

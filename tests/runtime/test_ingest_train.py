@@ -31,27 +31,32 @@ from sennit.offload.ingest.trainer_search import FeedError
 from sennit.offload.sketch import Sketch, sampled_rows
 from sennit.offload.xdp_source import generate
 from sennit.runtime.data import sources
-from sennit.runtime.data.order import Order
 from sennit.runtime.data.source import Source
 from sennit.runtime.ingest.address import Address
-from sennit.runtime.ingest.facts import encode
+from sennit.runtime.ingest.chunk_ring import ChunkRing
 from sennit.runtime.ingest.fed import Door, FedSource
-from sennit.runtime.ingest.feed import find_trainer, prepare
+from sennit.runtime.ingest.feed import Asking
+from sennit.runtime.ingest.feed_stream import FeedStream
 from sennit.runtime.model.sharding_settings import sharding_of
+from sennit.runtime.stream.order import StreamOrder
+from sennit.runtime.stream.settings import StreamSettings, open_source
 from sennit.runtime.training.command import main
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.trainer import Trainer
+from tests.offload.whole_store import WholeStore
+from tests.runtime.test_feed import first_of
 from tests.runtime.whole_run import train
 from tests.runtime.world import WorldFactory
 
 
 def plans(rank: int, world: int, *, port: int, sharding: str) -> dict[str, Any]:
     """The plan of a rank's receiver, the XDP program made of it, what feeders hear; and the shards of the rank."""
-    data = sources.load(Source(data="synthetic", samples=300, row_limit=50), seed=1)
-    facts, _ = encode(data, "0" * 64, body_max_bytes=4_096)
+    stream = StreamSettings(order="shuffled")
     config = TrainingConfig(
         batch_size=24, embedding_dim=4, bottom=(8,), top=(8,), row_shards=4, sharding=sharding_of(sharding)
     )
+    data = Source(data="synthetic", samples=300, row_limit=50)
+    facts = FeedStream.of(open_source(data, stream, config.order_settings, seed=1)).facts
     layouts: list[BatchLayout] = []
     terms: list[Terms] = []
     receiver, begin = IngestTarget.receiver, session.Session.__init__
@@ -68,7 +73,9 @@ def plans(rank: int, world: int, *, port: int, sharding: str) -> dict[str, Any]:
         patch.setattr(IngestTarget, "receiver", receives)
         patch.setattr(session.Session, "__init__", begins)
         door.facts = facts
-        source = FedSource(door, config.order_settings, rank=rank, world_size=world, timeout_s=60.0, is_elastic=False)
+        source = FedSource(
+            door, config.order_settings, stream, rank=rank, world_size=world, timeout_s=60.0, is_elastic=False
+        )
         with Trainer(config, source) as trainer:
             source.begin(0)
             shards = sorted(map(str, trainer.own_shards))
@@ -108,7 +115,7 @@ def test_weights_are_those_of_a_run_from_memory_also_when_resumed(tmp_path: Path
     The second run begins with a later batch and takes each batch ahead, because its tables are in a file.
     """
     saved = ["--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "11"]
-    expected = train(tmp_path / "memory.json", *MODEL, *MEMORY, "--ranks", "2")
+    expected = train(tmp_path / "memory.json", *MODEL, *MEMORY, "--order", "shuffled", "--ranks", "2")
     target = ["--ingest", f"cpu://127.0.0.1:{port}", "--ranks", "2", "--timeout", "60"]
     with feeder(port) as process:
         options = [*saved, "--sketch", str(tmp_path / "ids.sketch"), "--sharding", "auto", "--rebalance", "5"]
@@ -138,8 +145,10 @@ def test_weights_are_those_of_a_run_from_memory_also_when_resumed(tmp_path: Path
 
 def check_sketch(found: Sketch, *, ranks: int) -> None:
     """Checks the sketch against the order of the run."""
-    samples = sources.load(Source(data="synthetic", samples=int(SAMPLES), row_limit=int(ROW_LIMIT)), seed=1).samples()
-    order = TrainingConfig(batch_size=64).order_settings.order(samples.name, len(samples))
+    data = Source(data="synthetic", samples=int(SAMPLES), row_limit=int(ROW_LIMIT))
+    samples = sources.load(data, seed=1).samples()
+    opened = open_source(data, StreamSettings(order="shuffled"), TrainingConfig(batch_size=64).order_settings, seed=1)
+    order = opened.order
     expected = Sketch(tables=found.tables, table_rows=found.table_rows, shape=found.shape)
     by_name = {column.name: column for column in samples.columns}
     assert dict(zip(found.tables, found.table_rows, strict=True)) == {
@@ -147,13 +156,22 @@ def check_sketch(found: Sketch, *, ranks: int) -> None:
     }
     for batch in range(order.batch_count):
         for rank in range(ranks):
-            part = order.part(batch, rank, ranks)
-            chosen = part[torch.from_numpy(sampled_rows(batch, len(part), found.shape.one_row_in))]
+            part = rows_of(order, batch, rank, ranks)
+            chosen = torch.from_numpy(part[sampled_rows(batch, len(part), found.shape.one_row_in)])
             expected.add_sampled([by_name[name].gather(chosen)[1].numpy() for name in found.tables])
             expected.rows += len(part)
     assert found.rows == expected.rows == 2 * (8 * 64 + 60)
     assert np.array_equal(found.counts, expected.counts)
     assert found.counts.any()
+
+
+def rows_of(order: StreamOrder, batch: int, rank: int, ranks: int) -> NDArray[np.int64]:
+    """The rows of the stream that a rank has in a batch."""
+    chunk, read = order.chunk(batch, rank, ranks), []
+    for begin, end in (chunk.part.rows(interval) for interval in chunk.intervals):
+        rows = np.arange(begin, end)
+        read.append(rows[chunk.part.has(rows)])
+    return np.concatenate(read)[chunk.places(batch)]
 
 
 def test_plans_do_not_depend_on_owners(kept_world: WorldFactory, port: int) -> None:
@@ -210,22 +228,24 @@ def test_data_that_end_before_the_run_are_named_on_the_rank_that_waits(
     port: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The feeder promised more samples than it has. The other rank does not wait longer than its deadline either."""
-    raw = sources.load(Source(data="synthetic", samples=int(SAMPLES), row_limit=int(ROW_LIMIT)), seed=1)
+    data = Source(data="synthetic", samples=int(SAMPLES), row_limit=int(ROW_LIMIT))
     address = Address(host="127.0.0.1", port=port)
     failures: list[FeedError] = []
 
     def feed() -> None:
-        terms = find_trainer(address, name="short", timeout_s=60)
-        facts, store = prepare(raw, terms)
-        order = Order(name=raw.name, sample_count=len(raw), **terms.order)
+        with Asking(address, name="short", timeout_s=60) as asking:
+            stream = FeedStream.open(data, asking.terms, seed=1)
 
         def part_of(terms: Terms, batch: int) -> NDArray[np.int64]:
             if batch == 3:
                 raise ValueError("the data end here")
-            part: NDArray[np.int64] = order.part(batch, terms.rank, terms.world_size).numpy()
-            return part
+            return np.arange(stream.order.counts(batch, terms.world_size)[terms.rank])
 
-        with contextlib.closing(store), Feeder("short", facts, store, part_of, timeout_s=60) as feeder:
+        with (
+            ChunkRing(stream) as ring,
+            contextlib.closing(WholeStore(first_of(ring), part_of)) as supply,
+            Feeder("short", stream.facts.as_json(), supply, timeout_s=60) as feeder,
+        ):
             try:
                 feeder.run([(address.host, address.port)])
             except FeedError as error:

@@ -48,7 +48,9 @@ def sennit(*arguments: str) -> list[str]:
 @pytest.fixture(scope="module")
 def from_memory(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Returns the fingerprint of the weights of a run from memory."""
-    return str(train(tmp_path_factory.mktemp("memory") / "report.json", *DATA, *RUN)["weights_sha256"])
+    return str(
+        train(tmp_path_factory.mktemp("memory") / "report.json", *DATA, "--order", "shuffled", *RUN)["weights_sha256"]
+    )
 
 
 @pytest.fixture

@@ -45,7 +45,13 @@ def main(data: str, turns: int, steps: int, targets: list[str]) -> None:
             source = sources_of(config)()
         else:
             source = fed[name] = FedSource(
-                Door(target, 0), config.order_settings, rank=0, world_size=1, timeout_s=TIMEOUT_S, is_elastic=False
+                Door(target, 0),
+                config.order_settings,
+                config.stream,
+                rank=0,
+                world_size=1,
+                timeout_s=TIMEOUT_S,
+                is_elastic=False,
             )
         trainers[name] = Trainer(config, source)
         source.begin(0)

@@ -185,7 +185,13 @@ def _source(plan: Plan, way: Way, place: Place, stack: contextlib.ExitStack) -> 
         kind, where = ("xdp", place.interface) if way.ingest == "xdp" else ("cpu", place.address)
         door = stack.enter_context(Door(make(kind=kind, places=(where,), port=plan.port), rank))
         source = FedSource(
-            door, config.order_settings, rank=rank, world_size=world, timeout_s=TIMEOUT_S, is_elastic=False
+            door,
+            config.order_settings,
+            config.stream,
+            rank=rank,
+            world_size=world,
+            timeout_s=TIMEOUT_S,
+            is_elastic=False,
         )
     stack.callback(source.close)
     needed = (WARM_TURNS + plan.rounds) * plan.steps

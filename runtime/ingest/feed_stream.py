@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stream of a feeder: its files, their order in a run, and how samples become records."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import Self
+
+from sennit.offload.ingest.facts import Facts
+from sennit.offload.ingest.protocol import LINE_MAX_BYTES, Terms
+from sennit.runtime.data.preprocessing import Preprocessing
+from sennit.runtime.data.source import Source
+from sennit.runtime.ingest.layout import RecordLayout, Survey, check_samples
+from sennit.runtime.ingest.order import numbering_of, settings_of
+from sennit.runtime.stream.fitting import fit
+from sennit.runtime.stream.order import StreamOrder
+from sennit.runtime.stream.settings import OpenedStream, open_source
+from sennit.runtime.stream.source import Stream
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedStream:
+    """What all workers of a feeder send from."""
+
+    stream: Stream
+    order: StreamOrder
+    preprocessing: Preprocessing
+    layout: RecordLayout
+    facts: Facts
+
+    @classmethod
+    def open(cls, source: Source, terms: Terms, *, seed: int) -> Self:
+        """Opens the data set as a run with these terms reads it, and fits its preprocessing. That is one pass.
+
+        Raises DataError for data or settings that give no stream, ConfigError for settings that contradict each other,
+        and ProtocolError for settings of another version.
+        """
+        run, stream = settings_of(terms.order)
+        return cls.of(open_source(source, stream, run, seed=seed), min_frequency=source.min_frequency)
+
+    @classmethod
+    def of(cls, opened: OpenedStream, *, min_frequency: int = 1) -> Self:
+        """Fits the preprocessing of an open stream, and looks at all its rows on the way."""
+        stream, order = opened.stream, opened.order
+        check_samples(stream)
+        part, survey = order.training_part(), Survey(stream)
+        preprocessing = fit(
+            stream.name,
+            stream.index,
+            stream.schema,
+            part,
+            opened.fitted,
+            min_frequency=min_frequency,
+            observe=survey.add,
+        )
+        begin, end = part.rows(opened.fitted)
+        survey.read(0, begin)
+        survey.read(end, stream.index.sample_count)
+        extents = [survey.extents[encoding.name] for encoding in preprocessing.encodings]
+        layout = RecordLayout.of(stream.name, preprocessing, extents)
+        facts = Facts(
+            name=stream.name,
+            fingerprint=stream.index.fingerprint,
+            sample_count=stream.index.sample_count,
+            numbering=numbering_of(order),
+            tables=layout.tables,
+            dense_names=tuple(scale.field.name for scale in preprocessing.scales),
+            plan=layout.plan,
+        )
+        told = preprocessing.as_json()
+        if len(json.dumps(told)) <= LINE_MAX_BYTES // 2:
+            facts = replace(facts, preprocessing=told)
+        return cls(stream=stream, order=order, preprocessing=preprocessing, layout=layout, facts=facts)
