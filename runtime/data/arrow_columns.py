@@ -18,7 +18,7 @@ from torch import Tensor
 from sennit.offload.arrow_columns import text_ids
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.packages import require
-from sennit.runtime.data.raw_samples import Feature, RawSamples, dense_column, dense_fields, dense_matrix
+from sennit.runtime.data.raw_samples import NO_DENSE, Feature, RawSamples, dense_column, dense_matrix
 from sennit.runtime.data.schema import DenseField, Schema, SparseField
 
 _PURPOSE = "a data set of columns"
@@ -82,14 +82,13 @@ def raw_samples(name: str, pieces: Sequence[Piece], schema: Schema) -> RawSample
     The types are those that `check_types` allows. Raises DataError for values that the schema does not allow.
     """
     labels = labels_of(pieces, schema)
-    # Without dense columns, a constant column is used: the bottom MLP then learns the tables' common vector.
     dense = [_numbers(pieces, part, operates=not schema.has_operated) for part in schema.dense] or [
         np.ones(len(labels), np.float32)
     ]
     return RawSamples(
         name=name,
         dense=dense_matrix(dense),
-        dense_fields=schema.dense or dense_fields(["constant"]),
+        dense_fields=schema.dense or NO_DENSE,
         labels=labels,
         label_names=schema.labels,
         sample_weights=weights_of(pieces, schema),

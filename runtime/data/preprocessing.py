@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from sennit.runtime.data.errors import DataError
-from sennit.runtime.data.raw_samples import Feature, RawSamples, Values
-from sennit.runtime.data.schema import DenseField
+from sennit.runtime.data.raw_samples import NO_DENSE, Feature, RawSamples, Values
+from sennit.runtime.data.schema import DenseField, Schema
 
 FORMAT: Final = 1
 NAME: Final = "preprocessing.json"
@@ -100,6 +100,14 @@ class Preprocessing:
                 for number, feature in enumerate(raw.features)
             ),
         )
+
+    def is_of(self, schema: Schema) -> bool:
+        """Whether data of this schema have the features of the model, in their order."""
+        dense = [part.name for part in schema.dense] or [part.name for part in NO_DENSE]
+        sparse = [(part.name, part.encode) for part in schema.sparse]
+        return dense == [scale.field.name for scale in self.scales] and sparse == [
+            (part.name, part.kind) for part in self.encodings
+        ]
 
     def check_features(self, raw: RawSamples) -> None:
         """Raises DataError unless the samples have the features of this preprocessing, with the same operators."""

@@ -230,6 +230,10 @@ def dense_fields(names: Iterable[str]) -> tuple[DenseField, ...]:
     return tuple(DenseField(name=name) for name in names)
 
 
+NO_DENSE: Final = dense_fields(["constant"])
+"""The dense feature of data without any: a constant, with which the bottom MLP learns a vector of all samples."""
+
+
 def dense_column(part: DenseField, values: DenseValues) -> DenseValues:
     """The column after the field's operators."""
     operators: dict[str, Operator] = {}

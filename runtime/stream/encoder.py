@@ -18,6 +18,7 @@ from sennit.offload.arrow_columns import (
     vocabulary,
 )
 from sennit.runtime.data.arrow_columns import Piece, Place, labels_of, raw_samples, weights_of
+from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.preprocessing import Encoding, Preprocessing, Scale
 from sennit.runtime.data.raw_samples import Feature, RawSamples
@@ -35,13 +36,19 @@ class Encoder:
     """
 
     def __init__(self, schema: Schema, preprocessing: Preprocessing, types: Any = None, *, hashes: bool = True) -> None:
-        """`preprocessing`: fitted to the stream, or taken from a checkpoint. `hashes`: False if somebody else hashes
-        ids, which then stay as they are, int64.
+        """`preprocessing`: fitted to the stream, or of a checkpoint. Raises DataError for one of other features.
+        `hashes`: False if somebody else hashes ids, which then stay as they are, int64.
 
         `types`: a `pyarrow.Schema` with the type of each column of the stream. A file may have a column of type null:
         its nulls are those of the stream's type, so null lists where the others have lists. None: all files have the
         same types.
         """
+        if not preprocessing.is_of(schema):
+            here = [part.name for part in (*schema.dense, *schema.sparse)]
+            model = [scale.field.name for scale in preprocessing.scales] + [one.name for one in preprocessing.encodings]
+            raise DataError(
+                f"data with the features {', '.join(here)}; allowed: those of the model, {', '.join(model)}"
+            )
         self.schema = schema
         self.preprocessing = preprocessing
         self._types, self._hashes = types, hashes

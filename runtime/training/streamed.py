@@ -31,9 +31,11 @@ def _opened(config: TrainingConfig) -> OpenedStream:
 def preprocessing_of(config: TrainingConfig, found: OpenedStream) -> Preprocessing:
     """That of the checkpoint that the run goes on from, or else of one pass over the training rows. Collective, if
     there is a process group.
+
+    With data of other features there is a pass, too: resuming then says what differs.
     """
     own = resumed(config)
-    if own is not None and (known := Preprocessing.read(own)) is not None:
+    if own is not None and (known := Preprocessing.read(own)) is not None and known.is_of(found.stream.schema):
         return known
     return found.fit(min_frequency=config.source.min_frequency, known=known_preprocessing(config))
 

@@ -169,6 +169,14 @@ def test_operators_of_samples_in_memory_have_been_applied_and_are_for_servers() 
         assert source.take(1).dense.squeeze(1).tolist() == [3.0]
 
 
+def test_a_model_of_other_features_is_refused(seed: int, tmp_path: Path) -> None:
+    found = short_stream(small(), StreamSettings(), RUN)
+    (preprocessing,) = fitted(found)
+    other = opened(tmp_path / "data", seed, table(seed))
+    with pytest.raises(DataError, match=r"data with the features price, .*; allowed: those of the model, price, user"):
+        StreamSource(other.stream, other.order, preprocessing, rank=0, world_size=1)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

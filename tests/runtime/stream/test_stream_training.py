@@ -170,6 +170,9 @@ def test_another_stream_does_not_resume_a_run(seed: int, tmp_path: Path, capfd: 
     told = failure(capfd, *kept, "--order", "shuffled", "--resume")
     assert "is of another run" in told
     assert "order.stream.order" in told
+    told = failure(capfd, "--data", "synthetic", "--samples", "300", *TINY, *kept[-2:], "--resume")
+    assert "is of another run" in told
+    assert "data.samples: 1200 in the checkpoint, 300 here" in told
     write(tmp_path / "data", table(seed + 1))
     assert "data.fingerprint" in failure(capfd, *kept, "--order", "time", "--resume")
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "kept").rglob("*")} == before
