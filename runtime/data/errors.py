@@ -11,6 +11,10 @@ class DataError(SennitError, ValueError):
     """A file, schema or value is wrong; the message names the place, the value and what is allowed."""
 
 
+class Incomplete(DataError):
+    """A file is not whole, or rows are too few. Where a folder grows, that may change."""
+
+
 class MissingPackage(Unsupported):
     """A data set or output needs a Python package that is not installed."""
 

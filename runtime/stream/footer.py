@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any, Final
 
-from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.errors import DataError, Incomplete
 from sennit.runtime.data.files import DataFile
 
 _LENGTH_BYTES: Final = 4
@@ -19,14 +19,14 @@ _END_BYTES: Final = 1 << 16
 
 
 def read_tail(file: DataFile, stream: Any, magic: bytes, kind: str) -> bytes:
-    """The footer of an open file with the length and the magic after it. Raises DataError for a file without one."""
+    """The footer of an open file with the length and the magic after it. Raises Incomplete for a file without one."""
     size = stream.size()
     tail = _read(stream, max(0, size - _LENGTH_BYTES - len(magic)))
     if not tail.endswith(magic) or len(tail) < _LENGTH_BYTES + len(magic):
-        raise DataError(f"{file}: not a whole {kind} file: {size} bytes, and the last ones are not {magic.decode()}")
+        raise Incomplete(f"{file}: not a whole {kind} file: {size} bytes, and the last ones are not {magic.decode()}")
     length = int.from_bytes(tail[:_LENGTH_BYTES], "little")
     if length + len(tail) > size:
-        raise DataError(f"{file}: not a whole {kind} file: {size} bytes, with a footer of {length}")
+        raise Incomplete(f"{file}: not a whole {kind} file: {size} bytes, with a footer of {length}")
     return _read(stream, size - len(tail) - length)
 
 

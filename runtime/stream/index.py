@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.errors import DataError, Incomplete
 from sennit.runtime.data.files import find_files
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.text_format import PLAIN, TextFormat
@@ -174,7 +174,7 @@ def open_index(
     that do not agree, and where there are no rows at all.
     """
     columns = tuple(dict.fromkeys((*columns, *([] if time_column is None else [time_column]))))
-    return index_of(open_files(find_files(paths), columns, text), columns, time_column=time_column)
+    return index_of(open_files(find_files(paths), columns, text, time_column), columns, time_column=time_column)
 
 
 def index_of(files: tuple[StreamFile, ...], columns: tuple[str, ...], *, time_column: str | None = None) -> StreamIndex:
@@ -182,7 +182,7 @@ def index_of(files: tuple[StreamFile, ...], columns: tuple[str, ...], *, time_co
     schema = _common_schema(files, columns)
     rows = [rows for file in files for rows in file.block_rows]
     if not sum(rows):
-        raise DataError(f"{', '.join(file.name for file in files)}: no rows; allowed: at least one")
+        raise Incomplete(f"{', '.join(file.name for file in files)}: no rows; allowed: at least one")
     return StreamIndex(
         files=files,
         columns=columns,

@@ -31,22 +31,34 @@ class ParquetFile:
     """Of the end of the file, which is compared at each read."""
 
     schema: Any
+    spans: dict[str, tuple[tuple[Any, Any] | None, ...]]
+    """By column, what `span` returns for each block: of the columns that `of` was asked for."""
+
     is_sequential: bool = False
     skipped_rows: int = 0
 
     @staticmethod
-    def of(file: DataFile) -> ParquetFile:
-        """Reads the footer. Raises DataError for a file that is no Parquet file, or not a whole one."""
+    def of(file: DataFile, span_column: str | None = None) -> ParquetFile:
+        """Reads the footer. `span_column`: the column whose least and greatest values will be asked for.
+
+        Raises DataError for a file that is no Parquet file, and Incomplete for one that is not whole.
+        """
         with file.open_native() as stream:
             tail = read_tail(file, stream, _MAGIC, "Parquet")
             digest = digest_of(stream, tail)
             metadata = _footers.parsed(file, digest, tail)
+            schema = _source(stream, metadata).schema_arrow
+            spans = {}
+            if span_column is not None and span_column in schema.names:
+                groups = range(metadata.num_row_groups)
+                spans[span_column] = tuple(_span(metadata.row_group(one), schema, span_column) for one in groups)
             return ParquetFile(
                 file=file,
                 block_rows=tuple(metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)),
                 digest=digest,
                 end_digest=end_digest(stream),
-                schema=_source(stream, metadata).schema_arrow,
+                schema=schema,
+                spans=spans,
             )
 
     @property
@@ -76,21 +88,11 @@ class ParquetFile:
 
     def span(self, block: int, column: str) -> tuple[Any, Any] | None:
         """From the row group's statistics. None where there are none, or where they leave nulls open."""
-        _, arrow = _modules()
-        kind = self.schema.field(column).type
+        if column in self.spans:
+            return self.spans[column][block]
         with self.file.open_native() as stream:
             metadata = self._metadata(stream)
-        # Columns of the schema are fields, columns of a row group are leaves.
-        group = metadata.row_group(block)
-        leaf = next(number for number in range(group.num_columns) if group.column(number).path_in_schema == column)
-        found = group.column(leaf).statistics
-        if found is None or not (found.has_min_max and found.has_null_count) or found.null_count:
-            return None
-        if arrow.types.is_integer(kind) or arrow.types.is_floating(kind):
-            return found.min, found.max
-        if (arrow.types.is_timestamp(kind) and found.physical_type == "INT64") or arrow.types.is_date32(kind):
-            return found.min_raw, found.max_raw
-        return None
+        return _span(metadata.row_group(block), self.schema, column)
 
     def _metadata(self, stream: Any) -> Any:
         """The parsed footer of the open file, if that is the file of the index."""
@@ -135,6 +137,22 @@ class _Footers:
 
 
 _footers = _Footers()
+
+
+def _span(group: Any, schema: Any, column: str) -> tuple[Any, Any] | None:
+    _, arrow = _modules()
+    kind = schema.field(column).type
+    # Columns of the schema are fields, columns of a row group are leaves.
+    leaves = (group.column(number) for number in range(group.num_columns))
+    leaf = next((one for one in leaves if one.path_in_schema == column), None)
+    found = None if leaf is None else leaf.statistics
+    if found is None or not (found.has_min_max and found.has_null_count) or found.null_count:
+        return None
+    if arrow.types.is_integer(kind) or arrow.types.is_floating(kind):
+        return found.min, found.max
+    if (arrow.types.is_timestamp(kind) and found.physical_type == "INT64") or arrow.types.is_date32(kind):
+        return found.min_raw, found.max_raw
+    return None
 
 
 def _modules() -> tuple[Any, Any]:

@@ -279,7 +279,7 @@ def test_more_broken_lines_than_allowed(tmp_path: Path) -> None:
         open_index([one], COLUMNS, text=form)
     form = TextFormat(types=TYPES, skip_broken=3)
     assert open_index([one], COLUMNS, text=form).skipped_rows == 2
-    with pytest.raises(DataError, match=r"a\.csv and other files: 4 broken lines; allowed: 3 \(skip_broken\)"):
+    with pytest.raises(DataError, match=r"a\.csv and other files: 4 broken rows; allowed: 3 \(skip_broken\)"):
         open_index([one, one], COLUMNS, text=form)
     # A column that is not read may hold anything.
     assert open_index([one], ("price",), text=form).skipped_rows == 1
