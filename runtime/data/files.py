@@ -25,6 +25,8 @@ FORMATS: Final = {
 """The format that the end of a file's name says. Text may be compressed: `.csv.gz`."""
 
 COMPRESSED: Final = ".gz"
+_SIGNS: Final = "*?["
+_SKIPPED: Final = ("_", ".")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,15 +91,71 @@ def find_files(paths: Iterable[str]) -> tuple[DataFile, ...]:
     Of folders and their subfolders, the files whose names say their format are taken. Names that begin with `_` or `.`
     are skipped, as other tools do. Raises DataError for a path without files, and for a folder with two formats.
     """
-    return tuple(file for path in paths for file in _find(path))
+    found: list[DataFile] = []
+    for path in paths:
+        files = _find(path)
+        if not files:
+            suffixes = ", ".join(f"*{suffix}" for suffix in FORMATS)
+            raise DataError(
+                f"data set {path!r}: no such file, and no folder or pattern with files ({suffixes}, also with "
+                f"{COMPRESSED}); give a path that has them"
+            )
+        found += files
+    return tuple(found)
 
 
-def _find(path: str) -> list[DataFile]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GrowingFolder:
+    """A folder, or a pattern, that gets files."""
+
+    path: str
+    """As the user wrote it."""
+
+    filesystem: Any
+    root: str
+    """The folder within the filesystem, or the last one of the pattern that has no sign of a pattern."""
+
+    @staticmethod
+    def of(path: str) -> GrowingFolder:
+        """Raises DataError for a path that is neither a folder nor a pattern in one."""
+        filesystem, root = _located(path)
+        is_pattern = any(sign in root for sign in _SIGNS)
+        while any(sign in root for sign in _SIGNS):
+            root = str(PurePosixPath(root).parent)
+        if not filesystem.isdir(root):
+            what = "no such folder" if is_pattern or not filesystem.exists(root) else "is one file"
+            raise DataError(f"data set {path!r}: {what}; allowed with --follow: a folder that there is, or a pattern")
+        return GrowingFolder(path=path, filesystem=filesystem, root=root)
+
+    def files(self) -> list[DataFile]:
+        """The files that are there now, by name. Names that begin with `_` or `.` are skipped, in patterns, too."""
+        self.filesystem.invalidate_cache()
+        return [file for file in _find(self.path) if not PurePosixPath(file.path).name.startswith(_SKIPPED)]
+
+    def has(self, name: str) -> bool:
+        """Whether the folder has a file of this name now."""
+        self.filesystem.invalidate_cache()
+        return bool(self.filesystem.exists(f"{self.root.rstrip('/')}/{name}"))
+
+
+def _located(path: str) -> tuple[Any, str]:
+    """The filesystem, and the path within it."""
     core = require("fsspec.core", package="fsspec", purpose=_PURPOSE)
     try:
         filesystem, root = core.url_to_fs(path)
-        is_folder = False
-        if any(sign in root for sign in "*?["):
+    except ImportError as error:  # fsspec says which package has the protocol
+        raise MissingPackage(f"for {path.partition('://')[0]}://", _PURPOSE, install=str(error)) from error
+    except Exception as error:  # filesystems have many authors, and errors of many types
+        raise DataError(f"data set {path!r}: {_reason(error)}{_behind_proxy(path)}") from error
+    return filesystem, str(root)
+
+
+def _find(path: str) -> list[DataFile]:
+    """The files of one path, by name; none if there are none."""
+    filesystem, root = _located(path)
+    is_folder = False
+    try:
+        if any(sign in root for sign in _SIGNS):
             # As in a shell, `*` is not the dot that hides a file.
             hidden = PurePosixPath(root).name.startswith(".")
             found = sorted(part for part in filesystem.glob(root) if hidden or not _is_hidden(part))
@@ -105,16 +163,10 @@ def _find(path: str) -> list[DataFile]:
             found = sorted(part for part in filesystem.find(root) if _is_part(part.removeprefix(root)))
         else:
             found = [root] if filesystem.exists(root) else []
-    except ImportError as error:  # fsspec says which package has the protocol
-        raise MissingPackage(f"for {path.partition('://')[0]}://", _PURPOSE, install=str(error)) from error
     except Exception as error:  # as above
         raise DataError(f"data set {path!r}: {_reason(error)}{_behind_proxy(path)}") from error
     if not found:
-        suffixes = ", ".join(f"*{suffix}" for suffix in FORMATS)
-        raise DataError(
-            f"data set {path!r}: no such file, and no folder or pattern with files ({suffixes}, also with "
-            f"{COMPRESSED}); give a path that has them"
-        )
+        return []
     first = found[0]
     if is_folder and (other := next((part for part in found if _format(part) != _format(first)), None)):
         raise DataError(
@@ -125,7 +177,7 @@ def _find(path: str) -> list[DataFile]:
 
 
 def _is_part(below: str) -> bool:
-    return _format(below) is not None and not any(name.startswith(("_", ".")) for name in below.split("/"))
+    return _format(below) is not None and not any(name.startswith(_SKIPPED) for name in below.split("/"))
 
 
 def _is_hidden(path: str) -> bool:

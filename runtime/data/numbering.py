@@ -37,6 +37,10 @@ class Numbering:
     validation_count: int
     eval_count: int
 
+    grows: bool = False
+    """Whether more samples may come. Counts are then of those that are known, and neither the epoch nor the run ends
+    with them."""
+
     def size(self, number: int) -> int:
         """The number of samples of the global batch."""
         raise NotImplementedError
@@ -73,16 +77,27 @@ class Numbering:
 
     def evaluations(self, steps_done: int) -> int:
         """The evaluations after these steps but that at the end of the run, unless it is the end of an epoch, too."""
-        count = steps_done // self.steps_per_epoch
+        count = 0 if self.grows else steps_done // self.steps_per_epoch
         if self.eval_every is not None:
-            both = math.lcm(self.steps_per_epoch, self.eval_every)
-            count += steps_done // self.eval_every - steps_done // both
+            both = 0 if self.grows else steps_done // math.lcm(self.steps_per_epoch, self.eval_every)
+            count += steps_done // self.eval_every - both
         return count
 
     def next_evaluation(self, steps_done: int) -> int:
         """The steps after which the next evaluation follows, if it does not follow these (1 or more) themselves."""
-        every = [self.steps_per_epoch, *([] if self.eval_every is None else [self.eval_every])]
-        return min(self.step_count, *(-(-max(1, steps_done) // steps) * steps for steps in every))
+        every = [] if self.grows else [self.steps_per_epoch]
+        every += [] if self.eval_every is None else [self.eval_every]
+        return min([self.step_count, *(-(-max(1, steps_done) // steps) * steps for steps in every)])
+
+    def waits(self, steps_done: int) -> bool:
+        """Whether it is not known yet what follows these steps: another one, or the end of the run."""
+        return self.grows and steps_done == self.step_count != self.max_steps
+
+    def evaluates(self, steps_done: int) -> bool:
+        """Whether an evaluation follows these steps, as far as it is known."""
+        if not steps_done or not self.waits(steps_done):
+            return self.next_evaluation(steps_done) == steps_done
+        return self.eval_every is not None and steps_done % self.eval_every == 0
 
     def evaluation_batches(self, steps_done: int) -> range:
         """The batches of the evaluation that follows these steps, or else of the next one."""

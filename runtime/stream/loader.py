@@ -23,6 +23,7 @@ from sennit.runtime.data.schema import Schema, read_schema
 from sennit.runtime.data.source import Source
 from sennit.runtime.stream.settings import OpenedStream, StreamSettings, open_stream, short_stream
 from sennit.runtime.stream.source import StreamSource
+from sennit.transport.errors import ConfigError
 
 
 class StreamLoader(Closing):
@@ -62,6 +63,8 @@ class StreamLoader(Closing):
         it. Raises DataError for data that are no stream, and ConfigError for settings.
         """
         settings = StreamSettings(order=order) if isinstance(order, str) else order
+        if settings.follow is not None:
+            raise ConfigError("follow with StreamLoader; allowed: with sennit train")
         run = OrderSettings(
             seed=seed,
             split=split,

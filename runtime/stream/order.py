@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sennit.offload.permutation import KeyedPermutation
-from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.errors import DataError, Incomplete
 from sennit.runtime.data.numbering import Numbering
 from sennit.runtime.stream.split import Places, Split
 from sennit.transport.plans.tree import Span, leaves_of
@@ -198,6 +198,9 @@ class StreamOrder(Numbering):
     rolling: tuple[Evaluation, ...] = ()
     """The evaluations of a run that trains a window of time and evaluates the next. Then nothing is held back."""
 
+    grows: bool = False
+    """Whether more rows may come behind those that `held` is of. Then `rolling` has the windows that are complete."""
+
     eval_rows: None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -206,7 +209,7 @@ class StreamOrder(Numbering):
         if self.order == "time" and self.epochs != 1:
             raise DataError(f"{self.epochs} epochs in order of time; allowed: 1")
         if not self.train_count >= self.batch_size:
-            raise DataError(
+            raise Incomplete(
                 f"{self.name}: {self.train_count} training samples do not fill one batch of {self.batch_size}"
             )
 
@@ -229,7 +232,7 @@ class StreamOrder(Numbering):
     @property
     def step_count(self) -> int:
         steps = super().step_count
-        return min(steps, self.rolling[-1].steps) if self.rolling else steps
+        return min(steps, self.rolling[-1].steps) if self.rolling and not self.grows else steps
 
     # Numbers of batches where each evaluation has its own rows.
 
@@ -251,7 +254,19 @@ class StreamOrder(Numbering):
     def next_evaluation(self, steps_done: int) -> int:
         if not self.rolling:
             return super().next_evaluation(steps_done)
-        return min(self.step_count, self._evaluation(max(1, steps_done)).steps)
+        place = bisect.bisect_left(self._rolling_steps, max(1, steps_done))
+        return min([self.step_count, *self._rolling_steps[place : place + 1]])
+
+    def waits(self, steps_done: int) -> bool:
+        if not self.rolling:
+            return super().waits(steps_done)
+        is_last = steps_done == self.max_steps and steps_done <= self.rolling[-1].steps
+        return self.grows and steps_done == self.step_count and not is_last
+
+    def evaluates(self, steps_done: int) -> bool:
+        if self.rolling and self.waits(steps_done):
+            return steps_done in self._rolling_steps
+        return super().evaluates(steps_done)
 
     def training_batch(self, step: int) -> int:
         if not self.rolling:

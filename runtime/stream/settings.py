@@ -13,7 +13,7 @@ from sennit.options import Option, check
 from sennit.runtime.backend.first_rank import place_in
 from sennit.runtime.data import sources
 from sennit.runtime.data.arrow_columns import check_types
-from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.errors import DataError, Incomplete
 from sennit.runtime.data.files import find_files
 from sennit.runtime.data.order import OrderSettings
 from sennit.runtime.data.preprocessing import Preprocessing
@@ -22,6 +22,7 @@ from sennit.runtime.data.samples import Samples
 from sennit.runtime.data.schema import Schema
 from sennit.runtime.data.source import Source
 from sennit.runtime.stream.fitting import fit
+from sennit.runtime.stream.follow_settings import FollowSettings
 from sennit.runtime.stream.index import StreamIndex, index_of, open_index
 from sennit.runtime.stream.memory_file import in_memory
 from sennit.runtime.stream.order import ORDERS, STREAM_ORDER_VERSION, Interval, StreamOrder
@@ -77,10 +78,21 @@ class StreamSettings:
     ] = 0.0
     """With a column of time: by how much a row may be earlier than one before it."""
 
+    fit_rows: Annotated[int | None, Option(metavar="ROWS", low=1, high=2**62)] = None
+    """Fit means and dictionaries to the first ROWS rows of training. None: to all, and with --window to the first
+    window."""
+
+    follow: FollowSettings | None = None
+    """How files that come later are found; None: the files are those that are there at the beginning."""
+
     def __post_init__(self) -> None:
         check(self)
         if self.evaluate_on == "next" and (self.train_until_s is None or self.window_s is None):
             raise ConfigError("--evaluate-on next alone; allowed: with --train-until TIME and --window DURATION")
+        if self.follow is not None and self.order == "shuffled":
+            raise ConfigError("--follow with --order shuffled, which needs all rows; allowed: time, files")
+        if self.follow is not None and self.train_until_s is not None:
+            raise ConfigError("--follow with --train-until; allowed: with --window, or with --eval-data")
         if self.window_s is None:
             return
         if self.order != "time":
@@ -92,9 +104,11 @@ class StreamSettings:
     def fixed(self) -> dict[str, Any]:
         """What decides the order, as JSON."""
         found: dict[str, Any] = {"version": STREAM_ORDER_VERSION, "order": self.order}
+        if self.follow is not None:
+            found["follow"] = True
         if self.order == "shuffled":
             found["shuffle_rows"] = self.shuffle_rows
-        for name in ("window_s", "train_until_s"):
+        for name in ("window_s", "train_until_s", "fit_rows"):
             if getattr(self, name) is not None:
                 found[name] = getattr(self, name)
         return found | ({"evaluate_on": self.evaluate_on} if self.evaluate_on != "rest" else {})
@@ -107,6 +121,7 @@ class OpenedStream:
     stream: Stream
     order: StreamOrder
     fitted: Interval
+    times: Times | None
 
     def fit(
         self, *, min_frequency: int = 1, known: Preprocessing | None = None, group: dist.ProcessGroup | None = None
@@ -161,7 +176,7 @@ def open_stream(
         train_rows = int(index.ends[index.file_ends[files - 1] - 1])
         if not 0 < train_rows < index.sample_count:
             raise DataError(f"{name}: {train_rows} rows to train on, of {index.sample_count}; allowed: a part")
-    return _ordered(name, index, schema, train_rows, settings, run)
+    return ordered(name, index, schema, train_rows, settings, run)
 
 
 def open_source(source: Source, settings: StreamSettings, run: OrderSettings, *, seed: int) -> OpenedStream:
@@ -180,13 +195,26 @@ def short_stream(data: RawSamples | Samples, settings: StreamSettings, run: Orde
     raw = RawSamples.of(data) if isinstance(data, Samples) else data
     file, schema = in_memory(raw)
     index = index_of((file,), tuple(schema.columns))
-    return _ordered(raw.name, index, schema, len(raw) - (raw.eval_rows or 0), settings, run)
+    return ordered(raw.name, index, schema, len(raw) - (raw.eval_rows or 0), settings, run)
 
 
-def _ordered(
-    name: str, index: StreamIndex, schema: Schema, train_rows: int, settings: StreamSettings, run: OrderSettings
+def ordered(
+    name: str,
+    index: StreamIndex,
+    schema: Schema,
+    train_rows: int,
+    settings: StreamSettings,
+    run: OrderSettings,
+    *,
+    grows: bool = False,
+    before: OpenedStream | None = None,
 ) -> OpenedStream:
-    """`train_rows`: the first rows; those behind are for evaluation."""
+    """The stream of an index, in the order of these settings. Raises DataError for rows or settings that give none, and
+    Incomplete where there are too few rows.
+
+    `train_rows`: the first rows; those behind are for evaluation. `grows`: more files may come. `before`: the stream
+    when it had fewer files.
+    """
     needs_time = settings.order == "time" or settings.train_until_s is not None
     if needs_time and schema.time is None:
         raise DataError(
@@ -194,8 +222,14 @@ def _ordered(
         )
     times = None
     if schema.time is not None and needs_time:
-        times = Times(index, unit=schema.time.unit, tolerance_s=settings.time_tolerance_s, row_count=train_rows)
-    held, windows = _held(name, settings, run, index.sample_count, train_rows, times)
+        times = Times(
+            index,
+            unit=schema.time.unit,
+            tolerance_s=settings.time_tolerance_s,
+            row_count=train_rows,
+            before=None if before is None else before.times,
+        )
+    held, windows = _held(name, settings, run, index.sample_count, train_rows, times, grows=grows)
     validation = None
     if run.validation_fraction:
         if windows:
@@ -219,10 +253,13 @@ def _ordered(
         slices=run.slices,
         shuffle_rows=settings.shuffle_rows,
         rolling=windows,
+        grows=grows,
     )
     check_time = times.check if times is not None and settings.order == "time" else None
-    fitted = (0, windows[0].steps * run.batch_size if windows else order.train_count)
-    return OpenedStream(stream=Stream(name, index, schema, check_time), order=order, fitted=fitted)
+    fitted = settings.fit_rows or (windows[0].steps * run.batch_size if windows else order.train_count)
+    if fitted > order.train_count:
+        raise Incomplete(f"{name}: {order.train_count} rows to train on; allowed: {fitted} or more (--fit-rows)")
+    return OpenedStream(stream=Stream(name, index, schema, check_time), order=order, fitted=(0, fitted), times=times)
 
 
 def _how(settings: StreamSettings, run: OrderSettings) -> str:
@@ -231,7 +268,14 @@ def _how(settings: StreamSettings, run: OrderSettings) -> str:
 
 
 def _held(
-    name: str, settings: StreamSettings, run: OrderSettings, count: int, train_rows: int, times: Times | None
+    name: str,
+    settings: StreamSettings,
+    run: OrderSettings,
+    count: int,
+    train_rows: int,
+    times: Times | None,
+    *,
+    grows: bool,
 ) -> tuple[Split, tuple[Any, ...]]:
     """What is held back, and the evaluations of a rolling run."""
     if train_rows < count:
@@ -251,5 +295,7 @@ def _held(
         return Last(rest=rest, picked=end - rest), ()
     if settings.window_s is not None:
         assert times is not None
-        return Last(rest=count, picked=0), rolling(times, settings.window_s, count, run.batch_size)
+        # The last window may get more rows, and nobody trains on rows of a window that is not evaluated yet.
+        known = times.windows(settings.window_s)[-1][1] if grows else count
+        return Last(rest=known, picked=count - known), rolling(times, settings.window_s, known, run.batch_size)
     return split(_how(settings, run), "evaluation", count, run.eval_fraction, f"{run.seed}/evaluation"), ()

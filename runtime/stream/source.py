@@ -55,12 +55,10 @@ class StreamSource:
         """`counted`: counts the ids of this rank's batches like this."""
         self.order = order
         self.preprocessing: Preprocessing | None = preprocessing
-        self.fingerprint = stream.index.fingerprint
         self.label_names = stream.schema.labels
         self.dense_count = len(preprocessing.scales)
-        self._rank, self._world_size, self._index = rank, world_size, stream.index
-        self._encoder = Encoder(stream.schema, preprocessing, stream.index.schema)
-        self._reader = ChunkReader(stream.index, self._encoder, slices=order.slices, check=stream.check)
+        self._rank, self._world_size = rank, world_size
+        self._read(stream)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sennit-stream")
         self._waiting: dict[object, Future[Samples]] = {}
         self._training_keys: set[object] = set()
@@ -109,6 +107,25 @@ class StreamSource:
     def _load(self, chunk: Chunk) -> Samples:
         parts = self._reader.read(chunk)
         return joined(parts) if parts else _none_of(self._sample)
+
+    def take_over(self, stream: Stream, order: StreamOrder) -> None:
+        """Goes on with a stream that has more rows behind those of the present one, while no batch is on its way."""
+        for future in self._waiting.values():
+            future.cancel()
+        self._waiting.clear()
+        self._training_keys.clear()
+        # Its thread alone uses the reader.
+        self._thread.submit(self._reader.close).result()
+        self.order = order
+        self._read(stream)
+
+    def _read(self, stream: Stream) -> None:
+        """Begins to read a stream."""
+        self._index, self.fingerprint = stream.index, stream.index.fingerprint
+        assert self.preprocessing is not None
+        encoder = Encoder(stream.schema, self.preprocessing, stream.index.schema)
+        self._encoder = encoder
+        self._reader = ChunkReader(stream.index, encoder, slices=self.order.slices, check=stream.check)
 
     def sample(self) -> Samples | None:
         """Samples from all of the stream alike. Of one that can only be read from its beginning, its first ones."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 import datetime
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.errors import DataError, Incomplete
 from sennit.runtime.data.packages import require
 from sennit.runtime.stream.index import Place, StreamIndex
 from sennit.runtime.stream.order import Evaluation
@@ -70,10 +70,17 @@ class Times:
     """The times of a stream's rows."""
 
     def __init__(
-        self, index: StreamIndex, *, unit: str = "s", tolerance_s: float = 0.0, row_count: int | None = None
+        self,
+        index: StreamIndex,
+        *,
+        unit: str = "s",
+        tolerance_s: float = 0.0,
+        row_count: int | None = None,
+        before: Times | None = None,
     ) -> None:
         """`unit`: of a column of integers. `tolerance_s`: by how much a row may be earlier than one before it.
-        `row_count`: only so many rows are in order, and those of further files need not be; None: all.
+        `row_count`: only so many rows are in order, and those of further files need not be; None: all. `before`: of
+        these rows when there were fewer of them. What it has found is not looked for again.
 
         Raises DataError for a column that has no times, and if blocks are known to be out of order.
         """
@@ -81,8 +88,17 @@ class Times:
         self._index, self._column, self._tolerance_s = index, index.time_column, tolerance_s
         self._row_count = index.sample_count if row_count is None else row_count
         self._unit_s = self._unit_of(index.schema.field(self._column).type, unit)
-        self._latest_s: dict[tuple[str, int], float] = {}
+        self._latest_s: dict[tuple[str, int], float] = {} if before is None else before._latest_s
         """By file and block, of the rows that were decoded."""
+
+        self._spans: dict[int, tuple[float, float]] = {} if before is None else before._spans
+        """By block, the least and the greatest time."""
+
+        self._windows: dict[float, list[tuple[float, int]]] = {} if before is None else before._windows
+        """By length, the windows that were found."""
+
+        self._checked = (0, -math.inf) if before is None else before._checked
+        """How many of `_blocks` are known to be in order, and the latest time of them."""
 
         self._check_blocks()
 
@@ -115,6 +131,12 @@ class Times:
                 low = middle + 1
             else:
                 high = middle
+        # A block may end earlier than one before it, by the tolerance.
+        for earlier in range(low - 1, -1, -1):
+            latest_s = self._span(self._blocks[earlier])[1]
+            if latest_s < moment_s - self._tolerance_s:
+                break
+            low = earlier if latest_s >= moment_s else low
         if low == len(self._blocks):
             return self._row_count
         block = self._blocks[low]
@@ -132,18 +154,20 @@ class Times:
         """The time of the last block's latest row."""
         return self._span(self._blocks[-1])[1]
 
-    def windows(self, length_s: float) -> Iterator[tuple[float, int]]:
+    def windows(self, length_s: float) -> Sequence[tuple[float, int]]:
         """(moment, first row) of each window of this length that has rows. Windows begin at multiples of it."""
-        moment = math.floor(self.first_s / length_s) * length_s
-        row = 0
+        found = self._windows.setdefault(length_s, [])
+        # The last one may have got more rows.
+        moment, row = found.pop() if found else (math.floor(self.first_s / length_s) * length_s, 0)
         while row < self._row_count:
             following = self.row_at(moment + length_s)
             if following > row:
-                yield moment, row
+                found.append((moment, row))
                 row, moment = following, moment + length_s
             else:
                 # Nothing for a long time: on to the window of the next row.
                 moment = math.floor(self._time_of(row) / length_s) * length_s
+        return found
 
     @cached_property
     def _unordered(self) -> frozenset[str]:
@@ -164,15 +188,17 @@ class Times:
         begin = self._index.begin_of(block)
         return float(self._times_of(block)[row - begin])
 
-    @lru_cache(maxsize=4096)  # noqa: B019 - as many as there are blocks, and as long as the run
     def _span(self, block: int) -> tuple[float, float]:
-        known = self._index.time_span(block)
-        if known is not None:
-            return known[0] * self._unit_s, known[1] * self._unit_s
-        times = self._times_of(block)
-        return float(times.min()), float(times.max())
+        if block not in self._spans:
+            known = self._index.time_span(block)
+            if known is not None:
+                self._spans[block] = known[0] * self._unit_s, known[1] * self._unit_s
+            else:
+                times = self._times_of(block)
+                self._spans[block] = float(times.min()), float(times.max())
+        return self._spans[block]
 
-    @lru_cache(maxsize=2)  # noqa: B019
+    @lru_cache(maxsize=2)  # noqa: B019 - of few streams, and as long as they are read
     def _times_of(self, block: int) -> npt.NDArray[np.float64]:
         begin = self._index.begin_of(block)
         pieces = self._index.read(begin, int(self._index.ends[block]), [self._column])
@@ -203,8 +229,8 @@ class Times:
 
     def _check_blocks(self) -> None:
         """Looks at what formats know. Other blocks are checked as they are read."""
-        latest_s = -math.inf
-        for block in self._blocks:
+        checked, latest_s = self._checked
+        for block in self._blocks[checked:]:
             known = self._index.time_span(block)
             if known is None:
                 continue
@@ -212,6 +238,7 @@ class Times:
             if first < latest_s - self._tolerance_s:
                 raise self._backwards(self._index.place(self._index.begin_of(block)), first, latest_s)
             latest_s = max(latest_s, last)
+        self._checked = len(self._blocks), latest_s
 
     def _backwards(self, place: Place, time_s: float, before_s: float) -> DataError:
         return DataError(
@@ -221,13 +248,13 @@ class Times:
 
 
 def rolling(times: Times, length_s: float, row_count: int, batch_size: int) -> tuple[Evaluation, ...]:
-    """Evaluations of a run that trains a window and evaluates the next one, over the whole stream.
+    """Evaluations of a run that trains a window and evaluates the next one, over the first `row_count` rows.
 
     A window is trained on up to the batch that reaches its end, and the next one is evaluated from there. So no row is
     evaluated after a step has had it. A window that ends within this batch is not evaluated by itself.
-    Raises DataError if there is nothing to train on, or nothing to evaluate.
+    Raises Incomplete if there is nothing to train on, or nothing to evaluate.
     """
-    begins = list(times.windows(length_s))
+    begins = [window for window in times.windows(length_s) if window[1] < row_count]
     found: list[Evaluation] = []
     for number in range(1, len(begins)):
         moment, row = begins[number]
@@ -236,7 +263,7 @@ def rolling(times: Times, length_s: float, row_count: int, batch_size: int) -> t
         if steps * batch_size < end and (not found or steps > found[-1].steps):
             found.append(Evaluation(steps, (steps * batch_size, end), moment_text(moment)))
     if not found:
-        raise DataError(
+        raise Incomplete(
             f"windows of {duration_text(length_s)}: {len(begins)} with rows, from {moment_text(times.first_s)} to "
             f"{moment_text(times.last_s)}; allowed: two or more that have more rows than a batch of {batch_size}"
         )

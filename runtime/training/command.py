@@ -30,6 +30,7 @@ from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.launch import Ranks, join_address, serve_store
 from sennit.runtime.training.resumption import check_unused
 from sennit.runtime.training.run import Place, join_run, run_rank
+from sennit.runtime.training.streamed import check
 from sennit.runtime.training.stretch import tell_timeline
 from sennit.runtime.training.supply import resumed
 from sennit.transport.config import from_environment
@@ -44,8 +45,8 @@ def command(
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"{', '.join(sources.NAMES)}, package.module:function, or Parquet files: path, pattern, folder or "
-            f"URL; may be repeated; default: {Source().data}"
+            help=f"{', '.join(sources.NAMES)}, package.module:function, or Parquet files: path, "
+            f"pattern, folder or URL; may be repeated; default: {Source().data}"
         ),
     ] = None,
     eval_data: Annotated[
@@ -98,7 +99,7 @@ def start(
     check_name(config.model)
     check_loss(config.loss)
     if config.ingest is None:
-        sources.check(config.source)
+        check(config)
     for name, folder in (
         ("--checkpoint", config.checkpoint),
         ("--table-store", config.table_store.folder if config.table_store is not None else None),

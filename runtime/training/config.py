@@ -342,6 +342,18 @@ class TrainingConfig:
             raise ConfigError("--stop-early with --window, whose evaluations are of different samples")
         if stream.order == "time" and self.epochs != 1:
             raise ConfigError(f"--epochs {self.epochs} with --order time; allowed: 1")
+        if stream.follow is None:
+            return
+        if self.epochs != 1:
+            raise ConfigError(f"--epochs {self.epochs} with --follow; allowed: 1")
+        if self.decay != "none" and self.decay_steps is None and self.max_steps is None:
+            raise ConfigError(
+                f"--decay {self.decay} with --follow, whose last step is not known; allowed: with --decay-steps or "
+                "--steps, or --decay none"
+            )
+        for option, is_given in (("elastic", self.elastic), ("rebalance", self.rebalance is not None)):
+            if is_given:
+                raise ConfigError(f"--{option} with --follow; allowed: one of the two")
 
     def _check_rebalance(self) -> None:
         if not self.sharding.is_planned:

@@ -74,10 +74,8 @@ class ConsoleDisplay:
             self._bar.update(self._task, completed=report.step, report=report, epoch=epoch, rate=f"{rate:,.0f}")
         elif now - self._last_line >= PLAIN_INTERVAL_S:
             self._last_line = now
-            self._console.print(
-                f"step {report.step}/{report.step_count} epoch {report.epoch + 1} "
-                f"loss {report.loss:.4f} {rate:,.0f} samples/s"
-            )
+            of = "" if report.step_count is None else f"/{report.step_count} epoch {report.epoch + 1}"
+            self._console.print(f"step {report.step}{of} loss {report.loss:.4f} {rate:,.0f} samples/s")
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         qualities = "; ".join(f"{name}: {one.text()}" for name, one in evaluation.labels.items())
@@ -109,7 +107,7 @@ class ConsoleDisplay:
         self._bar = Progress(
             TextColumn("epoch {task.fields[epoch]}"),
             BarColumn(),
-            MofNCompleteColumn(),
+            TextColumn("step {task.completed}") if report.step_count is None else MofNCompleteColumn(),
             # Ten times a second: the loss is read when it is shown.
             TextColumn("loss {task.fields[report].loss:.4f}  {task.fields[rate]} samples/s"),
             TimeRemainingColumn(),

@@ -37,6 +37,7 @@ from sennit.runtime.data import preprocessing
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.model.settings import as_json
 from sennit.runtime.sharded.tables import Table
+from sennit.runtime.stream.following import SEEN, FollowingSource, seen_text
 from sennit.runtime.stream.order import STREAM_ORDER_VERSION
 from sennit.runtime.training import warm_start
 from sennit.runtime.training.config import TrainingConfig
@@ -97,7 +98,11 @@ def fixed_of(config: TrainingConfig, source: BatchSource) -> dict[str, Any]:
         "dense_features": source.dense_count,
         "tables": {table.name: _table(table) for table in config.tables_of(source.tables)},
     }
-    return {"data": {"samples": source.order.sample_count, "fingerprint": source.fingerprint}, **fixed}
+    data: dict[str, Any] = {"samples": source.order.sample_count, "fingerprint": source.fingerprint}
+    if isinstance(source, FollowingSource):
+        # What all its checkpoints share. The files of each one lie beside it, and are compared when they are opened.
+        data = {"begins_with": source.seen[0].digest}
+    return {"data": data, **fixed}
 
 
 def manifest_of(trainer: Trainer) -> Manifest:
@@ -152,6 +157,8 @@ def _documents(trainer: Trainer, more: Mapping[str, str]) -> dict[str, str]:
     made, known = dict(more), trainer.source.preprocessing
     if known is not None:
         made[preprocessing.NAME] = known.text()
+    if isinstance(trainer.source, FollowingSource):
+        made[SEEN] = seen_text(trainer.source.seen)
     if trainer.windows:
         made[WINDOWS] = json_text([asdict(one) for one in trainer.windows], indent=2)
     return made
@@ -282,7 +289,7 @@ def _load(trainer: Trainer, path: Path, about: Manifest) -> list[str]:
             f"{path}: its manifest is of step {about.step}, its weights are of step {state['position']['step']}"
         )
     trainer.restore(state)
-    trainer.owes_evaluation = trainer.step > 0 and trainer.order.next_evaluation(trainer.step) == trainer.step
+    trainer.owes_evaluation = trainer.step > 0 and trainer.order.evaluates(trainer.step)
     trainer.run_id = about.run_id
     trainer.windows[:] = _read_windows(path)
     if forgotten and any(name.startswith(LOST) for name in about.tensors):

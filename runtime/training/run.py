@@ -17,12 +17,19 @@ from sennit.runtime.backend.process_group import register
 from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.ingest.fed import Door
+from sennit.runtime.stream.settings import OpenedStream
 from sennit.runtime.timeline.timeline import Timeline
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.elastic_run import ElasticRun, check_terms, publish_terms
 from sennit.runtime.training.report import RunReport
 from sennit.runtime.training.resumption import check_data, publish_data, published_preprocessing
-from sennit.runtime.training.streamed import opened, preprocessing_of, stream_sources
+from sennit.runtime.training.streamed import (
+    follower_of,
+    following_sources,
+    opened,
+    preprocessing_of,
+    stream_sources,
+)
 from sennit.runtime.training.stretch import History, begin_run, numbered, shown_by, train
 from sennit.runtime.training.supply import MakeSource, fed_sources, served
 from sennit.transport.meeting.membership import Terms
@@ -66,12 +73,34 @@ def _loaded(config: TrainingConfig, store: Store | None = None) -> tuple[MakeSou
 
     `store`: that of the run which this rank joins. Collective without it.
     """
+    if config.stream.follow is not None:
+        return _followed(config)
     found = opened(config)
-    skipped = found.stream.index.skipped_rows
-    if skipped and store is None and dist.get_rank() == 0:
-        stdout_console().print(f"{config.source.data}: {skipped:,} broken lines are left out")
+    if store is None:
+        _tell_skipped(config, found)
     known = preprocessing_of(config, found) if store is None else published_preprocessing(store)
     return stream_sources(config, found, known), found.stream.index.fingerprint, known
+
+
+def _tell_skipped(config: TrainingConfig, found: OpenedStream) -> None:
+    skipped = found.stream.index.skipped_rows
+    if skipped and dist.get_rank() == 0:
+        stdout_console().print(f"{config.source.data}: {skipped:,} broken rows are left out")
+
+
+def _followed(config: TrainingConfig) -> tuple[MakeSource, str, Preprocessing]:
+    """The same of a folder that grows."""
+    follower = follower_of(config)
+    look = follower.first(_tell_wait)
+    assert look.opened is not None
+    _tell_skipped(config, look.opened)
+    known = preprocessing_of(config, look.opened)
+    return following_sources(config, look, known, follower), look.opened.stream.index.fingerprint, known
+
+
+def _tell_wait(reason: str) -> None:
+    if dist.get_rank() == 0:
+        stdout_console().print(f"waits for files: {reason}", soft_wrap=True)
 
 
 def _run(config: TrainingConfig, make_source: MakeSource) -> RunReport:

@@ -3,16 +3,22 @@
 
 from __future__ import annotations
 
+from pathlib import PurePosixPath
+from typing import Any
+
 import torch.distributed as dist
 
 from sennit.runtime.backend.first_rank import on_first
+from sennit.runtime.checkpoint.manifest import CheckpointError
 from sennit.runtime.data import sources
 from sennit.runtime.data.preprocessing import Preprocessing
+from sennit.runtime.stream.following import SEEN, Follower, FollowingSource, Look, Seen, read_seen
 from sennit.runtime.stream.settings import OpenedStream, open_source
 from sennit.runtime.stream.source import StreamSource
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.rebalance import shape_of
 from sennit.runtime.training.supply import MakeSource, known_preprocessing, resumed
+from sennit.transport.errors import ConfigError
 
 
 def opened(config: TrainingConfig) -> OpenedStream:
@@ -26,6 +32,46 @@ def opened(config: TrainingConfig) -> OpenedStream:
 
 def _opened(config: TrainingConfig) -> OpenedStream:
     return open_source(config.source, config.stream, config.order_settings, seed=config.seed)
+
+
+def check(config: TrainingConfig) -> None:
+    """Checks names, packages and files before ranks start. Raises the errors that opening would raise for them."""
+    if config.stream.follow is not None:
+        follower_of(config)
+    else:
+        sources.check(config.source)
+
+
+def follower_of(config: TrainingConfig, **options: Any) -> Follower:
+    """What finds the files of a run with `--follow`. `options`: others of `Follower`.
+
+    Raises ConfigError for settings with which that is impossible.
+    """
+    source = config.source
+    if sources.is_named(source.data):
+        raise ConfigError(f"--follow with --data {source.data}; allowed: a folder or a pattern of files")
+    name = PurePosixPath(source.data).name or source.data
+    schema = sources.schema_of(source)
+    return Follower(name, source, schema, config.stream, config.order_settings, seen=_seen(config), **options)
+
+
+def _seen(config: TrainingConfig) -> list[Seen]:
+    """The files that the run had at the checkpoint that it goes on from."""
+    path = resumed(config)
+    if path is None or not (path / SEEN).exists():
+        return []
+    try:
+        return read_seen((path / SEEN).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path / SEEN} is not what a run wrote: {error}") from error
+
+
+def following_sources(
+    config: TrainingConfig, found: Look, preprocessing: Preprocessing, follower: Follower
+) -> MakeSource:
+    return lambda: FollowingSource(
+        found, preprocessing, follower, rank=dist.get_rank(), world_size=dist.get_world_size()
+    )
 
 
 def preprocessing_of(config: TrainingConfig, found: OpenedStream) -> Preprocessing:

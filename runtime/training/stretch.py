@@ -130,7 +130,8 @@ def _train(
     trainer.windows = history.windows
     begin(trainer)
     tell(trainer, [str(trainer.overlap)])
-    source.begin(trainer.next_batch)
+    if not trainer.order.waits(trainer.step):
+        source.begin(trainer.next_batch)
     first_step = trainer.step
     if trainer.rebalancer is not None:
         trainer.rebalancer.moved = history.moved
@@ -161,13 +162,18 @@ def _train(
             with heard.on_wait("saving a checkpoint"):
                 resumption.save(trainer, saver)
 
+        def on_files(reason: str) -> contextlib.AbstractContextManager[None]:
+            if first and not stdout_console().is_terminal:
+                stdout_console().print(f"waits for files: {reason}", soft_wrap=True)
+            return heard.on_wait(f"waiting for files: {reason}")
+
         began = time.perf_counter()
         with contextlib.nullcontext() if config.checkpoint is None else resumption.saver_of(config) as saver:
             if best.is_over:
                 with heard.on_wait("evaluating"):
                     result: Evaluation | None = trainer.evaluation()
             else:
-                result = trainer.run(on_step, on_evaluation, on_checkpoint, is_awaited, heard.on_wait)
+                result = trainer.run(on_step, on_evaluation, on_checkpoint, is_awaited, heard.on_wait, on_files)
             if saver is not None:
                 with heard.on_wait("finishing the checkpoint"), trainer.clock.phase("checkpoint", is_whole=True):
                     saver.finish()

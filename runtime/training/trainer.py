@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from sennit.closing import Closing
 from sennit.runtime.backend.process_group import local_ranks
 from sennit.runtime.data.batch_source import BatchSource
+from sennit.runtime.data.numbering import Numbering
 from sennit.runtime.memory.large_buffers import keep_large_buffers
 from sennit.runtime.model.factory import build, dense_optimizer
 from sennit.runtime.model.loss import Loss
@@ -33,6 +34,7 @@ from sennit.runtime.pipeline.scheduler import Scheduler
 from sennit.runtime.replicas.replicas import SlicedReplicas
 from sennit.runtime.sharded.module import ShardedEmbeddingBags
 from sennit.runtime.sharded.phases import PhaseClock
+from sennit.runtime.stream.following import FollowingSource
 from sennit.runtime.timeline.timeline import Timeline
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.metrics import Evaluation, Quality, quality_of_ranks
@@ -60,7 +62,9 @@ class StepReport:
     step: int
     """Steps done."""
 
-    step_count: int
+    step_count: int | None
+    """Steps of the run; None: nobody knows."""
+
     epoch: int
     samples: int
     """This rank's part of the batch."""
@@ -83,9 +87,10 @@ class Trainer(Closing):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         config.check_world(self.world_size)
         self.clock = PhaseClock() if timeline is None else timeline.clock()
-        self.source, self.order = source, source.order
-        self.steps_per_epoch, self.step_count = self.order.steps_per_epoch, self.order.step_count
-        self.rate_factor = config.schedule(self.step_count)
+        self.source = source
+        follows = config.stream.follow is not None
+        # The steps of a run that follows its files are not known.
+        self.rate_factor = config.schedule((follows and config.max_steps) or self.step_count)
         self.step = 0
         self.owes_evaluation = False
         """Whether the evaluation that follows `step` is still to be done: a checkpoint comes before it."""
@@ -150,45 +155,93 @@ class Trainer(Closing):
         on_checkpoint: Callable[[int], None],
         is_awaited: Callable[[], bool] | None = None,
         on_wait: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+        on_files: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> Evaluation | None:
         """Trains to the end, evaluates where `order` says, and returns the last evaluation.
 
-        `on_wait` is entered around what takes long and is no step.
+        `on_wait` is entered around what takes long and is no step, and `on_files` around a wait for files, with what
+        is missing.
         `on_evaluation` returns whether the run is to end there. The answer is the same on all ranks.
         `is_awaited` is called before each step. If it returns True, training stops there and the result is None.
         """
         result: Evaluation | None = None
-        if self.owes_evaluation:
+        report: StepReport | None = None
+        saved = self.step
+
+        def save() -> None:
+            nonlocal saved
+            if report is not None and saved != self.step:
+                self._save(report, on_checkpoint)
+            saved = self.step
+
+        def is_over() -> bool:
+            """Whether the evaluation that is due, if one is, ends the run."""
+            nonlocal result
+            if not self.owes_evaluation:
+                return False
+            if report is not None:
+                self._check_loss(report)
             with on_wait("evaluating"):
                 result = self.evaluation()
-            if on_evaluation(result):
-                return result
-        while self.step < self.step_count:
+            return on_evaluation(result)
+
+        while not is_over():
+            if self.order.waits(self.step):
+                self._await_more(save, on_files)
+                continue
+            if self.step == self.step_count:
+                break
             if is_awaited is not None and is_awaited():
                 return None
             with contextlib.nullcontext() if self._timeline is None else self._timeline.step(self.step):
                 report = self.train_step()
-            done = self.step == self.step_count
             on_step(report)
             every = self.config.checkpoint_every
-            is_due = done or (every is not None and self.step % every == 0)
-            if is_due:
-                self._save(report, on_checkpoint)
-            if self.order.next_evaluation(self.step) == self.step:
-                self._check_loss(report)
-                with on_wait("evaluating"):
-                    result = self.evaluation()
-                if on_evaluation(result):
-                    if not is_due:
-                        self._save(report, on_checkpoint)
-                    break
+            done = self.step == self.step_count and not self.order.waits(self.step)
+            if done or (every is not None and self.step % every == 0):
+                save()
+            if is_over():
+                break
             if self.rebalancer is not None and not done and self.step % self.rebalancer.every == 0:
                 with self.clock.phase("rebalance", is_whole=True):
                     self.rebalancer.look(self.tables, self.step)
+        save()
         if result is None:
             with on_wait("evaluating"):
                 result = self.evaluation()
         return result
+
+    def _await_more(
+        self, save: Callable[[], None], on_files: Callable[[str], contextlib.AbstractContextManager[object]]
+    ) -> None:
+        """Waits for more samples, or for the news that there are none. A run that is ended meanwhile has a checkpoint.
+
+        Raises DataError for files that cannot be those of the run.
+        """
+        assert isinstance(self.source, FollowingSource)
+        evaluated = self.order.evaluates(self.step)
+        reason = self.source.grow()
+        if self.order.waits(self.step):
+            save()
+        while self.order.waits(self.step):
+            told = reason
+            with on_files(told):
+                while self.order.waits(self.step) and reason == told:
+                    reason = self.source.grow(pauses=True)
+        self.owes_evaluation = not evaluated and self.order.evaluates(self.step)
+
+    @property
+    def order(self) -> Numbering:
+        return self.source.order
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.order.steps_per_epoch
+
+    @property
+    def step_count(self) -> int:
+        """The steps of the run, or those that are known so far."""
+        return self.order.step_count
 
     @property
     def next_batch(self) -> int:
@@ -223,7 +276,7 @@ class Trainer(Closing):
             losses = self.replicas.each_slice(self.loss, logits, labels, weights, global_batch=size)
             report = StepReport(
                 step=self.step + 1,
-                step_count=self.step_count,
+                step_count=None if self.order.grows else self.step_count,
                 epoch=self.step // self.steps_per_epoch,
                 samples=labels.shape[0],
                 loss_sum=losses.detach().sum(),
@@ -240,7 +293,7 @@ class Trainer(Closing):
             _set_rate(self.optimizer, self.config.dense_rate * factor)
             self.optimizer.step()
         self.step += 1
-        self.owes_evaluation = False
+        self.owes_evaluation = self.order.evaluates(self.step)
         return report
 
     def _check_loss(self, report: StepReport) -> None:

@@ -114,3 +114,29 @@ def test_a_window_within_a_batch_is_not_evaluated_by_itself(tmp_path: Path) -> N
     ]  # fmt: skip
     with pytest.raises(DataError, match=r"windows of 1d: 1 with rows, from 1970-01-01 to 1970-01-01T00:00:33"):
         rolling(times, 86_400.0, len(at), 5)
+
+
+@given(
+    steps=st.lists(st.integers(-4, 9), min_size=1, max_size=40),
+    group=st.integers(1, 5),
+    length=st.integers(3, 12),
+    share=st.floats(0.1, 1),
+)
+@examples(30)
+def test_late_rows_move_no_window_and_more_rows_move_none(
+    steps: list[int], group: int, length: int, share: float, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A window begins at the first row whose time is not before it, whatever blocks are."""
+    folder = tmp_path_factory.mktemp("times")
+    at = np.cumsum([100, *steps])
+    late = float((np.maximum.accumulate(at) - at).max())
+    whole = times_of(folder, pa.array(at), group=group, tolerance_s=late)
+    for moment in range(int(at.min()) - 1, int(at.max()) + 2):
+        assert whole.row_at(float(moment)) == next((row for row, one in enumerate(at) if one >= moment), len(at))
+    index = open_index([str(folder / "a.parquet")], ["at"], time_column="at")
+    first = int(index.ends[int(len(index.ends) * share) - 1 if len(index.ends) > 1 else 0])
+    shorter = Times(index, tolerance_s=late, row_count=first)
+    known = list(shorter.windows(float(length)))
+    longer = Times(index, tolerance_s=late, before=shorter)
+    assert list(longer.windows(float(length))) == list(whole.windows(float(length)))
+    assert list(whole.windows(float(length)))[: len(known) - 1] == known[:-1]
