@@ -40,7 +40,7 @@ from sennit.runtime.data.text_format import CRITEO, PLAIN, TYPES, TextFormat
 
 ENCODINGS: Final = ("id", "dictionary", "hash")
 TIME_UNITS: Final = ("s", "ms", "us", "ns")
-_KEYS: Final = ("label", "dense", "sparse", "sample_weight", "time", "text")
+_KEYS: Final = ("label", "dense", "sparse", "sample_weight", "time", "text", "skip_broken")
 _TEXT_KEYS: Final = ("delimiter", "names", "quote", "nulls", "types", "skip_broken")
 ROWS_MAX: Final = 2**40 - 1
 
@@ -94,7 +94,8 @@ class Schema:
     """The column that a stream is in order of. It is no feature, unless it is named as one, too."""
 
     text: TextFormat = PLAIN
-    """How text files are read. Its types are those that the schema file says."""
+    """How text files are read. Its types are those that the schema file says, and its `skip_broken` is for files of
+    every format."""
 
     has_operated: bool = False
     """Whether the columns have what the operators of `dense` have made. Samples in memory do."""
@@ -159,13 +160,21 @@ def parse_schema(content: Any) -> Schema:
         raise DataError(f"sparse is {sparse!r}; allowed: a table with one entry a column, at least one")
     fields = tuple(_sparse_field(name, entry) for name, entry in sparse.items())
     time = _time_field(content.get("time"))
+    text = _text_format(content.get("text", {}))
+    if "skip_broken" in content:
+        _check_integer("skip_broken", content["skip_broken"], 0, INT64_MAX)
+        if text.skip_broken not in (0, content["skip_broken"]):
+            raise DataError(
+                f"skip_broken is {content['skip_broken']}, and text.skip_broken is {text.skip_broken}; allowed: one"
+            )
+        text = replace(text, skip_broken=content["skip_broken"])
     schema = Schema(
         labels=tuple(labels),
         dense=numbers,
         sparse=fields,
         sample_weight=sample_weight,
         time=time,
-        text=_text_format(content.get("text", {})),
+        text=text,
     )
     for name in schema.columns:
         if schema.columns.count(name) > 1:

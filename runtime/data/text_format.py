@@ -39,8 +39,8 @@ class TextFormat:
     """What stands for null, in columns of every type."""
 
     skip_broken: int = 0
-    """So many broken lines of all files together may be left out. To find them, all text is parsed when the index is
-    made."""
+    """So many broken lines, and rows with values that the schema refuses, may be left out of all files together. To
+    find them, all rows are read when the index is made."""
 
     types: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """The types of columns, as `pyarrow.DataType` or by the name that pyarrow knows. A column without one gets the type

@@ -55,7 +55,7 @@ class StreamFile(Protocol):
 
     @property
     def skipped_rows(self) -> int:
-        """The broken rows that were left out, as the user asked for. `block_rows` does not count them."""
+        """The rows, broken or refused, that were left out, as the user asked for. `block_rows` does not count them."""
 
     def where(self, block: int, row: int | None = None) -> str:
         """A block, or a row of it, in words for messages: "row group 3, row 17", or "line 1718" of a text."""

@@ -28,6 +28,7 @@ from sennit.runtime.data.text_format import TextFormat
 from sennit.runtime.stream.files import StreamFile
 from sennit.runtime.stream.formats import check_skipped, is_text, open_files, typed
 from sennit.runtime.stream.index import index_of
+from sennit.runtime.stream.refused_rows import without_refused
 from sennit.runtime.stream.settings import OpenedStream, StreamSettings, ordered
 from sennit.runtime.stream.source import StreamSource
 from sennit.transport.errors import ConfigError
@@ -209,7 +210,7 @@ class Follower:
         opened = open_files(files, self._columns, self._form, self._time)
         for file in opened:
             check_types(file.name, self._schema, file.schema)
-        return opened
+        return without_refused(opened, self._schema)
 
     def _check_names(self, found: Sequence[str]) -> None:
         """Raises DataError unless those that were taken are the first ones by name."""

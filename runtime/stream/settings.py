@@ -26,6 +26,7 @@ from sennit.runtime.stream.follow_settings import FollowSettings
 from sennit.runtime.stream.index import StreamIndex, index_of, open_index
 from sennit.runtime.stream.memory_file import in_memory
 from sennit.runtime.stream.order import ORDERS, STREAM_ORDER_VERSION, Interval, StreamOrder
+from sennit.runtime.stream.refused_rows import without_refused
 from sennit.runtime.stream.source import Stream
 from sennit.runtime.stream.split import Last, Split, split
 from sennit.runtime.stream.times import (
@@ -165,6 +166,8 @@ def open_stream(
     )
     for file in index.files:
         check_types(file.name, schema, file.schema)
+    if (files := without_refused(index.files, schema)) != index.files:
+        index = index_of(files, index.columns, time_column=index.time_column)
     if settings.order == "shuffled" and index.is_sequential:
         file = next(file for file in index.files if file.is_sequential)
         raise DataError(
