@@ -29,6 +29,7 @@ from sennit.runtime.stream.order import ORDERS, STREAM_ORDER_VERSION, Interval, 
 from sennit.runtime.stream.refused_rows import without_refused
 from sennit.runtime.stream.source import Stream
 from sennit.runtime.stream.split import Last, Split, split
+from sennit.runtime.stream.synthetic_data import index_of_synthetic, is_synthetic
 from sennit.runtime.stream.times import (
     Times,
     duration_text,
@@ -183,10 +184,13 @@ def open_stream(
 
 
 def open_source(source: Source, settings: StreamSettings, run: OrderSettings, *, seed: int) -> OpenedStream:
-    """The stream of files, or the short one of a named data set. `seed`: for data sets that are made.
+    """The stream of files, one that is made, or the short one of a named data set. `seed`: for data sets that are made.
 
     Raises DataError if there is none.
     """
+    if is_synthetic(source):
+        index, schema = index_of_synthetic(source)
+        return ordered(source.data, index, schema, index.sample_count, settings, run)
     if sources.is_named(source.data):
         return short_stream(sources.load(source, seed=seed), settings, run)
     name = PurePosixPath(source.data).name or source.data

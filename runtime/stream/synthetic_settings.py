@@ -19,7 +19,8 @@ FORMATS: Final = ("parquet", "arrow", "csv", "tsv")
 """What `sennit make-stream` can write."""
 
 
-def _counts(text: str) -> tuple[int, ...]:
+def counts(text: str) -> tuple[int, ...]:
+    """Numbers of ids that live, for each table. Raises DataError for what is no list of numbers."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -37,7 +38,7 @@ class SyntheticStream:
     """Samples of a day, evenly spread over it."""
 
     living: Annotated[
-        tuple[int, ...], Option(metavar="N,...", parse=_counts, text=lambda counts: ",".join(map(str, counts)))
+        tuple[int, ...], Option(metavar="N,...", parse=counts, text=lambda counts: ",".join(map(str, counts)))
     ] = (20_000, 5_000, 1_000, 100)
     """Ids that live at any one time, for each table."""
 

@@ -45,7 +45,7 @@ def command(
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"{', '.join(sources.NAMES)}, package.module:function, or Parquet files: path, "
+            help=f"{', '.join(sources.NAMES)}, synthetic-stream, package.module:function, or Parquet files: path, "
             f"pattern, folder or URL; may be repeated; default: {Source().data}"
         ),
     ] = None,

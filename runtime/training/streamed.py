@@ -15,6 +15,7 @@ from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.stream.following import SEEN, Follower, FollowingSource, Look, Seen, read_seen
 from sennit.runtime.stream.settings import OpenedStream, open_source
 from sennit.runtime.stream.source import StreamSource
+from sennit.runtime.stream.synthetic_data import is_synthetic, settings_of
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.rebalance import shape_of
 from sennit.runtime.training.supply import MakeSource, known_preprocessing, resumed
@@ -38,6 +39,8 @@ def check(config: TrainingConfig) -> None:
     """Checks names, packages and files before ranks start. Raises the errors that opening would raise for them."""
     if config.stream.follow is not None:
         follower_of(config)
+    elif is_synthetic(config.source):
+        settings_of(config.source)
     else:
         sources.check(config.source)
 
@@ -48,7 +51,7 @@ def follower_of(config: TrainingConfig, **options: Any) -> Follower:
     Raises ConfigError for settings with which that is impossible.
     """
     source = config.source
-    if sources.is_named(source.data):
+    if is_synthetic(source) or sources.is_named(source.data):
         raise ConfigError(f"--follow with --data {source.data}; allowed: a folder or a pattern of files")
     name = PurePosixPath(source.data).name or source.data
     schema = sources.schema_of(source)

@@ -21,10 +21,12 @@ pytest.importorskip("torch")
 from sennit.commands.cli import app
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.schema import read_schema
+from sennit.runtime.data.source import Source
 from sennit.runtime.stream.attainable import Attainable, by_day
 from sennit.runtime.stream.files import PIECE_ROWS, StreamFile
 from sennit.runtime.stream.planted import DAY_S, Planted, indices, probabilities
 from sennit.runtime.stream.synthetic import BLOCK_ROWS, SyntheticDay, days_of
+from sennit.runtime.stream.synthetic_data import settings_of
 from sennit.runtime.stream.synthetic_settings import FORMATS, SyntheticStream
 from sennit.runtime.stream.writing import write
 from sennit.transport.errors import ConfigError
@@ -365,3 +367,36 @@ def test_windows_of_a_run_are_the_days_whose_best_is_known(tmp_path: Path) -> No
     assert [one["base_rate"] for one in found] == pytest.approx([one.base_rate for one in best], abs=1e-12)
     for one, attainable in zip(found, best, strict=True):
         assert one["normalised_entropy"] > attainable.normalised_entropy
+
+
+OPTIONS = ["--batch-size", "500", "--dim", "4", "--bottom", "8", "--top", "8", "--decay", "none", "--timeout", "60"]
+
+
+def test_a_run_needs_no_files(tmp_path: Path) -> None:
+    write(SMALL, tmp_path / "files", "parquet")
+    files = ["--data", str(tmp_path / "files" / "*.parquet"), "--schema", str(tmp_path / "files" / "schema.toml")]
+    text = "synthetic-stream?days=3&rows-per-day=20000&living=500,50&life-days=4.0&drift_days=5&dense=2"
+    order = ["--order", "time", "--window", "1d"]
+    reports = [train(tmp_path / "run.json", *data, *OPTIONS, *order) for data in (files, ["--data", text])]
+    assert reports[0]["weights_sha256"] == reports[1]["weights_sha256"]
+    assert reports[0]["windows"] == reports[1]["windows"]
+
+
+@pytest.mark.parametrize(("text", "told"), [
+    ("synthetic-stream?dayz=3", "'dayz'; allowed: days, rows-per-day, living, life-days, drift-days, zipf, dense, b"),
+    ("synthetic-stream?days=three", "days 'three'; allowed: a number"),
+    ("synthetic-stream?days=3&days=4", "days twice; allowed: once"),
+    ("synthetic-stream?days", "allowed: synthetic-stream?days=30&dense=8"),
+    ("synthetic-stream?living=a", "--living 'a'; allowed: a number for each table, with commas between them"),
+    ("synthetic-stream?days=0", "days 0; allowed: 1 to 36500"),
+])  # fmt: skip
+def test_what_the_name_says_is_checked(text: str, told: str) -> None:
+    with pytest.raises((DataError, ConfigError)) as found:
+        settings_of(Source(data=text))
+    assert told in str(found.value)
+
+
+def test_a_schema_is_of_files(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"--schema with --data synthetic-stream, which says itself what it has"):
+        settings_of(Source(data="synthetic-stream", schema=tmp_path))
+    assert settings_of(Source(data="synthetic-stream")) == SyntheticStream()
