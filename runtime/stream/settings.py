@@ -190,7 +190,7 @@ def open_source(source: Source, settings: StreamSettings, run: OrderSettings, *,
     """
     if is_synthetic(source):
         index, schema = index_of_synthetic(source)
-        return ordered(source.data, index, schema, index.sample_count, settings, run)
+        return ordered(source.data.partition("?")[0], index, schema, index.sample_count, settings, run)
     if sources.is_named(source.data):
         return short_stream(sources.load(source, seed=seed), settings, run)
     name = PurePosixPath(source.data).name or source.data
