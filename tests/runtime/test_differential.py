@@ -12,10 +12,11 @@ from sennit.testbed.differential import callbacks, outcomes
 from sennit.testbed.differential import calls as drawn
 from tests.runtime.world import WorldFactory
 
+# pytest takes a test's own timeout before that of one of its cases.
+pytestmark = pytest.mark.timeout(120)
 LONG = [pytest.mark.long, pytest.mark.timeout(3_600)]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("transport", "calls"), [("shm", 400), ("udp", 400), pytest.param("shm", 100_000, marks=LONG)])
 def test_random_calls_end_as_over_gloo(kept_world: WorldFactory, transport: str, calls: int, seed: int) -> None:
     world = kept_world(3, transport)
@@ -26,7 +27,6 @@ def test_random_calls_end_as_over_gloo(kept_world: WorldFactory, transport: str,
         assert {f"refused by sennit alone, {name}" for name in drawn.DIFFERENCES} < seen.keys()
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("transport", "size", "calls"),
     [
