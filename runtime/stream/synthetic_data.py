@@ -48,6 +48,8 @@ def settings_of(source: Source) -> SyntheticStream:
         default = SyntheticStream.__dataclass_fields__[name].default
         try:
             found[name] = counts(text) if isinstance(default, tuple) else type(default)(text)
+        except DataError:
+            raise
         except ValueError:
             raise DataError(f"--data {NAME}: {key} {text!r}; allowed: a number") from None
     return SyntheticStream(**found)
