@@ -21,6 +21,7 @@ from sennit.runtime.checkpoint.manifest import (
     check_same_run,
     differences,
 )
+from sennit.runtime.data.preprocessing import Encoding, Preprocessing
 from sennit.runtime.stream import settings
 from sennit.runtime.training import resumption
 from sennit.runtime.training.config import TrainingConfig
@@ -265,7 +266,9 @@ def test_a_new_run_does_not_begin_in_the_folder_of_another(kept_world: WorldFact
 
 def test_a_newcomer_with_other_data_is_told_before_it_joins() -> None:
     store = HashStore()
-    resumption.publish_data(store, "aa", None)
+    known = Preprocessing(scales=(), encodings=(Encoding(name="user", row_count=9),))
+    resumption.publish_data(store, "aa", known)
+    assert resumption.published_preprocessing(store).text() == known.text()
     resumption.check_data(store, "aa")
     with pytest.raises(ConfigError, match="the data of the run have the fingerprint aa, but those loaded here bb"):
         resumption.check_data(store, "bb")
