@@ -113,7 +113,7 @@ def test_compressed_text_is_not_shuffled(seed: int, tmp_path: Path, capfd: pytes
     content = rows(seed)
     many = pa.concat_tables([content] * (text_file.BLOCK_BYTES // len(text_of(content)) + 1))
     told = failure(capfd, *written(tmp_path / "data", "tsv.gz", many), "--order", "shuffled", "--shuffle-rows", "100")
-    assert "part.tsv.gz: it has to be read from its beginning; allowed: --order time, or to unpack it" in told
+    assert "part.tsv.gz: it has to be read from its beginning; allowed: --order time or files, or to unpack it" in told
 
 
 @pytest.mark.parametrize(("column", "row", "value", "message"), [
