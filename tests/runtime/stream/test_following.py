@@ -271,7 +271,7 @@ def test_what_cannot_be_followed_is_refused(seed: int, tmp_path: Path, capfd: py
         ([*data, "--order", "files", "--follow", "--eval-data", str(tmp_path)], "allowed: with --fit-rows ROWS"),
         ([*rolling, "--decay", "linear"], "--decay linear with --follow, whose last step is not known; allowed"),
         ([*rolling, "--elastic"], "--elastic with --follow; allowed: one of the two"),
-        ([*rolling, "--done-after", "0s"], "--done-after: '0s'; allowed: a duration"),
+        ([*rolling, "--done-after", "0s"], "--done-after 0.0; allowed: above 0"),
         ([*rolling, "--done-file", "a/b"], "--done-file 'a/b'; allowed: the name of a file in the folder"),
         ([*rolling, "--data", str(tmp_path)], "--follow with several --data; allowed: one folder, or one pattern"),
         ([*rolling, "--validation-fraction", "0.1"], "--validation-fraction with --follow"),
