@@ -44,7 +44,7 @@ class Encoder:
         same types.
         """
         if not preprocessing.is_of(schema):
-            here = [part.name for part in (*schema.dense, *schema.sparse)]
+            here = [part.name for part in schema.dense] + [part.name for part in schema.sparse]
             model = [scale.field.name for scale in preprocessing.scales] + [one.name for one in preprocessing.encodings]
             raise DataError(
                 f"data with the features {', '.join(here)}; allowed: those of the model, {', '.join(model)}"

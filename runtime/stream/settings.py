@@ -176,8 +176,7 @@ def open_stream(
         )
     train_rows = index.sample_count
     if source.evaluation:
-        files = len(find_files(paths))
-        train_rows = int(index.ends[index.file_ends[files - 1] - 1])
+        train_rows = int(index.ends[index.file_ends[len(find_files(paths)) - 1] - 1])
         if not 0 < train_rows < index.sample_count:
             raise DataError(f"{name}: {train_rows} rows to train on, of {index.sample_count}; allowed: a part")
     return ordered(name, index, schema, train_rows, settings, run)

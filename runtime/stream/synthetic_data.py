@@ -45,7 +45,7 @@ def settings_of(source: Source) -> SyntheticStream:
             raise DataError(f"--data {NAME}: {key!r}; allowed: {', '.join(names)}{hint(key, names)}")
         if name in found:
             raise DataError(f"--data {NAME}: {key} twice; allowed: once")
-        default = SyntheticStream.__dataclass_fields__[name].default
+        default: Any = SyntheticStream.__dataclass_fields__[name].default
         try:
             found[name] = counts(text) if isinstance(default, tuple) else type(default)(text)
         except DataError:

@@ -97,7 +97,7 @@ class Times:
         self._windows: dict[float, list[tuple[float, int]]] = {} if before is None else before._windows
         """By length, the windows that were found."""
 
-        self._checked = (0, -math.inf) if before is None else before._checked
+        self._checked: tuple[int, float] = (0, -math.inf) if before is None else before._checked
         """How many of `_blocks` are known to be in order, and the latest time of them."""
 
         self._check_blocks()

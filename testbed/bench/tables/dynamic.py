@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table as Lines
 from torch import Tensor, nn
 
+from sennit.runtime.backend.torch_versions import HashStore
 from sennit.runtime.calibrate.machine import describe, one_core
 from sennit.runtime.sharded import ShardedEmbeddingBags, Table
 
@@ -85,7 +86,7 @@ class Ids:
 def run(*, rows: int, dim: int, bags: int, length: int, rounds: int, seed: int) -> list[Result]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     size: dict[str, Any] = {"rows": rows, "dim": dim, "bags": bags, "length": length}
     try:
         with one_core():
