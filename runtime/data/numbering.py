@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The numbers of a run's batches: training batches, and the batches of evaluations between them.
 
-Numbers say nothing of samples. So orders of data in memory and orders of streams count alike.
+Numbers say nothing of samples. So ranks of a fed run, which do not have the data, count as those that read them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,6 @@ class Numbering:
     """The name of the data set, for messages."""
 
     sample_count: int
-    eval_rows: int | None
-    """The data set's last rows that are its evaluation rows; None: it says none itself."""
-
     batch_size: int
     """Samples per global batch."""
 

@@ -175,11 +175,3 @@ class Samples:
             lengths=torch.from_numpy(lengths),
             values=torch.from_numpy(values),
         )
-
-
-def held_back(what: str, sample_count: int, fraction: float) -> int:
-    """The number of samples held back for `what`, as "evaluation"."""
-    count = round(sample_count * fraction)
-    if not 0 < count < sample_count:
-        raise DataError(f"{what} part {fraction} of {sample_count} samples leaves {count} for {what}")
-    return count

@@ -7,7 +7,7 @@ Others than those of sennit are added by `register`, by an entry point of an ins
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path, PurePosixPath
@@ -73,7 +73,7 @@ def check(source: Source) -> None:
     if not is_named(source.data):
         _files(source)
         find_files(source.evaluation)
-        schema_of(source)
+        _check_frequency(source, [part.encode for part in schema_of(source).sparse])
         return
     if source.further:
         raise DataError(f"data sets {source.data!r} and {source.further[0]!r}; allowed: one, or several Parquet paths")
@@ -97,12 +97,17 @@ def load(source: Source, *, seed: int) -> RawSamples:
     """Loads the data set, before anything is fitted to it. `seed` is for `synthetic` and for users' data sets."""
     check(source)
     raw = _load_named(source, seed) if is_named(source.data) else _load_parquet(source)
-    if source.min_frequency != 1 and all(feature.dictionary is None for feature in raw.features):
+    _check_frequency(source, [feature.kind for feature in raw.features])
+    return replace(raw, features=tuple(feature.at_least(source.min_frequency) for feature in raw.features))
+
+
+def _check_frequency(source: Source, kinds: Collection[str]) -> None:
+    """Raises DataError if values are to be counted that nobody counts. `kinds`: `encode` of each column of ids."""
+    if source.min_frequency != 1 and "dictionary" not in kinds:
         raise DataError(
             f"--min-frequency {source.min_frequency}, but no column of {source.data} has a dictionary; allowed: with "
             "encode = 'dictionary', whose values are counted"
         )
-    return replace(raw, features=tuple(feature.at_least(source.min_frequency) for feature in raw.features))
 
 
 def _load_named(source: Source, seed: int) -> RawSamples:

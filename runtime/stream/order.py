@@ -12,7 +12,7 @@ import bisect
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -200,8 +200,6 @@ class StreamOrder(Numbering):
 
     grows: bool = False
     """Whether more rows may come behind those that `held` is of. Then `rolling` has the windows that are complete."""
-
-    eval_rows: None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         if self.order not in ORDERS:

@@ -156,7 +156,7 @@ def open_stream(
 ) -> OpenedStream:
     """Reads the index of the files. Raises DataError for files or settings that give no stream.
 
-    `name`: that of the data set. `run`: what an order of data in memory depends on, too.
+    `name`: that of the data set.
     """
     paths = (source.data, *source.further)
     index = open_index(

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.order import OrderSettings
+from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.stream.order import ORDERS, Evaluation, StreamOrder
 from sennit.runtime.stream.split import Last, OneInEach, Places, Split, split
 
@@ -96,8 +100,36 @@ def test_ranks_together_have_the_batches_of_one(order: StreamOrder, world_size: 
         return
     for number in range(order.batch_count):
         parts = [rows_of(order, number, rank, world_size) for rank in range(world_size)]
+        whole = rows_of(order, number)
         assert [len(part) for part in parts] == order.counts(number, world_size)
-        assert np.array_equal(np.concatenate(parts), rows_of(order, number))
+        for rank, part in enumerate(parts):
+            # As the library cuts a batch.
+            slices = Slices(count=order.slices, rank=rank, world_size=world_size)
+            assert np.array_equal(part, whole[slices.own_samples(len(whole))])
+
+
+@given(order=orders())
+def test_batches_are_numbered_as_a_run_meets_them(order: StreamOrder) -> None:
+    walked: list[int] = []
+    for step in range(order.step_count):
+        walked.append(order.training_batch(step))
+        done = step + 1
+        every = order.eval_every or order.steps_per_epoch
+        if done % order.steps_per_epoch == 0 or done % every == 0 or done == order.step_count:
+            assert order.next_evaluation(done) == done
+            evaluation = order.evaluation_batches(done)
+            assert order.next_batch(done, evaluates=True) == evaluation.start
+            walked += evaluation
+        else:
+            assert order.next_evaluation(done) > done
+    assert walked == list(range(order.batch_count))
+    # A resumed run has done the evaluation of its first step, but does the one at the end again.
+    assert [order.next_batch(step) for step in range(order.step_count)] == [
+        order.training_batch(step) for step in range(order.step_count)
+    ]
+    assert order.next_batch(order.step_count) == order.batch_count - order.eval_batches
+    with pytest.raises(DataError, match=f"batch {order.batch_count}; allowed: 0 to {order.batch_count - 1}"):
+        order.chunk(order.batch_count, 0, 1)
 
 
 @given(order=orders())
@@ -216,6 +248,14 @@ def test_a_window_is_evaluated_before_it_is_trained_on() -> None:
 
 
 def test_what_cannot_be_ordered_is_refused() -> None:
+    run = OrderSettings(seed=1, split="last", eval_fraction=0.1, batch_size=6, epochs=1, max_steps=None)
+    for changed, message in (
+        ({"slices": 0}, "0 slices; allowed: a power of two, 1 to 32,768"),
+        ({"split": "first"}, "split 'first'; allowed: random, last"),
+        ({"eval_every": 0}, "evaluation every 0 steps; allowed: 1 or more"),
+    ):
+        with pytest.raises(DataError, match=message):
+            replace(run, **changed)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="leaves 0 for evaluation"):
         split("last", "evaluation", 10, 0.01, "key")
     with pytest.raises(DataError, match=r"part 0\.99 of 10 samples leaves 10 for evaluation"):

@@ -101,12 +101,15 @@ def failure(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_what_is_no_order_is_refused(seed: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     data = [*write(tmp_path / "data", table(seed)), *TINY]
+    (tmp_path / "ids.toml").write_text('label = "clicked"\n[sparse.user]\nrows = 40\n')
+    without = [*data[:3], str(tmp_path / "ids.toml"), *TINY]
     for options, words in (
         (
             ["--data", "synthetic", "--samples", "300", "--order", "time"],
             "synthetic: no column of time; allowed: time =",
         ),
         ([*data, "--order", "time", "--epochs", "2"], "--epochs 2 with --order time; allowed: 1"),
+        ([*without, "--min-frequency", "2"], "--min-frequency 2, but no column of"),
         ([*data, "--order", "shuffled", "--window", "1h"], "--window with --order shuffled; allowed: time"),
         ([*data, "--order", "time", "--window", "1y"], "--window: '1y'; allowed: a duration, like 6h"),
         ([*data, "--order", "time", "--window", "1d"], "windows of 1d: 1 with rows, from 1970-01-01 to"),
