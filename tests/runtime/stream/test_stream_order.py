@@ -255,7 +255,7 @@ def test_what_cannot_be_ordered_is_refused() -> None:
         ({"eval_every": 0}, "evaluation every 0 steps; allowed: 1 or more"),
     ):
         with pytest.raises(DataError, match=message):
-            replace(run, **changed)  # type: ignore[arg-type]
+            replace(run, **changed)
     with pytest.raises(DataError, match="leaves 0 for evaluation"):
         split("last", "evaluation", 10, 0.01, "key")
     with pytest.raises(DataError, match=r"part 0\.99 of 10 samples leaves 10 for evaluation"):
