@@ -167,8 +167,8 @@ def open_stream(
     )
     for file in index.files:
         check_types(file.name, schema, file.schema)
-    if (files := without_refused(index.files, schema)) != index.files:
-        index = index_of(files, index.columns, time_column=index.time_column)
+    if (kept := without_refused(index.files, schema)) != index.files:
+        index = index_of(kept, index.columns, time_column=index.time_column)
     if settings.order == "shuffled" and index.is_sequential:
         file = next(file for file in index.files if file.is_sequential)
         raise DataError(
