@@ -281,6 +281,26 @@ def in_place(rank: int, world: int, seed: int) -> None:
         assert torch.equal(torch.stack(listed), torch.stack(parts))
 
 
+def synchronous(rank: int, world: int, seed: int) -> None:
+    """A synchronous call of the group's own methods has ended when it returns, and there is nothing to wait for."""
+    inputs = Inputs(world, seed)
+    c10d = dist.distributed_c10d
+    group = c10d._get_default_group()
+    reduced, gathered, quiet = c10d.AllreduceOptions(), c10d.AllgatherOptions(), c10d.BarrierOptions()
+    reduced.asyncOp = gathered.asyncOp = quiet.asyncOp = False
+    for elements in (1, 70_001):
+        numbers = inputs.numbers(torch.float32, elements)
+        total, whole = numbers[rank].clone(), torch.zeros(world * elements)
+        assert group.allreduce([total], reduced) is None
+        check_fold(total, numbers, ReduceOp.SUM, "synchronous")
+        assert group._allgather_base(whole, numbers[rank], gathered) is None
+        assert torch.equal(whole, torch.cat(numbers))
+    assert group.barrier(quiet) is None
+    reduced.asyncOp = True
+    work = group.allreduce([torch.ones(1)], reduced)
+    assert work.wait()
+
+
 def coalesced(rank: int, world: int, seed: int) -> None:
     inputs = Inputs(world, seed)
     sizes = (1, 0, 5_000)

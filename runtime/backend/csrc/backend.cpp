@@ -247,6 +247,14 @@ static void pack(Call& call) {
   }
 }
 
+SennitBackend::WorkPointer SennitBackend::run(Call call) {
+  const bool is_awaited = !call.options.async && !is_coalescing();
+  WorkPointer work = start(std::move(call));
+  if (!is_awaited) return work;
+  work->wait(kNoTimeout);
+  return nullptr;
+}
+
 SennitBackend::WorkPointer SennitBackend::start(Call call) {
   check_usable();
   const bool has_tensors = call.collective != Collective::BARRIER;
@@ -430,7 +438,11 @@ c10::intrusive_ptr<c10d::Work> SennitBackend::allreduce_sparse(Tensors& tensors,
   gather_options.asyncOp = false;
   at::Tensor entries = at::empty({size_}, indices.options().device(at::kCPU));
   at::Tensor own_entries = at::full({1}, own._nnz(), entries.options());
-  _allgather_base(entries, own_entries, gather_options)->wait(kNoTimeout);
+  // In a coalescing block they are not awaited yet.
+  const auto finish = [](const WorkPointer& work) {
+    if (work != nullptr) work->wait(kNoTimeout);
+  };
+  finish(_allgather_base(entries, own_entries, gather_options));
 
   const auto gather_rows = [&](at::Tensor& rows) {
     Tensors all;
@@ -439,7 +451,7 @@ c10::intrusive_ptr<c10d::Work> SennitBackend::allreduce_sparse(Tensors& tensors,
       sizes[0] = entries[rank].item<int64_t>();
       all.push_back(at::empty(sizes, rows.options()));
     }
-    start(allgather_list_call(all, rows, gather_options))->wait(kNoTimeout);
+    finish(run(allgather_list_call(all, rows, gather_options)));
     return all;
   };
   const Tensors all_indices = gather_rows(indices);

@@ -105,6 +105,9 @@ class SennitBackend final : public c10d::Backend {
   // nothing in it from then on.
   WorkPointer guarded(c10::function_ref<WorkPointer()> call);
   bool is_coalescing() const { return coalescing_thread_.load() == std::this_thread::get_id(); }
+  // Starts a call. Waits for a synchronous one, and then returns null, as ProcessGroupNCCL does: torch's functions take
+  // that, and it saves an object of Python, a second call of it and two changes of the GIL.
+  WorkPointer run(Call call);
   WorkPointer start(Call call);
   void choose_way(Call& call);
   void cut_shares(Call& call);

@@ -54,7 +54,7 @@ SennitBackend::WorkPointer SennitBackend::allreduce(Tensors& tensors, const c10d
   return guarded([&] {
     TORCH_CHECK_VALUE(tensors.size() == 1, "tensors has ", tensors.size(), " tensors; exactly 1 is allowed");
     if (tensors[0].is_sparse()) return allreduce_sparse(tensors, options);
-    return start(allreduce_call("tensor", tensors[0], options));
+    return run(allreduce_call("tensor", tensors[0], options));
   });
 }
 
@@ -81,7 +81,7 @@ SennitBackend::WorkPointer SennitBackend::broadcast(Tensors& tensors, const c10d
     call.root = static_cast<uint32_t>(options.rootRank);
     call.counts.push_back(count_of(tensors[0]));
     call.outputs.push_back(tensors[0]);
-    return start(std::move(call));
+    return run(std::move(call));
   });
 }
 
@@ -97,7 +97,7 @@ SennitBackend::WorkPointer SennitBackend::reduce(Tensors& tensors, const c10d::R
     call.options.scalar = premul_factor(options.reduceOp);
     call.counts.push_back(count_of(tensors[0]));
     call.outputs.push_back(tensors[0]);
-    return start(std::move(call));
+    return run(std::move(call));
   });
 }
 
@@ -121,7 +121,7 @@ Call SennitBackend::allgather_call(const char* what, at::Tensor& output, at::Ten
 
 SennitBackend::WorkPointer SennitBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                           const c10d::AllgatherOptions& options) {
-  return guarded([&] { return start(allgather_call("output", output, input, options)); });
+  return guarded([&] { return run(allgather_call("output", output, input, options)); });
 }
 
 SennitBackend::WorkPointer SennitBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
@@ -160,7 +160,7 @@ SennitBackend::WorkPointer SennitBackend::allgather(TensorLists& outputs, Tensor
   return guarded([&] {
     TORCH_CHECK_VALUE(inputs.size() == 1 && outputs.size() == 1, "all_gather has ", inputs.size(), " inputs and ",
                       outputs.size(), " output lists; exactly 1 of each is allowed");
-    return start(allgather_list_call(outputs[0], inputs[0], options));
+    return run(allgather_list_call(outputs[0], inputs[0], options));
   });
 }
 
@@ -207,7 +207,7 @@ SennitBackend::WorkPointer SennitBackend::gather(TensorLists& outputs, Tensors& 
       call.inputs.push_back(input);
       call.counts.append(static_cast<size_t>(size_), count_of(input));
     }
-    return start(std::move(call));
+    return run(std::move(call));
   });
 }
 
@@ -237,7 +237,7 @@ SennitBackend::WorkPointer SennitBackend::scatter(Tensors& outputs, TensorLists&
                         ") may pass any");
       call.counts.append(static_cast<size_t>(size_), count_of(output));
     }
-    return start(std::move(call));
+    return run(std::move(call));
   });
 }
 
@@ -262,7 +262,7 @@ SennitBackend::WorkPointer SennitBackend::reduce_scatter(Tensors& outputs, Tenso
       call.inputs.push_back(in_place ? input : written.apart(input));
     }
     call.outputs.push_back(output);
-    return start(std::move(call));
+    return run(std::move(call));
   });
 }
 
@@ -287,7 +287,7 @@ Call SennitBackend::reduce_scatter_call(at::Tensor& output, at::Tensor& input,
 
 SennitBackend::WorkPointer SennitBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                                const c10d::ReduceScatterOptions& options) {
-  return guarded([&] { return start(reduce_scatter_call(output, input, options)); });
+  return guarded([&] { return run(reduce_scatter_call(output, input, options)); });
 }
 
 SennitBackend::WorkPointer SennitBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
@@ -334,7 +334,7 @@ SennitBackend::WorkPointer SennitBackend::alltoall_base(at::Tensor& output, at::
                       " of input_split_sizes and output_split_sizes must mean the same size");
     call.inputs.push_back(written.apart(input));
     call.outputs.push_back(output);
-    return start(std::move(call));
+    return run(std::move(call));
   });
 }
 
@@ -358,7 +358,7 @@ SennitBackend::WorkPointer SennitBackend::alltoall(Tensors& outputs, Tensors& in
       call.counts.push_back(count_of(output));
       call.outputs.push_back(output);
     }
-    return start(std::move(call));
+    return run(std::move(call));
   });
 }
 
@@ -379,7 +379,7 @@ SennitBackend::WorkPointer SennitBackend::point_to_point(const char* title, OpTy
     call.options.tag = static_cast<uint32_t>(tag);
     call.counts.push_back(count_of(tensors[0]));
     call.outputs.push_back(tensors[0]);
-    return start(std::move(call));
+    return run(std::move(call));
   });
 }
 
@@ -403,7 +403,7 @@ SennitBackend::WorkPointer SennitBackend::barrier(const c10d::BarrierOptions& op
     call.type = OpType::BARRIER;
     call.options.timeout_us = options.timeout.count() > 0 ? static_cast<uint64_t>(options.timeout.count()) * 1000 : 0;
     call.options.async = options.asyncOp;
-    return start(std::move(call));
+    return run(std::move(call));
   });
 }
 
