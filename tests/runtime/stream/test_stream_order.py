@@ -130,29 +130,6 @@ def test_ranks_together_have_the_batches_of_one(order: StreamOrder, world_size: 
             assert np.array_equal(part, whole[slices.own_samples(len(whole))])
 
 
-@given(order=orders())
-def test_batches_are_numbered_as_a_run_meets_them(order: StreamOrder) -> None:
-    walked: list[int] = []
-    for step in range(order.step_count):
-        walked.append(order.training_batch(step))
-        done = step + 1
-        every = order.eval_every or order.steps_per_epoch
-        if done % order.steps_per_epoch == 0 or done % every == 0 or done == order.step_count:
-            assert order.next_evaluation(done) == done
-            evaluation = order.evaluation_batches(done)
-            assert order.next_batch(done, evaluates=True) == evaluation.start
-            walked += evaluation
-        else:
-            assert order.next_evaluation(done) > done
-    assert walked == list(range(order.batch_count))
-    # A resumed run has done the evaluation of its first step, but does the one at the end again.
-    assert [order.next_batch(step) for step in range(order.step_count)] == [
-        order.training_batch(step) for step in range(order.step_count)
-    ]
-    assert order.next_batch(order.step_count) == order.batch_count - order.eval_batches
-    with pytest.raises(DataError, match=f"batch {order.batch_count}; allowed: 0 to {order.batch_count - 1}"):
-        order.chunk(order.batch_count, 0, 1)
-
 
 @given(order=orders())
 def test_a_chunk_names_the_one_that_follows(order: StreamOrder) -> None:
