@@ -84,6 +84,8 @@ def feed(
                 raise
         facts = stream.facts
         console.print(f"{facts.name}: {facts.sample_count:,} samples, {len(facts.tables)} tables")
+        if skipped := stream.stream.index.skipped_rows:
+            console.print(f"{facts.name}: {skipped:,} broken lines are left out")
         with _Display(console) as display:
             report = feeding.run(
                 address,

@@ -351,7 +351,10 @@ class TrainingConfig:
                 f"--decay {self.decay} with --follow, whose last step is not known; allowed: with --decay-steps or "
                 "--steps, or --decay none"
             )
-        for option, is_given in (("elastic", self.elastic), ("rebalance", self.rebalance is not None)):
+        others = {
+            "elastic": self.elastic, "ingest": self.ingest is not None, "rebalance": self.rebalance is not None,
+        }  # fmt: skip
+        for option, is_given in others.items():
             if is_given:
                 raise ConfigError(f"--{option} with --follow; allowed: one of the two")
 

@@ -209,6 +209,7 @@ def test_without_a_feeder_it_ends_at_the_deadline(port: int, capsys: pytest.Capt
     [
         (["--ingest", "cpu://127.0.0.1", "--data", "flights"], "--data with --ingest"),
         (["--ingest", "cpu://127.0.0.1", "--zipf", "1"], "--zipf with --ingest"),
+        (["--ingest", "cpu://127.0.0.1", "--order", "files", "--follow", "--decay", "none"], "--ingest with --follow"),
         (["--sketch", "ids.sketch"], "--sketch without --ingest"),
         (["--ingest", "dpu://x"], "allowed: xdp://INTERFACE"),
         (["--ingest", "cpu://127.0.0.1:70000"], "port '70000'"),
