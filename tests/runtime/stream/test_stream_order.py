@@ -130,7 +130,6 @@ def test_ranks_together_have_the_batches_of_one(order: StreamOrder, world_size: 
             assert np.array_equal(part, whole[slices.own_samples(len(whole))])
 
 
-
 @given(order=orders())
 def test_a_chunk_names_the_one_that_follows(order: StreamOrder) -> None:
     for number in range(order.batch_count):
