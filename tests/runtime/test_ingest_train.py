@@ -190,7 +190,7 @@ def test_plans_do_not_depend_on_owners(kept_world: WorldFactory, port: int) -> N
 
 @pytest.mark.slow
 def test_feeders_are_told_why_a_run_failed(port: int, capsys: pytest.CaptureFixture[str]) -> None:
-    rates = ["--dense-optimizer", "sgd", "--dense-rate", "1e20", "--sparse-rate", "1e20"]
+    rates = ["--dense-optimizer", "sgd", "--dense-rate", "999", "--sparse-rate", "999", "--decay", "none"]
     with feeder(port) as process:
         told = refusal(["--ingest", f"cpu://127.0.0.1:{port}", "--timeout", "60", *rates], capsys)
         assert "error: rank 0: loss is " in told
