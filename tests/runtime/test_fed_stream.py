@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from sennit.runtime.training.command import main
 from tests.extent import briefly
 from tests.runtime.stream.stream_files import SCHEMA, table, write
 from tests.runtime.stream.test_stream_training import ORDERS, TINY, outcome
@@ -50,3 +55,68 @@ def test_feeders_give_the_bits_of_files(order: str, seed: int, tmp_path: Path, p
         said, _ = process.communicate(timeout=30)
     assert process.returncode == 0, said
     assert outcome(found) == outcome(alone)
+
+
+@contextmanager
+def once_there_is(path: Path, act: Callable[[], object]) -> Iterator[None]:
+    """Does something in another thread as soon as a file is there."""
+
+    def wait() -> None:
+        deadline_s = time.monotonic() + 120
+        while not path.exists() and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        act()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    yield
+    thread.join()
+
+
+@pytest.mark.slow
+def test_a_feeder_that_is_killed_and_a_resumption_from_files_change_no_bit(
+    seed: int, tmp_path: Path, port: int
+) -> None:
+    data = data_of(tmp_path / "data", seed)
+    options = [*TINY, *ORDERS["shuffled"], "--seed", str(seed)]
+    alone = train(tmp_path / "files.json", *data, *options, "--ranks", "1")
+    kept = [*options, "--checkpoint", str(tmp_path / "kept"), "--checkpoint-every", "5"]
+    with (
+        feeder(port, *data) as first,
+        feeder(port, *data) as second,
+        once_there_is(tmp_path / "kept" / "step-000000005", lambda: os.kill(first.pid, signal.SIGKILL)),
+    ):
+        # It ends in the second epoch.
+        train(tmp_path / "fed.json", *fed(port), *kept, "--ranks", "2", "--steps", "33")
+        said, _ = second.communicate(timeout=30)
+        assert first.wait(30) == -signal.SIGKILL
+    assert second.returncode == 0, said
+    found = train(tmp_path / "on.json", *data, *kept, "--ranks", "1", "--resume")
+    assert found["steps"]["first"] == 33
+    assert outcome(found) == outcome(alone)
+
+
+# It waits for other feeders as long as a run may.
+@pytest.mark.long
+def test_a_file_that_is_cut_while_it_is_read_ends_the_run_and_is_named(
+    seed: int, tmp_path: Path, port: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = data_of(tmp_path / "data", seed)
+    options = [*TINY, "--shuffle-rows", "250", "--order", "shuffled", "--epochs", "90000", "--timeout", "30"]
+    kept = ["--checkpoint", str(tmp_path / "kept"), "--checkpoint-every", "5"]
+    cut = tmp_path / "data" / "part-1.parquet"
+    with (
+        feeder(port, *data) as process,
+        once_there_is(tmp_path / "kept" / "step-000000005", lambda: os.truncate(cut, 900)),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main([*fed(port), *options, *kept, "--ranks", "2"])
+        said, _ = process.communicate(timeout=30)
+    assert ended.value.code == 1
+    assert process.returncode == 1
+    assert "part-1.parquet: " in said.splitlines()[-1]
+    told = " ".join(capfd.readouterr().err.split())
+    assert "and none more within 30 s; feeders: none; gone: " in told
+    assert "(it says: " in told
+    assert "part-1.parquet: " in told
+    assert (tmp_path / "kept" / "step-000000005").is_dir()
