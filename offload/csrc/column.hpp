@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <iterator>
 #include <memory>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -15,33 +16,62 @@ template <typename Element>
 using Buffer = std::shared_ptr<std::vector<Element>>;
 
 constexpr std::size_t SPARE_BUFFERS_MAX = 256;
+constexpr std::size_t SPARE_BYTES_MAX = 64u << 20;
 constexpr std::size_t SMALL_BUFFER = 512;  // elements
 
-// One cache per thread. Never destroyed, because buffers may be returned while their thread ends.
+// Buffers of one type that nobody uses. All threads share them: one thread may read samples ahead, and another one is
+// done with them. Never destroyed, because buffers may be returned while their thread ends.
 template <typename Element>
-std::vector<std::unique_ptr<std::vector<Element>>>& spare_buffers() {
-  static thread_local auto* spare = new std::vector<std::unique_ptr<std::vector<Element>>>;
-  return *spare;
-}
+class SpareBuffers {
+ public:
+  using Memory = std::unique_ptr<std::vector<Element>>;
+
+  static SpareBuffers& shared() {
+    static auto* spare = new SpareBuffers;
+    return *spare;
+  }
+
+  // Memory of at least `size` elements; null if there is none. Memory of more than twice the size is left to those who
+  // need it.
+  Memory take(std::size_t size) {
+    const std::lock_guard lock(mutex_);
+    for (auto one = spare_.rbegin(); one != spare_.rend(); ++one)
+      if ((*one)->size() >= size && (*one)->size() / 2 <= size + SMALL_BUFFER) {
+        Memory found = std::move(*one);
+        spare_.erase(std::next(one).base());
+        bytes_ -= found->size() * sizeof(Element);
+        return found;
+      }
+    return nullptr;
+  }
+
+  // The oldest makes room.
+  void give(Memory memory) {
+    std::vector<Memory> gone;  // freed without the lock
+    const std::lock_guard lock(mutex_);
+    bytes_ += memory->size() * sizeof(Element);
+    spare_.push_back(std::move(memory));
+    while (spare_.size() > SPARE_BUFFERS_MAX || bytes_ > SPARE_BYTES_MAX) {
+      bytes_ -= spare_.front()->size() * sizeof(Element);
+      gone.push_back(std::move(spare_.front()));
+      spare_.erase(spare_.begin());
+    }
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<Memory> spare_;
+  std::size_t bytes_ = 0;
+};
 
 // At least `size` uninitialised elements. Reuses memory if it can: touching the pages of new memory costs several times
-// what an operator needs to fill them. Memory of more than twice the size is left to those who need it.
+// what an operator needs to fill them.
 template <typename Element>
 Buffer<Element> buffer(std::size_t size) {
-  auto& spare = spare_buffers<Element>();
-  std::unique_ptr<std::vector<Element>> found;
-  for (auto one = spare.rbegin(); one != spare.rend() && !found; ++one)
-    if ((*one)->size() >= size && (*one)->size() / 2 <= size + SMALL_BUFFER) {
-      found = std::move(*one);
-      spare.erase(std::next(one).base());
-    }
+  auto found = SpareBuffers<Element>::shared().take(size);
   if (!found) found = std::make_unique<std::vector<Element>>(size);
   return {found.release(), [](std::vector<Element>* used) {
-            std::unique_ptr<std::vector<Element>> owned(used);
-            // Returns to the cache of the releasing thread, which may not be the allocating one. The oldest makes room.
-            auto& back = spare_buffers<Element>();
-            if (back.size() == SPARE_BUFFERS_MAX) back.erase(back.begin());
-            back.push_back(std::move(owned));
+            SpareBuffers<Element>::shared().give(std::unique_ptr<std::vector<Element>>(used));
           }};
 }
 
