@@ -29,7 +29,7 @@ STREAM_ORDER_VERSION: Final = 2
 
 ORDERS: Final = ("shuffled", "time", "files")
 CHUNK_ROWS: Final = 1 << 16
-"""Rows of a chunk of all ranks, where they are not shuffled."""
+"""Rows of a chunk of all ranks, where they are not shuffled, at most."""
 
 Interval = tuple[int, int]
 """[begin, end)"""
@@ -191,6 +191,9 @@ class StreamOrder(Numbering):
     max_steps: int | None = None
     eval_every: int | None = None
     slices: int = 8
+    chunk_rows: int = CHUNK_ROWS
+    """Rows of a chunk of all ranks, where they are not shuffled. It decides no bit, but how much is in memory."""
+
     shuffle_rows: int = 1 << 18
     """Rows of a window of all slices, in which rows are permuted, at most. Those of an epoch have one size. Part of the
     model."""
@@ -398,7 +401,7 @@ class StreamOrder(Numbering):
 
     @property
     def _chunk_batches(self) -> int:
-        return max(1, CHUNK_ROWS // self.batch_size)
+        return max(1, self.chunk_rows // self.batch_size)
 
     def _regions(self, count: int, key: str | None = None) -> _Regions:
         return _Regions(count, self.batch_size, self.slices, key)

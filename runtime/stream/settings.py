@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import torch.distributed as dist
 
@@ -25,7 +25,7 @@ from sennit.runtime.stream.fitting import fit
 from sennit.runtime.stream.follow_settings import FollowSettings
 from sennit.runtime.stream.index import StreamIndex, index_of, open_index
 from sennit.runtime.stream.memory_file import in_memory
-from sennit.runtime.stream.order import ORDERS, STREAM_ORDER_VERSION, Interval, StreamOrder
+from sennit.runtime.stream.order import CHUNK_ROWS, ORDERS, STREAM_ORDER_VERSION, Interval, StreamOrder
 from sennit.runtime.stream.refused_rows import without_refused
 from sennit.runtime.stream.source import Stream
 from sennit.runtime.stream.split import Last, Split, split
@@ -39,6 +39,9 @@ from sennit.runtime.stream.times import (
     rolling,
 )
 from sennit.transport.errors import ConfigError
+
+CHUNK_BYTES: Final = 16 << 20
+"""A chunk of wide rows has fewer of them: several chunks are in memory, and each is put together from pieces."""
 
 EVALUATE_ON = ("rest", "next")
 
@@ -204,6 +207,11 @@ def short_stream(data: RawSamples | Samples, settings: StreamSettings, run: Orde
     return ordered(raw.name, index, schema, len(raw) - (raw.eval_rows or 0), settings, run)
 
 
+def _row_bytes(schema: Schema) -> int:
+    """Of a row's samples, with one id for each table."""
+    return 4 * (len(schema.dense) + len(schema.labels)) + 8 * len(schema.sparse)
+
+
 def ordered(
     name: str,
     index: StreamIndex,
@@ -257,6 +265,7 @@ def ordered(
         max_steps=run.max_steps,
         eval_every=run.eval_every,
         slices=run.slices,
+        chunk_rows=min(CHUNK_ROWS, CHUNK_BYTES // _row_bytes(schema)),
         shuffle_rows=settings.shuffle_rows,
         rolling=windows,
         grows=grows,
