@@ -112,7 +112,7 @@ class Times:
             return -math.inf
         key = place.file.name, place.block
         if before_s is None and place.row == 0:
-            before_s = self._latest_s.get((place.file.name, place.block - 1))
+            before_s = self._latest_before(place)
         times = self._seconds(place, rows)
         latest = np.maximum.accumulate(np.concatenate([[-np.inf if before_s is None else before_s], times]))
         late = np.flatnonzero(times < latest[:-1] - self._tolerance_s)
@@ -121,6 +121,16 @@ class Times:
             raise self._backwards(place.behind(row), float(times[row]), float(latest[row]))
         self._latest_s[key] = max(float(latest[-1]), self._latest_s.get(key, -np.inf))
         return float(latest[-1])
+
+    def _latest_before(self, place: Place) -> float | None:
+        """The latest time of the block before this one, which may be of the file before; None: it was not decoded."""
+        if place.block:
+            return self._latest_s.get((place.file.name, place.block - 1))
+        number = self._index.files.index(place.file)
+        if not number:
+            return None
+        before = self._index.files[number - 1]
+        return self._latest_s.get((before.name, len(before.block_rows) - 1))
 
     def row_at(self, moment_s: float) -> int:
         """The first row whose time is not before the moment; the number of rows if there is none."""
@@ -159,6 +169,12 @@ class Times:
         found = self._windows.setdefault(length_s, [])
         # The last one may have got more rows.
         moment, row = found.pop() if found else (math.floor(self.first_s / length_s) * length_s, 0)
+        longest_s = max(abs(self.first_s), abs(self.last_s))
+        if longest_s + length_s == longest_s:
+            raise DataError(
+                f"windows of {duration_text(length_s)}, but times are {longest_s:g} s from 1970; allowed: times whose "
+                'unit the schema says, as time = { column = "at", unit = "ns" }'
+            )
         while row < self._row_count:
             following = self.row_at(moment + length_s)
             if following > row:
@@ -213,7 +229,11 @@ class Times:
         if not (arrow.types.is_integer(column.type) or arrow.types.is_floating(column.type)):
             wide = arrow.int32() if arrow.types.is_date32(column.type) else arrow.int64()
             column = column.cast(wide)
-        return np.asarray(column.to_numpy(zero_copy_only=False)).astype(np.float64) * self._unit_s
+        found = np.asarray(column.to_numpy(zero_copy_only=False)).astype(np.float64) * self._unit_s
+        if not np.isfinite(found).all():
+            row = int(np.flatnonzero(~np.isfinite(found))[0])
+            raise DataError(f"{place.behind(row).of(self._column)}: {found[row]}; allowed: a time in every row")
+        return found
 
     def _unit_of(self, kind: Any, unit: str) -> float:
         types = require("pyarrow", package="pyarrow", purpose="a column of time").types

@@ -140,3 +140,30 @@ def test_late_rows_move_no_window_and_more_rows_move_none(
     longer = Times(index, tolerance_s=late, before=shorter)
     assert list(longer.windows(float(length))) == list(whole.windows(float(length)))
     assert list(whole.windows(float(length)))[: len(known) - 1] == known[:-1]
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_time_that_is_no_number_is_named(wrong: float, tmp_path: Path) -> None:
+    times = times_of(tmp_path, pa.array([1.0, 2.0, 3.0, 4.0, wrong]), statistics=False)
+    with pytest.raises(DataError, match=f"column at, row group 1, row 1: {wrong}; allowed: a time in every row"):
+        times.row_at(9.0)
+
+
+def test_windows_of_times_in_another_unit_end_in_an_error(tmp_path: Path) -> None:
+    times = times_of(tmp_path, pa.array([1_700_000_000_000_000_000, 1_700_000_060_000_000_000]))
+    with pytest.raises(DataError, match=r'windows of 1m, but times are 1\.7e\+18 s from 1970; .* unit = "ns"'):
+        times.windows(60.0)
+
+
+def test_text_files_that_go_back_in_time_are_named(tmp_path: Path) -> None:
+    for name, first in (("a.csv", 1000), ("b.csv", 0)):
+        (tmp_path / name).write_text("at\n" + "".join(f"{first + row}\n" for row in range(50)))
+    index = open_index([str(tmp_path / "*.csv")], ["at"], time_column="at")
+    times = Times(index)
+
+    def read() -> None:
+        for place, rows in index.read(0, index.sample_count, ["at"]):
+            times.check(place, rows, None)
+
+    with pytest.raises(DataError, match=r"b\.csv: column at, line 2: 1970-01-01 after 1970-01-01T00:17:29"):
+        read()
