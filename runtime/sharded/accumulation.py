@@ -135,7 +135,7 @@ class Waiting:
                     yield found.table, float(found.sums.double().square().sum())
 
     def take(self, rates: Rates, *, factor: float) -> GradientError | None:
-        taken = self._in_order()
+        taken = [given._replace(batch=self._shards.current(given.announced, given.batch)) for given in self._in_order()]
         self._kept, self._settled = [], 0
         if not taken:
             return None

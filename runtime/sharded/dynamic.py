@@ -23,7 +23,7 @@ from sennit.runtime.kernels.id_directory import IdDirectory, counted, initial_ro
 from sennit.runtime.kernels.spec import Pooling, ShardSpec
 from sennit.runtime.sharded.shards import Announced, Held, Shards
 from sennit.runtime.sharded.tables import Shard, Table
-from sennit.transport.errors import ConfigError
+from sennit.transport.errors import ArgumentError, ConfigError
 
 SPARE_ROWS_MIN: Final = 1 << 16
 
@@ -59,6 +59,10 @@ class _Numbers:
         """Reads the directories anew, after their entries have changed."""
         self.directory = IdDirectory(self.entries["ids"])
         self.candidates = IdDirectory(self.entries["candidates"]) if "candidates" in self.entries else None
+
+    def copied(self) -> dict[str, Tensor]:
+        """Copies of the entries of each directory."""
+        return {name: one.clone() for name, one in self.entries.items()}
 
     def rows_of(self, ids: Tensor, step: int, *, trains: bool, once: bool) -> tuple[Tensor, Tensor]:
         """Int64 [n]: the row of each of `ids`; and the rows that others gave up for them, int64.
@@ -191,6 +195,8 @@ class DynamicShards(Shards):
             for number, (shard, spec) in enumerate(zip(shards, specs, strict=True))
             if spec.directories
         }
+        # Copies of the entries, for `changed_entries`.
+        self._before: dict[int, dict[str, Tensor]] = {}
         # Batches that are looked up and have not been updated or released.
         self._in_use: weakref.WeakSet[Announced] = weakref.WeakSet()
         if state is not None:
@@ -223,24 +229,35 @@ class DynamicShards(Shards):
     def _give_up(self, freed: Mapping[int, Tensor]) -> None:
         """Rows by table that now belong to other ids: what an earlier batch has of them is lost, and they change."""
         for one in self._in_use:
-            values = one.batch.values.clone()
-            for block in one.batch.blocks():
-                if block.table in freed:
-                    part = values[block.lookups]
-                    # The last spare row, which no id has for longer than a batch.
-                    last = self.engine.specs[block.table].row_count - 1
-                    part[torch.isin(part, freed[block.table])] = last
-            one.batch = dataclasses.replace(one.batch, values=values)
-        if self.engine.on_update is not None:
-            rows = torch.cat(list(freed.values()))
-            self.engine.on_update(
-                Batch(
-                    table_of_block=tuple(freed),
-                    bags_of_block=tuple(map(len, freed.values())),
-                    lengths=torch.ones(len(rows), dtype=torch.int32),
-                    values=rows,
-                )
-            )
+            one.batch = self._without(one.batch, freed)
+            one.given_up.append(freed)
+
+    def current(self, announced: Announced, batch: Batch) -> Batch:
+        for freed in announced.given_up:
+            batch = self._without(batch, freed)
+        return batch
+
+    def _without(self, batch: Batch, freed: Mapping[int, Tensor]) -> Batch:
+        """The batch, with the last spare row, which no id has for longer than a batch, in place of freed rows."""
+        values = batch.values.clone()
+        for block in batch.blocks():
+            if block.table in freed:
+                part = values[block.lookups]
+                part[torch.isin(part, freed[block.table])] = self.engine.specs[block.table].row_count - 1
+        return dataclasses.replace(batch, values=values)
+
+    def follow_directories(self) -> None:
+        self._before = {number: own.copied() for number, own in self._numbers.items()}
+
+    def changed_entries(self, *, clear: bool) -> dict[int, Tensor]:
+        found = {}
+        for number, own in self._numbers.items():
+            # Entries of candidates have numbers of their own, which are rows of the state as those of ids are.
+            differs = [(own.entries[name] != old).any(1) for name, old in self._before[number].items()]
+            found[number] = torch.stack(differs).any(0).nonzero().flatten()
+            if clear:
+                self._before[number] = own.copied()
+        return found
 
     def ids(self, batch: Batch, block: Block) -> Tensor:
         rows = super().ids(batch, block)
@@ -261,6 +278,12 @@ class DynamicShards(Shards):
             yield Held(name=held.name, weight=held.weight[:count], states=states)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
+        for own in self._numbers.values():
+            for name in own.entries:
+                try:
+                    IdDirectory(state[f"{own.spec.name}.{name}"].contiguous().clone())
+                except ArgumentError as error:
+                    raise ArgumentError(f"{own.spec.name}.{name}: {error}") from None
         super().load(state)
         for own in self._numbers.values():
             own.open()

@@ -149,7 +149,8 @@ class Passes:
         has_backward = torch.is_grad_enabled() and not (weights is None and steps.optimizer.are_frozen)
         if has_backward and steps.has_dynamic:
             rates = steps.optimizer.rates()
-            sent.trained = frozenset(number for number, rate in enumerate(rates) if rate is not None)
+            # A rate of 0 leaves tables as they are, as a frozen table is left.
+            sent.trained = frozenset(number for number, rate in enumerate(rates) if rate)
         if self._run is not None and weights is None and has_backward:
             return self._pending(self._called(sent), self._run)
         self.finish()

@@ -43,6 +43,9 @@ class Announced:
         self.batch = batch
         """The lookups as the engine takes them, once `Shards.fetch` has returned."""
 
+        self.given_up: list[Mapping[int, Tensor]] = []
+        """Rows by table that other ids have got since this batch was looked up (`Shards.current`)."""
+
         self.trained: frozenset[int] = frozenset()
         """The tables of the model whose rows this batch will update: `fetch` gives rows to new ids of dynamic ones."""
 
@@ -158,6 +161,19 @@ class Shards:
 
     def counters(self) -> dict[str, int]:
         """Counters of the caches before files, by name; empty if there is none."""
+        return {}
+
+    def current(self, announced: Announced, batch: Batch) -> Batch:
+        """Blocks of `announced`, without rows that other ids have got since it was looked up."""
+        return batch
+
+    def follow_directories(self) -> None:
+        """From now on `changed_entries` knows which entries of directories change."""
+
+    def changed_entries(self, *, clear: bool) -> dict[int, Tensor]:
+        """For each dynamic table, by its number here: int64 [n], the rows of which an entry of a directory has changed
+        since `follow_directories`, or the last call with `clear`.
+        """
         return {}
 
     def id_counters(self) -> dict[int, Counter[str]]:

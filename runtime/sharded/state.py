@@ -226,6 +226,7 @@ class ChangedRows:
             if not isinstance(spec, TensorTrainSpec)
         }
         shards.engine.on_update = self._mark
+        shards.follow_directories()
 
     def _mark(self, batch: Batch) -> None:
         for block in batch.blocks():
@@ -239,6 +240,9 @@ class ChangedRows:
 
     def rows(self, *, clear: bool) -> Iterator[tuple[str, Tensor]]:
         """Yields each table's name and its changed rows, int64 [n], rising. `clear`: forgets them."""
+        # A lookup gives rows to ids, and takes rows away, whether an update follows or not.
+        for number, rows in self._shards.changed_entries(clear=clear).items():
+            self._is_changed[number].index_fill_(0, rows, True)
         for number, is_changed in self._is_changed.items():
             yield self._names[number], is_changed.nonzero().flatten()
             if clear:

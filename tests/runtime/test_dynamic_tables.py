@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sennit.runtime.sharded import DynamicIds, ShardedEmbeddingBags, ShardedEmbeddings, Table
-from sennit.transport.errors import ConfigError
+from sennit.transport.errors import ArgumentError, ConfigError
 from tests.runtime.world import WorldFactory
 
 SAMPLES = 48
@@ -237,3 +237,62 @@ def replicated(rank: int, world: int) -> str:
 def test_a_copy_on_each_rank_is_refused(kept_world: WorldFactory) -> None:
     for message in kept_world(2).run(replicated):
         assert "table user: dynamic ids with a copy on every rank" in message
+
+
+def changed_without_updates(rank: int, world: int, admit_after: int) -> None:
+    """Lookups give rows and count ids, also if no update follows, or one at rate 0."""
+    table = Table(name="user", rows=400, dim=4, row_shards=4, ids=DynamicIds(admit_after=admit_after))
+    module = ShardedEmbeddingBags([table], lr=0.1, gradients="sum", placement="row_wise", seed=7)
+    module.track_changes()
+    known = {name: one.clone() for name, one in module.state_dict().items()}
+    own = module.slices.own_samples(SAMPLES)
+    for step in range(12):
+        module["user"].lr = 0.0 if step % 4 == 1 else 0.1
+        found = module({"user": ids_of(step, 0, 2)[own]}, global_batch=SAMPLES)["user"]
+        if step % 4 != 2:
+            found.sum().backward()
+        changes = module.changes()
+        for name, one in module.state_dict().items():
+            rows = changes.get(f"{name.rpartition('.')[0]}.changed_rows")
+            if rows is not None:
+                known[name][rows] = changes[name]
+            if name != "steps":
+                assert known[name].equal(one), (step, name)
+
+
+@pytest.mark.parametrize("admit_after", [1, 3])
+def test_increments_have_all_that_lookups_change(kept_world: WorldFactory, admit_after: int) -> None:
+    kept_world(2).run(changed_without_updates, admit_after)
+
+
+def late(rank: int, world: int, row_shards: int) -> float:
+    """A gradient that is kept comes to its step when its row has gone to another id."""
+    table = Table(name="user", rows=8, dim=4, row_shards=row_shards, optimizer="sgd", ids=DynamicIds(evicted_share=1.0))
+    module = ShardedEmbeddingBags([table], lr=1.0, gradients="sum", placement="row_wise", seed=7)
+    first, second, third = (torch.arange(4 * one, 4 * one + 4).view(-1, 1) for one in range(3))
+    old = module({"user": first})["user"]
+    module({"user": second})["user"].sum().backward()
+    with module.no_sync():
+        (1000 * old).sum().backward()
+    new = module({"user": third})["user"]
+    new.sum().backward()
+    return float((module["user"].get_rows(third.flatten()) - new.detach()).abs().max())
+
+
+def test_a_gradient_of_an_id_that_has_gone_reaches_no_other(kept_world: WorldFactory) -> None:
+    assert kept_world(1).run(late, 1)[0] == pytest.approx(1.0)
+
+
+def test_a_state_with_an_id_twice_is_refused_before_anything_changes(kept_world: WorldFactory) -> None:
+    kept_world(1).run(loaded_twice)
+
+
+def loaded_twice(rank: int, world: int) -> None:
+    module = ShardedEmbeddingBags([Table(name="user", rows=8, dim=4, ids="dynamic")], lr=1.0)
+    module({"user": torch.tensor([[5], [6]])})["user"].sum().backward()
+    before, state = module.digest(), {name: one.clone() for name, one in module.state_dict().items()}
+    state["user/0.0.weight"] += 1
+    state["user/0.0.ids"][1] = state["user/0.0.ids"][0]
+    with pytest.raises(ArgumentError, match=r"user/0.0.ids: id 5 has two rows"):
+        module.load_state_dict(state)
+    assert module.digest() == before
