@@ -81,9 +81,9 @@ def check(source: Source) -> None:
         raise DataError(f"--eval-data belongs to Parquet files, but the data set is {source.data!r}")
     if source.schema is not None:
         raise DataError(f"--schema belongs to Parquet files, but the data set is {source.data!r}")
+    purpose = f"the data set {source.data}"
+    check_installed("pyarrow", purpose=purpose)
     if source.data in PACKAGED:
-        purpose = f"the data set {source.data}"
-        check_installed("pyarrow", purpose=purpose)
         package_file(*PACKAGED[source.data], purpose=purpose)
 
 

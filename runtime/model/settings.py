@@ -130,8 +130,6 @@ _DYNAMIC: Final[dict[str, Check]] = {
     "evicted_share": _ABOVE_0,
 }
 _TABLE: Final[dict[str, Check]] = {
-    "ids": _ids,
-    "rows": integer(1, (1 << 40) - 1),
     "dim": integer(1, MAX_DIM * MAX_SHARDS),
     "precision": choice(names_of(Precision)),
     "pooling": choice(names_of(Pooling, Pooling.NONE)),
@@ -143,6 +141,8 @@ _TABLE: Final[dict[str, Check]] = {
     "train_rank": lambda place, value: integer(0, MAX_DIM)(place, value) or None,
     "initial": _initial,
     "home": choice(names_of(Home)),
+    "ids": _ids,
+    "rows": integer(1, (1 << 40) - 1),
 }
 # Settings that fit a tensor train: it is one shard, and has its own initial values.
 _TRAIN: Final = {"row_shards": 1, "column_shards": 1, "initial": None}

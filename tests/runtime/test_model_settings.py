@@ -201,7 +201,10 @@ def test_the_manifest_gets_every_setting(tables: Tables) -> None:
     user, item = as_json(tables('[tables.user]\nprecision = "fp16"\ninitial = "zeros"'))
     assert json.loads(json.dumps([user, item])) == [user, item]
     # A run may go on with its tables elsewhere, and at other rates.
-    assert set(user) == {one.name for one in fields(Table)} - {"home", "lr"}
+    assert set(user) == {one.name for one in fields(Table)} - {"home", "lr", "ids"}
+    (dynamic, _) = as_json(tables("[tables.user]\nids = { admit_after = 2 }\nrows = 7"))
+    assert dynamic["ids"] == {"admit_after": 2, "eviction": "lru", "evicted_share": 1 / 16}
+    assert dynamic["rows"] == 7
     assert set(user["optimizer"]) == {one.name for one in fields(OptimizerSpec)}
     assert (user["precision"], user["initial"]) == ("fp16", {"kind": "zeros"})
     assert (item["precision"], item["initial"]) == ("fp32", {"kind": "uniform", "bound": 1 / 3})

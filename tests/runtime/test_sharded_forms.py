@@ -22,7 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from sennit.runtime.kernels import Bounds, Optimizer, OptimizerSpec, Pooling, Precision, Rounding
-from sennit.runtime.sharded import Features, Home, KeyedVectors, ShardedEmbeddingBags, ShardedEmbeddings, Table, tables
+from sennit.runtime.sharded import (
+    DynamicIds,
+    Features,
+    Home,
+    KeyedVectors,
+    ShardedEmbeddingBags,
+    ShardedEmbeddings,
+    Table,
+    tables,
+)
 from sennit.runtime.sharded.forms import bags_of
 from sennit.transport.errors import ArgumentError, ConfigError
 from tests.runtime.sharded_training import rows_of
@@ -203,12 +212,16 @@ def test_optimizers_of_tables_are_given_as_people_write_them() -> None:
 
 def test_type_checkers_see_all_settings_of_a_table() -> None:
     """The constructor that they read is written by hand, beside the generated one."""
-    (written,) = (
-        node
-        for node in ast.walk(ast.parse(inspect.getsource(tables)))
+    written = {
+        own.name: node
+        for own in ast.parse(inspect.getsource(tables)).body
+        if isinstance(own, ast.ClassDef)
+        for node in ast.walk(own)
         if isinstance(node, ast.FunctionDef) and node.name == "__init__"
-    )
-    assert [argument.arg for argument in written.args.kwonlyargs] == [one.name for one in dataclasses.fields(Table)]
+    }
+    for kind in (Table, DynamicIds):
+        found = [argument.arg for argument in written[kind.__name__].args.kwonlyargs]
+        assert found == [one.name for one in dataclasses.fields(kind)]
 
 
 def table(name: str, *features: str, **options: Any) -> Table:
