@@ -48,7 +48,9 @@ class ChunkRing(Closing):
 
         self._order, self._layout = stream.order, stream.layout
         encoder = Encoder(stream.stream.schema, stream.preprocessing, stream.stream.index.schema, hashes=False)
-        self._reader = ChunkReader(stream.stream.index, encoder, slices=stream.order.slices, check=stream.stream.check)
+        self._reader = ChunkReader(
+            stream.stream.index, encoder, open_max=2 * stream.order.slices, check=stream.stream.check
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sennit-chunks")
         self._chunks: OrderedDict[Hashable, _Kept] = OrderedDict()
         """By their last use."""

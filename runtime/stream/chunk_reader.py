@@ -22,10 +22,10 @@ from sennit.runtime.stream.reader import Check, Reader
 class ChunkReader(Closing):
     """Chunks of a stream as samples. One thread at a time reads; another one may end it."""
 
-    def __init__(self, index: StreamIndex, encoder: Encoder, *, slices: int, check: Check | None = None) -> None:
-        """`slices`: of the order, each of which reads on where it stopped. `check` has all rows that are decoded."""
+    def __init__(self, index: StreamIndex, encoder: Encoder, *, open_max: int, check: Check | None = None) -> None:
+        """`open_max`: blocks that stay open, to read on where reading stopped. `check` has all rows that are decoded."""
         self._index, self._encoder = index, encoder
-        self._reader = Reader(index, tuple(index.columns), open_max=2 * slices, check=check)
+        self._reader = Reader(index, tuple(index.columns), open_max=open_max, check=check)
         self._ended = threading.Event()
 
     def first_rows(self) -> Samples:

@@ -23,6 +23,7 @@ from sennit.runtime.stream.encoder import Encoder
 from sennit.runtime.stream.index import StreamIndex
 from sennit.runtime.stream.order import Chunk, StreamOrder
 from sennit.runtime.stream.reader import Check
+from sennit.transport.plans.tree import leaves_of
 
 SAMPLED_PLACES: Final = 16
 """From so many blocks the sample to plan by is taken, from each its first piece."""
@@ -119,13 +120,24 @@ class StreamSource:
         self.order = order
         self._read(stream)
 
+    @property
+    def _open_max(self) -> int:
+        """Blocks that may stay open: one for each region that this rank reads in turn, for training and evaluation.
+
+        In order there is one region for training. Other ranks read what lies between its parts, so a rank leaves blocks
+        before their end.
+        """
+        own = leaves_of(self._rank, self._world_size, self.order.slices)
+        regions = own.high - own.low
+        return 2 * regions if self.order.order == "shuffled" else regions + 2
+
     def _read(self, stream: Stream) -> None:
         """Begins to read a stream."""
         self._index, self.fingerprint = stream.index, stream.index.fingerprint
         assert self.preprocessing is not None
         encoder = Encoder(stream.schema, self.preprocessing, stream.index.schema)
         self._encoder = encoder
-        self._reader = ChunkReader(stream.index, encoder, slices=self.order.slices, check=stream.check)
+        self._reader = ChunkReader(stream.index, encoder, open_max=self._open_max, check=stream.check)
 
     def sample(self) -> Samples | None:
         """Samples from all of the stream alike. Of one that can only be read from its beginning, its first ones."""
