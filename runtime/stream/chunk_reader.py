@@ -23,7 +23,7 @@ class ChunkReader(Closing):
     """Chunks of a stream as samples. One thread at a time reads; another one may end it."""
 
     def __init__(self, index: StreamIndex, encoder: Encoder, *, open_max: int, check: Check | None = None) -> None:
-        """`open_max`: blocks that stay open, to read on where reading stopped. `check` has all rows that are decoded."""
+        """`open_max`: blocks that stay open, to read on where reading stopped. `check` gets all decoded rows."""
         self._index, self._encoder = index, encoder
         self._reader = Reader(index, tuple(index.columns), open_max=open_max, check=check)
         self._ended = threading.Event()
