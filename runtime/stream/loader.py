@@ -77,7 +77,12 @@ class StreamLoader(Closing):
         if isinstance(data, RawSamples | Samples):
             found = short_stream(data, settings, run)
         else:
-            paths = (data,) if isinstance(data, str) else tuple(data)
+            paths = (data,) if isinstance(data, str) else tuple(data) if isinstance(data, Sequence) else ()
+            if not paths or not all(isinstance(path, str) for path in paths):
+                raise ConfigError(
+                    f"data is a {type(data).__name__}; allowed: paths of files, the name of a data set, samples; "
+                    "sennit.runtime.stream.spool writes files of an iterator"
+                )
             source = Source(data=paths[0], further=paths[1:], evaluation=tuple(evaluation))
             found = _opened(source, schema, settings, run, group)
         if preprocessing is None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.stream import StreamLoader
+from sennit.transport.errors import ConfigError
 from tests.runtime.stream.stream_files import table, write
 from tests.runtime.world import WorldFactory
 
@@ -82,3 +83,11 @@ def test_a_loader_without_a_process_group_and_a_state_of_another_stream(seed: in
             other.load_state_dict(found.state_dict())
     with loader(tmp_path / "other") as other, pytest.raises(DataError, match="fingerprint"):
         other.load_state_dict(found.state_dict())
+
+
+def test_an_iterator_is_told_to_be_spooled() -> None:
+    for data in (iter([{"label": 1}]), [{"label": 1}], {"label": [1]}, []):
+        with pytest.raises(
+            ConfigError, match=r"allowed: paths of files, .*; sennit\.runtime\.stream\.spool writes files"
+        ):
+            StreamLoader(data, batch_size=4)  # type: ignore[arg-type]
