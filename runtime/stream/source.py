@@ -23,7 +23,6 @@ from sennit.runtime.stream.encoder import Encoder
 from sennit.runtime.stream.index import StreamIndex
 from sennit.runtime.stream.order import Chunk, StreamOrder
 from sennit.runtime.stream.reader import Check
-from sennit.transport.plans.tree import leaves_of
 
 SAMPLED_PLACES: Final = 16
 """From so many blocks the sample to plan by is taken, from each its first piece."""
@@ -127,8 +126,7 @@ class StreamSource:
         In order there is one region for training. Other ranks read what lies between its parts, so a rank leaves blocks
         before their end.
         """
-        own = leaves_of(self._rank, self._world_size, self.order.slices)
-        regions = own.high - own.low
+        regions = -(-self.order.slices // self._world_size)
         return 2 * regions if self.order.order == "shuffled" else regions + 2
 
     def _read(self, stream: Stream) -> None:
