@@ -61,15 +61,8 @@ class ChunkRing(Closing):
 
     def ask(self, batch: int, holder: int) -> None:
         """The holder wants the chunk of a batch. `ready` gives it."""
-        step, behind = self._order.place(batch)
-        chunk = self._order.chunk(batch, 0, 1)
-        self._begin(chunk, not behind).asking.add(holder)
-        if not behind:
-            evaluation = self._order.evaluation_batches(step + 1).start
-            if chunk.following is None or evaluation < chunk.following:
-                self._begin(self._order.chunk(evaluation, 0, 1), is_training=False)
-        if chunk.following is not None:
-            self._begin(self._order.chunk(chunk.following, 0, 1), not behind)
+        asked, *_ = [self._begin(chunk, is_training) for chunk, is_training in self._order.ahead(batch, 0, 1)]
+        asked.asking.add(holder)
         self._call()
         self._evict()
 

@@ -318,6 +318,23 @@ class StreamOrder(Numbering):
             following=phase.number(batches.stop),
         )
 
+    def ahead(self, number: int, rank: int, world_size: int) -> list[tuple[Chunk, bool]]:
+        """The chunk that has a rank's samples of a batch, and those to read next, each with whether it is for training.
+
+        In training, an evaluation that comes before the next chunk is read first.
+        """
+        step, behind = self.place(number)
+        chunk = self.chunk(number, rank, world_size)
+        following = chunk.following
+        wanted = [(chunk, not behind)]
+        if not behind:
+            evaluation = self.evaluation_batches(step + 1).start
+            if following is None or evaluation < following:
+                wanted.append((self.chunk(evaluation, rank, world_size), False))
+        if following is not None:
+            wanted.append((self.chunk(following, rank, world_size), not behind))
+        return wanted
+
     def training_part(self) -> Part:
         held, validation = self.held, self.validation
         if validation is None:

@@ -86,22 +86,16 @@ class StreamSource:
 
     def _chunk(self, number: int) -> tuple[Chunk, Future[Samples]]:
         """A batch's chunk, which is being read, as is the next one."""
-        step, behind = self.order.place(number)
-        chunk = self.order.chunk(number, self._rank, self._world_size)
-        following = chunk.following
-        wanted = [chunk] if following is None else [chunk, self.order.chunk(following, self._rank, self._world_size)]
-        if not behind:
-            # Chunks of an evaluation go as soon as it is over. Those of training outlast an evaluation.
-            self._training_keys = {one.key for one in wanted}
-            evaluation = self.order.evaluation_batches(step + 1).start
-            if following is None or evaluation < following:
-                wanted.insert(1, self.order.chunk(evaluation, self._rank, self._world_size))
-        kept = {one.key for one in wanted} | self._training_keys
+        wanted = self.order.ahead(number, self._rank, self._world_size)
+        # Chunks of an evaluation go as soon as it is over. Those of training outlast an evaluation.
+        self._training_keys = {one.key for one, is_training in wanted if is_training} or self._training_keys
+        kept = {one.key for one, _ in wanted} | self._training_keys
         for key in [key for key in self._waiting if key not in kept]:
             self._waiting.pop(key).cancel()
-        for one in wanted:
+        for one, _ in wanted:
             if one.key not in self._waiting:
                 self._waiting[one.key] = self._thread.submit(self._load, one)
+        chunk, _ = wanted[0]
         return chunk, self._waiting[chunk.key]
 
     def _load(self, chunk: Chunk) -> Samples:
@@ -133,9 +127,8 @@ class StreamSource:
         """Begins to read a stream."""
         self._index, self.fingerprint = stream.index, stream.index.fingerprint
         assert self.preprocessing is not None
-        encoder = Encoder(stream.schema, self.preprocessing, stream.index.schema)
-        self._encoder = encoder
-        self._reader = ChunkReader(stream.index, encoder, open_max=self._open_max, check=stream.check)
+        self._encoder = Encoder(stream.schema, self.preprocessing, stream.index.schema)
+        self._reader = ChunkReader(stream.index, self._encoder, open_max=self._open_max, check=stream.check)
 
     def sample(self) -> Samples | None:
         """Samples from all of the stream alike. Of one that can only be read from its beginning, its first ones."""
