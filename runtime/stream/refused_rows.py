@@ -19,6 +19,7 @@ from sennit.runtime.data.packages import require
 from sennit.runtime.data.schema import Schema
 from sennit.runtime.stream.files import StreamFile
 from sennit.runtime.stream.index import Place
+from sennit.runtime.stream.times import check_times
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,17 +127,5 @@ def _refused(batch: Any, place: Place, schema: Schema) -> Iterator[tuple[int, Da
 
 def _check(batch: Any, place: Place, schema: Schema) -> None:
     raw_samples(place.file_name, [Piece(batch, place)], schema)
-    if schema.time is None:
-        return
-    column = batch.column(batch.schema.get_field_index(schema.time.column))
-    compute = require("pyarrow.compute", package="pyarrow", purpose="reading data files")
-    arrow = require("pyarrow", package="pyarrow", purpose="reading data files")
-    is_wrong = column.is_null()
-    if arrow.types.is_floating(column.type):
-        is_wrong = compute.or_(is_wrong, compute.fill_null(compute.invert(compute.is_finite(column)), False))
-    wrong = np.flatnonzero(np.asarray(is_wrong.to_numpy(zero_copy_only=False)))
-    if len(wrong):
-        row = int(wrong[0])
-        value = column[row].as_py()
-        what = "null" if value is None else value
-        raise DataError(f"{place.behind(row).of(schema.time.column)}: {what}; allowed: a time in every row")
+    if schema.time is not None:
+        check_times(place, batch, schema.time.column)

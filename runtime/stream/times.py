@@ -221,19 +221,13 @@ class Times:
         return np.concatenate([self._seconds(place, rows) for place, rows in pieces])
 
     def _seconds(self, place: Place, rows: Any) -> npt.NDArray[np.float64]:
+        check_times(place, rows, self._column)
         column = rows.column(rows.schema.get_field_index(self._column))
-        if column.null_count:
-            row = int(np.flatnonzero(np.asarray(column.is_null().to_numpy(zero_copy_only=False)))[0])
-            raise DataError(f"{place.behind(row).of(self._column)}: null; allowed: a time in every row")
         arrow = require("pyarrow", package="pyarrow", purpose="a column of time")
         if not (arrow.types.is_integer(column.type) or arrow.types.is_floating(column.type)):
             wide = arrow.int32() if arrow.types.is_date32(column.type) else arrow.int64()
             column = column.cast(wide)
-        found = np.asarray(column.to_numpy(zero_copy_only=False)).astype(np.float64) * self._unit_s
-        if not np.isfinite(found).all():
-            row = int(np.flatnonzero(~np.isfinite(found))[0])
-            raise DataError(f"{place.behind(row).of(self._column)}: {found[row]}; allowed: a time in every row")
-        return found
+        return np.asarray(column.to_numpy(zero_copy_only=False)).astype(np.float64) * self._unit_s
 
     def _unit_of(self, kind: Any, unit: str) -> float:
         types = require("pyarrow", package="pyarrow", purpose="a column of time").types
@@ -265,6 +259,24 @@ class Times:
             f"{place.of(self._column)}: {moment_text(time_s)} after {moment_text(before_s)}, "
             f"{before_s - time_s:g} s back; allowed: {self._tolerance_s:g} s (--time-tolerance)"
         )
+
+
+def check_times(place: Place, rows: Any, name: str) -> None:
+    """Raises DataError for the first of these rows whose column `name` has no time: a null, or no finite number."""
+    column = rows.column(rows.schema.get_field_index(name))
+    compute = require("pyarrow.compute", package="pyarrow", purpose="a column of time")
+    arrow = require("pyarrow", package="pyarrow", purpose="a column of time")
+    is_floating = arrow.types.is_floating(column.type)
+    if not column.null_count and not is_floating:
+        return
+    is_wrong = column.is_null()
+    if is_floating:
+        is_wrong = compute.or_(is_wrong, compute.fill_null(compute.invert(compute.is_finite(column)), False))
+    wrong = np.flatnonzero(np.asarray(is_wrong.to_numpy(zero_copy_only=False)))
+    if len(wrong):
+        value = column[row := int(wrong[0])].as_py()
+        found = "null" if value is None else value
+        raise DataError(f"{place.behind(row).of(name)}: {found}; allowed: a time in every row")
 
 
 def rolling(times: Times, length_s: float, row_count: int, batch_size: int) -> tuple[Evaluation, ...]:
