@@ -59,6 +59,13 @@ class OpenedCheckpoint:
         self.read(state)
         return state
 
+    def tensor(self, name: str) -> Tensor:
+        """One of `tensors`, whole, in host memory. Errors as of `read`."""
+        about = self.tensors[name]
+        state = {name: torch.empty(about.size, dtype=about.properties.dtype)}
+        self.read(state)
+        return state[name]
+
     def read(self, state: dict[str, Any]) -> None:
         """Loads into the tensors of `state`, and replaces its other values.
 

@@ -59,7 +59,7 @@ def export_int8(folder: Path, output: Path) -> Exported:
     opened = OpenedCheckpoint(source, alone=True)
     for key in sorted(opened.tensors):
         if key.startswith(DENSE):
-            dense[key.removeprefix(DENSE)] = _loaded(opened, key)
+            dense[key.removeprefix(DENSE)] = opened.tensor(key)
         elif key.endswith(".ids"):
             name = key.removeprefix(TABLES).rpartition("/")[0]
             raise ConfigError(f"{source}: table {name} has dynamic ids; allowed: tables whose ids are row numbers")
@@ -75,9 +75,7 @@ def export_int8(folder: Path, output: Path) -> Exported:
     for name, key_of in shards.items():
         rows = 1 + max(row for row, _ in key_of)
         columns = 1 + max(column for _, column in key_of)
-        parts = [
-            torch.cat([_loaded(opened, key_of[row, column]) for column in range(columns)], 1) for row in range(rows)
-        ]
+        parts = [torch.cat([opened.tensor(key_of[row, column]) for column in range(columns)], 1) for row in range(rows)]
         whole = parts[0] if rows == 1 else torch.cat(parts)
         before_bytes += whole.nbytes
         tables[name] = int8_rows(whole.float(), name=name)
@@ -90,14 +88,6 @@ def export_int8(folder: Path, output: Path) -> Exported:
     _write(output, content)
     after_bytes = sum(rows.nbytes for rows in tables.values())
     return Exported(source=source, tables=len(tables), before_bytes=before_bytes, after_bytes=after_bytes)
-
-
-def _loaded(opened: OpenedCheckpoint, key: str) -> torch.Tensor:
-    about = opened.tensors[key]
-    state: dict[str, Any] = {key: torch.empty(about.size, dtype=about.properties.dtype)}
-    opened.read(state)
-    tensor: torch.Tensor = state[key]
-    return tensor
 
 
 def _write(output: Path, content: dict[str, Any]) -> None:

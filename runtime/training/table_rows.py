@@ -94,13 +94,13 @@ class CheckpointTables:
             )
         first = 0
         for keys in self._shards[name].values():
-            weight = torch.cat([self._read(key) for key in keys], 1)
+            weight = torch.cat([self._opened.tensor(key) for key in keys], 1)
             directory = keys[0].removesuffix("weight") + "ids"
             if directory not in self._opened.tensors:
                 yield Rows(ids=torch.arange(first, first + len(weight)), weight=weight)
                 first += len(weight)
                 continue
-            entries = self._read(directory)
+            entries = self._opened.tensor(directory)
             last = steps_of(entries)
             used = last > 0
             yield Rows(ids=entries[used, 0], weight=weight[used], counts=counts_of(entries)[used], last=last[used])
@@ -111,7 +111,7 @@ class CheckpointTables:
         directories = [keys[0].removesuffix("weight") + "ids" for keys in shards.values()]
         rows = sum(one.size[0] for one in about)
         is_dynamic = directories[0] in self._opened.tensors
-        used = sum(int((steps_of(self._read(one)) > 0).sum()) for one in directories) if is_dynamic else rows
+        used = sum(int((steps_of(self._opened.tensor(one)) > 0).sum()) for one in directories) if is_dynamic else rows
         return Summary(
             name=name,
             rows=rows,
@@ -120,13 +120,6 @@ class CheckpointTables:
             precision=str(about[0].properties.dtype).removeprefix("torch."),
             is_dynamic=is_dynamic,
         )
-
-    def _read(self, key: str) -> Tensor:
-        about = self._opened.tensors[key]
-        state: dict[str, Any] = {key: torch.empty(about.size, dtype=about.properties.dtype)}
-        self._opened.read(state)
-        tensor: Tensor = state[key]
-        return tensor
 
 
 def _place(key: str) -> tuple[str, int, int]:
