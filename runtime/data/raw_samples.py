@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -212,15 +212,18 @@ class RawSamples:
     def __len__(self) -> int:
         return self.labels.shape[0]
 
-    def samples(self) -> Samples:
-        """The samples with every operator applied. Raises DataError if they cannot be trained on."""
+    def samples(self, column: Callable[[Feature], Column] = Feature.column) -> Samples:
+        """The samples with every operator applied. Raises DataError if they cannot be trained on.
+
+        `column`: makes the ids of a table.
+        """
         return Samples(
             name=self.name,
             dense=self.dense,
             labels=self.labels,
             label_names=self.label_names,
             sample_weights=self.sample_weights,
-            columns=tuple(feature.column() for feature in self.features),
+            columns=tuple(map(column, self.features)),
             dense_names=self.dense_names,
         )
 

@@ -21,7 +21,7 @@ from sennit.runtime.data.arrow_columns import Piece, Place, labels_of, raw_sampl
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.preprocessing import Encoding, Preprocessing, Scale
-from sennit.runtime.data.raw_samples import Feature, RawSamples
+from sennit.runtime.data.raw_samples import Feature
 from sennit.runtime.data.samples import Column, Samples
 from sennit.runtime.data.schema import DenseField, Schema
 
@@ -76,7 +76,7 @@ class Encoder:
         found = self._encoder.encode(batch.__arrow_c_array__(), layout.numbers, layout.ids)
         if found is None:
             raw = self.preprocessing.apply(raw_samples(place.file_name, [piece], self.schema))
-            return raw.samples() if self._hashes else _unhashed(raw)
+            return raw.samples() if self._hashes else raw.samples(_unhashed)
         dense, ids = found
         return Samples(
             name=place.file_name,
@@ -134,26 +134,14 @@ def _column(encoding: Encoding, ids: TableIds) -> Column:
     )
 
 
-def _unhashed(raw: RawSamples) -> Samples:
-    """The samples with ids that are still to be hashed."""
-
-    def column(feature: Feature) -> Column:
-        if feature.salt is None:
-            return feature.column()
-        used = feature.cut()
-        values = torch.from_numpy(used.values.astype(np.int64, copy=False))
-        offsets = None if used.offsets is None else torch.from_numpy(used.offsets)
-        return Column(name=used.name, row_count=used.row_count, values=values, offsets=offsets)
-
-    return Samples(
-        name=raw.name,
-        dense=raw.dense,
-        labels=raw.labels,
-        label_names=raw.label_names,
-        sample_weights=raw.sample_weights,
-        columns=tuple(column(feature) for feature in raw.features),
-        dense_names=raw.dense_names,
-    )
+def _unhashed(feature: Feature) -> Column:
+    """The ids of a table, which are still to be hashed if they have a salt."""
+    if feature.salt is None:
+        return feature.column()
+    used = feature.cut()
+    values = torch.from_numpy(used.values.astype(np.int64, copy=False))
+    offsets = None if used.offsets is None else torch.from_numpy(used.offsets)
+    return Column(name=used.name, row_count=used.row_count, values=values, offsets=offsets)
 
 
 def _number_encoder(scale: Scale, *, operates: bool) -> NumberEncoder:
