@@ -16,7 +16,6 @@ from sennit.runtime.kernels import _kernels
 from sennit.runtime.kernels.checks import check_lengths
 from sennit.transport.errors import ArgumentError
 
-ENTRY_BYTES: Final = 16
 _COUNT_MAX: Final = (1 << 32) - 1
 
 STEPS_MAX: Final = (1 << 32) - 1

@@ -48,6 +48,7 @@ class _Numbers:
         assert table.ids is not None
         self.table, self.rules, self.spec, self.seed = table, table.ids, spec, seed
         self._columns = table.column_range(shard.column)
+        self._stream = dataclasses.replace(spec, stream_name=table.name).stream
         self._engine = engine
         self.entries = {name: torch.zeros(spec.row_count, 2, dtype=torch.int64) for name in spec.directories}
         self.counters = dict.fromkeys(("admitted", "evicted", "without_row"), 0)
@@ -157,13 +158,12 @@ class _Numbers:
         """Float32 [ids, columns of the shard]: a function of the seed, the table and the id alone."""
         low, columns = self._columns.low, self._columns.size
         if self.table.initial is None:
-            whole = dataclasses.replace(self.spec, stream_name=self.table.name)
             return initial_rows(
                 ids,
                 first_column=low,
                 columns=columns,
                 seed=self.seed,
-                stream=whole.stream,
+                stream=self._stream,
                 bound=self.table.rows**-0.5,
             )
         rows = torch.empty(len(ids), self.table.dim)
@@ -202,11 +202,8 @@ class DynamicShards(Shards):
         if state is not None:
             self.load(state)
 
-    def announce(self, batch: Batch) -> Announced:
-        # Rows are given when the batch is looked up: the steps before it are done then.
-        return Announced(batch)
-
     def fetch(self, announced: Announced) -> None:
+        # Rows are given here, and not when a batch is announced: the steps before it are done now.
         blocks_of: dict[int, list[Block]] = {}
         for block in announced.batch.blocks():
             if block.table in self._numbers:
