@@ -25,8 +25,8 @@ wheels: build  ## wheels and sdists of sennit and sennit-torch, audited, in buil
 try-wheels: wheels  ## do with them what the README says, without a compiler, root, an index or a network, and time it
 	@tools/try_wheels.sh
 
-gpu-bundle:  ## a folder that builds and measures sennit on a GPU machine without a network: build/gpu-bundle
-	@/usr/bin/env python3 -m tools.gpu_bundle build/gpu-bundle
+gpu-bundle:  ## a folder that builds and measures sennit on a GPU machine without a network, with FOR_PYTHON=3.12 there
+	@/usr/bin/env python3 -m tools.gpu_bundle build/gpu-bundle $(if $(FOR_PYTHON),--python $(FOR_PYTHON))
 
 matrix:  ## wheels, first AllReduce, training and quick tests with every Python and CPU build of torch to be had
 	@/usr/bin/python3 -m tools.matrix

@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -63,7 +64,9 @@ def with_requirements(names: Iterable[str]) -> set[str]:
 def write_wheel(name: str, folder: Path) -> None:
     """A wheel of what is installed."""
     distribution = importlib.metadata.distribution(name)
-    with zipfile.ZipFile(folder / f"{name.replace('-', '_')}-{distribution.version}-py3-none-any.whl", "w") as wheel:
+    told = distribution.read_text("WHEEL") or ""
+    tag = next(line.removeprefix("Tag: ") for line in told.splitlines() if line.startswith("Tag: "))
+    with zipfile.ZipFile(folder / f"{name.replace('-', '_')}-{distribution.version}-{tag}.whl", "w") as wheel:
         for file in distribution.files or ():
             if ".." not in file.parts and file.suffix != ".pyc":
                 wheel.write(str(distribution.locate_file(file)), str(file))
@@ -86,7 +89,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle. There may be no index, so its wheels are of what is installed."""
     folder: Path = tmp_path_factory.mktemp("machine") / "gpu-bundle"
     gpu_bundle.make(folder, with_wheels=False)
-    for name in with_requirements(gpu_bundle.WHEELS) - with_requirements(GPU_MACHINE):
+    for name in with_requirements(gpu_bundle.requirements()) - with_requirements(GPU_MACHINE):
         write_wheel(name, folder / "wheels")
     return folder
 
@@ -201,6 +204,17 @@ def test_only_wheels_that_are_lacking_are_unpacked() -> None:
     assert not gpu_run.lacks("pytest", "9.0")
 
 
+def test_wheels_for_another_python_stay_packed() -> None:
+    here = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    names = {
+        "rich-14.0-py3-none-any": True,
+        f"pyarrow-21.0.0-{here}-{here}-manylinux_2_28_{platform.machine()}": True,
+        f"pyarrow-21.0.0-{here}-{here}-manylinux_2_28_other": False,
+        f"pyarrow-21.0.0-cp39-cp39-manylinux_2_28_{platform.machine()}": False,
+    }
+    assert {name: gpu_run.is_for_this_python(Path(f"{name}.whl")) for name in names} == names
+
+
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_without_a_compiler_the_python_parts_run(bundle: Path, python: Path, tmp_path: Path) -> None:
@@ -255,7 +269,7 @@ def test_rehearsal_without_network_and_optional_libraries(bundle: Path, python: 
     done = run(bundle, out, python, *define, before=isolated, **cached)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "run: built without ISA-L" in done.stdout
-    for name in ("rich", "typer", "pytest"):
+    for name in ("rich", "typer", "pytest", "pyarrow"):
         assert (out / "wheels" / name).is_dir(), f"{name} is not from its wheel"
     summary = (out / "results" / "summary.md").read_text()
     assert summary in done.stdout

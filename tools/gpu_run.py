@@ -14,6 +14,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import platform
 import re
 import shutil
 import signal
@@ -80,15 +81,22 @@ def _numbers(version: str) -> list[int]:
     return [int(text) for text in re.findall(r"\d+", version)[:3]]
 
 
+def is_for_this_python(wheel: Path) -> bool:
+    """Its name ends with the tags of Python, of the ABI and of the platform."""
+    python, abi, of = wheel.stem.rsplit("-", 3)[1:]
+    ours = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    return abi == "none" or (python == abi == ours and of.endswith(f"_{platform.machine()}"))
+
+
 def unpack_wheels(folder: Path) -> list[str]:
-    """Unpacks what is lacking; returns the names."""
+    """Unpacks what is lacking, unless it is compiled for another Python; returns the names."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     minimum = json.loads((BUNDLE / "manifest.json").read_text(encoding="utf-8"))["minimum"]
     found = []
     for path in sorted((BUNDLE / "wheels").glob("*.whl")):
         name = path.name.partition("-")[0].replace("_", "-").lower()
-        if lacks(name, minimum.get(name, "0")):
+        if is_for_this_python(path) and lacks(name, minimum.get(name, "0")):
             with zipfile.ZipFile(path) as wheel:
                 wheel.extractall(folder)
             found.append(name)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from sennit.runtime.backend.torch_versions import Store
+from sennit.runtime.data.packages import check_installed
 from sennit.runtime.data.source import Source
 from sennit.runtime.training import launch
 from sennit.runtime.training.config import TrainingConfig
@@ -35,7 +36,11 @@ Span = tuple[str, float, float]
 
 
 def run(settings: Settings, _: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """The rank with the most time in which its device only copied. Raises RuntimeError if no copy was seen."""
+    """The rank with the most time in which its device only copied.
+
+    Raises RuntimeError if no copy was seen, and MissingPackage without pyarrow.
+    """
+    check_installed("pyarrow", purpose="training")
     by_rank = launch.run_ranks(_rank, settings, settings.world, timeout_s=TIMEOUT_S)
     return {"results": [{"name": "sennit train, copies to the device"} | verdict(by_rank, settings.interpreter)]}
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from sennit.runtime.data.packages import check_installed
 from sennit.testbed.bench.gpu.gpu import Settings
 
 RUN: Final = (
@@ -21,7 +22,11 @@ ONE_RANK: Final = ("--ranks", "1")
 
 
 def run(settings: Settings, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Without a GPU both runs are on the CPU, with other numbers of ranks. Raises RuntimeError if digests differ."""
+    """Without a GPU both runs are on the CPU, with other numbers of ranks.
+
+    Raises RuntimeError if digests differ, and MissingPackage without pyarrow.
+    """
+    check_installed("pyarrow", purpose="training")
     device = "cpu" if settings.interpreter else "cuda"
     with tempfile.TemporaryDirectory() as made:
         timeline = Path(made) / "timeline.json.gz"
