@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from sennit.runtime.training.convert import convert as convert
     from sennit.runtime.training.export import export_int8 as export_int8
     from sennit.runtime.training.metrics import Quality as Quality
-    from sennit.runtime.training.metrics import quality as quality
+    from sennit.runtime.training.predictions import quality as quality
     from sennit.runtime.training.report import RankReport as RankReport
     from sennit.runtime.training.report import RunReport as RunReport
     from sennit.runtime.training.trainer import StepReport as StepReport
@@ -29,7 +29,7 @@ __getattr__ = exporter(
         "convert": "convert",
         "export_int8": "export",
         "Quality": "metrics",
-        "quality": "metrics",
+        "quality": "predictions",
         "RankReport": "report",
         "RunReport": "report",
         "StepReport": "trainer",

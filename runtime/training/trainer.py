@@ -37,9 +37,10 @@ from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.stream.following import FollowingSource
 from sennit.runtime.timeline.timeline import Timeline
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.metrics import Evaluation, Quality, quality_of_ranks
+from sennit.runtime.training.metrics import Evaluation, Quality
 from sennit.runtime.training.overlap import overlap_of
 from sennit.runtime.training.planned import homes_of, memory_of, model_inputs, placement_of
+from sennit.runtime.training.predictions import Predictions
 from sennit.runtime.training.rebalance import Rebalancer
 from sennit.runtime.training.supply import Supply
 from sennit.transport.errors import SennitError
@@ -328,16 +329,19 @@ class Trainer(Closing):
             self._ahead.drop()
             numbers = self.order.evaluation_batches(self.step)
             self.replicas.eval()
-            found = [self._predicted(numbers, place) for place in range(len(numbers))]
+            cut, names = self.order.validation_batches, self.source.label_names
+            validation, evaluation = ([Predictions() for _ in names] for _ in range(2))
+            for place in range(len(numbers)):
+                self._predict(numbers, place, validation if place < cut else evaluation)
             self.replicas.train()
             self.owes_evaluation = False
-            cut, first = self.order.validation_batches, self.source.label_names[0]
-            qualities = self._qualities(found[cut:])
+            # Collective, and so in the same order on all ranks.
+            qualities = {name: found.quality_of_ranks() for name, found in zip(names, evaluation, strict=True)}
             made = Evaluation(
                 step=self.step,
                 epoch=-(-self.step // self.steps_per_epoch),
-                quality=qualities[first],
-                validation=self._qualities(found[:cut])[first] if cut else None,
+                quality=qualities[names[0]],
+                validation=validation[0].quality_of_ranks() if cut else None,
                 labels=qualities if len(qualities) > 1 else {},
                 window=self.order.evaluated(self.step),
             )
@@ -346,26 +350,18 @@ class Trainer(Closing):
                 self.windows[:] = [one for one in self.windows if one.step < self.step] + [made]
             return made
 
-    def _predicted(self, numbers: Sequence[int], place: int) -> tuple[Tensor, Tensor]:
-        """Logits and labels of this rank's part of a batch of an evaluation. The next ones are on their way."""
+    def _predict(self, numbers: Sequence[int], place: int, into: Sequence[Predictions]) -> None:
+        """Adds predictions of a batch of an evaluation, this rank's part, by label. The next ones are on their way."""
         batch = self._next(numbers[place : place + 1 + self._ahead.depth])
         dense, labels, _ = self._supply.samples(batch)
         vectors = self.tables(batch.sent[0])
-        labels = labels.clone()
-        logits = torch.zeros_like(labels)
         if len(labels):
             logits = self.replicas(dense, vectors, global_batch=batch.global_batch)
+            shape = (-1, len(into))
+            columns = zip(logits.cpu().reshape(shape).T, labels.cpu().reshape(shape).T, strict=True)
+            for found, (scores, wanted) in zip(into, columns, strict=True):
+                found.add(scores.numpy(), wanted.numpy())
         self._supply.release(batch)
-        return logits, labels
-
-    def _qualities(self, found: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Quality]:
-        """The quality of predictions by label. Collective."""
-        names = self.source.label_names
-        logits, labels = (torch.cat(parts).cpu().reshape(-1, len(names)) for parts in zip(*found, strict=True))
-        return {
-            name: quality_of_ranks(logits[:, number].contiguous(), labels[:, number].contiguous())
-            for number, name in enumerate(names)
-        }
 
     @property
     def own_shards(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from sennit.runtime.model.factory import dense_optimizer
 from sennit.runtime.sharded.memory_limits import shared_limits
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.metrics import quality
+from sennit.runtime.training.predictions import quality
 from sennit.transport._core import available_bytes
 from sennit.transport.errors import ConfigError
 

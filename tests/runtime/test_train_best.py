@@ -14,7 +14,8 @@ import pytest
 pytest.importorskip("torch")
 
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.metrics import Evaluation, Quality, quality
+from sennit.runtime.training.metrics import Evaluation, Quality
+from sennit.runtime.training.predictions import quality
 from sennit.transport.errors import ConfigError
 from tests.extent import briefly
 from tests.runtime.whole_run import train

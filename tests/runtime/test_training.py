@@ -25,7 +25,7 @@ from sennit.runtime.data.raw_samples import RawSamples
 from sennit.runtime.data.seeds import numpy_stream
 from sennit.runtime.training import overlap, planned, resumption
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.metrics import quality, quality_of_ranks
+from sennit.runtime.training.predictions import Predictions, quality
 from sennit.runtime.training.trainer import TrainingError
 from tests.runtime.short_sources import fitted, opened
 from tests.runtime.stream.test_stream_order import rows_of
@@ -161,11 +161,19 @@ def predictions(rank: int, world: int, *, seed: int, kind: str, count: int = 300
     return torch.from_numpy(scores.astype(np.float32)), torch.from_numpy(labels.astype(np.float32))
 
 
+def predicted(logits: torch.Tensor, labels: torch.Tensor) -> Predictions:
+    """What a rank keeps of batches of 1,000."""
+    found = Predictions()
+    for some, wanted in zip(torch.split(logits, 1_000), torch.split(labels, 1_000), strict=True):
+        found.add(some.numpy(), wanted.numpy())
+    return found
+
+
 def quality_over_ranks(rank: int, world: int, *, seed: int, kind: str) -> list[list[float]]:
     """Returns the metrics that the ranks compute together, and those of one process with all predictions."""
     parts = [predictions(other, world, seed=seed, kind=kind) for other in range(world)]
     logits, labels = (torch.cat([part[side] for part in parts]).numpy() for side in (0, 1))
-    return [list(astuple(found)) for found in (quality_of_ranks(*parts[rank]), quality(logits, labels))]
+    return [list(astuple(found)) for found in (predicted(*parts[rank]).quality_of_ranks(), quality(logits, labels))]
 
 
 def largest_message(rank: int, world: int, *, seed: int) -> float:
@@ -179,7 +187,7 @@ def largest_message(rank: int, world: int, *, seed: int) -> float:
 
     dist.all_to_all_single = watched
     try:
-        quality_of_ranks(logits, labels)
+        predicted(logits, labels).quality_of_ranks()
     finally:
         dist.all_to_all_single = exchange
     return max(received) / (world * 20_000)

@@ -26,7 +26,7 @@ from sennit.runtime.stream.planted import DAY_S, Planted, indices
 from sennit.runtime.stream.synthetic import days_of
 from sennit.runtime.stream.synthetic_settings import SyntheticStream
 from sennit.runtime.training import launch
-from sennit.runtime.training.metrics import quality
+from sennit.runtime.training.predictions import quality
 from sennit.testbed.bench.training.drift_learner import BATCH, Day, Learner, Vocabulary
 from sennit.testbed.bench.training.quality import SEEDS_MAX, Difference, interval_half
 from sennit.testbed.bench.training.turns import joined

@@ -22,8 +22,9 @@ from sennit.runtime.model.inputs import ModelInputs
 from sennit.runtime.sharded.initial import fill
 from sennit.runtime.sharded.tables import Shard
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.metrics import Quality, quality
+from sennit.runtime.training.metrics import Quality
 from sennit.runtime.training.planned import source_of
+from sennit.runtime.training.predictions import quality
 
 
 class BareStep:
