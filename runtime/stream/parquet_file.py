@@ -19,6 +19,11 @@ _MAGIC: Final = b"PAR1"
 _BUFFER_BYTES: Final = 1 << 16
 """Each column of a row group is read in pieces of this size. pyarrow's default reads columns whole."""
 
+_PIECE_BYTES: Final = 2 << 20
+_PIECE_MIN_ROWS: Final = 1 << 10
+_VALUE_BYTES: Final = 8
+"""Of a value of a column, about."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParquetFile:
@@ -76,7 +81,7 @@ class ParquetFile:
             try:
                 passed = 0
                 for batch in _source(stream, metadata).iter_batches(
-                    PIECE_ROWS, row_groups=[block], columns=list(columns), use_threads=arrow_threads()
+                    _piece_rows(len(columns)), row_groups=[block], columns=list(columns), use_threads=arrow_threads()
                 ):
                     first = max(0, begin - passed)
                     passed += len(batch)
@@ -137,6 +142,11 @@ class _Footers:
 
 
 _footers = _Footers()
+
+
+def _piece_rows(columns: int) -> int:
+    """Rows to decode at once. A block that stays open keeps a piece, and a rank may have many open."""
+    return max(_PIECE_MIN_ROWS, min(PIECE_ROWS, _PIECE_BYTES // (_VALUE_BYTES * max(1, columns))))
 
 
 def _span(group: Any, schema: Any, column: str) -> tuple[Any, Any] | None:

@@ -64,8 +64,11 @@ class StreamSource:
         self._training_keys: set[object] = set()
         """Those of `_waiting` that are for training."""
 
+        self._evaluates = False
+        """Whether the last batch was one of an evaluation."""
+
         self._spread: Samples | None = None
-        self._sample = self._thread.submit(self._reader.first_rows).result()
+        self._sample = self._thread.submit(self._training.first_rows).result()
         self.tables = tuple(
             TableFacts(name=column.name, rows=column.row_count, mean_length=column.mean_length)
             for column in self._sample.columns
@@ -92,14 +95,18 @@ class StreamSource:
         kept = {one.key for one, _ in wanted} | self._training_keys
         for key in [key for key in self._waiting if key not in kept]:
             self._waiting.pop(key).cancel()
-        for one, _ in wanted:
+        for one, is_training in wanted:
             if one.key not in self._waiting:
-                self._waiting[one.key] = self._thread.submit(self._load, one)
-        chunk, _ = wanted[0]
+                self._waiting[one.key] = self._thread.submit(self._load, one, is_training)
+        chunk, is_training = wanted[0]
+        if is_training and self._evaluates:
+            # What an evaluation has open is as much as training has, and the next one begins elsewhere.
+            self._thread.submit(self._evaluation.close)
+        self._evaluates = not is_training
         return chunk, self._waiting[chunk.key]
 
-    def _load(self, chunk: Chunk) -> Samples:
-        parts = self._reader.read(chunk)
+    def _load(self, chunk: Chunk, is_training: bool) -> Samples:
+        parts = (self._training if is_training else self._evaluation).read(chunk)
         return joined(parts) if parts else _none_of(self._sample)
 
     def take_over(self, stream: Stream, order: StreamOrder) -> None:
@@ -108,27 +115,28 @@ class StreamSource:
             future.cancel()
         self._waiting.clear()
         self._training_keys.clear()
-        # Its thread alone uses the reader.
-        self._thread.submit(self._reader.close).result()
+        # Their thread alone uses the readers.
+        self._thread.submit(self._close_readers).result()
         self.order = order
         self._read(stream)
 
-    @property
-    def _open_max(self) -> int:
-        """Blocks that may stay open: one for each region that this rank reads in turn, for training and evaluation.
-
-        In order there is one region for training. Other ranks read what lies between its parts, so a rank leaves blocks
-        before their end.
-        """
-        regions = -(-self.order.slices // self._world_size)
-        return 2 * regions if self.order.order == "shuffled" else regions + 2
-
     def _read(self, stream: Stream) -> None:
-        """Begins to read a stream."""
+        """Begins to read a stream.
+
+        Blocks stay open where reading will go on: one for each region that this rank reads in turn. In order there is
+        one region for training. Other ranks read what lies between its parts, so a rank leaves blocks before their end.
+        """
         self._index, self.fingerprint = stream.index, stream.index.fingerprint
         assert self.preprocessing is not None
         self._encoder = Encoder(stream.schema, self.preprocessing, stream.index.schema)
-        self._reader = ChunkReader(stream.index, self._encoder, open_max=self._open_max, check=stream.check)
+        regions = -(-self.order.slices // self._world_size)
+        open_max = regions if self.order.order == "shuffled" else 2
+        self._training = ChunkReader(stream.index, self._encoder, open_max=open_max, check=stream.check)
+        self._evaluation = ChunkReader(stream.index, self._encoder, open_max=regions, check=stream.check)
+
+    def _close_readers(self) -> None:
+        self._training.close()
+        self._evaluation.close()
 
     def sample(self) -> Samples | None:
         """Samples from all of the stream alike. Of one that can only be read from its beginning, its first ones."""
@@ -144,13 +152,14 @@ class StreamSource:
         pass
 
     def close(self, failure: str | None = None, *, goes_on: bool = False) -> None:
-        self._reader.end()
+        self._training.end()
+        self._evaluation.end()
         self._thread.shutdown(cancel_futures=True)
         for future in self._waiting.values():
             with contextlib.suppress(BaseException):
                 future.exception(timeout=0)
         self._waiting.clear()
-        self._reader.close()
+        self._close_readers()
 
     def counters(self) -> dict[str, int | float]:
         return {}
