@@ -263,7 +263,7 @@ void Recovery::end_of_acks(uint64_t now_us) {
       path.question = 0;
     }
     if (is_idle) path.is_mark_wanted = false;
-    detect_losses(now_us, index);
+    detect_losses(now_us, index, false);
     path.is_doubted =
         uses(Mechanism::doubt) && is_overtaken(path) && outstanding_[path.in_flight.head].serial < previous_begin_;
   }
@@ -290,14 +290,15 @@ void Recovery::note_losses(uint64_t now_us, uint32_t index, uint32_t packets) {
   is_overflowing_ |= packets >= OVERFLOW_PACKETS;
 }
 
-void Recovery::detect_losses(uint64_t now_us, uint32_t index) {
+void Recovery::detect_losses(uint64_t now_us, uint32_t index, bool has_read_all) {
   Path& path = paths_[index];
   uint32_t lost = 0;
   while (!path.in_flight.empty()) {
     const PacketRecord& oldest = outstanding_[path.in_flight.head];
     if (oldest.order >= path.newest_acked_order) break;
-    // By time alone (RFC 8985, 6.2): a path that reorders delivers three later packets first, and more.
-    if (oldest.order >= path.mark_answered_below && now_us < reorder_at_us(path)) break;
+    // By time alone (RFC 8985, 6.2): a path that reorders delivers three later packets first, and more. After a pause
+    // the window has passed for everything, and the answer may be in a socket that was not read yet.
+    if (oldest.order >= path.mark_answered_below && (!has_read_all || now_us < reorder_at_us(path))) break;
     mark_lost(path, path.in_flight.head);
     ++lost;
   }
@@ -387,7 +388,7 @@ uint64_t Recovery::next_timeout_us() const {
 
 void Recovery::on_timeout(uint64_t now_us) {
   if (outstanding_.size() == 0) return;
-  for (uint32_t index = 0; index < paths_.count(); ++index) detect_losses(now_us, index);
+  for (uint32_t index = 0; index < paths_.count(); ++index) detect_losses(now_us, index, true);
   if (probe_at_us() <= now_us) {
     is_probe_due_ = true;
   } else if (confirm_at_us() <= now_us) {

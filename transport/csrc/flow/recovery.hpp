@@ -5,7 +5,8 @@
 // peer's word condemns a packet, never the time alone (RFC 9002, 6.2). Threads that share a core do not run for
 // milliseconds, and a retransmission to such a peer delays its answer further.
 //   order     a later packet of the same path was acknowledged, and the reorder window has passed (RFC 8985's RACK,
-//             per path: spraying alone causes no retransmission), or the echo of a later mark lacks it
+//             per path: spraying alone causes no retransmission), or the echo of a later mark lacks it. The window
+//             is judged by the timer alone, thus after everything that has arrived
 //   silence   another packet of the same rail arrived, although it was sent a round trip of this path later: the
 //             peer reads a rail's packets in order. Or the whole rail is silent for two rounds of others
 //             (docs/decisions/0026). If nothing on the path arrived, the path is bad, and so is its rail if the
@@ -104,7 +105,7 @@ class Recovery {
   void launch(uint64_t now_us, uint32_t path, uint32_t id);
   void unlink_in_flight(Path& path, uint32_t id);
   void mark_lost(Path& path, uint32_t id);
-  void detect_losses(uint64_t now_us, uint32_t index);
+  void detect_losses(uint64_t now_us, uint32_t index, bool has_read_all);
   void detect_silence(uint64_t now_us, uint32_t index);
   void note_window();
   void note_losses(uint64_t now_us, uint32_t index, uint32_t packets);

@@ -62,3 +62,24 @@ TEST_CASE("If a probe's answer does not cover all packets, another probe follows
   CHECK(now_us <= 1'000 + 350 + 2 * 350);
   CHECK(sender.counters.local_ack_timeout_err == 0);
 }
+
+// A rank that did not run reads the sockets of its rails one after the other. The answer to a packet may be in the last
+// of them, and those to later packets of its path in the first.
+TEST_CASE("A later packet's answer condemns nothing before the timer, when everything has been read") {
+  const auto answer_to_later = [](Sampled& sender) {
+    for (const uint32_t immediate : {2, 3}) sender.recovery.on_sent(1'000, 0, Sampled::packet(immediate));
+    sender.recovery.on_acked(9'000, 3);
+    sender.recovery.end_of_acks(9'000);
+    CHECK_FALSE(sender.recovery.has_lost());
+    CHECK(sender.recovery.next_timeout_us() <= 9'000);
+  };
+  Sampled late, lost;
+  answer_to_later(late);
+  late.recovery.on_acked(9'000, 2);
+  late.recovery.end_of_acks(9'000);
+  late.recovery.on_timeout(9'000);
+  CHECK_FALSE(late.recovery.has_lost());
+  answer_to_later(lost);
+  lost.recovery.on_timeout(9'000);
+  CHECK(lost.recovery.has_lost());
+}
