@@ -270,6 +270,7 @@ void Flow::State::apply_control(uint64_t now_us, uint64_t waited_us, const Contr
   // Not sooner than one round-trip time after they were last sent, which may have filled the gap.
   if (gap && now_us - receiver.oldest_unseen_sent_us() >= recovery.round_trip().smoothed_us()) {
     receiver.resend_adverts();
+    repeats_itself = true;
     request_control(now_us);
   }
   if (sender.apply_adverts(control, events)) request_control(now_us + config.ack_delay_us);

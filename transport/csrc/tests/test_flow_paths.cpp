@@ -206,3 +206,20 @@ TEST_CASE("No policy offers a bad path, and a retransmission takes another rail"
     CHECK(is_seen);
   }
 }
+
+// As many controls as paths, and a policy that takes the paths in turn: each repetition would begin on the same path.
+TEST_CASE("Adverts that fill several controls arrive, whichever path is dead in their direction") {
+  const SimLinkConfig good{.delay_us = 25, .rate_bytes_per_s = 1'000'000'000};
+  for (uint32_t dead = 0; dead < 3; ++dead) {
+    CAPTURE(dead);
+    std::vector<SimLinkConfig> back(3, good);
+    back[dead].black_holes.push_back({0, UINT64_MAX});
+    flow::FlowConfig config = config_with("round_robin", 3, 3);
+    config.payload_max_bytes = 1'024;
+    SimPair pair(1, config, std::vector<SimLinkConfig>(3, good), back);
+    pair.b.max_open_receives = 60;
+    pair.exchange(bulk(60, 8), {});
+    CHECK(pair.run(SECOND_US / 10));
+    CHECK(pair.b.flow().counters().control_packets_sent < 100);
+  }
+}
