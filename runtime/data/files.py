@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import fnmatch
+import os
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,6 +55,15 @@ class DataFile:
     def is_local(self) -> bool:
         return "file" in self.filesystem.protocol
 
+    @property
+    def size_bytes(self) -> int | None:
+        """How large it is now; None if it cannot be told."""
+        try:
+            size = self.filesystem.info(self.path)["size"]
+        except Exception:  # as in `open`, which says what is wrong
+            return None
+        return None if size is None else int(size)
+
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
         """Opens the file for reading.
@@ -89,7 +101,9 @@ def find_files(paths: Iterable[str]) -> tuple[DataFile, ...]:
     """The files that these paths name, in this order: files, patterns (`*`), and folders, sorted by name.
 
     Of folders and their subfolders, the files whose names say their format are taken. Names that begin with `_` or `.`
-    are skipped, as other tools do. Raises DataError for a path without files, and for a folder with two formats.
+    are skipped, as other tools do; a pattern may name them (`.*`). A folder that a pattern matches is read as a folder.
+    Raises DataError for a path without files, for a folder with two formats, for what is no regular file, and for a
+    file that is found twice.
     """
     found: list[DataFile] = []
     for path in paths:
@@ -101,7 +115,18 @@ def find_files(paths: Iterable[str]) -> tuple[DataFile, ...]:
                 f"{COMPRESSED}); give a path that has them"
             )
         found += files
+    check_once(found)
     return tuple(found)
+
+
+def check_once(files: Iterable[DataFile]) -> None:
+    """Raises DataError if a file is among these twice: its rows would count twice, or be trained on and evaluated."""
+    seen = set()
+    for file in files:
+        key = (file.filesystem, file.path)
+        if key in seen:
+            raise DataError(f"{file}: given twice; allowed: each file once, to train on or to evaluate")
+        seen.add(key)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,9 +153,9 @@ class GrowingFolder:
         return GrowingFolder(path=path, filesystem=filesystem, root=root)
 
     def files(self) -> list[DataFile]:
-        """The files that are there now, by name. Names that begin with `_` or `.` are skipped, in patterns, too."""
+        """The files that are there now, by name. Names that begin with `_` or `.` are skipped, whatever the pattern."""
         self.filesystem.invalidate_cache()
-        return [file for file in _find(self.path) if not PurePosixPath(file.path).name.startswith(_SKIPPED)]
+        return [file for file in _find(self.path) if not _is_hidden(file.path.removeprefix(self.root))]
 
     def has(self, name: str) -> bool:
         """Whether the folder has a file of this name now."""
@@ -153,35 +178,59 @@ def _located(path: str) -> tuple[Any, str]:
 def _find(path: str) -> list[DataFile]:
     """The files of one path, by name; none if there are none."""
     filesystem, root = _located(path)
-    is_folder = False
     try:
         if any(sign in root for sign in _SIGNS):
-            # As in a shell, `*` is not the dot that hides a file.
-            hidden = PurePosixPath(root).name.startswith(".")
-            found = sorted(part for part in filesystem.glob(root) if hidden or not _is_hidden(part))
-        elif is_folder := filesystem.isdir(root):
-            found = sorted(part for part in filesystem.find(root) if _is_part(part.removeprefix(root)))
+            found = _matching(path, filesystem, root)
+        elif filesystem.isdir(root):
+            found = _parts(path, filesystem, root)
         else:
-            found = [root] if filesystem.exists(root) else []
+            found = {root} if filesystem.exists(root) else set()
+        names = {part: path if part == root else _name(path, part) for part in sorted(found)}
+        files = [DataFile(name=name, filesystem=filesystem, path=part) for part, name in names.items()]
+        for file in files:
+            # Opening a FIFO waits for whoever writes to it, and what has been read does not come again.
+            if file.is_local and not stat.S_ISREG(os.stat(file.path).st_mode):
+                raise DataError(f"{file}: a FIFO, a socket or a device; allowed: files, which are read more than once")
+    except DataError:
+        raise
     except Exception as error:  # as above
         raise DataError(f"data set {path!r}: {_reason(error)}{_behind_proxy(path)}") from error
-    if not found:
-        return []
-    first = found[0]
-    if is_folder and (other := next((part for part in found if _format(part) != _format(first)), None)):
+    return files
+
+
+def _matching(path: str, filesystem: Any, pattern: str) -> set[str]:
+    """What matches a pattern. Of a folder that does, its files."""
+    # As in a shell, a sign does not match the begin of a name that hides a file.
+    names = pattern.split("/")
+    found: set[str] = set()
+    for part, about in filesystem.glob(pattern, detail=True).items():
+        hidden = [name for name in part.split("/") if _is_hidden(name)]
+        if not all(any(one[:1] == name[0] and fnmatch.fnmatch(name, one) for one in names) for name in hidden):
+            continue
+        # What a link leads to is not in `about`.
+        if about["type"] != "file" and filesystem.isdir(part):
+            found |= _parts(path, filesystem, part)
+        else:
+            found.add(part)
+    return found
+
+
+def _parts(path: str, filesystem: Any, folder: str) -> set[str]:
+    """The files below a folder whose names say their format."""
+    every = filesystem.find(folder)
+    found = sorted(part for part in every if _format(part) is not None and not _is_hidden(part.removeprefix(folder)))
+    first = next(iter(found), "")
+    if other := next((part for part in found if _format(part) != _format(first)), None):
         raise DataError(
-            f"data set {path!r}: has {_format(first)} files and {_format(other)} files ({_name(path, root, other)}); "
+            f"data set {path!r}: has {_format(first)} files and {_format(other)} files ({_name(path, other)}); "
             f"allowed in a folder: one format; give a pattern of the files that you mean"
         )
-    return [DataFile(name=_name(path, root, part), filesystem=filesystem, path=part) for part in found]
-
-
-def _is_part(below: str) -> bool:
-    return _format(below) is not None and not any(name.startswith(_SKIPPED) for name in below.split("/"))
+    return set(found)
 
 
 def _is_hidden(path: str) -> bool:
-    return PurePosixPath(path).name.startswith(".")
+    """Whether a part of the path hides what is below it."""
+    return any(name.startswith(_SKIPPED) for name in path.split("/"))
 
 
 def _format(path: str) -> str | None:
@@ -189,10 +238,8 @@ def _format(path: str) -> str | None:
     return None if path.endswith(COMPRESSED) and found not in ("CSV", "TSV") else found
 
 
-def _name(path: str, root: str, part: str) -> str:
+def _name(path: str, part: str) -> str:
     """The file's name as the user would write it."""
-    if part == root:
-        return path
     protocol, separator, _ = path.rpartition("://")
     return f"{protocol}{separator}{part}"
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 from sennit import user_code
 from sennit.runtime.data import adult, flights, movielens, parquet, synthetic
 from sennit.runtime.data.errors import DataError
-from sennit.runtime.data.files import DataFile, find_files
+from sennit.runtime.data.files import DataFile, check_once, find_files
 from sennit.runtime.data.packages import check_installed, package_file
 from sennit.runtime.data.raw_samples import RawSamples
 from sennit.runtime.data.samples import Samples
@@ -71,8 +71,7 @@ def check(source: Source) -> None:
     Imports none of the user's code.
     """
     if not is_named(source.data):
-        _files(source)
-        find_files(source.evaluation)
+        check_once((*_files(source), *find_files(source.evaluation)))
         _check_frequency(source, [part.encode for part in schema_of(source).sparse])
         return
     if source.further:

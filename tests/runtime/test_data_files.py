@@ -108,6 +108,46 @@ def test_a_folder_has_one_format(folder: str) -> None:
     assert [file.format for file in find_files([f"{folder}/day=2/*"])] == ["CSV", "Parquet"]
 
 
+def test_a_pattern_reads_folders_and_finds_nothing_that_is_hidden(folder: str) -> None:
+    filesystem, root = fsspec.core.url_to_fs(folder)
+
+    def names(path: str) -> list[str]:
+        return [file.path.removeprefix(root) for file in find_files([path])]
+
+    assert names(f"{folder}/*") == ["/day=2/part-0.parquet", "/part-1.parquet"]
+    assert names(f"{folder}/day=*") == ["/day=2/part-0.parquet"]
+    # Both match the folder and its file.
+    assert names(f"{folder}/**") == names(folder)
+    assert names(f"{folder}/**/*.parquet") == names(folder)
+    assert names(f"{folder}/_*/*.parquet") == ["/_temporary/part-9.parquet"]
+    assert names(f"{folder}/.part*") == ["/.part-8.parquet"]
+    filesystem.mkdir(f"{root}/.kept")
+    write(f"{folder}/.kept/part-7.parquet", table(70))
+    assert names(f"{folder}/.kept/*.parquet") == ["/.kept/part-7.parquet"]
+    assert names(f"{folder}/**") == names(folder)
+
+
+def test_a_file_is_given_once(folder: str, schema: Path) -> None:
+    for paths in ((folder, folder), (f"{folder}/part-1.parquet", f"{folder}/*.parquet"), (folder, f"{folder}/day=2")):
+        with pytest.raises(DataError, match=r"part-.\.parquet: given twice; allowed: each file once"):
+            find_files(paths)
+    with pytest.raises(DataError, match=r"part-1\.parquet: given twice"):
+        sources.check(Source(data=folder, schema=schema, evaluation=(f"{folder}/*.parquet",)))
+
+
+def test_what_can_be_read_once_alone_is_refused(tmp_path: Path, schema: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.parquet")
+    (tmp_path / "link.parquet").symlink_to("pipe.parquet")
+    (tmp_path / "gone.parquet").symlink_to("nothing")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "zero.csv").symlink_to("/dev/zero")
+    for path in ("pipe.parquet", "p*.parquet", "link.parquet", "set", "set/*"):
+        with pytest.raises(DataError, match=r"(pipe|link|zero)\.\w+: a FIFO, a socket or a device; allowed: files"):
+            find_files([str(tmp_path / path)])
+    with pytest.raises(DataError, match=r"data set '.*/gone\*': .*No such file"):
+        find_files([str(tmp_path / "gone*")])
+
+
 def test_what_is_not_there_is_named(folder: str, schema: Path) -> None:
     for path in (f"{folder}/absent.parquet", f"{folder}/*.csv", "memory://nowhere"):
         with pytest.raises(DataError, match="no such file, and no folder or pattern"):
