@@ -28,7 +28,7 @@ class FollowSettings:
     done_after_s: Annotated[
         float | None, Option(flag="--done-after", metavar="DURATION", parse=_duration, text=duration_text, above=0)
     ] = None
-    """With --follow: the folder is complete when the run has waited so long for a file."""
+    """With --follow: the folder is complete when the run waits, and no file has come or grown for so long."""
 
     def __post_init__(self) -> None:
         check(self)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from sennit.runtime.backend.first_rank import on_first
 from sennit.runtime.data.arrow_columns import check_types
 from sennit.runtime.data.errors import DataError, Incomplete
-from sennit.runtime.data.files import DataFile, GrowingFolder, find_files
+from sennit.runtime.data.files import DataFile, GrowingFolder, check_once, find_files
 from sennit.runtime.data.order import OrderSettings
 from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.data.schema import Schema
@@ -98,6 +98,8 @@ class Follower:
 
         Raises ConfigError for settings with which no folder can be followed, and DataError if there is no folder.
         """
+        assert settings.follow is not None
+        self._follow = settings.follow
         if source.further:
             raise ConfigError("--follow with several --data; allowed: one folder, or one pattern")
         if settings.window_s is None and not source.evaluation:
@@ -116,10 +118,13 @@ class Follower:
         self._columns = tuple(dict.fromkeys((*schema.columns, *([] if self._time is None else [self._time]))))
         self._form: TextFormat | None = None
         self._folder = GrowingFolder.of(source.data)
+        self._held = find_files(source.evaluation)
         self._evaluation: tuple[StreamFile, ...] | None = None
         self._files: tuple[StreamFile, ...] = ()
         self._opened: OpenedStream | None = None
         self._waits_since_s: float | None = None
+        self._behind: list[tuple[str, int | None]] = []
+        """Names and sizes of the files that were there at the last look, and not taken."""
 
     def first(self, tell: Callable[[str], None] = lambda reason: None) -> Look:
         """Waits until there are rows enough to begin with. `tell` is called with what is waited for, as it changes.
@@ -152,8 +157,13 @@ class Follower:
 
     def _look(self) -> Look:
         # In this order: what is there once the folder was complete is all.
-        is_done = self._is_done()
-        reason = self._take(self._folder.files(), is_done=is_done)
+        is_complete = self._has_done_file()
+        found = self._folder.files()
+        self._note_change(found)
+        is_done = is_complete or self._has_waited()
+        known = len(self._files)
+        reason = self._take(found, is_done=is_done)
+        del self._behind[: len(self._files) - known]
         if self._waits_since_s is None:
             self._waits_since_s = time.monotonic()
         before, seen = self._opened, tuple(Seen.of(file) for file in self._files)
@@ -167,20 +177,23 @@ class Follower:
             return Look(None, seen, f"{error}; {reason}")
         return Look(self._opened, seen, reason)
 
-    def _is_done(self) -> bool:
-        follow = self._settings.follow
-        assert follow is not None
-        if follow.done_file is not None and self._folder.has(follow.done_file):
-            return True
-        since_s = self._waits_since_s
-        return (
-            follow.done_after_s is not None
-            and since_s is not None
-            and time.monotonic() - since_s >= follow.done_after_s
-        )
+    def _has_done_file(self) -> bool:
+        done_file = self._follow.done_file
+        return done_file is not None and self._folder.has(done_file)
+
+    def _note_change(self, found: Sequence[DataFile]) -> None:
+        """The wait begins anew where a file has come, or grows."""
+        behind = [(file.name, file.size_bytes) for file in found[len(self._files) :]]
+        if behind != self._behind:
+            self._behind, self._waits_since_s = behind, None
+
+    def _has_waited(self) -> bool:
+        done_after_s, since_s = self._follow.done_after_s, self._waits_since_s
+        return done_after_s is not None and since_s is not None and time.monotonic() - since_s >= done_after_s
 
     def _take(self, found: Sequence[DataFile], *, is_done: bool) -> str:
         """Takes the files that are whole. Returns why there are no more of them."""
+        check_once((*found, *self._held))
         self._check_names([file.name for file in found])
         for number, file in enumerate(found[len(self._files) :], len(self._files)):
             is_known = is_done or number < len(self._seen)
@@ -194,7 +207,6 @@ class Follower:
                 return str(error)
             self._check_seen(number, opened)
             self._files += (opened,)
-            check_skipped(self._files, self._schema.text_format)
             self._waits_since_s = None
         if len(self._files) < len(self._seen):
             raise DataError(
@@ -235,13 +247,14 @@ class Follower:
     @property
     def _all_files(self) -> tuple[StreamFile, ...]:
         if self._evaluation is None:
-            self._evaluation = self._open(find_files(self._source.evaluation)) if self._source.evaluation else ()
+            self._evaluation = self._open(self._held) if self._held else ()
         return self._files + self._evaluation
 
     def _ordered(self, *, grows: bool) -> OpenedStream:
         train_rows = sum(sum(file.block_rows) for file in self._files)
         if not train_rows:
             raise Incomplete(f"{self._name}: no rows; allowed: at least one")
+        check_skipped(self._all_files, self._schema.text_format)
         index = index_of(self._all_files, self._columns, time_column=self._time)
         before = self._opened
         if before is not None:

@@ -29,6 +29,7 @@ from tests.runtime.whole_run import train as train_whole
 from tests.runtime.world import WorldFactory
 
 pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -233,7 +234,9 @@ def test_a_resumed_run_needs_the_files_that_it_had(seed: int, tmp_path: Path) ->
             read_seen(text)
 
 
-def test_a_text_is_whole_when_there_is_one_behind_it(seed: int, tmp_path: Path) -> None:
+def test_a_text_is_whole_when_there_is_one_behind_it(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "whole").mkdir()
     schema = 'label = "clicked"\ntime = "at"\n[sparse.price]\nrows = 140'
@@ -245,17 +248,77 @@ def test_a_text_is_whole_when_there_is_one_behind_it(seed: int, tmp_path: Path) 
         found = looks.look()
         assert len(found.seen) == hour
         assert found.reason.endswith(f"{hour}.csv is whole when there is a file behind it")
-    with pytest.MonkeyPatch.context() as patch:
-        now_s = time.monotonic()
-        patch.setattr(time, "monotonic", lambda: now_s)
-        looks.look()
-        now_s += 59
-        assert len(looks.look(pauses=True).seen) == 2
-        now_s += 1
-        found = looks.look(pauses=True)
+    now_s = patched_clock(monkeypatch)
+    looks.look()
+    now_s[0] += 59
+    assert len(looks.look(pauses=True).seen) == 2
+    now_s[0] += 1
+    found = looks.look(pauses=True)
     assert len(found.seen) == 3
     assert found.opened is not None
     assert not found.opened.order.grows
+
+
+def patched_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time in seconds that a follower is told."""
+    now_s = [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    return now_s
+
+
+def test_a_file_that_has_just_come_or_grows_is_waited_for(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text that is still written, and a file whose footer is not there yet, are not taken for the last ones."""
+    prepare(tmp_path, seed)
+    bring(tmp_path, "part-0.parquet", "part-1.parquet", "part-2.parquet")
+    now_s = patched_clock(monkeypatch)
+    looks = follower(tmp_path, done_after_s=60.0, pause=lambda seconds: None)
+    assert looks.look().opened is not None
+    whole = (tmp_path / "whole" / "part-3.parquet").read_bytes()
+    for size in (100, 200, len(whole)):
+        now_s[0] += 60
+        (tmp_path / "data" / "part-3.parquet").write_bytes(whole[:size])
+        found = looks.look(pauses=True)
+        assert found.opened is None or found.opened.order.grows
+    assert len(found.seen) == 4
+    now_s[0] += 59
+    assert looks.look(pauses=True).opened is None
+    now_s[0] += 1
+    found = looks.look(pauses=True)
+    assert found.opened is not None
+    assert not found.opened.order.grows
+    # One that stays a part is an error.
+    looks = follower(tmp_path, done_after_s=60.0, pause=lambda seconds: None)
+    (tmp_path / "data" / "part-4.parquet").write_bytes(whole[:100])
+    looks.look()
+    now_s[0] += 60
+    with pytest.raises(DataError, match=r"part-4\.parquet: not a whole Parquet file: 100 bytes"):
+        looks.look(pauses=True)
+
+
+def test_rows_that_are_left_out_count_in_all_files_together(seed: int, tmp_path: Path) -> None:
+    prepare(tmp_path, seed)
+    schema = tmp_path / "whole" / "schema.toml"
+    schema.write_text("skip_broken = 3\n" + schema.read_text())
+    for folder, rows in (("data", table(seed).slice(0, 500)), ("held", table(seed).slice(1000))):
+        users = rows["user"].to_pylist()
+        users[3:5] = [1000, 1000]
+        wrong = rows.set_column(rows.column_names.index("user"), "user", pa.array(users, pa.int32()))
+        shutil.rmtree(tmp_path / folder)
+        (tmp_path / folder).mkdir()
+        pq.write_table(wrong, tmp_path / folder / "part-0.parquet")
+    looks = follower(tmp_path, order="files", source={"evaluation": (str(tmp_path / "held"),)})
+    with pytest.raises(DataError, match=r"other files: 4 broken rows; allowed: 3 \(skip_broken\)"):
+        looks.look()
+
+
+def test_a_file_to_evaluate_is_not_trained_on(seed: int, tmp_path: Path) -> None:
+    prepare(tmp_path, seed)
+    bring(tmp_path, "part-0.parquet", "part-1.parquet")
+    looks = follower(tmp_path, order="files", source={"evaluation": (str(tmp_path / "data" / "part-1.parquet"),)})
+    with pytest.raises(DataError, match=r"part-1\.parquet: given twice; allowed: each file once, to train on or to ev"):
+        looks.look()
 
 
 def test_what_cannot_be_followed_is_refused(seed: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
