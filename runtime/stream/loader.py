@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -35,6 +35,7 @@ class StreamLoader(Closing):
             ...
 
     Ranks together have each sample once. Batches are the same in any world, and after `load_state_dict` in another one.
+    One loop has all epochs, and all windows of time. Where one ends, `evaluates` is true.
     """
 
     def __init__(
@@ -95,6 +96,9 @@ class StreamLoader(Closing):
         self.step = 0
         """Training batches taken."""
 
+        self._has_ended = False
+        """Whether a loop has come to the end."""
+
         self._settings = {"fingerprint": found.stream.index.fingerprint, "seed": seed, "batch_size": batch_size}
         self._settings |= {"slices": slices, "stream": settings.fixed}
         self._source = StreamSource(found.stream, found.order, preprocessing, rank=rank, world_size=world_size)
@@ -113,12 +117,39 @@ class StreamLoader(Closing):
         """The training batches that are left."""
         return self.order.step_count - self.step
 
+    def __getitem__(self, number: object) -> NoReturn:
+        # torch's DataLoader takes what has a length for a list of samples.
+        raise TypeError(
+            "a StreamLoader has no sample by number: it makes whole batches of this rank, and reads ahead itself; "
+            "allowed: to iterate over it, without a DataLoader"
+        )
+
     def __iter__(self) -> Iterator[Batch]:
+        """Raises DataError if a loop over all batches has ended before."""
+        if self._has_ended:
+            raise DataError(
+                f"{self.step} batches, which are all, were taken; allowed: StreamLoader(epochs=) with more epochs, all "
+                "in one loop, or to go back with load_state_dict"
+            )
+        return self._batches()
+
+    def _batches(self) -> Iterator[Batch]:
         while self.step < self.order.step_count:
             batch = self._source.take(self.order.training_batch(self.step))
             # A state that is saved in the body of the loop has this batch behind it.
             self.step += 1
             yield batch
+        self._has_ended = True
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether an epoch, or a window of time, ends with the last batch: `evaluation` then comes before the next."""
+        return self.step > 0 and self.order.evaluates(self.step)
+
+    @property
+    def window(self) -> str:
+        """The name of the window of time that `evaluation` has; empty without windows."""
+        return self.order.evaluated(self.step)
 
     def evaluation(self) -> Iterator[Batch]:
         """The batches of the evaluation that follows the steps so far, or else of the next one."""
@@ -134,7 +165,7 @@ class StreamLoader(Closing):
         for name, value in self._settings.items():
             if state.get(name) != value:
                 raise DataError(f"{name} {state.get(name)} in the state; allowed: {value}, as in this loader")
-        self.step = int(state["step"])
+        self.step, self._has_ended = int(state["step"]), False
 
     def close(self) -> None:
         """Ends its thread, and closes files."""

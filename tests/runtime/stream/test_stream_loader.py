@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
+from sennit.runtime.data.batch import Batch
 from sennit.runtime.data.errors import DataError
-from sennit.runtime.stream import StreamLoader
+from sennit.runtime.stream import StreamLoader, StreamSettings
 from sennit.transport.errors import ConfigError
 from tests.runtime.stream.stream_files import table, write
 from tests.runtime.world import WorldFactory
@@ -83,6 +85,58 @@ def test_a_loader_without_a_process_group_and_a_state_of_another_stream(seed: in
             other.load_state_dict(found.state_dict())
     with loader(tmp_path / "other") as other, pytest.raises(DataError, match="fingerprint"):
         other.load_state_dict(found.state_dict())
+
+
+def test_a_program_sees_where_windows_end(seed: int, tmp_path: Path) -> None:
+    """Each window is evaluated before it is trained on, and has all of its rows."""
+    rows = table(seed)
+    write(tmp_path / "data", rows)
+    users = rows["user"].to_pylist()
+
+    def users_of(batch: Batch) -> list[int]:
+        # Row 0 stands for values that were not seen.
+        return [int(user) for user in batch.values[: len(batch.labels)]]
+
+    settings = StreamSettings(order="time", window_s=7200.0)
+    names, trained = [], []
+    with loader(tmp_path / "data", order=settings, batch_size=40, epochs=1) as found:
+        for batch in found:
+            trained += users_of(batch)
+            if found.evaluates:
+                names.append(found.window)
+                evaluated = [user for held in found.evaluation() for user in users_of(held)]
+                assert sorted(evaluated) == sorted(users[len(trained) : 200 * (1 + len(names))])
+        assert trained == users[: len(trained)]
+        assert len(trained) == 1000
+    assert names == [f"1970-01-01T{hour:02}:00:00" for hour in (2, 4, 6, 8, 10)]
+    with loader(tmp_path / "data") as found:
+        ends = [found.step for batch in found if found.evaluates]
+        assert (ends, found.window) == ([22, 44], "")
+
+
+def test_a_second_loop_says_how_to_go_on(seed: int, tmp_path: Path) -> None:
+    write(tmp_path / "data", table(seed))
+    with loader(tmp_path / "data", epochs=1) as found:
+        begin = found.state_dict()
+        assert len([batch for batch in zip(found, range(5), strict=False)]) == 5
+        # A loop that was left goes on, and a position at the end is no mistake.
+        count = len(list(found))
+        end = found.state_dict()
+        with pytest.raises(DataError, match=r"22 batches, which are all, were taken; allowed: StreamLoader\(epochs=\)"):
+            iter(found)
+        found.load_state_dict(begin)
+        assert len(list(found)) == 22 == count + 6
+        found.load_state_dict(end)
+        assert list(found) == []
+
+
+def test_a_data_loader_around_it_is_refused(seed: int, tmp_path: Path) -> None:
+    write(tmp_path / "data", table(seed))
+    with loader(tmp_path / "data") as found:
+        for options in ({}, {"batch_size": None}, {"batch_size": 4}):
+            around: Any = DataLoader(found, **options)  # type: ignore[arg-type]
+            with pytest.raises(TypeError, match=r"it makes whole batches .*; allowed: to iterate over it, without a D"):
+                next(iter(around))
 
 
 def test_an_iterator_is_told_to_be_spooled() -> None:
