@@ -19,6 +19,8 @@ _CHUNK_BYTES: Final = 1 << 18
 long."""
 
 _SHOWN_BYTES: Final = 100
+_NULLS: Final = frozenset(("\\n", "null", "na", "n/a", "#n/a", "<na>", "nan", "none", "nil", "(null)", "-", "?"))
+"""What tools write for null, in small letters: MySQL and Hive `\\N`, pandas `<NA>`, R `NA`, Weka `?`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +78,16 @@ class TextParser:
                 return name, f"quoted value {_shown(cell)} goes over the end of the line; allowed: values within a line"
         for name in columns:
             if self.parse(line + b"\n", 1, [name]) is None:
-                return name, f"value {_shown(cells[name])}; allowed: {self.types[name]}"
+                return name, f"value {_shown(cells[name])}; allowed: {self.types[name]}{self._advice(cells[name])}"
         return None, "no row"  # not reached
+
+    def _advice(self, cell: bytes) -> str:
+        """What to do about a value that other tools write for null."""
+        text = cell.decode(errors="replace")
+        if text.strip().lower() not in _NULLS:
+            return ""
+        nulls = ", ".join(f"'{null}'" for null in (*self.nulls, text))
+        return f"; if it stands for null: nulls = [{nulls}] under [text] in the schema"
 
     def _parse(self, text: bytes, line_count: int, columns: Sequence[str], chunk_bytes: int) -> Any | None:
         arrow = require("pyarrow", package="pyarrow", purpose="reading text files")

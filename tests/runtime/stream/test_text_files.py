@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv as python_csv
 import gzip
 import pickle
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,10 @@ BROKEN = {
     "too many": ("1,2,x,y", r"line 302: 4 columns; allowed: 3"),
     "empty": ("", r"line 302: empty; allowed: empty lines at the end of a file"),
     "no number": ("1,free,x", r"column price, line 302: value 'free'; allowed: double"),
+    "null of another tool": (
+        r"1,\N,x",
+        r"column price.*'\\\\N'; allowed: double; if .*: nulls = \['', '\\N'\] und",
+    ),
     "too large": ("99999999999999999999,1,x", r"column clicked, line 302: value '9+'; allowed: int64"),
     "open quote": ('1,2,"x', r"column city, line 302: quoted value 'x.*' goes over the end of the line"),
     "open quote before": ('1,"2,x', r"line 302: "),
@@ -279,8 +284,9 @@ def test_more_broken_lines_than_allowed(tmp_path: Path) -> None:
         open_index([one], COLUMNS, text=form)
     form = TextFormat(types=TYPES, skip_broken=3)
     assert open_index([one], COLUMNS, text=form).skipped_rows == 2
+    two = shutil.copyfile(one, tmp_path / "b.csv")
     with pytest.raises(DataError, match=r"a\.csv and other files: 4 broken rows; allowed: 3 \(skip_broken\)"):
-        open_index([one, one], COLUMNS, text=form)
+        open_index([one, str(two)], COLUMNS, text=form)
     # A column that is not read may hold anything.
     assert open_index([one], ("price",), text=form).skipped_rows == 1
 
