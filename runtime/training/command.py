@@ -6,9 +6,10 @@ Without torchrun it starts its ranks itself. Under torchrun (RANK and WORLD_SIZE
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,7 +29,7 @@ from sennit.runtime.model.loss import find_loss
 from sennit.runtime.timeline.left import left_paths, write_left
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.launch import Ranks, join_address, serve_store
-from sennit.runtime.training.resumption import check_unused
+from sennit.runtime.training.resumption import check_unused, what_is_kept
 from sennit.runtime.training.run import Place, join_run, run_rank
 from sennit.runtime.training.streamed import check
 from sennit.runtime.training.stretch import tell_timeline
@@ -128,7 +129,9 @@ def start(
         config.check_world(world_size)
         _check_ingest(config, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
         _find_code(config)
-        run_rank(config, Place(rank=int(os.environ["RANK"]), world_size=world_size))
+        rank = int(os.environ["RANK"])
+        with _telling_interrupt(config, here=rank == 0):
+            run_rank(config, Place(rank=rank, world_size=world_size))
         return
     world_size = ranks if ranks is not None else 1
     if join is not None:
@@ -140,9 +143,21 @@ def start(
     with Ranks(world_size, forked=forked and config.device == "cpu") as here:
         _find_code(config)
         if join is None:
-            _begin(config, world_size, here, port)
+            with _telling_interrupt(config):
+                _begin(config, world_size, here, port)
         else:
             here.run(_join_here, config, address=join, store_timeout_s=config.timeout_s, on_loss=_tell_newcomer)
+
+
+@contextlib.contextmanager
+def _telling_interrupt(config: TrainingConfig, *, here: bool = True) -> Iterator[None]:
+    """Says what an interrupted run has kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if here:
+            typer.echo(f"interrupted; {what_is_kept(config)}", err=True)
+        raise
 
 
 def _find_code(config: TrainingConfig) -> None:

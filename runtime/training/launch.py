@@ -24,9 +24,9 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkContext, ForkServerContext
 from multiprocessing.process import BaseProcess
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
-from sennit.command_line import OutputLost, watch_output
+from sennit.command_line import OutputLost, stdout_console, watch_output
 from sennit.runtime.backend.torch_versions import Store, TCPStore
 from sennit.runtime.ingest.address import Address
 from sennit.transport.errors import AbortedError, ConfigError, PeerError, SennitError, TimeoutError, Unsupported
@@ -171,7 +171,7 @@ class Ranks:
 
         Raises `RankFailure` with the first cause. With `on_loss`, that function is called for each rank that fails,
         and the call returns the results of the others. It raises only if no rank reaches the end. If a rank cannot
-        write its output, nobody can, and the call raises that rank's error.
+        write its output, nobody can, and the call raises that rank's error. A KeyboardInterrupt is one of all ranks.
         """
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._has_begun = True
@@ -181,6 +181,12 @@ class Ranks:
                 end.send(_Job(environment, function, argument, address, store_timeout_s))
         try:
             outcomes = _collect(self._ends, self._processes, are_independent=on_loss is not None)
+        except KeyboardInterrupt:
+            # A terminal interrupts them, too, and the first one counts. `kill -INT` does not.
+            for process in self._processes:
+                if process.pid is not None and process.is_alive():
+                    os.kill(process.pid, signal.SIGINT)
+            raise
         finally:
             self._end()
         for item in outcomes:
@@ -205,6 +211,16 @@ class Ranks:
                 process.join()
         for end in (*self._ends, self._life):
             end.close()
+        if self._has_begun and any((process.exitcode or 0) < 0 for process in self._processes):
+            _leave_line()
+
+
+def _leave_line() -> None:
+    """Ends the line of a progress bar whose rank was killed, and shows the cursor that it had hidden."""
+    console = stdout_console()
+    if console.is_terminal:
+        console.show_cursor(True)
+        console.print()
 
 
 def _context(forked: bool) -> ForkContext | ForkServerContext:
@@ -238,6 +254,7 @@ def _rank_main(rank: int, world_size: int, end: Connection, alive: Connection, l
         os.environ.clear()
         os.environ.update(job.environment)
         watch_output()
+        signal.signal(signal.SIGINT, _interrupt_once)
         timeout = timedelta(seconds=job.store_timeout_s)
         store = TCPStore(job.address.host, job.address.port, is_master=False, timeout=timeout)
         outcome = _Outcome(rank=rank, result=job.function(job.argument, rank, world_size, store))
@@ -254,6 +271,13 @@ def _rank_main(rank: int, world_size: int, end: Connection, alive: Connection, l
         outcome = _Outcome(rank=rank, error=traceback.format_exc().rstrip(), consequence=consequence)
     end.send(outcome)
     end.close()
+
+
+def _interrupt_once(number: int, frame: object) -> NoReturn:
+    """A second interrupt would only disturb the rank while it leaves."""
+    del frame
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _end_with(alive: Connection) -> None:

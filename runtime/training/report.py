@@ -186,6 +186,13 @@ class RunReport:
         return f"order: {self.config.stream.order}"
 
     @property
+    def steps(self) -> str:
+        """The steps of this run, in words. One that resumes where it had ended has none."""
+        if self.step == self.first_step:
+            return f"none: all {self.step} were taken before"
+        return f"{self.first_step + 1} to {self.step}, {self.config.batch_size:,} samples each"
+
+    @property
     def step_s(self) -> float:
         """The mean of a step."""
         return self.train_s / max(1, self.step - self.first_step)
@@ -298,7 +305,7 @@ def render(report: RunReport, console: Console) -> None:
     for name, value in (
         ("data", f"{report.data}, seed {report.config.seed}, {report.order}"),
         ("ranks", f"{len(report.ranks)} over {report.config.backend}"),
-        ("steps", f"{report.first_step + 1} to {report.step}, {report.config.batch_size:,} samples each"),
+        ("steps", report.steps),
         ("embeddings", str(report.embedding)),
         ("speed", f"{report.samples_per_s:,.0f} samples/s, {report.train_s:.1f} s of training"),
         ("AUC", f"{quality.auc:.4f} on {quality.sample_count:,} held-back samples"

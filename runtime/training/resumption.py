@@ -176,8 +176,9 @@ def _read_windows(path: Path) -> list[Evaluation]:
 def begin(trainer: Trainer) -> list[str]:
     """Begins the run, or resumes it if that is asked for and there is a checkpoint. Collective.
 
-    Returns lines for people about what a resumed run has changed. Raises `ConfigError` if the folder belongs to another
-    run, and `CheckpointError` if its newest checkpoint cannot be used. The trainer is unchanged then.
+    Returns lines for people about what a resumed run has changed, and where there was nothing to resume. Raises
+    `ConfigError` if the folder belongs to another run, and `CheckpointError` if its newest checkpoint cannot be used.
+    The trainer is unchanged then.
     """
     config = trainer.config
     folder = config.checkpoint
@@ -189,7 +190,8 @@ def begin(trainer: Trainer) -> list[str]:
             found = on_first(lambda: _find(trainer, folder) if config.resume else check_unused(folder))
     if found is None:
         trainer.run_id = on_first(new_run_id)
-        return _begin_new(trainer)
+        told = [f"--resume: {folder} has no checkpoint, so a new run begins"] if config.resume else []
+        return [*told, *_begin_new(trainer)]
     path, about = found
     forgotten = _load(trainer, path, about)
     ours = manifest_of(trainer)
@@ -232,6 +234,17 @@ def check_unused(folder: Path) -> None:
             f"--checkpoint {folder} has checkpoints of a run, the newest {path.name}; "
             "give --resume to go on with it, or another folder"
         )
+
+
+def what_is_kept(config: TrainingConfig) -> str:
+    """What a run that was interrupted has left in its folder, and how to go on from there."""
+    if config.checkpoint is None:
+        return "no checkpoint is kept without --checkpoint FOLDER"
+    with reading_folders():
+        path = checkpoint.latest(config.checkpoint)
+    if path is None:
+        return f"--checkpoint {config.checkpoint} has no checkpoint yet; --checkpoint-every STEPS saves them on the way"
+    return f"the newest checkpoint is {path}; the same command with --resume goes on from it"
 
 
 def publish_data(store: Store, fingerprint: str, known: preprocessing.Preprocessing) -> None:

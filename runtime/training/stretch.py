@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -148,7 +148,7 @@ def _train(
         listeners.append(ConsoleDisplay(stdout_console(), batch_size=config.batch_size))
         if config.tensorboard is not None:
             listeners.append(TensorBoardLog(config.tensorboard))
-    with Listeners(listeners) as heard, CostMeter(program_ns=source.program_ns) as meter:
+    with _telling_stop(trainer), Listeners(listeners) as heard, CostMeter(program_ns=source.program_ns) as meter:
 
         def on_step(step: StepReport) -> None:
             last[:] = [step]
@@ -228,6 +228,16 @@ def _train(
     return report
 
 
+@contextlib.contextmanager
+def _telling_stop(trainer: Trainer) -> Iterator[None]:
+    """Rank 0 says after which step it was interrupted."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        tell(trainer, [f"stopped after step {trainer.step}"])
+        raise
+
+
 def begin_run(trainer: Trainer) -> None:
     """Begins or resumes the run. Rank 0 prints what is resumed."""
     what = f"resuming from {trainer.config.checkpoint}" if trainer.config.resume else "starting"
@@ -250,7 +260,7 @@ def tell(trainer: Trainer, lines: Sequence[str]) -> None:
     """Rank 0 prints lines for people."""
     if trainer.rank == 0:
         for line in lines:
-            stdout_console().print(line)
+            stdout_console().print(line, soft_wrap=True)
 
 
 def transport_counters(backend: str) -> dict[str, int]:

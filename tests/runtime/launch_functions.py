@@ -55,3 +55,14 @@ def wait_to_be_ended(seconds: str, rank: int, world_size: int, store: Store) -> 
     os.write(1, b"here\n")  # in one piece: two ranks share the pipe
     threading.Event().wait(float(seconds))
     print("still here", flush=True)
+
+
+def wait_to_be_interrupted(seconds: str, rank: int, world_size: int, store: Store) -> None:
+    """Says that it is here, and that it was interrupted. A second interrupt does not come between the two parts."""
+    try:
+        os.write(1, b"here\n")
+        threading.Event().wait(float(seconds))
+    except KeyboardInterrupt:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.write(1, b"interrupted\n")
+        raise

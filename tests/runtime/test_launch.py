@@ -113,6 +113,16 @@ def test_ranks_end_when_the_process_that_started_them_is_killed(how: str) -> Non
         assert launcher.stdout.read() == "asked\n" * 2
 
 
+@pytest.mark.parametrize("how", briefly(["forked", "server"], ["forked"]))
+def test_an_interrupt_of_the_process_that_started_them_is_one_of_the_ranks(how: str) -> None:
+    with launched(how, "wait_to_be_interrupted", str(TIMEOUT_S)) as launcher:
+        assert launcher.stdout is not None
+        assert [launcher.stdout.readline() for _ in range(2)] == ["here\n"] * 2
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.stdout.read() == "interrupted\n" * 2
+        assert launcher.wait(TIMEOUT_S) == -signal.SIGINT
+
+
 def test_a_command_that_starts_ranks_does_not_import_torchs_compiler() -> None:
     """It takes a second of processor time, and mistakes are told without it. It is imported for the first rank."""
     program = "import sys, sennit.runtime.training.command; assert 'torch._dynamo' not in sys.modules"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ from tests.runtime.stream.stream_files import table, write
 from tests.runtime.stream.test_stream_training import failure, outcome
 from tests.runtime.whole_run import train as train_whole
 from tests.runtime.world import WorldFactory
+from tests.terminal import run_on_terminal
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -319,6 +321,22 @@ def test_a_file_to_evaluate_is_not_trained_on(seed: int, tmp_path: Path) -> None
     looks = follower(tmp_path, order="files", source={"evaluation": (str(tmp_path / "data" / "part-1.parquet"),)})
     with pytest.raises(DataError, match=r"part-1\.parquet: given twice; allowed: each file once, to train on or to ev"):
         looks.look()
+
+
+@pytest.mark.slow
+def test_an_interrupt_says_what_is_kept(seed: int, tmp_path: Path) -> None:
+    """On a terminal, in a line of its own below the progress bar."""
+    prepare(tmp_path, seed)
+    bring(tmp_path, "part-0.parquet", "part-1.parquet", "part-2.parquet")
+    data = ["--data", str(tmp_path / "data"), "--schema", str(tmp_path / "whole" / "schema.toml")]
+    kept = ["--follow", "--checkpoint", str(tmp_path / "kept")]
+    command = [sys.executable, "-m", "sennit", "train", *data, *TINY_OPTIONS, *options("rolling", tmp_path), *kept]
+    status, shown = run_on_terminal([*command, "--ranks", "2"], timeout_s=100, until="waiting for files")
+    assert status == 130, shown
+    path = tmp_path / "kept" / "step-000000010"
+    assert "\nstopped after step 10\r\n" in shown.replace("\x1b[?25h", "")
+    told = f"interrupted; the newest checkpoint is {path}; the same command with --resume goes on from it"
+    assert shown.replace("\r\n", "").endswith(told), shown
 
 
 def test_what_cannot_be_followed_is_refused(seed: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from sennit.runtime.stream.settings import StreamSettings
 from sennit.runtime.training import streamed
 from sennit.runtime.training.command import main
 from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.resumption import what_is_kept
 from tests.extent import briefly
 from tests.runtime.elastic_runs import elastic_run
 from tests.runtime.stream.stream_files import table, write
@@ -180,6 +182,28 @@ def test_another_stream_does_not_resume_a_run(seed: int, tmp_path: Path, capfd: 
     assert "data.fingerprint" in failure(capfd, *kept, "--order", "time", "--resume")
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "kept").rglob("*")} == before
     assert json.loads((tmp_path / "run.json").read_text())["steps"]["last"] == 4
+
+
+def test_a_run_says_that_there_is_nothing_to_resume_or_nothing_to_do(
+    seed: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = [*write(tmp_path / "data", table(seed)), *TINY, "--order", "time", "--steps", "4"]
+    config = TrainingConfig(checkpoint=tmp_path / "kept")
+    assert what_is_kept(TrainingConfig()) == "no checkpoint is kept without --checkpoint FOLDER"
+    assert what_is_kept(config).endswith("kept has no checkpoint yet; --checkpoint-every STEPS saves them on the way")
+    kept = [*data, "--checkpoint", str(tmp_path / "kept"), "--resume"]
+    capfd.readouterr()
+    first = train(tmp_path / "run.json", *kept)
+    told = capfd.readouterr().out
+    assert f"--resume: {tmp_path / 'kept'} has no checkpoint, so a new run begins\n" in told
+    assert re.search(r"steps +1 to 4, 40 samples each", told)
+    assert outcome(train(tmp_path / "again.json", *kept)) == outcome(first)
+    told = capfd.readouterr().out
+    assert "resumes run" in told
+    assert "so a new run begins" not in told
+    assert re.search(r"steps +none: all 4 were taken before", told)
+    path = tmp_path / "kept" / "step-000000004"
+    assert what_is_kept(config) == f"the newest checkpoint is {path}; the same command with --resume goes on from it"
 
 
 def opens(rank: int, world: int, /, *, arguments: list[str]) -> tuple[int, str]:
