@@ -27,6 +27,9 @@ class TableFacts:
     mean_length: float
     """Mean number of ids per sample."""
 
+    is_dynamic: bool = False
+    """Ids are any 64-bit integers. `rows` is the most rows that the table may have."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
@@ -76,7 +79,7 @@ class Facts:
             "fingerprint": self.fingerprint,
             "sample_count": self.sample_count,
             "numbering": self.numbering,
-            "tables": [[table.name, table.rows, table.mean_length] for table in self.tables],
+            "tables": [[table.name, table.rows, table.mean_length, table.is_dynamic] for table in self.tables],
             "dense_names": list(self.dense_names),
             "preprocessing": self.preprocessing,
             "plan": {
@@ -96,8 +99,9 @@ class Facts:
                     name=text(f"facts: name of table {number}", name),
                     rows=integer(f"facts: rows of table {number}", rows, 1, TABLE_ROWS_MAX),
                     mean_length=_number(f"mean length of table {number}", mean_length),
+                    is_dynamic=_boolean(f"whether table {number} is dynamic", is_dynamic),
                 )
-                for number, (name, rows, mean_length) in enumerate(content["tables"])
+                for number, (name, rows, mean_length, is_dynamic) in enumerate(content["tables"])
             )
             plan, preprocessing = content["plan"], content["preprocessing"]
             if preprocessing is not None and not isinstance(preprocessing, dict):
@@ -117,7 +121,7 @@ class Facts:
                     columns=columns_from_json(plan["columns"]),
                     dense=tuple(text("facts: dense column", name) for name in plan["dense"]),
                     sparse=tuple(
-                        Sparse(column=text("facts: sparse column", name), rows=table.rows)
+                        Sparse(column=text("facts: sparse column", name), rows=None if table.is_dynamic else table.rows)
                         for name, table in zip(plan["sparse"], tables, strict=True)
                     ),
                 ),
@@ -134,6 +138,12 @@ def _number(name: str, value: Any) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
         raise ProtocolError(f"facts: {name} {_short(value)}; allowed: finite numbers from 0")
     return float(value)
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ProtocolError(f"facts: {name} {_short(value)}; allowed: true, false")
+    return value
 
 
 def _short(value: Any) -> str:

@@ -257,7 +257,7 @@ def _feature(pieces: Sequence[Piece], part: SparseField) -> Feature:
         values = np.asarray(column.to_numpy(zero_copy_only=False))
         if part.encode == "id":
             _check_rows(piece, part, values, of_rows)
-        # Ids of 2^63 or more are hashed by their bits.
+        # Of ids of 2^63 or more, the bits count.
         ids.append(values.astype(np.int64))
     assert part.rows is not None
     return Feature(
@@ -267,6 +267,7 @@ def _feature(pieces: Sequence[Piece], part: SparseField) -> Feature:
         offsets=offsets,
         salt=part.salt if part.encode == "hash" else None,
         first=part.first,
+        is_dynamic=part.encode == "dynamic",
     )
 
 

@@ -65,7 +65,9 @@ class IdCounter:
 
     def __init__(self, tables: Sequence[TableFacts], shape: SketchShape) -> None:
         self.sketch = Sketch(
-            tables=[table.name for table in tables], table_rows=[table.rows for table in tables], shape=shape
+            tables=[table.name for table in tables],
+            table_rows=[None if table.is_dynamic else table.rows for table in tables],
+            shape=shape,
         )
 
     def count(self, number: int, batch: Batch) -> None:

@@ -58,6 +58,8 @@ class Encoding:
 
     salt: int | None = None
     first: int | None = None
+    is_dynamic: bool = False
+    """Ids of 64 bits stay as they are, for a dynamic table. `row_count`: the most rows that it may have."""
 
     def places_in(self, other: Encoding) -> npt.NDArray[np.int64]:
         """[row_count]: the row of `other`'s table for each row of this one. `other` has all values of this one."""
@@ -69,7 +71,9 @@ class Encoding:
     @property
     def kind(self) -> str:
         """The encoding's name in a schema file."""
-        return "dictionary" if self.vocabulary is not None else "id" if self.salt is None else "hash"
+        if self.vocabulary is not None:
+            return "dictionary"
+        return "dynamic" if self.is_dynamic else "id" if self.salt is None else "hash"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -213,6 +217,7 @@ class Preprocessing:
                         vocabulary=None if part["values"] is None else _values(part["values"]),
                         salt=part["salt"],
                         first=part["first"],
+                        is_dynamic=part["encode"] == "dynamic",
                     )
                     for part in content["sparse"]
                 ),
@@ -264,11 +269,17 @@ def encoding_of(
     `known`: of a model that is trained on. Raises DataError for what cannot go on with it.
     """
     if feature.dictionary is None:
-        if known is not None and feature.row_count < known.row_count:
+        if known is not None and not feature.is_dynamic and feature.row_count < known.row_count:
             raise DataError(
                 f"column {feature.name}: {feature.row_count} rows; allowed: at least the {known.row_count} of the model"
             )
-        return Encoding(name=feature.name, row_count=feature.row_count, salt=feature.salt, first=feature.first)
+        return Encoding(
+            name=feature.name,
+            row_count=feature.row_count,
+            salt=feature.salt,
+            first=feature.first,
+            is_dynamic=feature.is_dynamic,
+        )
     vocabulary = values[frequency >= max(1, feature.min_frequency or 1)]
     if known is not None and known.vocabulary is not None:
         try:

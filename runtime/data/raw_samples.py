@@ -75,7 +75,7 @@ class Feature:
     """Number of rows of the table."""
 
     values: IdArray
-    """Ids, sample after sample. They are rows of the table unless there is a salt or a dictionary."""
+    """Ids, sample after sample. They are rows of the table, unless there is a salt or a dictionary, or `is_dynamic`."""
 
     offsets: npt.NDArray[np.int64] | None = None
     """[N + 1]: the index of each sample's first id; None: exactly one id per sample."""
@@ -94,6 +94,9 @@ class Feature:
     rows.
     """
 
+    is_dynamic: bool = False
+    """Ids are any 64-bit integers, for a dynamic table. `row_count` is the most rows that it may have."""
+
     @classmethod
     def categories(cls, name: str, column: Any, offsets: npt.NDArray[np.int64] | None = None, **rest: Any) -> Feature:
         """The feature for an Arrow array of strings or integers."""
@@ -109,7 +112,9 @@ class Feature:
     @property
     def kind(self) -> str:
         """The encoding's name in a schema file."""
-        return "dictionary" if self.dictionary is not None else "id" if self.salt is None else "hash"
+        if self.dictionary is not None:
+            return "dictionary"
+        return "dynamic" if self.is_dynamic else "id" if self.salt is None else "hash"
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
@@ -151,14 +156,25 @@ class Feature:
             made[used] = FirstX(column=source, count=self.first)
         if self.salt is not None:
             made[f"{source}_rows"] = SigridHash(column=used, salt=self.salt, max_value=self.row_count)
+        elif self.is_dynamic:
+            pass
         elif kind.low < 0 or kind.high >= self.row_count:
             made[f"{source}_rows"] = ClampList(column=used, low=0, high=self.row_count - 1)
         return made
+
+    def unhashed(self) -> Column:
+        """The ids that are used, as they are: of 64 bits."""
+        used = self.cut()
+        offsets = None if used.offsets is None else torch.from_numpy(used.offsets)
+        values = torch.from_numpy(used.values.astype(np.int64, copy=False))
+        return Column(name=self.name, row_count=self.row_count, values=values, offsets=offsets)
 
     def column(self) -> Column:
         """All rows of the table at once."""
         if self.dictionary is not None:
             raise DataError(f"column {self.name}: categories without a vocabulary")
+        if self.is_dynamic:
+            return self.unhashed()
         if self.salt is None and self.first is None:
             if self.offsets is None:
                 return Column.single(self.name, self.row_count, self.values)
@@ -286,7 +302,8 @@ def fingerprint(raw: RawSamples) -> str:
     for part in raw.features:
         # Ids have 32 or 64 bits.
         values = part.values.astype(np.int64, copy=False)
-        add(["ids", part.name, part.row_count, part.salt, part.first], values)
+        about = ["ids", part.name, part.row_count, part.salt, part.first]
+        add([*about, "dynamic"] if part.is_dynamic else about, values)
         for name, array in (("offsets", part.offsets), ("dictionary", part.dictionary)):
             if array is not None:
                 add([name], array)

@@ -29,10 +29,10 @@ class Column:
     """The name of the feature and of its table."""
 
     row_count: int
-    """Rows of the table. Every id is in [0, row_count)."""
+    """Rows of the table. Every id is in [0, row_count), or any 64-bit integer if the table is dynamic."""
 
     values: Tensor
-    """Ids of sample 0, then of sample 1, …; int32 if row_count allows it."""
+    """Ids of sample 0, then of sample 1, …; int32 if row_count allows it and the table is not dynamic."""
 
     offsets: Tensor | None = None
     """Int64 [N + 1]: the index of each sample's first id. None: exactly one id per sample."""

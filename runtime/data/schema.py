@@ -28,7 +28,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -38,7 +38,7 @@ from sennit.offload.operators import COLUMN_MAX_LENGTH
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.text_format import CRITEO, PLAIN, TYPES, TextFormat
 
-ENCODINGS: Final = ("id", "dictionary", "hash")
+ENCODINGS: Final = ("id", "dictionary", "hash", "dynamic")
 TIME_UNITS: Final = ("s", "ms", "us", "ns")
 _KEYS: Final = ("label", "dense", "sparse", "sample_weight", "time", "text", "skip_broken")
 _TEXT_KEYS: Final = ("delimiter", "names", "quote", "nulls", "types", "skip_broken")
@@ -61,6 +61,8 @@ class SparseField:
     name: str
     encode: str
     rows: int | None
+    """Rows of its table; with `dynamic` the most that it may have."""
+
     salt: int = 0
     """For `hash`: columns with equal ids and different salts get different rows."""
 
@@ -69,6 +71,13 @@ class SparseField:
 
     min_frequency: int | None = None
     """For `dictionary`: values that training rows have less often share row 0. None: as the run says."""
+
+    def dynamic(self, rows: int | None) -> SparseField:
+        """The column for a table whose ids nobody lists. Raises DataError if nobody says how many rows it may have."""
+        rows = self.rows if rows is None else rows
+        if rows is None:
+            raise DataError(f"table {self.name}: dynamic ids without rows; allowed: the most rows that it may have")
+        return SparseField(name=self.name, encode="dynamic", rows=rows, first=self.first)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,17 +114,26 @@ class Schema:
         weights = [] if self.sample_weight is None else [self.sample_weight]
         return [*self.labels, *weights, *(part.name for part in self.dense), *(part.name for part in self.sparse)]
 
+    def with_dynamic(self, rows: Mapping[str, int | None]) -> Schema:
+        """The schema with `encode = "dynamic"` for these columns, whatever it says now.
+
+        `rows`: the most rows of each table. None: as many as the schema says.
+        """
+        return replace(
+            self, sparse=tuple(part.dynamic(rows[part.name]) if part.name in rows else part for part in self.sparse)
+        )
+
     @property
     def text_format(self) -> TextFormat:
         """How text files are read, with the types that columns have by their meaning.
 
-        Numbers are float64, row ids int64, and what a dictionary has is text. What is hashed may be text or integers,
-        and the column of time may have several types: pyarrow infers these, unless the schema says them.
+        Numbers are float64, row ids int64, and what a dictionary has is text. What is hashed or dynamic may be text or
+        integers, and the column of time may have several types: pyarrow infers these, unless the schema says them.
         """
         weights = () if self.sample_weight is None else (self.sample_weight,)
         types = dict.fromkeys((*self.labels, *weights, *(part.name for part in self.dense)), "float64")
         for part in self.sparse:
-            if part.encode != "hash":
+            if part.encode in ("id", "dictionary"):
                 types[part.name] = "string" if part.encode == "dictionary" else "int64"
         return replace(self.text, types=types | dict(self.text.types))
 

@@ -39,7 +39,7 @@ class FeatureExtent:
     longest: int = 0
     low: int = 0
     high: int = 0
-    """The greatest and the least id, and 0, of ids that trainers hash."""
+    """The greatest and the least id, and 0, of ids that trainers hash, or that are dynamic."""
 
     def add(self, feature: Feature) -> None:
         lengths = feature.lengths
@@ -48,7 +48,7 @@ class FeatureExtent:
         if feature.first is not None:
             lengths = np.minimum(lengths, feature.first)
         self.add_lengths(len(lengths), int(lengths.sum()), int(lengths.min()), int(lengths.max()))
-        if feature.salt is not None and len(feature.values):
+        if (feature.salt is not None or feature.is_dynamic) and len(feature.values):
             self.low = min(self.low, int(feature.values.min()))
             self.high = max(self.high, int(feature.values.max()))
 
@@ -114,13 +114,23 @@ class RecordLayout:
         for number, (encoding, extent) in enumerate(zip(preprocessing.encodings, extents, strict=True)):
             field = _field(number, encoding, extent)
             made = Feature(
-                name=encoding.name, row_count=encoding.row_count, values=np.zeros(0, np.int64), salt=encoding.salt
+                name=encoding.name,
+                row_count=encoding.row_count,
+                values=np.zeros(0, np.int64),
+                salt=encoding.salt,
+                is_dynamic=encoding.is_dynamic,
             ).operators(field.name, field.type)
             columns |= made
             ids.append(field)
-            sparse.append(Sparse(column=[field.name, *made][-1], rows=encoding.row_count))
+            rows = None if encoding.is_dynamic else encoding.row_count
+            sparse.append(Sparse(column=[field.name, *made][-1], rows=rows))
             tables.append(
-                TableFacts(name=encoding.name, rows=encoding.row_count, mean_length=extent.ids / max(1, extent.rows))
+                TableFacts(
+                    name=encoding.name,
+                    rows=encoding.row_count,
+                    mean_length=extent.ids / max(1, extent.rows),
+                    is_dynamic=encoding.is_dynamic,
+                )
             )
         numbers = tuple(Dense(name=f"d{number}") for number in range(len(preprocessing.scales)))
         try:
@@ -166,7 +176,8 @@ def _field(number: int, encoding: Encoding, extent: FeatureExtent) -> Ids:
             f"table {encoding.name}: a sample with {longest} ids; a record holds at most {LIST_MAX_LENGTH} "
             "(first = N in the schema file shortens lists)"
         )
-    low, high = (0, encoding.row_count - 1) if encoding.salt is None else (extent.low, extent.high)
+    is_row = encoding.salt is None and not encoding.is_dynamic
+    low, high = (0, encoding.row_count - 1) if is_row else (extent.low, extent.high)
     return Ids(
         name=f"t{number}",
         width_bytes=next(width for width in WIDTHS_BYTES if _fits(low, high, width)),

@@ -171,6 +171,10 @@ class SettingsFile:
         found = {"defaults": {}, "tables": {}} | section(str(path), read_toml(path), checks)
         return cls(source=str(path), **found)
 
+    def option(self, table: str, name: str) -> Any:
+        """What the table's section says of an option of `Table`, or else `[defaults]`. None: nothing does."""
+        return {**self.defaults, **self.tables.get(table, {})}.get(name)
+
 
 def tables_of(facts: Sequence[TableFacts], settings: SettingsFile | None, template: Table) -> tuple[Table, ...]:
     """A table for each column of ids, in the data's order.
@@ -191,7 +195,7 @@ def tables_of(facts: Sequence[TableFacts], settings: SettingsFile | None, templa
 
 
 def _table(table: TableFacts, settings: SettingsFile, template: Table) -> Table:
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"ids": DynamicIds()} if table.is_dynamic else {}
     own = settings.tables.get(table.name, {})
     for layer in (settings.defaults, own):
         options |= layer

@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-import numpy as np
 import torch
 
 from sennit.offload.arrow_columns import (
@@ -76,7 +75,7 @@ class Encoder:
         found = self._encoder.encode(batch.__arrow_c_array__(), layout.numbers, layout.ids)
         if found is None:
             raw = self.preprocessing.apply(raw_samples(place.file_name, [piece], self.schema))
-            return raw.samples() if self._hashes else raw.samples(_unhashed)
+            return raw.samples(Feature.column if self._hashes else _unhashed)
         dense, ids = found
         return Samples(
             name=place.file_name,
@@ -136,12 +135,7 @@ def _column(encoding: Encoding, ids: TableIds) -> Column:
 
 def _unhashed(feature: Feature) -> Column:
     """The ids of a table, which are still to be hashed if they have a salt."""
-    if feature.salt is None:
-        return feature.column()
-    used = feature.cut()
-    values = torch.from_numpy(used.values.astype(np.int64, copy=False))
-    offsets = None if used.offsets is None else torch.from_numpy(used.offsets)
-    return Column(name=used.name, row_count=used.row_count, values=values, offsets=offsets)
+    return feature.column() if feature.salt is None else feature.unhashed()
 
 
 def _number_encoder(scale: Scale, *, operates: bool) -> NumberEncoder:
@@ -155,6 +149,9 @@ def _id_encoder(encoding: Encoding, hashes: bool) -> IdEncoder:
         arrow = require("pyarrow", package="pyarrow", purpose=_PURPOSE)
         is_text = encoding.vocabulary.dtype == object
         known = vocabulary(arrow.array(encoding.vocabulary, arrow.large_string() if is_text else None))
+    if encoding.is_dynamic:
+        # As ids that somebody else hashes.
+        return IdEncoder(rows=encoding.row_count, first=encoding.first, salt=0, vocabulary=None, hashes=False)
     return IdEncoder(rows=encoding.row_count, first=encoding.first, salt=encoding.salt, vocabulary=known, hashes=hashes)
 
 

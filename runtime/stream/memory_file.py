@@ -89,7 +89,9 @@ def _rows(feature: Feature) -> Feature:
     """The feature with rows of a table as ids, where ids are codes or of any size."""
     if feature.dictionary is not None:
         return replace(feature, values=feature.values + 1, dictionary=None, first=None)
-    return feature if feature.salt is None else replace(feature, values=feature.values * 0, salt=None, first=None)
+    if feature.salt is None and not feature.is_dynamic:
+        return feature
+    return replace(feature, values=feature.values * 0, salt=None, first=None, is_dynamic=False)
 
 
 def _field(feature: Feature) -> SparseField:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Final
@@ -185,26 +186,39 @@ def open_stream(
     return ordered(name, index, schema, train_rows, settings, run)
 
 
-def open_source(source: Source, settings: StreamSettings, run: OrderSettings, *, seed: int) -> OpenedStream:
-    """The stream of files, one that is made, or the short one of a named data set. `seed`: for data sets that are made.
+def open_source(
+    source: Source,
+    settings: StreamSettings,
+    run: OrderSettings,
+    *,
+    seed: int,
+    adapted: Callable[[Schema], Schema] = lambda schema: schema,
+) -> OpenedStream:
+    """The stream of files, one that is made, or the short one of a named data set.
 
-    Raises DataError if there is none.
+    `seed`: for data sets that are made. `adapted`: changes what the columns mean. Raises DataError if there is no
+    stream.
     """
     if is_synthetic(source):
         index, schema = index_of_synthetic(source)
-        return ordered(source.data.partition("?")[0], index, schema, index.sample_count, settings, run)
+        return ordered(source.data.partition("?")[0], index, adapted(schema), index.sample_count, settings, run)
     if sources.is_named(source.data):
-        return short_stream(sources.load(source, seed=seed), settings, run)
+        return short_stream(sources.load(source, seed=seed), settings, run, adapted)
     name = PurePosixPath(source.data).name or source.data
-    return open_stream(name, source, sources.schema_of(source), settings, run)
+    return open_stream(name, source, adapted(sources.schema_of(source)), settings, run)
 
 
-def short_stream(data: RawSamples | Samples, settings: StreamSettings, run: OrderSettings) -> OpenedStream:
+def short_stream(
+    data: RawSamples | Samples,
+    settings: StreamSettings,
+    run: OrderSettings,
+    adapted: Callable[[Schema], Schema] = lambda schema: schema,
+) -> OpenedStream:
     """The stream of a data set that is in memory. Raises DataError for samples or settings that give none."""
     raw = RawSamples.of(data) if isinstance(data, Samples) else data
     file, schema = in_memory(raw)
     index = index_of((file,), tuple(schema.columns))
-    return ordered(raw.name, index, schema, len(raw) - (raw.eval_rows or 0), settings, run)
+    return ordered(raw.name, index, adapted(schema), len(raw) - (raw.eval_rows or 0), settings, run)
 
 
 def _row_bytes(schema: Schema) -> int:

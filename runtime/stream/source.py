@@ -70,8 +70,13 @@ class StreamSource:
         self._spread: Samples | None = None
         self._sample = self._thread.submit(self._training.first_rows).result()
         self.tables = tuple(
-            TableFacts(name=column.name, rows=column.row_count, mean_length=column.mean_length)
-            for column in self._sample.columns
+            TableFacts(
+                name=column.name,
+                rows=column.row_count,
+                mean_length=column.mean_length,
+                is_dynamic=encoding.is_dynamic,
+            )
+            for column, encoding in zip(self._sample.columns, preprocessing.encodings, strict=True)
         )
         self._counter = None if counted is None else IdCounter(self.tables, counted)
 

@@ -91,6 +91,9 @@ def fixed_of(config: TrainingConfig, source: BatchSource) -> dict[str, Any]:
         fixed["order"]["validation_fraction"] = config.validation_fraction
     if len(source.label_names) > 1:
         fixed["model"]["labels"] = source.label_names
+    if unlisted := [table.name for table in source.tables if table.is_dynamic]:
+        # Hashes of ids would be other ids.
+        fixed["model"]["dynamic_ids"] = unlisted
     if config.warm_start is not None and source.preprocessing is not None:
         fixed["model"]["warm_start"] = _sha256(source.preprocessing)
     fixed["model"] |= {

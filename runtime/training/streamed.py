@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch.distributed as dist
 from sennit.runtime.backend.first_rank import on_first
 from sennit.runtime.checkpoint.manifest import CheckpointError
 from sennit.runtime.data import sources
+from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.preprocessing import Preprocessing
+from sennit.runtime.data.schema import Schema
 from sennit.runtime.stream.following import SEEN, Follower, FollowingSource, Look, Seen, read_seen
 from sennit.runtime.stream.settings import OpenedStream, open_source
 from sennit.runtime.stream.source import StreamSource
@@ -32,7 +35,25 @@ def opened(config: TrainingConfig) -> OpenedStream:
 
 
 def _opened(config: TrainingConfig) -> OpenedStream:
-    return open_source(config.source, config.stream, config.order_settings, seed=config.seed)
+    return open_source(
+        config.source,
+        config.stream,
+        config.order_settings,
+        seed=config.seed,
+        adapted=functools.partial(_as_tables_ask, config),
+    )
+
+
+def _as_tables_ask(config: TrainingConfig, schema: Schema) -> Schema:
+    """The schema with ids as they are for the tables that `--tables` makes dynamic."""
+    asked = config.tables
+    if asked is None:
+        return schema
+    names = [part.name for part in schema.sparse if asked.option(part.name, "ids") is not None]
+    try:
+        return schema.with_dynamic({name: asked.option(name, "rows") for name in names})
+    except DataError as error:
+        raise ConfigError(f"{asked.source}: {error}") from None
 
 
 def check(config: TrainingConfig) -> None:
@@ -54,7 +75,7 @@ def follower_of(config: TrainingConfig, **options: Any) -> Follower:
     if is_synthetic(source) or sources.is_named(source.data):
         raise ConfigError(f"--follow with --data {source.data}; allowed: a folder or a pattern of files")
     name = PurePosixPath(source.data).name or source.data
-    schema = sources.schema_of(source)
+    schema = _as_tables_ask(config, sources.schema_of(source))
     return Follower(name, source, schema, config.stream, config.order_settings, seen=_seen(config), **options)
 
 

@@ -110,7 +110,8 @@ class _WarmStart:
         prefix = f"{TABLES}{table.name}/"
         held = {name.removeprefix(prefix): value for name, value in self._state.items() if name.startswith(prefix)}
         if table.ids is not None:
-            if before.salt != now.salt or before.places_in(now).tolist() != list(range(before.row_count)):
+            grown = now.vocabulary is not None and before.places_in(now).tolist() != list(range(before.row_count))
+            if before.salt != now.salt or grown:
                 raise ConfigError(
                     f"--warm-start: table {table.name} has dynamic ids, and the data give others than before; allowed: "
                     "ids or hashes, and no dictionary that has changed"

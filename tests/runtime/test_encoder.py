@@ -23,6 +23,7 @@ arrow = pytest.importorskip("pyarrow")
 HERE = PartOfFile("clicks.parquet", "row group 3")
 WORDS = ["", "a", "b", "Ulm", "Ülm", "0a1b2c3d", "x" * 31, "y" * 32, "z" * 100, "\x00"]
 ID, HASH, DICTIONARY = {"rows": 9}, {"encode": "hash", "rows": 1_000, "salt": 7}, {"encode": "dictionary"}
+DYNAMIC = {"encode": "dynamic", "rows": 9}
 SMALL, WIDE = [0, 1, 7, 8], [0, 1, 2**31, 2**63 - 1]
 
 
@@ -50,6 +51,9 @@ SINGLES = [
     Kind(arrow.string(), HASH, WORDS),
     Kind(arrow.large_string(), HASH | {"rows": 2**40 - 1}, WORDS),
     Kind(arrow.dictionary(arrow.int8(), arrow.string()), HASH, WORDS),
+    Kind(arrow.int64(), DYNAMIC, [-(2**63), -1, *WIDE]),
+    Kind(arrow.uint64(), DYNAMIC, [*WIDE, 2**64 - 1]),
+    Kind(arrow.string(), DYNAMIC, WORDS),
     Kind(arrow.string(), DICTIONARY, WORDS),
     Kind(arrow.large_string(), DICTIONARY | {"min_frequency": 2}, WORDS),
     Kind(arrow.string_view(), DICTIONARY, WORDS),

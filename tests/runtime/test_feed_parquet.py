@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parquet with raw ids from two workers gives the weights of a run that reads the same files, bit for bit."""
+"""Parquet with ids of 64 bits from two workers gives the weights of a run that reads the same files, bit for bit."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ salt = 3
 encode = "hash"
 rows = 300
 first = 4
+[sparse.shop]
+encode = "dynamic"
+rows = 5000
 [sparse.city]
 encode = "dictionary"
 [sparse.hour]
@@ -48,6 +51,7 @@ def part(rng: np.random.Generator) -> Any:
             "age": rng.integers(1, 99, COUNT),
             "user": rng.integers(0, 2**64 - 1, COUNT, dtype=np.uint64),
             "seen": [rng.integers(-(2**62), 2**62, length).tolist() for length in rng.integers(0, 12, COUNT)],
+            "shop": [rng.integers(-(2**63), 2**63 - 1, length).tolist() for length in rng.integers(0, 3, COUNT)],
             "city": rng.choice(["Ulm", "Bonn", "Kiel"], COUNT),
             "hour": rng.integers(0, 24, COUNT),
         }

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("pyarrow")
 
+from sennit.offload.arrow_columns import text_ids
 from sennit.runtime.training.command import main
+from sennit.runtime.training.table_rows import CheckpointTables
 from tests.runtime.elastic_runs import elastic_run
 from tests.runtime.whole_run import train
 
@@ -71,6 +74,38 @@ def test_a_death_and_a_newcomer_change_no_bit(tmp_path: Path, options: list[str]
         report = run.report()
     assert report["weights_sha256"] == alone["weights_sha256"]
     assert report["windows"] == alone["windows"]
+
+
+def ids_of(checkpoint: Path, table: str) -> set[int]:
+    return {one for rows in CheckpointTables(checkpoint).rows(table) for one in rows.ids.tolist()}
+
+
+@pytest.mark.slow
+def test_ids_of_files_are_those_of_the_table_whatever_64_bits_they_are(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    chance = random.Random(7)
+    users = [-(2**63), -1, 0, 2**63 - 1, *(chance.randrange(-(2**63), 2**63) for _ in range(16))] * 10
+    items = arrow.array([f"item {chance.randrange(30)}" for _ in users])
+    content = {"clicked": [chance.randrange(2) for _ in users], "user": users, "item": items, "shop": items}
+    parquet.write_table(arrow.table(content), tmp_path / "clicks.parquet")
+    (tmp_path / "schema.toml").write_text(
+        'label = "clicked"\n[sparse.user]\nencode = "dynamic"\nrows = 50\n'
+        '[sparse.item]\nencode = "dictionary"\n[sparse.shop]\nencode = "hash"\nrows = 7\n'
+    )
+    (tmp_path / "tables.toml").write_text(
+        '[tables.item]\nids = "dynamic"\nrows = 60\n[tables.shop]\nids = "dynamic"\nrows = 90\n'
+    )
+    report = train(
+        tmp_path / "1.json", "--data", str(tmp_path / "clicks.parquet"), "--schema", str(tmp_path / "schema.toml"),
+        "--tables", str(tmp_path / "tables.toml"), "--order", "files", "--split", "last", "--ranks", "1",
+        "--checkpoint", str(tmp_path / "kept"), "--batch-size", "20", *MODEL[2:],
+    )  # fmt: skip
+    assert [report["ids"][name]["rows"] for name in ("user", "item", "shop")] == [50, 60, 90]
+    trained = 20 * report["steps"]["last"]
+    assert ids_of(tmp_path / "kept", "user") == set(users[:trained])
+    texts = set(text_ids(items.slice(0, trained).cast(arrow.large_string())).tolist())
+    assert ids_of(tmp_path / "kept", "item") == ids_of(tmp_path / "kept", "shop") == texts
 
 
 def failure(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
