@@ -18,6 +18,9 @@ from sennit.transport.errors import ArgumentError
 
 _COUNT_MAX: Final = (1 << 32) - 1
 
+_Change = tuple[Tensor, Tensor]
+"""Rows, and what they had before: int64 [n, 2], or int64 [n], the second words of those that `find` has dated."""
+
 STEPS_MAX: Final = (1 << 32) - 1
 """Training batches that a directory can count."""
 
@@ -52,10 +55,39 @@ class IdDirectory:
         if not entries.is_contiguous() or entries.device.type != "cpu":
             raise ArgumentError("entries; allowed: contiguous, in host memory")
         self.entries = entries
+        self._native = self._read()
+        self._changes: list[_Change] | None = None
+        """What `undo` takes back, in order; None: nobody will ask."""
+
+    def _read(self) -> _kernels.IdDirectory:
         try:
-            self._native = _kernels.IdDirectory(entries.data_ptr(), len(entries))
+            return _kernels.IdDirectory(self.entries.data_ptr(), len(self.entries))
         except ValueError as error:
             raise ArgumentError(str(error)) from error
+
+    def begin(self) -> None:
+        """What changes from now on can be taken back, until `keep` or `undo`."""
+        self._changes = []
+
+    def keep(self) -> None:
+        """What has changed since `begin` stays."""
+        self._changes = None
+
+    def undo(self) -> None:
+        """Takes back what has changed since `begin`. Costs a pass over the entries if ids came or went."""
+        changes, self._changes = self._changes or [], None
+        for rows, before in reversed(changes):
+            if before.ndim == 1:
+                self._native.undo(rows.data_ptr(), len(rows), before.data_ptr())
+            else:
+                self.entries[rows] = before
+        if any(before.ndim == 2 for _, before in changes):
+            self._native = self._read()
+
+    def _changing(self, rows: Tensor) -> None:
+        """Remembers entries that are about to change."""
+        if self._changes is not None and len(rows):
+            self._changes.append((rows, self.entries[rows]))
 
     @property
     def used(self) -> int:
@@ -88,14 +120,18 @@ class IdDirectory:
         return counts_of(self.entries)
 
     def find(self, ids: Tensor, step: int = 0, *, once: bool = False) -> tuple[Tensor, int]:
-        """Int64 [n]: the row of each of `ids`, int64 [n], or -1; and how many have none.
+        """Int64 [n], not to be changed: the row of each of `ids`, int64 [n], or -1; and how many have none.
 
         `step`: that of a training batch, from 1 and rising, which counts and dates the rows. 0: of no training batch.
         `once`: a row counts once in a step, however often it is there.
         """
         ids = ids.contiguous()
-        rows = torch.empty(len(ids), dtype=torch.int64)
-        return rows, self._native.find(ids.data_ptr(), len(ids), rows.data_ptr(), step, once)
+        rows, before = torch.empty(len(ids), dtype=torch.int64), None
+        if self._changes is not None and step:
+            before = torch.empty_like(rows)
+            self._changes.append((rows, before))
+        address = 0 if before is None else before.data_ptr()
+        return rows, self._native.find(ids.data_ptr(), len(ids), rows.data_ptr(), step, once, address)
 
     def admit(self, ids: Tensor, counts: Tensor, step: int) -> Tensor:
         """Gives rows to `ids`, int64 [n], distinct and none of them known: int64 [n]. `counts`: int32 [n].
@@ -107,10 +143,13 @@ class IdDirectory:
         ids, counts = ids.contiguous(), counts.to(torch.int32).contiguous()
         rows = torch.empty(len(ids), dtype=torch.int64)
         self._native.admit(ids.data_ptr(), len(ids), counts.data_ptr(), step, rows.data_ptr())
+        if self._changes is not None:
+            self._changes.append((rows, torch.zeros(len(rows), 2, dtype=torch.int64)))
         return rows
 
     def count(self, rows: Tensor, counts: Tensor, step: int) -> Tensor:
         """Counts `counts` more for rows in use, each given once, and dates them. Int64 [n]: what they had before."""
+        self._changing(rows)
         before = self.counts[rows]
         total = (before + counts).clamp(max=_COUNT_MAX)
         self.entries[rows, 1] = total << 32 | step
@@ -126,8 +165,14 @@ class IdDirectory:
         address = 0 if keys is None else keys.data_ptr()
         return torch.tensor(self._native.victims(count, _POLICIES.index(policy), step, address), dtype=torch.int64)
 
+    def idle(self, step: int) -> Tensor:
+        """Int64 [n], rising: the rows in use that were last in a training batch before `step`."""
+        last = self.last
+        return ((last > 0) & (last < step)).nonzero().flatten()
+
     def evict(self, rows: Tensor) -> None:
         """Frees rows, int64 [n], that are in use."""
+        self._changing(rows)
         rows = rows.contiguous()
         self._native.evict(rows.data_ptr(), len(rows))
 

@@ -128,6 +128,8 @@ _DYNAMIC: Final[dict[str, Check]] = {
     "admit_after": integer(1, (1 << 32) - 1),
     "eviction": choice(names_of(Eviction)),
     "evicted_share": _ABOVE_0,
+    "expire_after": integer(1, (1 << 32) - 1),
+    "unadmitted": choice({name: name for name in ("own", "shared")}),
 }
 _TABLE: Final[dict[str, Check]] = {
     "dim": integer(1, MAX_DIM * MAX_SHARDS),

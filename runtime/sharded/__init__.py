@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from sennit.runtime.sharded.sampler import SliceSampler as SliceSampler
     from sennit.runtime.sharded.sent import Pending as Pending
     from sennit.runtime.sharded.sent import Sent as Sent
+    from sennit.runtime.sharded.shards import Evicted as Evicted
     from sennit.runtime.sharded.slices import Slices as Slices
     from sennit.runtime.sharded.tables import Bounds as Bounds
     from sennit.runtime.sharded.tables import Decay as Decay
@@ -65,6 +66,7 @@ __getattr__ = exporter(
         "SliceSampler": "sampler",
         "Pending": "sent",
         "Sent": "sent",
+        "Evicted": "shards",
         "Slices": "slices",
         "Bounds": "tables",
         "Decay": "tables",

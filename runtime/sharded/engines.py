@@ -14,11 +14,12 @@ from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.layout import ShardMemory
 from sennit.runtime.kernels.spec import ShardSpec
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
-from sennit.runtime.sharded.dynamic import DynamicShards, with_spare_rows
+from sennit.runtime.sharded.dynamic import DynamicShards
 from sennit.runtime.sharded.features import features_of
 from sennit.runtime.sharded.files import TableFiles, TableStore, layouts_of
 from sennit.runtime.sharded.initial import fill, fill_train
 from sennit.runtime.sharded.placement import Placement
+from sennit.runtime.sharded.row_numbers import with_spare_rows
 from sennit.runtime.sharded.shards import Expected, Held, Shards, expected, tensors_of
 from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.stored import StoredShards

@@ -122,6 +122,10 @@ class Exchange(ABC, Generic[ArrivedT]):
         some.
         """
 
+    def settle(self, arrived: ArrivedT) -> None:
+        """All ranks have fetched the rows of the batch."""
+        self._shards.settle(arrived.announced)
+
     def release(self, arrived: ArrivedT) -> None:
         """Ends a step without an update. Not collective."""
         self._shards.release(arrived.announced, is_dirty=False)

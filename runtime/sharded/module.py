@@ -42,6 +42,7 @@ from sennit.runtime.sharded.pooled import PooledExchange
 from sennit.runtime.sharded.row_access import RowAccess
 from sennit.runtime.sharded.rows import RowExchange
 from sennit.runtime.sharded.sent import Refused, RunBeside, Sent
+from sennit.runtime.sharded.shards import Evicted
 from sennit.runtime.sharded.slices import DEFAULT_SLICES, Slices
 from sennit.runtime.sharded.state import NO_COPY, HeldTables
 from sennit.runtime.sharded.table_steps import TableSteps
@@ -386,15 +387,25 @@ class ShardedTables(HeldTables):
         return dict(found)
 
     def id_counters(self) -> dict[str, dict[str, int]]:
-        """What this rank's shards of each dynamic table have done, by the table's name: `rows`, how many of them are
-        `used`, ids `admitted` and `evicted`, and lookups of ids `without_row`: distinct ids of a batch that read an
-        initial row.
+        """What this rank's shards of each dynamic table have done, by the table's name.
+
+        docs/reference/dynamic-tables.md, "Counters", lists the names.
         """
         found = {}
         for engines in self._steps.engines:
             for number, counts in engines.sharded.id_counters().items():
                 found[self.tables[number].name] = dict(counts)
         return found
+
+    def on_evicted(self, told: Callable[[Evicted], object] | None) -> None:
+        """From now on `told` hears of rows that dynamic tables take away on this rank; None: nobody does.
+
+        It is called in the thread that looks a batch up, before the batch's new ids begin in these rows: by table, by
+        row shard, and rising by row. It must not call this module. What it raises is raised on all ranks by the next
+        call.
+        """
+        self.finish()
+        self._steps.on_evicted(told)
 
     def close(self) -> None:
         """Removes this rank's files. Nothing can be looked up afterwards, if there were any."""

@@ -59,13 +59,14 @@ class RowAccess:
         self._shards, self._number_of = _holding(steps, number)
         self._announced = self._announce(arrived)
         if writes:
-            self._announced.trained = frozenset({number})
+            self._announced.trained, self._announced.admits = frozenset({number}), True
         if steps.has_files or table.ids is not None:
             try:
                 rows_on_all(lambda: self._shards.fetch(self._announced), wire.group)
             except Exception:
                 self._shards.release(self._announced, is_dirty=False)
                 raise
+            self._shards.settle(self._announced)
 
     def _announce(self, ids: Tensor) -> Announced:
         """`ids`: for each block that is taken, counted from the first row of its shard."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,6 +49,24 @@ class Announced:
         self.trained: frozenset[int] = frozenset()
         """The tables of the model whose rows this batch will update: `fetch` gives rows to new ids of dynamic ones."""
 
+        self.admits = False
+        """Whether each of its ids gets a row, however often it has come."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evicted:
+    """Rows of a dynamic table that went, with their last values."""
+
+    table: str
+    ids: Tensor
+    """Int64 [n]"""
+
+    rows: Tensor
+    """[n, columns] in the table's precision, in host memory."""
+
+    columns: slice
+    """The columns of the table that these are: all of them, unless it has column shards."""
+
 
 class Expected(NamedTuple):
     """The shape and type of a tensor in a checkpoint."""
@@ -86,6 +104,9 @@ class Shards:
 
     def fetch(self, announced: Announced) -> None:
         """Waits for the rows of a batch. If they do not come, the batch can only be released."""
+
+    def settle(self, announced: Announced) -> None:
+        """The rows of a batch have been fetched on all ranks. A batch that is released before has changed nothing."""
 
     def lookup(self, announced: Announced) -> Tensor:
         """The flat float32 result (`EmbeddingEngine.lookup`) of a batch that was fetched."""
@@ -177,10 +198,14 @@ class Shards:
         return {}
 
     def id_counters(self) -> dict[int, Counter[str]]:
-        """For each dynamic table, by its number in the model: `rows` here, `used` of them, ids `admitted`, `evicted`,
-        and distinct ids of batches that read an initial row (`without_row`).
+        """For each dynamic table, by its number in the model: `rows` here, `used` of them; `lookups` of ids, and
+        `hits`, those that had a row before; ids `admitted`, `evicted`, `expired`; and distinct ids of batches that got
+        none (`without_row`).
         """
         return {}
+
+    def on_evicted(self, told: Callable[[Evicted], object] | None) -> None:
+        """From now on `told` hears of rows that dynamic tables take away; None: nobody does."""
 
     def close(self) -> None:
         """Releases everything that is not memory."""

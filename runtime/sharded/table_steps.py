@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from sennit.runtime.sharded.exchange import Arrived, Exchange, Given, Ready
 from sennit.runtime.sharded.features import Outgoing, features_of, ids_of
 from sennit.runtime.sharded.optimizer import TableOptimizer
 from sennit.runtime.sharded.sent import Refused, Sent
-from sennit.runtime.sharded.shards import Rates
+from sennit.runtime.sharded.shards import Evicted, Rates
 from sennit.runtime.sharded.tables import output_names, shards_of
 from sennit.transport.errors import ArgumentError, ConfigError, Unsupported
 
@@ -76,6 +76,7 @@ class TableSteps:
         """Whether the gradients of the last step, or of the next one, were finite on all ranks. Known only with a
         scaler."""
 
+        self._told: Callable[[Evicted], object] | None = None
         self.anchor = torch.empty(0, requires_grad=True)
         """An argument of every lookup: autograd calls a backward pass only if an argument requires a gradient. It is no
         parameter, so DDP does not see it."""
@@ -100,6 +101,13 @@ class TableSteps:
         """Whether tables are in files, on whichever rank."""
         self.has_dynamic = any(table.ids is not None for table in settings.tables)
         """Whether owners number the ids of a table when they look a batch up."""
+        self.on_evicted(self._told)
+
+    def on_evicted(self, told: Callable[[Evicted], object] | None) -> None:
+        """`Shards.on_evicted`, of all tables, also after a move."""
+        self._told = told
+        for one in self.engines:
+            one.sharded.on_evicted(told)
 
     @property
     def is_accumulating(self) -> bool:
@@ -160,6 +168,8 @@ class TableSteps:
                 except Exception:
                     self.release(sent)
                     raise
+                for exchange, arrived in self._parts(sent):
+                    exchange.settle(arrived)
             return self._results(sent)
 
     def _parts(self, sent: Sent) -> Iterator[tuple[Exchange[Any], Arrived]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -60,6 +60,11 @@ class Range(NamedTuple):
         return self.high - self.low
 
 
+Score = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Ids, int64 [n]; how often each was looked up since it was admitted, int64 [n]; steps since it last was, int64 [n] ->
+floats [n]: the rows with the lowest go first. A function of its arguments alone, so that all ranks agree."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DynamicIds:
     """Ids that nobody lists: any 64-bit integers, each of which gets a row when it comes (decision 0074).
@@ -71,27 +76,53 @@ class DynamicIds:
     """An id gets its row in the batch in which it has come this often. Before, it reads its own initial row, and
     nothing of it is learned."""
 
-    eviction: Eviction = Eviction.LRU
-    """Which rows go when a shard is full: "lru" or "lfu"."""
+    eviction: Eviction | Score = Eviction.LRU
+    """Which rows go when a shard is full: "lru", "lfu", or those that a function scores lowest."""
 
     evicted_share: float = 1 / 16
     """How much of a full shard goes at once, at least: to look for the right ones costs a pass over its ids."""
 
+    expire_after: int | None = None
+    """A row that no training batch has had for so many steps goes, a 16th of them later at most. So does the count of
+    an id that is not admitted yet. None: never."""
+
+    unadmitted: str = "own"
+    """What an id without a row reads: "own", its initial row; or "shared", a row that all such ids of a row shard have
+    in common, and train."""
+
     if TYPE_CHECKING:
 
         def __init__(
-            self, *, admit_after: int = 1, eviction: Eviction | str = Eviction.LRU, evicted_share: float = 1 / 16
+            self,
+            *,
+            admit_after: int = 1,
+            eviction: Eviction | str | Score = Eviction.LRU,
+            evicted_share: float = 1 / 16,
+            expire_after: int | None = None,
+            unadmitted: str = "own",
         ) -> None: ...
 
     def __post_init__(self) -> None:
         member = _member(Eviction, self.eviction)
-        if member is None:
-            raise ConfigError(f"eviction {self.eviction}; allowed: {', '.join(one.value for one in Eviction)}")
-        object.__setattr__(self, "eviction", member)
+        if member is None and not callable(self.eviction):
+            allowed = ", ".join(one.value for one in Eviction)
+            raise ConfigError(f"eviction {self.eviction}; allowed: {allowed}, or a function that scores ids")
+        object.__setattr__(self, "eviction", member or self.eviction)
         if not 1 <= self.admit_after < 1 << 32:
             raise ConfigError(f"admit_after {self.admit_after}; allowed: 1 to 2^32 - 1")
         if not 0 < self.evicted_share <= 1:
             raise ConfigError(f"evicted_share {self.evicted_share}; allowed: above 0, up to 1")
+        if self.expire_after is not None and not 1 <= self.expire_after < 1 << 32:
+            raise ConfigError(f"expire_after {self.expire_after}; allowed: 1 to 2^32 - 1, or None")
+        if self.unadmitted not in ("own", "shared"):
+            raise ConfigError(f"unadmitted {self.unadmitted}; allowed: own, shared")
+
+    def __str__(self) -> str:
+        """The same on all ranks: functions by their names."""
+        told = {one.name: getattr(self, one.name) for one in fields(self)}
+        if not isinstance(self.eviction, Eviction):
+            told["eviction"] = getattr(self.eviction, "__qualname__", type(self.eviction).__qualname__)
+        return f"DynamicIds({', '.join(f'{name}={value}' for name, value in told.items())})"
 
     @property
     def directories(self) -> tuple[str, ...]:
@@ -256,6 +287,11 @@ class Table:
                 raise ConfigError(f"table {self.name}: dynamic ids with a train_rank; allowed: one of them")
             if self.home not in (None, Home.DRAM):
                 raise ConfigError(f"table {self.name}: dynamic ids with home {self.home.value}; allowed: dram")
+            if self.ids.unadmitted == "shared" and self.pooling is Pooling.NONE:
+                # Owners get the sum of an id's gradients in several slices. A row of several ids has another order.
+                raise ConfigError(f"table {self.name}: unadmitted shared with pooling none; allowed: own")
+            if self.ids.unadmitted == "shared" and self.rows < 2 * self.row_shards:
+                refuse("rows", f"{2 * self.row_shards} or more: each row shard has a row that ids share")
             object.__setattr__(self, "home", Home.DRAM)
 
     def spec_of(self, row: int, column: int) -> ShardSpec:

@@ -11,15 +11,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from sennit.runtime.sharded import DynamicIds, ShardedEmbeddingBags, ShardedEmbeddings, Table
-from sennit.transport.errors import ArgumentError, ConfigError
+from sennit.runtime.kernels.id_directory import shards_of_ids
+from sennit.runtime.sharded import DynamicIds, Evicted, ShardedEmbeddingBags, ShardedEmbeddings, Table
+from sennit.transport.errors import ArgumentError, ConfigError, SennitError
 from tests.runtime.world import WorldFactory
 
 SAMPLES = 48
+
+
+def rarely_and_long_ago(ids: Tensor, counts: Tensor, ages: Tensor) -> Tensor:
+    return counts / (1.0 + ages) + (ids % 3)
+
+
 FORMS = {
     "lru": (600, DynamicIds()),
     "lfu": (600, DynamicIds(eviction="lfu")),
     "second": (100, DynamicIds(admit_after=2, evicted_share=0.25)),
+    "score": (600, DynamicIds(eviction=rarely_and_long_ago)),
+    "shared": (100, DynamicIds(admit_after=2, evicted_share=0.25, expire_after=4, unadmitted="shared")),
 }
 """Rows and rules."""
 
@@ -62,8 +71,10 @@ def trained(
     return module.digest(), module.id_counters().get("user", {}), seen
 
 
-@pytest.mark.parametrize("kind", ["bags", "sequences"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [(form, kind) for form in FORMS for kind in ("bags", "sequences") if (form, kind) != ("shared", "sequences")],
+)
 def test_one_digest_at_any_world_and_placement_while_rows_come_and_go(
     kept_world: WorldFactory, form: str, kind: str
 ) -> None:
@@ -174,22 +185,170 @@ def test_changes_and_the_state_before_them_are_the_state(kept_world: WorldFactor
             assert before[name].equal(tensor), name
 
 
-def refused(rank: int, world: int) -> str:
-    table = Table(name="user", rows=20, dim=4, row_shards=2, ids="dynamic")
-    module = ShardedEmbeddingBags([table], lr=0.1, placement="row_wise")
+def refused(rank: int, world: int, admit_after: int, with_refused: bool) -> tuple[str, str, dict[str, int]]:
+    """What a refused batch says; then the digest of a few more steps, with the counters."""
+    rules = DynamicIds(admit_after=admit_after, evicted_share=0.25, expire_after=3)
+    table = Table(name="user", rows=80, dim=4, row_shards=2, ids=rules)
+    module = ShardedEmbeddingBags([table], lr=0.1, placement="row_wise", gradients="sum")
+    told = ""
+    for step in range(8):
+        # Some ids of the first shard come again. It counts, dates, evicts and admits before the other one refuses.
+        many = torch.arange(4000)
+        shard = shards_of_ids(many, 2)
+        few = many[shard == 0][:12]
+        if with_refused and step in (2, 5):
+            ids = torch.cat([few, few + 10**6, few, many[shard == 1][: 60 * admit_after]]).repeat(admit_after)
+            with pytest.raises(ConfigError) as caught:
+                module({"user": ids[rank::world].view(-1, 1)}, global_batch=len(ids))
+            told = str(caught.value)
+        ids = torch.cat([many[shard == one][8 * step : 8 * step + 16] for one in (0, 1)])
+        module({"user": ids[rank::world].view(-1, 1)})["user"].sum().backward()
+    return told, module.digest(), module.id_counters()["user"]
+
+
+@pytest.mark.parametrize("admit_after", [1, 2])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_batch_that_a_shard_has_no_rows_for_is_refused_and_changes_nothing_on_any_rank(
+    kept_world: WorldFactory, world: int, admit_after: int
+) -> None:
+    undisturbed = kept_world(world).run(refused, admit_after, False)
+    for (told, digest, counters), (_, wanted, of_undisturbed) in zip(
+        kept_world(world).run(refused, admit_after, True), undisturbed, strict=True
+    ):
+        assert "new ids in a batch, but shard user/1.0 has" in told
+        assert digest == wanted
+        assert counters == of_undisturbed
+        assert counters["evicted"] + counters["expired"] > 0
+
+
+def handed(rank: int, world: int) -> tuple[list[tuple[int, list[float], int]], dict[str, int]]:
+    """All rows that went on this rank; each has what it had at the end of the last step in which it was there."""
+    rules = DynamicIds(evicted_share=0.25, expire_after=16)
+    table = Table(name="user", rows=200, dim=4, row_shards=4, column_shards=2, ids=rules, optimizer="sgd")
+    module = ShardedEmbeddingBags([table], lr=0.1, gradients="sum", placement="grid", seed=7)
+    gone: list[Evicted] = []
+    module.on_evicted(gone.append)
+    own, found = module.slices.own_samples(SAMPLES), []
+    for step in range(40):
+        everyone = ids_of(step, 0, 3) if step < 22 else ids_of(22, 0, 3)
+        module({"user": everyone[own]}, global_batch=SAMPLES)["user"].pow(2).sum().backward()
+        for one in gone:
+            assert one.table == "user"
+            parts = zip(one.ids.tolist(), one.rows.tolist(), strict=True)
+            found += [(ident, row, one.columns.start) for ident, row in parts]
+        gone.clear()
+    return found, module.id_counters().get("user", {})
+
+
+def test_rows_that_go_are_handed_over_by_the_same_rule_in_any_world(kept_world: WorldFactory) -> None:
+    ((alone, counters),) = kept_world(1).run(handed)
+    assert len(alone) == 2 * (counters["evicted"] + counters["expired"])
+    assert min(counters["evicted"], counters["expired"]) > 0
+    assert all(max(map(abs, row)) > 0 for _, row, _ in alone)
+    several = [one for found, _ in kept_world(3).run(handed) for one in found]
+    assert sorted(several) == sorted(alone)
+
+
+def told_wrong(rank: int, world: int) -> None:
+    module = ShardedEmbeddingBags([Table(name="user", rows=16, dim=4, row_shards=2, ids="dynamic")], lr=1.0)
+
+    def fails(one: Evicted) -> None:
+        raise ValueError(f"no room for {len(one.ids)}")
+
+    def train() -> None:
+        for step in range(8):
+            module({"user": torch.arange(4 * step, 4 * step + 4).view(-1, 1)})["user"].sum().backward()
+
+    module.on_evicted(fails)
+    with pytest.raises((ValueError, SennitError), match="no room for"):
+        train()
+
+
+def test_what_a_users_function_raises_is_told_on_all_ranks(kept_world: WorldFactory) -> None:
+    kept_world(2).run(told_wrong)
+
+
+def scored(rank: int, world: int, score: str) -> str:
+    rule = {
+        "nan": lambda ids, counts, ages: torch.where(ids == 3, torch.nan, 1.0),
+        "short": lambda ids, counts, ages: torch.zeros(2),
+        "none": lambda ids, counts, ages: None,
+    }[score]
+    table = Table(name="user", rows=8, dim=4, row_shards=2, ids=DynamicIds(eviction=rule))
+    module = ShardedEmbeddingBags([table], lr=1.0, placement="row_wise")
+
+    def train() -> None:
+        for step in range(8):
+            module({"user": torch.arange(2 * step, 2 * step + 2).view(-1, 1)})["user"].sum().backward()
+
     with pytest.raises(ConfigError) as told:
-        module({"user": torch.arange(40 * rank, 40 * rank + 40).view(-1, 1)})
+        train()
     return str(told.value)
 
 
-def test_a_batch_that_a_shard_has_no_rows_for_is_refused_on_all_ranks(kept_world: WorldFactory) -> None:
-    one, other = kept_world(2).run(refused)
-    assert "new ids in a batch, but shard user/" in one
-    assert "new ids in a batch, but shard user/" in other
+@pytest.mark.parametrize(
+    ("score", "message"),
+    [
+        ("nan", "table user: the score of id 3 is NaN; allowed: numbers"),
+        ("short", "table user: scores are of shape (2,); allowed: a tensor of ("),
+        ("none", "table user: scores are a NoneType; allowed: a tensor of ("),
+    ],
+)
+def test_scores_that_are_none_are_refused_on_all_ranks(kept_world: WorldFactory, score: str, message: str) -> None:
+    for told in kept_world(2).run(scored, score):
+        assert message in told
 
 
-def set_and_got(rank: int, world: int) -> None:
-    table = Table(name="user", rows=20, dim=4, row_shards=4, column_shards=2, ids="dynamic")
+def expiring(rank: int, world: int) -> None:
+    rules = DynamicIds(expire_after=3, admit_after=2)
+    module = ShardedEmbeddingBags([Table(name="user", rows=50, dim=4, optimizer="sgd", ids=rules)], lr=1.0)
+
+    def step(*ids: int) -> None:
+        module({"user": torch.tensor(ids).view(-1, 1)})["user"].sum().backward()
+
+    def moved(one: int) -> float:
+        return float((module["user"].get_rows(torch.tensor([one])) - first[one]).abs().max())
+
+    first = {one: module["user"].get_rows(torch.tensor([one])) for one in (1, 2, 3)}
+    step(1, 1, 2)
+    assert moved(1) > 0
+    for _ in range(3):
+        step(3, 3)
+    assert moved(1) > 0
+    step(3)  # Three steps without id 1 are over, and those of id 2, which came once.
+    assert moved(1) == 0
+    step(2)
+    assert moved(2) == 0
+    assert moved(3) > 0
+    assert module.id_counters()["user"]["expired"] == 1
+
+
+def test_rows_and_counts_expire_after_so_many_steps(kept_world: WorldFactory) -> None:
+    kept_world(1).run(expiring)
+
+
+def sharing(rank: int, world: int) -> None:
+    rules = DynamicIds(admit_after=3, unadmitted="shared")
+    module = ShardedEmbeddingBags([Table(name="user", rows=50, dim=4, optimizer="sgd", ids=rules)], lr=1.0)
+    rows = module["user"].get_rows(torch.tensor([5, 6, 2**62]))
+    assert rows[0].equal(rows[1])
+    assert rows[0].equal(rows[2])
+    assert rows.abs().min() > 0
+    module({"user": torch.tensor([[5], [6]])})["user"].sum().backward()
+    later = module["user"].get_rows(torch.tensor([7]))
+    torch.testing.assert_close(later, rows[:1] - 2.0)
+    for _ in range(2):
+        module({"user": torch.tensor([[5], [5]])})["user"].sum().backward()
+    assert not module["user"].get_rows(torch.tensor([5])).equal(module["user"].get_rows(torch.tensor([6])))
+
+
+def test_ids_without_a_row_may_share_one_that_is_trained(kept_world: WorldFactory) -> None:
+    kept_world(1).run(sharing)
+
+
+def set_and_got(rank: int, world: int, admit_after: int) -> None:
+    rules = DynamicIds(admit_after=admit_after)
+    table = Table(name="user", rows=20, dim=4, row_shards=4, column_shards=2, ids=rules)
     module = ShardedEmbeddingBags([table], lr=0.1, placement="grid")
     ids, values = torch.tensor([-5, 2**62, 7]), torch.arange(12.0).view(3, 4)
     handle = module["user"]
@@ -198,8 +357,9 @@ def set_and_got(rank: int, world: int) -> None:
     assert handle.get_rows(torch.tensor([8])).abs().max() > 0
 
 
-def test_rows_are_set_and_got_by_id(kept_world: WorldFactory) -> None:
-    kept_world(2).run(set_and_got)
+@pytest.mark.parametrize("admit_after", [1, 3])
+def test_rows_are_set_and_got_by_id(kept_world: WorldFactory, admit_after: int) -> None:
+    kept_world(2).run(set_and_got, admit_after)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +368,8 @@ def test_rows_are_set_and_got_by_id(kept_world: WorldFactory) -> None:
         ({"ids": "static"}, 'ids static; allowed: "dynamic", DynamicIds'),
         ({"ids": "dynamic", "train_rank": 4}, "dynamic ids with a train_rank"),
         ({"ids": "dynamic", "home": "file"}, "dynamic ids with home file; allowed: dram"),
+        ({"ids": DynamicIds(unadmitted="shared"), "pooling": "none"}, "unadmitted shared with pooling none; allowed"),
+        ({"ids": DynamicIds(unadmitted="shared"), "row_shards": 16}, "rows 20; allowed: 32 or more: each row shard"),
     ],
 )
 def test_what_cannot_be_dynamic_is_refused(options: dict[str, Any], message: str) -> None:
@@ -221,6 +383,8 @@ def test_what_cannot_be_dynamic_is_refused(options: dict[str, Any], message: str
         ({"eviction": "fifo"}, "eviction fifo; allowed: lru, lfu"),
         ({"admit_after": 0}, "admit_after 0; allowed: 1"),
         ({"evicted_share": 0.0}, "evicted_share 0.0; allowed: above 0"),
+        ({"expire_after": 0}, "expire_after 0; allowed: 1 to"),
+        ({"unadmitted": "none"}, "unadmitted none; allowed: own, shared"),
     ],
 )
 def test_rules_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:

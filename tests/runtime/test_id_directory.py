@@ -74,6 +74,8 @@ def test_rows_are_those_of_the_model_whatever_is_admitted_and_evicted(row_count:
     pool = [*EDGES, *(draw.randrange(-(2**63), 2**63) for _ in range(2 * row_count))]
     for step in range(1, 120):
         ids = draw.choices(pool, k=draw.randrange(1, row_count + 2))
+        directory.begin()
+        before, known = entries.clone(), dict(model.entries)
         rows, missing = directory.find(torch.tensor(ids), step)
         assert rows.tolist() == model.find(ids, step)
         assert missing == rows.tolist().count(-1)
@@ -89,10 +91,16 @@ def test_rows_are_those_of_the_model_whatever_is_admitted_and_evicted(row_count:
             continue
         assert directory.admit(new, counts, step).tolist() == model.admit(new.tolist(), counts.tolist(), step)
         assert directory.used == len(model.entries)
+        if draw.random() < 0.3:
+            directory.undo()
+            model.entries = known
+            assert entries.equal(before)
+            continue
+        directory.keep()
         if step % 20 == 0:
             # It is made anew from its entries, as from a checkpoint.
-            directory = IdDirectory(entries.clone())
-            entries = directory.entries
+            entries = entries.clone()
+            directory = IdDirectory(entries)
     found, missing = directory.find(torch.tensor(list(model.entries)))
     assert missing == 0
     assert found.tolist() == [row for row, _, _ in model.entries.values()]

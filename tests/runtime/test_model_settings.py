@@ -203,7 +203,8 @@ def test_the_manifest_gets_every_setting(tables: Tables) -> None:
     # A run may go on with its tables elsewhere, and at other rates.
     assert set(user) == {one.name for one in fields(Table)} - {"home", "lr", "ids"}
     (dynamic, _) = as_json(tables("[tables.user]\nids = { admit_after = 2 }\nrows = 7"))
-    assert dynamic["ids"] == {"admit_after": 2, "eviction": "lru", "evicted_share": 1 / 16}
+    rules = {"admit_after": 2, "eviction": "lru", "evicted_share": 1 / 16, "expire_after": None, "unadmitted": "own"}
+    assert dynamic["ids"] == rules
     assert dynamic["rows"] == 7
     assert set(user["optimizer"]) == {one.name for one in fields(OptimizerSpec)}
     assert (user["precision"], user["initial"]) == ("fp16", {"kind": "zeros"})

@@ -127,7 +127,8 @@ void IdDirectory::erase(std::size_t place) {
   used_--;
 }
 
-std::size_t IdDirectory::find(std::span<const std::int64_t> ids, std::int64_t* rows, std::uint32_t step, bool once) {
+std::size_t IdDirectory::find(std::span<const std::int64_t> ids, std::int64_t* rows, std::uint32_t step, bool once,
+                              std::uint64_t* before) {
   std::size_t missing = 0;
   std::array<std::uint64_t, AHEAD> hashes;
   for (std::size_t first = 0; first < ids.size(); first += AHEAD) {
@@ -157,11 +158,22 @@ std::size_t IdDirectory::find(std::span<const std::int64_t> ids, std::int64_t* r
       rows[first + n] = row;
       if (step == 0) continue;
       DirectoryEntry& entry = entries_[row];
+      if (before != nullptr) before[first + n] = std::uint64_t{entry.count} << 32 | entry.last;
       entry.count += entry.count != std::numeric_limits<std::uint32_t>::max() && !(once && entry.last == step);
       entry.last = step;
     }
   }
   return missing;
+}
+
+void IdDirectory::undo(std::span<const std::int64_t> rows, const std::uint64_t* before) {
+  // From the end, since a row may be there several times.
+  for (std::size_t n = rows.size(); n-- > 0;) {
+    if (rows[n] < 0) continue;
+    DirectoryEntry& entry = entries_[static_cast<std::size_t>(rows[n])];
+    entry.count = static_cast<std::uint32_t>(before[n] >> 32);
+    entry.last = static_cast<std::uint32_t>(before[n]);
+  }
 }
 
 void IdDirectory::admit(std::span<const std::int64_t> ids, const std::uint32_t* counts, std::uint32_t step,

@@ -41,8 +41,13 @@ class IdDirectory {
   std::size_t size_bytes() const { return tags_.size() + rows_.size() * sizeof rows_[0] + free_rows_.capacity() * 4; }
 
   // rows[n] is the row of ids[n], or -1. With `step`, a training batch: counts, and dates the rows that it finds.
-  // `once`: a row counts once in a step, however often it is found. Returns how many are not there.
-  std::size_t find(std::span<const std::int64_t> ids, std::int64_t* rows, std::uint32_t step = 0, bool once = false);
+  // `once`: a row counts once in a step, however often it is found. `before`: gets what rows had before, for `undo`;
+  // may be null. Returns how many are not there.
+  std::size_t find(std::span<const std::int64_t> ids, std::int64_t* rows, std::uint32_t step = 0, bool once = false,
+                   std::uint64_t* before = nullptr);
+
+  // Takes back what `find` counted and dated. `rows`, `before`: its results.
+  void undo(std::span<const std::int64_t> rows, const std::uint64_t* before);
 
   // Gives rows to ids that have none, which are distinct, in their order. `counts`: how often each was looked up.
   // The caller has checked that there are as many free rows.

@@ -59,10 +59,15 @@ void bind_directory(nb::module_& module) {
       .def_prop_ro("size_bytes", &IdDirectory::size_bytes)
       .def("find",
            [](IdDirectory& self, std::uintptr_t ids, std::size_t count, std::uintptr_t rows, std::uint32_t step,
-              bool once) {
+              bool once, std::uintptr_t before) {
              const nb::gil_scoped_release release;
              return self.find(span_of<const std::int64_t>(ids, count), reinterpret_cast<std::int64_t*>(rows), step,
-                              once);
+                              once, reinterpret_cast<std::uint64_t*>(before));
+           })
+      .def("undo",
+           [](IdDirectory& self, std::uintptr_t rows, std::size_t count, std::uintptr_t before) {
+             const nb::gil_scoped_release release;
+             self.undo(span_of<const std::int64_t>(rows, count), reinterpret_cast<const std::uint64_t*>(before));
            })
       .def("admit",
            [](IdDirectory& self, std::uintptr_t ids, std::size_t count, std::uintptr_t counts, std::uint32_t step,
