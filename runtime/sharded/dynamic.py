@@ -18,7 +18,7 @@ from sennit.runtime.kernels.batch import Batch, Block
 from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.id_directory import IdDirectory
 from sennit.runtime.kernels.spec import Pooling, ShardSpec
-from sennit.runtime.sharded.row_numbers import RowNumbers
+from sennit.runtime.sharded.row_numbers import Phase, RowNumbers
 from sennit.runtime.sharded.shards import Announced, Evicted, Held, Shards
 from sennit.runtime.sharded.tables import Shard, Table
 from sennit.transport.errors import ArgumentError
@@ -36,14 +36,15 @@ class DynamicShards(Shards):
         *,
         seed: int,
         state: Mapping[str, Tensor] | None,
+        phase: Phase,
     ) -> None:
         """`engine` has the rows of `with_spare_rows`. `specs`: without them. `state`: of these shards, if they have
-        been somewhere else before.
+        been somewhere else before. `phase`: measures the time of a phase.
         """
         super().__init__(engine, [shard.table for shard in shards])
         self.specs = tuple(specs)
         self._numbers = {
-            number: RowNumbers(model[shard.table], shard, spec, engine, seed)
+            number: RowNumbers(model[shard.table], shard, spec, engine, seed, phase)
             for number, (shard, spec) in enumerate(zip(shards, specs, strict=True))
             if spec.directories
         }
@@ -54,6 +55,7 @@ class DynamicShards(Shards):
         self._open: Announced | None = None
         """The batch that was fetched, and neither settled nor released."""
 
+        self._phase = phase
         self._told: Callable[[Evicted], object] | None = None
         self._failed: Exception | None = None
         """What a user's function raised. All ranks hear of it with the next batch."""
@@ -65,6 +67,10 @@ class DynamicShards(Shards):
         if self._failed is not None:
             error, self._failed = self._failed, None
             raise error
+        with self._phase("number ids"):
+            self._number(announced)
+
+    def _number(self, announced: Announced) -> None:
         # Rows are given here, and not when a batch is announced: the steps before it are done now.
         self._open = announced
         for own in self._numbers.values():
@@ -173,5 +179,5 @@ class DynamicShards(Shards):
             # Column shards of one row shard have the same ids.
             if own.is_counted:
                 of_table = found.setdefault(self.tables[number], Counter())
-                of_table.update(own.counters | {"rows": own.spec.row_count, "used": own.directory.used})
+                of_table.update({"rows": own.spec.row_count, "used": own.directory.used, **own.counters})
         return found

@@ -124,7 +124,10 @@ class Engines:
             state = {key: tensor for held in kept.values() for key, tensor in tensors_of(held).items()}
         if is_dynamic:
             engine = made([with_spare_rows(spec) for spec in specs])
-            return DynamicShards(engine, tables, shards, specs, seed=settings.seed, state=state), number_of
+            made_of = DynamicShards(
+                engine, tables, shards, specs, seed=settings.seed, state=state, phase=settings.wire.phase
+            )
+            return made_of, number_of
         layouts = {} if files is None else layouts_of(tables, shards, settings.homes)
         if files is None or not layouts:
             return Shards(made(specs), of_shard), number_of

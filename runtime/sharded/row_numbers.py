@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Final
 
 import torch
@@ -27,6 +28,8 @@ SPARE_ROWS_MIN: Final = 1 << 16
 
 EXPIRY_LOOKS: Final = 16
 """How often rows are looked at in the steps after which they expire."""
+
+Phase = Callable[[str], AbstractContextManager[object]]
 
 COUNTED: Final = ("lookups", "hits", "admitted", "evicted", "expired", "without_row")
 """What is counted of a shard's ids."""
@@ -47,13 +50,15 @@ def with_spare_rows(spec: ShardSpec) -> ShardSpec:
 class RowNumbers:
     """The rows and ids of one shard."""
 
-    def __init__(self, table: Table, shard: Shard, spec: ShardSpec, engine: EmbeddingEngine, seed: int) -> None:
-        """`spec`: without the spare rows that the engine has."""
+    def __init__(
+        self, table: Table, shard: Shard, spec: ShardSpec, engine: EmbeddingEngine, seed: int, phase: Phase
+    ) -> None:
+        """`spec`: without the spare rows that the engine has. `phase`: measures the time of a phase."""
         assert table.ids is not None
         self.table, self.rules, self.spec, self.seed = table, table.ids, spec, seed
         self._columns = table.column_range(shard.column)
         self._stream = dataclasses.replace(spec, stream_name=table.name).stream
-        self._engine = engine
+        self._engine, self._phase = engine, phase
         self.entries = {name: torch.zeros(spec.row_count, 2, dtype=torch.int64) for name in spec.directories}
         self.counters = Counter(dict.fromkeys(COUNTED, 0))
         self.is_counted = shard.column == 0
@@ -199,7 +204,8 @@ class RowNumbers:
         lack = count - self.directory.free
         if lack <= 0:
             return
-        freed = self._victims(self.directory, max(lack, self._share), step)
+        with self._phase("evict ids"):
+            freed = self._victims(self.directory, max(lack, self._share), step)
         if len(freed) < lack:
             raise ConfigError(
                 f"table {self.table.name}: {count} new ids in a batch, but shard {self.spec.name} has "

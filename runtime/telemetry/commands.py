@@ -25,7 +25,7 @@ def top(
         bool, typer.Option("--once", help="print one table, counted from the start of each rank, and end")
     ] = False,
 ) -> None:
-    """Show the ranks of this machine as they run: throughput, losses, round trips, batches from feeders.
+    """Show the ranks of this machine as they run: throughput, losses, round trips, batches from feeders, new ids.
 
     Ctrl-C ends it.
     """
@@ -38,6 +38,7 @@ def top(
         tables = [view.ranks_table(look.ranks)] if look.ranks else []
         tables += [view.paths_table(look.ranks)] if look.ranks and paths else []
         tables += [view.ingests_table(look.ingests)] if look.ingests else []
+        tables += [view.ids_table(look.ids)] if look.ids else []
         return Group(*tables) if tables else Group("no rank of this user runs here")
 
     console = stdout_console()

@@ -13,6 +13,8 @@ from sennit.transport.tracepoints import PathState
 SENT: Final = (("flow", "data_bytes_sent"), ("shm", "shm_bytes_sent"))
 RECEIVED: Final = (("flow", "data_bytes_received"), ("shm", "shm_bytes_received"))
 INGEST: Final = "ingest"
+IDS: Final = "ids_"
+"""The group of a dynamic table's counters begins with this; then comes the table's name."""
 # Datagrams that were not accepted.
 REFUSED: Final = tuple(f"ingest_{verdict.name.lower()}" for verdict in Verdict if verdict is not Verdict.ACCEPTED)
 
@@ -103,3 +105,44 @@ def ingest_difference(now: Page, before: Page | None, passed_s: float) -> Ingest
         feeders_connected=total("feeders_connected"),
         feeders_lost=total("feeders_lost"),
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IdRates:
+    """The ids of one dynamic table of one rank, over the same time."""
+
+    page: Page
+    table: str
+    rows: int
+    used: int
+    hit_share: float | None
+    """Share of lookups whose id had a row; None: there was no lookup."""
+    admitted_a_second: float
+    evicted_a_second: float
+    expired_a_second: float
+    without_row_a_second: float
+
+
+def id_differences(now: Page, before: Page | None, passed_s: float) -> list[IdRates]:
+    """Like `difference`, for each table of a page with counters of ids."""
+    found = []
+    for group in dict.fromkeys(block.group for block in now.blocks if block.group.startswith(IDS)):
+
+        def grown(name: str, group: str = group) -> int:
+            return now.total(group, IDS + name) - (before.total(group, IDS + name) if before else 0)
+
+        lookups = grown("lookups")
+        found.append(
+            IdRates(
+                page=now,
+                table=group.removeprefix(IDS),
+                rows=now.total(group, f"{IDS}rows"),
+                used=now.total(group, f"{IDS}used"),
+                hit_share=grown("hits") / lookups if lookups else None,
+                admitted_a_second=grown("admitted") / passed_s,
+                evicted_a_second=grown("evicted") / passed_s,
+                expired_a_second=grown("expired") / passed_s,
+                without_row_a_second=grown("without_row") / passed_s,
+            )
+        )
+    return found

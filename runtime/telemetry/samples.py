@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from sennit.runtime.telemetry.rates import IDS
 from sennit.transport import counters
 from sennit.transport.meeting import devices
 
@@ -34,6 +35,8 @@ GAUGES: Final = frozenset(
         "registered_bytes",
         "ingest_batches_ready",
         "ingest_feeders_connected",
+        "ids_rows",
+        "ids_used",
     }
 )
 UNUSED: Final = "none"
@@ -65,6 +68,8 @@ def of_pages(pages: Iterable[counters.Page]) -> Iterator[Sample]:
             labels |= {"peer": f"{block.peer}"} if block.peer is not None else {}
             labels |= {"path": f"{block.path}"} if block.path is not None else {}
             labels |= {"user": f"{page.owner}"} if page.owner != reader else {}
+            if block.group.startswith(IDS):
+                labels |= {"group": IDS.rstrip("_"), "table": block.group.removeprefix(IDS)}
             for name, value in block.values.items():
                 if name != UNUSED:
                     yield Sample(name=exported_name(name), is_gauge=name in GAUGES, labels=labels, value=value)

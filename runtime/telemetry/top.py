@@ -15,7 +15,16 @@ from rich.table import Table
 from rich.text import Text
 
 from sennit.command_line import red
-from sennit.runtime.telemetry.rates import INGEST, IngestRates, RankRates, difference, ingest_difference
+from sennit.runtime.telemetry.rates import (
+    IDS,
+    INGEST,
+    IdRates,
+    IngestRates,
+    RankRates,
+    difference,
+    id_differences,
+    ingest_difference,
+)
 from sennit.transport import counters
 from sennit.transport.tracepoints import PathState
 
@@ -28,6 +37,7 @@ class Look:
 
     ranks: list[RankRates]
     ingests: list[IngestRates]
+    ids: list[IdRates]
 
 
 def looks(interval_s: float, folder: Path = counters.FOLDER) -> Iterator[Look]:
@@ -37,11 +47,13 @@ def looks(interval_s: float, folder: Path = counters.FOLDER) -> Iterator[Look]:
     while True:
         now_s = time.clock_gettime(time.CLOCK_BOOTTIME)
         pages = sorted(counters.pages(folder), key=lambda page: (page.owner != os.geteuid(), page.process, page.rank))
-        look = Look([], [])
+        look = Look([], [], [])
         for page in pages:
             passed_s = _passed_s(page, page.file in before, now_s, last_s)
             if any(block.group == INGEST for block in page.blocks):
                 look.ingests.append(ingest_difference(page, before.get(page.file), passed_s))
+            elif any(block.group.startswith(IDS) for block in page.blocks):
+                look.ids.extend(id_differences(page, before.get(page.file), passed_s))
             else:
                 look.ranks.append(difference(page, before.get(page.file), passed_s))
         yield look
@@ -98,6 +110,42 @@ def ingests_table(ingests: list[IngestRates]) -> Table:
             f"{ingest.asked_again:,}",
             f"{ingest.feeders_connected}" if ingest.feeders_connected else red("0"),
             red(f"{ingest.feeders_lost}") if ingest.feeders_lost else "0",
+        )
+    return table
+
+
+def ids_table(ids: list[IdRates]) -> Table:
+    """Dynamic tables of ranks."""
+    table = Table(box=None, pad_edge=False)
+    columns = (
+        "process",
+        "rank",
+        "",
+        "table",
+        "rows",
+        "load",
+        "hits",
+        "admitted/s",
+        "evicted/s",
+        "expired/s",
+        "no row/s",
+    )
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("", "table") else "right", no_wrap=True)
+    for one in ids:
+        page = one.page
+        table.add_row(
+            f"{page.process}",
+            f"{page.rank}/{page.world}",
+            _standing(page),
+            one.table,
+            f"{one.rows:,}",
+            f"{one.used / one.rows:.1%}" if one.rows else "",
+            "" if one.hit_share is None else f"{one.hit_share:.1%}",
+            f"{one.admitted_a_second:,.0f}",
+            f"{one.evicted_a_second:,.0f}",
+            f"{one.expired_a_second:,.0f}",
+            f"{one.without_row_a_second:,.0f}",
         )
     return table
 

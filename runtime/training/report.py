@@ -344,8 +344,10 @@ def render(report: RunReport, console: Console) -> None:
         summary.add_row("rows", f"{text}; read {rows['bytes_read'] / 2**20:,.0f} MiB, "
                         f"wrote {rows['bytes_written'] / 2**20:,.0f} MiB")  # fmt: skip
     for name, ids in (report.ids() or {}).items():
-        text = f"{ids['used']:,} of {ids['rows']:,} rows, {ids['admitted']:,} admitted, {ids['evicted']:,} evicted"
-        summary.add_row(f"ids of {name}", f"{text}; {ids['without_row']:,} lookups of ids without a row")
+        hits = f"{ids['hits'] / max(1, ids['lookups']):.1%} of lookups hit"
+        text = f"{ids['admitted']:,} admitted, {ids['evicted']:,} evicted, {ids['expired']:,} expired"
+        summary.add_row(f"ids of {name}", f"{ids['used']:,} of {ids['rows']:,} rows, {hits}; {text}; "
+                        f"{ids['without_row']:,} lookups of ids without a row")  # fmt: skip
     for change in report.changes:
         summary.add_row("changed", str(change))
     console.print(summary)

@@ -27,6 +27,7 @@ from sennit.runtime.training.best import Best
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.display import ConsoleDisplay, Listener, Listeners, TensorBoardLog
 from sennit.runtime.training.handover import Holding
+from sennit.runtime.training.ids_page import IdsPage
 from sennit.runtime.training.metrics import Evaluation
 from sennit.runtime.training.rebalance import Moved
 from sennit.runtime.training.report import Change, EmbeddingSize, RankReport, RunReport, render
@@ -141,6 +142,7 @@ def _train(
         if first:
             stdout_console().print(str(changes[-1]))
     last: list[StepReport] = []
+    ids = IdsPage(trainer.rank, trainer.world_size, trainer.tables.id_counters)
     best = Best(trainer)
 
     listeners: list[Listener] = []
@@ -148,10 +150,16 @@ def _train(
         listeners.append(ConsoleDisplay(stdout_console(), batch_size=config.batch_size))
         if config.tensorboard is not None:
             listeners.append(TensorBoardLog(config.tensorboard))
-    with _telling_stop(trainer), Listeners(listeners) as heard, CostMeter(program_ns=source.program_ns) as meter:
+    with (
+        contextlib.closing(ids),
+        _telling_stop(trainer),
+        Listeners(listeners) as heard,
+        CostMeter(program_ns=source.program_ns) as meter,
+    ):
 
         def on_step(step: StepReport) -> None:
             last[:] = [step]
+            ids.show()
             heard.on_step(step)
 
         def on_evaluation(evaluation: Evaluation) -> bool:
