@@ -24,13 +24,18 @@ from tests import extent
 # Every process that a test starts inherits it.
 os.environ.setdefault("SENNIT_INTERFACES", "lo")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# As `sennit train` does for the process that it forks: pyarrow would start a thread there.
+os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
 # Triton reads this on import: without a GPU its kernels run in its interpreter.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # A shell starts background programs with interrupts ignored, and their children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# Ranks are forked from one process that has imported what they need, where it is installed. It takes a second or more.
-FORKED_HAVE = ["pytest", "sennit.transport.communicator", "torch._dynamo", "sennit.runtime.training.run"]
+# Ranks are forked from one process that has imported what they need, where it is installed. It takes some seconds.
+FORKED_HAVE = [
+    *("pytest", "sennit.transport.communicator", "torch._dynamo", "sennit.runtime.training.run"),
+    *("pyarrow.compute", "pyarrow.parquet", "pandas"),  # as the ranks of `sennit train`
+]
 multiprocessing.get_context("forkserver").set_forkserver_preload(FORKED_HAVE)
 
 # Seconds and path of each test file that took long, the longest first (--write-long-files).

@@ -8,6 +8,7 @@ message explains its failure.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import ipaddress
 import multiprocessing
@@ -34,8 +35,11 @@ from sennit.transport.meeting.rails import Rail
 
 # The time after a failure in which other ranks may report theirs, and the time for any rank to exit.
 GRACE_S = 5.0
-# Imports take a second or more of processor time. So one process imports, and the ranks are its forks.
-PRELOAD = ["torch._dynamo", "sennit.runtime.training.run"]
+# Imports take a second or more of processor time. So one process imports, and the ranks are its forks. pyarrow imports
+# pandas, where it is installed, as soon as an array is made or read.
+PRELOAD = ["torch._dynamo", "sennit.runtime.training.run", "pyarrow.compute", "pandas"]
+# What starts no threads there. pyarrow's jemalloc would start one when it is imported.
+SINGLE = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 
 RankFunction = Callable[[Any, int, int, Store], Any]
 
@@ -126,12 +130,12 @@ class Ranks:
         self._processes: list[BaseProcess] = []
         self._ends: list[Connection] = []
         self._has_begun = False
-        context = _context(forked)
         # Nothing is ever sent. Only this process keeps the end that would send, so its close is this process's end.
         alive, self._life = multiprocessing.Pipe(duplex=False)
-        before = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"
+        before = dict(os.environ)
+        os.environ.update(SINGLE)
         try:
+            context = _context(forked)
             for rank in range(count):
                 ours, theirs = multiprocessing.Pipe()
                 process = context.Process(target=_rank_main, args=(rank, count, theirs, alive, self._life))
@@ -144,10 +148,11 @@ class Ranks:
             raise
         finally:
             alive.close()
-            if before is None:
-                del os.environ["OMP_NUM_THREADS"]
-            else:
-                os.environ["OMP_NUM_THREADS"] = before
+            for name in SINGLE:
+                if name in before:
+                    os.environ[name] = before[name]
+                else:
+                    del os.environ[name]
 
     def __enter__(self) -> Self:
         return self
@@ -226,7 +231,8 @@ def _leave_line() -> None:
 def _context(forked: bool) -> ForkContext | ForkServerContext:
     if forked and _is_alone():
         for name in PRELOAD:
-            importlib.import_module(name)
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
         # An import may have started threads.
         if _is_alone():
             return multiprocessing.get_context("fork")
@@ -242,6 +248,8 @@ def _is_alone() -> bool:
 
 def _rank_main(rank: int, world_size: int, end: Connection, alive: Connection, life: Connection) -> None:
     life.close()
+    # What was imported stays: the collector need not look at its million objects.
+    gc.freeze()
     threading.Thread(target=_end_with, args=(alive,), daemon=True).start()
     # A fork's own processes would be forks, too, but it has threads soon.
     multiprocessing.set_start_method("forkserver", force=True)

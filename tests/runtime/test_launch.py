@@ -88,11 +88,12 @@ def launched(how: str, function: str, argument: str) -> Iterator[subprocess.Pope
 
 @pytest.mark.parametrize("how", briefly(["forked", "threads"], ["threads"]))
 def test_only_a_process_without_other_threads_is_forked_into_its_ranks(how: str) -> None:
-    with launched(how, "parent", "") as launcher:
+    with launched(how, "origin", "") as launcher:
         text, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 0
-    parents = ast.literal_eval(text)
-    assert [parent == launcher.pid for parent in parents] == [how == "forked"] * 2
+    origins = ast.literal_eval(text)
+    assert [parent == launcher.pid for parent, _, _ in origins] == [how == "forked"] * 2
+    assert [flags for _, *flags in origins] == [[True, True]] * 2
 
 
 def test_ranks_that_are_never_run_are_ended() -> None:

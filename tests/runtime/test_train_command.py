@@ -19,6 +19,7 @@ from sennit.runtime.checkpoint.manifest import Manifest
 from sennit.runtime.timeline.summary import summarise
 from sennit.runtime.timeline.trace_file import read
 from sennit.runtime.training.command import command, main
+from sennit.runtime.training.launch import SINGLE
 from tests.extent import briefly
 from tests.runtime.whole_run import train
 
@@ -193,7 +194,7 @@ def test_ranks_are_forks_of_the_command(tmp_path: Path) -> None:
     (tmp_path / "lineage.py").write_text(
         "import os\ndef make(inputs):\n    raise ValueError(f'a rank of process {os.getppid()}')\n"
     )
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment = {name: value for name, value in os.environ.items() if name not in SINGLE}
     command = [sys.executable, "-m", "sennit.runtime.training", *TINY, "--model", "lineage:make", "--ranks", "2"]
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as running:
         _, told = running.communicate(timeout=120)
