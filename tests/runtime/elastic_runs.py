@@ -4,57 +4,41 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-PROGRAM = ("-m", "sennit.testbed.scenarios.mortal_trainer")
+from tests.forked_commands import LOOK_S, ForkedCommand
+
+PROGRAM = "sennit.testbed.scenarios.mortal_trainer"
 DEADLINE_S = 120.0
-LOOK_S = 0.02
 
 
 class ElasticRun:
     """A `sennit train --elastic` in the background."""
 
-    def __init__(self, folder: Path, name: str, *arguments: str, **variables: Any) -> None:
-        self._report = folder / f"{name}.json"
-        environment = {
-            name: value if isinstance(value, str) else json.dumps(value) for name, value in variables.items()
-        }
-        self._process = subprocess.Popen(
-            [sys.executable, *PROGRAM, "--elastic", *arguments, "--json", str(self._report)],
-            env={**os.environ, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self._said: list[str] = []
+    def __init__(self, command: ForkedCommand, report: Path) -> None:
+        self._command, self._report = command, report
 
     def address(self) -> str:
         """Returns the first join address that the run prints."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        self._said.append(line)
-        before, _, address = line.rpartition("--join ")
+        before, _, address = self._command.first_line(DEADLINE_S).rpartition("--join ")
         assert before, self.end()
         return address.strip()
 
     def wait_for(self, marker: Path) -> None:
         deadline_s = time.monotonic() + DEADLINE_S
         while not marker.exists():
-            assert self._process.poll() is None, self.end()
+            assert self._command.returncode is None, self.end()
             assert time.monotonic() < deadline_s, f"no {marker.name}"
             time.sleep(LOOK_S)
 
     def end(self) -> tuple[int, str]:
         """Returns exit code and output."""
-        rest, _ = self._process.communicate(timeout=DEADLINE_S)
-        return self._process.returncode, "".join(self._said) + rest
+        done = self._command.end(DEADLINE_S)
+        return done.returncode, done.stdout + done.stderr
 
     def report(self) -> dict[str, Any]:
         code, output = self.end()
@@ -62,15 +46,10 @@ class ElasticRun:
         result: dict[str, Any] = json.loads(self._report.read_text())
         return result
 
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
 
 @contextmanager
 def elastic_run(folder: Path, name: str, *arguments: str, **variables: Any) -> Iterator[ElasticRun]:
-    run = ElasticRun(folder, name, *arguments, **variables)
-    try:
-        yield run
-    finally:
-        run.close()
+    report = folder / f"{name}.json"
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in variables.items()}
+    with ForkedCommand(PROGRAM, "--elastic", *arguments, "--json", str(report), **texts) as command:
+        yield ElasticRun(command, report)

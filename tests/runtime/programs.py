@@ -19,8 +19,13 @@ from sennit.runtime.training.launch import serve_store
 from tests.ranks import start
 
 
-def run_ranks(program: Path, ranks: int, folder: Path, *arguments: str, deadline_s: float, **environment: str) -> str:
-    """What all ranks print, rank by rank. Fails with their standard errors unless each one ends well in time."""
+def run_ranks(
+    program: Path | str, ranks: int, folder: Path, *arguments: str, deadline_s: float, **environment: str
+) -> str:
+    """What all ranks of a file or a module print, rank by rank.
+
+    Fails with their standard errors unless each one ends well in time.
+    """
     # The store outlives the ranks, as that of torchrun's agent.
     store, address = serve_store(0, timeout_s=deadline_s)
     shared = {"MASTER_ADDR": address.host, "MASTER_PORT": str(address.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -47,7 +52,10 @@ def run_ranks(program: Path, ranks: int, folder: Path, *arguments: str, deadline
     return "".join(output.read_text() for output in outputs)
 
 
-def _run(program: Path, arguments: Sequence[str], output: Path) -> None:
+def _run(program: Path | str, arguments: Sequence[str], output: Path) -> None:
     os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), 1)
     sys.argv = [str(program), *arguments]
-    runpy.run_path(str(program), run_name="__main__")
+    if isinstance(program, str):
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(str(program), run_name="__main__")

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +15,7 @@ import pytest
 
 from sennit.runtime.training.command import main
 from tests.extent import briefly
+from tests.forked_commands import ForkedCommand
 from tests.runtime.stream.stream_files import SCHEMA, table, write
 from tests.runtime.stream.test_stream_training import ORDERS, TINY, outcome
 from tests.runtime.whole_run import train
@@ -31,14 +30,8 @@ def data_of(folder: Path, seed: int) -> list[str]:
     return options
 
 
-@contextmanager
-def feeder(port: int, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "sennit", "feed", *arguments, "--to", f"127.0.0.1:{port}", "--timeout", "60"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+def feeder(port: int, *arguments: str) -> ForkedCommand:
+    return ForkedCommand("sennit", "feed", *arguments, "--to", f"127.0.0.1:{port}", "--timeout", "60")
 
 
 def fed(port: int) -> list[str]:
@@ -52,8 +45,8 @@ def test_feeders_give_the_bits_of_files(order: str, seed: int, tmp_path: Path, p
     alone = train(tmp_path / "files.json", *data, *options, "--ranks", "1")
     with feeder(port, *data, "--workers", "2") as process:
         found = train(tmp_path / "fed.json", *fed(port), *options, "--ranks", "2")
-        said, _ = process.communicate(timeout=30)
-    assert process.returncode == 0, said
+        done = process.end(30)
+    assert done.returncode == 0, done.stderr
     assert outcome(found) == outcome(alone)
 
 
@@ -88,9 +81,9 @@ def test_a_feeder_that_is_killed_and_a_resumption_from_files_change_no_bit(
     ):
         # It ends in the second epoch.
         train(tmp_path / "fed.json", *fed(port), *kept, "--ranks", "2", "--steps", "33")
-        said, _ = second.communicate(timeout=30)
-        assert first.wait(30) == -signal.SIGKILL
-    assert second.returncode == 0, said
+        done = second.end(30)
+        assert first.end(30).returncode == -signal.SIGKILL
+    assert done.returncode == 0, done.stderr
     found = train(tmp_path / "on.json", *data, *kept, "--ranks", "1", "--resume")
     assert found["steps"]["first"] == 33
     assert outcome(found) == outcome(alone)
@@ -111,10 +104,9 @@ def test_a_file_that_is_cut_while_it_is_read_ends_the_run_and_is_named(
     ):
         with pytest.raises(SystemExit) as ended:
             main([*fed(port), *options, *kept, "--ranks", "2"])
-        said, _ = process.communicate(timeout=30)
-    assert ended.value.code == 1
-    assert process.returncode == 1
-    assert "part-1.parquet: " in said.splitlines()[-1]
+        done = process.end(30)
+    assert (ended.value.code, done.returncode) == (1, 1)
+    assert "part-1.parquet: " in done.stderr.splitlines()[-1]
     told = " ".join(capfd.readouterr().err.split())
     assert "and none more within 30 s; feeders: none; gone: " in told
     assert "(it says: " in told

@@ -8,11 +8,7 @@ import dataclasses
 import hashlib
 import re
 import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +39,7 @@ from sennit.runtime.stream.settings import StreamSettings, open_source
 from sennit.runtime.training.command import main
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.trainer import Trainer
+from tests.forked_commands import ForkedCommand
 from tests.offload.whole_store import WholeStore
 from tests.runtime.test_feed import first_of
 from tests.runtime.whole_run import train
@@ -98,14 +95,8 @@ MODEL = ["--batch-size", "64", "--dim", "4", "--bottom", "8", "--top", "8"]
 MEMORY = ["--data", "synthetic", "--samples", SAMPLES, "--row-limit", ROW_LIMIT]
 
 
-@contextmanager
-def feeder(port: int) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "sennit", "feed", *MEMORY, "--to", f"127.0.0.1:{port}", "--timeout", "60"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+def feeder(port: int) -> ForkedCommand:
+    return ForkedCommand("sennit", "feed", *MEMORY, "--to", f"127.0.0.1:{port}", "--timeout", "60")
 
 
 @pytest.mark.slow
@@ -120,9 +111,9 @@ def test_weights_are_those_of_a_run_from_memory_also_when_resumed(tmp_path: Path
     with feeder(port) as process:
         options = [*saved, "--sketch", str(tmp_path / "ids.sketch"), "--sharding", "auto", "--rebalance", "5"]
         fed = train(tmp_path / "fed.json", *MODEL, *target, *options)
-        said, _ = process.communicate(timeout=30)
-        assert process.returncode == 0, said
-        assert "\x1b" not in said  # what it shows on a terminal, it does not show in a pipe
+        done = process.end(30)
+        assert done.returncode == 0, done.stderr
+        assert "\x1b" not in done.stdout + done.stderr  # what it shows on a terminal, it does not show in a file
     assert fed["weights_sha256"] == expected["weights_sha256"]
     # Feeders count ids.
     assert fed["rebalance"]["looks"] == 3
@@ -194,9 +185,9 @@ def test_feeders_are_told_why_a_run_failed(port: int, capsys: pytest.CaptureFixt
     with feeder(port) as process:
         told = refusal(["--ingest", f"cpu://127.0.0.1:{port}", "--timeout", "60", *rates], capsys)
         assert "error: rank 0: loss is " in told
-        said, _ = process.communicate(timeout=30)
-    assert process.returncode == 1
-    assert "error: rank 0: loss is " in said
+        done = process.end(30)
+    assert done.returncode == 1
+    assert "error: rank 0: loss is " in done.stderr
 
 
 def test_without_a_feeder_it_ends_at_the_deadline(port: int, capsys: pytest.CaptureFixture[str]) -> None:

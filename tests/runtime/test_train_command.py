@@ -21,22 +21,15 @@ from sennit.runtime.timeline.trace_file import read
 from sennit.runtime.training.command import command, main
 from sennit.runtime.training.launch import SINGLE
 from tests.extent import briefly
+from tests.forked_commands import forked
+from tests.runtime.programs import run_ranks
 from tests.runtime.whole_run import train
 
+TRAIN = "sennit.runtime.training"
 TINY = [
     "--data", "synthetic", "--samples", "600", "--row-limit", "200", "--batch-size", "64", "--dim", "4",
     "--bottom", "8", "--top", "8",
 ]  # fmt: skip
-
-
-def run(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *launcher, "-m", "sennit.runtime.training", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
 
 
 @pytest.mark.long
@@ -53,14 +46,14 @@ def test_flights_has_one_hash_at_any_number_of_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_run_its_resumption_and_torchrun_end_with_the_same_weights(tmp_path: Path) -> None:
-    """A run saves increments in the background. A resumed run goes on from one of them under torchrun."""
+def test_a_run_and_its_resumption_as_by_torchrun_end_with_the_same_weights(tmp_path: Path) -> None:
+    """A run saves increments in the background. A resumed run goes on from one of them, as torchrun starts ranks."""
     whole, rest = tmp_path / "whole.json", tmp_path / "rest.json"
     folder = str(tmp_path / "saved")
-    done = run(*TINY, "--ranks", "2", "--epochs", "1", "--checkpoint", folder, "--checkpoint-every", "2",
-               "--checkpoint-async", "--checkpoint-increments", "3",
-               "--timeline", str(tmp_path / "run.json.gz"),
-               "--tensorboard", str(tmp_path / "events"), "--json", str(whole))  # fmt: skip
+    done = forked(TRAIN, *TINY, "--ranks", "2", "--epochs", "1", "--checkpoint", folder, "--checkpoint-every", "2",
+                  "--checkpoint-async", "--checkpoint-increments", "3",
+                  "--timeline", str(tmp_path / "run.json.gz"),
+                  "--tensorboard", str(tmp_path / "events"), "--json", str(whole))  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout + done.stderr  # in a pipe, neither a bar nor colours
     report = json.loads(whole.read_text())
@@ -85,9 +78,8 @@ def test_a_run_its_resumption_and_torchrun_end_with_the_same_weights(tmp_path: P
 
     for entry in saved[2:]:
         shutil.rmtree(entry)
-    done = run(*TINY, "--epochs", "1", "--checkpoint", folder, "--resume", "--json", str(rest),
-               launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"))  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    run_ranks(TRAIN, 2, tmp_path, *TINY, "--epochs", "1", "--checkpoint", folder, "--resume", "--json", str(rest),
+              deadline_s=100)  # fmt: skip
     resumed = json.loads(rest.read_text())
     assert resumed["steps"] == {"first": 4, "last": 8}
     assert resumed["weights_sha256"] == report["weights_sha256"]
@@ -220,7 +212,7 @@ def test_tables_on_a_file_end_with_the_weights_of_tables_in_memory(tmp_path: Pat
     ]
     store = ["--table-store", str(folder), "--table-memory", "640KiB"]
     in_memory = train(memory, *data, "--ranks", "2")
-    done = run(*data, *store, "--ranks", "2", "--json", str(stored))
+    done = forked(TRAIN, *data, *store, "--ranks", "2", "--json", str(stored))
     assert done.returncode == 0, done.stderr
     assert "were not in memory" in done.stdout
     report = json.loads(stored.read_text())
@@ -248,7 +240,9 @@ def test_on_a_gpu_any_number_of_ranks_ends_with_the_same_weights(tmp_path: Path)
 
 
 def test_failure_on_the_ranks_is_one_message() -> None:
-    done = run(*TINY, "--ranks", "2", "--dense-optimizer", "sgd", "--dense-rate", "999", "--sparse-rate", "999")
+    done = forked(
+        TRAIN, *TINY, "--ranks", "2", "--dense-optimizer", "sgd", "--dense-rate", "999", "--sparse-rate", "999"
+    )
     assert done.returncode == 1
     assert "error: rank" in done.stderr
     assert "loss is " in done.stderr

@@ -19,11 +19,12 @@ from sennit.runtime.timeline.trace_file import read
 from sennit.runtime.training.command import main
 from sennit.runtime.training.launch import join_address, serve_store
 from sennit.transport.meeting.rails import Rail
+from tests.forked_commands import forked
+from tests.runtime.elastic_runs import PROGRAM
 from tests.runtime.whole_run import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-PROGRAM = ("-m", "sennit.testbed.scenarios.mortal_trainer")
 TINY = [
     "--data", "synthetic", "--samples", "700", "--row-limit", "200", "--batch-size", "60", "--dim", "4",
     "--bottom", "8", "--top", "8", "--epochs", "1", "--timeout", "60",
@@ -49,14 +50,18 @@ def started(
     markers = {f"{rank}-{step}": folder / f"{name}-died-{rank}-{step}" for rank, step in deaths}
     plan = [[rank, step, str(markers[f"{rank}-{step}"])] for rank, step in deaths]
     report = folder / f"{name}.json"
-    done = subprocess.run(
-        [sys.executable, *launcher, *PROGRAM, *TINY, *arguments, "--json", str(report)],
-        env={**os.environ, "DEATHS": json.dumps(plan)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    mine = [*TINY, *arguments, "--json", str(report)]
+    if launcher:
+        done = subprocess.run(
+            [sys.executable, *launcher, "-m", PROGRAM, *mine],
+            env={**os.environ, "DEATHS": json.dumps(plan)},
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+    else:
+        done = forked(PROGRAM, *mine, DEATHS=json.dumps(plan))
     assert all(marker.exists() for marker in markers.values()), done.stdout + done.stderr
     return done, report
 
