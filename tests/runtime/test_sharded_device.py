@@ -168,8 +168,8 @@ CODED = {"user": "column_wise", "item": "table_wise", "genre": "data_parallel"}
 KINDS = ("bags", "weighted", "sequences")
 
 
-# Bags with weights do all that bags do.
-@pytest.fixture(scope="module", params=briefly(KINDS, ["weighted", "sequences"]))
+# Tests name those that stand for the others. Bags with weights do all that bags do.
+@pytest.fixture(scope="module", params=briefly(KINDS, ["weighted"]))
 def alone(request: pytest.FixtureRequest, kept_world: WorldFactory) -> tuple[str, Any]:
     """A kind of module, and what one rank has with all tables on the CPU."""
     arguments: dict[str, Any] = {"placement": "table_wise", "kind": request.param}
@@ -177,13 +177,15 @@ def alone(request: pytest.FixtureRequest, kept_world: WorldFactory) -> tuple[str
 
 
 @pytest.mark.parametrize(
-    ("world", "ids_there", "placement"),
+    ("alone", "world", "ids_there", "placement"),
     briefly(
-        [(*group, placement) for group in ((2, True), (3, False)) for placement in ("row_wise", "grid", MIXED)],
-        [(2, True, "row_wise"), (3, False, "grid"), (2, True, MIXED)],
+        [(kind, *group, placement)
+         for kind in KINDS for group in ((2, True), (3, False)) for placement in ("row_wise", "grid", MIXED)],
+        [("sequences", 3, False, "grid"), ("weighted", 2, True, MIXED)],
     ),
     ids=str,
-)
+    indirect=["alone"],
+)  # fmt: skip
 def test_nothing_mixes_devices(
     kept_world: WorldFactory, alone: tuple[str, Any], world: int, ids_there: bool, placement: Any
 ) -> None:
@@ -209,15 +211,20 @@ def test_what_travels_coded_has_the_same_bits(kept_world: WorldFactory, codec: s
     ]
 
 
-def test_passes_are_one_step(kept_world: WorldFactory, alone: tuple[str, Any]) -> None:
-    kind, _ = alone
+@pytest.mark.parametrize("kind", briefly(KINDS, ["sequences"]))
+def test_passes_are_one_step(kept_world: WorldFactory, kind: str) -> None:
     arguments: dict[str, Any] = {"placement": MIXED, "kind": kind, "passes": 2}
     wanted = kept_world(2).run(trained, **arguments)
     assert [one for one, _ in kept_world(2).run(trained_on_the_double, **arguments)] == wanted
 
 
 @pytest.mark.parametrize(
-    ("world", "ahead", "passes"), briefly([(1, 2, 1), (2, 1, 1), (2, 1, 2)], [(1, 2, 1), (2, 1, 2)])
+    ("alone", "world", "ahead", "passes"),
+    briefly(
+        [(kind, *run) for kind in KINDS for run in ((1, 2, 1), (2, 1, 1), (2, 1, 2))],
+        [("sequences", 1, 2, 1), ("weighted", 2, 1, 2)],
+    ),
+    indirect=["alone"],
 )
 def test_rows_from_files_have_the_same_bits(
     kept_world: WorldFactory,
@@ -238,7 +245,15 @@ def test_rows_from_files_have_the_same_bits(
     assert [sample for (_, samples), _ in found for sample in samples] == outputs
 
 
-@pytest.mark.parametrize(("placement", "is_stored"), [("row_wise", False), (MIXED, True)], ids=str)
+@pytest.mark.parametrize(
+    ("alone", "placement", "is_stored"),
+    briefly(
+        [(kind, *homes) for kind in KINDS for homes in (("row_wise", False), (MIXED, True))],
+        [("weighted", "row_wise", False), ("sequences", MIXED, True)],
+    ),
+    ids=str,
+    indirect=["alone"],
+)
 def test_some_tables_in_host_memory_have_the_same_bits(
     kept_world: WorldFactory, alone: tuple[str, Any], tmp_path: Path, is_stored: bool, placement: Any
 ) -> None:
@@ -273,7 +288,7 @@ def test_rows_from_files_move(kept_world: WorldFactory, alone: tuple[str, Any], 
 @pytest.mark.parametrize("kind", briefly(KINDS, ["sequences"]))
 def test_triton_has_the_bits_of_the_native_kernels(kept_world: WorldFactory, tmp_path: Path, kind: str) -> None:
     pytest.importorskip("triton")
-    arguments: dict[str, Any] = {"placement": MIXED, "kind": kind, "samples": 8, "steps": 1}
+    arguments: dict[str, Any] = {"placement": MIXED, "kind": kind, "samples": 4, "steps": 1}
     wanted = kept_world(1).run(trained, **arguments)[0][0]
     found = kept_world(2).run(trained_by_triton, device="cpu", **arguments)
     assert [digest for digest, _ in found] == [wanted] * 2
