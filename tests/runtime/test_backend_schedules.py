@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from sennit.transport.plans.arithmetic import fold
 from sennit.transport.plans.elements import Dtype, ReduceOp
+from tests import extent
 from tests.runtime.device_stand_in import delayed_copies, on_device
 from tests.runtime.world import WorldFactory
 
@@ -138,7 +139,7 @@ def mixed_schedules(rank: int, world: int, seed: int, count: int) -> None:
 
 
 # Sockets are slower. There a receiver also grants memory to one message after the other.
-@pytest.mark.parametrize(("transport", "schedules"), [("shm", 150), ("udp", 50)])
+@pytest.mark.parametrize(("transport", "schedules"), [("shm", extent.number(50)), ("udp", extent.number(15))])
 def test_mixed_schedules(kept_world: WorldFactory, transport: str, schedules: int) -> None:
     seed = int(os.environ.get("SCHEDULE_SEED", random.SystemRandom().randrange(2**32)))
     print(f"SCHEDULE_SEED={seed}")

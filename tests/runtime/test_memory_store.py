@@ -23,6 +23,7 @@ from sennit.runtime.memory import _memory, store
 from sennit.runtime.memory.errors import CorruptStore, ForeignStore
 from sennit.runtime.memory.layout import Arrays, RowPart, StoreLayout
 from sennit.transport.errors import ArgumentError, DeviceError
+from tests import extent
 from tests.extent import examples
 
 LAYOUT = StoreLayout(
@@ -149,7 +150,7 @@ def test_a_killed_process_loses_no_flush_that_returned(tmp_path: Path, rng: np.r
     path = tmp_path / "rows"
     store.create(path, LAYOUT, lambda _, count: rows_of(0, np.zeros(count, np.int64))).close()
     reported = 0
-    for _ in range(4):
+    for _ in range(extent.number(2)):
         until = reported + int(rng.integers(1, 8))
         with subprocess.Popen([sys.executable, "-c", FLUSHER, str(path)], stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None

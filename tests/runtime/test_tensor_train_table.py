@@ -66,7 +66,7 @@ def tensor_train_cases() -> Iterator[Case]:
     yield Case(
         name="train slices",
         tables=(small, beside),
-        blocks=tuple(BlockShape(table=n, bags=20, slice=at) for at in (0, 1, 3, 6, 7) for n in range(2)),
+        blocks=tuple(BlockShape(table=n, bags=8, slice=at) for at in (0, 1, 3, 6, 7) for n in range(2)),
     )
     for bounds in (Bounds.WRAP, Bounds.IGNORE):
         yield Case(name=f"train {bounds.value}", tables=(small, beside), blocks=two, bounds=bounds, outside=0.3)

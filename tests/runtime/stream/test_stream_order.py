@@ -15,6 +15,7 @@ from sennit.runtime.data.order import OrderSettings
 from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.stream.order import ORDERS, Evaluation, StreamOrder
 from sennit.runtime.stream.split import Last, OneInEach, Places, Split, split
+from tests.extent import examples
 
 
 @st.composite
@@ -61,6 +62,7 @@ def rows_of(order: StreamOrder, number: int, rank: int = 0, world_size: int = 1)
     return found
 
 
+@examples(8)
 @given(order=orders())
 def test_a_run_has_each_row_where_it_belongs(order: StreamOrder) -> None:
     rows = np.arange(order.sample_count)
@@ -114,6 +116,7 @@ def test_batches_are_numbered_as_a_run_meets_them(order: StreamOrder) -> None:
     assert order.next_batch(order.step_count) == order.batch_count - order.eval_batches
 
 
+@examples(8)
 @given(order=orders(), world_size=st.sampled_from([1, 2, 3, 5, 8]))
 def test_ranks_together_have_the_batches_of_one(order: StreamOrder, world_size: int) -> None:
     if world_size > order.slices:
