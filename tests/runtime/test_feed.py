@@ -10,13 +10,10 @@ import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import pytest
@@ -39,6 +36,7 @@ from sennit.runtime.ingest.feed_stream import FeedStream
 from sennit.runtime.ingest.order import terms_of
 from sennit.runtime.stream.settings import StreamSettings, short_stream
 from sennit.runtime.stream.source import StreamSource
+from tests.forked_commands import ForkedCommand
 from tests.offload.fake_rank import Rank
 
 SESSION, COUNT, BODY_BYTES = 3, 60, 1400
@@ -148,20 +146,14 @@ def test_records_that_memory_does_not_hold_are_named(rng: np.random.Generator, m
 
 
 @contextlib.contextmanager
-def feeding(rank: Rank, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "sennit", "feed", *SYNTHETIC, "--to", f"127.0.0.1:{rank.address[1]}"]
-    with (
-        contextlib.closing(rank),
-        subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as feed,
-    ):
-        try:
-            assert rank.accept().feeder.endswith("(asks)")
-            yield feed
-        finally:
-            feed.kill()
+def feeding(rank: Rank, *arguments: str) -> Iterator[ForkedCommand]:
+    command = ["feed", *SYNTHETIC, "--to", f"127.0.0.1:{rank.address[1]}", *arguments]
+    with contextlib.closing(rank), ForkedCommand("sennit", *command) as feed:
+        assert rank.accept().feeder.endswith("(asks)")
+        yield feed
 
 
-def workers_of(feed: subprocess.Popen[str]) -> list[int]:
+def workers_of(feed: ForkedCommand) -> list[int]:
     found = []
     for pid in Path(f"/proc/{feed.pid}/task/{feed.pid}/children").read_text().split():
         with contextlib.suppress(FileNotFoundError):  # The process has ended meanwhile.
@@ -170,10 +162,10 @@ def workers_of(feed: subprocess.Popen[str]) -> list[int]:
     return found
 
 
-def output(feed: subprocess.Popen[str]) -> str:
-    out: IO[str] | None = feed.stdout
-    assert out is not None
-    return out.read()
+def ended(feed: ForkedCommand) -> tuple[int, str]:
+    """Its exit code, and what it wrote."""
+    done = feed.end(30)
+    return done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.slow
@@ -189,8 +181,8 @@ def test_a_run_is_fed_to_its_end(tmp_path: Path) -> None:
         packets = rank.packets(1)
         assert packets[0][:2] == (0, 0)
         rank.say(Taken(batch=0, row=64), End())
-        assert feed.wait(30) == 0, output(feed)
-        said = output(feed)
+        code, said = ended(feed)
+        assert code == 0, said
         assert "fed 64 records in" in said
         assert "s of processors for a million records" in said
     report = json.loads(path.read_text())
@@ -207,8 +199,9 @@ def test_a_trainer_is_told_why_a_feeder_does_not_come() -> None:
             pass
         assert isinstance(said, Error)
         assert "training samples do not fill one batch of 4096" in said.text
-        assert feed.wait(30) == 1
-        assert said.text in output(feed)
+        code, told = ended(feed)
+        assert code == 1
+        assert said.text in told
 
 
 @pytest.mark.long
@@ -229,8 +222,9 @@ def test_records_of_a_worker_that_heard_no_end_are_counted() -> None:
                 assert time.monotonic() < deadline_s
             rank.say(Send(batch=1, row=0))
             assert {batch for batch, _, _ in rank.packets(packets)} == {1}
-        assert feed.wait(30) == 0, output(feed)
-        assert "fed 128 records in" in output(feed)
+        code, said = ended(feed)
+        assert code == 0, said
+        assert "fed 128 records in" in said
 
 
 @pytest.mark.long
@@ -241,7 +235,8 @@ def test_a_worker_that_met_no_trainer_ends_with_the_run() -> None:
         assert isinstance(rank.hear(), FactsOf)
         rank.listener.close()
         rank.say(End())
-        assert feed.wait(30) == 0, output(feed)
+        code, said = ended(feed)
+        assert code == 0, said
 
 
 @pytest.mark.slow
@@ -253,8 +248,8 @@ def test_a_worker_that_dies_is_replaced_twice_and_then_it_is_over() -> None:
             assert isinstance(rank.hear(), FactsOf)
             (pid,) = workers_of(feed)
             os.kill(pid, signal.SIGKILL)
-        assert feed.wait(30) == 1
-        said = output(feed)
+        code, said = ended(feed)
+        assert code == 1
         assert said.count("worker 0 died with signal 9; another one takes its place") == 2
         assert "error: worker 0 died with signal 9, as 2 before it" in said
 
@@ -266,8 +261,9 @@ def test_a_trainer_that_goes_is_named() -> None:
         rank.accept()
         assert isinstance(rank.hear(), FactsOf)
         rank.control.close()
-        assert feed.wait(30) == 1
-        assert "error: the trainer is gone: rank 0: " in output(feed)
+        code, said = ended(feed)
+        assert code == 1
+        assert "error: the trainer is gone: rank 0: " in said
 
 
 @pytest.mark.slow
@@ -278,9 +274,10 @@ def test_an_interrupt_ends_it_and_its_workers() -> None:
         assert isinstance(rank.hear(), FactsOf)
         workers = workers_of(feed)
         assert len(workers) == 2
-        feed.send_signal(signal.SIGINT)
-        assert feed.wait(30) == 130
-        assert output(feed).endswith("interrupted; the trainer goes on with other feeders, or waits for one\n")
+        os.kill(feed.pid, signal.SIGINT)
+        code, said = ended(feed)
+        assert code == 130
+        assert said.endswith("interrupted; the trainer goes on with other feeders, or waits for one\n")
         assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
