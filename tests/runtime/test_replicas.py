@@ -15,6 +15,8 @@ from unittest import mock
 
 import pytest
 
+from tests.extent import briefly
+
 pytest.importorskip("torch")
 
 import torch
@@ -27,7 +29,6 @@ from sennit.runtime.replicas import replicas as replicas_module
 from sennit.runtime.replicas.cutting import CutArguments, join
 from sennit.runtime.sharded import Slices
 from sennit.transport.errors import ArgumentError, ConfigError, MismatchError, SennitError, Unsupported
-from tests.extent import briefly
 from tests.runtime import device_double
 from tests.runtime.replica_training import FEATURES, VECTORS, WIDTH, Cross, batch, digest, mine, train
 from tests.runtime.world import WorldFactory
@@ -525,11 +526,11 @@ def train_there(rank: int, world: int, device: str = "cpu", no_sync: bool = Fals
     return found, waits
 
 
-@pytest.mark.parametrize("no_sync", [False, True])
+@pytest.mark.parametrize("no_sync", briefly([False, True], [True]))
 def test_a_module_on_a_device_has_the_bits_of_the_host(kept_world: WorldFactory, no_sync: bool) -> None:
     """`device_double` fails where host and device are mixed."""
     wanted, _ = kept_world(1).run(train_there, no_sync=no_sync)[0]
-    for world in (1, 2, 3):
+    for world in (1, 3):
         for found, waits in kept_world(world).run(train_there, device="double", no_sync=no_sync):
             assert found == wanted
             assert waits == 3 * 2  # The gradients of a step, and its global loss.
