@@ -9,6 +9,7 @@ and Ullman 1972), so that the rest can be read.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -65,6 +66,7 @@ def room(path: Path) -> str:
     return "/".join(parts[:2]) if is_room else parts[0]
 
 
+@functools.cache
 def file_edges() -> dict[Path, set[Path]]:
     """Returns what each file imports, wherever the import stands. Imports of a whole package are no edges."""
     known = modules()
@@ -87,6 +89,7 @@ def folder_edges() -> dict[str, set[str]]:
     return found
 
 
+@functools.cache
 def python_edges() -> Edges:
     """Returns the imports between rooms."""
     known = modules()

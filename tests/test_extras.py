@@ -109,19 +109,6 @@ def test_every_package_that_is_imported_belongs_to_sennit_or_to_an_extra() -> No
         assert known, f"{path} imports {module}, which no extra has: name its distribution in sennit/extras.py"
 
 
-def test_training_imports_nothing_for_xdp() -> None:
-    code = "import sys, sennit.runtime.training.command; print([m for m in sys.modules if m.startswith({})])"
-    names = ("elftools", "sennit.ebpf.")
-    done = subprocess.run(
-        [sys.executable, "-c", code.format(names)],
-        capture_output=True,
-        text=True,
-        timeout=COMMAND_TIMEOUT_S,
-        check=True,
-    )
-    assert done.stdout == "[]\n"
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_wheel(tmp_path_factory.mktemp("wheel"))
@@ -424,7 +411,7 @@ def names(environment: Environment, arguments: list[str], command: str) -> None:
 
 
 @wheel_test
-@pytest.mark.parametrize("command", briefly([*MISSING, *ALSO_MISSING], ["train", "ebpf"]))
+@pytest.mark.parametrize("command", briefly([*MISSING, *ALSO_MISSING], ["ebpf"]))
 def test_a_missing_extra_is_named_in_one_line(with_torch: Environment, command: str) -> None:
     arguments, name = (MISSING | ALSO_MISSING)[command]
     names(with_torch, arguments, f"pip install 'sennit[{name}]'")
