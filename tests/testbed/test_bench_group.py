@@ -47,6 +47,7 @@ def test_each_round_has_fresh_processes_that_import_torch_alone() -> None:
     assert imported == ["sennit.runtime.backend.torch_versions"]
 
 
+@pytest.mark.long
 def test_a_fresh_rank_that_fails_is_named() -> None:
     with pytest.raises(RankFailure, match=r"rank \d: .*SENNIT_TRANSPORT"):
         group.run(group.Settings(world=2, rounds=1, transport="pigeon"))

@@ -29,7 +29,7 @@ def definitions_are_computed_once() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(("transport", "world"), briefly(product(("shm", "udp"), (2, 3)), [("shm", 2), ("udp", 3)]))
+@pytest.mark.parametrize(("transport", "world"), briefly(product(("shm", "udp"), (2, 3)), [("shm", 3), ("udp", 2)]))
 def test_allreduce_has_the_bits_of_the_definition(transport: str, world: int, tmp_path: Path) -> None:
     run_ranks([coded.allreduces, coded.survive], world, transport, tmp_path, seed=world)
 
@@ -55,7 +55,7 @@ def test_a_rank_that_codes_everywhere_is_refused(hosts: str, call: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("transport", "world"), briefly([("shm", 1), ("shm", 4), ("udp", 2), ("udp", 3)], [("shm", 1), ("udp", 3)])
+    ("transport", "world"), briefly([("shm", 1), ("shm", 4), ("udp", 2), ("udp", 3)], [("shm", 1), ("udp", 2)])
 )
 def test_lossless_exchanges_give_every_bit(transport: str, world: int, tmp_path: Path) -> None:
     run_ranks([coded.lossless], world, transport, tmp_path, seed=world)

@@ -47,13 +47,13 @@ GROUPS = (("shm", 5), ("udp", 3), ("shm", 1))
 
 @pytest.mark.parametrize(
     ("transport", "world"),
-    briefly(product(TRANSPORTS, (1, 2, 3, 4)), [("shm", 1), ("udp", 2), ("shm", 3), ("udp", 4)]),
+    briefly(product(TRANSPORTS, (1, 2, 3, 4)), [("shm", 1), ("udp", 2), ("shm", 3)]),
 )
 def test_collectives(transport: str, world: int, tmp_path: Path) -> None:
     run_ranks([reductions, movement, point_to_point, overlapping], world, transport, tmp_path, seed=world)
 
 
-@pytest.mark.parametrize("hosts", ["aab", "abab"])
+@pytest.mark.parametrize("hosts", briefly(["aab", "abab"], ["aab"]))
 def test_neighbours_by_shm_and_strangers_by_udp(hosts: str, tmp_path: Path) -> None:
     scenarios = [reductions, movement, point_to_point, overlapping]
     run_ranks(scenarios, len(hosts), "auto", tmp_path, seed=len(hosts), hosts=hosts)
@@ -77,7 +77,7 @@ def test_arithmetic(transport: str, world: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("transport", "world"),
     briefly(
-        [("shm", 1), ("shm", 2), ("udp", 2), ("shm", 3), ("udp", 4), ("shm", 5)], [("shm", 1), ("udp", 2), ("shm", 5)]
+        [("shm", 1), ("shm", 2), ("udp", 2), ("shm", 3), ("udp", 4), ("shm", 5)], [("shm", 1), ("udp", 2), ("shm", 3)]
     ),
 )
 def test_leaves_sum_to_the_same_bits_in_every_world(transport: str, world: int, tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_the_core_refuses_unknown_settings_when_it_opens_its_sockets(changed: di
         core.udp_open([("127.0.0.1", "")], **(settings | changed))
 
 
-@pytest.mark.parametrize("world", briefly([2, 3], [3]))
+@pytest.mark.parametrize("world", briefly([2, 3], [2]))
 def test_flood_of_fuzzed_packets(world: int, seed: int, tmp_path: Path) -> None:
     run_ranks([flooded], world, "udp", tmp_path, seed=seed)
 
