@@ -13,16 +13,17 @@ A process imports the test file whose function it runs, with all that the file i
 pytest, torch and the core (`FORKED_HAVE` in conftest.py). What takes long beside them is imported in the functions that
 need it.
 
-There are three ways to a process:
+There are four ways to a process:
 
 - `start` forks it from the server. Or it gives it an interpreter of its own: for what happens when an interpreter ends,
   and for variables that libraries read when they are imported.
 - `command` is a command line, for `unshare`, network namespaces and virtual machines.
 - `runtime/world.py` keeps a group of ranks, which run one function after the other.
+- `forked_commands.py` runs `sennit` as a command in a fork.
 
-Some processes are not started here: `sennit`, torchrun, programs that stand in their place, and programs that are text
-(`python -c`). They show what a user's program does from its first line to its last, or need nothing of a test file and
-begin sooner without it.
+Some processes are not started here: other uses of `sennit`, torchrun, programs that stand in their place, and programs
+that are text (`python -c`). They show what a user's program does from its first line to its last, or need nothing of a
+test file and begin sooner without it.
 """
 
 from __future__ import annotations
