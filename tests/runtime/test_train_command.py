@@ -111,10 +111,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory, learning: list[str]) -> dict
 def test_coded_runs_train_like_plain_ones(
     tmp_path: Path, learning: list[str], plain: dict[str, Any], options: list[str], same_as_plain: bool
 ) -> None:
-    """The same command gives the same weights. A codec changes them, a little."""
+    """A codec changes the weights, a little. (That the same command gives the same weights, see test_training.py.)"""
     coded = train(tmp_path / "coded.json", *learning, *options)
-    again = train(tmp_path / "again.json", *learning, *options)
-    assert coded["weights_sha256"] == again["weights_sha256"]
     assert (coded["weights_sha256"] == plain["weights_sha256"]) == same_as_plain
     assert coded["config"]["exchange"] == (options[1] if "--exchange" in options else None)
     assert abs(coded["quality"]["auc"] - plain["quality"]["auc"]) < 0.05
