@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a checkpoint for other slices of the global batch, or other row shards of the tables.
+"""Makes a checkpoint for other slices of the global batch, other row shards of the tables, or other ids of theirs.
 
-Both belong to the model and decide bits. Neither changes what it computes: all weights and optimizer states are kept,
-and only the order of sums differs from then on.
+All belong to the model and decide bits. None changes what it computes: all weights and optimizer states are kept, and
+only the order of sums differs from then on. Ids that had no row of their own may get one afterwards, or none.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import copy
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -27,8 +27,10 @@ from sennit.runtime.checkpoint.manifest import CheckpointError, Manifest, code_v
 from sennit.runtime.checkpoint.reading import OpenedCheckpoint
 from sennit.runtime.checkpoint.writing import save
 from sennit.runtime.data import preprocessing
+from sennit.runtime.model.settings import SettingsFile
 from sennit.runtime.sharded.slices import Slices
-from sennit.runtime.sharded.tables import Table
+from sennit.runtime.sharded.tables import DynamicIds, Table
+from sennit.runtime.training import convert_ids
 from sennit.runtime.training.resumption import check_unused
 from sennit.runtime.training.trainer import TABLES
 from sennit.transport.errors import ConfigError
@@ -57,12 +59,16 @@ def convert(
     *,
     slices: int | None = None,
     row_shards: int | Mapping[str, int] | None = None,
+    dynamic: Mapping[str, tuple[int, DynamicIds]] | None = None,
+    fixed: Sequence[str] = (),
 ) -> Converted:
     """Writes the checkpoint in `folder` as the first one of a new run, in the folder `output`.
 
     `folder`: a checkpoint, or a folder of checkpoints, of which the newest is taken. `slices`: V of a run of
     `sennit train`. Other programs have no V in their checkpoints: they give modules another one. `row_shards`: of all
-    tables but tensor trains, or by the names of tables. None leaves what is there.
+    tables but tensor trains, or by the names of tables. None leaves what is there. `dynamic`: tables with a vocabulary
+    or row numbers that get dynamic ids, with their most rows and their rules. `fixed`: dynamic tables that get a
+    vocabulary of the ids that have rows.
 
     Weights, optimizer states and the position in the data are kept, so the model computes what it did but for rounding.
     Bits of further training differ from those of the old run, which is why the run gets a new id. Needs memory for all
@@ -70,8 +76,8 @@ def convert(
 
     Raises `ConfigError` for what cannot be, also where `output` has checkpoints already, and `CheckpointError`.
     """
-    if slices is None and (row_shards is None or row_shards == {}):
-        raise ConfigError("nothing to convert; allowed: other slices, other row shards, or both")
+    if slices is None and not row_shards and not dynamic and not fixed:
+        raise ConfigError("nothing to convert; allowed: other slices, other row shards, other ids")
     if dist.is_initialized():
         raise ConfigError("convert in a group of ranks; allowed: a process without a group")
     source = checkpoint.named(folder)
@@ -84,15 +90,37 @@ def convert(
     if slices is not None:
         changes.append(_set_slices(about.fixed, slices, source))
     state = opened.everything()
-    if row_shards is not None:
+    if row_shards:
         counts = _wanted(row_shards, state, source)
         changes += _set_row_shards(about, counts)
         state = _recut(state, {table: rows for table, (_, rows) in counts.items()}, source)
     path = source / preprocessing.NAME
     documents = {path.name: path.read_text(encoding="utf-8")} if path.name in opened.about.files else {}
+    if dynamic or fixed:
+        known = preprocessing.Preprocessing.read(source)
+        known, lines = _with_other_ids(state, about, known, dynamic or {}, fixed, source)
+        changes += lines
+        if known is not None:
+            documents[path.name] = known.text()
     with _alone():
         written = save(output, about, state, documents=documents)
     return Converted(source=source, output=written, changes=tuple(changes))
+
+
+def dynamic_of(names: Sequence[str], file: Path | None) -> dict[str, tuple[int, DynamicIds]]:
+    """The rows and rules of tables that get dynamic ids, from the file of `--tables`. Raises `ConfigError`."""
+    if names and file is None:
+        raise ConfigError(f"--dynamic {names[0]} without --tables; allowed: with the file that says its rows and rules")
+    settings = None if file is None else SettingsFile.read(file)
+    found = {}
+    for name in names:
+        assert settings is not None
+        rules, rows = settings.option(name, "ids"), settings.option(name, "rows")
+        if rules is None or rows is None:
+            missing = 'ids = "dynamic"' if rules is None else "rows"
+            raise ConfigError(f"{file}: table {name} without {missing}; allowed: both for --dynamic")
+        found[name] = (rows, rules)
+    return found
 
 
 @contextlib.contextmanager
@@ -152,6 +180,38 @@ def _wanted(row_shards: int | Mapping[str, int], state: Mapping[str, Any], sourc
             raise ConfigError(f"row shards of table {table}; allowed: {few(known)}{hint(table, known)}")
         found[keys[0]] = before[keys[0]], now
     return found
+
+
+def _with_other_ids(
+    state: dict[str, Any],
+    about: Manifest,
+    known: preprocessing.Preprocessing | None,
+    dynamic: Mapping[str, tuple[int, DynamicIds]],
+    fixed: Sequence[str],
+    source: Path,
+) -> tuple[preprocessing.Preprocessing | None, list[str]]:
+    """Changes the ids of tables. Returns the preprocessing that goes with them, and what has changed, in words."""
+    keys = {match["table"] for key in state if (match := _SHARD.fullmatch(key))}
+    lines = []
+    for table in (*dynamic, *fixed):
+        found = [key for key in keys if _shown(key) == table] or [key for key in keys if key.endswith(f".{table}")]
+        if len(found) != 1:
+            names = sorted(map(_shown, keys))
+            raise ConfigError(f"{source}: ids of table {table}; allowed: {few(names)}{hint(table, names)}")
+        encoding = next((one for one in known.encodings if one.name == table), None) if known is not None else None
+        if table in dynamic:
+            rows, rules = dynamic[table]
+            lines.append(convert_ids.to_dynamic(state, found[0], table, encoding, rows, rules))
+            convert_ids.described(about, table, rows, rules)
+            changed = preprocessing.Encoding(name=table, row_count=rows, is_dynamic=True)
+        else:
+            if known is None:
+                raise ConfigError(f"{source} has no {preprocessing.NAME} for a vocabulary; allowed: of sennit train")
+            told, changed = convert_ids.to_fixed(state, found[0], table)
+            lines.append(told)
+            convert_ids.described(about, table, changed.row_count, None)
+        known = None if known is None else convert_ids.with_encoding(known, changed)
+    return known, lines
 
 
 def _shown(key: str) -> str:

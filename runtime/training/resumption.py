@@ -36,7 +36,7 @@ from sennit.runtime.checkpoint.writing import Saver
 from sennit.runtime.data import preprocessing
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.model.settings import as_json
-from sennit.runtime.sharded.tables import Table
+from sennit.runtime.sharded.tables import DynamicIds, Table
 from sennit.runtime.stream.following import SEEN, FollowingSource, seen_text
 from sennit.runtime.stream.order import STREAM_ORDER_VERSION
 from sennit.runtime.training import warm_start
@@ -334,9 +334,14 @@ def reading_folders() -> Iterator[None]:
         raise CheckpointError(str(error)) from error
 
 
+def described_ids(rules: DynamicIds) -> dict[str, Any]:
+    """The rules of dynamic ids, for a manifest."""
+    return {key: _plain(value) for key, value in asdict(rules).items()}
+
+
 def _table(table: Table) -> dict[str, Any]:
     """What decides the meaning of a table's weights and states."""
-    dynamic = {} if table.ids is None else {"ids": {key: _plain(value) for key, value in asdict(table.ids).items()}}
+    dynamic = {} if table.ids is None else {"ids": described_ids(table.ids)}
     return dynamic | {
         "rows": table.rows,
         "dim": table.dim,

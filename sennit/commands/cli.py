@@ -223,9 +223,21 @@ def convert(
         list[str] | None,
         typer.Option(metavar="N|TABLE=N", help="row shards of all tables, or of one; may be given several times"),
     ] = None,
+    dynamic: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TABLE", help="give this table dynamic ids, with the rows and rules of --tables"),
+    ] = None,
+    fixed: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TABLE", help="give this dynamic table a vocabulary of the ids that have rows"),
+    ] = None,
+    tables: Annotated[Path | None, typer.Option(metavar="FILE", help="settings of tables, as for train")] = None,
 ) -> None:
-    """Make a checkpoint for more ranks, or other row shards: the model stays as it is, bits of its training change."""
+    """Make a checkpoint for more ranks, other row shards, or other ids of tables: the model stays as it is, bits of its
+    training change.
+    """
     from sennit.runtime.training.convert import convert as converted
+    from sennit.runtime.training.convert import dynamic_of
     from sennit.transport.errors import SennitError
 
     of_table: dict[str, int] = {}
@@ -236,7 +248,14 @@ def convert(
         of_table[table] = int(count)
     try:
         with busy("reading the checkpoint, and writing another"):
-            found = converted(checkpoint, output, slices=slices, row_shards=of_table.get("", of_table or None))
+            found = converted(
+                checkpoint,
+                output,
+                slices=slices,
+                row_shards=of_table.get("", of_table or None),
+                dynamic=dynamic_of(dynamic or (), tables),
+                fixed=fixed or (),
+            )
     except SennitError as error:
         fail(error)
     typer.echo(f"{found.output}: a new run with the weights of {found.source}, which goes on with other bits")
