@@ -350,6 +350,36 @@ def test_ids_without_a_row_may_share_one_that_is_trained(kept_world: WorldFactor
     kept_world(1).run(sharing)
 
 
+def zeros_read(rank: int, world: int, lookups: int) -> tuple[int, float, dict[str, int]]:
+    """How many of so many ids read a row of zeros; the load at the end; and what was counted."""
+    rows, batch = 1 << 16, 1 << 14
+    rules = DynamicIds(admit_after=2, evicted_share=0.05)
+    module = ShardedEmbeddings([Table(name="user", rows=rows, dim=2, ids=rules, pooling="none")], lr=0.01)
+    draw = torch.Generator().manual_seed(3)
+    zeros = 0
+    for step in range(lookups // batch):
+        # Half of them are of a pool that is as large as the table and moves, so that ids come again, and go.
+        pool = torch.randint(rows, (batch // 2,), generator=draw) + step * (rows // 64)
+        new = torch.randint(-(2**62), 2**62, (batch // 2,), generator=draw)
+        ids = torch.cat([pool * 0x9E3779B97F4A7C1, new])
+        found = module({"user": ids.view(-1, 1)})["user"]
+        zeros += int((found == 0).all(1).sum())
+        found.sum().backward()
+    counters = module.id_counters()["user"]
+    return zeros, counters["used"] / rows, counters
+
+
+@pytest.mark.parametrize(
+    "lookups", [1_000_000, pytest.param(100_000_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])]
+)
+def test_no_id_reads_zeros_while_rows_come_and_go_at_full_load(kept_world: WorldFactory, lookups: int) -> None:
+    ((zeros, load, counters),) = kept_world(1).run_within(3600.0, zeros_read, lookups)
+    assert zeros == 0
+    assert load > 0.94
+    assert counters["evicted"] > 10_000
+    assert counters["without_row"] > 10_000
+
+
 def set_and_got(rank: int, world: int, admit_after: int) -> None:
     rules = DynamicIds(admit_after=admit_after)
     table = Table(name="user", rows=20, dim=4, row_shards=4, column_shards=2, ids=rules)

@@ -19,19 +19,23 @@ from sennit.testbed.bench.tables import dynamic
 
 def test_each_shape_is_beside_its_peer() -> None:
     settings = {"rows": 2000, "dim": 8, "bags": 20, "length": 3, "rounds": 2, "seed": 1}
-    found = dynamic.run(**settings)
+    found, growth = dynamic.run(**settings)
     assert [(one.peer, one.shape.load, one.shape.new) for one in found] == [
         (dynamic.FIXED, 0.8, 0.0),
         (dynamic.FIXED, 0.95, 0.0),
         (dynamic.FIXED, 0.95, 0.02),
         (dynamic.BY_HAND, 0.8, 0.0),
     ]
-    report: Any = dynamic.as_json(found, **settings)
+    report: Any = dynamic.as_json(found, growth, **settings)
     assert report["settings"] == settings
     assert all(len(times) == 2 for one in report["results"] for times in one["step_s"].values())
     console = Console(width=160, record=True)
-    dynamic.render(found, console)
-    assert "fixed table" in console.export_text()
+    dynamic.render(found, growth, console)
+    told = console.export_text()
+    assert "fixed table" in told
+    # 1,900 ids in steps of 60; the last step is left out if it has fewer.
+    assert "growth: 31 steps of new ids alone, until 95% of rows are in use; longest / median" in told
+    assert report["growth"]["step_s"] == growth.step_s
 
 
 def test_ids_and_rows_of_a_batch_belong_together() -> None:

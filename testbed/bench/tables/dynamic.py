@@ -5,6 +5,7 @@
 
 A step looks up bags of ids and updates their rows. The fixed table gets the numbers of rows where the dynamic one gets
 ids of 64 bits. By hand means a dict from ids to rows, `nn.EmbeddingBag(sparse=True)` and `torch.optim.SparseAdam`.
+Growth means steps that fill an empty table: all of their ids are new.
 """
 
 from __future__ import annotations
@@ -54,13 +55,27 @@ class Result:
     optimizer: str
     peer: str
     step_s: dict[str, list[float]]
-    """Seconds of each step, ours and the peer's."""
+    """Processor seconds of each step, ours and the peer's."""
 
     @property
     def ratio(self) -> float:
         """The median over turns of the peer's time / ours. Above 1 sennit is faster."""
         pairs = zip(self.step_s[self.peer], self.step_s["sennit"], strict=True)
         return statistics.median(theirs / ours for theirs, ours in pairs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    """An empty table that fills."""
+
+    shape: Shape
+    step_s: list[float]
+    """Processor seconds of each step."""
+
+    @property
+    def longest(self) -> float:
+        """The longest step against the median."""
+        return max(self.step_s) / statistics.median(self.step_s)
 
 
 class Ids:
@@ -83,7 +98,7 @@ class Ids:
         return ids, places
 
 
-def run(*, rows: int, dim: int, bags: int, length: int, rounds: int, seed: int) -> list[Result]:
+def run(*, rows: int, dim: int, bags: int, length: int, rounds: int, seed: int) -> tuple[list[Result], Growth]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -94,7 +109,8 @@ def run(*, rows: int, dim: int, bags: int, length: int, rounds: int, seed: int) 
                 _beside(Shape(**size, load=load, new=new), "row_wise_adagrad", FIXED, rounds, seed)
                 for load, new in ((0.8, 0.0), (0.95, 0.0), (0.95, 0.02))
             ]
-            return [*found, _beside(Shape(**size, load=0.8), "adam", BY_HAND, rounds, seed)]
+            found.append(_beside(Shape(**size, load=0.8), "adam", BY_HAND, rounds, seed))
+            return found, _growth(Shape(**size, load=0.95, new=1.0), seed)
     finally:
         dist.destroy_process_group()
         torch.set_num_threads(threads)
@@ -116,11 +132,26 @@ def _beside(shape: Shape, optimizer: str, peer: str, rounds: int, seed: int) -> 
     for number in range(rounds + BATCHES):
         names = list(steps)[:: 1 if number % 2 else -1]
         for name in names:
-            began_s = time.perf_counter()
+            # Of the processor: a busy machine then adds little. One thread does all the work.
+            began_s = time.process_time()
             steps[name](number)
             if number >= BATCHES:
-                taken[name].append(time.perf_counter() - began_s)
+                taken[name].append(time.process_time() - began_s)
     return Result(shape=shape, optimizer=optimizer, peer=peer, step_s=taken)
+
+
+def _growth(shape: Shape, seed: int) -> Growth:
+    module, taken = _module(shape, "row_wise_adagrad", ids="dynamic"), []
+    # The first steps of a module make things that stay.
+    warm = _module(shape, "row_wise_adagrad", ids="dynamic")
+    batches = Ids(shape, seed).known.split(shape.bags * shape.length)
+    for part in batches[:2]:
+        _step(warm, part.view(-1, 1))
+    for part in batches[:-1] if len(batches) > 1 else batches:
+        began_s = time.process_time()
+        _step(module, part.view(-1, 1))
+        taken.append(time.process_time() - began_s)
+    return Growth(shape=shape, step_s=taken)
 
 
 def _module(shape: Shape, optimizer: str, **options: Any) -> ShardedEmbeddingBags:
@@ -147,7 +178,7 @@ def _by_hand(shape: Shape, ids: Ids) -> Callable[[int], None]:
     return step
 
 
-def render(found: list[Result], console: Console) -> None:
+def render(found: list[Result], growth: Growth, console: Console) -> None:
     lines = Lines(box=None, pad_edge=False)
     for name in ("rows in use", "new ids", "optimizer", "peer"):
         lines.add_column(name, no_wrap=True)
@@ -165,9 +196,11 @@ def render(found: list[Result], console: Console) -> None:
             f"{theirs * 1e3:.3g}",
         )
     console.print(lines)
+    steps = f"{len(growth.step_s)} steps of new ids alone, until {growth.shape.load:.0%} of rows are in use"
+    console.print(f"growth: {steps}; longest / median {growth.longest:.2f}×", soft_wrap=True)
 
 
-def as_json(found: list[Result], **settings: int) -> dict[str, Any]:
+def as_json(found: list[Result], growth: Growth, **settings: int) -> dict[str, Any]:
     return {
         "machine": describe(),
         "settings": settings,
@@ -182,4 +215,5 @@ def as_json(found: list[Result], **settings: int) -> dict[str, Any]:
             }
             for one in found
         ],
+        "growth": {"load": growth.shape.load, "longest_over_median": growth.longest, "step_s": growth.step_s},
     }

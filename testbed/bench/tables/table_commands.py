@@ -91,6 +91,6 @@ def dynamic(
 
     settings = {"rows": rows, "dim": dim, "bags": bags, "length": length, "rounds": rounds, "seed": seed}
     with busy("taking steps in turns"):
-        found = tables.run(**settings)
-    tables.render(found, stdout_console())
-    write(json_path, tables.as_json(found, **settings))
+        found, growth = tables.run(**settings)
+    tables.render(found, growth, stdout_console())
+    write(json_path, tables.as_json(found, growth, **settings))

@@ -21,13 +21,14 @@ from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.calibrate import machine
 from sennit.runtime.data.samples import Samples
 from sennit.runtime.data.seeds import torch_stream
+from sennit.runtime.sharded import DynamicIds
 from sennit.runtime.stream.attainable import Attainable, by_day
 from sennit.runtime.stream.planted import DAY_S, Planted, indices
 from sennit.runtime.stream.synthetic import days_of
 from sennit.runtime.stream.synthetic_settings import SyntheticStream
 from sennit.runtime.training import launch
 from sennit.runtime.training.predictions import quality
-from sennit.testbed.bench.training.drift_learner import BATCH, Day, Learner, Vocabulary
+from sennit.testbed.bench.training.drift_learner import BATCH, Day, Learner, Vocabulary, with_own_ids
 from sennit.testbed.bench.training.quality import SEEDS_MAX, Difference, interval_half
 from sennit.testbed.bench.training.turns import joined
 
@@ -35,9 +36,17 @@ IN_ORDER: Final = "in order"
 NO_NEW_IDS: Final = "in order, no new ids"
 SHUFFLED: Final = "shuffled"
 LEFT: Final = "trained once, then left"
-WAYS: Final = (IN_ORDER, SHUFFLED, NO_NEW_IDS, LEFT)
+DYNAMIC: Final = "in order, dynamic, few rows"
+SHARING: Final = "in order, dynamic, few rows, one shared at first"
+HASHED: Final = "in order, hashed, few rows"
+WAYS: Final = (IN_ORDER, SHUFFLED, NO_NEW_IDS, LEFT, DYNAMIC, SHARING, HASHED)
 """In order: each day after all days before it, once. Shuffled: a new model for each day, which sees all days before it
-once, in no order. No new ids: ids that the first days have not share one row. Then left: after the first days."""
+once, in no order. No new ids: ids that the first days have not share one row. Then left: after the first days.
+Few rows: as many as ids live at any one time; all other ways have several times as many. One shared at first: an id has
+a row of its own from its second time on.
+"""
+
+IDS: Final = {DYNAMIC: DynamicIds(), SHARING: DynamicIds(admit_after=2, unadmitted="shared")}
 
 KNOWS_MIDNIGHT: Final = "all weights of midnight known"
 KNOWS_FIRST: Final = "all weights of the first days known"
@@ -202,6 +211,10 @@ def _run_seed(settings: Settings) -> Run:
         NO_NEW_IDS: _in_order(settings, [few.samples(day) for day in days])[0],
         LEFT: left,
     }
+    own = [with_own_ids(day, stream.living) for day in days]
+    found |= {way: _in_order(settings, own, rows=stream.living, ids=ids)[0] for way, ids in IDS.items()}
+    hashed = [Vocabulary(rows=stream.living).samples(day) for day in days]
+    found[HASHED] = _in_order(settings, hashed, rows=stream.living)[0]
     for name, until in ((KNOWS_MIDNIGHT, None), (KNOWS_FIRST, settings.first_days)):
         found[name] = [
             _entropy(planted.forecast(_index(stream, day), DAY_S * (day if until is None else until)), samples[day])
@@ -212,10 +225,11 @@ def _run_seed(settings: Settings) -> Run:
 
 
 def _in_order(
-    settings: Settings, samples: Sequence[Samples]
+    settings: Settings, samples: Sequence[Samples], *, rows: Sequence[int] | None = None, ids: DynamicIds | None = None
 ) -> tuple[list[float], list[float], dict[str, list[float]]]:
     """NE of days by a model that has trained on all days before; by one that is left; by late ones."""
-    learner = Learner(settings.stream.hashed_rows, settings.stream.dense, seed=settings.stream.seed)
+    rows = settings.stream.hashed_rows if rows is None else rows
+    learner = Learner(rows, settings.stream.dense, seed=settings.stream.seed, ids=ids)
     found: list[float] = []
     left: list[float] = []
     delayed: dict[str, list[float]] = {str(delay): [] for delay in settings.delays}

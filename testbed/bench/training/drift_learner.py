@@ -17,7 +17,7 @@ from sennit.runtime.data.samples import Column, Samples
 from sennit.runtime.model.deepfm import DeepFM
 from sennit.runtime.model.inputs import ModelInputs
 from sennit.runtime.replicas import SlicedReplicas
-from sennit.runtime.sharded import ShardedEmbeddingBags, Table
+from sennit.runtime.sharded import DynamicIds, ShardedEmbeddingBags, Table
 from sennit.runtime.stream.synthetic import LABEL, SyntheticDay
 
 DIM: Final = 8
@@ -90,11 +90,24 @@ class Vocabulary:
         return Samples(name="drift", dense=day.dense, labels=day.labels, columns=tuple(columns))
 
 
+def with_own_ids(day: Day, rows: Sequence[int]) -> Samples:
+    """The samples of a day for dynamic tables of at most so many rows each: ids stay as they are."""
+    columns = [
+        Column(name=f"table_{number:02d}", row_count=count, values=torch.from_numpy(ids))
+        for number, (ids, count) in enumerate(zip(day.ids, rows, strict=True))
+    ]
+    return Samples(name="drift", dense=day.dense, labels=day.labels, columns=tuple(columns))
+
+
 class Learner:
     """A model that trains in the order that it is given. It needs a default group; all its ranks call it together."""
 
-    def __init__(self, rows: Sequence[int], dense: int, *, seed: int) -> None:
-        tables = tuple(Table(name=f"table_{number:02d}", rows=count + 1, dim=DIM) for number, count in enumerate(rows))
+    def __init__(self, rows: Sequence[int], dense: int, *, seed: int, ids: DynamicIds | None = None) -> None:
+        """`rows`: of each table, without the one for ids that are not known. `ids`: tables are dynamic."""
+        more = 1 if ids is None else 0
+        tables = tuple(
+            Table(name=f"table_{number:02d}", rows=count + more, dim=DIM, ids=ids) for number, count in enumerate(rows)
+        )
         self.embeddings = ShardedEmbeddingBags(tables, lr=SPARSE_RATE, slices=SLICES, seed=seed)
         inputs = ModelInputs(dense_count=dense, tables=tables, top=TOP, seed=seed)
         self.replicas = SlicedReplicas(DeepFM(inputs), slices=SLICES)
