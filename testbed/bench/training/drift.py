@@ -42,9 +42,12 @@ HASHED: Final = "in order, hashed, few rows"
 WAYS: Final = (IN_ORDER, SHUFFLED, NO_NEW_IDS, LEFT, DYNAMIC, SHARING, HASHED)
 """In order: each day after all days before it, once. Shuffled: a new model for each day, which sees all days before it
 once, in no order. No new ids: ids that the first days have not share one row. Then left: after the first days.
-Few rows: as many as ids live at any one time; all other ways have several times as many. One shared at first: an id has
-a row of its own from its second time on.
+Few rows: as many as ids live at any one time, or `FEW_MIN`; all other ways have several times as many. One shared at
+first: an id has a row of its own from its second time on.
 """
+
+FEW_MIN: Final = 100
+"""Rows of a table with few, at least: all ids of a batch need rows, and some are born in it."""
 
 IDS: Final = {DYNAMIC: DynamicIds(), SHARING: DynamicIds(admit_after=2, unadmitted="shared")}
 
@@ -211,10 +214,11 @@ def _run_seed(settings: Settings) -> Run:
         NO_NEW_IDS: _in_order(settings, [few.samples(day) for day in days])[0],
         LEFT: left,
     }
-    own = [with_own_ids(day, stream.living) for day in days]
-    found |= {way: _in_order(settings, own, rows=stream.living, ids=ids)[0] for way, ids in IDS.items()}
-    hashed = [Vocabulary(rows=stream.living).samples(day) for day in days]
-    found[HASHED] = _in_order(settings, hashed, rows=stream.living)[0]
+    few_rows = tuple(max(count, FEW_MIN) for count in stream.living)
+    own = [with_own_ids(day, few_rows) for day in days]
+    found |= {way: _in_order(settings, own, rows=few_rows, ids=ids)[0] for way, ids in IDS.items()}
+    hashed = [Vocabulary(rows=few_rows).samples(day) for day in days]
+    found[HASHED] = _in_order(settings, hashed, rows=few_rows)[0]
     for name, until in ((KNOWS_MIDNIGHT, None), (KNOWS_FIRST, settings.first_days)):
         found[name] = [
             _entropy(planted.forecast(_index(stream, day), DAY_S * (day if until is None else until)), samples[day])

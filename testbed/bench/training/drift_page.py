@@ -18,11 +18,14 @@ from typing import Any, Final
 from sennit.testbed.bench.figures.figures import place
 from sennit.testbed.bench.training import quality_plots
 from sennit.testbed.bench.training.drift import (
+    DYNAMIC,
+    HASHED,
     IN_ORDER,
     KNOWS_FIRST,
     KNOWS_MIDNIGHT,
     LEFT,
     NO_NEW_IDS,
+    SHARING,
     SHUFFLED,
     WAYS,
     Report,
@@ -37,7 +40,15 @@ PAGE: Final = "drift.md"
 PICTURE: Final = "drift.svg"
 BEGIN, END = "<!-- results: written by make drift -->", "<!-- end of results -->"
 # Okabe and Ito's colours, which differ for the colour-blind, too.
-COLOURS: Final = {IN_ORDER: "#0072B2", SHUFFLED: "#009E73", NO_NEW_IDS: "#CC79A7", LEFT: "#D55E00"}
+COLOURS: Final = {
+    IN_ORDER: "#0072B2",
+    SHUFFLED: "#009E73",
+    NO_NEW_IDS: "#CC79A7",
+    LEFT: "#D55E00",
+    DYNAMIC: "#000000",
+    SHARING: "#56B4E9",
+    HASHED: "#E69F00",
+}
 FORECASTERS: Final = {KNOWS_MIDNIGHT: COLOURS[IN_ORDER], KNOWS_FIRST: COLOURS[LEFT]}
 
 
@@ -109,7 +120,7 @@ def _plot_days(axis: Any, report: Report) -> None:
     days = list(report.settings.windows)
     for number, way in enumerate(WAYS):
         middles, halves = _columns(report.above(way))
-        places = [day + 0.06 * (number - 1.5) for day in days]  # so that bars do not hide each other
+        places = [day + 0.06 * (number - 3) for day in days]  # so that bars do not hide each other
         axis.errorbar(places, middles, yerr=halves, color=COLOURS[way], marker="o", ms=4, capsize=3, label=way)
     for way, colour in FORECASTERS.items():
         axis.plot(days, _columns(report.above(way))[0], color=colour, linestyle=":", label=way)
