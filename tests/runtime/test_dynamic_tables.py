@@ -273,7 +273,7 @@ def test_what_a_users_function_raises_is_told_on_all_ranks(kept_world: WorldFact
 
 
 def scored(rank: int, world: int, score: str) -> str:
-    rule = {
+    rule: Any = {
         "nan": lambda ids, counts, ages: torch.where(ids == 3, torch.nan, 1.0),
         "short": lambda ids, counts, ages: torch.zeros(2),
         "none": lambda ids, counts, ages: None,
