@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sennit.offload._native import BatchEncoder, IdEncoder, NumberEncoder, SamplesInMemory, Vocabulary
+from sennit.offload._native import content_hash as _content_hash
 from sennit.offload._native import text_ids as _text_ids
 from sennit.offload.operators import Log1p
 from sennit.offload.tables import function_table
@@ -24,6 +25,7 @@ __all__ = [
     "NumberEncoder",
     "SamplesInMemory",
     "TableIds",
+    "content_hash",
     "number_encoder",
     "text_ids",
     "vocabulary",
@@ -49,6 +51,11 @@ def text_ids(texts: Any) -> NDArray[np.int64]:
     `texts`: a `pyarrow.Array` of large_string without nulls.
     """
     return _text_ids(texts.__arrow_c_array__())
+
+
+def content_hash(content: bytes) -> int:
+    """XXH64 with seed 0 of these bytes. Of a block of text it takes a third of the time of zlib's CRC-32."""
+    return _content_hash(content)
 
 
 @lru_cache(maxsize=1)

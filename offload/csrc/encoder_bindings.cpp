@@ -146,6 +146,11 @@ nb::object text_ids(const nb::tuple& capsules) {
   return to_numpy<std::int64_t, 1>(found, {count});
 }
 
+std::uint64_t content_hash(const nb::bytes& content) {
+  const nb::gil_scoped_release others_may_run;
+  return xxh64(content.c_str(), content.size());
+}
+
 // Samples in memory, of which batches are gathered.
 class SamplesInMemory {
  public:
@@ -233,6 +238,7 @@ void bind_encoder(nb::module_& module) {
       .def(nb::init<Matrix, const nb::list&>())
       .def("gather", &SamplesInMemory::gather);
   module.def("text_ids", &text_ids);
+  module.def("content_hash", &content_hash);
 }
 
 }  // namespace sennit::offload

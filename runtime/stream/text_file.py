@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from sennit.offload.arrow_columns import content_hash
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.files import COMPRESSED, DataFile
 from sennit.runtime.data.packages import require
@@ -33,7 +33,7 @@ _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, kw_only=True)
 class TextFile:
-    """A `StreamFile`. Each `read` compares CRC-32 of the block's text with that of the index."""
+    """A `StreamFile`. Each `read` compares the hash of the block's text with that of the index."""
 
     file: DataFile
     parser: TextParser
@@ -51,7 +51,7 @@ class TextFile:
     """The number of each block's first line in the file, from 1."""
 
     checks: tuple[int, ...]
-    """CRC-32 of each block."""
+    """`content_hash` of each block."""
 
     broken: tuple[tuple[int, ...], ...]
     """For each block, the lines of it that are left out, from 0."""
@@ -118,7 +118,7 @@ class TextFile:
         if not self.block_rows[block]:
             return
         text = self._text(block)
-        if zlib.crc32(text) != self.checks[block]:
+        if content_hash(text) != self.checks[block]:
             raise changed(self.file)
         if self.broken[block]:
             left_out = set(self.broken[block])
@@ -269,7 +269,7 @@ class _Scan:
             if self._parser.parse(line + b"\n", 1, self._columns) is None:
                 raise self._error(line, first_line)
         self._is_begin = False
-        return _Block(first_line=first_line, line_count=line_count, check=zlib.crc32(text), broken=tuple(broken))
+        return _Block(first_line=first_line, line_count=line_count, check=content_hash(text), broken=tuple(broken))
 
     def _error(self, line: bytes, number: int) -> DataError:
         column, reason = self._parser.reason(line, self._columns)

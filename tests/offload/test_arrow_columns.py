@@ -79,6 +79,7 @@ def test_text_has_the_published_hash() -> None:
 @given(st.lists(st.text(max_size=80), max_size=5))
 def test_text_of_any_length_has_the_hash_of_the_specification(texts: list[str]) -> None:
     assert ids(*texts) == [xxh64(text.encode()) for text in texts]
+    assert [arrow_columns.content_hash(text.encode()) for text in texts] == ids(*texts)
 
 
 def test_a_batch_has_only_samples_that_there_are() -> None:
