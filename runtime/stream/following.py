@@ -163,6 +163,8 @@ class Follower:
         is_done = is_complete or self._has_waited()
         known = len(self._files)
         reason = self._take(found, is_done=is_done)
+        if self._files and (skipped := sum(file.skipped_rows for file in self._all_files)):
+            reason += f"; {skipped:,} broken rows are left out so far"
         del self._behind[: len(self._files) - known]
         if self._waits_since_s is None:
             self._waits_since_s = time.monotonic()

@@ -313,6 +313,9 @@ def test_rows_that_are_left_out_count_in_all_files_together(seed: int, tmp_path:
     looks = follower(tmp_path, order="files", source={"evaluation": (str(tmp_path / "held"),)})
     with pytest.raises(DataError, match=r"other files: 4 broken rows; allowed: 3 \(skip_broken\)"):
         looks.look()
+    schema.write_text(schema.read_text().replace("skip_broken = 3", "skip_broken = 4"))
+    looks = follower(tmp_path, order="files", source={"evaluation": (str(tmp_path / "held"),)})
+    assert looks.look().reason.endswith("part-0.parquet; 4 broken rows are left out so far")
 
 
 def test_a_file_to_evaluate_is_not_trained_on(seed: int, tmp_path: Path) -> None:
