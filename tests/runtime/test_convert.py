@@ -143,7 +143,7 @@ def test_a_checkpoint_of_a_program_gets_other_row_shards(kept_world: WorldFactor
     load(found.output, kept, alone=True)
     assert all(torch.equal(kept[key], rows[key]) for key in kept)
     for wrong, match in (
-        ({}, "nothing to convert; allowed: other slices, other row shards, or both"),
+        ({}, "nothing to convert; allowed: other slices, other row shards, or other ids"),
         ({"slices": 4}, "is not of sennit train, and names no slices; allowed: another V for its modules"),
         ({"slices": 6}, "6 slices; allowed: a power of two"),
         ({"row_shards": {"items": 4}}, r"table items; allowed: day\.of, item; did you mean item\?"),

@@ -271,15 +271,14 @@ def late(group: Communicator, seed: int) -> None:
         # This rank lives, but posts nothing until the others have given up.
         store.wait([f"late/{rank}" for rank in range(1, group.world)], timedelta(seconds=60))
         return
-    operation = group.post(
-        "late",
-        lambda: allreduce(world=group.world, rank=group.rank, elements=1, dtype=Dtype.F32, op=ReduceOp.SUM),
-        [np.zeros(1, np.float32)],
-        timeout_s=0.3,
-    )
-    # With three ranks, another rank's deadline may pass first, and that rank tells the others.
+    # With three ranks, another rank's deadline may pass first, even before this rank posts, and that rank tells it.
     with pytest.raises((errors.TimeoutError, errors.PeerError), match=r"ranks? 0\b") as caught:
-        operation.wait()
+        group.post(
+            "late",
+            lambda: allreduce(world=group.world, rank=group.rank, elements=1, dtype=Dtype.F32, op=ReduceOp.SUM),
+            [np.zeros(1, np.float32)],
+            timeout_s=0.3,
+        ).wait()
     store.set(f"late/{group.rank}", "")
     assert group.world > 2 or caught.type is errors.TimeoutError
 

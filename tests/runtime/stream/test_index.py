@@ -84,7 +84,7 @@ def test_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
         fingerprint("c.parquet", table(1, 20)),
         fingerprint("d.parquet", table(0, 20), 8),
         fingerprint("a.parquet", table(0, 20), columns=("user",)),
-        open_index([str(tmp_path / "b.parquet")] * 2, COLUMNS).fingerprint,
+        open_index([str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet")], COLUMNS).fingerprint,
     ]
     assert len({first, *others}) == 5
 

@@ -19,6 +19,7 @@ from sennit.runtime.training.command import main
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.resumption import what_is_kept
 from tests.extent import briefly
+from tests.forked_commands import forked
 from tests.runtime.elastic_runs import elastic_run
 from tests.runtime.stream.stream_files import table, write
 from tests.runtime.whole_run import train
@@ -184,21 +185,18 @@ def test_another_stream_does_not_resume_a_run(seed: int, tmp_path: Path, capfd: 
     assert json.loads((tmp_path / "run.json").read_text())["steps"]["last"] == 4
 
 
-def test_a_run_says_that_there_is_nothing_to_resume_or_nothing_to_do(
-    seed: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_says_that_there_is_nothing_to_resume_or_nothing_to_do(seed: int, tmp_path: Path) -> None:
     data = [*write(tmp_path / "data", table(seed)), *TINY, "--order", "time", "--steps", "4"]
     config = TrainingConfig(checkpoint=tmp_path / "kept")
     assert what_is_kept(TrainingConfig()) == "no checkpoint is kept without --checkpoint FOLDER"
     assert what_is_kept(config).endswith("kept has no checkpoint yet; --checkpoint-every STEPS saves them on the way")
-    kept = [*data, "--checkpoint", str(tmp_path / "kept"), "--resume"]
-    capfd.readouterr()
-    first = train(tmp_path / "run.json", *kept)
-    told = capfd.readouterr().out
+    kept = ["train", *data, "--seed", "1", "--checkpoint", str(tmp_path / "kept"), "--resume", "--json"]
+    told = forked("sennit", *kept, str(tmp_path / "run.json")).stdout
     assert f"--resume: {tmp_path / 'kept'} has no checkpoint, so a new run begins\n" in told
     assert re.search(r"steps +1 to 4, 40 samples each", told)
-    assert outcome(train(tmp_path / "again.json", *kept)) == outcome(first)
-    told = capfd.readouterr().out
+    told = forked("sennit", *kept, str(tmp_path / "again.json")).stdout
+    first, again = (json.loads((tmp_path / name).read_text()) for name in ("run.json", "again.json"))
+    assert outcome(again) == outcome(first)
     assert "resumes run" in told
     assert "so a new run begins" not in told
     assert re.search(r"steps +none: all 4 were taken before", told)
