@@ -365,7 +365,16 @@ class TrainingConfig:
             raise ConfigError(f"--rebalance with --device {self.device}, whose kernels nobody measures; allowed: cpu")
 
     def tables_of(self, facts: Sequence[TableFacts]) -> tuple[Table, ...]:
-        """The tables of the model, one for each column of ids. Raises `ConfigError` if `tables` is of other data."""
+        """The tables of the model, one for each column of ids. Raises `ConfigError` if `tables` is of other data, or
+        asks feeders for ids that they do not send.
+        """
+        asked = None if self.ingest is None else self.tables
+        for fact in () if asked is None else facts:
+            if asked is not None and asked.option(fact.name, "ids") is not None and not fact.is_dynamic:
+                raise ConfigError(
+                    f"{asked.source}: table {fact.name} with dynamic ids, but the feeder sends numbers of rows; "
+                    'allowed: with encode = "dynamic" in the schema of the feeder'
+                )
         optimizer = self._optimizer()
         template = Table(
             name="template", rows=1, dim=self.embedding_dim, optimizer=optimizer, row_shards=self.row_shards

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import shutil
 from pathlib import Path
@@ -13,8 +14,13 @@ pytest.importorskip("torch")
 pytest.importorskip("pyarrow")
 
 from sennit.offload.arrow_columns import text_ids
+from sennit.offload.ingest.facts import TableFacts
+from sennit.offload.ingest.target import IngestTarget
+from sennit.runtime.model.settings import SettingsFile
 from sennit.runtime.training.command import main
+from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.table_rows import CheckpointTables
+from sennit.transport.errors import ConfigError
 from tests.runtime.elastic_runs import elastic_run
 from tests.runtime.whole_run import train
 
@@ -31,6 +37,19 @@ rows = 160
 ids = { admit_after = 2, eviction = "lfu", evicted_share = 0.25 }
 rows = 60
 """
+
+
+def test_rules_for_ids_that_a_feeder_does_not_send_are_refused(tmp_path: Path) -> None:
+    """It sends numbers of rows unless its own schema says otherwise: they would be taken for ids."""
+    (tmp_path / "tables.toml").write_text(SETTINGS)
+    config = TrainingConfig(
+        ingest=IngestTarget.parse("cpu://127.0.0.1:4791"), tables=SettingsFile.read(tmp_path / "tables.toml")
+    )
+    sent = [TableFacts(name=name, rows=160, mean_length=1.0, is_dynamic=True) for name in ("table_00", "table_01")]
+    assert [table.rows for table in config.tables_of(sent)] == [160, 60]
+    sent[1] = dataclasses.replace(sent[1], is_dynamic=False)
+    with pytest.raises(ConfigError, match="table table_01 with dynamic ids, but the feeder sends numbers of rows"):
+        config.tables_of(sent)
 
 
 @pytest.fixture
