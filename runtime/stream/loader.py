@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
 import torch.distributed as dist
+import torch.utils.data
 
 from sennit.closing import Closing
 from sennit.offload.ingest.facts import TableFacts
@@ -125,7 +126,12 @@ class StreamLoader(Closing):
         )
 
     def __iter__(self) -> Iterator[Batch]:
-        """Raises DataError if a loop over all batches has ended before."""
+        """Raises DataError if a loop over all batches has ended before, and in a worker of a DataLoader.
+
+        A worker is a fork, which has no thread that reads.
+        """
+        if torch.utils.data.get_worker_info() is not None:
+            raise DataError("a StreamLoader in a worker of a DataLoader; allowed: to loop over it in the rank itself")
         if self._has_ended:
             raise DataError(
                 f"{self.step} batches, which are all, were taken; allowed: StreamLoader(epochs=) with more epochs, all "
@@ -165,7 +171,10 @@ class StreamLoader(Closing):
         for name, value in self._settings.items():
             if state.get(name) != value:
                 raise DataError(f"{name} {state.get(name)} in the state; allowed: {value}, as in this loader")
-        self.step, self._has_ended = int(state["step"]), False
+        step = state.get("step")
+        if not isinstance(step, int) or not 0 <= step <= self.order.step_count:
+            raise DataError(f"step {step!r} in the state; allowed: 0 to {self.order.step_count}")
+        self.step, self._has_ended = step, False
 
     def close(self) -> None:
         """Ends its thread, and closes files."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from sennit.runtime.data.batch import Batch
 from sennit.runtime.data.errors import DataError
@@ -137,6 +138,36 @@ def test_a_data_loader_around_it_is_refused(seed: int, tmp_path: Path) -> None:
             around: Any = DataLoader(found, **options)  # type: ignore[arg-type]
             with pytest.raises(TypeError, match=r"it makes whole batches .*; allowed: to iterate over it, without a D"):
                 next(iter(around))
+
+
+class Around(IterableDataset[Any]):
+    """What a program makes of a loader for a DataLoader."""
+
+    def __init__(self, found: StreamLoader) -> None:
+        self.found = found
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.found)
+
+
+def test_a_worker_of_a_data_loader_is_told_that_it_cannot_read(seed: int, tmp_path: Path) -> None:
+    """It is a fork without the thread that reads, and would wait for ever."""
+    write(tmp_path / "data", table(seed))
+    with (
+        loader(tmp_path / "data") as found,
+        pytest.raises(DataError, match="a StreamLoader in a worker of a DataLoader; allowed: to loop over it in the"),
+    ):
+        next(iter(DataLoader(Around(found), batch_size=None, num_workers=1, timeout=30)))
+
+
+@pytest.mark.parametrize("step", [-1, 1000, 1.0, None])
+def test_a_state_behind_the_stream_is_refused(seed: int, tmp_path: Path, step: object) -> None:
+    write(tmp_path / "data", table(seed))
+    with (
+        loader(tmp_path / "data") as found,
+        pytest.raises(DataError, match=rf"step {step} in the state; allowed: 0 to [1-9]"),
+    ):
+        found.load_state_dict(found.state_dict() | {"step": step})
 
 
 def test_an_iterator_is_told_to_be_spooled() -> None:
