@@ -179,9 +179,14 @@ def _exact_sum(values: npt.NDArray[np.float64]) -> int | float:
     for bits in (0, _SUM_BITS // 2, _SUM_BITS // 2):
         rest = rest * 2.0**bits
         whole = np.floor(rest)
-        total = (total << bits) + int(whole.sum(dtype=np.int64 if whole.max(initial=0) < 2**26 else object))
+        # Integers of Python where the sum of int64 might overflow: their sum rounds nothing.
+        total = (total << bits) + (int(whole.sum(dtype=np.int64)) if whole.max(initial=0) < 2**26 else _int_sum(whole))
         rest = rest - whole
     return total
+
+
+def _int_sum(values: npt.NDArray[np.float64]) -> int:
+    return sum(map(int, values.tolist()))
 
 
 def _entropy(rate: float) -> float:
