@@ -76,7 +76,7 @@ def convert(
 
     Raises `ConfigError` for what cannot be, also where `output` has checkpoints already, and `CheckpointError`.
     """
-    if slices is None and not row_shards and not dynamic and not fixed:
+    if slices is None and row_shards in (None, {}) and not dynamic and not fixed:
         raise ConfigError("nothing to convert; allowed: other slices, other row shards, or other ids")
     if dist.is_initialized():
         raise ConfigError("convert in a group of ranks; allowed: a process without a group")

@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
@@ -336,7 +337,7 @@ def reading_folders() -> Iterator[None]:
 
 def described_ids(rules: DynamicIds) -> dict[str, Any]:
     """The rules of dynamic ids, for a manifest."""
-    return {key: _plain(value) for key, value in asdict(rules).items()}
+    return {key: _plain(value.value if isinstance(value, Enum) else value) for key, value in asdict(rules).items()}
 
 
 def _table(table: Table) -> dict[str, Any]:

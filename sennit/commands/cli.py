@@ -261,7 +261,7 @@ def convert(
     typer.echo(f"{found.output}: a new run with the weights of {found.source}, which goes on with other bits")
     for line in found.changes:
         typer.echo(f"  {line}")
-    typer.echo("go on with sennit train --resume, and the same slices and row shards")
+    typer.echo(f"go on with sennit train --resume, {'--tables, ' if dynamic else ''}and the same slices and row shards")
 
 
 @app.command(epilog="Example: sennit tables runs/flights --table tailnum --by count")
