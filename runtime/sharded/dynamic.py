@@ -97,11 +97,11 @@ class DynamicShards(Shards):
         self._in_use.add(announced)
         gone = [one for own in self._numbers.values() for one in own.settle(tells=self._told is not None)]
         if self._told is not None and gone:
-            try:
-                for one in gone:
+            for one in gone:
+                try:
                     self._told(one)
-            except Exception as error:  # Any type, because the other ranks would wait for this one.
-                self._failed = error
+                except Exception as error:  # Any type, because the other ranks would wait for this one.
+                    self._failed = self._failed or error
 
     def on_evicted(self, told: Callable[[Evicted], object] | None) -> None:
         self._told = told
@@ -170,6 +170,8 @@ class DynamicShards(Shards):
                 except ArgumentError as error:
                     raise ArgumentError(f"{own.spec.name}.{name}: {error}") from None
         super().load(state)
+        # Batches that were looked up before have rows of other ids.
+        self._give_up({number: torch.arange(own.spec.row_count) for number, own in self._numbers.items()})
         for own in self._numbers.values():
             own.open()
 

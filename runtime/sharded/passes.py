@@ -35,9 +35,9 @@ UPDATE: Final = "sparse update"
 class LookedUp:
     """A lookup whose results are in a graph of autograd, and may get gradients."""
 
-    def __init__(self, sent: Sent, number: int, changes: int) -> None:
-        """`sent`: what it looks up. `number`: in the order of calls. `changes`: how often rows have changed before."""
-        self.sent, self.number, self.changes = sent, number, changes
+    def __init__(self, sent: Sent, number: int, changes: int, refills: int) -> None:
+        """`sent`: what it looks up. `number`: in the order of calls. `changes`, `refills`: of `TableSteps`, by now."""
+        self.sent, self.number, self.changes, self.refills = sent, number, changes, refills
         self.has_given = False
         self.made_in = backward_pass()
         """The backward pass that this lookup was made in, as activation checkpoints do; -1: none."""
@@ -123,7 +123,7 @@ class Passes:
         """Whether a batch may be looked up before its step. Not with files: they are copied while no rows are used. Not
         with dynamic tables: which rows are given up depends on the steps before.
         """
-        return self._run is not None and not self._steps.has_files and not self._steps.has_dynamic
+        return self._run is not None and not self._steps.has_files and not self._steps.dynamic
 
     def told(self) -> Told:
         """What this rank tells all others in the call that begins now. It counts steps from here on."""
@@ -147,10 +147,11 @@ class Passes:
         steps, weights = self._steps, sent.weights
         self._check_pass()
         has_backward = torch.is_grad_enabled() and not (weights is None and steps.optimizer.are_frozen)
-        if has_backward and steps.has_dynamic:
+        if has_backward and steps.dynamic:
             rates = steps.optimizer.rates()
             # A rate of 0 leaves tables as they are, as a frozen table is left.
             sent.trained = frozenset(number for number, rate in enumerate(rates) if rate)
+        steps.refills += not steps.dynamic <= sent.trained
         if self._run is not None and weights is None and has_backward:
             return self._pending(self._called(sent), self._run)
         self.finish()
@@ -163,7 +164,7 @@ class Passes:
 
     def _called(self, sent: Sent) -> LookedUp:
         """A call asks for the results of a batch, and for gradients."""
-        looked = LookedUp(sent, self._count, self._steps.changes)
+        looked = LookedUp(sent, self._count, self._steps.changes, self._steps.refills)
         self._count += 1
         return looked
 
@@ -270,10 +271,12 @@ class Passes:
         self._gave_outside |= not in_slices
 
         def give() -> Tensor | None:
-            if has_weights and steps.changes != looked.changes:
+            has_rows = steps.dynamic <= sent.trained or steps.refills == looked.refills
+            if has_weights and not (has_rows and steps.changes == looked.changes):
                 raise ArgumentError(
                     "gradients of weights, for which the rows of their lookup are needed; they have changed since; "
-                    "allowed: no step and no `set_rows` between a lookup and its backward pass"
+                    "allowed: no step and no `set_rows` between a lookup and its backward pass, and none of a frozen "
+                    "dynamic table but that lookup"
                 )
             return steps.give(sent, looked.number, gradients, is_kept=is_kept, in_slices=in_slices)
 

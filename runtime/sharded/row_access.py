@@ -67,6 +67,7 @@ class RowAccess:
                 self._shards.release(self._announced, is_dirty=False)
                 raise
             self._shards.settle(self._announced)
+            steps.refills += 1
 
     def _announce(self, ids: Tensor) -> Announced:
         """`ids`: for each block that is taken, counted from the first row of its shard."""

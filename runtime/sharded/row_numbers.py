@@ -62,11 +62,10 @@ class RowNumbers:
         self.entries = {name: torch.zeros(spec.row_count, 2, dtype=torch.int64) for name in spec.directories}
         self.counters = Counter(dict.fromkeys(COUNTED, 0))
         self.is_counted = shard.column == 0
-        self._step = self._next_spare = 0
         self._shared = spec.row_count - 1 if self.rules.unadmitted == "shared" else None
         """The row of ids that have none, which no id gets."""
 
-        self._before = self._step, self._next_spare, self.counters
+        self._before = 0, 0, self.counters
         self._gone: list[tuple[Tensor, Tensor]] = []
         """Rows that went in this batch, and the ids that they had."""
 
@@ -79,7 +78,8 @@ class RowNumbers:
             self._fill(torch.tensor([self._shared]), torch.tensor([spec.first_row]))
 
     def open(self) -> None:
-        """Reads the directories anew, after their entries have changed."""
+        """Reads the directories anew, after their entries have changed. No step is under way then."""
+        self._step = self._next_spare = 0
         self.directory = self.directory_of(self.entries)
         self.candidates = IdDirectory(self.entries["candidates"]) if "candidates" in self.entries else None
 
@@ -186,12 +186,12 @@ class RowNumbers:
         if known is None:
             return torch.ones(len(new), dtype=torch.bool), counts
         places, missing = known.find(new)
-        if missing > known.free:
-            known.evict(self._victims(known, max(missing - known.free, self._share), step))
-            places, missing = known.find(new)
         totals = counts.to(torch.int64)
         is_known = places >= 0
+        # This dates them, so that they are not among those that are forgotten.
         totals[is_known] += known.count(places[is_known], counts[is_known], step)
+        if missing > known.free:
+            known.evict(self._victims(known, max(missing - known.free, self._share), step))
         is_due = totals >= (1 if all_of_them else self.rules.admit_after)
         known.evict(places[is_known & is_due])
         # Of a batch with more new ids than candidates have room, the others are forgotten.
@@ -210,7 +210,7 @@ class RowNumbers:
             raise ConfigError(
                 f"table {self.table.name}: {count} new ids in a batch, but shard {self.spec.name} has "
                 f"{self.directory.free + len(freed)} of its {self.spec.row_count} rows for them; allowed: more rows, "
-                "or a smaller batch"
+                "a smaller batch, or a step of this table: none takes rows from ids that came since the last one"
             )
         self._evict(freed)
         self.counters["evicted"] += len(freed)
@@ -223,7 +223,11 @@ class RowNumbers:
         used = (directory.last > 0).nonzero().flatten()
         ids, counts = directory.ids[used], directory.counts[used]
         scores = torch.zeros(len(directory.entries), dtype=torch.float64)
-        scores[used] = _checked(rule(ids, counts, step - directory.last[used]), ids, self.table.name)
+        try:
+            found = rule(ids, counts, step - directory.last[used])
+        except Exception as error:
+            raise ConfigError(f"table {self.table.name}: its score: {type(error).__name__}: {error}") from error
+        scores[used] = _checked(found, ids, self.table.name)
         return directory.victims(count, Eviction.LRU, step, scores)
 
     @property

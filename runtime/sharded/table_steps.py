@@ -85,6 +85,9 @@ class TableSteps:
         self.changes = 0
         """How often rows have changed: the same on all ranks."""
 
+        self.refills = 0
+        """How often ids without rows may have got the rows of others, in lookups that do not train: as above."""
+
         # Of the step that is to be taken: whether gradients are finite so far, those of passes that have ended and all;
         # and what clipping multiplies them by.
         self._were_finite = self._is_finite = True
@@ -99,7 +102,7 @@ class TableSteps:
         self.gradients = [Gradients(one) for one in engines]
         self.has_files = bool(settings.homes.in_files(settings.tables, settings.placement.replicated))
         """Whether tables are in files, on whichever rank."""
-        self.has_dynamic = any(table.ids is not None for table in settings.tables)
+        self.dynamic = frozenset(number for number, table in enumerate(settings.tables) if table.ids is not None)
         """Whether owners number the ids of a table when they look a batch up."""
         self.on_evicted(self._told)
 
@@ -162,7 +165,7 @@ class TableSteps:
         If a rank does not get its rows, the step ends on all ranks with an error.
         """
         with self.wire.phase("lookup"):
-            if self.has_files or self.has_dynamic:
+            if self.has_files or self.dynamic:
                 try:
                     rows_on_all(lambda: self._fetch(sent), self.wire.group)
                 except Exception:

@@ -65,6 +65,10 @@ Score = Callable[[Tensor, Tensor, Tensor], Tensor]
 floats [n]: the rows with the lowest go first. A function of its arguments alone, so that all ranks agree."""
 
 
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 1 << 32
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DynamicIds:
     """Ids that nobody lists: any 64-bit integers, each of which gets a row when it comes (decision 0074).
@@ -108,12 +112,12 @@ class DynamicIds:
             allowed = ", ".join(one.value for one in Eviction)
             raise ConfigError(f"eviction {self.eviction}; allowed: {allowed}, or a function that scores ids")
         object.__setattr__(self, "eviction", member or self.eviction)
-        if not 1 <= self.admit_after < 1 << 32:
-            raise ConfigError(f"admit_after {self.admit_after}; allowed: 1 to 2^32 - 1")
-        if not 0 < self.evicted_share <= 1:
-            raise ConfigError(f"evicted_share {self.evicted_share}; allowed: above 0, up to 1")
-        if self.expire_after is not None and not 1 <= self.expire_after < 1 << 32:
-            raise ConfigError(f"expire_after {self.expire_after}; allowed: 1 to 2^32 - 1, or None")
+        if not _is_count(self.admit_after):
+            raise ConfigError(f"admit_after {self.admit_after!r}; allowed: 1 to 2^32 - 1")
+        if not isinstance(self.evicted_share, int | float) or not 0 < self.evicted_share <= 1:
+            raise ConfigError(f"evicted_share {self.evicted_share!r}; allowed: above 0, up to 1")
+        if self.expire_after is not None and not _is_count(self.expire_after):
+            raise ConfigError(f"expire_after {self.expire_after!r}; allowed: 1 to 2^32 - 1, or None")
         if self.unadmitted not in ("own", "shared"):
             raise ConfigError(f"unadmitted {self.unadmitted}; allowed: own, shared")
 

@@ -277,6 +277,7 @@ def scored(rank: int, world: int, score: str) -> str:
         "nan": lambda ids, counts, ages: torch.where(ids == 3, torch.nan, 1.0),
         "short": lambda ids, counts, ages: torch.zeros(2),
         "none": lambda ids, counts, ages: None,
+        "raises": lambda ids, counts, ages: ids.no_such_method(),
     }[score]
     table = Table(name="user", rows=8, dim=4, row_shards=2, ids=DynamicIds(eviction=rule))
     module = ShardedEmbeddingBags([table], lr=1.0, placement="row_wise")
@@ -296,6 +297,7 @@ def scored(rank: int, world: int, score: str) -> str:
         ("nan", "table user: the score of id 3 is NaN; allowed: numbers"),
         ("short", "table user: scores are of shape (2,); allowed: a tensor of ("),
         ("none", "table user: scores are a NoneType; allowed: a tensor of ("),
+        ("raises", "table user: its score: AttributeError: 'Tensor' object has no attribute 'no_such_method'"),
     ],
 )
 def test_scores_that_are_none_are_refused_on_all_ranks(kept_world: WorldFactory, score: str, message: str) -> None:
@@ -416,6 +418,8 @@ def test_what_cannot_be_dynamic_is_refused(options: dict[str, Any], message: str
     [
         ({"eviction": "fifo"}, "eviction fifo; allowed: lru, lfu"),
         ({"admit_after": 0}, "admit_after 0; allowed: 1"),
+        ({"admit_after": 1.5}, "admit_after 1.5; allowed: 1"),
+        ({"expire_after": "7d"}, "expire_after '7d'; allowed: 1 to"),
         ({"evicted_share": 0.0}, "evicted_share 0.0; allowed: above 0"),
         ({"expire_after": 0}, "expire_after 0; allowed: 1 to"),
         ({"unadmitted": "none"}, "unadmitted none; allowed: own, shared"),
@@ -494,3 +498,109 @@ def loaded_twice(rank: int, world: int) -> None:
     with pytest.raises(ArgumentError, match=r"user/0.0.ids: id 5 has two rows"):
         module.load_state_dict(state)
     assert module.digest() == before
+
+
+def users(rows: int, optimizer: str = "sgd", **rules: Any) -> ShardedEmbeddingBags:
+    """A dynamic table of one row shard."""
+    table = Table(name="user", rows=rows, dim=4, ids=DynamicIds(**rules), optimizer=optimizer)
+    return ShardedEmbeddingBags([table], lr=0.1, gradients="sum")
+
+
+def one_step(module: ShardedEmbeddingBags, *ids: int) -> None:
+    module({"user": torch.tensor([ids])})["user"].sum().backward()
+
+
+def weighted_frozen(rank: int, world: int, between: str) -> None:
+    """Something is looked up between a lookup with weights of a frozen table and its backward pass."""
+    module = users(100)
+    module["user"].frozen = True
+    weights = torch.ones(3, requires_grad=True)
+    found = module({"user": (torch.tensor([1, 2, 3]), torch.tensor([0]), weights)})["user"]
+    if between == "lookup":
+        module({"user": torch.tensor([[11, 12, 13]])})
+    elif between == "get_rows":
+        module["user"].get_rows(torch.tensor([7, 8, 9]))
+    loss = (found * torch.arange(1.0, 5)).sum()
+    if between == "nothing":
+        loss.backward()
+        assert weights.grad is not None
+        assert len(weights.grad.unique()) == 3
+        return
+    with pytest.raises(ArgumentError, match="rows of their lookup are needed; they have changed since"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("between", ["nothing", "lookup", "get_rows"])
+def test_weights_never_get_gradients_of_the_rows_of_other_ids(kept_world: WorldFactory, between: str) -> None:
+    kept_world(1).run(weighted_frozen, between=between)
+
+
+def gone_back(rank: int, world: int) -> None:
+    """A state that is loaded in the middle of a step is as in a new process: rows expire, and earlier batches end."""
+    module, fresh = (users(100, expire_after=3) for _ in range(2))
+    for step in range(8):
+        one_step(module, *range(3 * step, 3 * step + 4))
+    saved = {name: value.clone() for name, value in module.state_dict().items()}
+    fresh.load_state_dict(saved)
+    with module.no_sync():
+        one_step(module, 1000, 1001)
+    held = module({"user": torch.tensor([[2000, 2001]])})["user"]
+    module.load_state_dict(saved)
+    held.sum().backward()
+    module.load_state_dict(saved)
+    for one in (module, fresh):
+        one_step(one, 24, 25)
+    assert module.id_counters()["user"]["used"] == fresh.id_counters()["user"]["used"] < len(range(8 * 3 + 2))
+    assert module.digest() == fresh.digest()
+
+
+def test_a_state_that_is_loaded_again_is_that_of_a_new_process(kept_world: WorldFactory) -> None:
+    kept_world(1).run(gone_back)
+
+
+def stale(rank: int, world: int) -> None:
+    module = users(8)
+    one_step(module, *range(8))
+    saved = {name: value.clone() for name, value in module.state_dict().items()}
+    one_step(module, *range(100, 108))
+    held = module({"user": torch.arange(100, 108).view(1, -1)})["user"]
+    module.load_state_dict(saved)
+    before = module["user"].get_rows(torch.arange(8))
+    held.sum().backward()
+    assert torch.equal(module["user"].get_rows(torch.arange(8)), before)
+
+
+def test_a_gradient_of_a_lookup_before_a_load_reaches_no_row(kept_world: WorldFactory) -> None:
+    kept_world(1).run(stale)
+
+
+def counted_again(rank: int, world: int) -> dict[str, int]:
+    module = users(8, admit_after=3)
+    for ids in ([1], [1], range(2, 9), [1, 20]):
+        one_step(module, *ids)
+    return module.id_counters()["user"]
+
+
+def test_an_id_that_has_come_often_enough_is_admitted_though_the_counts_are_full(kept_world: WorldFactory) -> None:
+    assert kept_world(1).run(counted_again)[0]["admitted"] == 1
+
+
+def handed_in_spite(rank: int, world: int) -> list[int]:
+    """The ids that are handed over in a batch, by column shard, where the function raises each time."""
+    table = Table(name="user", rows=8, dim=4, column_shards=2, ids="dynamic")
+    module, heard = ShardedEmbeddingBags([table], lr=0.1), list[int]()
+
+    def told(gone: Evicted) -> None:
+        heard.extend(gone.ids.tolist())
+        raise OSError("disk full")
+
+    module.on_evicted(told)
+    one_step(module, *range(8))
+    one_step(module, 10)
+    with pytest.raises((OSError, SennitError), match="disk full"):
+        one_step(module, 11)
+    return heard
+
+
+def test_a_function_that_raises_hears_of_all_rows_that_go(kept_world: WorldFactory) -> None:
+    assert kept_world(1).run(handed_in_spite) == [[0, 0]]
