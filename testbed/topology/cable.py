@@ -10,6 +10,7 @@ import itertools
 import os
 import socket
 import struct
+import time
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -26,6 +27,10 @@ NEAR_HARDWARE_ADDRESS: Final = "02:5e:ff:00:00:01"
 FAR_HARDWARE_ADDRESS: Final = "02:5e:ff:00:00:02"
 _PREFIX_BITS: Final = 64
 _IFA_F_NODAD: Final = 0x02  # linux/if_addr.h
+_IFF_UP: Final = 1  # linux/if.h
+# IF_OPER of linux/if.h by which the worker has not come yet. The loopback interface is UNKNOWN for ever.
+_WAITING: Final = ("DOWN", "LOWERLAYERDOWN", "DORMANT")
+_LINKS_TIMEOUT_S: Final = 30.0
 # linux/sockios.h, linux/ethtool.h
 _SIOCETHTOOL: Final = 0x8946
 _ETHTOOL_SGRO: Final = 0x2C
@@ -49,6 +54,8 @@ class Cable(Closing):
             self.within(NEAR, self._join, mtu_bytes)
             for end, address in ((NEAR, NEAR_ADDRESS), (FAR, FAR_ADDRESS)):
                 self.within(end, _set_up, end, address)
+            for end in (NEAR, FAR):
+                self.within(end, await_links)
             self.within(FAR, _join_packets, FAR)
         except BaseException:
             self.close()
@@ -84,3 +91,23 @@ def _join_packets(interface: str) -> None:
     request = struct.pack("16sP16x", interface.encode(), ctypes.addressof(value))
     with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, _SIOCETHTOOL, request)
+
+
+def await_links() -> None:
+    """Waits until all links of this thread's namespace that are up have queues. Raises RuntimeError if one gets none.
+
+    A cable has a carrier once both of its ends are up. The end that came first gets its queue from a worker of the
+    kernel (net/core/link_watch.c), which takes its time on a busy machine. Until then this end drops all packets, and
+    nothing counts them.
+    """
+    deadline_s = time.monotonic() + _LINKS_TIMEOUT_S
+    with IPRoute() as route:
+        while waiting := [link for link in route.get_links() if _waits(link)]:
+            if time.monotonic() > deadline_s:
+                names = ", ".join(link.get_attr("IFLA_IFNAME") for link in waiting)
+                raise RuntimeError(f"links {names} have no queue after {_LINKS_TIMEOUT_S:.0f} s")
+            os.sched_yield()
+
+
+def _waits(link: Any) -> bool:
+    return bool(link["flags"] & _IFF_UP) and link.get_attr("IFLA_OPERSTATE") in _WAITING

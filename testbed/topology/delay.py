@@ -12,6 +12,7 @@ from typing import Final
 from pyroute2 import IPRoute
 
 from sennit.testbed.topology import namespace
+from sennit.testbed.topology.cable import await_links
 from sennit.testbed.topology.relay_table import READY, RelayCounters, RelayTable, make_table
 
 # Packets to be delayed enter here; the relay reads them at the other end.
@@ -71,3 +72,4 @@ def _add_interfaces(mtu: int) -> None:
         )
         for name in (_INLET, _OUTLET):
             route.link("set", index=route.link_lookup(ifname=name)[0], state="up")
+    await_links()

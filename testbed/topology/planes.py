@@ -21,6 +21,7 @@ from pyroute2 import IPRoute
 from sennit.doctor import capabilities
 from sennit.testbed.topology import namespace
 from sennit.testbed.topology.bpf_switch import BpfSwitch
+from sennit.testbed.topology.cable import await_links
 from sennit.testbed.topology.capture import SNAP_BYTES, Capture
 from sennit.testbed.topology.delay import DELAY_MAX_US
 from sennit.testbed.topology.fabric import HOSTS_MAX, PLANES_MAX, mac_address, port_ifindex
@@ -109,6 +110,8 @@ class Planes:
             for host in range(self.hosts):
                 namespace.within(self.netns_name(host), self._build_host, host)
             namespace.within(self.switch_name, switch.attach)
+            for name in [self.switch_name, *map(self.netns_name, range(self.hosts))]:
+                namespace.within(name, await_links)
             self._stack.callback(self._stop_processes)
         except BaseException:
             self._stack.close()
