@@ -100,7 +100,7 @@ class FedSource:
             self.facts = door.facts = self._agree(door.facts)
             self.order = _numbered(self.facts, run, stream)
         except BaseException as error:
-            self.close(str(error), goes_on=is_elastic and bool(group_failure(error)))
+            self.close(told_feeders(error), goes_on=is_elastic and bool(group_failure(error)))
             raise
         self.tables = self.facts.tables
         self.fingerprint = self.facts.fingerprint
@@ -174,6 +174,13 @@ class FedSource:
             raise IngestError(f"the feeders had other data before the group changed: now {difference}")
         self._session.agree(facts)
         return facts
+
+
+def told_feeders(error: BaseException) -> str:
+    """Why a run ends, for its feeders. An interrupt has no text of its own."""
+    if isinstance(error, KeyboardInterrupt):
+        return "the trainer was interrupted; a run with --resume wants all feeders again"
+    return str(error) or type(error).__name__
 
 
 def group_failure(error: BaseException) -> str:

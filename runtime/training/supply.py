@@ -14,7 +14,7 @@ from torch import Tensor
 from sennit.runtime.checkpoint.folder import latest, named
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.data.preprocessing import Preprocessing
-from sennit.runtime.ingest.fed import Door, FedSource, group_failure
+from sennit.runtime.ingest.fed import Door, FedSource, group_failure, told_feeders
 from sennit.runtime.kernels.uploads import Upload, Uploads
 from sennit.runtime.pipeline.ahead import Batch
 from sennit.runtime.sharded.phases import PhaseClock
@@ -70,7 +70,7 @@ def served(source: BatchSource, *, is_elastic: bool = False) -> Iterator[BatchSo
     try:
         yield source
     except BaseException as error:
-        source.close(str(error), goes_on=is_elastic and bool(group_failure(error)))
+        source.close(told_feeders(error), goes_on=is_elastic and bool(group_failure(error)))
         raise
     source.close()
 

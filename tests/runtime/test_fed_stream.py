@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sennit.runtime.training.command import main
+from sennit.runtime.training.supply import served
 from tests.extent import briefly
 from tests.forked_commands import ForkedCommand
 from tests.runtime.stream.stream_files import SCHEMA, table, write
@@ -112,3 +114,24 @@ def test_a_file_that_is_cut_while_it_is_read_ends_the_run_and_is_named(
     assert "(it says: " in told
     assert "part-1.parquet: " in told
     assert (tmp_path / "kept" / "step-000000005").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (KeyboardInterrupt(), "the trainer was interrupted; a run with --resume wants all feeders again"),
+        (MemoryError(), "MemoryError"),
+        (ValueError("no room"), "no room"),
+    ],
+)
+def test_feeders_hear_why_a_run_ends_though_the_error_has_no_text(error: BaseException, told: str) -> None:
+    heard: list[str | None] = []
+
+    class Closed:
+        def close(self, failure: str | None = None, *, goes_on: bool = False) -> None:
+            heard.append(failure)
+
+    source: Any = Closed()
+    with pytest.raises(type(error)), served(source):
+        raise error
+    assert heard == [told]
