@@ -233,7 +233,7 @@ def _described(table: Table) -> dict[str, Any]:
     left_out = ("home", "lr", "ids")
     found = {one.name: _plain(getattr(table, one.name)) for one in fields(table) if one.name not in left_out}
     if table.ids is not None:
-        found["ids"] = {one.name: _plain(getattr(table.ids, one.name)) for one in fields(table.ids)}
+        found["ids"] = described_ids(table.ids)
     if table.train_rank is None:
         initial = Uniform(table.rows**-0.5) if table.initial is None else table.initial
         if not isinstance(initial, Uniform | Normal | Zeros):
@@ -241,6 +241,11 @@ def _described(table: Table) -> dict[str, Any]:
         found["initial"] = {"kind": type(initial).__name__.lower()} | asdict(initial)
     found["optimizer"] = {one.name: _plain(getattr(table.optimizer, one.name)) for one in fields(table.optimizer)}
     return found
+
+
+def described_ids(rules: DynamicIds) -> dict[str, Any]:
+    """The rules of dynamic ids, for the manifest of a checkpoint."""
+    return {one.name: _plain(getattr(rules, one.name)) for one in fields(rules)}
 
 
 def _plain(value: Any) -> Any:

@@ -17,8 +17,8 @@ from sennit.runtime.checkpoint.manifest import CheckpointError, Manifest
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.preprocessing import UNKNOWN_ROW, Encoding, Preprocessing
 from sennit.runtime.kernels.id_directory import shards_of_ids, steps_of
+from sennit.runtime.model.settings import described_ids
 from sennit.runtime.sharded.tables import DynamicIds, Table
-from sennit.runtime.training.resumption import described_ids
 from sennit.transport.errors import ConfigError
 
 _PART: Final = re.compile(r"(?P<row>\d+)\.(?P<column>\d+)\.(?P<name>\w+)")

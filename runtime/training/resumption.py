@@ -14,7 +14,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,8 +35,8 @@ from sennit.runtime.checkpoint.manifest import (
 from sennit.runtime.checkpoint.writing import Saver
 from sennit.runtime.data import preprocessing
 from sennit.runtime.data.batch_source import BatchSource
-from sennit.runtime.model.settings import as_json
-from sennit.runtime.sharded.tables import DynamicIds, Table
+from sennit.runtime.model.settings import as_json, described_ids
+from sennit.runtime.sharded.tables import Table
 from sennit.runtime.stream.following import SEEN, FollowingSource, seen_text
 from sennit.runtime.stream.order import STREAM_ORDER_VERSION
 from sennit.runtime.training import warm_start
@@ -333,11 +332,6 @@ def reading_folders() -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(str(error)) from error
-
-
-def described_ids(rules: DynamicIds) -> dict[str, Any]:
-    """The rules of dynamic ids, for a manifest."""
-    return {key: _plain(value.value if isinstance(value, Enum) else value) for key, value in asdict(rules).items()}
 
 
 def _table(table: Table) -> dict[str, Any]:
