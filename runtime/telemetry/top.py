@@ -74,9 +74,7 @@ def ranks_table(ranks: list[RankRates]) -> Table:
         page = rank.page
         paths = f"{rank.paths - rank.bad_paths}/{rank.paths}" if rank.paths else ""
         table.add_row(
-            f"{page.process}",
-            f"{page.rank}/{page.world}",
-            _standing(page),
+            *_of_rank(page),
             f"{rank.operations_a_second:,.0f}",
             f"{rank.operation_us:,.0f}",
             _rate(rank.sent_bytes_a_second),
@@ -98,9 +96,7 @@ def ingests_table(ingests: list[IngestRates]) -> Table:
     for ingest in ingests:
         page = ingest.page
         table.add_row(
-            f"{page.process}",
-            f"{page.rank}/{page.world}",
-            _standing(page),
+            *_of_rank(page),
             f"{ingest.records_a_second:,.0f}",
             _rate(ingest.bytes_a_second),
             f"{ingest.batches_a_second:,.1f}",
@@ -135,9 +131,7 @@ def ids_table(ids: list[IdRates]) -> Table:
     for one in ids:
         page = one.page
         table.add_row(
-            f"{page.process}",
-            f"{page.rank}/{page.world}",
-            _standing(page),
+            *_of_rank(page),
             one.table,
             f"{one.rows:,}",
             f"{one.used / one.rows:.1%}" if one.rows else "",
@@ -171,6 +165,11 @@ def paths_table(ranks: list[RankRates]) -> Table:
                 *(f"{values.get(name, 0):,}" for name in names),
             )
     return table
+
+
+def _of_rank(page: counters.Page) -> tuple[str, str, Text]:
+    """The first cells of a row: the process, its rank, and what is to be said of it."""
+    return f"{page.process}", f"{page.rank}/{page.world}", _standing(page)
 
 
 def _standing(page: counters.Page) -> Text:

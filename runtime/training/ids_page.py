@@ -11,10 +11,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from sennit.runtime.telemetry.rates import IDS
 from sennit.transport.counter_page import CounterPage
-
-PREFIX: Final = "ids_"
-"""The group of a table's counters is `ids_TABLE`."""
 
 INTERVAL_S: Final = 0.2
 """Between two updates, at least: a step may take less than a millisecond."""
@@ -35,8 +33,8 @@ class IdsPage:
             groups = [_group(name) for name in found]
             for number, (name, counts) in enumerate(found.items()):
                 # Names may be equal but for what is no letter.
-                group = groups[number] if groups.count(groups[number]) == 1 else f"{PREFIX}table_{number}"
-                self._tables[name] = self._page.add(group, [f"{PREFIX}{counter}" for counter in counts])
+                group = groups[number] if groups.count(groups[number]) == 1 else f"{IDS}table_{number}"
+                self._tables[name] = self._page.add(group, [f"{IDS}{counter}" for counter in counts])
 
     def show(self) -> None:
         """Writes the counters, unless that was a moment ago."""
@@ -53,4 +51,4 @@ class IdsPage:
 
 
 def _group(table: str) -> str:
-    return PREFIX + re.sub(r"[^a-z0-9_]", "_", table.lower())[:48]
+    return IDS + re.sub(r"[^a-z0-9_]", "_", table.lower())[:48]
