@@ -368,13 +368,8 @@ class TrainingConfig:
         """The tables of the model, one for each column of ids. Raises `ConfigError` if `tables` is of other data, or
         asks feeders for ids that they do not send.
         """
-        asked = None if self.ingest is None else self.tables
-        for fact in () if asked is None else facts:
-            if asked is not None and asked.option(fact.name, "ids") is not None and not fact.is_dynamic:
-                raise ConfigError(
-                    f"{asked.source}: table {fact.name} with dynamic ids, but the feeder sends numbers of rows; "
-                    'allowed: with encode = "dynamic" in the schema of the feeder'
-                )
+        if self.ingest is not None and self.tables is not None:
+            _check_sent(facts, self.tables)
         optimizer = self._optimizer()
         template = Table(
             name="template", rows=1, dim=self.embedding_dim, optimizer=optimizer, row_shards=self.row_shards
@@ -422,4 +417,14 @@ class TrainingConfig:
         if world_size > self.slices:
             raise ConfigError(
                 f"number of ranks {world_size}; allowed: at most {self.slices}, the slices of a global batch (--slices)"
+            )
+
+
+def _check_sent(facts: Sequence[TableFacts], asked: SettingsFile) -> None:
+    """Raises `ConfigError` for a table that is to have dynamic ids, of which feeders send numbers of rows."""
+    for fact in facts:
+        if asked.option(fact.name, "ids") is not None and not fact.is_dynamic:
+            raise ConfigError(
+                f"{asked.source}: table {fact.name} with dynamic ids, but the feeder sends numbers of rows; "
+                'allowed: with encode = "dynamic" in the schema of the feeder'
             )

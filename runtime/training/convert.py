@@ -76,8 +76,9 @@ def convert(
 
     Raises `ConfigError` for what cannot be, also where `output` has checkpoints already, and `CheckpointError`.
     """
-    has_shards = row_shards not in (None, {})
-    if slices is None and not has_shards and not dynamic and not fixed:
+    if row_shards == {}:
+        row_shards = None
+    if slices is None and row_shards is None and not dynamic and not fixed:
         raise ConfigError("nothing to convert; allowed: other slices, other row shards, or other ids")
     if dist.is_initialized():
         raise ConfigError("convert in a group of ranks; allowed: a process without a group")
@@ -91,7 +92,7 @@ def convert(
     if slices is not None:
         changes.append(_set_slices(about.fixed, slices, source))
     state = opened.everything()
-    if row_shards is not None and has_shards:
+    if row_shards is not None:
         counts = _wanted(row_shards, state, source)
         changes += _set_row_shards(about, counts)
         state = _recut(state, {table: rows for table, (_, rows) in counts.items()}, source)
