@@ -275,8 +275,8 @@ class Passes:
             if has_weights and not (has_rows and steps.changes == looked.changes):
                 raise ArgumentError(
                     "gradients of weights, for which the rows of their lookup are needed; they have changed since; "
-                    "allowed: no step and no `set_rows` between a lookup and its backward pass, and none of a frozen "
-                    "dynamic table but that lookup"
+                    "allowed: no step and no `set_rows` between a lookup and its backward pass, and no other lookup "
+                    "of a frozen dynamic table"
                 )
             return steps.give(sent, looked.number, gradients, is_kept=is_kept, in_slices=in_slices)
 

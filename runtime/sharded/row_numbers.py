@@ -209,8 +209,8 @@ class RowNumbers:
         if len(freed) < lack:
             raise ConfigError(
                 f"table {self.table.name}: {count} new ids in a batch, but shard {self.spec.name} has "
-                f"{self.directory.free + len(freed)} of its {self.spec.row_count} rows for them; allowed: more rows, "
-                "a smaller batch, or a step of this table: none takes rows from ids that came since the last one"
+                f"{self.directory.free + len(freed)} of its {self.spec.row_count} rows for them, because ids that came "
+                "since the last step keep theirs; allowed: more rows, a smaller batch, or a step of the table before"
             )
         self._evict(freed)
         self.counters["evicted"] += len(freed)
