@@ -2,6 +2,8 @@
 """What all tests share: the seed, the markers of the outer rings, and the rule that traffic stays on loopback."""
 
 import faulthandler
+import fcntl
+import gc
 import multiprocessing
 import os
 import random
@@ -21,6 +23,8 @@ from sennit.doctor import capabilities
 from sennit.testbed import rings  # its import adds the capabilities of the outer rings
 from tests import extent
 
+# What is imported and collected stays. To look for garbage in it again and again takes an eighth of the collection.
+gc.disable()
 # Every process that a test starts inherits it.
 os.environ.setdefault("SENNIT_INTERFACES", "lo")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -109,6 +113,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         lines = LONG_FILES.read_text().splitlines()
         seconds = {path: float(text) for text, path in (line.split() for line in lines)}
         items.sort(key=lambda item: -seconds.get(item.path.relative_to(config.rootpath).as_posix(), 0.0))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Of two processes that collect at once, lets one rewrite the assertions of a file, and the other read them."""
+    if not (isinstance(collector, pytest.Module) and hasattr(collector.config, "workerinput")):
+        return (yield)
+    with collector.path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return (yield)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
