@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from sennit.runtime.kernels.triton_tiles import tiles_of_gpu
 from tests.extent import briefly
 from tests.runtime.embedding_cases import CASES, expected, run, same_bits
 
+ROW_COUNTS = (1, 40, 70_000, (1 << 31) - 1, (1 << 32) - 1)
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 
 
@@ -183,8 +185,10 @@ def test_pieces_of_any_size_give_the_same_bits(name: str, monkeypatch: pytest.Mo
 
 
 @interpreted
-@pytest.mark.parametrize("slices", [1, 3])
-@pytest.mark.parametrize("row_count", [1, 40, 70_000, (1 << 31) - 1, (1 << 32) - 1])
+@pytest.mark.parametrize(
+    ("row_count", "slices"),
+    briefly(product(ROW_COUNTS, (1, 3)), [(1, 1), (40, 3), (70_000, 1), ((1 << 31) - 1, 3), ((1 << 32) - 1, 1)]),
+)
 def test_sort_is_stable_and_cuts_rows(row_count: int, slices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Covers 64-bit keys too, which need no table."""
     monkeypatch.setattr(triton_operator, "TILE", 64)

@@ -27,6 +27,7 @@ from sennit.runtime.sharded.tables import Table
 from sennit.runtime.stream.settings import StreamSettings, short_stream
 from sennit.runtime.training.trainer import Trainer
 from sennit.transport.errors import ConfigError
+from tests.extent import briefly
 from tests.runtime.short_sources import short_source
 from tests.runtime.trainer_runs import config_of, samples
 from tests.runtime.whole_run import train
@@ -57,7 +58,9 @@ def trained(rank: int, world: int, /, *, seed: int, **changed: Any) -> Any:
     return digest(run.weights()), run.evaluation(), (head != before).tolist()
 
 
-@pytest.mark.parametrize("changed", [{}, {"model": "dcnv2"}, {"model": "deepfm"}], ids=str)
+@pytest.mark.parametrize(
+    "changed", briefly([{}, {"model": "dcnv2"}, {"model": "deepfm"}], [{"model": "deepfm"}]), ids=str
+)
 def test_every_label_is_learnt_in_any_world(kept_world: WorldFactory, seed: int, changed: dict[str, Any]) -> None:
     found = [outcome for world in (1, 2, 3) for outcome in kept_world(world).run(trained, seed=seed, **changed)]
     assert len({digest for digest, *_ in found}) == 1

@@ -31,6 +31,7 @@ from sennit.runtime.timeline.recorder import Recorder
 from sennit.runtime.timeline.spans import TimelineError
 from sennit.runtime.timeline.summary import summarise
 from sennit.runtime.timeline.trace_file import read
+from tests.extent import briefly
 from tests.runtime.world import WorldFactory
 
 
@@ -306,13 +307,16 @@ def test_a_run_to_the_same_path_removes_what_an_earlier_one_has_left(log: RankLo
 
 @pytest.mark.parametrize(
     ("how", "died"),
-    [
-        ("killed", [2]),
-        ("exits", [2]),
-        ("all raise", []),
-        ("all are killed", [0, 1, 2]),
-        ("all are terminated", []),
-    ],
+    briefly(
+        [
+            ("killed", [2]),
+            ("exits", [2]),
+            ("all raise", []),
+            ("all are killed", [0, 1, 2]),
+            ("all are terminated", []),
+        ],
+        [("killed", [2]), ("all raise", []), ("all are killed", [0, 1, 2])],
+    ),
 )
 def test_ranks_that_die_leave_their_timeline(
     new_world: WorldFactory, tmp_path: Path, how: str, died: list[int]

@@ -214,7 +214,7 @@ def group(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("is_stored", "in_background"),
-    briefly([(False, False), (False, True), (True, False), (True, True)], [(False, False), (True, True)]),
+    briefly([(False, False), (False, True), (True, False), (True, True)], [(True, True)]),
 )
 def test_base_and_increments_are_the_tables_in_any_world_and_placement(
     kept_world: WorldFactory, tmp_path_factory: pytest.TempPathFactory, is_stored: bool, in_background: bool

@@ -483,7 +483,7 @@ def alone(request: pytest.FixtureRequest, kept_world: WorldFactory) -> tuple[str
 
 @pytest.mark.parametrize(
     ("world", "transport", "placement"),
-    briefly(IN_WORLDS, [case for case in IN_WORLDS if case[0] == 3 or case in ((1, "shm", "grid"), (2, "shm", MIXED))]),
+    briefly(IN_WORLDS, [(3, "udp", "grid"), (3, "udp", MIXED), (2, "shm", "data_parallel"), (1, "shm", "grid")]),
     ids=str,
 )
 def test_weights_have_the_same_bits_in_every_world(
@@ -501,7 +501,7 @@ def test_weights_have_the_same_bits_in_every_world(
     ("alone", "placement", "then"),
     briefly(
         [(kind, *move) for kind in KINDS for move in MOVES],
-        [*(("weighted", *move) for move in MOVES), ("sequences", "row_wise", MIXED), ("sequences", MIXED, "grid")],
+        [("weighted", "row_wise", MIXED), ("weighted", "grid", "data_parallel"), ("sequences", MIXED, "grid")],
     ),
     ids=str,
     indirect=["alone"],

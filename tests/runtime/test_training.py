@@ -27,6 +27,7 @@ from sennit.runtime.training import overlap, planned, resumption
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.predictions import Predictions, quality
 from sennit.runtime.training.trainer import TrainingError
+from tests.extent import briefly
 from tests.runtime.short_sources import fitted, opened
 from tests.runtime.stream.test_stream_order import rows_of
 from tests.runtime.trainer_runs import (
@@ -317,12 +318,15 @@ CODED: dict[str, Any] = {"gradient": "int8", "exchange": "int8"}
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"optimizer": "sgd", "momentum": 0.9},
-        {"dense_optimizer": "adam", "optimizer": "adamw"},
-        {"dense_optimizer": "sgd", "optimizer": "ftrl"},
-        CODED,
-    ],
+    briefly(
+        [
+            {"optimizer": "sgd", "momentum": 0.9},
+            {"dense_optimizer": "adam", "optimizer": "adamw"},
+            {"dense_optimizer": "sgd", "optimizer": "ftrl"},
+            CODED,
+        ],
+        [{"dense_optimizer": "adam", "optimizer": "adamw"}, CODED],
+    ),
     ids=str,
 )
 def test_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(
@@ -358,7 +362,7 @@ def test_settings_of_optimizers_are_those_of_the_command(kept_world: WorldFactor
     assert kept_world(2).run(settings_after_resuming, **arguments) == [[{0.5}, [5, 5, 5]]] * 2
 
 
-@pytest.mark.parametrize("gradient", ["int8", "fp8", None])
+@pytest.mark.parametrize("gradient", briefly(["int8", "fp8", None], ["int8", None]))
 def test_error_feedback_of_other_ranks_begins_at_zero(
     kept_world: WorldFactory, seed: int, tmp_path: Path, gradient: str | None
 ) -> None:
@@ -376,7 +380,7 @@ def test_error_feedback_of_other_ranks_begins_at_zero(
     assert message.startswith("no error")
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(2, 1), (1, 3)])
+@pytest.mark.parametrize(("writers", "readers"), briefly([(2, 1), (1, 3)], [(1, 3)]))
 def test_a_run_resumed_with_other_ranks_and_another_sharding_ends_with_the_same_bits(
     kept_world: WorldFactory, seed: int, tmp_path: Path, writers: int, readers: int
 ) -> None:

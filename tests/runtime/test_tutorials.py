@@ -96,6 +96,7 @@ def test_move_your_model(tmp_path: Path) -> None:
     assert re.fullmatch(r"digests [0-9a-f]{16} [0-9a-f]{16}", one[-1])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(3 * DEADLINE_S)
 def test_train_on_a_stream(tmp_path: Path) -> None:
     """With a tenth of the rows."""
