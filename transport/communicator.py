@@ -15,11 +15,12 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Hashable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from sennit.transport import config as configuration
 from sennit.transport.array_collectives import ArrayCollectives
 from sennit.transport.errors import ArgumentError, ConfigError
+from sennit.transport.light_tuple import LightTuple
 from sennit.transport.meeting import rendezvous
 from sennit.transport.meeting.store import Store
 from sennit.transport.native import require_core
@@ -61,7 +62,7 @@ def _tell_of_slow_kernels() -> None:
         warnings.warn(f"{found.what}; what helps: {found.remedy}", RuntimeWarning, stacklevel=3)
 
 
-class Lineage(NamedTuple):
+class Lineage(LightTuple):
     """The place of a communicator in a chain of groups, each made of the one before."""
 
     name: str

@@ -20,10 +20,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Final, NamedTuple
+from typing import Final
 
 import sennit
 from sennit.errors import Unsupported
+from sennit.transport.light_tuple import LightTuple
 from sennit.transport.native import require_core
 
 MODULE: Final = "sennit.runtime.backend._c10d"
@@ -34,7 +35,7 @@ RECORD: Final = "build_info.json"
 SUFFIX: Final = importlib.machinery.EXTENSION_SUFFIXES[0]
 
 
-class Build(NamedTuple):
+class Build(LightTuple):
     """An extension on this machine."""
 
     path: Path

@@ -15,10 +15,11 @@ leaf sends the elements themselves, and a rank with several leaves sends partial
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.algorithms.vector import Cut, Piece, bytes_max
+from sennit.transport.light_tuple import LightTuple
 from sennit.transport.plans.counts import CountRange
 from sennit.transport.plans.elements import Dtype, ReduceOp, accumulator
 from sennit.transport.plans.hosts import Hosts
@@ -33,7 +34,7 @@ GATHER_LAG_CHUNKS: Final = 2
 PARTIALS_SENT_MAX: Final = 16
 
 
-class Share(NamedTuple):
+class Share(LightTuple):
     """One owner's part: the position of each rank's contribution, and the chunks into which it is cut."""
 
     buffer: int
@@ -81,7 +82,7 @@ class Layout(Leaves):
         return max(message_bytes // (widest * accumulator(dtype).item_bytes), 1) * dtype.item_bytes
 
 
-class Fold(NamedTuple):
+class Fold(LightTuple):
     """The input of the fold, and the place of its results: share j's result goes to `result_offsets[j]` of
     `result_buffer`, the last of the caller's buffers.
     """
@@ -127,7 +128,7 @@ def at(start: int, offset: int) -> int:
     return start + offset if start else offset
 
 
-class Chunk(NamedTuple):
+class Chunk(LightTuple):
     owner: int
     number: int
     """The chunk's number. It gives the slots of the chunk's messages."""

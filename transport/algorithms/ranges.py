@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import Final, NamedTuple
+from typing import Final
 
 from sennit.transport.errors import ArgumentError
+from sennit.transport.light_tuple import LightTuple
 from sennit.transport.plans.counts import CountRange
 from sennit.transport.plans.plan import MAX_LOAN_BYTES, Operand, PlanBuilder
 from sennit.transport.plans.vector_cut import LINE_BYTES, share_bounds
@@ -20,7 +21,7 @@ ALIGNMENT_BYTES: Final = LINE_BYTES
 DEFAULT_CHUNK_BYTES: Final = 122_880
 
 
-class Range(NamedTuple):
+class Range(LightTuple):
     """`size_bytes` from byte `offset`."""
 
     offset: int
@@ -67,7 +68,7 @@ def check_root(root: int, world: int) -> None:
         raise ArgumentError(f"root {root}; allowed: 0..{world - 1}")
 
 
-class Part(NamedTuple):
+class Part(LightTuple):
     """`size_bytes` from byte `offset` of `buffer`; both may be ranges of counts."""
 
     buffer: int

@@ -7,9 +7,10 @@ Its size is known when the plan is compiled, or only when it is posted (`counted
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 from sennit.transport.algorithms.ranges import ALIGNMENT_BYTES, Range, chunks, shares
+from sennit.transport.light_tuple import LightTuple
 from sennit.transport.plans.counts import CountRange
 from sennit.transport.plans.plan import PlanBuilder
 from sennit.transport.plans.vector_cut import VectorCut
@@ -18,7 +19,7 @@ from sennit.transport.plans.vector_cut import VectorCut
 WHOLE: Final = 0
 
 
-class Piece(NamedTuple):
+class Piece(LightTuple):
     """A range of a vector whose size is known when the plan is posted. It may then be empty, and nobody sends it."""
 
     offset: int

@@ -14,10 +14,11 @@ import json
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from sennit.transport.choice.costs import NETWORK, SHARED_MEMORY, Costs
 from sennit.transport.errors import ConfigError
+from sennit.transport.light_tuple import LightTuple
 
 if TYPE_CHECKING:
     from sennit.transport.choice.coded_cost import CodecSpeed
@@ -36,7 +37,7 @@ OLD_DAYS: Final = 30
 REMEDY: Final = "make a new one with: sennit calibrate --output FILE"
 
 
-class Calibration(NamedTuple):
+class Calibration(LightTuple):
     """The constants for each way between ranks. Without arguments: the defaults."""
 
     shared_memory: Costs = SHARED_MEMORY

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Final, NamedTuple
+from typing import Final
 
 from sennit.transport.algorithms.coded_parts import DEFAULT_CHUNK_ELEMENTS, chunk_limit
 from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.algorithms.reduce_scatter_coded import coded_pieces
 from sennit.transport.choice.cost_model import Traffic, Work
 from sennit.transport.choice.costs import Collective
+from sennit.transport.light_tuple import LightTuple
 from sennit.transport.plans.coding import CodecKind, Coding
 from sennit.transport.plans.elements import Dtype
 from sennit.transport.plans.hosts import Hosts
@@ -28,7 +29,7 @@ _SLOWEST_BYTE_S, _FASTEST_BYTE_S = 1e-3, 1e-12
 _HALVINGS: Final = 60
 
 
-class CodecSpeed(NamedTuple):
+class CodecSpeed(LightTuple):
     """Seconds of one thread of this processor for an element."""
 
     encode_element_s: float
@@ -57,7 +58,7 @@ SPEEDS: Final[Mapping[CodecKind, CodecSpeed]] = {
 }
 
 
-class CodedWork(NamedTuple):
+class CodedWork(LightTuple):
     """What the busiest rank does in one collective with a codec."""
 
     work: Work

@@ -9,12 +9,13 @@ host and between hosts, and has one term for many peers at once. Its constants w
 from __future__ import annotations
 
 import math
-from typing import Final, NamedTuple
+from typing import Final
 
 from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.algorithms.ranges import DEFAULT_CHUNK_BYTES
 from sennit.transport.choice.costs import Collective, Costs
 from sennit.transport.config import Algorithm
+from sennit.transport.light_tuple import LightTuple
 from sennit.transport.plans.hosts import Hosts
 from sennit.transport.plans.plan import MAX_LOAN_BYTES
 
@@ -29,7 +30,7 @@ EAGER_MAX_BYTES: Final = 8_192
 PEERS_MAX: Final = 8
 
 
-class Traffic(NamedTuple):
+class Traffic(LightTuple):
     """What the busiest rank sends over one way."""
 
     rounds: int = 0
@@ -48,7 +49,7 @@ class Traffic(NamedTuple):
         return self.rounds * costs.round_s + self.messages * costs.message_s + self.sent_bytes * byte_s
 
 
-class Work(NamedTuple):
+class Work(LightTuple):
     """What the busiest rank does in one collective."""
 
     near: Traffic

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Final, NamedTuple
+from typing import Final
+
+from sennit.transport.light_tuple import LightTuple
 
 
 class Collective(StrEnum):
@@ -20,7 +22,7 @@ class Collective(StrEnum):
     """An alltoall of equal parts."""
 
 
-class Costs(NamedTuple):
+class Costs(LightTuple):
     """Seconds that the parts of a collective take, for one way between ranks."""
 
     round_s: float

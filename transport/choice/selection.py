@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from sennit.transport import algorithms
 from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.choice.cost_model import Work, stream_count, work_of
 from sennit.transport.choice.costs import NETWORK, SHARED_MEMORY, Collective, Costs
 from sennit.transport.config import Algorithm
+from sennit.transport.light_tuple import LightTuple
 from sennit.transport.plans.elements import Dtype, ReduceOp, accumulator
 from sennit.transport.plans.hosts import Hosts
 from sennit.transport.plans.plan import Plan
@@ -45,7 +46,7 @@ def grade_bytes(number: int) -> int:
     return number - 4 * shift << shift
 
 
-class Selection(NamedTuple):
+class Selection(LightTuple):
     """Which algorithm each collective of a group runs, and the plans of reductions."""
 
     hosts: Hosts

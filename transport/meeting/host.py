@@ -11,9 +11,10 @@ import contextlib
 import os
 import platform
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, Self
 
 from sennit.transport.errors import DeviceError
+from sennit.transport.light_tuple import LightTuple
 
 # random(4): a new random UUID at every boot, the same in all containers of one kernel. Host names do not help:
 # containers of one host have different names, and clones of one image have the same.
@@ -34,7 +35,7 @@ def machine_identity(*, boot_id: Path = BOOT_ID) -> str:
         raise DeviceError(f"cannot read {boot_id}{hint}", error.errno) from error
 
 
-class Process(NamedTuple):
+class Process(LightTuple):
     """A process of any host. Equal ones are the same process."""
 
     host_name: str

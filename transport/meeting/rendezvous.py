@@ -25,12 +25,13 @@ from __future__ import annotations
 import base64
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from sennit.transport import descriptors
 from sennit.transport.choice.calibration import Calibration, read_calibration
 from sennit.transport.config import Config, TransportKind
 from sennit.transport.errors import ConfigError, DeviceError, Unsupported
+from sennit.transport.light_tuple import LightTuple
 from sennit.transport.meeting.exchanges import Exchanges
 from sennit.transport.meeting.host import host_identity, machine_identity
 from sennit.transport.meeting.rank_records import Record
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 AnyEndpoint = TypeVar("AnyEndpoint", bound="Endpoint")
 
 
-class Connection(NamedTuple, Generic[AnyEndpoint]):
+class Connection(LightTuple, Generic[AnyEndpoint]):
     """A connected endpoint, and how it reaches each rank: "self", "shm", "udp" or "verbs"."""
 
     endpoint: AnyEndpoint

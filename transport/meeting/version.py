@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, Self
+
+from sennit.transport.light_tuple import LightTuple
 
 # What ranks exchange through the store: rendezvous and membership records, the udp offer, plans
 # (docs/reference/plans.md), the shared-memory layout; and which paths their trial of the network has. Increased when
@@ -15,7 +17,7 @@ PROTOCOL_VERSION: Final = 8
 WIRE_REVISION: Final = 3
 
 
-class Versions(NamedTuple):
+class Versions(LightTuple):
     """The versions of one process. The package's version is for people. Only the other two are compared."""
 
     package: str

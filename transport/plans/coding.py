@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from enum import IntEnum
-from typing import Final, NamedTuple
+from typing import Final
+
+from sennit.transport.light_tuple import LightTuple
 
 
 class CodecKind(IntEnum):
@@ -35,7 +37,7 @@ _LONGEST_BLOCK: Final = 4096
 LOSSLESS_BLOCK: Final = 8192
 
 
-class Coding(NamedTuple):
+class Coding(LightTuple):
     """A codec without its seed."""
 
     kind: CodecKind

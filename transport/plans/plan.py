@@ -8,8 +8,9 @@ and checks, `reference.py` runs the plans of all ranks in NumPy.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
+from sennit.transport.light_tuple import LightTuple
 from sennit.transport.plans.counts import CountRange
 from sennit.transport.plans.elements import Dtype, ReduceOp, accumulator
 from sennit.transport.plans.tree import balanced
@@ -28,7 +29,7 @@ ANY_PEER: Final = 0xFFFFFFFF
 LENGTH_BYTES: Final = 8
 
 
-class Operand(NamedTuple):
+class Operand(LightTuple):
     """Where a step reads: byte `offset` of buffer `index`. With `is_view`: of the loan of RECV step `index`."""
 
     index: int  # type: ignore[assignment]  # in place of the method of tuples
@@ -38,7 +39,7 @@ class Operand(NamedTuple):
     """Whether the operand of a REDUCE is a partial sum, in the accumulator's type."""
 
 
-class Send(NamedTuple):
+class Send(LightTuple):
     """Sends `size_bytes` at `source` to `peer` as message `slot`. Done when the range may be overwritten.
 
     `comes_back`: a round trip, after which the range holds the result of the peer's reduction. `has_length`:
@@ -54,7 +55,7 @@ class Send(NamedTuple):
     has_length: bool = False
 
 
-class Recv(NamedTuple):
+class Recv(LightTuple):
     """Receives message `slot` of `peer` into `buffer` at `offset`, or as a loan if `buffer` is None.
 
     `comes_back`: a loan on a round trip. The reduction that reads it writes its result there, too. `has_length`: as
@@ -71,7 +72,7 @@ class Recv(NamedTuple):
     has_length: bool = False
 
 
-class Copy(NamedTuple):
+class Copy(LightTuple):
     """Copies `size_bytes` from `source` into `buffer` at `offset`."""
 
     source: Operand
@@ -81,7 +82,7 @@ class Copy(NamedTuple):
     after: tuple[int, ...] = ()
 
 
-class Encode(NamedTuple):
+class Encode(LightTuple):
     """Codes `size_bytes` of elements at `source` into `buffer` at `offset`.
 
     `first_index` is the logical index of the first one: a number, or the elements of a range of counts. With the post's
@@ -98,7 +99,7 @@ class Encode(NamedTuple):
     after: tuple[int, ...] = ()
 
 
-class Decode(NamedTuple):
+class Decode(LightTuple):
     """Decodes `source` into `size_bytes` of elements of `buffer` at `offset`.
 
     Of LOSSLESS, rank `peer` has coded them: it is blamed if they are malformed.
@@ -114,7 +115,7 @@ class Decode(NamedTuple):
     peer: int = 0
 
 
-class Reduce(NamedTuple):
+class Reduce(LightTuple):
     """The fold of `operands` into `size_bytes` of `buffer` at `offset`.
 
     `program` says in which order (tree.py): `program[i]` pairs are combined after operand i was pushed. The result may
@@ -162,7 +163,7 @@ def coded_bytes(step: Encode | Decode) -> int:
     return step.coding.coded_bytes(step.size_bytes // step.dtype.item_bytes, step.dtype.item_bytes)
 
 
-class Plan(NamedTuple):
+class Plan(LightTuple):
     """A program for rank `rank` of `world`.
 
     `buffer_bytes` are the minimum sizes of the caller's buffers. Buffer number `len(buffer_bytes)` is scratch of
@@ -280,11 +281,11 @@ class PlanBuilder:
         after: Iterable[int] = (),
         has_length: bool = False,
     ) -> int:
-        return self._add(Recv(peer, slot, size_bytes, buffer, offset, _ascending(after), has_length=has_length))
+        return self._add(Recv(peer, slot, size_bytes, buffer, offset, _ascending(after), False, has_length))
 
     def loan(self, peer: int, slot: int, size_bytes: int, *, comes_back: bool = False) -> int:
         """Adds a receive whose bytes stay in the transport until one local step has read them."""
-        return self._add(Recv(peer, slot, size_bytes, None, 0, comes_back=comes_back))
+        return self._add(Recv(peer, slot, size_bytes, None, 0, (), comes_back))
 
     def copy(self, source: Operand, buffer: int, offset: int, size_bytes: int, *, after: Iterable[int] = ()) -> int:
         return self._add(Copy(source, buffer, offset, size_bytes, self._with_loans((source,), after)))

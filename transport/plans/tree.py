@@ -10,12 +10,12 @@ any order; a sum that is put together from nodes has the same bits whoever made 
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
 
 from sennit.transport.errors import ArgumentError
+from sennit.transport.light_tuple import LightTuple
 
 
-class Span(NamedTuple):
+class Span(LightTuple):
     """Leaves `low` up to, not including, `high`."""
 
     low: int

@@ -9,9 +9,10 @@ fixed: then they are the room before a piece.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Final
 
 from sennit.transport.errors import ArgumentError
+from sennit.transport.light_tuple import LightTuple
 
 LINE_BYTES: Final = 64
 # How many bits of a count in the binary form are the width. The number of the piece is above.
@@ -35,7 +36,7 @@ def share_bounds(elements: int, shares: int, item_bytes: int) -> list[int]:
     return [min(lines * part // shares * line, elements) for part in range(shares + 1)]
 
 
-class VectorCut(NamedTuple):
+class VectorCut(LightTuple):
     """A cut of vectors of 1 to `elements_max` elements; 0 if that is 0."""
 
     elements_max: int
