@@ -82,12 +82,9 @@ def raw_samples(name: str, pieces: Sequence[Piece], schema: Schema) -> RawSample
     The types are those that `check_types` allows. Raises DataError for values that the schema does not allow.
     """
     labels = labels_of(pieces, schema)
-    dense = [_numbers(pieces, part, operates=not schema.has_operated) for part in schema.dense] or [
-        np.ones(len(labels), np.float32)
-    ]
     return RawSamples(
         name=name,
-        dense=dense_matrix(dense),
+        dense=numbers_of(pieces, schema, schema.dense) if schema.dense else torch.ones(len(labels), 1),
         dense_fields=schema.dense or NO_DENSE,
         labels=labels,
         label_names=schema.labels,
@@ -132,6 +129,11 @@ def _is_bag(types: Any, kind: Any) -> bool:
 
 def _is_text(types: Any, kind: Any) -> bool:
     return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+
+
+def numbers_of(pieces: Sequence[Piece], schema: Schema, fields: Sequence[DenseField]) -> Tensor:
+    """Float32 [N, fields]: these columns of the schema after their operators, NaN for null. Raises as `raw_samples`."""
+    return dense_matrix([_numbers(pieces, part, operates=not schema.has_operated) for part in fields])
 
 
 def labels_of(pieces: Sequence[Piece], schema: Schema) -> Tensor:

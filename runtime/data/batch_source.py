@@ -12,7 +12,7 @@ from sennit.offload.ingest.facts import TableFacts
 from sennit.offload.sketch import Sketch, SketchShape, ids_of_rows, sampled_rows
 from sennit.runtime.data.batch import Batch
 from sennit.runtime.data.numbering import Numbering
-from sennit.runtime.data.preprocessing import Preprocessing
+from sennit.runtime.data.preprocessing import Preprocessing, Scale
 from sennit.runtime.data.samples import Samples
 
 
@@ -40,6 +40,12 @@ class BatchSource(Protocol):
 
     def take(self, number: int) -> Batch:
         """This rank's part of the batch, with the tables in the order of `tables`."""
+
+    def scales(self, steps: int) -> tuple[Scale, ...] | None:
+        """Those of dense features after so many training steps, whose batches were taken; None if they never change."""
+
+    def restore_scales(self, steps: int, told: Sequence[Sequence[float]] | None) -> None:
+        """Goes on after so many steps, while no batch is on its way. `told`: mean and deviation of each of `scales`."""
 
     def release(self, number: int) -> None:
         """Says that the batch is used up. Its tensors may be overwritten from now on."""

@@ -105,11 +105,22 @@ class Preprocessing:
             ),
         )
 
+    def scaled(self, scales: tuple[Scale, ...]) -> Preprocessing:
+        """The same with other means and deviations."""
+        return replace(self, scales=scales)
+
+    @property
+    def begun(self) -> Preprocessing:
+        """Without the means and deviations that follow the stream, so that it is the same all along."""
+        if not any(scale.field.running for scale in self.scales):
+            return self
+        return self.scaled(tuple(Scale.of(one.field, 0, 0) if one.field.running else one for one in self.scales))
+
     def is_of(self, schema: Schema) -> bool:
         """Whether data of this schema have the features of the model, in their order."""
-        dense = [part.name for part in schema.dense] or [part.name for part in NO_DENSE]
+        dense = [(part.name, part.running) for part in schema.dense or NO_DENSE]
         sparse = [(part.name, part.encode) for part in schema.sparse]
-        return dense == [scale.field.name for scale in self.scales] and sparse == [
+        return dense == [(scale.field.name, scale.field.running) for scale in self.scales] and sparse == [
             (part.name, part.kind) for part in self.encodings
         ]
 
@@ -159,6 +170,7 @@ class Preprocessing:
                     "mean": scale.mean,
                     "deviation": scale.deviation,
                 }
+                | ({} if scale.field.running is None else {"running": scale.field.running})
                 for scale in self.scales
             ],
             "sparse": [
@@ -204,6 +216,7 @@ class Preprocessing:
                             name=str(part["name"]),
                             clamp=None if part["clamp"] is None else (float(part["clamp"][0]), float(part["clamp"][1])),
                             log1p=bool(part["log1p"]),
+                            running=None if part.get("running") is None else int(part["running"]),
                         ),
                         mean=float(part["mean"]),
                         deviation=float(part["deviation"]),

@@ -7,6 +7,7 @@
     [dense.price]
     clamp = [0, 1000]
     log1p = true
+    running = 1_000_000
     [sparse.user]
     rows = 100_000
     [sparse.city]
@@ -43,6 +44,7 @@ TIME_UNITS: Final = ("s", "ms", "us", "ns")
 _KEYS: Final = ("label", "dense", "sparse", "sample_weight", "time", "text", "skip_broken")
 _TEXT_KEYS: Final = ("delimiter", "names", "quote", "nulls", "types", "skip_broken")
 ROWS_MAX: Final = 2**40 - 1
+RUNNING_MAX: Final = 2**40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +54,8 @@ class DenseField:
     name: str
     clamp: tuple[float, float] | None = None
     log1p: bool = False
+    running: int | None = None
+    """Mean and deviation follow the stream: what came before counts as so many numbers. None: they are fitted once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +112,11 @@ class Schema:
 
     has_operated: bool = False
     """Whether the columns have what the operators of `dense` have made. Samples in memory do."""
+
+    @property
+    def running(self) -> tuple[DenseField, ...]:
+        """The columns of numbers whose mean and deviation follow the stream."""
+        return tuple(part for part in self.dense if part.running is not None)
 
     @property
     def columns(self) -> list[str]:
@@ -254,18 +263,20 @@ def _text_format(entry: Any) -> TextFormat:
 
 def _dense_field(name: str, entry: Any) -> DenseField:
     place = f"dense.{name}"
-    _check_keys(place, _table(place, entry), ("clamp", "log1p"))
-    clamp, log1p = entry.get("clamp"), entry.get("log1p", False)
+    _check_keys(place, _table(place, entry), ("clamp", "log1p", "running"))
+    clamp, log1p, running = entry.get("clamp"), entry.get("log1p", False), entry.get("running")
     if not isinstance(log1p, bool):
         raise DataError(f"{place}.log1p is {log1p!r}; allowed: true, false")
+    if running is not None:
+        _check_integer(f"{place}.running", running, 1, RUNNING_MAX)
     if clamp is None:
-        return DenseField(name=name, log1p=log1p)
+        return DenseField(name=name, log1p=log1p, running=running)
     if not (isinstance(clamp, list) and len(clamp) == 2 and all(_is_number(bound) for bound in clamp)):
         raise DataError(f"{place}.clamp is {clamp!r}; allowed: [low, high], two numbers")
     low, high = (float(bound) for bound in clamp)
     if low > high:
         raise DataError(f"{place}.clamp is {clamp!r}; allowed: low at most high")
-    return DenseField(name=name, clamp=(low, high), log1p=log1p)
+    return DenseField(name=name, clamp=(low, high), log1p=log1p, running=running)
 
 
 def _sparse_field(name: str, entry: Any) -> SparseField:

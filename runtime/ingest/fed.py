@@ -137,6 +137,12 @@ class FedSource:
         labels, dense, lengths, values = self._session.take(number).tensors()
         return Batch(dense=dense, labels=labels, lengths=lengths, values=torch.cat(values))
 
+    def scales(self, steps: int) -> None:
+        return None
+
+    def restore_scales(self, steps: int, told: object) -> None:
+        pass
+
     def release(self, number: int) -> None:
         self._session.release(number)
 

@@ -167,6 +167,12 @@ def check_samples(stream: Stream) -> None:
     for what, is_there in more.items():
         if is_there:
             raise DataError(f"{stream.name} has {what}; allowed: data without, because records have no place for them")
+    if schema.running:
+        part = schema.running[0]
+        raise DataError(
+            f"{stream.name}: column {part.name} has running = {part.running}, but a feeder reads only what ranks ask "
+            "it for; allowed: without running, or ranks that read the files themselves"
+        )
 
 
 def _field(number: int, encoding: Encoding, extent: FeatureExtent) -> Ids:

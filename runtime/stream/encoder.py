@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -43,22 +44,33 @@ class Encoder:
         same types.
         """
         if not preprocessing.is_of(schema):
-            here = [part.name for part in schema.dense] + [part.name for part in schema.sparse]
-            model = [scale.field.name for scale in preprocessing.scales] + [one.name for one in preprocessing.encodings]
+            here = [*map(_named, schema.dense), *(part.name for part in schema.sparse)]
+            model = [*(_named(scale.field) for scale in preprocessing.scales)]
+            model += [one.name for one in preprocessing.encodings]
             raise DataError(
                 f"data with the features {', '.join(here)}; allowed: those of the model, {', '.join(model)}"
             )
         self.schema = schema
         self.preprocessing = preprocessing
         self._types, self._hashes = types, hashes
-        self._encoder = BatchEncoder(
-            # Without dense columns there is a constant one, which no batch has.
-            [_number_encoder(scale, operates=not schema.has_operated) for scale in preprocessing.scales]
-            if schema.dense
-            else [],
-            [_id_encoder(encoding, hashes) for encoding in preprocessing.encodings],
-        )
+        self._ids = [_id_encoder(encoding, hashes) for encoding in preprocessing.encodings]
+        self._encoder = self._native()
         self._layout: _Layout | None = None
+
+    def _native(self) -> BatchEncoder:
+        operates, scales = not self.schema.has_operated, self.preprocessing.scales
+        # Without dense columns there is a constant one, which no batch has.
+        numbers = [_number_encoder(scale, operates=operates) for scale in scales] if self.schema.dense else []
+        return BatchEncoder(numbers, self._ids)
+
+    def scaled(self, scales: tuple[Scale, ...]) -> Encoder:
+        """The same with other means and deviations."""
+        if scales is self.preprocessing.scales:
+            return self
+        other = copy.copy(self)
+        other.preprocessing = self.preprocessing.scaled(scales)
+        other._encoder = other._native()
+        return other
 
     def encode(self, batch: Any, place: Place) -> Samples:
         """The rows of a `pyarrow.RecordBatch`: dense features scaled, ids as rows of tables.
@@ -121,6 +133,10 @@ class _Layout:
             ids=[place[part.name] for part in schema.sparse],
             casts=casts,
         )
+
+
+def _named(field: DenseField) -> str:
+    return field.name if field.running is None else f"{field.name} (running = {field.running})"
 
 
 def _column(encoding: Encoding, ids: TableIds) -> Column:

@@ -22,6 +22,7 @@ from sennit.runtime.data.raw_samples import RawSamples
 from sennit.runtime.data.samples import Samples
 from sennit.runtime.data.schema import Schema, read_schema
 from sennit.runtime.data.source import Source
+from sennit.runtime.stream.running import told
 from sennit.runtime.stream.settings import OpenedStream, StreamSettings, open_stream, short_stream
 from sennit.runtime.stream.source import StreamSource
 from sennit.transport.errors import ConfigError
@@ -90,9 +91,6 @@ class StreamLoader(Closing):
         if preprocessing is None:
             preprocessing = found.fit(group=group)
         rank, world_size = place_in(group)
-        self.preprocessing = preprocessing
-        """How data become what the model reads. A server needs it, too."""
-
         self.order = found.order
         self.step = 0
         """Training batches taken."""
@@ -102,7 +100,14 @@ class StreamLoader(Closing):
 
         self._settings = {"fingerprint": found.stream.index.fingerprint, "seed": seed, "batch_size": batch_size}
         self._settings |= {"slices": slices, "stream": settings.fixed}
+        self._preprocessing = preprocessing
         self._source = StreamSource(found.stream, found.order, preprocessing, rank=rank, world_size=world_size)
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """How data become what the model reads, as it is after the batches so far. A server needs it, too."""
+        scales = self._source.scales(self.step)
+        return self._preprocessing if scales is None else self._preprocessing.scaled(scales)
 
     @property
     def tables(self) -> tuple[TableFacts, ...]:
@@ -164,7 +169,8 @@ class StreamLoader(Closing):
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what tells this stream from another."""
-        return {"step": self.step, **self._settings}
+        scales = self._source.scales(self.step)
+        return {"step": self.step, **self._settings, **({} if scales is None else {"scales": told(scales)})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on behind the batches that had been taken. Raises DataError for the state of another stream."""
@@ -174,6 +180,7 @@ class StreamLoader(Closing):
         step = state.get("step")
         if not isinstance(step, int) or not 0 <= step <= self.order.step_count:
             raise DataError(f"step {step!r} in the state; allowed: 0 to {self.order.step_count}")
+        self._source.restore_scales(step, state.get("scales"))
         self.step, self._has_ended = step, False
 
     def close(self) -> None:

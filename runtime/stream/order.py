@@ -69,6 +69,16 @@ class Chunk:
     following: int | None
     """The first batch of the next chunk of this kind, after an epoch that of the next one; None: there is none."""
 
+    steps: int
+    """The training steps that come before it."""
+
+    batches: int
+    """How many it has a part of."""
+
+    block: Interval | None
+    """What it is of in all ranks together, numbers in the part; None unless it is a whole chunk of training in order.
+    """
+
 
 @dataclass(frozen=True)
 class _InOrder:
@@ -192,7 +202,8 @@ class StreamOrder(Numbering):
     eval_every: int | None = None
     slices: int = 8
     chunk_rows: int = CHUNK_ROWS
-    """Rows of a chunk of all ranks, where they are not shuffled. It decides no bit, but how much is in memory."""
+    """Rows of a chunk of all ranks, where they are not shuffled. It decides how much is in memory, and no bit unless
+    columns are running (`running.RunningScales`)."""
 
     shuffle_rows: int = 1 << 18
     """Rows of a window of all slices, in which rows are permuted, at most. Those of an epoch have one size. Part of the
@@ -310,9 +321,14 @@ class StreamOrder(Numbering):
         begin = batch // phase.chunk_batches * phase.chunk_batches
         batches = range(begin, min(begin + phase.chunk_batches, phase.layout.batches))
         intervals = phase.layout.intervals(batches, own)
+        step, behind = self.place(number)
+        is_block = not behind and self.order != "shuffled" and len(batches) == phase.chunk_batches
         return Chunk(
             key=(phase.key, begin),
             part=phase.part,
+            steps=step + 1 if behind else step - batch + begin,
+            batches=len(batches),
+            block=(begin * self.batch_size, batches.stop * self.batch_size) if is_block else None,
             intervals=tuple(found for one in intervals if one[0] < one[1] for found in phase.numbers(one)),
             places=lambda wanted: phase.layout.places(batches, own, self._find(wanted)[1]),
             following=phase.number(batches.stop),

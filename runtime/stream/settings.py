@@ -28,6 +28,7 @@ from sennit.runtime.stream.index import StreamIndex, index_of, open_index
 from sennit.runtime.stream.memory_file import in_memory
 from sennit.runtime.stream.order import CHUNK_ROWS, ORDERS, STREAM_ORDER_VERSION, Interval, StreamOrder
 from sennit.runtime.stream.refused_rows import without_refused
+from sennit.runtime.stream.running import block_rows, check_order
 from sennit.runtime.stream.source import Stream
 from sennit.runtime.stream.split import Last, Split, split
 from sennit.runtime.stream.synthetic_data import index_of_synthetic, is_synthetic
@@ -243,6 +244,7 @@ def ordered(
     `train_rows`: the first rows; those behind are for evaluation. `grows`: more files may come. `before`: the stream
     when it had fewer files.
     """
+    check_order(name, settings.order, schema.running)
     needs_time = settings.order == "time" or settings.train_until_s is not None
     if needs_time and schema.time is None:
         raise DataError(
@@ -279,7 +281,7 @@ def ordered(
         max_steps=run.max_steps,
         eval_every=run.eval_every,
         slices=run.slices,
-        chunk_rows=min(CHUNK_ROWS, CHUNK_BYTES // _row_bytes(schema)),
+        chunk_rows=min(CHUNK_ROWS, CHUNK_BYTES // _row_bytes(schema), *(block_rows(part) for part in schema.running)),
         shuffle_rows=settings.shuffle_rows,
         rolling=windows,
         grows=grows,

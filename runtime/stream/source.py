@@ -15,7 +15,7 @@ from sennit.offload.ingest.facts import TableFacts
 from sennit.offload.sketch import Sketch, SketchShape
 from sennit.runtime.data.batch import Batch
 from sennit.runtime.data.batch_source import IdCounter
-from sennit.runtime.data.preprocessing import Preprocessing
+from sennit.runtime.data.preprocessing import Preprocessing, Scale
 from sennit.runtime.data.samples import Column, Samples, offsets_of
 from sennit.runtime.data.schema import Schema
 from sennit.runtime.stream.chunk_reader import ChunkReader
@@ -23,6 +23,7 @@ from sennit.runtime.stream.encoder import Encoder
 from sennit.runtime.stream.index import StreamIndex
 from sennit.runtime.stream.order import Chunk, StreamOrder
 from sennit.runtime.stream.reader import Check
+from sennit.runtime.stream.running import RunningScales
 
 SAMPLED_PLACES: Final = 16
 """From so many blocks the sample to plan by is taken, from each its first piece."""
@@ -55,6 +56,7 @@ class StreamSource:
         """`counted`: counts the ids of this rank's batches like this."""
         self.order = order
         self.preprocessing: Preprocessing | None = preprocessing
+        self._running = RunningScales(preprocessing.scales) if stream.schema.running else None
         self.label_names = stream.schema.labels
         self.dense_count = len(preprocessing.scales)
         self._rank, self._world_size = rank, world_size
@@ -96,34 +98,58 @@ class StreamSource:
         """A batch's chunk, which is being read, as is the next one."""
         wanted = self.order.ahead(number, self._rank, self._world_size)
         # Chunks of an evaluation go as soon as it is over. Those of training outlast an evaluation.
-        self._training_keys = {one.key for one, is_training in wanted if is_training} or self._training_keys
-        kept = {one.key for one, _ in wanted} | self._training_keys
+        self._training_keys = {self._key(one) for one, is_training in wanted if is_training} or self._training_keys
+        kept = {self._key(one) for one, _ in wanted} | self._training_keys
         for key in [key for key in self._waiting if key not in kept]:
             self._waiting.pop(key).cancel()
         for one, is_training in wanted:
-            if one.key not in self._waiting:
-                self._waiting[one.key] = self._thread.submit(self._load, one, is_training)
+            if self._key(one) not in self._waiting:
+                self._waiting[self._key(one)] = self._thread.submit(self._load, one, is_training)
         chunk, is_training = wanted[0]
         if is_training and self._evaluates:
             # What an evaluation has open is as much as training has, and the next one begins elsewhere.
             self._thread.submit(self._evaluation.close)
         self._evaluates = not is_training
-        return chunk, self._waiting[chunk.key]
+        return chunk, self._waiting[self._key(chunk)]
+
+    def _key(self, chunk: Chunk) -> object:
+        # Two evaluations of the same rows may have other scales.
+        return chunk.key if self._running is None else (chunk.key, chunk.steps)
 
     def _load(self, chunk: Chunk, is_training: bool) -> Samples:
-        parts = (self._training if is_training else self._evaluation).read(chunk)
+        reader, running = self._training if is_training else self._evaluation, self._running
+        if running is None:
+            parts = reader.read(chunk)
+        elif chunk.block is None:
+            parts = reader.read(chunk, running.after(chunk.steps))
+        else:
+            parts, numbers = reader.read_block(chunk, running.after(chunk.steps))
+            # The thread reads chunks in turn, so it has read the blocks before this one.
+            running.follow(chunk.steps, chunk.steps + chunk.batches, numbers)
         return joined(parts) if parts else _none_of(self._sample)
+
+    def scales(self, steps: int) -> tuple[Scale, ...] | None:
+        return None if self._running is None else self._running.after(steps)
+
+    def restore_scales(self, steps: int, told: Sequence[Sequence[float]] | None) -> None:
+        if self._running is not None:
+            self._forget()
+            self._running.restore(steps, told)
 
     def take_over(self, stream: Stream, order: StreamOrder) -> None:
         """Goes on with a stream that has more rows behind those of the present one, while no batch is on its way."""
+        self._forget()
+        self.order = order
+        self._read(stream)
+
+    def _forget(self) -> None:
+        """Drops all that was read."""
         for future in self._waiting.values():
             future.cancel()
         self._waiting.clear()
         self._training_keys.clear()
         # Their thread alone uses the readers.
         self._thread.submit(self._close_readers).result()
-        self.order = order
-        self._read(stream)
 
     def _read(self, stream: Stream) -> None:
         """Begins to read a stream.

@@ -91,11 +91,13 @@ def fixed_of(config: TrainingConfig, source: BatchSource) -> dict[str, Any]:
         fixed["order"]["validation_fraction"] = config.validation_fraction
     if len(source.label_names) > 1:
         fixed["model"]["labels"] = source.label_names
+    if running := _running(source):
+        fixed["order"]["running"] = running
     if unlisted := [table.name for table in source.tables if table.is_dynamic]:
         # Hashes of ids would be other ids.
         fixed["model"]["dynamic_ids"] = unlisted
     if config.warm_start is not None and source.preprocessing is not None:
-        fixed["model"]["warm_start"] = _sha256(source.preprocessing)
+        fixed["model"]["warm_start"] = _sha256(source.preprocessing.begun)
     fixed["model"] |= {
         "preprocessing": preprocessing.FORMAT,
         "dense_features": source.dense_count,
@@ -159,6 +161,8 @@ def _documents(trainer: Trainer, more: Mapping[str, str]) -> dict[str, str]:
         return {}
     made, known = dict(more), trainer.source.preprocessing
     if known is not None:
+        if (scales := trainer.source.scales(trainer.step)) is not None:
+            known = known.scaled(scales)
         made[preprocessing.NAME] = known.text()
     if isinstance(trainer.source, FollowingSource):
         made[SEEN] = seen_text(trainer.source.seen)
@@ -332,6 +336,12 @@ def reading_folders() -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(str(error)) from error
+
+
+def _running(source: BatchSource) -> dict[str, int]:
+    """The columns whose scales follow the stream, and what they had before counts as."""
+    scales = () if source.preprocessing is None else source.preprocessing.scales
+    return {scale.field.name: scale.field.running for scale in scales if scale.field.running is not None}
 
 
 def _table(table: Table) -> dict[str, Any]:

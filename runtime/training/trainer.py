@@ -35,6 +35,7 @@ from sennit.runtime.replicas.replicas import SlicedReplicas
 from sennit.runtime.sharded.module import ShardedEmbeddingBags
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.stream.following import FollowingSource
+from sennit.runtime.stream.running import told
 from sennit.runtime.timeline.timeline import Timeline
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.metrics import Evaluation, Quality
@@ -410,6 +411,8 @@ class Trainer(Closing):
         state |= self._lost()
         # Order of samples and initial weights follow from seed and position, so no generator is saved.
         state["position"] = {"step": self.step, "passes": self.replicas.passes}
+        if (scales := self.source.scales(self.step)) is not None:
+            state["position"]["scales"] = told(scales)
         return state
 
     def _lost(self) -> dict[str, Tensor]:
@@ -439,6 +442,7 @@ class Trainer(Closing):
         self._ahead.drop()
         self.tables.load_state_dict(part(TABLES))
         self.step, self.replicas.passes = int(state["position"]["step"]), int(state["position"]["passes"])
+        self.source.restore_scales(self.step, state["position"].get("scales"))
         if self.replicas.residuals is not None:
             # Rounding is to nearest: the number of calls decides nothing.
             place = {"rank": self.rank, "world": self.world_size, "calls": self.step}

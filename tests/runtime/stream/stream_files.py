@@ -34,6 +34,11 @@ first = 2
 encode = "dictionary"
 """
 
+# Blocks have 125 rows: three batches of 40.
+RUNNING = SCHEMA.replace("[dense.price]", "[dense.price]\nrunning = 2_000").replace(
+    "[dense.age]", "[dense.age]\nrunning = 3_000"
+)
+
 
 def table(seed: int, count: int = 1200) -> Any:
     """Rows over 12 hours. Cities of later hours are new ones."""
@@ -58,11 +63,11 @@ def table(seed: int, count: int = 1200) -> Any:
     )
 
 
-def write(folder: Path, rows: Any, *, files: int = 3, group: int = 90) -> list[str]:
+def write(folder: Path, rows: Any, *, files: int = 3, group: int = 90, schema: str = SCHEMA) -> list[str]:
     """Writes Parquet files and a schema. Returns the options that name them."""
     folder.mkdir(exist_ok=True)
     for number in range(files):
         begin, end = (of * len(rows) // files for of in (number, number + 1))
         pq.write_table(rows.slice(begin, end - begin), folder / f"part-{number}.parquet", row_group_size=group)
-    (folder / "schema.toml").write_text(SCHEMA)
+    (folder / "schema.toml").write_text(schema)
     return ["--data", str(folder), "--schema", str(folder / "schema.toml")]
