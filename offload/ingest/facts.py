@@ -45,6 +45,12 @@ class Facts:
 
     tables: tuple[TableFacts, ...]
     dense_names: tuple[str, ...]
+    label_names: tuple[str, ...] = ("label",)
+    """The first one is the label of a record. The others are numbers of the plan behind the dense features."""
+
+    has_weights: bool = False
+    """Whether the weight of a sample is the last number of the plan."""
+
     preprocessing: Mapping[str, Any] | None = None
     """The preprocessing of the samples before they became records, as JSON for trainers, who store it in checkpoints.
 
@@ -57,10 +63,13 @@ class Facts:
     """
 
     def __post_init__(self) -> None:
-        if len(self.plan.sparse) != len(self.tables) or len(self.plan.dense) != len(self.dense_names):
+        if not self.label_names:
+            raise PlanError("no label; allowed: at least one")
+        numbers = len(self.dense_names) + len(self.label_names) - 1 + self.has_weights
+        if len(self.plan.sparse) != len(self.tables) or len(self.plan.dense) != numbers:
             raise PlanError(
-                f"the plan has {len(self.plan.sparse)} tables and {len(self.plan.dense)} dense features, but "
-                f"{len(self.tables)} and {len(self.dense_names)} are named"
+                f"the plan has {len(self.plan.sparse)} tables and {len(self.plan.dense)} numbers, but "
+                f"{len(self.tables)} and {numbers} are named"
             )
         if self.plan.keep:
             raise PlanError("a plan that leaves out rows; allowed: one that keeps them all, so that batches are full")
@@ -81,6 +90,8 @@ class Facts:
             "numbering": self.numbering,
             "tables": [[table.name, table.rows, table.mean_length, table.is_dynamic] for table in self.tables],
             "dense_names": list(self.dense_names),
+            "label_names": list(self.label_names),
+            "has_weights": self.has_weights,
             "preprocessing": self.preprocessing,
             "plan": {
                 "schema": self.plan.schema.as_json(),
@@ -115,6 +126,8 @@ class Facts:
                 numbering=content["numbering"],
                 tables=tables,
                 dense_names=tuple(text("facts: dense name", name) for name in content["dense_names"]),
+                label_names=tuple(text("facts: label name", name) for name in content["label_names"]),
+                has_weights=_boolean("whether samples have weights", content["has_weights"]),
                 preprocessing=preprocessing,
                 plan=FeaturePlan(
                     schema=Schema.from_json(plan["schema"]),

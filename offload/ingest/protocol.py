@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final, Self
 from sennit.errors import FormatError
 
 # Incremented when messages change, or the order of samples that the terms define.
-VERSION: Final = 6
+VERSION: Final = 7
 # A plan and a schema of 512 fields take about a tenth of this.
 LINE_MAX_BYTES: Final = 1 << 20
 TEXT_MAX: Final = 1024

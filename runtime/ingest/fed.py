@@ -106,7 +106,7 @@ class FedSource:
         self.fingerprint = self.facts.fingerprint
         self.preprocessing = _preprocessing(self.facts)
         self.dense_count = len(self.facts.dense_names)
-        self.label_names: tuple[str, ...] = ("label",)
+        self.label_names = self.facts.label_names
 
     def begin(self, number: int) -> None:
         counts = self.order.counts(0, self._world_size)
@@ -134,8 +134,15 @@ class FedSource:
 
     def take(self, number: int) -> Batch:
         """The batch as views of the ring. Only the ids are copied, one table after the other."""
-        labels, dense, lengths, values = self._session.take(number).tensors()
-        return Batch(dense=dense, labels=labels, lengths=lengths, values=torch.cat(values))
+        labels, numbers, lengths, values = self._session.take(number).tensors()
+        dense, weights, ends = numbers, None, self.dense_count + len(self.label_names) - 1
+        if numbers.shape[1] > self.dense_count:
+            dense = numbers[:, : self.dense_count].contiguous()
+        if len(self.label_names) > 1:
+            labels = torch.cat([labels[:, None], numbers[:, self.dense_count : ends]], 1)
+        if self.facts.has_weights:
+            weights = numbers[:, ends].contiguous()
+        return Batch(dense=dense, labels=labels, lengths=lengths, values=torch.cat(values), sample_weights=weights)
 
     def scales(self, steps: int) -> None:
         return None

@@ -11,7 +11,7 @@ from sennit.offload.ingest.facts import Facts
 from sennit.offload.ingest.protocol import LINE_MAX_BYTES, Terms
 from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.data.source import Source
-from sennit.runtime.ingest.layout import RecordLayout, Survey, check_samples
+from sennit.runtime.ingest.layout import RecordLayout, Survey, check_columns
 from sennit.runtime.ingest.order import numbering_of, settings_of
 from sennit.runtime.stream.fitting import fit
 from sennit.runtime.stream.order import StreamOrder
@@ -43,7 +43,7 @@ class FeedStream:
     def of(cls, opened: OpenedStream, *, min_frequency: int = 1) -> Self:
         """Fits the preprocessing of an open stream, and looks at all its rows on the way."""
         stream, order = opened.stream, opened.order
-        check_samples(stream)
+        check_columns(stream)
         part, survey = order.training_part(), Survey(stream)
         preprocessing = fit(
             stream.name,
@@ -58,7 +58,7 @@ class FeedStream:
         survey.read(0, begin)
         survey.read(end, stream.index.sample_count)
         extents = [survey.extents[encoding.name] for encoding in preprocessing.encodings]
-        layout = RecordLayout.of(stream.name, preprocessing, extents)
+        layout = RecordLayout.of(stream.name, stream.schema, preprocessing, extents)
         facts = Facts(
             name=stream.name,
             fingerprint=stream.index.fingerprint,
@@ -66,6 +66,8 @@ class FeedStream:
             numbering=numbering_of(order),
             tables=layout.tables,
             dense_names=tuple(scale.field.name for scale in preprocessing.scales),
+            label_names=stream.schema.labels,
+            has_weights=stream.schema.sample_weight is not None,
             plan=layout.plan,
         )
         told = preprocessing.as_json()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
+import torch
 
 from sennit.offload.errors import RecordError, SchemaError
 from sennit.offload.ingest.facts import TableFacts
@@ -24,6 +25,7 @@ from sennit.runtime.data.packages import require
 from sennit.runtime.data.preprocessing import Encoding, Preprocessing
 from sennit.runtime.data.raw_samples import Feature, RawSamples
 from sennit.runtime.data.samples import Column, Samples
+from sennit.runtime.data.schema import Schema as StreamSchema
 from sennit.runtime.stream.source import Stream
 
 
@@ -96,7 +98,10 @@ class Survey:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordLayout:
-    """The records of a stream's samples. Fields are named by number, because column names may be any text."""
+    """The records of a stream's samples. Fields are named by number, because column names may be any text.
+
+    A record has one label. Further ones, and then the weight of a sample, are numbers behind its dense features.
+    """
 
     name: str
     """Of the data set, for messages."""
@@ -107,10 +112,12 @@ class RecordLayout:
     """The plan by which trainers make batches."""
 
     @classmethod
-    def of(cls, name: str, preprocessing: Preprocessing, extents: Sequence[FeatureExtent]) -> Self:
+    def of(
+        cls, name: str, columns: StreamSchema, preprocessing: Preprocessing, extents: Sequence[FeatureExtent]
+    ) -> Self:
         """`extents`: in the order of the features. Raises DataError for samples that no record holds."""
         ids, tables, sparse = [], [], []
-        columns: dict[str, Operator] = {}
+        operators: dict[str, Operator] = {}
         for number, (encoding, extent) in enumerate(zip(preprocessing.encodings, extents, strict=True)):
             field = _field(number, encoding, extent)
             made = Feature(
@@ -120,7 +127,7 @@ class RecordLayout:
                 salt=encoding.salt,
                 is_dynamic=encoding.is_dynamic,
             ).operators(field.name, field.type)
-            columns |= made
+            operators |= made
             ids.append(field)
             rows = None if encoding.is_dynamic else encoding.row_count
             sparse.append(Sparse(column=[field.name, *made][-1], rows=rows))
@@ -132,13 +139,14 @@ class RecordLayout:
                     is_dynamic=encoding.is_dynamic,
                 )
             )
-        numbers = tuple(Dense(name=f"d{number}") for number in range(len(preprocessing.scales)))
+        count = len(preprocessing.scales) + len(columns.labels) - 1 + (columns.sample_weight is not None)
+        numbers = tuple(Dense(name=f"d{number}") for number in range(count))
         try:
             schema = Schema(dense=numbers, ids=tuple(ids))
         except SchemaError as error:
             raise DataError(f"{name}: {error}") from error
         plan = FeaturePlan(
-            schema=schema, columns=columns, dense=tuple(part.name for part in numbers), sparse=tuple(sparse)
+            schema=schema, columns=operators, dense=tuple(part.name for part in numbers), sparse=tuple(sparse)
         )
         return cls(name=name, schema=schema, tables=tuple(tables), plan=plan)
 
@@ -147,12 +155,14 @@ class RecordLayout:
         MemoryError.
         """
         fields = zip(self.schema.ids, samples.columns, strict=True)
+        labels, weights = samples.labels.reshape(len(samples), -1), samples.sample_weights
+        numbers = [samples.dense, labels[:, 1:], *([] if weights is None else [weights[:, None]])]
         try:
             return RecordStore.encode(
                 self.schema,
                 Columns(
-                    labels=samples.labels.numpy(),
-                    dense=np.ascontiguousarray(samples.dense.numpy()),
+                    labels=labels[:, 0].contiguous().numpy(),
+                    dense=torch.cat(numbers, 1).numpy(),
                     ids=tuple(_ids(field, column) for field, column in fields),
                 ),
             )
@@ -160,15 +170,9 @@ class RecordLayout:
             raise DataError(f"{self.name}: {error}") from error
 
 
-def check_samples(stream: Stream) -> None:
-    """Raises DataError for what records have no place for."""
-    schema = stream.schema
-    more = {"sample weights": schema.sample_weight is not None, "several labels": len(schema.labels) > 1}
-    for what, is_there in more.items():
-        if is_there:
-            raise DataError(f"{stream.name} has {what}; allowed: data without, because records have no place for them")
-    if schema.running:
-        part = schema.running[0]
+def check_columns(stream: Stream) -> None:
+    """Raises DataError for columns that cannot be fed."""
+    for part in stream.schema.running[:1]:
         raise DataError(
             f"{stream.name}: column {part.name} has running = {part.running}, but a feeder reads only what ranks ask "
             "it for; allowed: without running, or ranks that read the files themselves"

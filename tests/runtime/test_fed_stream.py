@@ -26,10 +26,10 @@ pytestmark = pytest.mark.timeout(240)
 
 
 def data_of(folder: Path, seed: int) -> list[str]:
-    """Files without sample weights, for which records have no place."""
-    options = write(folder, table(seed))
-    (folder / "schema.toml").write_text(SCHEMA.replace('sample_weight = "worth"\n', ""))
-    return options
+    """Files with sample weights and two labels."""
+    rows = table(seed)
+    rows = rows.append_column("bought", [(rows["age"].to_numpy() > 60).tolist()])
+    return write(folder, rows, schema=SCHEMA.replace('label = "clicked"', 'label = ["clicked", "bought"]'))
 
 
 def feeder(port: int, *arguments: str) -> ForkedCommand:
