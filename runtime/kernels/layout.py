@@ -43,13 +43,16 @@ def allocate(spec: ShardSpec, optimizer: OptimizerSpec, device: torch.device) ->
     """A table of zeros."""
     return ShardMemory(
         spec=spec,
-        weight=_zeros((spec.row_count, spec.dim), spec.precision.dtype, device),
-        states={name: _zeros(optimizer.state_shape(name, spec), torch.float32, device) for name in optimizer.states},
+        weight=zeros((spec.row_count, spec.dim), spec.precision.dtype, device),
+        states={name: zeros(optimizer.state_shape(name, spec), torch.float32, device) for name in optimizer.states},
     )
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocates on huge pages if the kernel has them. Rows are read at random, which would miss the TLB otherwise."""
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocates on huge pages if the kernel has them. Rows are read at random, which would miss the TLB otherwise.
+
+    Host memory above a page is there when it is used.
+    """
     count = math.prod(shape)
     size_bytes = count * dtype.itemsize
     if device.type != "cpu" or size_bytes < HUGE_PAGE_BYTES:

@@ -86,13 +86,14 @@ class RowCache(Closing):
         """Starts to fetch `rows`, int64 [n], which may repeat, and pins them. Returns at once."""
         return CachedBatch(self, self.native.fetch(rows))
 
-    def read(self, rows: NDArray[np.int64], *, timeout_s: float = 60.0) -> Arrays:
+    def read(self, rows: NDArray[np.int64], *, is_between: bool = False, timeout_s: float = 60.0) -> Arrays:
         """The current parts of `rows`, int64 [n], each once, from the cache or the store.
 
-        No batch may be in use. Raises `TimeoutError`.
+        No batch may be in use, unless the caller knows that no update is under way (`is_between`). Raises
+        `TimeoutError`.
         """
         arrays = self.store.layout.empty(len(rows))
-        if not self.native.read(rows, self.store.layout.as_bytes(arrays, len(rows)), timeout_s):
+        if not self.native.read(rows, self.store.layout.as_bytes(arrays, len(rows)), is_between, timeout_s):
             raise TimeoutError(f"{len(rows)} rows were not read within {timeout_s:g} s; {SLOW}")
         return arrays
 

@@ -13,7 +13,7 @@ from sennit.closing import Closing
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.checks import resolve
 from sennit.runtime.kernels.engine import EmbeddingEngine
-from sennit.runtime.kernels.layout import allocate
+from sennit.runtime.kernels.layout import allocate, zeros
 from sennit.runtime.kernels.optimizers import OptimizerSpec
 from sennit.runtime.kernels.spec import Bounds, Precision, Rounding, ShardSpec
 from sennit.runtime.memory.cache import CachedBatch, RowCache
@@ -66,24 +66,31 @@ class CachedTables(Closing):
         spare_count: int,
         policy: str = "lfu",
         precision: Precision | None = None,
+        loose_count: int = 0,
     ) -> None:
-        """`store` has these tables in this order. `precision`: of rows in the cache; None: that of the tables."""
+        """`store` has these tables in this order. `precision`: of rows in the cache; None: that of the tables.
+
+        `loose_count`: lines behind those of the cache, which it does not know. They take memory when they are used.
+        """
         self._lines = {"line_count": line_count, "spare_count": spare_count}
         self._policy = policy
         precision, total = precision or tables[0].precision, line_count + spare_count
-        whole = allocate(replace(tables[0], row_count=total, precision=precision), optimizer, torch.device("cpu"))
-        self.row_numbers = torch.zeros(total, dtype=torch.int64)
+        every = total + loose_count
+        whole = allocate(replace(tables[0], row_count=every, precision=precision), optimizer, torch.device("cpu"))
+        self.row_numbers = zeros((every,), torch.int64, torch.device("cpu"))
         """The number of each row in `memory`."""
         self.memory = [
-            replace(whole, spec=replace(spec, row_count=total, precision=precision), row_numbers=self.row_numbers)
+            replace(whole, spec=replace(spec, row_count=every, precision=precision), row_numbers=self.row_numbers)
             for spec in tables
         ]
         """The memory of each table."""
         self.parts = {"weight": whole.weight, **whole.states}
         """The weights and states of all lines by name, each [lines, …]."""
+        self.first_loose = total
+        """The first line that the cache does not know."""
         weight = whole.weight.view(torch.uint16) if whole.weight.dtype is torch.bfloat16 else whole.weight
-        arrays = {"weight": weight, **{name: state.view(total, -1) for name, state in whole.states.items()}}
-        self._arrays = {name: array.numpy() for name, array in arrays.items()}
+        arrays = {"weight": weight, **{name: state.view(every, -1) for name, state in whole.states.items()}}
+        self._arrays = {name: array[:total].numpy() for name, array in arrays.items()}
         # For each table: its first row in the store, and its word in the random numbers of rounding.
         self._first_rows = torch.tensor([store.layout.first_row(spec.name) for spec in tables])
         self._first_numbers = torch.tensor([spec.first_row for spec in tables])

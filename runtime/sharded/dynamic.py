@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from sennit.runtime.kernels.batch import Batch, Block
-from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.id_directory import IdDirectory
 from sennit.runtime.kernels.spec import Pooling, ShardSpec
 from sennit.runtime.sharded.row_numbers import Phase, RowNumbers
@@ -24,12 +23,21 @@ from sennit.runtime.sharded.tables import Shard, Table
 from sennit.transport.errors import ArgumentError
 
 
+class NumberedBatch(Announced):
+    """A batch of ids, which are numbered when it is fetched."""
+
+    def __init__(self, batch: Batch) -> None:
+        super().__init__(batch)
+        self.rows: Announced | None = None
+        """The batch of their rows, once it is announced."""
+
+
 class DynamicShards(Shards):
-    """Shards of one engine in memory. Some are of dynamic tables."""
+    """Shards of one engine. Some are of dynamic tables."""
 
     def __init__(
         self,
-        engine: EmbeddingEngine,
+        rows: Shards,
         model: Sequence[Table],
         shards: Sequence[Shard],
         specs: Sequence[ShardSpec],
@@ -38,41 +46,57 @@ class DynamicShards(Shards):
         state: Mapping[str, Tensor] | None,
         phase: Phase,
     ) -> None:
-        """`engine` has the rows of `with_spare_rows`. `specs`: without them. `state`: of these shards, if they have
-        been somewhere else before. `phase`: measures the time of a phase.
+        """`rows`: the same shards by numbers of rows, in memory or in files, with the rows of `spare_rows`. `specs`:
+        with directories. `state`: of these shards, if they have been somewhere else before. Files have it already.
+        `phase`: measures the time of a phase.
         """
-        super().__init__(engine, [shard.table for shard in shards])
-        self.specs = tuple(specs)
+        super().__init__(rows.engine, rows.tables)
+        self._rows, self.specs = rows, tuple(specs)
         self._numbers = {
-            number: RowNumbers(model[shard.table], shard, spec, engine, seed, phase)
+            number: RowNumbers(model[shard.table], shard, spec, number, rows, seed, phase)
             for number, (shard, spec) in enumerate(zip(shards, specs, strict=True))
             if spec.directories
         }
         # Copies of the entries, for `changed_entries`.
         self._before: dict[int, dict[str, Tensor]] = {}
         # Batches that are looked up and have not been updated or released.
-        self._in_use: weakref.WeakSet[Announced] = weakref.WeakSet()
-        self._open: Announced | None = None
+        self._in_use: weakref.WeakSet[NumberedBatch] = weakref.WeakSet()
+        self._open: NumberedBatch | None = None
         """The batch that was fetched, and neither settled nor released."""
 
         self._phase = phase
+        self._gone: list[Evicted] = []
         self._told: Callable[[Evicted], object] | None = None
         self._failed: Exception | None = None
         """What a user's function raised. All ranks hear of it with the next batch."""
 
         if state is not None:
-            self.load(state)
+            self._check_directories(state)
+            self._rows.load_memory(state)
+            self._load_directories(state)
+        else:
+            for own in self._numbers.values():
+                own.begin_shared()
+
+    def announce(self, batch: Batch) -> NumberedBatch:
+        return NumberedBatch(batch)
 
     def fetch(self, announced: Announced) -> None:
+        assert isinstance(announced, NumberedBatch)
         if self._failed is not None:
             error, self._failed = self._failed, None
             raise error
-        with self._phase("number ids"):
-            self._number(announced)
-
-    def _number(self, announced: Announced) -> None:
         # Rows are given here, and not when a batch is announced: the steps before it are done now.
         self._open = announced
+        with self._phase("number ids"):
+            batch = self._numbered(announced)
+            self._gone = [] if self._told is None else [one for own in self._numbers.values() for one in own.gone()]
+        announced.rows = self._rows.announce(batch)
+        self._rows.fetch(announced.rows)
+        announced.batch = announced.rows.batch
+
+    def _numbered(self, announced: Announced) -> Batch:
+        """The batch with rows in place of ids."""
         for own in self._numbers.values():
             own.begin()
         blocks_of: dict[int, list[Block]] = {}
@@ -88,20 +112,25 @@ class DynamicShards(Shards):
             rows = self._numbers[number].rows_of(ids, self.step + 1, trains=trains, once=once, admits=announced.admits)
             for block, part in zip(blocks, torch.split(rows, [block.lookup_count for block in blocks]), strict=True):
                 values[block.lookups] = part
-        announced.batch = dataclasses.replace(announced.batch, values=values)
+        return dataclasses.replace(announced.batch, values=values)
 
     def settle(self, announced: Announced) -> None:
+        assert isinstance(announced, NumberedBatch)
+        assert announced.rows is not None
         self._open = None
         if freed := {number: rows for number, own in self._numbers.items() if len(rows := own.freed)}:
             self._give_up(freed)
         self._in_use.add(announced)
-        gone = [one for own in self._numbers.values() for one in own.settle(tells=self._told is not None)]
-        if self._told is not None and gone:
-            for one in gone:
-                try:
-                    self._told(one)
-                except Exception as error:  # Any type, because the other ranks would wait for this one.
-                    self._failed = self._failed or error
+        for own in self._numbers.values():
+            own.settle(announced.rows)
+        gone, self._gone = self._gone, []
+        if (told := self._told) is None:
+            return
+        for one in gone:
+            try:
+                told(one)
+            except Exception as error:  # Any type, because the other ranks would wait for this one.
+                self._failed = self._failed or error
 
     def on_evicted(self, told: Callable[[Evicted], object] | None) -> None:
         self._told = told
@@ -118,12 +147,12 @@ class DynamicShards(Shards):
         return batch
 
     def _without(self, batch: Batch, freed: Mapping[int, Tensor]) -> Batch:
-        """The batch, with the last spare row, which no id has for longer than a batch, in place of freed rows."""
+        """The batch, with a spare row, which no id has for longer than a batch, in place of freed rows."""
         values = batch.values.clone()
         for block in batch.blocks():
             if block.table in freed:
-                part = values[block.lookups]
-                part[torch.isin(part, freed[block.table])] = self.engine.specs[block.table].row_count - 1
+                is_freed = torch.isin(self._rows.ids(batch, block), freed[block.table])
+                values[block.lookups][is_freed] = self._rows.spare_line(block.table)
         return dataclasses.replace(batch, values=values)
 
     def follow_directories(self) -> None:
@@ -140,28 +169,62 @@ class DynamicShards(Shards):
         return found
 
     def ids(self, batch: Batch, block: Block) -> Tensor:
-        rows = super().ids(batch, block)
+        rows = self._rows.ids(batch, block)
         return rows[rows < self.specs[block.table].row_count] if block.table in self._numbers else rows
 
     def release(self, announced: Announced, *, is_dirty: bool) -> None:
+        assert isinstance(announced, NumberedBatch)
         if announced is self._open:
-            self._open = None
+            self._open, self._gone = None, []
             for own in self._numbers.values():
                 own.undo()
         self._in_use.discard(announced)
+        if announced.rows is not None:
+            self._rows.release(announced.rows, is_dirty=is_dirty)
 
     def held(self) -> Iterator[Held]:
-        numbers = {spec.name: number for number, spec in enumerate(self.specs)}
-        for held in super().held():
-            own = self._numbers.get(numbers.get(held.name, -1))
-            if own is None:
-                yield held
-                continue
-            count = own.spec.row_count
-            states = {name: state[:count] for name, state in held.states.items()} | own.entries
-            yield Held(name=held.name, weight=held.weight[:count], states=states)
+        return map(self._with_directories, self._rows.held())
+
+    def in_memory(self) -> Iterator[Held]:
+        return map(self._with_directories, self._rows.in_memory())
+
+    def _with_directories(self, held: Held) -> Held:
+        own = next((own for own in self._numbers.values() if own.spec.name == held.name), None)
+        if own is None:
+            return held
+        # What has rows of a file is a copy.
+        entries = own.copied() if held.name in self.in_files else own.entries
+        return Held(name=held.name, weight=held.weight, states=held.states | entries)
+
+    def changes(self, changed: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        yield from self._rows.changes(changed)
+        for own in self._numbers.values():
+            for name, entries in own.entries.items():
+                yield f"{own.spec.name}.{name}", entries[changed[own.spec.name]]
+
+    def check_idle(self) -> None:
+        self._rows.check_idle()
+
+    @property
+    def in_files(self) -> frozenset[str]:
+        return self._rows.in_files
+
+    def wait(self) -> None:
+        self._rows.wait()
+
+    def counters(self) -> dict[str, int]:
+        return self._rows.counters()
+
+    def close(self) -> None:
+        self._rows.close()
 
     def load(self, state: Mapping[str, Tensor]) -> None:
+        self._check_directories(state)
+        self._rows.load(state)
+        self._load_directories(state)
+
+    def _check_directories(self, state: Mapping[str, Tensor]) -> None:
+        """Raises `ArgumentError` for entries that are no directory."""
         for own in self._numbers.values():
             for name in own.entries:
                 entries = state[f"{own.spec.name}.{name}"].contiguous().clone()
@@ -169,7 +232,11 @@ class DynamicShards(Shards):
                     own.directory_of({name: entries}) if name == "ids" else IdDirectory(entries)
                 except ArgumentError as error:
                     raise ArgumentError(f"{own.spec.name}.{name}: {error}") from None
-        super().load(state)
+
+    def _load_directories(self, state: Mapping[str, Tensor]) -> None:
+        for own in self._numbers.values():
+            for name, entries in own.entries.items():
+                entries.copy_(state[f"{own.spec.name}.{name}"])
         # Batches that were looked up before have rows of other ids.
         self._give_up({number: torch.arange(own.spec.row_count) for number, own in self._numbers.items()})
         for own in self._numbers.values():

@@ -19,7 +19,7 @@ from sennit.runtime.sharded.features import features_of
 from sennit.runtime.sharded.files import TableFiles, TableStore, layouts_of
 from sennit.runtime.sharded.initial import fill, fill_train
 from sennit.runtime.sharded.placement import Placement
-from sennit.runtime.sharded.row_numbers import with_spare_rows
+from sennit.runtime.sharded.row_numbers import spare_rows
 from sennit.runtime.sharded.shards import Expected, Held, Shards, expected, tensors_of
 from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.stored import StoredShards
@@ -88,8 +88,6 @@ class Engines:
         tables, first = settings.tables, settings.tables[numbers[0]]
         specs = [shard_spec(tables, shard) for shard in shards]
 
-        is_dynamic = any(spec.directories for spec in specs)
-
         def made(specs: Sequence[ShardSpec], memory: Sequence[ShardMemory | None] | None = None) -> EmbeddingEngine:
             if kept is not None:
                 found = memory or [None] * len(specs)
@@ -113,7 +111,8 @@ class Engines:
             return engine
 
         def filled(weight: Tensor, number: int, first_row: int) -> None:
-            fill(weight, tables, shards[number], seed=settings.seed, first=first_row)
+            if not specs[number].directories:
+                fill(weight, tables, shards[number], seed=settings.seed, first=first_row)
 
         def waiting() -> AbstractContextManager[None]:
             return settings.wire.phase("wait for rows")
@@ -122,16 +121,18 @@ class Engines:
         state = None
         if kept is not None:
             state = {key: tensor for held in kept.values() for key, tensor in tensors_of(held).items()}
-        if is_dynamic:
-            engine = made([with_spare_rows(spec) for spec in specs])
-            made_of = DynamicShards(
-                engine, tables, shards, specs, seed=settings.seed, state=state, phase=settings.wire.phase
-            )
-            return made_of, number_of
+        spares = [spare_rows(spec) for spec in specs]
         layouts = {} if files is None else layouts_of(tables, shards, settings.homes)
+        found: Shards
         if files is None or not layouts:
-            return Shards(made(specs), of_shard), number_of
-        return StoredShards(specs, layouts, first.optimizer, files, filled, made, waiting, state, of_shard), number_of
+            with_spares = [replace(spec, row_count=spec.row_count + n) for spec, n in zip(specs, spares, strict=True)]
+            found = Shards(made(with_spares), of_shard, spares)
+        else:
+            found = StoredShards(specs, layouts, first.optimizer, files, filled, made, waiting, state, of_shard, spares)
+        if any(spares):
+            phase = settings.wire.phase
+            found = DynamicShards(found, tables, shards, specs, seed=settings.seed, state=state, phase=phase)
+        return found, number_of
 
     @property
     def _all(self) -> tuple[Shards, Shards]:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from sennit.runtime.data.seeds import torch_stream
-from sennit.runtime.kernels.engine import EmbeddingEngine
+from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.id_directory import Eviction, IdDirectory, counted, initial_rows
-from sennit.runtime.kernels.spec import ShardSpec
-from sennit.runtime.sharded.shards import Evicted
+from sennit.runtime.kernels.spec import Pooling, ShardSpec
+from sennit.runtime.sharded.shards import Announced, Evicted, Shards
 from sennit.runtime.sharded.tables import Shard, Table
 from sennit.transport.errors import ConfigError
 
@@ -42,23 +42,18 @@ def spare_rows(spec: ShardSpec) -> int:
     return max(spec.row_count, SPARE_ROWS_MIN) if spec.directories else 0
 
 
-def with_spare_rows(spec: ShardSpec) -> ShardSpec:
-    """The shard as an engine has it."""
-    return dataclasses.replace(spec, row_count=spec.row_count + spare_rows(spec))
-
-
 class RowNumbers:
     """The rows and ids of one shard."""
 
     def __init__(
-        self, table: Table, shard: Shard, spec: ShardSpec, engine: EmbeddingEngine, seed: int, phase: Phase
+        self, table: Table, shard: Shard, spec: ShardSpec, number: int, rows: Shards, seed: int, phase: Phase
     ) -> None:
-        """`spec`: without the spare rows that the engine has. `phase`: measures the time of a phase."""
+        """`number`: of the shard in `rows`. `spec`: without spare rows. `phase`: measures the time of a phase."""
         assert table.ids is not None
         self.table, self.rules, self.spec, self.seed = table, table.ids, spec, seed
         self._columns = table.column_range(shard.column)
         self._stream = dataclasses.replace(spec, stream_name=table.name).stream
-        self._engine, self._phase = engine, phase
+        self._number, self._rows, self._phase = number, rows, phase
         self.entries = {name: torch.zeros(spec.row_count, 2, dtype=torch.int64) for name in spec.directories}
         self.counters = Counter(dict.fromkeys(COUNTED, 0))
         self.is_counted = shard.column == 0
@@ -73,9 +68,26 @@ class RowNumbers:
         """Rows that begin in this batch, and their ids."""
 
         self.open()
-        if self._shared is not None:
-            # An id of its own for each row shard: initial rows differ by id.
-            self._fill(torch.tensor([self._shared]), torch.tensor([spec.first_row]))
+
+    def begin_shared(self) -> None:
+        """Gives the shared row, if there is one, its first values."""
+        if self._shared is None:
+            return
+        rows = torch.tensor([self._shared])
+        announced = self._rows.announce(
+            Batch(
+                table_of_block=(self._number,),
+                bags_of_block=(1,),
+                lengths=torch.ones(1, dtype=torch.int32),
+                values=rows,
+                pooling=Pooling.NONE,
+            )
+        )
+        self._rows.fetch(announced)
+        # An id of its own for each row shard: initial rows differ by id.
+        initial = self._initial(torch.tensor([self.spec.first_row]))
+        self._rows.begin_rows(announced, self._number, rows, initial)
+        self._rows.release(announced, is_dirty=True)
 
     def open(self) -> None:
         """Reads the directories anew, after their entries have changed. No step is under way then."""
@@ -100,19 +112,20 @@ class RowNumbers:
         for one in self._directories:
             one.undo()
 
-    def settle(self, *, tells: bool) -> list[Evicted]:
-        """The batch stays: new rows begin. Returns those that went, if `tells`."""
+    def gone(self) -> list[Evicted]:
+        """The rows that went in this batch, with their values, before others begin in them."""
+        columns = slice(self._columns.low, self._columns.high)
+        return [
+            Evicted(table=self.table.name, ids=ids, rows=self._rows.weights(self._number, rows), columns=columns)
+            for rows, ids in self._gone
+        ]
+
+    def settle(self, announced: Announced) -> None:
+        """The batch stays: new rows begin. `announced`: the batch of its rows."""
         for one in self._directories:
             one.keep()
-        weight, columns = self._engine.weight(self.spec.name), self._columns
-        told = [
-            Evicted(table=self.table.name, ids=ids, rows=weight[rows], columns=slice(columns.low, columns.high))
-            for rows, ids in self._gone
-            if tells
-        ]
         for rows, ids in self._new:
-            self._fill(rows, ids)
-        return told
+            self._rows.begin_rows(announced, self._number, rows, self._initial(ids))
 
     @property
     def _directories(self) -> list[IdDirectory]:
@@ -250,13 +263,6 @@ class RowNumbers:
         """Rows that get their first values when the batch is settled."""
         self._new.append((rows, ids))
         return rows
-
-    def _fill(self, rows: Tensor, ids: Tensor) -> None:
-        """Gives rows their first values."""
-        weight = self._engine.weight(self.spec.name)
-        weight.index_copy_(0, rows, self._initial(ids).to(weight.dtype))
-        for state in self._engine.states(self.spec.name).values():
-            state.index_fill_(0, rows, 0)
 
     def _initial(self, ids: Tensor) -> Tensor:
         """Float32 [ids, columns of the shard]: a function of the seed, the table and the id alone."""

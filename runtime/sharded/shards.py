@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -78,10 +78,16 @@ class Expected(NamedTuple):
 class Shards:
     """Tables of an engine in memory. Batches are announced, looked up, and then updated or released."""
 
-    def __init__(self, engine: EmbeddingEngine, tables: Sequence[int]) -> None:
-        """`tables`: the number of each shard's table in the model."""
+    def __init__(self, engine: EmbeddingEngine, tables: Sequence[int], spares: Sequence[int] = ()) -> None:
+        """`tables`: the number of each shard's table in the model. `spares`: for each shard, how many rows the engine
+        has behind its own; empty: none.
+        """
         self.engine, self.tables = engine, tuple(tables)
-        self.specs: tuple[ShardSpec, ...] = engine.specs
+        counts = spares or [0] * len(engine.specs)
+        self.specs: tuple[ShardSpec, ...] = tuple(
+            replace(spec, row_count=spec.row_count - count) if count else spec
+            for spec, count in zip(engine.specs, counts, strict=True)
+        )
         self._uploads: Uploads | None = None
 
     @property
@@ -144,13 +150,42 @@ class Shards:
         """Int64 [lookups]: the ids of a block of a batch that was looked up."""
         return batch.values[block.lookups].to(torch.int64)
 
+    def spare_line(self, number: int) -> int:
+        """The line of the last spare row of a shard, which no batch has for longer than a step. A line is a row as the
+        engine takes it.
+        """
+        return self.engine.specs[number].row_count - 1
+
+    def begin_rows(self, announced: Announced, number: int, rows: Tensor, values: Tensor) -> None:
+        """Rows of a batch that was fetched, int64 [n], begin anew: weights are `values`, float32 [n, columns], and
+        states are 0.
+        """
+        name = self.engine.specs[number].name
+        weight, lines = self.engine.weight(name), self._lines_of(announced, number, rows)
+        weight.index_copy_(0, lines, values.to(weight.dtype))
+        for state in self.engine.states(name).values():
+            state.index_fill_(0, lines, 0)
+
+    def _lines_of(self, announced: Announced, number: int, rows: Tensor) -> Tensor:
+        """Int64 [n]: the line of each of `rows`, distinct rows of a batch that was fetched."""
+        return rows
+
+    def weights(self, number: int, rows: Tensor) -> Tensor:
+        """A copy of the weights of `rows`, int64 [n], of a shard, between updates."""
+        return self.engine.weight(self.engine.specs[number].name)[rows]
+
     def release(self, announced: Announced, *, is_dirty: bool) -> None:
         """Ends a batch. `is_dirty`: its rows were updated."""
 
     def held(self) -> Iterator[Held]:
         """The shards, one after the other."""
+        own = {spec.name: spec.row_count for spec in self.specs}
         for name in self.engine.names:
-            yield Held(name=name, weight=self.engine.weight(name), states=self.engine.states(name))
+            weight, states = self.engine.weight(name), self.engine.states(name)
+            # A core of a tensor train has a name of its own.
+            if (count := own.get(name, len(weight))) < len(weight):
+                weight, states = weight[:count], {key: state[:count] for key, state in states.items()}
+            yield Held(name=name, weight=weight, states=states)
 
     def changes(self, changed: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yields tensors with the `changed` rows (int64, rising, by shard), copied to host memory.
@@ -173,7 +208,11 @@ class Shards:
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Takes over the tensors of a checkpoint, by the names of `expected`."""
-        for held in self.held():
+        self.load_memory(state)
+
+    def load_memory(self, state: Mapping[str, Tensor]) -> None:
+        """`load`, but for shards in files."""
+        for held in self.in_memory():
             for key, tensor in tensors_of(held).items():
                 tensor.copy_(state[key])
 

@@ -29,7 +29,7 @@ from sennit.runtime.memory.on_device import DeviceRows, DeviceTables
 from sennit.runtime.memory.store import RowStore
 from sennit.runtime.memory.tiered import CachedTables, PrefetchedRows, tables_of
 from sennit.runtime.sharded.files import TableFiles
-from sennit.runtime.sharded.shards import Announced, Held, Shards, changed_of, expected, tensors_of
+from sennit.runtime.sharded.shards import Announced, Held, Shards, changed_of, expected
 from sennit.transport.errors import ArgumentError, ConfigError, SennitError
 from sennit.transport.sizes import format_size
 
@@ -51,6 +51,10 @@ class StoredBatch(Announced):
         `failure`: why parts are missing. `to_lines` raises it, because all ranks can be told then.
         """
         super().__init__(batch)
+        self.rows = batch.values
+        """The rows, or ids, of the lookups, also when `batch` has their lines."""
+        self.is_changed = False
+        """Whether rows have got other values before an update."""
         self._parts, self._failure = parts, failure
 
     def wait(self, timeout_s: float) -> None:
@@ -81,7 +85,7 @@ class StoredBatch(Announced):
         """Lets the rows be evicted. Another call does nothing."""
         parts, self._parts = self._parts, []
         for rows, _ in parts:
-            rows.release(is_dirty=is_dirty)
+            rows.release(is_dirty=is_dirty or self.is_changed)
 
     def __del__(self) -> None:
         try:
@@ -104,10 +108,11 @@ class StoredShards(Shards):
         waiting: Callable[[], AbstractContextManager[None]],
         state: Mapping[str, Tensor] | None,
         tables: Sequence[int],
+        spares: Sequence[int] = (),
     ) -> None:
         """`layouts`: the files, each with the numbers of its shards in `specs`. `make` makes the engine. `waiting`
         measures waits for rows. `state`: what is in the files at first, by the names of `expected`; None: `fill` says.
-        Raises `DeviceError`, `ConfigError`.
+        `spares`: of `Shards`; these rows are in no file. Raises `DeviceError`, `ConfigError`.
         """
         self._files, self._waiting = files, waiting
         self._cached: list[tuple[StoreLayout, CachedTables | DeviceTables, RowStore]] = []
@@ -117,30 +122,52 @@ class StoredShards(Shards):
         memory: list[ShardMemory | None] = [None] * len(specs)
         # The cache of each shard, and its number there.
         self._cache_of, self._number_of = torch.full((len(specs),), -1), torch.zeros(len(specs), dtype=torch.int64)
+        # Its rows, and the line of the first spare one.
+        spares = spares or [0] * len(specs)
+        self._counts = torch.tensor([spec.row_count for spec in specs])
+        self._first_spare, self._spares = torch.zeros(len(specs), dtype=torch.int64), tuple(spares)
         for layout, numbers in layouts.items():
             first = self._initial(layout, numbers, fill) if state is None else _given(layout, state)
             rows = files.create(layout, first)
-            lines, spares = files.lines(layout)
+            lines, more = files.lines(layout)
             own = [specs[number] for number in numbers]
             cached: CachedTables | DeviceTables
             cached = CachedTables(
-                own, optimizer, rows, line_count=lines, spare_count=spares, policy=files.place.eviction
+                own,
+                optimizer,
+                rows,
+                line_count=lines,
+                spare_count=more,
+                policy=files.place.eviction,
+                loose_count=sum(spares[number] for number in numbers),
             )
+            next_spare = cached.first_loose
             if files.device.type != "cpu":
                 cached = DeviceTables(cached, line_count=files.device_lines(layout), device=files.device)
             for place, number in enumerate(numbers):
                 memory[number] = cached.memory[place]
                 self._cache_of[number], self._number_of[number] = len(self._cached), place
+                self._first_spare[number] = next_spare
+                next_spare += spares[number]
             self._cached.append((layout, cached, rows))
-        own_specs = [one.spec if one else spec for spec, one in zip(specs, memory, strict=True)]
+        own_specs = [
+            one.spec if one else replace(spec, row_count=spec.row_count + count)
+            for spec, one, count in zip(specs, memory, spares, strict=True)
+        ]
         super().__init__(make(own_specs, memory), tables)
-        self.specs = tuple(specs)
+        # Directories of dynamic tables are with `DynamicShards`.
+        self.specs = tuple(replace(spec, directories=()) for spec in specs)
+        self._with_spares = [
+            replace(spec, row_count=spec.row_count + count) for spec, count in zip(specs, spares, strict=True)
+        ]
         self._in_memory = set(self.engine.names) - self.in_files
 
     def announce(self, batch: Batch) -> StoredBatch:
-        batch, _ = resolve(batch, self.specs, Bounds.ERROR)
+        batch, _ = resolve(batch, self._with_spares, Bounds.ERROR)
         tables, ids = tables_of(batch), batch.values.to(torch.int64)
         caches, numbers = self._cache_of[tables], self._number_of[tables]
+        if any(self._spares):
+            caches = caches.masked_fill(ids >= self._counts[tables], -1)
         parts, failure = [], None
         try:
             for place, (_, cached, _) in enumerate(self._cached):
@@ -149,6 +176,10 @@ class StoredShards(Shards):
         except SennitError as error:  # A cache that failed before. Other ranks wait in what follows.
             failure = error
         announced = StoredBatch(batch, parts, failure)
+        if any(self._spares):
+            is_spare = (ids >= self._counts[tables]) & (self._cache_of[tables] >= 0)
+            lines = torch.where(is_spare, ids - self._counts[tables] + self._first_spare[tables], ids)
+            announced.batch = replace(batch, values=lines)
         with self._lock:
             self._announced.add(announced)
         return announced
@@ -166,7 +197,41 @@ class StoredShards(Shards):
         values, cache = super().ids(batch, block), int(self._cache_of[block.table])
         if cache < 0:
             return values
-        return self._cached[cache][1].row_numbers[values] - self.specs[block.table].first_row
+        spec, first = self.specs[block.table], int(self._first_spare[block.table])
+        rows = self._cached[cache][1].row_numbers[values] - spec.first_row
+        if not self._spares[block.table]:
+            return rows
+        return torch.where(values < first, rows, values - first + spec.row_count)
+
+    def spare_line(self, number: int) -> int:
+        if int(self._cache_of[number]) < 0:
+            return super().spare_line(number)
+        return int(self._first_spare[number]) + self._spares[number] - 1
+
+    def begin_rows(self, announced: Announced, number: int, rows: Tensor, values: Tensor) -> None:
+        assert isinstance(announced, StoredBatch)
+        announced.is_changed = True
+        super().begin_rows(announced, number, rows, values)
+
+    def _lines_of(self, announced: Announced, number: int, rows: Tensor) -> Tensor:
+        assert isinstance(announced, StoredBatch)
+        order = rows.argsort()
+        rising, found = rows[order], torch.empty_like(rows)
+        for block in announced.batch.blocks():
+            if block.table == number:
+                looked_up = announced.rows[block.lookups]
+                places = torch.searchsorted(rising, looked_up).clamp(max=len(rising) - 1)
+                is_there = rising[places] == looked_up
+                found[order[places[is_there]]] = announced.batch.values[block.lookups][is_there]
+        return found
+
+    def weights(self, number: int, rows: Tensor) -> Tensor:
+        if (cache := int(self._cache_of[number])) < 0:
+            return super().weights(number, rows)
+        layout, cached, _ = self._cached[cache]
+        numbers = rows.numpy() + layout.first_row(self.specs[number].name)
+        arrays = cached.cache.read(numbers, is_between=True, timeout_s=self._files.place.timeout_s)
+        return _tensor(arrays["weight"], layout)
 
     def release(self, announced: Announced, *, is_dirty: bool) -> None:
         assert isinstance(announced, StoredBatch)
@@ -217,9 +282,7 @@ class StoredShards(Shards):
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Writes new files, which is cheaper than to fetch each row, change it, and write it back."""
         self.check_idle()
-        for held in self.in_memory():
-            for key, tensor in tensors_of(held).items():
-                tensor.copy_(state[key])
+        self.load_memory(state)
         for place, (layout, cached, rows) in enumerate(self._cached):
             cached.close()
             rows.close()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sennit.runtime.kernels.id_directory import shards_of_ids
-from sennit.runtime.sharded import DynamicIds, Evicted, ShardedEmbeddingBags, ShardedEmbeddings, Table
+from sennit.runtime.sharded import DynamicIds, Evicted, ShardedEmbeddingBags, ShardedEmbeddings, Table, TableStore
 from sennit.transport.errors import ArgumentError, ConfigError, SennitError
 from tests.extent import briefly
 from tests.runtime.world import WorldFactory
@@ -42,9 +43,20 @@ def ids_of(step: int, feature: int, length: int) -> Tensor:
     return torch.where(torch.rand(SAMPLES, length, generator=draw) < 0.7, hot + step // 3, new)
 
 
+def store_in(folder: str | None, memory_bytes: int) -> TableStore | None:
+    return None if folder is None else TableStore(folder=Path(folder), memory_bytes=memory_bytes)
+
+
 def trained(
-    rank: int, world: int, form: str, kind: str, steps: int, options: dict[str, Any], placement: str
-) -> tuple[str, dict[str, int], list[float]]:
+    rank: int,
+    world: int,
+    form: str,
+    kind: str,
+    steps: int,
+    options: dict[str, Any],
+    placement: str,
+    folder: str | None = None,
+) -> tuple[str, dict[str, int], dict[str, int]]:
     is_bags = kind == "bags"
     table = Table(
         name="user",
@@ -57,9 +69,9 @@ def trained(
     )
     fixed = Table(name="fixed", rows=50, dim=8, row_shards=4, column_shards=2, pooling="sum" if is_bags else "none")
     kind_of = ShardedEmbeddingBags if is_bags else ShardedEmbeddings
-    module = kind_of([table, fixed], lr=0.1, gradients="sum", placement=placement, seed=7)
+    store = store_in(folder, 44_000)
+    module = kind_of([table, fixed], lr=0.1, gradients="sum", placement=placement, seed=7, store=store)
     own = module.slices.own_samples(SAMPLES)
-    seen = []
     for step in range(steps):
         given = {name: ids_of(step, number, 3)[own] for number, name in enumerate(("a", "b") if is_bags else ("user",))}
         found = module({**given, "fixed": ids_of(step, 9, 2)[own] % 50}, global_batch=SAMPLES)
@@ -68,8 +80,13 @@ def trained(
         if step % 5 == 4:
             with torch.no_grad():
                 module({**given, "fixed": ids_of(step, 9, 2)[own] % 50}, global_batch=SAMPLES)
-        seen.append(float(loss.detach()))
-    return module.digest(), module.id_counters().get("user", {}), seen
+        if step % 7 == 3 and table.rows > SAMPLES * 6:
+            # Rows of ids begin, though nothing follows.
+            del found, loss
+            module({**given, "fixed": ids_of(step, 9, 2)[own] % 50}, global_batch=SAMPLES)
+    found_all = module.digest(), module.id_counters().get("user", {}), module.cache_counters()
+    module.close()
+    return found_all
 
 
 @pytest.mark.parametrize(
@@ -80,13 +97,19 @@ def trained(
     ),
 )
 def test_one_digest_at_any_world_and_placement_while_rows_come_and_go(
-    kept_world: WorldFactory, form: str, kind: str
+    kept_world: WorldFactory, tmp_path: Path, form: str, kind: str
 ) -> None:
     options = {"row_shards": 4, "column_shards": 2, "optimizer": "adam", "precision": "bf16"}
     found = {}
-    for world, placement in ((1, "table_wise"), (2, "row_wise"), (2, "column_wise"), (3, "grid")):
-        results = kept_world(world).run(trained, form, kind, 20, options, placement)
-        found[world, placement] = results[0][0]
+    memory, files = None, str(tmp_path)
+    for world, placement, folder in (
+        (1, "table_wise", memory), (1, "table_wise", files), (2, "row_wise", memory), (2, "column_wise", files),
+        (3, "grid", files),
+    ):  # fmt: skip
+        results = kept_world(world).run(trained, form, kind, 20, options, placement, folder)
+        found[world, placement, folder] = results[0][0]
+        if folder is not None and FORMS[form][0] == 600 and world < 3:
+            assert all(of_cache["write_backs"] > 0 for _, _, of_cache in results), results
         counters = [counters for _, counters, _ in results]
         for name in ("admitted", "evicted"):
             assert sum(one.get(name, 0) for one in counters) > 0, (name, counters)
@@ -148,10 +171,13 @@ def test_rows_are_those_of_a_dict_and_unknown_ids_read_their_own(kept_world: Wor
     kept_world(1).run(beside_plain)
 
 
-def restored(rank: int, world: int, saved: dict[str, Any] | None, first: int, end: int) -> tuple[Any, str]:
+def restored(
+    rank: int, world: int, saved: dict[str, Any] | None, first: int, end: int, folder: str | None = None
+) -> tuple[Any, str]:
     """Steps `first` to `end`, from a state; with what this rank saves."""
     table = Table(name="user", rows=100, dim=4, row_shards=4, ids=DynamicIds(admit_after=2), optimizer="adagrad")
-    module = ShardedEmbeddingBags([table], lr=0.1, gradients="sum", placement="row_wise", seed=7)
+    store = store_in(folder, 16_000)
+    module = ShardedEmbeddingBags([table], lr=0.1, gradients="sum", placement="row_wise", seed=7, store=store)
     if saved is not None:
         module.load_state_dict(saved)
     module.track_changes()
@@ -166,22 +192,30 @@ def restored(rank: int, world: int, saved: dict[str, Any] | None, first: int, en
     if world > 1:
         owners = {shard: (rank + 1) % world for shard, rank in module.placement.owner_of.items()}
         module.move(type(module.placement)(world_size=world, owner_of=owners))
-    return (before, changes), module.digest()
+    digest = module.digest()
+    module.close()
+    return (before, changes), digest
 
 
-def test_a_state_goes_to_another_world_and_a_move_changes_nothing(kept_world: WorldFactory) -> None:
+@pytest.mark.parametrize(("first", "second"), [("memory", "memory"), ("files", "memory"), ("memory", "files")])
+def test_a_state_goes_to_another_world_and_a_move_changes_nothing(
+    kept_world: WorldFactory, tmp_path: Path, first: str, second: str
+) -> None:
+    folder = {"memory": None, "files": str(tmp_path)}
     whole = kept_world(1).run(restored, None, 0, 20)[0][1]
-    parts = kept_world(2).run(restored, None, 0, 11)
+    parts = kept_world(2).run(restored, None, 0, 11, folder[first])
     saved: dict[str, Any] = {}
     for (state, _), _ in parts:
         saved |= state
-    found = kept_world(3).run(restored, saved, 11, 20)
+    found = kept_world(3).run(restored, saved, 11, 20, folder[second])
     assert {digest for _, digest in found} == {whole}
 
 
-def test_changes_and_the_state_before_them_are_the_state(kept_world: WorldFactory) -> None:
-    (before, _), _ = kept_world(1).run(restored, None, 0, 1)[0]
-    (after, changes), _ = kept_world(1).run(restored, None, 0, 20)[0]
+@pytest.mark.parametrize("home", ["memory", "files"])
+def test_changes_and_the_state_before_them_are_the_state(kept_world: WorldFactory, tmp_path: Path, home: str) -> None:
+    folder = str(tmp_path) if home == "files" else None
+    (before, _), _ = kept_world(1).run(restored, None, 0, 1, folder)[0]
+    (after, changes), _ = kept_world(1).run(restored, None, 0, 20, folder)[0]
     for name, tensor in after.items():
         shard = name.rpartition(".")[0]
         if (rows := changes.get(f"{shard}.changed_rows")) is not None:
@@ -225,11 +259,41 @@ def test_a_batch_that_a_shard_has_no_rows_for_is_refused_and_changes_nothing_on_
         assert counters["evicted"] + counters["expired"] > 0
 
 
-def handed(rank: int, world: int) -> tuple[list[tuple[int, list[float], int]], dict[str, int]]:
+def unfit(rank: int, world: int, folder: str, with_unfit: bool) -> tuple[str, dict[str, int], list[str]]:
+    """Some batches have more rows than the cache of a rank has lines."""
+    table = Table(name="user", rows=4000, dim=4, row_shards=2, ids=DynamicIds(admit_after=2, unadmitted="shared"))
+    store = store_in(folder, 20_000)
+    module = ShardedEmbeddingBags([table], lr=0.1, placement="row_wise", gradients="sum", store=store)
+    told = []
+    for step in range(8):
+        if with_unfit and step in (2, 5):
+            many = torch.arange(10**6 * step, 10**6 * step + 900).repeat(2)
+            with pytest.raises(ConfigError) as caught:
+                module({"user": many[rank::world].view(-1, 1)}, global_batch=len(many))
+            told.append(str(caught.value))
+        ids = torch.arange(8 * step, 8 * step + 16)
+        module({"user": ids[rank::world].view(-1, 1)})["user"].sum().backward()
+    found = module.digest(), module.id_counters()["user"], told
+    module.close()
+    return found
+
+
+def test_a_batch_that_the_cache_has_no_lines_for_changes_nothing(kept_world: WorldFactory, tmp_path: Path) -> None:
+    undisturbed = kept_world(2).run(unfit, str(tmp_path), False)
+    found = kept_world(2).run(unfit, str(tmp_path), True)
+    assert [one[:2] for one in found] == [one[:2] for one in undisturbed]
+    assert found[0][2] == found[1][2]
+    assert all("has 20000 B of memory for rows: user/" in told for told in found[0][2]), found
+
+
+def handed(
+    rank: int, world: int, folder: str | None = None
+) -> tuple[list[tuple[int, list[float], int]], dict[str, int]]:
     """All rows that went on this rank; each has what it had at the end of the last step in which it was there."""
     rules = DynamicIds(evicted_share=0.25, expire_after=16)
     table = Table(name="user", rows=200, dim=4, row_shards=4, column_shards=2, ids=rules, optimizer="sgd")
-    module = ShardedEmbeddingBags([table], lr=0.1, gradients="sum", placement="grid", seed=7)
+    store = store_in(folder, 32_000)
+    module = ShardedEmbeddingBags([table], lr=0.1, gradients="sum", placement="grid", seed=7, store=store)
     gone: list[Evicted] = []
     module.on_evicted(gone.append)
     own, found = module.slices.own_samples(SAMPLES), []
@@ -244,13 +308,14 @@ def handed(rank: int, world: int) -> tuple[list[tuple[int, list[float], int]], d
     return found, module.id_counters().get("user", {})
 
 
-def test_rows_that_go_are_handed_over_by_the_same_rule_in_any_world(kept_world: WorldFactory) -> None:
+def test_rows_that_go_are_handed_over_by_the_same_rule_in_any_world(kept_world: WorldFactory, tmp_path: Path) -> None:
     ((alone, counters),) = kept_world(1).run(handed)
     assert len(alone) == 2 * (counters["evicted"] + counters["expired"])
     assert min(counters["evicted"], counters["expired"]) > 0
     assert all(max(map(abs, row)) > 0 for _, row, _ in alone)
-    several = [one for found, _ in kept_world(3).run(handed) for one in found]
-    assert sorted(several) == sorted(alone)
+    for folder in (None, str(tmp_path)):
+        several = [one for found, _ in kept_world(3).run(handed, folder) for one in found]
+        assert sorted(several) == sorted(alone)
 
 
 def told_wrong(rank: int, world: int) -> None:
@@ -403,7 +468,7 @@ def test_rows_are_set_and_got_by_id(kept_world: WorldFactory, admit_after: int) 
     [
         ({"ids": "static"}, 'ids static; allowed: "dynamic", DynamicIds'),
         ({"ids": "dynamic", "train_rank": 4}, "dynamic ids with a train_rank"),
-        ({"ids": "dynamic", "home": "file"}, "dynamic ids with home file; allowed: dram"),
+        ({"ids": "dynamic", "home": "hbm"}, "dynamic ids with home hbm; allowed: file, dram"),
         ({"ids": DynamicIds(unadmitted="shared"), "pooling": "none"}, "unadmitted shared with pooling none; allowed"),
         ({"ids": DynamicIds(unadmitted="shared"), "row_shards": 16}, "rows 20; allowed: 32 or more: each row shard"),
     ],
@@ -467,10 +532,11 @@ def test_increments_have_all_that_lookups_change(kept_world: WorldFactory, admit
     kept_world(2).run(changed_without_updates, admit_after)
 
 
-def late(rank: int, world: int, row_shards: int) -> float:
+def late(rank: int, world: int, folder: str | None) -> float:
     """A gradient that is kept comes to its step when its row has gone to another id."""
-    table = Table(name="user", rows=8, dim=4, row_shards=row_shards, optimizer="sgd", ids=DynamicIds(evicted_share=1.0))
-    module = ShardedEmbeddingBags([table], lr=1.0, gradients="sum", placement="row_wise", seed=7)
+    table = Table(name="user", rows=8, dim=4, optimizer="sgd", ids=DynamicIds(evicted_share=1.0))
+    store = store_in(folder, 32_000)
+    module = ShardedEmbeddingBags([table], lr=1.0, gradients="sum", placement="row_wise", seed=7, store=store)
     first, second, third = (torch.arange(4 * one, 4 * one + 4).view(-1, 1) for one in range(3))
     old = module({"user": first})["user"]
     module({"user": second})["user"].sum().backward()
@@ -481,8 +547,11 @@ def late(rank: int, world: int, row_shards: int) -> float:
     return float((module["user"].get_rows(third.flatten()) - new.detach()).abs().max())
 
 
-def test_a_gradient_of_an_id_that_has_gone_reaches_no_other(kept_world: WorldFactory) -> None:
-    assert kept_world(1).run(late, 1)[0] == pytest.approx(1.0)
+@pytest.mark.parametrize("home", ["memory", "files"])
+def test_a_gradient_of_an_id_that_has_gone_reaches_no_other(
+    kept_world: WorldFactory, tmp_path: Path, home: str
+) -> None:
+    assert kept_world(1).run(late, str(tmp_path) if home == "files" else None)[0] == pytest.approx(1.0)
 
 
 def test_a_state_with_an_id_twice_is_refused_before_anything_changes(kept_world: WorldFactory) -> None:

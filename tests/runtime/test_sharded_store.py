@@ -328,10 +328,11 @@ def error(
     limited_rank: int = 0,
     file_limit_bytes: int | None = None,
     copy_limit_bytes: int | None = None,
+    ids: str | None = None,
 ) -> str:
     """Returns the error of a step over a store, and of a checkpoint of it. Limits stand for a full disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    table = Table(name="user", rows=5000, dim=2, row_shards=2, optimizer=OptimizerSpec(kind=Optimizer.SGD))
+    table = Table(name="user", rows=5000, dim=2, row_shards=2, optimizer=OptimizerSpec(kind=Optimizer.SGD), ids=ids)
     store = TableStore(folder=Path(folder), memory_bytes=memory_bytes)
     try:
         limit(file_limit_bytes if rank == limited_rank else None)
@@ -537,18 +538,20 @@ def test_a_killed_run_leaves_nothing_in_the_way(new_world: WorldFactory, tmp_pat
         ),
         ({"file_limit_bytes": 100_000}, "DeviceError: "),
         ({"copy_limit_bytes": 10_000}, "DeviceError: "),
+        ({"copy_limit_bytes": 10_000, "ids": "dynamic"}, "DeviceError: "),
     ],
     ids=str,
 )
-def test_mistakes_are_told(new_world: WorldFactory, tmp_path: Path, settings: dict[str, int], message: str) -> None:
+def test_mistakes_are_told(new_world: WorldFactory, tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     (told,) = new_world(1).run(error, folder=str(tmp_path), **settings)
     assert told.startswith(message)
     assert str(tmp_path) in told or told.startswith("ConfigError")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_full_disk_of_one_rank_is_told_on_all(new_world: WorldFactory, tmp_path: Path) -> None:
-    told = new_world(2).run(error, folder=str(tmp_path), limited_rank=1, file_limit_bytes=100_000)
+@pytest.mark.parametrize("ids", [None, "dynamic"])
+def test_a_full_disk_of_one_rank_is_told_on_all(new_world: WorldFactory, tmp_path: Path, ids: str | None) -> None:
+    told = new_world(2).run(error, folder=str(tmp_path), limited_rank=1, file_limit_bytes=100_000, ids=ids)
     assert told[1].startswith(f"DeviceError: {tmp_path}")
     assert told[0] == f"SennitError: rank 1 could not make its table store: {told[1]}"
 

@@ -58,6 +58,11 @@ def options(tmp_path: Path) -> list[str]:
     return ["--data", DATA, "--order", "time", "--window", "1d", "--tables", str(tmp_path / "tables.toml"), *MODEL]
 
 
+def in_files(folder: Path) -> list[str]:
+    """Rows in files."""
+    return ["--table-store", str(folder), "--table-memory", "24KiB"]
+
+
 @pytest.mark.slow
 def test_three_times_more_ids_than_rows_give_one_digest(tmp_path: Path, options: list[str]) -> None:
     alone = train(tmp_path / "1.json", *options, "--ranks", "1")
@@ -66,11 +71,11 @@ def test_three_times_more_ids_than_rows_give_one_digest(tmp_path: Path, options:
     assert ids["admitted"] == ids["used"] + ids["evicted"] > 3 * ids["rows"]
     assert alone["ids"]["table_01"]["without_row"] > 0
     kept = tmp_path / "kept"
-    three = train(tmp_path / "3.json", *options, "--ranks", "3", "--checkpoint", str(kept), "--checkpoint-every", "10")
+    saves = ["--checkpoint", str(kept), "--checkpoint-every", "10"]
+    three = train(tmp_path / "3.json", *options, "--ranks", "3", *saves, *in_files(tmp_path))
+    assert three["rows"]["lookups"] > 0
     shutil.rmtree(max(kept.glob("step-*")))
-    resumed = train(
-        tmp_path / "2.json", *options, "--ranks", "2", "--checkpoint", str(kept), "--checkpoint-every", "10", "--resume"
-    )
+    resumed = train(tmp_path / "2.json", *options, "--ranks", "2", *saves, "--resume")
     for other in (three, resumed):
         assert other["weights_sha256"] == alone["weights_sha256"]
         assert other["windows"] == alone["windows"]
@@ -80,7 +85,7 @@ def test_three_times_more_ids_than_rows_give_one_digest(tmp_path: Path, options:
 @pytest.mark.slow
 def test_a_death_and_a_newcomer_change_no_bit(tmp_path: Path, options: list[str]) -> None:
     alone = train(tmp_path / "alone.json", *options, "--ranks", "1")
-    kept = [*options, "--checkpoint", str(tmp_path / "kept"), "--checkpoint-every", "4"]
+    kept = [*options, "--checkpoint", str(tmp_path / "kept"), "--checkpoint-every", "4", *in_files(tmp_path)]
     with elastic_run(
         tmp_path, "run", *kept, "--ranks", "2",
         DEATHS=[[1, 7, str(tmp_path / "died")]], HALTS=[[1, 10, str(tmp_path / "waits")]],

@@ -42,9 +42,10 @@ class BatchQueue {
   // durable.
   std::optional<std::uint64_t> flush(std::uint64_t tag, std::chrono::steady_clock::time_point deadline);
   // Returns the current parts of `rows`, each row once; null if the deadline passes first. `row_bytes`: for each part.
+  // `is_between`: no update is under way, so rows may be read though batches use them.
   using Parts = std::vector<std::vector<std::byte>>;
   std::shared_ptr<const Parts> read(std::vector<std::int64_t> rows, const std::vector<std::size_t>& row_bytes,
-                                    std::chrono::steady_clock::time_point deadline);
+                                    bool is_between, std::chrono::steady_clock::time_point deadline);
   RowCache::Counters counters();
 
  private:

@@ -359,18 +359,18 @@ void bind_cache(nb::module_& module) {
           "batch"_a, "is_dirty"_a, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "read",
-          [](Cache& cache, const Rows& rows, const std::vector<Bytes>& arrays, double timeout_s) {
+          [](Cache& cache, const Rows& rows, const std::vector<Bytes>& arrays, bool is_between, double timeout_s) {
             std::vector<std::int64_t> copied(rows.data(), rows.data() + rows.shape(0));
             const Lines out = to_lines(arrays, cache.row_bytes(), rows.shape(0));
             BatchQueue& queue = cache.queue();
             const nb::gil_scoped_release released;
-            const auto parts = queue.read(std::move(copied), cache.row_bytes(), deadline(timeout_s));
+            const auto parts = queue.read(std::move(copied), cache.row_bytes(), is_between, deadline(timeout_s));
             if (parts)
               for (std::size_t n = 0; n < parts->size(); n++)
                 std::memcpy(out.parts[n].data, (*parts)[n].data(), (*parts)[n].size());
             return parts != nullptr;
           },
-          "rows"_a, "parts"_a, "timeout_s"_a)
+          "rows"_a, "parts"_a, "is_between"_a, "timeout_s"_a)
       .def(
           "flush",
           [](Cache& cache, std::uint64_t tag, double timeout_s) {
