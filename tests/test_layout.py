@@ -3,6 +3,7 @@
 
 import ast
 import builtins
+import functools
 import graphlib
 import itertools
 import os
@@ -50,10 +51,24 @@ def sources(*suffixes: str) -> Iterator[Path]:
                 yield path
 
 
+@pytest.fixture(scope="module", autouse=True)
+def sources_are_parsed_once() -> Iterator[None]:
+    yield
+    nodes.cache_clear()
+
+
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """What the tests below look at in a file of Python: imports, classes and calls."""
+    tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    kinds = ast.Import | ast.ImportFrom | ast.ClassDef | ast.Call
+    return tuple(node for node in ast.walk(tree) if isinstance(node, kinds))
+
+
 def imported_modules(path: Path) -> Iterator[str]:
     """Yields absolute names of all modules that a file imports, also inside functions."""
     package = ["sennit", *path.relative_to(ROOT).parent.parts]
-    for node in ast.walk(ast.parse(path.read_text(), filename=str(path))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -244,7 +259,7 @@ def test_there_is_one_tree_of_errors() -> None:
     declared: dict[str, set[str]] = {}
     for folder in MAY_IMPORT:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in nodes(path):
                 if isinstance(node, ast.ClassDef):
                     declared.setdefault(node.name, set()).update(
                         base.id if isinstance(base, ast.Name) else base.attr
@@ -271,13 +286,13 @@ def test_nothing_that_is_printed_is_taken_for_markup() -> None:
     consoles = 0
     for folder in MAY_IMPORT:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in nodes(path):
                 if not isinstance(node, ast.Call):
                     continue
-                given = {option.arg: ast.unparse(option.value) for option in node.keywords}
                 where = f"{path.relative_to(ROOT)}:{node.lineno}"
                 if isinstance(node.func, ast.Name) and node.func.id == "Console":
                     consoles += 1
+                    given = {option.arg: ast.unparse(option.value) for option in node.keywords}
                     assert given.get("markup") == "False", f"{where}: markup is not False"
                 if isinstance(node.func, ast.Attribute) and node.func.attr == "status" and node.args:
                     shown = node.args[0]
@@ -297,7 +312,7 @@ def test_files_of_text_are_utf_8_whatever_the_locale_says() -> None:
     """With LC_ALL=C and without Python's UTF-8 mode, `read_text()` takes ASCII, and our own sources have more."""
     for folder in [*MAY_IMPORT, "tools"]:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for node in nodes(path):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                     # That of a distribution's metadata takes the name of a file.
                     is_text = node.func.attr == "write_text" or (node.func.attr == "read_text" and not node.args)
