@@ -8,9 +8,11 @@ its interpreter ends, and what a terminal shows are tested on commands in earnes
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,7 +29,10 @@ ENDS_S = 100.0
 
 
 class ForkedCommand:
-    """`python -m MODULE ARGUMENTS` in a fork. It ends with the `with` block at the latest."""
+    """`python -m MODULE ARGUMENTS` in a fork, and in a session of its own.
+
+    It ends with the `with` block at the latest, with all that it started.
+    """
 
     def __init__(self, module: str, *arguments: str, **variables: str) -> None:
         """`variables`: of the environment, beside those of this process."""
@@ -73,6 +78,8 @@ class ForkedCommand:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended, or has not come to its session
+            os.killpg(self.pid, signal.SIGKILL)
         self._process.kill()
         self._process.join()
         self._process.close()
@@ -88,6 +95,7 @@ def forked(
 
 
 def _run(module: str, arguments: Sequence[str], output: Path) -> None:
+    os.setsid()
     os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC), 1)
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -8,8 +8,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -22,6 +20,7 @@ pytest.importorskip("torch")
 from sennit.runtime.ingest.page import GROUP
 from sennit.runtime.telemetry import openmetrics, samples, top
 from sennit.transport import counters
+from tests.forked_commands import ForkedCommand, forked
 
 pytestmark = pytest.mark.slow
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "counters.md"
@@ -38,19 +37,13 @@ class Ingest:
         self._processes = processes
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
-        self.trainer = self._start("-m", "sennit.runtime.training", *TRAIN, "--ingest", f"cpu://127.0.0.1:{self.port}")
+        self.trainer = self._start("sennit.runtime.training", *TRAIN, "--ingest", f"cpu://127.0.0.1:{self.port}")
 
-    def feed(self) -> subprocess.Popen[bytes]:
-        return self._start("-m", "sennit", "feed", *DATA, "--to", f"127.0.0.1:{self.port}", "--timeout", "60")
+    def feed(self) -> ForkedCommand:
+        return self._start("sennit", "feed", *DATA, "--to", f"127.0.0.1:{self.port}", "--timeout", "60")
 
-    def _start(self, *arguments: str) -> subprocess.Popen[bytes]:
-        # In its own process group, because trainers and feeders start further processes.
-        process = subprocess.Popen(
-            [sys.executable, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-        )
-        self._processes.callback(process.communicate, timeout=DEADLINE_S)
-        self._processes.callback(_end, process)
-        return process
+    def _start(self, module: str, *arguments: str) -> ForkedCommand:
+        return self._processes.enter_context(ForkedCommand(module, *arguments))
 
     def page(self) -> counters.Page | None:
         for page in counters.pages():
@@ -63,11 +56,6 @@ class Ingest:
     def count(self, name: str) -> int:
         page = self.page()
         return -1 if page is None else page.total(GROUP, f"ingest_{name}")
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +97,7 @@ def test_a_running_ingest_is_seen(ingest: Ingest) -> None:
     labels = f'{{group="ingest",page="{page.number}",process="{page.process}",rank="0"}}'
     assert f"sennit_ingest_records_total{labels} {page.total(GROUP, 'ingest_records')}.0\n" in text
     assert "# TYPE sennit_ingest_feeders_connected gauge\n" in text
-    shown = subprocess.run(
-        [sys.executable, "-m", "sennit", "top", "--once"],
-        capture_output=True, text=True, timeout=DEADLINE_S, check=True,
-    ).stdout  # fmt: skip
+    shown = forked("sennit", "top", "--once").stdout
     assert "records/s" in shown
     assert re.search(rf"^ *{page.process} +0/1 ", shown, re.MULTILINE)
 
