@@ -9,6 +9,7 @@ its interpreter ends, and what a terminal shows are tested on commands in earnes
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import runpy
@@ -24,6 +25,8 @@ from typing import Self
 
 from tests.ranks import start
 
+# linux/sched.h
+CLONE_NEWNET = 0x40000000
 LOOK_S = 0.02
 ENDS_S = 100.0
 
@@ -34,13 +37,13 @@ class ForkedCommand:
     It ends with the `with` block at the latest, with all that it started.
     """
 
-    def __init__(self, module: str, *arguments: str, **variables: str) -> None:
-        """`variables`: of the environment, beside those of this process."""
+    def __init__(self, module: str, *arguments: str, network: Path | None = None, **variables: str) -> None:
+        """`network`: a namespace, by its file. `variables`: of the environment, beside those of this process."""
         # Files, not pipes: nobody has to read them while the command runs.
         self._folder = tempfile.TemporaryDirectory(prefix="sennit-test-")
         self._output, self._errors = (Path(self._folder.name) / name for name in ("output", "errors"))
         self._output.touch()
-        call = functools.partial(_run, module, arguments, self._output)
+        call = functools.partial(_run, module, arguments, self._output, network)
         self._process = start(call, environment={**os.environ, **variables}, log=self._errors)
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -94,8 +97,12 @@ def forked(
         return command.end(timeout_s)
 
 
-def _run(module: str, arguments: Sequence[str], output: Path) -> None:
+def _run(module: str, arguments: Sequence[str], output: Path, network: Path | None) -> None:
     os.setsid()
+    if network is not None:
+        with network.open() as file:  # os.setns came with Python 3.12
+            libc = ctypes.CDLL(None, use_errno=True)
+            assert libc.setns(file.fileno(), CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
     os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC), 1)
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -16,7 +15,8 @@ from typing import Any
 import pytest
 
 from sennit.ebpf.kernel_features import CAPABILITIES
-from sennit.testbed.topology import Impairment, Planes
+from sennit.testbed.topology import Impairment, Planes, namespace
+from tests.forked_commands import ForkedCommand
 from tests.runtime.whole_run import train
 
 pytestmark = [
@@ -25,8 +25,10 @@ pytestmark = [
     pytest.mark.needs("bpf", "arena", "native-xdp", "tc-bpf"),
     pytest.mark.timeout(240),
 ]
-PROGRAM = ("-m", "sennit.testbed.scenarios.mortal_trainer")
+PROGRAM = "sennit.testbed.scenarios.mortal_trainer"
 DATA = ["--data", "flights"]
+SMALL_DATA = ["--data", "synthetic", "--samples", "3000", "--row-limit", "200"]
+SMALL = ["--batch-size", "64", "--dim", "4", "--bottom", "8", "--top", "8"]
 RUN = ["--ranks", "2", "--steps", "24", "--timeout", "60"]
 FEEDER_HOST, TRAINER_HOST = 0, 1
 DEADLINE_S = 90.0
@@ -137,22 +139,25 @@ def test_so_they_are_with_loss_strangers_and_a_feeder_that_is_killed(
     assert second.returncode == 0, said
 
 
-def test_ranks_that_are_left_share_the_interface_anew(planes: Planes, tmp_path: Path, from_memory: str) -> None:
+def test_ranks_that_are_left_share_the_interface_anew(planes: Planes, tmp_path: Path) -> None:
     """The rank dies that had attached the dispatcher. Without a checkpoint, two ranks begin again."""
+    small = [*SMALL, "--steps", "24", "--timeout", "60"]
+    expected = train(tmp_path / "memory.json", *SMALL_DATA, "--order", "shuffled", *small, "--ranks", "2")
     path = tmp_path / "report.json"
-    command = [sys.executable, *PROGRAM, *RUN, "--ranks", "3", "--elastic", "--json", str(path)]
-    command += ["--ingest", f"xdp://{planes.interfaces(TRAINER_HOST)[0]}"]
+    target = f"xdp://{planes.interfaces(TRAINER_HOST)[0]}"
+    to = f"[{planes.addresses(TRAINER_HOST)[0]}]:4800"
+    there, here = (namespace.path_of(planes.netns_name(host)) for host in (TRAINER_HOST, FEEDER_HOST))
     deaths = json.dumps([[0, 3, str(tmp_path / "died")]])
-    trainer = planes.popen(
-        TRAINER_HOST, command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "DEATHS": deaths},
-    )  # fmt: skip
-    feeder = feed(planes)
-    said, _ = trainer.communicate(timeout=DEADLINE_S)
-    assert trainer.returncode == 0, said
+    training = [*small, "--ranks", "3", "--elastic", "--json", str(path), "--ingest", target]
+    with (
+        ForkedCommand(PROGRAM, *training, network=there, DEATHS=deaths) as trainer,
+        ForkedCommand("sennit", "feed", *SMALL_DATA, "--to", to, "--timeout", "60", network=here) as feeder,
+    ):
+        done = trainer.end(DEADLINE_S)
+        assert done.returncode == 0, done.stdout + done.stderr
+        fed = feeder.end(DEADLINE_S)
+        assert fed.returncode == 0, fed.stdout + fed.stderr
     report = json.loads(path.read_text())
     (change,) = report["changes"]
     assert (change["lost"], change["world_size"], change["step"]) == ([0], 2, 0)
-    assert report["weights_sha256"] == from_memory
-    said, _ = feeder.communicate(timeout=DEADLINE_S)
-    assert feeder.returncode == 0, said
+    assert report["weights_sha256"] == expected["weights_sha256"]
