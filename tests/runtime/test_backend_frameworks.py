@@ -27,6 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.extent import briefly
 from tests.runtime.ddp_training import network, train
 from tests.runtime.world import WorldFactory
 
@@ -200,8 +201,12 @@ def names_again(rank: int, world: int, folder: str) -> None:
         dist.destroy_process_group()
 
 
-def one_of_each(rank: int, world: int) -> None:
-    """Calls each kind of collective that the DETAIL wrapper checks."""
+def one_of_each(rank: int, world: int, folder: str) -> None:
+    """Calls each kind of collective that the DETAIL wrapper checks. TORCH_DISTRIBUTED_DEBUG sets the same level."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group("sennit", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    assert isinstance(dist.group.WORLD._get_backend(torch.device("cpu")), dist.distributed_c10d._ProcessGroupWrapper)
     ones = torch.ones(4)
     dist.all_reduce(ones)
     assert ones.tolist() == [world] * 4
@@ -218,10 +223,9 @@ def one_of_each(rank: int, world: int) -> None:
     assert len(parameters) == 6
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize(
-    "case",
-    [
+CASES = [
+    (case, size)
+    for case in (
         ddp,
         ddp_variants,
         ddp_sparse,
@@ -231,8 +235,12 @@ def one_of_each(rank: int, world: int) -> None:
         compiled,
         names,
         logged_name,
-    ],
-)
+    )
+    for size in (2, 3)
+]
+
+
+@pytest.mark.parametrize(("case", "size"), briefly(CASES, [one for one in CASES if one != (compiled, 2)]))
 def test_framework(kept_world: WorldFactory, size: int, case: Callable[..., Any]) -> None:
     kept_world(size).run(case)
 
@@ -249,8 +257,8 @@ def test_a_name_serves_other_ranks_after_destroy(new_world: WorldFactory, tmp_pa
     new_world(2, backend="").run(names_again, folder=str(tmp_path))
 
 
-def test_detail_debug_mode(new_world: WorldFactory) -> None:
-    new_world(2, environment={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}).run(one_of_each)
+def test_detail_debug_mode(new_world: WorldFactory, tmp_path: Path) -> None:
+    new_world(2, backend="").run(one_of_each, folder=str(tmp_path))
 
 
 SCRIPT = """

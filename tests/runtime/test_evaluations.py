@@ -74,10 +74,8 @@ def test_a_run_that_ends_in_an_evaluation_makes_it_when_it_resumes(
     assert [one.epoch for one in undisturbed[0]] == [1, 1, 1, 2, 2, 2, 3]
     assert {one.quality.sample_count for one in undisturbed[0]} == {33}
     assert {one.validation.sample_count for one in undisturbed[0] if one.validation} == {15}
-    for world, ends in ((2, [5, 22]), (3, [25])):
-        folder = str(tmp_path / f"{world}")
-        for found in kept_world(world).run(lives, seed=seed, folder=folder, ends=ends, **changed):
-            assert found == undisturbed
+    for found in kept_world(2).run(lives, seed=seed, folder=str(tmp_path / "2"), ends=[5, 22, 25], **changed):
+        assert found == undisturbed
 
 
 def test_validation_samples_say_which_evaluation_is_best(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def fed(port: int) -> list[str]:
     return ["--ingest", f"cpu://127.0.0.1:{port}"]
 
 
-@pytest.mark.parametrize("order", briefly(ORDERS, ["shuffled", "rolling"]))
+@pytest.mark.parametrize("order", briefly(ORDERS, ["rolling"]))
 def test_feeders_give_the_bits_of_files(order: str, seed: int, tmp_path: Path, port: int) -> None:
     data = data_of(tmp_path / "data", seed)
     options = [*TINY, *ORDERS[order], "--seed", str(seed)]

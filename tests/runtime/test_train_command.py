@@ -87,7 +87,7 @@ def test_a_run_and_its_resumption_as_by_torchrun_end_with_the_same_weights(tmp_p
 
 @pytest.fixture(scope="module")
 def learning() -> list[str]:
-    return [*TINY, "--samples", "3000", "--ranks", "2", "--epochs", "2"]
+    return [*TINY, "--samples", "3000", "--ranks", "2", "--epochs", "1"]
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from pyroute2 import IPRoute
 
 from sennit.testbed.topology import Direction, Impairment, Planes, QueueCounters, namespace
 from sennit.transport.meeting import rails
+from tests.extent import briefly
 from tests.testbed.datagrams import open_socket, send_datagrams
 
 pytestmark = [pytest.mark.root, pytest.mark.needs("tc-bpf", "nsenter")]
@@ -380,7 +381,7 @@ def test_a_number_that_came_again_is_another_process() -> None:
             namespace.path_of(name).unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", briefly([signal.SIGTERM, signal.SIGKILL], [signal.SIGKILL]))
 def test_a_killed_process_leaves_nothing_for_long(number: signal.Signals) -> None:
     """SIGTERM cleans up. After SIGKILL the next planes clean up."""
     program = textwrap.dedent("""

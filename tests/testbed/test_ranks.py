@@ -18,6 +18,7 @@ from sennit.testbed.scenarios.model import Library, Variant
 from sennit.testbed.scenarios.ranks import Event, RankError, Ranks
 from sennit.testbed.scenarios.stage import Run
 from sennit.testbed.topology import Planes
+from tests.extent import briefly
 
 pytestmark = pytest.mark.needs("core", "rails")
 TIMEOUT_S = 30.0
@@ -55,7 +56,7 @@ def repeat(repetitions: int = 1, duration_s: float = 0.0, timeline: bool = False
     return {"do": "run", "repetitions": repetitions, "duration_s": duration_s, "timeline": timeline}
 
 
-@pytest.mark.parametrize("operation", ["allreduce", "alltoall", "incast"])
+@pytest.mark.parametrize("operation", briefly(["allreduce", "alltoall", "incast"], ["alltoall", "incast"]))
 def test_results_are_right_and_timed(ranks: Ranks, operation: str, seed: int) -> None:
     prepare(ranks, operation, seed)
     answers = ranks.ask(repeat(3), timeout_s=TIMEOUT_S)

@@ -29,7 +29,7 @@ def definitions_are_computed_once() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(("transport", "world"), briefly(product(("shm", "udp"), (2, 3)), [("shm", 3), ("udp", 2)]))
+@pytest.mark.parametrize(("transport", "world"), briefly(product(("shm", "udp"), (2, 3)), [("udp", 2)]))
 def test_allreduce_has_the_bits_of_the_definition(transport: str, world: int, tmp_path: Path) -> None:
     run_ranks([coded.allreduces, coded.survive], world, transport, tmp_path, seed=world)
 
@@ -89,7 +89,7 @@ def test_new_counts_compile_no_plan(transport: str, world: int, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("transport", "world"),
-    briefly(product(("shm", "udp"), (1, 2, 4, 8)), [("shm", 1), ("udp", 2), ("shm", 4)]),
+    briefly(product(("shm", "udp"), (1, 2, 4, 8)), [("shm", 1), ("shm", 4)]),
 )
 def test_eight_leaves_have_the_same_bits_in_every_world(transport: str, world: int, tmp_path: Path) -> None:
     run_ranks([coded.leaves], world, transport, tmp_path, seed=8)

@@ -63,13 +63,14 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("reduction", [Collective.ALLREDUCE, Collective.REDUCE_SCATTER])
 @pytest.mark.parametrize("algorithm", list(Algorithm))
-@pytest.mark.parametrize("dtype", [Dtype.F32, Dtype.F16])
 @pytest.mark.parametrize("hosts", LAYOUTS, ids=lambda hosts: "+".join(str(high - low) for low, high in hosts.spans))
-def test_the_model_knows_what_the_busiest_rank_sends(
-    hosts: Hosts, dtype: Dtype, algorithm: Algorithm, reduction: Collective
-) -> None:
+def test_the_model_knows_what_the_busiest_rank_sends(hosts: Hosts, algorithm: Algorithm) -> None:
+    for reduction, dtype in ((Collective.ALLREDUCE, Dtype.F32), (Collective.REDUCE_SCATTER, Dtype.F16)):
+        check_the_model(hosts, dtype, algorithm, reduction)
+
+
+def check_the_model(hosts: Hosts, dtype: Dtype, algorithm: Algorithm, reduction: Collective) -> None:
     world = hosts.world
     is_even = world & (world - 1) == 0 and world % len(hosts.spans) == 0
     for size_bytes in (world * 128, 48 * KIB, 3 * MIB):

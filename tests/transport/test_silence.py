@@ -69,7 +69,7 @@ def test_a_killed_rank_is_named_in_a_barrier(begin: Callable[..., Group], hosts:
 
 @pytest.mark.parametrize(
     ("hosts", "victim"),
-    briefly(product(HOSTS, (compute_in_python, hold_the_gil)), [("shm", hold_the_gil), ("udp", compute_in_python)]),
+    briefly(product(HOSTS, (compute_in_python, hold_the_gil)), [("udp", hold_the_gil)]),
 )
 def test_a_rank_that_computes_for_longer_than_the_peer_timeout_is_not_given_up(
     begin: Callable[..., Group], hosts: str, victim: Callable[[float], None]

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.timeout(180)
 Launch = Callable[..., Group]
 
 
-@pytest.mark.parametrize("world", briefly([2, 3, 5], [2, 3]))
+@pytest.mark.parametrize("world", briefly([2, 3, 5], [3]))
 def test_all_collectives_give_the_same_bits_in_any_memory(launch: Launch, world: int) -> None:
     for report in launch(scenarios.collectives, "a" * world).last_reports():
         sent = report["sent"]

@@ -46,7 +46,7 @@ def outcome(report: dict[str, Any]) -> tuple[Any, ...]:
     return report["weights_sha256"], report["quality"], report["validation"], report["windows"]
 
 
-@pytest.mark.parametrize("order", briefly(ORDERS, ["shuffled", "rolling"]))
+@pytest.mark.parametrize("order", briefly(ORDERS, ["rolling"]))
 def test_any_world_and_any_stop_give_the_same_bits(order: str, seed: int, tmp_path: Path) -> None:
     data = write(tmp_path / "data", table(seed))
     options = [*data, *TINY, *ORDERS[order], "--seed", str(seed)]
