@@ -39,6 +39,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 FORKED_HAVE = [
     *("pytest", "sennit.transport.communicator", "torch._dynamo", "sennit.runtime.training.run"),
     *("pyarrow.compute", "pyarrow.parquet", "pandas"),  # as the ranks of `sennit train`
+    *("pydantic.fields", "pydantic.types"),  # typer has them where they are installed
     "hypothesis.strategies",  # extent.py
 ]
 multiprocessing.get_context("forkserver").set_forkserver_preload(FORKED_HAVE)
