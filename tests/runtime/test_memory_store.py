@@ -91,7 +91,7 @@ OPERATIONS = st.lists(
 )
 
 
-@examples(15)
+@examples(8)
 @given(operations=OPERATIONS, seed=st.integers(0, 1 << 32))
 def test_a_store_is_a_dictionary_that_remembers_its_last_flush(operations: list[tuple[str, object]], seed: int) -> None:
     """Kills and power cuts come after a number of disk operations, at any place in the code."""

@@ -73,7 +73,7 @@ def problems(draw: st.DrawFn, tables_max: int, *, has_limits: bool = False) -> P
     return problem(tables, [float(draw(st.integers(1, 50))) for _ in tables], ranks=ranks, **options)
 
 
-@examples(7)
+@examples(4)
 @given(problems(8))
 def test_the_search_is_never_slower_than_greedy_round_robin_or_a_named_sharding(given_problem: Problem) -> None:
     rating = Rating(given_problem)

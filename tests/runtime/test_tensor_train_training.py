@@ -76,7 +76,7 @@ def test_report_says_what_is_saved() -> None:
 
 
 def test_trains_have_the_same_bits_wherever_they_are(kept_world: WorldFactory, seed: int) -> None:
-    arguments: dict[str, Any] = {"seed": seed, "steps": 20, "tensor_train": RULE}
+    arguments: dict[str, Any] = {"seed": seed, "steps": 8, "tensor_train": RULE}
     found = [kept_world(size).run(train, **arguments) for size in (1, 2, 3)]
     for name in ("user", "hour"):
         cores = {f"tables.{name}/0.0.core{number}.weight" for number in (1, 2, 3)}
@@ -84,7 +84,7 @@ def test_trains_have_the_same_bits_wherever_they_are(kept_world: WorldFactory, s
     assert sum("tables.genre/0.0.weight" in answer["weights"] for answer in found[1]) == 1
     found.append(kept_world(2).run(train, sharding="data_parallel", **arguments))
     assert len({answer["sha256"] for answers in found for answer in answers}) == 1
-    plain = kept_world(1).run(train, seed=seed, steps=20)
+    plain = kept_world(1).run(train, seed=seed, steps=8)
     assert plain[0]["sha256"] != found[0][0]["sha256"]
 
 

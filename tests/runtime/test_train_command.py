@@ -179,6 +179,7 @@ def test_every_option_is_explained_and_stands_once() -> None:
     assert [option.name for option in options.params if not option.help] == []
 
 
+@pytest.mark.long
 def test_ranks_are_forks_of_the_command(tmp_path: Path) -> None:
     """Threads, of whatever the command imports, would send it to a server. So that it stays as it is."""
     (tmp_path / "lineage.py").write_text(

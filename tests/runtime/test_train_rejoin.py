@@ -75,7 +75,7 @@ def test_a_rank_dies_and_a_new_one_takes_its_place(
     `model`: options that decide bits. `own`: those that do not.
     """
     monkeypatch.setenv("SENNIT_TRANSPORT", transport)
-    (tmp_path / "tables.toml").write_text("[defaults]\nrow_shards = 4\ncolumn_shards = 2\n")
+    (tmp_path / "tables.toml").write_text("[defaults]\nrow_shards = 2\ncolumn_shards = 2\n")
     options = (
         model.split() if "--tensor-train" in model else [*model.split(), "--tables", str(tmp_path / "tables.toml")]
     )

@@ -82,7 +82,7 @@ def dealt(rank: int, world: int, gradients: str | None) -> list[str]:
 
 def test_a_slice_sampler_gives_all_worlds_the_same_weights(kept_world: WorldFactory) -> None:
     """`gradients` is "sum" by itself: at 1 rank nothing shows it, at 2 the digests do."""
-    found = [kept_world(world).run(dealt, gradients=None) for world in (1, 2, 3, 5, 8)]
+    found = [kept_world(world).run(dealt, gradients=None) for world in (1, 3, 8)]
     found.append(kept_world(2).run(dealt, gradients="sum"))
     first = found[0][0]
     assert all(one == first for of_world in found for one in of_world)

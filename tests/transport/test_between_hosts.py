@@ -98,7 +98,7 @@ def compile_all(
     ]
 
 
-@examples(75)
+@examples(40)
 @given(
     st.data(),
     codecs(),

@@ -90,7 +90,7 @@ def run(
     )
 
 
-@examples(75)
+@examples(40)
 @given(
     st.data(),
     codecs(),

@@ -43,7 +43,7 @@ def run(draw: st.DataObject, plans: Sequence[Plan], buffers: Sequence[Sequence[A
     run_in_any_order(draw, plans, buffers)
 
 
-@examples(25)
+@examples(15)
 @given(st.data(), layouts, st.integers(0, 900), kinds, st.booleans(), chunk_sizes, seeds)
 def test_allreduce(
     data: st.DataObject,

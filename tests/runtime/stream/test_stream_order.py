@@ -62,7 +62,7 @@ def rows_of(order: StreamOrder, number: int, rank: int = 0, world_size: int = 1)
     return found
 
 
-@examples(8)
+@examples(3)
 @given(order=orders())
 def test_a_run_has_each_row_where_it_belongs(order: StreamOrder) -> None:
     rows = np.arange(order.sample_count)
