@@ -22,7 +22,7 @@ from sennit.runtime.data.raw_samples import NO_DENSE, Feature, RawSamples, dense
 from sennit.runtime.data.schema import DenseField, Schema, SparseField
 
 _PURPOSE = "a data set of columns"
-_NUMBERS = "integer, floating-point or boolean"
+_NUMBERS = "integer, floating-point, decimal or boolean"
 
 
 class Place(Protocol):
@@ -106,8 +106,8 @@ def check_types(file: str, schema: Schema, found: Any) -> None:
     weights = () if schema.sample_weight is None else (schema.sample_weight,)
     for name in (*schema.labels, *weights, *(part.name for part in schema.dense)):
         kind = found.field(name).type
-        numbers = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
-        if not (numbers or types.is_null(kind)):
+        numbers = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
+        if not (numbers or types.is_boolean(kind) or types.is_null(kind)):
             raise DataError(f"{file}: column {name} is {kind}; allowed: {_NUMBERS}")
     for part in schema.sparse:
         kind = found.field(part.name).type

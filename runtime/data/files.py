@@ -27,7 +27,9 @@ FORMATS: Final = {
 }
 """The format that the end of a file's name says. Text may be compressed: `.csv.gz`."""
 
-COMPRESSED: Final = ".gz"
+CODECS: Final = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+"""How text is compressed, as pyarrow names it, by the end of a file's name."""
+
 _SIGNS: Final = "*?["
 _SKIPPED: Final = ("_", ".")
 
@@ -112,7 +114,7 @@ def find_files(paths: Iterable[str]) -> tuple[DataFile, ...]:
             suffixes = ", ".join(f"*{suffix}" for suffix in FORMATS)
             raise DataError(
                 f"data set {path!r}: no such file, and no folder or pattern with files ({suffixes}, also with "
-                f"{COMPRESSED}); give a path that has them"
+                f"{', '.join(CODECS)}); give a path that has them"
             )
         found += files
     check_once(found)
@@ -234,8 +236,11 @@ def _is_hidden(path: str) -> bool:
 
 
 def _format(path: str) -> str | None:
-    found = FORMATS.get(PurePosixPath(path.removesuffix(COMPRESSED)).suffix)
-    return None if path.endswith(COMPRESSED) and found not in ("CSV", "TSV") else found
+    name = PurePosixPath(path)
+    if name.suffix not in CODECS:
+        return FORMATS.get(name.suffix)
+    found = FORMATS.get(name.with_suffix("").suffix)
+    return found if found in ("CSV", "TSV") else None
 
 
 def _name(path: str, part: str) -> str:

@@ -22,8 +22,9 @@ def check_names(file: str, names: Sequence[str], columns: Sequence[str], first: 
 def common_type(kinds: list[Any]) -> Any | None:
     """The type of pyarrow that has the values of all these types, or None where there is none.
 
-    One type stays what it is. Integers of several widths and signs become int64, numbers float64, texts large_string,
-    lists large_list. Arrow's dictionaries are their values. The type null, of a column of None, is any type.
+    One type stays what it is. Integers of several widths and signs become int64, other numbers float64, texts
+    large_string, lists large_list. Arrow's dictionaries are their values. The type null, of a column of None, is any
+    type.
     """
     arrow = require("pyarrow", package="pyarrow", purpose="reading data files")
     types = arrow.types
@@ -32,7 +33,7 @@ def common_type(kinds: list[Any]) -> Any | None:
         return found.pop() if found else arrow.null()
     if all(types.is_integer(kind) for kind in found):
         return arrow.uint64() if all(types.is_unsigned_integer(kind) for kind in found) else arrow.int64()
-    if all(types.is_integer(kind) or types.is_floating(kind) for kind in found):
+    if all(types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind) for kind in found):
         return arrow.float64()
     if all(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind) for kind in found):
         return arrow.large_string()

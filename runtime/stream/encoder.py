@@ -181,6 +181,8 @@ def _plain(kind: Any) -> Any:
         return arrow.large_string()
     if types.is_boolean(kind) or types.is_float16(kind):
         return arrow.float32()
+    if types.is_decimal(kind):
+        return arrow.float64()
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         inner = kind.value_type
         return kind if _plain(inner) is inner else arrow.large_list(_plain(inner))

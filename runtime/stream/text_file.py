@@ -9,13 +9,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from pathlib import PurePosixPath
 from typing import Any, Final
 
 import numpy as np
 
 from sennit.offload.arrow_columns import content_hash
 from sennit.runtime.data.errors import DataError
-from sennit.runtime.data.files import COMPRESSED, DataFile
+from sennit.runtime.data.files import CODECS, DataFile
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.text_format import TextFormat
 from sennit.runtime.stream.columns import check_names
@@ -283,7 +284,11 @@ def _broken(file: DataFile, column: str | None, where: str, reason: str) -> Data
 
 
 def _is_compressed(file: DataFile) -> bool:
-    return file.path.endswith(COMPRESSED)
+    return _codec(file) is not None
+
+
+def _codec(file: DataFile) -> str | None:
+    return CODECS.get(PurePosixPath(file.path).suffix)
 
 
 @contextmanager
@@ -291,7 +296,7 @@ def _opened(file: DataFile) -> Iterator[Any]:
     """The text of a file from its begin, decompressed."""
     arrow = require("pyarrow", package="pyarrow", purpose="reading text files")
     with file.open_native() as stream:
-        yield arrow.CompressedInputStream(stream, "gzip") if _is_compressed(file) else stream
+        yield stream if (codec := _codec(file)) is None else arrow.CompressedInputStream(stream, codec)
 
 
 def _delimiter(file: DataFile, form: TextFormat) -> str:

@@ -242,7 +242,10 @@ def test_json_schema_and_no_dense_column(tmp_path: Path) -> None:
         ),
         ({"user": ["a", "b", "c", "d"]}, "column user is string; allowed with encode = 'id': integer or list"),
         ({"city": [1.5, 2.5, 3.5, 4.5]}, "column city is double; allowed .*: integer, string, or list of these"),
-        ({"price": ["a", "b", "c", "d"]}, "column price is string; allowed: integer, floating-point or boolean"),
+        (
+            {"price": ["a", "b", "c", "d"]},
+            "column price is string; allowed: integer, floating-point, decimal",
+        ),
         (
             {"price": [1.0, None, float("nan"), 3.0]},
             "column price, row group 1, row 0: value nan; allowed: finite numbers and",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import tomllib
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 import pytest
@@ -77,6 +78,7 @@ NUMBERS: list[tuple[Any, list[Any]]] = [
     (arrow.int8(), [-128, -1, 0, 1, 127]),
     (arrow.uint16(), [0, 1, 2**16 - 1]),
     (arrow.bool_(), [False, True]),
+    (arrow.decimal128(20, 3), [Decimal("-1.5"), Decimal("0.1"), Decimal("98765432109876543.21")]),
     (arrow.null(), [None]),
 ]
 OPERATORS: list[dict[str, Any]] = [{}, {"clamp": [0, 10]}, {"clamp": [-0.5, 1e6], "log1p": True}]

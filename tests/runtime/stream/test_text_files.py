@@ -7,7 +7,7 @@ import csv as python_csv
 import gzip
 import pickle
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sennit.runtime.data.errors import DataError
-from sennit.runtime.data.files import DataFile
+from sennit.runtime.data.files import CODECS, DataFile
 from sennit.runtime.data.schema import parse_schema
 from sennit.runtime.data.text_format import CRITEO_COLUMNS, TextFormat
 from sennit.runtime.stream import text_file
@@ -47,8 +47,19 @@ LINES = [line(row) for row in range(ROWS)]
 
 def write(path: Path, lines: list[str], end: str = "\n", header: str | None = "clicked,price,city") -> str:
     text = "".join(f"{one}{end}" for one in [*([] if header is None else [header]), *lines]).encode()
-    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    path.write_bytes(packed(text, path.name))
     return str(path)
+
+
+def packed(text: bytes, name: str) -> bytes:
+    codec = CODECS.get(Path(name).suffix)
+    if codec is None:
+        return text
+    with arrow.BufferOutputStream() as found:
+        with arrow.CompressedOutputStream(found, codec) as stream:
+            stream.write(text)
+        content: bytes = found.getvalue().to_pybytes()
+    return content
 
 
 def read(index: StreamIndex, begin: int = 0, end: int | None = None, columns: tuple[str, ...] = COLUMNS) -> Any:
@@ -63,7 +74,9 @@ def peer(text: str, types: dict[str, Any] | None = None, **parse: Any) -> Any:
     return csv.read_csv(arrow.BufferReader(text.encode()), None, csv.ParseOptions(**parse), convert)
 
 
-@pytest.fixture(scope="module", params=["part.csv", "part.csv.gz", "memory://text/part.csv.gz"])
+@pytest.fixture(
+    scope="module", params=["part.csv", "part.csv.gz", "part.csv.zst", "part.csv.bz2", "memory://text/part.csv.gz"]
+)
 def index(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StreamIndex]:
     path = tmp_path_factory.mktemp("text") / request.param.rpartition("/")[2]
     url = write(path, LINES)
@@ -316,23 +329,16 @@ def test_headers(tmp_path: Path) -> None:
         open_index([str(path)], COLUMNS)
 
 
-def cut(content: bytes) -> bytes:
-    return content[: len(content) // 2]
-
-
-def other(content: bytes) -> bytes:
-    text = gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
-    text = text.replace(b"city 498", b"city 499")
-    return gzip.compress(text) if content[:2] == b"\x1f\x8b" else text
-
-
-@pytest.mark.parametrize("change", [cut, other])
-@pytest.mark.parametrize("name", ["part.csv", "part.csv.gz"])
-def test_a_file_that_is_cut_or_replaced_is_named(name: str, change: Callable[[bytes], bytes], tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_cut", [True, False])
+@pytest.mark.parametrize("name", ["part.csv", *(f"part.csv{suffix}" for suffix in CODECS)])
+def test_a_file_that_is_cut_or_replaced_is_named(name: str, is_cut: bool, tmp_path: Path) -> None:
     path = tmp_path / name
     index = open_index([write(path, LINES)], COLUMNS, text=FORM)
-    path.write_bytes(change(path.read_bytes()))
-    message = "Truncated compressed stream" if change is cut and name.endswith("gz") else "changed since the run began"
+    if is_cut:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    else:
+        write(path, [one.replace("city 498", "city 499") for one in LINES])
+    message = "Truncated compressed stream" if is_cut and name != "part.csv" else "changed since the run began"
     with pytest.raises(DataError, match=rf"{name}: {message}"):
         read(index)
     if message.startswith("Trunc"):
