@@ -121,3 +121,11 @@ def places_of_outputs(batch: Batch, tables: Sequence[ShardSpec]) -> list[tuple[B
         found.append((block, slice(start, end)))
         start = end
     return found
+
+
+def check_entries(entries: Tensor) -> None:
+    """Raises `ArgumentError` unless `entries` can be those of a directory or a sketch of ids."""
+    if entries.dtype is not torch.int64 or entries.ndim != 2 or entries.shape[1] != 2:
+        raise ArgumentError(f"entries are {entries.dtype} of {tuple(entries.shape)}; allowed: int64 of (rows, 2)")
+    if not entries.is_contiguous() or entries.device.type != "cpu":
+        raise ArgumentError("entries; allowed: contiguous, in host memory")

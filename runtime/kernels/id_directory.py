@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sennit.runtime.kernels import _kernels
-from sennit.runtime.kernels.checks import check_lengths
+from sennit.runtime.kernels.checks import check_entries, check_lengths
 from sennit.transport.errors import ArgumentError
 
 _COUNT_MAX: Final = (1 << 32) - 1
@@ -50,10 +50,7 @@ class IdDirectory:
         which it was last in a training batch (low 32 bits, 0: the row is free) and how often it was looked up. The
         directory changes it. Raises `ArgumentError` if it has an id twice.
         """
-        if entries.dtype is not torch.int64 or entries.ndim != 2 or entries.shape[1] != 2:
-            raise ArgumentError(f"entries are {entries.dtype} of {tuple(entries.shape)}; allowed: int64 of (rows, 2)")
-        if not entries.is_contiguous() or entries.device.type != "cpu":
-            raise ArgumentError("entries; allowed: contiguous, in host memory")
+        check_entries(entries)
         self.entries = entries
         self._native = self._read()
         self._changes: list[_Change] | None = None

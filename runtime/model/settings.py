@@ -126,6 +126,7 @@ def _ids(place: str, value: Any) -> DynamicIds:
 
 _DYNAMIC: Final[dict[str, Check]] = {
     "admit_after": integer(1, (1 << 32) - 1),
+    "admit_count": choice({name: name for name in ("exact", "sketch")}),
     "eviction": choice(names_of(Eviction)),
     "evicted_share": _ABOVE_0,
     "expire_after": integer(1, (1 << 32) - 1),
@@ -245,7 +246,10 @@ def _described(table: Table) -> dict[str, Any]:
 
 def described_ids(rules: DynamicIds) -> dict[str, Any]:
     """The rules of dynamic ids, for the manifest of a checkpoint."""
-    return {one.name: _plain(getattr(rules, one.name)) for one in fields(rules)}
+    found = {one.name: _plain(getattr(rules, one.name)) for one in fields(rules)}
+    if rules.admit_count == "exact":
+        del found["admit_count"]  # Checkpoints were written before there was a choice.
+    return found
 
 
 def _plain(value: Any) -> Any:

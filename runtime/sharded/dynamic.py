@@ -229,7 +229,10 @@ class DynamicShards(Shards):
             for name in own.entries:
                 entries = state[f"{own.spec.name}.{name}"].contiguous().clone()
                 try:
-                    own.directory_of({name: entries}) if name == "ids" else IdDirectory(entries)
+                    if name == "ids":
+                        own.directory_of({name: entries})
+                    elif name == "candidates":
+                        IdDirectory(entries)
                 except ArgumentError as error:
                     raise ArgumentError(f"{own.spec.name}.{name}: {error}") from None
 

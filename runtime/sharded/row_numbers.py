@@ -19,6 +19,7 @@ from torch import Tensor
 from sennit.runtime.data.seeds import torch_stream
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.id_directory import Eviction, IdDirectory, counted, initial_rows
+from sennit.runtime.kernels.id_sketch import IdSketch
 from sennit.runtime.kernels.spec import Pooling, ShardSpec
 from sennit.runtime.sharded.shards import Announced, Evicted, Shards
 from sennit.runtime.sharded.tables import Shard, Table
@@ -94,6 +95,7 @@ class RowNumbers:
         self._step = self._next_spare = 0
         self.directory = self.directory_of(self.entries)
         self.candidates = IdDirectory(self.entries["candidates"]) if "candidates" in self.entries else None
+        self.sketch = IdSketch(self.entries["sketch"], self.rules.admit_after) if "sketch" in self.entries else None
 
     def directory_of(self, entries: Mapping[str, Tensor]) -> IdDirectory:
         """The directory of the rows that ids get. Raises `ArgumentError` for entries that are none."""
@@ -103,13 +105,13 @@ class RowNumbers:
         """A batch that may be refused comes now. Until `settle` nothing is lost."""
         self._before = self._step, self._next_spare, Counter(self.counters)
         self._gone, self._new = [], []
-        for one in self._directories:
+        for one in self._counting:
             one.begin()
 
     def undo(self) -> None:
         """Takes back the batch that has come since `begin`."""
         self._step, self._next_spare, self.counters = self._before
-        for one in self._directories:
+        for one in self._counting:
             one.undo()
 
     def gone(self) -> list[Evicted]:
@@ -122,14 +124,14 @@ class RowNumbers:
 
     def settle(self, announced: Announced) -> None:
         """The batch stays: new rows begin. `announced`: the batch of its rows."""
-        for one in self._directories:
+        for one in self._counting:
             one.keep()
         for rows, ids in self._new:
             self._rows.begin_rows(announced, self._number, rows, self._initial(ids))
 
     @property
-    def _directories(self) -> list[IdDirectory]:
-        return [one for one in (self.directory, self.candidates) if one is not None]
+    def _counting(self) -> list[IdDirectory | IdSketch]:
+        return [one for one in (self.directory, self.candidates, self.sketch) if one is not None]
 
     @property
     def freed(self) -> Tensor:
@@ -196,6 +198,9 @@ class RowNumbers:
     def _due(self, new: Tensor, counts: Tensor, step: int, *, all_of_them: bool) -> tuple[Tensor, Tensor]:
         """Which of the ids without rows get one now, and how often each has come. `counts`: in this batch."""
         known = self.candidates
+        if self.sketch is not None:
+            totals = self.sketch.add(new, counts)
+            return totals >= (1 if all_of_them else self.rules.admit_after), totals
         if known is None:
             return torch.ones(len(new), dtype=torch.bool), counts
         places, missing = known.find(new)

@@ -18,6 +18,7 @@ import torch
 from torch import Generator, Tensor
 
 from sennit.runtime.kernels.id_directory import Eviction as Eviction
+from sennit.runtime.kernels.id_sketch import COUNT_MAX
 from sennit.runtime.kernels.optimizers import Decay as Decay
 from sennit.runtime.kernels.optimizers import Optimizer as Optimizer
 from sennit.runtime.kernels.optimizers import OptimizerSpec as OptimizerSpec
@@ -80,6 +81,10 @@ class DynamicIds:
     """An id gets its row in the batch in which it has come this often. Before, it reads its own initial row, and
     nothing of it is learned."""
 
+    admit_count: str = "exact"
+    """How ids that are not admitted yet are counted: "exact", in a list of as many ids as the table has rows, or
+    "sketch", in a count-min sketch, which estimates counts of any number of ids (`kernels.id_sketch`)."""
+
     eviction: Eviction | Score = Eviction.LRU
     """Which rows go when a shard is full: "lru", "lfu", or those that a function scores lowest."""
 
@@ -87,8 +92,8 @@ class DynamicIds:
     """How much of a full shard goes at once, at least: to look for the right ones costs a pass over its ids."""
 
     expire_after: int | None = None
-    """A row that no training batch has had for so many steps goes, a 16th of them later at most. So does the count of
-    an id that is not admitted yet. None: never."""
+    """A row that no training batch has had for so many steps goes, a 16th of them later at most. So does the
+    exact count of an id that is not admitted yet. None: never."""
 
     unadmitted: str = "own"
     """What an id without a row reads: "own", its initial row; or "shared", a row that all such ids of a row shard have
@@ -100,6 +105,7 @@ class DynamicIds:
             self,
             *,
             admit_after: int = 1,
+            admit_count: str = "exact",
             eviction: Eviction | str | Score = Eviction.LRU,
             evicted_share: float = 1 / 16,
             expire_after: int | None = None,
@@ -114,6 +120,10 @@ class DynamicIds:
         object.__setattr__(self, "eviction", member or self.eviction)
         if not _is_count(self.admit_after):
             raise ConfigError(f"admit_after {self.admit_after!r}; allowed: 1 to 2^32 - 1")
+        if self.admit_count not in ("exact", "sketch"):
+            raise ConfigError(f"admit_count {self.admit_count!r}; allowed: exact, sketch")
+        if self.admit_count == "sketch" and self.admit_after > COUNT_MAX:
+            raise ConfigError(f"admit_after {self.admit_after} with a sketch; allowed: 1 to {COUNT_MAX}")
         if not isinstance(self.evicted_share, int | float) or not 0 < self.evicted_share <= 1:
             raise ConfigError(f"evicted_share {self.evicted_share!r}; allowed: above 0, up to 1")
         if self.expire_after is not None and not _is_count(self.expire_after):
@@ -131,7 +141,9 @@ class DynamicIds:
     @property
     def directories(self) -> tuple[str, ...]:
         """The states of a shard that this needs (`ShardSpec.directories`)."""
-        return ("ids",) if self.admit_after == 1 else ("ids", "candidates")
+        if self.admit_after == 1:
+            return ("ids",)
+        return ("ids", "candidates" if self.admit_count == "exact" else "sketch")
 
 
 _KINDS: Final[dict[str, type[Enum]]] = {
@@ -296,6 +308,8 @@ class Table:
                 raise ConfigError(f"table {self.name}: unadmitted shared with pooling none; allowed: own")
             if self.ids.unadmitted == "shared" and self.rows < 2 * self.row_shards:
                 refuse("rows", f"{2 * self.row_shards} or more: each row shard has a row that ids share")
+            if "sketch" in self.ids.directories and self.rows < 2 * self.row_shards:
+                refuse("rows", f"{2 * self.row_shards} or more: the sketch of a row shard has a row fewer")
 
     def spec_of(self, row: int, column: int) -> ShardSpec:
         """A shard as a table of an engine."""

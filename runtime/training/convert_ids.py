@@ -22,7 +22,7 @@ from sennit.runtime.sharded.tables import DynamicIds, Table
 from sennit.transport.errors import ConfigError
 
 _PART: Final = re.compile(r"(?P<row>\d+)\.(?P<column>\d+)\.(?P<name>\w+)")
-_DIRECTORIES: Final = ("ids", "candidates")
+_DIRECTORIES: Final = ("ids", "candidates", "sketch")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

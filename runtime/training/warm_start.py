@@ -155,7 +155,7 @@ class _WarmStart:
 
     def _has(self, table: Table, key: str) -> bool:
         """Whether a tensor of the table is taken over. Weights must be."""
-        return key.endswith((".weight", ".ids", ".candidates")) or table.name in self._goes_on
+        return key.endswith((".weight", ".ids", ".candidates", ".sketch")) or table.name in self._goes_on
 
     def _read_steps(self) -> None:
         """The updates that tables have behind them: Adam's correction of its moments goes on."""

@@ -29,6 +29,7 @@ FORMS = {
     "lru": (600, DynamicIds()),
     "lfu": (600, DynamicIds(eviction="lfu")),
     "second": (100, DynamicIds(admit_after=2, evicted_share=0.25)),
+    "sketch": (100, DynamicIds(admit_after=2, admit_count="sketch", evicted_share=0.25)),
     "score": (600, DynamicIds(eviction=rarely_and_long_ago)),
     "shared": (100, DynamicIds(admit_after=2, evicted_share=0.25, expire_after=4, unadmitted="shared")),
 }
@@ -93,7 +94,14 @@ def trained(
     ("form", "kind"),
     briefly(
         [(form, kind) for form in FORMS for kind in ("bags", "sequences") if (form, kind) != ("shared", "sequences")],
-        [("lru", "bags"), ("lfu", "sequences"), ("second", "bags"), ("shared", "bags"), ("score", "sequences")],
+        [
+            ("lru", "bags"),
+            ("lfu", "sequences"),
+            ("second", "bags"),
+            ("shared", "bags"),
+            ("score", "sequences"),
+            ("sketch", "bags"),
+        ],
     ),
 )
 def test_one_digest_at_any_world_and_placement_while_rows_come_and_go(
@@ -172,10 +180,17 @@ def test_rows_are_those_of_a_dict_and_unknown_ids_read_their_own(kept_world: Wor
 
 
 def restored(
-    rank: int, world: int, saved: dict[str, Any] | None, first: int, end: int, folder: str | None = None
+    rank: int,
+    world: int,
+    saved: dict[str, Any] | None,
+    first: int,
+    end: int,
+    folder: str | None = None,
+    admit_count: str = "exact",
 ) -> tuple[Any, str]:
     """Steps `first` to `end`, from a state; with what this rank saves."""
-    table = Table(name="user", rows=100, dim=4, row_shards=4, ids=DynamicIds(admit_after=2), optimizer="adagrad")
+    rules = DynamicIds(admit_after=2, admit_count=admit_count)
+    table = Table(name="user", rows=100, dim=4, row_shards=4, ids=rules, optimizer="adagrad")
     store = store_in(folder, 16_000)
     module = ShardedEmbeddingBags([table], lr=0.1, gradients="sum", placement="row_wise", seed=7, store=store)
     if saved is not None:
@@ -197,17 +212,20 @@ def restored(
     return (before, changes), digest
 
 
-@pytest.mark.parametrize(("first", "second"), [("memory", "memory"), ("files", "memory"), ("memory", "files")])
+@pytest.mark.parametrize(
+    ("first", "second", "count"),
+    [("memory", "memory", "exact"), ("files", "memory", "exact"), ("memory", "files", "sketch")],
+)
 def test_a_state_goes_to_another_world_and_a_move_changes_nothing(
-    kept_world: WorldFactory, tmp_path: Path, first: str, second: str
+    kept_world: WorldFactory, tmp_path: Path, first: str, second: str, count: str
 ) -> None:
     folder = {"memory": None, "files": str(tmp_path)}
-    whole = kept_world(1).run(restored, None, 0, 20)[0][1]
-    parts = kept_world(2).run(restored, None, 0, 11, folder[first])
+    whole = kept_world(1).run(restored, None, 0, 20, None, count)[0][1]
+    parts = kept_world(2).run(restored, None, 0, 11, folder[first], count)
     saved: dict[str, Any] = {}
     for (state, _), _ in parts:
         saved |= state
-    found = kept_world(3).run(restored, saved, 11, 20, folder[second])
+    found = kept_world(3).run(restored, saved, 11, 20, folder[second], count)
     assert {digest for _, digest in found} == {whole}
 
 
@@ -223,9 +241,11 @@ def test_changes_and_the_state_before_them_are_the_state(kept_world: WorldFactor
             assert before[name].equal(tensor), name
 
 
-def refused(rank: int, world: int, admit_after: int, with_refused: bool) -> tuple[str, str, dict[str, int]]:
+def refused(
+    rank: int, world: int, admit_after: int, admit_count: str, with_refused: bool
+) -> tuple[str, str, dict[str, int]]:
     """What a refused batch says; then the digest of a few more steps, with the counters."""
-    rules = DynamicIds(admit_after=admit_after, evicted_share=0.25, expire_after=3)
+    rules = DynamicIds(admit_after=admit_after, admit_count=admit_count, evicted_share=0.25, expire_after=3)
     table = Table(name="user", rows=80, dim=4, row_shards=2, ids=rules)
     module = ShardedEmbeddingBags([table], lr=0.1, placement="row_wise", gradients="sum")
     told = ""
@@ -244,14 +264,14 @@ def refused(rank: int, world: int, admit_after: int, with_refused: bool) -> tupl
     return told, module.digest(), module.id_counters()["user"]
 
 
-@pytest.mark.parametrize("admit_after", [1, 2])
+@pytest.mark.parametrize(("admit_after", "admit_count"), [(1, "exact"), (2, "exact"), (2, "sketch")])
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_batch_that_a_shard_has_no_rows_for_is_refused_and_changes_nothing_on_any_rank(
-    kept_world: WorldFactory, world: int, admit_after: int
+    kept_world: WorldFactory, world: int, admit_after: int, admit_count: str
 ) -> None:
-    undisturbed = kept_world(world).run(refused, admit_after, False)
+    undisturbed = kept_world(world).run(refused, admit_after, admit_count, False)
     for (told, digest, counters), (_, wanted, of_undisturbed) in zip(
-        kept_world(world).run(refused, admit_after, True), undisturbed, strict=True
+        kept_world(world).run(refused, admit_after, admit_count, True), undisturbed, strict=True
     ):
         assert "new ids in a batch, but shard user/1.0 has" in told
         assert digest == wanted
@@ -470,6 +490,7 @@ def test_rows_are_set_and_got_by_id(kept_world: WorldFactory, admit_after: int) 
         ({"ids": "dynamic", "train_rank": 4}, "dynamic ids with a train_rank"),
         ({"ids": "dynamic", "home": "hbm"}, "dynamic ids with home hbm; allowed: file, dram"),
         ({"ids": DynamicIds(unadmitted="shared"), "pooling": "none"}, "unadmitted shared with pooling none; allowed"),
+        ({"ids": DynamicIds(admit_after=2, admit_count="sketch"), "row_shards": 16}, "rows 20; allowed: 32 or more"),
         ({"ids": DynamicIds(unadmitted="shared"), "row_shards": 16}, "rows 20; allowed: 32 or more: each row shard"),
     ],
 )
@@ -506,9 +527,9 @@ def test_a_copy_on_each_rank_is_refused(kept_world: WorldFactory) -> None:
         assert "table user: dynamic ids with a copy on every rank" in message
 
 
-def changed_without_updates(rank: int, world: int, admit_after: int) -> None:
+def changed_without_updates(rank: int, world: int, rules: DynamicIds) -> None:
     """Lookups give rows and count ids, also if no update follows, or one at rate 0."""
-    table = Table(name="user", rows=400, dim=4, row_shards=4, ids=DynamicIds(admit_after=admit_after))
+    table = Table(name="user", rows=400, dim=4, row_shards=4, ids=rules)
     module = ShardedEmbeddingBags([table], lr=0.1, gradients="sum", placement="row_wise", seed=7)
     module.track_changes()
     known = {name: one.clone() for name, one in module.state_dict().items()}
@@ -527,9 +548,9 @@ def changed_without_updates(rank: int, world: int, admit_after: int) -> None:
                 assert known[name].equal(one), (step, name)
 
 
-@pytest.mark.parametrize("admit_after", [1, 3])
-def test_increments_have_all_that_lookups_change(kept_world: WorldFactory, admit_after: int) -> None:
-    kept_world(2).run(changed_without_updates, admit_after)
+@pytest.mark.parametrize(("admit_after", "admit_count"), [(1, "exact"), (3, "exact"), (3, "sketch")])
+def test_increments_have_all_that_lookups_change(kept_world: WorldFactory, admit_after: int, admit_count: str) -> None:
+    kept_world(2).run(changed_without_updates, DynamicIds(admit_after=admit_after, admit_count=admit_count))
 
 
 def late(rank: int, world: int, folder: str | None) -> float:
@@ -567,6 +588,29 @@ def loaded_twice(rank: int, world: int) -> None:
     with pytest.raises(ArgumentError, match=r"user/0.0.ids: id 5 has two rows"):
         module.load_state_dict(state)
     assert module.digest() == before
+
+
+def admitted(rank: int, world: int, rules: DynamicIds, steps: int) -> tuple[set[int], set[int]]:
+    """The ids that have rows after some steps with few ids that come often and many that come once; and the former."""
+    module = ShardedEmbeddingBags([Table(name="user", rows=2_000, dim=4, row_shards=2, ids=rules)], lr=0.1)
+    draw, often = torch.Generator().manual_seed(5), torch.arange(40)
+    for _ in range(steps):
+        once = torch.randint(10**6, 2**62, (60,), generator=draw)
+        module({"user": torch.cat([often[torch.randperm(40, generator=draw)[:20]], once]).view(-1, 1)})[
+            "user"
+        ].sum().backward()
+    entries = [tensor for name, tensor in module.state_dict().items() if name.endswith(".ids")]
+    found = {int(one) for part in entries for one, word in part.tolist() if word}
+    return found, set(often.tolist())
+
+
+@pytest.mark.parametrize("steps", [30, 600])
+def test_a_sketch_admits_all_that_exact_counts_do_and_few_others(kept_world: WorldFactory, steps: int) -> None:
+    """After 600 steps, 4 times more ids have come once than a line has cells: counts were halved several times."""
+    exact, often = kept_world(1).run(admitted, DynamicIds(admit_after=5), steps)[0]
+    estimated, _ = kept_world(1).run(admitted, DynamicIds(admit_after=5, admit_count="sketch"), steps)[0]
+    assert exact == often <= estimated
+    assert len(estimated - often) <= 0.001 * 60 * steps
 
 
 def users(rows: int, optimizer: str = "sgd", **rules: Any) -> ShardedEmbeddingBags:
