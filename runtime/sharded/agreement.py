@@ -197,14 +197,18 @@ def made_on_all(make: Callable[[], _T], what: str, group: dist.ProcessGroup | No
 
 def _raise_for_all(error: Exception | None, group: dist.ProcessGroup | None) -> None:
     told: list[Any] = [None] * dist.get_world_size(group)
-    own = error and (isinstance(error, ConfigError), f"{error}", type(error).__name__)
+    own = error and (isinstance(error, ConfigError), f"{error}", type(error).__name__, getattr(error, "__notes__", []))
     dist.all_gather_object(told, own, group=group)
     if error is not None and not isinstance(error, ConfigError):
         raise error
     for rank, one in enumerate(told):
         if one is not None:
-            is_same, text, kind = one
-            raise ConfigError(text) if is_same else SennitError(f"rank {rank} could not read rows: {kind}: {text}")
+            is_same, text, kind, notes = one
+            if is_same:
+                raise ConfigError(text)
+            # A note says what failed.
+            where, *_ = *(f": {kind}: {text}; {note}" for note in notes), f" could not read rows: {kind}: {text}"
+            raise SennitError(f"rank {rank}{where}")
 
 
 def _fingerprint(settings: Mapping[str, str]) -> int:

@@ -83,8 +83,7 @@ class DynamicShards(Shards):
 
     def fetch(self, announced: Announced) -> None:
         assert isinstance(announced, NumberedBatch)
-        if self._failed is not None:
-            error, self._failed = self._failed, None
+        if (error := self.take_failure()) is not None:
             raise error
         # Rows are given here, and not when a batch is announced: the steps before it are done now.
         self._open = announced
@@ -131,6 +130,10 @@ class DynamicShards(Shards):
                 told(one)
             except Exception as error:  # Any type, because the other ranks would wait for this one.
                 self._failed = self._failed or error
+
+    def take_failure(self) -> Exception | None:
+        error, self._failed = self._failed, None
+        return error
 
     def on_evicted(self, told: Callable[[Evicted], object] | None) -> None:
         self._told = told

@@ -391,26 +391,27 @@ class ShardedTables(HeldTables):
 
         docs/reference/dynamic-tables.md, "Counters", lists the names.
         """
-        found = {}
-        for engines in self._steps.engines:
-            for number, counts in engines.sharded.id_counters().items():
-                found[self.tables[number].name] = dict(counts)
-        return found
+        return {self.tables[number].name: dict(counts) for number, counts in self._steps.id_counters().items()}
 
     def on_evicted(self, told: Callable[[Evicted], object] | None) -> None:
         """From now on `told` hears of rows that dynamic tables take away on this rank; None: nobody does.
 
         It is called in the thread that looks a batch up, before the batch's new ids begin in these rows: by table, by
-        row shard, and rising by row. It must not call this module. What it raises is raised on all ranks by the next
-        call.
+        row shard, and rising by row. Calls of this module, and collectives of torch, raise `ArgumentError` in it. What
+        it raises is raised on all ranks by the next call, or `check`; without them, on this rank by `close`.
         """
         self.finish()
         self._steps.on_evicted(told)
 
     def close(self) -> None:
-        """Removes this rank's files. Nothing can be looked up afterwards, if there were any."""
+        """Removes this rank's files. Nothing can be looked up afterwards, if there were any.
+
+        Raises what the function of `on_evicted` has raised, if no call has.
+        """
         for engines in self._steps.engines:
             engines.close()
+        if (error := self._steps.take_failure()) is not None:
+            raise error
 
     def move(self, placement: Placement) -> int:
         """Moves shards to the ranks of another placement: rows and optimizer states travel. Collective, and exact.
@@ -489,12 +490,13 @@ class ShardedTables(HeldTables):
         return dict(self._steps.wire.sent_bytes)
 
     def check(self) -> None:
-        """Raises `GradientError` on all ranks if the last backward pass had gradients that are not finite.
+        """Raises `GradientError` on all ranks if the last backward pass had gradients that are not finite, and what the
+        function of `on_evicted` has raised in the last batch.
 
         Collective. Such rows were left as they were. The next forward pass raises the same error.
         """
         self.finish()
-        self._agree(self._passes.errors()())
+        self._agree(self._passes.errors()() or self._steps.take_failure())
 
     def _agree(self, error: Exception | None) -> None:
         """Collective. Raises on all ranks if one has an error, or has done what others have not (`alike`)."""

@@ -127,6 +127,7 @@ class Passes:
 
     def told(self) -> Told:
         """What this rank tells all others in the call that begins now. It counts steps from here on."""
+        self._steps.check_caller()
         self._forget_zeroed()
         taken, self._taken = self._taken, 0
         return Told(self._steps.optimizer.rates(), self._kept, taken, self._steps.take_multiplied())
@@ -398,6 +399,7 @@ class Passes:
 
     def finish(self) -> None:
         """Waits for lookups and updates. Raises errors of updates. The use of a lookup's result raises its error."""
+        self._steps.check_caller()
         if self._lookup is not None and not self._lookup.is_done:
             with contextlib.suppress(Exception):
                 self._lookup.result()

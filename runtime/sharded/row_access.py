@@ -67,7 +67,8 @@ class RowAccess:
                 self._shards.release(self._announced, is_dirty=False)
                 raise
             self._shards.settle(self._announced)
-            steps.refills += 1
+            # Rows for ids without a row may be those of an earlier lookup.
+            steps.refills += table.ids is not None
 
     def _announce(self, ids: Tensor) -> Announced:
         """`ids`: for each block that is taken, counted from the first row of its shard."""

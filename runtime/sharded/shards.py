@@ -246,6 +246,10 @@ class Shards:
     def on_evicted(self, told: Callable[[Evicted], object] | None) -> None:
         """From now on `told` hears of rows that dynamic tables take away; None: nobody does."""
 
+    def take_failure(self) -> Exception | None:
+        """What `told` has raised and nobody was told, once."""
+        return None
+
     def close(self) -> None:
         """Releases everything that is not memory."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -21,9 +22,11 @@ from sennit.runtime.sharded.engines import Engines
 from sennit.runtime.sharded.exchange import Arrived, Exchange, Given, Ready
 from sennit.runtime.sharded.features import Outgoing, features_of, ids_of
 from sennit.runtime.sharded.optimizer import TableOptimizer
+from sennit.runtime.sharded.row_numbers import COUNTED
 from sennit.runtime.sharded.sent import Refused, Sent
 from sennit.runtime.sharded.shards import Evicted, Rates
 from sennit.runtime.sharded.tables import output_names, shards_of
+from sennit.runtime.sharded.telling import Telling
 from sennit.transport.errors import ArgumentError, ConfigError, Unsupported
 
 _KINDS: Final = ("no weights", "weights", "weights that require gradients")
@@ -76,7 +79,10 @@ class TableSteps:
         """Whether the gradients of the last step, or of the next one, were finite on all ranks. Known only with a
         scaler."""
 
-        self._told: Callable[[Evicted], object] | None = None
+        self._telling: Telling | None = None
+        self._counted: dict[int, Counter[str]] = {}
+        """What ids of dynamic tables have done here before their shards moved, by table."""
+        self.engines: list[Engines] = []
         self.anchor = torch.empty(0, requires_grad=True)
         """An argument of every lookup: autograd calls a backward pass only if an argument requires a gradient. It is no
         parameter, so DDP does not see it."""
@@ -97,6 +103,9 @@ class TableSteps:
     def connect(self, engines: Sequence[Engines]) -> None:
         """Works on these engines from now on. A move of shards makes new ones."""
         settings = engines[0].settings
+        for number, counts in self.id_counters().items():
+            # A rank keeps what it has counted when rows go.
+            self._counted[number] = Counter({name: counts[name] for name in COUNTED})
         self.engines = list(engines)
         self._exchanges = [self._exchange.of(one) for one in engines]
         self.gradients = [Gradients(one) for one in engines]
@@ -104,13 +113,32 @@ class TableSteps:
         """Whether tables are in files, on whichever rank."""
         self.dynamic = frozenset(number for number, table in enumerate(settings.tables) if table.ids is not None)
         """Whether owners number the ids of a table when they look a batch up."""
-        self.on_evicted(self._told)
+        for one in self.engines:
+            one.sharded.on_evicted(self._telling)
 
     def on_evicted(self, told: Callable[[Evicted], object] | None) -> None:
         """`Shards.on_evicted`, of all tables, also after a move."""
-        self._told = told
+        self._telling = None if told is None else Telling(told)
         for one in self.engines:
-            one.sharded.on_evicted(told)
+            one.sharded.on_evicted(self._telling)
+
+    def check_caller(self) -> None:
+        """Raises `ArgumentError` in a function that hears of evicted rows."""
+        if self._telling is not None:
+            self._telling.check()
+
+    def id_counters(self) -> dict[int, Counter[str]]:
+        """`Shards.id_counters` of all tables, with what was counted before a move."""
+        found = {number: Counter({"rows": 0, "used": 0, **counts}) for number, counts in self._counted.items()}
+        for one in self.engines:
+            for number, counts in one.sharded.id_counters().items():
+                found.setdefault(number, Counter()).update(counts)
+        return found
+
+    def take_failure(self) -> Exception | None:
+        """What the function of `on_evicted` has raised and nobody was told, once."""
+        failures = [one.sharded.take_failure() for one in self.engines]
+        return next((error for error in failures if error is not None), None)
 
     @property
     def is_accumulating(self) -> bool:

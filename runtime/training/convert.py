@@ -203,7 +203,8 @@ def _with_other_ids(
         encoding = next((one for one in known.encodings if one.name == table), None) if known is not None else None
         if table in dynamic:
             rows, rules = dynamic[table]
-            lines.append(convert_ids.to_dynamic(state, found[0], table, encoding, rows, rules))
+            steps = _steps_of(table, found[0], state, about)
+            lines.append(convert_ids.to_dynamic(state, found[0], table, encoding, rows, rules, steps))
             convert_ids.described(about, table, rows, rules)
             changed = preprocessing.Encoding(name=table, row_count=rows, is_dynamic=True)
         else:
@@ -214,6 +215,13 @@ def _with_other_ids(
             convert_ids.described(about, table, changed.row_count, None)
         known = None if known is None else convert_ids.with_encoding(known, changed)
     return known, lines
+
+
+def _steps_of(table: str, key: str, state: Mapping[str, Any], about: Manifest) -> int:
+    """How many steps a table has taken. The most of any, if the manifest does not name the tables of a module."""
+    steps = state[f"{key.removesuffix(table)}steps"].tolist()
+    names = list(about.fixed.get("model", {}).get("tables", {}))
+    return int(steps[names.index(table)] if table in names and len(names) == len(steps) else max(steps))
 
 
 def _shown(key: str) -> str:

@@ -40,12 +40,12 @@ class _Rows:
 
 
 def to_dynamic(
-    state: dict[str, Any], key: str, table: str, encoding: Encoding | None, rows: int, rules: DynamicIds
+    state: dict[str, Any], key: str, table: str, encoding: Encoding | None, rows: int, rules: DynamicIds, steps: int
 ) -> str:
     """Changes the tensors of the table at `key` to those of a dynamic table of at most `rows` rows.
 
-    `encoding`: of its ids. None: ids are row numbers. Returns what has changed, in words. Raises `ConfigError` for ids
-    that nobody knows, that are there twice, or that are too many.
+    `encoding`: of its ids. None: ids are row numbers. `steps`: that the table has taken. Returns what has changed, in
+    words. Raises `ConfigError` for ids that nobody knows, that are there twice, or that are too many.
     """
     parts = _parts(state, key)
     if any(name == "ids" for _, _, name in parts):
@@ -56,7 +56,7 @@ def to_dynamic(
     about = Table(name=table, rows=rows, dim=1, row_shards=shards, ids=rules)
     shard_of = shards_of_ids(found.ids, shards)
     spare = rules.unadmitted == "shared"
-    last = max(1, int(state[f"{key.removesuffix(table)}steps"].min()))
+    last = max(1, steps)
     for row in range(shards):
         mine, room = shard_of == row, about.row_range(row).size
         count = int(mine.sum())

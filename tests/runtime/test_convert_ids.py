@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from sennit.runtime.checkpoint.manifest import Manifest
 from sennit.runtime.checkpoint.reading import OpenedCheckpoint
 from sennit.runtime.checkpoint.writing import save
 from sennit.runtime.data.preprocessing import NAME, Encoding, Preprocessing
+from sennit.runtime.kernels.id_directory import steps_of
 from sennit.runtime.sharded import DynamicIds, ShardedEmbeddingBags, Table
 from sennit.runtime.training import convert
 from sennit.transport.errors import ConfigError
@@ -110,6 +112,25 @@ def gone_on(rank: int, world: int, folder: str, rules: DynamicIds) -> None:
         step(dynamic, IDS)
     same_rows(dynamic, fixed)
     save(Path(folder) / "later", ABOUT, dynamic.state_dict(), documents=KNOWN)
+
+
+STEPS = [2, 9, 3]
+
+
+def begun_at_other_steps(rank: int, world: int, folder: str) -> None:
+    about = dataclasses.replace(ABOUT, fixed={"model": {"tables": {one.name: {} for one in ENCODINGS}}})
+    state = module_of(False, DynamicIds()).state_dict()
+    save(Path(folder), about, state | {"steps": torch.tensor(STEPS)}, documents=KNOWN)
+
+
+def test_rows_are_of_the_last_step_of_their_own_table(kept_world: WorldFactory, tmp_path: Path) -> None:
+    """They would seem old otherwise, and expire."""
+    kept_world(1).run(begun_at_other_steps, str(tmp_path / "fixed"))
+    convert(tmp_path / "fixed", tmp_path / "dynamic", dynamic={one.name: (40, DynamicIds()) for one in ENCODINGS})
+    state = state_of(tmp_path / "dynamic")
+    for one, step in zip(ENCODINGS, STEPS, strict=True):
+        entries = torch.cat([state[f"{one.name}/{row}.0.ids"] for row in range(2)])
+        assert set(steps_of(entries).tolist()) == {0, step}, one.name
 
 
 @pytest.mark.parametrize("rules", [DynamicIds(), DynamicIds(admit_after=2, unadmitted="shared")], ids=["own", "shared"])

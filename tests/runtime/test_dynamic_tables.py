@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from sennit.runtime.kernels.id_directory import shards_of_ids
@@ -156,10 +158,19 @@ def restored(
     changes = module.changes()
     if world > 1:
         owners = {shard: (rank + 1) % world for shard, rank in module.placement.owner_of.items()}
+        known = counters_of(module)
         module.move(type(module.placement)(world_size=world, owner_of=owners))
+        assert counters_of(module) == known
     digest = module.digest()
     module.close()
     return (before, changes), digest
+
+
+def counters_of(module: ShardedEmbeddingBags) -> dict[str, int]:
+    """Of all ranks together."""
+    everyone: list[Any] = [None] * module.slices.world_size
+    dist.all_gather_object(everyone, module.id_counters().get("user", {}))
+    return dict(sum(map(Counter, everyone), Counter[str]()))
 
 
 @pytest.mark.parametrize(
@@ -593,6 +604,24 @@ def weighted_frozen(rank: int, world: int, between: str) -> None:
         loss.backward()
 
 
+def weighted_beside_files(rank: int, world: int, folder: str) -> None:
+    """Rows of a fixed table in files are read between the lookup of a frozen dynamic table and its backward pass."""
+    tables = [Table(name="user", rows=100, dim=4, ids="dynamic", home="dram"), Table(name="fixed", rows=50, dim=4)]
+    module = ShardedEmbeddingBags(tables, lr=0.1, gradients="sum", store=store_in(folder, 32_000))
+    module["user"].frozen = module["fixed"].frozen = True
+    weights = torch.ones(3, requires_grad=True)
+    one_each = (torch.tensor([1, 2, 3]), torch.tensor([0]), weights)
+    found = module({"user": one_each, "fixed": one_each})["user"]
+    module["fixed"].get_rows(torch.tensor([7, 8, 9]))
+    (found * torch.arange(1.0, 5)).sum().backward()
+    assert weights.grad is not None
+    assert len(weights.grad.unique()) == 3
+
+
+def test_reading_a_fixed_table_leaves_rows_of_a_dynamic_one(kept_world: WorldFactory, tmp_path: Path) -> None:
+    kept_world(1).run(weighted_beside_files, str(tmp_path))
+
+
 @pytest.mark.parametrize("between", ["nothing", "lookup", "get_rows"])
 def test_weights_never_get_gradients_of_the_rows_of_other_ids(kept_world: WorldFactory, between: str) -> None:
     kept_world(1).run(weighted_frozen, between=between)
@@ -663,6 +692,81 @@ def handed_in_spite(rank: int, world: int) -> list[int]:
     with pytest.raises((OSError, SennitError), match="disk full"):
         one_step(module, 11)
     return heard
+
+
+def raised_last(rank: int, world: int, ends: str) -> list[str]:
+    """What is told of a function that raises in the last step."""
+    table = Table(name="user", rows=8, dim=4, row_shards=2, ids=DynamicIds(evicted_share=1.0))
+    module = ShardedEmbeddingBags([table], lr=0.1, placement="row_wise", gradients="sum")
+
+    def told(gone: Evicted) -> None:
+        if rank == 0:
+            raise OSError("disk full")
+
+    module.on_evicted(told)
+    for first in (0, 100):
+        module({"user": torch.arange(first, first + 4).view(-1, 1)[rank::world]})["user"].sum().backward()
+    found = []
+    for _ in range(2):
+        try:
+            module.check() if ends == "check" else module.close()
+        except (OSError, SennitError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+@pytest.mark.parametrize("ends", ["check", "close"])
+def test_what_a_function_raises_in_the_last_step_is_told(kept_world: WorldFactory, ends: str) -> None:
+    own, others = kept_world(2).run(raised_last, ends)
+    assert own == ["OSError: disk full"]
+    assert len(others) == (ends == "check")
+
+
+def waiting(rank: int, world: int, waits: str) -> tuple[str, str]:
+    """A function that waits for other ranks, on the first rank. What it hears, and what all hear."""
+    table = Table(name="user", rows=8, dim=4, row_shards=2, ids=DynamicIds(evicted_share=1.0))
+    module = ShardedEmbeddingBags([table], lr=0.1, placement="row_wise", gradients="sum")
+    heard = []
+
+    def told(gone: Evicted) -> None:
+        calls = {
+            "all_reduce": lambda: dist.all_reduce(torch.zeros(1)),
+            "barrier": dist.barrier,
+            "get_rows": lambda: module["user"].get_rows(gone.ids),
+            "digest": module.digest,
+        }
+        try:
+            if rank == 0:
+                calls[waits]()
+        except ArgumentError as error:
+            heard.append(str(error))
+            raise
+
+    module.on_evicted(told)
+    try:
+        for first in (0, 100, 200):
+            module({"user": torch.arange(first, first + 4).view(-1, 1)[rank::world]})["user"].sum().backward()
+    except SennitError as error:
+        return heard[0] if heard else "", str(error)
+    raise AssertionError("no error")
+
+
+@pytest.mark.parametrize(
+    ("waits", "message"),
+    [
+        ("all_reduce", "a collective (allreduce_) in the function of on_evicted; allowed: none"),
+        ("barrier", "a collective (barrier) in the function of on_evicted; allowed: none"),
+        ("get_rows", "a call of the tables in the function of on_evicted; allowed: none"),
+        ("digest", "a call of the tables in the function of on_evicted; allowed: none"),
+    ],
+)
+def test_a_function_that_waits_for_other_ranks_is_refused_at_once(
+    kept_world: WorldFactory, waits: str, message: str
+) -> None:
+    (heard, own), (_, others) = kept_world(2).run(waiting, waits)
+    assert heard.startswith(message)
+    assert own == heard
+    assert others == f"rank 0: ArgumentError: {heard}; the function given to on_evicted has raised it"
 
 
 def test_a_function_that_raises_hears_of_all_rows_that_go(kept_world: WorldFactory) -> None:
