@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated
 
 from sennit.options import Option, check
@@ -42,3 +42,8 @@ class Source:
 
     def __post_init__(self) -> None:
         check(self)
+
+    @property
+    def name(self) -> str:
+        """The name of the data set, for messages: of a path, its last part."""
+        return PurePosixPath(self.data).name or self.data

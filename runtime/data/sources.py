@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from importlib.metadata import entry_points
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Final
 
 from sennit import user_code
@@ -146,8 +146,7 @@ def _is_path(name: str) -> bool:
 
 
 def _load_parquet(source: Source) -> RawSamples:
-    name = PurePosixPath(source.data).name or source.data
-    return parquet.load(name, _files(source), schema_of(source), find_files(source.evaluation))
+    return parquet.load(source.name, _files(source), schema_of(source), find_files(source.evaluation))
 
 
 def _files(source: Source) -> tuple[DataFile, ...]:

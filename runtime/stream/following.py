@@ -84,7 +84,6 @@ class Follower:
 
     def __init__(
         self,
-        name: str,
         source: Source,
         schema: Schema,
         settings: StreamSettings,
@@ -94,7 +93,7 @@ class Follower:
         group: dist.ProcessGroup | None = None,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`name`: of the data set. `seen`: the files that the run had when it was stopped: it needs them to go on.
+        """`seen`: the files that the run had when it was stopped: it needs them to go on.
 
         Raises ConfigError for settings with which no folder can be followed, and DataError if there is no folder.
         """
@@ -112,7 +111,7 @@ class Follower:
             raise ConfigError("--follow without --window; allowed: with --fit-rows ROWS, which means are fitted to")
         if run.validation_fraction:
             raise ConfigError("--validation-fraction with --follow, whose rows are not known")
-        self._name, self._source, self._schema, self._settings, self._run = name, source, schema, settings, run
+        self._source, self._schema, self._settings, self._run = source, schema, settings, run
         self._seen, self._group, self._pause = list(seen), group, pause
         self._time = None if schema.time is None else schema.time.column
         self._columns = tuple(dict.fromkeys((*schema.columns, *([] if self._time is None else [self._time]))))
@@ -255,7 +254,7 @@ class Follower:
     def _ordered(self, *, grows: bool) -> OpenedStream:
         train_rows = sum(sum(file.block_rows) for file in self._files)
         if not train_rows:
-            raise Incomplete(f"{self._name}: no rows; allowed: at least one")
+            raise Incomplete(f"{self._source.name}: no rows; allowed: at least one")
         check_skipped(self._all_files, self._schema.text_format)
         index = index_of(self._all_files, self._columns, time_column=self._time)
         before = self._opened
@@ -268,7 +267,7 @@ class Follower:
                         "allowed: a column that has values, or a type, from the beginning"
                     )
         return ordered(
-            self._name, index, self._schema, train_rows, self._settings, self._run, grows=grows, before=before
+            self._source.name, index, self._schema, train_rows, self._settings, self._run, grows=grows, before=before
         )
 
 

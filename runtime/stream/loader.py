@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -203,6 +203,5 @@ def _opened(
     if schema is None:
         raise DataError(f"data set {source.data!r} without schema=; allowed: without it are {', '.join(sources.NAMES)}")
     known = schema if isinstance(schema, Schema) else read_schema(Path(schema))
-    name = PurePosixPath(source.data).name or source.data
     # Rank 0 makes the index: for text, that is a pass over all of it. A rank that opens a file compares it.
-    return on_first(lambda: open_stream(name, source, known, settings, run), group)
+    return on_first(lambda: open_stream(source, known, settings, run), group)

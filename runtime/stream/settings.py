@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import Annotated, Any, Final
 
 import torch.distributed as dist
@@ -156,13 +155,8 @@ class OpenedStream:
         )
 
 
-def open_stream(
-    name: str, source: Source, schema: Schema, settings: StreamSettings, run: OrderSettings
-) -> OpenedStream:
-    """Reads the index of the files. Raises DataError for files or settings that give no stream.
-
-    `name`: that of the data set.
-    """
+def open_stream(source: Source, schema: Schema, settings: StreamSettings, run: OrderSettings) -> OpenedStream:
+    """Reads the index of the files. Raises DataError for files or settings that give no stream."""
     paths = (source.data, *source.further)
     index = open_index(
         (*paths, *source.evaluation),
@@ -183,8 +177,8 @@ def open_stream(
     if source.evaluation:
         train_rows = int(index.ends[index.file_ends[len(find_files(paths)) - 1] - 1])
         if not 0 < train_rows < index.sample_count:
-            raise DataError(f"{name}: {train_rows} rows to train on, of {index.sample_count}; allowed: a part")
-    return ordered(name, index, schema, train_rows, settings, run)
+            raise DataError(f"{source.name}: {train_rows} rows to train on, of {index.sample_count}; allowed: a part")
+    return ordered(source.name, index, schema, train_rows, settings, run)
 
 
 def open_source(
@@ -205,8 +199,7 @@ def open_source(
         return ordered(source.data.partition("?")[0], index, adapted(schema), index.sample_count, settings, run)
     if sources.is_named(source.data):
         return short_stream(sources.load(source, seed=seed), settings, run, adapted)
-    name = PurePosixPath(source.data).name or source.data
-    return open_stream(name, source, adapted(sources.schema_of(source)), settings, run)
+    return open_stream(source, adapted(sources.schema_of(source)), settings, run)
 
 
 def short_stream(

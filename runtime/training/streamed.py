@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import PurePosixPath
 from typing import Any
 
 import torch.distributed as dist
@@ -74,9 +73,8 @@ def follower_of(config: TrainingConfig, **options: Any) -> Follower:
     source = config.source
     if is_synthetic(source) or sources.is_named(source.data):
         raise ConfigError(f"--follow with --data {source.data}; allowed: a folder or a pattern of files")
-    name = PurePosixPath(source.data).name or source.data
     schema = _as_tables_ask(config, sources.schema_of(source))
-    return Follower(name, source, schema, config.stream, config.order_settings, seen=_seen(config), **options)
+    return Follower(source, schema, config.stream, config.order_settings, seen=_seen(config), **options)
 
 
 def _seen(config: TrainingConfig) -> list[Seen]:

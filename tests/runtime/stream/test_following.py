@@ -166,7 +166,7 @@ def follower(folder: Path, *, order: str = "rolling", source: dict[str, Any] | N
         stream=StreamSettings(**ORDERS[order], follow=FollowSettings(follow=True, **(changed or {"done_file": DONE}))),
         **TINY,
     )
-    return Follower("data", config.source, read_schema(folder / "whole" / "schema.toml"), config.stream,
+    return Follower(config.source, read_schema(folder / "whole" / "schema.toml"), config.stream,
         config.order_settings, **kept)  # fmt: skip
 
 

@@ -49,7 +49,7 @@ def opened(folder: Path, seed: int, rows: Any, *, order: str = "shuffled", **set
     )
     source = Source(data=str(folder), schema=folder / "schema.toml")
     chosen = StreamSettings(order=order, shuffle_rows=250, **settings)
-    return open_stream("clicks", source, read_schema(folder / "schema.toml"), chosen, run)
+    return open_stream(source, read_schema(folder / "schema.toml"), chosen, run)
 
 
 def fitted(found: OpenedStream, world_size: int = 1) -> list[Preprocessing]:
