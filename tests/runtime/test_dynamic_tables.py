@@ -574,6 +574,32 @@ def test_a_sketch_admits_all_that_exact_counts_do_and_few_others(kept_world: Wor
     assert len(estimated - often) <= 0.001 * 60 * steps
 
 
+def counted_exactly(rank: int, world: int, folder: str | None) -> tuple[dict[int, int], dict[int, int]]:
+    """How often ids came, by the table and by a dict. The idea is that of dynamicemb's `test_lfu_scores.py`."""
+    table = Table(name="user", rows=2_000, dim=4, row_shards=2, ids=DynamicIds(eviction="lfu"))
+    store = store_in(folder, 20_000)
+    module = ShardedEmbeddingBags([table], lr=0.1, placement="row_wise", gradients="sum", store=store)
+    own, wanted = module.slices.own_samples(SAMPLES), Counter[int]()
+    for step in range(12):
+        ids = ids_of(step, 0, 3)
+        wanted.update(ids.flatten().tolist())
+        module({"user": ids[own]}, global_batch=SAMPLES)["user"].sum().backward()
+        with torch.no_grad():
+            module({"user": ids[own]}, global_batch=SAMPLES)
+    entries = [tensor for name, tensor in module.state_dict().items() if name.endswith(".ids")]
+    found = {ident: word >> 32 for part in entries for ident, word in part.tolist() if word}
+    module.close()
+    return found, dict(wanted)
+
+
+@pytest.mark.parametrize("home", ["memory", "files"])
+def test_counts_are_how_often_ids_came_in_training_on_all_ranks(
+    kept_world: WorldFactory, tmp_path: Path, home: str
+) -> None:
+    results = kept_world(2).run(counted_exactly, str(tmp_path) if home == "files" else None)
+    assert {ident: count for found, _ in results for ident, count in found.items()} == results[0][1]
+
+
 def users(rows: int, optimizer: str = "sgd", **rules: Any) -> ShardedEmbeddingBags:
     """A dynamic table of one row shard."""
     table = Table(name="user", rows=rows, dim=4, ids=DynamicIds(**rules), optimizer=optimizer)
