@@ -32,7 +32,7 @@ fuzz() {  # folder of the project, its fuzzers
     ran+="<testcase name=\"$name\"/>"
   done
 }
-fuzz transport/csrc/tests/fuzz packet codec flow
+fuzz transport/csrc/tests/fuzz packet codec flow aggregation
 fuzz offload/csrc/tests/fuzz records
 mkdir -p build/rings
 printf '<testsuite name="fuzz">%s</testsuite>\n' "$ran" >build/rings/fuzz.xml  # for the end of `make test`

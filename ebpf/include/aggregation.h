@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Packets between ranks and an aggregator, for BPF programs and for the native core alike. docs/reference/aggregation.md
-// specifies them; docs/decisions/0076-the-network-stores.md says why they are so.
+// Packets between ranks and an aggregator, for BPF programs and for the native core alike.
+// docs/reference/aggregation.md specifies them; docs/decisions/0076-the-network-stores.md says why they are so.
 //
 // A packet is the payload of one UDP datagram: this header, then whole stripes of 32 bytes. Numbers of the header are
 // big-endian, elements little-endian, as they lie in the memory of the ranks.
@@ -18,13 +18,13 @@
 #define AGGREGATION_WINDOW_MAX 1024
 
 enum aggregation_kind {
-  AGGREGATION_LEAF = 0,      // rank to aggregator: a leaf of a block
-  AGGREGATION_RESULT = 1,    // back: the sum of all leaves of the block
-  AGGREGATION_WAITING = 2,   // back, to a repeated leaf: the block is not complete
-  AGGREGATION_JOIN = 3,      // rank to aggregator: one stripe, `aggregation_join`
-  AGGREGATION_JOINED = 4,    // back: the number of the job, and the same stripe with what is granted
-  AGGREGATION_REFUSED = 5,   // back: why not, one stripe, `aggregation_refusal`
-  AGGREGATION_LEAVE = 6,     // rank to aggregator: the group has ended
+  AGGREGATION_LEAF = 0,     // rank to aggregator: a leaf of a block
+  AGGREGATION_RESULT = 1,   // back: the sum of all leaves of the block
+  AGGREGATION_WAITING = 2,  // back, to a repeated leaf: the block is not complete
+  AGGREGATION_JOIN = 3,     // rank to aggregator: one stripe, `aggregation_join`
+  AGGREGATION_JOINED = 4,   // back: the number of the job, and the same stripe with what is granted
+  AGGREGATION_REFUSED = 5,  // back: why not, one stripe, `aggregation_refusal`
+  AGGREGATION_LEAVE = 6,    // rank to aggregator: the group has ended
 };
 
 enum aggregation_arithmetic {

@@ -13,7 +13,7 @@
 #define FLOAT_SIGN 0x80000000u
 #define FLOAT_INFINITY 0x7f800000u
 #define FLOAT_QUIET 0x00400000u
-#define FLOAT_HIDDEN 0x00800000u   // the leading bit, which normal numbers do not store
+#define FLOAT_HIDDEN 0x00800000u  // the leading bit, which normal numbers do not store
 #define FLOAT_INDEFINITE 0xffc00000u
 
 FLOAT_SUM __u32 float_sum(__u32 a, __u32 b) {
@@ -24,8 +24,7 @@ FLOAT_SUM __u32 float_sum(__u32 a, __u32 b) {
   const __u32 large = is_swapped ? b : a, small = is_swapped ? a : b;
   const __u32 size_large = large & ~FLOAT_SIGN, size_small = small & ~FLOAT_SIGN;
   const __u32 is_difference = (a ^ b) & FLOAT_SIGN;
-  if (size_large == FLOAT_INFINITY)
-    return size_small == FLOAT_INFINITY && is_difference ? FLOAT_INDEFINITE : large;
+  if (size_large == FLOAT_INFINITY) return size_small == FLOAT_INFINITY && is_difference ? FLOAT_INDEFINITE : large;
   // A subnormal has the exponent 1, without the hidden bit.
   __u32 exponent = size_large >> 23, exponent_small = size_small >> 23;
   __u64 sum = (__u64)((size_large & (FLOAT_HIDDEN - 1)) | (exponent ? FLOAT_HIDDEN : 0)) << 32;
