@@ -92,6 +92,17 @@ def decode(
     """Gives back elements as type `result`. Returns False if `coded` is no coded form of so many elements."""
 
 @final
+class Aggregator:
+    """A store of leaves behind UDP sockets (csrc/aggregation/server.hpp)."""
+
+    def __init__(self, addresses: list[str], port: int, *, memory_bytes: int, arena: int = 0) -> None: ...
+    def run(self, seconds: float) -> None: ...
+    @property
+    def port(self) -> int: ...
+    def counters(self) -> dict[str, int]: ...
+    def jobs(self) -> list[tuple[int, int, int, int]]: ...
+
+@final
 class Plan:
     """A compiled plan (docs/reference/plans.md). Raises ArgumentError for malformed bytes."""
 

@@ -14,6 +14,7 @@
 #include <span>
 #include <string_view>
 
+#include "bindings/aggregator.hpp"
 #include "bindings/buffer_views.hpp"
 #include "bindings/codecs.hpp"
 #include "bindings/errors.hpp"
@@ -444,6 +445,7 @@ NB_MODULE(_core, m) {
       },
       "if_inet6"_a,
       "The interfaces by index: (name, up or not, loopback or not, addresses that a peer could send to).");
+  bind_aggregator(m);
   bind_codecs(m);
   bind_operation_log(m);
   m.def(
