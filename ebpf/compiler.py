@@ -34,6 +34,9 @@ INSTRUCTION_SET: Final = "v3"
 # v4 has signed division and byte swaps, and clang 19 knows the arena address space (Linux 6.9).
 ARENA_INSTRUCTION_SET: Final = "v4"
 ARENA_CLANG_VERSION: Final = 19
+ARENA_PROGRAMS: Final = frozenset({"aggregate"})
+"""Those of `programs/` that have an arena."""
+
 # The architecture names of bpf_tracing.h.
 TARGET_ARCHITECTURES: Final = {"x86_64": "x86", "aarch64": "arm64"}
 NEWEST_CLANG_VERSION: Final = 40
@@ -73,7 +76,7 @@ def _version(path: str) -> int:
 @functools.cache
 def compile_program(name: str) -> bytes:
     """The object file of `programs/<name>.bpf.c`, once a process."""
-    return _image(_program(name), 0)
+    return _image(_program(name), _clang_version(name))
 
 
 def compile_with_header(name: str, header: str, text: str) -> bytes:
@@ -95,11 +98,15 @@ def compile_source(name: str, source: str) -> bytes:
 def write_object(folder: Path, name: str, header: str = "", text: str = "") -> None:
     """Compiles `programs/<name>.bpf.c` into a folder that a wheel has as OBJECTS. `header`: see compile_with_header."""
     with _with_header(name, header, text) if header else contextlib.nullcontext(_program(name)) as unit:
-        (folder / f"{unit.key}.o").write_bytes(unit.compiled(find_clang()))
+        (folder / f"{unit.key}.o").write_bytes(unit.compiled(find_clang(_clang_version(name))))
+
+
+def _clang_version(name: str) -> int:
+    return ARENA_CLANG_VERSION if name in ARENA_PROGRAMS else 0
 
 
 def _program(name: str) -> _Unit:
-    return _Unit(PROGRAMS / f"{name}.bpf.c", INSTRUCTION_SET)
+    return _Unit(PROGRAMS / f"{name}.bpf.c", ARENA_INSTRUCTION_SET if name in ARENA_PROGRAMS else INSTRUCTION_SET)
 
 
 @contextlib.contextmanager

@@ -40,6 +40,7 @@ def frame(
     *,
     with_checksum: bool = False,
     vlan_tags: Sequence[tuple[int, int]] = (),
+    source_port: int = _SENDER_PORT,
 ) -> bytes:
     """Ethernet, IP and UDP around a datagram.
 
@@ -57,7 +58,7 @@ def frame(
         ip = head + struct.pack(">H", checksum(head + bytes(2) + places)) + places
     else:
         ip = struct.pack(">IHBB", 6 << 28, size, IPPROTO_UDP, 64) + ends.source + ends.address
-    udp = struct.pack(">HHH", _SENDER_PORT, udp_port, size)
+    udp = struct.pack(">HHH", source_port, udp_port, size)
     found = 0
     if with_checksum:
         pseudo = ends.source + ends.address + struct.pack(">HH" if is_ipv4 else ">II", size, IPPROTO_UDP)

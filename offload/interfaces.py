@@ -35,18 +35,43 @@ def interface_index(name: str) -> int:
 
 def interface_address(name: str) -> str:
     """The interface's first global IPv6 address, or else its IPv4 address."""
+    for address, scope in _ipv6_addresses(name):
+        if scope == 0:
+            return address
+    if (address := _ipv4_address(name)) is None:
+        raise TargetError(f"interface {name!r} has neither a global IPv6 address nor one of IPv4")
+    return address
+
+
+def interface_addresses(name: str) -> list[str]:
+    """The interface's IPv6 addresses, also that of its link alone, and its first IPv4 address."""
+    ipv4 = _ipv4_address(name)
+    return [address for address, _ in _ipv6_addresses(name)] + ([ipv4] if ipv4 else [])
+
+
+def hardware_address(name: str) -> bytes:
+    return _ask(name, _SIOCGIFHWADDR)[18 : 18 + _HARDWARE_BYTES]
+
+
+def _ipv6_addresses(name: str) -> list[tuple[str, int]]:
+    """(address, scope: 0 is global) of those that are in use."""
     interface_index(name)
-    # Address, index, prefix, scope, flags, name (linux/Documentation/networking/proc_net_*); scope 0 is global.
+    found = []
+    # Address, index, prefix, scope, flags, name (linux/Documentation/networking/proc_net_*).
     table = Path("/proc/thread-self/net/if_inet6")
     for line in table.read_text(encoding="utf-8").splitlines() if table.exists() else ():
         digits, _, _, scope, flags, device = line.split()
         is_tentative = int(flags, 16) & 0x40
-        if device == name and int(scope, 16) == 0 and not is_tentative:
-            return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+        if device == name and not is_tentative:
+            found.append((socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)), int(scope, 16)))
+    return found
+
+
+def _ipv4_address(name: str) -> str | None:
     try:
         return socket.inet_ntoa(_ask(name, _SIOCGIFADDR)[20:24])
     except OSError:
-        raise TargetError(f"interface {name!r} has neither a global IPv6 address nor one of IPv4") from None
+        return None
 
 
 def interface_mtu(name: str) -> int:
@@ -69,6 +94,6 @@ def own_ends(name: str) -> Ends:
     """The destination of packets for this interface: its hardware address, and the address that feeders are told."""
     address = interface_address(name)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    hardware = _ask(name, _SIOCGIFHWADDR)[18 : 18 + _HARDWARE_BYTES]
+    hardware = hardware_address(name)
     packed = socket.inet_pton(family, address)
     return Ends(hardware=hardware, source=packed, address=packed)

@@ -12,7 +12,7 @@
 
 #ifdef __bpf__
 #define AGGREGATION_MEMORY __attribute__((address_space(1)))  // an arena
-#define AGGREGATION_LOAD(place) (*(volatile AGGREGATION_MEMORY typeof(place)*)&(place))
+#define AGGREGATION_LOAD(place) (*(volatile typeof(place)*)&(place))
 #define AGGREGATION_UNLOCK(word) __sync_lock_test_and_set(word, 0)
 #else
 #define AGGREGATION_MEMORY
@@ -22,6 +22,8 @@
 
 #define AGGREGATION_JOBS_MAX 64  // a power of two: the low bits of a job's number are its place in the table
 #define AGGREGATION_CELL_BYTES 1472
+// Where the cells begin, at a multiple of 64.
+#define AGGREGATION_CELLS_AT ((sizeof(struct aggregation_job) * AGGREGATION_JOBS_MAX + 63) / 64 * 64)
 
 // Where a rank is, and where it thinks that the aggregator is. Addresses and ports in network byte order.
 struct aggregation_endpoint {
@@ -55,7 +57,8 @@ struct aggregation_slot {
   __u8 arithmetic;
   __u8 stripes;
   __u8 state;  // enum aggregation_slot_state
-  __u8 reserved[33];
+  __u8 reserved;
+  __u32 partial[8];  // sums of a program, while it makes the sum of an element
 };
 
 struct aggregation_cell {

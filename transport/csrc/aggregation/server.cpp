@@ -140,7 +140,9 @@ class Server::Memory {
 
 class Server::Socket {
  public:
-  explicit Socket(int family) : fd_(::socket(family, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, IPPROTO_UDP)) {
+  Socket(int family, bool joins_datagrams)
+      : joins_datagrams_(joins_datagrams),
+        fd_(::socket(family, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, IPPROTO_UDP)) {
     if (fd_ < 0) raise(errno, "socket");
   }
   ~Socket() { ::close(fd_); }
@@ -158,7 +160,7 @@ class Server::Socket {
     } else {
       setsockopt(fd_, IPPROTO_IP, IP_PKTINFO, &on, sizeof on);
     }
-    setsockopt(fd_, IPPROTO_UDP, UDP_GRO, &on, sizeof on);  // without it each datagram is one message
+    if (joins_datagrams_) setsockopt(fd_, IPPROTO_UDP, UDP_GRO, &on, sizeof on);
     for (const auto& [forced, plain] : {std::pair{SO_RCVBUFFORCE, SO_RCVBUF}, std::pair{SO_SNDBUFFORCE, SO_SNDBUF}})
       if (setsockopt(fd_, SOL_SOCKET, forced, &SOCKET_BUFFER_BYTES, sizeof SOCKET_BUFFER_BYTES) != 0)
         setsockopt(fd_, SOL_SOCKET, plain, &SOCKET_BUFFER_BYTES, sizeof SOCKET_BUFFER_BYTES);
@@ -194,6 +196,7 @@ class Server::Socket {
   bool can_segment = true;
 
  private:
+  const bool joins_datagrams_;
   const int fd_;
   Endpoint local_{};
 };
@@ -255,6 +258,7 @@ Server::Server(const std::vector<std::string>& addresses, uint16_t port, size_t 
     : memory_(std::make_unique<Memory>(memory_bytes, arena)),
       store_(memory_->bytes()),
       messages_(std::make_unique<Messages>()),
+      has_programs_(!arena.empty()),
       port_(port),
       next_second_(std::chrono::steady_clock::now() + std::chrono::seconds(1)) {
   for (const std::string& address : addresses) add_socket(address, port_, false);
@@ -277,7 +281,7 @@ bool Server::add_socket(const std::string& address, uint16_t port, bool may_lack
   else
     throw std::invalid_argument("\"" + address + "\" is not an IPv4 or IPv6 address (write 192.0.2.1 or 2001:db8::1)");
   try {
-    auto socket = std::make_unique<Socket>(local.family == 6 ? AF_INET6 : AF_INET);
+    auto socket = std::make_unique<Socket>(local.family == 6 ? AF_INET6 : AF_INET, !has_programs_);
     port_ = socket->bind(local, address + " port " + std::to_string(port));
     sockets_.push_back(std::move(socket));
   } catch (const std::system_error& error) {

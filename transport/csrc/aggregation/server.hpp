@@ -52,6 +52,8 @@ class Server {
   Store store_;
   std::vector<std::unique_ptr<Socket>> sockets_;
   std::unique_ptr<Messages> messages_;
+  // Programs want each datagram by itself: UDP_GRO would make the kernel join them before.
+  const bool has_programs_;
   uint16_t port_ = 0;
   Answers answers_;
   std::vector<size_t> order_;

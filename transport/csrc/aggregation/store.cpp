@@ -9,7 +9,6 @@
 namespace sennit::aggregation {
 namespace {
 
-constexpr size_t CELLS_AT = (sizeof(aggregation_job) * AGGREGATION_JOBS_MAX + 63) / 64 * 64;
 // Smaller windows do not fill a link. A job gets one only if it asks for it.
 constexpr uint32_t WINDOW_MIN = 16;
 
@@ -39,6 +38,14 @@ aggregation_verdict verdict_of(Refusal refusal) {
   }
 }
 
+// Keeps what a program has seen of the frame, if the rank is still there.
+void learn(Endpoint& known, const Endpoint& from) {
+  if (known.family != from.family || known.port != from.port ||
+      std::memcmp(known.address, from.address, sizeof from.address) != 0 ||
+      std::memcmp(known.own_address, from.own_address, sizeof from.own_address) != 0)
+    known = from;
+}
+
 uint64_t cell_count(uint32_t leaves, uint32_t window) { return uint64_t{2} * window * (leaves + 1); }
 
 uint64_t cell_count(const aggregation_job& job) { return uint64_t{job.slots} * (job.leaves + 1u); }
@@ -64,8 +71,8 @@ Store::Store(std::span<std::byte> memory) {
     throw std::invalid_argument("memory of " + std::to_string(memory.size()) +
                                 " bytes; allowed: " + std::to_string(MEMORY_MIN_BYTES) + " or more");
   jobs_ = {reinterpret_cast<aggregation_job*>(memory.data()), AGGREGATION_JOBS_MAX};
-  cells_ = {reinterpret_cast<aggregation_cell*>(memory.data() + CELLS_AT),
-            std::min<size_t>((memory.size() - CELLS_AT) / AGGREGATION_CELL_BYTES, UINT32_MAX)};
+  cells_ = {reinterpret_cast<aggregation_cell*>(memory.data() + AGGREGATION_CELLS_AT),
+            std::min<size_t>((memory.size() - AGGREGATION_CELLS_AT) / AGGREGATION_CELL_BYTES, UINT32_MAX)};
 }
 
 aggregation_verdict Store::take(std::span<const std::byte> datagram, const Endpoint& from, Answers& answers) {
@@ -97,7 +104,7 @@ aggregation_verdict Store::take_leaf(const Header& header, const std::byte* elem
   if (job == nullptr) return refuse(header, AGGREGATION_UNKNOWN_JOB, from, answers);
   if (header.leaf >= job->leaves) return AGGREGATION_VERDICT_MALFORMED;
   job->is_touched = 1;
-  job->ranks[header.leaf] = from;
+  learn(job->ranks[header.leaf], from);
   aggregation_cell* cells = &cells_[aggregation_cell_of(job->first_cell, job->slots, job->leaves, header.block)];
   aggregation_slot& slot = cells->head;
   lock(slot);
@@ -172,7 +179,7 @@ aggregation_verdict Store::take_join(const Header& header, const std::byte* stri
   if (job == nullptr) job = make(header.key, leaves, window);
   if (job == nullptr) return refuse(header, AGGREGATION_NO_ROOM, from, answers);
   job->is_touched = 1;
-  job->ranks[header.leaf] = from;
+  learn(job->ranks[header.leaf], from);
   private_of(*job).left &= ~(uint64_t{1} << header.leaf);
   Header joined = header;
   joined.kind = AGGREGATION_JOINED;

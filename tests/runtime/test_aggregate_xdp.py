@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The XDP program of `sennit aggregate` against the native store: the same packets, the same answers."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from sennit.offload.framing import LOOPBACK, Ends, frame
+from sennit.runtime.aggregate.xdp import XdpPrograms
+from sennit.transport.aggregator import MEMORY_MIN_BYTES, Aggregator
+from tests.aggregation_wire import BF16, F32, I32, JOINED, LEAF, REFUSED, RESULT, WAITING, Packet, join, unpack
+
+pytestmark = [pytest.mark.root, pytest.mark.needs("bpf", "arena", "clang")]
+KEY, PORT, RANKS = 0x0123456789ABCDEF, 4793, 3
+XDP_DROP, XDP_PASS, XDP_TX = 1, 2, 3
+# What the daemon needs for a datagram of loopback, which is there when it is asked.
+ANSWERS_IN_S = 0.002
+IPV4 = Ends(source=bytes([127, 0, 0, 1]), address=bytes([127, 0, 0, 1]))
+UDP_BYTES = {4: 14 + 20 + 8, 16: 14 + 40 + 8}
+
+
+class Both:
+    """Ranks that send each packet to the programs and to a native aggregator, and compare the answers."""
+
+    def __init__(self, *, is_native: bool, ends: Ends = LOOPBACK) -> None:
+        self.ends = ends
+        self.programs = XdpPrograms(port=PORT, memory_bytes=MEMORY_MIN_BYTES)
+        family, self.host = (socket.AF_INET, "127.0.0.1") if len(ends.address) == 4 else (socket.AF_INET6, "::1")
+        self.programs.take_packets_for(ends.hardware, [self.host], is_native=is_native)
+        self.daemon = Aggregator([self.host], port=0, memory_bytes=MEMORY_MIN_BYTES, arena=self.programs.address)
+        self.native = Aggregator([self.host], port=0, memory_bytes=MEMORY_MIN_BYTES)
+        self.ranks = [socket.socket(family, socket.SOCK_DGRAM) for _ in range(RANKS)]
+        for rank in self.ranks:
+            rank.bind((self.host, 0))
+            rank.setblocking(False)
+
+    def send(self, number: int, content: bytes) -> tuple[int, list[tuple[int, bytes]]]:
+        """What the program did, and (rank, packet) of the answers, which are those of the native aggregator."""
+        rank = self.ranks[number]
+        port = rank.getsockname()[1]
+        framed = frame(content, PORT, self.ends, source_port=port)
+        trial = self.programs.program.test_run(framed)
+        answers = []
+        if trial.verdict == XDP_TX:
+            answers.append((number, self.checked(trial.packet, framed)))
+        if trial.verdict == XDP_PASS:
+            rank.sendto(content, (self.host, self.daemon.port))
+            self.daemon.run(ANSWERS_IN_S)
+            answers += self.answers(self.daemon)
+        rank.sendto(content, (self.host, self.native.port))
+        self.native.run(ANSWERS_IN_S)
+        assert sorted(answers) == sorted(self.answers(self.native))
+        return trial.verdict, answers
+
+    def answers(self, aggregator: Aggregator) -> list[tuple[int, bytes]]:
+        found = []
+        for number, rank in enumerate(self.ranks):
+            while True:
+                try:
+                    content, source = rank.recvfrom(2048)
+                except BlockingIOError:
+                    break
+                assert source[1] == aggregator.port
+                found.append((number, content))
+        return found
+
+    def checked(self, packet: bytes, sent: bytes) -> bytes:
+        """The payload of a frame that goes back, whose ends are exchanged and whose checksum is right."""
+        at = UDP_BYTES[len(self.ends.address)]
+        back = replace(
+            self.ends,
+            source_hardware=self.ends.hardware,
+            hardware=self.ends.source_hardware,
+            source=self.ends.address,
+            address=self.ends.source,
+        )
+        port = int.from_bytes(sent[at - 8 : at - 6], "big")
+        has_checksum = len(self.ends.address) == 16
+        assert packet == frame(packet[at:], port, back, with_checksum=has_checksum, source_port=PORT)
+        return packet[at:]
+
+    def join(self, window: int = 4) -> int:
+        for number in range(RANKS):
+            _, ((_, answer),) = self.send(number, join(KEY, number, RANKS, window).pack())
+            assert unpack(answer).kind == JOINED
+        return unpack(answer).job
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+        self.programs.close()
+
+
+@pytest.fixture(params=["native", "generic", "ipv4"])
+def both(request: pytest.FixtureRequest) -> Iterator[Both]:
+    found = Both(is_native=request.param != "generic", ends=IPV4 if request.param == "ipv4" else LOOPBACK)
+    yield found
+    found.close()
+
+
+def elements(random: np.random.Generator, arithmetic: int, stripes: int) -> bytes:
+    """Of all sizes, subnormal and infinite ones, too. No NaN: which one comes out is unspecified."""
+    if arithmetic == I32:
+        return random.integers(-(2**31), 2**31, 8 * stripes, dtype=np.int32).tobytes()
+    numbers = random.standard_normal(8 * stripes).astype(np.float32)
+    numbers *= np.float32(2.0) ** random.integers(-149, 120, numbers.size).astype(np.float32)
+    numbers[random.integers(0, numbers.size)] = random.choice([np.inf, -0.0, 0.0, 1e-45])
+    if arithmetic == BF16:
+        return np.repeat((numbers.view(np.uint32) >> 16).astype(np.uint16), 2).tobytes()
+    return numbers.tobytes()
+
+
+def leaves_of(random: np.random.Generator, job: int, block: int) -> list[bytes]:
+    arithmetic, stripes = int(random.integers(0, 3)), int(random.choice([1, 2, 43, 44]))
+    return [
+        Packet(
+            kind=LEAF,
+            job=job,
+            key=KEY,
+            block=block,
+            mark=block * 3,
+            leaf=number,
+            arithmetic=arithmetic,
+            stripes=elements(random, arithmetic, stripes),
+        ).pack()
+        for number in range(RANKS)
+    ]
+
+
+def test_random_packets_get_the_answers_of_the_native_store(both: Both, rng: np.random.Generator) -> None:
+    """Lost, repeated and late leaves, of blocks that share slots."""
+    job = both.join()
+    blocks = [leaves_of(rng, job, block) for block in range(24)]
+    kinds = set()
+    for step in range(240):
+        # Around a place that moves on, so that slots are taken again while some ranks are late.
+        block = min(max(step // 10 + int(rng.integers(-9, 3)), 0), len(blocks) - 1)
+        number = int(rng.integers(0, RANKS))
+        _, answers = both.send(number, blocks[block][number])
+        kinds |= {unpack(answer).kind for _, answer in answers}
+    assert kinds == {RESULT, WAITING}
+    counted, at_daemon, native = both.programs.counters(), both.daemon.counters(), both.native.counters()
+    together = {name: counted[name] + at_daemon[name] for name in counted}
+    assert together == {name: native[name] for name in together}
+    assert min(counted["stored"], at_daemon["completed"], counted["stale"], at_daemon["repeated"]) > 0
+    assert (counted["repeated_late"] > 0) == both.programs.is_native
+
+
+def test_what_is_refused_is_refused_by_the_daemon(both: Both) -> None:
+    job = both.join()
+    leaf = Packet(kind=LEAF, job=job, key=KEY, mark=1, stripes=bytes(64))
+    assert both.send(0, leaf.pack()) == (XDP_DROP, [])
+    others = [replace(leaf, leaf=1, mark=2), replace(leaf, leaf=1, arithmetic=I32), replace(leaf, stripes=bytes(32))]
+    for other in [*others, replace(leaf, job=job + 64), replace(leaf, key=1)]:
+        action, ((_, answer),) = both.send(1, other.pack())
+        assert (action, unpack(answer).kind) == (XDP_PASS, REFUSED)
+
+
+def test_junk_is_dropped_in_the_kernel(both: Both, rng: np.random.Generator) -> None:
+    job = both.join()
+    good = Packet(kind=LEAF, job=job, key=KEY, arithmetic=F32, stripes=bytes(96)).pack()
+    sent = [good[:size] for size in range(0, len(good) - 1, 7)] + [good + b"x", good + bytes(100)]
+    for at in range(len(good)):
+        broken = bytearray(good)
+        broken[at] ^= 1 << int(rng.integers(0, 8))
+        sent.append(bytes(broken))
+    answer = Packet(kind=RESULT, job=job, key=KEY, stripes=bytes(96))
+    sent += [answer.pack(), replace(answer, kind=LEAF, leaf=RANKS).pack(), replace(answer, kind=7).pack()]
+    sent.append(replace(answer, kind=LEAF, stripes=b"").pack())
+    for content in sent:
+        action, answers = both.send(0, content)
+        # A changed kind may be that of a packet for the daemon, which sees the checksum.
+        assert (action, answers) == (XDP_DROP, []) or content[3] in (3, 6)
+    counted, at_daemon, native = both.programs.counters(), both.daemon.counters(), both.native.counters()
+    names = ("truncated", "foreign", "wrong_version", "malformed", "corrupt", "unexpected")
+    assert {name: counted[name] + at_daemon[name] for name in names} == {name: native[name] for name in names}
+    assert min(native[name] for name in names) > 0
+    assert both.send(0, good) == (XDP_DROP, [])
+    assert both.programs.counters()["stored"] == 1
+
+
+def test_packets_of_others_go_on(both: Both) -> None:
+    content = join(KEY, 0, RANKS, 4).pack()
+    framed = frame(content, PORT, both.ends)
+    stranger = bytes([9]) * len(both.ends.address)
+    for other in (
+        frame(content, PORT + 1, both.ends),
+        frame(content, PORT, replace(both.ends, hardware=bytes([2, 0, 0, 0, 0, 1]))),
+        frame(content, PORT, replace(both.ends, address=stranger)),
+        framed[:30],
+    ):
+        trial = both.programs.program.test_run(other)
+        assert (trial.verdict, trial.packet) == (XDP_PASS, other)
