@@ -34,8 +34,8 @@ INSTRUCTION_SET: Final = "v3"
 # v4 has signed division and byte swaps, and clang 19 knows the arena address space (Linux 6.9).
 ARENA_INSTRUCTION_SET: Final = "v4"
 ARENA_CLANG_VERSION: Final = 19
-ARENA_PROGRAMS: Final = frozenset({"aggregate"})
-"""Those of `programs/` that have an arena."""
+ARENAS: Final = {"aggregate": "memory"}
+"""Programs of `programs/` that have an arena -> its name."""
 
 # The architecture names of bpf_tracing.h.
 TARGET_ARCHITECTURES: Final = {"x86_64": "x86", "aarch64": "arm64"}
@@ -102,11 +102,11 @@ def write_object(folder: Path, name: str, header: str = "", text: str = "") -> N
 
 
 def _clang_version(name: str) -> int:
-    return ARENA_CLANG_VERSION if name in ARENA_PROGRAMS else 0
+    return ARENA_CLANG_VERSION if name in ARENAS else 0
 
 
 def _program(name: str) -> _Unit:
-    return _Unit(PROGRAMS / f"{name}.bpf.c", ARENA_INSTRUCTION_SET if name in ARENA_PROGRAMS else INSTRUCTION_SET)
+    return _Unit(PROGRAMS / f"{name}.bpf.c", ARENA_INSTRUCTION_SET if name in ARENAS else INSTRUCTION_SET)
 
 
 @contextlib.contextmanager

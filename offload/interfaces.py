@@ -38,9 +38,9 @@ def interface_address(name: str) -> str:
     for address, scope in _ipv6_addresses(name):
         if scope == 0:
             return address
-    if (address := _ipv4_address(name)) is None:
-        raise TargetError(f"interface {name!r} has neither a global IPv6 address nor one of IPv4")
-    return address
+    if ipv4 := _ipv4_address(name):
+        return ipv4
+    raise TargetError(f"interface {name!r} has neither a global IPv6 address nor one of IPv4")
 
 
 def interface_addresses(name: str) -> list[str]:

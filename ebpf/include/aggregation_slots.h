@@ -56,8 +56,8 @@ struct aggregation_slot {
   __u32 mark;
   __u8 arithmetic;
   __u8 stripes;
-  __u8 state;  // enum aggregation_slot_state
-  __u8 reserved;
+  __u8 state;        // enum aggregation_slot_state
+  __u8 repeats;      // of leaves, since the block is complete
   __u32 partial[8];  // sums of a program, while it makes the sum of an element
 };
 
@@ -126,6 +126,7 @@ AGGREGATION_SLOT enum aggregation_verdict aggregation_judge(struct aggregation_s
     slot->arithmetic = arithmetic;
     slot->stripes = stripes;
     slot->state = AGGREGATION_OPEN;
+    slot->repeats = 0;
     return AGGREGATION_VERDICT_STORED;
   }
   if (block < slot->block) return AGGREGATION_VERDICT_STALE;

@@ -17,6 +17,9 @@
 #define OWN_ADDRESSES_MAX 8
 // While another processor stores a leaf, or sums. Then the leaf is dropped, and comes again.
 #define LOCK_TRIES 256
+// Some drivers take packets that go back and lose them, as that of veth where the other end has no NAPI. So of this many
+// repeats one is answered by the daemon.
+#define REPEATS_MAX 4
 // Every offset stays below this, so the verifier knows that adding a width does not overflow.
 #define OFFSET_MAX 0x3fff
 #define UDP_BYTES 8
@@ -419,7 +422,7 @@ int aggregate(struct xdp_md* context) {
         slot->state = AGGREGATION_SUMMED;
         action = XDP_PASS;
       }
-    } else if (verdict == AGGREGATION_VERDICT_REPEATED_LATE && is_native) {
+    } else if (verdict == AGGREGATION_VERDICT_REPEATED_LATE && is_native && ++slot->repeats % REPEATS_MAX) {
       action = send_back(context, at, slot_at, stripes) ? XDP_TX : XDP_DROP;
     } else if (verdict != AGGREGATION_VERDICT_STALE) {
       action = XDP_PASS;
@@ -442,6 +445,13 @@ struct copies {
   __u32 is_partial;    // the device computes the checksum, from the sum of the pseudo header
 };
 
+// The daemon, too, learns where ranks are, but sees no frames.
+static __always_inline int has_hardware(const struct aggregation_endpoint ARENA* rank) {
+  __u32 bits = 0;
+  for (__u32 n = 0; n < ETH_ALEN; n++) bits |= rank->hardware[n];
+  return bits != 0;
+}
+
 // Whether every rank is reached by a packet like this one, but for addresses.
 static __always_inline int are_alike(struct aggregation_job ARENA* job, __u32 leaves, __u32 leaf) {
   struct aggregation_endpoint ARENA* model = &job->ranks[leaf & (AGGREGATION_LEAVES_MAX - 1)];
@@ -449,7 +459,7 @@ static __always_inline int are_alike(struct aggregation_job ARENA* job, __u32 le
     STOP_ENDLESS(out);
     struct aggregation_endpoint ARENA* rank = &job->ranks[n & (AGGREGATION_LEAVES_MAX - 1)];
     if (rank->family != model->family || rank->tag_count != model->tag_count || rank->tags[0] != model->tags[0] ||
-        rank->tags[1] != model->tags[1] || !*(__u32 ARENA*)(rank->hardware + 2))
+        rank->tags[1] != model->tags[1] || !has_hardware(rank))
       return 0;
   }
   return 1;

@@ -7,7 +7,6 @@ import json
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,17 +15,20 @@ import typer
 from sennit.command_line import fail
 
 if TYPE_CHECKING:
-    from sennit.transport.aggregator import Aggregator
+    from sennit.runtime.aggregate.serving import Serving
 
 # The longest that a signal waits, if it comes between two calls.
 SLICE_S = 0.5
 
 
 def aggregate(
+    interface: Annotated[
+        str | None, typer.Argument(help="where packets arrive, to be summed by XDP; none: UDP sockets alone")
+    ] = None,
     bind: Annotated[
         list[str] | None, typer.Option(metavar="ADDRESS", help="an address of this machine; may be repeated; all")
     ] = None,
-    port: Annotated[int, typer.Option(help="UDP port, 0 for any", min=0, max=65_535)] = 4793,
+    port: Annotated[int, typer.Option(help="UDP port; without XDP 0 takes any", min=0, max=65_535)] = 4793,
     memory: Annotated[str, typer.Option(metavar="SIZE", help="for blocks of all jobs together")] = "256MiB",
     interval: Annotated[
         float, typer.Option(help="seconds between two lines of counters; 0: at the end, and on SIGUSR1", min=0.0)
@@ -38,30 +40,39 @@ def aggregate(
 
     Ranks find it by SENNIT_AGGREGATOR=HOST:PORT. Ctrl-C ends it.
     """
-    from sennit.transport.aggregator import Aggregator
+    from sennit.ebpf.library import BpfError
+    from sennit.offload.interfaces import interface_index
+    from sennit.runtime.aggregate.serving import Serving
     from sennit.transport.errors import ConfigError, SennitError
     from sennit.transport.sizes import format_size, parse_size
 
-    del native
     try:
         try:
             memory_bytes = parse_size(memory)
         except ValueError as error:
             raise ConfigError(f"--memory: {error}") from None
-        aggregator = Aggregator(bind or (), port=port, memory_bytes=memory_bytes)
-    except SennitError as error:
+        if interface is not None:
+            interface_index(interface)
+        uses_xdp = interface is not None and not native
+        if uses_xdp and port == 0:
+            raise ConfigError("--port 0 with XDP; allowed: 1 to 65535")
+        serving = Serving(interface if uses_xdp else None, addresses=bind or (), port=port, memory_bytes=memory_bytes)
+    except (SennitError, BpfError) as error:
         fail(error)
-    where = ", ".join(bind) if bind else "all addresses"
-    if as_json:
-        _say(
-            as_json, {"mode": "native", "port": aggregator.port, "addresses": bind or [], "memory_bytes": memory_bytes}
-        )
-    else:
-        typer.echo(f"ready: native, port {aggregator.port} of {where}, {format_size(memory_bytes)}")
-    _serve(aggregator, interval, lambda: _say(as_json, _report(aggregator)))
+    with serving:
+        if serving.why_native:
+            typer.echo(f"note: {serving.why_native}; UDP sockets alone do it, as with --native", err=True)
+        where = ", ".join(bind) if bind else "all addresses"
+        at = f" at {interface}" if serving.mode != "native" else ""
+        if as_json:
+            ready = {"mode": serving.mode, "port": serving.port, "addresses": bind or [], "memory_bytes": memory_bytes}
+            _say(as_json, ready)
+        else:
+            typer.echo(f"ready: {serving.mode}{at}, port {serving.port} of {where}, {format_size(memory_bytes)}")
+        _serve(serving, interval, lambda: _say(as_json, serving.report()))
 
 
-def _serve(aggregator: Aggregator, interval_s: float, report: Callable[[], None]) -> None:
+def _serve(serving: Serving, interval_s: float, report: Callable[[], None]) -> None:
     """Answers until SIGTERM or an interrupt."""
     asked = {"end": False, "report": False}
 
@@ -73,7 +84,7 @@ def _serve(aggregator: Aggregator, interval_s: float, report: Callable[[], None]
     try:
         next_s = time.monotonic() + interval_s
         while not asked["end"]:
-            aggregator.run(min(SLICE_S, interval_s) if interval_s else SLICE_S)
+            serving.run(min(SLICE_S, interval_s) if interval_s else SLICE_S)
             if asked["report"] or (interval_s and time.monotonic() >= next_s):
                 asked["report"] = False
                 next_s = time.monotonic() + interval_s
@@ -82,10 +93,6 @@ def _serve(aggregator: Aggregator, interval_s: float, report: Callable[[], None]
         for number, handler in before.items():
             signal.signal(number, handler)
     report()
-
-
-def _report(aggregator: Aggregator) -> dict[str, Any]:
-    return {"counters": aggregator.counters(), "jobs": [asdict(job) for job in aggregator.jobs()]}
 
 
 def _say(as_json: bool, content: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
 import struct
@@ -32,8 +33,8 @@ class XdpPrograms(Closing):
         self.address: Final = self._object.arena(MEMORY).address
         self.memory_bytes: Final = memory_bytes
         self._links: list[Link] = []
-        self.is_native = False
-        """Whether the driver runs the program. Else the daemon alone answers."""
+        self.answers_in_kernel = False
+        """Whether programs send the sums. Else the daemon does."""
 
     @property
     def program(self) -> Program:
@@ -46,7 +47,6 @@ class XdpPrograms(Closing):
         own = _OWN.pack(hardware, len(places)) + b"".join(places).ljust(_OWN_ADDRESSES_MAX * _ADDRESS.size, b"\0")
         self._object.write_variable("own", own)
         self._object.write_variable("is_native", _NUMBER.pack(is_native))
-        self.is_native = is_native
 
     def attach(self, interface: str, addresses: Sequence[str] = ()) -> None:
         """Attaches to an interface of this network namespace, in the driver if that runs programs.
@@ -63,7 +63,9 @@ class XdpPrograms(Closing):
             self.take_packets_for(hardware_address(interface), own, is_native=False)
             self._links.append(attach_xdp(self.program, index, XdpMode.GENERIC))
             return
-        self._links.append(attach_tcx(self._object.program("answer"), index))
+        with contextlib.suppress(BpfError):  # a kernel without tcx
+            self._links.append(attach_tcx(self._object.program("answer"), index))
+            self.answers_in_kernel = True
 
     def counters(self) -> dict[str, int]:
         """What the programs have counted. Packets that went on to the daemon are counted there."""

@@ -11,7 +11,7 @@ import elftools
 import pytest
 
 from sennit.doctor import capabilities
-from sennit.ebpf import compiler, usdt, usdt_entries
+from sennit.ebpf import compiler, kernel_features, usdt, usdt_entries
 from sennit.ebpf.loader import BpfObject
 from sennit.offload import tracepoints as offload_tracepoints
 from sennit.runtime.trace import ingest, paths, stalls
@@ -48,6 +48,15 @@ def alone(objects: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
+def arenas_of(name: str) -> dict[str, int]:
+    """One page for the arena of a program, if it has one and the kernel has arenas."""
+    if name not in compiler.ARENAS:
+        return {}
+    if not (arena := kernel_features.probe("arena")).available:
+        pytest.skip(arena.absent_because)
+    return {compiler.ARENAS[name]: 4096}
+
+
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", NAMES)
 def test_every_program_of_the_package_is_loaded_without_clang(name: str) -> None:
@@ -58,7 +67,7 @@ def test_every_program_of_the_package_is_loaded_without_clang(name: str) -> None
         image = compiler.compile_with_header(name, usdt_entries.HEADER, text)
     else:
         image = compiler.compile_program(name)
-    with BpfObject(image) as loaded:
+    with BpfObject(image, arenas=arenas_of(name)) as loaded:
         assert loaded.programs()
 
 

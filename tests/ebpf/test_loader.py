@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from sennit.doctor import capabilities
 from sennit.ebpf import compiler, library, loader
 from sennit.ebpf.library import BpfError
 from sennit.ebpf.loader import BpfObject, RunTimes
@@ -31,7 +32,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("path", sorted(compiler.PROGRAMS.glob("*.bpf.c")), ids=lambda path: path.name)
 def test_every_program_compiles_and_passes_the_verifier(path: Path) -> None:
     """The capability tc-bpf cannot show this: if a program is refused, tests are only skipped."""
-    with BpfObject(compiler.compile_program(path.name.removesuffix(".bpf.c"))) as loaded:
+    name = path.name.removesuffix(".bpf.c")
+    arena = compiler.ARENAS.get(name)
+    if arena and (reason := capabilities.missing("arena")):
+        pytest.skip(reason)
+    with BpfObject(compiler.compile_program(name), arenas={arena: 4096} if arena else {}) as loaded:
         names = loaded.programs()
         # (Programs at tracepoints need a library: tests/testbed/test_trace_core.py loads them.)
         assert names or "TRACEPOINT_ENTRIES" in path.read_text()

@@ -3,21 +3,42 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from sennit.offload.framing import LOOPBACK, Ends, frame
 from sennit.runtime.aggregate.xdp import XdpPrograms
+from sennit.testbed.topology import Planes
 from sennit.transport.aggregator import MEMORY_MIN_BYTES, Aggregator
-from tests.aggregation_wire import BF16, F32, I32, JOINED, LEAF, REFUSED, RESULT, WAITING, Packet, join, unpack
+from tests.aggregation_wire import (
+    BF16,
+    F32,
+    I32,
+    JOINED,
+    LEAF,
+    REFUSED,
+    RESULT,
+    WAITING,
+    Packet,
+    join,
+    tree_sum,
+    unpack,
+)
 
 pytestmark = [pytest.mark.root, pytest.mark.needs("bpf", "arena", "clang")]
 KEY, PORT, RANKS = 0x0123456789ABCDEF, 4793, 3
 XDP_DROP, XDP_PASS, XDP_TX = 1, 2, 3
+DEADLINE_S = 20.0
 # What the daemon needs for a datagram of loopback, which is there when it is asked.
 ANSWERS_IN_S = 0.002
 IPV4 = Ends(source=bytes([127, 0, 0, 1]), address=bytes([127, 0, 0, 1]))
@@ -28,7 +49,7 @@ class Both:
     """Ranks that send each packet to the programs and to a native aggregator, and compare the answers."""
 
     def __init__(self, *, is_native: bool, ends: Ends = LOOPBACK) -> None:
-        self.ends = ends
+        self.ends, self.is_native = ends, is_native
         self.programs = XdpPrograms(port=PORT, memory_bytes=MEMORY_MIN_BYTES)
         family, self.host = (socket.AF_INET, "127.0.0.1") if len(ends.address) == 4 else (socket.AF_INET6, "::1")
         self.programs.take_packets_for(ends.hardware, [self.host], is_native=is_native)
@@ -96,9 +117,11 @@ class Both:
         self.programs.close()
 
 
-@pytest.fixture(params=["native", "generic", "ipv4"])
+@pytest.fixture
 def both(request: pytest.FixtureRequest) -> Iterator[Both]:
-    found = Both(is_native=request.param != "generic", ends=IPV4 if request.param == "ipv4" else LOOPBACK)
+    """A parameter chooses another way than the driver's, with IPv6."""
+    how = getattr(request, "param", "native")
+    found = Both(is_native=how != "generic", ends=IPV4 if how == "ipv4" else LOOPBACK)
     yield found
     found.close()
 
@@ -132,6 +155,7 @@ def leaves_of(random: np.random.Generator, job: int, block: int) -> list[bytes]:
     ]
 
 
+@pytest.mark.parametrize("both", ["native", "generic", "ipv4"], indirect=True)
 def test_random_packets_get_the_answers_of_the_native_store(both: Both, rng: np.random.Generator) -> None:
     """Lost, repeated and late leaves, of blocks that share slots."""
     job = both.join()
@@ -148,7 +172,7 @@ def test_random_packets_get_the_answers_of_the_native_store(both: Both, rng: np.
     together = {name: counted[name] + at_daemon[name] for name in counted}
     assert together == {name: native[name] for name in together}
     assert min(counted["stored"], at_daemon["completed"], counted["stale"], at_daemon["repeated"]) > 0
-    assert (counted["repeated_late"] > 0) == both.programs.is_native
+    assert (counted["repeated_late"] > 0) == both.is_native
 
 
 def test_what_is_refused_is_refused_by_the_daemon(both: Both) -> None:
@@ -196,3 +220,105 @@ def test_packets_of_others_go_on(both: Both) -> None:
     ):
         trial = both.programs.program.test_run(other)
         assert (trial.verdict, trial.packet) == (XDP_PASS, other)
+
+
+def test_two_processors_may_have_leaves_of_one_block(both: Both, rng: np.random.Generator) -> None:
+    """A leaf that finds its slot taken is dropped. When all have come, the sums are right."""
+    job = both.join(window=64)
+    blocks = [leaves_of(rng, job, block) for block in range(60)]
+    framed = [[frame(leaf, PORT, both.ends, source_port=9) for leaf in leaves] for leaves in blocks]
+    program = both.programs.program
+
+    def send(order: list[int]) -> None:
+        for leaves in framed:
+            for number in order:
+                program.test_run(leaves[number])
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(send, [[0, 2, 1], [1, 2, 0]]))
+    send([0, 1, 2])
+    for leaves, frames in zip(blocks, framed, strict=True):
+        for number, leaf in enumerate(leaves):
+            both.ranks[number].sendto(leaf, (both.host, both.native.port))
+        both.native.run(ANSWERS_IN_S)
+        expected = {content for _, content in both.answers(both.native)}
+        # One of four repeats goes on to the daemon.
+        sent_back = [trial.packet for _ in range(2) if (trial := program.test_run(frames[2])).verdict == XDP_TX]
+        assert {both.checked(packet, frames[2]) for packet in sent_back} == expected
+
+
+class Rack:
+    """Hosts of a plane: ranks, and behind them the command on a host of its own."""
+
+    def __init__(self, planes: Planes) -> None:
+        self.planes, self.host = planes, planes.hosts - 1
+        (interface,) = planes.interfaces(self.host)
+        command = [sys.executable, "-m", "sennit", "aggregate", interface, "--port", str(PORT), "--json"]
+        self.process = planes.popen(self.host, [*command, "--memory", "4MiB"], stdout=subprocess.PIPE, text=True)
+        self.mode = self.line()["mode"]
+        self.job = 0
+
+    def line(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        found: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return found
+
+    def ranks(self, *, is_ipv4: bool) -> list[socket.socket]:
+        addresses = self.planes.ipv4_addresses if is_ipv4 else self.planes.addresses
+        family = socket.AF_INET if is_ipv4 else socket.AF_INET6
+        found = []
+        for number in range(RANKS):
+            rank = self.planes.within(number, lambda: socket.socket(family, socket.SOCK_DGRAM))
+            # Takes packets from there alone.
+            self.planes.within(number, rank.connect, (addresses(self.host)[0], PORT))
+            rank.settimeout(DEADLINE_S)
+            found.append(rank)
+        return found
+
+    def join(self, ranks: list[socket.socket]) -> int:
+        for number, rank in enumerate(ranks):
+            rank.send(join(KEY, number, RANKS, 4).pack())
+            answer = unpack(rank.recv(2048))
+            assert answer.kind == JOINED
+        return answer.job
+
+    def counters(self, kind: str) -> dict[str, int]:
+        self.process.send_signal(signal.SIGUSR1)
+        found: dict[str, int] = self.line()[kind]
+        return found
+
+
+@pytest.mark.needs("native-xdp", "tc-bpf")
+@pytest.mark.parametrize("is_ipv4", [False, True], ids=["ipv6", "ipv4"])
+def test_all_ranks_get_sums_over_links_from_the_kernel(is_ipv4: bool, rng: np.random.Generator) -> None:
+    with Planes(hosts=RANKS + 1, planes=1, mtu=1500, per_packet=True) as planes:
+        rack = Rack(planes)
+        assert rack.mode == "xdp"
+        ranks = rack.ranks(is_ipv4=is_ipv4)
+        job = rack.join(ranks)
+        blocks = 12
+        for block in range(blocks):
+            content = [elements(rng, F32, 44) for _ in ranks]
+            for number, rank in enumerate(ranks):
+                leaf = Packet(kind=LEAF, job=job, key=KEY, block=block, leaf=number, stripes=content[number])
+                rank.send(leaf.pack())
+            expected = tree_sum([np.frombuffer(leaf, np.float32) for leaf in content]).tobytes()
+            for rank in ranks:
+                answer = unpack(rank.recv(2048))
+                assert (answer.kind, answer.block, answer.stripes) == (RESULT, block, expected)
+        counted = rack.counters("in_kernel")
+        assert (counted["stored"], counted["completed"]) == ((RANKS - 1) * blocks, blocks)
+        assert (counted["answers"], counted["unanswered"]) == (RANKS * blocks, 0)
+        # Once more: it goes back from the interface itself, or from the daemon.
+        ranks[0].send(Packet(kind=LEAF, job=job, key=KEY, block=blocks - 1, stripes=bytes(44 * 32)).pack())
+        for rank in ranks:
+            rank.close()
+        rack.process.kill()
+        rack.process.wait(DEADLINE_S)
+        assert planes.within(rack.host, attached, *planes.interfaces(rack.host)) == ""
+
+
+def attached(interface: str) -> str:
+    """What `ip link` says of programs at an interface."""
+    found = subprocess.run(["ip", "link", "show", interface], check=True, capture_output=True, text=True).stdout
+    return next((line for line in found.splitlines() if "prog/xdp" in line), "")
