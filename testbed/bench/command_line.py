@@ -28,7 +28,7 @@ from sennit.testbed.bench.training.training_commands import (
     slices,
     timeline,
 )
-from sennit.testbed.bench.transport.transport_commands import codecs, collectives, group, rdma
+from sennit.testbed.bench.transport.transport_commands import aggregate, codecs, collectives, group, rdma
 
 
 def compare(
@@ -65,6 +65,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure sen
 app.command("collectives", epilog="Example: sennit bench collectives --against gloo --sizes 4KiB,64MiB")(
     measured(collectives)
 )
+app.command("aggregate", epilog="Example: sennit bench aggregate --rounds 5")(measured(aggregate))
 app.command("all", epilog="Example: sennit bench all --report comparison")(measured(compare))
 app.command("planner", epilog="Example: sennit bench planner --only held-out")(measured(planner))
 app.command("placements", epilog="Example: sennit bench placements --ranks 4 --confined")(measured(placements))

@@ -7,8 +7,26 @@ from typing import Annotated
 
 import typer
 
-from sennit.command_line import fail, stdout_console
-from sennit.testbed.bench.running import Figures, Picture, mistakes_told, progress, run_ranks, write
+from sennit.command_line import busy, fail, stdout_console
+from sennit.testbed.bench.running import Figures, Picture, mistakes_told, need, progress, run_ranks, write
+
+
+def aggregate(
+    rounds: Annotated[int, typer.Option(help="windows of 32 blocks of each job; the median is reported", min=1)] = 15,
+    seed: Annotated[int, typer.Option(help="seed of the elements", min=0)] = 1,
+    json_path: Figures = None,
+) -> None:
+    """Time an aggregator: leaves a second that one core sums, in XDP and behind sockets, beside a plain XDP forward.
+
+    Needs root, clang 19 or later and Linux 6.9 or later.
+    """
+    from sennit.testbed.bench.transport import aggregate
+
+    need("bpf", "arena")
+    with busy("measuring in turns"):
+        results = aggregate.run(rounds=rounds, seed=seed)
+    aggregate.render(results, stdout_console())
+    write(json_path, aggregate.as_json(results))
 
 
 def collectives(
