@@ -56,9 +56,9 @@ struct aggregation_slot {
   __u32 mark;
   __u8 arithmetic;
   __u8 stripes;
-  __u8 state;        // enum aggregation_slot_state
-  __u8 repeats;      // of leaves, since the block is complete
-  __u32 partial[8];  // sums of a program, while it makes the sum of an element
+  __u8 state;    // enum aggregation_slot_state
+  __u8 repeats;  // of leaves, since the block is complete
+  __u8 reserved[32];
 };
 
 struct aggregation_cell {

@@ -16,43 +16,69 @@
 #define FLOAT_HIDDEN 0x00800000u  // the leading bit, which normal numbers do not store
 #define FLOAT_INDEFINITE 0xffc00000u
 
-FLOAT_SUM __u32 float_sum(__u32 a, __u32 b) {
+// One of the two is a NaN or infinite.
+FLOAT_SUM __u32 float_sum_of_specials(__u32 a, __u32 b) {
   const __u32 size_a = a & ~FLOAT_SIGN, size_b = b & ~FLOAT_SIGN;
   if (size_a > FLOAT_INFINITY) return a | FLOAT_QUIET;
   if (size_b > FLOAT_INFINITY) return b | FLOAT_QUIET;
-  const int is_swapped = size_a < size_b;
-  const __u32 large = is_swapped ? b : a, small = is_swapped ? a : b;
+  if (size_a == size_b && a != b) return FLOAT_INDEFINITE;
+  return size_a == FLOAT_INFINITY ? a : b;
+}
+
+// The top bit of a difference says which of two numbers is smaller. A wrong guess of a branch would take as long as the
+// rest of a sum. Without the barriers the compiler makes branches of it.
+FLOAT_SUM __u64 float_top_bit(__u64 difference) {
+  __asm__("" : "+r"(difference));
+  difference >>= 63;
+  __asm__("" : "+r"(difference));
+  return difference;
+}
+
+// 1 if the number, which is below 2^63, is 0; else 0.
+FLOAT_SUM __u64 float_is_zero(__u64 number) { return float_top_bit(number - 1); }
+
+FLOAT_SUM __u32 float_sum(__u32 a, __u32 b) {
+  const __u64 size_a = a & ~FLOAT_SIGN, size_b = b & ~FLOAT_SIGN;
+  // All ones if b is larger.
+  const __u64 swap = 0 - float_top_bit(size_a - size_b);
+  const __u32 large = a ^ ((a ^ b) & (__u32)swap), small = b ^ ((a ^ b) & (__u32)swap);
   const __u32 size_large = large & ~FLOAT_SIGN, size_small = small & ~FLOAT_SIGN;
-  const __u32 is_difference = (a ^ b) & FLOAT_SIGN;
-  if (size_large == FLOAT_INFINITY) return size_small == FLOAT_INFINITY && is_difference ? FLOAT_INDEFINITE : large;
+  if (size_large >= FLOAT_INFINITY) return float_sum_of_specials(a, b);
+  const __u64 is_difference = (a ^ b) >> 31;
   // A subnormal has the exponent 1, without the hidden bit.
-  __u32 exponent = size_large >> 23, exponent_small = size_small >> 23;
-  __u64 sum = (__u64)((size_large & (FLOAT_HIDDEN - 1)) | (exponent ? FLOAT_HIDDEN : 0)) << 32;
-  __u64 other = (__u64)((size_small & (FLOAT_HIDDEN - 1)) | (exponent_small ? FLOAT_HIDDEN : 0)) << 32;
-  exponent += !exponent;
-  exponent_small += !exponent_small;
-  __u32 shift = exponent - exponent_small;
+  __u64 exponent = size_large >> 23;
+  const __u64 exponent_small = size_small >> 23;
+  const __u64 is_normal = 1 - float_is_zero(exponent), is_normal_small = 1 - float_is_zero(exponent_small);
+  __u64 sum = ((__u64)(size_large & (FLOAT_HIDDEN - 1)) | is_normal << 23) << 32;
+  __u64 other = ((__u64)(size_small & (FLOAT_HIDDEN - 1)) | is_normal_small << 23) << 32;
+  exponent += 1 - is_normal;
+  __u64 shift = exponent - (exponent_small + 1 - is_normal_small);
   shift = shift > 57 ? 57 : shift;
   const __u64 aligned = other >> shift;
-  other = aligned | (aligned << shift != other);
-  sum = is_difference ? sum - other : sum + other;
+  other = aligned | (1 - float_is_zero(other - (aligned << shift)));
+  sum += (other ^ (0 - is_difference)) + is_difference;
   if (!sum) return is_difference ? 0 : large & FLOAT_SIGN;  // x - x is +0, -0 + -0 is -0
-  if (sum >> 56) {
-    sum = sum >> 1 | (sum & 1);
-    exponent++;
-  } else {
+  const __u64 carry = sum >> 56;
+  sum = sum >> carry | (sum & carry);
+  exponent += carry;
+  if (!(sum >> 55)) {
     // To the left until the hidden bit is there, or the exponent is that of subnormals.
-    for (__u32 step = 32; step; step >>= 1)
-      if (!(sum >> (56 - step)) && exponent > step) {
-        sum <<= step;
-        exponent -= step;
-      }
+    __u64 rest = sum;
+    shift = 0;
+    for (__u32 bit = 6; bit-- > 0;) {
+      const __u64 step = float_is_zero(rest >> (56 - (1u << bit))) << bit;
+      rest <<= step;
+      shift += step;
+    }
+    shift = shift < exponent ? shift : exponent - 1;
+    sum <<= shift;
+    exponent -= shift;
   }
   // Without the hidden bit, the number is subnormal, and its exponent is stored as 0. A carry of the rounding goes into
   // the exponent, as it should, up to infinity.
-  __u64 result = ((__u64)(exponent - 1) << 55) + sum;
+  __u64 result = ((exponent - 1) << 55) + sum;
   const __u64 rest = result & 0xffffffffu, odd = result >> 32 & 1;
-  result = (result >> 32) + (rest + odd > 0x80000000u);
+  result = (result >> 32) + float_top_bit(0x80000000u - rest - odd);
   return (result > FLOAT_INFINITY ? FLOAT_INFINITY : (__u32)result) | (large & FLOAT_SIGN);
 }
 

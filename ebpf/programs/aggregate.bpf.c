@@ -140,60 +140,85 @@ outside:
   return 0;
 }
 
-enum values { VALUES_F32, VALUES_I32, VALUES_BF16_LOW, VALUES_BF16_HIGH };
+// Sums of cells, word by word. All work in place: when a block is complete, nobody needs its leaves. Global functions,
+// so that the verifier walks each loop once.
+#define EACH_WORD(words) \
+  for (__u32 n = 0; n < (words); n++, to += 4, left += 4, right += 4)
 
-static __always_inline __u32 value_of(__u32 word, __u32 values) {
-  if (values == VALUES_BF16_LOW) return word << 16;
-  return values == VALUES_BF16_HIGH ? word & 0xffff0000u : word;
-}
-
-// A global function, so that its code is there once.
-__attribute__((noinline)) __u32 sum_of(__u32 a, __u32 b, __u32 values) {
-  return values == VALUES_I32 ? a + b : float_sum(a, b);
-}
-
-// 0, which the verifier does not know. So one round of a loop that begins there is like the next.
-__u32 nothing;
-
-#define TREE_LEVELS 7  // nodes of 1 to 64 leaves
-
-// The sum of a word of each leaf over the canonical tree, as a binary counter makes it: `partial[k]` is the newest node
-// of 2^k leaves.
-__attribute__((noinline)) __u32 tree_sum(__u64 slot_at, __u64 word_at, __u32 leaves, __u32 values) {
-  __u32 ARENA* partial = AT(struct aggregation_slot, slot_at)->partial;
-  __u32 value = 0, is_first = 1;
-  for (__u32 leaf = nothing; leaf < leaves; leaf++) {
+__attribute__((noinline)) int sum_floats(__u64 to, __u64 left, __u64 right, __u32 words) {
+  EACH_WORD(words) {
     STOP_ENDLESS(out);
-    __u32 level;
-    value = value_of(*AT(__u32, word_at), values);
-    word_at += AGGREGATION_CELL_BYTES;
-    for (level = 0; level < TREE_LEVELS - 1 && leaf >> level & 1; level++) value = sum_of(partial[level], value, values);
-    partial[level] = value;
+    *AT(__u32, to) = float_sum(*AT(__u32, left), *AT(__u32, right));
   }
-  for (__u32 level = 0; level < TREE_LEVELS; level++) {
-    if (!(leaves >> level & 1)) continue;
-    value = is_first ? partial[level] : sum_of(partial[level], value, values);
-    is_first = 0;
-  }
-  return value;
 out:
   return 0;
 }
 
-// Makes the sum of a block whose leaves are all there. The caller has the slot.
-__attribute__((noinline)) int sum_block(__u64 slot_at, __u32 leaves, __u32 stripes, __u32 arithmetic) {
-  __u64 at = slot_at + sizeof(struct aggregation_slot);
-  for (__u32 n = 0; n < stripes * (AGGREGATION_STRIPE_BYTES / 4); n++, at += 4) {
+__attribute__((noinline)) int sum_integers(__u64 to, __u64 left, __u64 right, __u32 words) {
+  EACH_WORD(words) {
     STOP_ENDLESS(out);
-    const __u64 word_at = at + AGGREGATION_CELL_BYTES;
-    if (arithmetic == AGGREGATION_SUM_BF16) {
-      const __u32 low = bfloat_of(tree_sum(slot_at, word_at, leaves, VALUES_BF16_LOW));
-      *AT(__u32, at) = low | (__u32)bfloat_of(tree_sum(slot_at, word_at, leaves, VALUES_BF16_HIGH)) << 16;
-    } else {
-      *AT(__u32, at) = tree_sum(slot_at, word_at, leaves, arithmetic == AGGREGATION_SUM_I32);
+    *AT(__u32, to) = *AT(__u32, left) + *AT(__u32, right);
+  }
+out:
+  return 0;
+}
+
+// A node of bfloat16 has two leaves or more, and so two cells: float32 of the elements with even numbers, and of the
+// others. A leaf is as it came. `is_leaf`: so is the left node, whose cells are written.
+__attribute__((noinline)) int sum_with_leaf(__u64 left, __u64 right, __u32 words, __u32 is_leaf) {
+  __u64 to = left;
+  EACH_WORD(words) {
+    STOP_ENDLESS(out);
+    const __u32 first = *AT(__u32, left), leaf = *AT(__u32, right);
+    const __u32 even = is_leaf ? first << 16 : first;
+    const __u32 odd = is_leaf ? first & 0xffff0000u : *AT(__u32, left + AGGREGATION_CELL_BYTES);
+    *AT(__u32, to) = float_sum(even, leaf << 16);
+    *AT(__u32, to + AGGREGATION_CELL_BYTES) = float_sum(odd, leaf & 0xffff0000u);
+  }
+out:
+  return 0;
+}
+
+__attribute__((noinline)) int round_bfloats(__u64 to, __u64 left, __u32 words) {
+  __u64 right = left + AGGREGATION_CELL_BYTES;
+  EACH_WORD(words) {
+    STOP_ENDLESS(out);
+    *AT(__u32, to) = bfloat_of(*AT(__u32, left)) | (__u32)bfloat_of(*AT(__u32, right)) << 16;
+  }
+out:
+  return 0;
+}
+
+#define TREE_LEVELS 6  // above the leaves, of which there are 64
+
+// 0, which the verifier does not know. So one round of a loop that begins there is like the next.
+__u32 nothing;
+
+// Makes the sum of a block whose leaves are all there, over the canonical tree. The caller has the slot.
+__attribute__((noinline)) int sum_block(__u64 slot_at, __u32 leaves, __u32 stripes, __u32 arithmetic) {
+  const __u64 result = slot_at + sizeof(struct aggregation_slot), first = result + AGGREGATION_CELL_BYTES;
+  const __u32 words = stripes * (AGGREGATION_STRIPE_BYTES / 4);
+  for (__u32 level = 0; level < TREE_LEVELS; level++) {
+    const __u32 half = 1u << level;  // the leaves of a left node
+    if (half >= leaves) break;
+    for (__u32 leaf = nothing; leaf + half < leaves; leaf += 2 * half) {
+      STOP_ENDLESS(out);
+      const __u64 left = first + (__u64)leaf * AGGREGATION_CELL_BYTES;
+      const __u64 right = left + (__u64)half * AGGREGATION_CELL_BYTES;
+      const __u64 to = 2 * half < leaves ? left : result;  // the root goes to its place at once
+      if (arithmetic == AGGREGATION_SUM_F32) {
+        sum_floats(to, left, right, words);
+      } else if (arithmetic == AGGREGATION_SUM_I32) {
+        sum_integers(to, left, right, words);
+      } else if (leaf + half + 1 == leaves || half == 1) {
+        sum_with_leaf(left, right, words, half == 1);
+      } else {
+        sum_floats(left, left, right, words);
+        sum_floats(left + AGGREGATION_CELL_BYTES, left + AGGREGATION_CELL_BYTES, right + AGGREGATION_CELL_BYTES, words);
+      }
     }
   }
-  return 1;
+  if (arithmetic == AGGREGATION_SUM_BF16) round_bfloats(result, first, words);
 out:
   return 0;
 }
