@@ -192,6 +192,12 @@ class Communicator:
     ) -> bytes:
         """Opens the RDMA device that serves these local addresses. Returns what all peers need to connect."""
 
+    def aggregator_open(self, address: str, port: int, /, *, key: int, limit_s: float) -> str:
+        """Asks an aggregator to take the group, for at most `limit_s`. Returns why it does not; empty: it has."""
+
+    def aggregator_drop(self) -> None:
+        """Before connect: this group has no aggregator, because another rank has none."""
+
     def offer_for(self, rank: int) -> bytes:
         """After `udp_open` or `verbs_open`: returns what that rank alone needs besides.
 

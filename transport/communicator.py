@@ -204,6 +204,7 @@ class Communicator(ArrayCollectives):
         self.hosts = connection.hosts
         """Which ranks reach each other through shared memory."""
         self._constants = connection.calibration
+        self._has_aggregator = connection.has_aggregator
         self.notes = connection.notes
         """Notes on how the ranks reach each other: dead paths, smaller packets."""
         self._plans: PlanCache[_core.Plan] = PlanCache(_core.Plan)
@@ -216,7 +217,13 @@ class Communicator(ArrayCollectives):
         from sennit.transport.choice.selection import Selection
 
         near, far = self._constants.shared_memory, self._constants.network
-        return Selection(hosts=self.hosts, forced=self.config.algorithm, near=near, far=far)
+        return Selection(
+            hosts=self.hosts,
+            forced=self.config.algorithm,
+            near=near,
+            far=far,
+            has_aggregator=self._has_aggregator,
+        )
 
     @property
     def handle(self) -> int:

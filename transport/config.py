@@ -40,6 +40,7 @@ VARIABLES: Final = (
     "SENNIT_WINDOW_BYTES",
     "SENNIT_ALGORITHM",
     "SENNIT_CALIBRATION",
+    "SENNIT_AGGREGATOR",
     "SENNIT_THREADS",
     "SENNIT_HOST_ID",
     "SENNIT_TIMEOUT_S",
@@ -99,6 +100,8 @@ class Algorithm(StrEnum):
     """Every rank sends only to the next one: world - 1 messages that wait for one another."""
     BRUCK = "bruck"
     """Parts travel by way of other ranks: log2(world) messages."""
+    AGGREGATE = "aggregate"
+    """An aggregator in the network folds (SENNIT_AGGREGATOR): each rank sends its vector once and gets the sum once."""
 
 
 class VerbsService(StrEnum):
@@ -157,6 +160,10 @@ class Config:
     calibration: str | None = None
     """`SENNIT_CALIBRATION`: a file of `sennit calibrate`, with the same constants on all ranks, for the cost model.
     None: the built-in constants (calibration.py)."""
+
+    aggregator: str = ""
+    """`SENNIT_AGGREGATOR`, ADDRESS or ADDRESS:PORT ([ADDRESS]:PORT of IPv6): an aggregator (`sennit aggregate`) that
+    all ranks reach. The cost model then may let it do an allreduce. If it fails, the ranks do it themselves."""
 
     threads: int = 1
     """`SENNIT_THREADS`, 1 to 64: threads of this process that share the folds and copies of a large operation. Results
@@ -245,6 +252,7 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
         window_bytes=_integer("SENNIT_WINDOW_BYTES", given.get("SENNIT_WINDOW_BYTES"), default.window_bytes),
         algorithm=_algorithm("SENNIT_ALGORITHM", given.get("SENNIT_ALGORITHM")),
         calibration=given.get("SENNIT_CALIBRATION"),
+        aggregator=given.get("SENNIT_AGGREGATOR", ""),
         threads=_integer("SENNIT_THREADS", given.get("SENNIT_THREADS"), default.threads),
         host_id=given.get("SENNIT_HOST_ID"),
         timeout_s=_seconds("SENNIT_TIMEOUT_S", given.get("SENNIT_TIMEOUT_S"), default.timeout_s),

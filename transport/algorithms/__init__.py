@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from sennit.transport.algorithms.allgather import allgather as allgather
     from sennit.transport.algorithms.allgather_by_host import allgather_by_host as allgather_by_host
     from sennit.transport.algorithms.allreduce import allreduce as allreduce
+    from sennit.transport.algorithms.allreduce_aggregated import allreduce_aggregated as allreduce_aggregated
+    from sennit.transport.algorithms.allreduce_aggregated import is_summed as is_summed
     from sennit.transport.algorithms.allreduce_coded import allreduce_coded as allreduce_coded
     from sennit.transport.algorithms.allreduce_dissemination import allreduce_dissemination as allreduce_dissemination
     from sennit.transport.algorithms.allreduce_halving import allreduce_halving as allreduce_halving
@@ -55,6 +57,8 @@ __getattr__ = exporter(
         "allgather": "allgather",
         "allgather_by_host": "allgather_by_host",
         "allreduce": "allreduce",
+        "allreduce_aggregated": "allreduce_aggregated",
+        "is_summed": "allreduce_aggregated",
         "allreduce_coded": "allreduce_coded",
         "allreduce_dissemination": "allreduce_dissemination",
         "allreduce_halving": "allreduce_halving",

@@ -26,6 +26,11 @@ STAGED_MAX_BYTES: Final = 1 << 20
 STREAM_MAX_BYTES: Final = 16_384
 # A message of this size goes over shared memory at once. A round trip first waits for its receiver.
 EAGER_MAX_BYTES: Final = 8_192
+# What an aggregator takes at once (AGGREGATION_BLOCK_BYTES), from which size on it is asked at all, and the price of a
+# block beside that of a message.
+BLOCK_BYTES: Final = 1_408
+AGGREGATE_MIN_BYTES: Final = 16_384
+BLOCK_MESSAGES: Final = 0.3
 # The price of a byte was measured with up to this many peers.
 PEERS_MAX: Final = 8
 
@@ -111,6 +116,11 @@ def _reduction(
                 far=Traffic(1 if far else 0, far, far, far * block_bytes),
                 folded_bytes=block_bytes * hosts.world,
             )
+        case Algorithm.AGGREGATE if gathers and several and leaves.are_single and size_bytes >= AGGREGATE_MIN_BYTES:
+            # Saves the vector, sends it, and tells all others that it has the sum.
+            messages = hosts.world - 1 + math.ceil(size_bytes / BLOCK_BYTES) * BLOCK_MESSAGES
+            sent = Traffic(3, math.ceil(messages), 1, size_bytes)
+            return _in_rounds(hosts, sent, 2 * size_bytes)
         case Algorithm.DISSEMINATION if gathers and several and block_bytes <= MAX_LOAN_BYTES:
             levels = (hosts.world - 1).bit_length()
             all_rounds = Traffic(levels, levels, levels, block_bytes * (hosts.world - 1))

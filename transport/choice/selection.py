@@ -55,6 +55,7 @@ class Selection(LightTuple):
     """Runs wherever it can. Elsewhere the direct algorithm runs."""
     near: Costs = SHARED_MEMORY
     far: Costs = NETWORK
+    has_aggregator: bool = False
 
     def rate(
         self,
@@ -68,6 +69,8 @@ class Selection(LightTuple):
         """Returns the work of each algorithm that runs for this vector, in their order."""
         rated = {}
         for algorithm in candidates:
+            if algorithm is Algorithm.AGGREGATE and not self.has_aggregator:
+                continue
             work = work_of(
                 algorithm,
                 collective,
@@ -106,6 +109,8 @@ class Selection(LightTuple):
         if not in_place:
             # To lend, a rank would have to copy its vector first. That costs more than the round trips save.
             candidates = tuple(each for each in candidates if each is not Algorithm.ROUND_TRIP)
+        if self.has_aggregator and not algorithms.is_summed(world, dtype, op):
+            candidates = tuple(each for each in candidates if each is not Algorithm.AGGREGATE)
         given = None if leaves is None else Leaves(world, leaves, partial=partial)
         match self._choose(Collective.ALLREDUCE, elements, dtype, candidates, given):
             case Algorithm.ONE_SHOT:
@@ -114,6 +119,8 @@ class Selection(LightTuple):
                 return algorithms.allreduce_round_trip(
                     world=world, rank=rank, elements=elements, dtype=dtype, op=op, counted=counted
                 )
+            case Algorithm.AGGREGATE:
+                compile_plan = algorithms.allreduce_aggregated
             case Algorithm.DISSEMINATION:
                 compile_plan = algorithms.allreduce_dissemination
             case Algorithm.HALVING:

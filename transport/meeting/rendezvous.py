@@ -23,6 +23,7 @@ says so in its next record, so that nobody waits for it in vain.
 from __future__ import annotations
 
 import base64
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -58,6 +59,7 @@ class Connection(LightTuple, Generic[AnyEndpoint]):
     """The name of each rank's host (`host.host_identity`), whatever way its ranks reach each other."""
     calibration: Calibration
     """The constants of the cost model, the same on all ranks."""
+    has_aggregator: bool = False
     notes: tuple[str, ...] = ()
     """Notes for `describe()` on how the ranks reach each other."""
 
@@ -188,6 +190,14 @@ def connect(
 
         if far := describe_distance(f"rank {rank}", [rail.interface for rail in chosen]):
             notes.append(far)
+    has_aggregator = any(record["aggregation_key"] for record in hello)
+    if has_aggregator:
+        from sennit.transport.meeting import aggregation
+
+        why_not = aggregation.join(endpoint, exchanges, config, hello)
+        has_aggregator = not why_not
+        to_tell += why_not
+        notes += why_not
     try:
         _tell(to_tell)  # raises where warnings are errors
         endpoint.connect(routes)
@@ -204,6 +214,7 @@ def connect(
         hosts=_hosts(neighbours),
         host_names=tuple(record["host"] for record in hello),
         calibration=constants,
+        has_aggregator=has_aggregator,
         notes=tuple(notes),
     )
 
@@ -255,6 +266,8 @@ def _hello(config: Config, constants: Calibration) -> Record:
         "machine": machine_identity(),
         "algorithm": str(config.algorithm or "auto"),
         "calibration": constants.label(),
+        # Rank 0 gives the key.
+        "aggregation_key": os.urandom(8).hex() if config.aggregator else "",
     }
 
 

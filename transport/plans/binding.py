@@ -10,6 +10,7 @@ from typing import Final
 from sennit.transport.errors import ArgumentError
 from sennit.transport.plans.counts import CountRange, place_of
 from sennit.transport.plans.plan import (
+    Branch,
     Copy,
     Decode,
     Encode,
@@ -77,6 +78,8 @@ class _Binder:
                 return step._replace(buffer=self._scratch, size_bytes=0)
             case Recv():
                 return step._replace(offset=self._offset(number, step, step.offset), size_bytes=size_bytes)
+            case Branch():
+                return step
             case Copy():
                 offset = self._offset(number, step, step.offset)
                 return step._replace(source=self._source(number, step), offset=offset, size_bytes=size_bytes)

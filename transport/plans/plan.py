@@ -21,10 +21,17 @@ if TYPE_CHECKING:
 
 # The most bytes that a receive without destination may hold (MAX_LOAN_BYTES in messages/budgets.hpp).
 MAX_LOAN_BYTES: Final = 131_072
+BRANCH_BYTES: Final = 4
 # Slots are 20 bits of a message's 64-bit key.
 SLOT_LIMIT: Final = (1 << 20) - 1
 # As the peer of a RECV: whichever rank sends first (SENNIT_ANY_PEER).
 ANY_PEER: Final = 0xFFFFFFFF
+# As the peer of a SEND or RECV: the group's aggregator (SENNIT_AGGREGATOR).
+AGGREGATOR: Final = 0xFFFFFFFE
+# The slots of what ranks and aggregator tell each other beside vectors (ports/aggregator_port.hpp): how many blocks of
+# the operation have no sum here; and, from this slot on, that number of each rank.
+MISSING_SLOT: Final = 0x80000
+FAILED_SLOT: Final = 0x80001
 # What comes before codes without fixed size: their length, as u64.
 LENGTH_BYTES: Final = 8
 
@@ -142,7 +149,24 @@ class Reduce(LightTuple):
         return elements * _item_bytes(self.dtype, operand.is_partial)
 
 
-Step: TypeAlias = Send | Recv | Copy | Reduce | Encode | Decode
+class Branch(NamedTuple):
+    """Reads a number of 4 bytes in scratch. If it is 0, the steps that wait for this one are left out, and so are
+    those that wait for them.
+    """
+
+    source: Operand
+    after: tuple[int, ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        return BRANCH_BYTES
+
+    @property
+    def buffer(self) -> None:
+        """It writes nothing."""
+
+
+Step: TypeAlias = Send | Recv | Copy | Reduce | Encode | Decode | Branch
 
 
 def bytes_read(step: Step, operand: Operand) -> int:
@@ -256,6 +280,7 @@ class PlanBuilder:
         self._cut: VectorCut | None = None
         self._counts: list[tuple[int, int]] = []
         self._steps: list[Step] = []
+        self._branch: int | None = None
 
     def send(
         self,
@@ -345,6 +370,12 @@ class PlanBuilder:
             Reduce(tuple(operands), order, buffer, offset, size_bytes, dtype, op, gives_partial, waits, comes_back)
         )
 
+    def branch(self, source: Operand, *, after: Iterable[int] = ()) -> int:
+        """Adds a branch. Steps that are added later, and wait for nothing else, wait for it."""
+        branch = self._add(Branch(source, _ascending(after)))
+        self._branch = branch
+        return branch
+
     def reserve_scratch(self, size_bytes: int) -> int:
         """Makes scratch larger. Returns the offset of the new part, which starts on a cache line."""
         offset = -(-self._scratch_bytes // 64) * 64
@@ -389,6 +420,8 @@ class PlanBuilder:
         )
 
     def _add(self, step: Step) -> int:
+        if self._branch is not None and not step.after:
+            step = step._replace(after=(self._branch,))
         self._steps.append(step)
         return len(self._steps) - 1
 

@@ -16,6 +16,8 @@ from sennit.transport.errors import ArgumentError
 from sennit.transport.plans.counts import CountRange, end_of
 from sennit.transport.plans.elements import Dtype, ReduceOp
 from sennit.transport.plans.plan import (
+    BRANCH_BYTES,
+    Branch,
     Copy,
     Decode,
     Encode,
@@ -58,7 +60,7 @@ FLAG_HAS_LENGTH: Final = 16  # of a SEND or RECV
 FLAG_ON_DEVICE: Final = 1  # of the header
 FLAG_EQUAL_COUNTS: Final = 2  # of the header
 FLAG_CUTS_VECTOR: Final = 4  # of the header
-SEND, RECV, COPY, REDUCE, ENCODE, DECODE = range(6)
+SEND, RECV, COPY, REDUCE, ENCODE, DECODE, BRANCH = range(7)
 # Where an operand's `kind` holds: whether it is a view, a number or a counted number, whether a partial sum, and the
 # combinations that follow it.
 VIEW: Final = 1
@@ -106,6 +108,8 @@ def _row(step: Step) -> tuple[int, int, int, int, int, int, int, int, int]:
         return RECV, 0, 0, flags, step.peer, step.slot, step.buffer or 0, step.offset, step.size_bytes
     if isinstance(step, Copy):
         return COPY, 0, 0, 0, 0, 0, step.buffer, step.offset, step.size_bytes
+    if isinstance(step, Branch):
+        return BRANCH, 0, 0, 0, 0, 0, 0, 0, BRANCH_BYTES
     if isinstance(step, Encode | Decode):
         kind, coding = (ENCODE if isinstance(step, Encode) else DECODE), step.coding
         flags, peer = coding.stochastic * FLAG_STOCHASTIC, (step.peer if isinstance(step, Decode) else 0)
@@ -236,7 +240,7 @@ def decode(data: bytes) -> Plan:
             if not operand.is_view and not isinstance(operand, _Number):
                 end = end_of(operand.offset, bytes_read(plan_step, operand))
                 ends[operand.index] = max(ends[operand.index], end)
-        if not isinstance(plan_step, Send) and plan_step.buffer is not None:
+        if not isinstance(plan_step, Send | Branch) and plan_step.buffer is not None:
             end = end_of(plan_step.offset, bytes_written(plan_step))
             ends[plan_step.buffer] = max(ends[plan_step.buffer], end)
     return Plan(
@@ -291,6 +295,8 @@ def _step(row: np.void, sources: list[Operand], program: tuple[int, ...], after:
         dtype, op = Dtype(int(row["dtype"])), ReduceOp(int(row["op"]))
         gives_partial = bool(row["flags"] & FLAG_PARTIAL)
         return Reduce(tuple(sources), program, buffer, offset, size_bytes, dtype, op, gives_partial, after, comes_back)
+    if kind == BRANCH:
+        return Branch(sources[0], after)
     if kind in (ENCODE, DECODE):
         dtype, stochastic = Dtype(int(row["dtype"])), bool(row["flags"] & FLAG_STOCHASTIC)
         from sennit.transport.plans.coding import CodecKind, Coding
@@ -299,4 +305,4 @@ def _step(row: np.void, sources: list[Operand], program: tuple[int, ...], after:
         if kind == DECODE:
             return Decode(sources[0], buffer, offset, size_bytes, dtype, coding, after, peer)
         return Encode(sources[0], buffer, offset, size_bytes, dtype, coding, sources[1].offset, after)
-    raise ArgumentError(f"step kind {kind}; allowed: 0..5")
+    raise ArgumentError(f"step kind {kind}; allowed: 0..6")

@@ -204,6 +204,21 @@ class PyCommunicator {
     config.seed = seed;
     return from_bytes(guarded([&] { return usable()->ports().verbs_open(config); }));
   }
+  std::string aggregator_open(const std::string& address, uint16_t port, uint64_t key, double limit_s) {
+    sennit::aggregation::ClientConfig config;
+    config.key = key;
+    sennit::Engine* const engine = usable();
+    config.leaf = static_cast<uint16_t>(engine->rank());
+    config.leaves = static_cast<uint16_t>(engine->world());
+    return guarded([&] {
+      const sennit::wire::Endpoint aggregator = sennit::wire::parse_endpoint(address, port);
+      nb::gil_scoped_release release;
+      return engine->ports().aggregator_open(aggregator, config, to_us(limit_s));
+    });
+  }
+  void aggregator_drop() {
+    guarded([&] { usable()->ports().aggregator_drop(); });
+  }
   nb::bytes offer_for(uint32_t rank) {
     return from_bytes(guarded([&] { return usable()->ports().offer_for(rank); }));
   }
@@ -501,6 +516,9 @@ NB_MODULE(_core, m) {
            "congestion"_a, "window_bytes"_a, "ports"_a = std::pair<uint16_t, uint16_t>(0, 0), "seed"_a = 0,
            "Opens the sockets on the rails, (address, address of the other family or \"\"); what all peers need to "
            "connect.")
+      .def("aggregator_open", &PyCommunicator::aggregator_open, "address"_a, "port"_a, nb::kw_only(), "key"_a,
+           "limit_s"_a, "Asks an aggregator to take the group. Returns why it does not, or an empty string.")
+      .def("aggregator_drop", &PyCommunicator::aggregator_drop)
       .def("verbs_open", &PyCommunicator::verbs_open, "addresses"_a, nb::kw_only(), "path_count"_a, "path_policy"_a,
            "congestion"_a, "window_bytes"_a, "service"_a, "seed"_a = 0,
            "Opens the RDMA device that serves these local addresses; what all peers need to connect.")

@@ -94,6 +94,10 @@ sennit_status Engine::post(Plan& plan, const OperationMemory& memory, const senn
     error = "the plan makes round trips, but rank " + std::to_string(peer) + " is not reached over shared memory";
     return SENNIT_ARGUMENT;
   }
+  if (plan.has_aggregator && ports_.aggregator() == nullptr) {
+    error = "the plan asks an aggregator, but the group has none";
+    return SENNIT_ARGUMENT;
+  }
   std::shared_ptr<const RunSizes> sizes;
   try {
     sizes = Operation::check(plan, memory, options);

@@ -89,6 +89,7 @@ class Engine final : public OperationHost, private Crewed {
   void copy_done(Operation& operation, uint32_t step, const char* error);
   // False while a device still copies the earlier send. The lock is held.
   bool may_send(const Operation& operation) const override;
+  void foresee(const MessageHeader& header, bool is_send) override { ports_.aggregator()->foresee(header, is_send); }
   sennit_status wait(Operation& operation, uint64_t timeout_us);
   // False: a thread that drives the operation, or one that calls back, could not be started. The callback is set
   // nevertheless. `in_order`: the callback of a collective gets a place in the order of calls (call_order.hpp).

@@ -35,6 +35,17 @@ std::vector<std::byte> GroupPorts::verbs_open(const VerbsConfig& config) {
   return verbs_->local_info();
 }
 
+std::string GroupPorts::aggregator_open(const wire::Endpoint& aggregator, const aggregation::ClientConfig& config,
+                                        uint64_t limit_us) {
+  aggregator_ = std::make_unique<AggregatorPort>(world_, aggregator, config, &counter_page_);
+  return aggregator_->join(limit_us) ? "" : aggregator_->describe();
+}
+
+void GroupPorts::aggregator_drop() {
+  if (aggregator_) aggregator_->close();
+  aggregator_.reset();
+}
+
 std::vector<std::byte> GroupPorts::offer_for(uint32_t peer) const {
   if (peer >= world_ || peer == rank_)
     throw std::out_of_range("peer " + std::to_string(peer) + "; allowed: another rank of the " +
@@ -140,6 +151,11 @@ void GroupPorts::connect(const std::vector<Route>& routes) {
     connected_.push_back(udp_.get());
   }
   if (verbs_) connected_.push_back(verbs_.get());
+  if (aggregator_) {
+    aggregator_->connect(mailbox_);
+    mailbox_.set_lane(world_, aggregator_.get());
+    connected_.push_back(aggregator_.get());
+  }
 }
 
 void GroupPorts::borrow(const void* data, uint64_t size_bytes) {
@@ -181,6 +197,7 @@ CounterList GroupPorts::counters() const {
   if (verbs_) {
     for (auto& counter : verbs_->counters()) all.push_back(std::move(counter));
   }
+  if (aggregator_) append_counters(all, aggregator_->counters());
   return all;
 }
 
@@ -188,6 +205,7 @@ std::string GroupPorts::describe() const {
   std::string text;
   if (udp_) text = udp_->describe();
   if (verbs_) text.append(text.empty() ? "" : "; ").append(verbs_->describe());
+  if (aggregator_) text.append(text.empty() ? "" : "; ").append(aggregator_->describe());
   return text;
 }
 

@@ -11,6 +11,7 @@
 
 #include "messages/failure.hpp"
 #include "messages/mailbox.hpp"
+#include "ports/aggregator_port.hpp"
 #include "ports/shm/shm_port.hpp"
 #include "ports/udp/udp_port.hpp"
 #include "ports/verbs/device_port.hpp"
@@ -39,6 +40,11 @@ class GroupPorts {
   std::string shm_why_unnamed() const { return shm_ ? shm_->why_unnamed() : ""; }
   std::vector<std::byte> udp_open(const UdpConfig& config);
   std::vector<std::byte> verbs_open(const VerbsConfig& config);
+  // Asks an aggregator to take the group, for at most `limit_us`. Returns why it does not; empty: it has.
+  std::string aggregator_open(const wire::Endpoint& aggregator, const aggregation::ClientConfig& config,
+                              uint64_t limit_us);
+  // Another rank has no aggregator, so this group has none.
+  void aggregator_drop();
   // The part of the network's offer for one peer. A route's info is both parts, the peer's for this rank last.
   std::vector<std::byte> offer_for(uint32_t peer) const;
   // Optional, between the last open and connect: sends packets over every path to peers on a network (ports/trial.hpp).
@@ -57,7 +63,9 @@ class GroupPorts {
   auto begin() const { return connected_.begin(); }
   auto end() const { return connected_.end(); }
   bool empty() const { return connected_.empty(); }
-  bool has_network() const { return udp_ || verbs_; }
+  bool has_network() const { return udp_ || verbs_ || aggregator_; }
+  // Null if the group has none.
+  AggregatorPort* aggregator() const { return aggregator_.get(); }
   // Null if no peer is reached over shared memory.
   ShmPort* shm() const { return shm_ && shm_->lane_count() != 0 ? shm_.get() : nullptr; }
 
@@ -108,6 +116,7 @@ class GroupPorts {
   std::unique_ptr<ShmPort> shm_;
   std::unique_ptr<UdpPort> udp_;
   std::unique_ptr<DevicePort> verbs_;
+  std::unique_ptr<AggregatorPort> aggregator_;
   std::vector<Port*> connected_;
 };
 

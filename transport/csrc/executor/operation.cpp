@@ -145,6 +145,14 @@ void Operation::number(uint64_t sequence) {
 }
 
 void Operation::start() {
+  if (plan_.has_aggregator) {
+    // In the plan's order, before any of it is sent: the aggregator's blocks have the same numbers on all ranks.
+    for (const Step& step : plan_.steps) {
+      const bool is_asked = step.kind == StepKind::send || step.kind == StepKind::receive;
+      if (is_asked && step.peer == plan_.world && !(plan_.skips_empty() && size_bytes(step) == 0))
+        host_->foresee(header(step), step.kind == StepKind::send);
+    }
+  }
   for (uint32_t step = 0; step < waits_.size(); ++step) {
     if (waits_[step] == 0) ready(step);
   }
@@ -163,6 +171,9 @@ void Operation::ready(uint32_t step) {
     case StepKind::reduce:
       ready_folds_.push_back(step);
       break;
+    case StepKind::branch:
+      take_branch(step);
+      break;
     case StepKind::encode:
     case StepKind::decode:
     case StepKind::copy:
@@ -173,6 +184,15 @@ void Operation::ready(uint32_t step) {
       }
       break;
   }
+}
+
+void Operation::take_branch(uint32_t at) {
+  const Step& step = begin(at);
+  uint32_t number;
+  std::memcpy(&number, source(plan_.operands[step.operand_first]), sizeof number);
+  if (number != 0) return done(at);
+  trace::step_end(plan_.rank, this, at, static_cast<uint32_t>(step.kind), step.peer, sizeof number);
+  steps_left_ -= 1 + plan_.branch_skips;
 }
 
 // Steps of one list start in its order. Their scratch becomes free in any order, so without the lists a rank could send

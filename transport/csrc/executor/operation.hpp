@@ -40,6 +40,8 @@ class OperationHost {
   const TeamUse& team() const { return team_; }
   // False: the operation's send must wait for another one of the same tag to the same peer.
   virtual bool may_send(const Operation& operation) const = 0;
+  // The operation that begins will exchange this message with the aggregator.
+  virtual void foresee(const MessageHeader& /*header*/, bool /*is_send*/) {}
   // An operation holds a reference as long as it lives.
   virtual void retain() = 0;
   virtual void release() = 0;
@@ -160,6 +162,7 @@ class Operation final : public MailboxClient {
   static constexpr uint32_t NO_STEP = UINT32_MAX;
 
   void ready(uint32_t step);
+  void take_branch(uint32_t step);
   void ready_in_order(uint32_t list);
   const Step& begin(uint32_t step) const;
   uint64_t size_bytes(const Step& step) const { return sizes_->bytes(step.size_bytes); }

@@ -102,6 +102,7 @@ class Checker {
     check_loans();
     check_messages();
     check_acyclic();
+    count_skipped();
     if (plan_.on_device) find_order();
   }
 
@@ -151,7 +152,9 @@ class Checker {
     check_counted(step.size_bytes, where);
     const bool network = step.kind == StepKind::send || step.kind == StepKind::receive;
     if (network && step.slot >= SLOT_LIMIT) refuse(where + " has slot " + std::to_string(step.slot));
-    if (network && step.peer != SENNIT_ANY_PEER && (step.peer >= plan_.world || step.peer == plan_.rank)) {
+    if (network && step.peer == SENNIT_AGGREGATOR) {
+      check_aggregated(step, where);
+    } else if (network && step.peer != SENNIT_ANY_PEER && (step.peer >= plan_.world || step.peer == plan_.rank)) {
       refuse(where + " has peer " + std::to_string(step.peer));
     }
     if (step.peer == SENNIT_ANY_PEER && step.kind == StepKind::send) refuse(where + " sends to any peer");
@@ -183,10 +186,13 @@ class Checker {
       case StepKind::reduce:
         check_reduce(at);
         break;
+      case StepKind::branch:
+        check_branch(at);
+        break;
       default:
         refuse(where + " has the unknown kind " + std::to_string(static_cast<int>(step.kind)));
     }
-    if (step.kind != StepKind::send && !loan)
+    if (step.kind != StepKind::send && step.kind != StepKind::branch && !loan)
       check_place(step.destination_buffer, step.destination_offset, step, where);
     if (plan_.on_device) check_device(step, loan, where);
     for (uint32_t o = 0; o < step.operand_count; ++o) check_operand(step, plan_.operands[step.operand_first + o], at);
@@ -204,6 +210,40 @@ class Checker {
                std::to_string(MAX_LOAN_BYTES));
     } else if (!is_loan && (step.kind != StepKind::reduce || (step.flags & STEP_PARTIAL) != 0)) {
       refuse(where + " makes a round trip; only a send, a loan and a reduction to final results may");
+    }
+  }
+
+  void check_aggregated(const Step& step, const std::string& where) {
+    plan_.has_aggregator = true;
+    if (step.flags != 0 || plan_.on_device || collective_of(plan_.signature) == SENNIT_P2P)
+      refuse(where + " asks an aggregator; a loan, a round trip, a plan on device or a send/recv must not");
+  }
+
+  void check_branch(uint32_t at) {
+    const Step& step = plan_.steps[at];
+    const std::string where = "step " + std::to_string(at);
+    if (branch_ != UINT32_MAX) refuse(where + " is a second branch");
+    branch_ = at;
+    if (step.operand_count != 1 || plan_.operands[step.operand_first].kind != 0 ||
+        plan_.operands[step.operand_first].index != plan_.buffer_count || step.size_bytes != sizeof(uint32_t))
+      refuse(where + " is a branch; it must read 4 bytes of scratch");
+  }
+
+  // What a branch leaves out waits for it, so none of it has begun.
+  void count_skipped() {
+    if (branch_ == UINT32_MAX) return;
+    std::vector<bool> is_found(plan_.steps.size());
+    std::vector<uint32_t> found{branch_};
+    while (!found.empty()) {
+      const Step& step = plan_.steps[found.back()];
+      found.pop_back();
+      for (uint32_t e = 0; e < step.edge_count; ++e) {
+        const uint32_t next = plan_.edges[step.edge_first + e];
+        if (is_found[next]) continue;
+        is_found[next] = true;
+        found.push_back(next);
+        ++plan_.branch_skips;
+      }
     }
   }
 
@@ -378,6 +418,7 @@ class Checker {
   }
 
   Plan& plan_;
+  uint32_t branch_ = UINT32_MAX;
   std::vector<uint32_t> readers_;  // for each step with a loan; empty before the first one
 };
 
@@ -453,7 +494,7 @@ class Measure {
       if (const std::string why = coded_range_refusal(step, operand, from, to, size_bytes); !why.empty())
         throw PlanError("step " + std::to_string(at) + why);
     }
-    if (step.kind != StepKind::send && !loan)
+    if (step.kind != StepKind::send && step.kind != StepKind::branch && !loan)
       add_place(at, step.destination_buffer, step.destination_offset, written_bytes(step, size_bytes));
     for (uint32_t o = 0; o < step.operand_count; ++o) {
       const Operand& operand = plan_.operands[step.operand_first + o];
@@ -550,6 +591,8 @@ std::unique_ptr<Plan> Plan::decode(const void* bytes, size_t size_bytes) {
   }
   plan->name.assign(reinterpret_cast<const char*>(at), header.name_bytes);
   Checker(*plan).run();
+  for (Step& step : plan->steps)
+    if (step.peer == SENNIT_AGGREGATOR) step.peer = plan->world;
   return plan;
 }
 

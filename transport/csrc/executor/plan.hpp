@@ -18,7 +18,7 @@
 
 namespace sennit {
 
-enum class StepKind : uint8_t { send = 0, receive = 1, copy = 2, reduce = 3, encode = 4, decode = 5 };
+enum class StepKind : uint8_t { send = 0, receive = 1, copy = 2, reduce = 3, encode = 4, decode = 5, branch = 6 };
 
 inline constexpr uint8_t STEP_LOAN = 1;     // of a receive
 inline constexpr uint8_t STEP_PARTIAL = 2;  // of a reduction: its result is a partial sum
@@ -33,7 +33,8 @@ struct Step {  // as in the file
   uint8_t dtype;
   uint8_t reduce;  // of a reduction; the codec's number of an encoding or decoding
   uint8_t flags;
-  uint32_t peer;  // of a message; of a lossless decoding, whoever coded it
+  // Of a message; of a lossless decoding, whoever coded it. A loaded plan names its aggregator by the number `world`.
+  uint32_t peer;
   uint32_t slot;  // of a message; the block of a codec
   uint32_t operand_first;
   uint32_t operand_count;
@@ -138,6 +139,8 @@ struct Plan {
   std::vector<uint8_t> order;
   uint32_t p2p_send_peer = SENNIT_ANY_PEER;  // for a plan that sends one message outside the group's order
   bool has_loans = false;
+  bool has_aggregator = false;
+  uint32_t branch_skips = 0;  // steps behind the branch, which it may leave out
   bool has_round_trips = false;
   bool scales_integers = false;  // for PREMUL_SUM of an integer type
 

@@ -39,10 +39,10 @@ std::string differing(uint32_t rank, uint64_t signature, uint32_t other, uint64_
 Mailbox::Mailbox(uint32_t rank, uint32_t world)
     : rank_(rank),
       world_(world),
-      lanes_(world, nullptr),
-      lost_(world),
-      waiting_eager_(world),
-      peers_(world),
+      lanes_(world + 1, nullptr),
+      lost_(world + 1),
+      waiting_eager_(world + 1),
+      peers_(world + 1),
       arrival_share_bytes_(std::max(ARRIVALS_BYTES / (std::max(world, 2u) - 1), ARRIVAL_SHARE_MIN_BYTES)) {}
 
 Mailbox::~Mailbox() = default;
@@ -351,7 +351,7 @@ void Mailbox::ask_peers() {
     });
   }
   // One question for each peer: of the oldest collective that waits for it.
-  std::vector<MessageHeader> oldest(world_, {P2P_KEY, 0, 0});
+  std::vector<MessageHeader> oldest(lanes_.size(), {P2P_KEY, 0, 0});
   receives_.for_each([&](Receive& receive) {
     if (is_p2p(receive.header.key) || receive.advertised || !is_old(receive)) return;
     if (receive.header.key < oldest[receive.peer].key) oldest[receive.peer] = receive.header;
@@ -437,7 +437,7 @@ void Mailbox::abandon() noexcept {
 }
 
 std::vector<uint32_t> Mailbox::awaited() {
-  std::vector<bool> is_awaited(world_, false);
+  std::vector<bool> is_awaited(lanes_.size(), false);
   receives_.for_each([&](const Receive& receive) {
     if (receive.peer != SENNIT_ANY_PEER) is_awaited[receive.peer] = true;
   });
@@ -450,16 +450,16 @@ std::vector<uint32_t> Mailbox::awaited() {
 }
 
 std::string Mailbox::describe_outstanding() {
-  std::vector<uint64_t> receive_counts(world_, 0), send_counts(world_, 0);
+  std::vector<uint64_t> receive_counts(lanes_.size(), 0), send_counts(lanes_.size(), 0);
   uint64_t any_count = 0;
   receives_.for_each(
       [&](const Receive& receive) { receive.peer == SENNIT_ANY_PEER ? ++any_count : ++receive_counts[receive.peer]; });
   sends_.for_each([&](const Send& send) { ++send_counts[send.peer]; });
   std::string text;
-  for (uint32_t peer = 0; peer < world_; ++peer) {
+  for (uint32_t peer = 0; peer < lanes_.size(); ++peer) {
     if (receive_counts[peer] == 0 && send_counts[peer] == 0) continue;
     if (!text.empty()) text += "; ";
-    text += "rank " + std::to_string(peer) + ": " + std::to_string(receive_counts[peer]) + " messages awaited, " +
+    text += (peer < world_ ? "rank " + std::to_string(peer) : "the aggregator") + ": " + std::to_string(receive_counts[peer]) + " messages awaited, " +
             std::to_string(send_counts[peer]) + " not taken";
     if (const uint64_t kept_bytes = peers_[peer].arrival_bytes; kept_bytes != 0)
       text += ", " + std::to_string(kept_bytes) + " bytes of unexpected messages kept";

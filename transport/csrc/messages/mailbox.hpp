@@ -53,6 +53,7 @@ class Mailbox final : public LaneSink {
   Mailbox(uint32_t rank, uint32_t world);
   ~Mailbox() override;
 
+  // Lane number `world` leads to an aggregator, which is no rank.
   void set_lane(uint32_t peer, Lane* lane) { lanes_[peer] = lane; }
 
   // On a round trip `data` is overwritten.

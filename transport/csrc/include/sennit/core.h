@@ -94,6 +94,7 @@ typedef struct sennit_buffer {
 } sennit_buffer;
 
 #define SENNIT_ANY_PEER 0xFFFFFFFFu
+#define SENNIT_AGGREGATOR 0xFFFFFFFEu  // as a peer of a plan: the group's aggregator
 
 enum sennit_post_flags {
   SENNIT_POST_ASYNC = 1,  // the caller will not wait at once: wake the background thread
