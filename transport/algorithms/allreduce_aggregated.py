@@ -112,9 +112,7 @@ def allreduce_aggregated(
     return builder.build()
 
 
-def _tell(
-    builder: PlanBuilder, *, world: int, rank: int, scratch: int, told_at: int
-) -> tuple[Operand, list[int]]:
+def _tell(builder: PlanBuilder, *, world: int, rank: int, scratch: int, told_at: int) -> tuple[Operand, list[int]]:
     """All ranks tell each other what they lack. Returns the most that one lacks, and the steps that find it out.
 
     A rank that hears of a failure tells its own lane, which then asks the aggregator no more.

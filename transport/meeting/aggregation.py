@@ -7,6 +7,7 @@ import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
+from sennit.transport.aggregator import DEFAULT_PORT
 from sennit.transport.config import Config
 from sennit.transport.errors import ConfigError
 from sennit.transport.meeting.rank_records import Record
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     from sennit.transport.meeting.endpoint import Endpoint
     from sennit.transport.meeting.exchanges import Exchanges
 
-# Of `sennit aggregate`.
-DEFAULT_PORT: Final = 4793
 # An aggregator answers within a round trip. A rank asks some dozens of times.
 JOIN_LIMIT_S: Final = 1.0
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -20,13 +20,17 @@ import numpy as np
 import numpy.typing as npt
 
 from sennit.transport.errors import ArgumentError, MismatchError, SennitError
+from sennit.transport.oracle.aggregator import StoredLeaves, left_out
 from sennit.transport.plans.arithmetic import run_program
 from sennit.transport.plans.binding import with_counts
 from sennit.transport.plans.coding import CodecKind
 from sennit.transport.plans.elements import Dtype
 from sennit.transport.plans.plan import (
+    AGGREGATOR,
     ANY_PEER,
+    FAILED_SLOT,
     LENGTH_BYTES,
+    Branch,
     Copy,
     Decode,
     Encode,
@@ -181,7 +185,9 @@ class Interpreter:
         codec_seed: int = 0,
         loans_per_peer: int = 4,
         in_order: bool = False,
+        without_aggregator: Collection[int] = (),
     ) -> None:
+        """`without_aggregator`: the ranks that get no sums from it."""
         if counts is not None:
             plans = [with_counts(plan, given) for plan, given in zip(plans, counts, strict=True)]
         self._random = random.Random(seed)
@@ -191,6 +197,7 @@ class Interpreter:
         self._loans_per_peer = loans_per_peer
         self._in_order = in_order
         self._ranks = [self._rank(plan, given) for plan, given in zip(plans, buffers, strict=True)]
+        self._stored = StoredLeaves(plans, without_aggregator)
 
     def run(self) -> None:
         while any(rank.done < len(rank.plan.steps) for rank in self._ranks):
@@ -199,6 +206,8 @@ class Interpreter:
             actions += [(rank, "load", 0) for rank in self._ranks if rank.loads]
             deliveries = [delivery for rank in self._ranks for delivery in self._deliveries(rank)]
             actions += [(self._ranks[0], "deliver", index) for index in range(len(deliveries))]
+            answers = [answer for rank in self._ranks for answer in self._answers(rank)]
+            actions += [(self._ranks[0], "answer", index) for index in range(len(answers))]
             if not actions:
                 raise PlanFault(f"deadlock; {self._stuck()}")
             rank, what, index = self._random.choice(actions)
@@ -208,6 +217,8 @@ class Interpreter:
                 self._run_local(rank, rank.loads.pop(0))
             elif what == "local":
                 self._run_local(rank, rank.local.pop(self._random.randrange(len(rank.local))))
+            elif what == "answer":
+                self._answer(*answers[index])
             else:
                 self._deliver(*deliveries[index])
         for rank in self._ranks:
@@ -245,8 +256,15 @@ class Interpreter:
         if isinstance(step, Send):
             data = rank.bytes_at(step.source.index, step.source.offset, rank.message_bytes(step))
             rank.claim(number, data, writing=step.comes_back)
+            if step.peer == AGGREGATOR and step.slot >= FAILED_SLOT:
+                self._stored.hear(rank.plan.rank, int(data.view(np.uint32)[0]))
+                rank.finish(number)
+                return
             rank.sends[step.peer].append(number)
-            self._ranks[step.peer].deliveries = None
+            if step.peer == AGGREGATOR:
+                self._stored.store(rank.plan.rank, step.slot, data)
+            else:
+                self._ranks[step.peer].deliveries = None
             return
         assert isinstance(step, Recv)
         if step.buffer is not None:
@@ -261,8 +279,38 @@ class Interpreter:
         rank.recvs.append(number)
         rank.deliveries = None
 
+    def _answers(self, rank: _Rank) -> list[tuple[_Rank, int, int | None]]:
+        """Returns what the aggregator may answer now: the rank, its RECV, and its SEND of the same slot."""
+        found = []
+        for number in rank.recvs:
+            recv = rank.plan.steps[number]
+            assert isinstance(recv, Recv)
+            if recv.peer != AGGREGATOR:
+                continue
+            send = self._matching_send(rank, AGGREGATOR, recv.slot)
+            if self._stored.may_answer(rank.plan.rank, recv.slot, has_sent=send is not None):
+                found.append((rank, number, send))
+        return found
+
+    def _answer(self, rank: _Rank, number: int, send: int | None) -> None:
+        recv = rank.plan.steps[number]
+        assert isinstance(recv, Recv)
+        assert recv.buffer is not None
+        self._stored.answer(rank.plan.rank, recv.slot, rank.bytes_at(recv.buffer, recv.offset, recv.size_bytes))
+        rank.recvs.remove(number)
+        rank.finish(number)
+        if send is not None:
+            rank.sends[AGGREGATOR].remove(send)
+            rank.finish(send)
+
     def _run_local(self, rank: _Rank, number: int) -> None:
         step = rank.plan.steps[number]
+        if isinstance(step, Branch):
+            if self._read(rank, number, step.source, step.size_bytes).view(np.uint32)[0]:
+                rank.finish(number)
+            else:
+                rank.done += 1 + left_out(rank.plan)
+            return
         assert isinstance(step, Copy | Reduce | Encode | Decode)
         operands = step.operands if isinstance(step, Reduce) else (step.source,)
         sources = [self._read(rank, number, operand, bytes_read(step, operand)) for operand in operands]
@@ -334,6 +382,8 @@ class Interpreter:
         for number in receiver.recvs:
             recv = receiver.plan.steps[number]
             assert isinstance(recv, Recv)
+            if recv.peer == AGGREGATOR:
+                continue
             if recv.buffer is None:
                 granted[recv.peer] = granted.get(recv.peer, 0) + 1
                 if granted[recv.peer] > self._loans_per_peer:

@@ -203,7 +203,8 @@ void Client::adapt(uint64_t now_us, double rtt_us) {
 
 void Client::take_datagram(uint64_t now_us, std::span<const std::byte> datagram) {
   Header header;
-  if (read_packet(datagram, header) != Refusal::none || header.key != config_.key || header.leaf != config_.leaf ||
+  // A sum for all ranks has the leaf of the rank that came last.
+  if (read_packet(datagram, header) != Refusal::none || header.key != config_.key ||
       !take(now_us, header, datagram.data() + HEADER_BYTES))
     ++counters_.packets_dropped;
 }
