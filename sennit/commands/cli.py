@@ -320,6 +320,9 @@ def explain(
     gbit: Annotated[
         float | None, typer.Option(help="what a rank can send to other hosts, Gbit/s; default: as calibrated")
     ] = None,
+    aggregator: Annotated[
+        bool, typer.Option("--aggregator", help="as if the ranks had one; default: if SENNIT_AGGREGATOR names one")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the rows as JSON")] = False,
 ) -> None:
     """Say which algorithm a collective takes, what each would do, and what the model thinks it costs."""
@@ -374,6 +377,7 @@ def explain(
         leaves=leaves,
         dtype=explanation.DTYPES[dtype],
         bytes_per_s=None if gbit is None else gbit * 1e9 / 8,
+        has_aggregator=aggregator or bool(config.aggregator),
         codecs=tuple(codec or ()),
         stochastic=stochastic,
     )

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from sennit.commands import explain_codecs
+from sennit.transport import algorithms
 from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.choice.calibration import DEFAULTS
 from sennit.transport.choice.cost_model import Work
 from sennit.transport.choice.costs import Collective
 from sennit.transport.choice.selection import OF_PARTS, Selection, grade, grade_bytes, size_class
-from sennit.transport.plans.elements import Dtype, accumulator
+from sennit.transport.plans.elements import Dtype, ReduceOp, accumulator
 from sennit.transport.plans.hosts import Hosts
 from sennit.transport.sizes import format_size
 
@@ -42,6 +43,7 @@ def explain(
     leaves: int | None = None,
     dtype: Dtype = Dtype.F32,
     bytes_per_s: float | None = None,
+    has_aggregator: bool = False,
     codecs: Sequence[str] = (),
     stochastic: bool = False,
 ) -> dict[str, Any]:
@@ -51,7 +53,13 @@ def explain(
     the calibration says. With `codecs` (`explain_codecs.NAMES`) also a row for each of them.
     """
     far = calibration.network if bytes_per_s is None else calibration.network._replace(byte_s=1 / bytes_per_s)
-    selection = Selection(hosts=Hosts.equal(ranks, hosts), forced=forced, near=calibration.shared_memory, far=far)
+    selection = Selection(
+        hosts=Hosts.equal(ranks, hosts),
+        forced=forced,
+        near=calibration.shared_memory,
+        far=far,
+        has_aggregator=has_aggregator and algorithms.is_summed(ranks, dtype, ReduceOp.SUM),
+    )
     given = None if leaves is None else Leaves(ranks, leaves)
     ratio = accumulator(dtype).item_bytes / dtype.item_bytes
     rated = selection.rate(collective, size_bytes=size_bytes, partial_ratio=ratio, leaves=given)

@@ -18,8 +18,11 @@ import pytest
 
 pytest.importorskip("sennit.transport._core", reason="the native core is not built")
 
+from sennit.commands.explain import explain
 from sennit.transport import algorithms
 from sennit.transport.aggregator import MEMORY_MIN_BYTES, Aggregator
+from sennit.transport.choice.calibration import Calibration
+from sennit.transport.choice.costs import Collective
 from sennit.transport.communicator import Communicator
 from sennit.transport.errors import ArgumentError, ConfigError
 from sennit.transport.meeting.aggregation import address_of
@@ -266,3 +269,27 @@ def test_what_an_aggregator_cannot_sum_is_refused() -> None:
     for other in ({"op": ReduceOp.AVG}, {"dtype": Dtype.F64}, {"world": 65}, {"leaves": 4}):
         with pytest.raises(ArgumentError, match=r"an aggregator sums F32, I32, BF16 of 2\.\.64 ranks, one leaf each"):
             algorithms.allreduce_aggregated(**{**call, **other})
+
+
+def choice(*, size_bytes: int, gbit: float, world: int = 4, dtype: Dtype = Dtype.F32) -> str:
+    found = explain(
+        Collective.ALLREDUCE,
+        size_bytes,
+        ranks=world,
+        hosts=world,
+        forced=None,
+        calibration=Calibration(),
+        dtype=dtype,
+        bytes_per_s=gbit * 1e9 / 8,
+        has_aggregator=True,
+    )
+    return str(found["chosen"])
+
+
+def test_the_model_asks_an_aggregator_where_links_are_slow() -> None:
+    assert choice(size_bytes=16 << 20, gbit=0.2) == "aggregate"
+    assert choice(size_bytes=16 << 20, gbit=0.2, world=8) == "aggregate"
+    assert choice(size_bytes=4 << 10, gbit=0.2) != "aggregate"
+    assert choice(size_bytes=16 << 20, gbit=0.2, dtype=Dtype.F64) != "aggregate"
+    # The ranks' own processors bound this, and a block costs more of them than it saves.
+    assert choice(size_bytes=16 << 20, gbit=100) != "aggregate"

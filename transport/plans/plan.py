@@ -149,7 +149,7 @@ class Reduce(LightTuple):
         return elements * _item_bytes(self.dtype, operand.is_partial)
 
 
-class Branch(NamedTuple):
+class Branch(LightTuple):
     """Reads a number of 4 bytes in scratch. If it is 0, the steps that wait for this one are left out, and so are
     those that wait for them.
     """

@@ -459,8 +459,9 @@ std::string Mailbox::describe_outstanding() {
   for (uint32_t peer = 0; peer < lanes_.size(); ++peer) {
     if (receive_counts[peer] == 0 && send_counts[peer] == 0) continue;
     if (!text.empty()) text += "; ";
-    text += (peer < world_ ? "rank " + std::to_string(peer) : "the aggregator") + ": " + std::to_string(receive_counts[peer]) + " messages awaited, " +
-            std::to_string(send_counts[peer]) + " not taken";
+    text += (peer < world_ ? "rank " + std::to_string(peer) : "the aggregator") + ": " +
+            std::to_string(receive_counts[peer]) + " messages awaited, " + std::to_string(send_counts[peer]) +
+            " not taken";
     if (const uint64_t kept_bytes = peers_[peer].arrival_bytes; kept_bytes != 0)
       text += ", " + std::to_string(kept_bytes) + " bytes of unexpected messages kept";
     if (lanes_[peer] != nullptr) text += " (" + lanes_[peer]->describe() + ")";

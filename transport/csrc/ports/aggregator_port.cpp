@@ -48,8 +48,8 @@ uint32_t mark_of(const MessageHeader& header) {
 
 }  // namespace
 
-AggregatorPort::AggregatorPort(uint32_t peer, const wire::Endpoint& aggregator,
-                               const aggregation::ClientConfig& config, CounterPage* counter_page)
+AggregatorPort::AggregatorPort(uint32_t peer, const wire::Endpoint& aggregator, const aggregation::ClientConfig& config,
+                               CounterPage* counter_page)
     : peer_(peer),
       address_(aggregator),
       address_text_(wire::text_of(aggregator)),
@@ -184,7 +184,8 @@ bool AggregatorPort::receive(uint64_t now_us) {
     if (errno == ECONNREFUSED) client_.refused_by_host(now_us);
     return false;
   }
-  for (size_t i = 0; i < static_cast<size_t>(count); ++i) client_.take_datagram(now_us, {in_[i].data(), headers[i].msg_len});
+  for (size_t i = 0; i < static_cast<size_t>(count); ++i)
+    client_.take_datagram(now_us, {in_[i].data(), headers[i].msg_len});
   return count != 0;
 }
 

@@ -91,8 +91,8 @@ class AggregatorPort final : public Port, public Lane {
   const Counted<aggregation::ClientCounters> counters_;
   aggregation::Client client_;
   LaneSink* sink_ = nullptr;
-  std::unordered_map<uint64_t, Message> messages_;     // by the client's number
-  std::unordered_map<uint64_t, uint64_t> numbers_;     // the client's number by key
+  std::unordered_map<uint64_t, Message> messages_;      // by the client's number
+  std::unordered_map<uint64_t, uint64_t> numbers_;      // the client's number by key
   std::unordered_map<uint64_t, Operation> operations_;  // by sequence
   // Datagrams that the socket did not take yet: [first, count).
   std::vector<std::array<std::byte, aggregation::PACKET_MAX_BYTES>> out_, in_;
