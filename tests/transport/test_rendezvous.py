@@ -304,6 +304,7 @@ def test_worlds_of_other_sizes_are_told_apart() -> None:
                 "machine": "boot:x",
                 "algorithm": "auto",
                 "calibration": "0 defaults",
+                "aggregation_key": "",
             }
         ),
     )

@@ -57,6 +57,7 @@ Client::Client(const ClientConfig& config, ClientCounters& counters)
     : config_(config),
       counters_(counters),
       window_(config.window),
+      join_pause_us_(config.join_again_us),
       penalty_(FIRST_PENALTY),
       flights_(config.window),
       allowed_(FIRST_ALLOWED),
@@ -152,7 +153,8 @@ void Client::stand_aside(uint64_t now_us) {
     if (!messages_[at].is_over) settle(at);
   advance();
   is_joined_ = false;
-  join_us_ = now_us + JOIN_PAUSE_US;
+  join_pause_us_ = JOIN_PAUSE_US;
+  join_us_ = now_us + join_pause_us_;
 }
 
 void Client::have(uint64_t block) {
@@ -261,7 +263,8 @@ bool Client::take_refusal(uint64_t now_us, const Header& header, const std::byte
   const uint16_t reason = wire::load_be16(stripe + offsetof(aggregation_refusal, reason));
   if (!is_joined_) {
     refusal_ = describe_reason(reason);
-    join_us_ = now_us + JOIN_PAUSE_US;
+    join_pause_us_ = JOIN_PAUSE_US;
+    join_us_ = now_us + join_pause_us_;
   } else if (reason == AGGREGATION_UNKNOWN_JOB) {
     if (header.job != job_) return false;
     stand_aside(now_us);
@@ -293,7 +296,7 @@ uint64_t Client::next_timeout_us() const { return is_joined_ ? repeat_us_ : join
 size_t Client::next_datagram(uint64_t now_us, Datagram out) {
   if (!is_joined_) {
     if (now_us < join_us_) return 0;
-    join_us_ = now_us + config_.join_again_us;
+    join_us_ = now_us + join_pause_us_;
     std::byte* const stripe = out.data() + HEADER_BYTES;
     std::memset(stripe, 0, AGGREGATION_STRIPE_BYTES);
     wire::store_be16(stripe + offsetof(aggregation_join, leaves), config_.leaves);

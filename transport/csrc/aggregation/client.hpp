@@ -138,7 +138,8 @@ class Client {
   bool is_joined_ = false;
   uint32_t job_ = 0;
   uint16_t window_;
-  uint64_t join_us_ = 0;  // when to ask next
+  uint64_t join_us_ = 0;    // when to ask next,
+  uint64_t join_pause_us_;  // and how long after that
   std::string refusal_;
   // Operations before this one are left to the host algorithm: as many after a failure on all ranks.
   uint64_t resume_at_ = 0;

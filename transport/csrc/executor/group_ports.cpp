@@ -38,7 +38,14 @@ std::vector<std::byte> GroupPorts::verbs_open(const VerbsConfig& config) {
 std::string GroupPorts::aggregator_open(const wire::Endpoint& aggregator, const aggregation::ClientConfig& config,
                                         uint64_t limit_us) {
   aggregator_ = std::make_unique<AggregatorPort>(world_, aggregator, config, &counter_page_);
-  return aggregator_->join(limit_us) ? "" : aggregator_->describe();
+  const uint64_t until_us = clock_us() + limit_us;
+  for (uint64_t now_us = clock_us(); !aggregator_->join(now_us) && now_us < until_us; now_us = clock_us()) {
+    std::vector<pollfd> readable;
+    aggregator_->append_poll_fds(readable);
+    const uint64_t next_us = std::clamp(aggregator_->next_timeout_us(), now_us, until_us);
+    poll(readable.data(), readable.size(), static_cast<int>((next_us - now_us + 999) / 1'000));
+  }
+  return aggregator_->is_joined() ? "" : aggregator_->describe();
 }
 
 void GroupPorts::aggregator_drop() {

@@ -1,15 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ports/aggregator_port.hpp"
 
-#include <poll.h>
 #include <sys/socket.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <limits>
-
-#include "executor/clock.hpp"
 
 namespace sennit {
 namespace {
@@ -65,18 +62,11 @@ AggregatorPort::AggregatorPort(uint32_t peer, const wire::Endpoint& aggregator, 
 
 AggregatorPort::~AggregatorPort() = default;
 
-bool AggregatorPort::join(uint64_t limit_us) {
-  const uint64_t until_us = clock_us() + limit_us;
-  while (!client_.is_joined() && client_.refusal().empty()) {
-    const uint64_t now_us = clock_us();
-    if (now_us >= until_us) break;
-    send(now_us);
-    pollfd readable{socket_.fd(), POLLIN, 0};
-    const uint64_t next_us = std::min(until_us, std::max(client_.next_timeout_us(), now_us + 1'000));
-    poll(&readable, 1, static_cast<int>((next_us - now_us + 999) / 1'000));
-    receive(clock_us());
-  }
-  return client_.is_joined();
+bool AggregatorPort::join(uint64_t now_us) {
+  receive(now_us);
+  if (client_.is_joined() || !client_.refusal().empty()) return true;
+  send(now_us);
+  return false;
 }
 
 void AggregatorPort::foresee(const MessageHeader& header, bool is_send) {
@@ -223,7 +213,7 @@ bool AggregatorPort::send(uint64_t now_us) {
 uint64_t AggregatorPort::next_timeout_us() const {
   // What the socket did not take: it has no other sign when it has room again.
   if (out_first_ != out_count_) return 0;
-  return messages_.empty() ? UINT64_MAX : client_.next_timeout_us();
+  return is_joined() && messages_.empty() ? UINT64_MAX : client_.next_timeout_us();
 }
 
 void AggregatorPort::append_poll_fds(std::vector<pollfd>& out) const { out.push_back({socket_.fd(), POLLIN, 0}); }

@@ -32,8 +32,9 @@ class AggregatorPort final : public Port, public Lane {
   ~AggregatorPort() override;
   AggregatorPort(const AggregatorPort&) = delete;
 
-  // Before connect(): asks the aggregator to take the group. False: it did not within `limit_us`.
-  bool join(uint64_t limit_us);
+  // Before connect(): asks the aggregator to take the group, again and again. True once there is an answer.
+  bool join(uint64_t now_us);
+  bool is_joined() const { return client_.is_joined(); }
   void connect(LaneSink& sink) { sink_ = &sink; }
   // Before its operation begins, in the group's order: a message to or from the aggregator.
   void foresee(const MessageHeader& header, bool is_send);
