@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ports/aggregator_port.hpp"
 
+#include <poll.h>
 #include <sys/socket.h>
 
 #include <algorithm>
