@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Final
@@ -79,7 +78,5 @@ class Serving(Closing):
         except ToolMissing as error:
             self.why_native = f"no XDP: {error}"
         except BpfError as error:
-            if error.errno not in (errno.ENOTSUP, errno.EINVAL, errno.EPERM, errno.EACCES):
-                raise
             self.why_native = f"no XDP, the kernel refuses the programs: {str(error).splitlines()[0]}"
         return None

@@ -466,6 +466,7 @@ QUESTIONS = [
     Question(title="embedding rows on files by io_uring (threads otherwise)", needs=("io-uring",)),
     Question(title="CUDA tensors", needs=("gpu",)),
     Question(title="preprocessing in XDP, batches in an arena (offload)", needs=("root", "bpf", "arena", "native-xdp")),
+    Question(title="sums in XDP (aggregate; sockets otherwise)", needs=("root", "bpf", "arena", "native-xdp")),
 ]
 
 

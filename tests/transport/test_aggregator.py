@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from tests.aggregation_wire import (
     UNKNOWN_JOB,
     WAITING,
     Packet,
+    conversation,
     join,
     tree_sum,
     unpack,
@@ -29,6 +31,7 @@ from tests.aggregation_wire import (
 
 KEY = 0x0123456789ABCDEF
 ENDS_IN_S = 10.0
+VECTORS = Path(__file__).resolve().parents[1] / "vectors" / "aggregation.json"
 
 
 class Rank:
@@ -41,11 +44,17 @@ class Rank:
         self._socket.connect((address, port))
         self._socket.settimeout(ENDS_IN_S)
 
+    def send_bytes(self, content: bytes) -> None:
+        self._socket.send(content)
+
     def send(self, packet: Packet) -> None:
-        self._socket.send(packet.pack())
+        self.send_bytes(packet.pack())
+
+    def receive_bytes(self) -> bytes:
+        return self._socket.recv(2048)
 
     def receive(self) -> Packet:
-        return unpack(self._socket.recv(2048))
+        return unpack(self.receive_bytes())
 
     def close(self) -> None:
         self._socket.close()
@@ -72,6 +81,20 @@ def joined(aggregator: Aggregator, ranks: list[Rank]) -> int:
     answers = [rank.receive() for rank in ranks]
     assert {answer.kind for answer in answers} == {JOINED}
     return answers[0].job
+
+
+def test_the_conversation_of_the_vectors(aggregator: Aggregator) -> None:
+    steps = json.loads(VECTORS.read_text())["steps"]
+    assert steps == conversation()
+    ranks = [Rank("::1", aggregator.port) for _ in range(2)]
+    for step in steps:
+        ranks[step["rank"]].send_bytes(bytes.fromhex(step["sent"]))
+        aggregator.run(0.02)
+        for number, answer in step["answers"]:
+            assert ranks[number].receive_bytes().hex() == answer
+    for rank in ranks:
+        rank.close()
+    assert aggregator.counters()["answers"] == sum(len(step["answers"]) for step in steps)
 
 
 def test_each_rank_gets_every_sum(aggregator: Aggregator, ranks: list[Rank]) -> None:
@@ -127,7 +150,7 @@ def test_a_job_ends_with_its_ranks(aggregator: Aggregator, ranks: list[Rank]) ->
 def test_junk_is_counted_and_not_answered(aggregator: Aggregator, ranks: list[Rank]) -> None:
     good = join(KEY, 0, 3, 8).pack()
     for content in (b"", good[:-1], bytes(100), good[:50] + b"\1" + good[51:]):
-        ranks[0]._socket.send(content)
+        ranks[0].send_bytes(content)
     aggregator.run(0.05)
     found = aggregator.counters()
     assert (found["truncated"], found["foreign"], found["corrupt"], found["answers"]) == (2, 1, 1, 0)
