@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -48,8 +48,8 @@ UDP_BYTES = {4: 14 + 20 + 8, 16: 14 + 40 + 8}
 class Both:
     """Ranks that send each packet to the programs and to a native aggregator, and compare the answers."""
 
-    def __init__(self, *, is_native: bool, ends: Ends = LOOPBACK) -> None:
-        self.ends, self.is_native = ends, is_native
+    def __init__(self, *, is_native: bool, ends: Ends = LOOPBACK, tags: Sequence[tuple[int, int]] = ()) -> None:
+        self.ends, self.is_native, self.tags = ends, is_native, tags
         self.programs = XdpPrograms(port=PORT, memory_bytes=MEMORY_MIN_BYTES)
         family, self.host = (socket.AF_INET, "127.0.0.1") if len(ends.address) == 4 else (socket.AF_INET6, "::1")
         self.programs.take_packets_for(ends.hardware, [self.host], is_native=is_native)
@@ -64,7 +64,7 @@ class Both:
         """What the program did, and (rank, packet) of the answers, which are those of the native aggregator."""
         rank = self.ranks[number]
         port = rank.getsockname()[1]
-        framed = frame(content, PORT, self.ends, source_port=port)
+        framed = frame(content, PORT, self.ends, source_port=port, vlan_tags=self.tags)
         trial = self.programs.program.test_run(framed)
         answers = []
         if trial.verdict == XDP_TX:
@@ -92,7 +92,7 @@ class Both:
 
     def checked(self, packet: bytes, sent: bytes) -> bytes:
         """The payload of a frame that goes back, whose ends are exchanged and whose checksum is right."""
-        at = UDP_BYTES[len(self.ends.address)]
+        at = UDP_BYTES[len(self.ends.address)] + 4 * len(self.tags)
         back = replace(
             self.ends,
             source_hardware=self.ends.hardware,
@@ -102,7 +102,9 @@ class Both:
         )
         port = int.from_bytes(sent[at - 8 : at - 6], "big")
         has_checksum = len(self.ends.address) == 16
-        assert packet == frame(packet[at:], port, back, with_checksum=has_checksum, source_port=PORT)
+        assert packet == frame(
+            packet[at:], port, back, with_checksum=has_checksum, source_port=PORT, vlan_tags=self.tags
+        )
         return packet[at:]
 
     def join(self, window: int = 4) -> int:
@@ -121,7 +123,8 @@ class Both:
 def both(request: pytest.FixtureRequest) -> Iterator[Both]:
     """A parameter chooses another way than the driver's, with IPv6."""
     how = getattr(request, "param", "native")
-    found = Both(is_native=how != "generic", ends=IPV4 if how == "ipv4" else LOOPBACK)
+    tags = [(0x88A8, 7), (0x8100, 0x6002)] if how == "tagged" else []
+    found = Both(is_native=how != "generic", ends=IPV4 if how == "ipv4" else LOOPBACK, tags=tags)
     yield found
     found.close()
 
@@ -155,7 +158,7 @@ def leaves_of(random: np.random.Generator, job: int, block: int) -> list[bytes]:
     ]
 
 
-@pytest.mark.parametrize("both", ["native", "generic", "ipv4"], indirect=True)
+@pytest.mark.parametrize("both", ["native", "generic", "ipv4", "tagged"], indirect=True)
 def test_random_packets_get_the_answers_of_the_native_store(both: Both, rng: np.random.Generator) -> None:
     """Lost, repeated and late leaves, of blocks that share slots."""
     job = both.join()
