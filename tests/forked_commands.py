@@ -93,7 +93,7 @@ def forked(
     module: str, *arguments: str, timeout_s: float = 100.0, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Runs `python -m MODULE ARGUMENTS` in a fork until it has ended."""
-    with ForkedCommand(module, *arguments, **variables) as command:
+    with ForkedCommand(module, *arguments, network=None, **variables) as command:
         return command.end(timeout_s)
 
 

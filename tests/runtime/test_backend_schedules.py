@@ -139,7 +139,7 @@ def mixed_schedules(rank: int, world: int, seed: int, count: int) -> None:
 
 
 # Sockets are slower. There a receiver also grants memory to one message after the other.
-@pytest.mark.parametrize(("transport", "schedules"), [("shm", extent.number(50)), ("udp", extent.number(15))])
+@pytest.mark.parametrize(("transport", "schedules"), [("shm", extent.number(25)), ("udp", extent.number(8))])
 def test_mixed_schedules(kept_world: WorldFactory, transport: str, schedules: int) -> None:
     seed = int(os.environ.get("SCHEDULE_SEED", random.SystemRandom().randrange(2**32)))
     print(f"SCHEDULE_SEED={seed}")

@@ -25,6 +25,7 @@ from sennit.transport.plans.hosts import Hosts
 from sennit.transport.plans.plan import Plan, Send
 from sennit.transport.plans.plan_codec import decode, encode
 from sennit.transport.plans.tree import balanced, given_spans, leaves_of
+from tests import extent
 from tests.extent import briefly, examples
 from tests.transport.algorithm_runs import check_pair_order, inputs
 
@@ -85,7 +86,7 @@ def run(plans: list[Plan], leaves: list[Array], **options: Any) -> list[Array]:
 def test_worlds_of_any_size_give_the_same_bits(dtype: Dtype, op: ReduceOp) -> None:
     leaves = inputs(100 * dtype + op, 8, 90, dtype)
     expected = fold(leaves, dtype, op, scalar=SCALAR)
-    for world in (1, 2, 3, 4, 5, 8):
+    for world in (1, 2, 3, 4, 5, 8) if extent.is_long else (1, 3, 8):
         for count in {1, min(2, world), (world + 1) // 2, world}:
             hosts = Hosts.equal(world, count)
             for result in run(plans_of(world, 8, 90, dtype, op, 128, hosts=hosts), leaves, seed=world):
