@@ -39,9 +39,8 @@ TEST_CASE("A plane that goes dark stalls its flow for less than 5 ms, and is use
     size_t dead_count;
     uint32_t path_count;
   };
-  // Each pair of values once. The model of faults has planes that go dark in networks of all kinds.
-  for (const Case& one : {Case{"round_robin", 25, 1, 4}, Case{"round_robin", 250, 3, 16}, Case{"reps", 25, 3, 16},
-                          Case{"reps", 250, 1, 16}, Case{"reps", 250, 3, 4}}) {
+  // Each value of each. The model of faults has planes that go dark in networks of all kinds.
+  for (const Case& one : {Case{"round_robin", 25, 1, 4}, Case{"round_robin", 250, 3, 16}, Case{"reps", 25, 3, 16}}) {
     CAPTURE(one.policy);
     CAPTURE(one.delay_us);
     CAPTURE(one.dead_count);
@@ -117,10 +116,8 @@ TEST_CASE("Random loss of single packets makes no path bad for long and costs li
   };
   const double lossless_us = run(0, 1);
   for (const auto& [loss_fraction, least] : least_kept) {
-    double sum_us = 0;
-    for (uint64_t seed = 1; seed <= 2; ++seed) sum_us += run(loss_fraction, seed);
     CAPTURE(loss_fraction);
-    const double kept = lossless_us / (sum_us / 2);
+    const double kept = lossless_us / run(loss_fraction, 1);
     MESSAGE("loss of ", loss_fraction, " keeps ", kept);
     CHECK(kept >= least);
   }
