@@ -8,7 +8,6 @@ All ranks draw the calls from one shared seed. Each rank draws its own times of 
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Callable
@@ -140,7 +139,5 @@ def mixed_schedules(rank: int, world: int, seed: int, count: int) -> None:
 
 # Sockets are slower. There a receiver also grants memory to one message after the other.
 @pytest.mark.parametrize(("transport", "schedules"), [("shm", extent.number(25)), ("udp", extent.number(8))])
-def test_mixed_schedules(kept_world: WorldFactory, transport: str, schedules: int) -> None:
-    seed = int(os.environ.get("SCHEDULE_SEED", random.SystemRandom().randrange(2**32)))
-    print(f"SCHEDULE_SEED={seed}")
+def test_mixed_schedules(kept_world: WorldFactory, transport: str, schedules: int, seed: int) -> None:
     kept_world(3, transport).run_within(170.0, mixed_schedules, seed=seed, count=schedules)
