@@ -19,19 +19,15 @@ from sennit import host_name
 from sennit.commands.cli import app
 from sennit.doctor import capabilities, doctor_pair, pair_store
 from sennit.transport.errors import ConfigError, DeviceError, TimeoutError
+from tests.free_ports import free_ports
 
 runner = CliRunner()
-
-
-def free_port() -> int:
-    with socket.create_server(("", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def test_two_doctors_meet_and_find_the_paths_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SENNIT_INTERFACES", "lo")
     monkeypatch.setattr(host_name, "leads_here_only", lambda *_: "")
-    port = free_port()
+    port = free_ports(1)[0]
     said: queue.Queue[str] = queue.Queue()
     with ThreadPoolExecutor(1) as pool:
         listening = pool.submit(doctor_pair.listen, port, say=said.put, timeout_s=30.0)
@@ -81,11 +77,11 @@ def test_the_doctor_of_one_machine_names_the_trap(monkeypatch: pytest.MonkeyPatc
 
 
 def test_nobody_there_is_an_error_with_what_to_do() -> None:
-    result = runner.invoke(app, ["doctor", "--peer", "127.0.0.2", "--port", str(free_port()), "--json"])
+    result = runner.invoke(app, ["doctor", "--peer", "127.0.0.2", "--port", str(free_ports(1)[0]), "--json"])
     assert result.exit_code == 1
     assert "127.0.0.2 resolves to 127.0.0.2 here" in json.loads(result.stdout)["error"]
     with pytest.raises(DeviceError, match=r"cannot reach 127.0.0.1 at TCP port .*sennit doctor --listen"):
-        pair_store.connect("127.0.0.1", free_port(), 5.0)
+        pair_store.connect("127.0.0.1", free_ports(1)[0], 5.0)
     with pytest.raises(ConfigError, match=r"name.invalid has no address"):
         pair_store.connect("name.invalid", 4790, 5.0)
     with (
@@ -93,7 +89,7 @@ def test_nobody_there_is_an_error_with_what_to_do() -> None:
         pytest.raises(DeviceError, match=r"cannot listen at TCP port .*--port"),
     ):
         pair_store.listen(server.getsockname()[1])
-    report = doctor_pair.listen(free_port(), say=lambda _: None, timeout_s=0.05)
+    report = doctor_pair.listen(free_ports(1)[0], say=lambda _: None, timeout_s=0.05)
     assert report.error == "no other machine came within 0.05 s; run sennit doctor --peer HOST on it"
 
 

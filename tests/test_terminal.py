@@ -7,7 +7,6 @@ import errno
 import io
 import os
 import re
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from rich.console import Console
 
 from sennit.command_line import EXIT_NO_OUTPUT, OutputLost, fail, output
 from tests.extent import briefly
+from tests.free_ports import free_ports
 from tests.terminal import run_on_terminal
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -129,8 +129,7 @@ def test_a_pipe_that_is_closed_before_the_last_words_ends_a_command_as_quietly()
 @pytest.mark.needs("backend")
 def test_train_feed_and_top_show_how_far_they_are() -> None:
     """The trainer waits for the feeder, and that for `top`: so `top` sees a rank that runs."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    (port,) = free_ports(1)
     train = ["train", f"--ingest=cpu://127.0.0.1:{port}", "--batch-size=64", "--steps=30", "--epochs=9", "--dim=4"]
     feed = ["feed", "--data=synthetic", "--samples=1024", "--row-limit=100", f"--to=127.0.0.1:{port}"]
 

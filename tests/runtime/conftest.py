@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
-import socket
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from tests.free_ports import free_ports
 from tests.runtime.world import World, WorldFactory
 
 
@@ -48,16 +46,5 @@ def new_world() -> Iterator[WorldFactory]:
 
 @pytest.fixture
 def port() -> int:
-    """Returns the first of four free ports, below those that the kernel gives to others.
-
-    The search begins anywhere: two runs of a test on one machine would find the same ones before they use them.
-    """
-    for first in random.SystemRandom().sample(range(20_000, 32_000, 4), 3_000):
-        with contextlib.ExitStack() as stack:
-            try:
-                for place in range(first, first + 4):
-                    stack.enter_context(socket.socket()).bind(("127.0.0.1", place))
-            except OSError:
-                continue
-            return first
-    raise AssertionError("no four free ports")
+    """Returns the first of four free ports."""
+    return free_ports(4)[0]

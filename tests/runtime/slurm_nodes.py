@@ -13,11 +13,11 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
 from sennit.closing import Closing
+from tests.free_ports import free_ports
 
 DEADLINE_S: Final = 60.0
 LOOK_S: Final = 0.1
@@ -43,12 +43,6 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1
 PartitionName=all Nodes=ALL Default=YES State=UP
 """
 NODE: Final = "NodeName={name} NodeHostname={machine} NodeAddr=127.0.0.1 Port={port} CPUs=1\n"
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 class SlurmNodes(Closing):

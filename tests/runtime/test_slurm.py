@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.slurm_nodes import SlurmNodes, free_ports
+from tests.free_ports import free_ports
+from tests.runtime.slurm_nodes import SlurmNodes
 
 pytestmark = [pytest.mark.root, pytest.mark.needs("slurm"), pytest.mark.timeout(240)]
 

@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ from sennit.runtime.ingest.page import GROUP
 from sennit.runtime.telemetry import openmetrics, samples, top
 from sennit.transport import counters
 from tests.forked_commands import ForkedCommand, forked
+from tests.free_ports import free_ports
 
 pytestmark = pytest.mark.slow
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "counters.md"
@@ -35,8 +35,7 @@ class Ingest:
 
     def __init__(self, processes: ExitStack) -> None:
         self._processes = processes
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        (self.port,) = free_ports(1)
         self.trainer = self._start("sennit.runtime.training", *TRAIN, "--ingest", f"cpu://127.0.0.1:{self.port}")
 
     def feed(self) -> ForkedCommand:
