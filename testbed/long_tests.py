@@ -127,10 +127,15 @@ PARTS: Final = {
         command=("make", "--no-print-directory", "test-qemu"),
         limit_s=3_600,
     ),
+    "Arm cores": Part(
+        what="the C++ tests for Arm cores, in QEMU's user mode (g++-aarch64-linux-gnu, qemu-user)",
+        command=("make", "--no-print-directory", "cross"),
+        limit_s=7_200,
+    ),
 }
 
-# The last line of pytest, of the model, of the fuzzers and of scenarios, whichever a part prints.
-_ENDS: Final = re.compile(r"^.*(?:\d+ passed|\d+ failed|schedules|fuzz: |cases).*$", re.MULTILINE)
+# The last line of pytest, of the model, of the fuzzers, of ctest and of scenarios, whichever a part prints.
+_ENDS: Final = re.compile(r"^.*(?:\d+ passed|\d+ failed|tests passed|schedules|fuzz: |cases).*$", re.MULTILINE)
 
 
 def run(name: str, part: Part, seed: int) -> dict[str, Any]:

@@ -25,6 +25,14 @@ SENNIT_INLINE Floats from_fp16(Halves x) {
   both.parts[0] = _mm256_cvtph_ps(halves[0]);
   both.parts[1] = _mm256_cvtph_ps(halves[1]);
   return both.whole;
+#elif defined(__aarch64__)
+  float16x4_t halves[4];
+  std::memcpy(halves, &x, sizeof x);
+  float32x4_t parts[4];
+  for (int part = 0; part < 4; part++) parts[part] = vcvt_f32_f16(halves[part]);
+  Floats whole;
+  std::memcpy(&whole, parts, sizeof whole);
+  return whole;
 #else
   const Words wide = widen(x), magnitude = wide & 0x7fffu;
   const Words normal = (magnitude << 13) + (112u << 23);
@@ -44,6 +52,14 @@ SENNIT_INLINE Halves to_fp16(Floats x) {
   std::memcpy(parts, &x, sizeof x);
   __m128i halves[2] = {_mm256_cvtps_ph(parts[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
                        _mm256_cvtps_ph(parts[1], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+  Halves packed;
+  std::memcpy(&packed, halves, sizeof packed);
+  return packed;
+#elif defined(__aarch64__)
+  float32x4_t parts[4];
+  std::memcpy(parts, &x, sizeof x);
+  float16x4_t halves[4];
+  for (int part = 0; part < 4; part++) halves[part] = vcvt_f16_f32(parts[part]);
   Halves packed;
   std::memcpy(&packed, halves, sizeof packed);
   return packed;

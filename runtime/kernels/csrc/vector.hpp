@@ -10,6 +10,8 @@
 #include "job.hpp"
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace sennit::kernels::SENNIT_ISA {

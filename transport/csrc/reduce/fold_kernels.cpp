@@ -24,6 +24,8 @@ struct Half {
   static float widen(Half value) {
 #if defined(__F16C__)
     return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(value.bits)));
+#elif defined(__aarch64__)
+    return std::bit_cast<__fp16>(value.bits);
 #else
     const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
     const uint32_t magnitude = value.bits & 0x7FFFu;
@@ -36,6 +38,8 @@ struct Half {
   static Half narrow(float value) {
 #if defined(__F16C__)
     return {static_cast<uint16_t>(_mm_cvtsi128_si32(_mm_cvtps_ph(_mm_set_ss(value), _MM_FROUND_TO_NEAREST_INT)))};
+#elif defined(__aarch64__)
+    return {std::bit_cast<uint16_t>(static_cast<__fp16>(value))};
 #else
     const uint32_t bits = std::bit_cast<uint32_t>(value);
     const uint16_t sign = static_cast<uint16_t>((bits >> 16) & 0x8000u);
