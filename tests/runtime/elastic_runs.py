@@ -50,6 +50,8 @@ class ElasticRun:
 @contextmanager
 def elastic_run(folder: Path, name: str, *arguments: str, **variables: Any) -> Iterator[ElasticRun]:
     report = folder / f"{name}.json"
-    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in variables.items()}
+    texts: dict[str, Any] = {
+        name: value if isinstance(value, str) else json.dumps(value) for name, value in variables.items()
+    }
     with ForkedCommand(PROGRAM, "--elastic", *arguments, "--json", str(report), **texts) as command:
         yield ElasticRun(command, report)
