@@ -68,6 +68,8 @@ class Recorder:
         self.tried: list[tuple[str, bytes]] = []
         self.udp: tuple[list[tuple[str, str]], dict[str, Any]] | None = None
         self.verbs: tuple[list[str], dict[str, Any]] | None = None
+        self.without_aggregator = ""  # why
+        self.aggregator: tuple[str, int, int] | None = None
 
     def shm_offer(self, ranks_here: list[int], /) -> bytes:
         assert self.rank in ranks_here
@@ -87,6 +89,13 @@ class Recorder:
     def verbs_open(self, addresses: list[str], /, **settings: Any) -> bytes:
         self.verbs = (addresses, settings)
         return f"verbs{self.rank}".encode()
+
+    def aggregator_open(self, address: str, port: int, /, *, key: int, limit_s: float) -> str:
+        self.aggregator = (address, port, key)
+        return self.without_aggregator
+
+    def aggregator_drop(self) -> None:
+        self.aggregator = None
 
     def offer_for(self, rank: int, /) -> bytes:
         return f"for{rank}".encode()

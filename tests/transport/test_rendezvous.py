@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -457,3 +458,31 @@ def test_a_rank_asks_the_store_a_few_times_however_many_ranks_there_are() -> Non
     *others, one, _, _ = sorted(store.requests.values())
     assert set(others) == {23}
     assert one in (23, 24)
+
+
+@pytest.mark.parametrize("refused", [(), (1,), (0, 2)])
+def test_all_ranks_have_the_aggregator_or_none_has_it(refused: tuple[int, ...]) -> None:
+    endpoints = [Recorder(rank, "a") for rank in range(3)]
+    for rank in refused:
+        endpoints[rank].without_aggregator = "no answer"
+    notes: dict[int, tuple[str, ...]] = {}
+    configs = [Config(aggregator=f"192.0.2.{rank}:70") for rank in range(3)]
+    told = pytest.warns(RuntimeWarning, match="no aggregator") if refused else contextlib.nullcontext()
+    with told:
+        meet(endpoints, configs, notes=notes)
+    if refused:
+        why = "; ".join(f"rank {rank}: no answer" for rank in refused)
+        assert all(f"the group has no aggregator, and does its sums itself: {why}" in each for each in notes.values())
+        assert [endpoint.aggregator for endpoint in endpoints] == [None] * 3
+        return
+    assert [endpoint.aggregator and endpoint.aggregator[:2] for endpoint in endpoints] == [
+        (f"192.0.2.{rank}", 70) for rank in range(3)
+    ]
+    assert len({endpoint.aggregator and endpoint.aggregator[2] for endpoint in endpoints}) == 1
+
+
+def test_some_ranks_without_an_aggregator_are_refused() -> None:
+    results = meet([Recorder(rank, "a") for rank in range(2)], [Config(aggregator="192.0.2.1"), Config()])
+    for result in results:
+        assert isinstance(result, ConfigError)
+        assert "rank 1 has no SENNIT_AGGREGATOR; allowed: one on all ranks, or none" in str(result)

@@ -136,6 +136,12 @@ class Rank(Recorder):
     def udp_open(self, rails: list[tuple[str, str]], /, **settings: object) -> bytes:
         return self._blob
 
+    def aggregator_open(self, address: str, port: int, /, *, key: int, limit_s: float) -> str:
+        raise AssertionError(address)
+
+    def aggregator_drop(self) -> None:
+        raise AssertionError
+
     def offer_for(self, rank: int, /) -> bytes:
         return self._own.randbytes(self._pair_bytes)
 
