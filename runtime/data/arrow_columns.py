@@ -183,8 +183,8 @@ def _numbers(pieces: Sequence[Piece], part: DenseField, *, operates: bool) -> np
     for piece in pieces:
         # Integers above 2^53 are rounded.
         column = compute.cast(piece.column(part.name), arrow.float64(), safe=False)
-        is_null = np.asarray(column.is_null().to_numpy(zero_copy_only=False))
-        values = np.asarray(column.fill_null(0).to_numpy(zero_copy_only=False))
+        has_nulls = column.null_count > 0
+        values = np.asarray((column.fill_null(0) if has_nulls else column).to_numpy(zero_copy_only=False))
         _check_finite(piece, part.name, values, values, "value {}; allowed: finite numbers and null")
         made = _float32(values)
         if operates:
@@ -192,7 +192,9 @@ def _numbers(pieces: Sequence[Piece], part: DenseField, *, operates: bool) -> np
         _check_finite(
             piece, part.name, made, values, "value {}; allowed: what clamp and log1p make a finite float32 of"
         )
-        parts.append(np.where(is_null, np.float32(np.nan), made))
+        if has_nulls:
+            made = np.where(np.asarray(column.is_null().to_numpy(zero_copy_only=False)), np.float32(np.nan), made)
+        parts.append(made)
     return np.concatenate(parts)
 
 
@@ -209,9 +211,10 @@ def _first_null(column: Any) -> int:
 def _check_finite(
     piece: Piece, name: str, made: npt.NDArray[Any], values: npt.NDArray[np.float64], message: str
 ) -> None:
-    wrong = np.flatnonzero(~np.isfinite(made))
-    if len(wrong):
-        raise piece.error(name, wrong[0], message.format(values[wrong[0]]))
+    is_fine = np.isfinite(made)
+    if not is_fine.all():
+        wrong = int(np.argmin(is_fine))
+        raise piece.error(name, wrong, message.format(values[wrong]))
 
 
 def _feature(pieces: Sequence[Piece], part: SparseField) -> Feature:

@@ -62,12 +62,13 @@ class ChunkReader(Closing):
         for first, place, rows in self._rows(chunk, chunk.block):
             behind = first + len(rows)
             is_part = chunk.part.has(np.arange(first, behind))
-            numbers.append(numbers_of([Piece(rows, place)], schema, schema.running).numpy()[is_part])
+            found = numbers_of([Piece(rows, place)], schema, schema.running).numpy()
+            numbers.append(found if is_part.all() else found[is_part])
             for begin, end in ((max(first, low), min(behind, high)) for low, high in own):
                 if begin < end:
                     skipped = begin - first
-                    found = rows.slice(skipped, end - begin)
-                    self._encode(chunk, begin, place.behind(skipped), found, encoder, parts)
+                    own_rows = rows.slice(skipped, end - begin)
+                    self._encode(chunk, begin, place.behind(skipped), own_rows, encoder, parts)
             own = [interval for interval in own if interval[1] > behind]
         return parts, np.concatenate(numbers)
 

@@ -41,7 +41,12 @@ class Moments:
     def of(cls, values: npt.NDArray[np.float32]) -> Moments:
         """Of [N, D] numbers. NaN is no number."""
         wide = values.astype(np.float64)
-        is_there = ~np.isnan(wide)
+        is_there = ~np.isnan(values)
+        if is_there.all():
+            # The same sums, without places that count 0.
+            mean = wide.sum(0) / max(len(wide), 1)
+            wide -= mean
+            return cls(np.full(wide.shape[1], float(len(wide))), mean, np.multiply(wide, wide, out=wide).sum(0))
         count = is_there.sum(0).astype(np.float64)
         mean = np.where(is_there, wide, 0.0).sum(0) / np.maximum(count, 1)
         return cls(count, mean, np.where(is_there, (wide - mean) ** 2, 0.0).sum(0))

@@ -58,10 +58,14 @@ class RunningScales:
         if end <= self._steps[-1]:
             return
         before, found = self.after(begin), Moments.of(numbers)
+        # NaN is ignored. One number alone is equal to itself.
+        is_constant = (np.fmin.reduce(numbers, 0) == np.fmax.reduce(numbers, 0)) & (found.count > 1)
         places = [place for place, scale in enumerate(before) if scale.field.running is not None]
         scales = list(before)
         for number, place in enumerate(places):
-            scales[place] = _followed(before[place], found, number)
+            scale = _followed(before[place], found, number)
+            # Numbers that are all equal, as of a feature that is off, would bring the deviation to 0 in the end.
+            scales[place] = replace(scale, deviation=before[place].deviation) if is_constant[number] else scale
         self._steps.append(end)
         self._scales.append(tuple(scales))
         del self._steps[:-KEPT], self._scales[:-KEPT]

@@ -77,6 +77,16 @@ def test_nulls_other_columns_and_blocks_that_were_known_change_nothing() -> None
     assert (scales.after(6), scales.after(5)) == (after, before)
 
 
+def test_a_column_that_is_off_keeps_its_deviation() -> None:
+    """Else it came to 0, and the next number that is another one would be infinitely far away."""
+    scales = begun(1.0, 2.0)
+    for step in range(500):
+        scales.follow(step, step + 1, np.full((50, 1), 0.1, np.float32))
+    (found,) = scales.after(500)
+    assert found.mean == pytest.approx(0.1)
+    assert found.deviation == 2.0
+
+
 def expected(rows: Any, begin: Preprocessing, steps: int) -> list[list[float]]:
     """The means and deviations after so many steps, from all rows at once: blocks of 120."""
     scales = {scale.field.name: [scale.mean, scale.deviation] for scale in begin.scales}
