@@ -18,7 +18,7 @@ from sennit.testbed.bench.tables import dynamic
 
 
 def test_each_shape_is_beside_its_peer() -> None:
-    settings = {"rows": 2000, "dim": 8, "bags": 20, "length": 3, "rounds": 2, "seed": 1}
+    settings: dict[str, Any] = {"rows": 2000, "dim": 8, "bags": 20, "length": 3, "rounds": 2, "seed": 1}
     found, growth = dynamic.run(**settings)
     assert [(one.peer, one.shape.load, one.shape.new) for one in found] == [
         (dynamic.FIXED, 0.8, 0.0),
@@ -36,6 +36,15 @@ def test_each_shape_is_beside_its_peer() -> None:
     # 1,900 ids in steps of 60; the last step is left out if it has fewer.
     assert "growth: 31 steps of new ids alone, until 95% of rows are in use; longest / median" in told
     assert report["growth"]["step_s"] == growth.step_s
+
+
+def test_torchrec_has_a_row_for_each_known_id() -> None:
+    pytest.importorskip("torchrec")
+    shape = dynamic.Shape(rows=1000, dim=4, bags=10, length=2, load=0.8)
+    ids = dynamic.Ids(shape, seed=2)
+    rows = dynamic.managed(shape, ids)(ids.known)
+    assert len(rows.unique()) == len(ids.known)
+    assert int(rows.max()) < shape.rows
 
 
 def test_ids_and_rows_of_a_batch_belong_together() -> None:

@@ -4,7 +4,8 @@
 """`sennit bench dynamic`: steps of a dynamic table on one core, beside a fixed table and what people write by hand.
 
 A step looks up bags of ids and updates their rows. The fixed table gets the numbers of rows where the dynamic one gets
-ids of 64 bits. By hand means a dict from ids to rows, `nn.EmbeddingBag(sparse=True)` and `torch.optim.SparseAdam`.
+ids of 64 bits. By hand means a dict from ids to rows, `nn.EmbeddingBag(sparse=True)` and `torch.optim.SparseAdam`. With
+TorchRec, its managed collisions are in place of the dict.
 Growth means steps that fill an empty table: all of their ids are new.
 """
 
@@ -24,10 +25,15 @@ from torch import Tensor, nn
 
 from sennit.runtime.backend.torch_versions import HashStore
 from sennit.runtime.calibrate.machine import describe, one_core
+from sennit.runtime.data.packages import require
 from sennit.runtime.sharded import ShardedEmbeddingBags, Table
 
 RATE: Final = 0.01
 FIXED, BY_HAND = "fixed table", "dict, EmbeddingBag, SparseAdam"
+TORCHREC = "TorchRec's managed collisions, EmbeddingBag, SparseAdam"
+EVICTION_STEPS: Final = 16
+"""After so many steps TorchRec gives rows to the ids that came in them. It sorts all ids then: that is in no median."""
+
 BATCHES: Final = 8
 """Different batches, which come in turns."""
 
@@ -98,7 +104,10 @@ class Ids:
         return ids, places
 
 
-def run(*, rows: int, dim: int, bags: int, length: int, rounds: int, seed: int) -> tuple[list[Result], Growth]:
+def run(
+    *, rows: int, dim: int, bags: int, length: int, rounds: int, seed: int, torchrec: bool = False
+) -> tuple[list[Result], Growth]:
+    """`torchrec`: beside its managed collisions, too. Raises `MissingPackage` if it is not there."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -109,7 +118,8 @@ def run(*, rows: int, dim: int, bags: int, length: int, rounds: int, seed: int) 
                 _beside(Shape(**size, load=load, new=new), "row_wise_adagrad", FIXED, rounds, seed)
                 for load, new in ((0.8, 0.0), (0.95, 0.0), (0.95, 0.02))
             ]
-            found.append(_beside(Shape(**size, load=0.8), "adam", BY_HAND, rounds, seed))
+            for peer in (BY_HAND, TORCHREC) if torchrec else (BY_HAND,):
+                found.append(_beside(Shape(**size, load=0.8), "adam", peer, rounds, seed))
             return found, _growth(Shape(**size, load=0.95, new=1.0), seed)
     finally:
         dist.destroy_process_group()
@@ -127,7 +137,7 @@ def _beside(shape: Shape, optimizer: str, peer: str, rounds: int, seed: int) -> 
         fixed = _module(shape, optimizer)
         steps[peer] = lambda number: _step(fixed, ids.of(number)[1])
     else:
-        steps[peer] = _by_hand(shape, ids)
+        steps[peer] = _with_torch(shape, ids, _dict(ids) if peer == BY_HAND else managed(shape, ids))
     taken: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds + BATCHES):
         names = list(steps)[:: 1 if number % 2 else -1]
@@ -163,14 +173,44 @@ def _step(module: ShardedEmbeddingBags, ids: Tensor) -> None:
     module({"id": ids})["id"].sum().backward()
 
 
-def _by_hand(shape: Shape, ids: Ids) -> Callable[[int], None]:
+def _dict(ids: Ids) -> Callable[[Tensor], Tensor]:
+    """The rows of ids, int64 [n] both."""
     row_of = {one: row for row, one in enumerate(ids.known.tolist())}
+    return lambda given: torch.tensor([row_of[one] for one in given.tolist()])
+
+
+def managed(shape: Shape, ids: Ids) -> Callable[[Tensor], Tensor]:
+    """The same by TorchRec, after the steps in which it has given rows to all ids."""
+    require("torchrec", package="torchrec", purpose="its managed collisions")
+    from torchrec.modules.mc_modules import LRU_EvictionPolicy, MCHManagedCollisionModule
+    from torchrec.sparse.jagged_tensor import JaggedTensor
+
+    module = MCHManagedCollisionModule(
+        zch_size=shape.rows,
+        device=torch.device("cpu"),
+        eviction_policy=LRU_EvictionPolicy(),
+        eviction_interval=EVICTION_STEPS,
+    )
+
+    def rows_of(given: Tensor) -> Tensor:
+        one_each = JaggedTensor(values=given, lengths=torch.ones(len(given), dtype=torch.int64))
+        rows: Tensor = module({"id": one_each})["id"].values()
+        return rows
+
+    for part in ids.known.split(-(-len(ids.known) // EVICTION_STEPS)):
+        rows_of(part)
+    found = rows_of(ids.known)
+    assert len(found.unique()) == len(ids.known.unique()), "some known ids share rows"
+    return rows_of
+
+
+def _with_torch(shape: Shape, ids: Ids, rows_of: Callable[[Tensor], Tensor]) -> Callable[[int], None]:
     bag = nn.EmbeddingBag(shape.rows, shape.dim, mode="sum", sparse=True)
     optimizer = torch.optim.SparseAdam(list(bag.parameters()), lr=RATE)
 
     def step(number: int) -> None:
         given, _ = ids.of(number)
-        rows = torch.tensor([row_of[one] for one in given.flatten().tolist()]).view(given.shape)
+        rows = rows_of(given.flatten()).view(given.shape)
         optimizer.zero_grad()
         bag(rows).sum().backward()
         optimizer.step()

@@ -84,13 +84,21 @@ def dynamic(
     length: Annotated[int, typer.Option(help="ids of a bag", min=1)] = 20,
     rounds: Annotated[int, typer.Option(help="steps of each; the median is reported", min=1)] = 31,
     seed: Annotated[int, typer.Option(help="seed of the ids", min=0)] = 1,
+    against: Annotated[str, typer.Option(help="torchrec, if it is installed: its managed collisions, too")] = "",
     json_path: Figures = None,
 ) -> None:
     """Time steps of a dynamic table beside a fixed one, and beside a dict with torch's modules."""
     from sennit.testbed.bench.tables import dynamic as tables
+    from sennit.transport.errors import SennitError
+
+    if against not in ("", "torchrec"):
+        raise typer.BadParameter(f"--against {against}; allowed: torchrec")
 
     settings = {"rows": rows, "dim": dim, "bags": bags, "length": length, "rounds": rounds, "seed": seed}
-    with busy("taking steps in turns"):
-        found, growth = tables.run(**settings)
+    try:
+        with busy("taking steps in turns"):
+            found, growth = tables.run(**settings, torchrec=bool(against))
+    except SennitError as error:
+        fail(error)
     tables.render(found, growth, stdout_console())
     write(json_path, tables.as_json(found, growth, **settings))
