@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from sennit.runtime.backend.torch_versions import TorchDispatchMode
 from sennit.runtime.sharded.shards import Evicted
 from sennit.transport.errors import ArgumentError
 
