@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sennit.runtime.kernels.id_directory import shards_of_ids
-from sennit.runtime.sharded import DynamicIds, Evicted, ShardedEmbeddingBags, ShardedEmbeddings, Table
+from sennit.runtime.sharded import DynamicIds, Evicted, Home, ShardedEmbeddingBags, ShardedEmbeddings, Table
+from sennit.runtime.sharded.tables import Homes
 from sennit.transport.errors import ArgumentError, ConfigError, SennitError
 from tests.extent import briefly
 from tests.runtime.dynamic_training import FORMS, SAMPLES, TABLE, ids_of, store_in, trained
@@ -475,6 +477,18 @@ def test_what_cannot_be_dynamic_is_refused(options: dict[str, Any], message: str
 def test_rules_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DynamicIds(**options)
+
+
+def test_dynamic_tables_beside_a_gpu_are_in_host_memory() -> None:
+    homes = Homes(device_type="cuda", has_store=True)
+    table = Table(name="user", rows=20, dim=4, ids="dynamic")
+    assert homes.of(table) is Home.DRAM
+    assert homes.is_on_host(table)
+    assert Homes(has_store=True).of(table) is Home.FILE
+    with pytest.raises(
+        ConfigError, match="table user: dynamic ids with home file beside tables on cuda; allowed: dram"
+    ):
+        homes.of(dataclasses.replace(table, home=Home.FILE))
 
 
 def replicated(rank: int, world: int) -> str:
