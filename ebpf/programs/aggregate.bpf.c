@@ -387,7 +387,7 @@ static __always_inline __u64 slot_of(const struct aggregation_header* header) {
   const __u32 number = bpf_ntohl(header->job);
   struct aggregation_job ARENA* job =
       AT(struct aggregation_job, (__u64)(number & (AGGREGATION_JOBS_MAX - 1)) * sizeof(struct aggregation_job));
-  if (!number || job->number != number || job->key != bpf_be64_to_cpu(header->key)) return 0;
+  if (!number || AGGREGATION_LOAD(job->number) != number || job->key != bpf_be64_to_cpu(header->key)) return 0;
   const __u64 cell = aggregation_cell_of(job->first_cell, job->slots, job->leaves, bpf_be64_to_cpu(header->block));
   return AGGREGATION_CELLS_AT + cell * AGGREGATION_CELL_BYTES;
 }
@@ -434,8 +434,9 @@ int aggregate(struct xdp_md* context) {
   if (!lock(slot)) return drop(AGGREGATION_VERDICT_BUSY);
   int action = XDP_DROP;
   enum aggregation_verdict verdict = AGGREGATION_VERDICTS;
-  // The job may have gone, and the cells may belong to another one now.
-  if (AGGREGATION_LOAD(job->number) != number) {
+  // The job may have gone, and the cells may belong to another one now. Or its number was read here before the rest of
+  // it, which the lock has put in order.
+  if (slot_of(header) != slot_at || job->leaves != leaves) {
     action = XDP_PASS;
   } else {
     verdict = aggregation_judge(slot, block, mark, arithmetic, stripes, leaf);
@@ -568,7 +569,7 @@ int answer(struct __sk_buff* buffer) {
 
   struct aggregation_slot ARENA* slot = AT(struct aggregation_slot, slot_at);
   if (!lock(slot)) return TCX_NEXT;
-  const int is_ours = AGGREGATION_LOAD(job->number) == number && slot->leaves && slot->block == block &&
+  const int is_ours = slot_of(header) == slot_at && job->leaves == leaves && slot->leaves && slot->block == block &&
                       slot->state == AGGREGATION_SUMMED && slot->stripes == stripes;
   if (is_ours) {
     slot->state = AGGREGATION_ANSWERED;
