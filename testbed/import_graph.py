@@ -107,7 +107,8 @@ def native_edges() -> Edges:
             there = include.partition("/")[0]
             # The C interface is in include/sennit/core.h.
             there = "include" if there == "sennit" else there
-            if "/" in include and there != here and (core / there).is_dir():
+            # Not headers that BPF programs share, which are outside.
+            if "/" in include and there not in (here, "..") and (core / there).is_dir():
                 edges.add((here, there))
     return {(one, other) for one, other in edges if not {one, other} & NOT_CORE}
 
