@@ -68,9 +68,13 @@ class Encoder:
         if scales is self.preprocessing.scales:
             return self
         other = copy.copy(self)
-        other.preprocessing = self.preprocessing.scaled(scales)
-        other._encoder = other._native()
+        other.rescale(scales)
         return other
+
+    def rescale(self, scales: tuple[Scale, ...]) -> None:
+        """Takes other means and deviations from now on."""
+        self.preprocessing = self.preprocessing.scaled(scales)
+        self._encoder = self._native()
 
     def encode(self, batch: Any, place: Place) -> Samples:
         """The rows of a `pyarrow.RecordBatch`: dense features scaled, ids as rows of tables.

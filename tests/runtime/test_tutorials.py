@@ -96,10 +96,9 @@ def test_move_your_model(tmp_path: Path) -> None:
     assert re.fullmatch(r"digests [0-9a-f]{16} [0-9a-f]{16}", one[-1])
 
 
-@pytest.mark.long
 @pytest.mark.timeout(3 * DEADLINE_S)
 def test_train_on_a_stream(tmp_path: Path) -> None:
-    """With a tenth of the rows."""
+    """With a tenth of the rows. Every `make test` runs it: no other program goes from raw logs to metrics by day."""
     shorter = {"range(8640)": "range(864)", "seconds=10": "seconds=100", "--batch-size 256": "--batch-size 32"}
     printed = list(
         pages.run(TUTORIALS / "train-on-a-stream.md", tmp_path, deadline_s=3 * DEADLINE_S, shorter=shorter).values()
