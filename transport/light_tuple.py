@@ -17,9 +17,13 @@ class _Fields(type):
     """Makes each annotation of a class a field of its tuples. What is assigned there is the default."""
 
     def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> _Fields:
-        fields = tuple(namespace.get("__annotations__", ())) if bases != (tuple,) else ()
-        namespace["_field_defaults"] = {field: namespace[field] for field in fields if field in namespace}
-        namespace |= {field: property(itemgetter(index)) for index, field in enumerate(fields)}
+        # A class behind one with fields has these, too.
+        inherited: tuple[str, ...] = getattr(bases[0], "_fields", ())
+        added = tuple(namespace.get("__annotations__", ())) if bases != (tuple,) else ()
+        defaults = {field: namespace[field] for field in added if field in namespace}
+        namespace["_field_defaults"] = {**getattr(bases[0], "_field_defaults", {}), **defaults}
+        fields = (*inherited, *added)
+        namespace |= {field: property(itemgetter(index)) for index, field in enumerate(fields) if field in added}
         namespace |= {"_fields": fields, "__match_args__": fields, "__slots__": ()}
         return super().__new__(cls, name, bases, namespace)
 

@@ -93,3 +93,19 @@ def test_few_texts_are_compiled_when_a_group_starts() -> None:
     done = subprocess.run([sys.executable, "-c", _IMPORTS], capture_output=True, text=True, timeout=60, check=True)
     # Those of `Config`, a dataclass, and one of a type variable. With named tuples they were 169.
     assert int(done.stdout) <= 8
+
+
+class Heavier(Light):
+    weight: float = 0.5
+
+
+class Named(Light):
+    """Another name for the same."""
+
+
+def test_a_class_behind_another_has_its_fields() -> None:
+    assert Named(1, 2) == Light(1, 2)
+    assert (Named(1, high=3).high, Named(low=1).name) == (3, "")
+    assert type(Named(1)._replace(low=4)) is Named
+    assert Heavier(1, weight=2.0)._asdict() == {"low": 1, "high": 9, "name": "", "weight": 2.0}
+    assert Heavier(1, 2, "a", 4.0).weight == 4.0
