@@ -481,6 +481,13 @@ def test_all_ranks_have_the_aggregator_or_none_has_it(refused: tuple[int, ...]) 
     assert len({endpoint.aggregator and endpoint.aggregator[2] for endpoint in endpoints}) == 1
 
 
+def test_a_group_of_too_many_ranks_asks_no_aggregator() -> None:
+    endpoints = [Recorder(rank, "a") for rank in range(65)]
+    with pytest.warns(RuntimeWarning, match=r"65 ranks; allowed: 2\.\.64"):
+        meet(endpoints, [Config(aggregator="192.0.2.1")] * 65)
+    assert all(endpoint.aggregator is None for endpoint in endpoints)
+
+
 def test_some_ranks_without_an_aggregator_are_refused() -> None:
     results = meet([Recorder(rank, "a") for rank in range(2)], [Config(aggregator="192.0.2.1"), Config()])
     for result in results:

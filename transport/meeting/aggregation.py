@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # An aggregator answers within a round trip. A rank asks some dozens of times.
 JOIN_LIMIT_S: Final = 1.0
+# AGGREGATION_LEAVES_MAX.
+RANKS_MAX: Final = 64
 
 
 def address_of(text: str) -> tuple[str, int]:
@@ -49,6 +51,9 @@ def join(endpoint: Endpoint, exchanges: Exchanges, config: Config, hello: Sequen
         if bool(record["aggregation_key"]) != bool(hello[0]["aggregation_key"]):
             without = peer if hello[0]["aggregation_key"] else 0
             raise ConfigError(f"rank {without} has no SENNIT_AGGREGATOR; allowed: one on all ranks, or none")
+
+    if len(hello) > RANKS_MAX:
+        return [f"the group has no aggregator, and does its sums itself: {len(hello)} ranks; allowed: 2..{RANKS_MAX}"]
 
     def ask() -> Record:
         address, port = address_of(config.aggregator)
