@@ -28,7 +28,7 @@ from sennit.testbed.bench.training.training_commands import (
     slices,
     timeline,
 )
-from sennit.testbed.bench.transport.transport_commands import aggregate, codecs, collectives, group, rdma
+from sennit.testbed.bench.transport.transport_commands import aggregate, codecs, collectives, group, rack, rdma
 
 
 def compare(
@@ -66,6 +66,7 @@ app.command("collectives", epilog="Example: sennit bench collectives --against g
     measured(collectives)
 )
 app.command("aggregate", epilog="Example: sennit bench aggregate --rounds 5")(measured(aggregate))
+app.command("rack", epilog="Example: sennit bench rack --ranks 8 --mbit 200,1000,0")(measured(rack))
 app.command("all", epilog="Example: sennit bench all --report comparison")(measured(compare))
 app.command("planner", epilog="Example: sennit bench planner --only held-out")(measured(planner))
 app.command("placements", epilog="Example: sennit bench placements --ranks 4 --confined")(measured(placements))

@@ -29,6 +29,38 @@ def aggregate(
     write(json_path, aggregate.as_json(results))
 
 
+def rack(
+    ranks: Annotated[int, typer.Option(help="ranks, each on a host of its own", min=2, max=16)] = 4,
+    mbit: Annotated[str, typer.Option(help="rates of a rank's link, comma-separated; 0: no limit")] = "200",
+    size: Annotated[str, typer.Option(help="of the vector, float32")] = "16MiB",
+    rounds: Annotated[int, typer.Option(help="turns of each algorithm", min=1)] = 7,
+    native: Annotated[bool, typer.Option("--native", help="the aggregator uses sockets, not XDP")] = False,
+    json_path: Figures = None,
+    plot_path: Picture = None,
+) -> None:
+    """Time AllReduce by an aggregator beside the hosts' own algorithms, at links of several rates.
+
+    Needs root: hosts are network namespaces.
+    """
+    from sennit.testbed.bench.transport import rack
+    from sennit.transport.sizes import parse_size
+
+    with mistakes_told():
+        settings = rack.Settings(
+            ranks=ranks,
+            rates_mbit=tuple(int(rate) for rate in mbit.split(",")),
+            size_bytes=parse_size(size),
+            rounds=rounds,
+            native=native,
+        )
+    with busy("measuring in turns"):
+        report = rack.run(settings)
+    rack.render(report, stdout_console())
+    write(json_path, report.as_json())
+    if plot_path is not None:
+        rack.plot(report, plot_path)
+
+
 def collectives(
     against: Annotated[
         list[str] | None,
