@@ -15,16 +15,12 @@ from torch import Tensor
 from sennit.runtime.checkpoint.digest import digest
 from sennit.runtime.data import sources
 from sennit.runtime.data.errors import DataError
-from sennit.runtime.data.order import OrderSettings
-from sennit.runtime.data.raw_samples import RawSamples
 from sennit.runtime.data.samples import Samples
 from sennit.runtime.data.source import Source
-from sennit.runtime.ingest.feed_stream import FeedStream
 from sennit.runtime.model.factory import MODELS, build
 from sennit.runtime.model.inputs import ModelInputs
 from sennit.runtime.model.loss import Loss
 from sennit.runtime.sharded.tables import Table
-from sennit.runtime.stream.settings import StreamSettings, short_stream
 from sennit.runtime.training.trainer import Trainer
 from sennit.transport.errors import ConfigError
 from tests.extent import briefly
@@ -124,12 +120,3 @@ def test_labels_of_files_and_in_the_report(tmp_path: Path) -> None:
     assert list(report["labels"]) == ["clicked", "bought"]
     assert report["quality"] == report["labels"]["clicked"]
     assert report["labels"]["bought"]["base_rate"] != report["quality"]["base_rate"]
-
-
-def test_what_records_have_no_place_for_is_not_fed(seed: int) -> None:
-    two, one = with_two(seed), samples(seed)
-    run = OrderSettings(seed=1, split="last", eval_fraction=0.1, batch_size=8, epochs=1, max_steps=None)
-    weighed = replace(one, sample_weights=torch.ones(len(one)))
-    for made, what in ((two, "several labels"), (weighed, "sample weights")):
-        with pytest.raises(DataError, match=f"small has {what}; allowed: data without"):
-            FeedStream.of(short_stream(RawSamples.of(made), StreamSettings(order="shuffled"), run))

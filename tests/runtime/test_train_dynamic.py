@@ -142,7 +142,7 @@ def failure(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
 @pytest.mark.parametrize(("settings", "told"), [
     ('[tables.table_00]\nrows = 7', "table table_00: rows 7; allowed with ids = \"dynamic\" alone"),
     ('[tables.table_00]\nids = "static"', "ids 'static'; allowed: \"dynamic\", or a section with its rules"),
-    ('[tables.table_00]\nids = { admit = 2 }', "unknown key 'admit'; allowed: admit_after, eviction, evicted_share"),
+    ('[tables.table_00]\nids = { admit = 2 }', "unknown key 'admit'; allowed: admit_after, admit_count, eviction,"),
     ('[tables.table_00]\nids = { evicted_share = 2.0 }', "evicted_share 2.0; allowed: above 0, up to 1"),
     ('[tables.table_00]\nids = "dynamic"\nrows = 20', "new ids in a batch, but shard table_00/0.0 has 20 of its"),
     ('[tables.table_00]\nids = "dynamic"\ntrain_rank = 2', "dynamic ids with a train_rank; allowed: one of them"),
