@@ -143,7 +143,7 @@ def _rack(settings: Settings, rate_mbit: int) -> Iterator[tuple[Hosts, str]]:
         address = f"[{planes.addresses(settings.ranks)[0]}]:{DEFAULT_PORT}"
         yield (
             [(planes.netns_name(rank), {**planes.environment(rank), "SENNIT_AGGREGATOR": address}) for rank in ranks],
-            ready.removeprefix("ready: ").partition(",")[0],
+            ready.removeprefix("ready: ").partition(",")[0].partition(" at ")[0],
         )
 
 
