@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 DEFAULT_PORT: Final = 4793
 """UDP, next to that of RoCEv2."""
 
+LEAVES_MAX: Final = 64
+"""Ranks of a group that it sums for: the bits of a bitmap (AGGREGATION_LEAVES_MAX)."""
+
 MEMORY_MIN_BYTES: Final = 4 << 20
 MEMORY_MAX_BYTES: Final = 4 << 30
 """What an arena may have."""

@@ -50,7 +50,8 @@ def explain(
     """Returns the choice for a vector of `size_bytes` of `dtype`, and a row for each algorithm that can run.
 
     `leaves`: of an allreduce; by default one a rank. `bytes_per_s`: what a rank can send to other hosts, by default as
-    the calibration says. With `codecs` (`explain_codecs.NAMES`) also a row for each of them.
+    the calibration says. `has_aggregator`: the ranks have one. With `codecs` (`explain_codecs.NAMES`) also a row for
+    each of them.
     """
     far = calibration.network if bytes_per_s is None else calibration.network._replace(byte_s=1 / bytes_per_s)
     selection = Selection(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from sennit.transport.aggregator import LEAVES_MAX
 from sennit.transport.algorithms.fold import Fold, Layout, Share, add_fold
 from sennit.transport.algorithms.leaves import allreduce_builder
 from sennit.transport.algorithms.ranges import ALIGNMENT_BYTES, DEFAULT_CHUNK_BYTES, check_chunk, peers_after
@@ -22,8 +23,6 @@ from sennit.transport.plans.plan import AGGREGATOR, FAILED_SLOT, MISSING_SLOT, O
 
 # What an aggregator can add, by operations that are defined to the bit without floating-point registers.
 DTYPES: Final = (Dtype.F32, Dtype.I32, Dtype.BF16)
-# The bits of its bitmap (AGGREGATION_LEAVES_MAX).
-WORLD_MAX: Final = 64
 # A message to a rank: how many blocks its sender lacks.
 MISSING_BYTES: Final = 4
 # The slot of that message, far above those of the direct algorithm.
@@ -32,7 +31,7 @@ TOLD_SLOT: Final = 0xF0000
 
 def is_summed(world: int, dtype: Dtype, op: ReduceOp) -> bool:
     """Whether an aggregator can do an allreduce."""
-    return 1 < world <= WORLD_MAX and dtype in DTYPES and op is ReduceOp.SUM
+    return 1 < world <= LEAVES_MAX and dtype in DTYPES and op is ReduceOp.SUM
 
 
 def allreduce_aggregated(
@@ -56,7 +55,7 @@ def allreduce_aggregated(
     if not is_summed(world, dtype, op) or leaves is not None or partial:
         raise ArgumentError(
             f"{op.name} of {dtype.name} by {world} ranks, {leaves} leaves; an aggregator sums "
-            f"{', '.join(each.name for each in DTYPES)} of 2..{WORLD_MAX} ranks, one leaf each"
+            f"{', '.join(each.name for each in DTYPES)} of 2..{LEAVES_MAX} ranks, one leaf each"
         )
     layout = Layout(Hosts.equal(world, 1))
     builder, result = allreduce_builder(

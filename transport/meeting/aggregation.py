@@ -7,7 +7,7 @@ import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from sennit.transport.aggregator import DEFAULT_PORT
+from sennit.transport.aggregator import DEFAULT_PORT, LEAVES_MAX
 from sennit.transport.config import Config
 from sennit.transport.errors import ConfigError
 from sennit.transport.meeting.rank_records import Record
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 # An aggregator answers within a round trip. A rank asks some dozens of times.
 JOIN_LIMIT_S: Final = 1.0
-# AGGREGATION_LEAVES_MAX.
-RANKS_MAX: Final = 64
 
 
 def address_of(text: str) -> tuple[str, int]:
@@ -52,8 +50,8 @@ def join(endpoint: Endpoint, exchanges: Exchanges, config: Config, hello: Sequen
             without = peer if hello[0]["aggregation_key"] else 0
             raise ConfigError(f"rank {without} has no SENNIT_AGGREGATOR; allowed: one on all ranks, or none")
 
-    if len(hello) > RANKS_MAX:
-        return [f"the group has no aggregator, and does its sums itself: {len(hello)} ranks; allowed: 2..{RANKS_MAX}"]
+    if len(hello) > LEAVES_MAX:
+        return [f"the group has no aggregator, and does its sums itself: {len(hello)} ranks; allowed: 2..{LEAVES_MAX}"]
 
     def ask() -> Record:
         address, port = address_of(config.aggregator)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The port to an aggregator, and its only lane: the aggregator is one more peer (docs/decisions/0076). A plan sends
-// vectors to it and receives sums from it, as messages of the same slots. What it cannot do, it says in two kinds of
-// messages of their own:
+// vectors to it and receives sums from it, as messages of the same slots. Two kinds of messages say which sums are
+// missing:
 //   AGGREGATOR_MISSING  received from it: how many blocks of the operation have no sum here, as u32
 //   AGGREGATOR_FAILED + rank  sent to it: the same number of that rank. If it is not 0, the operation is given up.
 #pragma once
