@@ -210,14 +210,15 @@ class _Search:
         works = self.work + np.stack([work for _, work in options])
         self.rated += len(options)
         # The sum breaks ties: what hides behind a slower rank today may not tomorrow.
-        seconds = self.rating.seconds(works) + 1e-3 * np.stack([self.mean_load(work) for work in works])
+        seconds = self.rating.seconds(works) + 1e-3 * self.mean_load(works)
         seconds = np.where(self.rating.fits(works), seconds, np.inf)
         at = int(np.argmin(seconds))
         return None if not np.isfinite(seconds[at]) else (float(seconds[at]), *options[at])
 
     def mean_load(self, work: Work) -> Any:
+        """Of one placement, or of each of several, [...]."""
         load = self.rating.rank_seconds(work)
-        return np.sqrt((load**2).mean())
+        return np.sqrt((load**2).mean(-1))
 
     def seconds(self) -> float:
         return float(self.rating.seconds(self.work)) + 1e-3 * float(self.mean_load(self.work))
@@ -363,7 +364,7 @@ def _swapped(search: _Search, best: float, moves_max: int) -> tuple[float, bool]
             ]
         )
         search.rated += len(pairs)
-        seconds = search.rating.seconds(works) + 1e-3 * np.stack([search.mean_load(work) for work in works])
+        seconds = search.rating.seconds(works) + 1e-3 * search.mean_load(works)
         seconds = np.where(search.rating.fits(works), seconds, np.inf)
         at = int(np.argmin(seconds))
         if seconds[at] < best * (1 - GAIN_MIN):

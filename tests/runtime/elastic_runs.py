@@ -53,5 +53,7 @@ def elastic_run(folder: Path, name: str, *arguments: str, **variables: Any) -> I
     texts: dict[str, Any] = {
         name: value if isinstance(value, str) else json.dumps(value) for name, value in variables.items()
     }
-    with ForkedCommand(PROGRAM, "--elastic", *arguments, "--json", str(report), **texts) as command:
+    # As in whole_run.py.
+    given = ["--elastic", "--sharding", "table_wise", *arguments, "--json", str(report)]
+    with ForkedCommand(PROGRAM, *given, **texts) as command:
         yield ElasticRun(command, report)

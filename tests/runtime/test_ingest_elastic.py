@@ -25,7 +25,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 PROGRAM = ("-m", "sennit.testbed.scenarios.mortal_trainer")
 HIDDEN = (str(Path(__file__).with_name("hidden_trainer.py")),)
 DATA = ["--data", "synthetic", "--samples", "700", "--row-limit", "200"]
-MODEL = ["--batch-size", "60", "--dim", "4", "--bottom", "8", "--top", "8", "--epochs", "1", "--elastic"]
+MODEL = ["--batch-size", "60", "--dim", "4", "--bottom", "8", "--top", "8", "--epochs", "1", "--elastic",
+    "--sharding", "table_wise",
+]  # fmt: skip
 STEP_COUNT = 10
 DEADLINE_S = 120.0
 LOOK_S = 0.02

@@ -91,7 +91,7 @@ def plans(rank: int, world: int, *, port: int, sharding: str) -> dict[str, Any]:
 
 
 SAMPLES, ROW_LIMIT = "600", "200"
-MODEL = ["--batch-size", "64", "--dim", "4", "--bottom", "8", "--top", "8"]
+MODEL = ["--batch-size", "64", "--dim", "4", "--bottom", "8", "--top", "8", "--sharding", "table_wise"]
 MEMORY = ["--data", "synthetic", "--samples", SAMPLES, "--row-limit", ROW_LIMIT]
 
 

@@ -45,7 +45,8 @@ def test_a_job_trains_on_two_nodes(nodes: SlurmNodes, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     status, said = nodes.submit(
         str(BATCH_FILE), "-m", "sennit.runtime.training", "--data=synthetic", "--samples=600", "--row-limit=200",
-        "--batch-size=64", "--dim=4", "--bottom=8", "--top=8", "--epochs=1", f"--json={report}",
+        "--batch-size=64", "--dim=4", "--bottom=8", "--top=8", "--epochs=1",
+        "--sharding=table_wise", f"--json={report}",
         environment=ENVIRONMENT,
     )  # fmt: skip
     assert status == 0, said

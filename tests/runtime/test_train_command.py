@@ -28,7 +28,7 @@ from tests.runtime.whole_run import train
 TRAIN = "sennit.runtime.training"
 TINY = [
     "--data", "synthetic", "--samples", "600", "--row-limit", "200", "--batch-size", "64", "--dim", "4",
-    "--bottom", "8", "--top", "8",
+    "--bottom", "8", "--top", "8", "--sharding", "table_wise",
 ]  # fmt: skip
 
 

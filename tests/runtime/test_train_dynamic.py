@@ -27,7 +27,9 @@ from tests.runtime.whole_run import train
 pytestmark = pytest.mark.timeout(150)
 
 DATA = "synthetic-stream?days=3&rows-per-day=1200&living=150,40&life-days=0.4&dense=2"
-MODEL = ["--batch-size", "100", "--dim", "4", "--bottom", "8", "--top", "8", "--decay", "none", "--timeout", "60"]
+MODEL = ["--batch-size", "100", "--dim", "4", "--bottom", "8", "--top", "8", "--decay", "none", "--timeout", "60",
+    "--sharding", "table_wise",
+]  # fmt: skip
 SETTINGS = """
 [defaults]
 row_shards = 4

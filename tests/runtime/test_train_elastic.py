@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 TINY = [
     "--data", "synthetic", "--samples", "700", "--row-limit", "200", "--batch-size", "60", "--dim", "4",
     "--bottom", "8", "--top", "8", "--epochs", "1", "--timeout", "60",
+    "--sharding", "table_wise",
 ]  # fmt: skip
 STEP_COUNT = 10
 

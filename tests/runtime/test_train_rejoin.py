@@ -18,6 +18,7 @@ from tests.runtime.whole_run import train
 TINY = [
     "--data", "synthetic", "--samples", "700", "--row-limit", "200", "--batch-size", "60", "--dim", "4",
     "--bottom", "8", "--top", "8", "--epochs", "1", "--timeout", "60",
+    "--sharding", "table_wise",
 ]  # fmt: skip
 STEP_COUNT = 10
 

@@ -15,10 +15,11 @@ from sennit.runtime.training.command import main
 def train(report: Path, *arguments: str) -> dict[str, Any]:
     """Returns the report of a `sennit train`, whose ranks are forks of the process that forks worlds.
 
-    A command of its own would import torch twice. What ranks print is not caught.
+    A command of its own would import torch twice. What ranks print is not caught. Tables are table-wise unless the test
+    says otherwise: to plan them takes half a second of a processor, which is most of a small run.
     """
     with pytest.raises(SystemExit) as ended:
-        main([*arguments, "--json", str(report)])
+        main(["--sharding", "table_wise", *arguments, "--json", str(report)])
     assert not ended.value.code
     result: dict[str, Any] = json.loads(report.read_text())
     return result

@@ -24,7 +24,7 @@ FEEDER_HOST, TRAINER_HOST = 0, 1
 BATCH, STEPS, RANKS = 128, 12, 2
 DATA = ["--data", "synthetic", "--samples", "3000", "--row-limit", "200"]
 RUN = ["--batch-size", f"{BATCH}", "--steps", f"{STEPS}", "--ranks", f"{RANKS}", "--dim", "4", "--bottom", "8",
-       "--top", "8", "--timeout", "60"]  # fmt: skip
+       "--top", "8", "--timeout", "60", "--sharding", "table_wise"]  # fmt: skip
 # `accepted` is no refusal, and only BPF programs count `busy`.
 NOT_REFUSED = ("accepted", "busy")
 

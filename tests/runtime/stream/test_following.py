@@ -36,7 +36,9 @@ pq = pytest.importorskip("pyarrow.parquet")
 pytestmark = pytest.mark.timeout(240)
 
 TINY: dict[str, Any] = {"batch_size": 40, "embedding_dim": 4, "bottom": (8,), "top": (8,), "decay": "none"}
-TINY_OPTIONS = ["--batch-size", "40", "--dim", "4", "--bottom", "8", "--top", "8", "--decay", "none", "--timeout", "60"]
+TINY_OPTIONS = ["--batch-size", "40", "--dim", "4", "--bottom", "8", "--top", "8", "--decay", "none", "--timeout", "60",
+    "--sharding", "table_wise",
+]  # fmt: skip
 DONE = "_SUCCESS"
 FILES = 6
 FIT = 250

@@ -30,7 +30,7 @@ pa = pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.timeout(240)
 
 TINY = ["--batch-size", "40", "--dim", "4", "--bottom", "8", "--top", "8", "--decay", "none", "--timeout", "60",
-    "--row-shards", "4",
+    "--row-shards", "4", "--sharding", "table_wise",
 ]  # fmt: skip
 ORDERS: dict[str, list[str]] = {
     "shuffled": ["--order", "shuffled", "--shuffle-rows", "250", "--epochs", "2", "--validation-fraction", "0.1"],
