@@ -74,10 +74,10 @@ class Environment:
         self.folder = folder
         # Looked up before the environment is made, because a distribution may be missing.
         distributions = closure([*_requirements(wheel, extra), *map(Requirement, beside)])
-        venv.EnvBuilder(symlinks=True, with_pip=False).create(folder)
+        shutil.copytree(_with_wheel(wheel), folder, symlinks=True, dirs_exist_ok=True)
         self.python = folder / "bin" / "python"
-        install = ["--python", str(self.python), "install", "--no-deps", "--no-index", "--no-compile"]
-        _pip([*install, str(wheel), *map(str, wheels)], dict(os.environ), INSTALL_TIMEOUT_S)
+        if wheels:
+            _install(self.python, *wheels)
         (site,) = folder.glob("lib/python*/site-packages")
         for distribution in distributions:
             _link(distribution, site, folder)
@@ -103,6 +103,20 @@ class Environment:
             [self.python, *arguments], cwd=self.folder, env=self.variables, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
+
+
+@functools.cache
+def _with_wheel(wheel: Path) -> Path:
+    """An environment with the wheel alone. The others are copies of it, because pip takes seconds."""
+    folder = wheel.parent / "with-wheel"
+    venv.EnvBuilder(symlinks=True, with_pip=False).create(folder)
+    _install(folder / "bin" / "python", wheel)
+    return folder
+
+
+def _install(python: Path, *wheels: Path) -> None:
+    install = ["--python", str(python), "install", "--no-deps", "--no-index", "--no-compile"]
+    _pip([*install, *map(str, wheels)], dict(os.environ), INSTALL_TIMEOUT_S)
 
 
 def closure(requirements: Iterable[Requirement]) -> list[Distribution]:
