@@ -4,7 +4,7 @@
 import faulthandler
 import fcntl
 import gc
-import multiprocessing
+import multiprocessing.forkserver
 import os
 import random
 import signal
@@ -41,8 +41,11 @@ FORKED_HAVE = [
     *("pyarrow.compute", "pyarrow.parquet", "pandas"),  # as the ranks of `sennit train`
     *("pydantic.fields", "pydantic.types"),  # typer has them where they are installed
     "hypothesis.strategies",  # extent.py
+    "sennit.testbed.fork_server",  # the last: it is about what the others have brought
 ]
 multiprocessing.get_context("forkserver").set_forkserver_preload(FORKED_HAVE)
+# Tests call the product in this process. It would start the server with a list of its own, if it came first.
+multiprocessing.forkserver.set_forkserver_preload = lambda modules_names: None
 
 # Seconds and path of each test file that took long, the longest first (--write-long-files).
 LONG_FILES = Path(__file__).with_name("long_files.txt")

@@ -8,6 +8,7 @@ parsed with all their options, programs are compiled and their calls compared wi
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -74,9 +75,14 @@ def commands(text: str) -> Iterator[list[str]]:
             yield words[: words.index("&")] if "&" in words else words
 
 
+@functools.cache
+def whole_command() -> Any:
+    return typer.main.get_command(app)
+
+
 def check_sennit(words: list[str]) -> None:
     """Parses a command: names, options and their values must be right. Nothing is run."""
-    group: Any = typer.main.get_command(app)
+    group: Any = whole_command()
     context = None
     while hasattr(group, "commands"):
         assert words, "a command is missing"

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +22,10 @@ def say(text: str, to: Path) -> None:
 
 def fail(text: str) -> None:
     raise ValueError(text)
+
+
+def say_what_is_imported(to: Path) -> None:
+    to.write_text(" ".join(sys.modules))
 
 
 @pytest.fixture
@@ -43,6 +49,16 @@ def test_a_process_that_fails_leaves_a_traceback_in_its_log(tmp_path: Path) -> N
     assert "ValueError: for the test" in (tmp_path / "log").read_text()
 
 
+def test_a_fork_has_what_the_server_imports_whoever_started_it(tmp_path: Path) -> None:
+    """The product has a list of its own, and may come first: tests call it in this process."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["mailbox"])
+    process = start(partial(say_what_is_imported, tmp_path / "said"))
+    process.join(60)
+    imported = (tmp_path / "said").read_text().split()
+    assert {"pytest", "sennit.testbed.fork_server"} <= set(imported)
+    assert "mailbox" not in imported
+
+
 def test_what_has_no_name_in_a_module_is_refused() -> None:
     def inside() -> None: ...
 
@@ -55,4 +71,5 @@ def test_processes_are_forked_and_spawned_in_one_place() -> None:
     here = Path(__file__).parent
     starts = re.compile(r'get_context\("(forkserver|spawn)"\)')
     found = {str(path.relative_to(here)) for path in here.rglob("*.py") if starts.search(path.read_text())}
-    assert found == {"ranks.py", "conftest.py"}  # where the server is told what to import
+    # Here, and where the server is told what to import.
+    assert found == {"ranks.py", "test_ranks.py", "conftest.py"}
