@@ -21,7 +21,7 @@ HUGE_BYTES: Final = 2 << 20
 def collapse() -> None:
     """Moves the private memory of this process that no file backs into huge pages."""
     libc = ctypes.CDLL(None)
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         span, access, _, _, inode, *name = line.split()
         low, high = (int(end, 16) for end in span.split("-"))
         if access == "rw-p" and inode == "0" and name in ([], ["[heap]"]) and high - low >= HUGE_BYTES:
