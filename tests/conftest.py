@@ -3,6 +3,7 @@
 
 import faulthandler
 import fcntl
+import functools
 import gc
 import multiprocessing.forkserver
 import os
@@ -17,6 +18,7 @@ from typing import Any
 import hypothesis
 import numpy as np
 import pytest
+import typer.main
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from sennit.doctor import capabilities
@@ -46,6 +48,9 @@ FORKED_HAVE = [
 multiprocessing.get_context("forkserver").set_forkserver_preload(FORKED_HAVE)
 # Tests call the product in this process. It would start the server with a list of its own, if it came first.
 multiprocessing.forkserver.set_forkserver_preload = lambda modules_names: None
+
+# Tests invoke commands of one program. typer would build all its commands for each of them.
+typer.main.get_command = functools.cache(typer.main.get_command)
 
 # Seconds and path of each test file that took long, the longest first (--write-long-files).
 LONG_FILES = Path(__file__).with_name("long_files.txt")

@@ -8,7 +8,6 @@ parsed with all their options, programs are compiled and their calls compared wi
 from __future__ import annotations
 
 import ast
-import functools
 import importlib
 import inspect
 import re
@@ -75,14 +74,9 @@ def commands(text: str) -> Iterator[list[str]]:
             yield words[: words.index("&")] if "&" in words else words
 
 
-@functools.cache
-def whole_command() -> Any:
-    return typer.main.get_command(app)
-
-
 def check_sennit(words: list[str]) -> None:
     """Parses a command: names, options and their values must be right. Nothing is run."""
-    group: Any = whole_command()
+    group: Any = typer.main.get_command(app)
     context = None
     while hasattr(group, "commands"):
         assert words, "a command is missing"

@@ -168,6 +168,17 @@ def test_every_option_is_fixed_or_free_or_no_part_of_the_run() -> None:
     assert not fixed & free
 
 
+SAVED_SEED = 5
+
+
+@pytest.fixture(scope="module")
+def saved(kept_world: WorldFactory, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's checkpoint of its first step, for those that only read it."""
+    folder = tmp_path_factory.mktemp("saved")
+    kept_world(2).run(save_then_train_on, seed=SAVED_SEED, folder=str(folder), before=1, after=0)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
@@ -191,16 +202,18 @@ def test_every_option_is_fixed_or_free_or_no_part_of_the_run() -> None:
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_a_run_does_not_go_on_from_another_ones_checkpoint(
-    kept_world: WorldFactory, seed: int, tmp_path: Path, changed: dict[str, Any], line: str
+    kept_world: WorldFactory, saved: Path, changed: dict[str, Any], line: str
 ) -> None:
     """Otherwise the run would be evaluated on rows that it has trained on, or would train other weights."""
-    world = kept_world(2)
-    world.run(save_then_train_on, seed=seed, folder=str(tmp_path), before=1, after=0)
-    for message in world.run(begin_error, seed=seed, folder=str(tmp_path), **changed):
-        assert message.startswith(f"ConfigError: {tmp_path / 'step-000000001'} is of another run; ")
+    for message in kept_world(2).run(begin_error, seed=SAVED_SEED, folder=str(saved), **changed):
+        assert message.startswith(f"ConfigError: {saved / 'step-000000001'} is of another run; ")
         assert line in message
-    for message in world.run(begin_error, seed=seed + 1, folder=str(tmp_path), data_seed=seed):
-        assert f"order.seed: {seed} in the checkpoint, {seed + 1} here" in message
+
+
+def test_a_run_of_another_seed_does_not_go_on_from_a_checkpoint(kept_world: WorldFactory, saved: Path) -> None:
+    other = SAVED_SEED + 1
+    for message in kept_world(2).run(begin_error, seed=other, folder=str(saved), data_seed=SAVED_SEED):
+        assert f"order.seed: {SAVED_SEED} in the checkpoint, {other} here" in message
         assert message.count("\n") == 1
 
 
