@@ -2,8 +2,8 @@
 """Commands of sennit as forks of the server of `ranks.py`, which has imported what they import.
 
 A command of its own imports torch, its compiler and pandas, which takes six seconds of a processor. A fork has its own
-arguments, variables and output, and its ranks are forks of it, as those of a command are. What a command imports, how
-its interpreter ends, and what a terminal shows are tested on commands in earnest.
+arguments, variables and output, and its ranks are forks of it, as those of a command are. What a command imports and
+how its interpreter ends is tested on commands in earnest. On a terminal: terminal.py.
 """
 
 from __future__ import annotations

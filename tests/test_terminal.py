@@ -134,7 +134,7 @@ def test_train_feed_and_top_show_how_far_they_are() -> None:
     feed = ["feed", "--data=synthetic", "--samples=1024", "--row-limit=100", f"--to=127.0.0.1:{port}"]
 
     def run(arguments: list[str], until: str = "", no_color: str | None = None) -> tuple[int, str]:
-        return run_on_terminal([*SENNIT, *arguments], timeout_s=3 * COMMAND_TIMEOUT_S, until=until, NO_COLOR=no_color)
+        return run_on_terminal(arguments, timeout_s=3 * COMMAND_TIMEOUT_S, until=until, forked=True, NO_COLOR=no_color)
 
     with ThreadPoolExecutor() as pool:
         trained = pool.submit(run, train)

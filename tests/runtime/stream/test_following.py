@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -335,8 +334,8 @@ def test_an_interrupt_says_what_is_kept(seed: int, tmp_path: Path) -> None:
     bring(tmp_path, "part-0.parquet", "part-1.parquet", "part-2.parquet")
     data = ["--data", str(tmp_path / "data"), "--schema", str(tmp_path / "whole" / "schema.toml")]
     kept = ["--follow", "--checkpoint", str(tmp_path / "kept")]
-    command = [sys.executable, "-m", "sennit", "train", *data, *TINY_OPTIONS, *options("rolling", tmp_path), *kept]
-    status, shown = run_on_terminal([*command, "--ranks", "2"], timeout_s=100, until="waiting for")
+    command = ["train", *data, *TINY_OPTIONS, *options("rolling", tmp_path), *kept]
+    status, shown = run_on_terminal([*command, "--ranks", "2"], timeout_s=100, until="waiting for", forked=True)
     assert status == 130, shown
     path = tmp_path / "kept" / "step-000000010"
     assert "\nstopped after step 10\r\n" in shown.replace("\x1b[?25h", "")
