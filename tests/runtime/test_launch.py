@@ -12,14 +12,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sennit.command_line import OutputLost, ReaderGone
-from sennit.runtime.training.launch import RankFailure, Ranks, run_ranks
+from sennit.runtime.training.launch import RankFailure, Ranks, run_ranks, serve_store
 from tests.extent import briefly
+from tests.ranks import start
 
 HERE = str(Path(__file__).parent)
 TIMEOUT_S = 30.0
@@ -74,9 +77,52 @@ def test_a_rank_that_cannot_write_its_output_ends_the_command_as_any_output_does
         run("writes_to", path)
 
 
+class Launcher:
+    """A fork whose two ranks, forks as well, run a function of launch_functions.py. It begins seconds sooner than an
+    interpreter of its own. With what tests need of `subprocess.Popen`.
+    """
+
+    def __init__(self, function: str, argument: str) -> None:
+        ours, theirs = multiprocessing.Pipe(duplex=False)
+        self._process = start(partial(launch, function, argument), pipe=theirs)
+        theirs.close()
+        with ours:
+            self.stdout = os.fdopen(os.dup(ours.fileno()))
+
+    def send_signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout_s: float) -> int | None:
+        self._process.join(timeout_s)
+        return self._process.exitcode
+
+
+def launch(function: str, argument: str, output: Connection) -> None:
+    with output:
+        os.dup2(output.fileno(), 1)
+    sys.path.insert(0, HERE)
+    called = getattr(importlib.import_module("launch_functions"), function)
+    with Ranks(2, forked=True) as ranks:
+        _store, address = serve_store(0, timeout_s=TIMEOUT_S)
+        ranks.run(called, argument, address=address, store_timeout_s=TIMEOUT_S)
+
+
 @contextlib.contextmanager
-def launched(how: str, function: str, argument: str) -> Iterator[subprocess.Popen[str]]:
-    """A process whose two ranks run this function of launch_functions.py."""
+def launched(how: str, function: str, argument: str) -> Iterator[subprocess.Popen[str] | Launcher]:
+    """A process whose two ranks run this function of launch_functions.py. `fork`: it is a fork itself."""
+    if how == "fork":
+        fork = Launcher(function, argument)
+        try:
+            yield fork
+        finally:
+            fork.kill()
+            fork.wait(TIMEOUT_S)
+            fork.stdout.close()
+        return
     command = [sys.executable, "-c", LAUNCHER, how, function, argument]
     environment = {**os.environ, "PYTHONPATH": HERE, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as launcher:
@@ -89,6 +135,7 @@ def launched(how: str, function: str, argument: str) -> Iterator[subprocess.Pope
 @pytest.mark.parametrize("how", briefly(["forked", "threads"], ["threads"]))
 def test_only_a_process_without_other_threads_is_forked_into_its_ranks(how: str) -> None:
     with launched(how, "origin", "") as launcher:
+        assert isinstance(launcher, subprocess.Popen)
         text, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 0
     origins = ast.literal_eval(text)
@@ -102,7 +149,7 @@ def test_ranks_that_are_never_run_are_ended() -> None:
     assert [process.exitcode for process in started] == [-signal.SIGKILL] * 2
 
 
-@pytest.mark.parametrize("how", briefly(["forked", "server"], ["forked"]))
+@pytest.mark.parametrize("how", briefly(["fork", "forked", "server"], ["fork"]))
 def test_ranks_end_when_the_process_that_started_them_is_killed(how: str) -> None:
     with launched(how, "wait_to_be_ended", str(TIMEOUT_S)) as launcher:
         try:
@@ -114,14 +161,14 @@ def test_ranks_end_when_the_process_that_started_them_is_killed(how: str) -> Non
         assert launcher.stdout.read() == "asked\n" * 2
 
 
-@pytest.mark.parametrize("how", briefly(["forked", "server"], ["forked"]))
+@pytest.mark.parametrize("how", briefly(["fork", "forked", "server"], ["fork"]))
 def test_an_interrupt_of_the_process_that_started_them_is_one_of_the_ranks(how: str) -> None:
     with launched(how, "wait_to_be_interrupted", str(TIMEOUT_S)) as launcher:
         assert launcher.stdout is not None
         assert [launcher.stdout.readline() for _ in range(2)] == ["here\n"] * 2
         launcher.send_signal(signal.SIGINT)
         assert launcher.stdout.read() == "interrupted\n" * 2
-        assert launcher.wait(TIMEOUT_S) == -signal.SIGINT
+        assert launcher.wait(TIMEOUT_S) == (1 if how == "fork" else -signal.SIGINT)
 
 
 def test_a_command_that_starts_ranks_imports_neither_torchs_compiler_nor_what_is_for_xdp() -> None:
