@@ -9,11 +9,11 @@ import math
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from sennit.transport.errors import ConfigError
+from sennit.transport.light_tuple import LightTuple
 
 PATHS_MAX: Final = 256
 # Binding a port below this number needs a privilege.
@@ -111,8 +111,17 @@ class VerbsService(StrEnum):
     RC = "rc"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
+# The fields of Config that are names.
+NAMED: Final[Mapping[str, type[StrEnum]]] = {
+    "transport": TransportKind,
+    "verbs_service": VerbsService,
+    "path_policy": PathPolicy,
+    "congestion": Congestion,
+    "algorithm": Algorithm,
+}
+
+
+class Config(LightTuple):
     """The transport's settings, checked on creation. Ranks of one group may have different settings if they find a
     common transport. Path policy, congestion control and window concern only the sender and change nothing on the wire.
     If path counts differ, a pair of ranks uses the smaller one."""
@@ -182,27 +191,28 @@ class Config:
     without a sign of life, and the group ends. Library threads send these signs, so a rank that computes or holds the
     GIL is not dead. A stopped process (SIGSTOP, a debugger) sends none."""
 
-    def __post_init__(self) -> None:
-        if self.transport not in tuple(TransportKind):
-            raise ConfigError(f"transport {self.transport!r}; allowed: {', '.join(TransportKind)}")
-        object.__setattr__(self, "transport", TransportKind(self.transport))
+    def __new__(cls, **given: Any) -> Self:
+        """Takes names only. Raises ConfigError, with what is allowed, for a value that is not."""
+        for field, kind in NAMED.items():
+            value = given.get(field, cls._field_defaults[field])
+            if value is None and field == "algorithm":
+                continue
+            if value not in tuple(kind):
+                or_none = ", or None" if field == "algorithm" else ""
+                raise ConfigError(f"{field} {value!r}; allowed: {', '.join(kind)}{or_none}")
+            given[field] = kind(value)
+        made = super().__new__(cls, **given)
+        made._check()
+        return made
+
+    def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, Any]]:
+        return (), self._asdict()
+
+    def _check(self) -> None:
         if not 1 <= self.paths <= PATHS_MAX:
             raise ConfigError(f"paths {self.paths}; allowed: 1..{PATHS_MAX}")
         if self.ports is not None:
             self._check_ports(*self.ports)
-        for field, kind in (
-            ("verbs_service", VerbsService),
-            ("path_policy", PathPolicy),
-            ("congestion", Congestion),
-        ):
-            value = getattr(self, field)
-            if value not in tuple(kind):
-                raise ConfigError(f"{field} {value!r}; allowed: {', '.join(kind)}")
-            object.__setattr__(self, field, kind(value))
-        if self.algorithm is not None:
-            if self.algorithm not in tuple(Algorithm):
-                raise ConfigError(f"algorithm {self.algorithm!r}; allowed: {', '.join(Algorithm)}, or None")
-            object.__setattr__(self, "algorithm", Algorithm(self.algorithm))
         if not WINDOW_MIN_BYTES <= self.window_bytes <= WINDOW_MAX_BYTES:
             raise ConfigError(f"window_bytes {self.window_bytes}; allowed: {WINDOW_MIN_BYTES}..{WINDOW_MAX_BYTES}")
         for name in self.interfaces:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
+from sennit.collecting import no_collections
+
 if TYPE_CHECKING:
     import torch.distributed as dist
 
@@ -172,8 +174,9 @@ def _create(group: Any, options: Options | None) -> dist.Backend:
             f"pg_options is a {type(options).__name__}; allowed: sennit.runtime.backend.process_group.Options or None"
         )
     options = options or Options()
-    load_extension()
-    from sennit.transport.communicator import Communicator
+    with no_collections():
+        load_extension()
+        from sennit.transport.communicator import Communicator
 
     name = str(group.group_id)
     if isinstance(options, ConnectedOptions):
@@ -257,6 +260,7 @@ class PlanCompiler:
         self._rank, self._world, self._group = communicator.rank, communicator.world, communicator
         self._codec = codec
 
+    @no_collections()  # the first plans load the modules that make them
     def __call__(
         self,
         kind: int,

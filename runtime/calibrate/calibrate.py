@@ -92,7 +92,7 @@ def measure(*, rank: int, world: int, store: Store, config: Config | None = None
     """Runs on every rank. Returns on rank 0 the contents of the file, and None elsewhere."""
     if world < 2:
         raise CalibrationError(f"{world} rank; allowed: 2 or more")
-    given = dataclasses.replace(config or from_environment(), algorithm=None, calibration=None)
+    given = (config or from_environment())._replace(algorithm=None, calibration=None)
     with Communicator(rank=rank, world=world, store=store, config=given, name="calibrate", timeout_s=JOIN_S) as group:
         hosts, ranks_here = group.selection.hosts, group.ranks_here
         # The group's connections are open on all ranks before the first one leaves.
@@ -101,7 +101,7 @@ def measure(*, rank: int, world: int, store: Store, config: Config | None = None
     checks: list[Check] = []
     fold_byte_s = None
     for way, members, transport in _groups(rank, hosts, given.transport):
-        runs = _Runs(rank, members, store, dataclasses.replace(given, transport=transport), way, ranks_here)
+        runs = _Runs(rank, members, store, given._replace(transport=transport), way, ranks_here)
         fitted = runs.run(len(members), FITTED, has_chunked=len(members) < 4)[0]
         if len(members) > 2:
             fitted += runs.run(2, IN_PAIRS)[0]
@@ -118,7 +118,7 @@ def measure(*, rank: int, world: int, store: Store, config: Config | None = None
     cores = cores_here()
     kernels = kernel_speeds.measure(has_contention=len(home) < cores) if rank == 0 else {}
     if len(home) > 1:
-        near = dataclasses.replace(given, transport=TransportKind.SHM)
+        near = given._replace(transport=TransportKind.SHM)
         with Communicator(
             rank=home.index(rank), world=len(home), store=store, config=near, name=f"calibrate/cores/{home[0]}",
             timeout_s=RUN_S, ranks_here_min=ranks_here,

@@ -7,7 +7,6 @@ The two machines make a group as a job does. So interfaces, ports and packet siz
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 import warnings
 from collections.abc import Callable
@@ -92,4 +91,4 @@ def _over_the_network(config: Config, rank: int) -> Config:
     transport = config.transport
     if transport in (TransportKind.AUTO, TransportKind.SHM):
         transport = TransportKind.UDP
-    return dataclasses.replace(config, transport=transport, host_id=f"doctor-{rank}")
+    return config._replace(transport=transport, host_id=f"doctor-{rank}")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 from pathlib import Path
 from typing import Any
@@ -125,10 +124,10 @@ def test_names_that_resemble_no_variable_are_let_be() -> None:
 def test_a_configuration_cannot_change_and_takes_names_only() -> None:
     config = Config(transport="shm")  # type: ignore[arg-type]
     assert config.transport is TransportKind.SHM
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(AttributeError):
         config.paths = 3  # type: ignore[misc]
     with pytest.raises(TypeError):
-        Config(TransportKind.SHM)  # type: ignore[call-arg]
+        Config(TransportKind.SHM)
     with pytest.raises(ConfigError, match="transport 'tcp'"):
         Config(transport="tcp")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="path_policy 'random'; allowed: round_robin, reps"):
