@@ -148,10 +148,15 @@ def result_key(round_number: int, rank: int) -> str:
 
 
 def main(host: str, port: str, round_number: str, *peers: str) -> None:
-    """The rank and the world are in the environment, as torchrun gives them. Round 0 is counted."""
+    """The rank and the world are in the environment, as torchrun gives them.
+
+    Round 0 has further groups that are counted, whose turns come first in what it leaves.
+    """
     rank, world, number = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(round_number)
     store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
-    turns = take_turns(peers, rank, world, store, first=number * len(peers), are_counted=number == 0)
+    turns = take_turns(peers, rank, world, store, first=(number + 1) * len(peers), are_counted=False)
+    if number == 0:
+        turns = [*take_turns(peers, rank, world, store, first=0, are_counted=True), *turns]
     store.set(result_key(number, rank), json.dumps([asdict(turn) for turn in turns]))
 
 

@@ -125,7 +125,7 @@ def group(
     against: Annotated[list[str] | None, typer.Option(help="peer: gloo")] = None,
     transport: Annotated[str, typer.Option(help="value of SENNIT_TRANSPORT: auto, shm or udp")] = "auto",
     world: Annotated[int, typer.Option(help="number of ranks, all on this machine", min=2)] = 64,
-    rounds: Annotated[int, typer.Option(help="timed groups of each peer; the median is reported", min=1)] = 5,
+    rounds: Annotated[int, typer.Option(help="timed groups of each peer; the median is reported", min=1)] = 3,
     warm: Annotated[bool, typer.Option("--warm", help="ranks have imported everything before")] = False,
     json_path: Figures = None,
 ) -> None:
