@@ -132,19 +132,22 @@ def _beside(shape: Shape, optimizer: str, peer: str, rounds: int, seed: int) -> 
     # All known ids have rows, in the order in which they come.
     for part in ids.known.split(shape.bags * shape.length):
         ours({"id": part.view(-1, 1)})["id"].sum().backward()
-    steps: dict[str, Callable[[int], None]] = {"sennit": lambda number: _step(ours, ids.of(number)[0])}
+    steps: dict[str, Callable[[Tensor], None]] = {"sennit": lambda given: _step(ours, given)}
     if peer == FIXED:
         fixed = _module(shape, optimizer)
-        steps[peer] = lambda number: _step(fixed, ids.of(number)[1])
+        steps[peer] = lambda rows: _step(fixed, rows)
     else:
-        steps[peer] = _with_torch(shape, ids, _dict(ids) if peer == BY_HAND else managed(shape, ids))
+        steps[peer] = _with_torch(shape, _dict(ids) if peer == BY_HAND else managed(shape, ids))
     taken: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds + BATCHES):
         names = list(steps)[:: 1 if number % 2 else -1]
         for name in names:
+            # Drawing ids is not a part of a step.
+            drawn, rows = ids.of(number)
+            given = rows if name == FIXED else drawn
             # Of the processor: a busy machine then adds little. One thread does all the work.
             began_s = time.process_time()
-            steps[name](number)
+            steps[name](given)
             if number >= BATCHES:
                 taken[name].append(time.process_time() - began_s)
     return Result(shape=shape, optimizer=optimizer, peer=peer, step_s=taken)
@@ -204,12 +207,11 @@ def managed(shape: Shape, ids: Ids) -> Callable[[Tensor], Tensor]:
     return rows_of
 
 
-def _with_torch(shape: Shape, ids: Ids, rows_of: Callable[[Tensor], Tensor]) -> Callable[[int], None]:
+def _with_torch(shape: Shape, rows_of: Callable[[Tensor], Tensor]) -> Callable[[Tensor], None]:
     bag = nn.EmbeddingBag(shape.rows, shape.dim, mode="sum", sparse=True)
     optimizer = torch.optim.SparseAdam(list(bag.parameters()), lr=RATE)
 
-    def step(number: int) -> None:
-        given, _ = ids.of(number)
+    def step(given: Tensor) -> None:
         rows = rows_of(given.flatten()).view(given.shape)
         optimizer.zero_grad()
         bag(rows).sum().backward()
