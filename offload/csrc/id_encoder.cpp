@@ -2,6 +2,7 @@
 #include "id_encoder.hpp"
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <type_traits>
 
@@ -163,8 +164,50 @@ bool IdEncoder::read(std::string_view format, const ArrowArray& leaf, Flat& flat
   });
 }
 
+// A column of text, one value for each sample, whose rows have 32 bits. Some values at a time go all the way while they
+// are in the first cache.
+template <typename Offset>
+EncodedIds IdEncoder::hashed_texts(const ArrowArray& column) const {
+  constexpr std::size_t AT_ONCE = 512;
+  const Texts<Offset> texts(column);
+  const Nulls null(column);
+  const auto count = static_cast<std::size_t>(column.length), first = static_cast<std::size_t>(column.offset);
+  EncodedIds found;
+  found.narrow = buffer<std::int32_t>(count);
+  std::int32_t* const narrow = found.narrow->data();
+  std::int64_t* offsets = nullptr;
+  if (!null.none()) {
+    found.offset_count = count + 1;
+    found.offsets = buffer<std::int64_t>(count + 1);
+    offsets = found.offsets->data();
+    *offsets++ = 0;
+  }
+  std::array<std::int64_t, AT_ONCE> ids, rows;
+  for (std::size_t begin = 0; begin < count; begin += AT_ONCE) {
+    const std::size_t end = std::min(count, begin + AT_ONCE);
+    std::size_t kept = 0;
+    if (null.none()) {
+      for (std::size_t i = begin; i < end; i++) ids[kept++] = id_of(texts[first + i]);
+    } else {
+      // Without branches: a null has a value, too, which the next one replaces.
+      for (std::size_t i = begin; i < end; i++) {
+        ids[kept] = id_of(texts[first + i]);
+        kept += static_cast<std::size_t>(!null(first + i));
+        offsets[i] = static_cast<std::int64_t>(found.count + kept);
+      }
+    }
+    id_kernels().sigrid_hash(ids.data(), rows.data(), kept, *salt_, rows_);
+    for (std::size_t i = 0; i < kept; i++) narrow[found.count + i] = static_cast<std::int32_t>(rows[i]);
+    found.count += kept;
+  }
+  return found;
+}
+
 std::optional<EncodedIds> IdEncoder::encode(std::string_view format, std::string_view leaf_format,
                                             const ArrowArray& column) const {
+  const bool is_small = rows_ <= std::numeric_limits<std::int32_t>::max();
+  if (is_text(format) && !vocabulary_ && salt_ && hashes_ && is_small && !first_)
+    return format == "u" ? hashed_texts<std::int32_t>(column) : hashed_texts<std::int64_t>(column);
   Flat flat{.samples = Samples(format, column), .ids = nullptr, .own = {}, .count = 0, .offsets = {}};
   const bool are_lists = flat.samples.are_lists();
   if (!read(are_lists ? leaf_format : format, are_lists ? *column.children[0] : column, flat)) return std::nullopt;
@@ -175,7 +218,7 @@ std::optional<EncodedIds> IdEncoder::encode(std::string_view format, std::string
     flat.own = std::move(hashed);
     flat.ids = flat.own->data();
   }
-  const bool is_narrow = !is_any && rows_ <= std::numeric_limits<std::int32_t>::max();
+  const bool is_narrow = !is_any && is_small;
   // An id that is not used has to be allowed, too.
   if ((first_ || !is_narrow) && !vocabulary_ && !is_any && !are_inside(flat.ids, flat.count, rows_))
     return std::nullopt;

@@ -15,7 +15,9 @@
 namespace sennit::offload {
 
 // The id that text is hashed by: XXH64 of its bytes.
-inline std::int64_t id_of(std::string_view text) { return static_cast<std::int64_t>(xxh64(text.data(), text.size())); }
+inline std::int64_t id_of(std::string_view text) {
+  return static_cast<std::int64_t>(text.size() == 8 ? xxh64_of_8(text.data()) : xxh64(text.data(), text.size()));
+}
 
 struct EncodedIds {
   std::size_t count = 0;
@@ -43,6 +45,8 @@ class IdEncoder {
  private:
   struct Flat;
   bool read(std::string_view format, const ArrowArray& leaf, Flat& flat) const;
+  template <typename Offset>
+  EncodedIds hashed_texts(const ArrowArray& column) const;
 
   std::int64_t rows_;
   std::optional<std::int64_t> first_;

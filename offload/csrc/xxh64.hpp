@@ -39,10 +39,13 @@ struct Xxh64Sums {
   std::uint64_t join(std::size_t bytes) const { return checksum_join(a, b, c, d, bytes); }
 };
 
+// Of 8 bytes: the digits of 32 bits, as click logs have them.
+inline std::uint64_t xxh64_of_8(const char* at) {
+  return checksum_end(checksum_tail_word(CHECKSUM_PRIME_5 + 8, read_word<std::uint64_t>(at)));
+}
+
 inline std::uint64_t xxh64(const char* at, std::size_t bytes) {
   const char* const end = at + bytes;
-  // The digits of 32 bits, as click logs have them.
-  if (bytes == 8) return checksum_end(checksum_tail_word(CHECKSUM_PRIME_5 + bytes, read_word<std::uint64_t>(at)));
   // Section "XXH64 algorithm description", step 1: fewer bytes than a stripe.
   if (bytes < CHECKSUM_STRIPE_BYTES) return xxh64_tail(CHECKSUM_PRIME_5 + bytes, at, end);
   Xxh64Sums sums;

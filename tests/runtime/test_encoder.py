@@ -145,6 +145,23 @@ def test_gives_what_loading_the_whole_gives_however_it_is_cut(made: tuple[Any, S
         assert same(samples.batch(torch.arange(last - first)), expected.batch(torch.arange(first, last)))
 
 
+@pytest.mark.parametrize("has_nulls", [False, True])
+def test_texts_that_are_hashed_some_at_a_time_are_as_the_whole(has_nulls: bool) -> None:
+    """Several times as many as native code hashes at once, from a row in the middle."""
+    texts = [None if has_nulls and row % 7 == 3 else f"{row * row:08x}"[: row % 12] for row in range(1_500)]
+    table = arrow.table({"clicked": [row % 2 for row in range(1_500)], "word": texts})
+    schema = parse_schema({"label": "clicked", "sparse": {"word": HASH}})
+    raw = raw_samples("clicks", [Piece(table, HERE)], schema)
+    preprocessing = Preprocessing.fit(raw, torch.ones(len(raw), dtype=torch.bool))
+    (batch,) = table.slice(5).to_batches()
+    (found,) = Encoder(schema, preprocessing).encode(batch, HERE).columns
+    (expected,) = preprocessing.apply(raw_samples("clicks", [Piece(table.slice(5), HERE)], schema)).samples().columns
+    assert torch.equal(found.values, expected.values)
+    assert (found.offsets is None) == (expected.offsets is None)
+    if found.offsets is not None and expected.offsets is not None:
+        assert torch.equal(found.offsets, expected.offsets)
+
+
 def test_no_usual_type_takes_the_slow_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the other tests would compare the definition with itself."""
     sparse = {f"s{number}": kind.entry for number, kind in enumerate(SINGLES + BAGS)}
