@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final, Self
 from sennit.errors import FormatError
 
 # Incremented when messages change, or the order of samples that the terms define.
-VERSION: Final = 7
+VERSION: Final = 8
 # A plan and a schema of 512 fields take about a tenth of this.
 LINE_MAX_BYTES: Final = 1 << 20
 TEXT_MAX: Final = 1024
@@ -80,6 +80,9 @@ class Terms(Message):
     epoch: int = 0
     """How often ranks have left or joined."""
 
+    preprocessing: dict[str, Any] | None = None
+    """What the run already knows of how samples become records, as `Facts` have it. None: a feeder fits it."""
+
     def __post_init__(self) -> None:
         integer("version", self.version, 0, _UINT32_MAX)
         integer("session", self.session, 0, _UINT32_MAX)
@@ -98,6 +101,8 @@ class Terms(Message):
         if self.run is not None:
             integer("run", self.run, 0, _UINT32_MAX)
         integer("epoch", self.epoch, 0, _UINT32_MAX)
+        if self.preprocessing is not None:
+            _object("preprocessing", self.preprocessing)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,6 +221,11 @@ class LineReader:
             yield decode(line)
         if len(self._kept) > self._max_bytes:
             raise ProtocolError(f"a line of more than {self._max_bytes} bytes")
+
+
+def has_room(content: object) -> bool:
+    """Whether a line has room for it beside others: half of the line."""
+    return len(json.dumps(content)) <= LINE_MAX_BYTES // 2
 
 
 def integer(name: str, value: Any, low: int, high: int) -> int:

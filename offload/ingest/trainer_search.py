@@ -105,12 +105,13 @@ def _line(control: socket.socket, deadline_s: float) -> bytes:
     found = bytearray()
     while len(found) < LINE_MAX_BYTES:
         control.settimeout(max(0.01, deadline_s - time.monotonic()))
-        byte = control.recv(1)
-        if not byte:
+        there = control.recv(LINE_MAX_BYTES, socket.MSG_PEEK)
+        if not there:
             return b""
-        if byte == b"\n":
-            return bytes(found)
-        found += byte
+        end = there.find(b"\n") + 1
+        found += control.recv(end or len(there))
+        if end:
+            return bytes(found[:-1])
     raise FeedError(f"{control.getpeername()[0]}: a line of more than {LINE_MAX_BYTES} bytes; is this a trainer?")
 
 

@@ -14,7 +14,7 @@ from sennit.closing import Closing
 from sennit.offload.batches import BatchLayout
 from sennit.offload.errors import PlanError, TargetUnavailable
 from sennit.offload.ingest.facts import Facts
-from sennit.offload.ingest.protocol import VERSION, ProtocolError, Terms
+from sennit.offload.ingest.protocol import VERSION, ProtocolError, Terms, has_room
 from sennit.offload.ingest.session import IngestError, Session
 from sennit.offload.ingest.target import IngestTarget
 from sennit.offload.sketch import Sketch
@@ -68,12 +68,17 @@ class FedSource:
         world_size: int,
         timeout_s: float,
         is_elastic: bool,
+        known: Preprocessing | None = None,
     ) -> None:
-        """Waits until a feeder has described its data, if the door does not know them yet."""
+        """Waits until a feeder has described its data, if the door does not know them yet.
+
+        `known`: the preprocessing of the checkpoint that the run goes on from. Feeders take that of rank 0.
+        """
         self._door = door
         self._rank, self._world_size = rank, world_size
         self._timeout_s = timeout_s
-        self._session_number, door.run = _shared([secrets.randbits(32), door.run])
+        told = _told(known) if door.facts is None else door.facts.preprocessing
+        self._session_number, door.run, told = _shared([secrets.randbits(32), door.run, told])
         is_ours = dist.get_backend() == BACKEND_NAME
         places: list[Any] = [None] * world_size
         host, port = door.listener.getsockname()[:2]
@@ -90,6 +95,7 @@ class FedSource:
             order=terms_of(run, stream),
             run=door.run if is_elastic else None,
             epoch=communicator().epoch if is_ours else 0,
+            preprocessing=told,
         )
         self._page = IngestPage(rank, world_size)
         self._session = Session(
@@ -225,6 +231,14 @@ def _preprocessing(facts: Facts) -> Preprocessing | None:
         return Preprocessing.from_json(facts.preprocessing)
     except ValueError as error:
         raise IngestError(f"what the feeder did to {facts.name} cannot be read: {error}") from error
+
+
+def _told(known: Preprocessing | None) -> dict[str, Any] | None:
+    """The preprocessing as JSON, if a message has room for it."""
+    if known is None:
+        return None
+    told = known.as_json()
+    return told if has_room(told) else None
 
 
 def _shared(value: Any) -> Any:

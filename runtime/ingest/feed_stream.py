@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from typing import Self
 
 from sennit.offload.ingest.facts import Facts
-from sennit.offload.ingest.protocol import LINE_MAX_BYTES, Terms
+from sennit.offload.ingest.protocol import ProtocolError, Terms, has_room
 from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.data.source import Source
 from sennit.runtime.ingest.layout import RecordLayout, Survey, check_columns
@@ -31,32 +30,47 @@ class FeedStream:
 
     @classmethod
     def open(cls, source: Source, terms: Terms, *, seed: int) -> Self:
-        """Opens the data set as a run with these terms reads it, and fits its preprocessing. That is one pass.
+        """Opens the data set as a run with these terms reads it, and fits its preprocessing. That is one pass. A run
+        that has gone on from a checkpoint tells its own.
 
         Raises DataError for data or settings that give no stream, ConfigError for settings that contradict each other,
-        and ProtocolError for settings of another version.
+        and ProtocolError for settings of another version, or a preprocessing that is none.
         """
         run, stream = settings_of(terms.order)
-        return cls.of(open_source(source, stream, run, seed=seed), min_frequency=source.min_frequency)
+        known = None
+        if terms.preprocessing is not None:
+            try:
+                known = Preprocessing.from_json(terms.preprocessing)
+            except ValueError as error:
+                raise ProtocolError(f"terms: preprocessing: {error}") from error
+        return cls.of(open_source(source, stream, run, seed=seed), min_frequency=source.min_frequency, known=known)
 
     @classmethod
-    def of(cls, opened: OpenedStream, *, min_frequency: int = 1) -> Self:
-        """Fits the preprocessing of an open stream, and looks at all its rows on the way."""
+    def of(cls, opened: OpenedStream, *, min_frequency: int = 1, known: Preprocessing | None = None) -> Self:
+        """Fits the preprocessing of an open stream, and looks at all its rows on the way.
+
+        `known`: the preprocessing that the run has. Only columns whose records depend on their rows are read then. With
+        data of other features it is of no use, and the trainer says what differs.
+        """
         stream, order = opened.stream, opened.order
         check_columns(stream)
         part, survey = order.training_part(), Survey(stream)
-        preprocessing = fit(
-            stream.name,
-            stream.index,
-            stream.schema,
-            part,
-            opened.fitted,
-            min_frequency=min_frequency,
-            observe=survey.add,
-        )
-        begin, end = part.rows(opened.fitted)
-        survey.read(0, begin)
-        survey.read(end, stream.index.sample_count)
+        if known is not None and known.is_of(stream.schema):
+            preprocessing = known
+            survey.read(0, stream.index.sample_count)
+        else:
+            preprocessing = fit(
+                stream.name,
+                stream.index,
+                stream.schema,
+                part,
+                opened.fitted,
+                min_frequency=min_frequency,
+                observe=survey.add,
+            )
+            begin, end = part.rows(opened.fitted)
+            survey.read(0, begin)
+            survey.read(end, stream.index.sample_count)
         extents = [survey.extents[encoding.name] for encoding in preprocessing.encodings]
         layout = RecordLayout.of(stream.name, stream.schema, preprocessing, extents)
         facts = Facts(
@@ -71,6 +85,6 @@ class FeedStream:
             plan=layout.plan,
         )
         told = preprocessing.as_json()
-        if len(json.dumps(told)) <= LINE_MAX_BYTES // 2:
+        if has_room(told):
             facts = replace(facts, preprocessing=told)
         return cls(stream=stream, order=order, preprocessing=preprocessing, layout=layout, facts=facts)

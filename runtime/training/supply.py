@@ -61,6 +61,7 @@ def fed_sources(config: TrainingConfig, door: Door) -> MakeSource:
         world_size=dist.get_world_size(),
         timeout_s=config.timeout_s / 2 if config.elastic else config.timeout_s,
         is_elastic=config.elastic,
+        known=None if (own := resumed(config)) is None else Preprocessing.read(own),
     )
 
 

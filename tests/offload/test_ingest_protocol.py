@@ -161,6 +161,7 @@ def test_what_no_message_is_is_refused(line: bytes, words: str) -> None:
         {"order": None},
         {"run": "x"},
         {"epoch": -1},
+        {"preprocessing": [1]},
     ],
 )
 def test_terms_that_contradict_themselves_are_refused(change: dict[str, Any]) -> None:

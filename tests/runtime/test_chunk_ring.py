@@ -18,7 +18,9 @@ from sennit.offload.ingest.trainer_search import FeedError
 from sennit.offload.record_store import RecordStore
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.order import OrderSettings
+from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.data.source import Source
+from sennit.runtime.ingest import feed_stream
 from sennit.runtime.ingest.chunk_ring import KEPT, ChunkRing
 from sennit.runtime.ingest.feed_stream import FeedStream
 from sennit.runtime.ingest.order import numbered, numbering_of, settings_of, terms_of
@@ -43,10 +45,22 @@ def stream_of(folder: Path, seed: int, order: str = "shuffled") -> FeedStream:
     return opened(folder, order)
 
 
-def opened(folder: Path, order: str = "shuffled") -> FeedStream:
+def opened(folder: Path, order: str = "shuffled", known: Preprocessing | None = None) -> FeedStream:
     (folder / "schema.toml").write_text(SCHEMA.replace('sample_weight = "worth"\n', ""))
     source = Source(data=str(folder), schema=folder / "schema.toml")
-    return FeedStream.of(open_source(source, ORDERS[order], run_of(order), seed=1))
+    return FeedStream.of(open_source(source, ORDERS[order], run_of(order), seed=1), known=known)
+
+
+def test_a_preprocessing_that_the_run_knows_is_taken_and_not_fitted_anew(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = stream_of(tmp_path, seed)
+    monkeypatch.setattr(feed_stream, "fit", None)
+    found = opened(tmp_path, known=first.preprocessing)
+    assert found.facts == first.facts
+    other = replace(first.preprocessing, encodings=first.preprocessing.encodings[1:])
+    with pytest.raises(TypeError):  # Of other features: it is fitted, so that the trainer says what differs.
+        opened(tmp_path, known=other)
 
 
 def run_of(order: str) -> OrderSettings:

@@ -86,8 +86,12 @@ def test_a_feeder_that_is_killed_and_a_resumption_from_files_change_no_bit(
         done = second.end(30)
         assert first.end(30).returncode == -signal.SIGKILL
     assert done.returncode == 0, done.stderr
+    # A feeder of its own mind about vocabularies, which are those of the checkpoint.
+    with feeder(port, *data, "--min-frequency", "300") as third:
+        train(tmp_path / "fed.json", *fed(port), *kept, "--ranks", "2", "--steps", "40", "--resume")
+        assert third.end(30).returncode == 0
     found = train(tmp_path / "on.json", *data, *kept, "--ranks", "1", "--resume")
-    assert found["steps"]["first"] == 33
+    assert found["steps"]["first"] == 40
     assert outcome(found) == outcome(alone)
 
 
