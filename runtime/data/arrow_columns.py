@@ -116,11 +116,34 @@ def check_types(file: str, schema: Schema, found: Any) -> None:
         if types.is_dictionary(inner):
             inner = inner.value_type
         text = part.encode != "id" and _is_text(types, inner)
-        if not (text or types.is_integer(inner) or types.is_null(inner)):
-            allowed = "integer, string, or list of these" if part.encode != "id" else "integer or list of integers"
+        bytes_ = part.encode in ("hash", "dynamic") and is_binary(inner)
+        if not (text or bytes_ or types.is_integer(inner) or types.is_null(inner)):
+            allowed = {
+                "id": "integer or list of integers",
+                "dictionary": "integer, string, or list of these",
+            }.get(part.encode, "integer, string, binary, or list of these")
+            if part.encode == "dictionary" and is_binary(inner):
+                allowed += '; bytes with encode = "hash" or "dynamic"'
             raise DataError(f"{file}: column {part.name} is {kind}; allowed with encode = {part.encode!r}: {allowed}")
         if part.first is not None and not (bag or types.is_null(kind)):
             raise DataError(f"{file}: column {part.name} is {kind}; allowed with first = {part.first}: lists")
+
+
+def is_binary(kind: Any) -> bool:
+    """Whether values of this type of pyarrow are bytes. As ids they are hashed as text is."""
+    types = require("pyarrow", package="pyarrow", purpose=_PURPOSE).types
+    return bool(
+        types.is_binary(kind)
+        or types.is_large_binary(kind)
+        or types.is_fixed_size_binary(kind)
+        or types.is_binary_view(kind)
+    )
+
+
+def cast_bytes(column: Any, kind: Any) -> Any:
+    """A column with another type. What becomes text may be any bytes: they are hashed, and nobody else reads them."""
+    compute = require("pyarrow.compute", package="pyarrow", purpose=_PURPOSE)
+    return compute.cast(column, options=compute.CastOptions(kind, allow_invalid_utf8=True))
 
 
 def _is_bag(types: Any, kind: Any) -> bool:
@@ -294,8 +317,8 @@ def _ids(column: Any, is_list: bool) -> tuple[Any, npt.NDArray[np.int64]]:
     if arrow.types.is_dictionary(column.type):
         column = compute.cast(column, column.type.value_type)
     if not arrow.types.is_uint64(column.type) and not arrow.types.is_null(column.type):
-        is_text = _is_text(arrow.types, column.type)
-        column = compute.cast(column, arrow.large_string() if is_text else arrow.int64())
+        is_text = _is_text(arrow.types, column.type) or is_binary(column.type)
+        column = cast_bytes(column, arrow.large_string() if is_text else arrow.int64())
     return column, counts
 
 

@@ -37,6 +37,8 @@ def common_type(kinds: list[Any]) -> Any | None:
         return arrow.float64()
     if all(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind) for kind in found):
         return arrow.large_string()
+    if all(types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind) for kind in found):
+        return arrow.large_binary()
     if all(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind) for kind in found):
         inner = common_type([kind.value_type for kind in found])
         return None if inner is None else arrow.large_list(inner)

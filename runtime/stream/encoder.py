@@ -17,7 +17,7 @@ from sennit.offload.arrow_columns import (
     number_encoder,
     vocabulary,
 )
-from sennit.runtime.data.arrow_columns import Piece, Place, labels_of, raw_samples, weights_of
+from sennit.runtime.data.arrow_columns import Piece, Place, cast_bytes, is_binary, labels_of, raw_samples, weights_of
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.preprocessing import Encoding, Preprocessing, Scale
@@ -86,7 +86,7 @@ class Encoder:
         if layout is None or layout.found != batch.schema:
             layout = self._layout = _Layout.of(self.schema, batch.schema, self._types)
         for number, kind in layout.casts:
-            batch = batch.set_column(number, batch.schema.names[number], batch.column(number).cast(kind))
+            batch = batch.set_column(number, batch.schema.names[number], cast_bytes(batch.column(number), kind))
         piece = Piece(batch, place)
         found = self._encoder.encode(batch.__arrow_c_array__(), layout.numbers, layout.ids)
         if found is None:
@@ -181,7 +181,7 @@ def _plain(kind: Any) -> Any:
     types = arrow.types
     if types.is_dictionary(kind):
         return _plain(kind.value_type)
-    if types.is_string_view(kind):
+    if types.is_string_view(kind) or is_binary(kind):
         return arrow.large_string()
     if types.is_boolean(kind) or types.is_float16(kind):
         return arrow.float32()

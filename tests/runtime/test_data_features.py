@@ -124,7 +124,7 @@ def test_what_is_fed_is_raw_and_its_tables_are_the_same(tmp_path: Path) -> None:
         ({"seen": [1, 2, 3]}, "column seen is int64; allowed with first = 2: lists"),
         (
             {"user": [0.5, 1.0, 2.0]},
-            "column user is double; allowed with encode = 'hash': integer, string, or list of these",
+            "column user is double; allowed with encode = 'hash': integer, string, binary, or list of these",
         ),
         ({"row": [["a"], [], ["b"]]}, "allowed with encode = 'id': integer or list of integers"),
     ],

@@ -12,8 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sennit.runtime.data.arrow_columns import PartOfFile, Piece, raw_samples
+from sennit.runtime.data.arrow_columns import PartOfFile, Piece, check_types, raw_samples
 from sennit.runtime.data.batch import Batch
+from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.data.schema import Schema, parse_schema
 from sennit.runtime.stream import encoder as encoding
@@ -23,6 +24,7 @@ arrow = pytest.importorskip("pyarrow")
 
 HERE = PartOfFile("clicks.parquet", "row group 3")
 WORDS = ["", "a", "b", "Ulm", "Ülm", "0a1b2c3d", "x" * 31, "y" * 32, "z" * 100, "\x00"]
+BYTES = [b"Ulm!", b"\xff\x00\xfe\x80", b"", b"\xc3\x28" * 40]
 ID, HASH, DICTIONARY = {"rows": 9}, {"encode": "hash", "rows": 1_000, "salt": 7}, {"encode": "dictionary"}
 DYNAMIC = {"encode": "dynamic", "rows": 9}
 SMALL, WIDE = [0, 1, 7, 8], [0, 1, 2**31, 2**63 - 1]
@@ -52,6 +54,11 @@ SINGLES = [
     Kind(arrow.string(), HASH, WORDS),
     Kind(arrow.large_string(), HASH | {"rows": 2**40 - 1}, WORDS),
     Kind(arrow.dictionary(arrow.int8(), arrow.string()), HASH, WORDS),
+    Kind(arrow.binary(), HASH, BYTES),
+    Kind(arrow.large_binary(), DYNAMIC, BYTES),
+    Kind(arrow.binary(4), HASH, BYTES[:2]),
+    Kind(arrow.binary_view(), HASH, BYTES),
+    Kind(arrow.dictionary(arrow.int8(), arrow.binary()), HASH, BYTES),
     Kind(arrow.int64(), DYNAMIC, [-(2**63), -1, *WIDE]),
     Kind(arrow.uint64(), DYNAMIC, [*WIDE, 2**64 - 1]),
     Kind(arrow.string(), DYNAMIC, WORDS),
@@ -160,6 +167,13 @@ def test_texts_that_are_hashed_some_at_a_time_are_as_the_whole(has_nulls: bool) 
     assert (found.offsets is None) == (expected.offsets is None)
     if found.offsets is not None and expected.offsets is not None:
         assert torch.equal(found.offsets, expected.offsets)
+
+
+def test_bytes_have_no_dictionary() -> None:
+    schema = parse_schema({"label": "y", "sparse": {"s": DICTIONARY}})
+    found = arrow.schema([("y", arrow.int8()), ("s", arrow.binary())])
+    with pytest.raises(DataError, match=r'column s is binary; allowed .*list of these; bytes with encode = "hash"'):
+        check_types("clicks.parquet", schema, found)
 
 
 def test_no_usual_type_takes_the_slow_way(monkeypatch: pytest.MonkeyPatch) -> None:
