@@ -54,7 +54,7 @@ def looks(interval_s: float, folder: Path = counters.FOLDER) -> Iterator[Look]:
                 look.ingests.append(ingest_difference(page, before.get(page.file), passed_s))
             elif any(block.group.startswith(IDS) for block in page.blocks):
                 look.ids.extend(id_differences(page, before.get(page.file), passed_s))
-            else:
+            elif page.blocks:  # A page that has nothing yet may become one of those above.
                 look.ranks.append(difference(page, before.get(page.file), passed_s))
         yield look
         before, last_s = {page.file: page for page in pages}, now_s

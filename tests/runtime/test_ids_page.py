@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from sennit.runtime.sharded import DynamicIds, ShardedEmbeddingBags, Table
 from sennit.runtime.telemetry import openmetrics, samples, top
 from sennit.runtime.training.ids_page import IdsPage
 from sennit.transport import counters
+from sennit.transport.counter_page import CounterPage
 from tests.runtime.world import WorldFactory
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "counters.md"
@@ -50,6 +52,13 @@ def test_top_shows_load_hits_and_rates(counted: dict[str, dict[str, int]]) -> No
     with console.capture() as shown:
         console.print(top.ids_table(looked))
     assert re.search(rf"{os.getpid()} +3/8 +user_id +40 +75.0% +75.0% ", shown.get())
+
+
+def test_a_page_that_has_nothing_yet_is_no_rank() -> None:
+    """As the one for the ingest of a rank that waits for its first feeder: the rank would have two rows."""
+    with closing(CounterPage(7, 9)):
+        shown = [one.page for one in next(top.looks(0.5)).ranks]
+    assert not [page for page in shown if (page.process, page.rank, page.world) == (os.getpid(), 7, 9)]
 
 
 def test_metrics_have_the_table_as_a_label(counted: dict[str, dict[str, int]]) -> None:
