@@ -272,6 +272,7 @@ def _feature(pieces: Sequence[Piece], part: SparseField) -> Feature:
         categories = arrow.chunked_array(_one_type(pieces, columns, part))
         return Feature.categories(part.name, categories, offsets, first=part.first, min_frequency=part.min_frequency)
     ids = []
+    id_type = "int64"
     first: tuple[Piece, bool] | None = None
     for piece, column, of_rows in zip(pieces, columns, lengths, strict=True):
         is_text = _is_text(arrow.types, column.type)
@@ -280,8 +281,11 @@ def _feature(pieces: Sequence[Piece], part: SparseField) -> Feature:
         if first is not None and first[1] != is_text and not arrow.types.is_null(column.type):
             raise _two_types(piece, first[0], part)
         if is_text:
+            id_type = "text"
             ids.append(text_ids(column))
             continue
+        if arrow.types.is_uint64(column.type):
+            id_type = "uint64"
         values = np.asarray(column.to_numpy(zero_copy_only=False))
         if part.encode == "id":
             _check_rows(piece, part, values, of_rows)
@@ -296,6 +300,7 @@ def _feature(pieces: Sequence[Piece], part: SparseField) -> Feature:
         salt=part.salt if part.encode == "hash" else None,
         first=part.first,
         is_dynamic=part.encode == "dynamic",
+        id_type=id_type if part.encode == "dynamic" else "int64",
     )
 
 

@@ -61,6 +61,9 @@ class Encoding:
     is_dynamic: bool = False
     """Ids of 64 bits stay as they are, for a dynamic table. `row_count`: the most rows that it may have."""
 
+    id_type: str = "int64"
+    """As in `Feature`. Checkpoints that do not say it have integers without a known sign, or text."""
+
     def places_in(self, other: Encoding) -> npt.NDArray[np.int64]:
         """[row_count]: the row of `other`'s table for each row of this one. `other` has all values of this one."""
         if self.vocabulary is None or other.vocabulary is None:
@@ -182,6 +185,7 @@ class Preprocessing:
                     "first": part.first,
                     "values": None if part.vocabulary is None else part.vocabulary.tolist(),
                 }
+                | ({} if part.id_type == "int64" else {"ids": part.id_type})
                 for part in self.encodings
             ],
         }
@@ -231,6 +235,7 @@ class Preprocessing:
                         salt=part["salt"],
                         first=part["first"],
                         is_dynamic=part["encode"] == "dynamic",
+                        id_type=str(part.get("ids", "int64")),
                     )
                     for part in content["sparse"]
                 ),
@@ -292,6 +297,7 @@ def encoding_of(
             salt=feature.salt,
             first=feature.first,
             is_dynamic=feature.is_dynamic,
+            id_type=feature.id_type,
         )
     vocabulary = values[frequency >= max(1, feature.min_frequency or 1)]
     if known is not None and known.vocabulary is not None:

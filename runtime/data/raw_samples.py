@@ -97,6 +97,9 @@ class Feature:
     is_dynamic: bool = False
     """Ids are any 64-bit integers, for a dynamic table. `row_count` is the most rows that it may have."""
 
+    id_type: str = "int64"
+    """Of a dynamic table: what its ids are in the data, "int64", "uint64", or "text" (also bytes), which is hashed."""
+
     @classmethod
     def categories(cls, name: str, column: Any, offsets: npt.NDArray[np.int64] | None = None, **rest: Any) -> Feature:
         """The feature for an Arrow array of strings or integers."""

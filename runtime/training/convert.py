@@ -206,11 +206,12 @@ def _with_other_ids(
             steps = _steps_of(table, found[0], state, about)
             lines.append(convert_ids.to_dynamic(state, found[0], table, encoding, rows, rules, steps))
             convert_ids.described(about, table, rows, rules)
-            changed = preprocessing.Encoding(name=table, row_count=rows, is_dynamic=True)
+            id_type = "int64" if encoding is None else convert_ids.id_type_of(encoding)
+            changed = preprocessing.Encoding(name=table, row_count=rows, is_dynamic=True, id_type=id_type)
         else:
             if known is None:
                 raise ConfigError(f"{source} has no {preprocessing.NAME} for a vocabulary; allowed: of sennit train")
-            told, changed = convert_ids.to_fixed(state, found[0], table)
+            told, changed = convert_ids.to_fixed(state, found[0], table, encoding)
             lines.append(told)
             convert_ids.described(about, table, changed.row_count, None)
         known = None if known is None else convert_ids.with_encoding(known, changed)

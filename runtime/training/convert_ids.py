@@ -80,19 +80,36 @@ def to_dynamic(
     return f"ids of {table}: dynamic now, {len(found.ids)} with rows, of {rows}"
 
 
-def to_fixed(state: dict[str, Any], key: str, table: str) -> tuple[str, Encoding]:
+def id_type_of(encoding: Encoding) -> str:
+    """What the values of a table's vocabulary are as the ids of a dynamic one (`Encoding.id_type`)."""
+    if encoding.vocabulary is None:
+        return encoding.id_type
+    return {"O": "text", "u": "uint64"}.get(encoding.vocabulary.dtype.kind, "int64")
+
+
+def to_fixed(state: dict[str, Any], key: str, table: str, encoding: Encoding | None) -> tuple[str, Encoding]:
     """Changes the tensors of the dynamic table at `key` to those of a table with a vocabulary.
 
     Row 0, of values that are not in the vocabulary, gets the mean of all rows. Returns what has changed, in words, and
-    the vocabulary. Raises `ConfigError` for a table without ids.
+    the vocabulary. `encoding`: the table's own. Raises `ConfigError` for a table without ids, and for one whose ids are
+    hashes.
     """
     parts = _parts(state, key)
     if not any(name == "ids" for _, _, name in parts):
         raise ConfigError(f"table {table} has no dynamic ids; allowed: a dynamic table")
+    if encoding is not None and encoding.id_type == "text":
+        raise ConfigError(
+            f"table {table}: its ids are hashes of texts, and nobody knows these; allowed: a table whose column has "
+            "integers"
+        )
     shards = 1 + max(row for row, _, _ in parts)
     entries = [parts[row, "0", "ids"] for row in range(shards)]
     used = [(steps_of(one) > 0).nonzero().flatten() for one in entries]
-    ids, order = torch.cat([one[rows, 0] for one, rows in zip(entries, used, strict=True)]).sort()
+    ids = torch.cat([one[rows, 0] for one, rows in zip(entries, used, strict=True)])
+    # As numbers without sign, those with the highest bit are the last ones.
+    is_unsigned = encoding is not None and encoding.id_type == "uint64"
+    order = (ids ^ (-(1 << 63) if is_unsigned else 0)).argsort()
+    ids = ids[order]
     if not len(ids):
         raise ConfigError(f"table {table}: no id has a row; allowed: a table that was trained")
     about = Table(name=table, rows=1 + len(ids), dim=1, row_shards=shards)
@@ -102,8 +119,9 @@ def to_fixed(state: dict[str, Any], key: str, table: str) -> tuple[str, Encoding
         for row in range(shards):
             span = about.row_range(row)
             state[f"{key}/{row}.{column}.{name}"] = whole[span.low : span.high]
-    encoding = Encoding(name=table, row_count=1 + len(ids), vocabulary=ids.numpy())
-    return f"ids of {table}: a vocabulary of {len(ids)} now", encoding
+    values = ids.numpy().view(np.uint64) if is_unsigned else ids.numpy()
+    made = Encoding(name=table, row_count=1 + len(ids), vocabulary=values)
+    return f"ids of {table}: a vocabulary of {len(ids)} now", made
 
 
 def _unknown(rows: Tensor, name: str) -> Tensor:

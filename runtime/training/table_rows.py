@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table as Lines
@@ -22,6 +23,7 @@ from sennit.known_names import few, hint
 from sennit.runtime.checkpoint.folder import named
 from sennit.runtime.checkpoint.reading import OpenedCheckpoint
 from sennit.runtime.data.packages import require
+from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.kernels.id_directory import counts_of, steps_of
 from sennit.runtime.training.trainer import TABLES
 from sennit.transport.errors import ConfigError, DeviceError
@@ -35,7 +37,7 @@ class Rows:
     """The rows of one row shard that are in use."""
 
     ids: Tensor
-    """Int64 [n]: ids, or the numbers of rows in the table."""
+    """Int64 [n]: ids, or the numbers of rows in the table. The bits of ids, if they have no sign."""
 
     weight: Tensor
     """[n, dim] in the table's precision."""
@@ -45,6 +47,15 @@ class Rows:
 
     last: Tensor | None = None
     """Int64 [n]: the step of the table in which it last came."""
+
+    has_sign: bool = True
+    """Whether ids are numbers with a sign. Those of a column of uint64 have none."""
+
+    @property
+    def shown_ids(self) -> Any:
+        """The ids as the data have them: NumPy int64 or uint64 [n]."""
+        ids = self.ids.numpy()
+        return ids if self.has_sign else ids.view(np.uint64)
 
     @property
     def norms(self) -> Tensor:
@@ -74,6 +85,8 @@ class CheckpointTables:
         """`folder`: a checkpoint, or a folder of checkpoints, of which the newest is read. Raises `CheckpointError`."""
         self.source = named(folder)
         self._opened = OpenedCheckpoint(self.source, alone=True)
+        known = Preprocessing.read(self.source)
+        self._unsigned = {one.name for one in known.encodings if one.id_type == "uint64"} if known is not None else ()
         self._shards: dict[str, dict[int, list[str]]] = {}
         """By table and row shard: the keys of its column shards, in their order."""
 
@@ -103,7 +116,13 @@ class CheckpointTables:
             entries = self._opened.tensor(directory)
             last = steps_of(entries)
             used = last > 0
-            yield Rows(ids=entries[used, 0], weight=weight[used], counts=counts_of(entries)[used], last=last[used])
+            yield Rows(
+                ids=entries[used, 0],
+                weight=weight[used],
+                counts=counts_of(entries)[used],
+                last=last[used],
+                has_sign=name not in self._unsigned,
+            )
 
     def summary(self, name: str) -> Summary:
         shards = self._shards[name]
@@ -144,6 +163,7 @@ def first_rows(tables: CheckpointTables, name: str, *, by: str, count: int) -> R
             weight=both.weight[chosen],
             counts=None if both.counts is None else both.counts[chosen],
             last=None if both.last is None else both.last[chosen],
+            has_sign=both.has_sign,
         )
     assert best is not None
     return best
@@ -158,6 +178,7 @@ def _joined(one: Rows, other: Rows) -> Rows:
         weight=torch.cat((one.weight, other.weight)),
         counts=both(one.counts, other.counts),
         last=both(one.last, other.last),
+        has_sign=one.has_sign,
     )
 
 
@@ -172,7 +193,7 @@ def write_parquet(tables: CheckpointTables, name: str, path: Path) -> int:
     try:
         for rows in tables.rows(name):
             columns: Mapping[str, Any] = {
-                "id": arrow.array(rows.ids.numpy()),
+                "id": arrow.array(rows.shown_ids),
                 "row": arrow.FixedSizeListArray.from_arrays(
                     arrow.array(rows.weight.float().flatten().numpy()), rows.weight.shape[1]
                 ),
@@ -212,6 +233,6 @@ def show_rows(rows: Rows, console: Console) -> None:
         lines.add_column(name, justify="right")
     counts = [""] * len(rows.ids) if rows.counts is None else [f"{one:,}" for one in rows.counts.tolist()]
     last = [""] * len(rows.ids) if rows.last is None else [f"{one:,}" for one in rows.last.tolist()]
-    for line in zip(map(str, rows.ids.tolist()), counts, last, (f"{one:.4g}" for one in rows.norms), strict=True):
+    for line in zip(map(str, rows.shown_ids.tolist()), counts, last, (f"{one:.4g}" for one in rows.norms), strict=True):
         lines.add_row(*line)
     console.print(lines)

@@ -25,10 +25,13 @@ from sennit.runtime.checkpoint.folder import latest
 from sennit.runtime.checkpoint.manifest import Manifest
 from sennit.runtime.checkpoint.reading import OpenedCheckpoint
 from sennit.runtime.checkpoint.writing import save
+from sennit.runtime.data.arrow_columns import PartOfFile, Piece, raw_samples
 from sennit.runtime.data.preprocessing import NAME, Encoding, Preprocessing
+from sennit.runtime.data.schema import parse_schema
 from sennit.runtime.kernels.id_directory import steps_of
 from sennit.runtime.sharded import DynamicIds, ShardedEmbeddingBags, Table
 from sennit.runtime.training import convert
+from sennit.runtime.training.convert_ids import to_fixed
 from sennit.transport.errors import ConfigError
 from tests.runtime.whole_run import train
 from tests.runtime.world import WorldFactory
@@ -184,6 +187,39 @@ def test_a_value_that_is_there_twice_and_hashes_are_told(kept_world: WorldFactor
     assert "the values 3 and 3 have one id, 3; allowed: each id once" in told
     told = refused(tmp_path / "fixed", tmp_path / "out", dynamic={"hour": (40, rules)})
     assert "table hour: its ids are hashed, and nobody knows them" in told
+
+
+def directory(*ids: int) -> dict[str, Any]:
+    """The state of a dynamic table with these ids, each with its place as its row."""
+    entries = torch.tensor([[one, 1 << 32 | 1] for one in ids])
+    return {"user/0.0.ids": entries, "user/0.0.weight": torch.arange(float(len(ids)))[:, None]}
+
+
+def test_a_vocabulary_of_ids_without_sign_rises_as_they_do() -> None:
+    state = directory(-2, 5, 7)
+    about = Encoding(name="user", row_count=3, is_dynamic=True, id_type="uint64")
+    _, made = to_fixed(state, "user", "user", about)
+    assert made.vocabulary is not None
+    assert made.vocabulary.tolist() == [5, 7, 2**64 - 2]
+    assert state["user/0.0.weight"].flatten().tolist() == [1.0, 1.0, 2.0, 0.0]
+
+
+def test_hashes_of_texts_are_no_vocabulary() -> None:
+    about = Encoding(name="user", row_count=3, is_dynamic=True, id_type="text")
+    with pytest.raises(ConfigError, match="table user: its ids are hashes of texts, and nobody knows these"):
+        to_fixed(directory(5), "user", "user", about)
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"), [(["a", "b"], "text"), ([2**63], "uint64"), ([5, -1], "int64"), ([b"a\xff"], "text")]
+)
+def test_preprocessing_keeps_what_the_ids_of_a_dynamic_table_are(values: list[Any], kind: str, tmp_path: Path) -> None:
+    types = {"uint64": arrow.uint64()}
+    table = arrow.table({"clicked": [1] * len(values), "user": arrow.array(values, types.get(kind))})
+    schema = parse_schema({"label": "clicked", "sparse": {"user": {"encode": "dynamic", "rows": 9}}})
+    raw = raw_samples("clicks", [Piece(table, PartOfFile("clicks.parquet", "row group 0"))], schema)
+    known = Preprocessing.fit(raw, torch.ones(len(values), dtype=torch.bool))
+    assert Preprocessing.parse(known.text()).encodings[0].id_type == kind
 
 
 @pytest.mark.slow

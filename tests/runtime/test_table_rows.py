@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from sennit.runtime.checkpoint.manifest import Manifest
 from sennit.runtime.checkpoint.writing import save
+from sennit.runtime.data.preprocessing import NAME, Encoding, Preprocessing
 from sennit.runtime.sharded import ShardedEmbeddingBags, Table
 from sennit.runtime.training.table_rows import CheckpointTables, first_rows, write_parquet
 from sennit.transport.errors import ConfigError, DeviceError
@@ -87,3 +89,14 @@ def test_parquet_has_all_rows(made: Made, tmp_path: Path) -> None:
     assert parquet.read_table(tmp_path / "items.parquet").column_names == ["id", "row"]
     with pytest.raises(DeviceError, match="was not written"):
         write_parquet(tables, "user", tmp_path / "nowhere" / "rows.parquet")
+
+
+def test_ids_of_a_column_without_sign_have_none(made: Made, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    shutil.copytree(made[0].source, tmp_path / "kept")
+    user = Encoding(name="user", row_count=40, is_dynamic=True, id_type="uint64")
+    (tmp_path / "kept" / NAME).write_text(Preprocessing(scales=(), encodings=(user,)).text())
+    tables = CheckpointTables(tmp_path / "kept")
+    assert 2**64 - 2**62 in first_rows(tables, "user", by="count", count=5).shown_ids.tolist()
+    write_parquet(tables, "user", tmp_path / "rows.parquet")
+    assert set(parquet.read_table(tmp_path / "rows.parquet")["id"].to_pylist()) == {one % 2**64 for one in IDS}
