@@ -101,7 +101,7 @@ class Preprocessing:
                 _scale(field, raw.dense[:, number], is_training) for number, field in enumerate(raw.dense_fields)
             )
             if known is None
-            else known.scales,
+            else known.scales_for(raw.dense_fields),
             encodings=tuple(
                 _encoding(feature, is_training.numpy(), None if known is None else known.encodings[number])
                 for number, feature in enumerate(raw.features)
@@ -111,6 +111,10 @@ class Preprocessing:
     def scaled(self, scales: tuple[Scale, ...]) -> Preprocessing:
         """The same with other means and deviations."""
         return replace(self, scales=scales)
+
+    def scales_for(self, fields: Iterable[DenseField]) -> tuple[Scale, ...]:
+        """The scales, for a model that is trained on. Which of them follow the stream from now on is up to `fields`."""
+        return tuple(replace(scale, field=field) for scale, field in zip(self.scales, fields, strict=True))
 
     @property
     def begun(self) -> Preprocessing:
@@ -128,9 +132,12 @@ class Preprocessing:
         ]
 
     def check_features(self, raw: RawSamples) -> None:
-        """Raises DataError unless the samples have the features of this preprocessing, with the same operators."""
+        """Raises DataError unless the samples have the features of this preprocessing, with the same operators.
+
+        Whether means follow a stream is not asked.
+        """
         for what, found, wanted in (
-            ("dense features", raw.dense_fields, tuple(scale.field for scale in self.scales)),
+            ("dense features", _fixed(raw.dense_fields), _fixed(scale.field for scale in self.scales)),
             ("features", _described(raw.features), _described(self.encodings)),
         ):
             if found != wanted:
@@ -242,6 +249,10 @@ class Preprocessing:
             )
         except (KeyError, TypeError, IndexError, OverflowError) as error:
             raise ValueError(f"not the preprocessing of a model: {error!r}") from None
+
+
+def _fixed(fields: Iterable[DenseField]) -> tuple[DenseField, ...]:
+    return tuple(replace(field, running=None) for field in fields)
 
 
 def _scale(field: DenseField, column: Tensor, is_training: Tensor) -> Scale:

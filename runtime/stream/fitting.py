@@ -137,7 +137,7 @@ def fit(
             counted.add(*by_rank[number])
         encodings.append(encoding_of(feature, *counted.total(), None if known is None else known.encodings[number]))
     return Preprocessing(
-        scales=_scales(about, total) if known is None else known.scales,
+        scales=_scales(about, total) if known is None else known.scales_for(about.dense_fields),
         encodings=tuple(encodings),
     )
 

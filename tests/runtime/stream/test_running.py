@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from sennit.runtime.checkpoint.folder import named
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.preprocessing import Preprocessing, Scale
 from sennit.runtime.data.schema import DenseField, parse_schema
@@ -22,7 +23,7 @@ from sennit.runtime.stream.running import RunningScales
 from sennit.runtime.training.command import main
 from tests.extent import briefly
 from tests.runtime.elastic_runs import elastic_run
-from tests.runtime.stream.stream_files import RUNNING, table, write
+from tests.runtime.stream.stream_files import RUNNING, SCHEMA, table, write
 from tests.runtime.stream.test_following import TINY_OPTIONS, follow, options, prepare
 from tests.runtime.stream.test_stream_training import ORDERS, TINY, failure, outcome
 from tests.runtime.whole_run import train
@@ -198,6 +199,30 @@ def test_a_loader_goes_on_in_another_world(kept_world: WorldFactory, seed: int, 
         broken = {**state, "scales": state["scales"][:1]}
         with pytest.raises(DataError, match="not the means and deviations of these 2 columns"):
             loader.load_state_dict(broken)
+
+
+@pytest.mark.slow
+def test_a_warm_start_may_begin_to_follow_and_end_it(seed: int, tmp_path: Path) -> None:
+    rows = table(seed)
+    options = [*TINY, "--order", "files", "--ranks", "1", "--steps", "4", "--seed", str(seed)]
+
+    def trained(name: str, schema: str, *more: str) -> Preprocessing:
+        data = write(tmp_path / f"data-{name}", rows, schema=schema)
+        train(tmp_path / f"{name}.json", *data, *options, *more, "--checkpoint", str(tmp_path / name))
+        found = Preprocessing.read(named(tmp_path / name))
+        assert found is not None
+        return found
+
+    def numbers(known: Preprocessing) -> list[list[float]]:
+        return [[one.mean, one.deviation] for one in known.scales]
+
+    fixed = trained("fixed", SCHEMA)
+    followed = trained("followed", RUNNING, "--warm-start", str(tmp_path / "fixed"))
+    assert np.array(numbers(followed)) == pytest.approx(np.array(expected(rows, fixed, 4)), rel=1e-6)
+    assert numbers(followed) != numbers(fixed)
+    stays = trained("stays", SCHEMA, "--warm-start", str(tmp_path / "followed"))
+    assert numbers(stays) == numbers(followed)
+    assert not any(one.field.running for one in stays.scales)
 
 
 def test_what_cannot_be_followed_is_refused(seed: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
