@@ -83,6 +83,11 @@ class Pipeline(Closing):
             replicas = next((module for module in model.modules() if isinstance(module, SlicedReplicas)), None)
             self._exchanges = Exchanges(self._scheduler, self._tables, self._ahead, replicas=replicas, group=group)
 
+    @property
+    def steps(self) -> int:
+        """Steps that were taken. The loader may have given more batches, which are on their way."""
+        return self._step
+
     def __iter__(self) -> Iterator[Any]:
         return self
 

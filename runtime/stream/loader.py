@@ -167,10 +167,18 @@ class StreamLoader(Closing):
         for number in self.order.evaluation_batches(self.step):
             yield self._source.take(number)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position, and what tells this stream from another."""
-        scales = self._source.scales(self.step)
-        return {"step": self.step, **self._settings, **({} if scales is None else {"scales": told(scales)})}
+    def state_dict(self, step: int | None = None) -> dict[str, Any]:
+        """The position, and what tells this stream from another.
+
+        `step`: behind so many training batches of the stream; None: behind all that were taken. Whoever takes batches
+        ahead of their use, as a pipeline, gives the number of those that were used. Raises DataError for a number that
+        is no position of this loader so far.
+        """
+        step = self.step if step is None else step
+        if not 0 <= step <= self.step:
+            raise DataError(f"step {step}; allowed: 0 to {self.step}, the batches that were taken")
+        scales = self._source.scales(step)
+        return {"step": step, **self._settings, **({} if scales is None else {"scales": told(scales)})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on behind the batches that had been taken. Raises DataError for the state of another stream."""

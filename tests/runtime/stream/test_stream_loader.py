@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from sennit.runtime.data.batch import Batch
 from sennit.runtime.data.errors import DataError
+from sennit.runtime.pipeline import Pipeline
+from sennit.runtime.sharded import ShardedEmbeddingBags, Table
 from sennit.runtime.stream import StreamLoader, StreamSettings
 from sennit.transport.errors import ConfigError
+from tests.extent import briefly
 from tests.runtime.stream.stream_files import table, write
 from tests.runtime.world import WorldFactory
 
@@ -65,6 +69,42 @@ def test_any_world_takes_the_same_batches_and_goes_on_with_them(
         assert {one[3] for one in found} == {alone[0][3]}
         on = kept_world(1).run(batches, folder=folder, state=found[0][2])
         assert together(on, 0) == whole[10:]
+
+
+class Sum(nn.Module):
+    """Of the vectors of a batch."""
+
+    def __init__(self, found: StreamLoader) -> None:
+        super().__init__()
+        tables = [Table(name=table.name, rows=table.rows, dim=4) for table in found.tables]
+        self.embeddings = ShardedEmbeddingBags(tables, lr=0.1, gradients="sum")
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return torch.stack([one.sum() for one in self.embeddings(batch).values()]).sum()
+
+
+def piped(rank: int, world: int, folder: str, depth: int) -> tuple[Any, int]:
+    """The batch behind five steps of a pipeline by the position that the loader tells, and that position."""
+    with loader(Path(folder)) as found:
+        found.load_state_dict({**found.state_dict(), "step": 2})
+        model, first = Sum(found), found.step
+        with Pipeline(model, model.embeddings.optimizer, found, batches_ahead=depth) as run:
+            for _ in range(5):
+                next(run)
+            state = found.state_dict(first + run.steps)
+        with pytest.raises(DataError, match=r"step 99; allowed: 0 to \d+, the batches that were taken"):
+            found.state_dict(99)
+    taken, *_ = batches(rank, world, folder=folder, state=state, steps=1)
+    return taken[0], state["step"]
+
+
+@pytest.mark.parametrize("depth", briefly([0, 1, 3], [3]))
+def test_a_pipeline_ahead_of_its_steps_has_their_position(
+    kept_world: WorldFactory, depth: int, seed: int, tmp_path: Path
+) -> None:
+    write(tmp_path, table(seed))
+    serial = kept_world(2).run(batches, folder=str(tmp_path), steps=8)
+    assert kept_world(2).run(piped, str(tmp_path), depth) == [(taken[7], 7) for taken, *_ in serial]
 
 
 def test_a_loader_without_a_process_group_and_a_state_of_another_stream(seed: int, tmp_path: Path) -> None:
