@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from sennit.runtime.planner.step_time import Kind, Rating, Work
 from sennit.runtime.sharded.placement import EVERYWHERE, SHARDINGS, Placement, place
-from sennit.runtime.sharded.tables import Home, Shard, shard_name
+from sennit.runtime.sharded.tables import Home, Shard, Table, shard_name
 from sennit.transport.errors import ConfigError
 
 Owners = npt.NDArray[np.int64]
@@ -102,6 +102,8 @@ def named(rating: Rating) -> Iterator[Found]:
     for name in SHARDINGS:
         if any(table.train_rank is not None for table in tables) and name not in ("table_wise", "data_parallel"):
             continue
+        if name == "data_parallel" and not all(map(_may_be_replicated, tables)):
+            continue
         if name in ("row_wise", "table_row_wise", "grid") and all(table.row_shards == 1 for table in tables):
             continue
         if name in ("column_wise", "table_column_wise", "grid") and all(table.column_shards == 1 for table in tables):
@@ -122,6 +124,11 @@ def named(rating: Rating) -> Iterator[Found]:
         found = of_placement(rating, name, placement)
         if rating.fits(found.work):
             yield found
+
+
+def _may_be_replicated(table: Table) -> bool:
+    """A file holds shards of one rank, and so does a directory of ids."""
+    return table.home is not Home.FILE and table.ids is None
 
 
 class _Search:
@@ -151,9 +158,7 @@ class _Search:
         shape = (table.row_shards, table.column_shards)
         lightest = np.argsort(self._load(without), kind="stable")[:CANDIDATES]
         found = [(np.full(shape, rank), self.whole_on(number, int(rank))) for rank in lightest]
-        # A replicated table cannot be in a file: a file holds shards of one rank.
-        may_be_replicated = cluster.ranks > 1 and table.home is not Home.FILE
-        spreads: list[Owners] = [np.full(shape, EVERYWHERE)] if may_be_replicated else []
+        spreads: list[Owners] = [np.full(shape, EVERYWHERE)] if cluster.ranks > 1 and _may_be_replicated(table) else []
         if table.train_rank is None and cluster.ranks > 1:
             spreads += self._spreads(number, lightest)
         return found + [(owners, self.rating.work(number, owners)) for owners in spreads]

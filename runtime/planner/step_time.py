@@ -7,7 +7,7 @@ work. So a search adds and subtracts tables, and many placements are rated in on
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from functools import cached_property
 from typing import Any, Final
@@ -24,7 +24,7 @@ from sennit.runtime.replicas.reduction import BUCKET_BYTES
 from sennit.runtime.sharded.engines import groups_of
 from sennit.runtime.sharded.placement import EVERYWHERE
 from sennit.runtime.sharded.slices import Slices
-from sennit.runtime.sharded.tables import Home, Shard, Table, shard_bytes
+from sennit.runtime.sharded.tables import ENTRY_BYTES, Home, Shard, Table, directory_bytes, shard_bytes
 from sennit.runtime.sharded.wire import row_codec
 from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.choice.coded_cost import coded_work
@@ -168,6 +168,11 @@ class Rating:
         if self.problem.cluster.cache_bytes is not None:
             is_beside = not self._is_in_file(table)
         np.add.at(work[Kind.OWN if is_beside else Kind.MEMORY], owners, memory)
+        if table.ids is not None:
+            # Directories are never in a file.
+            is_in_memory = is_beside or self._is_in_file(table)
+            directories = self._of_shards(number, directory_bytes)
+            np.add.at(work[Kind.OWN if is_in_memory else Kind.MEMORY], owners, directories)
         if self._is_in_file(table):
             np.add.at(work[Kind.ROWS], owners, self._file_seconds(number, distinct))
         constants = self.problem.constants
@@ -205,12 +210,12 @@ class Rating:
         return work
 
     def _of_batch(self, number: int) -> tuple[Work, Work, Work]:
-        """The share of each row shard, the distinct rows there of a batch, and the bytes of each shard."""
+        """The share of each row shard, the distinct rows there of a batch, and the bytes of each shard's rows."""
         if number not in self._known:
             table, use = self._pairs[number]
             ids = self.problem.batch * self._ids[number]
             shares, distinct = use.shares(table.row_shards), use.distinct(ids, table.row_shards)
-            self._known[number] = shares, distinct, self._bytes(number)
+            self._known[number] = shares, distinct, self._of_shards(number, _row_bytes)
         return self._known[number]
 
     def _seconds(self, number: int, shares: Work, distinct: Work) -> tuple[Work, Work]:
@@ -233,13 +238,12 @@ class Rating:
         lookup = lookup + constants.overhead["lookup"].seconds(features, problem.slices)
         return lookup, update + constants.overhead["update"].seconds(features, problem.slices)
 
-    def _bytes(self, number: int) -> Work:
-        table = self.problem.tables[number]
+    def _of_shards(self, number: int, count: Callable[[Sequence[Table], Shard], float]) -> Work:
+        """[row shards, column shards]: a number for each shard of a table."""
+        table, tables = self.problem.tables[number], self.problem.tables
+        columns = range(table.column_shards)
         return np.array(
-            [
-                [shard_bytes(self.problem.tables, Shard(number, row, column)) for column in range(table.column_shards)]
-                for row in range(table.row_shards)
-            ],
+            [[count(tables, Shard(number, row, column)) for column in columns] for row in range(table.row_shards)],
             np.float64,
         )
 
@@ -511,6 +515,13 @@ class Rating:
         """The work of a whole placement."""
         items = owners.items() if isinstance(owners, Mapping) else enumerate(owners)
         return sum((self.work(number, one) for number, one in items), self._empty.copy())
+
+
+def _row_bytes(tables: Sequence[Table], shard: Shard) -> int:
+    """Memory of a shard's rows with their optimizer states, without the ids of a dynamic table."""
+    table = tables[shard.table]
+    entries = 0 if table.ids is None else ENTRY_BYTES * len(table.ids.directories)
+    return shard_bytes(tables, shard) - table.row_range(shard.row).size * entries
 
 
 def _nodes(rows: npt.NDArray[np.int64], row_shards: int) -> int:

@@ -146,6 +146,10 @@ class DynamicIds:
         return ("ids", "candidates" if self.admit_count == "exact" else "sketch")
 
 
+ENTRY_BYTES: Final = 16
+INDEX_BYTES: Final = 6.25
+"""Of a directory, for each row: what is known of its id, and where it is found."""
+
 _KINDS: Final[dict[str, type[Enum]]] = {
     "pooling": Pooling, "precision": Precision, "rounding": Rounding, "bounds": Bounds, "home": Home
 }  # fmt: skip
@@ -393,6 +397,17 @@ def shard_bytes(tables: Sequence[Table], shard: Shard) -> int:
     """Memory of a shard with its optimizer states."""
     tensors = expected(shard_spec(tables, shard), tables[shard.table].optimizer).values()
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors)
+
+
+def directory_bytes(tables: Sequence[Table], shard: Shard) -> float:
+    """Memory of the directories of a shard, which stay in memory where its rows are in a file: 16 bytes a row for each,
+    which are a part of `shard_bytes`, and what finds an id there (decision 0074).
+    """
+    table = tables[shard.table]
+    if table.ids is None:
+        return 0
+    rows = table.row_range(shard.row).size
+    return sum(rows * (ENTRY_BYTES + (0 if name == "sketch" else INDEX_BYTES)) for name in table.ids.directories)
 
 
 def output_names(tables: Sequence[Table]) -> tuple[str, ...]:

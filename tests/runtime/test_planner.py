@@ -27,7 +27,7 @@ from sennit.runtime.planner.search import Found, exact, greedy, local, of_placem
 from sennit.runtime.planner.step_time import Kind, Rating
 from sennit.runtime.planner.usage import assumed, counted, uses
 from sennit.runtime.sharded.placement import EVERYWHERE, place
-from sennit.runtime.sharded.tables import Home, Shard, Table, shard_bytes, shards_of
+from sennit.runtime.sharded.tables import DynamicIds, Home, Shard, Table, shard_bytes, shards_of
 from sennit.transport.codecs import Codec, CodecKind
 from sennit.transport.errors import ConfigError
 from tests.extent import examples
@@ -153,6 +153,20 @@ def test_tables_count_where_their_homes_are() -> None:
         search(Rating(dataclasses.replace(given_problem, cluster=small)))
     with pytest.raises(ConfigError, match="table file: home file without a table store; allowed: dram"):
         search(Rating(problem(tables, [40.0, 5.0, 5.0])))
+
+
+def test_ids_of_a_table_in_a_file_count_in_memory() -> None:
+    tables = [
+        Table(name="file", rows=4000, dim=16, home=Home.FILE, ids=DynamicIds(admit_after=2)),
+        Table(name="here", rows=1000, dim=16, home=Home.DRAM, ids="dynamic"),
+    ]
+    cluster = Cluster(ranks=2, local_ranks=2, cores=2, cache_bytes=1 << 16)
+    given_problem = dataclasses.replace(problem(tables, [40.0, 5.0], ranks=2), cluster=cluster)
+    work = search(Rating(given_problem)).best.work
+    # Weights, and the sum of row-wise AdaGrad.
+    assert work[Kind.MEMORY].sum() == 4000 * (16 + 1) * 4
+    # 44.5 and 22.25 bytes a row, as docs/reference/dynamic-tables.md has them.
+    assert work[Kind.OWN].sum() == 4000 * 44.5 + 1000 * ((16 + 1) * 4 + 22.25)
 
 
 def test_the_same_problem_has_the_same_plan() -> None:
