@@ -21,6 +21,7 @@ from sennit.runtime.training.command import main
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.table_rows import CheckpointTables
 from sennit.transport.errors import ConfigError
+from tests.extent import briefly
 from tests.runtime.elastic_runs import elastic_run
 from tests.runtime.whole_run import train
 
@@ -85,12 +86,13 @@ def test_three_times_more_ids_than_rows_give_one_digest(tmp_path: Path, options:
 
 
 @pytest.mark.slow
-def test_a_death_and_a_newcomer_change_no_bit(tmp_path: Path, options: list[str]) -> None:
+@pytest.mark.parametrize("world", briefly([2, 4, 8], [2]))
+def test_a_death_and_a_newcomer_change_no_bit(world: int, tmp_path: Path, options: list[str]) -> None:
     alone = train(tmp_path / "alone.json", *options, "--ranks", "1")
     kept = [*options, "--checkpoint", str(tmp_path / "kept"), "--checkpoint-every", "4", *in_files(tmp_path)]
     with elastic_run(
-        tmp_path, "run", *kept, "--ranks", "2",
-        DEATHS=[[1, 7, str(tmp_path / "died")]], HALTS=[[1, 10, str(tmp_path / "waits")]],
+        tmp_path, "run", *kept, "--ranks", str(world),
+        DEATHS=[[1, 7, str(tmp_path / "died")]], HALTS=[[world - 1, 10, str(tmp_path / "waits")]],
     ) as run:  # fmt: skip
         address = run.address()
         run.wait_for(tmp_path / "waits")
