@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import torch
 from rich.console import Console
 
 from sennit.runtime.data.arrow_columns import Piece, raw_samples
+from sennit.runtime.data.errors import MissingPackage
 from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.data.schema import parse_schema
 from sennit.runtime.stream.encoder import Encoder
 from sennit.runtime.stream.index import open_index
 
 parquet = pytest.importorskip("pyarrow.parquet")
-from sennit.testbed.bench.samples import file_input  # noqa: E402
+from sennit.testbed.bench.samples import file_input, input_peers  # noqa: E402
 
 
 def test_a_small_run_has_all_formats_and_peers() -> None:
@@ -49,3 +51,13 @@ def test_batches_have_the_rows_of_the_file(tmp_path: Path) -> None:
     assert [batch.sample_count for batch in made] == [3000, file_input.BATCH_ROWS + 10 - 3000]
     ids = torch.cat([batch.values.view(len(file_input.IDS), -1) for batch in made], 1)
     assert [column.tolist() for column in ids] == [table[name].to_pylist() for name in file_input.IDS]
+
+
+@pytest.mark.parametrize("name", input_peers.AGAINST)
+def test_loaders_of_others_read_the_rows_or_are_named(name: str) -> None:
+    settings: Any = {"rows": 300, "row_wise_rows": 100, "rounds": 1, "seed": 1}
+    if importlib.util.find_spec({"datasets": "datasets", "mosaicml-streaming": "streaming"}[name]) is None:
+        with pytest.raises(MissingPackage, match=f"{name}"):
+            file_input.run(**settings, against=[name])
+        return
+    assert [result.peer for result in file_input.run(**settings, against=[name])][-1] == name

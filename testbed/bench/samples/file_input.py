@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -33,6 +33,7 @@ from sennit.runtime.data.text_format import TextFormat
 from sennit.runtime.stream.encoder import Encoder
 from sennit.runtime.stream.files import PIECE_ROWS
 from sennit.runtime.stream.index import StreamIndex, open_index
+from sennit.testbed.bench.samples import input_peers
 
 _PURPOSE: Final = "sennit bench input"
 arrow = require("pyarrow", package="pyarrow", purpose=_PURPOSE)
@@ -94,14 +95,21 @@ class Rows(Dataset[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]):
         return self.numbers[row], self.ids[row], self.labels[row]
 
 
-def run(*, rows: int, row_wise_rows: int, rounds: int, seed: int) -> list[Result]:
-    """`row_wise_rows`: those that the row-wise peer reads in a turn. Its time is counted by rows."""
+def run(*, rows: int, row_wise_rows: int, rounds: int, seed: int, against: Sequence[str] = ()) -> list[Result]:
+    """`row_wise_rows`: those that row-wise peers read in a turn. Their time is counted by rows. `against`: loaders of
+    others, too (`input_peers`). Raises `MissingPackage` for one that is not installed.
+    """
+    for name in against:
+        input_peers.check(name)
     threads, processors = torch.get_num_threads(), arrow.cpu_count()
     torch.set_num_threads(1)
     arrow.set_cpu_count(1)
     try:
         with tempfile.TemporaryDirectory(prefix="sennit-input-") as made, one_core():
-            return [*_text(Path(made), rows, rounds, seed), *_parquet(Path(made), rows, row_wise_rows, rounds, seed)]
+            return [
+                *_text(Path(made), rows, rounds, seed),
+                *_parquet(Path(made), rows, row_wise_rows, rounds, seed, against),
+            ]
     finally:
         torch.set_num_threads(threads)
         arrow.set_cpu_count(processors)
@@ -133,7 +141,9 @@ def _text(folder: Path, rows: int, rounds: int, seed: int) -> list[Result]:
     return _results("tsv", {OURS: ours, "pyarrow.csv": alone}, rounds)
 
 
-def _parquet(folder: Path, rows: int, row_wise_rows: int, rounds: int, seed: int) -> list[Result]:
+def _parquet(
+    folder: Path, rows: int, row_wise_rows: int, rounds: int, seed: int, against: Sequence[str]
+) -> list[Result]:
     path = folder / "rows.parquet"
     table = numbers_and_ids(rows, seed)
     parquet.write_table(table, path)
@@ -151,7 +161,13 @@ def _parquet(folder: Path, rows: int, row_wise_rows: int, rounds: int, seed: int
     def row_wise() -> int:
         return sum(len(labels) for _, _, labels in loader)
 
-    return _results("parquet", {OURS: ours, "pyarrow.parquet": alone, "torch DataLoader": row_wise}, rounds)
+    # Loaders of others take seconds for what the others read in a tenth of one.
+    few = folder / "few.parquet"
+    parquet.write_table(table.slice(0, row_wise_rows), few)
+    others = {
+        name: input_peers.reader(name, few, table.slice(0, row_wise_rows), batch_rows=BATCH_ROWS) for name in against
+    }
+    return _results("parquet", {OURS: ours, "pyarrow.parquet": alone, "torch DataLoader": row_wise, **others}, rounds)
 
 
 def _batches_of(index: StreamIndex, schema: Schema) -> Callable[[], int]:

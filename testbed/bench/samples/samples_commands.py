@@ -96,13 +96,24 @@ def file_input(
     row_wise_rows: Annotated[int, typer.Option(help="rows that the row-wise peer reads in a turn", min=1)] = 16_384,
     rounds: Annotated[int, typer.Option(help="turns of each; the median is reported", min=1)] = 9,
     seed: Annotated[int, typer.Option(help="seed of the rows", min=0)] = 1,
+    against: Annotated[
+        list[str] | None, typer.Option(help="datasets, mosaicml-streaming: their loaders, if installed, too")
+    ] = None,
     json_path: Figures = None,
 ) -> None:
     """Time files to batches on one core, beside pyarrow that only reads them and a torch DataLoader over rows."""
     from sennit.testbed.bench.samples import file_input as reading
+    from sennit.testbed.bench.samples.input_peers import AGAINST
+    from sennit.transport.errors import SennitError
 
+    for name in against or ():
+        if name not in AGAINST:
+            raise typer.BadParameter(f"--against {name}; allowed: {', '.join(AGAINST)}")
     settings = {"rows": rows, "row_wise_rows": min(rows, row_wise_rows), "rounds": rounds, "seed": seed}
-    with busy("reading in turns"):
-        found = reading.run(**settings)
+    try:
+        with busy("reading in turns"):
+            found = reading.run(**settings, against=against or ())
+    except SennitError as error:
+        fail(error)
     reading.render(found, stdout_console())
     write(json_path, reading.as_json(found, **settings))
