@@ -23,7 +23,7 @@ from sennit.testbed.bench.samples import file_input, input_peers  # noqa: E402
 
 
 def test_a_small_run_has_all_formats_and_peers() -> None:
-    settings = {"rows": 300, "row_wise_rows": 100, "rounds": 2, "seed": 1}
+    settings: Any = {"rows": 300, "row_wise_rows": 100, "rounds": 2, "seed": 1}
     found = file_input.run(**settings)
     assert [(result.format, result.peer) for result in found] == [
         ("tsv", "pyarrow.csv"),
