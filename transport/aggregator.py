@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -19,9 +19,24 @@ DEFAULT_PORT: Final = 4793
 LEAVES_MAX: Final = 64
 """Ranks of a group that it sums for: the bits of a bitmap (AGGREGATION_LEAVES_MAX)."""
 
+CELL_BYTES: Final = 1_472
+"""Memory of a block of one rank, or of a sum (AGGREGATION_CELL_BYTES)."""
+
 MEMORY_MIN_BYTES: Final = 4 << 20
 MEMORY_MAX_BYTES: Final = 4 << 30
 """What an arena may have."""
+
+
+COUNTER_GROUP: Final = "aggregator"
+"""Of its page of counters (docs/reference/counters.md); the names begin with it, too."""
+
+# Counters that say not what became of a datagram.
+_OF_ANSWERS: Final = ("answers", "unanswered", "received_bytes", "sent_bytes", "kernel_drops")
+
+
+def datagrams(counters: Mapping[str, int]) -> int:
+    """How many datagrams these counters have seen. Each is counted under one name."""
+    return sum(number for name, number in counters.items() if name not in _OF_ANSWERS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +50,18 @@ class AggregatedJob:
 
     idle_s: int
     """Seconds since its last packet."""
+
+    slots_open: int
+    """Blocks of which some leaves are here, and others not."""
+
+    @property
+    def slots(self) -> int:
+        """Places for blocks, so that a late rank still finds the sums of the blocks before."""
+        return 2 * self.window
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.slots * (self.leaves + 1) * CELL_BYTES
 
 
 class Aggregator:
@@ -73,6 +100,6 @@ class Aggregator:
 
     def jobs(self) -> list[AggregatedJob]:
         return [
-            AggregatedJob(number=number, leaves=leaves, window=window, idle_s=idle_s)
-            for number, leaves, window, idle_s in self._native.jobs()
+            AggregatedJob(number=number, leaves=leaves, window=window, idle_s=idle_s, slots_open=slots_open)
+            for number, leaves, window, idle_s, slots_open in self._native.jobs()
         ]

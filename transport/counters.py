@@ -67,6 +67,7 @@ class Page:
     file: Path
     rank: int
     world: int
+    """0: the process is no rank of a group, as an aggregator."""
     process: int
     """The process id in the rank's own PID namespace."""
     began_ns: int

@@ -95,8 +95,9 @@ enum aggregation_verdict { AGGREGATION_EACH_VERDICT(AGGREGATION_ENUMERATOR) AGGR
 #define AGGREGATION_COUNTER(constant, name) __u64 name;
 struct aggregation_counters {
   AGGREGATION_EACH_VERDICT(AGGREGATION_COUNTER)
-  __u64 answers;     // sent, copies included
-  __u64 unanswered;  // those that could not be sent
+  __u64 answers;                     // sent, copies included
+  __u64 unanswered;                  // those that could not be sent
+  __u64 received_bytes, sent_bytes;  // of datagrams, without the headers below
 };
 
 #define AGGREGATION_SLOT static inline __attribute__((always_inline))

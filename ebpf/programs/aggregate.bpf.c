@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The aggregator in the kernel (docs/reference/aggregation.md): `aggregate` stores leaves as they arrive, makes the sum
-// of a block, and answers leaves that come again. `answer`, behind it at the same interface, sends the sum to all ranks,
-// because an XDP program can send a packet to one place only. All other packets for the port go on to the daemon, which
-// works in the same memory: what makes and ends jobs, leaves that are refused, and ranks that `answer` cannot reach.
+// of a block, and answers leaves that come again. `answer`, behind it at the same interface, sends the sum to all
+// ranks, because an XDP program can send a packet to one place only. All other packets for the port go on to the
+// daemon, which works in the same memory: what makes and ends jobs, leaves that are refused, and ranks that `answer`
+// cannot reach.
 #include "aggregation_slots.h"
 #include "checksum.h"
 #include "feed.h"
@@ -17,8 +18,8 @@
 #define OWN_ADDRESSES_MAX 8
 // While another processor stores a leaf, or sums. Then the leaf is dropped, and comes again.
 #define LOCK_TRIES 256
-// Some drivers take packets that go back and lose them, as that of veth where the other end has no NAPI. So of this many
-// repeats one is answered by the daemon.
+// Some drivers take packets that go back and lose them, as that of veth where the other end has no NAPI. So of this
+// many repeats one is answered by the daemon.
 #define REPEATS_MAX 4
 // Every offset stays below this, so the verifier knows that adding a width does not overflow.
 #define OFFSET_MAX 0x3fff
@@ -60,21 +61,24 @@ struct aggregation_own own;
 
 // Declares `place`, the address of `size` bytes of the packet from the offset `at` on, or jumps to `outside`. The
 // barrier keeps the compiler from deriving this check from another one, which the verifier does not follow.
-#define INSIDE(place, at, size)             \
-  asm volatile("" : "+r"(at));              \
-  if ((at) > OFFSET_MAX) goto outside;      \
-  __u8* place = data + (at);                \
+#define INSIDE(place, at, size)        \
+  asm volatile("" : "+r"(at));         \
+  if ((at) > OFFSET_MAX) goto outside; \
+  __u8* place = data + (at);           \
   if ((void*)(place + (size)) > data_end) goto outside
 
 #define WORD(place, n) (*(__u64*)((place) + 8 * (n)))
 
-static __always_inline void count(enum aggregation_verdict verdict, __u32 answers, __u32 unanswered) {
+// A datagram of this size, and its answers, of the same size.
+static __always_inline void count(enum aggregation_verdict verdict, __u32 bytes, __u32 answers, __u32 unanswered) {
   const __u32 zero = 0;
   struct aggregation_counters* found = bpf_map_lookup_elem(&counters, &zero);
   if (!found) return;
   if (verdict < AGGREGATION_VERDICTS) ((__u64*)found)[verdict]++;
   found->answers += answers;
   found->unanswered += unanswered;
+  found->received_bytes += bytes;
+  found->sent_bytes += (__u64)bytes * answers;
 }
 
 static __always_inline int is_own_address(__u32 family, const __be32* address) {
@@ -142,8 +146,7 @@ outside:
 
 // Sums of cells, word by word. All work in place: when a block is complete, nobody needs its leaves. Global functions,
 // so that the verifier walks each loop once.
-#define EACH_WORD(words) \
-  for (__u32 n = 0; n < (words); n++, to += 4, left += 4, right += 4)
+#define EACH_WORD(words) for (__u32 n = 0; n < (words); n++, to += 4, left += 4, right += 4)
 
 __attribute__((noinline)) int sum_floats(__u64 to, __u64 left, __u64 right, __u32 words) {
   EACH_WORD(words) {
@@ -229,7 +232,9 @@ static __always_inline int lock(struct aggregation_slot ARENA* slot) {
   return 0;
 }
 
-static __always_inline __u32 halves(__u64 word) { return (word & 0xffff) + (word >> 16 & 0xffff) + (word >> 32 & 0xffff) + (word >> 48); }
+static __always_inline __u32 halves(__u64 word) {
+  return (word & 0xffff) + (word >> 16 & 0xffff) + (word >> 32 & 0xffff) + (word >> 48);
+}
 
 static __always_inline __u16 folded(__u64 sum) {
   sum = (sum & 0xffffffff) + (sum >> 32);
@@ -271,8 +276,8 @@ static __always_inline __u64 write_result(void* data, void* data_end, __u64 at, 
     at += AGGREGATION_STRIPE_BYTES;
     cell_at += AGGREGATION_STRIPE_BYTES;
   }
-  const __u64 found = bpf_cpu_to_be64(
-      checksum_end(checksum_join(a, b, c, d, (1ull + stripes) * AGGREGATION_STRIPE_BYTES)));
+  const __u64 found =
+      bpf_cpu_to_be64(checksum_end(checksum_join(a, b, c, d, (1ull + stripes) * AGGREGATION_STRIPE_BYTES)));
   header_at += AGGREGATION_STRIPE_BYTES;
   INSIDE(place, header_at, 8);
   WORD(place, 0) = found;
@@ -392,8 +397,8 @@ static __always_inline __u64 slot_of(const struct aggregation_header* header) {
   return AGGREGATION_CELLS_AT + cell * AGGREGATION_CELL_BYTES;
 }
 
-static __always_inline int drop(enum aggregation_verdict verdict) {
-  count(verdict, 0, 0);
+static __always_inline int drop(enum aggregation_verdict verdict, __u32 bytes) {
+  count(verdict, bytes, 0, 0);
   return XDP_DROP;
 }
 
@@ -405,33 +410,34 @@ int aggregate(struct xdp_md* context) {
   const __u32 bytes = found >> 8 & 0xffff;
   void *data = (void*)(long)context->data, *data_end = (void*)(long)context->data_end;
   if (!at) return XDP_PASS;
-  if (bytes < sizeof(struct aggregation_header)) return drop(AGGREGATION_VERDICT_TRUNCATED);
+  if (bytes < sizeof(struct aggregation_header)) return drop(AGGREGATION_VERDICT_TRUNCATED, bytes);
   INSIDE(begin, at, sizeof(struct aggregation_header));
   struct aggregation_header* header = (void*)begin;
-  if (header->magic != bpf_htons(AGGREGATION_MAGIC)) return drop(AGGREGATION_VERDICT_FOREIGN);
-  if (header->version != AGGREGATION_VERSION) return drop(AGGREGATION_VERDICT_WRONG_VERSION);
+  if (header->magic != bpf_htons(AGGREGATION_MAGIC)) return drop(AGGREGATION_VERDICT_FOREIGN, bytes);
+  if (header->version != AGGREGATION_VERSION) return drop(AGGREGATION_VERDICT_WRONG_VERSION, bytes);
   if (header->kind == AGGREGATION_JOIN || header->kind == AGGREGATION_LEAVE) return XDP_PASS;
   const __u32 stripes = header->stripes, arithmetic = header->arithmetic, leaf = bpf_ntohs(header->leaf);
   const __u32 stated = sizeof *header + stripes * AGGREGATION_STRIPE_BYTES;
-  if (bytes < stated) return drop(AGGREGATION_VERDICT_TRUNCATED);
+  if (bytes < stated) return drop(AGGREGATION_VERDICT_TRUNCATED, bytes);
   if (bytes > stated || stripes > AGGREGATION_STRIPES_MAX || header->kind > AGGREGATION_LEAVE ||
       arithmetic > AGGREGATION_SUM_BF16)
-    return drop(AGGREGATION_VERDICT_MALFORMED);
-  if (at + stated > (__u64)(data_end - data)) return drop(AGGREGATION_VERDICT_TRUNCATED);
-  if (checksum(context, at, stripes) != bpf_be64_to_cpu(header->checksum)) return drop(AGGREGATION_VERDICT_CORRUPT);
-  if (header->kind != AGGREGATION_LEAF) return drop(AGGREGATION_VERDICT_UNEXPECTED);
-  if (!stripes) return drop(AGGREGATION_VERDICT_MALFORMED);
+    return drop(AGGREGATION_VERDICT_MALFORMED, bytes);
+  if (at + stated > (__u64)(data_end - data)) return drop(AGGREGATION_VERDICT_TRUNCATED, bytes);
+  if (checksum(context, at, stripes) != bpf_be64_to_cpu(header->checksum))
+    return drop(AGGREGATION_VERDICT_CORRUPT, bytes);
+  if (header->kind != AGGREGATION_LEAF) return drop(AGGREGATION_VERDICT_UNEXPECTED, bytes);
+  if (!stripes) return drop(AGGREGATION_VERDICT_MALFORMED, bytes);
   const __u32 number = bpf_ntohl(header->job), mark = bpf_ntohl(header->mark);
   const __u64 block = bpf_be64_to_cpu(header->block), slot_at = slot_of(header);
   if (!slot_at) return XDP_PASS;
   struct aggregation_job ARENA* job =
       AT(struct aggregation_job, (__u64)(number & (AGGREGATION_JOBS_MAX - 1)) * sizeof(struct aggregation_job));
   const __u32 leaves = job->leaves;
-  if (leaf >= leaves) return drop(AGGREGATION_VERDICT_MALFORMED);
+  if (leaf >= leaves) return drop(AGGREGATION_VERDICT_MALFORMED, bytes);
   if (!job->is_touched) job->is_touched = 1;
   learn(context, at, &job->ranks[leaf]);
   struct aggregation_slot ARENA* slot = AT(struct aggregation_slot, slot_at);
-  if (!lock(slot)) return drop(AGGREGATION_VERDICT_BUSY);
+  if (!lock(slot)) return drop(AGGREGATION_VERDICT_BUSY, bytes);
   int action = XDP_DROP;
   enum aggregation_verdict verdict = AGGREGATION_VERDICTS;
   // The job may have gone, and the cells may belong to another one now. Or its number was read here before the rest of
@@ -456,10 +462,10 @@ int aggregate(struct xdp_md* context) {
   }
   aggregation_unlock(slot);
   // What goes on is counted there.
-  if (action != XDP_PASS) count(verdict, action == XDP_TX, 0);
+  if (action != XDP_PASS) count(verdict, bytes, action == XDP_TX, 0);
   return action;
 outside:
-  return drop(AGGREGATION_VERDICT_TRUNCATED);
+  return drop(AGGREGATION_VERDICT_TRUNCATED, bytes);
 }
 
 // What all copies of an answer have in common.
@@ -584,7 +590,7 @@ int answer(struct __sk_buff* buffer) {
     sent += send_copy(buffer, at, &all, &job->ranks[n & (AGGREGATION_LEAVES_MAX - 1)]);
   }
 done:
-  count(AGGREGATION_VERDICT_COMPLETED, sent, leaves - sent);
+  count(AGGREGATION_VERDICT_COMPLETED, bytes, sent, leaves - sent);
   return TCX_DROP;
 outside:
   return TCX_NEXT;

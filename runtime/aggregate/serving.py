@@ -11,8 +11,9 @@ from sennit.closing import Closing
 from sennit.ebpf import kernel_features
 from sennit.ebpf.compiler import ToolMissing
 from sennit.ebpf.library import BpfError
+from sennit.runtime.aggregate.page import AggregatorPage
 from sennit.runtime.aggregate.xdp import XdpPrograms
-from sennit.transport.aggregator import Aggregator
+from sennit.transport.aggregator import AggregatedJob, Aggregator
 
 # What the programs need of kernel and process; `sennit doctor` says these, too.
 NEEDS: Final = ("privileges", "libbpf", "arena", "xdp")
@@ -29,6 +30,7 @@ class Serving(Closing):
         self.why_native = ""
         """Why there are no programs, though there is an interface."""
 
+        self._page: AggregatorPage | None = None
         self._programs: XdpPrograms | None = None
         if interface is not None:
             self._programs = self._loaded(port, memory_bytes)
@@ -41,6 +43,7 @@ class Serving(Closing):
             self.close()
             raise
         self.port: Final = self._daemon.port
+        self._page = AggregatorPage(self._look, memory_bytes)
 
     @property
     def mode(self) -> str:
@@ -51,20 +54,24 @@ class Serving(Closing):
 
     def run(self, seconds: float) -> None:
         self._daemon.run(seconds)
+        if self._page is not None:
+            self._page.show()
 
     def report(self) -> dict[str, Any]:
         """Counters of programs and daemon together, those of the programs alone, and jobs."""
+        counters, in_kernel, jobs = self._look()
+        return {"counters": counters, "in_kernel": in_kernel, "jobs": [asdict(job) for job in jobs]}
+
+    def _look(self) -> tuple[dict[str, int], dict[str, int], list[AggregatedJob]]:
         counters = self._daemon.counters()
         in_kernel = self._programs.counters() if self._programs else {}
         for name, number in in_kernel.items():
             counters[name] += number
-        return {
-            "counters": counters,
-            "in_kernel": in_kernel,
-            "jobs": [asdict(job) for job in self._daemon.jobs()],
-        }
+        return counters, in_kernel, self._daemon.jobs()
 
     def close(self) -> None:
+        if self._page is not None:
+            self._page.close()
         if self._programs is not None:
             self._programs.close()
 

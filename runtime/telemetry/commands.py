@@ -27,6 +27,7 @@ def top(
 ) -> None:
     """Show the ranks of this machine as they run: throughput, losses, round trips, batches from feeders, new ids.
 
+    An aggregator has a table of its own.
     Ctrl-C ends it.
     """
     from rich.console import Group
@@ -39,7 +40,8 @@ def top(
         tables += [view.paths_table(look.ranks)] if look.ranks and paths else []
         tables += [view.ingests_table(look.ingests)] if look.ingests else []
         tables += [view.ids_table(look.ids)] if look.ids else []
-        return Group(*tables) if tables else Group("no rank of this user runs here")
+        tables += [view.aggregators_table(look.aggregators)] if look.aggregators else []
+        return Group(*tables) if tables else Group("no rank or aggregator of this user runs here")
 
     console = stdout_console()
     looks = view.looks(interval)

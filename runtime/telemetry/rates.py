@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from sennit.offload.admission import Verdict
+from sennit.transport.aggregator import COUNTER_GROUP
 from sennit.transport.counters import Page
 from sennit.transport.tracepoints import PathState
 
@@ -15,6 +16,9 @@ RECEIVED: Final = (("flow", "data_bytes_received"), ("shm", "shm_bytes_received"
 INGEST: Final = "ingest"
 IDS: Final = "ids_"
 """The group of a dynamic table's counters begins with this; then comes the table's name."""
+# Counters of an aggregator, by why a packet was refused.
+JUNK: Final = ("truncated", "foreign", "wrong_version", "malformed", "unexpected", "corrupt")
+OF_ANOTHER_JOB: Final = ("unknown_job", "other_plan", "other_job")
 # Datagrams that were not accepted.
 REFUSED: Final = tuple(f"ingest_{verdict.name.lower()}" for verdict in Verdict if verdict is not Verdict.ACCEPTED)
 
@@ -146,3 +150,63 @@ def id_differences(now: Page, before: Page | None, passed_s: float) -> list[IdRa
             )
         )
     return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AggregatorRates:
+    """An aggregator, over the same time."""
+
+    page: Page
+    jobs: int
+    leaves_a_second: float
+    """Packets with a leaf that was new."""
+    sums_a_second: float
+    received_bytes_a_second: float
+    sent_bytes_a_second: float
+    """Payload of UDP."""
+    kernel_share: float
+    """Share of the packets that XDP programs dealt with."""
+    repeated: int
+    """Total so far, as are the next five: leaves that came once more."""
+    junk: int
+    of_another_job: int
+    """Packets of a job that is not there, or that other ranks of the job contradict."""
+    without_room: int
+    """Jobs that asked in vain, each time they asked."""
+    dropped: int
+    """By the kernel, or because a slot was in use."""
+    slots_open: int
+    """Blocks of which some leaves are here, and others not."""
+    slots: int
+    memory_share: float
+    """What jobs have of the memory."""
+
+
+def aggregator_difference(now: Page, before: Page | None, passed_s: float) -> AggregatorRates:
+    """Like `difference`, for the page of an aggregator."""
+
+    def total(*names: str) -> int:
+        return sum(now.total(COUNTER_GROUP, f"{COUNTER_GROUP}_{name}") for name in names)
+
+    def grown(*names: str) -> int:
+        old = sum(before.total(COUNTER_GROUP, f"{COUNTER_GROUP}_{name}") for name in names) if before else 0
+        return total(*names) - old
+
+    packets = grown("packets")
+    return AggregatorRates(
+        page=now,
+        jobs=total("jobs"),
+        leaves_a_second=grown("stored", "completed") / passed_s,
+        sums_a_second=grown("completed") / passed_s,
+        received_bytes_a_second=grown("received_bytes") / passed_s,
+        sent_bytes_a_second=grown("sent_bytes") / passed_s,
+        kernel_share=grown("packets_in_kernel") / packets if packets else 0.0,
+        repeated=total("repeated", "repeated_late", "stale"),
+        junk=total(*JUNK),
+        of_another_job=total(*OF_ANOTHER_JOB),
+        without_room=total("no_room"),
+        dropped=total("busy", "kernel_drops"),
+        slots_open=total("slots_open"),
+        slots=total("slots"),
+        memory_share=total("job_bytes") / max(total("memory_bytes"), 1),
+    )

@@ -37,6 +37,11 @@ GAUGES: Final = frozenset(
         "ingest_feeders_connected",
         "ids_rows",
         "ids_used",
+        "aggregator_jobs",
+        "aggregator_slots",
+        "aggregator_slots_open",
+        "aggregator_job_bytes",
+        "aggregator_memory_bytes",
     }
 )
 UNUSED: Final = "none"
@@ -64,7 +69,8 @@ def of_pages(pages: Iterable[counters.Page]) -> Iterator[Sample]:
     reader = os.geteuid()
     for page in pages:
         for block in page.blocks:
-            labels = {"rank": f"{page.rank}", "process": f"{page.process}", "page": page.number, "group": block.group}
+            labels = {"process": f"{page.process}", "page": page.number, "group": block.group}
+            labels |= {"rank": f"{page.rank}"} if page.world else {}
             labels |= {"peer": f"{block.peer}"} if block.peer is not None else {}
             labels |= {"path": f"{block.path}"} if block.path is not None else {}
             labels |= {"user": f"{page.owner}"} if page.owner != reader else {}

@@ -18,14 +18,17 @@ from sennit.command_line import red
 from sennit.runtime.telemetry.rates import (
     IDS,
     INGEST,
+    AggregatorRates,
     IdRates,
     IngestRates,
     RankRates,
+    aggregator_difference,
     difference,
     id_differences,
     ingest_difference,
 )
 from sennit.transport import counters
+from sennit.transport.aggregator import COUNTER_GROUP
 from sennit.transport.tracepoints import PathState
 
 UNITS: Final = ("B/s", "kB/s", "MB/s", "GB/s", "TB/s")
@@ -38,6 +41,7 @@ class Look:
     ranks: list[RankRates]
     ingests: list[IngestRates]
     ids: list[IdRates]
+    aggregators: list[AggregatorRates]
 
 
 def looks(interval_s: float, folder: Path = counters.FOLDER) -> Iterator[Look]:
@@ -47,13 +51,15 @@ def looks(interval_s: float, folder: Path = counters.FOLDER) -> Iterator[Look]:
     while True:
         now_s = time.clock_gettime(time.CLOCK_BOOTTIME)
         pages = sorted(counters.pages(folder), key=lambda page: (page.owner != os.geteuid(), page.process, page.rank))
-        look = Look([], [], [])
+        look = Look([], [], [], [])
         for page in pages:
             passed_s = _passed_s(page, page.file in before, now_s, last_s)
             if any(block.group == INGEST for block in page.blocks):
                 look.ingests.append(ingest_difference(page, before.get(page.file), passed_s))
             elif any(block.group.startswith(IDS) for block in page.blocks):
                 look.ids.extend(id_differences(page, before.get(page.file), passed_s))
+            elif any(block.group == COUNTER_GROUP for block in page.blocks):
+                look.aggregators.append(aggregator_difference(page, before.get(page.file), passed_s))
             elif page.blocks:  # A page that has nothing yet may become one of those above.
                 look.ranks.append(difference(page, before.get(page.file), passed_s))
         yield look
@@ -140,6 +146,31 @@ def ids_table(ids: list[IdRates]) -> Table:
             f"{one.evicted_a_second:,.0f}",
             f"{one.expired_a_second:,.0f}",
             f"{one.without_row_a_second:,.0f}",
+        )
+    return table
+
+
+def aggregators_table(aggregators: list[AggregatorRates]) -> Table:
+    """Aggregators of this machine."""
+    table = Table(box=None, pad_edge=False)
+    columns = ("process", "", "jobs", "leaves/s", "sums/s", "received", "sent", "XDP", "repeated", "junk")
+    for name in (*columns, "other job", "no room", "dropped", "slots", "memory"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for one in aggregators:
+        page = one.page
+        refused = (one.repeated, one.junk, one.of_another_job, one.without_room, one.dropped)
+        table.add_row(
+            f"{page.process}",
+            _standing(page),
+            f"{one.jobs}",
+            f"{one.leaves_a_second:,.0f}",
+            f"{one.sums_a_second:,.0f}",
+            _rate(one.received_bytes_a_second),
+            _rate(one.sent_bytes_a_second),
+            f"{one.kernel_share:.0%}",
+            *(f"{number:,}" for number in refused),
+            f"{one.slots_open:,}/{one.slots:,}",
+            f"{one.memory_share:.1%}",
         )
     return table
 

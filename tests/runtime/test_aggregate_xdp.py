@@ -314,6 +314,8 @@ def test_all_ranks_get_sums_over_links_from_the_kernel(is_ipv4: bool, rng: np.ra
         counted = rack.counters("in_kernel")
         assert (counted["stored"], counted["completed"]) == ((RANKS - 1) * blocks, blocks)
         assert (counted["answers"], counted["unanswered"]) == (RANKS * blocks, 0)
+        packet_bytes = 40 + 44 * 32
+        assert counted["sent_bytes"] == RANKS * blocks * packet_bytes == counted["received_bytes"]
         # Once more: it goes back from the interface itself, or from the daemon.
         ranks[0].send(Packet(kind=LEAF, job=job, key=KEY, block=blocks - 1, stripes=bytes(44 * 32)).pack())
         for rank in ranks:

@@ -381,7 +381,12 @@ size_t Server::send_segments(Socket& socket, std::span<const size_t> numbers) {
     socket.can_segment = false;  // the device cannot
     return 0;
   }
-  (error == 0 ? counters.answers : counters.unanswered) += numbers.size();
+  if (error != 0) {
+    counters.unanswered += numbers.size();
+    return numbers.size();
+  }
+  counters.answers += numbers.size();
+  for (size_t n = 0; n < numbers.size(); ++n) counters.sent_bytes += pieces[n].iov_len;
   return numbers.size();
 }
 

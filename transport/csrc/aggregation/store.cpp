@@ -78,6 +78,7 @@ Store::Store(std::span<std::byte> memory) {
 aggregation_verdict Store::take(std::span<const std::byte> datagram, const Endpoint& from, Answers& answers) {
   const aggregation_verdict verdict = judge(datagram, from, answers);
   ++reinterpret_cast<uint64_t*>(&counters_)[verdict];
+  counters_.received_bytes += datagram.size();
   return verdict;
 }
 
@@ -311,7 +312,17 @@ std::vector<Store::Job> Store::jobs() const {
   std::vector<Job> found;
   for (size_t n = 0; n < jobs_.size(); ++n)
     if (const aggregation_job& job = jobs_[n]; job.number != 0)
-      found.push_back({job.number, job.leaves, job.slots / 2u, private_[n].idle_s});
+      found.push_back({job.number, job.leaves, job.slots / 2u, private_[n].idle_s, slots_open(job)});
+  return found;
+}
+
+// Without the slots' locks: a program may be at the work, and the number is for people.
+uint32_t Store::slots_open(const aggregation_job& job) const {
+  uint32_t found = 0;
+  for (uint32_t block = 0; block < job.slots; ++block) {
+    const aggregation_slot& slot = cells_[aggregation_cell_of(job.first_cell, job.slots, job.leaves, block)].head;
+    found += AGGREGATION_LOAD(slot.leaves) != 0 && AGGREGATION_LOAD(slot.state) == AGGREGATION_OPEN;
+  }
   return found;
 }
 

@@ -65,6 +65,7 @@ class Store {
 
   struct Job {
     uint32_t number, leaves, window, idle_s;
+    uint32_t slots_open;  // that have leaves, not all
   };
   std::vector<Job> jobs() const;
 
@@ -86,6 +87,7 @@ class Store {
   void add_result(const Header& header, aggregation_cell& cell, Answers& answers) const;
   void sum(aggregation_job& job, aggregation_cell* cells) const;
 
+  uint32_t slots_open(const aggregation_job& job) const;
   aggregation_job* find(const Header& header);
   aggregation_job* find_key(uint64_t key);
   aggregation_job* make(uint64_t key, uint32_t leaves, uint32_t window);

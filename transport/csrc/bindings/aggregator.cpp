@@ -40,7 +40,8 @@ class PyAggregator {
 
   nb::dict counters() const {
 #define SENNIT_NAME(constant, name) #name,
-    static constexpr std::array NAMES = {AGGREGATION_EACH_VERDICT(SENNIT_NAME) "answers", "unanswered"};
+    static constexpr std::array NAMES = {AGGREGATION_EACH_VERDICT(SENNIT_NAME) "answers", "unanswered",
+                                         "received_bytes", "sent_bytes"};
 #undef SENNIT_NAME
     static_assert(NAMES.size() * sizeof(uint64_t) == sizeof(aggregation_counters));
     nb::dict found;
@@ -53,7 +54,7 @@ class PyAggregator {
   nb::list jobs() const {
     nb::list found;
     for (const auto& job : server_->jobs())
-      found.append(nb::make_tuple(job.number, job.leaves, job.window, job.idle_s));
+      found.append(nb::make_tuple(job.number, job.leaves, job.window, job.idle_s, job.slots_open));
     return found;
   }
 
@@ -70,7 +71,7 @@ void bind_aggregator(nb::module_& module) {
       .def("run", &PyAggregator::run, "seconds"_a, "Answers datagrams for so long; a signal may end it earlier.")
       .def_prop_ro("port", &PyAggregator::port)
       .def("counters", &PyAggregator::counters, "Datagrams by what became of them, and answers.")
-      .def("jobs", &PyAggregator::jobs, "(number, leaves, window, seconds without packets) of each.");
+      .def("jobs", &PyAggregator::jobs, "(number, leaves, window, seconds without packets, slots open) of each.");
 }
 
 }  // namespace sennit::bindings
