@@ -154,7 +154,7 @@ def aggregators_table(aggregators: list[AggregatorRates]) -> Table:
     """Aggregators of this machine."""
     table = Table(box=None, pad_edge=False)
     columns = ("process", "", "jobs", "leaves/s", "sums/s", "received", "sent", "XDP", "repeated", "junk")
-    for name in (*columns, "other job", "no room", "dropped", "slots", "memory"):
+    for name in (*columns, "other job", "no room", "lost", "slots", "memory"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for one in aggregators:
         page = one.page
