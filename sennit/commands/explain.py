@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sennit.commands import explain_codecs
 from sennit.transport import algorithms
+from sennit.transport.aggregator import LEAVES_MAX
 from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.choice.calibration import DEFAULTS
-from sennit.transport.choice.cost_model import Work
+from sennit.transport.choice.cost_model import AGGREGATE_MIN_BYTES, Work
 from sennit.transport.choice.costs import Collective
 from sennit.transport.choice.selection import OF_PARTS, Selection, grade, grade_bytes, size_class
+from sennit.transport.config import Algorithm
 from sennit.transport.plans.elements import Dtype, ReduceOp, accumulator
 from sennit.transport.plans.hosts import Hosts
 from sennit.transport.sizes import format_size
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from sennit.transport.choice.calibration import Calibration
-    from sennit.transport.config import Algorithm
 
 
 def explain(
@@ -92,6 +93,11 @@ def explain(
         "leaves": leaves,
         "chosen": str(chosen),
         "why": why,
+        **(
+            {"why_no_aggregator": _why_no_aggregator(collective, chosen, rated, dtype, size_bytes, selection, given)}
+            if has_aggregator
+            else {}
+        ),
         "constants": calibration.source,
         "algorithms": [
             {
@@ -113,6 +119,42 @@ def _reason(forced: Algorithm | None, rated: Mapping[Algorithm, Work]) -> str:
     if forced is None:
         return "the least time by the model"
     return "set by SENNIT_ALGORITHM" if forced in rated else f"SENNIT_ALGORITHM={forced} does not run here"
+
+
+def _why_no_aggregator(
+    collective: Collective,
+    chosen: Algorithm,
+    rated: Mapping[Algorithm, Work],
+    dtype: Dtype,
+    size_bytes: int,
+    selection: Selection,
+    leaves: Leaves | None,
+) -> str:
+    """Why the ranks do not ask their aggregator; nothing if they do."""
+    if chosen is Algorithm.AGGREGATE:
+        return ""
+    hosts, size = selection.hosts, format_size(size_bytes)
+    if collective is Collective.REDUCE_SCATTER:
+        sent = format_size(round(size_bytes * (hosts.world - 1) / hosts.world))
+        return f"an aggregator would get the whole vector of a rank, {size}; other ranks get {sent} of it"
+    if collective is not Collective.ALLREDUCE:
+        return f"an aggregator sums, and {collective} does not, or has one root"
+    if not 1 < hosts.world <= LEAVES_MAX:
+        return f"an aggregator sums for 2 to {LEAVES_MAX} ranks"
+    if not algorithms.is_summed(hosts.world, dtype, ReduceOp.SUM):
+        names = [DTYPE_NAMES[each] for each in DTYPE_NAMES if algorithms.is_summed(hosts.world, each, ReduceOp.SUM)]
+        return f"an aggregator sums {', '.join(names)}"
+    if leaves is not None and not leaves.are_single:
+        return "an aggregator sums one leaf of each rank"
+    if Algorithm.AGGREGATE not in rated:
+        return f"an aggregator is asked from {format_size(AGGREGATE_MIN_BYTES)} on"
+    if hosts.are_shared:
+        return (
+            f"{hosts.world // len(hosts.spans)} ranks of a host would each send their vector to an aggregator, over "
+            "one link; among hosts they add first"
+        )
+    seconds = rated[Algorithm.AGGREGATE].seconds(selection.near, selection.far)
+    return f"by an aggregator it would take {seconds * 1e6:,.0f} µs"
 
 
 def _origin(source: str) -> str:
@@ -140,6 +182,8 @@ def render(explained: dict[str, Any], console: Console) -> None:
         )
     console.print(table)
     console.print(f"{explained['ranks']} ranks over {level} run {explained['chosen']}: {explained['why']}.")
+    if why_not := explained.get("why_no_aggregator"):
+        console.print(f"No aggregator: {why_not}.")
     if "codecs" in explained:
         plain = next(row for row in explained["algorithms"] if row["name"] == explained["chosen"])
         explain_codecs.render(explained["codecs"], plain, explained["hosts"], console)

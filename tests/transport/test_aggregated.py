@@ -32,7 +32,7 @@ from sennit.transport.plans.elements import Dtype, ReduceOp
 from tests.transport.collective_scenarios import Case, check_fold, random_bits, run_plan
 from tests.transport.processes import Group, play, run_ranks
 
-DTYPES = (Dtype.F32, Dtype.I32, Dtype.BF16)
+CALLS = ((Dtype.F32, ReduceOp.SUM), (Dtype.F32, ReduceOp.AVG), (Dtype.I32, ReduceOp.AVG), (Dtype.BF16, ReduceOp.SUM))
 # Of a vector: one block that is not full, some blocks, and more than a window.
 ELEMENTS = (4_099, 40_000, 200_003)
 
@@ -98,20 +98,21 @@ class Road:
 def sums(group: Communicator, seed: int) -> None:
     """Vectors of each type, in place and not, some under way at once."""
     case = Case(group, seed)
-    for dtype in DTYPES:
+    for dtype, op in CALLS:
         for elements in ELEMENTS:
             rows = random_bits(case.rng, case.world, elements, dtype)
             call: dict[str, Any] = {"world": case.world, "rank": case.rank, "elements": elements}
-            call |= {"dtype": dtype, "op": ReduceOp.SUM}
-            expected = fold(rows, dtype, ReduceOp.SUM)
+            call |= {"dtype": dtype, "op": op}
+            expected = fold(rows, dtype, op)
             result = run_plan(group, algorithms.allreduce_aggregated(**call), rows[case.rank].copy())
-            np.testing.assert_array_equal(result, expected, err_msg=f"{dtype.name} {elements}")
+            np.testing.assert_array_equal(result, expected, err_msg=f"{op.name} {dtype.name} {elements}")
             plan = algorithms.allreduce_aggregated(**call, in_place=False)
             result = run_plan(group, plan, rows[case.rank], np.zeros_like(expected))
-            np.testing.assert_array_equal(result, expected, err_msg=f"{dtype.name} {elements}, not in place")
+            np.testing.assert_array_equal(result, expected, err_msg=f"{op.name} {dtype.name} {elements}, not in place")
     for elements in ELEMENTS:
         arrays = case.arrays([(elements,)] * case.world, np.float32)
-        check_fold(group.allreduce(arrays[case.rank]), arrays, Dtype.F32, ReduceOp.SUM)
+        for op in (ReduceOp.SUM, ReduceOp.AVG):
+            check_fold(group.allreduce(arrays[case.rank], op), arrays, Dtype.F32, op)
 
 
 def aggregated(group: Communicator, seed: int) -> None:
@@ -234,7 +235,7 @@ def test_wrong_addresses_are_named(text: str) -> None:
 @pytest.mark.parametrize("counted", [True, False])
 def test_plans_in_any_order_of_events(world: int, in_place: bool, counted: bool) -> None:
     rng = np.random.default_rng(world)
-    for seed, dtype in enumerate(DTYPES):
+    for seed, (dtype, op) in enumerate(CALLS):
         elements = 300
         rows = random_bits(rng, world, elements, dtype)
         plans = [
@@ -243,14 +244,14 @@ def test_plans_in_any_order_of_events(world: int, in_place: bool, counted: bool)
                 rank=rank,
                 elements=elements + 40 * counted,
                 dtype=dtype,
-                op=ReduceOp.SUM,
+                op=op,
                 in_place=in_place,
                 counted=counted,
                 chunk_bytes=256,
             )
             for rank in range(world)
         ]
-        expected = fold(rows, dtype, ReduceOp.SUM)
+        expected = fold(rows, dtype, op)
         for failing_ranks in ((), (0,), (world - 1,), tuple(range(world))):
             buffers = [[row.copy()] if in_place else [row.copy(), np.zeros_like(row)] for row in rows]
             Interpreter(
@@ -266,24 +267,45 @@ def test_plans_in_any_order_of_events(world: int, in_place: bool, counted: bool)
 
 def test_what_an_aggregator_cannot_sum_is_refused() -> None:
     call: dict[str, Any] = {"world": 2, "rank": 0, "elements": 8, "dtype": Dtype.F32, "op": ReduceOp.SUM}
-    for other in ({"op": ReduceOp.AVG}, {"dtype": Dtype.F64}, {"world": 65}, {"leaves": 4}):
+    mean = {"op": ReduceOp.AVG, "dtype": Dtype.BF16}
+    for other in ({"op": ReduceOp.MAX}, mean, {"dtype": Dtype.F64}, {"world": 65}, {"leaves": 4}):
         with pytest.raises(ArgumentError, match=r"an aggregator sums F32, I32, BF16 of 2\.\.64 ranks, one leaf each"):
             algorithms.allreduce_aggregated(**{**call, **other})
 
 
-def choice(*, size_bytes: int, gbit: float, world: int = 4, dtype: Dtype = Dtype.F32) -> str:
-    found = explain(
-        Collective.ALLREDUCE,
-        size_bytes,
+def explained(*, gbit: float = 0.2, world: int = 4, **call: Any) -> dict[str, Any]:
+    given: dict[str, Any] = {"collective": Collective.ALLREDUCE, "size_bytes": 16 << 20, "hosts": world} | call
+    return explain(
         ranks=world,
-        hosts=world,
         forced=None,
         calibration=Calibration(),
-        dtype=dtype,
         bytes_per_s=gbit * 1e9 / 8,
         has_aggregator=True,
+        **given,
     )
-    return str(found["chosen"])
+
+
+def choice(**call: Any) -> str:
+    return str(explained(**call)["chosen"])
+
+
+@pytest.mark.parametrize(
+    ("call", "why_not"),
+    [
+        ({}, ""),
+        ({"collective": Collective.REDUCE_SCATTER}, "an aggregator would get the whole vector of a rank, 16 MiB"),
+        ({"collective": Collective.ALLGATHER}, "an aggregator sums, and allgather does not"),
+        ({"dtype": Dtype.F64}, "an aggregator sums float32, bfloat16, int32"),
+        ({"world": 65}, "an aggregator sums for 2 to 64 ranks"),
+        ({"leaves": 8}, "an aggregator sums one leaf of each rank"),
+        ({"size_bytes": 4 << 10}, "an aggregator is asked from 16 KiB on"),
+        ({"world": 8, "hosts": 4}, "2 ranks of a host would each send their vector to an aggregator, over one link"),
+        ({"gbit": 100.0}, "by an aggregator it would take"),
+    ],
+)
+def test_explain_says_why_no_aggregator_sums(call: dict[str, Any], why_not: str) -> None:
+    assert explained(**call)["why_no_aggregator"].startswith(why_not)
+    assert (choice(**call) == "aggregate") == (not why_not)
 
 
 def test_the_model_asks_an_aggregator_where_links_are_slow() -> None:

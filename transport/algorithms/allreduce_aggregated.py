@@ -23,6 +23,8 @@ from sennit.transport.plans.plan import AGGREGATOR, FAILED_SLOT, MISSING_SLOT, O
 
 # What an aggregator can add, by operations that are defined to the bit without floating-point registers.
 DTYPES: Final = (Dtype.F32, Dtype.I32, Dtype.BF16)
+# Whose means the ranks make of its sums. A sum of bfloat16 is rounded, and the mean would be rounded once more.
+MEAN_DTYPES: Final = (Dtype.F32, Dtype.I32)
 # A message to a rank: how many blocks its sender lacks.
 MISSING_BYTES: Final = 4
 # The slot of that message, far above those of the direct algorithm.
@@ -31,7 +33,8 @@ TOLD_SLOT: Final = 0xF0000
 
 def is_summed(world: int, dtype: Dtype, op: ReduceOp) -> bool:
     """Whether an aggregator can do an allreduce."""
-    return 1 < world <= LEAVES_MAX and dtype in DTYPES and op is ReduceOp.SUM
+    dtypes = {ReduceOp.SUM: DTYPES, ReduceOp.AVG: MEAN_DTYPES}.get(op, ())
+    return 1 < world <= LEAVES_MAX and dtype in dtypes
 
 
 def allreduce_aggregated(
@@ -55,7 +58,8 @@ def allreduce_aggregated(
     if not is_summed(world, dtype, op) or leaves is not None or partial:
         raise ArgumentError(
             f"{op.name} of {dtype.name} by {world} ranks, {leaves} leaves; an aggregator sums "
-            f"{', '.join(each.name for each in DTYPES)} of 2..{LEAVES_MAX} ranks, one leaf each"
+            f"{', '.join(each.name for each in DTYPES)} of 2..{LEAVES_MAX} ranks, one leaf each, and gives the "
+            f"AVG of {', '.join(each.name for each in MEAN_DTYPES)}"
         )
     layout = Layout(Hosts.equal(world, 1))
     builder, result = allreduce_builder(
@@ -89,7 +93,12 @@ def allreduce_aggregated(
         made: list[int] = []
         if result == 0:
             made = [builder.copy(Operand(0, piece.offset), scratch, piece.offset, piece.size_bytes)]
-        done.append(builder.recv(AGGREGATOR, slot, result, piece.offset, piece.size_bytes, after=made))
+        come = builder.recv(AGGREGATOR, slot, result, piece.offset, piece.size_bytes, after=made)
+        if op is ReduceOp.AVG:
+            # Of a sum that did not come it makes nonsense, which the direct algorithm overwrites.
+            whole = [Operand(result, piece.offset)]
+            come = builder.reduce(whole, result, piece.offset, piece.size_bytes, dtype=dtype, op=op, after=[come])
+        done.append(come)
         done.append(builder.send(AGGREGATOR, slot, Operand(saved, piece.offset), piece.size_bytes, after=made))
     lacks, told = _tell(builder, world=world, rank=rank, scratch=scratch, told_at=told_at)
     builder.branch(lacks, after=[*done, *told])
