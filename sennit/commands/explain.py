@@ -60,7 +60,7 @@ def explain(
         forced=forced,
         near=calibration.shared_memory,
         far=far,
-        has_aggregator=has_aggregator and algorithms.is_summed(ranks, dtype, ReduceOp.SUM),
+        has_aggregator=has_aggregator and algorithms.is_summed(ranks, dtype, ReduceOp.SUM, leaves),
     )
     given = None if leaves is None else Leaves(ranks, leaves)
     ratio = accumulator(dtype).item_bytes / dtype.item_bytes
@@ -144,8 +144,8 @@ def _why_no_aggregator(
     if not algorithms.is_summed(hosts.world, dtype, ReduceOp.SUM):
         names = [DTYPE_NAMES[each] for each in DTYPE_NAMES if algorithms.is_summed(hosts.world, each, ReduceOp.SUM)]
         return f"an aggregator sums {', '.join(names)}"
-    if leaves is not None and not leaves.are_single:
-        return "an aggregator sums one leaf of each rank"
+    if leaves is not None and not algorithms.is_summed(hosts.world, dtype, ReduceOp.SUM, leaves.count):
+        return "an aggregator sums one leaf of each rank, or of float32 and int32 1, 2, 4, 8, ... of each"
     if Algorithm.AGGREGATE not in rated:
         return f"an aggregator is asked from {format_size(AGGREGATE_MIN_BYTES)} on"
     if hosts.are_shared:

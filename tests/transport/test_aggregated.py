@@ -23,12 +23,15 @@ from sennit.transport import algorithms
 from sennit.transport.aggregator import MEMORY_MIN_BYTES, Aggregator
 from sennit.transport.choice.calibration import Calibration
 from sennit.transport.choice.costs import Collective
+from sennit.transport.choice.selection import Selection
 from sennit.transport.communicator import Communicator
+from sennit.transport.config import Algorithm
 from sennit.transport.errors import ArgumentError, ConfigError
 from sennit.transport.meeting.aggregation import address_of
 from sennit.transport.oracle.reference import Interpreter
 from sennit.transport.plans.arithmetic import fold
 from sennit.transport.plans.elements import Dtype, ReduceOp
+from sennit.transport.plans.hosts import Hosts
 from tests.transport.collective_scenarios import Case, check_fold, random_bits, run_plan
 from tests.transport.processes import Group, play, run_ranks
 
@@ -113,6 +116,9 @@ def sums(group: Communicator, seed: int) -> None:
         arrays = case.arrays([(elements,)] * case.world, np.float32)
         for op in (ReduceOp.SUM, ReduceOp.AVG):
             check_fold(group.allreduce(arrays[case.rank], op), arrays, Dtype.F32, op)
+    arrays = case.arrays([(40_000,)] * (2 * case.world), np.float32)
+    own = np.stack(arrays[2 * case.rank : 2 * case.rank + 2])
+    check_fold(group.allreduce(own, leaves=len(arrays)), arrays, Dtype.F32, ReduceOp.SUM)
 
 
 def aggregated(group: Communicator, seed: int) -> None:
@@ -265,10 +271,34 @@ def test_plans_in_any_order_of_events(world: int, in_place: bool, counted: bool)
                 np.testing.assert_array_equal(given[-1], expected)
 
 
+@pytest.mark.parametrize("partial", [True, False])
+@pytest.mark.parametrize(("world", "leaves"), [(3, 3), (2, 8), (3, 6), (4, 16)])
+def test_ranks_give_the_sums_of_their_leaves(world: int, leaves: int, partial: bool) -> None:
+    rng = np.random.default_rng(leaves)
+    for seed, (dtype, op) in enumerate(call for call in CALLS if call[0] is not Dtype.BF16):
+        elements = 300
+        rows = random_bits(rng, leaves, elements, dtype)
+        call: dict[str, Any] = {"world": world, "elements": elements, "dtype": dtype, "op": op}
+        call |= {"leaves": leaves, "partial": partial}
+        plans = [algorithms.allreduce_aggregated(**call, rank=rank, chunk_bytes=256) for rank in range(world)]
+        forced = Selection(hosts=Hosts.equal(world, world), forced=Algorithm.AGGREGATE, has_aggregator=True)
+        assert forced.allreduce(**{**call, "elements": 1 << 20}, rank=0).name == plans[0].name
+        each = leaves // world
+        given = [list(rows[rank * each : (rank + 1) * each]) for rank in range(world)]
+        if partial:
+            given = [[fold(of_rank, dtype, ReduceOp.SUM)] for of_rank in given]
+        expected = fold(rows, dtype, op)
+        for failing_ranks in ((), (world - 1,)):
+            buffers = [[np.concatenate(of_rank), np.zeros_like(expected)] for of_rank in given]
+            Interpreter(plans, buffers, seed=seed, without_aggregator=failing_ranks).run()
+            for _, result in buffers:
+                np.testing.assert_array_equal(result, expected)
+
+
 def test_what_an_aggregator_cannot_sum_is_refused() -> None:
     call: dict[str, Any] = {"world": 2, "rank": 0, "elements": 8, "dtype": Dtype.F32, "op": ReduceOp.SUM}
     mean = {"op": ReduceOp.AVG, "dtype": Dtype.BF16}
-    for other in ({"op": ReduceOp.MAX}, mean, {"dtype": Dtype.F64}, {"world": 65}, {"leaves": 4}):
+    for other in ({"op": ReduceOp.MAX}, mean, {"dtype": Dtype.F64}, {"world": 65}, {"leaves": 6}):
         with pytest.raises(ArgumentError, match=r"an aggregator sums F32, I32, BF16 of 2\.\.64 ranks, one leaf each"):
             algorithms.allreduce_aggregated(**{**call, **other})
 
@@ -297,7 +327,9 @@ def choice(**call: Any) -> str:
         ({"collective": Collective.ALLGATHER}, "an aggregator sums, and allgather does not"),
         ({"dtype": Dtype.F64}, "an aggregator sums float32, bfloat16, int32"),
         ({"world": 65}, "an aggregator sums for 2 to 64 ranks"),
-        ({"leaves": 8}, "an aggregator sums one leaf of each rank"),
+        ({"leaves": 8}, ""),
+        ({"leaves": 12}, "an aggregator sums one leaf of each rank, or of float32"),
+        ({"leaves": 8, "dtype": Dtype.BF16}, "an aggregator sums one leaf of each rank, or of float32"),
         ({"size_bytes": 4 << 10}, "an aggregator is asked from 16 KiB on"),
         ({"world": 8, "hosts": 4}, "2 ranks of a host would each send their vector to an aggregator, over one link"),
         ({"gbit": 100.0}, "by an aggregator it would take"),

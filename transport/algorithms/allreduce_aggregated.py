@@ -5,6 +5,9 @@ Each rank sends its vector once and gets the sum once. That is half of what the 
 world. The aggregator may fail. So a rank saves its vector first, and tells all others how much of the sum it lacks. If
 anybody lacks anything, all run the direct algorithm on what they have saved
 (docs/decisions/0076-the-network-stores.md).
+
+A rank with several leaves, or partial sums, gives the sum of its leaves. That is possible where these are one node of
+the tree, and the nodes of all ranks are equally large: then a tree over the nodes is a tree over the ranks.
 """
 
 from __future__ import annotations
@@ -13,11 +16,11 @@ from typing import Final
 
 from sennit.transport.aggregator import LEAVES_MAX
 from sennit.transport.algorithms.fold import Fold, Layout, Share, add_fold
-from sennit.transport.algorithms.leaves import allreduce_builder
+from sennit.transport.algorithms.leaves import Leaves, allreduce_builder
 from sennit.transport.algorithms.ranges import ALIGNMENT_BYTES, DEFAULT_CHUNK_BYTES, check_chunk, peers_after
 from sennit.transport.algorithms.vector import Vector
 from sennit.transport.errors import ArgumentError
-from sennit.transport.plans.elements import Dtype, ReduceOp
+from sennit.transport.plans.elements import Dtype, ReduceOp, accumulator
 from sennit.transport.plans.hosts import Hosts
 from sennit.transport.plans.plan import AGGREGATOR, FAILED_SLOT, MISSING_SLOT, Operand, Plan, PlanBuilder
 
@@ -31,10 +34,14 @@ MISSING_BYTES: Final = 4
 TOLD_SLOT: Final = 0xF0000
 
 
-def is_summed(world: int, dtype: Dtype, op: ReduceOp) -> bool:
-    """Whether an aggregator can do an allreduce."""
+def is_summed(world: int, dtype: Dtype, op: ReduceOp, leaves: int | None = None, *, partial: bool = False) -> bool:
+    """Whether an aggregator can do an allreduce. `leaves` and `partial` as of `allreduce`."""
     dtypes = {ReduceOp.SUM: DTYPES, ReduceOp.AVG: MEAN_DTYPES}.get(op, ())
-    return 1 < world <= LEAVES_MAX and dtype in dtypes
+    if not 1 < world <= LEAVES_MAX or dtype not in dtypes:
+        return False
+    given = Leaves(world, leaves, partial=partial)
+    # A partial sum of bfloat16 is twice as wide, and rounded by nobody yet.
+    return given.are_single or (given.are_equal_nodes and accumulator(dtype) is dtype)
 
 
 def allreduce_aggregated(
@@ -50,18 +57,18 @@ def allreduce_aggregated(
     partial: bool = False,
     counted: bool = False,
 ) -> Plan:
-    """Buffers: those of `allreduce_builder`; `counted` as of `allreduce`. One leaf a rank.
+    """Buffers: those of `allreduce_builder`; `counted` as of `allreduce`.
 
     Raises ArgumentError for what an aggregator cannot sum (`is_summed`).
     """
     check_chunk(chunk_bytes)
-    if not is_summed(world, dtype, op) or leaves is not None or partial:
+    if not is_summed(world, dtype, op, leaves, partial=partial):
         raise ArgumentError(
-            f"{op.name} of {dtype.name} by {world} ranks, {leaves} leaves; an aggregator sums "
+            f"{op.name} of {dtype.name} by {world} ranks, {leaves or world} leaves; an aggregator sums "
             f"{', '.join(each.name for each in DTYPES)} of 2..{LEAVES_MAX} ranks, one leaf each, and gives the "
-            f"AVG of {', '.join(each.name for each in MEAN_DTYPES)}"
+            f"AVG of {', '.join(each.name for each in MEAN_DTYPES)}, also of 2, 4, 8, ... leaves each"
         )
-    layout = Layout(Hosts.equal(world, 1))
+    layout = Layout(Hosts.equal(world, 1), leaves, partial=partial)
     builder, result = allreduce_builder(
         "allreduce by aggregator",
         layout,
@@ -82,8 +89,10 @@ def allreduce_aggregated(
     )
     # The saved vector comes first, because a place that depends on counts is one of a whole buffer.
     scratch = result + 1
-    saved = scratch if result == 0 else 0
-    if result == 0:
+    rows = len(layout.given(rank))
+    is_made = result == 0 or rows > 1
+    saved = scratch if is_made else 0
+    if is_made:
         builder.reserve_scratch(-(-elements * dtype.item_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
     told_at = builder.reserve_scratch((world + 1) * MISSING_BYTES)
     done: list[int] = []
@@ -91,7 +100,12 @@ def allreduce_aggregated(
         if not piece.size_bytes:
             continue
         made: list[int] = []
-        if result == 0:
+        if rows > 1:
+            places = layout.places(rank, dtype, elements, 0, piece.offset // dtype.item_bytes)
+            made = [
+                builder.reduce(places, scratch, piece.offset, piece.size_bytes, dtype=dtype, op=op, gives_partial=True)
+            ]
+        elif is_made:
             made = [builder.copy(Operand(0, piece.offset), scratch, piece.offset, piece.size_bytes)]
         come = builder.recv(AGGREGATOR, slot, result, piece.offset, piece.size_bytes, after=made)
         if op is ReduceOp.AVG:
@@ -108,7 +122,7 @@ def allreduce_aggregated(
             rank=rank,
             dtype=dtype,
             op=op,
-            layout=layout,
+            layout=layout if layout.are_single else Layout(layout.hosts, leaves, partial=True),
             shares=[Share(buffer=saved, offset=0, chunks=pieces) for pieces in vector.shares],
             elements=elements,
             result_buffer=result,

@@ -43,6 +43,14 @@ class Leaves:
         """Whether every rank gives one leaf, so that its vector is what it sends."""
         return self.count == self.world and not self.partial
 
+    @property
+    def are_equal_nodes(self) -> bool:
+        """Whether the leaves of every rank are one node of the tree, and as many. Then the tree over ranks is what is
+        above these nodes.
+        """
+        each = self.count // self.world
+        return self.count % self.world == 0 and each & (each - 1) == 0
+
     def of_ranks(self, low: int, high: int) -> Span:
         """The leaves of ranks `low` up to, not including, `high`."""
         return Span(self.of_rank[low].low, self.of_rank[high - 1].high)

@@ -115,7 +115,9 @@ def _reduction(
                 far=Traffic(1 if far else 0, far, far, far * block_bytes),
                 folded_bytes=block_bytes * hosts.world,
             )
-        case Algorithm.AGGREGATE if gathers and several and leaves.are_single and size_bytes >= AGGREGATE_MIN_BYTES:
+        case Algorithm.AGGREGATE if (
+            gathers and several and leaves.are_equal_nodes and size_bytes >= AGGREGATE_MIN_BYTES
+        ):
             # Saves the vector, sends it, and tells all others that it has the sum. The leaves of all ranks meet in one
             # place.
             leaves_there = hosts.world * math.ceil(size_bytes / BLOCK_BYTES)

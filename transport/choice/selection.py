@@ -109,7 +109,7 @@ class Selection(LightTuple):
         if not in_place:
             # To lend, a rank would have to copy its vector first. That costs more than the round trips save.
             candidates = tuple(each for each in candidates if each is not Algorithm.ROUND_TRIP)
-        if self.has_aggregator and not algorithms.is_summed(world, dtype, op):
+        if self.has_aggregator and not algorithms.is_summed(world, dtype, op, leaves, partial=partial):
             candidates = tuple(each for each in candidates if each is not Algorithm.AGGREGATE)
         given = None if leaves is None else Leaves(world, leaves, partial=partial)
         match self._choose(Collective.ALLREDUCE, elements, dtype, candidates, given):
