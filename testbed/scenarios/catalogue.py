@@ -13,6 +13,7 @@ from sennit.testbed.scenarios.model import (
     Library,
     Operation,
     PowerOff,
+    Rack,
     Scenario,
     SuspendRank,
     SwitchPlane,
@@ -334,6 +335,33 @@ def _jobs() -> list[Scenario]:
                 *(Goal(measure=f"{name}_bytes", at_least=1, must=True) for name in ("payload", "record", "checkpoint")),
             ),
             short={"job": {"samples": 4096, "steps": 12}},
+        ),
+        Scenario(
+            name="rack",
+            title="four training hosts with links of 200 Mbit/s, an aggregator and a storage host: each is killed in "
+            "turn, the same weights",
+            topology=Topology(hosts=6, planes=1, mtu_bytes=1500, per_packet=False),
+            job=Rack(),
+            goals=(
+                Goal(measure="trainings", at_least=2, must=True),
+                SAME_BITS,
+                Goal(measure="rack.kills", at_least=3, at_most=3, must=True),
+                Goal(measure="rack.summed_before", at_least=1, must=True),
+                Goal(measure="rack.summed_after", at_least=1, must=True),
+                Goal(measure="rack.errors_naming_rank", at_least=1, must=True),
+            ),
+            short={
+                "topology": {"hosts": 4},
+                "job": {
+                    "steps": 16,
+                    "kill_steps": (2, 6, 11),
+                    "checkpoint_every": 4,
+                    "samples": 2048,
+                    "batch_size": 64,
+                    "native": True,
+                    "ranks_alone": 1,
+                },
+            },
         ),
         Scenario(
             name="same-bits-training",

@@ -30,6 +30,8 @@ MEANINGS: Final = {
     "training runs; 1 is right",
     "trainings": "training runs that came to their end",
     "failed_trainings": "training runs that failed, or lost other ranks than they should",
+    "rack.": "of the run with deaths: kills; summed_before and summed_after, blocks that the first aggregator and the "
+    "last one summed; errors_naming_rank, the share of survivors whose message names the dead rank",
     "goodput.": "bytes/s of one rank's input over the time of a repetition, median over rounds, by library and by "
     "whether the impairment was on (disturbed) or off (calm); a repetition lasts from the moment when all ranks are "
     "in it to the moment when all are done",
@@ -102,6 +104,8 @@ def measure(seen: Observations) -> Measures:
     """Returns all measures that these observations give."""
     if seen.trainings:
         return _trainings(seen.trainings)
+    if seen.rack is not None:
+        return dict(seen.rack.measures)
     if seen.scenario.job is not None:
         return dict(seen.networks)
     measures = _correctness(seen) | _speed(seen) | _impairment(seen)

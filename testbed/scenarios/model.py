@@ -185,6 +185,44 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rack:
+    """A training run with an aggregator and a storage host, in place of a collective (`rack.py`).
+
+    The last host has the storage, the one before it the aggregator, the others a rank each. All three are killed in
+    turn, in a second run that must end with the weights of the first.
+    """
+
+    steps: int = 400
+    kill_steps: tuple[int, int, int] = (80, 180, 290)
+    """The steps at which the aggregator, the storage and a rank are killed."""
+    victim: int = 1
+    """The rank that is killed. Rank 0 has the store in which ranks meet."""
+    checkpoint_every: int = 50
+    samples: int = 20_000
+    """Samples of the synthetic data set."""
+    batch_size: int = 256
+    rate_mbit: int = 200
+    """Rate of a training host's link, for what it sends."""
+    native: bool = False
+    """The aggregator uses sockets alone, and no XDP."""
+    ranks_alone: int | None = None
+    """Ranks of the run that is left alone, whose number changes no bit. None: all."""
+    timeout_s: float = 180.0
+    """Deadline of a run."""
+
+    def __post_init__(self) -> None:
+        steps = (0, *self.kill_steps, self.steps)
+        _require(
+            list(steps) == sorted(set(steps)) and self.checkpoint_every < self.kill_steps[2],
+            f"kill_steps {self.kill_steps} of {self.steps} steps, a checkpoint every {self.checkpoint_every}; "
+            "allowed: ascending, within the run, and a checkpoint before the last",
+        )
+        for name, value in (("samples", self.samples), ("batch_size", self.batch_size), ("rate", self.rate_mbit)):
+            _require(value >= 1, f"{name} {value}; allowed: 1 or more")
+        _require(self.timeout_s > 0, f"timeout_s {self.timeout_s}; allowed: above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Variant:
     """One configuration of sennit for the workload. All variants must give the same bits."""
 
@@ -253,7 +291,7 @@ class Scenario:
     """After a rank's death the survivors reconfigure and run the collective once more among themselves."""
     hostile: Hostile | None = None
     workload: Workload = dataclasses.field(default_factory=Workload)
-    job: Job | Trainings | None = None
+    job: Job | Rack | Trainings | None = None
     """A training job, or training runs, in place of the workload."""
     libraries: tuple[Library, ...] = (Library.SENNIT,)
     variants: tuple[Variant, ...] = (Variant(),)
@@ -272,6 +310,12 @@ class Scenario:
             not isinstance(self.job, Job) or (self.topology.hosts >= 3 and self.topology.planes == 2),
             f"{self.name}: a job on {self.topology.hosts} hosts, {self.topology.planes} planes; allowed: 3 or more, 2",
         )
+        if isinstance(self.job, Rack):
+            _require(
+                self.job.victim < last - 1,
+                f"{self.name}: {last + 1} hosts, of which rank {self.job.victim} is killed; allowed: an aggregator, "
+                "storage, and more ranks than that",
+            )
         _require(
             not self.faults or self.workload.rounds == 1,
             f"{self.name}: {self.workload.rounds} rounds with faults; allowed: 1",

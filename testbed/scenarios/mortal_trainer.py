@@ -2,17 +2,20 @@
 """`sennit train` whose ranks die and wait where the environment says so: `python -m` this module. Also by torchrun.
 
 DEATHS is JSON, [[rank, step, marker file], ...]: the rank is killed at this step, once, because its marker file
-prevents a second time. HALTS is JSON, [[world size, step, marker file], ...]: all ranks wait there, once in a process,
-until a newcomer wants to join (or as many as a fourth item says); rank 0 makes the marker file first.
+prevents a second time. MARKS is JSON, [[step, file], ...]: rank 0 makes the file at this step, and two steps later it
+waits until the file is gone. HALTS is JSON, [[world size, step, marker file], ...]: all ranks wait there, once in a
+process, until a newcomer wants to join (or as many as a fourth item says); rank 0 makes the marker file first.
 DIES_IN_HANDOVER: this process is killed when it is to receive a state.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,6 +37,11 @@ def _mortal_step(self: Trainer) -> StepReport:
         if (self.rank, self.step) == (rank, step) and not Path(marker).exists():
             Path(marker).touch()
             os.kill(os.getpid(), signal.SIGKILL)
+    for step, marker in json.loads(os.environ.get("MARKS", "[]")):
+        if (self.rank, self.step) == (0, step):
+            Path(marker).touch()
+        if (self.rank, self.step) == (0, step + 2):
+            _wait_until(functools.partial(_is_gone, Path(marker)), f"{marker} is still there")
     for world_size, step, marker, *newcomers in json.loads(os.environ.get("HALTS", "[]")):
         if (self.world_size, self.step) == (world_size, step) and marker not in _halted:
             _halted.add(marker)
@@ -44,10 +52,18 @@ def _mortal_step(self: Trainer) -> StepReport:
 
 
 def _wait_for_newcomers(count: int = 1) -> None:
+    _wait_until(lambda: elastic.waiting_count() >= count, f"not {count} want to join")
+
+
+def _is_gone(file: Path) -> bool:
+    return not file.exists()
+
+
+def _wait_until(is_so: Callable[[], bool], otherwise: str) -> None:
     deadline_s = time.monotonic() + DEADLINE_S
-    while elastic.waiting_count() < count:
+    while not is_so():
         if time.monotonic() > deadline_s:
-            raise TimeoutError(f"{elastic.waiting_count()} want to join, not {count}")
+            raise TimeoutError(otherwise)
         time.sleep(LOOK_S)
 
 

@@ -100,7 +100,7 @@ def _loss_points(cases: Sequence[Case]) -> dict[tuple[str, str], dict[float, lis
 def timeline_figure(case: Case) -> Figure | None:
     """Draws payload over time above, bytes by plane below, and a line for every fault. Grey: ranks check results."""
     series = case.series
-    if not series or not series["times_s"]:
+    if not series or not series["times_s"] or "links" in series:
         return None
     figure, axes = _subplots(2, 1, height=4.6, sharex=True)
     upper, lower = axes[0][0], axes[1][0]
@@ -125,6 +125,32 @@ def timeline_figure(case: Case) -> Figure | None:
             "\n".join(names), (at_s, 1.0), (3, -3), xycoords=("data", "axes fraction"),
             textcoords="offset points", va="top", fontsize="small",
         )  # fmt: skip
+    return figure
+
+
+@_styled
+def links_figure(case: Case) -> Figure | None:
+    """Draws what each host's link carries over time, a panel for each, and a line where somebody was killed."""
+    series = case.series
+    if "links" not in series:
+        return None
+    figure, axes = _subplots(len(series["links"]), 1, height=1.15 * len(series["links"]), sharex=True)
+    times_s = series["times_s"]
+    for (name, ways), (axis,) in zip(series["links"].items(), axes, strict=True):
+        for way, colour in zip(("sent", "received"), PLANES, strict=False):
+            axis.plot(times_s, [8 * value / MEGA for value in ways[way]], color=colour, lw=1.0, label=way)
+        axis.set_ylim(bottom=0)
+        axis.set_xlim(0, times_s[-1])
+        axis.set_title(name, loc="left", fontsize="small")
+        for what, host, at_s in series["events"]:
+            is_here = host in ("", name)
+            axis.axvline(at_s, color=COLOURS["gloo"] if is_here else INK, lw=1.4 if is_here else 0.6, ls="--")
+            if is_here and (host or axis is axes[0][0]):
+                axis.annotate(what, (at_s, 1.0), (3, -3), xycoords=("data", "axes fraction"),
+                              textcoords="offset points", va="top", fontsize="small")  # fmt: skip
+    axes[0][0].legend(frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1, 1), fontsize="small")
+    axes[len(axes) // 2][0].set_ylabel("Mbit/s")
+    axes[-1][0].set_xlabel("seconds")
     return figure
 
 

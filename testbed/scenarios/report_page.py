@@ -173,6 +173,14 @@ def _figures(outcome: Results) -> str:
             )
             for case in outcome.cases
         ),
+        *(
+            (
+                f"{case.name}-links",
+                plots.links_figure(case),
+                f"{case.title}. What each host's link carries. A dashed line is a death, coloured where it was.",
+            )
+            for case in outcome.cases
+        ),
         (
             "shares",
             plots.shares_figure(outcome.cases),

@@ -106,7 +106,7 @@ def _judge(case: Case, scenario: Scenario, seen: stage.Observations, *, strict: 
     case.goals = results.judged_as_json(judged, strict=strict)
     case.runs = results.runs_as_json(seen)
     case.trainings = results.trainings_as_json(seen)
-    case.series = results.series(scenario, seen.runs)
+    case.series = seen.rack.series if seen.rack else results.series(scenario, seen.runs)
     case.descriptions = seen.descriptions
     case.log_tails = seen.log_tails
     missed = [one for one in case.goals if one["word"] == "failed"]

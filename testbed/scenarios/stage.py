@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from sennit.doctor import capabilities
-from sennit.testbed.scenarios import kernel_packets, split_networks, training_runs
+from sennit.testbed.scenarios import kernel_packets, rack, split_networks, training_runs
 from sennit.testbed.scenarios.counters import difference, total
 from sennit.testbed.scenarios.model import (
     NO_IMPAIRMENT,
     KillRank,
     Library,
     PowerOff,
+    Rack,
     Scenario,
     SuspendRank,
     SwitchPlane,
@@ -99,6 +100,7 @@ class Observations:
     networks: dict[str, int] = field(default_factory=dict)
     """What a job's networks carried (`split_networks.py`)."""
     trainings: list[training_runs.Ended] = field(default_factory=list)
+    rack: rack.Seen | None = None
     descriptions: list[str] = field(default_factory=list)
     """Each rank's description of itself at the end."""
     log_tails: dict[str, str] = field(default_factory=dict)
@@ -120,6 +122,9 @@ def play(
     ) as planes:
         if isinstance(scenario.job, Trainings):
             seen.trainings = training_runs.play(scenario.job, planes, folder, seed=seed, say=say)
+            return seen
+        if isinstance(scenario.job, Rack):
+            seen.rack = rack.play(scenario.job, planes, folder, say)
             return seen
         if scenario.job is not None:
             say("training")

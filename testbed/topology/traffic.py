@@ -92,11 +92,17 @@ class PacketCounter(Closing):
         self._socket.close()
 
 
-def interface_bytes(interface: str) -> int:
-    """Bytes that this interface of this network namespace has sent and received, by its driver's counters."""
+def all_interface_bytes() -> dict[str, tuple[int, int]]:
+    """Bytes that each interface of this network namespace has received and sent, by its driver's counters."""
+    found = {}
     for line in Path("/proc/thread-self/net/dev").read_text(encoding="utf-8").splitlines():
         name, colon, counters = line.partition(":")
-        if colon and name.strip() == interface:
+        if colon:
             received, *_, sent = (int(field) for field in counters.split()[:9])
-            return received + sent
-    raise KeyError(interface)
+            found[name.strip()] = received, sent
+    return found
+
+
+def interface_bytes(interface: str) -> int:
+    """Bytes that this interface has sent and received. Raises KeyError if there is none of this name."""
+    return sum(all_interface_bytes()[interface])

@@ -20,8 +20,9 @@ from sennit.testbed.topology.switch import NEEDS
 # of ranks, collectives and training.
 COVERED = {
     "incast", "loss-0.1-allreduce", "loss-0.1-alltoall", "loss-1-allreduce", "loss-1-alltoall", "loss-5-allreduce",
-    "lossless-allreduce", "lossless-alltoall", "peer-killed", "peer-silent", "plane-off", "same-bits", "same-bits-fp8",
-    "same-bits-fp8-alltoall", "same-bits-int8", "same-bits-int8-alltoall", "same-bits-training", "split-networks",
+    "lossless-allreduce", "lossless-alltoall", "peer-killed", "peer-silent", "plane-off", "rack", "same-bits",
+    "same-bits-fp8", "same-bits-fp8-alltoall", "same-bits-int8", "same-bits-int8-alltoall", "same-bits-training",
+    "split-networks",
 }  # fmt: skip
 
 
