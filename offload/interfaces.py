@@ -43,10 +43,9 @@ def interface_address(name: str) -> str:
     raise TargetError(f"interface {name!r} has neither a global IPv6 address nor one of IPv4")
 
 
-def interface_addresses(name: str) -> list[str]:
-    """The interface's IPv6 addresses, also that of its link alone, and its first IPv4 address."""
-    ipv4 = _ipv4_address(name)
-    return [address for address, _ in _ipv6_addresses(name)] + ([ipv4] if ipv4 else [])
+def ipv6_addresses(name: str) -> list[str]:
+    """The interface's IPv6 addresses, also that of its link alone."""
+    return [address for address, _ in _ipv6_addresses(name)]
 
 
 def hardware_address(name: str) -> bytes:

@@ -62,6 +62,8 @@ def aggregate(
     with serving:
         if serving.why_native:
             typer.echo(f"note: {serving.why_native}; UDP sockets alone do it, as with --native", err=True)
+        if serving.left_out:
+            typer.echo(f"note: sockets alone for {', '.join(serving.left_out)}; XDP takes 8 addresses", err=True)
         where = ", ".join(bind) if bind else "all addresses"
         at = f" at {interface}" if serving.mode != "native" else ""
         if as_json:

@@ -52,6 +52,11 @@ class Serving(Closing):
             return "native"
         return "xdp" if self._programs.answers_in_kernel else "xdp and sockets"
 
+    @property
+    def left_out(self) -> list[str]:
+        """Addresses of the interface whose packets the programs do not take, but the daemon does."""
+        return self._programs.left_out if self._programs else []
+
     def run(self, seconds: float) -> None:
         self._daemon.run(seconds)
         if self._page is not None:

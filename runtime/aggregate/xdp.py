@@ -15,7 +15,8 @@ from sennit.ebpf.compiler import compile_program
 from sennit.ebpf.library import BpfError
 from sennit.ebpf.links import Link, XdpMode, attach_tcx, attach_xdp
 from sennit.ebpf.loader import BpfObject, Program
-from sennit.offload.interfaces import hardware_address, interface_addresses, interface_index
+from sennit.offload.interfaces import hardware_address, interface_index, ipv6_addresses
+from sennit.transport.meeting.rails import read_interfaces
 
 MEMORY: Final = "memory"
 _OWN_ADDRESSES_MAX: Final = 8
@@ -36,6 +37,9 @@ class XdpPrograms(Closing):
         self.answers_in_kernel = False
         """Whether programs send the sums. Else the daemon does."""
 
+        self.left_out: list[str] = []
+        """Addresses of the interface that the programs have no room for. Their packets go to the daemon."""
+
     @property
     def program(self) -> Program:
         return self._object.program("aggregate")
@@ -55,7 +59,8 @@ class XdpPrograms(Closing):
         """
         index = interface_index(interface)
         wanted = {ipaddress.ip_address(found) for found in addresses}
-        own = [found for found in interface_addresses(interface) if not wanted or ipaddress.ip_address(found) in wanted]
+        own = [found for found in addresses_of(interface) if not wanted or ipaddress.ip_address(found) in wanted]
+        self.left_out = own[_OWN_ADDRESSES_MAX:]
         self.take_packets_for(hardware_address(interface), own, is_native=True)
         try:
             self._links.append(attach_xdp(self.program, index, XdpMode.NATIVE))
@@ -76,6 +81,12 @@ class XdpPrograms(Closing):
         while self._links:
             self._links.pop().close()
         self._object.close()
+
+
+def addresses_of(interface: str) -> list[str]:
+    """All addresses of an interface of this network namespace: of IPv6, also that of its link alone, and of IPv4."""
+    ipv4 = next((found.ipv4 for found in read_interfaces() if found.name == interface), ())
+    return [*ipv6_addresses(interface), *ipv4]
 
 
 def _family(address: str) -> socket.AddressFamily:

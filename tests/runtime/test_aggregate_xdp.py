@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,7 +22,9 @@ import pytest
 from sennit.offload.framing import LOOPBACK, Ends, frame
 from sennit.runtime.aggregate.xdp import XdpPrograms
 from sennit.testbed.topology import Impairment, Planes
+from sennit.testbed.topology.fabric import mac_address
 from sennit.transport.aggregator import MEMORY_MIN_BYTES, Aggregator
+from tests.aggregation_flood import COUNTED, Flood
 from tests.aggregation_wire import (
     BF16,
     F32,
@@ -40,6 +44,9 @@ pytestmark = [pytest.mark.root, pytest.mark.needs("bpf", "arena", "clang")]
 KEY, PORT, RANKS = 0x0123456789ABCDEF, 4793, 3
 XDP_DROP, XDP_PASS, XDP_TX = 1, 2, 3
 DEADLINE_S = 20.0
+REPEATS_IN_S = 0.05
+# Of the aggregator's interface, beside the address that planes give it.
+SECOND_IPV4 = "10.94.0.200"
 GROUP_ENDS_IN_S = 100.0
 # What the daemon needs for a datagram of loopback, which is there when it is asked.
 ANSWERS_IN_S = 0.002
@@ -258,10 +265,17 @@ class Rack:
     def __init__(self, planes: Planes) -> None:
         self.planes, self.host = planes, planes.hosts - 1
         (interface,) = planes.interfaces(self.host)
+        self.call(self.host, "ip", "address", "add", f"{SECOND_IPV4}/24", "dev", interface)
+        for rank in range(self.host):
+            place = ("lladdr", mac_address(self.host, 0), "dev", interface)
+            self.call(rank, "ip", "neighbour", "add", SECOND_IPV4, *place)
         command = [sys.executable, "-m", "sennit", "aggregate", interface, "--port", str(PORT), "--json"]
         self.process = planes.popen(self.host, [*command, "--memory", "4MiB"], stdout=subprocess.PIPE, text=True)
         self.mode = self.line()["mode"]
         self.job = 0
+
+    def call(self, host: int, *command: str) -> None:
+        assert self.planes.popen(host, list(command)).wait(DEADLINE_S) == 0
 
     def line(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -269,15 +283,15 @@ class Rack:
         return found
 
     def ranks(self, *, is_ipv4: bool) -> list[socket.socket]:
-        addresses = self.planes.ipv4_addresses if is_ipv4 else self.planes.addresses
+        return [self.socket_of(number, is_ipv4=is_ipv4) for number in range(RANKS)]
+
+    def socket_of(self, number: int, *, is_ipv4: bool) -> socket.socket:
+        address = SECOND_IPV4 if is_ipv4 else self.planes.addresses(self.host)[0]
         family = socket.AF_INET if is_ipv4 else socket.AF_INET6
-        found = []
-        for number in range(RANKS):
-            rank = self.planes.within(number, lambda: socket.socket(family, socket.SOCK_DGRAM))
-            # Takes packets from there alone.
-            self.planes.within(number, rank.connect, (addresses(self.host)[0], PORT))
-            rank.settimeout(DEADLINE_S)
-            found.append(rank)
+        found = self.planes.within(number, lambda: socket.socket(family, socket.SOCK_DGRAM))
+        # Takes packets from there alone.
+        self.planes.within(number, found.connect, (address, PORT))
+        found.settimeout(DEADLINE_S)
         return found
 
     def join(self, ranks: list[socket.socket]) -> int:
@@ -316,13 +330,42 @@ def test_all_ranks_get_sums_over_links_from_the_kernel(is_ipv4: bool, rng: np.ra
         assert (counted["answers"], counted["unanswered"]) == (RANKS * blocks, 0)
         packet_bytes = 40 + 44 * 32
         assert counted["sent_bytes"] == RANKS * blocks * packet_bytes == counted["received_bytes"]
+        stranger = rack.socket_of(0, is_ipv4=is_ipv4)
+        with Flood(stranger, job) as flood:
+            for block in range(blocks, 2 * blocks):
+                for number, rank in enumerate(ranks):
+                    rank.settimeout(REPEATS_IN_S)
+                    leaf = Packet(kind=LEAF, job=job, key=KEY, block=block, leaf=number, stripes=content[number])
+                    rank.send(leaf.pack())
+                for number, rank in enumerate(ranks):
+                    leaf = Packet(kind=LEAF, job=job, key=KEY, block=block, leaf=number, stripes=content[number])
+                    assert sum_of(rank, leaf) == expected
+        stranger.close()
+        counted, in_kernel = rack.counters("counters"), rack.counters("in_kernel")
+        assert flood.sent > 1_000
+        assert min(counted[name] for name in COUNTED) > 100
+        # A job is looked up by the daemon, which alone makes them. The rest ends in the kernel.
+        assert all(in_kernel[name] == counted[name] for name in COUNTED if name != "unknown_job")
         # Once more: it goes back from the interface itself, or from the daemon.
-        ranks[0].send(Packet(kind=LEAF, job=job, key=KEY, block=blocks - 1, stripes=bytes(44 * 32)).pack())
+        ranks[0].send(Packet(kind=LEAF, job=job, key=KEY, block=2 * blocks - 1, stripes=bytes(44 * 32)).pack())
         for rank in ranks:
             rank.close()
         rack.process.kill()
         rack.process.wait(DEADLINE_S)
         assert planes.within(rack.host, attached, *planes.interfaces(rack.host)) == ""
+
+
+def sum_of(rank: socket.socket, leaf: Packet) -> bytes:
+    """Repeats the leaf until its sum comes, as a rank does."""
+    end_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < end_s:
+        with contextlib.suppress(TimeoutError):
+            while True:
+                answer = unpack(rank.recv(2048))
+                if (answer.kind, answer.block) == (RESULT, leaf.block):
+                    return answer.stripes
+        rank.send(leaf.pack())
+    raise AssertionError(f"no sum of block {leaf.block} within {DEADLINE_S:g} s")
 
 
 GROUP = """

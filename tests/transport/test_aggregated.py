@@ -32,6 +32,7 @@ from sennit.transport.oracle.reference import Interpreter
 from sennit.transport.plans.arithmetic import fold
 from sennit.transport.plans.elements import Dtype, ReduceOp
 from sennit.transport.plans.hosts import Hosts
+from tests.aggregation_flood import COUNTED, Flood
 from tests.transport.collective_scenarios import Case, check_fold, random_bits, run_plan
 from tests.transport.processes import Group, play, run_ranks
 
@@ -140,6 +141,13 @@ def failing(group: Communicator, seed: int) -> None:
         after += int(failed[0] != 0)
 
 
+def some_sums(group: Communicator, seed: int) -> None:
+    case = Case(group, seed)
+    for _ in range(5):
+        arrays = case.arrays([(40_000,)] * case.world, np.float32)
+        check_fold(group.allreduce(arrays[case.rank]), arrays, Dtype.F32, ReduceOp.SUM)
+
+
 def alone(group: Communicator, seed: int) -> None:
     sums_by_hosts(group, seed)
     assert any("no aggregator" in note for note in group.notes)
@@ -179,6 +187,21 @@ def test_lost_and_repeated_packets_change_no_bit(tmp_path: Path) -> None:
     ):
         run_ranks([aggregated], 3, "udp", tmp_path, seed=3, variables=variables(road.port))
         assert road.seen > 10_000
+
+
+def test_hostile_packets_change_no_bit(tmp_path: Path) -> None:
+    with running() as aggregator, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        stranger.connect(("127.0.0.1", aggregator.port))
+        # The first job of an aggregator has the number 64.
+        # More would drown the sums of a busy machine, and then ranks sum themselves.
+        with Flood(stranger, 64, pause_s=0.002) as flood:
+            run_ranks([some_sums], 2, "udp", tmp_path, seed=4, variables=variables(aggregator.port))
+        counted = aggregator.counters()
+    refused = [counted[name] for name in COUNTED]
+    assert min(refused) > 100
+    # None of them was taken for a leaf.
+    assert sum(refused) <= flood.sent
+    assert counted["stored"] == counted["completed"] > 100
 
 
 def test_an_aggregator_that_falls_silent_costs_time_alone(tmp_path: Path) -> None:
