@@ -207,13 +207,16 @@ aggregation_verdict Store::take_leave(const Header& header) {
 
 aggregation_verdict Store::refuse(const Header& header, aggregation_reason reason, const Endpoint& from,
                                   Answers& answers) {
-  Header refused = header;
-  refused.kind = AGGREGATION_REFUSED;
-  refused.stripes = 1;
-  std::byte* packet = answers.add(refused.packet_bytes());
-  wire::store_be16(packet + HEADER_BYTES + offsetof(aggregation_refusal, reason), reason);
-  write_header(packet, refused);
-  answers.send_to(from);
+  if (refusals_ < REFUSALS_MAX) {
+    ++refusals_;
+    Header refused = header;
+    refused.kind = AGGREGATION_REFUSED;
+    refused.stripes = 1;
+    std::byte* packet = answers.add(refused.packet_bytes());
+    wire::store_be16(packet + HEADER_BYTES + offsetof(aggregation_refusal, reason), reason);
+    write_header(packet, refused);
+    answers.send_to(from);
+  }
   switch (reason) {
     case AGGREGATION_NO_ROOM:
       return AGGREGATION_VERDICT_NO_ROOM;
@@ -301,6 +304,7 @@ void Store::remove(aggregation_job& job) {
 }
 
 void Store::second_passed() {
+  refusals_ = 0;
   for (aggregation_job& job : jobs_) {
     if (job.number == 0) continue;
     uint32_t& idle_s = private_of(job).idle_s;

@@ -58,6 +58,8 @@ class Store {
   // To be called once a second. Jobs without packets for `IDLE_S` make room when another job needs it.
   void second_passed();
   static constexpr uint32_t IDLE_S = 10;
+  // Refusals that are sent in a second. More come from a flood alone, and would answer forged addresses.
+  static constexpr uint32_t REFUSALS_MAX = 10'000;
 
   // Of this store, without what a program did in its memory.
   const aggregation_counters& counters() const { return counters_; }
@@ -101,6 +103,7 @@ class Store {
   std::span<aggregation_cell> cells_;
   std::array<Private, AGGREGATION_JOBS_MAX> private_{};
   uint32_t generation_ = 0;
+  uint32_t refusals_ = 0;  // in this second
   aggregation_counters counters_{};
 };
 

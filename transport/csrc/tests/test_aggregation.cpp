@@ -415,6 +415,19 @@ TEST_CASE("no more jobs than there are places") {
   CHECK(take(store, join(1'000, 0, 2, 16)).verdict == AGGREGATION_VERDICT_NO_ROOM);
 }
 
+TEST_CASE("a flood of forged leaves is answered up to a number, and counted whole") {
+  Memory memory;
+  Store store(memory.bytes());
+  join_two(store, 5);
+  const Bytes forged = packet(leaf_header(64, 6, 0, 0), Bytes(32));
+  uint32_t answers = 0;
+  for (uint32_t n = 0; n < Store::REFUSALS_MAX + 9; ++n) answers += take(store, forged).answers.size();
+  CHECK(answers == Store::REFUSALS_MAX);
+  CHECK(store.counters().unknown_job == Store::REFUSALS_MAX + 9);
+  store.second_passed();
+  CHECK(take(store, forged).answers.size() == 1);
+}
+
 TEST_CASE("each kind of junk is dropped under its name") {
   Memory memory;
   Store store(memory.bytes());
