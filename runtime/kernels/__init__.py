@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Embedding tables: one operator with several implementations (plain torch, native, Triton) that return the same bits.
 
-`EmbeddingEngine` looks up and updates tables; docs/reference/embedding.md defines the arithmetic.
+`EmbeddingEngine` looks up and updates tables; docs/reference/embedding.md defines the arithmetic. `jagged_attention`
+is attention over sequences of different lengths; docs/reference/attention.md defines its arithmetic.
 """
 
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from sennit.exports import exporter
 
 if TYPE_CHECKING:
+    from sennit.runtime.kernels.attention import jagged_attention as jagged_attention
     from sennit.runtime.kernels.batch import Batch as Batch
     from sennit.runtime.kernels.batch import RowSums as RowSums
     from sennit.runtime.kernels.engine import EmbeddingEngine as EmbeddingEngine
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 __getattr__ = exporter(
     __name__,
     {
+        "jagged_attention": "attention",
         "Batch": "batch",
         "RowSums": "batch",
         "EmbeddingEngine": "engine",

@@ -140,3 +140,40 @@ class Products:
         result: int,
         /,
     ) -> None: ...
+
+class Attention:
+    def __init__(
+        self,
+        instruction_set: str,
+        query: tuple[int, int, int, int],
+        key: tuple[int, int, int, int],
+        value: tuple[int, int, int, int],
+        offsets: int,
+        targets: int,
+        sequences: int,
+        heads: int,
+        context: int,
+        scale: float,
+        share: float,
+        is_softmax: bool,
+        is_causal: bool,
+        is_bf16: bool,
+        window: int,
+        position_bias: tuple[int, int],
+        time_bias: tuple[int, int],
+        times: int,
+        boundaries: int,
+        /,
+    ) -> None: ...
+    def attend(self, output: tuple[int, int, int, int], statistics: int, threads: int, /) -> None: ...
+    def differentiate(
+        self,
+        output: tuple[int, int, int, int],
+        statistics: int,
+        query: tuple[int, int, int, int],
+        key: tuple[int, int, int, int],
+        value: tuple[int, int, int, int],
+        bias: int,
+        threads: int,
+        /,
+    ) -> None: ...

@@ -17,6 +17,7 @@ from sennit.testbed.bench.running import measured, progress, write
 from sennit.testbed.bench.samples.samples_commands import feed, file_input, ingest, offload
 from sennit.testbed.bench.tables.table_commands import dynamic, embedding, tiers
 from sennit.testbed.bench.training.training_commands import (
+    attention,
     cost,
     drift,
     overlap,
@@ -75,6 +76,7 @@ app.command("scaling", epilog="Example: sennit bench scaling --worlds 1,2,4")(me
 app.command("overlap", epilog="Example: sennit bench overlap --hosts 2 --round-trip-us 1000")(measured(overlap))
 app.command("group", epilog="Example: sennit bench group --world 64 --against gloo --transport udp")(measured(group))
 app.command("timeline", epilog="Example: sennit bench timeline --rounds 300")(measured(timeline))
+app.command("attention", epilog="Example: sennit bench attention --sequences 64 --longest 1024")(measured(attention))
 app.command("slices", epilog="Example: sennit bench slices --slices 8 --batch 1024")(measured(slices))
 app.command("sharded", epilog="Example: sennit bench sharded --zipf 1.2")(measured(sharded))
 app.command("quality", epilog="Example: sennit bench quality --seeds 3 --batch-sizes 256,2048,16384")(measured(quality))

@@ -30,7 +30,7 @@ struct Found {
         __builtin_cpu_supports("avx512vl"))
       list[count++] = &avx512::kernels;
     // Every processor with AVX2 has F16C.
-    if (__builtin_cpu_supports("avx2")) list[count++] = &avx2::kernels;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) list[count++] = &avx2::kernels;
 #endif
     list[count++] = &portable::kernels;
   }

@@ -14,6 +14,7 @@
 
 #include "ids.hpp"
 #include "instruction_sets.hpp"
+#include "module_attention.hpp"
 #include "module_directory.hpp"
 #include "module_products.hpp"
 #include "operator.hpp"
@@ -76,6 +77,7 @@ NB_MODULE(_kernels, module) {
     return names;
   });
 
+  bind_attention(module);
   bind_products(module);
   bind_directory(module);
   module.def("is_sound", [](const std::vector<std::uint64_t>& row_counts, const std::vector<std::size_t>& bags,

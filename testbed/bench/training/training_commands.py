@@ -301,3 +301,23 @@ def drift(
     write(json_path, report.as_json())
     if plot_path is not None:
         drift_page.plot([report], plot_path)
+
+
+def attention(
+    count: Annotated[int, typer.Option("--sequences", help="sequences of a batch", min=1)] = 32,
+    mean: Annotated[float, typer.Option(help="mean length, of a gamma distribution", min=1)] = 139.0,
+    longest: Annotated[int, typer.Option(help="the greatest length", min=1)] = 512,
+    heads: Annotated[int, typer.Option(help="heads", min=1)] = 4,
+    dim: Annotated[int, typer.Option(help="columns of a head", min=1, max=1024)] = 64,
+    rounds: Annotated[int, typer.Option(help="passes of each; the median is reported", min=1)] = 15,
+    seed: Annotated[int, typer.Option(help="seed of lengths and rows", min=0)] = 1,
+    json_path: Figures = None,
+) -> None:
+    """Time attention over sequences of different lengths beside torch's, padded and in a loop, on one core."""
+    from sennit.testbed.bench.training import attention as bench
+
+    settings = {"count": count, "longest": longest, "heads": heads, "dim": dim, "rounds": rounds, "seed": seed}
+    with busy("attending in turns"):
+        report = bench.run(mean=mean, **settings)
+    bench.render(report, stdout_console())
+    write(json_path, bench.as_json(report, mean=mean, **settings))
