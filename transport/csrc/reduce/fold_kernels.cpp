@@ -239,23 +239,25 @@ inline constexpr uint64_t BLOCK = 4'096 / sizeof(A);
 
 // Folds up to four operands in one pass. The destination may be one of the sources: reads and writes meet only at the
 // same index, so the loops carry no dependence (ivdep), and the compiler need not test for overlap.
-template <class Op, class Source, class Result>
-void fold_one(const Source a, const Result result, uint64_t count) {
+// Vectorising a loop takes the compiler long, and a call costs a loop nothing: so each is compiled once, for all.
+template <class Source, class Result>
+[[gnu::noinline]] void fold_one(const Source a, const Result result, uint64_t count) {
 #pragma GCC ivdep
   for (uint64_t i = 0; i < count; ++i) result.put(i, a[i]);
 }
-template <class Op, class Source, class Result>
-void fold_two(const Source a, const Source b, const Result result, uint64_t count) {
+template <class Op, class Left, class Right, class Result>
+[[gnu::noinline]] void fold_two(const Left a, const Right b, const Result result, uint64_t count) {
 #pragma GCC ivdep
   for (uint64_t i = 0; i < count; ++i) result.put(i, Op::apply(a[i], b[i]));
 }
 template <class Op, class Source, class Result>
-void fold_three(const Source a, const Source b, const Source c, const Result result, uint64_t count) {
+[[gnu::noinline]] void fold_three(const Source a, const Source b, const Source c, const Result result, uint64_t count) {
 #pragma GCC ivdep
   for (uint64_t i = 0; i < count; ++i) result.put(i, Op::apply(Op::apply(a[i], b[i]), c[i]));
 }
 template <class Op, class Source, class Result>
-void fold_four(const Source a, const Source b, const Source c, const Source d, const Result result, uint64_t count) {
+[[gnu::noinline]] void fold_four(const Source a, const Source b, const Source c, const Source d, const Result result,
+                                 uint64_t count) {
 #pragma GCC ivdep
   for (uint64_t i = 0; i < count; ++i) result.put(i, Op::apply(Op::apply(a[i], b[i]), Op::apply(c[i], d[i])));
 }
@@ -267,6 +269,10 @@ class Folder {
   static constexpr bool SAME_FORM = std::is_same_v<T, A> || std::is_same_v<T, Bool>;
   static constexpr bool READS_ALIKE = SAME_FORM && prepare == Prepare::none;
   static constexpr bool WRITES_ALIKE = SAME_FORM && finish == Finish::none;
+  // Where a type is its own accumulator, an operand is a partial sum, and the same loop reads or writes both.
+  static constexpr bool IS_ONE_TYPE = std::is_same_v<T, A>;
+  using Operand = std::conditional_t<IS_ONE_TYPE && READS_ALIKE, Partial<A>, Leaf<T, prepare>>;
+  using Answer = std::conditional_t<IS_ONE_TYPE && WRITES_ALIKE, Unfinished<A>, Final<T, finish>>;
 
  public:
   explicit Folder(const FoldArguments& arguments) : arguments_(arguments), sources_(arguments.sources) {}
@@ -276,7 +282,7 @@ class Folder {
     for (uint64_t start = 0; start < arguments_.count; start += BLOCK<A>) {
       const uint64_t length = std::min(BLOCK<A>, arguments_.count - start);
       run_program(start, length);
-      with_result(start, [&](auto result) { fold_one<Op>(Partial<A>{stack_[0]}, result, length); });
+      with_result(start, [&](auto result) { fold_one(Partial<A>{stack_[0]}, result, length); });
     }
   }
 
@@ -286,7 +292,15 @@ class Folder {
     if constexpr (!READS_ALIKE) {
       if (source.is_partial) return body(Partial<A>{static_cast<const A*>(source.data) + start});
     }
-    body(Leaf<T, prepare>{static_cast<const T*>(source.data) + start, arguments_.scalar});
+    body(operand(source, start));
+  }
+
+  Operand operand(const FoldSource& source, uint64_t start) const {
+    const T* data = static_cast<const T*>(source.data) + start;
+    if constexpr (std::is_same_v<Operand, Partial<A>>)
+      return {data};
+    else
+      return {data, arguments_.scalar};
   }
 
   template <class Body>
@@ -294,14 +308,16 @@ class Folder {
     if constexpr (!WRITES_ALIKE) {
       if (arguments_.gives_partial) return body(Unfinished<A>{static_cast<A*>(arguments_.destination) + start});
     }
-    body(Final<T, finish>{static_cast<T*>(arguments_.destination) + start, arguments_.divisor});
+    T* data = static_cast<T*>(arguments_.destination) + start;
+    if constexpr (std::is_same_v<Answer, Unfinished<A>>)
+      body(Answer{data});
+    else
+      body(Answer{data, arguments_.divisor});
   }
 
   // The canonical trees of up to four leaves, and of two partial sums.
   bool run_in_one_pass() const {
-    const auto source = [this](size_t index) {
-      return Leaf<T, prepare>{static_cast<const T*>(sources_[index].data), arguments_.scalar};
-    };
+    const auto source = [this](size_t index) { return operand(sources_[index], 0); };
     const auto is_partial = [](const FoldSource& given) { return given.is_partial; };
     const bool are_leaves = READS_ALIKE || std::none_of(sources_.begin(), sources_.end(), is_partial);
     if (sources_.size() > 2 && sources_[1].combinations != 1) return false;
@@ -309,7 +325,7 @@ class Folder {
     if (are_leaves) {
       with_result(0, [&](auto result) {
         const uint64_t count = arguments_.count;
-        if (sources_.size() == 1) fold_one<Op>(source(0), result, count);
+        if (sources_.size() == 1) fold_one(source(0), result, count);
         if (sources_.size() == 2) fold_two<Op>(source(0), source(1), result, count);
         if (sources_.size() == 3) fold_three<Op>(source(0), source(1), source(2), result, count);
         if (sources_.size() == 4) fold_four<Op>(source(0), source(1), source(2), source(3), result, count);
@@ -328,7 +344,7 @@ class Folder {
     const FoldSource* kept = nullptr;
     uint32_t depth = 0;
     const auto push = [&](const FoldSource& source) {
-      with_source(source, start, [&](auto from) { assign(stack_[depth], from, length); });
+      with_source(source, start, [&](auto from) { fold_one(from, Unfinished<A>{stack_[depth]}, length); });
       ++depth;
     };
     for (const FoldSource& source : sources_) {
@@ -357,19 +373,13 @@ class Folder {
     with_source(left, start, [&](auto a) {
       auto b = a;
       b.data = static_cast<decltype(a.data)>(right.data) + start;
-      for (uint64_t i = 0; i < length; ++i) to[i] = Op::apply(a[i], b[i]);
+      fold_two<Op>(a, b, Unfinished<A>{to}, length);
     });
   }
 
   template <class Source>
-  static void assign(A* to, Source from, uint64_t length) {
-    for (uint64_t i = 0; i < length; ++i) to[i] = from[i];
-  }
-
-  template <class Source>
   static void combine(A* to, Source from, uint64_t length) {
-#pragma GCC ivdep
-    for (uint64_t i = 0; i < length; ++i) to[i] = Op::apply(to[i], from[i]);
+    fold_two<Op>(Partial<A>{to}, from, Unfinished<A>{to}, length);
   }
 
   const FoldArguments& arguments_;
@@ -413,18 +423,29 @@ FoldKernel ordered(sennit_reduce reduce) {
   }
 }
 
+// Sums, products and operations on bits of two's complement do not ask for the sign: one kernel serves both types.
 template <class T>
 FoldKernel integer(sennit_reduce reduce) {
+  using Bits = Wrapping<T>;
   switch (reduce) {
     case SENNIT_BAND:
-      return kernel<T, And>;
+      return kernel<Bits, And>;
     case SENNIT_BOR:
-      return kernel<T, Or>;
+      return kernel<Bits, Or>;
     case SENNIT_BXOR:
-      return kernel<T, Xor>;
-    default:
-      return ordered<T>(reduce);
+      return kernel<Bits, Xor>;
+    case SENNIT_SUM:
+    case SENNIT_PRODUCT:
+    case SENNIT_PREMUL_SUM:
+      return arithmetic<Bits>(reduce);
+    case SENNIT_AVG:
+      return kernel<T, Sum, Prepare::none, Finish::divide>;
+    case SENNIT_MIN:
+      return kernel<T, Min>;
+    case SENNIT_MAX:
+      return kernel<T, Max>;
   }
+  return nullptr;
 }
 
 // Truth values: a sum means "any", a product means "all".
