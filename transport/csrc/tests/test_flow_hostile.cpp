@@ -23,8 +23,10 @@ std::vector<std::byte> next_control(SimPair& pair) {
 
 }  // namespace
 
-TEST_CASE("Random and mutated control payloads are counted, and the exchange goes on unless one of them was valid") {
-  for (uint64_t seed = 1; seed <= 300; ++seed) {
+namespace {
+
+void check_random_controls(uint64_t first_seed, uint64_t last_seed) {
+  for (uint64_t seed = first_seed; seed <= last_seed; ++seed) {
     CAPTURE(seed);
     SimRandom random(seed);
     SimPair pair(seed, CONFIG, LINK, LINK);
@@ -50,6 +52,14 @@ TEST_CASE("Random and mutated control payloads are counted, and the exchange goe
   }
 }
 
+}  // namespace
+
+TEST_CASE("Random and mutated control payloads are counted, and the exchange goes on unless one of them was valid") {
+  check_random_controls(1, 60);
+}
+
+TEST_CASE("Random control payloads, more of them" * doctest::test_suite("long")) { check_random_controls(61, 1'000); }
+
 TEST_CASE("Every truncation of a real control payload is refused") {
   SimPair pair(1, CONFIG, LINK, LINK);
   std::byte memory[4096]{};
@@ -67,9 +77,11 @@ TEST_CASE("Every truncation of a real control payload is refused") {
   CHECK(event.kind == flow::Event::Kind::advert);
 }
 
-TEST_CASE("Bit flips in real control payloads neither crash nor write out of place") {
-  // Under the sanitizers a wrong length would show here.
-  for (uint64_t seed = 1; seed <= 400; ++seed) {
+namespace {
+
+// Under the sanitizers a wrong length would show here.
+void check_flipped_controls(uint64_t first_seed, uint64_t last_seed) {
+  for (uint64_t seed = first_seed; seed <= last_seed; ++seed) {
     CAPTURE(seed);
     SimRandom random(seed);
     SimPair pair(seed, CONFIG, LINK, LINK);
@@ -107,6 +119,12 @@ TEST_CASE("Bit flips in real control payloads neither crash nor write out of pla
     }
   }
 }
+
+}  // namespace
+
+TEST_CASE("Bit flips in real control payloads neither crash nor write out of place") { check_flipped_controls(1, 80); }
+
+TEST_CASE("Bit flips in more control payloads" * doctest::test_suite("long")) { check_flipped_controls(81, 1'000); }
 
 TEST_CASE("Data outside of what is advertised is refused by name and changes counters only") {
   SimPair pair(2, CONFIG, LINK, LINK);
