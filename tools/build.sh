@@ -177,7 +177,7 @@ if [[ ,$EXTRAS, == *,bench-fbgemm,* ]] && ! fresh torchrec "${TORCHREC[*]}"; the
   stamp torchrec "${TORCHREC[*]}"
 fi
 
-mapfile -t cmake_files < <(find CMakeLists.txt transport runtime testbed ebpf offload -name CMakeLists.txt | sort)
+mapfile -t cmake_files < <(find CMakeLists.txt transport runtime testbed ebpf offload -name CMakeLists.txt -o -name flow.cmake | sort)
 editable_key="$(digest pyproject.toml "${cmake_files[@]}") $(ls -d ./*/) $torch"
 if ! fresh editable "$editable_key"; then
   step "building the extensions against torch $torch ($jobs jobs, $(minutes 165); seconds with a filled ccache)"
