@@ -110,7 +110,7 @@ def exponential(x: Tensor) -> Tensor:
 def lane_sum(x: Tensor) -> Tensor:
     """Sums over the last dimension: column j is added in lane j mod 16, then halves of the lanes."""
     rest = -x.shape[-1] % LANES
-    parts = torch.nn.functional.pad(x, (0, rest)).unflatten(-1, (-1, LANES))
+    parts = torch.nn.functional.pad(x, (0, rest)).reshape(*x.shape[:-1], -1, LANES)
     lanes = torch.zeros_like(parts[..., 0, :]) if parts.shape[-2] else x.new_zeros(*x.shape[:-1], LANES)
     for part in parts.unbind(-2):
         lanes = lanes + part

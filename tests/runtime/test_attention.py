@@ -39,7 +39,9 @@ class Batch:
         biases = [name for name in ("position_bias", "time_bias") if name in options]
         for name in biases:
             options[name] = options[name].detach().clone().requires_grad_()
-        output = jagged_attention(*rows, self.offsets, implementation=implementation, **options, **more)
+        query, key, value = rows
+        options |= {"implementation": implementation} | more
+        output = jagged_attention(query, key, value, self.offsets, **options)
         arriving = torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(output.dtype)
         output.backward(arriving)
         gradients = [x.grad for x in rows] + [options[name].grad for name in biases]
@@ -202,20 +204,24 @@ def test_a_nested_tensor_of_heads_first_is_named() -> None:
     with pytest.raises(ArgumentError, match=r"use transpose\(1, 2\)"):
         jagged_attention(*(x.transpose(1, 2) for x in nested))
     with pytest.raises(ArgumentError, match="offsets beside nested tensors"):
-        jagged_attention(*nested, batch.offsets)
+        jagged_attention(nested[0], nested[1], nested[2], batch.offsets)
     shorter = torch.nested.nested_tensor_from_jagged(batch.value, torch.tensor([0, *LENGTHS[::-1]]).cumsum(0))
     with pytest.raises(ArgumentError, match="value has other lengths than the query"):
         jagged_attention(nested[0], nested[1], shorter)
 
 
+def _doubled(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, **options: Any) -> Tensor:
+    return jagged_attention(query, key, value, offsets, **options) * 2
+
+
 def test_it_can_be_compiled() -> None:
     batch = batch_of(6, (5, 9))
     batch.options = biases_of(batch)
-    compiled = torch.compile(lambda *rows, **options: jagged_attention(*rows, **options) * 2, backend="aot_eager")
+    compiled = torch.compile(_doubled, backend="aot_eager")
     rows = [x.clone().requires_grad_() for x in (batch.query, batch.key, batch.value)]
     plain = [x.clone().requires_grad_() for x in (batch.query, batch.key, batch.value)]
     one = compiled(*rows, batch.offsets, **batch.options)
-    other = jagged_attention(*plain, batch.offsets, **batch.options) * 2
+    other = _doubled(plain[0], plain[1], plain[2], batch.offsets, **batch.options)
     one.sum().backward()
     other.sum().backward()
     assert torch.equal(one, other)
