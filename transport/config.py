@@ -201,9 +201,9 @@ class Config(LightTuple):
                 or_none = ", or None" if field == "algorithm" else ""
                 raise ConfigError(f"{field} {value!r}; allowed: {', '.join(kind)}{or_none}")
             given[field] = kind(value)
-        made = super().__new__(cls, **given)
-        made._check()
-        return made
+        self = super().__new__(cls, **given)
+        self._check()
+        return self
 
     def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, Any]]:
         return (), self._asdict()

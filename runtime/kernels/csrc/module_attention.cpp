@@ -29,7 +29,7 @@ float* floats(std::uintptr_t address) { return reinterpret_cast<float*>(address)
 const std::int64_t* integers(std::uintptr_t address) { return reinterpret_cast<const std::int64_t*>(address); }
 
 // One call of the operator and its gradient.
-struct Call {
+struct AttentionCall {
   const AttentionKernels* kernels;
   Attention attention;
 };
@@ -37,46 +37,47 @@ struct Call {
 }  // namespace
 
 void bind_attention(nb::module_& module) {
-  nb::class_<Call>(module, "Attention")
+  nb::class_<AttentionCall>(module, "Attention")
       .def("__init__",
-           [](Call* self, const std::string& instruction_set, const Rows& query, const Rows& key, const Rows& value,
-              std::uintptr_t offsets, std::uintptr_t targets, std::size_t sequences, std::size_t heads,
-              std::size_t context, float scale, float share, bool is_softmax, bool is_causal, bool is_bf16,
-              std::int64_t window, const Bias& position_bias, const Bias& time_bias, std::uintptr_t times,
+           [](AttentionCall* self, const std::string& instruction_set, const Rows& query, const Rows& key,
+              const Rows& value, std::uintptr_t offsets, std::uintptr_t targets, std::size_t sequences,
+              std::size_t heads, std::size_t context, float scale, float share, bool is_softmax, bool is_causal,
+              bool is_bf16, std::int64_t window, const Bias& position_bias, const Bias& time_bias, std::uintptr_t times,
               std::uintptr_t boundaries) {
              const AttentionKernels* kernels = find_attention(instruction_set);
              if (kernels == nullptr) throw std::invalid_argument("no instruction set " + instruction_set);
              const auto& [position_entries, positions] = position_bias;
              const auto& [time_entries, buckets] = time_bias;
-             new (self) Call{kernels,
-                             {.query = head_rows(query),
-                              .key = head_rows(key),
-                              .value = head_rows(value),
-                              .offsets = integers(offsets),
-                              .targets = integers(targets),
-                              .sequences = sequences,
-                              .heads = heads,
-                              .context = context,
-                              .scale = scale,
-                              .share = share,
-                              .is_softmax = is_softmax,
-                              .is_causal = is_causal,
-                              .is_bf16 = is_bf16,
-                              .window = window,
-                              .position_bias = floats(position_entries),
-                              .positions = positions,
-                              .time_bias = floats(time_entries),
-                              .times = integers(times),
-                              .boundaries = integers(boundaries),
-                              .boundary_count = buckets == 0 ? 0 : buckets - 1}};
+             new (self) AttentionCall{kernels,
+                                      {.query = head_rows(query),
+                                       .key = head_rows(key),
+                                       .value = head_rows(value),
+                                       .offsets = integers(offsets),
+                                       .targets = integers(targets),
+                                       .sequences = sequences,
+                                       .heads = heads,
+                                       .context = context,
+                                       .scale = scale,
+                                       .share = share,
+                                       .is_softmax = is_softmax,
+                                       .is_causal = is_causal,
+                                       .is_bf16 = is_bf16,
+                                       .window = window,
+                                       .position_bias = floats(position_entries),
+                                       .positions = positions,
+                                       .time_bias = floats(time_entries),
+                                       .times = integers(times),
+                                       .boundaries = integers(boundaries),
+                                       .boundary_count = buckets == 0 ? 0 : buckets - 1}};
            })
       .def("attend",
-           [](const Call& self, const Rows& output, std::uintptr_t statistics, unsigned threads) {
+           [](const AttentionCall& self, const Rows& output, std::uintptr_t statistics, unsigned threads) {
              const nb::gil_scoped_release release;
              attend(*self.kernels, self.attention, {head_rows(output), floats(statistics)}, threads);
            })
-      .def("differentiate", [](const Call& self, const Rows& output, std::uintptr_t statistics, const Rows& query,
-                               const Rows& key, const Rows& value, std::uintptr_t bias, unsigned threads) {
+      .def("differentiate", [](const AttentionCall& self, const Rows& output, std::uintptr_t statistics,
+                               const Rows& query, const Rows& key, const Rows& value, std::uintptr_t bias,
+                               unsigned threads) {
         const nb::gil_scoped_release release;
         differentiate(
             *self.kernels, self.attention,
