@@ -17,10 +17,10 @@ namespace nb = nanobind;
 namespace sennit::kernels {
 namespace {
 
-// Address, strides of matrices, rows and columns, address of the members' numbers.
-using Address = std::tuple<std::uintptr_t, std::size_t, std::size_t, std::size_t, std::uintptr_t>;
+// MatricesAddress, strides of matrices, rows and columns, address of the members' numbers.
+using MatricesAddress = std::tuple<std::uintptr_t, std::size_t, std::size_t, std::size_t, std::uintptr_t>;
 
-Matrices matrices(const Address& address) {
+Matrices matrices(const MatricesAddress& address) {
   const auto& [data, stride, row_stride, column_stride, numbers] = address;
   return {reinterpret_cast<const float*>(data), stride, row_stride, column_stride,
           reinterpret_cast<const std::int64_t*>(numbers)};
@@ -53,8 +53,8 @@ void bind_products(nb::module_& module) {
              return runs_of(integers(keys), members, key_count, runs, self.scratch);
            })
       .def("fold_products",
-           [](const Products& self, const Address& left, const Address& right, std::uintptr_t starts, std::size_t items,
-              std::size_t rows, std::size_t depth, std::size_t columns, std::uintptr_t result) {
+           [](const Products& self, const MatricesAddress& left, const MatricesAddress& right, std::uintptr_t starts,
+              std::size_t items, std::size_t rows, std::size_t depth, std::size_t columns, std::uintptr_t result) {
              const nb::gil_scoped_release release;
              self.fold({matrices(left), matrices(right), reinterpret_cast<const std::int64_t*>(starts), items, rows,
                         depth, columns, reinterpret_cast<float*>(result)});
