@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
-from sennit.collecting import no_collections
+from sennit.collecting import loading
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -174,7 +174,7 @@ def _create(group: Any, options: Options | None) -> dist.Backend:
             f"pg_options is a {type(options).__name__}; allowed: sennit.runtime.backend.process_group.Options or None"
         )
     options = options or Options()
-    with no_collections():
+    with loading("sennit.transport.communicator"):
         load_extension()
         from sennit.transport.communicator import Communicator
 
@@ -260,7 +260,6 @@ class PlanCompiler:
         self._rank, self._world, self._group = communicator.rank, communicator.world, communicator
         self._codec = codec
 
-    @no_collections()  # the first plans load the modules that make them
     def __call__(
         self,
         kind: int,
@@ -279,11 +278,12 @@ class PlanCompiler:
 
         `counts` is empty if the plan takes its counts when it is posted.
         """
-        from sennit.transport import algorithms
-        from sennit.transport.choice.selection import grade_bytes
-        from sennit.transport.plans.elements import Dtype, ReduceOp
-        from sennit.transport.plans.plan_codec import encode
-        from sennit.transport.plans.signature import Kind
+        with loading("sennit.transport.choice.selection"):
+            from sennit.transport import algorithms
+            from sennit.transport.choice.selection import grade_bytes
+            from sennit.transport.plans.elements import Dtype, ReduceOp
+            from sennit.transport.plans.plan_codec import encode
+            from sennit.transport.plans.signature import Kind
 
         if on_device:
             from sennit.transport.plans.binding import with_counts
