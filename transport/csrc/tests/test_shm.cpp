@@ -323,12 +323,38 @@ TEST_CASE("the blocks of an inbox take memory when they are reserved, and nobody
   const uint64_t at_first_bytes = held_bytes();
   CHECK(at_first_bytes >= 2 * CONTROL_RING_BYTES);
   CHECK(at_first_bytes < 2 * CONTROL_RING_BYTES + BULK_BLOCK_BYTES);
-  const uint64_t blocks_bytes = segment.inbox(1).bulk_blocks * BULK_BLOCK_BYTES;
-  for (int time = 0; time < 2; ++time) {
-    REQUIRE(segment.inbox(1).reserve_blocks() == 0);
-    CHECK(held_bytes() >= at_first_bytes + blocks_bytes - 4'096);
-    CHECK(held_bytes() <= at_first_bytes + blocks_bytes + 4'096);
+  const uint64_t blocks = segment.inbox(1).bulk_blocks;
+  // A block does not begin at a page.
+  for (const uint64_t each_bytes : {uint64_t{1}, uint64_t{65'536}, BULK_BLOCK_BYTES, BULK_BLOCK_BYTES}) {
+    REQUIRE(segment.inbox(1).reserve_blocks(each_bytes) == 0);
+    CHECK(held_bytes() + 4'096 >= at_first_bytes + blocks * each_bytes);
+    CHECK(held_bytes() <= at_first_bytes + blocks * (each_bytes + 8'192));
   }
+}
+
+TEST_CASE("blocks take as much memory as the largest receive needs") {
+  const ShmSegment segment = ShmSegment::create(0, 0, 3, 0xB10D0000u + static_cast<uint64_t>(getpid()));
+  const auto held_bytes = [&] {
+    struct stat info {};
+    REQUIRE(fstat(segment.inbox(1).fd, &info) == 0);
+    return static_cast<uint64_t>(info.st_blocks) * 512;
+  };
+  new (segment.inbox(1).header) ShmInboxHeader{};
+  Sink sink;
+  ForgedInbox out;
+  ShmLane lane(1, segment.inbox(1), out.inbox, sink);
+  const uint64_t blocks = segment.inbox(1).bulk_blocks, at_first_bytes = held_bytes();
+  std::vector<std::byte> destination(2 * BULK_BLOCK_BYTES);
+  lane.advertise(1, {1, 2, 0}, destination.data());
+  CHECK(held_bytes() == at_first_bytes);
+  lane.advertise(2, {1, 2, 100}, destination.data());
+  const uint64_t small_bytes = held_bytes();
+  CHECK(small_bytes > at_first_bytes);
+  CHECK(small_bytes <= at_first_bytes + blocks * 3 * 4'096);
+  lane.advertise(3, {1, 2, 4'096}, nullptr);
+  CHECK(held_bytes() == small_bytes);
+  lane.advertise(4, {1, 2, 2 * BULK_BLOCK_BYTES}, destination.data());
+  CHECK(held_bytes() + 4'096 >= at_first_bytes + blocks * BULK_BLOCK_BYTES);
 }
 
 TEST_CASE("a rank that gets no memory for blocks asks the peer for nothing and says why") {
@@ -372,7 +398,7 @@ TEST_CASE("a segment without a name is opened by what its offer says, and by not
   new (segment.inbox(0).header) ShmInboxHeader{};
   segment.inbox(0).header->control_head = 77;
   CHECK(opened.inbox(0).header->control_head == 77);
-  CHECK(segment.inbox(0).reserve_blocks() == 0);
+  CHECK(segment.inbox(0).reserve_blocks(BULK_BLOCK_BYTES) == 0);
   std::memset(opened.inbox(0).bulk, 1, opened.inbox(0).bulk_blocks * BULK_BLOCK_BYTES);
   // The bell of another segment, and descriptors that are no segment.
   pollfd bell{segment.bell_fd(), POLLIN, 0};

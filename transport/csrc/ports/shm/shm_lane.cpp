@@ -16,6 +16,7 @@ namespace sennit {
 namespace {
 
 constexpr uint64_t LINE = 64;
+constexpr uint64_t BLOCK_MIN_BYTES = 4'096;  // a page
 
 uint64_t lines(uint64_t size_bytes) { return (size_bytes + LINE - 1) / LINE * LINE; }
 
@@ -101,19 +102,23 @@ void ShmLane::advertise(uint64_t receive_id, const MessageHeader& header, void* 
   grant(receive_id, header, static_cast<std::byte*>(destination));
 }
 
-// The pages of the blocks come with the first message that needs them: most pairs of a large group never have one.
-bool ShmLane::reserve_blocks() {
-  if (are_blocks_reserved_) return true;
-  const int error = in_.reserve_blocks();
-  are_blocks_reserved_ = error == 0;
-  if (error != 0)
+// The pages of the blocks come with the first message that needs them: most pairs of a large group never have one, or
+// only small ones. Sizes double, so that a lane asks the kernel a few times at most.
+bool ShmLane::reserve_blocks(uint64_t size_bytes) {
+  const uint64_t needed_bytes = std::min(size_bytes, BULK_BLOCK_BYTES);
+  if (needed_bytes <= reserved_bytes_) return true;
+  const uint64_t each_bytes = std::min(std::bit_ceil(std::max(needed_bytes, BLOCK_MIN_BYTES)), BULK_BLOCK_BYTES);
+  if (const int error = in_.reserve_blocks(each_bytes); error != 0) {
     failure_ = "no memory in /dev/shm for large messages of rank " + std::to_string(peer_) + ": " +
                std::generic_category().message(error);
-  return are_blocks_reserved_;
+    return false;
+  }
+  reserved_bytes_ = each_bytes;
+  return true;
 }
 
 void ShmLane::grant(uint64_t receive_id, const MessageHeader& header, std::byte* destination) {
-  if (!reserve_blocks()) return;
+  if (!reserve_blocks(header.size_bytes)) return;
   if (destination == nullptr) ++loans_out_;
   uint32_t slot;
   if (free_slots_.empty()) {

@@ -185,7 +185,7 @@ class ShmLane final : public Lane {
 
   static uint64_t data_bytes_of(const Record& eager);
   bool fits(const Record& fragment) const;
-  bool reserve_blocks();
+  bool reserve_blocks(uint64_t size_bytes);
   bool publish(const Record& record, const void* data, uint64_t data_bytes);
   void publish_or_queue(const Record& record);
   void grant(uint64_t receive_id, const MessageHeader& header, std::byte* destination);
@@ -239,8 +239,8 @@ class ShmLane final : public Lane {
   std::shared_ptr<const PeerHeap> peer_heap_;
   bool is_peer_heap_refused_ = false;
   std::deque<WaitingLoan> waiting_loans_;
-  uint32_t loans_out_ = 0;            // advertised, or lent in a block
-  bool are_blocks_reserved_ = false;  // of our inbox
+  uint32_t loans_out_ = 0;       // advertised, or lent in a block
+  uint64_t reserved_bytes_ = 0;  // of each block of our inbox
   std::string failure_;
   bool dirty_ = false;
   bool peer_left_ = false;

@@ -123,8 +123,8 @@ std::string why_closed(const std::string& path, int error) {
 }
 
 // Reserves what peers may write to at any time: running out of pages later would be a SIGBUS. The blocks get theirs
-// with the first large message of a peer, because clearing them takes longer than all the rest of making a group. But
-// all ranks of this host must find room for them in /dev/shm now.
+// with the first message of a peer that is as large, because clearing them takes longer than all the rest of making a
+// group. But all ranks of this host must find room for them in /dev/shm now.
 void reserve_inboxes(int fd, uint64_t stride, uint32_t own, uint32_t inbox_count, bool is_named) {
   const uint32_t peers = std::max(1u, inbox_count - 1);
   int error = reserve(fd, 0, sizeof(ShmSegmentHeader));
@@ -337,7 +337,13 @@ ShmInbox ShmSegment::inbox(uint32_t number) const {
 
 bool ShmInbox::owner_alive() const { return bell_fd < 0 || has_owner(*segment, bell_fd); }
 
-int ShmInbox::reserve_blocks() const { return fd < 0 ? 0 : reserve(fd, bulk_offset, bulk_blocks * BULK_BLOCK_BYTES); }
+int ShmInbox::reserve_blocks(uint64_t each_bytes) const {
+  if (fd < 0) return 0;
+  int error = 0;
+  for (uint64_t block = 0; block < bulk_blocks && error == 0; ++block)
+    error = reserve(fd, bulk_offset + block * BULK_BLOCK_BYTES, each_bytes);
+  return error;
+}
 
 std::vector<std::byte> ShmSegment::offer() const {
   const Offer given{header().nonce, getpid(), fd_, bell_fd_, 0};

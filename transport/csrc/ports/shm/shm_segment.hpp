@@ -69,8 +69,9 @@ struct ShmInboxHeader {
 enum class Sleep : uint32_t { awake = 0, futex = 1, poll = 2 };
 
 struct ShmInbox {
-  // For the owner, before a peer may use the blocks. Returns 0 or an errno (ENOSPC).
-  int reserve_blocks() const;
+  // For the owner, before a peer may use the first `each_bytes`, 1 or more, of all blocks. Returns 0 or an errno
+  // (ENOSPC).
+  int reserve_blocks(uint64_t each_bytes) const;
   // Whether the process of the inbox's owner still lives.
   bool owner_alive() const;
 
