@@ -80,7 +80,7 @@ PARTS: Final = {
     "C++": Part(
         what="C++ tests of the suite `long`, under sanitizers",
         command=("build/asan/transport/csrc/tests/test_flow", "--test-suite=long"),
-        limit_s=600,
+        limit_s=1_200,
     ),
     "model": Part(
         what="five million schedules of faults against the flow",
