@@ -217,7 +217,7 @@ def _doubled(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, **optio
 def test_it_can_be_compiled() -> None:
     batch = batch_of(6, (5, 9))
     batch.options = biases_of(batch)
-    compiled = torch.compile(_doubled, backend="aot_eager")
+    compiled: Any = torch.compile(_doubled, backend="aot_eager")
     rows = [x.clone().requires_grad_() for x in (batch.query, batch.key, batch.value)]
     plain = [x.clone().requires_grad_() for x in (batch.query, batch.key, batch.value)]
     one = compiled(*rows, batch.offsets, **batch.options)
