@@ -195,12 +195,19 @@ def test_every_survivor_names_the_dead_rank_and_goes_on(launch: Launch, hosts: s
     reports = group.finish(dead=[victim])
     died_s = float(group.store.get(f"test/died-{victim}"))
     survivors = [rank for rank in range(4) if rank != victim]
+    # A busy machine may not connect the first epoch in its time, so that another follows: the same one for all.
+    epoch = reports[survivors[0]][1]["epoch"]
+    assert epoch >= 1
     for new_rank, rank in enumerate(survivors):
         failure, after = reports[rank]
         assert failure["lost"] == [victim], failure
         assert f"rank {victim} " in failure["text"].split(" (reported by")[0], failure["text"]
         assert failure["error"] == "PeerError"
-        assert {name: after[name] for name in ("rank", "world", "epoch")} == {"rank": new_rank, "world": 3, "epoch": 1}
+        assert {name: after[name] for name in ("rank", "world", "epoch")} == {
+            "rank": new_rank,
+            "world": 3,
+            "epoch": epoch,
+        }
         # Printed, not asserted, because a busy machine is no failure.
         print(f"rank {rank} noticed after {failure['when_s'] - died_s:.3f} s, went on after {after['elapsed_s']:.3f} s")
 
