@@ -331,7 +331,7 @@ def test_all_ranks_get_sums_over_links_from_the_kernel(is_ipv4: bool, rng: np.ra
         packet_bytes = 40 + 44 * 32
         assert counted["sent_bytes"] == RANKS * blocks * packet_bytes == counted["received_bytes"]
         stranger = rack.socket_of(0, is_ipv4=is_ipv4)
-        with Flood(stranger, job) as flood:
+        with Flood(stranger, job, least=1_000) as flood:
             for block in range(blocks, 2 * blocks):
                 for number, rank in enumerate(ranks):
                     rank.settimeout(REPEATS_IN_S)
@@ -342,7 +342,7 @@ def test_all_ranks_get_sums_over_links_from_the_kernel(is_ipv4: bool, rng: np.ra
                     assert sum_of(rank, leaf) == expected
         stranger.close()
         counted, in_kernel = rack.counters("counters"), rack.counters("in_kernel")
-        assert flood.sent > 1_000
+        assert flood.sent >= 1_000
         assert min(counted[name] for name in COUNTED) > 100
         # A job is looked up by the daemon, which alone makes them. The rest ends in the kernel.
         assert all(in_kernel[name] == counted[name] for name in COUNTED if name != "unknown_job")
