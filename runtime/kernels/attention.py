@@ -136,122 +136,46 @@ def _implementation(name: str) -> _Implementation:
     return NativeAttention(name.removeprefix("native").removeprefix("-") or None, threads=torch.get_num_threads())
 
 
-def _call(
-    position_bias: Tensor | None,
-    time_bias: Tensor | None,
-    offsets: Tensor,
-    targets: Tensor | None,
-    times: Tensor | None,
-    boundaries: Tensor | None,
-    activation: str,
-    scale: float,
-    divisor: float,
-    causal: bool,
-    context: int,
-    window: int | None,
-) -> AttentionCall:
-    return AttentionCall(
-        offsets=offsets,
-        targets=targets,
-        activation=activation,
-        scale=scale,
-        divisor=divisor,
-        causal=causal,
-        context=context,
-        window=window,
-        position_bias=position_bias,
-        time_bias=time_bias,
-        times=times,
-        boundaries=boundaries,
-    )
+# Of the operator and of its gradient; behind query, key and value the fields of AttentionCall.
+_ARGUMENTS: Final = (
+    "Tensor query, Tensor key, Tensor value, Tensor? position_bias, Tensor? time_bias, Tensor offsets, "
+    "Tensor? targets, Tensor? times, Tensor? boundaries, str activation, float scale, float divisor, bool causal, "
+    "SymInt context, SymInt? window, str implementation"
+)
 
 
-@torch.library.custom_op("sennit::jagged_attention", mutates_args=())
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    position_bias: Tensor | None,
-    time_bias: Tensor | None,
-    offsets: Tensor,
-    targets: Tensor | None,
-    times: Tensor | None,
-    boundaries: Tensor | None,
-    activation: str,
-    scale: float,
-    divisor: float,
-    causal: bool,
-    context: int,
-    window: int | None,
-    implementation: str,
-) -> tuple[Tensor, Tensor]:
-    call = _call(
-        position_bias,
-        time_bias,
-        offsets,
-        targets,
-        times,
-        boundaries,
-        activation,
-        scale,
-        divisor,
-        causal,
-        context,
-        window,
-    )
+@torch.library.custom_op("sennit::jagged_attention", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)")
+def _attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *fields, implementation = rest
+    call = AttentionCall(*fields)
     call.check(query, key, value)
     return _implementation(implementation).attend(call, query, key, value)
 
 
 @_attend.register_fake
 def _attend_shape(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    is_softmax = rest[6] == "softmax"
+    is_softmax = AttentionCall(*rest[:-1]).is_softmax
     return (
         torch.empty_like(value, memory_format=torch.contiguous_format),
         query.new_empty((query.shape[0], query.shape[1], 2 if is_softmax else 0), dtype=torch.float32),
     )
 
 
-@torch.library.custom_op("sennit::jagged_attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "sennit::jagged_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor gradient, Tensor statistics, bool wants_bias, {_ARGUMENTS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 def _differentiate(
-    gradient: Tensor,
-    statistics: Tensor,
-    wants_bias: bool,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    position_bias: Tensor | None,
-    time_bias: Tensor | None,
-    offsets: Tensor,
-    targets: Tensor | None,
-    times: Tensor | None,
-    boundaries: Tensor | None,
-    activation: str,
-    scale: float,
-    divisor: float,
-    causal: bool,
-    context: int,
-    window: int | None,
-    implementation: str,
+    gradient: Tensor, statistics: Tensor, wants_bias: bool, query: Tensor, key: Tensor, value: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    call = _call(
-        position_bias,
-        time_bias,
-        offsets,
-        targets,
-        times,
-        boundaries,
-        activation,
-        scale,
-        divisor,
-        causal,
-        context,
-        window,
-    )
+    *fields, implementation = rest
+    call = AttentionCall(*fields)
     of_query, of_key, of_value, of_bias = _implementation(implementation).differentiate(
         call, query, key, value, gradient, statistics, wants_bias=wants_bias
     )
-    positions = 0 if position_bias is None or not wants_bias else position_bias.shape[1]
+    positions = 0 if call.position_bias is None or not wants_bias else call.position_bias.shape[1]
     return of_query, of_key, of_value, of_bias[:, :positions].clone(), of_bias[:, positions:].clone()
 
 

@@ -18,9 +18,18 @@ MAX_DIM = 1024
 """The largest dim of a head."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """The arguments of `jagged_attention` but for query, key and value, checked against them."""
+    """The arguments of `jagged_attention` but for query, key and value, checked against them.
+
+    In the order of the operator's arguments.
+    """
+
+    position_bias: Tensor | None
+    """float32 [H, P]."""
+
+    time_bias: Tensor | None
+    """float32 [H, boundaries + 1]."""
 
     offsets: Tensor
     """int64 [B + 1]: where sequences begin and where the last one ends."""
@@ -28,23 +37,18 @@ class AttentionCall:
     targets: Tensor | None
     """int64 [B]: how many of the last positions of a sequence are candidates."""
 
+    times: Tensor | None
+    """int64 [rows]."""
+
+    boundaries: Tensor | None
+    """int64 [boundaries], rising."""
+
     activation: str
     scale: float
     divisor: float
     causal: bool
     context: int
     window: int | None
-    position_bias: Tensor | None
-    """float32 [H, P]."""
-
-    time_bias: Tensor | None
-    """float32 [H, boundaries + 1]."""
-
-    times: Tensor | None
-    """int64 [rows]."""
-
-    boundaries: Tensor | None
-    """int64 [boundaries], rising."""
 
     @property
     def is_softmax(self) -> bool:

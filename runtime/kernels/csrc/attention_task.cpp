@@ -184,9 +184,7 @@ class Task {
       }
       std::fill_n(sums, block_rows * up(width_), 0.0f);
       sum_rows(block, weights, own.data(), values, width_, sums);
-      for (std::size_t i = first; i < block.rows.end; i++)
-        for (std::size_t column = 0; column < width_; column += lanes)
-          store_at(result.output, i, column, load_wide(sums + (i - first) * up(width_) + column));
+      store_rows(block, sums, result.output);
     }
   }
 
@@ -228,9 +226,7 @@ class Task {
       }
       std::fill_n(sums, block_rows * up(depth_), 0.0f);
       sum_rows(block, scores, own_score.data(), key_panels, depth_, sums);
-      for (std::size_t i = first; i < block.rows.end; i++)
-        for (std::size_t column = 0; column < depth_; column += lanes)
-          store_at(gradients.query, i, column, load_wide(sums + (i - first) * up(depth_) + column));
+      store_rows(block, sums, gradients.query);
       sum_columns(block, weights, own_weight.data(), arriving_panels, width_, value_gradient);
       sum_columns(block, scores, own_score.data(), query_panels, depth_, key_gradient);
     }
@@ -341,6 +337,12 @@ class Task {
       }
     }
     return columns;
+  }
+
+  void store_rows(const Block& block, const float* sums, const HeadRows& rows) const {
+    for (std::size_t i = block.rows.begin; i < block.rows.end; i++)
+      for (std::size_t column = 0; column < rows.dim; column += lanes)
+        store_at(rows, i, column, load_wide(sums + (i - block.rows.begin) * up(rows.dim) + column));
   }
 
   void store_panels(const float* panels, const HeadRows& rows) const {
