@@ -115,11 +115,12 @@ def check_types(file: str, schema: Schema, found: Any) -> None:
         inner = kind.value_type if bag else kind
         if types.is_dictionary(inner):
             inner = inner.value_type
-        text = part.encode != "id" and _is_text(types, inner)
+        text = part.encode not in ("id", "value") and _is_text(types, inner)
         bytes_ = part.encode in ("hash", "dynamic") and is_binary(inner)
         if not (text or bytes_ or types.is_integer(inner) or types.is_null(inner)):
             allowed = {
                 "id": "integer or list of integers",
+                "value": "integer or list of integers",
                 "dictionary": "integer, string, or list of these",
             }.get(part.encode, "integer, string, binary, or list of these")
             if part.encode == "dictionary" and is_binary(inner):
@@ -291,15 +292,16 @@ def _feature(pieces: Sequence[Piece], part: SparseField) -> Feature:
             _check_rows(piece, part, values, of_rows)
         # Of ids of 2^63 or more, the bits count.
         ids.append(values.astype(np.int64))
-    assert part.rows is not None
     return Feature(
         name=part.name,
-        row_count=part.rows,
+        # Values have no table. A column of ids needs a number of rows.
+        row_count=part.rows or 1,
         values=np.concatenate(ids),
         offsets=offsets,
         salt=part.salt if part.encode == "hash" else None,
         first=part.first,
         is_dynamic=part.encode == "dynamic",
+        is_value=part.encode == "value",
         id_type=id_type if part.encode == "dynamic" else "int64",
     )
 

@@ -7,9 +7,22 @@ tensor: batches can then be cut by table and by rank, and glued together again, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+
+class Integers(NamedTuple):
+    """V columns of integers for B samples."""
+
+    lengths: Tensor
+    """Int32 [V, B]: how many sample b has in column v."""
+
+    values: Tensor
+    """Int64 [lengths.sum()]: column after column, and sample after sample within a column."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +44,9 @@ class Batch:
     sample_weights: Tensor | None = None
     """Float32 [B]: by what a sample's loss is multiplied. None: 1."""
 
+    integers: Integers | None = None
+    """Columns that a model reads as they are; None: there are none."""
+
     @property
     def sample_count(self) -> int:
         return self.labels.shape[0]
@@ -43,11 +59,24 @@ class Batch:
             lengths=self.lengths.clone(),
             values=self.values.clone(),
             sample_weights=None if self.sample_weights is None else self.sample_weights.clone(),
+            integers=None if self.integers is None else Integers(*(part.clone() for part in self.integers)),
         )
+
+    def split(self, tables: Sequence[int]) -> Batch:
+        """The batch with these columns as its tables, and the others as integers."""
+        sizes = self.lengths.sum(1).tolist()
+        parts = torch.split(self.values, sizes)
+        others = [number for number in range(len(parts)) if number not in tables]
+
+        def of(numbers: Sequence[int]) -> Integers:
+            return Integers(self.lengths[numbers], torch.cat([parts[number] for number in numbers]))
+
+        lengths, values = of(tables)
+        return replace(self, lengths=lengths, values=values, integers=of(others))
 
     @property
     def size_bytes(self) -> int:
-        return sum(part.nbytes for part in (*self.of_samples, self.lengths, self.values))
+        return sum(part.nbytes for part in (*self.of_samples, self.lengths, self.values, *(self.integers or ())))
 
     @property
     def of_samples(self) -> tuple[Tensor, ...]:

@@ -14,6 +14,7 @@ from sennit.runtime.data.batch import Batch
 from sennit.runtime.data.numbering import Numbering
 from sennit.runtime.data.preprocessing import Preprocessing, Scale
 from sennit.runtime.data.samples import Samples
+from sennit.runtime.data.schema import History
 
 
 class BatchSource(Protocol):
@@ -27,6 +28,12 @@ class BatchSource(Protocol):
     label_names: tuple[str, ...]
     fingerprint: str
     """The fingerprint of the data set."""
+
+    history: History | None
+    """The histories that samples have; None: they have none."""
+
+    integer_names: tuple[str, ...]
+    """The columns that a model reads as they are (`Batch.integers`)."""
 
     preprocessing: Preprocessing | None
     """The preprocessing fitted to the training rows; None if only the feeders know it."""

@@ -61,6 +61,9 @@ class Encoding:
     is_dynamic: bool = False
     """Ids of 64 bits stay as they are, for a dynamic table. `row_count`: the most rows that it may have."""
 
+    is_value: bool = False
+    """Integers stay as they are, and there is no table."""
+
     id_type: str = "int64"
     """As in `Feature`. Checkpoints that do not say it have integers without a known sign, or text."""
 
@@ -76,6 +79,8 @@ class Encoding:
         """The encoding's name in a schema file."""
         if self.vocabulary is not None:
             return "dictionary"
+        if self.is_value:
+            return "value"
         return "dynamic" if self.is_dynamic else "id" if self.salt is None else "hash"
 
 
@@ -242,6 +247,7 @@ class Preprocessing:
                         salt=part["salt"],
                         first=part["first"],
                         is_dynamic=part["encode"] == "dynamic",
+                        is_value=part["encode"] == "value",
                         id_type=str(part.get("ids", "int64")),
                     )
                     for part in content["sparse"]
@@ -308,6 +314,7 @@ def encoding_of(
             salt=feature.salt,
             first=feature.first,
             is_dynamic=feature.is_dynamic,
+            is_value=feature.is_value,
             id_type=feature.id_type,
         )
     vocabulary = values[frequency >= max(1, feature.min_frequency or 1)]

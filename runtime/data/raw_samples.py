@@ -97,6 +97,9 @@ class Feature:
     is_dynamic: bool = False
     """Ids are any 64-bit integers, for a dynamic table. `row_count` is the most rows that it may have."""
 
+    is_value: bool = False
+    """No ids, but integers that a model reads as they are. There is no table."""
+
     id_type: str = "int64"
     """Of a dynamic table: what its ids are in the data, "int64", "uint64", or "text" (also bytes), which is hashed."""
 
@@ -117,6 +120,8 @@ class Feature:
         """The encoding's name in a schema file."""
         if self.dictionary is not None:
             return "dictionary"
+        if self.is_value:
+            return "value"
         return "dynamic" if self.is_dynamic else "id" if self.salt is None else "hash"
 
     @property
@@ -159,7 +164,7 @@ class Feature:
             made[used] = FirstX(column=source, count=self.first)
         if self.salt is not None:
             made[f"{source}_rows"] = SigridHash(column=used, salt=self.salt, max_value=self.row_count)
-        elif self.is_dynamic:
+        elif self.is_dynamic or self.is_value:
             pass
         elif kind.low < 0 or kind.high >= self.row_count:
             made[f"{source}_rows"] = ClampList(column=used, low=0, high=self.row_count - 1)
@@ -176,7 +181,7 @@ class Feature:
         """All rows of the table at once."""
         if self.dictionary is not None:
             raise DataError(f"column {self.name}: categories without a vocabulary")
-        if self.is_dynamic:
+        if self.is_dynamic or self.is_value:
             return self.unhashed()
         if self.salt is None and self.first is None:
             if self.offsets is None:
@@ -306,7 +311,7 @@ def fingerprint(raw: RawSamples) -> str:
         # Ids have 32 or 64 bits.
         values = part.values.astype(np.int64, copy=False)
         about = ["ids", part.name, part.row_count, part.salt, part.first]
-        add([*about, "dynamic"] if part.is_dynamic else about, values)
+        add([*about, part.kind] if part.is_dynamic or part.is_value else about, values)
         for name, array in (("offsets", part.offsets), ("dictionary", part.dictionary)):
             if array is not None:
                 add([name], array)

@@ -39,7 +39,7 @@ from sennit.offload.operators import COLUMN_MAX_LENGTH
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.text_format import CRITEO, PLAIN, TYPES, TextFormat
 
-ENCODINGS: Final = ("id", "dictionary", "hash", "dynamic")
+ENCODINGS: Final = ("id", "dictionary", "hash", "dynamic", "value")
 TIME_UNITS: Final = ("s", "ms", "us", "ns")
 _KEYS: Final = ("label", "dense", "sparse", "sample_weight", "time", "text", "skip_broken")
 _TEXT_KEYS: Final = ("delimiter", "names", "quote", "nulls", "types", "skip_broken")
@@ -65,7 +65,9 @@ class SparseField:
     name: str
     encode: str
     rows: int | None
-    """Rows of its table; with `dynamic` the most that it may have."""
+    """Rows of its table; with `dynamic` the most that it may have. None with `dictionary`, which counts them, and with
+    `value`: integers that a model reads as they are, without a table.
+    """
 
     salt: int = 0
     """For `hash`: columns with equal ids and different salts get different rows."""
@@ -94,6 +96,23 @@ class TimeField:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class History:
+    """Which earlier rows of a stream a sample has with it."""
+
+    of: str
+    """The column whose equal values have a history together."""
+
+    last: int
+    """Rows of a history at most."""
+
+    columns: tuple[str, ...]
+    """Columns that become sequences: of the earlier rows, oldest first, and then of the row itself."""
+
+    past: tuple[str, ...] = ()
+    """Columns of the earlier rows alone: what the row itself has is not known before."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Schema:
     """What the columns of a file mean; columns not named are ignored."""
 
@@ -109,6 +128,9 @@ class Schema:
     text: TextFormat = PLAIN
     """How text files are read. Its types are those that the schema file says, and its `skip_broken` is for files of
     every format."""
+
+    history: History | None = None
+    """The histories of samples; None: there are none."""
 
     has_operated: bool = False
     """Whether the columns have what the operators of `dense` have made. Samples in memory do."""
@@ -136,13 +158,14 @@ class Schema:
     def text_format(self) -> TextFormat:
         """How text files are read, with the types that columns have by their meaning.
 
-        Numbers are float64, row ids int64, and what a dictionary has is text. What is hashed or dynamic may be text or
-        integers, and the column of time may have several types: pyarrow infers these, unless the schema says them.
+        Numbers are float64, row ids and values int64, and what a dictionary has is text. What is hashed or dynamic may
+        be text or integers, and the column of time may have several types: pyarrow infers these, unless the schema says
+        them.
         """
         weights = () if self.sample_weight is None else (self.sample_weight,)
         types = dict.fromkeys((*self.labels, *weights, *(part.name for part in self.dense)), "float64")
         for part in self.sparse:
-            if part.encode in ("id", "dictionary"):
+            if part.encode in ("id", "dictionary", "value"):
                 types[part.name] = "string" if part.encode == "dictionary" else "int64"
         return replace(self.text, types=types | dict(self.text.types))
 
@@ -288,10 +311,13 @@ def _sparse_field(name: str, entry: Any) -> SparseField:
         raise DataError(f"{place}.encode is {encode!r}; allowed: {', '.join(ENCODINGS)}")
     if encode == "dictionary" and rows is not None:
         raise DataError(f"{place}.rows is given, but a dictionary counts its rows itself")
+    if encode == "value" and rows is not None:
+        raise DataError(f"{place}.rows is given, but values have no table")
     if encode != "hash" and "salt" in entry:
         raise DataError(f"{place}.salt is given, but belongs to encode = 'hash'")
     if encode != "dictionary":
-        _check_integer(f"{place}.rows", rows, 1, ROWS_MAX)
+        if encode != "value":
+            _check_integer(f"{place}.rows", rows, 1, ROWS_MAX)
         if min_frequency is not None:
             raise DataError(f"{place}.min_frequency is given, but belongs to encode = 'dictionary'")
     elif min_frequency is not None:

@@ -23,6 +23,7 @@ from sennit.runtime.data.batch import Batch
 from sennit.runtime.data.order import OrderSettings
 from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.data.samples import Samples
+from sennit.runtime.data.schema import History
 from sennit.runtime.ingest.order import numbered, terms_of
 from sennit.runtime.ingest.page import IngestPage
 from sennit.runtime.stream.order import StreamOrder
@@ -57,6 +58,10 @@ class Door(Closing):
 
 class FedSource:
     """The batches of one rank in one group, as they arrive. Making it is collective."""
+
+    history: History | None = None
+    integer_names: tuple[str, ...] = ()
+    # Feeders send ids of tables alone.
 
     def __init__(
         self,

@@ -16,7 +16,9 @@ from sennit.runtime.data.seeds import derive
 from sennit.runtime.model.dcnv2 import DCNv2
 from sennit.runtime.model.deepfm import DeepFM
 from sennit.runtime.model.dlrm import DLRM
+from sennit.runtime.model.hstu import Hstu
 from sennit.runtime.model.inputs import ModelInputs
+from sennit.runtime.model.trial import Trial
 from sennit.transport.errors import ConfigError
 
 DENSE_OPTIMIZERS = ("adagrad", "adam", "sgd")
@@ -36,7 +38,9 @@ def dense_optimizer(
     raise ConfigError(f"dense optimizer {name!r}; allowed: {', '.join(DENSE_OPTIMIZERS)}")
 
 
-MODELS: Final[dict[str, Callable[[ModelInputs], nn.Module]]] = {"dlrm": DLRM, "dcnv2": DCNv2, "deepfm": DeepFM}
+MODELS: Final[dict[str, Callable[[ModelInputs], nn.Module]]] = {
+    "dlrm": DLRM, "dcnv2": DCNv2, "deepfm": DeepFM, "hstu": Hstu,
+}  # fmt: skip
 
 
 def build(name: str, inputs: ModelInputs) -> nn.Module:
@@ -67,6 +71,14 @@ def check_name(name: str) -> None:
         raise ConfigError(f"model {name!r}; allowed: {allowed}{hint(name, MODELS)}")
 
 
+def reads_histories(name: str) -> bool:
+    """Whether the model `name` takes sequences: its factory has a true attribute `reads_histories`.
+
+    Imports a user's module. Raises `ConfigError`.
+    """
+    return bool(getattr(find(name), "reads_histories", False))
+
+
 def find(name: str) -> Callable[[ModelInputs], Any]:
     """The callable that makes the model `name`. Imports a user's module. Raises `ConfigError`."""
     if name in MODELS:
@@ -88,10 +100,10 @@ def _check_results(name: str, model: nn.Module, inputs: ModelInputs) -> None:
     # One sample alone, because `squeeze()` would drop that dimension, too.
     for samples in (2, 1):
         dense = torch.zeros(samples, inputs.dense_count)
-        vectors = {table.name: torch.zeros(samples, table.dim) for table in inputs.tables}
-        shapes = {table: tuple(vector.shape) for table, vector in vectors.items()}
+        trial = Trial(inputs, samples, reads_histories=reads_histories(name))
+        shapes = {table: tuple(rows.shape) for table, rows in trial.leaves.items()}
         with torch.no_grad(), _noted(f"in model {name}, called with dense {tuple(dense.shape)} and vectors {shapes}"):
-            logits = model(dense, vectors)
+            logits = model(dense, *trial.arguments())
         shape = inputs.logits_shape(samples)
         if not isinstance(logits, Tensor) or logits.shape != shape or not logits.is_floating_point():
             raise ConfigError(

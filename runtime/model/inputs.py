@@ -41,12 +41,32 @@ def initialise(model: nn.Module, seed: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HistoryInputs:
+    """What a model gets of a sample's history."""
+
+    own: tuple[str, ...]
+    """The tables of which it gets the vectors of the history, oldest first, and then the sample's own."""
+
+    past: tuple[str, ...]
+    """The tables of which it gets the vectors of the history alone: nobody knows the sample's own yet."""
+
+    times: str | None
+    """The integers that are the times of the history and of the sample; None: there are none."""
+
+    last: int
+    """Events of a history at most."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelInputs:
     """What a model gets of each sample, and the widths that were asked for. The same on all ranks.
 
     The model is called as `model(dense, vectors)`. `dense` is float32 [B, dense_count], `vectors` has for each table a
     float32 tensor [B, dim] by its name, and the result is a logit for each sample, [B], or [B, label_count] if samples
     have several labels.
+
+    A model whose factory has `reads_histories = True` is called as `model(dense, vectors, integers)`, with nested
+    tensors of layout `torch.jagged` by name: `vectors` [B, *, dim] has a row for each id, `integers` is [B, *].
     """
 
     dense_count: int
@@ -67,6 +87,15 @@ class ModelInputs:
     label_count: int = 1
     """Labels of a sample."""
 
+    history: HistoryInputs | None = None
+    """The histories of samples; None: the model reads none, or the data have none."""
+
+    layers: int = 2
+    """Layers of a model that attends."""
+
+    heads: int = 2
+    """Heads of each of these layers."""
+
     def __post_init__(self) -> None:
         if self.dense_count < 0:
             raise ConfigError(f"{self.dense_count} dense features; allowed: 0 or more")
@@ -74,6 +103,9 @@ class ModelInputs:
             raise ConfigError(f"{self.label_count} labels; allowed: 1 or more")
         if not self.tables:
             raise ConfigError("a model without tables; allowed: one or more")
+        for name, count in (("layers", self.layers), ("heads", self.heads)):
+            if count < 1:
+                raise ConfigError(f"{count} {name}; allowed: 1 or more")
         for name, widths in (("bottom", self.bottom), ("top", self.top)):
             for width in widths:
                 if width < 1:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from sennit.runtime.backend.torch_versions import tree_leaves
 from sennit.runtime.data.batch_source import BatchSource
-from sennit.runtime.model.factory import build, dense_optimizer
+from sennit.runtime.model.factory import build, dense_optimizer, reads_histories
 from sennit.runtime.model.inputs import ModelInputs
 from sennit.runtime.model.loss import Loss
+from sennit.runtime.model.trial import Trial
 from sennit.runtime.planner.one_thread import one_thread
 from sennit.runtime.planner.problem import Fixed
 from sennit.runtime.replicas.cutting import CutArguments
@@ -38,32 +39,39 @@ def measure(
     slices: Slices,
     batch: int,
     dense_optimizer_name: str = "adagrad",
+    lengths: Mapping[str, int] | None = None,
     budget_s: float = BUDGET_S,
 ) -> Fixed:
     """Builds the model of `inputs` and runs it on one thread, on random samples, three measurements in all.
 
     `SlicedReplicas` run it on the slices of a rank. Their sums of gradients are a part of a step: of the passes of a
-    small model 7 %.
+    small model 7 %. `lengths`: the ids of a sample by table, for a model that reads histories.
     """
     with torch.random.fork_rng(devices=[]), one_thread():
-        return _measure(model_name, inputs, slices, batch, dense_optimizer_name, budget_s)
+        return _measure(model_name, inputs, slices, batch, dense_optimizer_name, lengths or {}, budget_s)
 
 
 def _measure(
-    model_name: str, inputs: ModelInputs, slices: Slices, batch: int, optimizer_name: str, budget_s: float
+    model_name: str,
+    inputs: ModelInputs,
+    slices: Slices,
+    batch: int,
+    optimizer_name: str,
+    lengths: Mapping[str, int],
+    budget_s: float,
 ) -> Fixed:
     model = build(model_name, inputs)
     optimizer = dense_optimizer(optimizer_name, model.parameters(), rate=1e-6, weight_decay=0.0)
     own, samples = _own_slices(slices, batch)
     dense, labels = torch.randn(samples, inputs.dense_count), (torch.rand(inputs.logits_shape(samples)) < 0.5).float()
-    vectors = {table.name: (torch.randn(samples, table.dim) * 0.1).requires_grad_() for table in inputs.tables}
+    found = Trial(inputs, samples, reads_histories=reads_histories(model_name), lengths=lengths, make=_rows)
     replica, loss = _Alone(model, own), Loss()
 
     def passes() -> None:
-        for vector in vectors.values():
+        for vector in found.leaves.values():
             vector.grad = None
         optimizer.zero_grad()
-        logits = replica(dense, vectors, global_batch=samples)
+        logits = replica(dense, *found.arguments(), global_batch=samples)
         losses = replica.each_slice(loss, logits, labels, global_batch=samples)
         torch.autograd.backward(replica.loss(losses, samples))
 
@@ -82,6 +90,10 @@ def _measure(
         update_s=typical(optimizer.step, budget_s),
         gradient_bytes=size_bytes,
     )
+
+
+def _rows(count: int, dim: int) -> Tensor:
+    return (torch.randn(count, dim) * 0.1).requires_grad_()
 
 
 def _own_slices(slices: Slices, batch: int) -> tuple[Slices, int]:

@@ -8,6 +8,7 @@ Each part begins at a multiple of 64 bytes: matrix products may round differentl
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,7 @@ class Along:
 
 
 class CutArguments:
-    """The arguments of a call, for each slice of this rank."""
+    """The arguments of a call, for each slice of this rank. Nested tensors are cut between sequences."""
 
     def __init__(self, arguments: object, slices: Slices, global_batch: int | None) -> None:
         """Raises `ArgumentError` if tensors differ in samples, or if the samples are not those of this rank's slices.
@@ -73,10 +74,28 @@ class CutArguments:
             return [leaf] * len(self.sizes)
         if leaf.dim is None:
             return [leaf.value] * len(self.sizes)
-        if torch.is_grad_enabled() and leaf.value.requires_grad:
-            parts: tuple[Tensor, ...] = _Cut.apply(leaf.value, self.sizes, leaf.dim)
-            return parts
-        return [aligned(part) for part in leaf.value.split(self.sizes, leaf.dim)]
+        if leaf.value.is_nested:
+            return _cut_nested(leaf.value, self.sizes)
+        return _cut_dim(leaf.value, self.sizes, leaf.dim)
+
+
+def _cut_dim(tensor: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        parts: tuple[Tensor, ...] = _Cut.apply(tensor, list(sizes), dim)
+        return parts
+    return [aligned(part) for part in tensor.split(list(sizes), dim)]
+
+
+def _cut_nested(nested: Any, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Parts of a nested tensor of layout torch.jagged: whole sequences, and as many rows as these have."""
+    begins = list(itertools.accumulate(sizes, initial=0))
+    offsets = nested.offsets()
+    rows = offsets[torch.tensor(begins, device=offsets.device)].diff().tolist()
+    parts = _cut_dim(nested.values(), rows, 0)
+    return [
+        torch.nested.nested_tensor_from_jagged(part, offsets[begin : end + 1] - offsets[begin])
+        for part, (begin, end) in zip(parts, itertools.pairwise(begins), strict=True)
+    ]
 
 
 def aligned(tensor: Tensor) -> Tensor:
@@ -87,7 +106,8 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def join(outputs: Sequence[object], on_backward: Callable[[], None] | None, *, is_empty: bool = False) -> Any:
-    """One result from those of the slices: tensors one after another along dimension 0, 0-dim tensors stacked.
+    """One result from those of the slices: tensors one after another along dimension 0, 0-dim tensors stacked. Nested
+    tensors of layout torch.jagged are joined by sequences.
 
     `is_empty`: no slice has samples, so 0-dim tensors, such as their mean loss, are left out.
     `on_backward` is called when a gradient of the result comes. Raises `ArgumentError` if slices gave other structures,
@@ -107,12 +127,34 @@ def _join_leaf(parts: tuple[Any, ...], on_backward: Callable[[], None] | None, i
         return parts[0].new_empty(0)
     tensors = [isinstance(part, Tensor) for part in parts]
     if all(tensors):
+        if any(part.is_nested for part in parts):
+            return _join_nested(parts, on_backward)
         return _Join.apply(on_backward, *parts)
     if any(tensors) or any(part != parts[0] for part in parts):
         raise ArgumentError(
             f"slices gave the values {parts}; allowed: tensors, and values that are equal in all slices"
         )
     return parts[0]
+
+
+def _join_nested(parts: tuple[Any, ...], on_backward: Callable[[], None] | None) -> Tensor:
+    for part in parts:
+        _check_jagged("a result", part)
+    lengths = torch.cat([part.offsets().diff() for part in parts])
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    rows = _Join.apply(on_backward, *(part.values() for part in parts))
+    return torch.nested.nested_tensor_from_jagged(rows, offsets)
+
+
+def _check_jagged(name: str, tensor: Any) -> None:
+    """Raises `ArgumentError` unless it is nested, of layout torch.jagged, with sequences right after one another."""
+    if not tensor.is_nested or tensor.layout is not torch.jagged or tensor.lengths() is not None:
+        layout = tensor.layout if tensor.is_nested else "a tensor that is not nested"
+        raise ArgumentError(
+            f"{name} of {layout}; allowed: nested tensors of layout torch.jagged that are contiguous, in all slices"
+        )
+    if isinstance(tensor.shape[1], int):
+        raise ArgumentError(f"{name} is nested along another dimension than 1; allowed: [samples, *, ...]")
 
 
 def _empty_rank(local_batch: int, slices: Slices, global_batch: int | None) -> int | None:
@@ -158,6 +200,10 @@ def _samples(found: Sequence[tuple[Any, object]]) -> int:
                     "order. Make it a parameter of the module, or cut it"
                 )
             continue
+        if tensor.is_nested:
+            _check_jagged(name, tensor)
+            if dim:
+                raise ArgumentError(f"{name} is nested, and has its samples along dimension {dim}; allowed: 0")
         if not -tensor.ndim <= dim < tensor.ndim:
             raise ArgumentError(f"{name} of shape {tuple(tensor.shape)} has no dimension {dim}")
         samples = tensor.shape[dim]

@@ -41,7 +41,7 @@ from sennit.runtime.sharded.placement import Placement, check_placement, check_r
 from sennit.runtime.sharded.pooled import PooledExchange
 from sennit.runtime.sharded.row_access import RowAccess
 from sennit.runtime.sharded.rows import RowExchange
-from sennit.runtime.sharded.sent import Refused, RunBeside, Sent
+from sennit.runtime.sharded.sent import Pending, Refused, RunBeside, Sent
 from sennit.runtime.sharded.shards import Evicted
 from sennit.runtime.sharded.slices import DEFAULT_SLICES, Slices
 from sennit.runtime.sharded.state import NO_COPY, HeldTables
@@ -304,7 +304,10 @@ class ShardedTables(HeldTables):
             case "tensor":
                 return concatenated(found)
             case "nested":
-                return nested(found, features.lengths)
+                lengths = features.lengths
+                if isinstance(found, Pending):
+                    return Pending(lambda: nested(found.wait(), lengths))
+                return nested(found, lengths)
         return found
 
     def overlap(self, run: RunBeside | None, group: dist.ProcessGroup | None = None) -> Passes:

@@ -169,7 +169,7 @@ def _id_encoder(encoding: Encoding, hashes: bool) -> IdEncoder:
         arrow = require("pyarrow", package="pyarrow", purpose=_PURPOSE)
         is_text = encoding.vocabulary.dtype == object
         known = vocabulary(arrow.array(encoding.vocabulary, arrow.large_string() if is_text else None))
-    if encoding.is_dynamic:
+    if encoding.is_dynamic or encoding.is_value:
         # As ids that somebody else hashes.
         return IdEncoder(rows=encoding.row_count, first=encoding.first, salt=0, vocabulary=None, hashes=False)
     return IdEncoder(rows=encoding.row_count, first=encoding.first, salt=encoding.salt, vocabulary=known, hashes=hashes)

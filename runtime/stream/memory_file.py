@@ -89,16 +89,16 @@ def _rows(feature: Feature) -> Feature:
     """The feature with rows of a table as ids, where ids are codes or of any size."""
     if feature.dictionary is not None:
         return replace(feature, values=feature.values + 1, dictionary=None, first=None)
-    if feature.salt is None and not feature.is_dynamic:
+    if feature.salt is None and not feature.is_dynamic and not feature.is_value:
         return feature
-    return replace(feature, values=feature.values * 0, salt=None, first=None, is_dynamic=False)
+    return replace(feature, values=feature.values * 0, salt=None, first=None, is_dynamic=False, is_value=False)
 
 
 def _field(feature: Feature) -> SparseField:
     return SparseField(
         name=feature.name,
         encode=feature.kind,
-        rows=None if feature.dictionary is not None else feature.row_count,
+        rows=None if feature.dictionary is not None or feature.is_value else feature.row_count,
         salt=feature.salt or 0,
         first=feature.first,
         min_frequency=feature.min_frequency,

@@ -58,6 +58,7 @@ class StreamSource:
         self.preprocessing: Preprocessing | None = preprocessing
         self._running = RunningScales(preprocessing.scales) if stream.schema.running else None
         self.label_names = stream.schema.labels
+        self.history = stream.schema.history
         self.dense_count = len(preprocessing.scales)
         self._rank, self._world_size = rank, world_size
         self._read(stream)
@@ -71,6 +72,7 @@ class StreamSource:
 
         self._spread: Samples | None = None
         self._sample = self._thread.submit(self._training.first_rows).result()
+        columns = list(zip(self._sample.columns, preprocessing.encodings, strict=True))
         self.tables = tuple(
             TableFacts(
                 name=column.name,
@@ -78,8 +80,11 @@ class StreamSource:
                 mean_length=column.mean_length,
                 is_dynamic=encoding.is_dynamic,
             )
-            for column, encoding in zip(self._sample.columns, preprocessing.encodings, strict=True)
+            for column, encoding in columns
+            if not encoding.is_value
         )
+        self.integer_names = tuple(column.name for column, encoding in columns if encoding.is_value)
+        self._numbers_of_tables = [number for number, (_, encoding) in enumerate(columns) if not encoding.is_value]
         self._counter = None if counted is None else IdCounter(self.tables, counted)
 
     def begin(self, number: int) -> None:
@@ -90,6 +95,8 @@ class StreamSource:
         """This rank's part of the batch. Waits where reading is slower than training."""
         chunk, samples = self._chunk(number)
         batch = samples.result().batch(torch.from_numpy(chunk.places(number)))
+        if self.integer_names:
+            batch = batch.split(self._numbers_of_tables)
         if self._counter is not None:
             self._counter.count(number, batch)
         return batch

@@ -17,7 +17,7 @@ from sennit.runtime.backend.process_group import BACKEND_NAME
 from sennit.runtime.data.order import SLICES_MAX, OrderSettings
 from sennit.runtime.data.source import Source
 from sennit.runtime.kernels.optimizers import NAMED, OptimizerSpec
-from sennit.runtime.model.factory import DENSE_OPTIMIZERS, MODELS
+from sennit.runtime.model.factory import DENSE_OPTIMIZERS, MODELS, reads_histories
 from sennit.runtime.model.loss import LOSSES
 from sennit.runtime.model.schedule import DECAYS, RateSchedule
 from sennit.runtime.model.settings import SettingsFile, tables_of
@@ -162,6 +162,12 @@ class TrainingConfig:
 
     top: Annotated[tuple[int, ...], _widths("--top")] = (128, 64)
     """Hidden widths of the top MLP."""
+
+    layers: Annotated[int, Option(low=1, high=1024)] = 2
+    """Layers of a model that attends to histories."""
+
+    heads: Annotated[int, Option(low=1, high=1024)] = 2
+    """Heads of each of these layers. They share the embedding dimension."""
 
     sparse_rate: Annotated[float, Option(above=0, below=1000)] = 0.15
     """Learning rate of the embeddings."""
@@ -372,7 +378,12 @@ class TrainingConfig:
             _check_sent(facts, self.tables)
         optimizer = self._optimizer()
         template = Table(
-            name="template", rows=1, dim=self.embedding_dim, optimizer=optimizer, row_shards=self.row_shards
+            name="template",
+            rows=1,
+            dim=self.embedding_dim,
+            optimizer=optimizer,
+            row_shards=self.row_shards,
+            pooling="none" if reads_histories(self.model) else "sum",
         )
         found = tables_of(facts, self.tables, template)
         return found if self.tensor_train is None else self.tensor_train.applied(found)

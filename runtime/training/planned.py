@@ -15,7 +15,8 @@ from sennit.command_line import stdout_console
 from sennit.runtime.backend.first_rank import on_first
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.memory.large_buffers import keep_large_buffers
-from sennit.runtime.model.inputs import ModelInputs
+from sennit.runtime.model.factory import reads_histories
+from sennit.runtime.model.inputs import HistoryInputs, ModelInputs
 from sennit.runtime.model.sharding_settings import Sharding
 from sennit.runtime.planner import dense
 from sennit.runtime.planner.cluster import Cluster
@@ -47,12 +48,29 @@ RUN_EXACT_NODES: Final = 1_000
 def model_inputs(config: TrainingConfig, source: BatchSource, tables: Sequence[Table]) -> ModelInputs:
     """What the model is made of."""
     return ModelInputs(
+        history=_history(source) if reads_histories(config.model) else None,
+        layers=config.layers,
+        heads=config.heads,
         dense_count=source.dense_count,
         tables=tuple(tables),
         bottom=config.bottom,
         top=config.top,
         seed=config.seed,
         label_count=len(source.label_names),
+    )
+
+
+def _history(source: BatchSource) -> HistoryInputs | None:
+    found = source.history
+    if found is None:
+        return None
+    tables = [table.name for table in source.tables]
+    times = [name for name in found.columns if name in source.integer_names]
+    return HistoryInputs(
+        own=tuple(name for name in found.columns if name in tables),
+        past=tuple(name for name in found.past if name in tables),
+        times=times[0] if times else None,
+        last=found.last,
     )
 
 
@@ -105,14 +123,21 @@ def uses_of(config: TrainingConfig, source: BatchSource, tables: Sequence[Table]
     """
     if config.use is not None:
         return saved(tables, config.use)
-    number_of = {facts.name: number for number, facts in enumerate(source.tables)}
-    numbers = [number_of[table.name] for table in tables]
     known = source.sample()
     if known is None:
-        return uses(tables, [source.tables[number].mean_length for number in numbers], None, ZIPF)
-    columns = [known.columns[number] for number in numbers]
+        length_of = {facts.name: facts.mean_length for facts in source.tables}
+        return uses(tables, [length_of[table.name] for table in tables], None, ZIPF)
+    column_of = {column.name: column for column in known.columns}
+    columns = [column_of[table.name] for table in tables]
     samples = [sampled(column.values.numpy(), SAMPLE_IDS) for column in columns]
     return uses(tables, [column.mean_length for column in columns], samples, ZIPF)
+
+
+def _lengths(source: BatchSource) -> dict[str, int]:
+    """The ids of a typical sample by table."""
+    known = source.sample()
+    columns = source.tables if known is None else known.columns
+    return {column.name: round(column.mean_length) for column in columns}
 
 
 def problem_of(
@@ -137,6 +162,7 @@ def problem_of(
         slices=Slices(count=config.slices, rank=0, world_size=cluster.ranks),
         batch=config.batch_size,
         dense_optimizer_name=config.dense_optimizer,
+        lengths=_lengths(source),
         budget_s=budget_s,
     )
     ahead = config.batches_ahead > 0 or config.table_store is not None

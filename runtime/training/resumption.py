@@ -93,6 +93,8 @@ def fixed_of(config: TrainingConfig, source: BatchSource) -> dict[str, Any]:
         fixed["model"]["labels"] = source.label_names
     if running := _running(source):
         fixed["order"]["running"] = running
+    if source.history is not None:
+        fixed["model"] |= {"layers": config.layers, "heads": config.heads, "history": _plain(source.history)}
     if unlisted := [table.name for table in source.tables if table.is_dynamic]:
         # Hashes of ids would be other ids.
         fixed["model"]["dynamic_ids"] = unlisted

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -76,6 +77,29 @@ def served(source: BatchSource, *, is_elastic: bool = False) -> Iterator[BatchSo
     source.close()
 
 
+class Given(NamedTuple):
+    """What a model gets of B samples, beside the vectors of their ids."""
+
+    dense: Tensor
+    """Float32 [B, D]."""
+
+    labels: Tensor
+    """Float32 [B], or [B, labels]."""
+
+    weights: Tensor | None
+    """Float32 [B]; None: all samples count alike."""
+
+    integers: dict[str, Tensor]
+    """By column: nested int64 [B, *], of layout `torch.jagged`."""
+
+
+def _by_name(names: Sequence[str], lengths: Tensor, values: Tensor) -> dict[str, Tensor]:
+    parts = torch.split(values, lengths.sum(1).tolist())
+    offsets = torch.nn.functional.pad(lengths.cumsum(1, dtype=torch.int64), (1, 0))
+    jagged: Any = torch.nested.nested_tensor_from_jagged
+    return {name: jagged(*part) for name, *part in zip(names, parts, offsets, strict=True)}
+
+
 class Supply:
     """Takes a trainer's batches from its source, also ahead of its steps and in another thread."""
 
@@ -92,16 +116,19 @@ class Supply:
                 # A source lends one batch at a time.
                 taken = taken.copy()
                 self._source.release(number)
-            parts = taken.of_samples
+            parts = taken.of_samples + (taken.integers or ())
             held = parts if self._uploads is None else self._uploads.begin(parts)
         return Batch(samples=(number, held), features=[taken], global_batch=self._source.order.size(number))
 
-    def samples(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Dense features, labels, and weights of samples, if there are any (`data.Batch`), on the model's device."""
+    def samples(self, batch: Batch) -> Given:
+        """What the model gets of a batch, on its device."""
         _, held = batch.samples
         parts = held.take() if isinstance(held, Upload) else held
-        dense, labels, *weights = (part.to(self._device) for part in parts)
-        return dense, labels, weights[0] if weights else None
+        dense, labels, *rest = (part.to(self._device) for part in parts)
+        names = self._source.integer_names
+        integers = _by_name(names, *rest[-2:]) if names else {}
+        weights = rest[0] if len(rest) > (2 if names else 0) else None
+        return Given(dense, labels, weights, integers)
 
     def release(self, batch: Batch) -> None:
         """Says that a batch is used up."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's part of a training run: the step, the evaluation, and the state that a checkpoint holds.
 
-A step is what a user's program would do: look up (`ShardedEmbeddingBags`), run the model slice by slice
-(`SlicedReplicas`), backward, `optimizer.step()`. The backward pass updates rows. Later batches are taken, and their ids
-sent, meanwhile (`BatchesAhead`). If tables are in files, their rows are then fetched, too.
+A step is what a user's program would do: look up (`ShardedEmbeddingBags`, or `ShardedEmbeddings` for histories), run
+the model slice by slice (`SlicedReplicas`), backward, `optimizer.step()`. The backward pass updates rows. Later batches
+are taken, and their ids sent, meanwhile (`BatchesAhead`). If tables are in files, their rows are then fetched, too.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from sennit.runtime.backend.process_group import local_ranks
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.data.numbering import Numbering
 from sennit.runtime.memory.large_buffers import keep_large_buffers
-from sennit.runtime.model.factory import build, dense_optimizer
+from sennit.runtime.model.factory import build, dense_optimizer, reads_histories
 from sennit.runtime.model.loss import Loss
 from sennit.runtime.pipeline.ahead import Batch, BatchesAhead
 from sennit.runtime.pipeline.exchanges import Exchanges
 from sennit.runtime.pipeline.scheduler import Scheduler
 from sennit.runtime.replicas.replicas import SlicedReplicas
-from sennit.runtime.sharded.module import ShardedEmbeddingBags
+from sennit.runtime.sharded.module import ShardedEmbeddingBags, ShardedEmbeddings, ShardedTables
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.stream.following import FollowingSource
 from sennit.runtime.stream.running import told
@@ -43,7 +43,7 @@ from sennit.runtime.training.overlap import overlap_of
 from sennit.runtime.training.planned import homes_of, memory_of, model_inputs, placement_of
 from sennit.runtime.training.predictions import Predictions
 from sennit.runtime.training.rebalance import Rebalancer
-from sennit.runtime.training.supply import Supply
+from sennit.runtime.training.supply import Given, Supply
 from sennit.transport.errors import SennitError
 
 DENSE, OPTIMIZER, TABLES = "dense.", "optimizer.", "tables."
@@ -105,6 +105,7 @@ class Trainer(Closing):
 
         self.device = _device(config, self.rank)
         tables = config.tables_of(source.tables)
+        self.reads_histories = reads_histories(config.model)
         limits = memory_of(config, tables, self.device)
         self.overlap = overlap_of(config)
         planned = placement_of(config, source, tables, limits, local_ranks(), self.overlap)
@@ -114,8 +115,10 @@ class Trainer(Closing):
         if config.rebalance is not None and self.world_size > 1:
             self.rebalancer = Rebalancer(config.rebalance, planned.problem, source, self.step_count)
         with self.clock.phase("tables", is_whole=True):
-            self.tables = ShardedEmbeddingBags(
+            made = ShardedEmbeddings if self.reads_histories else ShardedEmbeddingBags
+            self.tables: ShardedTables = made(
                 tables,
+                outputs="nested" if self.reads_histories else "dict",
                 lr=config.sparse_rate,
                 placement=planned.placement,
                 slices=config.slices,
@@ -271,16 +274,16 @@ class Trainer(Closing):
             end = min(end, self.rebalancer.next_look(self.step))
         until = min(self.step + 1 + self._ahead.depth, end)
         batch = self._next([self.order.training_batch(step) for step in range(self.step, until)])
-        (dense, labels, weights), size = self._supply.samples(batch), batch.global_batch
+        given, size = self._supply.samples(batch), batch.global_batch
         vectors = self.tables(batch.sent[0])
         with self.clock.phase("dense forward"):
-            logits = self.replicas(dense, vectors, global_batch=size)
-            losses = self.replicas.each_slice(self.loss, logits, labels, weights, global_batch=size)
+            logits = self._logits(given, vectors, size)
+            losses = self.replicas.each_slice(self.loss, logits, given.labels, given.weights, global_batch=size)
             report = StepReport(
                 step=self.step + 1,
                 step_count=None if self.order.grows else self.step_count,
                 epoch=self.step // self.steps_per_epoch,
-                samples=labels.shape[0],
+                samples=given.labels.shape[0],
                 loss_sum=losses.detach().sum(),
             )
         if self.device.type == "cpu":
@@ -297,6 +300,11 @@ class Trainer(Closing):
         self.step += 1
         self.owes_evaluation = self.order.evaluates(self.step)
         return report
+
+    def _logits(self, given: Given, vectors: Any, global_batch: int | None) -> Tensor:
+        integers = (given.integers,) if self.reads_histories else ()
+        logits: Tensor = self.replicas(given.dense, vectors, *integers, global_batch=global_batch)
+        return logits
 
     def _check_loss(self, report: StepReport) -> None:
         if not math.isfinite(report.loss):
@@ -354,12 +362,12 @@ class Trainer(Closing):
     def _predict(self, numbers: Sequence[int], place: int, into: Sequence[Predictions]) -> None:
         """Adds predictions of a batch of an evaluation, this rank's part, by label. The next ones are on their way."""
         batch = self._next(numbers[place : place + 1 + self._ahead.depth])
-        dense, labels, _ = self._supply.samples(batch)
+        given = self._supply.samples(batch)
         vectors = self.tables(batch.sent[0])
-        if len(labels):
-            logits = self.replicas(dense, vectors, global_batch=batch.global_batch)
+        if len(given.labels):
+            logits = self._logits(given, vectors, batch.global_batch)
             shape = (-1, len(into))
-            columns = zip(logits.cpu().reshape(shape).T, labels.cpu().reshape(shape).T, strict=True)
+            columns = zip(logits.cpu().reshape(shape).T, given.labels.cpu().reshape(shape).T, strict=True)
             for found, (scores, wanted) in zip(into, columns, strict=True):
                 found.add(scores.numpy(), wanted.numpy())
         self._supply.release(batch)

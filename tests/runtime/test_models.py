@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from sennit.runtime.model.dcnv2 import DCNv2
 from sennit.runtime.model.deepfm import DeepFM
 from sennit.runtime.model.dlrm import DLRM
-from sennit.runtime.model.factory import MODELS, build, find
+from sennit.runtime.model.factory import build, find
 from sennit.runtime.model.inputs import ModelInputs
 from sennit.runtime.model.loss import Loss
 from sennit.runtime.sharded.tables import Table
@@ -101,7 +101,7 @@ def compare(model: Any, given: ModelInputs, formula: Callable[..., Array], **opt
 
 
 @pytest.mark.parametrize("changed", [{}, {"dense": 0}, {"dims": (5,)}, {"bottom": (), "top": ()}], ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FORMULAS)
 def test_a_model_equals_its_formula(name: str, changed: dict[str, Any]) -> None:
     given = inputs(**changed)
     compare(build(name, given), given, FORMULAS[name])
@@ -116,7 +116,7 @@ def test_cross_layers_of_tables_of_different_dims(structure: str, rank: int | No
     compare(model, given, dcnv2, stacked=structure == "stacked")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FORMULAS)
 def test_every_parameter_and_every_vector_gets_a_gradient(name: str) -> None:
     given = inputs()
     model = build(name, given)
@@ -129,7 +129,7 @@ def test_every_parameter_and_every_vector_gets_a_gradient(name: str) -> None:
         assert tensor.grad.abs().sum() > 0, what
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FORMULAS)
 def test_the_order_of_vectors_does_not_matter(name: str) -> None:
     given = inputs()
     model = build(name, given)
@@ -137,7 +137,7 @@ def test_the_order_of_vectors_does_not_matter(name: str) -> None:
     assert torch.equal(model(dense, dict(reversed(vectors.items()))), model(dense, vectors))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FORMULAS)
 def test_samples_do_not_see_one_another(name: str) -> None:
     given = inputs()
     model = build(name, given)
@@ -159,7 +159,7 @@ def test_products_of_a_factorisation_machine_do_not_depend_on_the_order_of_field
     assert model(dense, vectors).abs().min() > 0
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FORMULAS)
 def test_initial_weights_depend_on_seed_and_name_only(name: str) -> None:
     found = []
     for number, seed in enumerate((5, 5, 6)):
@@ -267,7 +267,7 @@ def test_a_factory_of_a_user(own_module: str) -> None:
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("dlmr", "model 'dlmr'; allowed: dlrm, dcnv2, deepfm, or package.module:factory; did you mean dlrm?"),
+        ("dlmr", "model 'dlmr'; allowed: dlrm, dcnv2, deepfm, hstu, or package.module:factory; did you mean dlrm?"),
         ("a b:c", "model 'a b:c'; allowed: dlrm, "),
         ("no_such_module:make", "there is no module no_such_module in "),
         ("OWN.inner:make", "there is no module "),
