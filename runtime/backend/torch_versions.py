@@ -175,6 +175,17 @@ def finds_unused() -> bool:
 plain_results: Any = torch._C._disabled_torch_function_impl
 
 
+def jagged(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """A nested tensor of layout torch.jagged, as `torch.nested.nested_tensor_from_jagged` makes it.
+
+    That function logs a warning about torch.fx in each process (2.13).
+    """
+    from torch.nested._internal.nested_tensor import nested_view_from_values_offsets
+
+    found: torch.Tensor = nested_view_from_values_offsets(rows, offsets)
+    return found
+
+
 def times_changed(tensor: torch.Tensor) -> int:
     """How often operations have written to the memory of a tensor: torch's version counter."""
     return tensor._version

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sennit.runtime.backend.torch_versions import jagged
 from sennit.runtime.model.inputs import ModelInputs
 
 
@@ -51,4 +52,4 @@ class Trial:
         return vectors, {} if self._times is None else {self._times: self._nested(times, self._length)}
 
     def _nested(self, rows: Tensor, length: int) -> Any:
-        return torch.nested.nested_tensor_from_jagged(rows, torch.arange(self._samples + 1) * length)
+        return jagged(rows, torch.arange(self._samples + 1) * length)

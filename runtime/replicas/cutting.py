@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sennit.runtime.backend.torch_versions import keystr, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
+from sennit.runtime.backend.torch_versions import (
+    jagged,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_map,
+    tree_unflatten,
+)
 from sennit.runtime.sharded.slices import Slices
 from sennit.transport.errors import ArgumentError
 
@@ -93,7 +100,7 @@ def _cut_nested(nested: Any, sizes: Sequence[int]) -> Sequence[Tensor]:
     rows = offsets[torch.tensor(begins, device=offsets.device)].diff().tolist()
     parts = _cut_dim(nested.values(), rows, 0)
     return [
-        torch.nested.nested_tensor_from_jagged(part, offsets[begin : end + 1] - offsets[begin])
+        jagged(part, offsets[begin : end + 1] - offsets[begin])
         for part, (begin, end) in zip(parts, itertools.pairwise(begins), strict=True)
     ]
 
@@ -143,7 +150,7 @@ def _join_nested(parts: tuple[Any, ...], on_backward: Callable[[], None] | None)
     lengths = torch.cat([part.offsets().diff() for part in parts])
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     rows = _Join.apply(on_backward, *(part.values() for part in parts))
-    return torch.nested.nested_tensor_from_jagged(rows, offsets)
+    return jagged(rows, offsets)
 
 
 def _check_jagged(name: str, tensor: Any) -> None:

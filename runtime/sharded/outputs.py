@@ -9,6 +9,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from sennit.runtime.backend.torch_versions import jagged
+
 
 class KeyedVectors:
     """The pooled rows of features, with the methods of TorchRec's `KeyedTensor`."""
@@ -64,7 +66,4 @@ def nested(found: Mapping[str, Tensor], lengths: Tensor) -> dict[str, Tensor]:
     `lengths`: int32 or int64 [F, B], of the features in the same order.
     """
     offsets = torch.nn.functional.pad(torch.cumsum(lengths, 1, dtype=torch.int64), (1, 0))
-    return {
-        name: torch.nested.nested_tensor_from_jagged(rows, own.to(rows.device))
-        for (name, rows), own in zip(found.items(), offsets, strict=True)
-    }
+    return {name: jagged(rows, own.to(rows.device)) for (name, rows), own in zip(found.items(), offsets, strict=True)}

@@ -6,12 +6,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sennit.runtime.backend.torch_versions import jagged
 from sennit.runtime.checkpoint.folder import latest, named
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.data.preprocessing import Preprocessing
@@ -96,7 +97,6 @@ class Given(NamedTuple):
 def _by_name(names: Sequence[str], lengths: Tensor, values: Tensor) -> dict[str, Tensor]:
     parts = torch.split(values, lengths.sum(1).tolist())
     offsets = torch.nn.functional.pad(lengths.cumsum(1, dtype=torch.int64), (1, 0))
-    jagged: Any = torch.nested.nested_tensor_from_jagged
     return {name: jagged(*part) for name, *part in zip(names, parts, offsets, strict=True)}
 
 

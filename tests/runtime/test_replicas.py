@@ -627,6 +627,50 @@ def test_slices_are_cut_with_their_gradients_and_begin_at_a_cache_line() -> None
         assert tensor.data_ptr() % 64 == 0
 
 
+def jagged(rows: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    return torch.nested.nested_tensor_from_jagged(rows, torch.tensor([0, *lengths]).cumsum(0))
+
+
+def test_nested_tensors_are_cut_between_sequences() -> None:
+    lengths = [2, 0, 1, 4, 3, 0, 5]
+    rows = torch.randn(sum(lengths), 3, requires_grad=True)
+    cut = CutArguments((jagged(rows, lengths), torch.ones(7)), Slices(count=4, rank=0, world_size=1), 7)
+    assert cut.sizes == [1, 2, 2, 2]
+    outputs, begin, first = [], 0, 0
+    for number, ((part, _)) in cut:
+        samples = cut.sizes[number]
+        count = sum(lengths[first : first + samples])
+        assert part.offsets().diff().tolist() == lengths[first : first + samples]
+        assert torch.equal(part.values(), rows[begin : begin + count])
+        assert part.values().data_ptr() % 64 == 0
+        outputs.append(jagged(part.values() * number, part.offsets().diff().tolist()))
+        begin, first = begin + count, first + samples
+    joined = join(outputs, None)
+    assert joined.offsets().diff().tolist() == lengths
+    factors = torch.tensor([0] * 2 + [1] * 1 + [2] * 7 + [3] * 5).unsqueeze(1)
+    assert torch.equal(joined.values(), rows * factors)
+    weights = torch.randn(len(rows), 3)
+    (joined.values() * weights).sum().backward()
+    assert torch.equal(rows.grad, weights * factors)
+
+
+def test_nested_tensors_that_cannot_be_cut_are_refused() -> None:
+    slices = Slices(count=2, rank=0, world_size=1)
+    whole = jagged(torch.randn(6, 2), [2, 1, 3])
+    narrow = torch.nested.narrow(
+        torch.randn(3, 4, 2), 1, torch.tensor([0, 1, 0]), torch.tensor([2, 1, 4]), torch.jagged
+    )
+    for wrong, what in (
+        (narrow, "allowed: nested tensors of layout torch.jagged that are contiguous"),
+        (whole.transpose(1, 2), "nested along another dimension than 1"),
+        (Along(whole, 1), "has its samples along dimension 1; allowed: 0"),
+    ):
+        with pytest.raises(ArgumentError, match=what):
+            CutArguments((wrong,), slices, None)
+    with pytest.raises(ArgumentError, match="allowed: nested tensors"):
+        join([whole, torch.ones(2, 2)], None)
+
+
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_results_of_all_samples_are_gathered_in_their_order(kept_world: WorldFactory, world: int) -> None:
     kept_world(world).run(gathered)
