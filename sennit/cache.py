@@ -59,13 +59,20 @@ def writable_folder() -> Path:
     return found
 
 
-def provide(name: str, make: Callable[[Path], None], waiting: Callable[[], None] = lambda: None) -> Path:
+def provide(
+    name: str,
+    make: Callable[[Path], None],
+    waiting: Callable[[], None] = lambda: None,
+    *,
+    is_whole: Callable[[Path], bool] = lambda entry: True,
+) -> Path:
     """The entry `name`. If it is missing, `make` fills an empty folder, which then becomes the entry.
 
-    Calls `waiting` once if another process is making it. Raises DeviceError, which says what to do, if the cache cannot
+    Calls `waiting` once if another process is making it. An entry that is not `is_whole` is removed and made anew,
+    while nobody else makes it. Raises DeviceError, which says what to do, if the cache cannot
     be written or is full.
     """
-    if found := find(name):
+    if (found := find(name)) and is_whole(found[0]):
         return found[0]
     base = writable_folder()
     entry, lock = base / name, base / f".{name}.lock"
@@ -73,7 +80,9 @@ def provide(name: str, make: Callable[[Path], None], waiting: Callable[[], None]
         lock.touch(0o600)
         with locked(lock, waiting=waiting):
             if entry.is_dir():
-                return entry
+                if is_whole(entry):
+                    return entry
+                shutil.rmtree(entry)
             for remains in base.glob(f".{name}-*"):  # left by a killed process: the lock is ours now
                 shutil.rmtree(remains, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=base) as work:

@@ -19,7 +19,7 @@ from sennit.offload.arrow_columns import text_ids
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.raw_samples import NO_DENSE, Feature, RawSamples, dense_column, dense_matrix
-from sennit.runtime.data.schema import DenseField, Schema, SparseField
+from sennit.runtime.data.schema import DenseField, History, Schema, SparseField
 
 _PURPOSE = "a data set of columns"
 _NUMBERS = "integer, floating-point, decimal or boolean"
@@ -99,7 +99,7 @@ def check_types(file: str, schema: Schema, found: Any) -> None:
     Arrow's type "null", as pandas writes a column of None, is a column of any type whose values are all null.
     """
     types = require("pyarrow", package="pyarrow", purpose=_PURPOSE).types
-    for name in schema.columns:
+    for name in schema.read_columns:
         if (count := found.names.count(name)) != 1:
             what = f"no column {name}; there are" if count == 0 else f"{count} columns {name}; allowed: one. There are"
             raise DataError(f"{file}: {what}: {', '.join(sorted(found.names))}")
@@ -128,6 +128,19 @@ def check_types(file: str, schema: Schema, found: Any) -> None:
             raise DataError(f"{file}: column {part.name} is {kind}; allowed with encode = {part.encode!r}: {allowed}")
         if part.first is not None and not (bag or types.is_null(kind)):
             raise DataError(f"{file}: column {part.name} is {kind}; allowed with first = {part.first}: lists")
+    if schema.history is not None:
+        _check_history(file, schema.history, found)
+
+
+def _check_history(file: str, history: History, found: Any) -> None:
+    types = require("pyarrow", package="pyarrow", purpose=_PURPOSE).types
+    for name in (*history.columns, *history.past):
+        if _is_bag(types, kind := found.field(name).type):
+            raise DataError(f"{file}: column {name} is {kind}; allowed in a history: one id a row")
+    kind = found.field(history.of).type
+    inner = kind.value_type if types.is_dictionary(kind) else kind
+    if not (types.is_integer(inner) or _is_text(types, inner) or is_binary(inner) or types.is_null(inner)):
+        raise DataError(f"{file}: column {history.of} is {kind}; allowed for history.of: integer, string or binary")
 
 
 def is_binary(kind: Any) -> bool:

@@ -25,7 +25,7 @@ from sennit.offload.plan import Graph
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.samples import Column, Samples
-from sennit.runtime.data.schema import DenseField
+from sennit.runtime.data.schema import DenseField, History
 
 NULL: Final = -1
 """The code of a null."""
@@ -216,6 +216,9 @@ class RawSamples:
     eval_rows: int | None = None
     """The last samples that are for evaluation, and all others are not. None: the run chooses some."""
 
+    history: History | None = None
+    """Features of which a sample has those of earlier samples, too, if the run asks for histories."""
+
     @classmethod
     def of(cls, samples: Samples) -> RawSamples:
         """Samples that need no preprocessing."""
@@ -228,6 +231,14 @@ class RawSamples:
             features=tuple(Feature.of(column) for column in samples.columns),
             dense_fields=dense_fields(samples.dense_names or map(str, range(samples.dense.shape[1]))),
         )
+
+    def without_history(self) -> RawSamples:
+        """The samples alone (`Schema.without_history`)."""
+        if self.history is None:
+            return self
+        past = self.history.past
+        kept = tuple(part for part in self.features if part.name not in past and part.kind != "value")
+        return replace(self, features=kept, history=None)
 
     @property
     def dense_names(self) -> tuple[str, ...]:

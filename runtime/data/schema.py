@@ -20,6 +20,10 @@
     first = 20
     [text]
     delimiter = ";"
+    [history]
+    of = "user"
+    last = 200
+    columns = ["city"]
 
 `dense = ["price", "age"]` is short for columns without operators. docs/reference/data-sets.md explains the keys.
 """
@@ -41,10 +45,11 @@ from sennit.runtime.data.text_format import CRITEO, PLAIN, TYPES, TextFormat
 
 ENCODINGS: Final = ("id", "dictionary", "hash", "dynamic", "value")
 TIME_UNITS: Final = ("s", "ms", "us", "ns")
-_KEYS: Final = ("label", "dense", "sparse", "sample_weight", "time", "text", "skip_broken")
+_KEYS: Final = ("label", "dense", "sparse", "sample_weight", "time", "text", "skip_broken", "history")
 _TEXT_KEYS: Final = ("delimiter", "names", "quote", "nulls", "types", "skip_broken")
 ROWS_MAX: Final = 2**40 - 1
 RUNNING_MAX: Final = 2**40
+HISTORY_MAX: Final = 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,19 +102,22 @@ class TimeField:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class History:
-    """Which earlier rows of a stream a sample has with it."""
+    """Columns that become sequences: what earlier rows of the stream have that are of the same user, the oldest first.
+
+    docs/decisions/0079-a-history-is-a-list-column.md says how.
+    """
 
     of: str
-    """The column whose equal values have a history together."""
+    """The column whose equal values have a history together. It need not be a feature."""
 
     last: int
-    """Rows of a history at most."""
+    """Events of a history, at most: the latest ones."""
 
     columns: tuple[str, ...]
-    """Columns that become sequences: of the earlier rows, oldest first, and then of the row itself."""
+    """Columns of ids. A row has those of its history, and behind them its own."""
 
     past: tuple[str, ...] = ()
-    """Columns of the earlier rows alone: what the row itself has is not known before."""
+    """Those of its history alone: what a row has itself is not known when it is predicted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,11 +137,18 @@ class Schema:
     """How text files are read. Its types are those that the schema file says, and its `skip_broken` is for files of
     every format."""
 
-    history: History | None = None
-    """The histories of samples; None: there are none."""
-
     has_operated: bool = False
     """Whether the columns have what the operators of `dense` have made. Samples in memory do."""
+
+    history: History | None = None
+    """Columns of ids of which a row has those of earlier rows, too."""
+
+    def without_history(self) -> Schema:
+        """The schema of rows alone. What is known only behind a row is no feature of it."""
+        if self.history is None:
+            return self
+        kept = tuple(part for part in self.sparse if part.name not in self.history.past and part.encode != "value")
+        return replace(self, sparse=kept, history=None)
 
     @property
     def running(self) -> tuple[DenseField, ...]:
@@ -144,6 +159,11 @@ class Schema:
     def columns(self) -> list[str]:
         weights = [] if self.sample_weight is None else [self.sample_weight]
         return [*self.labels, *weights, *(part.name for part in self.dense), *(part.name for part in self.sparse)]
+
+    @property
+    def read_columns(self) -> list[str]:
+        """`columns`, and the one that histories are of."""
+        return list(dict.fromkeys([*self.columns, *([] if self.history is None else [self.history.of])]))
 
     def with_dynamic(self, rows: Mapping[str, int | None]) -> Schema:
         """The schema with `encode = "dynamic"` for these columns, whatever it says now.
@@ -225,6 +245,7 @@ def parse_schema(content: Any) -> Schema:
         sample_weight=sample_weight,
         time=time,
         text=text,
+        history=_history(content.get("history"), fields),
     )
     for name in schema.columns:
         if schema.columns.count(name) > 1:
@@ -246,6 +267,34 @@ def _time_field(entry: Any) -> TimeField | None:
     if unit not in TIME_UNITS:
         raise DataError(f"time.unit is {unit!r}; allowed: {', '.join(TIME_UNITS)}")
     return TimeField(column=column, unit=unit)
+
+
+def _history(entry: Any, fields: tuple[SparseField, ...]) -> History | None:
+    if entry is None:
+        return None
+    _check_keys("history", _table("history", entry), ("of", "last", "columns", "past"))
+    of, last = entry.get("of"), entry.get("last")
+    if not (isinstance(of, str) and of):
+        raise DataError(f"history.of is {of!r}; allowed: the name of a column")
+    _check_integer("history.last", last, 1, HISTORY_MAX)
+    lists: dict[str, tuple[str, ...]] = {}
+    for key, allowed in (("columns", "a list of columns of ids, at least one"), ("past", "a list of columns of ids")):
+        names = entry.get(key, [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise DataError(f"history.{key} is {names!r}; allowed: {allowed}")
+        lists[key] = tuple(names)
+    if not lists["columns"]:
+        raise DataError("history.columns has no column; allowed: one or more, whose ids become sequences")
+    known = {part.name: part for part in fields}
+    named = [*lists["columns"], *lists["past"]]
+    for name in named:
+        if name not in known:
+            raise DataError(f"history has column {name!r}; allowed: columns of sparse: {', '.join(known)}")
+        if named.count(name) > 1:
+            raise DataError(f"history has column {name!r} twice; allowed: once, in columns or in past")
+        if (first := known[name].first) is not None:
+            raise DataError(f"history has column {name!r}, which has first = {first}; allowed: columns of one id a row")
+    return History(of=of, last=last, **lists)
 
 
 def _text_format(entry: Any) -> TextFormat:

@@ -92,10 +92,14 @@ def check_code(source: Source) -> None:
         _find(source.data)
 
 
-def load(source: Source, *, seed: int) -> RawSamples:
-    """Loads the data set, before anything is fitted to it. `seed` is for `synthetic` and for users' data sets."""
+def load(source: Source, *, seed: int, histories: bool = False) -> RawSamples:
+    """Loads the data set, before anything is fitted to it. `seed` is for `synthetic` and for users' data sets.
+
+    `histories`: with the features that are only for histories, if the data set has any.
+    """
     check(source)
     raw = _load_named(source, seed) if is_named(source.data) else _load_parquet(source)
+    raw = raw if histories else raw.without_history()
     _check_frequency(source, [feature.kind for feature in raw.features])
     return replace(raw, features=tuple(feature.at_least(source.min_frequency) for feature in raw.features))
 
@@ -146,7 +150,7 @@ def _is_path(name: str) -> bool:
 
 
 def _load_parquet(source: Source) -> RawSamples:
-    return parquet.load(source.name, _files(source), schema_of(source), find_files(source.evaluation))
+    return parquet.load(source.name, _files(source), schema_of(source).without_history(), find_files(source.evaluation))
 
 
 def _files(source: Source) -> tuple[DataFile, ...]:

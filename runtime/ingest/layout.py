@@ -177,6 +177,8 @@ def check_columns(stream: Stream) -> None:
             f"{stream.name}: column {part.name} has running = {part.running}, but a feeder reads only what ranks ask "
             "it for; allowed: without running, or ranks that read the files themselves"
         )
+    if stream.schema.history is not None:
+        raise DataError(f"{stream.name}: histories, which a feeder does not send; allowed: ranks that read themselves")
 
 
 def _field(number: int, encoding: Encoding, extent: FeatureExtent) -> Ids:

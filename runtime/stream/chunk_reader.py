@@ -17,6 +17,7 @@ from sennit.runtime.data.packages import require
 from sennit.runtime.data.preprocessing import Scale
 from sennit.runtime.data.samples import Samples
 from sennit.runtime.stream.encoder import Encoder
+from sennit.runtime.stream.histories import Histories
 from sennit.runtime.stream.index import Place, StreamIndex
 from sennit.runtime.stream.order import Chunk, Interval
 from sennit.runtime.stream.reader import Check, Reader
@@ -27,16 +28,26 @@ Scales = tuple[Scale, ...]
 class ChunkReader(Closing):
     """Chunks of a stream as samples. One thread at a time reads; another one may end it."""
 
-    def __init__(self, index: StreamIndex, encoder: Encoder, *, open_max: int, check: Check | None = None) -> None:
-        """`open_max`: blocks that stay open, to read on where reading stopped. `check` gets all decoded rows."""
-        self._index, self._encoder = index, encoder
+    def __init__(
+        self,
+        index: StreamIndex,
+        encoder: Encoder,
+        *,
+        open_max: int,
+        check: Check | None = None,
+        histories: Histories | None = None,
+    ) -> None:
+        """`open_max`: blocks that stay open, to read on where reading stopped. `check` gets all decoded rows.
+        `histories`: of the stream, if its schema has any."""
+        self._index, self._encoder, self._histories = index, encoder, histories
         self._reader = Reader(index, tuple(index.columns), open_max=open_max, check=check)
         self._ended = threading.Event()
 
-    def first_rows(self) -> Samples:
-        """The first samples of the stream."""
-        _, place, rows = next(self._reader.read(0, int(self._index.ends[self._index.block_of(0)])))
-        return self._encoder.encode(rows, place)
+    def first_rows(self, count: int) -> Samples:
+        """The first samples of the stream, at most `count`."""
+        end = int(self._index.ends[self._index.block_of(0)])
+        first, place, rows = next(self._reader.read(0, min(count, end)))
+        return self._encode(self._encoder, rows, np.arange(first, first + len(rows)), place)
 
     def read(self, chunk: Chunk, scales: Scales | None = None) -> list[Samples]:
         """The samples of a chunk, in the order of reading. Raises DataError for rows that cannot be read.
@@ -47,7 +58,7 @@ class ChunkReader(Closing):
         parts: list[Samples] = []
         for interval in chunk.intervals:
             for first, place, rows in self._rows(chunk, interval):
-                self._encode(chunk, first, place, rows, encoder, parts)
+                self._add(chunk, first, place, rows, encoder, parts)
         return parts
 
     def read_block(self, chunk: Chunk, scales: Scales) -> tuple[list[Samples], npt.NDArray[np.float32]]:
@@ -68,7 +79,7 @@ class ChunkReader(Closing):
                 if begin < end:
                     skipped = begin - first
                     own_rows = rows.slice(skipped, end - begin)
-                    self._encode(chunk, begin, place.behind(skipped), own_rows, encoder, parts)
+                    self._add(chunk, begin, place.behind(skipped), own_rows, encoder, parts)
             own = [interval for interval in own if interval[1] > behind]
         return parts, np.concatenate(numbers)
 
@@ -78,20 +89,23 @@ class ChunkReader(Closing):
                 raise DataError("the source of batches is closed")
             yield found
 
-    def _encode(
-        self, chunk: Chunk, first: int, place: Place, rows: Any, encoder: Encoder, parts: list[Samples]
-    ) -> None:
+    def _add(self, chunk: Chunk, first: int, place: Place, rows: Any, encoder: Encoder, parts: list[Samples]) -> None:
         """Adds the samples of those rows that are of the chunk's part. `first`: where the first row is."""
-        is_part = chunk.part.has(np.arange(first, first + len(rows)))
+        numbers = np.arange(first, first + len(rows))
+        is_part = chunk.part.has(numbers)
         if is_part.all():
-            parts.append(encoder.encode(rows, place))
+            parts.append(self._encode(encoder, rows, numbers, place))
         elif is_part.any():
             try:
-                parts.append(encoder.encode(rows.filter(_mask(is_part)), place))
+                parts.append(self._encode(encoder, rows.filter(_mask(is_part)), numbers[is_part], place))
             except DataError:
                 # Rows of the message are those of the file where all are there.
-                encoder.encode(rows, place)
+                self._encode(encoder, rows, numbers, place)
                 raise
+
+    def _encode(self, encoder: Encoder, rows: Any, numbers: npt.NDArray[np.int64], place: Place) -> Samples:
+        """`numbers`: which rows of the stream these are."""
+        return encoder.encode(rows if self._histories is None else self._histories.expand(numbers, rows), place)
 
     def end(self) -> None:
         """Ends a `read` in another thread soon, with an error."""

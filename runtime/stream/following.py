@@ -90,15 +90,20 @@ class Follower:
         run: OrderSettings,
         *,
         seen: Sequence[Seen] = (),
+        histories: bool = False,
         group: dist.ProcessGroup | None = None,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`seen`: the files that the run had when it was stopped: it needs them to go on.
+        """`seen`: the files that the run had when it was stopped: it needs them to go on. `histories`: whether the run
+        wants those of the schema.
 
         Raises ConfigError for settings with which no folder can be followed, and DataError if there is no folder.
         """
         assert settings.follow is not None
         self._follow = settings.follow
+        if histories and schema.history is not None:
+            raise ConfigError("--follow with histories, which are sorted by user before the run begins")
+        schema = schema.without_history()
         if source.further:
             raise ConfigError("--follow with several --data; allowed: one folder, or one pattern")
         if settings.window_s is None and not source.evaluation:

@@ -55,6 +55,7 @@ class StreamLoader(Closing):
         eval_fraction: float = 0.1,
         evaluation: Sequence[str] = (),
         preprocessing: Preprocessing | None = None,
+        histories: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         """Collective over `group`, if there is a process group.
@@ -63,7 +64,8 @@ class StreamLoader(Closing):
         name, or samples, the same on every rank. Without `evaluation`, `eval_fraction` of the rows is held back by
         `split`. `order`: "shuffled", "time", "files", or all settings. `batch_size`: samples of all ranks.
         `preprocessing`: of a model that is trained on with the same values; None: one pass over the training rows fits
-        it. Raises DataError for data that are no stream, and ConfigError for settings.
+        it. `histories`: columns that the schema's `history` names have lists, of earlier rows and of the row itself.
+        Raises DataError for data that are no stream, and ConfigError for settings.
         """
         settings = StreamSettings(order=order) if isinstance(order, str) else order
         if settings.follow is not None:
@@ -78,7 +80,7 @@ class StreamLoader(Closing):
             slices=slices,
         )
         if isinstance(data, RawSamples | Samples):
-            found = short_stream(data, settings, run)
+            found = short_stream(data, settings, run, histories=histories)
         else:
             paths = (data,) if isinstance(data, str) else tuple(data) if isinstance(data, Sequence) else ()
             if not paths or not all(isinstance(path, str) for path in paths):
@@ -87,7 +89,7 @@ class StreamLoader(Closing):
                     "sennit.runtime.stream.spool writes files of an iterator"
                 )
             source = Source(data=paths[0], further=paths[1:], evaluation=tuple(evaluation))
-            found = _opened(source, schema, settings, run, group)
+            found = _opened(source, schema, settings, run, group, histories)
         if preprocessing is None:
             preprocessing = found.fit(group=group)
         rank, world_size = place_in(group)
@@ -98,7 +100,7 @@ class StreamLoader(Closing):
         self._has_ended = False
         """Whether a loop has come to the end."""
 
-        self._settings = {"fingerprint": found.stream.index.fingerprint, "seed": seed, "batch_size": batch_size}
+        self._settings = {"fingerprint": found.stream.fingerprint, "seed": seed, "batch_size": batch_size}
         self._settings |= {"slices": slices, "stream": settings.fixed}
         self._preprocessing = preprocessing
         self._source = StreamSource(found.stream, found.order, preprocessing, rank=rank, world_size=world_size)
@@ -202,14 +204,17 @@ def _opened(
     settings: StreamSettings,
     run: OrderSettings,
     group: dist.ProcessGroup | None,
+    histories: bool,
 ) -> OpenedStream:
     if sources.is_named(source.data):
         if schema is not None:
             raise DataError(f"a schema with the data set {source.data!r}; allowed: with files")
         # Each rank has its own in memory.
-        return short_stream(sources.load(source, seed=run.seed), settings, run)
+        return short_stream(
+            sources.load(source, seed=run.seed, histories=histories), settings, run, histories=histories
+        )
     if schema is None:
         raise DataError(f"data set {source.data!r} without schema=; allowed: without it are {', '.join(sources.NAMES)}")
     known = schema if isinstance(schema, Schema) else read_schema(Path(schema))
     # Rank 0 makes the index: for text, that is a pass over all of it. A rank that opens a file compares it.
-    return on_first(lambda: open_stream(source, known, settings, run), group)
+    return on_first(lambda: open_stream(source, known, settings, run, histories=histories), group)

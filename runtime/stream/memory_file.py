@@ -75,6 +75,7 @@ def in_memory(raw: RawSamples) -> tuple[MemoryFile, Schema]:
         sparse=tuple(_field(feature) for feature in raw.features),
         sample_weight=None if raw.sample_weights is None else _WEIGHT,
         has_operated=True,
+        history=raw.history,
     )
     return MemoryFile(name=raw.name, digest=fingerprint(raw), table=arrow.table(made)), schema
 

@@ -155,12 +155,18 @@ class OpenedStream:
         )
 
 
-def open_stream(source: Source, schema: Schema, settings: StreamSettings, run: OrderSettings) -> OpenedStream:
-    """Reads the index of the files. Raises DataError for files or settings that give no stream."""
+def open_stream(
+    source: Source, schema: Schema, settings: StreamSettings, run: OrderSettings, *, histories: bool = False
+) -> OpenedStream:
+    """Reads the index of the files. Raises DataError for files or settings that give no stream.
+
+    `histories`: with those of the schema, if it has any.
+    """
+    schema = schema if histories else schema.without_history()
     paths = (source.data, *source.further)
     index = open_index(
         (*paths, *source.evaluation),
-        schema.columns,
+        schema.read_columns,
         time_column=None if schema.time is None else schema.time.column,
         text=schema.text_format,
     )
@@ -188,18 +194,21 @@ def open_source(
     *,
     seed: int,
     adapted: Callable[[Schema], Schema] = lambda schema: schema,
+    histories: bool = False,
 ) -> OpenedStream:
     """The stream of files, one that is made, or the short one of a named data set.
 
-    `seed`: for data sets that are made. `adapted`: changes what the columns mean. Raises DataError if there is no
-    stream.
+    `seed`: for data sets that are made. `adapted`: changes what the columns mean. `histories`: with those of the data
+    set, if it has any. Raises DataError if there is no stream.
     """
     if is_synthetic(source):
         index, schema = index_of_synthetic(source)
         return ordered(source.data.partition("?")[0], index, adapted(schema), index.sample_count, settings, run)
     if sources.is_named(source.data):
-        return short_stream(sources.load(source, seed=seed), settings, run, adapted)
-    return open_stream(source, adapted(sources.schema_of(source)), settings, run)
+        return short_stream(
+            sources.load(source, seed=seed, histories=histories), settings, run, adapted, histories=histories
+        )
+    return open_stream(source, adapted(sources.schema_of(source)), settings, run, histories=histories)
 
 
 def short_stream(
@@ -207,17 +216,27 @@ def short_stream(
     settings: StreamSettings,
     run: OrderSettings,
     adapted: Callable[[Schema], Schema] = lambda schema: schema,
+    *,
+    histories: bool = False,
 ) -> OpenedStream:
-    """The stream of a data set that is in memory. Raises DataError for samples or settings that give none."""
+    """The stream of a data set that is in memory. Raises DataError for samples or settings that give none.
+
+    `histories`: with those of the samples, if they have any.
+    """
     raw = RawSamples.of(data) if isinstance(data, Samples) else data
-    file, schema = in_memory(raw)
-    index = index_of((file,), tuple(schema.columns))
+    file, schema = in_memory(raw if histories else raw.without_history())
+    index = index_of((file,), tuple(schema.read_columns))
+    if schema.history is not None:
+        check_types(raw.name, schema, file.schema)
     return ordered(raw.name, index, adapted(schema), len(raw) - (raw.eval_rows or 0), settings, run)
 
 
 def _row_bytes(schema: Schema) -> int:
-    """Of a row's samples, with one id for each table."""
-    return 4 * (len(schema.dense) + len(schema.labels)) + 8 * len(schema.sparse)
+    """Of a row's samples, with one id for each table, and histories of full length."""
+    ids, history = len(schema.sparse), schema.history
+    if history is not None:
+        ids += history.last * (len(history.columns) + len(history.past))
+    return 4 * (len(schema.dense) + len(schema.labels)) + 8 * ids
 
 
 def ordered(

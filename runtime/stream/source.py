@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Final
 
+import numpy as np
 import torch
 
 from sennit.offload.ingest.facts import TableFacts
@@ -20,6 +23,8 @@ from sennit.runtime.data.samples import Column, Samples, offsets_of
 from sennit.runtime.data.schema import Schema
 from sennit.runtime.stream.chunk_reader import ChunkReader
 from sennit.runtime.stream.encoder import Encoder
+from sennit.runtime.stream.files import PIECE_ROWS
+from sennit.runtime.stream.histories import Histories
 from sennit.runtime.stream.index import StreamIndex
 from sennit.runtime.stream.order import Chunk, StreamOrder
 from sennit.runtime.stream.reader import Check
@@ -38,6 +43,13 @@ class Stream:
     schema: Schema
     check: Check | None = None
     """Called with all rows that are decoded."""
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells it from others: the rows, and which histories they have. SHA-256 in hexadecimal."""
+        if self.schema.history is None:
+            return self.index.fingerprint
+        return hashlib.sha256(json.dumps([self.index.fingerprint, asdict(self.schema.history)]).encode()).hexdigest()
 
 
 class StreamSource:
@@ -71,8 +83,10 @@ class StreamSource:
         """Whether the last batch was one of an evaluation."""
 
         self._spread: Samples | None = None
-        self._sample = self._thread.submit(self._training.first_rows).result()
-        columns = list(zip(self._sample.columns, preprocessing.encodings, strict=True))
+        self._sample = self._thread.submit(self._training.first_rows, self._at_once(1)).result()
+        # The first rows of a stream have no histories.
+        sample = self._sample if self._histories is None else self.sample()
+        columns = list(zip(sample.columns, preprocessing.encodings, strict=True))
         self.tables = tuple(
             TableFacts(
                 name=column.name,
@@ -164,27 +178,42 @@ class StreamSource:
         Blocks stay open where reading will go on: one for each region that this rank reads in turn. In order there is
         one region for training. Other ranks read what lies between its parts, so a rank leaves blocks before their end.
         """
-        self._index, self.fingerprint = stream.index, stream.index.fingerprint
+        self._index, self.fingerprint = stream.index, stream.fingerprint
         assert self.preprocessing is not None
         self._encoder = Encoder(stream.schema, self.preprocessing, stream.index.schema)
+        self._histories = None if stream.schema.history is None else Histories.open(stream.index, stream.schema)
         regions = -(-self.order.slices // self._world_size)
         open_max = regions if self.order.order == "shuffled" else 2
-        self._training = ChunkReader(stream.index, self._encoder, open_max=open_max, check=stream.check)
-        self._evaluation = ChunkReader(stream.index, self._encoder, open_max=regions, check=stream.check)
+        self._training, self._evaluation = (
+            ChunkReader(stream.index, self._encoder, open_max=blocks, check=stream.check, histories=self._histories)
+            for blocks in (open_max, regions)
+        )
 
     def _close_readers(self) -> None:
         self._training.close()
         self._evaluation.close()
 
-    def sample(self) -> Samples | None:
+    def _at_once(self, places: int) -> int:
+        """Rows that are encoded at once at each of so many places. Those with histories take more memory."""
+        return PIECE_ROWS if self._histories is None else max(1, self.order.chunk_rows // places)
+
+    def sample(self) -> Samples:
         """Samples from all of the stream alike. Of one that can only be read from its beginning, its first ones."""
         index = self._index
         if self._spread is None and not index.is_sequential:
             wanted = [number * index.sample_count // SAMPLED_PLACES for number in range(SAMPLED_PLACES)]
             begins = dict.fromkeys(index.begin_of(index.block_of(row)) for row in wanted)
-            pieces = [next(index.read(begin, index.sample_count, index.columns)) for begin in begins]
-            self._spread = joined([self._encoder.encode(rows, place) for place, rows in pieces])
+            count = self._at_once(SAMPLED_PLACES)
+            self._spread = joined([self._rows_at(begin, count) for begin in begins])
         return self._sample if self._spread is None else self._spread
+
+    def _rows_at(self, begin: int, count: int) -> Samples:
+        """The samples from a row on, at most `count`."""
+        end = min(begin + count, self._index.sample_count)
+        place, rows = next(self._index.read(begin, end, self._index.columns))
+        if self._histories is not None:
+            rows = self._histories.expand(np.arange(begin, begin + len(rows)), rows)
+        return self._encoder.encode(rows, place)
 
     def release(self, number: int) -> None:
         pass

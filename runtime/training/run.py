@@ -79,7 +79,7 @@ def _loaded(config: TrainingConfig, store: Store | None = None) -> tuple[MakeSou
     if store is None:
         _tell_skipped(config, found)
     known = preprocessing_of(config, found) if store is None else published_preprocessing(store)
-    return stream_sources(config, found, known), found.stream.index.fingerprint, known
+    return stream_sources(config, found, known), found.stream.fingerprint, known
 
 
 def _tell_skipped(config: TrainingConfig, found: OpenedStream) -> None:

@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Histories against a reference of dicts and lists: any stream, any order of reading, in memory and in files."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import strategies as st
+
+from sennit.errors import DeviceError
+from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.order import OrderSettings
+from sennit.runtime.data.schema import HISTORY_MAX, Schema, parse_schema
+from sennit.runtime.data.source import Source
+from sennit.runtime.ingest.feed_stream import FeedStream
+from sennit.runtime.stream.files import PIECE_ROWS
+from sennit.runtime.stream.follow_settings import FollowSettings
+from sennit.runtime.stream.following import Follower
+from sennit.runtime.stream.histories import Histories
+from sennit.runtime.stream.index import StreamIndex, open_index
+from sennit.runtime.stream.loader import StreamLoader
+from sennit.runtime.stream.settings import StreamSettings, open_stream
+from sennit.transport.errors import ConfigError
+from tests.extent import examples
+from tests.runtime.stream.stream_files import write
+
+pa = pytest.importorskip("pyarrow")
+
+pytestmark = pytest.mark.timeout(120)
+
+FIELDS = {"item": {"rows": 50}, "action": {"rows": 3}}
+
+
+def schema_of(last: int = 3, sparse: Any = FIELDS, **history: Any) -> Schema:
+    wanted = {"of": "user", "last": last, "columns": ["item"], "past": ["action"]} | history
+    return parse_schema({"label": "clicked", "sparse": sparse, "history": wanted})
+
+
+def rows_of(users: Any, **columns: Any) -> Any:
+    """Each row has another item, as far as there are."""
+    number = np.arange(len(users))
+    return pa.table(
+        {
+            "clicked": pa.array(number % 2 == 0),
+            "user": users if isinstance(users, pa.Array) else pa.array(users),
+            "item": pa.array(number % 50),
+            "action": pa.array(number % 3, pa.int8()),
+        }
+        | columns
+    )
+
+
+def expected(users: Sequence[Any], values: Sequence[Any], last: int) -> list[list[Any]]:
+    """The last values that each user had before each row; null is nobody."""
+    seen: dict[Any, list[Any]] = {}
+    found = []
+    for user, value in zip(users, values, strict=True):
+        found.append(seen.get(user, [])[-last:] if user is not None else [])
+        if user is not None:
+            seen.setdefault(user, []).append(value)
+    return found
+
+
+def index_of(folder: Path, rows: Any, schema: Schema, **options: Any) -> StreamIndex:
+    write(folder, rows, **options)
+    return open_index([str(folder)], schema.read_columns)
+
+
+def expanded(histories: Histories, index: StreamIndex, schema: Schema, cut: int = PIECE_ROWS) -> dict[str, list[Any]]:
+    """All rows of the stream, expanded so many at once."""
+    found: dict[str, list[Any]] = {name: [] for name in schema.read_columns}
+    row = 0
+    for _, batch in index.read(0, index.sample_count, schema.read_columns):
+        for begin in range(0, len(batch), cut):
+            piece = batch.slice(begin, cut)
+            made = histories.expand(np.arange(row, row + len(piece)), piece)
+            made.validate(full=True)
+            row += len(piece)
+            for name in found:
+                found[name] += made.column(name).to_pylist()
+    return found
+
+
+def opened(index: StreamIndex, schema: Schema, *, in_files: bool) -> Histories:
+    return Histories.open(index, schema, memory_bytes=0, part_bytes=200) if in_files else Histories.open(index, schema)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    # Not the fixture `monkeypatch`, which some tests undo.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+INTEGERS = [pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()]
+TEXTS = [pa.string(), pa.large_string(), pa.binary(), pa.string_view(), pa.dictionary(pa.int8(), pa.string())]
+
+
+@st.composite
+def users(draw: st.DrawFn) -> Any:
+    """A column of users: integers of any width, text, bytes; nulls among them."""
+    kind = draw(st.sampled_from(INTEGERS + TEXTS))
+    names = st.sampled_from([0, 1, 2, 127, None])
+    if kind in (pa.int64(), pa.uint64()):
+        names = st.sampled_from([0, 1, 2**63 - 1, None])
+    found = draw(st.lists(names, min_size=1, max_size=40))
+    if pa.types.is_integer(kind):
+        return pa.array(found, kind)
+    texts = [None if one is None else f"user {one}" for one in found]
+    return pa.array([None if one is None else one.encode() for one in texts] if kind == pa.binary() else texts, kind)
+
+
+@examples(25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    users=users(),
+    last=st.sampled_from([1, 2, 5, HISTORY_MAX]),
+    files=st.integers(1, 3),
+    group=st.integers(1, 9),
+    in_files=st.booleans(),
+)
+def test_a_history_is_what_the_user_had_before(
+    users: Any, last: int, files: int, group: int, in_files: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    names = [None if number % 4 == 0 else f"name {number % 5}" for number in range(len(users))]
+    rows = rows_of(users, name=pa.array(names), tag=pa.array([f"tag {number % 3}" for number in range(len(users))]))
+    sparse = FIELDS | {"name": {"encode": "dictionary"}, "tag": {"encode": "hash", "rows": 9}}
+    schema = schema_of(last, sparse, columns=["item", "name", "tag"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder := tmp_path_factory.mktemp("rows")))
+        index = index_of(folder / "data", rows, schema, files=min(files, len(rows)), group=group)
+        found = expanded(opened(index, schema, in_files=in_files), index, schema, cut=group + 1)
+    own = users.to_pylist()
+    for name in ("item", "name"):
+        values = rows[name].to_pylist()
+        wanted = expected(own, values, last)
+        assert found[name] == [[*history, value] for history, value in zip(wanted, values, strict=True)]
+    wanted = expected(own, rows["action"].to_pylist(), last)
+    assert found["action"] == wanted
+    assert [len(one) for one in found["tag"]] == [len(one) for one in found["item"]]
+    assert found["user"] == own
+    assert found["clicked"] == rows["clicked"].to_pylist()
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_one_user_with_many_events_and_many_with_one(in_files: bool, tmp_path: Path) -> None:
+    count = 100_000
+    users = np.concatenate([np.zeros(count, np.int64), np.arange(1, 3_001)])
+    schema = schema_of(1)
+    index = index_of(tmp_path / "data", rows_of(users), schema, group=20_000)
+    limits = {"memory_bytes": 0, "part_bytes": 1 << 20} if in_files else {}
+    histories = Histories.open(index, schema, **limits)
+    rows = np.array([0, 1, count - 1, count, count + 2_999])
+    assert histories.lengths(rows).tolist() == [0, 1, 1, 0, 0]
+    long = Histories.open(index, schema_of(HISTORY_MAX), **limits)
+    assert long.lengths(rows).tolist() == [0, 1, count - 1, 0, 0]
+    _, batch = next(index.read(count - 1, count, index.columns))
+    (items,) = long.expand(np.array([count - 1]), batch).column("item").to_pylist()
+    assert items == [number % 50 for number in range(count)]
+
+
+def batches(folder: Path, schema: Schema, order: str = "files", take: range | None = None, **options: Any) -> list[Any]:
+    """Lengths and values of batches."""
+    loader = StreamLoader(
+        str(folder), schema=schema, order=order, batch_size=20, eval_fraction=0.2, histories=True, **options
+    )
+    with loader:
+        state = loader.state_dict()
+        if take is not None:
+            loader.load_state_dict(state | {"step": take.start})
+        found = [(batch.lengths.tolist(), batch.values.tolist()) for batch in loader]
+        if loader.evaluates:
+            found += [(batch.lengths.tolist(), batch.values.tolist()) for batch in loader.evaluation()]
+        return found
+
+
+@pytest.mark.parametrize("order", ["files", "shuffled"])
+def test_batches_have_the_same_histories_in_any_order_and_after_any_stop(order: str, tmp_path: Path) -> None:
+    users = np.arange(400) * 7 % 13
+    # The number of a row is its item, so a sample says itself which row it is.
+    rows = rows_of(users, item=pa.array(np.arange(400)))
+    schema = schema_of(5, FIELDS | {"item": {"rows": 400}})
+    write(tmp_path / "data", rows)
+    wanted = expected(users.tolist(), list(range(400)), 5)
+    found = batches(tmp_path / "data", schema, order)
+    seen = []
+    for (items, actions), values in found:
+        parts = np.split(np.array(values), np.cumsum([*items, *actions])[:-1])
+        for own, past in zip(parts[: len(items)], parts[len(items) :], strict=True):
+            row = int(own[-1])
+            seen.append(row)
+            assert own.tolist() == [*wanted[row], row]
+            assert past.tolist() == [item % 3 for item in wanted[row]]
+    assert sorted(seen) == sorted(set(seen))
+    assert len(seen) == 400
+    assert batches(tmp_path / "data", schema, order, range(7, 16)) == found[7:]
+
+
+def test_a_schema_has_histories_only_if_somebody_asks(tmp_path: Path) -> None:
+    write(tmp_path / "data", rows_of(np.arange(100) % 5))
+    run = OrderSettings(
+        seed=1, split="last", eval_fraction=0.1, batch_size=10, epochs=1, max_steps=None, eval_every=None
+    )
+    source = Source(data=str(tmp_path / "data"))
+    plain, full = (
+        open_stream(source, schema_of(), StreamSettings(order="files"), run, histories=asked) for asked in (False, True)
+    )
+    assert plain.stream.schema.columns == ["clicked", "item"]
+    assert plain.stream.index.columns == ("clicked", "item")
+    assert full.stream.index.columns == ("clicked", "item", "action", "user")
+    longer = open_stream(source, schema_of(4), StreamSettings(order="files"), run, histories=True)
+    assert len({one.stream.fingerprint for one in (plain, full, longer)}) == 3
+    with pytest.raises(DataError, match="histories, which a feeder does not send; allowed: ranks that read"):
+        FeedStream.of(full)
+    assert [table.name for table in FeedStream.of(plain).facts.tables] == ["item"]
+
+
+def test_a_folder_that_grows_has_no_histories(tmp_path: Path) -> None:
+    write(tmp_path / "data", rows_of(np.arange(100) % 5))
+    run = OrderSettings(
+        seed=1, split="last", eval_fraction=0.1, batch_size=10, epochs=1, max_steps=None, eval_every=None
+    )
+    settings = StreamSettings(order="files", follow=FollowSettings(follow=True), fit_rows=10)
+    source = Source(data=str(tmp_path / "data"), evaluation=(str(tmp_path / "data"),))
+    with pytest.raises(ConfigError, match="--follow with histories, which are sorted"):
+        Follower(source, schema_of(), settings, run, histories=True)
+    Follower(source, schema_of(), settings, run)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"item": pa.array([1, 2, None, 4])}, r"part-1.parquet: column item, row group 0, row 0: null; allowed in a"),
+        ({"action": pa.array([0, 1, 2, 7])}, r"column action, row group 0, row 1: row id 7; allowed in table action"),
+        ({"item": pa.array([[1], [2], [3], [4]])}, "column item is list.*; allowed in a history: one id a row"),
+        ({"user": pa.array([1.0, 2.0, 1.0, 1.0])}, "column user is double; allowed for history.of: integer, string"),
+    ],
+)
+def test_values_that_no_history_can_have(changed: Any, message: str, tmp_path: Path) -> None:
+    write(tmp_path / "data", rows_of([1, 1, 1, 1], **changed), files=2)
+    with pytest.raises(DataError, match=message):
+        StreamLoader(
+            str(tmp_path / "data"), schema=schema_of(), order="files", batch_size=1, histories=True, eval_fraction=0.25
+        )
+
+
+def test_a_file_without_the_column_of_users(tmp_path: Path) -> None:
+    write(tmp_path / "data", rows_of([1, 2, 3, 4]).drop_columns(["user"]), files=1)
+    with pytest.raises(DataError, match="no column user"):
+        StreamLoader(str(tmp_path / "data"), schema=schema_of(), order="files", batch_size=1, histories=True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"of": ""}, "history.of is ''; allowed: the name of a column"),
+        ({"of": None}, "history.of is None; allowed"),
+        ({"last": 0}, "history.last is 0; allowed: an integer from 1 to 1048576"),
+        ({"last": 1.0}, "history.last is 1.0; allowed"),
+        ({"columns": []}, "history.columns has no column; allowed: one or more"),
+        ({"columns": "item"}, "history.columns is 'item'; allowed: a list of columns of ids"),
+        ({"columns": ["item", "price"]}, "history has column 'price'; allowed: columns of sparse: item, action"),
+        ({"columns": ["action"]}, "history has column 'action' twice; allowed: once"),
+        ({"past": [1]}, r"history.past is \[1\]; allowed: a list of columns of ids"),
+        ({"lasts": 1}, "history has the unknown key 'lasts'; allowed: of, last, columns, past"),
+    ],
+)
+def test_a_schema_that_describes_no_history(changed: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        schema_of(**changed)
+    with pytest.raises(DataError, match="history is 'user'; allowed: a table"):
+        parse_schema({"label": "clicked", "sparse": FIELDS, "history": "user"})
+    with pytest.raises(DataError, match="'item', which has first = 2; allowed: columns of one id a row"):
+        schema_of(sparse=FIELDS | {"item": {"rows": 5, "first": 2}})
+
+
+def cached() -> list[Path]:
+    return sorted((Path(os.environ["XDG_CACHE_HOME"]) / "sennit").glob("histories-*"))
+
+
+def test_files_are_made_once_and_again_if_they_are_not_whole(tmp_path: Path) -> None:
+    schema = schema_of()
+    rows = rows_of(np.arange(300) % 7)
+    index = index_of(tmp_path / "data", rows, schema)
+    wanted = expanded(opened(index, schema, in_files=True), index, schema)
+    (entry,) = cached()
+    assert not [path for path in entry.parent.rglob(".*") if path.is_dir() or "part" in path.name]
+    made = (entry / "places.npy").stat().st_ino
+    # Another length has the same events.
+    opened(index, schema_of(9), in_files=True)
+    assert cached() == [entry]
+    assert (entry / "places.npy").stat().st_ino == made
+    about = entry / "about.json"
+    for damage in (
+        lambda: os.truncate(entry / "before.npy", 500),
+        lambda: (entry / "column-0.npy").write_bytes(b"x" * (entry / "column-0.npy").stat().st_size),
+        lambda: about.write_text(about.read_text().replace("sennit histories", "others")),
+        lambda: about.write_text("[]"),
+        about.unlink,
+    ):
+        damage()
+        with pytest.warns(RuntimeWarning, match=r"histories-\w+: .*; histories are made anew"):
+            assert expanded(opened(index, schema, in_files=True), index, schema) == wanted
+        assert expanded(opened(index, schema, in_files=True), index, schema) == wanted
+    # Other rows have other files.
+    other = index_of(tmp_path / "other", rows_of(np.arange(300) % 5), schema)
+    opened(other, schema, in_files=True)
+    assert len(cached()) == 2
+
+
+def test_files_of_rows_that_look_alike_are_made_anew(tmp_path: Path) -> None:
+    """Footers have sizes, least and greatest values, which are those of other rows, too."""
+    schema = schema_of()
+    one, other = (
+        index_of(tmp_path / name, rows_of(users), schema, files=1)
+        for name, users in (("one", [0, 0, 1, 1]), ("other", [0, 1, 0, 1]))
+    )
+    assert one.fingerprint == other.fingerprint
+    histories = opened(one, schema, in_files=True)
+    with pytest.warns(RuntimeWarning, match="row 1 of the stream: column user has another value.*made anew"):
+        assert expanded(opened(other, schema, in_files=True), other, schema)["item"] == [[0], [1], [0, 2], [1, 3]]
+    with pytest.raises(DataError, match="row 1 of the stream: column user has another value than when histories"):
+        expanded(histories, other, schema)
+
+
+def test_a_full_disk_is_an_error_that_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = schema_of()
+    index = index_of(tmp_path / "data", rows_of(np.arange(300) % 7), schema)
+
+    def full(file: int, begin: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(DeviceError, match=r"No space left on device.*; set XDG_CACHE_HOME to a folder"):
+        opened(index, schema, in_files=True)
+    assert not cached()
+    monkeypatch.undo()
