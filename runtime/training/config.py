@@ -15,6 +15,7 @@ from sennit.offload.ingest.target import IngestTarget
 from sennit.options import Option, check
 from sennit.runtime.backend.process_group import BACKEND_NAME
 from sennit.runtime.data.order import SLICES_MAX, OrderSettings
+from sennit.runtime.data.schema import HISTORY_MAX
 from sennit.runtime.data.source import Source
 from sennit.runtime.kernels.optimizers import NAMED, OptimizerSpec
 from sennit.runtime.model.factory import DENSE_OPTIMIZERS, MODELS, reads_histories
@@ -162,6 +163,9 @@ class TrainingConfig:
 
     top: Annotated[tuple[int, ...], _widths("--top")] = (128, 64)
     """Hidden widths of the top MLP."""
+
+    history: Annotated[int | None, Option(metavar="EVENTS", low=1, high=HISTORY_MAX)] = None
+    """Events of a history at most, for a model that reads histories. None: as the data say."""
 
     layers: Annotated[int, Option(low=1, high=1024)] = 2
     """Layers of a model that attends to histories."""

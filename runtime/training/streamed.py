@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from sennit.runtime.data import sources
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.data.schema import Schema
+from sennit.runtime.model.factory import reads_histories
 from sennit.runtime.stream.following import SEEN, Follower, FollowingSource, Look, Seen, read_seen
 from sennit.runtime.stream.settings import OpenedStream, open_source
 from sennit.runtime.stream.source import StreamSource
@@ -39,12 +41,17 @@ def _opened(config: TrainingConfig) -> OpenedStream:
         config.stream,
         config.order_settings,
         seed=config.seed,
-        adapted=functools.partial(_as_tables_ask, config),
+        adapted=functools.partial(_as_asked, config),
+        histories=reads_histories(config.model),
     )
 
 
-def _as_tables_ask(config: TrainingConfig, schema: Schema) -> Schema:
-    """The schema with ids as they are for the tables that `--tables` makes dynamic."""
+def _as_asked(config: TrainingConfig, schema: Schema) -> Schema:
+    """The schema with ids as they are for the tables that `--tables` makes dynamic, and histories as long as
+    `--history` says.
+    """
+    if config.history is not None and schema.history is not None:
+        schema = replace(schema, history=replace(schema.history, last=config.history))
     asked = config.tables
     if asked is None:
         return schema
@@ -73,8 +80,16 @@ def follower_of(config: TrainingConfig, **options: Any) -> Follower:
     source = config.source
     if is_synthetic(source) or sources.is_named(source.data):
         raise ConfigError(f"--follow with --data {source.data}; allowed: a folder or a pattern of files")
-    schema = _as_tables_ask(config, sources.schema_of(source))
-    return Follower(source, schema, config.stream, config.order_settings, seen=_seen(config), **options)
+    schema = _as_asked(config, sources.schema_of(source))
+    return Follower(
+        source,
+        schema,
+        config.stream,
+        config.order_settings,
+        seen=_seen(config),
+        histories=reads_histories(config.model),
+        **options,
+    )
 
 
 def _seen(config: TrainingConfig) -> list[Seen]:
