@@ -79,7 +79,7 @@ test-model: build  ## schedules of faults against the real flow, and of exchange
 	  --output-junit $(CURDIR)/$(REPORTS)/model.xml
 
 test-fuzz: build  ## a few seconds of each fuzzer
-	@tools/fuzz.sh 4
+	@tools/fuzz.sh 2
 
 # It runs the programs that `make test-model` builds, and one more.
 PARTS ?=
@@ -116,6 +116,7 @@ kernel: build  ## the kernel of the soft-RoCE VM, built into the cache: minutes 
 vm-kernel: build
 	@$(PY) -m sennit testbed kernel >/dev/null || [ $$? = 69 ]
 
+# RING_OPTIONS: of pytest, such as --long.
 # $(1): auto, uml or qemu. sysexits.h: 69 says that this machine can run no such kernel; why, it has said itself.
 # Emulation is slow, so that tests may take three times as long there. One that hangs ends long before the ring does.
 # 125 says that the guest's kernel panicked or hung. The end of its console stands above.
@@ -128,7 +129,7 @@ ring = code=0; ready=$$($(PY) -m sennit testbed kernel $(1)) || code=$$?; \
   esac; \
   echo "test: the rdma ring runs in $$kind"; \
   $(PY) -m sennit testbed vm --kernel $$kind --timeout $$limit_s --bring-back build/rdma --bring-back $(REPORTS) -- \
-    $(PY) -m pytest -m rdma --timeout $$test_s -o faulthandler_timeout=$$((test_s + 30)) \
+    $(PY) -m pytest -m rdma $(RING_OPTIONS) --timeout $$test_s -o faulthandler_timeout=$$((test_s + 30)) \
     --junitxml $(REPORTS)/rdma.xml tests/rdma
 
 # Apart from the other Python tests, because they need the kernel.
@@ -139,6 +140,7 @@ test-vm: build vm-kernel  ## tests of the command that runs a program in the VM
 test-rdma: build  ## tests over RDMA verbs, in a VM with soft-RoCE: User-Mode Linux where it boots, else QEMU
 	@$(call ring,auto)
 
+test-qemu: RING_OPTIONS := --long
 test-qemu: build  ## the same in QEMU with Debian's kernel and two processors: slow, finds races that one has not
 	@$(call ring,qemu)
 

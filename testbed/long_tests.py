@@ -122,6 +122,11 @@ PARTS: Final = {
         command=("make", "--no-print-directory", "try-wheels"),
         limit_s=3_600,
     ),
+    "training over RDMA": Part(
+        what="a model is trained over RDMA devices that lose packets, in the VM: the bits of shared memory",
+        command=("make", "--no-print-directory", "test-rdma", "RING_OPTIONS=--long -k weights_do_not_depend"),
+        limit_s=1_800,
+    ),
     "two processors": Part(
         what="the tests over RDMA in QEMU, where the guest has two processors",
         command=("make", "--no-print-directory", "test-qemu"),

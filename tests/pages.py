@@ -72,13 +72,19 @@ def run(
     deadline_s: float,
     enter: list[str] | None = None,
     shorter: Mapping[str, str] | None = None,
+    until: str | None = None,
 ) -> dict[int, list[str]]:
     """Runs a page in a folder; returns line of each block of commands -> the lines that it printed.
 
-    `enter` goes before the shell. `shorter` maps words of the page's commands to those of a shorter run.
+    `enter` goes before the shell. `shorter` maps words of the page's commands to those of a shorter run. What comes
+    after the heading `until` is not run.
     """
     script = ["set -euo pipefail"]
+    lines = page.read_text().splitlines()
+    end = len(lines) if until is None else lines.index(until)
     for block in blocks(page):
+        if block.line > end:
+            break
         text = block.text
         for word, other in (shorter or {}).items():
             text = text.replace(word, other)

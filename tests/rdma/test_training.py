@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.rdma, pytest.mark.slow, pytest.mark.timeout(600)]
+# To import torch takes tens of seconds in the VM.
+pytestmark = [pytest.mark.rdma, pytest.mark.long, pytest.mark.timeout(600)]
 
 TRAINER = Path(__file__).with_name("trainer.py")
 

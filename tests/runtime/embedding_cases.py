@@ -22,7 +22,7 @@ from sennit.runtime.kernels.spec import Bounds, Pooling, Precision, Rounding, Sh
 from tests import extent
 
 # Triton's interpreter takes 0.1 ms per operation.
-STEPS, BAGS = (3, 40) if extent.is_long else (2, 24)
+STEPS, BAGS = (3, 40) if extent.is_long else (2, 16)
 
 OPTIMIZERS: dict[str, OptimizerSpec] = {kind.value: OptimizerSpec(kind=kind) for kind in Optimizer} | {
     "momentum": OptimizerSpec(kind=Optimizer.SGD, momentum=0.9),

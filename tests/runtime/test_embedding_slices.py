@@ -29,6 +29,7 @@ from sennit.runtime.kernels.spec import Bounds, Pooling, Precision, ShardSpec
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.transport.errors import ArgumentError, Unsupported
 from sennit.transport.plans.tree import Span, balanced, combinations, cover
+from tests import extent
 from tests.extent import briefly
 from tests.runtime.embedding_cases import same_bits
 
@@ -250,7 +251,8 @@ def test_sums_that_ranks_made_give_the_bits_of_one_update(
 ) -> None:
     pooling, weighted = SHAPES[shape]
     whole, parts = engine_of("native", kind, precision, seed), engine_of(name, kind, precision, seed)
-    for step in range(2):
+    # The interpreter takes seconds for a step. What a second one does to states, the table of cases tells.
+    for step in range(1 if name == "triton" and not extent.is_long else 2):
         batch, gradient = zipf_batch(range(SLICES), seed + step, pooling, weighted)
         whole.update(batch, gradient, rate=0.1)
         nodes = []

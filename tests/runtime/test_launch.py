@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
@@ -132,7 +133,24 @@ def launched(how: str, function: str, argument: str) -> Iterator[subprocess.Pope
             launcher.kill()
 
 
-@pytest.mark.parametrize("how", briefly(["forked", "threads"], ["threads"]))
+def test_ranks_of_a_process_with_other_threads_come_from_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(HERE)
+    function = importlib.import_module("launch_functions").origin
+    done = threading.Event()
+    other = threading.Thread(target=done.wait)
+    other.start()
+    try:
+        _store, address = serve_store(0, timeout_s=TIMEOUT_S)
+        with Ranks(2, forked=True) as ranks:
+            origins = ranks.run(function, "", address=address, store_timeout_s=TIMEOUT_S)
+    finally:
+        done.set()
+        other.join()
+    assert os.getpid() not in [parent for parent, *_ in origins]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["forked", "threads"])
 def test_only_a_process_without_other_threads_is_forked_into_its_ranks(how: str) -> None:
     with launched(how, "origin", "") as launcher:
         assert isinstance(launcher, subprocess.Popen)

@@ -181,7 +181,7 @@ def alone(request: pytest.FixtureRequest, kept_world: WorldFactory) -> tuple[str
     briefly(
         [(kind, *group, placement)
          for kind in KINDS for group in ((2, True), (3, False)) for placement in ("row_wise", "grid", MIXED)],
-        [("sequences", 3, False, "grid"), ("weighted", 2, True, MIXED)],
+        [("weighted", 2, True, MIXED)],
     ),
     ids=str,
     indirect=["alone"],

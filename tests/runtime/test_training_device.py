@@ -163,7 +163,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("plan", briefly(PLANS, ["increments", "coded"]))
+@pytest.mark.parametrize("plan", briefly(PLANS, ["increments"]))
 def test_it_has_the_bits_of_host_memory(kept_world: WorldFactory, seed: int, tmp_path: Path, plan: str) -> None:
     """Each run also goes on from the other's checkpoint."""
     world = kept_world(2)

@@ -96,22 +96,35 @@ def test_move_your_model(tmp_path: Path) -> None:
     assert re.fullmatch(r"digests [0-9a-f]{16} [0-9a-f]{16}", one[-1])
 
 
+STREAM = TUTORIALS / "train-on-a-stream.md"
+SHORTER_STREAM = {
+    "range(8640)": "range(240)", "seconds=10": "seconds=360", "--batch-size 256": "--batch-size 64",
+    "--steps 120": "--steps 12",
+}  # fmt: skip
+DAYS = [f"2026-11-{day:02}" for day in range(2, 8)]
+
+
+def days(lines: list[str]) -> list[str]:
+    return [line for line in lines if line.startswith("2026-11-")]
+
+
+@pytest.mark.timeout(2 * DEADLINE_S)
+def test_the_tutorial_goes_from_raw_logs_to_metrics_by_day(tmp_path: Path) -> None:
+    """With 240 rows a day. Every `make test` runs it: no other program does that. Stops: stream/test_running.py."""
+    end = "## 4. Stop, and go on with more ranks"
+    printed = pages.run(STREAM, tmp_path, deadline_s=2 * DEADLINE_S, shorter=SHORTER_STREAM, until=end)
+    *_, told = printed.values()
+    assert [line[:10] for line in days(told)] == DAYS
+
+
+@pytest.mark.long
 @pytest.mark.timeout(3 * DEADLINE_S)
 def test_train_on_a_stream(tmp_path: Path) -> None:
-    """With 240 rows a day. Every `make test` runs it: no other program goes from raw logs to metrics by day."""
-    shorter = {"range(8640)": "range(240)", "seconds=10": "seconds=360"}
-    shorter |= {"--batch-size 256": "--batch-size 64", "--steps 120": "--steps 12"}
-    printed = list(
-        pages.run(TUTORIALS / "train-on-a-stream.md", tmp_path, deadline_s=3 * DEADLINE_S, shorter=shorter).values()
-    )
+    printed = list(pages.run(STREAM, tmp_path, deadline_s=3 * DEADLINE_S, shorter=SHORTER_STREAM).values())
     whole, parts, told = printed[-3:]
-
-    def days(lines: list[str]) -> list[str]:
-        return [line for line in lines if line.startswith("2026-11-")]
-
-    assert [line[:10] for line in days(whole)] == [f"2026-11-{day:02}" for day in range(2, 8)]
+    assert [line[:10] for line in days(whole)] == DAYS
     assert days(parts)[-2:] == days(whole)[-2:]
     assert any(line.startswith("resumes run ") for line in parts)
     digests = [line for line in parts + whole if line.startswith("weights SHA-256")]
     assert len({line.strip() for line in digests[1:]}) == 1
-    assert [line.split()[0] for line in told] == [line[:10] for line in days(whole)]
+    assert [line.split()[0] for line in told] == DAYS

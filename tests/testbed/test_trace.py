@@ -90,7 +90,7 @@ def test_losses_and_operations_are_all_seen(tmp_path: Path, seed: int, apart: li
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["ops", "--", "sh", "-c", "exit 3"], 3, "nothing was seen"),
+        pytest.param(["ops", "--", "sh", "-c", "exit 3"], 3, "nothing was seen", marks=pytest.mark.long),
         pytest.param(["ops", "--seconds", "0.2"], 0, "nothing was seen", marks=pytest.mark.long),
         (["loss", "--", "/no/such/program"], 69, "/no/such/program: No such file"),
         pytest.param(["loss", "--pid", "4194305"], 69, "no such process", marks=pytest.mark.long),

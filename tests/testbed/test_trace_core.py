@@ -100,10 +100,11 @@ def test_waits_are_those_of_the_counters(tmp_path: Path, seed: int, apart: list[
     ("arguments", "code", "said"),
     [
         (["paths", "--", "sh", "-c", "exit 3"], 3, "nothing was seen"),
-        (["stalls", "--seconds", "0.2"], 0, "nothing was seen"),
+        pytest.param(["stalls", "--seconds", "0.2"], 0, "nothing was seen", marks=pytest.mark.long),
         # The command lives longer than the session, and says so.
         (["stalls", "--seconds", "0.1", "--", "sh", "-c", "sleep 0.6; echo still here >&2; exit 4"], 4, "still here"),
-        (["paths", "--", "/no/such/program"], 69, "/no/such/program: No such file"),
+        # Of another session: test_trace.py.
+        pytest.param(["paths", "--", "/no/such/program"], 69, "/no/such/program: No such file", marks=pytest.mark.long),
         (["stalls", "--pid", "4194305"], 69, "--pid 4194305: no such process"),
         (["paths", "--interval", "0.1", "--seconds", "0.3"], 0, "no process that runs now uses"),
         (["paths", "--pid", "1", "--seconds", "0.1"], 0, "nothing was seen: process 1 had not loaded /"),
