@@ -226,6 +226,16 @@ class Communicator(ArrayCollectives):
         )
 
     @property
+    def is_plain(self) -> bool:
+        """Whether all ranks share memory, and choose algorithms by the built-in constants alone (ready_plans.py)."""
+        return (
+            self.config.algorithm is None
+            and self.config.calibration is None
+            and not self._has_aggregator
+            and all(route in ("self", "shm") for route in self.routes)
+        )
+
+    @property
     def handle(self) -> int:
         """The `sennit_comm*` of core.h. Valid while this object, or another reference to the pointer, holds it."""
         return self._core.handle

@@ -235,6 +235,11 @@ def _backend_of(
 
 
 def _staged_classes(communicator: Communicator, kind: int) -> int:
+    if communicator.is_plain:
+        from sennit.transport.choice.ready_plans import ready_staged_classes
+
+        if (ready := ready_staged_classes(communicator.world, kind)) is not None:
+            return ready
     from sennit.transport.choice.costs import Collective
     from sennit.transport.plans.signature import Kind
 
@@ -259,6 +264,8 @@ class PlanCompiler:
     def __init__(self, communicator: Communicator, codec: Codec | None = None) -> None:
         self._rank, self._world, self._group = communicator.rank, communicator.world, communicator
         self._codec = codec
+        # Only such a group has ready plans, and it asks for nothing else first.
+        self._is_plain = codec is None and communicator.is_plain
 
     def __call__(
         self,
@@ -278,6 +285,24 @@ class PlanCompiler:
 
         `counts` is empty if the plan takes its counts when it is posted.
         """
+        if self._is_plain and not on_device:
+            with loading("sennit.transport.choice.ready_plans"):
+                from sennit.transport.choice.ready_plans import ready_plan
+
+            ready = ready_plan(
+                self._world,
+                self._rank,
+                kind=kind,
+                type_code=type_code,
+                op=reduce_op,
+                item_bytes=item_bytes,
+                root=root,
+                separate=separate,
+                in_place=in_place,
+                size_class=size_class,
+            )
+            if ready is not None:
+                return ready
         with loading("sennit.transport.choice.selection"):
             from sennit.transport import algorithms
             from sennit.transport.choice.selection import grade_bytes
