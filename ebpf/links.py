@@ -65,6 +65,12 @@ class Link(Closing):
     def __init__(self, *, descriptor: int | None = None, pointer: int | None = None) -> None:
         self._descriptor, self._pointer = descriptor, pointer
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether an XDP link is at an interface. It is not once that has gone, or somebody has detached the link."""
+        lines = Path(f"/proc/self/fdinfo/{self._descriptor}").read_text(encoding="utf-8").splitlines()
+        return dict(line.split(":", 1) for line in lines).get("ifindex", "0").strip() != "0"
+
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, None
         pointer, self._pointer = self._pointer, None

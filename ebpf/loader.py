@@ -94,11 +94,13 @@ class BpfObject(Closing):
         max_entries: Mapping[str, int] | None = None,
         read_only: Mapping[str, Any] | None = None,
         arenas: Mapping[str, int] | None = None,
+        arena_addresses: Mapping[str, int] | None = None,
         xdp_fragments: bool = False,
     ) -> None:
         """`max_entries`: map -> number of entries, overriding the source. `read_only`: global variable in .rodata ->
-        its value, which the verifier treats as a constant. `arenas`: arena -> its size in bytes. `xdp_fragments`: the
-        object's XDP programs take packets in several pieces, as of interfaces with a large MTU.
+        its value, which the verifier treats as a constant. `arenas`: arena -> its size in bytes. `arena_addresses`:
+        arena -> where another process will map it; this one does not. `xdp_fragments`: the object's XDP programs take
+        packets in several pieces, as of interfaces with a large MTU.
         """
         loaded = library()
         clear_log()
@@ -122,7 +124,10 @@ class BpfObject(Closing):
             for _, program in self._each_program() if xdp_fragments else ():
                 library().bpf_program__set_flags(program, _XDP_HAS_FRAGMENTS)
             for name, size in (arenas or {}).items():
-                self._arenas[name] = self._placed_arena(name, size)
+                if name in (arena_addresses or {}):
+                    self._place_arena(name, size, (arena_addresses or {})[name])
+                else:
+                    self._arenas[name] = self._placed_arena(name, size)
             result = loaded.bpf_object__load(self._pointer)
             if result != 0:
                 names = ", ".join(name for name, _ in self._each_program())
@@ -213,15 +218,21 @@ class BpfObject(Closing):
         ctypes.memmove(section + symbol.offset, raw, len(raw))
 
     def _placed_arena(self, name: str, size_bytes: int) -> Arena:
-        """Sets an arena's size and address before the kernel creates it."""
+        """Sets size and address of an arena of this process before the kernel creates it."""
+        arena = Arena(name, size_bytes)
+        try:
+            self._place_arena(name, size_bytes, arena.address)
+        except BaseException:
+            arena.close()
+            raise
+        return arena
+
+    def _place_arena(self, name: str, size_bytes: int, address: int) -> None:
         found = self._find_map(name)
         kind = library().bpf_map__type(found)
         if kind != BPF_MAP_TYPE_ARENA:
             raise BpfError(errno.EINVAL, f"map {name} is no arena: its type is {kind}")
-        arena = Arena(name, size_bytes)
         result = library().bpf_map__set_max_entries(found, pages(size_bytes))
-        result = result or library().bpf_map__set_map_extra(found, arena.address)
+        result = result or library().bpf_map__set_map_extra(found, address)
         if result != 0:
-            arena.close()
-            raise refusal(-result, f"arena {name} of {size_bytes} bytes at {arena.address:#x}")
-        return arena
+            raise refusal(-result, f"arena {name} of {size_bytes} bytes at {address:#x}")

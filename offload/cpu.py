@@ -111,6 +111,9 @@ class CpuReceiver(Closing):
         counted = {verdict: datagrams[verdict] for verdict in Verdict}
         return FeedCounters(datagrams=counted, records=records, filtered=filtered, body_bytes=body_bytes)
 
+    def check(self) -> None:
+        """The socket stays open until `close`."""
+
     def program_ns(self) -> int | None:
         return None
 

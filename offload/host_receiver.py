@@ -120,6 +120,9 @@ class HostReceiver(Closing):
     def counters(self) -> FeedCounters:
         return self._counters
 
+    def check(self) -> None:
+        """Nothing ends before `close`."""
+
     def program_ns(self) -> int | None:
         return None
 

@@ -35,8 +35,9 @@ class Receiver(Protocol):
     layout: BatchLayout
     session: int
 
-    def deliver(self, datagram: bytes) -> None:
-        """Processes one datagram as if it had arrived."""
+    def check(self) -> None:
+        """Raises TargetUnavailable if no record can arrive any more: the interface has gone, or who has attached to
+        it."""
 
     def rows_taken(self, batch: int) -> int:
         """The number of the batch's records received so far. The sender must continue from there."""
@@ -73,6 +74,13 @@ class Receiver(Protocol):
     ) -> None: ...
 
 
+class OwnReceiver(Receiver, Protocol):
+    """A receiver whose program runs in this process, or was loaded by it."""
+
+    def deliver(self, datagram: bytes) -> None:
+        """Processes one datagram as if it had arrived."""
+
+
 def compile_plan(
     layout: BatchLayout,
     target: Target,
@@ -80,7 +88,7 @@ def compile_plan(
     session: int,
     udp_port: int = 0,
     sketch: SketchShape | None = DEFAULT_SHAPE,
-) -> Receiver:
+) -> OwnReceiver:
     """A receiver for a plan. It keeps a sketch of ids unless that is None.
 
     NotOffloadable and TargetUnavailable say what prevents it, and what to do.

@@ -29,6 +29,7 @@ from sennit.offload._native import (
 )
 from sennit.offload.admission import FeedCounters
 from sennit.offload.batches import Batch
+from sennit.offload.errors import TargetUnavailable
 from sennit.offload.ingest.connection import Connection
 from sennit.offload.ingest.facts import Facts
 from sennit.offload.ingest.leases import LeaseCounters, Leases
@@ -246,11 +247,19 @@ class Session(Closing):
 
         while not self._changed.wait_for(is_over, min(CHECK_S, max(0.0, deadline_s - time.monotonic()))):
             self._check()
+            self._check_receiver()
             if time.monotonic() >= deadline_s:
                 break
         if self._failure is not None:
             raise IngestError(f"ingest failed: {self._failure!r}") from self._failure
         return condition()
+
+    def _check_receiver(self) -> None:
+        if self._receiver is not None:
+            try:
+                self._receiver.check()
+            except TargetUnavailable as error:
+                raise IngestError(str(error)) from error
 
     def _complaint(self, leases: Leases, receiver: Receiver, number: int) -> str:
         taken, rows, _ = leases.progress(number)

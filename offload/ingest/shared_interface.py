@@ -17,9 +17,7 @@ from collections.abc import Sequence, Set
 from typing import Final
 
 from sennit.closing import Closing
-from sennit.ebpf.compiler import compile_program
-from sennit.ebpf.links import Link, attach_xdp
-from sennit.ebpf.loader import BpfObject
+from sennit.offload.dispatcher import Dispatcher
 from sennit.offload.errors import TargetUnavailable
 
 RETRY_S: Final = 0.02
@@ -32,32 +30,6 @@ _ANSWER_MAX_BYTES: Final = 8192
 _NUMBER: Final = struct.Struct("<I")
 # struct ucred (unix(7)): process, user, group.
 _CREDENTIALS: Final = struct.Struct("3i")
-
-
-class Dispatcher(Closing):
-    """The dispatcher at an interface: UDP port `first_port + n` goes to receiver `n`, everything else to the host."""
-
-    def __init__(self, *, first_port: int, receivers: int, fragments: bool = False) -> None:
-        """`fragments` must be that of the receivers' programs: the kernel takes no others."""
-        self._object = BpfObject(
-            compile_program("dispatch"),
-            read_only={"first_port": first_port},
-            max_entries={"receivers": receivers},
-            xdp_fragments=fragments,
-        )
-        self._link: Link | None = None
-        self.program = self._object.program("dispatch")
-
-    def add(self, number: int, program_descriptor: int) -> None:
-        self._object.map("receivers").write(number, _NUMBER.pack(program_descriptor))
-
-    def attach(self, interface: str) -> None:
-        self._link = attach_xdp(self.program, socket.if_nametoindex(interface))
-
-    def close(self) -> None:
-        if self._link is not None:
-            self._link.close()
-        self._object.close()
 
 
 def lead(

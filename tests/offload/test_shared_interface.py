@@ -16,9 +16,10 @@ from sennit.ebpf.library import BpfError
 from sennit.ebpf.links import attach_xdp
 from sennit.offload.admission import Verdict
 from sennit.offload.batches import BatchLayout
+from sennit.offload.dispatcher import Dispatcher
 from sennit.offload.errors import TargetUnavailable
 from sennit.offload.framing import frame
-from sennit.offload.ingest.shared_interface import Dispatcher, follow, lead
+from sennit.offload.ingest.shared_interface import follow, lead
 from sennit.offload.ingest.target import IngestTarget
 from sennit.offload.interfaces import TargetError
 from sennit.offload.xdp import XdpReceiver

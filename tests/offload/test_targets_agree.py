@@ -27,7 +27,7 @@ from sennit.offload.reference import evaluate
 from sennit.offload.schema import Dense, Ids, Schema
 from sennit.offload.sketch import Sketch, SketchShape
 from sennit.offload.split import split
-from sennit.offload.targets import Receiver, Target, compile_plan
+from sennit.offload.targets import OwnReceiver, Target, compile_plan
 from sennit.offload.xdp import XdpReceiver
 from tests.extent import examples
 from tests.offload.agreement import assert_same_batch, assert_same_bits, assert_same_column
@@ -70,7 +70,7 @@ def mangled(packet: bytes, rng: np.random.Generator) -> bytes:
     return packet[:at] + bytes([packet[at] ^ int(rng.integers(1, 256))]) + packet[at + 1 :]
 
 
-def assert_same_sketches(found: Receiver, expected: Receiver, batches: tuple[int, ...]) -> None:
+def assert_same_sketches(found: OwnReceiver, expected: OwnReceiver, batches: tuple[int, ...]) -> None:
     """Compares sketches with each other and with those of the columns, before and after each batch is released."""
     by_columns = expected.sketch()
     assert (by_columns is None) == (not expected.layout.plan.sparse)

@@ -17,9 +17,9 @@ from sennit.ebpf.library import BpfError
 from sennit.ebpf.links import XdpMode, attach_xdp
 from sennit.offload.admission import Verdict
 from sennit.offload.batches import BatchLayout
+from sennit.offload.dispatcher import Dispatcher
 from sennit.offload.framing import frame
 from sennit.offload.host_receiver import HostReceiver
-from sennit.offload.ingest.shared_interface import Dispatcher
 from sennit.offload.ingest.target import HEADERS_BYTES, IngestTarget
 from sennit.offload.interfaces import own_ends
 from sennit.offload.operators import SigridHash

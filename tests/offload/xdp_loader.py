@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 
 from sennit.offload.batches import BatchLayout
-from sennit.offload.ingest.shared_interface import Dispatcher
+from sennit.offload.dispatcher import Dispatcher
 from sennit.offload.operators import SigridHash
 from sennit.offload.plan import FeaturePlan, Sparse
 from sennit.offload.schema import Ids, Schema

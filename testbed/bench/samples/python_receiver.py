@@ -164,6 +164,9 @@ class PythonReceiver(Closing):
     def counters(self) -> FeedCounters:
         return self._counters
 
+    def check(self) -> None:
+        """The socket stays open until `close`."""
+
     def program_ns(self) -> int | None:
         return None
 
