@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The columns of a plan as JSON, to send a plan to another process."""
+"""A plan as JSON, to send it to another process."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from sennit.offload.operators import (
     PositiveModulus,
     SigridHash,
 )
+from sennit.offload.plan import FeaturePlan, Sparse
+from sennit.offload.schema import Schema
 
 _OPERATORS: Final[dict[str, type[Operator]]] = {
     operator.__name__: operator
@@ -52,6 +54,35 @@ def columns_from_json(content: Any) -> dict[str, Operator]:
     if not isinstance(content, dict):
         raise PlanError("columns are no JSON object")
     return {name: _operator(name, entry) for name, entry in content.items()}
+
+
+def plan_as_json(plan: FeaturePlan) -> dict[str, Any]:
+    """Raises PlanError for a plan that leaves rows out, whose conditions have no JSON."""
+    if plan.keep:
+        raise PlanError("a plan that leaves out rows; allowed: one that keeps them all")
+    return {
+        "schema": plan.schema.as_json(),
+        "columns": columns_as_json(plan.columns),
+        "dense": list(plan.dense),
+        "sparse": [[table.column, table.rows] for table in plan.sparse],
+    }
+
+
+def plan_from_json(content: Any) -> FeaturePlan:
+    """Raises PlanError or SchemaError for whatever comes from outside."""
+    keys = ("schema", "columns", "dense", "sparse")
+    if not isinstance(content, dict) or content.keys() != set(keys):
+        raise PlanError(f"not a plan; allowed: an object with {', '.join(keys)}")
+    try:
+        dense = tuple(_text(name) for name in content["dense"])
+        sparse = tuple(
+            Sparse(column=_text(name), rows=None if rows is None else _integer(rows))
+            for name, rows in content["sparse"]
+        )
+    except (TypeError, ValueError):
+        raise PlanError("not a plan: dense has names, and sparse has pairs of name and rows") from None
+    columns = columns_from_json(content["columns"])
+    return FeaturePlan(schema=Schema.from_json(content["schema"]), columns=columns, dense=dense, sparse=sparse)
 
 
 def _operator(name: str, entry: Any) -> Operator:

@@ -8,9 +8,11 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from sennit.closing import Closing
+from sennit.offload.agent.receiver import SOCKET, LeasedReceiver, agent_socket, check
 from sennit.offload.batches import BatchLayout
 from sennit.offload.errors import TargetUnavailable
 from sennit.offload.interfaces import (
@@ -84,6 +86,9 @@ class IngestTarget:
         if self.kind == "xdp":
             if len(set(self.places)) < len(self.places):
                 raise TargetError(f"--ingest {self}: an interface is named twice; ranks take turns anyway")
+            if (agent := agent_socket()) is not None:
+                self._ask(agent, local_ranks)
+                return
             try:
                 xdp_receiver()
             except TargetUnavailable as error:
@@ -93,11 +98,25 @@ class IngestTarget:
 
             lacking = missing_privileges()
             if lacking:
-                raise TargetError(f"--ingest {self}: this process lacks {', '.join(lacking)}; cpu:// needs none")
+                raise TargetError(
+                    f"--ingest {self}: this process lacks {', '.join(lacking)}, and there is no agent at {SOCKET} "
+                    "(sennit agent); cpu:// needs neither"
+                )
             for place in self.places[:local_ranks]:
                 if taken := occupant(interface_index(place)):
                     raise TargetError(f"--ingest {self}: {taken}; cpu:// needs no interface to itself")
         for local_rank in range(local_ranks):
+            self.listen(local_rank).close()
+
+    def _ask(self, agent: Path, local_ranks: int) -> None:
+        """Asks the agent for what the ranks will want."""
+        for local_rank in range(local_ranks):
+            interface = self._interface(local_rank)
+            interface_index(interface)
+            try:
+                check(agent, interface, self.port + local_rank)
+            except TargetUnavailable as error:
+                raise TargetError(f"--ingest {self}: {error}; cpu:// needs no agent") from None
             self.listen(local_rank).close()
 
     def address(self, local_rank: int) -> str:
@@ -135,6 +154,11 @@ class IngestTarget:
         Raises PlanError, TargetUnavailable or OSError.
         """
         port = self.port + local_rank
+        if self.kind == "xdp" and (agent := agent_socket()) is not None:
+            interface = self._interface(local_rank)
+            return LeasedReceiver(
+                layout, session=session, interface=interface, udp_port=port, agent=agent, timeout_s=timeout_s
+            )
         if self.kind == "xdp":
             fragments = has_fragments(self._interface(local_rank))
             in_kernel = xdp_receiver()(layout, session=session, udp_port=port, fragments=fragments)

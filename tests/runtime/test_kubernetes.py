@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from jsonschema import Draft202012Validator
 
 from sennit.commands.cli import app
 from sennit.ebpf.kernel_features import CAPABILITIES
+from sennit.offload.agent.permissions import FILE, permissions_of
+from sennit.offload.agent.receiver import SOCKET
 from sennit.offload.ingest import target
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +36,9 @@ def documents(path: Path) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(path.read_text()))
 
 
-BY_KIND = {found["kind"]: found for path in FILES for found in documents(path)}
+EVERY = [found for path in FILES for found in documents(path)]
+# Of two, the one of the last file.
+BY_KIND = {found["kind"]: found for found in EVERY}
 
 
 def problems(value: Any) -> list[str]:
@@ -82,8 +87,8 @@ def containers(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
-    """Each command of ours in the manifests: `train`, `feed` or `metrics`, and its arguments."""
-    every = [*containers(list(BY_KIND.values())), BY_KIND["TrainJob"]["spec"]["trainer"]]
+    """Each command of ours in the manifests: `train`, `feed`, `agent` or `metrics`, and its arguments."""
+    every = [*containers(EVERY), BY_KIND["TrainJob"]["spec"]["trainer"]]
     for found in every:
         words = [*found["command"], *found.get("args", [])]
         if words[0] == "sennit":
@@ -95,7 +100,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 
 def test_commands_have_the_options() -> None:
     found = list(commands())
-    assert {name for name, _ in found} == {"train", "feed", "metrics"}
+    assert {name for name, _ in found} == {"train", "feed", "agent", "metrics"}
     for name, arguments in found:
         said = CliRunner().invoke(app, [name, "--help"])
         assert said.exit_code == 0
@@ -107,13 +112,14 @@ def option(arguments: list[str], name: str) -> str:
     return arguments[arguments.index(name) + 1]
 
 
-def test_only_ranks_at_xdp_have_capabilities_and_only_those_that_they_need() -> None:
-    for found in containers(list(BY_KIND.values())):
+def test_only_ranks_at_xdp_and_their_agent_have_capabilities_and_only_those_that_they_need() -> None:
+    for found in containers(EVERY):
         context = found["securityContext"]
         assert context["allowPrivilegeEscalation"] is False
         assert context["capabilities"]["drop"] == ["ALL"]
         given = {f"CAP_{name}" for name in context["capabilities"].get("add", [])}
-        at_xdp = any(word.startswith("xdp://") for word in found.get("args", []))
+        is_agent = found.get("command") == ["sennit", "agent"]
+        at_xdp = is_agent or any(word.startswith("xdp://") for word in found.get("args", []))
         assert given == (set(CAPABILITIES) if at_xdp else set())
 
 
@@ -160,3 +166,15 @@ def test_names_that_manifests_share_are_the_same() -> None:
     assert service["spec"]["ports"][0]["port"] == int(port)
     labels = BY_KIND["Job"]["spec"]["template"]["metadata"]["labels"]
     assert service["spec"]["selector"].items() <= labels.items()
+
+
+def test_the_agent_can_read_its_permissions_and_shares_its_socket() -> None:
+    permissions = permissions_of(tomllib.loads(BY_KIND["ConfigMap"]["data"]["agent.toml"]))
+    (interface,) = permissions.grants[0].interfaces
+    (joins,) = containers(BY_KIND["DaemonSet"])
+    at = target.IngestTarget.parse(option(joins["args"], "--ingest"))
+    assert at.places == (interface,)
+    assert permissions.grants[0].covers(interface, at.port)
+    (found,) = (one for one in containers(EVERY) if one.get("command") == ["sennit", "agent"])
+    mounts = {mount["mountPath"] for mount in found["volumeMounts"]}
+    assert {str(FILE.parent), str(SOCKET.parent)} <= mounts
