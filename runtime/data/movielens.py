@@ -2,6 +2,7 @@
 """`movielens`: does a user rate a film 4 or 5? (MovieLens 100K, read from the package recbole)
 
 It has 943 users, 1,682 films and 100,000 ratings. A film has one to six genres, which exercises bags of several ids.
+With histories, a rating has those of the same user before it: films, times, and ratings.
 MovieLens has its own terms of use (research); this repository holds no copy of it.
 """
 
@@ -16,9 +17,12 @@ import torch
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.packages import package_file, require
 from sennit.runtime.data.raw_samples import Feature, RawSamples, dense_fields
+from sennit.runtime.data.schema import History
 
 PACKAGE = "recbole"
 GOOD_RATING = 4
+RATINGS = 5
+HISTORY = History(of="user", last=200, columns=("film", "rated_at_s"), past=("rating",))
 _PURPOSE = "the data set movielens"
 
 
@@ -48,14 +52,21 @@ def load() -> RawSamples:
         "hour_sin": np.sin(2 * np.pi * seconds_of_day / 86_400),
         "hour_cos": np.cos(2 * np.pi * seconds_of_day / 86_400),
     }
-    good = np.asarray(ratings["rating"].to_numpy()) >= GOOD_RATING
+    stars = np.asarray(ratings["rating"].to_numpy())
+    seconds = np.asarray(ratings["timestamp"].to_numpy(), np.int64)
+    features += [
+        Feature(name="rated_at_s", row_count=1, values=seconds, is_value=True),
+        Feature(name="rating", row_count=RATINGS + 1, values=stars.astype(np.int64)),
+    ]
     return RawSamples(
         name="movielens",
         # Float32 would keep a time in seconds only to minutes.
         dense=torch.from_numpy(np.stack(list(dense.values()), 1)),
         dense_fields=dense_fields(dense),
-        labels=torch.from_numpy(good.astype(np.float32)),
+        labels=torch.from_numpy((stars >= GOOD_RATING).astype(np.float32)),
         features=tuple(replace(part, name=names.get(part.name, part.name)) for part in features),
+        times=seconds,
+        history=HISTORY,
     )
 
 

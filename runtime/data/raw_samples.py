@@ -216,6 +216,9 @@ class RawSamples:
     eval_rows: int | None = None
     """The last samples that are for evaluation, and all others are not. None: the run chooses some."""
 
+    times: npt.NDArray[np.int64] | None = None
+    """[N]: seconds since 1970, if samples are in order of time."""
+
     history: History | None = None
     """Features of which a sample has those of earlier samples, too, if the run asks for histories."""
 
@@ -330,6 +333,8 @@ def fingerprint(raw: RawSamples) -> str:
             add(["min_frequency", part.min_frequency], np.empty(0))
     if raw.sample_weights is not None:
         add(["sample weights"], raw.sample_weights.numpy())
+    if raw.times is not None:
+        add(["times"], raw.times)
     if raw.eval_rows is not None:
         add(["evaluation rows", raw.eval_rows], np.empty(0))
     return digest.hexdigest()

@@ -13,10 +13,11 @@ import torch
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.raw_samples import Feature, RawSamples, fingerprint
-from sennit.runtime.data.schema import Schema, SparseField
+from sennit.runtime.data.schema import Schema, SparseField, TimeField
 from sennit.runtime.stream.files import PIECE_ROWS
 
 _WEIGHT: Final = "sample_weight"
+_TIME: Final = "time"
 _PURPOSE: Final = "a data set in memory"
 
 
@@ -62,6 +63,8 @@ def in_memory(raw: RawSamples) -> tuple[MemoryFile, Schema]:
     columns = dict(zip(raw.label_names, labels.T, strict=True))
     if raw.sample_weights is not None:
         columns[_WEIGHT] = raw.sample_weights.numpy()
+    if raw.times is not None:
+        columns[_TIME] = raw.times
     made = {name: arrow.array(np.ascontiguousarray(values)) for name, values in columns.items()}
     for number, part in enumerate(raw.dense_fields):
         made[part.name] = arrow.array(np.ascontiguousarray(dense[:, number]), from_pandas=True)
@@ -74,6 +77,7 @@ def in_memory(raw: RawSamples) -> tuple[MemoryFile, Schema]:
         dense=raw.dense_fields,
         sparse=tuple(_field(feature) for feature in raw.features),
         sample_weight=None if raw.sample_weights is None else _WEIGHT,
+        time=None if raw.times is None else TimeField(column=_TIME),
         has_operated=True,
         history=raw.history,
     )

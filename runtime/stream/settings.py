@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final
 
 import torch.distributed as dist
@@ -105,6 +105,11 @@ class StreamSettings:
             raise ConfigError(f"--window with --order {self.order}; allowed: time")
         if self.train_until_s is not None and self.evaluate_on != "next":
             raise ConfigError("--window with --train-until; allowed: with --evaluate-on next, or one of the two")
+
+    @property
+    def needs_time(self) -> bool:
+        """Whether there has to be a column of time."""
+        return self.order == "time" or self.train_until_s is not None
 
     @property
     def fixed(self) -> dict[str, Any]:
@@ -224,8 +229,11 @@ def short_stream(
     `histories`: with those of the samples, if they have any.
     """
     raw = RawSamples.of(data) if isinstance(data, Samples) else data
-    file, schema = in_memory(raw if histories else raw.without_history())
-    index = index_of((file,), tuple(schema.read_columns))
+    raw = raw if histories else raw.without_history()
+    # In another order, times tell no stream from another.
+    file, schema = in_memory(raw if settings.needs_time else replace(raw, times=None))
+    time = None if schema.time is None else schema.time.column
+    index = index_of((file,), (*schema.read_columns, *([] if time is None else [time])), time_column=time)
     if schema.history is not None:
         check_types(raw.name, schema, file.schema)
     return ordered(raw.name, index, adapted(schema), len(raw) - (raw.eval_rows or 0), settings, run)
@@ -257,13 +265,12 @@ def ordered(
     when it had fewer files.
     """
     check_order(name, settings.order, schema.running)
-    needs_time = settings.order == "time" or settings.train_until_s is not None
-    if needs_time and schema.time is None:
+    if settings.needs_time and schema.time is None:
         raise DataError(
             f'{name}: no column of time; allowed: time = "name" in the schema of files, or another --order without it'
         )
     times = None
-    if schema.time is not None and needs_time:
+    if schema.time is not None and settings.needs_time:
         times = Times(
             index,
             unit=schema.time.unit,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from sennit.errors import DeviceError
-from sennit.runtime.data.errors import DataError
+from sennit.runtime.data import sources
+from sennit.runtime.data.errors import DataError, MissingPackage
 from sennit.runtime.data.order import OrderSettings
 from sennit.runtime.data.schema import HISTORY_MAX, Schema, parse_schema
 from sennit.runtime.data.source import Source
@@ -26,7 +28,7 @@ from sennit.runtime.stream.following import Follower
 from sennit.runtime.stream.histories import Histories
 from sennit.runtime.stream.index import StreamIndex, open_index
 from sennit.runtime.stream.loader import StreamLoader
-from sennit.runtime.stream.settings import StreamSettings, open_stream
+from sennit.runtime.stream.settings import StreamSettings, open_stream, short_stream
 from sennit.transport.errors import ConfigError
 from tests.extent import examples
 from tests.runtime.stream.stream_files import write
@@ -220,6 +222,44 @@ def test_a_schema_has_histories_only_if_somebody_asks(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="histories, which a feeder does not send; allowed: ranks that read"):
         FeedStream.of(full)
     assert [table.name for table in FeedStream.of(plain).facts.tables] == ["item"]
+
+
+def test_movielens_has_histories_of_users_in_order_of_time() -> None:
+    try:
+        raw = sources.load(Source(data="movielens"), seed=1, histories=True)
+    except MissingPackage as error:
+        pytest.skip(str(error))
+    plain = raw.without_history()
+    assert [part.name for part in plain.features] == ["user", "film", "age", "gender", "occupation", "genre"]
+    users, seconds, ratings = (part.values for part in raw.features if part.name in ("user", "rating", "rated_at_s"))
+    assert raw.labels.tolist() == (ratings >= 4).tolist()
+    wanted = expected(users.tolist(), range(len(raw)), 200)
+    with StreamLoader("movielens", order="time", batch_size=500, histories=True) as loader:
+        assert [table.name for table in loader.tables] == [*(part.name for part in plain.features), "rating"]
+        loader.load_state_dict(loader.state_dict() | {"step": 40})
+        batch = next(iter(loader))
+    rows = [wanted[row] for row in range(20_000, 20_500)]
+    assert batch.lengths[1].tolist() == [len(one) + 1 for one in rows]
+    assert batch.lengths[-1].tolist() == [len(one) for one in rows]
+    assert batch.values[-int(batch.lengths[-1].sum()) :].tolist() == [ratings[one] for row in rows for one in row]
+    assert batch.integers is not None
+    own = [seconds[one] for number, row in enumerate(rows, 20_000) for one in (*row, number)]
+    assert batch.integers.values.tolist() == own
+
+
+def test_times_of_samples_in_memory_are_read_only_where_they_order(seed: int) -> None:
+    try:
+        raw = sources.load(Source(data="movielens"), seed=1)
+    except MissingPackage as error:
+        pytest.skip(str(error))
+    run = OrderSettings(
+        seed=seed, split="last", eval_fraction=0.1, batch_size=10, epochs=1, max_steps=None, eval_every=None
+    )
+    timed, untimed = (short_stream(raw, StreamSettings(order=order), run) for order in ("time", "files"))
+    assert timed.times is not None
+    assert (timed.times.first_s, timed.times.last_s) == (874724710, 893286638)
+    without = short_stream(replace(raw, times=None), StreamSettings(order="files"), run)
+    assert untimed.stream.fingerprint == without.stream.fingerprint != timed.stream.fingerprint
 
 
 def test_a_folder_that_grows_has_no_histories(tmp_path: Path) -> None:
