@@ -99,7 +99,8 @@ class SlotSketches:
                 out.line("STOP_ENDLESS(out);")
                 out.line("begin += *AT(__u32, of_row);")
                 out.line("of_row += 4;")
-            out.line("__u64 ids = *AT(__u32, of_row);")
+            # The process may have written it. It must not decide how long the kernel counts.
+            out.line(f"__u64 ids = least_of(*AT(__u32, of_row), {length});")
         else:
             out.line(f"__u64 begin = {length} * row, ids = {length};")
         out.line(f"__u64 id_at = slot_at + {offsets[first]} + {pitch} * n + 8 * begin;")
@@ -109,8 +110,10 @@ class SlotSketches:
             out.line("id_at += 8;")
 
     def packet_lines(self, out: Writer) -> None:
-        """Generates the code in `fill`, after the last record, for the sampled rows from slot->rows to kept - 1."""
-        out.line("const __u64 first_of_packet = slot->rows;")
+        """Generates the code in `fill`, after the last record, for the sampled rows of the packet, up to kept - 1."""
+        # slot->rows may have changed since `kept` began with it: the process can write it.
+        kept = "(records - filtered)" if self._layout.plan.keep else "records"
+        out.line(f"const __u64 first_of_packet = kept - {kept};")
         out.line("const __u32 batch = bpf_ntohl(header->batch);")
         lines = f"{self._layout.ring_bytes}ull + (batch & (SLOTS - 1)) * {self.slot_bytes}ull"
         with out.block("for (__u64 n = first_of_packet >> SKETCH_SHIFT; n << SKETCH_SHIFT < kept; n++)"):

@@ -20,7 +20,7 @@ from sennit.ebpf.compiler import compile_source
 from sennit.ebpf.elf import Elf
 from sennit.ebpf.library import BpfError
 from sennit.ebpf.loader import BpfObject
-from sennit.offload import xdp
+from sennit.offload import plan_program
 from sennit.offload.admission import FeedCounters, Verdict
 from sennit.offload.batches import CURSORS_OFFSET, BatchLayout
 from sennit.offload.errors import TargetUnavailable
@@ -367,7 +367,8 @@ def test_without_privilege_it_says_what_is_missing_and_what_to_use(monkeypatch: 
     def refuse(*_: object, **__: object) -> BpfObject:
         raise BpfError(errno.EPERM, "not permitted")
 
-    monkeypatch.setattr(xdp, "BpfObject", refuse)
-    monkeypatch.setattr(xdp, "missing_privileges", lambda: kernel_features.missing_privileges(effective=1 << 12))
+    monkeypatch.setattr(plan_program, "BpfObject", refuse)
+    lacking = kernel_features.missing_privileges(effective=1 << 12)
+    monkeypatch.setattr(plan_program, "missing_privileges", lambda: lacking)
     with pytest.raises(TargetUnavailable, match="lacks CAP_BPF, CAP_PERFMON; the target cpu needs none"):
         XdpReceiver(LAYOUT, session=SESSION, udp_port=PORT)
