@@ -74,10 +74,10 @@ def plan_from_json(content: Any) -> FeaturePlan:
     if not isinstance(content, dict) or content.keys() != set(keys):
         raise PlanError(f"not a plan; allowed: an object with {', '.join(keys)}")
     try:
-        dense = tuple(_text(name) for name in content["dense"])
+        dense = tuple(_text(name) for name in _list(content["dense"]))
         sparse = tuple(
             Sparse(column=_text(name), rows=None if rows is None else _integer(rows))
-            for name, rows in content["sparse"]
+            for name, rows in map(_list, _list(content["sparse"]))
         )
     except (TypeError, ValueError):
         raise PlanError("not a plan: dense has names, and sparse has pairs of name and rows") from None
@@ -114,6 +114,12 @@ def _as_json(value: Any) -> Any:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
         raise TypeError
     return value
 

@@ -58,17 +58,18 @@ class Agent(Closing):
         self._connections: Counter[int] = Counter()
         self._threads: set[threading.Thread] = set()
         self._lock = threading.Lock()
-        self._ends, self._wake = socket.socketpair()
+        self._running = threading.Lock()
         self._listener = listen(path)
+        self._ends, self._wake = socket.socketpair()
 
     def run(self) -> None:
-        while True:
-            if self._ends in _ready([self._listener, self._ends]):
-                return
-            try:
-                self._admit(self._listener.accept()[0])
-            except OSError:  # the peer is gone again, or no descriptors are left until another one goes
-                _ready([self._ends], PAUSE_S)
+        """Hears peers until `stop`."""
+        with self._running:
+            while self._ends not in _ready([self._listener, self._ends]):
+                try:
+                    self._admit(self._listener.accept()[0])
+                except OSError:  # the peer is gone again, or no descriptors are left until another one goes
+                    _ready([self._ends], PAUSE_S)
 
     def stop(self) -> None:
         """Ends `run`, and all connections. Safe in a handler of signals, and in another thread."""
@@ -77,7 +78,7 @@ class Agent(Closing):
 
     def close(self) -> None:
         self.stop()
-        with self._lock:
+        with self._running, self._lock:
             waiting = list(self._threads)
         for thread in waiting:
             thread.join()
@@ -104,22 +105,19 @@ class Agent(Closing):
             if not grants:
                 refusal = f"user {peer.user} may have no program; the agent's file says who may"
             elif count >= most or total >= CONNECTIONS_MAX:
-                refusal = (
-                    f"user {peer.user} has {count} connections, all have {total}; allowed: {most}, {CONNECTIONS_MAX}"
-                )
+                refusal = f"{count} connections of user {peer.user}; allowed: {most}, {CONNECTIONS_MAX} of all users"
             else:
                 self._connections[peer.user] += 1
                 thread = threading.Thread(
                     target=self._serve, args=(connection, peer, grants), name="sennit-agent", daemon=True
                 )
                 self._threads.add(thread)
+                thread.start()
         if refusal:
             self._say(f"refused: {refusal}")
             with connection, peer, contextlib.suppress(OSError):
                 connection.setblocking(False)
                 connection.send(encode({"error": refusal}))
-            return
-        thread.start()
 
     def _serve(self, connection: socket.socket, peer: Peer, grants: Sequence[Grant]) -> None:
         """A connection, from the request to its end."""
@@ -222,9 +220,11 @@ def _ready(waited: Sequence[socket.socket | int], timeout_s: float | None = None
 def _socket_of(sent: list[int]) -> Iterator[socket.socket]:
     if not sent:
         raise AgentError("no socket came along; allowed: one of UDP, at the interface's address and the port")
+    own = os.dup(sent[0])
     try:
-        bound = socket.socket(fileno=os.dup(sent[0]))
+        bound = socket.socket(fileno=own)
     except OSError:
+        os.close(own)
         raise AgentError("what came along is no socket; allowed: one of UDP") from None
     with bound:
         yield bound
