@@ -399,6 +399,21 @@ def _native_xdp() -> Capability:
     return present(name, "virtual interfaces run XDP programs in their driver")
 
 
+def _xdp_agent() -> Capability:
+    """Whether an agent loads XDP programs for this user, and where."""
+    from sennit.offload.agent import receiver
+    from sennit.offload.errors import TargetUnavailable
+
+    path = receiver.agent_socket() or receiver.SOCKET
+    try:
+        grants = receiver.terms(path)
+    except TargetUnavailable as error:
+        reason, _, remedy = str(error).removeprefix("xdp: ").partition("; ")
+        return absent("xdp-agent", reason, remedy)
+    what = (f"{', '.join(one['interfaces'])} ports {one['ports'][0]} to {one['ports'][1]}" for one in grants)
+    return present("xdp-agent", f"{path}: {'; '.join(what)}")
+
+
 def command(name: str, package: str) -> Capability:
     path = shutil.which(name)
     if path is None:
@@ -441,6 +456,7 @@ PROBES: dict[str, Callable[[], Capability]] = {
     "bpf": functools.partial(_bpf_feature, "map", "bpf", "maps can be made"),
     "arena": _arena,
     "native-xdp": _native_xdp,
+    "xdp-agent": _xdp_agent,
     "uprobe": functools.partial(_bpf_feature, "uprobe", "uprobe", "programs at functions of a process"),
     "tc": functools.partial(command, "tc", "iproute2"),
     "ip": functools.partial(command, "ip", "iproute2"),
@@ -466,6 +482,7 @@ QUESTIONS = [
     Question(title="embedding rows on files by io_uring (threads otherwise)", needs=("io-uring",)),
     Question(title="CUDA tensors", needs=("gpu",)),
     Question(title="preprocessing in XDP, batches in an arena (offload)", needs=("root", "bpf", "arena", "native-xdp")),
+    Question(title="the same without rights, through sennit agent", needs=("xdp-agent",)),
     Question(title="sums in XDP (aggregate; sockets otherwise)", needs=("root", "bpf", "arena", "native-xdp")),
 ]
 

@@ -14,6 +14,8 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+
 from sennit.ebpf.kernel_features import effective_capabilities
 from sennit.offload.agent.receiver import LeasedReceiver
 from sennit.offload.batches import Batch, BatchLayout
@@ -39,7 +41,7 @@ LAYOUT = BatchLayout(plan=PLAN, batch_rows=ROWS, slots=SLOTS)
 def digest(batch: Batch) -> str:
     found = hashlib.sha256()
     for column in (batch.labels, batch.dense, batch.lengths, *batch.values):
-        found.update(column.tobytes())
+        found.update(np.ascontiguousarray(column).tobytes())
     return found.hexdigest()
 
 

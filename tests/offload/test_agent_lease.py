@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sennit.ebpf.kernel_features import CAPABILITIES
 from sennit.ebpf.library import library
 from sennit.offload.agent import receiver
 from sennit.offload.agent.permissions import Grant, Permissions, read_permissions
@@ -38,7 +39,7 @@ INTERFACE, OTHER_INTERFACE, IPV4 = "plane0", "extra0", "192.0.2.1"
 PORT = 4800
 # As many as there are slots, so that none of them waits for room.
 BATCHES = leased_trainer.SLOTS
-USER, STRANGER = 65_534, 65_533
+USER, STRANGER, AGENT_USER = 65_534, 65_533, 65_532
 DEADLINE_S = 60.0
 BODY_BYTES = 1300
 WITHOUT_RIGHTS = ["--clear-groups", "--inh-caps=-all", "--bounding-set=-all", "--no-new-privs"]
@@ -136,9 +137,9 @@ def test_a_trainer_without_rights_has_the_batches_of_the_reference(
             digests = feed(planes, rng, port)
             assert [said(process) for _ in digests] == digests
             assert said(process) == f"{BATCHES * leased_trainer.ROWS}"
-        assert first.communicate(timeout=DEADLINE_S) == ("", None)
+        assert first.communicate(timeout=DEADLINE_S)[0] == ""
         assert attached(planes), "the second one has its program"
-        assert second.communicate(timeout=DEADLINE_S) == ("", None)
+        assert second.communicate(timeout=DEADLINE_S)[0] == ""
     assert attached(planes) == 0, "the end of the second one waited for this"
 
 
@@ -151,8 +152,16 @@ def test_a_killed_trainer_leaves_nothing_attached(planes: Planes, agent: Path) -
 
 
 def test_a_killed_agent_leaves_nothing_attached_and_its_trainer_says_so(planes: Planes, tmp_path: Path) -> None:
-    file, path = write_permissions(tmp_path), tmp_path / "agent.sock"
-    command = [sys.executable, "-m", "sennit", "agent", "--config", str(file), "--socket", str(path)]
+    """And the agent is a user with three capabilities, as its unit makes it (examples/cluster/systemd)."""
+    file, path = write_permissions(tmp_path), tmp_path / "run" / "agent.sock"
+    for folder in (path.parent, tmp_path / "cache"):
+        folder.mkdir()
+        os.chown(folder, AGENT_USER, -1)
+    given = ",".join(["-all", *(f"+{name.removeprefix('CAP_').lower()}" for name in CAPABILITIES)])
+    rights = [f"--inh-caps={given}", f"--ambient-caps={given}", f"--bounding-set={given}", "--no-new-privs"]
+    cache = f"XDG_CACHE_HOME={tmp_path / 'cache'}"
+    user = ["setpriv", f"--reuid={AGENT_USER}", "--clear-groups", *rights, "env", cache]
+    command = [*user, sys.executable, "-m", "sennit", "agent", "--config", str(file), "--socket", str(path)]
     with planes.popen(TRAINER_HOST, command, stdout=subprocess.PIPE, text=True) as killed:
         assert said(killed) == f"ready: {path}, 1 grants of {file}"
         with trainer(planes, path) as process:

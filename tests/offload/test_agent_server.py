@@ -16,6 +16,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from sennit.doctor import capabilities
 from sennit.errors import ConfigError
 from sennit.offload.agent import server
 from sennit.offload.agent.errors import AgentError
@@ -33,7 +34,7 @@ from sennit.offload.agent.receiver import LeasedReceiver, agent_socket, check, t
 from sennit.offload.agent.server import SPARE, Agent
 from sennit.offload.batches import BatchLayout
 from sennit.offload.errors import PlanError, TargetUnavailable
-from sennit.offload.operators import Clamp, Cross, Log1p, Sample
+from sennit.offload.operators import Clamp, Cross, Log1p, Operator, Sample
 from sennit.offload.plan import FeaturePlan, Sparse
 from sennit.offload.schema import Dense, Ids, Schema
 from sennit.offload.sketch import SketchShape
@@ -112,6 +113,15 @@ def test_a_user_hears_what_they_may_have(served: Served) -> None:
         check(path, "lo", 4900)
     with pytest.raises(TargetUnavailable, match="there is no interface 'nowhere0'"):
         check(path, "nowhere0", 4800)
+
+
+def test_doctor_says_what_a_user_may_have(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = capabilities.PROBES["xdp-agent"]
+    monkeypatch.setenv("SENNIT_AGENT", str(served.agent.path))
+    assert probe() == capabilities.present("xdp-agent", f"{served.agent.path}: lo, nowhere0 ports 4800 to 4899")
+    monkeypatch.setenv("SENNIT_AGENT", "/nowhere")
+    what, remedy = "no agent at /nowhere: No such file or directory", "start sennit agent, or set SENNIT_AGENT"
+    assert probe() == capabilities.absent("xdp-agent", what, remedy)
 
 
 def test_nobody_else_is_heard(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +269,7 @@ def test_every_field_is_checked(place: str, value: Any) -> None:
 
 def test_work_that_grows_with_each_use_is_bounded() -> None:
     """Each column crosses the one before with itself: 2^n operators, in a line of some kilobytes."""
-    columns = {"x0": Cross(left="sample", right="sample")}
+    columns: dict[str, Operator] = {"x0": Cross(left="sample", right="sample")}
     columns |= {f"x{n}": Cross(left=f"x{n - 1}", right=f"x{n - 1}") for n in range(1, 40)}
     plan = FeaturePlan(schema=Schema(ids=(Ids(name="sample"),)), columns=columns, sparse=(Sparse(column="x39"),))
     with pytest.raises(AgentError, match=f"a plan of {2**40 - 1} operators, counted once .* allowed: {WORK_MAX}"):
