@@ -74,7 +74,7 @@ class Hstu(nn.Module):
                 "hstu reads histories, and these data have none; allowed: data with a [history] in their schema "
                 "(docs/reference/data-sets.md), or another model"
             )
-        self._history = history
+        self.history = history
         self._others = tuple(name for name in inputs.names if name not in (*history.own, *history.past))
         dims = {table.name: table.dim for table in inputs.tables}
         width = dims[history.own[0]]
@@ -84,17 +84,17 @@ class Hstu(nn.Module):
                 "the heads"
             )
         self.events = nn.ModuleDict(
-            {_key(name): nn.Linear(dims[name], width, bias=False) for name in (*history.own, *history.past)}
+            {key(name): nn.Linear(dims[name], width, bias=False) for name in (*history.own, *history.past)}
         )
-        self.context = nn.ModuleDict({_key(name): nn.Linear(dims[name], width) for name in self._others})
+        self.context = nn.ModuleDict({key(name): nn.Linear(dims[name], width) for name in self._others})
         self.dense = mlp([inputs.dense_count, *inputs.bottom, width], last_relu=False) if inputs.dense_count else None
-        self._context = len(self._others) + (self.dense is not None)
-        positions = self._context + history.last + 1
+        self.context_length = len(self._others) + (self.dense is not None)
+        positions = self.context_length + history.last + 1
         self.layers = nn.ModuleList(
             HstuLayer(width, inputs.heads, positions, has_times=history.times is not None) for _ in range(inputs.layers)
         )
         self.norm = nn.LayerNorm(width)
-        self.head = mlp([(2 + self._context) * width, *inputs.top, inputs.label_count], last_relu=False)
+        self.head = mlp([(2 + self.context_length) * width, *inputs.top, inputs.label_count], last_relu=False)
         # Not a buffer, because DDP would broadcast it before each forward pass.
         self._boundaries = 2 ** torch.arange(TIME_BUCKETS - 1)
         initialise(self, inputs.seed)
@@ -115,17 +115,17 @@ class Hstu(nn.Module):
         `dense` is [B, D]. `vectors` are nested [B, *, dim] by table, of layout `torch.jagged`: those of `own` have the
         history and the candidate, those of `past` the history alone. `integers` are nested [B, *].
         """
-        own, context = self._history.own, self._context
+        own, context = self.history.own, self.context_length
         lengths = vectors[own[0]].offsets().diff()
-        events = sum(self.events[_key(name)](vectors[name].values()) for name in own)
+        events = sum(self.events[key(name)](vectors[name].values()) for name in own)
         candidates = lengths.cumsum(0) - 1
-        if self._history.past:
+        if self.history.past:
             is_past = torch.ones(len(events), dtype=torch.bool, device=events.device)
             is_past[candidates] = False
-            known = sum(self.events[_key(name)](vectors[name].values()) for name in self._history.past)
+            known = sum(self.events[key(name)](vectors[name].values()) for name in self.history.past)
             events = events.index_add(0, is_past.nonzero().squeeze(1), known)
         candidate = events.index_select(0, candidates)
-        about = self._about(dense, vectors)
+        about = self.about(dense, vectors)
         # All context first, then all events: where each position of each sequence is among them.
         order = _interleaved(lengths, context)
         rows = torch.cat([about.reshape(-1, about.shape[2]), events]).index_select(0, order)
@@ -137,7 +137,7 @@ class Hstu(nn.Module):
             context=context,
             targets=torch.ones_like(lengths),
             times=self._times(integers, lengths, order),
-            boundaries=None if self._history.times is None else self._boundaries.to(rows.device),
+            boundaries=None if self.history.times is None else self._boundaries.to(rows.device),
         )
         for layer in self.layers:
             rows = layer(rows, attend)
@@ -145,10 +145,10 @@ class Hstu(nn.Module):
         logits: Tensor = self.head(torch.cat([found, found * candidate, about.flatten(1)], 1))
         return logits.squeeze(1)
 
-    def _about(self, dense: Tensor, vectors: dict[str, Any]) -> Tensor:
+    def about(self, dense: Tensor, vectors: dict[str, Any]) -> Tensor:
         """[B, context, width]: features that are no sequences. Several vectors of one are added up."""
         found = [
-            self.context[_key(name)](
+            self.context[key(name)](
                 torch.segment_reduce(vectors[name].values(), "sum", lengths=vectors[name].offsets().diff(), initial=0)
             )
             for name in self._others
@@ -159,15 +159,15 @@ class Hstu(nn.Module):
 
     def _times(self, integers: dict[str, Any], lengths: Tensor, order: Tensor) -> Tensor | None:
         """Int64 [rows]. The context has the time of the first event."""
-        if self._history.times is None:
+        if self.history.times is None:
             return None
-        times = integers[self._history.times]
+        times = integers[self.history.times]
         begins = times.values().index_select(0, lengths.cumsum(0) - lengths)
-        whole = torch.cat([begins.repeat_interleave(self._context), times.values()])
+        whole = torch.cat([begins.repeat_interleave(self.context_length), times.values()])
         return whole.index_select(0, order)
 
 
-def _key(name: str) -> str:
+def key(name: str) -> str:
     """The name of a table as that of a module, which has no points."""
     return name.replace(".", "_")
 

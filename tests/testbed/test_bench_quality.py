@@ -16,6 +16,7 @@ pytest.importorskip("torch")
 from sennit.offload.ingest.facts import TableFacts
 from sennit.runtime.data.source import Source
 from sennit.runtime.kernels.spec import Precision, Rounding
+from sennit.runtime.stream.settings import StreamSettings
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.launch import RankFailure
 from sennit.testbed.bench.training import (
@@ -26,6 +27,8 @@ from sennit.testbed.bench.training import (
     quality_plots,
     quality_ways,
 )
+from sennit.testbed.bench.training.padded_hstu import PaddedTorch
+from sennit.testbed.bench.training.plain_torch import PlainTorch
 from sennit.testbed.bench.training.quality_ways import ASYNCHRONOUS, Trained, batch_way, server_way, steps_within
 from sennit.transport.errors import SennitError
 from tests.runtime.whole_run import train
@@ -160,16 +163,36 @@ def test_plain_torch_trains_the_same_model(tmp_path: Path) -> None:
     )
     options = ["--data", "synthetic", "--samples", "2000", "--row-limit", "300", "--batch-size", "64", "--dim", "8"]
     ours = train(tmp_path / "report.json", *options, "--epochs", "2", "--seed", "5", "--ranks", "2")["quality"]
-    plain = plain_torch.train(config)
+    plain = plain_torch.train(PlainTorch(config))
     assert plain.sample_count == ours["sample_count"]
     assert plain.normalised_entropy == pytest.approx(ours["normalised_entropy"], abs=2e-3)
     assert plain.auc == pytest.approx(ours["auc"], abs=5e-3)
 
 
+def test_padded_torch_trains_the_same_hstu(tmp_path: Path) -> None:
+    pytest.importorskip("recbole")
+    options = ["--data", "movielens", "--model", "hstu", "--order", "time", "--history", "9", "--batch-size", "64"]
+    options += ["--steps", "30", "--eval-fraction", "0.005"]
+    ours = train(tmp_path / "report.json", *options, "--ranks", "2")["quality"]
+    config = TrainingConfig(
+        source=Source(data="movielens"),
+        stream=StreamSettings(order="time"),
+        model="hstu",
+        history=9,
+        batch_size=64,
+        max_steps=30,
+        eval_fraction=0.005,
+    )
+    padded = plain_torch.train(PaddedTorch(config))
+    assert padded.sample_count == ours["sample_count"] == 500
+    assert padded.normalised_entropy == pytest.approx(ours["normalised_entropy"], abs=1e-3)
+    assert padded.auc == pytest.approx(ours["auc"], abs=5e-3)
+
+
 def test_one_worker_of_a_parameter_server_is_plain_torch_and_several_are_stale() -> None:
     source = Source(data="synthetic", samples=1_000, row_limit=100)
     config = TrainingConfig(source=source, batch_size=32, embedding_dim=4, epochs=1, timeout_s=60)
-    plain = plain_torch.train(config)
+    plain = plain_torch.train(PlainTorch(config))
     alone = parameter_server.train(config, 1)
     assert (alone.quality, alone.staleness) == (plain, 0.0)
     several = parameter_server.train(config, 2)

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from sennit.runtime.data.batch import Batch
 from sennit.runtime.data.batch_source import BatchSource
@@ -23,7 +23,7 @@ from sennit.runtime.sharded.initial import fill
 from sennit.runtime.sharded.tables import Shard
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.metrics import Quality
-from sennit.runtime.training.planned import source_of
+from sennit.runtime.training.planned import model_inputs, source_of
 from sennit.runtime.training.predictions import quality
 
 
@@ -83,14 +83,7 @@ class PlainTorch:
         self.config, self.source = config, source_of(config, 1)
         self.order = self.source.order
         tables = config.tables_of(self.source.tables)
-        inputs = ModelInputs(
-            dense_count=self.source.dense_count,
-            tables=tables,
-            bottom=config.bottom,
-            top=config.top,
-            seed=config.seed,
-        )
-        self.model = build(config.model, inputs)
+        self.model = self._model(model_inputs(config, self.source, tables))
         self.weights: dict[str, Tensor] = {}
         self._sums: dict[str, Tensor] = {}
         for number, table in enumerate(tables):
@@ -99,6 +92,9 @@ class PlainTorch:
             self.weights[table.name], self._sums[table.name] = weight, torch.zeros(table.rows)
         self._optimizer = torch.optim.Adagrad(self.model.parameters(), lr=config.dense_rate, eps=EPSILON)
         self._schedule = config.schedule(self.order.step_count)
+
+    def _model(self, inputs: ModelInputs) -> nn.Module:
+        return build(self.config.model, inputs)
 
     def batch(self, step: int) -> Batch:
         """All samples of a step."""
@@ -147,9 +143,8 @@ def pooled(weight: Tensor, lengths: Tensor, ids: Tensor) -> Tensor:
     return F.embedding_bag(ids.long(), weight, offsets, mode="sum", sparse=True)
 
 
-def train(config: TrainingConfig) -> Quality:
+def train(plain: PlainTorch) -> Quality:
     """Trains for all epochs. Returns the quality on the held-back samples."""
-    plain = PlainTorch(config)
     for step in range(plain.order.step_count):
         weights = {name: weight.requires_grad_() for name, weight in plain.weights.items()}
         loss = plain.loss(plain.batch(step), weights)

@@ -20,6 +20,7 @@ from sennit.runtime.calibrate import machine
 from sennit.testbed.bench.training.quality_ways import (
     ASYNCHRONOUS,
     FP32,
+    HISTORY_WAYS,
     RATE_RULES,
     SAME_TIME,
     SQRT,
@@ -32,6 +33,9 @@ from sennit.testbed.bench.training.quality_ways import (
     steps_within,
     train,
 )
+
+NAMED: Final = {**WAYS, **HISTORY_WAYS}
+"""All ways with a name of their own."""
 
 METRICS: Final = {"normalised_entropy": "NE", "auc": "AUC", "calibration": "calibration"}
 """The fields of a run's quality that are compared, and their short names."""
@@ -76,12 +80,12 @@ class Settings:
                 raise ValueError(f"rate rule {rule!r}; allowed: {', '.join(RATE_RULES)}")
         if not self.rate_rules:
             raise ValueError(f"no rate rule; allowed: {', '.join(RATE_RULES)}")
-        known = dict.fromkeys([*WAYS, *(way.name for way in (*self._servers, *self._batches))])
+        known = dict.fromkeys([*NAMED, *(way.name for way in (*self._servers, *self._batches))])
         if self.base not in known:
             raise ValueError(f"base {self.base!r}; allowed: {', '.join(known)}")
         for name in self.only:
-            if name not in WAYS:
-                raise ValueError(f"way {name!r}; allowed: {', '.join(WAYS)}")
+            if name not in NAMED:
+                raise ValueError(f"way {name!r}; allowed: {', '.join(NAMED)}")
         if not 0 <= self.warmup < 1:
             raise ValueError(f"a warm-up of {self.warmup:g} of the steps; allowed: 0 to below 1")
         if self.equal_time and not (self.batch_sizes and self._has_servers):
@@ -97,7 +101,7 @@ class Settings:
     @property
     def ways(self) -> tuple[Way, ...]:
         """All ways in the order in which they run: a way that sets a time comes before those that take it."""
-        named = [WAYS[name] for name in self.only if name != ASYNCHRONOUS]
+        named = [NAMED[name] for name in self.only if name != ASYNCHRONOUS]
         longer = [
             batch_way(size, rule, is_same_time=True)
             for size in self.batch_sizes
@@ -106,8 +110,8 @@ class Settings:
         ]
         servers = self._servers if self._has_servers else []
         found = [*named, *servers, *self._batches, *longer]
-        if self.base in WAYS:
-            found.append(WAYS[self.base])
+        if self.base in NAMED:
+            found.append(NAMED[self.base])
         by_name = {way.name: way for way in found}
         return (by_name.pop(self.base), *by_name.values())
 

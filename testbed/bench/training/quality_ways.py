@@ -21,10 +21,13 @@ from sennit.runtime.data.source import Source
 from sennit.runtime.kernels.spec import Precision, Rounding
 from sennit.runtime.model.settings import SettingsFile
 from sennit.runtime.planner.one_thread import one_thread
+from sennit.runtime.stream.settings import StreamSettings
 from sennit.runtime.training import launch
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.run import Place, run_rank
 from sennit.testbed.bench.training import parameter_server, plain_torch
+from sennit.testbed.bench.training.padded_hstu import PaddedTorch
+from sennit.testbed.bench.training.plain_torch import PlainTorch
 from sennit.transport.errors import SennitError
 
 FP32: Final = "fp32"
@@ -102,6 +105,19 @@ WAYS: Final[Mapping[str, Way]] = {
 }
 
 
+IN_TIME: Final[Mapping[str, Any]] = {"stream": StreamSettings(order="time"), "batch_size": 512}
+DLRM, HSTU, PADDED = "dlrm in time order", "hstu in time order", "hstu in padded torch"
+HISTORY_WAYS: Final[Mapping[str, Way]] = {
+    way.name: way
+    for way in (
+        Way(name=DLRM, changes=IN_TIME),
+        Way(name=HSTU, changes={**IN_TIME, "model": "hstu"}),
+        Way(name=PADDED, changes={**IN_TIME, "model": "hstu"}, is_program=True),
+    )
+}
+"""Ways of one pass in the order of time, for data with histories. The last samples are for evaluation."""
+
+
 def with_rule(name: str, rule: str) -> str:
     """The name of a way with this rate rule."""
     return name if rule == SQRT else f"{name}, {rule}"
@@ -158,7 +174,10 @@ def train(job: Job, way: Way, steps: int | None = None) -> Trained:
             return _ours(config, job.ranks)
         if way.name == PLAIN:
             with one_thread():
-                return Trained(quality=asdict(plain_torch.train(config)))
+                return Trained(quality=asdict(plain_torch.train(PlainTorch(config))))
+        if way.name == PADDED:
+            with one_thread():
+                return Trained(quality=asdict(plain_torch.train(PaddedTorch(config))))
         outcome = parameter_server.train(config, WORKERS)
     except SennitError as error:
         raise SennitError(f"{way.name}, seed {job.seed}: {error}") from error

@@ -229,7 +229,12 @@ def quality(
     same_time: Annotated[
         bool, typer.Option("--same-time", help="--batch-sizes also for as long as the parameter server took")
     ] = False,
-    base: Annotated[str, typer.Option(help="the way to compare with, such as 'batch 8,192'")] = "fp32",
+    base: Annotated[
+        str | None, typer.Option(help="the way to compare with, such as 'batch 8,192'; default: fp32")
+    ] = None,
+    histories: Annotated[
+        bool, typer.Option("--histories", help="one pass in time order: dlrm, hstu, and hstu in padded plain torch")
+    ] = False,
     json_path: Figures = None,
     plot_path: Picture = None,
 ) -> None:
@@ -239,7 +244,7 @@ def quality(
     """
     from sennit.testbed.bench.training import quality as bench
     from sennit.testbed.bench.training import quality_plots
-    from sennit.testbed.bench.training.quality_ways import WAYS
+    from sennit.testbed.bench.training.quality_ways import DLRM, FP32, HISTORY_WAYS, WAYS
     from sennit.transport.errors import SennitError
 
     with mistakes_told():
@@ -248,12 +253,12 @@ def quality(
             seeds=seeds,
             epochs=epochs,
             ranks=ranks,
-            only=tuple(only or WAYS),
+            only=tuple(only or (HISTORY_WAYS if histories else WAYS)),
             batch_sizes=tuple(int(size) for size in batch_sizes.split(",") if size),
             rate_rules=tuple(rule for rule in rate_rules.split(",") if rule),
             warmup=warmup,
             equal_time=same_time,
-            base=base,
+            base=base or (DLRM if histories else FP32),
         )
     try:
         with progress() as update:
