@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The best normalised entropy that any model can reach on samples of `synthetic-stream`.
+"""The best normalised entropy that any model can reach on samples of `synthetic-stream` and `synthetic-yambda`.
 
 The true probability of each sample is known. So the normalised entropy (NE; He et al. 2014) of true
 probabilities is known, too, and what a model has above it is its own loss. A model cannot reach it quite: it does not
@@ -11,17 +11,32 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from sennit.offload.hashing import U64
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.stream.files import PIECE_ROWS
 from sennit.runtime.stream.planted import F64, Planted, indices, probabilities
 
 # The quantile 0.975 of the normal distribution.
 NORMAL_975: Final = 1.959964
+
+
+class TrueModel(Protocol):
+    """The model that a stream was made of."""
+
+    @property
+    def row_count(self) -> int:
+        """Samples of the stream."""
+
+    def logits(self, index: U64) -> F64:
+        """Float64 [n]: the true logits of samples."""
+
+    def labels(self, index: U64, logits: F64 | None = None) -> npt.NDArray[np.bool_]:
+        """Bool [n]: the labels of samples. `logits`: the true ones, if they are there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,10 +58,10 @@ class Attainable:
     It is a normal approximation to first order in the sums of losses and of labels."""
 
     @classmethod
-    def of(cls, planted: Planted, begin: int, end: int) -> Attainable:
+    def of(cls, planted: TrueModel, begin: int, end: int) -> Attainable:
         """Of the samples `begin` up to, not including, `end`, read piece by piece. Raises DataError for none."""
-        if not 0 <= begin < end <= planted.settings.row_count:
-            raise DataError(f"samples {begin} to {end}; allowed: at least one of 0 to {planted.settings.row_count}")
+        if not 0 <= begin < end <= planted.row_count:
+            raise DataError(f"samples {begin} to {end}; allowed: at least one of 0 to {planted.row_count}")
         sums = np.zeros(7)
         for logits, clicks in _pieces(planted, begin, end):
             chances = probabilities(logits)
@@ -74,7 +89,7 @@ def by_day(planted: Planted) -> Iterator[Attainable]:
     return (Attainable.of(planted, day * rows, (day + 1) * rows) for day in range(planted.settings.days))
 
 
-def _pieces(planted: Planted, begin: int, end: int) -> Iterator[tuple[F64, npt.NDArray[np.bool_]]]:
+def _pieces(planted: TrueModel, begin: int, end: int) -> Iterator[tuple[F64, npt.NDArray[np.bool_]]]:
     """True logits and labels of the samples in turn."""
     for piece in range(begin, end, PIECE_ROWS):
         index = indices(piece, min(piece + PIECE_ROWS, end))

@@ -64,6 +64,10 @@ class Planted:
         self._dense_gain = round(DENSE_SCALE / math.sqrt(settings.dense) * _ROUNDED) / _ROUNDED
         self._id_gain = round(ID_SCALE / math.sqrt(len(settings.living)) * _ROUNDED) / _ROUNDED
 
+    @property
+    def row_count(self) -> int:
+        return self.settings.row_count
+
     def times(self, index: U64) -> I64:
         """Int64 [n]: seconds since the stream begins."""
         day, row = np.divmod(index, np.uint64(self.settings.rows_per_day))

@@ -207,7 +207,7 @@ def open_source(
     set, if it has any. Raises DataError if there is no stream.
     """
     if is_synthetic(source):
-        index, schema = index_of_synthetic(source)
+        index, schema = index_of_synthetic(source, histories=histories)
         return ordered(source.data.partition("?")[0], index, adapted(schema), index.sample_count, settings, run)
     if sources.is_named(source.data):
         return short_stream(

@@ -46,8 +46,8 @@ def command(
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"{', '.join(sources.NAMES)}, synthetic-stream, package.module:function, or Parquet files: path, "
-            f"pattern, folder or URL; may be repeated; default: {Source().data}"
+            help=f"{', '.join(sources.NAMES)}, synthetic-stream, synthetic-yambda, package.module:function, or "
+            f"Parquet files: path, pattern, folder or URL; may be repeated; default: {Source().data}"
         ),
     ] = None,
     eval_data: Annotated[
