@@ -40,11 +40,18 @@ TableIds = tuple[NDArray[np.int32] | NDArray[np.int64], NDArray[np.int64] | None
 class BatchEncoder:
     def __init__(self, numbers: Sequence[NumberEncoder], ids: Sequence[IdEncoder], /) -> None: ...
     def encode(
-        self, batch: Capsules, number_places: Sequence[int], id_places: Sequence[int], /
-    ) -> tuple[NDArray[np.float32], list[TableIds]] | None:
-        """Dense numbers [rows, numbers], and the ids of all tables. The places say which column is for which encoder.
+        self,
+        batch: Capsules,
+        number_places: Sequence[int],
+        id_places: Sequence[int],
+        label_places: Sequence[int],
+        weight_place: int | None,
+        /,
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32] | None, list[TableIds]] | None:
+        """Dense numbers [rows, numbers], labels [rows] or [rows, labels], weights [rows], and the ids of all tables.
 
-        None: a value is not allowed, or a column is not for its encoder.
+        The places say which column is for which encoder, and which ones are labels and weights. None: a value is not
+        allowed, or a column is not for its encoder.
         """
 
 class SamplesInMemory:

@@ -2,11 +2,33 @@
 // The samples of a batch, picked from columns in memory: all tables' ids in one array, and lengths by table.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
-#include <numeric>
 #include <span>
 
 namespace sennit::offload {
+
+// The samples of a batch. In order of time they are neighbours, and so are their ids. Copying those is vectorised.
+struct Picked {
+  std::span<const std::int64_t> samples;
+  bool are_neighbours;
+
+  explicit Picked(std::span<const std::int64_t> which) : samples(which), are_neighbours(!which.empty()) {
+    std::int64_t gaps = 0;
+    for (std::size_t i = 1; i < which.size(); i++) gaps |= which[i] - which[i - 1] - 1;
+    are_neighbours &= gaps == 0;
+  }
+
+  // Copies rows of `width` numbers.
+  void copy(const float* rows, std::size_t width, float* to) const {
+    if (are_neighbours) {
+      std::copy_n(rows + static_cast<std::size_t>(samples.front()) * width, samples.size() * width, to);
+      return;
+    }
+    for (std::size_t i = 0; i < samples.size(); i++)
+      std::copy_n(rows + static_cast<std::size_t>(samples[i]) * width, width, to + i * width);
+  }
+};
 
 // The ids of one table for many samples. One of `narrow` and `wide` is there.
 struct IdsInMemory {
@@ -15,9 +37,10 @@ struct IdsInMemory {
   const std::int64_t* offsets = nullptr;  // no offsets: one id per sample
 
   // Returns the number of ids of these samples.
-  std::size_t lengths(std::span<const std::int64_t> samples, std::int32_t* to) const {
+  std::size_t lengths(const Picked& picked, std::int32_t* to) const {
+    const std::span<const std::int64_t> samples = picked.samples;
     if (offsets == nullptr) {
-      for (std::size_t i = 0; i < samples.size(); i++) to[i] = 1;
+      std::fill_n(to, samples.size(), 1);
       return samples.size();
     }
     std::int64_t sum = 0;
@@ -30,16 +53,16 @@ struct IdsInMemory {
   }
 
   // Returns the place behind the last id.
-  std::int64_t* copy(std::span<const std::int64_t> samples, std::int64_t* to) const {
-    return narrow != nullptr ? copy(narrow, samples, to) : copy(wide, samples, to);
+  std::int64_t* copy(const Picked& picked, std::int64_t* to) const {
+    return narrow != nullptr ? copy(narrow, picked, to) : copy(wide, picked, to);
   }
 
  private:
   template <typename Id>
-  std::int64_t* copy(const Id* ids, std::span<const std::int64_t> samples, std::int64_t* to) const {
+  std::int64_t* copy(const Id* ids, const Picked& picked, std::int64_t* to) const {
+    const std::span<const std::int64_t> samples = picked.samples;
     const std::size_t count = samples.size();
-    // In order of time, the samples of a batch are neighbours, and so are their ids. Copying those is vectorised.
-    if (are_neighbours(samples)) {
+    if (picked.are_neighbours) {
       const std::int64_t first = samples.front(), end = samples.back() + 1;
       const std::int64_t begin = offsets != nullptr ? offsets[first] : first;
       const std::int64_t ids_count = (offsets != nullptr ? offsets[end] : end) - begin;
@@ -53,12 +76,6 @@ struct IdsInMemory {
     for (const std::int64_t sample : samples)
       for (std::int64_t i = offsets[sample]; i < offsets[sample + 1]; i++) *to++ = ids[i];
     return to;
-  }
-
-  static bool are_neighbours(std::span<const std::int64_t> samples) {
-    std::int64_t gaps = 0;
-    for (std::size_t i = 1; i < samples.size(); i++) gaps |= samples[i] - samples[i - 1] - 1;
-    return gaps == 0 && !samples.empty();
   }
 };
 

@@ -86,9 +86,10 @@ class BatchEncoder {
   BatchEncoder(std::vector<BoundNumbers> numbers, std::vector<IdEncoder> ids)
       : numbers_(std::move(numbers)), ids_(std::move(ids)) {}
 
-  // `number_places`, `id_places`: which column of the batch is for which encoder.
+  // The places say which column of the batch is for which encoder, and which ones are labels and weights.
   nb::object encode(const nb::tuple& capsules, const std::vector<std::size_t>& number_places,
-                    const std::vector<std::size_t>& id_places) const {
+                    const std::vector<std::size_t>& id_places, const std::vector<std::size_t>& label_places,
+                    std::optional<std::size_t> weight_place) const {
     const ArrowColumn batch(capsules);
     if (batch.format() != "+s" || batch.array->offset != 0)
       throw std::invalid_argument("a batch of format " + std::string(batch.format()) + "; allowed: +s");
@@ -96,10 +97,21 @@ class BatchEncoder {
     if (number_places.size() != numbers_.size() || id_places.size() != ids_.size())
       throw std::invalid_argument("another number of columns than of encoders");
     auto dense = buffer<float>(rows * numbers_.size());
+    auto labels = buffer<float>(rows * label_places.size());
+    Buffer<float> weights;
     std::vector<EncodedIds> found;
     bool is_fine = true;
     {
       const nb::gil_scoped_release others_may_run;
+      for (std::size_t number = 0; number < label_places.size(); number++) {
+        const ArrowColumn column = batch.child(label_places[number]);
+        is_fine &= read_labels(column.format(), *column.array, labels->data() + number, label_places.size());
+      }
+      if (weight_place) {
+        const ArrowColumn column = batch.child(*weight_place);
+        weights = buffer<float>(rows);
+        is_fine &= read_weights(column.format(), *column.array, weights->data());
+      }
       for (std::size_t first = 0; first < rows; first += NumberEncoder::ROWS_MAX)
         for (std::size_t number = 0; number < numbers_.size(); number++) {
           const ArrowColumn column = batch.child(number_places[number]);
@@ -117,7 +129,10 @@ class BatchEncoder {
     if (!is_fine) return nb::none();
     nb::list columns;
     for (const EncodedIds& ids : found) columns.append(arrays(ids));
-    return nb::make_tuple(to_numpy<float, 2>(dense, {rows, numbers_.size()}), columns);
+    return nb::make_tuple(to_numpy<float, 2>(dense, {rows, numbers_.size()}),
+                          label_places.size() == 1 ? to_numpy<float, 1>(labels, {rows})
+                                                   : to_numpy<float, 2>(labels, {rows, label_places.size()}),
+                          weights ? to_numpy<float, 1>(weights, {rows}) : nb::none(), columns);
   }
 
  private:
@@ -161,7 +176,7 @@ class SamplesInMemory {
 
   // `rows`: the samples that are picked.
   nb::tuple gather(Vector<std::int64_t> rows) const {
-    const std::span<const std::int64_t> picked(rows.data(), rows.shape(0));
+    const std::span<const std::int64_t> samples(rows.data(), rows.shape(0));
     const std::size_t width = dense_.shape(1);
     Buffer<float> dense;
     Buffer<std::int32_t> lengths;
@@ -169,21 +184,21 @@ class SamplesInMemory {
     std::size_t sum = 0;
     {
       const nb::gil_scoped_release others_may_run;
-      for (const std::int64_t row : picked)
+      for (const std::int64_t row : samples)
         if (row < 0 || static_cast<std::size_t>(row) >= count_)
           throw std::out_of_range("sample " + std::to_string(row) + "; allowed: [0, " + std::to_string(count_) + ")");
-      dense = buffer<float>(picked.size() * width);
-      for (std::size_t i = 0; i < picked.size(); i++)
-        std::copy_n(dense_.data() + static_cast<std::size_t>(picked[i]) * width, width, dense->data() + i * width);
-      lengths = buffer<std::int32_t>(tables_.size() * picked.size());
+      const Picked picked(samples);
+      dense = buffer<float>(samples.size() * width);
+      picked.copy(dense_.data(), width, dense->data());
+      lengths = buffer<std::int32_t>(tables_.size() * samples.size());
       for (std::size_t table = 0; table < tables_.size(); table++)
-        sum += tables_[table].lengths(picked, lengths->data() + table * picked.size());
+        sum += tables_[table].lengths(picked, lengths->data() + table * samples.size());
       values = buffer<std::int64_t>(sum);
       std::int64_t* to = values->data();
       for (const IdsInMemory& table : tables_) to = table.copy(picked, to);
     }
-    return nb::make_tuple(to_numpy<float, 2>(dense, {picked.size(), width}),
-                          to_numpy<std::int32_t, 2>(lengths, {tables_.size(), picked.size()}),
+    return nb::make_tuple(to_numpy<float, 2>(dense, {samples.size(), width}),
+                          to_numpy<std::int32_t, 2>(lengths, {tables_.size(), samples.size()}),
                           to_numpy<std::int64_t, 1>(values, {sum}));
   }
 
@@ -233,7 +248,7 @@ void bind_encoder(nb::module_& module) {
            nb::arg("hashes") = true);
   nb::class_<BatchEncoder>(module, "BatchEncoder")
       .def(nb::init<std::vector<BoundNumbers>, std::vector<IdEncoder>>())
-      .def("encode", &BatchEncoder::encode);
+      .def("encode", &BatchEncoder::encode, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
   nb::class_<SamplesInMemory>(module, "SamplesInMemory")
       .def(nb::init<Matrix, const nb::list&>())
       .def("gather", &SamplesInMemory::gather);

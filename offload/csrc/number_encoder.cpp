@@ -14,7 +14,39 @@ std::uint32_t bits_of(float value) { return std::bit_cast<std::uint32_t>(value);
 // All bits of infinities and NaN, none of other numbers. Comparing integers is vectorised, std::isfinite is not.
 std::uint32_t strange(float value) { return (bits_of(value) & INFINITE_BITS) == INFINITE_BITS ? ~0u : 0u; }
 
+// `wrong(value, rounded)`: 0 for a number that is allowed.
+template <typename Wrong>
+bool read_numbers(std::string_view format, const ArrowArray& column, float* out, std::size_t stride, Wrong wrong) {
+  const auto first = static_cast<std::size_t>(column.offset), count = static_cast<std::size_t>(column.length);
+  const Nulls null(column);
+  std::uint32_t found = 0;
+  if (!null.none())
+    for (std::size_t i = 0; i < count; i++) found |= static_cast<std::uint32_t>(null(first + i));
+  const bool are_numbers = with_numbers(format, [&]<typename Number>(const Number*) {
+    const Number* from = elements<Number>(column) + first;
+    for (std::size_t i = 0; i < count; i++) {
+      const auto value = static_cast<double>(from[i]);
+      const auto rounded = static_cast<float>(value);
+      found |= wrong(value, rounded);
+      out[i * stride] = rounded;
+    }
+  });
+  return are_numbers && found == 0;
+}
+
 }  // namespace
+
+bool read_labels(std::string_view format, const ArrowArray& column, float* out, std::size_t stride) {
+  return read_numbers(format, column, out, stride, [](double value, float) {
+    return static_cast<std::uint32_t>(value != 0.0) & static_cast<std::uint32_t>(value != 1.0);
+  });
+}
+
+bool read_weights(std::string_view format, const ArrowArray& column, float* out) {
+  return read_numbers(format, column, out, 1, [](double, float rounded) {
+    return strange(rounded) | static_cast<std::uint32_t>(rounded < 0.0f);
+  });
+}
 
 bool NumberEncoder::encode(std::string_view format, const ArrowArray& column, std::size_t first, std::size_t count,
                            float* out, std::size_t stride) const {
@@ -52,6 +84,7 @@ bool NumberEncoder::encode(std::string_view format, const ArrowArray& column, st
     values[i] = found == found ? static_cast<float>(found) : 0.0f;
   }
   if (!null.none()) clear_nulls();
+  for (std::size_t i = 0; i < count; i++) wrong |= strange(values[i]);
   for (std::size_t i = 0; i < count; i++) out[i * stride] = values[i];
   return wrong == 0;
 }

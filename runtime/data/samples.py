@@ -7,7 +7,7 @@ A batch is then a few tensor gathers, with no Python per sample.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -122,9 +122,17 @@ class Samples:
     sample_weights: Tensor | None = None
     """Float32 [N], 0 or more: by what a sample's loss is multiplied. None: 1. Metrics count each sample once."""
 
-    _memory: SamplesInMemory = field(init=False, repr=False, compare=False)
+    are_checked: InitVar[bool] = False
+    """Whether who made them has checked them already."""
 
-    def __post_init__(self) -> None:
+    _memory: list[SamplesInMemory] = field(init=False, repr=False, compare=False, default_factory=list)
+    """What batches are gathered from, from the first one on. Parts that are joined need none."""
+
+    def __post_init__(self, are_checked: bool) -> None:
+        if not are_checked:
+            self._check()
+
+    def _check(self) -> None:
         count = self.labels.shape[0]
         if not self.columns:
             raise DataError(f"{self.name}: no sparse column; a DLRM needs at least one table")
@@ -156,18 +164,18 @@ class Samples:
                     f"{self.name}: weight {float(self.sample_weights[row])} of sample {row}; allowed: 0 or more"
                 )
 
-        columns = [
-            (column.values.numpy(), None if column.offsets is None else column.offsets.numpy())
-            for column in self.columns
-        ]
-        object.__setattr__(self, "_memory", SamplesInMemory(self.dense.contiguous().numpy(), columns))
-
     def __len__(self) -> int:
         return self.labels.shape[0]
 
     def batch(self, rows: Tensor) -> Batch:
         """The samples `rows`."""
-        dense, lengths, values = self._memory.gather(rows.numpy())
+        if not self._memory:
+            columns = [
+                (column.values.numpy(), None if column.offsets is None else column.offsets.numpy())
+                for column in self.columns
+            ]
+            self._memory.append(SamplesInMemory(self.dense.contiguous().numpy(), columns))
+        dense, lengths, values = self._memory[0].gather(rows.numpy())
         return Batch(
             dense=torch.from_numpy(dense),
             labels=self.labels.index_select(0, rows),

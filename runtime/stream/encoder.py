@@ -17,7 +17,7 @@ from sennit.offload.arrow_columns import (
     number_encoder,
     vocabulary,
 )
-from sennit.runtime.data.arrow_columns import Piece, Place, cast_bytes, is_binary, labels_of, raw_samples, weights_of
+from sennit.runtime.data.arrow_columns import Piece, Place, cast_bytes, is_binary, raw_samples
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.preprocessing import Encoding, Preprocessing, Scale
@@ -87,20 +87,22 @@ class Encoder:
             layout = self._layout = _Layout.of(self.schema, batch.schema, self._types)
         for number, kind in layout.casts:
             batch = batch.set_column(number, batch.schema.names[number], cast_bytes(batch.column(number), kind))
-        piece = Piece(batch, place)
-        found = self._encoder.encode(batch.__arrow_c_array__(), layout.numbers, layout.ids)
+        found = self._encoder.encode(
+            batch.__arrow_c_array__(), layout.numbers, layout.ids, layout.labels, layout.weight
+        )
         if found is None:
-            raw = self.preprocessing.apply(raw_samples(place.file_name, [piece], self.schema))
+            raw = self.preprocessing.apply(raw_samples(place.file_name, [Piece(batch, place)], self.schema))
             return raw.samples(Feature.column if self._hashes else _unhashed)
-        dense, ids = found
+        dense, labels, weights, ids = found
         return Samples(
             name=place.file_name,
             dense=torch.from_numpy(dense) if self.schema.dense else self._constant(batch.num_rows),
-            labels=labels_of([piece], self.schema),
+            labels=torch.from_numpy(labels),
             label_names=self.schema.labels,
-            sample_weights=weights_of([piece], self.schema),
+            sample_weights=None if weights is None else torch.from_numpy(weights),
             columns=tuple(map(_column, self.preprocessing.encodings, ids)),
             dense_names=tuple(scale.field.name for scale in self.preprocessing.scales),
+            are_checked=True,
         )
 
     def _constant(self, rows: int) -> torch.Tensor:
@@ -116,6 +118,8 @@ class _Layout:
     found: Any
     numbers: list[int]
     ids: list[int]
+    labels: list[int]
+    weight: int | None
     casts: list[tuple[int, Any]]
     """Columns that native code does not read as they are, and the types that it reads."""
 
@@ -135,6 +139,8 @@ class _Layout:
             found=found,
             numbers=[place[part.name] for part in schema.dense],
             ids=[place[part.name] for part in schema.sparse],
+            labels=[place[name] for name in schema.labels],
+            weight=None if schema.sample_weight is None else place[schema.sample_weight],
             casts=casts,
         )
 

@@ -110,10 +110,14 @@ class StreamIndex:
             number = self.block_of(begin)
             first, until = self.begin_of(number), min(end, int(self.ends[number]))
             file, block = self._locate(number)
+            usual = None
             for batch in file.read(block, columns, begin=begin - first):
                 place = Place(file, block, begin - first)
                 piece = batch.slice(0, until - begin)
-                yield place, self._typed(piece, columns, place)
+                # Types of many columns take a while to compare one by one.
+                if usual is None or not batch.schema.equals(usual):
+                    usual = batch.schema if self._has_types(batch, columns) else None
+                yield place, piece if usual is not None else self._typed(piece, columns, place)
                 begin += len(piece)
                 if begin == until:
                     break
@@ -145,11 +149,13 @@ class StreamIndex:
         """The first row of a block."""
         return int(self.ends[number - 1]) if number else 0
 
+    def _has_types(self, batch: Any, columns: Sequence[str]) -> bool:
+        """Whether a batch of these columns has the types of the stream."""
+        return bool(batch.schema.types == [self.schema.field(name).type for name in columns])
+
     def _typed(self, batch: Any, columns: Sequence[str], place: Place) -> Any:
         arrow = require("pyarrow", package="pyarrow", purpose="reading data files")
         kinds = [self.schema.field(name).type for name in columns]
-        if batch.schema.types == kinds:
-            return batch
         made = []
         for name, column, kind in zip(columns, batch.columns, kinds, strict=True):
             try:

@@ -19,7 +19,10 @@ _MAGIC: Final = b"PAR1"
 _BUFFER_BYTES: Final = 1 << 16
 """Each column of a row group is read in pieces of this size. pyarrow's default reads columns whole."""
 
-_PIECE_BYTES: Final = 2 << 20
+_PIECE_BYTES: Final = 5 << 20
+"""Of a piece, about. Arrow begins anew for each column of a piece: a click with 40 columns takes 20 % longer in pieces
+of 2 MiB, and memory of 8 open row groups is 8 % less."""
+
 _PIECE_MIN_ROWS: Final = 1 << 10
 _VALUE_BYTES: Final = 8
 """Of a value of a column, about."""
@@ -79,15 +82,16 @@ class ParquetFile:
         with self.file.open_native() as stream:
             metadata = self._metadata(stream)
             try:
-                passed = 0
+                passed, wanted = 0, list(columns)
                 for batch in _source(stream, metadata).iter_batches(
-                    _piece_rows(len(columns)), row_groups=[block], columns=list(columns), use_threads=arrow_threads()
+                    _piece_rows(len(columns)), row_groups=[block], columns=wanted, use_threads=arrow_threads()
                 ):
                     first = max(0, begin - passed)
                     passed += len(batch)
                     if first < len(batch):
                         # A column name is also the prefix of others: `a` yields `a.b`, too.
-                        yield batch.select(columns).slice(first)
+                        own = batch if batch.schema.names == wanted else batch.select(wanted)
+                        yield own.slice(first) if first else own
             except (OSError, arrow.ArrowException) as error:
                 raise DataError(f"{self.name}: row group {block} cannot be read: {error}") from error
 

@@ -249,6 +249,7 @@ def joined(parts: Sequence[Samples]) -> Samples:
         labels=torch.cat([part.labels for part in parts]),
         columns=tuple(_joined(columns) for columns in zip(*(part.columns for part in parts), strict=True)),
         sample_weights=torch.cat(weights) if weights else None,
+        are_checked=True,
     )
 
 

@@ -89,7 +89,14 @@ NUMBERS: list[tuple[Any, list[Any]]] = [
     (arrow.null(), [None]),
 ]
 OPERATORS: list[dict[str, Any]] = [{}, {"clamp": [0, 10]}, {"clamp": [-0.5, 1e6], "log1p": True}]
-LABELS: list[tuple[Any, list[Any]]] = [(arrow.int8(), [0, 1]), (arrow.float32(), [0.0, 1.0]), (arrow.bool_(), [False])]
+LABELS: list[tuple[Any, list[Any]]] = [
+    (arrow.int8(), [0, 1]),
+    (arrow.uint64(), [0, 1]),
+    (arrow.float16(), [0.0, 1.0]),
+    (arrow.float32(), [-0.0, 1.0]),
+    (arrow.bool_(), [False, True]),
+    (arrow.decimal128(9, 2), [Decimal(0), Decimal(1)]),
+]
 
 
 @st.composite
@@ -180,8 +187,12 @@ def test_no_usual_type_takes_the_slow_way(monkeypatch: pytest.MonkeyPatch) -> No
     """Otherwise the other tests would compare the definition with itself."""
     sparse = {f"s{number}": kind.entry for number, kind in enumerate(SINGLES + BAGS)}
     dense = {f"d{number}": OPERATORS[number % 3] for number in range(len(NUMBERS))}
-    schema = parse_schema({"label": "y", "dense": dense, "sparse": sparse})
-    content = {"y": arrow.array([0, 1, 1])}
+    labels = {
+        f"y{number}": arrow.array([values[0], values[-1], values[0]], kind)
+        for number, (kind, values) in enumerate(LABELS)
+    }
+    schema = parse_schema({"label": [*labels], "sample_weight": "w", "dense": dense, "sparse": sparse})
+    content = labels | {"w": arrow.array([0, Decimal("2.5"), 1], arrow.decimal128(9, 2))}
     content |= {
         f"d{number}": arrow.array([None, *values * 2][:3], kind) for number, (kind, values) in enumerate(NUMBERS)
     }
@@ -194,7 +205,10 @@ def test_no_usual_type_takes_the_slow_way(monkeypatch: pytest.MonkeyPatch) -> No
     raw = raw_samples("clicks", [Piece(batch, HERE)], schema)
     encoder = Encoder(schema, Preprocessing.fit(raw, torch.tensor([True, True, False])))
     monkeypatch.setattr(encoding, "raw_samples", None)
-    assert len(encoder.encode(batch, HERE)) == 3
+    found = encoder.encode(batch, HERE)
+    assert found.labels.tolist() == [[0.0] * len(LABELS), [1.0] * len(LABELS), [0.0] * len(LABELS)]
+    assert found.sample_weights is not None
+    assert found.sample_weights.tolist() == [0.0, 2.5, 1.0]
 
 
 WRONG = {
