@@ -13,11 +13,14 @@ import torch
 from sennit.runtime.checkpoint.digest import digest
 from sennit.runtime.data.samples import Column, Samples
 from sennit.runtime.data.seeds import numpy_stream
+from sennit.runtime.data.source import Source
 from sennit.runtime.model.settings import SettingsFile
 from sennit.runtime.model.sharding_settings import sharding_of
 from sennit.runtime.model.tensor_train import TensorTrainRule
+from sennit.runtime.stream.settings import StreamSettings
 from sennit.runtime.training import resumption
 from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.streamed import sources_of
 from sennit.runtime.training.trainer import Trainer
 from sennit.transport.errors import SennitError
 from tests.runtime.short_sources import short_source
@@ -69,6 +72,19 @@ def trainer(seed: int, data_seed: int | None = None, **changed: Any) -> Trainer:
     made = Trainer(config, source)
     source.begin(0)
     return made
+
+
+def train_on_histories(placement: str) -> str:
+    """Some steps of `hstu` in the default group. Returns the digest of the weights."""
+    config = config_of(
+        1, model="hstu", sharding=placement, row_shards=4, epochs=1, max_steps=8, eval_fraction=0.1,
+        source=Source(data="synthetic-yambda?rows=1000&users=20&items=100&last=12"),
+        stream=StreamSettings(order="time"),
+    )  # fmt: skip
+    with Trainer(config, sources_of(config)()) as made:
+        for _ in range(8):
+            made.train_step()
+        return digest(made.weights())
 
 
 def train(rank: int, world: int, /, *, seed: int, steps: int, **changed: Any) -> dict[str, Any]:

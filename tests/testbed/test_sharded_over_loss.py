@@ -31,14 +31,19 @@ DEADLINE_S = 90.0
 
 
 def train_and_print(rank: int, world: int, folder: Path, placement: str, tables: str) -> None:
-    """Prints the digest of the run. `tables`: "fixed", or "dynamic", whose rows are in files beside other ranks."""
+    """Prints the digest of the run.
+
+    `tables`: "fixed"; "dynamic", whose rows are in files beside other ranks; or "histories", which a model attends to.
+    """
     import torch.distributed as dist
 
-    from tests.runtime import dynamic_training, sharded_model
+    from tests.runtime import dynamic_training, sharded_model, trainer_runs
 
     dist.init_process_group("cpu:sennit", init_method=f"file://{folder / 'store'}", rank=rank, world_size=world)
     if tables == "fixed":
         print(sharded_model.trained(rank, world, placement), flush=True)
+    elif tables == "histories":
+        print(trainer_runs.train_on_histories(placement), flush=True)
     else:
         files = str(folder) if world > 1 else None
         digest, _, _ = dynamic_training.trained(
@@ -67,6 +72,7 @@ def alone_in(folder: Path, tables: str) -> str:
         (3, 0.05, "column_wise", "fixed"),
         (4, 0.01, "grid", "fixed"),
         (3, 0.05, "grid", "dynamic"),
+        (4, 0.05, "row_wise", "histories"),
     ],
 )
 def test_loss_changes_no_bit_of_a_model(

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sennit train --model hstu`: one digest in any world, with any placement and transport, after a stop."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("pyarrow")
+
+from sennit.runtime.training.command import main
+from tests.extent import briefly
+from tests.runtime.elastic_runs import elastic_run
+from tests.runtime.whole_run import train
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+
+DATA = ["--data", "synthetic-yambda?rows=3000&users=30&items=200&last=12", "--order", "time"]
+MODEL = [
+    *DATA, "--model", "hstu", "--dim", "8", "--bottom", "8", "--top", "8", "--batch-size", "120", "--eval-fraction",
+    "0.1", "--steps", "12", "--timeout", "60", "--sharding", "table_wise",
+]  # fmt: skip
+
+
+def test_worlds_and_a_stop_give_one_digest(tmp_path: Path) -> None:
+    alone = train(tmp_path / "1.json", *MODEL, "--ranks", "1")
+    kept = tmp_path / "kept"
+    saves = ["--checkpoint", str(kept), "--checkpoint-every", "6"]
+    three = train(tmp_path / "3.json", *MODEL, "--ranks", "3", *saves)
+    shutil.rmtree(max(kept.glob("step-*")))
+    resumed = train(tmp_path / "2.json", *MODEL, "--ranks", "2", *saves, "--resume")
+    for other in (three, resumed):
+        assert other["weights_sha256"] == alone["weights_sha256"]
+        assert other["quality"] == alone["quality"]
+    assert alone["quality"]["sample_count"] == 300
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    briefly(
+        [
+            (4, ["--row-shards", "4", "--sharding", "row_wise"]),
+            (4, ["--row-shards", "4", "--sharding", "auto", "--batches-ahead", "3", "--overlap", "tables"]),
+            (2, ["--row-shards", "4", "--sharding", "table_wise", "--batches-ahead", "0", "--overlap", "ids"]),
+            (2, ["--row-shards", "4", "--sharding", "row_wise", "--overlap", "tables"]),
+        ],
+        [(2, ["--row-shards", "4", "--sharding", "row_wise", "--overlap", "tables"])],
+    ),
+)
+def test_placements_and_overlap_change_no_bit(ranks: int, options: list[str], tmp_path: Path) -> None:
+    alone = train(tmp_path / "1.json", *MODEL, "--ranks", "1", "--row-shards", "4")
+    found = train(tmp_path / "2.json", *MODEL, "--ranks", str(ranks), *options)
+    assert found["weights_sha256"] == alone["weights_sha256"]
+    assert found["windows"] == alone["windows"]
+
+
+@pytest.mark.long
+def test_a_death_and_a_newcomer_change_no_bit(tmp_path: Path) -> None:
+    alone = train(tmp_path / "alone.json", *MODEL, "--ranks", "1")
+    kept = [*MODEL, "--checkpoint", str(tmp_path / "kept"), "--checkpoint-every", "4"]
+    with elastic_run(
+        tmp_path, "run", *kept, "--ranks", "2",
+        DEATHS=[[1, 5, str(tmp_path / "died")]], HALTS=[[1, 8, str(tmp_path / "waits")]],
+    ) as run:  # fmt: skip
+        address = run.address()
+        run.wait_for(tmp_path / "waits")
+        with pytest.raises(SystemExit) as ended:
+            main([*kept, "--elastic", "--join", address])
+        assert not ended.value.code
+        report = run.report()
+    assert report["weights_sha256"] == alone["weights_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (["--data", "adult", "--model", "hstu"], "hstu reads histories, and these data have none"),
+        ([*DATA, "--model", "hstu", "--heads", "3"], "columns of table item_id for 3 heads; allowed: a multiple"),
+    ],
+)
+def test_what_does_not_fit_is_said(options: list[str], what: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*options, "--ranks", "1", "--steps", "1", "--sharding", "table_wise"])
+    assert ended.value.code
+    assert what in " ".join(capfd.readouterr().err.split())
