@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from sennit.runtime.data.order import OrderSettings
 from sennit.runtime.data.schema import HISTORY_MAX, Schema, parse_schema
 from sennit.runtime.data.source import Source
 from sennit.runtime.ingest.feed_stream import FeedStream
+from sennit.runtime.stream import histories as histories_module
 from sennit.runtime.stream.files import PIECE_ROWS
 from sennit.runtime.stream.follow_settings import FollowSettings
 from sennit.runtime.stream.following import Follower
@@ -29,11 +31,13 @@ from sennit.runtime.stream.histories import Histories
 from sennit.runtime.stream.index import StreamIndex, open_index
 from sennit.runtime.stream.loader import StreamLoader
 from sennit.runtime.stream.settings import StreamSettings, open_stream, short_stream
+from sennit.runtime.stream.user_order import sort
 from sennit.transport.errors import ConfigError
 from tests.extent import examples
 from tests.runtime.stream.stream_files import write
 
 pa = pytest.importorskip("pyarrow")
+csv = pytest.importorskip("pyarrow.csv")
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -183,6 +187,16 @@ def batches(folder: Path, schema: Schema, order: str = "files", take: range | No
         return found
 
 
+def samples_of(found: list[Any]) -> dict[int, tuple[list[int], list[int]]]:
+    """By row: items and actions. The number of a row is its item."""
+    samples = {}
+    for (items, actions), values in found:
+        parts = np.split(np.array(values), np.cumsum([*items, *actions])[:-1])
+        for own, past in zip(parts[: len(items)], parts[len(items) :], strict=True):
+            samples[int(own[-1])] = own.tolist(), past.tolist()
+    return samples
+
+
 @pytest.mark.parametrize("order", ["files", "shuffled"])
 def test_batches_have_the_same_histories_in_any_order_and_after_any_stop(order: str, tmp_path: Path) -> None:
     users = np.arange(400) * 7 % 13
@@ -192,17 +206,85 @@ def test_batches_have_the_same_histories_in_any_order_and_after_any_stop(order: 
     write(tmp_path / "data", rows)
     wanted = expected(users.tolist(), list(range(400)), 5)
     found = batches(tmp_path / "data", schema, order)
-    seen = []
-    for (items, actions), values in found:
-        parts = np.split(np.array(values), np.cumsum([*items, *actions])[:-1])
-        for own, past in zip(parts[: len(items)], parts[len(items) :], strict=True):
-            row = int(own[-1])
-            seen.append(row)
-            assert own.tolist() == [*wanted[row], row]
-            assert past.tolist() == [item % 3 for item in wanted[row]]
-    assert sorted(seen) == sorted(set(seen))
-    assert len(seen) == 400
+    samples = samples_of(found)
+    assert len(samples) == sum(len(items) for (items, _), _ in found) == 400
+    for row, (items, actions) in samples.items():
+        assert items == [*wanted[row], row]
+        assert actions == [item % 3 for item in wanted[row]]
     assert batches(tmp_path / "data", schema, order, range(7, 16)) == found[7:]
+
+
+@pytest.mark.parametrize("form", ["csv", "csv.gz", "parquet"])
+def test_rows_that_are_left_out_are_in_no_history(form: str, tmp_path: Path) -> None:
+    users = (np.arange(200) * 7 % 11).tolist()
+    labels = [7 if row in (3, 50, 51, 120) else row % 2 for row in range(200)]
+    rows = rows_of(users, clicked=pa.array(labels), item=pa.array(np.arange(200)))
+    (tmp_path / "data").mkdir()
+    path = tmp_path / "data" / f"rows.{form}"
+    if form == "parquet":
+        write(tmp_path / "data", rows, files=1)
+    else:
+        with pa.CompressedOutputStream(str(path), "gzip") if form == "csv.gz" else path.open("wb") as sink:
+            csv.write_csv(rows, sink)
+    schema = parse_schema(
+        {
+            "label": "clicked",
+            "skip_broken": 4,
+            "sparse": FIELDS | {"item": {"rows": 200}},
+            "history": {"of": "user", "last": 4, "columns": ["item"], "past": ["action"]},
+        }
+    )
+    kept = [row for row in range(200) if labels[row] != 7]
+    wanted = dict(zip(kept, expected([users[row] for row in kept], kept, 4), strict=True))
+    found = samples_of(batches(tmp_path / "data", schema, max_steps=7))
+    assert len(found) == 7 * 20 + 39
+    assert all(found[row] == ([*wanted[row], row], [item % 3 for item in wanted[row]]) for row in kept if row in found)
+
+
+def test_running_means_beside_histories(tmp_path: Path) -> None:
+    """A block of running columns has rows of other ranks, which have no part in this rank's lists."""
+    users = (np.arange(600) * 7 % 11).tolist()
+    price = pa.array(np.random.default_rng(1).standard_normal(600))
+    write(tmp_path / "data", rows_of(users, price=price, item=pa.array(np.arange(600))))
+    content = {
+        "label": "clicked",
+        "dense": {"price": {"running": 700}},
+        "sparse": FIELDS | {"item": {"rows": 600}},
+        "history": {"of": "user", "last": 4, "columns": ["item"], "past": ["action"]},
+    }
+    schema = parse_schema(content)
+    wanted = expected(users, range(600), 4)
+    found = samples_of(batches(tmp_path / "data", schema))
+    assert len(found) == 600
+    for row, (items, actions) in found.items():
+        assert items == [*wanted[row], row]
+        assert actions == [item % 3 for item in wanted[row]]
+
+
+def test_times_that_go_backwards(tmp_path: Path) -> None:
+    rows = rows_of(np.arange(300) % 7, at=pa.array([*range(299), 5]))
+    write(tmp_path / "data", rows)
+    content = {"label": "clicked", "time": "at", "sparse": FIELDS}
+    schema = parse_schema(content | {"history": {"of": "user", "last": 4, "columns": ["item"]}})
+    with pytest.raises(DataError, match=r"part-2.parquet: column at.* 284 s back; allowed: 0 s"):
+        batches(tmp_path / "data", schema, "time")
+
+
+def test_ranks_of_a_host_make_files_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = schema_of()
+    index = index_of(tmp_path / "data", rows_of(np.arange(3_000) % 70), schema)
+    sorts = []
+
+    def counted(*arguments: Any) -> None:
+        sorts.append(arguments)
+        sort(*arguments)
+
+    monkeypatch.setattr(histories_module, "sort", counted)
+    with ThreadPoolExecutor(4) as pool:
+        opened_by = list(pool.map(lambda _: opened(index, schema, in_files=True), range(4)))
+    assert len(sorts) == 1
+    wanted = expanded(opened(index, schema, in_files=False), index, schema)
+    assert all(expanded(one, index, schema) == wanted for one in opened_by)
 
 
 def test_a_schema_has_histories_only_if_somebody_asks(tmp_path: Path) -> None:
