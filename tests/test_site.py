@@ -21,7 +21,6 @@ from sennit.testbed.site import api
 from sennit.testbed.site.lists import for_python_markdown
 from sennit.testbed.site.repository import PLACES, ROOT, for_site, origin, place
 from tests import browser
-from tests.extent import briefly
 
 DEADLINE_S = 120.0
 # What a browser loads by itself. A link that a reader may follow is no asset.
@@ -131,16 +130,26 @@ def test_nothing_comes_from_another_host(site: Path, pages: dict[Path, Html]) ->
     assert not [path for path, html in pages.items() if "mermaid" in html.classes]
 
 
-@pytest.mark.needs("chromium")
-@pytest.mark.parametrize("part", briefly([32, 1], [32]), ids=["some", "all"])
-def test_pages_fit_a_phone(site: Path, pages: dict[Path, Html], part: int, seed: int, tmp_path: Path) -> None:
-    """Without their scripts, which is cheaper, and two with them: they put a frame around wide tables."""
-    shown_pages = sorted(path for path in pages if path.name != "404.html")[seed % part :: part]
-    seen = browser.look_at(shown_pages, tmp_path, scripts=False)
-    seen += browser.look_at([site / name for name in ("index.html", "comparison.html")], tmp_path)
-    assert len(seen) == len(shown_pages) + 2
+def fit_a_phone(seen: list[browser.Seen], *, count: int) -> None:
+    assert len(seen) == count
     assert not [one.address for one in seen if one.wide_px > browser.PHONE_PX or one.small_px < 10]
     assert not [one for one in seen if one.fetched or one.complaints]
+
+
+@pytest.mark.needs("chromium")
+def test_pages_fit_a_phone(site: Path, pages: dict[Path, Html], seed: int, tmp_path: Path) -> None:
+    """Two pages whose scripts put a frame around wide tables, and one that the seed draws."""
+    every = sorted(path for path in pages if path.name != "404.html")
+    some = [site / "index.html", site / "comparison.html", every[seed % len(every)]]
+    fit_a_phone(browser.look_at(some, tmp_path), count=3)
+
+
+@pytest.mark.long
+@pytest.mark.needs("chromium")
+def test_all_pages_fit_a_phone(pages: dict[Path, Html], tmp_path: Path) -> None:
+    """Without their scripts, which is cheaper."""
+    every = sorted(path for path in pages if path.name != "404.html")
+    fit_a_phone(browser.look_at(every, tmp_path, scripts=False), count=len(every))
 
 
 def test_pages_show_what_the_repository_shows(site: Path, pages: dict[Path, Html]) -> None:
