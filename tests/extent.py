@@ -12,6 +12,11 @@ from typing import Any
 
 import hypothesis
 import pytest
+from hypothesis.internal.conjecture import providers
+
+# Hypothesis would also draw numbers and texts that it finds in the files of all our modules that are imported by then.
+# To read them takes seconds of each process, and what a seed draws would depend on what else was imported.
+providers._get_local_constants = lambda: providers._local_constants
 
 TIMES = 10
 # conftest.py sets it before it imports a file of tests.
