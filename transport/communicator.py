@@ -4,62 +4,33 @@
     with Communicator(rank=rank, world=2, store=FileStore("/tmp/run-1")) as group:
         total = group.allreduce(np.arange(4.0))
 
-The torch backend also uses this class, but only its `handle`. It posts its own plans in C++.
+The torch backend posts its own plans in C++, and makes a Communicator only for those who ask for one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import warnings
 from collections.abc import Callable, Collection, Hashable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from sennit.transport import config as configuration
 from sennit.transport.array_collectives import ArrayCollectives
-from sennit.transport.errors import ArgumentError, ConfigError
+from sennit.transport.errors import ConfigError
+from sennit.transport.joining import Joined
 from sennit.transport.light_tuple import LightTuple
-from sennit.transport.meeting import rendezvous
 from sennit.transport.meeting.store import Store
-from sennit.transport.native import require_core
 from sennit.transport.plans.plan_cache import PlanCache
 
 if TYPE_CHECKING:
     from sennit.transport import _core
     from sennit.transport.choice.selection import Selection
     from sennit.transport.meeting import membership
-    from sennit.transport.meeting.rails import Rail
     from sennit.transport.plans.plan import Plan
 
 # How long leaving the `with` block waits for peers to acknowledge what was sent.
 SHUTDOWN_S: Final = 5.0
-
-
-def _rails(config: configuration.Config) -> Sequence[Rail]:
-    # Imported late: only a group that needs a network looks for interfaces and devices.
-    if config.transport is configuration.TransportKind.VERBS:
-        from sennit.transport.meeting.rdma_rails import find_rdma_rails
-
-        return find_rdma_rails(config.interfaces)
-    from sennit.transport.meeting.rails import find_rails
-
-    return find_rails(config.interfaces)
-
-
-@functools.cache
-def _tell_of_slow_kernels() -> None:
-    """Warns once in a process. Without wide vectors everything works, so only its slowness would show."""
-    from sennit.transport import _core
-
-    if _core.HAS_WIDE_VECTORS:
-        return
-    from sennit import surroundings
-
-    found = surroundings.vector_units()
-    if not found.fine:
-        warnings.warn(f"{found.what}; what helps: {found.remedy}", RuntimeWarning, stacklevel=3)
 
 
 class Lineage(LightTuple):
@@ -152,87 +123,61 @@ class Communicator(ArrayCollectives):
         made into this one. `keeps_greeting`: a few records stay in the store, so that a process that comes too late
         hears that its rank is taken.
         """
-        if world < 1 or not 0 <= rank < world:
-            raise ArgumentError(f"rank {rank} of {world}; allowed: world 1 or more, rank 0..world-1")
-        # Imported late, so that everything except this class works without the extension.
-        require_core()
-        _tell_of_slow_kernels()
-        from sennit.transport import _core
-
-        self.rank = rank
-        self.world = world
-        self.name = name
-        self.config = configuration.from_environment() if config is None else config
-        self.timeout_s = self.config.timeout_s if timeout_s is None else timeout_s
-
-        def make_core(ranks_here: int) -> _core.Communicator:
-            return _core.Communicator(
-                rank,
-                world,
-                timeout_s=self.timeout_s,
-                seed=int.from_bytes(os.urandom(8)),
-                ranks_here=max(ranks_here, ranks_here_min),
-                peer_timeout_s=self.config.peer_timeout_s,
-                threads=self.config.threads,
-            )
-
-        connection = rendezvous.connect(
-            make_core,
-            config=self.config,
-            store=store,
+        joined = Joined.join(
             rank=rank,
             world=world,
-            rails=lambda: _rails(self.config),
+            store=store,
+            config=config,
             name=name,
-            timeout_s=self.timeout_s if connect_timeout_s is None else connect_timeout_s,
+            timeout_s=timeout_s,
+            connect_timeout_s=connect_timeout_s,
+            ranks_here_min=ranks_here_min,
             watch=watch,
             keeps_greeting=keeps_greeting,
         )
+        self._take(joined, Lineage(name=name) if lineage is None else lineage)
+
+    @classmethod
+    def of(cls, joined: Joined) -> Self:
+        """The communicator of a group that this rank has joined already."""
+        self = cls.__new__(cls)
+        self._take(joined, Lineage(name=joined.name))
+        return self
+
+    def _take(self, joined: Joined, lineage: Lineage) -> None:
+        from sennit.transport import _core
+
+        self.joined = joined
+        connection = joined.connection
+        self.rank = joined.rank
+        self.world = joined.world
+        self.name = joined.name
+        self.config = joined.config
+        self.timeout_s = joined.timeout_s
         self._core = connection.endpoint
-        _core.operation_log_name(self._core.handle, name)
-        if why := self._core.shm_why_unnamed():
-            warnings.warn(
-                f"{why}. Ranks share memory without a name there, which other pid namespaces cannot open. A larger one "
-                "(docker run --shm-size=1g) avoids this",
-                RuntimeWarning,
-                stacklevel=2,
-            )
         self.routes = connection.routes
         self.ranks_here = connection.ranks_here
         self.host_names = connection.host_names
         """The name of each rank's host, the same on all ranks: SENNIT_HOST_ID, or what the kernel calls it."""
         self.hosts = connection.hosts
         """Which ranks reach each other through shared memory."""
-        self._constants = connection.calibration
-        self._has_aggregator = connection.has_aggregator
         self.notes = connection.notes
         """Notes on how the ranks reach each other: dead paths, smaller packets."""
         self._plans: PlanCache[_core.Plan] = PlanCache(_core.Plan)
-        self._store = store
-        self._lineage = Lineage(name=name) if lineage is None else lineage
+        self._lineage = lineage
 
     @functools.cached_property
     def selection(self) -> Selection:
         """Which algorithms the group's collectives run."""
         from sennit.transport.choice.selection import Selection
 
-        near, far = self._constants.shared_memory, self._constants.network
+        connection = self.joined.connection
         return Selection(
             hosts=self.hosts,
             forced=self.config.algorithm,
-            near=near,
-            far=far,
-            has_aggregator=self._has_aggregator,
-        )
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether all ranks share memory, and choose algorithms by the built-in constants alone (ready_plans.py)."""
-        return (
-            self.config.algorithm is None
-            and self.config.calibration is None
-            and not self._has_aggregator
-            and all(route in ("self", "shm") for route in self.routes)
+            near=connection.calibration.shared_memory,
+            far=connection.calibration.network,
+            has_aggregator=connection.has_aggregator,
         )
 
     @property
@@ -380,9 +325,9 @@ class Communicator(ArrayCollectives):
         return group
 
     def _shared_store(self) -> Store:
-        if self._store is None:
+        if self.joined.store is None:
             raise ConfigError(f"{self.name} was made without a store, so nobody can join it")
-        return self._store
+        return self.joined.store
 
     def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None:
         """Waits until peers have what was sent, says goodbye, and ends the group. Further calls do nothing."""

@@ -7,6 +7,7 @@ from typing import final
 
 from torch._C._distributed_c10d import Backend
 
+from sennit.runtime.backend.process_group import Member
 from sennit.transport.communicator import Communicator
 
 BUILT_FOR_TORCH: str
@@ -22,7 +23,7 @@ class SennitBackend(Backend):
     def __init__(
         self,
         *,
-        communicator: Communicator,
+        member: Member,
         compile_plan: Callable[[int, int, int, int, int, bool, bool, bool, bool, int, tuple[int, ...]], bytes],
         shrink: Callable[[list[int], bool], Backend],
         timeout: timedelta,
@@ -32,7 +33,7 @@ class SennitBackend(Backend):
         is_coded: bool,
         staged_classes: Callable[[int], int],
     ) -> None:
-        """`communicator` lives as long as the backend.
+        """`member` lives as long as the backend.
 
         `compile_plan` makes plans that the cache does not have. `shrink` makes the backend of a smaller group; its
         arguments are the ranks to exclude, and whether to abort operations in flight. `staged_classes` is asked once

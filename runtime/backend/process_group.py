@@ -8,6 +8,7 @@ Rendezvous and plans of a group are made in Python (sennit.transport); all calls
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from collections import Counter
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from sennit.transport.codecs import Codec
     from sennit.transport.communicator import Communicator
+    from sennit.transport.joining import Joined
     from sennit.transport.plans.elements import Dtype
     from sennit.transport.plans.plan import Plan
 
@@ -69,6 +71,21 @@ class ConnectedOptions(Options):
 
     communicator: Communicator
     """The communicator that the group uses instead of making one."""
+
+
+class Member:
+    """This process's end of a group of this backend."""
+
+    def __init__(self, joined: Joined) -> None:
+        self.joined = joined
+        self.handle = joined.handle
+
+    @functools.cached_property
+    def communicator(self) -> Communicator:
+        """Made when somebody asks for it: not at the group's start."""
+        from sennit.transport.communicator import Communicator
+
+        return Communicator.of(self.joined)
 
 
 def register() -> None:
@@ -174,19 +191,20 @@ def _create(group: Any, options: Options | None) -> dist.Backend:
             f"pg_options is a {type(options).__name__}; allowed: sennit.runtime.backend.process_group.Options or None"
         )
     options = options or Options()
-    with loading("sennit.transport.communicator"):
+    with loading("sennit.transport.joining"):
         load_extension()
-        from sennit.transport.communicator import Communicator
+        from sennit.transport.joining import Joined
 
     name = str(group.group_id)
     if isinstance(options, ConnectedOptions):
-        communicator = options.communicator
+        member = Member(options.communicator.joined)
+        member.communicator = options.communicator
         # The prefix of its store is new, and group names begin anew under it.
         _made.clear()
     else:
         made = f"{name}.{_digest(group.global_ranks_in_group)}"
         _made[made] += 1
-        communicator = Communicator(
+        joined = Joined.join(
             rank=group.group_rank,
             world=group.group_size,
             store=group.store,
@@ -196,7 +214,8 @@ def _create(group: Any, options: Options | None) -> dist.Backend:
             # torch names no ranks for the default group.
             keeps_greeting=not group.global_ranks_in_group,
         )
-    return _backend_of(communicator, name, list(group.global_ranks_in_group), group.timeout, options)
+        member = Member(joined)
+    return _backend_of(member, name, list(group.global_ranks_in_group), group.timeout, options)
 
 
 def _digest(ranks: list[int]) -> str:
@@ -205,45 +224,47 @@ def _digest(ranks: list[int]) -> str:
 
 
 def _backend_of(
-    communicator: Communicator, name: str, global_ranks: list[int], timeout: timedelta, options: Options
+    member: Member, name: str, global_ranks: list[int], timeout: timedelta, options: Options
 ) -> dist.Backend:
     global _ranks_here
-    _ranks_here = max(_ranks_here, sum(route in ("self", "shm") for route in communicator.routes))
+    _ranks_here = max(_ranks_here, sum(route in ("self", "shm") for route in member.joined.routes))
 
     def shrink(excluded: list[int], abort: bool) -> dist.Backend:
         """Implements `torch.distributed.shrink_group`: makes a backend of the remaining ranks, which all call this."""
         from sennit.transport.meeting.membership import Terms
 
         if abort:
-            communicator.abort("shrink_group was called with SHRINK_ABORT")
-        smaller = communicator.reconfigure(Terms(timeout_s=timeout.total_seconds(), exclude=tuple(excluded)))
+            member.communicator.abort("shrink_group was called with SHRINK_ABORT")
+        smaller = member.communicator.reconfigure(Terms(timeout_s=timeout.total_seconds(), exclude=tuple(excluded)))
         remaining = [rank for place, rank in enumerate(global_ranks) if place not in excluded]
-        return _backend_of(smaller, f"{name}:shrunk", remaining, timeout, options)
+        made = Member(smaller.joined)
+        made.communicator = smaller
+        return _backend_of(made, f"{name}:shrunk", remaining, timeout, options)
 
     backend: dist.Backend = load_extension().SennitBackend(
-        communicator=communicator,
-        compile_plan=PlanCompiler(communicator, options.codec),
+        member=member,
+        compile_plan=PlanCompiler(member, options.codec),
         shrink=shrink,
         timeout=timeout,
         group_name=name,
         global_ranks=global_ranks,
         plan_cache_bytes=options.plan_cache_bytes,
         is_coded=options.codec is not None,
-        staged_classes=lambda kind: _staged_classes(communicator, kind),
+        staged_classes=lambda kind: _staged_classes(member, kind),
     )
     return backend
 
 
-def _staged_classes(communicator: Communicator, kind: int) -> int:
-    if communicator.is_plain:
+def _staged_classes(member: Member, kind: int) -> int:
+    if member.joined.is_plain:
         from sennit.transport.choice.ready_plans import ready_staged_classes
 
-        if (ready := ready_staged_classes(communicator.world, kind)) is not None:
+        if (ready := ready_staged_classes(member.joined.world, kind)) is not None:
             return ready
     from sennit.transport.choice.costs import Collective
     from sennit.transport.plans.signature import Kind
 
-    return communicator.selection.staged_classes(Collective[Kind(kind).name])
+    return member.communicator.selection.staged_classes(Collective[Kind(kind).name])
 
 
 def ranks_here() -> int:
@@ -261,11 +282,11 @@ def load_extension() -> Any:
 class PlanCompiler:
     """Compiles plans that the C++ plan cache does not have."""
 
-    def __init__(self, communicator: Communicator, codec: Codec | None = None) -> None:
-        self._rank, self._world, self._group = communicator.rank, communicator.world, communicator
+    def __init__(self, member: Member, codec: Codec | None = None) -> None:
+        self._rank, self._world, self._member = member.joined.rank, member.joined.world, member
         self._codec = codec
         # Only such a group has ready plans, and it asks for nothing else first.
-        self._is_plain = codec is None and communicator.is_plain
+        self._is_plain = codec is None and member.joined.is_plain
 
     def __call__(
         self,
@@ -314,7 +335,7 @@ class PlanCompiler:
             from sennit.transport.plans.binding import with_counts
             from sennit.transport.plans.device_plan import SEGMENT_BYTES, cut_messages, for_device
 
-        world, rank, selection = self._world, self._rank, self._group.selection
+        world, rank, selection = self._world, self._rank, self._member.communicator.selection
         floats = (Dtype.F16, Dtype.BF16, Dtype.F32)
         moved: dict[str, Any] = {"world": world, "rank": rank, "item_bytes": item_bytes, "type_code": type_code}
 
@@ -366,6 +387,6 @@ class PlanCompiler:
 
         coding = codec.coding(dtype)
         if codec.between_hosts:
-            hosts = self._group.hosts
+            hosts = self._member.communicator.hosts
             return algorithms.allreduce_between_hosts(dtype=dtype, coding=coding, in_place=True, hosts=hosts, **what)
         return algorithms.allreduce_coded(dtype=dtype, coding=coding, in_place=True, **what)

@@ -265,7 +265,7 @@ def mismatch(group: Communicator, seed: int) -> None:
 
 def late(group: Communicator, seed: int) -> None:
     """A rank comes too late. The error at the deadline names it."""
-    store = group._store
+    store = group.joined.store
     assert store is not None
     if group.rank == 0:
         # This rank lives, but posts nothing until the others have given up.

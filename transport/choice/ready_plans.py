@@ -33,6 +33,7 @@ _LINE_BYTES: Final = 64
 # The types and operations of an allreduce: U8 to F64 of elements.py, and SUM, MIN and MAX.
 _DTYPES: Final = range(9)
 _OPS: Final = (0, 3, 4)
+_F16, _BF16 = 5, 6
 
 WORLD_MAX: Final = 32
 # By world, from 2 on: the last grade of size for which the cost model takes one shot, and the first for which it takes
@@ -59,7 +60,7 @@ def ready_plan(
     """The encoded plan of a call, of a group whose ranks all share memory and use the built-in constants of the cost
     model; None if there is none. The arguments are those of `PlanCompiler` (runtime/backend/process_group.py).
     """
-    if not 2 <= world <= WORLD_MAX:
+    if world > WORLD_MAX:
         return None
     if kind == _ALLREDUCE and type_code in _DTYPES and op in _OPS and size_class:
         return _allreduce(world, rank, type_code, op, item_bytes, size_class - 1)
@@ -159,10 +160,14 @@ def _allreduce(world: int, rank: int, dtype: int, op: int, item_bytes: int, grad
     if elements == 0 or elements * item_bytes != _grade_bytes(grade):
         return None
     signature = _ALLREDUCE << 56 | dtype << 48 | op << 40
-    after, before = (
-        [_after(rank, step, world) for step in range(1, world)],
-        [_before(rank, step, world) for step in range(1, world)],
-    )
+    after = [_after(rank, step, world) for step in range(1, world)]
+    before = [_before(rank, step, world) for step in range(1, world)]
+    if world == 1:
+        # A type whose sums are wider has another form here.
+        if dtype in (_F16, _BF16):
+            return None
+        alone = (elements, elements * item_bytes, 1, 1)
+        return _Plan("allreduce", world, rank, signature).encode(buffers=1, counts=1, item_bytes=item_bytes, cut=alone)
     if grade <= _ONE_SHOT_LAST[world - 2]:
         plan, size_bytes = _Plan("allreduce", world, rank, signature), _counts(0, 1)
         sends = [plan.send(peer, 0, 0, size_bytes) for peer in after]

@@ -26,10 +26,9 @@ import base64
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from sennit.transport import descriptors
-from sennit.transport.choice.calibration import Calibration, read_calibration
 from sennit.transport.config import Config, TransportKind
 from sennit.transport.errors import ConfigError, DeviceError, Unsupported
 from sennit.transport.light_tuple import LightTuple
@@ -37,11 +36,15 @@ from sennit.transport.meeting.exchanges import Exchanges
 from sennit.transport.meeting.host import host_identity, machine_identity
 from sennit.transport.meeting.rank_records import Record
 from sennit.transport.meeting.store import Store
-from sennit.transport.plans.hosts import Hosts
 
 if TYPE_CHECKING:
+    from sennit.transport.choice.calibration import Calibration
     from sennit.transport.meeting.endpoint import Endpoint, Route
     from sennit.transport.meeting.rails import Rail
+    from sennit.transport.plans.hosts import Hosts
+
+# `Calibration().label()`. A group without a calibration file does not load the cost model.
+BUILT_IN_LABEL: Final = "6d2124d9 defaults"
 
 AnyEndpoint = TypeVar("AnyEndpoint", bound="Endpoint")
 
@@ -53,15 +56,33 @@ class Connection(LightTuple, Generic[AnyEndpoint]):
     routes: tuple[str, ...]
     ranks_here: int
     """Ranks of the group that share this machine's cores, this one included."""
-    hosts: Hosts
-    """Which ranks reach each other through shared memory."""
+    neighbours: tuple[frozenset[int], ...]
+    """For each rank, the other ranks that it shares memory with."""
     host_names: tuple[str, ...]
     """The name of each rank's host (`host.host_identity`), whatever way its ranks reach each other."""
-    calibration: Calibration
-    """The constants of the cost model, the same on all ranks."""
+    measured: Calibration | None
+    """The constants of the cost model from a file, the same on all ranks. None: the built-in ones."""
     has_aggregator: bool = False
     notes: tuple[str, ...] = ()
     """Notes for `describe()` on how the ranks reach each other."""
+
+    @property
+    def hosts(self) -> Hosts:
+        """Which ranks reach each other through shared memory. If the ranks of a host do not follow one another, or not
+        all pairs have shared memory, each rank stands alone.
+        """
+        from sennit.transport.plans.hosts import Hosts
+
+        world = len(self.neighbours)
+        together = [frozenset({rank, *near}) for rank, near in enumerate(self.neighbours)]
+        return Hosts.of(together) or Hosts.equal(world, world)
+
+    @property
+    def calibration(self) -> Calibration:
+        """The constants of the cost model."""
+        from sennit.transport.choice.calibration import Calibration
+
+        return Calibration() if self.measured is None else self.measured
 
 
 def _tell(notes: Iterable[str]) -> None:
@@ -85,39 +106,39 @@ def connect(
 ) -> Connection[AnyEndpoint]:
     """Makes an endpoint, agrees on its route to every rank, and connects it.
 
-    `make_endpoint` gets the number of ranks that share this machine's cores, this one included. `rails` is called for
-    local addresses only if some pair needs udp. `name` keeps groups that share a store apart. `watch` is called while
-    this rank waits, and may raise an error to end the wait. Records in the store go when all have read them; with
+    `make_endpoint` gets the number of ranks that share this machine's cores, this one included. `rails` is called
+    for local addresses only if some pair needs udp. `name` keeps groups that share a store apart. `watch` is called
+    while this rank waits, and may raise an error to end the wait. Records in the store go when all have read them; with
     `keeps_greeting` those of the first round stay, so that a process that comes too late hears that its rank is taken.
     """
+    measured: Calibration | None = None
     if world == 1:
-        constants = read_calibration(config.calibration)
-        _tell(constants.notes)
+        measured = _read_calibration(config)
+        _tell(() if measured is None else measured.notes)
         alone = make_endpoint(1)
         alone.connect([("self", b"")])
         return Connection(
             endpoint=alone,
             routes=("self",),
             ranks_here=1,
-            hosts=Hosts.equal(1, 1),
+            neighbours=(frozenset(),),
             host_names=(host_identity(config.host_id),),
-            calibration=constants,
+            measured=measured,
         )
     if store is None:
         raise ConfigError(f"world of {world} ranks without a store; allowed: world 1, or a store that all ranks share")
     limit_s = config.timeout_s if timeout_s is None else timeout_s
     exchanges = Exchanges(store, name=name, rank=rank, world=world, timeout_s=limit_s, watch=watch)
-    constants = Calibration()
 
     def greet() -> Record:
-        nonlocal constants
+        nonlocal measured
         # Read here, so that the others learn of a file that is wrong.
-        constants = read_calibration(config.calibration)
-        return _hello(config, constants)
+        measured = _read_calibration(config)
+        return _hello(config, BUILT_IN_LABEL if measured is None else measured.label())
 
     hello = exchanges.meet(greet)
-    if rank == 0:
-        _tell(constants.notes)
+    if rank == 0 and measured is not None:
+        _tell(measured.notes)
     _refuse_other_algorithms(hello)
     endpoint: AnyEndpoint | None = None
 
@@ -211,18 +232,20 @@ def connect(
         endpoint=endpoint,
         routes=tuple(kind for kind, _ in routes),
         ranks_here=ranks_here,
-        hosts=_hosts(neighbours),
+        neighbours=tuple(map(frozenset, neighbours)),
         host_names=tuple(record["host"] for record in hello),
-        calibration=constants,
+        measured=measured,
         has_aggregator=has_aggregator,
         notes=tuple(notes),
     )
 
 
-def _hosts(neighbours: Sequence[set[int]]) -> Hosts:
-    """If the ranks of a host do not follow one another, or not all pairs have shared memory, each rank stands alone."""
-    world = len(neighbours)
-    return Hosts.of([frozenset({rank, *near}) for rank, near in enumerate(neighbours)]) or Hosts.equal(world, world)
+def _read_calibration(config: Config) -> Calibration | None:
+    if config.calibration is None:
+        return None
+    from sennit.transport.choice.calibration import read_calibration
+
+    return read_calibration(config.calibration)
 
 
 def _open_network(endpoint: Endpoint, config: Config, rails: Sequence[Rail]) -> bytes:
@@ -260,12 +283,12 @@ def _check_devices(ours: Sequence[Record], theirs: Sequence[Record], peer: int) 
         check_pair(ours, theirs, peer)
 
 
-def _hello(config: Config, constants: Calibration) -> Record:
+def _hello(config: Config, calibration: str) -> Record:
     return {
         "host": host_identity(config.host_id),
         "machine": machine_identity(),
         "algorithm": str(config.algorithm or "auto"),
-        "calibration": constants.label(),
+        "calibration": calibration,
         # Rank 0 gives the key.
         "aggregation_key": os.urandom(8).hex() if config.aggregator else "",
     }

@@ -19,8 +19,8 @@ namespace {
 // The backend's Python half. It is kept beyond the interpreter's end, but not touched then.
 class PythonHalf {
  public:
-  PythonHalf(py::object communicator, py::function compile, py::function staged_classes, py::function shrink)
-      : communicator_(std::move(communicator)),
+  PythonHalf(py::object member, py::function compile, py::function staged_classes, py::function shrink)
+      : member_(std::move(member)),
         compile_(std::move(compile)),
         staged_classes_(std::move(staged_classes)),
         shrink_(std::move(shrink)) {}
@@ -35,8 +35,8 @@ class PythonHalf {
     let_go();
   }
 
-  // The transport's Communicator; null at the interpreter's exit.
-  const py::object& communicator() const { return communicator_; }
+  // The group's Member (runtime/backend/process_group.py); null at the interpreter's exit.
+  const py::object& member() const { return member_; }
   // When the interpreter exits, nothing is compiled any more, and Python objects must be released.
   void let_go() {
     // In a child of fork this would end the parent's connections.
@@ -46,7 +46,7 @@ class PythonHalf {
       compile_ = py::function();
       staged_classes_ = py::function();
       shrink_ = py::function();
-      communicator_ = py::object();
+      member_ = py::object();
     }
   }
 
@@ -80,13 +80,13 @@ class PythonHalf {
   }
 
   void leak() {
-    communicator_.release();
+    member_.release();
     compile_.release();
     staged_classes_.release();
     shrink_.release();
   }
 
-  py::object communicator_;
+  py::object member_;
   py::function compile_, staged_classes_, shrink_;
   const uint64_t forks_ = sennit_fork_count();
 };
@@ -107,19 +107,19 @@ void close_all() {
   python_halves().clear();
 }
 
-c10::intrusive_ptr<SennitBackend> make_backend(const py::object& communicator, py::function compile_plan,
-                                               py::function shrink, std::chrono::milliseconds timeout,
-                                               const std::string& group_name, std::vector<uint64_t> global_ranks,
-                                               size_t plan_cache_bytes, bool is_coded, py::function staged_classes) {
+c10::intrusive_ptr<SennitBackend> make_backend(const py::object& member, py::function compile_plan, py::function shrink,
+                                               std::chrono::milliseconds timeout, const std::string& group_name,
+                                               std::vector<uint64_t> global_ranks, size_t plan_cache_bytes,
+                                               bool is_coded, py::function staged_classes) {
   auto options = c10::make_intrusive<SennitBackend::Options>(timeout);
   options->group_name = group_name;
   options->global_ranks_in_group = std::move(global_ranks);
   options->plan_cache_bytes = plan_cache_bytes;
   options->is_coded = is_coded;
-  const auto handle = py::cast<uintptr_t>(communicator.attr("handle"));
+  const auto handle = py::cast<uintptr_t>(member.attr("handle"));
   // A copy of a std::function copies what it holds, so the callables are shared instead.
   auto python =
-      std::make_shared<PythonHalf>(communicator, std::move(compile_plan), std::move(staged_classes), std::move(shrink));
+      std::make_shared<PythonHalf>(member, std::move(compile_plan), std::move(staged_classes), std::move(shrink));
   std::erase_if(python_halves(), [](const auto& weak) { return weak.expired(); });
   python_halves().push_back(python);
   return c10::make_intrusive<SennitBackend>(
@@ -130,7 +130,8 @@ c10::intrusive_ptr<SennitBackend> make_backend(const py::object& communicator, p
 }
 
 py::object communicator_of(const SennitBackend& backend) {
-  return static_cast<const PythonHalf*>(backend.owner().get())->communicator();
+  const py::object& member = static_cast<const PythonHalf*>(backend.owner().get())->member();
+  return member ? py::object(member.attr("communicator")) : py::none();
 }
 
 }  // namespace
@@ -146,7 +147,7 @@ PYBIND11_MODULE(_c10d, module) {
                                                                                                          "Options")
       .def_readonly("plan_cache_bytes", &SennitBackend::Options::plan_cache_bytes);
   py::class_<SennitBackend, c10::intrusive_ptr<SennitBackend>, c10d::Backend>(module, "SennitBackend")
-      .def(py::init(&sennit::runtime::make_backend), py::kw_only(), py::arg("communicator"), py::arg("compile_plan"),
+      .def(py::init(&sennit::runtime::make_backend), py::kw_only(), py::arg("member"), py::arg("compile_plan"),
            py::arg("shrink"), py::arg("timeout"), py::arg("group_name"), py::arg("global_ranks"),
            py::arg("plan_cache_bytes"), py::arg("is_coded"), py::arg("staged_classes"))
       .def_property_readonly("options", &SennitBackend::options)
