@@ -118,7 +118,7 @@ class Communicator(ArrayCollectives):
 
         `timeout_s` is the deadline of operations without their own (default: the configuration's). All ranks share
         `store` (a world of 1 needs none). `name` tells the groups of one store apart. `ranks_here_min` is a lower bound
-        on the ranks that share this machine's cores, for a group that is part of a larger one. `watch` is called
+        on the ranks that share this rank's cores, for a group that is part of a larger one. `watch` is called
         repeatedly until every rank has joined, and may raise to end the wait. `lineage` is set if another group was
         made into this one. `keeps_greeting`: a few records stay in the store, so that a process that comes too late
         hears that its rank is taken.

@@ -82,13 +82,13 @@ class Joined(LightTuple):
         config = configuration.from_environment() if config is None else config
         timeout_s = config.timeout_s if timeout_s is None else timeout_s
 
-        def make_core(ranks_here: int) -> _core.Communicator:
+        def make_core(ranks_on_cores: int) -> _core.Communicator:
             return _core.Communicator(
                 rank,
                 world,
                 timeout_s=timeout_s,
                 seed=int.from_bytes(os.urandom(8)),
-                ranks_here=max(ranks_here, ranks_here_min),
+                ranks_here=max(ranks_on_cores, ranks_here_min),
                 peer_timeout_s=config.peer_timeout_s,
                 threads=config.threads,
             )

@@ -80,7 +80,7 @@ def reconfigure(terms: Terms | None = None) -> View:
         config=current.config,
         name=GROUP_NAME,
         timeout_s=timeout.total_seconds(),
-        ranks_here_min=backend.ranks_here(),
+        ranks_here_min=backend.ranks_on_cores(),
     )
     # Nobody waits for the old groups to say goodbye.
     for other in torch_versions.all_groups():

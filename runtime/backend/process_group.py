@@ -34,8 +34,8 @@ DEVICES: Final = ("cpu", "cuda")
 # earlier one. torch gives names again after `destroy_process_group`, to other ranks too, and who was not in an earlier
 # group has not counted it.
 _made: Counter[str] = Counter()
-# The most ranks that one group has had on this machine so far. Later groups share the cores with them.
-_ranks_here = 1
+# The most ranks that one group has had on the cores of this one so far. Later groups share the cores with them.
+_ranks_on_cores = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +210,7 @@ def _create(group: Any, options: Options | None) -> dist.Backend:
             store=group.store,
             name=f"{made}.{_made[made]}",
             timeout_s=group.timeout.total_seconds(),
-            ranks_here_min=_ranks_here,
+            ranks_here_min=_ranks_on_cores,
             # torch names no ranks for the default group.
             keeps_greeting=not group.global_ranks_in_group,
         )
@@ -226,8 +226,8 @@ def _digest(ranks: list[int]) -> str:
 def _backend_of(
     member: Member, name: str, global_ranks: list[int], timeout: timedelta, options: Options
 ) -> dist.Backend:
-    global _ranks_here
-    _ranks_here = max(_ranks_here, sum(route in ("self", "shm") for route in member.joined.routes))
+    global _ranks_on_cores
+    _ranks_on_cores = max(_ranks_on_cores, member.joined.connection.ranks_on_cores)
 
     def shrink(excluded: list[int], abort: bool) -> dist.Backend:
         """Implements `torch.distributed.shrink_group`: makes a backend of the remaining ranks, which all call this."""
@@ -267,9 +267,9 @@ def _staged_classes(member: Member, kind: int) -> int:
     return member.communicator.selection.staged_classes(Collective[Kind(kind).name])
 
 
-def ranks_here() -> int:
-    """The most ranks that one group has had on this machine so far."""
-    return _ranks_here
+def ranks_on_cores() -> int:
+    """The most ranks that one group has had on the cores of this one so far."""
+    return _ranks_on_cores
 
 
 def load_extension() -> Any:

@@ -94,7 +94,7 @@ def measure(*, rank: int, world: int, store: Store, config: Config | None = None
         raise CalibrationError(f"{world} rank; allowed: 2 or more")
     given = (config or from_environment())._replace(algorithm=None, calibration=None)
     with Communicator(rank=rank, world=world, store=store, config=given, name="calibrate", timeout_s=JOIN_S) as group:
-        hosts, ranks_here = group.selection.hosts, group.ranks_here
+        hosts, ranks_here = group.selection.hosts, group.joined.connection.ranks_on_cores
         # The group's connections are open on all ranks before the first one leaves.
         group.barrier()
     ways: dict[str, dict[str, Any]] = {}

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 from sennit.transport.config import Config
 from sennit.transport.errors import DeviceError, SennitError
@@ -149,12 +150,16 @@ def meet(
     absent: Sequence[int] = (),
     rails: Sequence[Sequence[Rail]] = (),
     notes: dict[int, tuple[str, ...]] | None = None,
+    cores: Sequence[set[int]] = (),
 ) -> list[tuple[str, ...] | SennitError]:
-    """Returns each rank's routes, or the error that it raised."""
+    """Returns each rank's routes, or the error that it raised. `cores`: those that each rank may run on."""
     world = len(endpoints)
     shared = MemoryStore() if store is None else store
+    bound = threading.local()
 
     def join(rank: int) -> tuple[str, ...] | SennitError:
+        bound.cores = cores[rank] if cores else {0, 1}
+
         def make(ranks_here: int) -> Recorder:
             endpoints[rank].ranks_here = ranks_here
             return endpoints[rank]
@@ -177,5 +182,5 @@ def meet(
             notes[rank] = connection.notes
         return connection.routes
 
-    with ThreadPoolExecutor(world) as pool:
+    with patch("os.sched_getaffinity", lambda _: bound.cores), ThreadPoolExecutor(world) as pool:
         return list(pool.map(join, [rank for rank in range(world) if rank not in absent]))

@@ -85,6 +85,13 @@ def test_host_ids_keep_neighbours_apart_but_count_cores_together() -> None:
     assert [endpoint.ranks_here for endpoint in endpoints] == [2, 2]
 
 
+def test_ranks_share_the_cores_that_they_may_run_on() -> None:
+    """Launchers bind ranks to cores of their own. Such a rank may spin while it waits."""
+    endpoints = [Recorder(rank, "a") for rank in range(4)]
+    meet(endpoints, cores=[{0}, {70}, {1, 70}, {2, 3}])
+    assert [endpoint.ranks_here for endpoint in endpoints] == [1, 2, 2, 1]
+
+
 def test_a_full_shared_memory_is_no_reason_to_stop() -> None:
     endpoints = [Recorder(0, "a"), Recorder(1, "a", shm_errno=errno.ENOSPC), Recorder(2, "a")]
     assert meet(endpoints) == [("self", "udp", "shm"), ("udp", "self", "udp"), ("shm", "udp", "self")]
@@ -303,6 +310,7 @@ def test_worlds_of_other_sizes_are_told_apart() -> None:
                 "process": {},
                 "host": "boot:x",
                 "machine": "boot:x",
+                "cores": "3",
                 "algorithm": "auto",
                 "calibration": "0 defaults",
                 "aggregation_key": "",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rendezvous: ranks that share nothing but a key-value store agree how each pair of them will talk.
 
-    round "hello"   version, world, host identity, a nonce
+    round "hello"   version, world, host identity, cores, a nonce
     "run"           rank 0 lists the records it read; the keys of all that follows hold the run's number
     round "offer"   whether this rank has a shared-memory segment, or why not and what helps
     value "segment" how to open it, which only the ranks of its host read
@@ -55,7 +55,10 @@ class Connection(LightTuple, Generic[AnyEndpoint]):
     endpoint: AnyEndpoint
     routes: tuple[str, ...]
     ranks_here: int
-    """Ranks of the group that share this machine's cores, this one included."""
+    """Ranks of the group on this machine, this one included."""
+    ranks_on_cores: int
+    """Those of them that may run on a core of this rank, this one included. A rank that is bound to cores of its own
+    shares them with none."""
     neighbours: tuple[frozenset[int], ...]
     """For each rank, the other ranks that it shares memory with."""
     host_names: tuple[str, ...]
@@ -106,7 +109,7 @@ def connect(
 ) -> Connection[AnyEndpoint]:
     """Makes an endpoint, agrees on its route to every rank, and connects it.
 
-    `make_endpoint` gets the number of ranks that share this machine's cores, this one included. `rails` is called
+    `make_endpoint` gets the number of ranks that may run on a core of this one, this one included. `rails` is called
     for local addresses only if some pair needs udp. `name` keeps groups that share a store apart. `watch` is called
     while this rank waits, and may raise an error to end the wait. Records in the store go when all have read them; with
     `keeps_greeting` those of the first round stay, so that a process that comes too late hears that its rank is taken.
@@ -121,6 +124,7 @@ def connect(
             endpoint=alone,
             routes=("self",),
             ranks_here=1,
+            ranks_on_cores=1,
             neighbours=(frozenset(),),
             host_names=(host_identity(config.host_id),),
             measured=measured,
@@ -142,12 +146,13 @@ def connect(
     _refuse_other_algorithms(hello)
     endpoint: AnyEndpoint | None = None
 
-    ranks_here = sum(record["machine"] == hello[rank]["machine"] for record in hello)
+    on_this_machine = [record for record in hello if record["machine"] == hello[rank]["machine"]]
+    ranks_on_cores = sum(int(record["cores"], 16) & int(hello[rank]["cores"], 16) != 0 for record in on_this_machine)
     on_this_host = [peer for peer, record in enumerate(hello) if record["host"] == hello[rank]["host"]]
 
     def offer() -> Record:
         nonlocal endpoint
-        endpoint = make_endpoint(ranks_here)
+        endpoint = make_endpoint(ranks_on_cores)
         return _offer(endpoint, config, on_this_host, world, lambda segment: exchanges.put("segment", segment))
 
     offers = exchanges.exchange("offer", offer)
@@ -231,7 +236,8 @@ def connect(
     return Connection(
         endpoint=endpoint,
         routes=tuple(kind for kind, _ in routes),
-        ranks_here=ranks_here,
+        ranks_here=len(on_this_machine),
+        ranks_on_cores=ranks_on_cores,
         neighbours=tuple(map(frozenset, neighbours)),
         host_names=tuple(record["host"] for record in hello),
         measured=measured,
@@ -287,6 +293,8 @@ def _hello(config: Config, calibration: str) -> Record:
     return {
         "host": host_identity(config.host_id),
         "machine": machine_identity(),
+        # A bit for each core that this process may run on.
+        "cores": f"{sum(1 << core for core in os.sched_getaffinity(0)):x}",
         "algorithm": str(config.algorithm or "auto"),
         "calibration": calibration,
         # Rank 0 gives the key.
