@@ -98,7 +98,7 @@ def check_types(file: str, schema: Schema, found: Any) -> None:
 
     Arrow's type "null", as pandas writes a column of None, is a column of any type whose values are all null.
     """
-    types = require("pyarrow", package="pyarrow", purpose=_PURPOSE).types
+    types = _types()
     for name in schema.read_columns:
         if (count := found.names.count(name)) != 1:
             what = f"no column {name}; there are" if count == 0 else f"{count} columns {name}; allowed: one. There are"
@@ -106,16 +106,15 @@ def check_types(file: str, schema: Schema, found: Any) -> None:
     weights = () if schema.sample_weight is None else (schema.sample_weight,)
     for name in (*schema.labels, *weights, *(part.name for part in schema.dense)):
         kind = found.field(name).type
-        numbers = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
-        if not (numbers or types.is_boolean(kind) or types.is_null(kind)):
+        if not (is_number(kind) or types.is_boolean(kind) or types.is_null(kind)):
             raise DataError(f"{file}: column {name} is {kind}; allowed: {_NUMBERS}")
     for part in schema.sparse:
         kind = found.field(part.name).type
-        bag = _is_bag(types, kind)
+        bag = is_list(kind)
         inner = kind.value_type if bag else kind
         if types.is_dictionary(inner):
             inner = inner.value_type
-        text = part.encode not in ("id", "value") and _is_text(types, inner)
+        text = part.encode not in ("id", "value") and is_text(inner)
         bytes_ = part.encode in ("hash", "dynamic") and is_binary(inner)
         if not (text or bytes_ or types.is_integer(inner) or types.is_null(inner)):
             allowed = {
@@ -133,19 +132,33 @@ def check_types(file: str, schema: Schema, found: Any) -> None:
 
 
 def _check_history(file: str, history: History, found: Any) -> None:
-    types = require("pyarrow", package="pyarrow", purpose=_PURPOSE).types
+    types = _types()
     for name in (*history.columns, *history.past):
-        if _is_bag(types, kind := found.field(name).type):
+        if is_list(kind := found.field(name).type):
             raise DataError(f"{file}: column {name} is {kind}; allowed in a history: one id a row")
     kind = found.field(history.of).type
     inner = kind.value_type if types.is_dictionary(kind) else kind
-    if not (types.is_integer(inner) or _is_text(types, inner) or is_binary(inner) or types.is_null(inner)):
+    if not (types.is_integer(inner) or is_text(inner) or is_binary(inner) or types.is_null(inner)):
         raise DataError(f"{file}: column {history.of} is {kind}; allowed for history.of: integer, string or binary")
+
+
+# Types that have the same kind of values. Nobody else lists them.
+
+
+def is_number(kind: Any) -> bool:
+    """Whether values of this type of pyarrow are numbers. Booleans are none."""
+    types = _types()
+    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind))
+
+
+def is_text(kind: Any) -> bool:
+    types = _types()
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
 
 
 def is_binary(kind: Any) -> bool:
     """Whether values of this type of pyarrow are bytes. As ids they are hashed as text is."""
-    types = require("pyarrow", package="pyarrow", purpose=_PURPOSE).types
+    types = _types()
     return bool(
         types.is_binary(kind)
         or types.is_large_binary(kind)
@@ -154,18 +167,22 @@ def is_binary(kind: Any) -> bool:
     )
 
 
+def is_list(kind: Any) -> bool:
+    """Whether values of this type of pyarrow are lists. List views are refused: where a cast to lists gets a slice of
+    them, it loses values (pyarrow 26.0).
+    """
+    types = _types()
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+
+
+def _types() -> Any:
+    return require("pyarrow", package="pyarrow", purpose=_PURPOSE).types
+
+
 def cast_bytes(column: Any, kind: Any) -> Any:
     """A column with another type. What becomes text may be any bytes: they are hashed, and nobody else reads them."""
     compute = require("pyarrow.compute", package="pyarrow", purpose=_PURPOSE)
     return compute.cast(column, options=compute.CastOptions(kind, allow_invalid_utf8=True))
-
-
-def _is_bag(types: Any, kind: Any) -> bool:
-    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
-
-
-def _is_text(types: Any, kind: Any) -> bool:
-    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
 
 
 def numbers_of(pieces: Sequence[Piece], schema: Schema, fields: Sequence[DenseField]) -> Tensor:
@@ -262,14 +279,14 @@ def _feature(pieces: Sequence[Piece], part: SparseField) -> Feature:
     arrow = require("pyarrow", package="pyarrow", purpose=_PURPOSE)
     # A column of type null is as the others are.
     typed = [piece for piece in pieces if not arrow.types.is_null(piece.column(part.name).type)]
-    has_lists = bool(typed) and _is_bag(arrow.types, typed[0].column(part.name).type)
+    has_lists = bool(typed) and is_list(typed[0].column(part.name).type)
     columns: list[Any] = []
     lengths: list[npt.NDArray[np.int64]] = []
     for piece in pieces:
         column = piece.column(part.name)
         if arrow.types.is_null(column.type) and has_lists:
             column = arrow.nulls(len(column), arrow.list_(arrow.null()))
-        if _is_bag(arrow.types, column.type) != has_lists:
+        if is_list(column.type) != has_lists:
             raise _two_types(piece, typed[0], part)
         column, counts = _ids(column, has_lists)
         if part.encode != "dictionary" and column.null_count:
@@ -289,12 +306,12 @@ def _feature(pieces: Sequence[Piece], part: SparseField) -> Feature:
     id_type = "int64"
     first: tuple[Piece, bool] | None = None
     for piece, column, of_rows in zip(pieces, columns, lengths, strict=True):
-        is_text = _is_text(arrow.types, column.type)
-        first = first or (None if arrow.types.is_null(column.type) else (piece, is_text))
+        has_text = is_text(column.type)
+        first = first or (None if arrow.types.is_null(column.type) else (piece, has_text))
         # The integer 5 and the text "5" have different hashes.
-        if first is not None and first[1] != is_text and not arrow.types.is_null(column.type):
+        if first is not None and first[1] != has_text and not arrow.types.is_null(column.type):
             raise _two_types(piece, first[0], part)
-        if is_text:
+        if has_text:
             id_type = "text"
             ids.append(text_ids(column))
             continue
@@ -319,7 +336,7 @@ def _feature(pieces: Sequence[Piece], part: SparseField) -> Feature:
     )
 
 
-def _ids(column: Any, is_list: bool) -> tuple[Any, npt.NDArray[np.int64]]:
+def _ids(column: Any, has_lists: bool) -> tuple[Any, npt.NDArray[np.int64]]:
     """The ids of one piece without lists and dictionaries, and how many of them each row has.
 
     All text has one type, and so have all integers but uint64.
@@ -327,7 +344,7 @@ def _ids(column: Any, is_list: bool) -> tuple[Any, npt.NDArray[np.int64]]:
     arrow = require("pyarrow", package="pyarrow", purpose=_PURPOSE)
     compute = require("pyarrow.compute", package="pyarrow", purpose=_PURPOSE)
     counts = np.ones(len(column), np.int64)
-    if is_list:
+    if has_lists:
         lists = compute.cast(column, arrow.large_list(column.type.value_type))
         counts = np.asarray(lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False), dtype=np.int64)
         # `flatten` yields nothing for null lists, whatever bytes they cover. With a slice of lists of nulls, it can end
@@ -337,8 +354,8 @@ def _ids(column: Any, is_list: bool) -> tuple[Any, npt.NDArray[np.int64]]:
     if arrow.types.is_dictionary(column.type):
         column = compute.cast(column, column.type.value_type)
     if not arrow.types.is_uint64(column.type) and not arrow.types.is_null(column.type):
-        is_text = _is_text(arrow.types, column.type) or is_binary(column.type)
-        column = cast_bytes(column, arrow.large_string() if is_text else arrow.int64())
+        has_text = is_text(column.type) or is_binary(column.type)
+        column = cast_bytes(column, arrow.large_string() if has_text else arrow.int64())
     return column, counts
 
 

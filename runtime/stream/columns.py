@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from sennit.runtime.data.arrow_columns import is_binary, is_list, is_number, is_text
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.packages import require
 
@@ -23,8 +24,8 @@ def common_type(kinds: list[Any]) -> Any | None:
     """The type of pyarrow that has the values of all these types, or None where there is none.
 
     One type stays what it is. Integers of several widths and signs become int64, other numbers float64, texts
-    large_string, lists large_list. Arrow's dictionaries are their values. The type null, of a column of None, is any
-    type.
+    large_string, bytes large_binary, lists large_list. Arrow's dictionaries are their values. The type null, of a
+    column of None, is any type.
     """
     arrow = require("pyarrow", package="pyarrow", purpose="reading data files")
     types = arrow.types
@@ -33,13 +34,13 @@ def common_type(kinds: list[Any]) -> Any | None:
         return found.pop() if found else arrow.null()
     if all(types.is_integer(kind) for kind in found):
         return arrow.uint64() if all(types.is_unsigned_integer(kind) for kind in found) else arrow.int64()
-    if all(types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind) for kind in found):
+    if all(map(is_number, found)):
         return arrow.float64()
-    if all(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind) for kind in found):
+    if all(map(is_text, found)):
         return arrow.large_string()
-    if all(types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind) for kind in found):
+    if all(map(is_binary, found)):
         return arrow.large_binary()
-    if all(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind) for kind in found):
+    if all(map(is_list, found)):
         inner = common_type([kind.value_type for kind in found])
         return None if inner is None else arrow.large_list(inner)
     return None

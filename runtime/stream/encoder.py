@@ -17,7 +17,7 @@ from sennit.offload.arrow_columns import (
     number_encoder,
     vocabulary,
 )
-from sennit.runtime.data.arrow_columns import Piece, Place, cast_bytes, is_binary, raw_samples
+from sennit.runtime.data.arrow_columns import Piece, Place, cast_bytes, is_binary, is_list, raw_samples
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.preprocessing import Encoding, Preprocessing, Scale
@@ -193,7 +193,7 @@ def _plain(kind: Any) -> Any:
         return arrow.float32()
     if types.is_decimal(kind):
         return arrow.float64()
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+    if is_list(kind):
         inner = kind.value_type
         return kind if _plain(inner) is inner else arrow.large_list(_plain(inner))
     return kind

@@ -128,6 +128,23 @@ def test_writers_may_disagree_about_widths(tmp_path: Path) -> None:
         read(open_index([large, str(tmp_path / "1.parquet")], COLUMNS), 0, 4)
 
 
+BYTES = [b"abcd", b"\xff\x00\xfe\x80"]
+BYTES_TYPES = [arrow.binary(), arrow.large_binary(), arrow.binary(4), arrow.binary_view()]
+
+
+@pytest.mark.parametrize("in_lists", [False, True])
+def test_bytes_have_one_type_whoever_wrote_them(tmp_path: Path, in_lists: bool) -> None:
+    """Four files, each with another type of bytes: they are `is_binary`'s."""
+    for number, kind in enumerate(BYTES_TYPES):
+        user = arrow.array([[BYTES[0]], BYTES], arrow.list_(kind)) if in_lists else arrow.array(BYTES, kind)
+        with arrow.ipc.new_file(tmp_path / f"{number}.arrow", (content := table(0, 2, user=user)).schema) as file:
+            file.write(content)
+    index = open_index([str(tmp_path)], COLUMNS)
+    expected = arrow.large_binary()
+    assert index.schema.field("user").type == (arrow.large_list(expected) if in_lists else expected)
+    assert read(index, 0, 8)["user"] == ([[BYTES[0]], BYTES] if in_lists else BYTES) * len(BYTES_TYPES)
+
+
 def test_the_name_says_the_format_or_the_first_bytes_do(tmp_path: Path) -> None:
     for name in ("a.feather", "b"):
         with arrow.ipc.new_file(str(tmp_path / name), table(0, 3).schema) as writer:
