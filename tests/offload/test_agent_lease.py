@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -51,9 +52,16 @@ def planes() -> Iterator[Planes]:
         yield made
 
 
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Returns a folder that other users can go through. pytest closes its own to them whenever one begins."""
+    with tempfile.TemporaryDirectory(prefix="sennit-test-") as name:
+        found = Path(name)
+        found.chmod(0o755)
+        yield found
+
+
 def write_permissions(folder: Path) -> Path:
-    for above in (folder, *folder.parents[:2]):  # another user goes through
-        above.chmod(0o755)
     file = folder / "agent.toml"
     interfaces = f"interfaces = [{INTERFACE!r}, {OTHER_INTERFACE!r}]"
     file.write_text(f"[[allow]]\nusers = [{USER}, {os.getuid()}]\n{interfaces}\nports = [{PORT}, {PORT + 9}]\n")
@@ -61,9 +69,9 @@ def write_permissions(folder: Path) -> Path:
 
 
 @pytest.fixture
-def agent(planes: Planes, tmp_path: Path) -> Iterator[Path]:
+def agent(planes: Planes, folder: Path) -> Iterator[Path]:
     """Returns the socket of an agent on the trainer's host, which this process runs."""
-    path, permissions = tmp_path / "agent.sock", read_permissions(write_permissions(tmp_path))
+    path, permissions = folder / "agent.sock", read_permissions(write_permissions(folder))
 
     def start() -> tuple[Agent, threading.Thread]:
         made = Agent(permissions, path)
@@ -151,15 +159,15 @@ def test_a_killed_trainer_leaves_nothing_attached(planes: Planes, agent: Path) -
         wait_until_detached(planes)
 
 
-def test_a_killed_agent_leaves_nothing_attached_and_its_trainer_says_so(planes: Planes, tmp_path: Path) -> None:
+def test_a_killed_agent_leaves_nothing_attached_and_its_trainer_says_so(planes: Planes, folder: Path) -> None:
     """And the agent is a user with three capabilities, as its unit makes it (examples/cluster/systemd)."""
-    file, path = write_permissions(tmp_path), tmp_path / "run" / "agent.sock"
-    for folder in (path.parent, tmp_path / "cache"):
-        folder.mkdir()
-        os.chown(folder, AGENT_USER, -1)
+    file, path = write_permissions(folder), folder / "run" / "agent.sock"
+    for own in (path.parent, folder / "cache"):
+        own.mkdir()
+        os.chown(own, AGENT_USER, -1)
     given = ",".join(["-all", *(f"+{name.removeprefix('CAP_').lower()}" for name in CAPABILITIES)])
     rights = [f"--inh-caps={given}", f"--ambient-caps={given}", f"--bounding-set={given}", "--no-new-privs"]
-    cache = f"XDG_CACHE_HOME={tmp_path / 'cache'}"
+    cache = f"XDG_CACHE_HOME={folder / 'cache'}"
     user = ["setpriv", f"--reuid={AGENT_USER}", "--clear-groups", *rights, "env", cache]
     command = [*user, sys.executable, "-m", "sennit", "agent", "--config", str(file), "--socket", str(path)]
     with planes.popen(TRAINER_HOST, command, stdout=subprocess.PIPE, text=True) as killed:
