@@ -49,7 +49,7 @@ class Result:
     """The median over turns of memory's time / this source's time. Above 1 this source is faster."""
 
     input_ms: float
-    """Seconds of a step's phase "input"."""
+    """Milliseconds in which a step takes its batch, or waits for it."""
 
     counters: dict[str, float]
     """Counters of the session with the feeders."""

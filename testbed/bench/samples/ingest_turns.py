@@ -72,15 +72,20 @@ def main(data: str, turns: int, steps: int, targets: list[str]) -> None:
 
 
 def _turn(trainer: Trainer, steps: int) -> tuple[float, float]:
-    """Seconds of these steps, and of their phase "input". An evaluation in between is not counted."""
-    elapsed_s, input_before_s = 0.0, trainer.clock.seconds.get("input", 0.0)
+    """Seconds of these steps, and of their waits for input. An evaluation in between is not counted."""
+    elapsed_s, input_before_s = 0.0, _input_s(trainer)
     for _ in range(steps):
         began_s = time.perf_counter()
         trainer.train_step()
         elapsed_s += time.perf_counter() - began_s
         if trainer.step % trainer.steps_per_epoch == 0:
             trainer.evaluate()
-    return elapsed_s, trainer.clock.seconds["input"] - input_before_s
+    return elapsed_s, _input_s(trainer) - input_before_s
+
+
+def _input_s(trainer: Trainer) -> float:
+    """A batch is taken in the step's own thread, or ahead in another one, for which the step may have to wait."""
+    return sum(trainer.clock.seconds.get(name, 0.0) for name in ("input", "wait for input"))
 
 
 if __name__ == "__main__":
