@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sennit bench ingest`: a trainer from memory beside the same trainer from feeders, through `cpu://` and `xdp://`.
 
+A fourth one has a program at another interface that `sennit agent` has loaded.
+
 The trainers share one process and one core and take turns, so slow seconds of the machine hit all of them. Their
 feeders run on another core in another network namespace. All final weights must be equal.
 """
@@ -13,20 +15,23 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
 
 from sennit.errors import SennitError
+from sennit.offload.agent.receiver import VARIABLE
 from sennit.runtime.calibrate import machine
-from sennit.testbed.bench.samples.ingest_turns import MEMORY
+from sennit.testbed.bench.samples.ingest_turns import BY_AGENT, MEMORY
 from sennit.testbed.topology import Planes
 
 # The largest packet that native XDP takes on a veth interface.
 MTU_BYTES: Final = 3506
-PORTS: Final = {"xdp": 4800, "cpu": 4900}
+PORTS: Final = {"xdp": 4800, "cpu": 4900, "agent": 5000}
 FEEDER_HOST, TRAINER_HOST = 0, 1
 STEPS: Final = 11
 """Steps of a turn."""
@@ -58,15 +63,26 @@ class Result:
 def run(*, data: str, turns: int) -> list[Result]:
     """Raises BenchError if there are no figures."""
     cores = sorted(os.sched_getaffinity(0))
-    with Planes(hosts=2, planes=1, mtu=MTU_BYTES, per_packet=True) as planes, contextlib.ExitStack() as feeders:
-        address, interface = planes.addresses(TRAINER_HOST)[0], planes.interfaces(TRAINER_HOST)[0]
-        targets = [f"cpu://[{address}]:{PORTS['cpu']}", f"xdp://{interface}:{PORTS['xdp']}"]
+    with (
+        Planes(hosts=2, planes=2, mtu=MTU_BYTES, per_packet=True) as planes,
+        tempfile.TemporaryDirectory(prefix="sennit-bench-") as folder,
+        contextlib.ExitStack() as feeders,
+    ):
+        addresses, interfaces = planes.addresses(TRAINER_HOST), planes.interfaces(TRAINER_HOST)
+        targets = [f"cpu://[{addresses[0]}]:{PORTS['cpu']}", f"xdp://{interfaces[0]}:{PORTS['xdp']}"]
+        targets.append(f"{BY_AGENT}xdp://{interfaces[1]}:{PORTS['agent']}")
+        agent = _agent(planes, Path(folder), interfaces[1], feeders)
         arguments = ["-m", "sennit.testbed.bench.samples.ingest_turns", data, str(turns), str(STEPS), *targets]
         trainer = planes.popen(
-            TRAINER_HOST, [*_on(cores[0]), *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            TRAINER_HOST,
+            [*_on(cores[0]), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, VARIABLE: str(agent)},
         )
-        for port in PORTS.values():
-            to = ["--data", data, "--to", f"[{address}]:{port}"]
+        for name, port in PORTS.items():
+            to = ["--data", data, "--to", f"[{addresses[name == 'agent']}]:{port}"]
             feeder = planes.popen(
                 FEEDER_HOST,
                 [*_on(cores[-1]), "-m", "sennit", "feed", *to],
@@ -83,6 +99,25 @@ def run(*, data: str, turns: int) -> list[Result]:
     if trainer.returncode != 0:
         raise BenchError(last or f"the trainer ended with {trainer.returncode}")
     return results(json.loads(last))
+
+
+def _agent(planes: Planes, folder: Path, interface: str, ends: contextlib.ExitStack) -> Path:
+    """Starts an agent for this user and this interface. Returns its socket."""
+    file, path = folder / "agent.toml", folder / "agent.sock"
+    port = PORTS["agent"]
+    file.write_text(
+        f"[[allow]]\nusers = [{os.getuid()}]\ninterfaces = [{interface!r}]\nports = [{port}, {port}]\n",
+        encoding="utf-8",
+    )
+    command = [sys.executable, "-m", "sennit", "agent", "--config", str(file), "--socket", str(path)]
+    process = planes.popen(TRAINER_HOST, command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    ends.callback(process.stdout.close)
+    ends.callback(process.wait, LEAVE_S)
+    ends.callback(process.terminate)
+    if not process.stdout.readline():
+        raise BenchError("the agent ended before it was ready")
+    return path
 
 
 def results(measured: dict[str, Any]) -> list[Result]:

@@ -2,18 +2,21 @@
 """The training process of `sennit bench ingest`: one rank, from memory and from feeders in turns.
 
 `python -m sennit.testbed.bench.samples.ingest_turns DATA TURNS STEPS TARGET…`; its last line is JSON.
+The agent of SENNIT_AGENT loads the programs of targets that begin with "agent+".
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import os
 import sys
 import time
 
 import torch
 import torch.distributed as dist
 
+from sennit.offload.agent.receiver import VARIABLE
 from sennit.offload.ingest.target import IngestTarget
 from sennit.runtime.backend.process_group import BACKEND_NAME, register
 from sennit.runtime.backend.torch_versions import HashStore
@@ -27,7 +30,7 @@ from sennit.runtime.training.trainer import Trainer
 
 TIMEOUT_S = 60.0
 EPOCHS_MAX = 1000
-MEMORY = "memory"
+MEMORY, BY_AGENT = "memory", "agent+"
 
 
 def main(data: str, turns: int, steps: int, targets: list[str]) -> None:
@@ -37,8 +40,9 @@ def main(data: str, turns: int, steps: int, targets: list[str]) -> None:
     dist.init_process_group(BACKEND_NAME, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     trainers: dict[str, Trainer] = {}
     fed: dict[str, FedSource] = {}
+    agent = os.environ.get(VARIABLE, "")
     for name in (MEMORY, *targets):
-        target = None if name == MEMORY else IngestTarget.parse(name)
+        target = None if name == MEMORY else IngestTarget.parse(name.removeprefix(BY_AGENT))
         config = TrainingConfig(source=Source(data=data), ingest=target, epochs=EPOCHS_MAX, timeout_s=TIMEOUT_S)
         source: BatchSource
         if target is None:
@@ -54,6 +58,7 @@ def main(data: str, turns: int, steps: int, targets: list[str]) -> None:
                 is_elastic=False,
             )
         trainers[name] = Trainer(config, source)
+        os.environ[VARIABLE] = agent if name.startswith(BY_AGENT) else ""
         source.begin(0)
     names = list(trainers)
     for name in names:  # steps that pay one-time costs
