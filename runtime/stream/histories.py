@@ -89,8 +89,8 @@ class Histories:
         A fingerprint does not show all that was replaced, and they outlive a run.
         """
         try:
-            for row in range(0, index.sample_count, max(1, index.sample_count // LOOKED_AT)):
-                begin = index.begin_of(index.block_of(0 if index.is_sequential else row))
+            rows = [0] if index.is_sequential else range(0, index.sample_count, -(-index.sample_count // LOOKED_AT))
+            for begin in dict.fromkeys(index.begin_of(index.block_of(row)) for row in rows):
                 _, batch = next(index.read(begin, min(begin + PIECE_ROWS, index.sample_count), index.columns))
                 self._check(np.arange(begin, begin + len(batch)), batch)
         except DataError as error:
