@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -70,8 +71,10 @@ class Programs(Closing):
         self._shared: dict[str, _Shared] = {}
         # Guards what is above, and is never held for long.
         self._lock = threading.Lock()
-        # One compiler and one verifier at a time, so that the users of a machine together take one core at most.
+        # One compiler and one verifier at a time, so that the users of a machine together take one core at most. And
+        # one of each user that waits for it, so that nobody waits behind all that somebody else has asked for.
         self._loading = threading.Lock()
+        self._loading_of: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 
     def check(self, grants: Sequence[Grant], interface: str, port: int) -> Grant:
         """Raises AgentError or TargetError if nobody with these grants could have a program there now."""
@@ -98,7 +101,9 @@ class Programs(Closing):
         memory_bytes = request.layout.ring_bytes + (sketches.size_bytes if sketches else 0)
         made = self._reserved(request, grant, user, memory_bytes)
         try:
-            with self._loading:
+            with self._lock:
+                own_turn = self._loading_of[user]
+            with own_turn, self._loading:
                 fragments = self._fragments(request.interface)
                 made.program = PlanProgram(
                     request.layout,

@@ -34,8 +34,9 @@ from sennit.offload.agent.receiver import LeasedReceiver, agent_socket, check, t
 from sennit.offload.agent.server import SPARE, Agent
 from sennit.offload.batches import BatchLayout
 from sennit.offload.errors import PlanError, TargetUnavailable
-from sennit.offload.operators import Clamp, Cross, Log1p, Operator, Sample
+from sennit.offload.operators import Clamp, Cross, Log1p, Operator, Sample, SigridHash
 from sennit.offload.plan import FeaturePlan, Sparse
+from sennit.offload.plan_program import SOURCE_MAX_BYTES, PlanProgram
 from sennit.offload.schema import Dense, Ids, Schema
 from sennit.offload.sketch import SketchShape
 from tests.extent import examples
@@ -279,6 +280,26 @@ def test_work_that_grows_with_each_use_is_bounded() -> None:
     with pytest.raises(AgentError, match=f"tables of {(4 << 24) + (4 << 23) + (4 << 22)} bytes; allowed: {64 << 20}"):
         check_work(plan)
     check_work(PLAN)
+
+
+def test_a_program_that_takes_a_compiler_long_is_not_compiled() -> None:
+    """Its operators are not too many. Each of them is written for each of four ids."""
+    names = [f"i{n}" for n in range(100)]
+    columns: dict[str, Operator] = {}
+    for name in names:
+        for depth in range(18):
+            columns[f"{name}_{depth}"] = SigridHash(
+                column=f"{name}_{depth - 1}" if depth else name, salt=depth, max_value=1 << 20
+            )
+    plan = FeaturePlan(
+        schema=Schema(ids=tuple(Ids(name=name, length=4) for name in names)),
+        columns=columns,
+        sparse=tuple(Sparse(column=f"{name}_17") for name in names),
+    )
+    check_work(plan)
+    layout = BatchLayout(plan=plan, batch_rows=4, slots=2)
+    with pytest.raises(PlanError, match=f"a program of [0-9]+ bytes in C; allowed: {SOURCE_MAX_BYTES}"):
+        PlanProgram(layout, session=1, udp_port=4800, sketches=None)
 
 
 def test_a_plan_that_leaves_rows_out_is_refused_by_the_trainer(served: Served) -> None:
