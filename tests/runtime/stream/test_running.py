@@ -148,7 +148,9 @@ def test_a_death_and_a_newcomer_change_no_bit(seed: int, tmp_path: Path) -> None
         with pytest.raises(SystemExit) as ended:
             main([*options, "--elastic", "--join", address])
         assert not ended.value.code
-        assert outcome(run.report()) == outcome(alone)
+        report = run.report()
+    assert outcome(report) == outcome(alone)
+    assert [(change["lost"], change["joined"]) for change in report["changes"]] == [([1], []), ([], [1])]
 
 
 @pytest.mark.parametrize("order", briefly(["time", "rolling"], ["time"]))

@@ -75,8 +75,9 @@ def test_a_named_data_set_is_a_short_stream(seed: int, tmp_path: Path) -> None:
     assert outcome(train(tmp_path / "3.json", *options, "--ranks", "3")) == outcome(alone)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("order", briefly(ORDERS, ["rolling"]))
+# With means that follow the stream, `make test` does the same: test_running.py.
+@pytest.mark.long
+@pytest.mark.parametrize("order", ORDERS)
 def test_a_death_and_a_newcomer_change_no_bit(order: str, seed: int, tmp_path: Path) -> None:
     data = [*write(tmp_path / "data", table(seed)), *TINY, *ORDERS[order], "--seed", str(seed)]
     alone = train(tmp_path / "alone.json", *data)
