@@ -34,6 +34,7 @@ SHORT = {
     "dcnv2": ("flights", "--samples=8192"),
     "deepfm": ("flights", "--samples=4096"),
     "two_tower": ("movielens", "--steps=20"),
+    "retrieval_sequences": ("movielens", "--steps=20"),
     "torchrec_dlrm": (None, "--steps=20"),
     "ray_train": ("flights", "--samples=8192"),
 }
