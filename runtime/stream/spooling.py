@@ -23,12 +23,14 @@ BLOCK_ROWS: Final = 1 << 14
 FILE_ROWS: Final = 1 << 20
 
 
-def spool(rows: Iterable[Any], folder: str | Path) -> Path:
+def spool(rows: Any, folder: str | Path) -> Path:
     """Writes all rows to a new folder of Arrow files, and returns it. It is data for `open_index` and `sennit train`.
 
     `rows`: `pyarrow.RecordBatch`es or `pyarrow.Table`s, or mappings, one a row, as of an `IterableDataset`: from names
-    of columns to numbers, texts, None, or lists, arrays or tensors of these. What yields them is read once, from its
-    beginning to its end, and about 16,384 rows are in memory. How it groups rows changes nothing in the files.
+    of columns to numbers, texts, None, or lists, arrays or tensors of these. Also a whole table, a reader of batches, a
+    `pyarrow.dataset`, or what else has Arrow's stream interface, as frames of polars and pandas. What yields rows is
+    read once, from its beginning to its end, and about 16,384 rows are in memory. How it groups rows changes nothing in
+    the files.
 
     The folder is there when all rows are. Raises DataError for a folder that is there already, for no rows, and for
     rows whose columns or types are not those of the first ones.
@@ -43,7 +45,7 @@ def spool(rows: Iterable[Any], folder: str | Path) -> Path:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        blocks = _blocks(arrow, rows)
+        blocks = _blocks(arrow, _items(arrow, rows))
         number = 0
         while (first := next(blocks, None)) is not None:
             with ipc.new_file(str(partial / f"part-{number:05}.arrow"), first.schema) as writer:
@@ -57,6 +59,15 @@ def spool(rows: Iterable[Any], folder: str | Path) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return folder
+
+
+def _items(arrow: Any, rows: Any) -> Any:
+    """What has rows: batches, tables or mappings. A table itself would yield its columns, and a data set nothing."""
+    if hasattr(rows, "__arrow_c_stream__"):  # https://arrow.apache.org/docs/format/CDataInterface
+        return arrow.RecordBatchReader.from_stream(rows)
+    if hasattr(rows, "to_batches"):
+        return rows.to_batches()
+    return rows
 
 
 def _blocks(arrow: Any, rows: Iterable[Any]) -> Iterator[Any]:

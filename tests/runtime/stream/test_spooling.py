@@ -105,3 +105,13 @@ def test_a_folder_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="clicks: is there already; allowed: a new folder"):
         spool(Clicks(4), tmp_path / "clicks")
     assert len(read(tmp_path / "clicks")[0]) == 3
+
+
+def test_what_has_all_rows_is_read_as_its_batches(tmp_path: Path) -> None:
+    """A table alone would yield its columns."""
+    dataset = pytest.importorskip("pyarrow.dataset")
+    rows = [row(number) for number in range(9)]
+    table = arrow.Table.from_pylist(rows)
+    wholes = [table, table.to_batches()[0], table.to_reader(max_chunksize=4), dataset.dataset(table), table.to_pandas()]
+    for number, whole in enumerate(wholes):
+        assert read(spool(whole, tmp_path / str(number)))[0] == rows
