@@ -132,6 +132,13 @@ class StreamLoader(Closing):
             "allowed: to iterate over it, without a DataLoader"
         )
 
+    def __reduce__(self) -> NoReturn:
+        # A DataLoader with workers that are spawned sends them its data set.
+        raise TypeError(
+            "a StreamLoader reads ahead in a thread of its process, so it is neither copied nor pickled; allowed: "
+            "state_dict(), and load_state_dict of another loader"
+        )
+
     def __iter__(self) -> Iterator[Batch]:
         """Raises DataError if a loop over all batches has ended before, and in a worker of a DataLoader.
 

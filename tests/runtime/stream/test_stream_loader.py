@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -198,6 +200,10 @@ def test_a_worker_of_a_data_loader_is_told_that_it_cannot_read(seed: int, tmp_pa
         pytest.raises(DataError, match="a StreamLoader in a worker of a DataLoader; allowed: to loop over it in the"),
     ):
         next(iter(DataLoader(Around(found), batch_size=None, num_workers=1, timeout=30)))
+    # A worker that is spawned gets a pickle.
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="neither copied nor pickled; allowed: state_dict"):
+            copied(found)
 
 
 @pytest.mark.parametrize("step", [-1, 1000, 1.0, None])
