@@ -39,8 +39,8 @@ class Encoder(nn.Module):
         self.distance = nn.Parameter(torch.zeros(HEADS, 64))
 
     def forward(self, rows: Tensor, lengths: Tensor) -> Tensor:
-        """rows: nested [B, *, DIM]: history, own film, negatives -> logits [B, 1 + NEGATIVES]. lengths: of histories."""
-        found, ends = rows.values(), rows.offsets()[1:]
+        """rows: nested [B, *, DIM] of history, own film, negatives; lengths: of histories -> [B, 1 + NEGATIVES]."""
+        found, ends = rows.values(), rows.offsets()[1:]  # type: ignore[attr-defined]
         candidates = torch.arange(-1 - NEGATIVES, 0) + ends.unsqueeze(1)
         is_history = torch.ones(len(found), dtype=torch.bool)
         is_history[candidates] = False
