@@ -182,7 +182,7 @@ def jagged(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """
     from torch.nested._internal.nested_tensor import nested_view_from_values_offsets
 
-    found: torch.Tensor = nested_view_from_values_offsets(rows, offsets)
+    found: torch.Tensor = nested_view_from_values_offsets(rows, offsets)  # type: ignore[no-untyped-call]
     return found
 
 
