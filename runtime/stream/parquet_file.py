@@ -83,8 +83,9 @@ class ParquetFile:
             metadata = self._metadata(stream)
             try:
                 passed, wanted = 0, list(columns)
+                rows = _piece_rows(metadata.row_group(block), columns)
                 for batch in _source(stream, metadata).iter_batches(
-                    _piece_rows(len(columns)), row_groups=[block], columns=wanted, use_threads=arrow_threads()
+                    rows, row_groups=[block], columns=wanted, use_threads=arrow_threads()
                 ):
                     first = max(0, begin - passed)
                     passed += len(batch)
@@ -148,9 +149,14 @@ class _Footers:
 _footers = _Footers()
 
 
-def _piece_rows(columns: int) -> int:
+def _piece_rows(group: Any, columns: Sequence[str]) -> int:
     """Rows to decode at once. A block that stays open keeps a piece, and a rank may have many open."""
-    return max(_PIECE_MIN_ROWS, min(PIECE_ROWS, _PIECE_BYTES // (_VALUE_BYTES * max(1, columns))))
+    # Lists and long texts have many bytes a row. Dictionaries have fewer in the file than in memory.
+    names = {name.partition(".")[0] for name in columns}
+    leaves = (group.column(number) for number in range(group.num_columns))
+    stored = sum(one.total_uncompressed_size for one in leaves if one.path_in_schema.partition(".")[0] in names)
+    row_bytes = max(_VALUE_BYTES * len(columns), stored // max(1, group.num_rows), 1)
+    return max(_PIECE_MIN_ROWS, min(PIECE_ROWS, _PIECE_BYTES // row_bytes))
 
 
 def _span(group: Any, schema: Any, column: str) -> tuple[Any, Any] | None:

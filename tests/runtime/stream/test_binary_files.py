@@ -235,3 +235,15 @@ def test_memory_does_not_grow_with_row_groups(tmp_path: Path) -> None:
         most = max(most, arrow.total_allocated_bytes() - before)
     assert count == len(values)
     assert most < 8 << 20
+
+
+def test_rows_with_long_lists_are_decoded_in_smaller_pieces(tmp_path: Path) -> None:
+    """A piece has about 5 MiB, however many ids a row has."""
+    seen = np.random.default_rng(1).integers(0, 1 << 40, (4_000, 400))
+    content = arrow.table({"short": np.arange(4_000), "seen": arrow.array(list(seen), arrow.list_(arrow.int64()))})
+    parquet.write_table(content, tmp_path / "a.parquet")
+    file = opened(str(tmp_path / "a.parquet"))
+    pieces = list(file.read(0, ["seen", "short"]))
+    assert max(piece.nbytes for piece in pieces) < 6 << 20
+    assert arrow.Table.from_batches(pieces).equals(content.select(["seen", "short"]))
+    assert [len(piece) for piece in file.read(0, ["short"])] == [4_000]
