@@ -252,7 +252,7 @@ JSON = st.recursive(
 @example("sketch", [1, 1])
 @example("version", True)
 @example("plan.sparse", [["sample", 0]])
-@examples(300)
+@examples(150)
 def test_every_field_is_checked(place: str, value: Any) -> None:
     content = json.loads(json.dumps(VALID))
     *above, name = place.split(".")

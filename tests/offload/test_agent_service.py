@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import configparser
+import inspect
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from sennit.ebpf.kernel_features import CAPABILITIES
+from sennit.offload.agent.command import agent
+from sennit.offload.agent.permissions import FILE
 from sennit.offload.agent.receiver import SOCKET
 
 UNIT = Path(__file__).resolve().parents[2] / "examples/cluster/systemd/sennit-agent.service"
@@ -34,6 +37,13 @@ def test_it_has_three_capabilities_and_the_usual_socket() -> None:
     assert found["ExecStart"].split()[1:] == ["agent"]
     assert f"/var/cache/{found['CacheDirectory']}" == "/var/cache/sennit"
     assert found["Environment"] == "XDG_CACHE_HOME=/var/cache"
+
+
+def test_the_command_takes_the_usual_places() -> None:
+    """It names them itself, so that `--help` imports nothing."""
+    options = inspect.signature(agent).parameters
+    assert options["config"].default == FILE
+    assert options["socket"].default == SOCKET
 
 
 @pytest.mark.skipif(TOOL is None, reason="systemd-analyze is not installed")
