@@ -170,7 +170,7 @@ TEST_CASE("damaged plans and hostile counts are refused, or stay within the rang
   if (codec) good = counted_codes(codec->kind, codec->block);
   std::mt19937_64 random(11);
   uint64_t accepted = 0;
-  for (int round = 0; round < 20'000; ++round) {
+  for (int round = 0; round < 5'000; ++round) {
     std::vector<std::byte> bytes = good;
     for (uint64_t flips = random() % 4; flips != 0; --flips)
       bytes[random() % bytes.size()] = static_cast<std::byte>(random());
@@ -191,5 +191,5 @@ TEST_CASE("damaged plans and hostile counts are refused, or stay within the rang
     } catch (const PlanError&) {
     }
   }
-  CHECK(accepted > 1'000);
+  CHECK(accepted > 250);
 }

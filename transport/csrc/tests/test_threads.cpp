@@ -58,7 +58,8 @@ std::vector<std::byte> results(const Group& group, const std::function<std::vect
 
 }  // namespace
 
-TEST_CASE("results have the same bits with 1 and 3 threads, for every type and operation") {
+// A fold is cut by the size of its elements, whatever it does. Each type and operation by itself: test_fold.cpp.
+TEST_CASE("results have the same bits with 1 and 3 threads, for every type, and for every operation") {
   constexpr uint64_t SIZE_BYTES = 3 * MAX_LOAN_BYTES - 16 * 77;  // the last fold is cut at odd places
   std::vector<std::unique_ptr<Group>> groups;
   for (const uint32_t threads : {1u, 3u})
@@ -71,6 +72,8 @@ TEST_CASE("results have the same bits with 1 and 3 threads, for every type and o
       const auto dtype = static_cast<sennit_dtype>(type);
       const auto reduce = static_cast<sennit_reduce>(what);
       if (find_fold(dtype, reduce) == nullptr) continue;
+      const bool is_whole = type == SENNIT_F32 || type == SENNIT_U8;  // with all that they can
+      if (!is_whole && reduce != SENNIT_SUM && reduce != SENNIT_MAX) continue;
       ++case_count;
       CAPTURE(type);
       CAPTURE(what);
@@ -80,7 +83,7 @@ TEST_CASE("results have the same bits with 1 and 3 threads, for every type and o
         REQUIRE(results(*groups[more], plan, in, SIZE_BYTES) == expected);
     }
   }
-  CHECK(case_count > 90);
+  CHECK(case_count > 25);
 }
 
 TEST_CASE("copies have the same bytes with 1, 2 and 3 threads, streamed or not") {
