@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sennit.runtime.data.batch import Batch
 from sennit.runtime.data.batch_source import BatchSource
-from sennit.runtime.model.factory import build
+from sennit.runtime.model.factory import build, dense_optimizer
 from sennit.runtime.model.inputs import ModelInputs
 from sennit.runtime.sharded.initial import fill
 from sennit.runtime.sharded.tables import Shard
@@ -77,7 +77,7 @@ EPSILON: Final = 1e-8
 
 
 class PlainTorch:
-    """A model with its tables, data and optimizers: AdaGrad, and row-wise AdaGrad for tables."""
+    """A model with its tables, data and optimizers: that of the run, and row-wise AdaGrad for tables."""
 
     def __init__(self, config: TrainingConfig) -> None:
         self.config, self.source = config, source_of(config, 1)
@@ -90,7 +90,7 @@ class PlainTorch:
             weight = torch.empty(table.rows, table.dim)
             fill(weight, tables, Shard(number, 0, 0), seed=config.seed)
             self.weights[table.name], self._sums[table.name] = weight, torch.zeros(table.rows)
-        self._optimizer = torch.optim.Adagrad(self.model.parameters(), lr=config.dense_rate, eps=EPSILON)
+        self._optimizer = dense_optimizer(config.dense_optimizer, self.model.parameters(), rate=config.dense_rate)
         self._schedule = config.schedule(self.order.step_count)
 
     def _model(self, inputs: ModelInputs) -> nn.Module:

@@ -105,14 +105,15 @@ WAYS: Final[Mapping[str, Way]] = {
 }
 
 
-IN_TIME: Final[Mapping[str, Any]] = {"stream": StreamSettings(order="time"), "batch_size": 512}
+IN_TIME: Final[Mapping[str, Any]] = {"stream": StreamSettings(order="time"), "batch_size": 256, "decay": "none"}
+WITH_ADAM: Final[Mapping[str, Any]] = {"model": "hstu", "dense_optimizer": "adam", "dense_rate": 0.002}
 DLRM, HSTU, PADDED = "dlrm in time order", "hstu in time order", "hstu in padded torch"
 HISTORY_WAYS: Final[Mapping[str, Way]] = {
     way.name: way
     for way in (
         Way(name=DLRM, changes=IN_TIME),
-        Way(name=HSTU, changes={**IN_TIME, "model": "hstu"}),
-        Way(name=PADDED, changes={**IN_TIME, "model": "hstu"}, is_program=True),
+        Way(name=HSTU, changes={**IN_TIME, **WITH_ADAM}),
+        Way(name=PADDED, changes={**IN_TIME, **WITH_ADAM}, is_program=True),
     )
 }
 """Ways of one pass in the order of time, for data with histories. The last samples are for evaluation."""
