@@ -156,7 +156,7 @@ def _piece_rows(group: Any, columns: Sequence[str]) -> int:
     leaves = (group.column(number) for number in range(group.num_columns))
     stored = sum(one.total_uncompressed_size for one in leaves if one.path_in_schema.partition(".")[0] in names)
     row_bytes = max(_VALUE_BYTES * len(columns), stored // max(1, group.num_rows), 1)
-    return max(_PIECE_MIN_ROWS, min(PIECE_ROWS, _PIECE_BYTES // row_bytes))
+    return int(max(_PIECE_MIN_ROWS, min(PIECE_ROWS, _PIECE_BYTES // row_bytes)))
 
 
 def _span(group: Any, schema: Any, column: str) -> tuple[Any, Any] | None:
