@@ -48,6 +48,7 @@ def test_weights_do_not_depend_on_the_transport_nor_on_loss(netem: Callable[[int
                 digests.append(trainer.stdout.readline().strip())
             trainer.stdin.close()
         except BaseException:
+            print(log.read_text())
             trainer.kill()
             raise
     assert trainer.returncode == 0, log.read_text()
