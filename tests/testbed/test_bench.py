@@ -100,11 +100,12 @@ def test_quantiles_interpolate() -> None:
     [
         ({"world": 1}, "at least 2"),
         ({"rounds": 0}, "at least 1"),
-        ({"against": ("nccl",)}, "sennit, symmetric, gloo, sennit-core, core-symmetric, openmpi"),
+        ({"against": ("nccl",)}, "sennit, symmetric, new-sizes, gloo, sennit-core, core-symmetric, openmpi"),
         ({"against": ("udp-bare",), "world": 3}, "of 2 ranks"),
         ({"sizes_bytes": (4,)}, "at least 8 B"),
         ({"hosts": 3}, "hosts 3: 1 to 2"),
         ({"hosts": 2, "transport": "udp"}, "more than one with transport auto"),
+        ({"against": ("new-sizes",)}, "allowed: allreduce alone"),
         ({"against": ("core-int8-between",)}, "core-int8-between codes between hosts: 2 or more"),
     ],
 )
@@ -163,14 +164,15 @@ def test_a_failing_worker_is_named_and_ends_the_run() -> None:
     ids=["one collective", "all"],
 )
 def test_small_run_from_end_to_end(measured: list[Collective]) -> None:
-    settings = Settings(world=2, collectives=tuple(measured), sizes_bytes=(4096,), rounds=2)
+    against = ("gloo", "new-sizes") if measured == [Collective.ALLREDUCE] else ("gloo",)
+    settings = Settings(world=2, collectives=tuple(measured), sizes_bytes=(4096,), rounds=2, against=against)
     seen: list[str] = []
     result = collectives.run(settings, lambda what, done, total: seen.append(what))
     assert len(result.rows) == len(measured)
     assert seen[-1] == "memory"
     assert result.memory_growth_bytes is not None
     for row in result.rows:
-        assert {peer: len(samples) for peer, samples in row.samples_s.items()} == {"sennit": 2, "gloo": 2}
+        assert {peer: len(samples) for peer, samples in row.samples_s.items()} == dict.fromkeys(("sennit", *against), 2)
     assert json.loads(json.dumps(result.as_json()))["rows"][0]["collective"] == "allreduce"
 
 

@@ -66,6 +66,8 @@ class Settings:
             raise ValueError(f"{coded[0]} codes between hosts: 2 or more")
         if "udp-bare" in self.against and self.world != 2:
             raise ValueError(f"udp-bare is an exchange of 2 ranks, not of {self.world}")
+        if "new-sizes" in self.against and set(self.collectives) != {Collective.ALLREDUCE}:
+            raise ValueError(f"new-sizes with {', '.join(self.collectives)}; allowed: allreduce alone")
         for case in self.cases():
             case.elements(self.world)
 

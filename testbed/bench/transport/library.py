@@ -13,10 +13,12 @@ from sennit.transport.codecs import COLLECTIVE_CODECS
 # Names of the core with a codec: core-int8 codes everywhere, core-int8-between between hosts alone.
 BETWEEN = "-between"
 CODED = tuple(f"core-{name}" for name in COLLECTIVE_CODECS)
-# Peer -> library. Peers of one library share its workers. The symmetric ones are sennit with symmetric memory.
+# Peer -> library. Peers of one library share its workers. The symmetric ones are sennit with symmetric memory,
+# new-sizes is sennit with an allreduce whose size differs from call to call.
 LIBRARIES = {
     "sennit": "torch",
     "symmetric": "torch",
+    "new-sizes": "torch",
     "gloo": "torch",
     "sennit-core": "core",
     "core-symmetric": "core",

@@ -3,6 +3,7 @@
 
 import datetime
 import functools
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -16,10 +17,23 @@ from sennit.testbed.bench.transport.library import mean_seconds
 TIMEOUT = datetime.timedelta(seconds=60)
 # The peer that is sennit with symmetric tensors.
 SYMMETRIC = "symmetric"
+# The peer that is sennit with another size in each call. So many sizes follow one another, each smaller by an element.
+NEW_SIZES = "new-sizes"
+SIZES_MAX = 1024
 
 
 def _backend_of(peer: str) -> str:
-    return "sennit" if peer == SYMMETRIC else peer
+    return "sennit" if peer in (SYMMETRIC, NEW_SIZES) else peer
+
+
+def _of_new_sizes(call: Callable[[torch.Tensor], object], vector: torch.Tensor) -> Callable[[], None]:
+    """Calls with the whole vector first, then with ever shorter ones, at most by a 64th."""
+    sizes = itertools.cycle(range(vector.numel(), vector.numel() - min(SIZES_MAX, vector.numel() // 64 + 1), -1))
+
+    def next_call() -> None:
+        call(vector[: next(sizes)])
+
+    return next_call
 
 
 class TorchLibrary:
@@ -67,6 +81,8 @@ class TorchLibrary:
     def _operation(self, peer: str, case: Case, given: torch.Tensor, got: torch.Tensor) -> Callable[[], None]:
         group = self._groups[_backend_of(peer)]
         match case.collective:
+            case Collective.ALLREDUCE if peer == NEW_SIZES:
+                return _of_new_sizes(functools.partial(dist.all_reduce, group=group), given)
             case Collective.ALLREDUCE:
                 return functools.partial(dist.all_reduce, given, group=group)
             case Collective.ALLTOALL:

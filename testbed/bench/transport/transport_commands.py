@@ -65,9 +65,10 @@ def collectives(
     against: Annotated[
         list[str] | None,
         typer.Option(
-            help="peer: gloo, openmpi, symmetric, sennit-core, core-symmetric, udp-bare, core-CODEC or "
+            help="peer: gloo, openmpi, symmetric, new-sizes, sennit-core, core-symmetric, udp-bare, core-CODEC or "
             "core-CODEC-between (fp16, bf16, fp8, fp8_e5m2, int8, mx4); may be repeated. The symmetric ones are sennit "
-            "with symmetric memory, those with a codec the core with fewer bytes"
+            "with symmetric memory, new-sizes is sennit with another size in each call, those with a codec the core "
+            "with fewer bytes"
         ),
     ] = None,
     core: Annotated[bool, typer.Option("--core", help="measure the native core alone, without torch")] = False,
