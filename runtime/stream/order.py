@@ -209,6 +209,10 @@ class StreamOrder(Numbering):
     """Rows of a window of all slices, in which rows are permuted, at most. Those of an epoch have one size. Part of the
     model."""
 
+    balances: bool = False
+    """Whether the samples of a training batch are dealt to its slices by cost (`balance`), for which a rank reads all
+    of them."""
+
     rolling: tuple[Evaluation, ...] = ()
     """The evaluations of a run that trains a window of time and evaluates the next. Then nothing is held back."""
 
@@ -316,7 +320,7 @@ class StreamOrder(Numbering):
 
     def chunk(self, number: int, rank: int, world_size: int) -> Chunk:
         """The chunk of a rank that has its samples of a batch."""
-        own = self._own(rank, world_size)
+        own = Span(0, self.slices) if self.deals(number) else self._own(rank, world_size)
         phase, batch = self._find(number)
         begin = batch // phase.chunk_batches * phase.chunk_batches
         batches = range(begin, min(begin + phase.chunk_batches, phase.layout.batches))
@@ -333,6 +337,20 @@ class StreamOrder(Numbering):
             places=lambda wanted: phase.layout.places(batches, own, self._find(wanted)[1]),
             following=phase.number(batches.stop),
         )
+
+    def deals(self, number: int) -> bool:
+        """Whether a chunk has all samples of this batch, which are still to be dealt."""
+        return self.balances and not self.place(number)[1]
+
+    def spans(self, number: int) -> list[int]:
+        """The samples of each slice of a batch."""
+        size = self.size(number)
+        return [(slice_ + 1) * size // self.slices - slice_ * size // self.slices for slice_ in range(self.slices)]
+
+    def own_samples(self, number: int, rank: int, world_size: int) -> slice:
+        """Where a rank's samples are in a batch, slice after slice."""
+        own, size = self._own(rank, world_size), self.size(number)
+        return slice(own.low * size // self.slices, own.high * size // self.slices)
 
     def ahead(self, number: int, rank: int, world_size: int) -> list[tuple[Chunk, bool]]:
         """The chunk that has a rank's samples of a batch, and those to read next, each with whether it is for training.

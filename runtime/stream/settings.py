@@ -79,6 +79,10 @@ class StreamSettings:
     evaluate_on: Annotated[str, Option(choices=EVALUATE_ON)] = "rest"
     """With --train-until: evaluate all rows behind it, or those of the next --window."""
 
+    balance: Annotated[bool, Option()] = False
+    """Deal the samples of each batch to its slices so that their histories cost alike, for models that read histories.
+    Ranks then wait less for one another."""
+
     time_tolerance_s: Annotated[
         float, Option(flag="--time-tolerance", metavar="DURATION", parse=_duration, text=duration_text, low=0)
     ] = 0.0
@@ -122,6 +126,8 @@ class StreamSettings:
         for name in ("window_s", "train_until_s", "fit_rows"):
             if getattr(self, name) is not None:
                 found[name] = getattr(self, name)
+        if self.balance:
+            found["balance"] = True
         return found | ({"evaluate_on": self.evaluate_on} if self.evaluate_on != "rest" else {})
 
 
@@ -265,6 +271,8 @@ def ordered(
     when it had fewer files.
     """
     check_order(name, settings.order, schema.running)
+    if settings.balance and schema.history is None:
+        raise ConfigError(f"--balance for {name} without histories; allowed: with a model that reads them")
     if settings.needs_time and schema.time is None:
         raise DataError(
             f'{name}: no column of time; allowed: time = "name" in the schema of files, or another --order without it'
@@ -302,6 +310,7 @@ def ordered(
         slices=run.slices,
         chunk_rows=min(CHUNK_ROWS, CHUNK_BYTES // _row_bytes(schema), *(block_rows(part) for part in schema.running)),
         shuffle_rows=settings.shuffle_rows,
+        balances=settings.balance,
         rolling=windows,
         grows=grows,
     )

@@ -21,6 +21,7 @@ from sennit.runtime.data.batch_source import IdCounter
 from sennit.runtime.data.preprocessing import Preprocessing, Scale
 from sennit.runtime.data.samples import Column, Samples, offsets_of
 from sennit.runtime.data.schema import Schema
+from sennit.runtime.stream.balance import dealt
 from sennit.runtime.stream.chunk_reader import ChunkReader
 from sennit.runtime.stream.encoder import Encoder
 from sennit.runtime.stream.files import PIECE_ROWS
@@ -97,6 +98,10 @@ class StreamSource:
             for column, encoding in columns
             if not encoding.is_value
         )
+        first = None if self.history is None else self.history.columns[0]
+        self._dealt_by = next((number for number, (column, _) in enumerate(columns) if column.name == first), 0)
+        """The column whose lengths say what a sample costs."""
+
         self.integer_names = tuple(column.name for column, encoding in columns if encoding.is_value)
         self._numbers_of_tables = [number for number, (_, encoding) in enumerate(columns) if not encoding.is_value]
         self._counter = None if counted is None else IdCounter(self.tables, counted)
@@ -108,7 +113,12 @@ class StreamSource:
     def take(self, number: int) -> Batch:
         """This rank's part of the batch. Waits where reading is slower than training."""
         chunk, samples = self._chunk(number)
-        batch = samples.result().batch(torch.from_numpy(chunk.places(number)))
+        found, places = samples.result(), chunk.places(number)
+        if self.order.deals(number):
+            lengths = found.columns[self._dealt_by].lengths.numpy()[places]
+            own = self.order.own_samples(number, self._rank, self._world_size)
+            places = places[dealt(lengths, self.order.spans(number))[own]]
+        batch = found.batch(torch.from_numpy(places))
         if self.integer_names:
             batch = batch.split(self._numbers_of_tables)
         if self._counter is not None:

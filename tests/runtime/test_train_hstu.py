@@ -50,9 +50,12 @@ def test_worlds_and_a_stop_give_one_digest(tmp_path: Path) -> None:
         [(2, ["--row-shards", "4", "--sharding", "row_wise", "--overlap", "tables"])],
     ),
 )
-def test_placements_and_overlap_change_no_bit(ranks: int, options: list[str], tmp_path: Path) -> None:
-    alone = train(tmp_path / "1.json", *MODEL, "--ranks", "1", "--row-shards", "4")
-    found = train(tmp_path / "2.json", *MODEL, "--ranks", str(ranks), *options)
+def test_placements_and_overlap_of_balanced_slices_change_no_bit(
+    ranks: int, options: list[str], tmp_path: Path
+) -> None:
+    model = [*MODEL, "--balance"]
+    alone = train(tmp_path / "1.json", *model, "--ranks", "1", "--row-shards", "4")
+    found = train(tmp_path / "2.json", *model, "--ranks", str(ranks), *options)
     assert found["weights_sha256"] == alone["weights_sha256"]
     assert found["windows"] == alone["windows"]
 
@@ -78,6 +81,7 @@ def test_a_death_and_a_newcomer_change_no_bit(tmp_path: Path) -> None:
     ("options", "what"),
     [
         (["--data", "adult", "--model", "hstu"], "hstu reads histories, and these data have none"),
+        (["--data", "adult", "--balance"], "--balance for adult without histories; allowed: with a model that reads"),
         ([*DATA, "--model", "hstu", "--heads", "3"], "columns of table item_id for 3 heads; allowed: a multiple"),
     ],
 )

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deals the samples of a batch to its slices so that their histories cost alike. A rule of the model: it decides which
+samples a slice sums.
+
+A sample with L events costs L (L + `ROW_COST`): attention grows with the square, everything else with the events. A
+slice keeps its number of samples, so that the rest of a step does not change.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+ROW_COST: Final = 400
+"""What an event costs beside attention, in the cost of L = 1. Part of the model.
+
+Passes of `hstu` over 16 to 256 events fitted 433 with a width of 16 and 388 with 64 (AMD EPYC, one core). With 256 the
+square did not show. The rule needs no more than the order of magnitude.
+"""
+
+
+def dealt(lengths: Ints, sizes: Sequence[int]) -> Ints:
+    """Int64 [n]: the samples of a batch, slice after slice, each slice's in the order that they had.
+
+    `lengths`: int64 [n], the events of each sample. `sizes`: the samples of each slice, n in all. The dearest sample
+    goes first, each to the slice that has cost least so far and has room (Graham 1969, with room): of equal ones the
+    first.
+    """
+    costs = lengths * (lengths + ROW_COST)
+    slice_of = np.empty(len(lengths), np.int64)
+    left = list(sizes)
+    waiting = [(0, number) for number, size in enumerate(sizes) if size]
+    for sample in np.argsort(-costs, kind="stable").tolist():
+        cost, number = waiting[0]
+        slice_of[sample] = number
+        left[number] -= 1
+        if left[number]:
+            heapq.heapreplace(waiting, (cost + int(costs[sample]), number))
+        else:
+            heapq.heappop(waiting)
+    return np.argsort(slice_of, kind="stable")
