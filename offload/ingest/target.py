@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from sennit.closing import Closing
-from sennit.offload.agent.receiver import SOCKET, LeasedReceiver, agent_socket, check
 from sennit.offload.batches import BatchLayout
 from sennit.offload.errors import TargetUnavailable
 from sennit.offload.interfaces import (
@@ -86,6 +85,8 @@ class IngestTarget:
         if self.kind == "xdp":
             if len(set(self.places)) < len(self.places):
                 raise TargetError(f"--ingest {self}: an interface is named twice; ranks take turns anyway")
+            from sennit.offload.agent.receiver import SOCKET, agent_socket
+
             if (agent := agent_socket()) is not None:
                 self._ask(agent, local_ranks)
                 return
@@ -110,6 +111,8 @@ class IngestTarget:
 
     def _ask(self, agent: Path, local_ranks: int) -> None:
         """Asks the agent for what the ranks will want."""
+        from sennit.offload.agent.receiver import check
+
         for local_rank in range(local_ranks):
             interface = self._interface(local_rank)
             interface_index(interface)
@@ -154,12 +157,14 @@ class IngestTarget:
         Raises PlanError, TargetUnavailable or OSError.
         """
         port = self.port + local_rank
-        if self.kind == "xdp" and (agent := agent_socket()) is not None:
-            interface = self._interface(local_rank)
-            return LeasedReceiver(
-                layout, session=session, interface=interface, udp_port=port, agent=agent, timeout_s=timeout_s
-            )
         if self.kind == "xdp":
+            from sennit.offload.agent.receiver import LeasedReceiver, agent_socket
+
+            if (agent := agent_socket()) is not None:
+                interface = self._interface(local_rank)
+                return LeasedReceiver(
+                    layout, session=session, interface=interface, udp_port=port, agent=agent, timeout_s=timeout_s
+                )
             fragments = has_fragments(self._interface(local_rank))
             in_kernel = xdp_receiver()(layout, session=session, udp_port=port, fragments=fragments)
             with _closed_on_error(in_kernel):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -62,8 +62,6 @@ class Hstu(nn.Module):
     authors' later ranking model has. Layers attend causally, with biases by distance and by time. The head is an MLP
     (`inputs.top`) on the candidate's row, on its product with the candidate's own vector, and on the context.
     """
-
-    reads_histories: ClassVar[bool] = True
 
     def __init__(self, inputs: ModelInputs) -> None:
         """Raises `ConfigError` for inputs without a history, and for a width that heads do not share evenly."""

@@ -22,7 +22,7 @@ PLACES: Final = {
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
 }
-LANGUAGES: Final = {".py": "python", ".toml": "toml", ".sbatch": "bash", ".yaml": "yaml"}
+LANGUAGES: Final = {".py": "python", ".toml": "toml", ".sbatch": "bash", ".yaml": "yaml", ".service": "ini"}
 
 _CODE: Final = re.compile(r"^```.*?^```|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 _LINK: Final = re.compile(r"\]\(([^)\s]+)\)")

@@ -266,7 +266,7 @@ def test_xdp_names_the_privilege_and_the_interface_that_is_missing(
 ) -> None:
     monkeypatch.setattr(kernel_features, "missing_privileges", lambda: ["CAP_BPF", "CAP_PERFMON"])
     said = refusal(["--ingest", "xdp://lo"], capsys)
-    assert "lacks CAP_BPF, CAP_PERFMON; cpu:// needs none" in said
+    assert "lacks CAP_BPF, CAP_PERFMON, and there is no agent at" in said
     monkeypatch.setattr(kernel_features, "missing_privileges", list)
     assert "there is no interface 'eth99'; there are lo" in refusal(["--ingest", "xdp://eth99"], capsys)
 

@@ -135,7 +135,10 @@ def test_coded_runs_train_like_plain_ones(
         ([*TINY, "--device", "cuda", "--backend", "gloo"], "error: --device cuda over 'gloo'; allowed: 'sennit'"),
         ([*TINY, "--device", "tpu"], "error: --device 'tpu'; allowed: cpu, cuda"),
         ([*TINY, "--sharding", "rowwise"], "error: --sharding 'rowwise'; allowed: table_wise, row_wise,"),
-        ([*TINY, "--model", "dlmr"], "error: model 'dlmr'; allowed: dlrm, dcnv2, deepfm, or package.module:factory"),
+        (
+            [*TINY, "--model", "dlmr"],
+            "error: model 'dlmr'; allowed: dlrm, dcnv2, deepfm, hstu, or package.module:factory",
+        ),
         ([*TINY, "--tables", "/no/such.toml"], "error: /no/such.toml"),
         (
             [*TINY, "--exchange", "zip"],
