@@ -17,9 +17,10 @@ from sennit.runtime.data import sources
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.samples import Samples
 from sennit.runtime.data.source import Source
-from sennit.runtime.model.factory import MODELS, build
-from sennit.runtime.model.inputs import ModelInputs
+from sennit.runtime.model.factory import MODELS, build, reads_histories
+from sennit.runtime.model.inputs import HistoryInputs, ModelInputs
 from sennit.runtime.model.loss import Loss
+from sennit.runtime.model.trial import Trial
 from sennit.runtime.sharded.tables import Table
 from sennit.runtime.training.trainer import Trainer
 from sennit.transport.errors import ConfigError
@@ -75,9 +76,10 @@ def test_a_loss_may_leave_a_label_out(kept_world: WorldFactory, seed: int) -> No
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_has_a_logit_for_each_label(name: str, seed: int) -> None:
     tables = tuple(Table(name=one, rows=9, dim=4) for one in ("user", "film"))
-    model = build(name, ModelInputs(dense_count=2, tables=tables, top=(3,), seed=seed, label_count=3))
-    vectors = {table.name: torch.rand(5, 4) for table in tables}
-    assert model(torch.rand(5, 2), vectors).shape == (5, 3)
+    history = HistoryInputs(own=("film",), past=(), times=None, last=4)
+    inputs = ModelInputs(dense_count=2, tables=tables, top=(3,), seed=seed, label_count=3, history=history)
+    given = Trial(inputs, 5, reads_histories=reads_histories(name), lengths={"film": 3}, make=torch.rand)
+    assert build(name, inputs)(torch.rand(5, 2), *given.arguments()).shape == (5, 3)
 
 
 def one_logit(inputs: ModelInputs) -> torch.nn.Module:
