@@ -113,7 +113,8 @@ class SlotSketches:
         """Generates the code in `fill`, after the last record, for the sampled rows of the packet, up to kept - 1."""
         # slot->rows may have changed since `kept` began with it: the process can write it.
         kept = "(records - filtered)" if self._layout.plan.keep else "records"
-        out.line(f"const __u64 first_of_packet = kept - {kept};")
+        # 32 bits, as slot->rows has. With 64, clang makes a loop of it that the verifier does not end (E2BIG).
+        out.line(f"const __u64 first_of_packet = (__u32)(kept - {kept});")
         out.line("const __u32 batch = bpf_ntohl(header->batch);")
         lines = f"{self._layout.ring_bytes}ull + (batch & (SLOTS - 1)) * {self.slot_bytes}ull"
         with out.block("for (__u64 n = first_of_packet >> SKETCH_SHIFT; n << SKETCH_SHIFT < kept; n++)"):

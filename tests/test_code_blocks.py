@@ -43,7 +43,7 @@ TRAINER = "sennit.runtime.training"
 TARGETS = set(re.findall(r"^([a-z-]+):", (pages.ROOT / "Makefile").read_text(), re.MULTILINE))
 # Programs of others, and words of the shell.
 OTHERS = {
-    *(".", "cd", "cp", "export", "git", "ls", "mkdir", "rm", "scp", "ssh"),
+    *(".", "cd", "cp", "export", "git", "install", "ls", "mkdir", "rm", "scp", "ssh"),
     *("bpftool", "bpftrace", "docker", "kubectl", "pip", "podman", "python", "python3", "sbatch", "srun", "torchrun"),
 }
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -53,8 +52,7 @@ def test_only_a_process_that_is_far_from_all_its_interfaces_is_told() -> None:
 
 
 @pytest.mark.usefixtures("machine")
-def test_a_group_notes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5})
+def test_a_group_notes_it() -> None:
     rails = [[Rail(interface="eth0", address="10.0.0.0")], [Rail(interface="eth1", address="10.0.0.1")]]
     notes: dict[int, tuple[str, ...]] = {}
     meet(
@@ -62,6 +60,7 @@ def test_a_group_notes_it(monkeypatch: pytest.MonkeyPatch) -> None:
         [Config(transport=TransportKind.UDP)] * 2,
         rails=rails,
         notes=notes,
+        cores=[{4, 5}] * 2,
     )
     first, second = ([note for note in notes[rank] if "NUMA" in note] for rank in (0, 1))
     assert len(first) == 1
