@@ -59,9 +59,9 @@ class Door(Closing):
 class FedSource:
     """The batches of one rank in one group, as they arrive. Making it is collective."""
 
+    # Feeders send ids of tables alone.
     history: History | None = None
     integer_names: tuple[str, ...] = ()
-    # Feeders send ids of tables alone.
 
     def __init__(
         self,

@@ -107,10 +107,11 @@ def _check_results(name: str, model: nn.Module, inputs: ModelInputs) -> None:
     """Runs the model on zeros, as for evaluation, so that nothing of it changes."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
+    reads = reads_histories(name)
     # One sample alone, because `squeeze()` would drop that dimension, too.
     for samples in (2, 1):
         dense = torch.zeros(samples, inputs.dense_count)
-        trial = Trial(inputs, samples, reads_histories=reads_histories(name))
+        trial = Trial(inputs, samples, reads_histories=reads)
         shapes = {table: tuple(rows.shape) for table, rows in trial.leaves.items()}
         with torch.no_grad(), _noted(f"in model {name}, called with dense {tuple(dense.shape)} and vectors {shapes}"):
             logits = model(dense, *trial.arguments())

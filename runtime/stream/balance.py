@@ -18,7 +18,7 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 
 ROW_COST: Final = 400
-"""What an event costs beside attention, in the cost of L = 1. Part of the model.
+"""The cost of an event beside attention, where attention over L events costs L². Part of the model.
 
 Passes of `hstu` over 16 to 256 events fitted 433 with a width of 16 and 388 with 64 (AMD EPYC, one core). With 256 the
 square did not show. The rule needs no more than the order of magnitude.

@@ -12,14 +12,12 @@ from sennit.offload.arrow_columns import text_ids
 from sennit.runtime.data.arrow_columns import cast_bytes
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.packages import require
+from sennit.runtime.data.raw_samples import NULL
 from sennit.runtime.data.schema import SparseField
 from sennit.runtime.stream.index import Place
 
 Ints = npt.NDArray[Any]
 """Integers of any width."""
-
-NULL: Final = -1
-"""The code of a null."""
 
 _PURPOSE: Final = "histories"
 

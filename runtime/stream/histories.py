@@ -21,8 +21,9 @@ import numpy.typing as npt
 from sennit import cache
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.packages import require
+from sennit.runtime.data.raw_samples import NULL
 from sennit.runtime.data.schema import History, Schema
-from sennit.runtime.stream.events import NULL, EventColumn, Ints, kept, users_of
+from sennit.runtime.stream.events import EventColumn, Ints, kept, users_of
 from sennit.runtime.stream.files import PIECE_ROWS
 from sennit.runtime.stream.history_files import HistoryFiles
 from sennit.runtime.stream.index import StreamIndex

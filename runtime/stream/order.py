@@ -314,9 +314,8 @@ class StreamOrder(Numbering):
 
     def counts(self, number: int, world_size: int) -> list[int]:
         """The number of samples of each rank, those of its slices."""
-        size = self.size(number)
-        spans = (self._own(rank, world_size) for rank in range(world_size))
-        return [span.high * size // self.slices - span.low * size // self.slices for span in spans]
+        parts = (self.own_samples(number, rank, world_size) for rank in range(world_size))
+        return [part.stop - part.start for part in parts]
 
     def chunk(self, number: int, rank: int, world_size: int) -> Chunk:
         """The chunk of a rank that has its samples of a batch."""
@@ -341,11 +340,6 @@ class StreamOrder(Numbering):
     def deals(self, number: int) -> bool:
         """Whether a chunk has all samples of this batch, which are still to be dealt."""
         return self.balances and not self.place(number)[1]
-
-    def spans(self, number: int) -> list[int]:
-        """The samples of each slice of a batch."""
-        size = self.size(number)
-        return [(slice_ + 1) * size // self.slices - slice_ * size // self.slices for slice_ in range(self.slices)]
 
     def own_samples(self, number: int, rank: int, world_size: int) -> slice:
         """Where a rank's samples are in a batch, slice after slice."""

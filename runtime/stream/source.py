@@ -117,7 +117,8 @@ class StreamSource:
         if self.order.deals(number):
             lengths = found.columns[self._dealt_by].lengths.numpy()[places]
             own = self.order.own_samples(number, self._rank, self._world_size)
-            places = places[dealt(lengths, self.order.spans(number))[own]]
+            # A slice is what a rank would have if each had one.
+            places = places[dealt(lengths, self.order.counts(number, self.order.slices))[own]]
         batch = found.batch(torch.from_numpy(places))
         if self.integer_names:
             batch = batch.split(self._numbers_of_tables)

@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sennit.runtime.backend.torch_versions import jagged
 from sennit.runtime.checkpoint.folder import latest, named
+from sennit.runtime.data.batch import Integers
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.ingest.fed import Door, FedSource, group_failure, told_feeders
 from sennit.runtime.kernels.uploads import Upload, Uploads
 from sennit.runtime.pipeline.ahead import Batch
+from sennit.runtime.sharded.outputs import nested
 from sennit.runtime.sharded.phases import PhaseClock
 from sennit.runtime.training.config import TrainingConfig
 from sennit.transport.errors import ConfigError
@@ -94,10 +95,10 @@ class Given(NamedTuple):
     """By column: nested int64 [B, *], of layout `torch.jagged`."""
 
 
-def _by_name(names: Sequence[str], lengths: Tensor, values: Tensor) -> dict[str, Tensor]:
-    parts = torch.split(values, lengths.sum(1).tolist())
-    offsets = torch.nn.functional.pad(lengths.cumsum(1, dtype=torch.int64), (1, 0))
-    return {name: jagged(*part) for name, *part in zip(names, parts, offsets, strict=True)}
+def integers_by_name(names: Sequence[str], found: Integers) -> dict[str, Tensor]:
+    """Nested int64 [B, *] by column."""
+    parts = torch.split(found.values, found.lengths.sum(1).tolist())
+    return nested(dict(zip(names, parts, strict=True)), found.lengths)
 
 
 class Supply:
@@ -126,7 +127,7 @@ class Supply:
         parts = held.take() if isinstance(held, Upload) else held
         dense, labels, *rest = (part.to(self._device) for part in parts)
         names = self._source.integer_names
-        integers = _by_name(names, *rest[-2:]) if names else {}
+        integers = integers_by_name(names, Integers(*rest[-2:])) if names else {}
         weights = rest[0] if len(rest) > (2 if names else 0) else None
         return Given(dense, labels, weights, integers)
 

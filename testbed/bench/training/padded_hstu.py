@@ -17,6 +17,7 @@ from sennit.runtime.data.batch import Batch
 from sennit.runtime.model.hstu import TIME_BUCKETS, Hstu, key
 from sennit.runtime.model.inputs import HistoryInputs, ModelInputs
 from sennit.runtime.sharded.outputs import nested
+from sennit.runtime.training.supply import integers_by_name
 from sennit.testbed.bench.training.plain_torch import PlainTorch
 
 
@@ -94,10 +95,6 @@ class PaddedTorch(PlainTorch):
 
     def _logits(self, batch: Batch, weights: Any) -> Tensor:
         found = {name: F.embedding(ids, weights[name], sparse=True) for name, (_, ids) in self.ids(batch).items()}
-        integers = {}
-        if batch.integers is not None:
-            parts = torch.split(batch.integers.values, batch.integers.lengths.sum(1).tolist())
-            by_name = dict(zip(self.source.integer_names, parts, strict=True))
-            integers = nested(by_name, batch.integers.lengths)
+        integers = {} if batch.integers is None else integers_by_name(self.source.integer_names, batch.integers)
         logits: Tensor = self.model(batch.dense, nested(found, batch.lengths), integers)
         return logits

@@ -173,12 +173,10 @@ def train(job: Job, way: Way, steps: int | None = None) -> Trained:
         config = way.config(job, steps)
         if not way.is_program:
             return _ours(config, job.ranks)
-        if way.name == PLAIN:
+        if way.name in (PLAIN, PADDED):
+            plain = PlainTorch if way.name == PLAIN else PaddedTorch
             with one_thread():
-                return Trained(quality=asdict(plain_torch.train(PlainTorch(config))))
-        if way.name == PADDED:
-            with one_thread():
-                return Trained(quality=asdict(plain_torch.train(PaddedTorch(config))))
+                return Trained(quality=asdict(plain_torch.train(plain(config))))
         outcome = parameter_server.train(config, WORKERS)
     except SennitError as error:
         raise SennitError(f"{way.name}, seed {job.seed}: {error}") from error
