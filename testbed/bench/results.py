@@ -70,6 +70,10 @@ class Report:
                     "collective": row.case.collective.value,
                     "size_bytes": row.case.size_bytes,
                     "ratio": {peer: row.ratio(peer, self.ours) for peer in self.peers()},
+                    "between": {
+                        peer: {other: row.ratio(peer, other) for other in row.samples_s if other != peer}
+                        for peer in row.samples_s
+                    },
                     "median_s": {peer: row.median_s(peer) for peer in row.samples_s},
                     "p10_p90_s": {peer: row.spread_s(peer) for peer in row.samples_s},
                     "samples_s": row.samples_s,

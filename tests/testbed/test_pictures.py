@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 import xml.etree.ElementTree as ElementTree
@@ -29,7 +28,7 @@ def test_the_committed_pages_and_pictures_are_what_the_figures_say() -> None:
 
 
 def numbers(found: Any) -> Iterator[tuple[Any, Any]]:
-    """Each figure in cells and sentences: what holds it, and its place there."""
+    """Each figure in cells: what holds it, and its place there."""
     if isinstance(found, list | dict):
         for key, value in found.items() if isinstance(found, dict) else enumerate(found):
             if isinstance(value, int | float) and not isinstance(value, bool):
@@ -53,13 +52,7 @@ def test_every_figure_is_shown() -> None:
                 assert "\n".join(table.lines()) != before, f"{table.name}, {row.name}: {kept}"
                 holder[key] = kept
                 changed += 1
-    for name, values in figures.sentences.items():
-        for number, value in enumerate(values):
-            other = copy.deepcopy(figures)
-            other.sentences[name][number] = value + 1
-            assert performance_page.rendered(other, "performance.md.j2") != shown, f"{name}: {value}"
-            changed += 1
-    assert changed > 400
+    assert changed > 300
 
 
 def test_no_figure_is_typed_into_a_cell_of_a_template() -> None:
@@ -71,11 +64,14 @@ def test_no_figure_is_typed_into_a_cell_of_a_template() -> None:
                 assert not [cell for cell in cells if re.search(r"\d", cell.replace("1 (TCP)", ""))], line
 
 
-def test_the_readme_says_where_a_peer_is_faster() -> None:
-    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
-    (line,) = (line for line in readme.splitlines() if "8 ranks; 16 MiB" in line)
-    assert "**AllReduce 0." in line
-    assert "**AlltoAll 0." in line
+@pytest.mark.parametrize(("ratio", "shown"), [(0.6, "**AllReduce 0.60**"), (1.5, "AllReduce 1.5")])
+def test_the_readme_says_where_a_peer_is_faster(ratio: float, shown: str) -> None:
+    figures = Figures.read(DOCS / performance_page.FIGURES)
+    _, row = figures.row("udp 8 16MiB gloo")
+    row.cells[0] = [2.5, ratio]
+    page = performance_page.rendered(figures, "readme.md.j2")
+    (line,) = (line for line in page.splitlines() if "8 ranks; 16 MiB" in line)
+    assert f"| {shown}, " in line
 
 
 def test_a_figure_is_bold_where_it_is_short_of_its_goal() -> None:

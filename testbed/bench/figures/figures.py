@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of docs/performance.json: tables of cells, each row with the run that gave it, and how a page shows them.
+"""The figures of docs/performance.json: tables of cells, each row with the command and the run that gave it.
 
-Figures before 27 November 2026 were typed. They have the day on which they were noted; nobody noted the load.
+A run is `measured` by `make figures`, or was `noted` by hand on a day before 27 November 2026, without the load.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ class Row:
     """Digits behind the point; None: as many as the figure has."""
 
     source: dict[str, Any] | None = None
-    """How `make figures` measures it: `bench`, options of `sennit bench`; `figures`, for each column an expression
-    (JMESPath) on the JSON, or `text` around several (`of`), or null for a goal; `scale`, a factor.
+    """How `make figures` measures it: `command`, words behind `sennit`; `figures`, for each column an expression
+    (JMESPath) on the JSON, or `text` around several (`of`), or null for a goal; `scale`, a factor. A row of goals has
+    none.
     """
 
     def __post_init__(self) -> None:
@@ -130,7 +131,7 @@ def _kept(row: Row) -> dict[str, Any]:
 
 
 def _goal(cell: Cell, row: Row) -> str:
-    return f"{cell[0]:g}{row.unit if row.goal else ''}" if isinstance(cell, list) else row.text(cell, None)
+    return f"{cell[0]:g}{row.unit}" if isinstance(cell, list) else row.text(cell, None)
 
 
 def _line(cells: Iterable[str]) -> str:
@@ -146,19 +147,18 @@ class Figures:
     """Where and when: `noted` (of typed figures) or `measured` (a date), `processor`, `cores`, `load_average`."""
 
     tables: list[Table]
-    sentences: dict[str, list[Number]] = field(default_factory=dict)
-    """Figures inside of sentences, by name; those of `sentences` in the runs of `sentence_runs`."""
-
-    sentence_runs: dict[str, str] = field(default_factory=dict)
     charts: dict[str, Any] = field(default_factory=dict)
     """Pictures: see `performance_page.charts`."""
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises ValueError for rows without a run, and for runs that are not there, or of a busy machine."""
+        """Raises ValueError for rows without a command, and for runs that are not there, or of a busy machine."""
         found = json.loads(path.read_text(encoding="utf-8"))
         tables = [Table.from_json(table) for table in found.pop("tables")]
         figures = cls(tables=tables, **found)
+        for row in (row for table in tables for row in table.rows):
+            if row.goal != (row.source is None):
+                raise ValueError(f"{path.name}: row {row.name!r}: allowed: a source, or `goal`")
         for key, about in figures.runs.items():
             quiet.refuse_busy(about, f"{path.name}: {key}")
         for name, run in figures._runs_named():
@@ -169,7 +169,6 @@ class Figures:
     def _runs_named(self) -> Iterator[tuple[str, str | None]]:
         for table in self.tables:
             yield from ((f"{table.name}: {row.name}", row.run) for row in table.rows if not row.goal)
-        yield from ((name, self.sentence_runs.get(name)) for name in self.sentences)
 
     def text(self) -> str:
         """What `read` reads. A list of figures is one line."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make figures`: measures figures of docs/performance.json anew, and makes the pages of them.
+"""`make figures`: measures the figures of docs/performance.json anew, and makes the pages of them.
 
-A row's `source` names a command of `sennit bench` and, for each column, where its JSON has the figure (JMESPath). Each
-command runs as often as its rows show figures side by side. What has been measured is written after each command. Rows
-without a source keep what they have, and are listed: no command of `sennit bench` gives them.
+A row's `source` names a command of `sennit` that writes `--json`, and for each column where that has the figure
+(JMESPath). A command whose figures of two runs stand side by side runs twice. What has been measured is written
+after each command. Figures of a busy machine are refused.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from typing import Any, Final
 import jmespath
 
 from sennit.errors import FormatError
+from sennit.runtime.calibrate import machine
 from sennit.testbed.bench import quiet
 from sennit.testbed.bench.figures import performance_page
 from sennit.testbed.bench.figures.figures import Cell, Figures, Number, Row
 
 RUNS: Final = 2
 WHERE: Final = ("processor", "cores", "load_average")
-"""Fields of a report's `machine` that a run of the page has."""
+"""What a run of the page says of the machine."""
 
 Measure = Callable[[str], dict[str, Any]]
-"""Options of `sennit bench` -> the JSON that it wrote."""
+"""A command -> the JSON that it wrote, with `machine` before it ran, and the fields of `quiet.Watch.noted`."""
 
 
 class NotThereError(FormatError):
@@ -39,27 +40,27 @@ class NotThereError(FormatError):
 
 def commands(figures: Figures) -> list[str]:
     """The commands that rows name, each once, in the order of the page."""
-    return list(dict.fromkeys(row.source["bench"] for _, row in _rows(figures) if row.source is not None))
+    return list(dict.fromkeys(row.source["command"] for _, row in _rows(figures) if row.source is not None))
 
 
-def unmeasured(figures: Figures) -> list[str]:
-    """Rows that no command gives."""
-    return [f"{table}: {row.name}" for table, row in _rows(figures) if row.source is None and not row.goal and row.run]
+def measured(figures: Figures, command: str, measure: Measure) -> list[str]:
+    """Runs a command, and changes the rows that it gives. Returns those that it did not give, and why.
 
-
-def measured(figures: Figures, bench: str, measure: Measure) -> list[str]:
-    """Runs a command, and changes the rows that it gives. Returns those that it did not give, and why."""
-    reports = [measure(bench) for _ in range(RUNS)]
-    for report in reports:
-        quiet.refuse_busy(report, f"sennit bench {bench}")
+    Raises ValueError if the machine was busy.
+    """
+    key = f"sennit {command}"
+    rows = [row for _, row in _rows(figures) if row.source is not None and row.source["command"] == command]
+    reports: list[dict[str, Any]] = []
+    while not reports or (len(reports) < RUNS and _gives_a_number(rows, reports[0])):
+        reports.append(measure(command))
+        quiet.refuse_busy(reports[-1], key)
     where = reports[0]["machine"]
-    key = f"sennit bench {bench}"
     figures.runs[key] = {"measured": str(where["time_utc"]).partition("T")[0]}
     figures.runs[key] |= {name: where[name] for name in WHERE} | {"others": reports[0]["others"]}
     missing = []
     for table in figures.tables:
         for place, row in enumerate(table.rows):
-            if row.source is not None and row.source["bench"] == bench:
+            if row.source is not None and row.source["command"] == command:
                 try:
                     table.rows[place] = _renewed(row, key, reports)
                 except NotThereError as error:
@@ -67,6 +68,12 @@ def measured(figures: Figures, bench: str, measure: Measure) -> list[str]:
     if not any(row.run == key for _, row in _rows(figures)):
         del figures.runs[key]
     return missing
+
+
+def _gives_a_number(rows: Sequence[Row], report: dict[str, Any]) -> bool:
+    """Whether a cell has one number of each run. One with a list, or with words, has those of one run."""
+    wanted = [each for row in rows if row.source is not None for each in row.source["figures"]]
+    return any(isinstance(each, str) and isinstance(jmespath.search(each, report), int | float) for each in wanted)
 
 
 def _renewed(row: Row, key: str, reports: Sequence[dict[str, Any]]) -> Row:
@@ -83,7 +90,7 @@ def _cell(row: Row, wanted: str | dict[str, Any], reports: Sequence[dict[str, An
 
     def find(expression: str, report: dict[str, Any]) -> Any:
         value = jmespath.search(expression, report)
-        if value is None or value == []:
+        if value is None or value == [] or (isinstance(value, list) and None in value):
             raise NotThereError(f"no {expression}")
         return value
 
@@ -109,13 +116,19 @@ def _rows(figures: Figures) -> Iterator[tuple[str, Row]]:
 
 
 def _run(folder: Path) -> Measure:
-    def measure(bench: str) -> dict[str, Any]:
-        path = folder / "figures.json"
-        command = [sys.executable, "-m", "sennit", "bench", *shlex.split(bench), "--json", str(path)]
-        print(f"figures: sennit bench {bench}", flush=True)
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return found
+    path = folder / "figures.json"
+
+    def measure(command: str) -> dict[str, Any]:
+        print(f"figures: sennit {command}", flush=True)
+        where = machine.describe()
+        with quiet.watched(is_forced=True):
+            subprocess.run(
+                [sys.executable, "-m", "sennit", *shlex.split(command), "--json", str(path.resolve())],
+                check=True,
+                stdout=subprocess.DEVNULL,
+            )
+            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            return {**quiet.noted(found), "machine": where}
 
     return measure
 
@@ -127,25 +140,26 @@ def main(arguments: Sequence[str]) -> int:
     asked = parser.parse_args(arguments)
     path = asked.docs / performance_page.FIGURES
     figures = Figures.read(path)
-    wanted = [bench for bench in commands(figures) if bench.startswith(asked.only)]
+    wanted = [command for command in commands(figures) if command.startswith(asked.only)]
     if not wanted:
         parser.error(f"no command begins with {asked.only!r}; allowed: {'; '.join(commands(figures))}")
     folder = Path("build/figures")
     folder.mkdir(parents=True, exist_ok=True)
     failed = []
-    for bench in wanted:
+    for command in wanted:
         try:
-            failed += measured(figures, bench, _run(folder))
+            failed += measured(figures, command, _run(folder))
         except subprocess.CalledProcessError as error:
             # The command has said why it failed: the machine is busy, or lacks something.
-            failed.append(f"sennit bench {bench}: ended with {error.returncode}")
+            failed.append(f"sennit {command}: ended with {error.returncode}")
+            continue
+        except ValueError as error:
+            failed.append(str(error))
             continue
         path.write_text(figures.without_unused_runs().text(), encoding="utf-8")
         performance_page.main([str(asked.docs)])
     for text in failed:
         print(f"figures: not measured: {text}")
-    left = unmeasured(figures)
-    print(f"figures: {len(left)} rows have no command, and stay as they were noted: {'; '.join(left)}")
     return int(bool(failed))
 
 

@@ -44,9 +44,6 @@ def rendered(figures: Figures, template: str) -> str:
         found = figures.table(name)
         return "\n".join([*found.lines(), "", _note(figures.taken(row.run for row in found.rows))])
 
-    def taken(name: str) -> str:
-        return _note(figures.taken([figures.sentence_runs[name]]))
-
     def beside(wanted: str, *columns: str) -> str:
         """Ratios, with the names of their columns if there are several; bold where the peer is faster."""
         parts = []
@@ -59,8 +56,7 @@ def rendered(figures: Figures, template: str) -> str:
     def runs_of(*ids: str) -> str:
         return textwrap.fill(figures.taken(figures.row(wanted)[1].run for wanted in ids), WIDTH)
 
-    names = {"table": table, "taken": taken, "said": figures.sentences.__getitem__, "each": figures.each}
-    names |= {"beside": beside, "runs_of": runs_of}
+    names = {"table": table, "each": figures.each, "beside": beside, "runs_of": runs_of}
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         undefined=jinja2.StrictUndefined,

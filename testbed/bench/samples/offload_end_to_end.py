@@ -117,7 +117,7 @@ def _measure(per_packet: int, *, rounds: int, batches: int, seed: int) -> list[M
                     if measured >= 0:
                         times_s[sampler.peer.name].append(took_s)
         program_ns = _program_ns(link, samplers[0], batches, expected)
-        return _results(per_packet, batches, load_s, times_s, samplers, program_ns)
+        return results_of(per_packet, batches, load_s, times_s, samplers, program_ns)
 
 
 class Sampler:
@@ -194,7 +194,7 @@ def _program_ns(link: cable.Cable, sampler: Sampler, batches: int, expected: Bat
     return (after.run_time_ns - before.run_time_ns) / (batches * BATCH_ROWS)
 
 
-def _results(
+def results_of(
     per_packet: int,
     batches: int,
     load_s: list[float],
