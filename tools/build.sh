@@ -77,11 +77,13 @@ system_packages_apt() {
   fi
   step "installing system packages (minutes, by network and disk): ${needed[*]} ${optional[*]}"
   export DEBIAN_FRONTEND=noninteractive
-  quietly "$LOG" apt-get update
+  # Another apt may run, such as that of unattended-upgrades.
+  local apt=(apt-get -o DPkg::Lock::Timeout=600)
+  quietly "$LOG" "${apt[@]}" update
   mapfile -t needed < <(missing_packages build)
   mapfile -t optional < <(missing_packages test; missing_for_ci)
-  [ ${#needed[@]} -eq 0 ] || quietly "$LOG" apt-get install -y --no-install-recommends "${needed[@]}"
-  if [ ${#optional[@]} -ne 0 ] && ! waiting "$LOG" apt-get install -y --no-install-recommends "${optional[@]}"; then
+  [ ${#needed[@]} -eq 0 ] || quietly "$LOG" "${apt[@]}" install -y --no-install-recommends "${needed[@]}"
+  if [ ${#optional[@]} -ne 0 ] && ! waiting "$LOG" "${apt[@]}" install -y --no-install-recommends "${optional[@]}"; then
     in_ci_fail "not all of these could be installed, some tests will skip: ${optional[*]}"
   fi
 }
