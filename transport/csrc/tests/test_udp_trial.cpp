@@ -4,6 +4,7 @@
 #include <poll.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstdint>
 #include <functional>
@@ -95,6 +96,23 @@ TEST_CASE("a trial finds every path good, of which ranks at one address have one
                                                      " good"));
     CHECK(std::equal(pair.a.outgoing[5].begin(), pair.a.outgoing[5].end(), pair.b.incoming[5].begin()));
   }
+}
+
+TEST_CASE("a damaged packet is counted before there is a flow, too: one bit leads from a queue pair to another") {
+  Tried pair(config_for("::1"));
+  const RoceOffer offer = RoceOffer::decode(pair.of_b);
+  const UdpSocket stranger(wire::parse_endpoint("::1", 0));
+  const SocketAddress to(offer.rails[0].listen);
+  // The only path between ranks 0 and 1 of one host is number 0 + 1.
+  std::array<std::byte, wire::control_packet_bytes(40)> control{};
+  wire::write_control_header(std::span(control).first<wire::CONTROL_HEADER_BYTES>(), offer.for_reader.qpns[1], 1, 40);
+  iovec piece{control.data(), control.size()};
+  REQUIRE(send_segments(stranger.fd(), &to, std::span(&piece, 1), 0) == 0);
+  for (const uint64_t until_us = now_us() + 30'000'000; pair.b.counter("bad_icrc") == 0;) {
+    pair.b.port.try_network(now_us());
+    REQUIRE(now_us() < until_us);
+  }
+  CHECK(pair.b.counter("unknown_qpn") == 0);
 }
 
 TEST_CASE("both ends find out that one of them hears nothing, and make no flow") {

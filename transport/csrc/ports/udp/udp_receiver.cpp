@@ -226,7 +226,12 @@ void UdpReceiver::judge(Arrival& arrival, const ReceivedBatch& batch, uint64_t n
     if (path.flow != nullptr) path.flow->on_heard(now_us);  // and the answer is due
     return;
   }
-  if (path.flow == nullptr) return;  // the peer's trial ended first; it sends again, as to a device that is not ready
+  if (path.flow == nullptr) {
+    // The peer's trial ended first: it sends again, as to a device that is not ready. Or damage has made this queue
+    // pair of another one.
+    if (!has_right_icrc(arrival, identification)) refuse(wire::Refusal::bad_icrc);
+    return;
+  }
   flow::Flow& flow = *path.flow;
   if (packet.opcode == wire::Opcode::uc_send_only) {
     if (!has_right_icrc(arrival, identification)) return refuse(wire::Refusal::bad_icrc);
