@@ -88,6 +88,15 @@ def _packet_sockets() -> Capability:
     return present(name, "whole packets can be read and sent")
 
 
+def _nvme_tcp() -> Capability:
+    from sennit.testbed.topology import nvme
+
+    name = "nvme-tcp"
+    if reason := nvme.why_not():
+        return absent(name, reason, "run in 'sennit testbed vm', or as root after: modprobe -a nvmet-tcp nvme-tcp")
+    return present(name, "disks over a network")
+
+
 def _openmpi() -> Capability:
     name = "openmpi"
     if importlib.util.find_spec("mpi4py") is None:
@@ -121,6 +130,7 @@ capabilities.PROBES.update(
         "netem-seed": _netem_seed,
         "bridge": _bridge,
         "packet-sockets": _packet_sockets,
+        "nvme-tcp": _nvme_tcp,
         "dumpcap": functools.partial(command, "dumpcap", "tshark"),
         "tshark": functools.partial(command, "tshark", "tshark"),
         "chromium": functools.partial(command, "chromium", "chromium"),

@@ -65,6 +65,8 @@ MEANINGS: Final = {
     "error_within_s": "time from the rank's death to the last survivor's error",
     "errors_naming_rank": "share of survivors whose error names the dead rank, and that list only this rank as lost",
     "recovered_ranks": "survivors in the new group whose result was right",
+    "disk.": "of disks of another host: remote_to_local, samples a second on them / on disks of this machine; "
+    "errors_naming_it, whether the rank whose disk was pulled named its files; bytes_read and evictions of rows",
     "front_end.": "what passed the front-end interfaces of all hosts, in and out: bytes with headers; rank_packets, "
     "UDP between ports of ranks; link_packets, ARP and ICMPv6; other_packets, all else",
     "back_end.": "the same of the back-end interfaces",

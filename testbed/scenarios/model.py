@@ -223,6 +223,31 @@ class Rack:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RemoteDisk:
+    """Training runs with data set and table files on another host's disks, in place of a collective (`remote_disk.py`).
+
+    The last host has the disks, the others a rank each. Plane 0 is the front-end network, plane 1 the back-end network.
+    """
+
+    samples: int = 100_000
+    """Rows of the data set."""
+    steps: int = 200
+    batch_size: int = 512
+    checkpoint_every: int = 50
+    timeout_s: float = 240.0
+    """Deadline of a run."""
+
+    def __post_init__(self) -> None:
+        _require(
+            0 < self.checkpoint_every < self.steps,
+            f"a checkpoint every {self.checkpoint_every} of {self.steps} steps; allowed: one before the end",
+        )
+        for name, value in (("samples", self.samples), ("batch_size", self.batch_size)):
+            _require(value >= 1, f"{name} {value}; allowed: 1 or more")
+        _require(self.timeout_s > 0, f"timeout_s {self.timeout_s}; allowed: above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Variant:
     """One configuration of sennit for the workload. All variants must give the same bits."""
 
@@ -291,7 +316,7 @@ class Scenario:
     """After a rank's death the survivors reconfigure and run the collective once more among themselves."""
     hostile: Hostile | None = None
     workload: Workload = dataclasses.field(default_factory=Workload)
-    job: Job | Rack | Trainings | None = None
+    job: Job | Rack | RemoteDisk | Trainings | None = None
     """A training job, or training runs, in place of the workload."""
     libraries: tuple[Library, ...] = (Library.SENNIT,)
     variants: tuple[Variant, ...] = (Variant(),)
@@ -307,7 +332,7 @@ class Scenario:
                 needed <= last + 1, f"{self.name}: hosts {last + 1}; allowed: {needed} or more, one for a newcomer"
             )
         _require(
-            not isinstance(self.job, Job) or (self.topology.hosts >= 3 and self.topology.planes == 2),
+            not isinstance(self.job, Job | RemoteDisk) or (self.topology.hosts >= 3 and self.topology.planes == 2),
             f"{self.name}: a job on {self.topology.hosts} hosts, {self.topology.planes} planes; allowed: 3 or more, 2",
         )
         if isinstance(self.job, Rack):
@@ -367,7 +392,9 @@ class Scenario:
 
     def needs(self, impairer: Impairer) -> tuple[str, ...]:
         """Capabilities (`sennit/doctor/capabilities.py`) without which the case is unsupported."""
-        return (*TOPOLOGY_NEEDS[impairer], "core", *(("torch",) if self.job or Library.GLOO in self.libraries else ()))
+        torch = ("torch",) if self.job or Library.GLOO in self.libraries else ()
+        disks = ("nvme-tcp",) if isinstance(self.job, RemoteDisk) else ()
+        return (*TOPOLOGY_NEEDS[impairer], "core", *torch, *disks)
 
     def why_not_by(self, impairer: Impairer) -> str | None:
         """What this kind of impairment cannot do for the scenario, on any machine."""

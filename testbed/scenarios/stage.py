@@ -11,13 +11,13 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from sennit.doctor import capabilities
-from sennit.testbed.scenarios import kernel_packets, rack, split_networks, training_runs
+from sennit.testbed.scenarios import kernel_packets, rack, remote_disk, split_networks, training_runs
 from sennit.testbed.scenarios.counters import difference, total
 from sennit.testbed.scenarios.model import (
     NO_IMPAIRMENT,
@@ -25,6 +25,7 @@ from sennit.testbed.scenarios.model import (
     Library,
     PowerOff,
     Rack,
+    RemoteDisk,
     Scenario,
     SuspendRank,
     SwitchPlane,
@@ -97,8 +98,8 @@ class Observations:
     """Junk packets by kind."""
     hostile_s: float = 0.0
     """Seconds that sending them took."""
-    networks: dict[str, int] = field(default_factory=dict)
-    """What a job's networks carried (`split_networks.py`)."""
+    networks: Mapping[str, float] = field(default_factory=dict)
+    """What a job's networks carried (`split_networks.py`, `remote_disk.py`)."""
     trainings: list[training_runs.Ended] = field(default_factory=list)
     rack: rack.Seen | None = None
     descriptions: list[str] = field(default_factory=list)
@@ -125,6 +126,9 @@ def play(
             return seen
         if isinstance(scenario.job, Rack):
             seen.rack = rack.play(scenario.job, planes, folder, say)
+            return seen
+        if isinstance(scenario.job, RemoteDisk):
+            seen.networks = remote_disk.play(scenario.job, planes, folder, say)
             return seen
         if scenario.job is not None:
             say("training")

@@ -14,7 +14,6 @@ from sennit.testbed.scenarios.catalogue import SCENARIOS
 from sennit.testbed.scenarios.model import Library
 from sennit.testbed.scenarios.results import Status
 from sennit.testbed.topology import Impairer
-from sennit.testbed.topology.switch import NEEDS
 
 # Others cover these: a death after that of a plane, packets that come late, twice or broken, and the tests of ranks,
 # of collectives that lose packets, of the stage beside gloo, and of training.
@@ -28,10 +27,19 @@ COVERED = {
 
 @pytest.mark.root
 @pytest.mark.slow
-@pytest.mark.needs(*NEEDS[Impairer.BPF], "core")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] if name in COVERED else []) for name in SCENARIOS]
+    "name",
+    [
+        pytest.param(
+            name,
+            marks=[
+                pytest.mark.needs(*scenario.needs(Impairer.BPF)),
+                *([pytest.mark.long] if name in COVERED else []),
+            ],
+        )
+        for name, scenario in SCENARIOS.items()
+    ],
 )
 def test_short_form_passes(name: str, seed: int, tmp_path: Path) -> None:
     case = runner.run_case(
