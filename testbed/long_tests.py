@@ -117,6 +117,12 @@ PARTS: Final = {
         command=("-m", "sennit", "testbed", "run", "same-bits-training", "--seed", "{seed}"),
         limit_s=7_200,
     ),
+    "dynamic tables": Part(
+        what="`same-bits-dynamic`: 60 runs of dynamic tables, in which every three of ranks, placement, network with "
+        "loss, home of rows, a death with a newcomer, and a resumption meet, one digest",
+        command=("-m", "sennit", "testbed", "run", "same-bits-dynamic", "--seed", "{seed}"),
+        limit_s=7_200,
+    ),
     "wheels": Part(
         what="the README's commands from the wheels, without a compiler, root, an index or a network",
         command=("make", "--no-print-directory", "try-wheels"),

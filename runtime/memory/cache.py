@@ -27,6 +27,7 @@ LOCATION_BYTES: Final = 4
 
 SLOW: Final = "look at the load of the store's disk, or allow longer (timeout_s)"
 POLICIES: Final = ("lfu", "lru")
+NO_ROWS: Final[NDArray[np.int64]] = np.empty(0, np.int64)
 
 
 class CachedBatch:
@@ -82,9 +83,14 @@ class RowCache(Closing):
             store.native, store.layout.as_bytes(self.arrays, total), line_count // WAYS, spare_count, policy == "lfu"
         )
 
-    def prefetch(self, rows: NDArray[np.int64]) -> CachedBatch:
-        """Starts to fetch `rows`, int64 [n], which may repeat, and pins them. Returns at once."""
-        return CachedBatch(self, self.native.fetch(rows))
+    def prefetch(self, rows: NDArray[np.int64], begins: NDArray[np.int64] = NO_ROWS) -> CachedBatch:
+        """Starts to fetch `rows`, int64 [n], which may repeat, and pins them. Returns at once.
+
+        `begins`, int64 [m]: those of them that the caller gives new values to, in all parts, before anything reads
+        them. They are not read from the store. If the batch is released unchanged, the store still has them. No other
+        batch may fetch them before.
+        """
+        return CachedBatch(self, self.native.fetch(rows, begins))
 
     def read(self, rows: NDArray[np.int64], *, is_between: bool = False, timeout_s: float = 60.0) -> Arrays:
         """The current parts of `rows`, int64 [n], each once, from the cache or the store.
@@ -114,7 +120,7 @@ class RowCache(Closing):
     @property
     def counters(self) -> dict[str, int]:
         """`lookups`, repetitions included; per batch and distinct row `hits`, `misses` and `conflicts` (misses that
-        took a spare line); `evictions`, `write_backs`.
+        took a spare line); `begun`, misses that were not read; `evictions`, `write_backs`.
         """
         return self.native.counters
 

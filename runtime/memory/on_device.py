@@ -8,6 +8,7 @@ device once. Which rows are there changes no result.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -69,9 +70,9 @@ class DeviceTables(Closing):
         self._line_of_row.fill_(-1)
         self._row_of_line.fill_(-1)
 
-    def prefetch(self, tables: Tensor, ids: Tensor) -> DeviceRows:
+    def prefetch(self, tables: Tensor, ids: Tensor, begins: Mapping[int, Tensor] | None = None) -> DeviceRows:
         """`CachedTables.prefetch`. Nothing is copied to the device before `lines`."""
-        return DeviceRows(self, self._host.prefetch(tables, ids))
+        return DeviceRows(self, self._host.prefetch(tables, ids, begins))
 
     def close(self) -> None:
         self._host.close()

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,7 +16,7 @@ from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.layout import allocate, zeros
 from sennit.runtime.kernels.optimizers import OptimizerSpec
 from sennit.runtime.kernels.spec import Bounds, Precision, Rounding, ShardSpec
-from sennit.runtime.memory.cache import CachedBatch, RowCache
+from sennit.runtime.memory.cache import NO_ROWS, CachedBatch, RowCache
 from sennit.runtime.memory.layout import RowPart, StoreLayout
 from sennit.runtime.memory.store import RowStore, widened
 from sennit.transport.errors import ArgumentError, ConfigError
@@ -100,10 +100,17 @@ class CachedTables(Closing):
         """Takes the rows from now on from `store`, which has the same tables. Close it after this."""
         self.cache = RowCache(store, policy=self._policy, arrays=self._arrays, **self._lines)
 
-    def prefetch(self, tables: Tensor, ids: Tensor) -> PrefetchedRows:
-        """Starts to fetch rows by table and id, int64 [n] each, and returns at once. Ids are in range."""
+    def prefetch(self, tables: Tensor, ids: Tensor, begins: Mapping[int, Tensor] | None = None) -> PrefetchedRows:
+        """Starts to fetch rows by table and id, int64 [n] each, and returns at once. Ids are in range.
+
+        `begins`: rows by table, int64 [m], of `RowCache.prefetch`.
+        """
         stored = ids + self._first_rows[tables]
-        return PrefetchedRows(self, self.cache.prefetch(stored.numpy()), stored, ids + self._first_numbers[tables])
+        begun = NO_ROWS
+        if begins:
+            begun = torch.cat([rows + self._first_rows[table] for table, rows in begins.items()]).numpy()
+        rows = self.cache.prefetch(stored.numpy(), begun)
+        return PrefetchedRows(self, rows, stored, ids + self._first_numbers[tables])
 
     def note(self, lines: Tensor, numbers: Tensor) -> None:
         """Tells the engine which rows are in `lines`."""

@@ -78,7 +78,7 @@ class DynamicShards(Shards):
             for own in self._numbers.values():
                 own.begin_shared()
 
-    def announce(self, batch: Batch) -> NumberedBatch:
+    def announce(self, batch: Batch, begins: Mapping[int, Tensor] | None = None) -> NumberedBatch:
         return NumberedBatch(batch)
 
     def fetch(self, announced: Announced) -> None:
@@ -90,7 +90,8 @@ class DynamicShards(Shards):
         with self._phase("number ids"):
             batch = self._numbered(announced)
             self._gone = [] if self._told is None else [one for own in self._numbers.values() for one in own.gone()]
-        announced.rows = self._rows.announce(batch)
+        begins = {number: own.begun for number, own in self._numbers.items()} if self.in_files else None
+        announced.rows = self._rows.announce(batch, begins)
         self._rows.fetch(announced.rows)
         announced.batch = announced.rows.batch
 

@@ -134,6 +134,12 @@ class RowNumbers:
         return [one for one in (self.directory, self.candidates, self.sketch) if one is not None]
 
     @property
+    def begun(self) -> Tensor:
+        """Int64 [n]: the rows of the shard that begin in this batch. Spare ones are behind them."""
+        rows = torch.cat([rows for rows, _ in self._new]) if self._new else torch.empty(0, dtype=torch.int64)
+        return rows[rows < self.spec.row_count]
+
+    @property
     def freed(self) -> Tensor:
         """Int64 [n]: the rows that went in this batch."""
         return torch.cat([rows for rows, _ in self._gone]) if self._gone else torch.empty(0, dtype=torch.int64)

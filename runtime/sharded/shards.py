@@ -99,8 +99,12 @@ class Shards:
     def step(self, step: int) -> None:
         self.engine.step = step
 
-    def announce(self, batch: Batch) -> Announced:
-        """Starts to fetch the rows of a batch, and to copy its ids to a GPU. Returns at once."""
+    def announce(self, batch: Batch, begins: Mapping[int, Tensor] | None = None) -> Announced:
+        """Starts to fetch the rows of a batch, and to copy its ids to a GPU. Returns at once.
+
+        `begins`, int64 [n] by shard: rows that `begin_rows` gives values to before the batch is looked up, so that
+        nobody has to read them.
+        """
         device = self.engine.device
         if device.type == "cpu" or batch.lengths.device.type != "cpu" or not len(batch.lengths):
             return Announced(batch)

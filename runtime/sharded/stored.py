@@ -162,7 +162,7 @@ class StoredShards(Shards):
         ]
         self._in_memory = set(self.engine.names) - self.in_files
 
-    def announce(self, batch: Batch) -> StoredBatch:
+    def announce(self, batch: Batch, begins: Mapping[int, Tensor] | None = None) -> StoredBatch:
         batch, _ = resolve(batch, self._with_spares, Bounds.ERROR)
         tables, ids = tables_of(batch), batch.values.to(torch.int64)
         caches, numbers = self._cache_of[tables], self._number_of[tables]
@@ -172,7 +172,12 @@ class StoredShards(Shards):
         try:
             for place, (_, cached, _) in enumerate(self._cached):
                 own = (caches == place).nonzero().flatten()
-                parts.append((cached.prefetch(numbers[own], ids[own]), own))
+                begun = {
+                    int(self._number_of[number]): rows
+                    for number, rows in (begins or {}).items()
+                    if self._cache_of[number] == place
+                }
+                parts.append((cached.prefetch(numbers[own], ids[own], begun), own))
         except SennitError as error:  # A cache that failed before. Other ranks wait in what follows.
             failure = error
         announced = StoredBatch(batch, parts, failure)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -16,7 +15,7 @@ from sennit.runtime.backend.torch_versions import optimizer_in_backward
 from sennit.runtime.sharded.module import ShardedEmbeddingBags, ShardedEmbeddings, ShardedTables
 from sennit.runtime.sharded.outputs import KeyedVectors
 from sennit.runtime.sharded.sent import Sent
-from sennit.runtime.sharded.tables import Initial, Optimizer, OptimizerSpec, Precision, Table
+from sennit.runtime.sharded.tables import DynamicIds, Initial, Optimizer, OptimizerSpec, Precision, Table
 from sennit.transport.errors import ArgumentError, Unsupported
 
 _PRECISIONS: Final = {"FP32": Precision.FP32, "FP16": Precision.FP16, "BF16": Precision.BF16}
@@ -39,6 +38,7 @@ def from_torchrec(
     optimizer: OptimizerSpec | str | None = None,
     row_shards: int = 1,
     column_shards: int = 1,
+    ids: Mapping[str, DynamicIds | str] | DynamicIds | str | None = None,
     **options: Any,
 ) -> EmbeddingBagCollection | EmbeddingCollection:
     """Sharded tables in the place of a TorchRec `EmbeddingBagCollection` or `EmbeddingCollection`.
@@ -48,10 +48,14 @@ def from_torchrec(
 
     `lr`, `optimizer`: of all tables. Without them each table takes those of `apply_optimizer_in_backward`.
     `row_shards`, `column_shards`: those of all tables (`Table`).
+    `ids`: "dynamic", or rules, of all tables or by name, for ids that have no list. Such tables take the place of
+    TorchRec's managed collisions. They have as many rows as the collection's, and none of its values: nobody knows
+    whose these are.
     `options`: those of `ShardedEmbeddingBags`, such as `placement`, `slices` and `gradients`.
 
-    Collective. Raises `ArgumentError` for another object, or if a table has no learning rate; `Unsupported` for a data
-    type or an optimizer that is not here; and what the constructor of `ShardedEmbeddingBags` raises.
+    Collective. Raises `ArgumentError` for another object, for `ids` of a table that is not there, or if a table has no
+    learning rate; `Unsupported` for a data type or an optimizer that is not here; and what the constructor of
+    `ShardedEmbeddingBags` raises.
     """
     is_pooled = hasattr(collection, "embedding_bag_configs")
     if not is_pooled and not hasattr(collection, "embedding_configs"):
@@ -60,14 +64,17 @@ def from_torchrec(
     configs = collection.embedding_bag_configs() if is_pooled else collection.embedding_configs()
     modules = collection.embedding_bags if is_pooled else collection.embeddings
     weights = {config.name: modules[config.name].weight for config in configs}
+    rules = dict(ids) if isinstance(ids, Mapping) else dict.fromkeys(weights, ids)
+    if unknown := rules.keys() - weights.keys():
+        raise ArgumentError(f"ids of table {min(unknown)}; allowed: {', '.join(weights)}")
+    shards = {"row_shards": row_shards, "column_shards": column_shards}
     tables = [
-        replace(_table(config, weights[config.name], lr, optimizer), row_shards=row_shards, column_shards=column_shards)
-        for config in configs
+        _table(config, weights[config.name], lr, optimizer, ids=rules.get(config.name), **shards) for config in configs
     ]
     made = EmbeddingBagCollection if is_pooled else EmbeddingCollection
     found = made(collection, tables, lr=0.0 if lr is None else lr, **options)
     for name, weight in weights.items():
-        if not weight.is_meta:
+        if not weight.is_meta and rules.get(name) is None:
             _set_rows(found, name, weight.detach(), options.get("group"))
     return found
 
@@ -176,7 +183,10 @@ class _Taken:
         return self._features.inverse_indices_or_none() if has_some else None
 
 
-def _table(config: Any, weight: Tensor, lr: float | None, optimizer: OptimizerSpec | str | None) -> Table:
+def _table(
+    config: Any, weight: Tensor, lr: float | None, optimizer: OptimizerSpec | str | None, **options: Any
+) -> Table:
+    """`options`: of `Table`, beside what the collection says."""
     if (kind := config.data_type.value) not in _PRECISIONS:
         raise Unsupported(f"table {config.name} of data type {kind}", f"allowed: {', '.join(_PRECISIONS)}")
     in_backward = optimizer_in_backward(weight)
@@ -197,6 +207,7 @@ def _table(config: Any, weight: Tensor, lr: float | None, optimizer: OptimizerSp
         optimizer=OptimizerSpec() if optimizer is None else optimizer,
         lr=own_lr if lr is None else None,
         initial=_initial(config.init_fn) if weight.is_meta and config.init_fn is not None else None,
+        **options,
     )
 
 

@@ -22,7 +22,7 @@ from sennit.testbed.scenarios.model import (
     Variant,
     Workload,
 )
-from sennit.testbed.scenarios.trainings import SHARDINGS, Training, Trainings, product
+from sennit.testbed.scenarios.trainings import SHARDINGS, Training, Trainings, dynamic_runs, product
 from sennit.testbed.topology import Impairment
 from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.choice.costs import Collective
@@ -398,6 +398,30 @@ def _jobs() -> list[Scenario]:
                     "runs": (
                         Training(ranks=1, sharding="table_wise", transport="shm"),
                         Training(ranks=3, sharding="grid", loss_fraction=0.01, changes=True),
+                    )
+                },
+            },
+        ),
+        Scenario(
+            name="same-bits-dynamic",
+            title="training of dynamic tables: every three of ranks, placement, network, home of rows, a kill and a "
+            "join, a resumption, the same weights",
+            topology=Topology(hosts=9, planes=2),
+            job=Trainings(runs=dynamic_runs(strength=3), tables="dynamic"),
+            goals=(
+                Goal(measure="trainings", at_least=2, must=True),
+                Goal(measure="failed_trainings", at_most=0, must=True),
+                SAME_BITS,
+                Goal(measure="impairment.dropped", at_least=1, must=True),
+            ),
+            short={
+                "topology": {"hosts": 4},
+                "job": {
+                    "runs": (
+                        Training(ranks=1, sharding="table_wise", transport="shm"),
+                        Training(
+                            ranks=3, sharding="grid", loss_fraction=0.01, home="files", changes=True, resumes=True
+                        ),
                     )
                 },
             },

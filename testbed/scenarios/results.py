@@ -159,7 +159,9 @@ def runs_as_json(seen: Observations) -> list[dict[str, Any]]:
 
 
 def trainings_as_json(seen: Observations) -> list[dict[str, Any]]:
-    return [dataclasses.asdict(one) | {"name": str(one.training)} for one in seen.trainings]
+    return [
+        dataclasses.asdict(one) | {"name": str(one.training), "events": one.training.events} for one in seen.trainings
+    ]
 
 
 def digest_table(trainings: Sequence[dict[str, Any]]) -> list[str]:
@@ -169,12 +171,13 @@ def digest_table(trainings: Sequence[dict[str, Any]]) -> list[str]:
     for one in trainings:
         run = one["training"]
         network = run["transport"] if run["transport"] == "shm" else f"udp, {100 * run['loss_fraction']:g} % lost"
-        key = (network, "kill and join" if run["changes"] else "", run["sharding"])
+        key = (network, one["events"], run["sharding"])
         cells.setdefault(key, {})[run["ranks"]] = one["digest"][:8] or "failed"
-    head = f"{'ranks':>48}" + "".join(f"{count:>10}" for count in counts)
+    width = 2 + max((len(events) for _, events, _ in cells), default=0)
+    head = f"{'ranks':>{33 + width}}" + "".join(f"{count:>10}" for count in counts)
     rows = [
-        f"{network:15}{changes:15}{sharding:18}" + "".join(f"{of_count.get(count, ''):>10}" for count in counts)
-        for (network, changes, sharding), of_count in cells.items()
+        f"{network:15}{events:{width}}{sharding:18}" + "".join(f"{of_count.get(count, ''):>10}" for count in counts)
+        for (network, events, sharding), of_count in cells.items()
     ]
     return [head, *rows, *(f"weights {digest}" for digest in sorted({one["digest"] for one in trainings} - {""}))]
 

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -11,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,21 +20,39 @@ from sennit.testbed.scenarios.ranks import RankError
 from sennit.testbed.scenarios.trainings import HOST_RANKS, SLICES, Training, Trainings
 from sennit.testbed.topology import Impairer, Impairment, Planes
 
-# A model so small that a run is little more than its start, with shards for every placement.
-MODEL: Final = (
-    "--data=synthetic", "--samples=700", "--row-limit=200", "--batch-size=60", "--epochs=1", f"--slices={SLICES}",
-    "--dim=4", "--bottom=8", "--top=8",
-)  # fmt: skip
-TABLES: Final = "[defaults]\nrow_shards = 8\ncolumn_shards = 2\n"
+# Models so small that a run is little more than its start, with shards for every placement.
+MODEL: Final = ("--batch-size=60", f"--slices={SLICES}", "--dim=4", "--bottom=8", "--top=8")
+DATA: Final = {
+    "fixed": ("--data=synthetic", "--samples=700", "--row-limit=200", "--epochs=1"),
+    "dynamic": (
+        "--data=synthetic-stream?days=2&rows-per-day=1200&living=150,40&life-days=0.2&dense=2", "--order=time",
+        "--decay=none",
+    ),
+}  # fmt: skip
+SHARDS: Final = "[defaults]\nrow_shards = 8\ncolumn_shards = 2\n"
+RULES: Final = {
+    "fixed": SHARDS,
+    # In ten steps rows of both tables go for others, and ids of one of them wait for theirs.
+    "dynamic": f"""{SHARDS}ids = "dynamic"
+rows = 240
+[tables.table_01]
+ids = {{ admit_after = 2, eviction = "lfu", evicted_share = 0.25, expire_after = 6 }}
+rows = 72
+""",
+}
 STEPS: Final = 10
+STOP_STEP: Final = 8
+"""Where a run ends that is resumed."""
 CHECKPOINT_EVERY: Final = 3
 DEATH_STEP, JOIN_STEP = 4, 6
+MEMORY: Final = "32KiB"
+"""Of each rank for rows in files: too little for all of them."""
 PORT: Final = 29400
 LOG_TAIL_CHARACTERS: Final = 2000
 LOOK_S: Final = 0.02
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Ended:
     """The outcome of one run."""
 
@@ -57,7 +76,7 @@ def play(trainings: Trainings, planes: Planes, folder: Path, *, seed: int, say: 
         before, began_s = _dropped(planes), time.monotonic()
         digest = error = ""
         try:
-            digest = _run(training, planes, place, number, trainings.timeout_s)
+            digest = _run(training, trainings.tables, planes, place, number, trainings.timeout_s)
         except RankError as failure:
             error = str(failure)
         ended.append(
@@ -77,21 +96,53 @@ def _dropped(planes: Planes) -> int:
     return sum(read(host, plane).dropped for host in range(planes.hosts) for plane in range(planes.planes))
 
 
-def _run(training: Training, planes: Planes, folder: Path, number: int, timeout_s: float) -> str:
+def _run(training: Training, tables: str, planes: Planes, folder: Path, number: int, timeout_s: float) -> str:
     """The digest of one run. Raises RankError if it fails, or does not go as it should."""
-    (folder / "tables.toml").write_text(TABLES, encoding="utf-8")
-    with _crew(training, planes, folder, timeout_s) as crew:
+    (folder / "tables.toml").write_text(RULES[tables], encoding="utf-8")
+    options = [*MODEL, *DATA[tables], f"--tables={folder / 'tables.toml'}", f"--sharding={training.sharding}"]
+    if training.home == "files":
+        options += [f"--table-store={folder}", f"--table-memory={MEMORY}"]
+    if training.changes or training.resumes:
+        options += [f"--checkpoint={folder / 'saved'}", f"--checkpoint-every={CHECKPOINT_EVERY}"]
+    if training.resumes:
+        _played(training, planes, folder, [*options, f"--steps={STOP_STEP}"], timeout_s, steps=STOP_STEP, victim=number)
+        options += ["--resume", f"--steps={STEPS}"]
+        training = dataclasses.replace(training, ranks=training.resumed_ranks, changes=False)
+        folder /= "resumed"
+        folder.mkdir()
+    elif tables == "dynamic":
+        options.append(f"--steps={STEPS}")
+    report = _played(training, planes, folder, options, timeout_s, steps=STEPS, victim=number)
+    if tables == "dynamic" and not training.changes:
+        _check_ids(training, report["ids"])
+    return str(report["weights_sha256"])
+
+
+def _check_ids(training: Training, ids: dict[str, dict[str, int]]) -> None:
+    """Raises RankError if rows did not come and go."""
+    for table, name in itertools.product(("table_00", "table_01"), ("admitted", "evicted")):
+        if not ids[table][name]:
+            raise RankError(f"{training}: {table} has {name} no ids; wanted: some")
+    if not ids["table_01"]["without_row"]:
+        raise RankError(f"{training}: table_01 has a row for each id; wanted: not at first")
+
+
+def _played(
+    training: Training, planes: Planes, folder: Path, options: list[str], timeout_s: float, *, steps: int, victim: int
+) -> dict[str, Any]:
+    """The report of a run that ends at step `steps`. Raises RankError if it did not go as it should."""
+    with _crew(training, planes, folder, options, timeout_s) as crew:
         if training.changes:
-            _begin_with_changes(crew, victim=number)
+            _begin_with_changes(crew, victim=victim)
         else:
             _begin(crew)
         crew.wait()
-    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     found = [report["world_size"], report["steps"]["last"], sum(len(one["lost"]) for one in report.get("changes", []))]
-    wanted = [training.ranks, STEPS, int(training.changes)]
+    wanted = [training.ranks, steps, int(training.changes)]
     if found != wanted:
         raise RankError(f"{training}: ranks, steps and lost ranks are {found}, not {wanted}")
-    return str(report["weights_sha256"])
+    return report
 
 
 def _begin(crew: _Crew) -> None:
@@ -119,9 +170,7 @@ def _begin_with_changes(crew: _Crew, *, victim: int) -> None:
     if gathers:
         halts.append([1, 0, str(folder / "gathered"), ranks - 1])
     plan = {"DEATHS": json.dumps(deaths), "HALTS": json.dumps(halts)}
-    elastic = [
-        "--elastic", f"--checkpoint={folder / 'saved'}", f"--checkpoint-every={CHECKPOINT_EVERY}", "--timeout=90",
-    ]  # fmt: skip
+    elastic = ["--elastic", "--timeout=90"]
     crew.start("run", 0, [*elastic, f"--ranks={1 if gathers else ranks}"], plan)
     join = [*elastic, f"--join={crew.join_address()}"]
     for host in range(1, ranks) if gathers else ():
@@ -132,8 +181,8 @@ def _begin_with_changes(crew: _Crew, *, victim: int) -> None:
 
 
 @contextlib.contextmanager
-def _crew(training: Training, planes: Planes, folder: Path, timeout_s: float) -> Iterator[_Crew]:
-    crew = _Crew(training, planes, folder, time.monotonic() + timeout_s)
+def _crew(training: Training, planes: Planes, folder: Path, options: list[str], timeout_s: float) -> Iterator[_Crew]:
+    crew = _Crew(training, planes, folder, options, time.monotonic() + timeout_s)
     try:
         yield crew
     finally:
@@ -143,8 +192,9 @@ def _crew(training: Training, planes: Planes, folder: Path, timeout_s: float) ->
 class _Crew:
     """The processes of one run."""
 
-    def __init__(self, training: Training, planes: Planes, folder: Path, deadline_s: float) -> None:
-        self.training, self.folder = training, folder
+    def __init__(self, training: Training, planes: Planes, folder: Path, options: list[str], deadline_s: float) -> None:
+        """`options`: of each `sennit train`."""
+        self.training, self.folder, self._options = training, folder, options
         self.address = planes.ipv4_addresses(0)[0]
         self._planes, self._deadline_s = planes, deadline_s
         self._running: dict[str, subprocess.Popen[Any]] = {}
@@ -163,8 +213,7 @@ class _Crew:
         if self.training.transport == "udp":
             network["SENNIT_HOST_ID"] = f"pair{(host if like is None else like) // HOST_RANKS}"
         command = [
-            sys.executable, "-m", "sennit.testbed.scenarios.mortal_trainer", *MODEL, *options,
-            f"--tables={self.folder / 'tables.toml'}", f"--sharding={self.training.sharding}",
+            sys.executable, "-m", "sennit.testbed.scenarios.mortal_trainer", *self._options, *options,
             f"--json={self.folder / 'report.json'}",
         ]  # fmt: skip
         given = {name: str(value) for name, value in (variables or {}).items()}

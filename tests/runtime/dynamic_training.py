@@ -51,7 +51,10 @@ def trained(
     options: dict[str, Any],
     placement: str,
     folder: str | None = None,
+    device: torch.device | None = None,
+    **module_options: Any,
 ) -> tuple[str, dict[str, int], dict[str, int]]:
+    """`device`: of the fixed table beside it, of results and of gradients."""
     is_bags = kind == "bags"
     table = Table(
         name="user",
@@ -65,12 +68,22 @@ def trained(
     fixed = Table(name="fixed", rows=50, dim=8, row_shards=4, column_shards=2, pooling="sum" if is_bags else "none")
     kind_of = ShardedEmbeddingBags if is_bags else ShardedEmbeddings
     store = store_in(folder, 44_000)
-    module = kind_of([table, fixed], lr=0.1, gradients="sum", placement=placement, seed=7, store=store)
+    module = kind_of(
+        [table, fixed],
+        lr=0.1,
+        gradients="sum",
+        placement=placement,
+        seed=7,
+        store=store,
+        device=device or "cpu",
+        **module_options,
+    )
+    factors = torch.linspace(0.5, 1.5, 8).to(device or "cpu")
     own = module.slices.own_samples(SAMPLES)
     for step in range(steps):
         given = {name: ids_of(step, number, 3)[own] for number, name in enumerate(("a", "b") if is_bags else ("user",))}
         found = module({**given, "fixed": ids_of(step, 9, 2)[own] % 50}, global_batch=SAMPLES)
-        loss = sum((one * torch.linspace(0.5, 1.5, 8)).pow(2).sum() for one in found.values())
+        loss = sum((one * factors).pow(2).sum() for one in found.values())
         loss.backward()
         if step % 5 == 4:
             with torch.no_grad():

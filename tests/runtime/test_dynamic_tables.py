@@ -271,6 +271,55 @@ def test_a_batch_that_the_cache_has_no_lines_for_changes_nothing(kept_world: Wor
     assert all("has 20000 B of memory for rows: user/" in told for told in found[0][2]), found
 
 
+def begun(rank: int, world: int, folder: str) -> tuple[Counter[str], list[str]]:
+    """What a file has read while all ids were new, and then while half of them were; and a batch that is refused."""
+    module = ShardedEmbeddingBags(
+        [Table(name="user", rows=2000, dim=4, optimizer="adam", ids=DynamicIds(evicted_share=0.1))],
+        lr=0.1,
+        gradients="sum",
+        store=store_in(folder, 32_000),
+    )
+    told, opened = [], module.cache_counters()["reads"]
+    for step in range(8):
+        one_step(module, *range(200 * step, 200 * step + 200))
+    filled = Counter(module.cache_counters())
+    filled["reads"] -= opened
+    for step in range(8, 16):
+        if step % 2:
+            with pytest.raises(ConfigError) as caught:
+                one_step(module, *range(10**6, 10**6 + 2100))
+            told.append(str(caught.value))
+        one_step(module, *range(200 * (step - 8), 200 * (step - 8) + 100), *range(200 * step, 200 * step + 100))
+    told.append(module.digest())
+    module.close()
+    return filled, told
+
+
+def test_rows_of_new_ids_are_not_read_from_their_file(kept_world: WorldFactory, tmp_path: Path) -> None:
+    """Their values are functions of the ids. What is in the file is that of ids that had the rows before."""
+    ((filled, told),) = kept_world(1).run(begun, str(tmp_path))
+    assert filled["misses"] == filled["begun"] == 1600
+    assert filled["write_backs"] > 1000
+    assert filled["reads"] == 0
+    (stored,) = kept_world(1).run(begun_in_memory)
+    assert told[-1] == stored
+    assert all("new ids in a batch" in one for one in told[:-1])
+
+
+def begun_in_memory(rank: int, world: int) -> str:
+    """The digest of `begun` with rows in memory, and without the batches that are refused."""
+    module = ShardedEmbeddingBags(
+        [Table(name="user", rows=2000, dim=4, optimizer="adam", ids=DynamicIds(evicted_share=0.1))],
+        lr=0.1,
+        gradients="sum",
+    )
+    for step in range(8):
+        one_step(module, *range(200 * step, 200 * step + 200))
+    for step in range(8, 16):
+        one_step(module, *range(200 * (step - 8), 200 * (step - 8) + 100), *range(200 * step, 200 * step + 100))
+    return module.digest()
+
+
 def handed(
     rank: int, world: int, folder: str | None = None
 ) -> tuple[list[tuple[int, list[float], int]], dict[str, int]]:
@@ -491,6 +540,25 @@ def test_dynamic_tables_beside_a_gpu_are_in_host_memory() -> None:
         ConfigError, match="table user: dynamic ids with home file beside tables on cuda; allowed: dram"
     ):
         homes.of(dataclasses.replace(table, home=Home.FILE))
+
+
+def other_rules(rank: int, world: int, where: str) -> str:
+    """Two tables of one name have other rules: in one model, or on two ranks."""
+    lru, lfu = (Table(name="user", rows=20, dim=4, ids=DynamicIds(eviction=one)) for one in ("lru", "lfu"))
+    with pytest.raises((ConfigError, SennitError)) as told:
+        ShardedEmbeddingBags([lru, lfu] if where == "model" else [lfu if rank else lru], lr=0.1)
+    return str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("where", "messages"),
+    [("model", ["two tables are called user"]), ("ranks", ["eviction=Eviction.LRU", "eviction=Eviction.LFU"])],
+)
+def test_one_name_with_two_rules_is_refused_on_all_ranks(
+    kept_world: WorldFactory, where: str, messages: list[str]
+) -> None:
+    for told in kept_world(2).run(other_rules, where):
+        assert all(message in told for message in messages), told
 
 
 def replicated(rank: int, world: int) -> str:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from sennit.runtime.kernels import Optimizer, Precision
-from sennit.runtime.sharded import KeyedVectors, PeerInputError, from_torchrec
+from sennit.runtime.sharded import DynamicIds, KeyedVectors, PeerInputError, from_torchrec
 from sennit.transport.errors import ArgumentError, Unsupported
 from tests.runtime.frameworks.torchrec_beside import replaced, takes_over
 from tests.runtime.frameworks.torchrec_own_tests import own_tests
@@ -169,6 +169,17 @@ def settings(rank: int, world: int) -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
     again = from_torchrec(Collection([filled], device="meta"), lr=1.0, seed=1)["t1"].get_rows(torch.arange(10))
     assert not torch.equal(drawn, again)
+    both = Collection([config("t1", "f1"), config("t2", "f2")])
+    mixed = from_torchrec(both, lr=1.0, ids={"t2": DynamicIds(admit_after=2)}, row_shards=2)
+    assert [table.ids for table in mixed.tables] == [None, DynamicIds(admit_after=2)]
+    assert torch.equal(mixed["t1"].get_rows(torch.arange(10)), both.embeddings["t1"].weight.detach())
+    assert mixed["t2"].get_rows(torch.tensor([2**62, -1])).abs().max() > 0
+    dynamic = from_torchrec(both, lr=1.0, ids="dynamic")
+    found = dynamic(Keyed({"f1": torch.tensor([7, -(2**60)]), "f2": torch.tensor([2**40, 3])}))
+    found["f1"].sum().backward()
+    assert {name: counts["used"] for name, counts in dynamic.id_counters().items()} == {"t1": 2, "t2": 2}
+    with pytest.raises(ArgumentError, match="ids of table t3; allowed: t1, t2"):
+        from_torchrec(both, lr=1.0, ids={"t3": "dynamic"})
     moving = Collection([config("t1", "f1")])
     apply_optimizer_in_backward(torch.optim.SGD, moving.parameters(), {"lr": 0.25, "momentum": 0.5, "nesterov": True})
     spec = from_torchrec(moving).tables[0].optimizer

@@ -23,7 +23,7 @@ from sennit.runtime.sharded import ShardedEmbeddingBags, Table, TableStore
 from sennit.runtime.sharded.module import ShardedTables
 from sennit.transport.errors import ConfigError, SennitError, Unsupported
 from tests.extent import briefly
-from tests.runtime import device_double, stream_double
+from tests.runtime import device_double, dynamic_training, stream_double
 from tests.runtime.device_kernels import Kernels
 from tests.runtime.device_stand_in import on_device
 from tests.runtime.sharded_training import TABLES, at_home, coded, features, own_part, trained
@@ -269,6 +269,24 @@ def test_some_tables_in_host_memory_have_the_same_bits(
     found = kept_world(2).run(trained_on_the_double, **arguments)
     assert [one for (one, _), _ in found] == [digest] * 2
     assert [sample for (_, samples), _ in found for sample in samples] == outputs
+
+
+def dynamic_beside_the_double(rank: int, world: int, form: str, kind: str, placement: str) -> str:
+    """The digest of a dynamic table, which is in host memory, and a fixed one on `device_double`."""
+    with device_double.Device(), stream_double.streams(), kernels_there():
+        on_double: dict[str, Any] = {"implementation_name": "reference", "device": device_double.DEVICE}
+        return dynamic_training.trained(rank, world, form, kind, 20, dynamic_training.TABLE, placement, **on_double)[0]
+
+
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    briefly([(form, kind) for form in ("lru", "second") for kind in ("bags", "sequences")], [("second", "bags")]),
+)
+def test_dynamic_tables_beside_a_device_have_the_same_bits(kept_world: WorldFactory, form: str, kind: str) -> None:
+    """Rows come and go in host memory. Ids, sums and gradients go there and back."""
+    wanted = kept_world(1).run(dynamic_training.trained, form, kind, 20, dynamic_training.TABLE, "table_wise")[0][0]
+    found = kept_world(2).run(dynamic_beside_the_double, form, kind, "row_wise")
+    assert found == [wanted] * 2
 
 
 def test_a_checkpoint_is_read_with_other_homes(kept_world: WorldFactory) -> None:

@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,8 +89,12 @@ def test_three_times_more_ids_than_rows_give_one_digest(tmp_path: Path, options:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", briefly([2, 4, 8], [2]))
-def test_a_death_and_a_newcomer_change_no_bit(world: int, tmp_path: Path, options: list[str]) -> None:
+@pytest.mark.parametrize(("world", "transport"), briefly(itertools.product([2, 4, 8], ["shm", "udp"]), [(2, "udp")]))
+def test_a_death_and_a_newcomer_change_no_bit(
+    world: int, transport: str, tmp_path: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over networks that lose packets, with stops: scenario `same-bits-dynamic`."""
+    monkeypatch.setenv("SENNIT_TRANSPORT", transport)
     alone = train(tmp_path / "alone.json", *options, "--ranks", "1")
     kept = [*options, "--checkpoint", str(tmp_path / "kept"), "--checkpoint-every", "4", *in_files(tmp_path)]
     with elastic_run(
@@ -102,6 +109,30 @@ def test_a_death_and_a_newcomer_change_no_bit(world: int, tmp_path: Path, option
         report = run.report()
     assert report["weights_sha256"] == alone["weights_sha256"]
     assert report["windows"] == alone["windows"]
+
+
+@pytest.mark.root
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_disk_that_is_too_small_for_rows_leaves_the_checkpoint(tmp_path: Path, options: list[str]) -> None:
+    """`test_sharded_store.py` has the error of the library."""
+    whole = train(tmp_path / "whole.json", *options, "--ranks", "1", "--steps", "14")
+    kept = tmp_path / "kept"
+    saves = [*options, "--ranks", "1", "--checkpoint", str(kept)]
+    train(tmp_path / "first.json", *saves, "--steps", "8")
+    before = {file: file.read_bytes() for file in kept.rglob("*") if file.is_file()}
+    small = tmp_path / "small"
+    small.mkdir()
+    on_small = 'mount -t tmpfs -o size=1m none "$0" && exec "$@"'
+    resumes = [sys.executable, "-m", "sennit", "train", *saves, "--steps", "14", "--resume", *in_files(small)]
+    command = ["unshare", "--mount", "sh", "-c", on_small, str(small), *resumes]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert f"{small}/rows-0-0.unfinished: setting" in done.stderr
+    assert "bytes aside: No space left on device" in done.stderr
+    assert {file: file.read_bytes() for file in kept.rglob("*") if file.is_file()} == before
+    resumed = train(tmp_path / "resumed.json", *saves, "--steps", "14", "--resume", *in_files(tmp_path))
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
 
 
 def ids_of(checkpoint: Path, table: str) -> set[int]:

@@ -21,7 +21,7 @@ COVERED = {
     "incast", "loss-0.1-allreduce", "loss-0.1-alltoall", "loss-1-allreduce", "loss-1-alltoall", "loss-5-allreduce",
     "loss-5-alltoall", "lossless-allreduce", "lossless-alltoall", "peer-killed", "peer-silent", "plane-off",
     "planes-dead", "rack", "same-bits", "same-bits-fp8", "same-bits-fp8-alltoall", "same-bits-int8",
-    "same-bits-int8-alltoall", "same-bits-training", "split-networks",
+    "same-bits-dynamic", "same-bits-int8-alltoall", "same-bits-training", "split-networks",
 }  # fmt: skip
 
 

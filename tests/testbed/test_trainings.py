@@ -16,7 +16,7 @@ from sennit.testbed.scenarios.catalogue import SCENARIOS
 from sennit.testbed.scenarios.model import Scenario, Topology
 from sennit.testbed.scenarios.stage import Observations
 from sennit.testbed.scenarios.training_runs import Ended
-from sennit.testbed.scenarios.trainings import SHARDINGS, Training, Trainings
+from sennit.testbed.scenarios.trainings import SHARDINGS, Training, Trainings, covering
 
 
 def test_same_bits_training_runs_the_whole_product() -> None:
@@ -30,6 +30,37 @@ def test_same_bits_training_runs_the_whole_product() -> None:
         Training(ranks=ranks, sharding=sharding, transport=transport, loss_fraction=loss, changes=changes)
         for ranks, sharding, (transport, loss), changes in wanted
     )
+
+
+def test_same_bits_dynamic_has_every_three_choices_in_a_run() -> None:
+    job = SCENARIOS["same-bits-dynamic"].job
+    assert isinstance(job, Trainings)
+    assert job.tables == "dynamic"
+    names = ("ranks", "sharding", "transport", "home", "changes", "resumes")
+    choices = [
+        (1, 2, 3, 4, 8),
+        tuple(set(SHARDINGS) - {"data_parallel"}),
+        ("shm", "udp"),
+        ("memory", "files"),
+        (False, True),
+        (False, True),
+    ]
+    for places in itertools.combinations(range(len(names)), 3):
+        met = {tuple(getattr(run, names[place]) for place in places) for run in job.runs}
+        assert met == set(itertools.product(*(choices[place] for place in places))), places
+    assert len(job.runs) < 100
+    assert all(run.loss_fraction == (0.01 if run.transport == "udp" else 0) for run in job.runs)
+    assert all(run.resumed_ranks != run.ranks for run in job.runs)
+
+
+@pytest.mark.parametrize("strength", [1, 2, 3])
+def test_a_covering_has_every_way_in_which_so_many_choices_meet(strength: int) -> None:
+    choices = [(1, 2, 3), "ab", (False, True), "wxyz"]
+    rows = covering(choices, strength)
+    for places in itertools.combinations(range(len(choices)), strength):
+        met = {tuple(row[place] for place in places) for row in rows}
+        assert met == set(itertools.product(*(choices[place] for place in places)))
+    assert len(rows) <= {1: 4, 2: 14, 3: 32}[strength] < 48
 
 
 def test_trainings_are_one_if_all_have_one_digest() -> None:
@@ -60,7 +91,9 @@ def test_trainings_are_one_if_all_have_one_digest() -> None:
         (lambda: Training(ranks=9, sharding="grid"), r"ranks 9; allowed: 1\.\.8"),
         (lambda: Training(ranks=2, sharding="grid", transport="shm", loss_fraction=0.1), "allowed: over udp"),
         (lambda: Training(ranks=2, sharding="grid", transport="verbs"), "allowed: shm, udp"),
+        (lambda: Training(ranks=2, sharding="grid", home="hbm"), "home 'hbm'; allowed: memory, files"),
         (lambda: Trainings(runs=()), "no runs; allowed: one or more"),
+        (lambda: Trainings(runs=(Training(ranks=2, sharding="grid"),), tables="none"), "tables 'none'; allowed: fixed"),
         (
             lambda: Scenario(
                 name="s", title="", job=Trainings(runs=(Training(ranks=2, sharding="grid", transport="shm"),))

@@ -3,6 +3,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "store_error.hpp"
@@ -60,18 +61,21 @@ void BatchQueue::put(std::function<void()> command) {
   changed_.notify_all();
 }
 
-std::shared_ptr<BatchQueue::Batch> BatchQueue::fetch(std::vector<std::int64_t> rows) {
+std::shared_ptr<BatchQueue::Batch> BatchQueue::fetch(std::vector<std::int64_t> rows,
+                                                     std::vector<std::int64_t> begins) {
   // Checked before the cache is touched: a wrong row is the caller's mistake, and the cache stays usable.
   RowCache::check_rows(rows, row_count_);
   auto batch = std::make_shared<Batch>();
   batch->rows = std::move(rows);
+  std::ranges::sort(begins);
+  batch->begins = std::move(begins);
   batch->lines.resize(batch->rows.size());
   const std::lock_guard guard(mutex_);
   check();
   put([this, batch] {
     std::exception_ptr refusal;
     try {
-      batch->pins = cache_.fetch(batch->rows, batch->lines.data());
+      batch->pins = cache_.fetch(batch->rows, batch->lines.data(), batch->begins);
     } catch (const StoreError& error) {
       if (error.fault != Fault::NO_ROOM) throw;
       refusal = std::current_exception();

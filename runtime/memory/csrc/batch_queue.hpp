@@ -23,7 +23,7 @@ namespace sennit::memory {
 class BatchQueue {
  public:
   struct Batch {
-    std::vector<std::int64_t> rows, lines;
+    std::vector<std::int64_t> rows, begins, lines;
     RowCache::Pins pins;
     std::exception_ptr refusal;  // it does not fit: nothing is pinned
     bool is_done = false, is_in_use = false, is_released = false;
@@ -34,7 +34,8 @@ class BatchQueue {
   ~BatchQueue();
   BatchQueue(const BatchQueue&) = delete;
 
-  std::shared_ptr<Batch> fetch(std::vector<std::int64_t> rows);
+  // `begins`: of `RowCache::fetch`, in any order.
+  std::shared_ptr<Batch> fetch(std::vector<std::int64_t> rows, std::vector<std::int64_t> begins = {});
   // False if the deadline passes first. Raises StoreError if the fetch failed.
   bool wait(const std::shared_ptr<Batch>& batch, std::chrono::steady_clock::time_point deadline);
   void release(const std::shared_ptr<Batch>& batch, bool is_dirty);

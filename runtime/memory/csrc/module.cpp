@@ -329,13 +329,14 @@ void bind_cache(nb::module_& module) {
            "parts"_a, "set_count"_a, "spare_count"_a, "is_lfu"_a)
       .def(
           "fetch",
-          [](Cache& cache, const Rows& rows) {
+          [](Cache& cache, const Rows& rows, const Rows& begins) {
             std::vector<std::int64_t> copied(rows.data(), rows.data() + rows.shape(0));
+            std::vector<std::int64_t> begun(begins.data(), begins.data() + begins.shape(0));
             BatchQueue& queue = cache.queue();
             const nb::gil_scoped_release released;
-            return BatchHandle{queue.fetch(std::move(copied))};
+            return BatchHandle{queue.fetch(std::move(copied), std::move(begun))};
           },
-          "rows"_a)
+          "rows"_a, "begins"_a)
       .def(
           "wait",
           [](Cache& cache, const BatchHandle& handle, double timeout_s) -> nb::object {
@@ -389,6 +390,7 @@ void bind_cache(nb::module_& module) {
         found["conflicts"] = counters.conflicts;
         found["evictions"] = counters.evictions;
         found["write_backs"] = counters.write_backs;
+        found["begun"] = counters.begun;
         return found;
       });
 }

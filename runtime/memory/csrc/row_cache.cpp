@@ -5,6 +5,7 @@
 #include <emmintrin.h>
 #endif
 
+#include <algorithm>
 #include <bit>
 #include <string>
 #include <unordered_set>
@@ -105,8 +106,8 @@ std::uint64_t RowCache::touch(std::uint64_t row, std::uint64_t hash, Pins& pins)
   return line;
 }
 
-// Finds a line for a row that is not cached; NO_LINE if there is none.
-std::uint64_t RowCache::place(std::uint64_t row, std::uint64_t hash, Pins& pins) {
+// Finds a line for a row that is not cached; NO_LINE if there is none. `begins`: it is not read.
+std::uint64_t RowCache::place(std::uint64_t row, std::uint64_t hash, Pins& pins, bool begins) {
   const std::uint64_t index = index_of(hash, sets_.size());
   Set& set = sets_[index];
   std::uint64_t line = 0;
@@ -136,7 +137,13 @@ std::uint64_t RowCache::place(std::uint64_t row, std::uint64_t hash, Pins& pins)
   }
   counters_.misses++;
   pins.lines.push_back(line);
-  wanted_.push_back({row, line});
+  placed_.push_back({row, line});
+  if (begins) {
+    counters_.begun++;
+    pins.begun.push_back(line);
+  } else {
+    wanted_.push_back({row, line});
+  }
   return line;
 }
 
@@ -156,7 +163,7 @@ void RowCache::forget(const Pins& pins) {
       spares_[line - spare_first()].pins--;
   }
   // Backwards, so that spare lines are taken again in the same order.
-  for (auto placed = wanted_.rbegin(); placed != wanted_.rend(); ++placed) {
+  for (auto placed = placed_.rbegin(); placed != placed_.rend(); ++placed) {
     if (placed->line < spare_first()) {
       sets_[placed->line / WAYS].used &= ~(1u << placed->line % WAYS);
       continue;
@@ -181,13 +188,15 @@ void RowCache::check_rows(std::span<const std::int64_t> rows, std::uint64_t row_
                                             "; allowed: 0 to " + std::to_string(row_count) + ", that excluded");
 }
 
-RowCache::Pins RowCache::fetch(std::span<const std::int64_t> rows, std::int64_t* out) {
+RowCache::Pins RowCache::fetch(std::span<const std::int64_t> rows, std::int64_t* out,
+                               std::span<const std::int64_t> begins) {
   Pins pins;
   const Counters before = counters_;
   batch_++;
   counters_.batches++;
   counters_.lookups += rows.size();
   written_.clear();
+  placed_.clear();
   wanted_.clear();
   missed_.clear();
   // Cached rows come first, so that no row of the batch is evicted for another one.
@@ -215,7 +224,7 @@ RowCache::Pins RowCache::fetch(std::span<const std::int64_t> rows, std::int64_t*
     const auto row = static_cast<std::uint64_t>(rows[n]);
     const std::uint64_t hash = hash_of(row);
     std::uint64_t line = touch(row, hash, pins);
-    if (line == NO_LINE) line = place(row, hash, pins);
+    if (line == NO_LINE) line = place(row, hash, pins, std::ranges::binary_search(begins, rows[n]));
     if (line == NO_LINE) {
       forget(pins);
       const std::uint64_t evictions = counters_.evictions, write_backs = counters_.write_backs;
@@ -253,6 +262,14 @@ void RowCache::release(const Pins& pins, bool is_dirty) {
     spare_of_row_.erase(spare.row);
     free_spares_.push_back(number);
   }
+  // What was not read was not written either: the store has these rows.
+  if (!is_dirty)
+    for (const std::uint64_t line : pins.begun) {
+      if (line >= spare_first()) continue;
+      Set& set = sets_[line / WAYS];
+      const std::uint32_t bit = 1u << line % WAYS;
+      if (set.pins[line % WAYS] == 0 && (set.dirty & bit) == 0) set.used &= ~bit;
+    }
   counters_.write_backs += written_.size();
   if (!written_.empty()) store_.exchange(written_, {}, lines_);
 }

@@ -31,15 +31,18 @@ class RowCache {
 
   struct Pins {
     std::vector<std::uint64_t> lines;  // the line of each distinct row of the batch
+    std::vector<std::uint64_t> begun;  // those whose rows were not read
   };
 
   // Raises StoreError for rows out of range, before anything else happens.
   static void check_rows(std::span<const std::int64_t> rows, std::uint64_t row_count);
 
-  // Fetches and pins the rows of one batch: out[n] is the line of rows[n]. Rows may repeat. Raises StoreError, after
-  // which the cache can no longer be used, but for NO_ROOM: then rows and pins are as they were.
-  Pins fetch(std::span<const std::int64_t> rows, std::int64_t* out);
-  // Unpins the rows of a batch. `is_dirty`: the batch has changed them.
+  // Fetches and pins the rows of one batch: out[n] is the line of rows[n]. Rows may repeat. `begins`, rising: rows that
+  // the batch gives new values to before anything reads them, so they are not read from the store, and their lines
+  // hold anything. No other batch fetches them before. Raises StoreError, after which the cache can no longer be used,
+  // but for NO_ROOM: then rows and pins are as they were.
+  Pins fetch(std::span<const std::int64_t> rows, std::int64_t* out, std::span<const std::int64_t> begins = {});
+  // Unpins the rows of a batch. `is_dirty`: the batch has changed them. If not, rows that were not read leave the cache.
   void release(const Pins& pins, bool is_dirty);
   // Copies the current rows, each once, from the cache or the store: rows[n] to line n of `out`. Fetches and evicts
   // nothing.
@@ -52,6 +55,7 @@ class RowCache {
   // Distinct rows per batch. Repetitions within a batch count as lookups only.
   struct Counters {
     std::uint64_t batches = 0, lookups = 0, hits = 0, misses = 0, conflicts = 0, evictions = 0, write_backs = 0;
+    std::uint64_t begun = 0;  // of the misses, those whose rows were not read
   };
   // A batch that did not fit counts only what it has evicted.
   const Counters& counters() const { return counters_; }
@@ -79,7 +83,7 @@ class RowCache {
   std::uint32_t victim(const Set& set) const;
   std::uint64_t line_of(std::uint64_t row, std::uint64_t hash) const;
   std::uint64_t touch(std::uint64_t row, std::uint64_t hash, Pins& pins);
-  std::uint64_t place(std::uint64_t row, std::uint64_t hash, Pins& pins);
+  std::uint64_t place(std::uint64_t row, std::uint64_t hash, Pins& pins, bool begins);
   void age(Set& set) const;
   void forget(const Pins& pins);
   std::uint64_t pinned() const;
@@ -93,7 +97,7 @@ class RowCache {
   std::vector<std::uint64_t> free_spares_;
   std::unordered_map<std::uint64_t, std::uint64_t> spare_of_row_;
   std::uint32_t batch_ = 0;
-  std::vector<RowAt> written_, wanted_;
+  std::vector<RowAt> written_, placed_, wanted_;
   std::vector<std::uint32_t> missed_;
   Counters counters_;
 };

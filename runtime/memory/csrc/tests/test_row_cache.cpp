@@ -169,6 +169,59 @@ TEST_CASE("what is computed over a cache with the next batch on its way equals w
   }
 }
 
+TEST_CASE("rows that begin are not read, and those of a batch that is given up are the store's") {
+  constexpr std::uint64_t ROWS = 2'000, SETS = 2, SPARES = 100;
+  Numbers home(ROWS), held(SETS * WAYS + SPARES);
+  std::vector<std::uint64_t> memory(ROWS);
+  for (std::uint64_t row = 0; row < ROWS; row++) home.values[row] = memory[row] = row;
+  DramStore store(home.lines(), ROWS);
+  RowCache cache(store, held.lines(), SETS, SPARES, Policy::LFU);
+  std::uint64_t given_up = 0, refused = 0, unread = 0;
+  {
+    BatchQueue queue(cache, ROWS);
+    const auto soon = [] { return std::chrono::steady_clock::now() + std::chrono::seconds(60); };
+    std::mt19937_64 random(5);
+    for (std::uint64_t step = 0; step < 600; step++) {
+      // Some lines are in use beside it, and some batches do not fit.
+      const auto beside = queue.fetch(skewed(random, 30, ROWS));
+      REQUIRE(queue.wait(beside, soon()));
+      auto rows = skewed(random, step % 7 == 0 ? 1'500 : 90, ROWS);
+      std::vector<std::int64_t> begins;
+      for (const std::int64_t row : rows)
+        if (row % 3 == 0 && std::ranges::find(beside->rows, row) == beside->rows.end()) begins.push_back(row);
+      const auto batch = queue.fetch(rows, begins);
+      bool fits = true;
+      try {
+        REQUIRE(queue.wait(batch, soon()));
+      } catch (const StoreError& error) {
+        CHECK(static_cast<int>(error.fault) == static_cast<int>(Fault::NO_ROOM));
+        fits = false;
+        refused++;
+      }
+      const bool is_dirty = fits && step % 2 == 0;
+      given_up += fits && !is_dirty;
+      for (std::size_t n = 0; fits && n < rows.size(); n++) {
+        std::uint64_t& row = memory[static_cast<std::size_t>(rows[n])];
+        std::uint64_t& line = held.values[static_cast<std::size_t>(batch->lines[n])];
+        if (std::ranges::find(begins, rows[n]) == begins.end())
+          REQUIRE(line == row);
+        else
+          unread += line != row;
+        if (is_dirty) row = line = row * 6364136223846793005 + step;
+      }
+      queue.release(batch, is_dirty);
+      queue.release(beside, false);
+    }
+    CHECK(queue.flush(0, soon()) == 1);
+    CHECK(queue.counters().begun > 1'000);
+    CHECK(queue.counters().conflicts > 0);
+  }
+  CHECK(given_up > 100);
+  CHECK(refused > 50);
+  CHECK(unread > 1'000);  // Their lines hold what other rows had.
+  CHECK(home.values == memory);
+}
+
 TEST_CASE("mistakes are named, and leave the cache as it was") {
   Numbers home(100), held(WAYS + 2);
   DramStore store(home.lines(), 100);
