@@ -8,13 +8,12 @@ bits.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, Final, Self
-
-import numpy as np
 
 from sennit.known_names import hint
 from sennit.runtime.kernels.spec import ShardSpec
@@ -281,5 +280,4 @@ class StepConstants:
 
 def _f32(value: float) -> float:
     """The nearest float32, which may be infinite."""
-    with np.errstate(over="ignore"):
-        return float(np.float32(value))
+    return ctypes.c_float(value).value

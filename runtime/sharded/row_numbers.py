@@ -20,11 +20,13 @@ from sennit.runtime.data.seeds import torch_stream
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.id_directory import Eviction, IdDirectory, counted, initial_rows
 from sennit.runtime.kernels.id_sketch import IdSketch
+from sennit.runtime.kernels.layout import zeros
 from sennit.runtime.kernels.spec import Pooling, ShardSpec
 from sennit.runtime.sharded.shards import Announced, Evicted, Shards
 from sennit.runtime.sharded.tables import Shard, Table
 from sennit.transport.errors import ConfigError
 
+CPU: Final = torch.device("cpu")
 SPARE_ROWS_MIN: Final = 1 << 16
 
 EXPIRY_LOOKS: Final = 16
@@ -55,7 +57,7 @@ class RowNumbers:
         self._columns = table.column_range(shard.column)
         self._stream = dataclasses.replace(spec, stream_name=table.name).stream
         self._number, self._rows, self._phase = number, rows, phase
-        self.entries = {name: torch.zeros(spec.row_count, 2, dtype=torch.int64) for name in spec.directories}
+        self.entries = {name: zeros((spec.row_count, 2), torch.int64, CPU) for name in spec.directories}
         self.counters = Counter(dict.fromkeys(COUNTED, 0))
         self.is_counted = shard.column == 0
         self._shared = spec.row_count - 1 if self.rules.unadmitted == "shared" else None

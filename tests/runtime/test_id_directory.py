@@ -131,6 +131,12 @@ def test_memory_beside_the_entries_is_within_eight_bytes_a_row() -> None:
     assert IdDirectory(torch.zeros(100_000, 2, dtype=torch.int64)).size_bytes <= 8 * 100_000
 
 
+def test_a_directory_without_rows_finds_nothing() -> None:
+    """With fewer rows than row shards some shards have none."""
+    rows, missing = IdDirectory(torch.zeros(0, 2, dtype=torch.int64)).find(torch.arange(-50, 50), 1)
+    assert (set(rows.tolist()), missing) == ({-1}, 100)
+
+
 def test_an_id_with_two_rows_is_refused() -> None:
     with pytest.raises(ArgumentError, match="id 5 has two rows"):
         IdDirectory(torch.tensor([[5, 1], [6, 1], [5, 1]]))

@@ -19,8 +19,9 @@ namespace sennit::kernels {
 
 namespace {
 
-// Ids on their way at once: enough for their cache misses to overlap.
+// Ids between one step of a search and the next: enough for their cache misses to overlap. A power of 2.
 constexpr std::size_t AHEAD = 16;
+constexpr std::uint32_t NO_ROW = ~0u;
 
 // The finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): each bit of x changes half of the result's.
 std::uint64_t mix(std::uint64_t x) {
@@ -129,38 +130,42 @@ void IdDirectory::erase(std::size_t place) {
 
 std::size_t IdDirectory::find(std::span<const std::int64_t> ids, std::int64_t* rows, std::uint32_t step, bool once,
                               std::uint64_t* before) {
+  // An id is in one of three steps: its place is fetched, then its entry, and then it is there.
+  constexpr std::size_t RING = 2 * AHEAD;
+  std::array<std::uint64_t, RING> hashes;
+  std::array<std::uint32_t, RING> likely;
   std::size_t missing = 0;
-  std::array<std::uint64_t, AHEAD> hashes;
-  for (std::size_t first = 0; first < ids.size(); first += AHEAD) {
-    const std::size_t count = std::min(AHEAD, ids.size() - first);
-    for (std::size_t n = 0; n < count; n++) {
-      hashes[n] = place_hash(ids[first + n]);
-      const std::size_t place = home(hashes[n]);
-      __builtin_prefetch(&tags_[place]);
-      __builtin_prefetch(&rows_[place]);
+  for (std::size_t n = 0; n < ids.size() + 2 * AHEAD; n++) {
+    if (n >= 2 * AHEAD) {
+      const std::size_t at = n - 2 * AHEAD;
+      std::uint32_t row = likely[at % RING];
+      if (row == NO_ROW || entries_[row].id != ids[at]) {
+        const std::size_t place = place_of(ids[at], hashes[at % RING]);
+        row = place == places_ ? NO_ROW : rows_[place];
+      }
+      rows[at] = row == NO_ROW ? -1 : static_cast<std::int64_t>(row);
+      missing += row == NO_ROW;
+      if (row != NO_ROW && step != 0) {
+        DirectoryEntry& entry = entries_[row];
+        if (before != nullptr) before[at] = std::uint64_t{entry.count} << 32 | entry.last;
+        entry.count += entry.count != std::numeric_limits<std::uint32_t>::max() && !(once && entry.last == step);
+        entry.last = step;
+      }
     }
-    for (std::size_t n = 0; n < count; n++) {
+    if (n >= AHEAD && n - AHEAD < ids.size()) {
       // The first place with the tag has the id nearly always.
-      const std::size_t place = home(hashes[n]);
-      const std::uint32_t equal = compare(&tags_[place], tag_of(hashes[n])).equal;
+      const std::size_t slot = (n - AHEAD) % RING, place = home(hashes[slot]);
+      const std::uint32_t equal = compare(&tags_[place], tag_of(hashes[slot])).equal;
       std::size_t at = place + (equal == 0 ? 0 : static_cast<std::size_t>(std::countr_zero(equal)));
       if (at >= places_) at -= places_;
-      if (equal != 0) __builtin_prefetch(&entries_[rows_[at]], 1);
+      likely[slot] = equal == 0 ? NO_ROW : rows_[at];
+      if (equal != 0) __builtin_prefetch(&entries_[likely[slot]], 1);
     }
-    for (std::size_t n = 0; n < count; n++) {
-      const std::size_t place = place_of(ids[first + n], hashes[n]);
-      if (place == places_) {
-        rows[first + n] = -1;
-        missing++;
-        continue;
-      }
-      const std::uint32_t row = rows_[place];
-      rows[first + n] = row;
-      if (step == 0) continue;
-      DirectoryEntry& entry = entries_[row];
-      if (before != nullptr) before[first + n] = std::uint64_t{entry.count} << 32 | entry.last;
-      entry.count += entry.count != std::numeric_limits<std::uint32_t>::max() && !(once && entry.last == step);
-      entry.last = step;
+    if (n < ids.size()) {
+      const std::uint64_t hash = hashes[n % RING] = place_hash(ids[n]);
+      const std::size_t place = home(hash);
+      __builtin_prefetch(&tags_[place]);
+      __builtin_prefetch(&rows_[place]);
     }
   }
   return missing;

@@ -7,6 +7,7 @@
 #include <span>
 #include <vector>
 
+#include "huge_pages.hpp"
 #include "job.hpp"
 
 namespace sennit::kernels {
@@ -74,9 +75,9 @@ class IdDirectory {
 
   std::span<DirectoryEntry> entries_;
   std::size_t places_, used_ = 0;
-  std::vector<std::uint8_t>
-      tags_;  // 0: empty. The first WINDOW - 1 come again at the end, so that windows do not wrap.
-  std::vector<std::uint32_t> rows_;
+  // 0: empty. The first WINDOW - 1 come again at the end, so that windows do not wrap.
+  std::vector<std::uint8_t, HugePages<std::uint8_t>> tags_;
+  std::vector<std::uint32_t, HugePages<std::uint32_t>> rows_;
   std::size_t never_used_ = 0;            // rows from here on have never been in use
   std::vector<std::uint32_t> free_rows_;  // others that are free, falling
 };

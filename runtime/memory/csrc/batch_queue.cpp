@@ -61,8 +61,7 @@ void BatchQueue::put(std::function<void()> command) {
   changed_.notify_all();
 }
 
-std::shared_ptr<BatchQueue::Batch> BatchQueue::fetch(std::vector<std::int64_t> rows,
-                                                     std::vector<std::int64_t> begins) {
+std::shared_ptr<BatchQueue::Batch> BatchQueue::fetch(std::vector<std::int64_t> rows, std::vector<std::int64_t> begins) {
   // Checked before the cache is touched: a wrong row is the caller's mistake, and the cache stays usable.
   RowCache::check_rows(rows, row_count_);
   auto batch = std::make_shared<Batch>();

@@ -42,7 +42,8 @@ class RowCache {
   // hold anything. No other batch fetches them before. Raises StoreError, after which the cache can no longer be used,
   // but for NO_ROOM: then rows and pins are as they were.
   Pins fetch(std::span<const std::int64_t> rows, std::int64_t* out, std::span<const std::int64_t> begins = {});
-  // Unpins the rows of a batch. `is_dirty`: the batch has changed them. If not, rows that were not read leave the cache.
+  // Unpins the rows of a batch. `is_dirty`: the batch has changed them. If not, rows that were not read leave the
+  // cache.
   void release(const Pins& pins, bool is_dirty);
   // Copies the current rows, each once, from the cache or the store: rows[n] to line n of `out`. Fetches and evicts
   // nothing.
