@@ -52,9 +52,9 @@ def trained(
     placement: str,
     folder: str | None = None,
     device: torch.device | None = None,
-    **module_options: Any,
+    implementation_name: str | None = None,
 ) -> tuple[str, dict[str, int], dict[str, int]]:
-    """`device`: of the fixed table beside it, of results and of gradients."""
+    """`device`, `implementation_name`: of the fixed table beside it, of results and of gradients."""
     is_bags = kind == "bags"
     table = Table(
         name="user",
@@ -76,7 +76,7 @@ def trained(
         seed=7,
         store=store,
         device=device or "cpu",
-        **module_options,
+        implementation_name=implementation_name,
     )
     factors = torch.linspace(0.5, 1.5, 8).to(device or "cpu")
     own = module.slices.own_samples(SAMPLES)

@@ -181,6 +181,7 @@ def failure(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     ('[tables.table_00]\nids = { evicted_share = 2.0 }', "evicted_share 2.0; allowed: above 0, up to 1"),
     ('[tables.table_00]\nids = "dynamic"\nrows = 20', "new ids in a batch, but shard table_00/0.0 has 20 of its"),
     ('[tables.table_00]\nids = "dynamic"\ntrain_rank = 2', "dynamic ids with a train_rank; allowed: one of them"),
+    ('[tables.table_00]\nrows = 7\n[tables.table_00]\nids = "dynamic"', "Cannot declare ('tables', 'table_00') twice"),
 ])  # fmt: skip
 def test_settings_that_cannot_be_are_told(
     tmp_path: Path, options: list[str], capfd: pytest.CaptureFixture[str], settings: str, told: str
