@@ -14,6 +14,7 @@ import torch
 from sennit.runtime.checkpoint import folder as checkpoint
 from sennit.runtime.checkpoint.reading import OpenedCheckpoint
 from sennit.runtime.data.preprocessing import Preprocessing
+from sennit.runtime.kernels.id_directory import steps_of
 from sennit.runtime.kernels.int8 import int8_rows
 from sennit.runtime.training.trainer import DENSE, TABLES
 from sennit.transport.errors import ConfigError, DeviceError
@@ -41,7 +42,10 @@ class Exported:
 def export_int8(folder: Path, output: Path) -> Exported:
     """Writes `output`, which `torch.load(output, weights_only=True, mmap=True)` reads as a dict with
 
-    - `tables`: by name, uint8 [rows, dim + 8] (`int8.int8_rows`);
+    - `tables`: by name, uint8 [rows, dim + 8] (`int8.int8_rows`). Of a dynamic table these are the rows that have ids;
+    - `ids`: of each dynamic table by name, int64 [rows], rising: the id of each row;
+    - `shared`: by name, uint8 [row shards, dim + 8]: the rows of ids that have none, in tables where they share one. Of
+      checkpoints of `sennit train` alone: others do not say so;
     - `dense`: by name, the weights of the dense model, float32;
     - `model`: `fixed.model` of the manifest, whose `tables` are in the order of the model's inputs;
     - `preprocessing`: turns raw samples into inputs (`Preprocessing.as_json`). None if feeders had it and it was too
@@ -60,9 +64,6 @@ def export_int8(folder: Path, output: Path) -> Exported:
     for key in sorted(opened.tensors):
         if key.startswith(DENSE):
             dense[key.removeprefix(DENSE)] = opened.tensor(key)
-        elif key.endswith(".ids"):
-            name = key.removeprefix(TABLES).rpartition("/")[0]
-            raise ConfigError(f"{source}: table {name} has dynamic ids; allowed: tables whose ids are row numbers")
         elif shard := _WEIGHT.fullmatch(key):
             if shard["core"]:
                 raise ConfigError(
@@ -71,23 +72,44 @@ def export_int8(folder: Path, output: Path) -> Exported:
                 )
             shards.setdefault(shard["table"], {})[int(shard["row"]), int(shard["column"])] = key
     tables: dict[str, torch.Tensor] = {}
+    ids: dict[str, torch.Tensor] = {}
+    shared: dict[str, torch.Tensor] = {}
+    model = opened.about.fixed.get("model")
     before_bytes = 0
     for name, key_of in shards.items():
         rows = 1 + max(row for row, _ in key_of)
         columns = 1 + max(column for _, column in key_of)
         parts = [torch.cat([opened.tensor(key_of[row, column]) for column in range(columns)], 1) for row in range(rows)]
-        whole = parts[0] if rows == 1 else torch.cat(parts)
-        before_bytes += whole.nbytes
+        before_bytes += sum(part.nbytes for part in parts)
+        directories = [key_of[row, 0].removesuffix("weight") + "ids" for row in range(rows)]
+        if directories[0] in opened.tensors:
+            if _rules(model, name).get("unadmitted") == "shared":
+                shared[name] = int8_rows(torch.stack([part[-1] for part in parts]).float(), name=name)
+            ids[name], whole = _by_id([opened.tensor(key) for key in directories], parts)
+        else:
+            whole = parts[0] if rows == 1 else torch.cat(parts)
         tables[name] = int8_rows(whole.float(), name=name)
     if not tables:
         raise ConfigError(f"{source}: a checkpoint without embedding tables; there is nothing to export")
-    model = opened.about.fixed.get("model")
     known = Preprocessing.read(source)
     told = None if known is None else known.as_json()
-    content = {"tables": tables, "dense": dense, "model": model, "preprocessing": told}
+    content = {"tables": tables, "dense": dense, "model": model, "preprocessing": told, "ids": ids, "shared": shared}
     _write(output, content)
-    after_bytes = sum(rows.nbytes for rows in tables.values())
+    after_bytes = sum(rows.nbytes for of_kind in (tables, shared) for rows in of_kind.values())
     return Exported(source=source, tables=len(tables), before_bytes=before_bytes, after_bytes=after_bytes)
+
+
+def _rules(model: Any, table: str) -> dict[str, Any]:
+    """The rules of a dynamic table, as a manifest of `sennit train` has them."""
+    found: dict[str, Any] = ((model or {}).get("tables", {}).get(table) or {}).get("ids") or {}
+    return found
+
+
+def _by_id(entries: list[torch.Tensor], parts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ids that have rows, rising, and their rows. `entries`, `parts`: the directory and the rows of each row shard."""
+    used = [steps_of(one) > 0 for one in entries]
+    ids, order = torch.cat([one[own, 0] for one, own in zip(entries, used, strict=True)]).sort()
+    return ids, torch.cat([part[own] for part, own in zip(parts, used, strict=True)])[order]
 
 
 def _write(output: Path, content: dict[str, Any]) -> None:

@@ -16,12 +16,16 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("pyarrow")
 
+import torch
+
 from sennit.offload.arrow_columns import text_ids
 from sennit.offload.ingest.facts import TableFacts
 from sennit.offload.ingest.target import IngestTarget
+from sennit.runtime.kernels.int8 import float_rows
 from sennit.runtime.model.settings import SettingsFile
 from sennit.runtime.training.command import main
 from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.export import export_int8
 from sennit.runtime.training.table_rows import CheckpointTables
 from sennit.transport.errors import ConfigError
 from tests.extent import briefly
@@ -165,6 +169,27 @@ def test_ids_of_files_are_those_of_the_table_whatever_64_bits_they_are(tmp_path:
     assert ids_of(tmp_path / "kept", "user") == set(users[:trained])
     texts = set(text_ids(items.slice(0, trained).cast(arrow.large_string())).tolist())
     assert ids_of(tmp_path / "kept", "item") == ids_of(tmp_path / "kept", "shop") == texts
+
+
+@pytest.mark.slow
+def test_an_export_has_the_rows_of_all_ids(tmp_path: Path, options: list[str]) -> None:
+    """One table has a row in each row shard for ids that have none, and two column shards."""
+    settings = SETTINGS.replace("evicted_share", 'unadmitted = "shared", evicted_share') + "column_shards = 2\n"
+    (tmp_path / "tables.toml").write_text(settings)
+    train(tmp_path / "1.json", *options, "--ranks", "1", "--steps", "14", "--checkpoint", str(tmp_path / "kept"))
+    export_int8(tmp_path / "kept", tmp_path / "rows.pt")
+    found = torch.load(tmp_path / "rows.pt", weights_only=True, mmap=True)
+    held = CheckpointTables(tmp_path / "kept")
+    for name, bound in (("table_00", 160**-0.5), ("table_01", 60**-0.5)):
+        shards = list(held.rows(name))
+        wanted = {one: row for part in shards for one, row in zip(part.ids.tolist(), part.weight, strict=True)}
+        ids, rows = found["ids"][name], float_rows(found["tables"][name])
+        assert ids.tolist() == sorted(wanted)
+        torch.testing.assert_close(rows, torch.stack([wanted[one] for one in sorted(wanted)]), atol=0.01, rtol=0)
+        assert float(rows.abs().max()) > bound / 2
+    assert list(found["shared"]) == ["table_01"]
+    assert found["shared"]["table_01"].shape == (4, 4 + 8)
+    assert float(float_rows(found["shared"]["table_01"]).abs().min(1).values.max()) > 0
 
 
 def failure(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
