@@ -106,7 +106,7 @@ def _rules(model: Any, table: str) -> dict[str, Any]:
 
 
 def _by_id(entries: list[torch.Tensor], parts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ids that have rows, rising, and their rows. `entries`, `parts`: the directory and the rows of each row shard."""
+    """The ids that have rows, rising, and their rows. `entries`, `parts`: directories and rows by row shard."""
     used = [steps_of(one) > 0 for one in entries]
     ids, order = torch.cat([one[own, 0] for one, own in zip(entries, used, strict=True)]).sort()
     return ids, torch.cat([part[own] for part, own in zip(parts, used, strict=True)])[order]
