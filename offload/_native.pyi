@@ -228,3 +228,17 @@ class KernelSlots:
     def give_back(self, batch: int, state: int, /) -> None: ...
     def open(self, batch: int, /) -> None:
         """Gives the claimed slot to the batch."""
+
+class ParsedLines:
+    """A record batch of Arrow."""
+
+    def __arrow_c_array__(self, requested_schema: object = None) -> Capsules: ...
+
+class LineParser:
+    """`columns`: the place in a line and the format of each, as the Arrow C data interface writes types."""
+
+    def __init__(
+        self, *, delimiter: str, nulls: Sequence[str], names: Sequence[str], columns: Sequence[tuple[int, str]]
+    ) -> None: ...
+    def parse(self, text: bytes, line_count: int, /) -> ParsedLines | None:
+        """None unless the text is so many plain lines."""

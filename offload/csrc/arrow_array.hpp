@@ -113,6 +113,20 @@ class Texts {
     return {bytes_ + offsets_[index], static_cast<std::size_t>(offsets_[index + 1] - offsets_[index])};
   }
 
+  // Where a text begins in the bytes of all.
+  Offset begin(std::size_t index) const { return offsets_[index]; }
+  const char* bytes() const { return bytes_; }
+
+  // Whether each of the texts [first, end) has 8 bytes, or is null and has none. Then they are one behind the other.
+  bool have_8_bytes(std::size_t first, std::size_t end, const Nulls& null) const {
+    Offset wrong = 0;
+    if (null.none())
+      for (std::size_t i = first; i < end; i++) wrong |= (offsets_[i + 1] - offsets_[i]) ^ 8;
+    else
+      for (std::size_t i = first; i < end; i++) wrong |= (offsets_[i + 1] - offsets_[i]) ^ (null(i) ? 0 : 8);
+    return wrong == 0;
+  }
+
  private:
   const Offset* offsets_;
   const char* bytes_;

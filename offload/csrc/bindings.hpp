@@ -12,5 +12,6 @@ void bind_program(nanobind::module_& module);      // Program
 void bind_receiver(nanobind::module_& module);     // Receiver, SocketReader and their arguments
 void bind_records(nanobind::module_& module);      // RecordColumns and RecordSender
 void bind_slots(nanobind::module_& module);        // the slots of a ring in an arena
+void bind_text(nanobind::module_& module);         // LineParser
 
 }  // namespace sennit::offload

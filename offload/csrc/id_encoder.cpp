@@ -186,17 +186,22 @@ EncodedIds IdEncoder::hashed_texts(const ArrowArray& column) const {
   for (std::size_t begin = 0; begin < count; begin += AT_ONCE) {
     const std::size_t end = std::min(count, begin + AT_ONCE);
     std::size_t kept = 0;
-    if (null.none()) {
-      for (std::size_t i = begin; i < end; i++) ids[kept++] = id_of(texts[first + i]);
+    if (texts.have_8_bytes(first + begin, first + end, null)) {
+      const Offset at = texts.begin(first + begin);
+      kept = static_cast<std::size_t>(texts.begin(first + end) - at) / 8;
+      if (offsets != nullptr)
+        for (std::size_t i = begin; i < end; i++)
+          offsets[i] = static_cast<std::int64_t>(found.count) + (texts.begin(first + i + 1) - at) / 8;
+      id_kernels().sigrid_hash_of_8(texts.bytes() + at, rows.data(), kept, *salt_, rows_);
     } else {
       // Without branches: a null has a value, too, which the next one replaces.
       for (std::size_t i = begin; i < end; i++) {
         ids[kept] = id_of(texts[first + i]);
         kept += static_cast<std::size_t>(!null(first + i));
-        offsets[i] = static_cast<std::int64_t>(found.count + kept);
+        if (offsets != nullptr) offsets[i] = static_cast<std::int64_t>(found.count + kept);
       }
+      id_kernels().sigrid_hash(ids.data(), rows.data(), kept, *salt_, rows_);
     }
-    id_kernels().sigrid_hash(ids.data(), rows.data(), kept, *salt_, rows_);
     for (std::size_t i = 0; i < kept; i++) narrow[found.count + i] = static_cast<std::int32_t>(rows[i]);
     found.count += kept;
   }

@@ -5,7 +5,8 @@
 
 #include <limits>
 
-// The BPF programs use the same header.
+// The BPF programs use the same headers.
+#include "../../ebpf/include/checksum.h"
 #include "../../ebpf/include/operators.h"
 
 namespace sennit::offload::SENNIT_ISA {
@@ -56,6 +57,18 @@ void sigrid_hash(const std::int64_t* __restrict ids, std::int64_t* __restrict ou
     out[i] = modulus(hash_combine(first, twang_mix64(static_cast<std::uint64_t>(ids[i]))));
 }
 
+void sigrid_hash_of_8(const char* __restrict texts, std::int64_t* __restrict out, std::size_t count, std::int64_t salt,
+                      std::int64_t divisor) {
+  const FloorMod modulus(divisor);
+  const auto first = static_cast<std::uint64_t>(salt);
+  for (std::size_t i = 0; i < count; i++) {
+    __u64 word;
+    __builtin_memcpy(&word, texts + 8 * i, 8);
+    const __u64 id = checksum_end(checksum_tail_word(CHECKSUM_PRIME_5 + 8, word));
+    out[i] = modulus(hash_combine(first, twang_mix64(id)));
+  }
+}
+
 void positive_modulus(const std::int64_t* __restrict ids, std::int64_t* __restrict out, std::size_t count,
                       std::int64_t divisor) {
   const FloorMod modulus(divisor);
@@ -64,6 +77,7 @@ void positive_modulus(const std::int64_t* __restrict ids, std::int64_t* __restri
 
 }  // namespace
 
-const IdKernels ID_KERNELS{.sigrid_hash = sigrid_hash, .positive_modulus = positive_modulus};
+const IdKernels ID_KERNELS{
+    .sigrid_hash = sigrid_hash, .sigrid_hash_of_8 = sigrid_hash_of_8, .positive_modulus = positive_modulus};
 
 }  // namespace sennit::offload::SENNIT_ISA

@@ -11,6 +11,9 @@ struct IdKernels {
   // hash_combine(salt, twang_mix64(id)), floor-mod `divisor`.
   void (*sigrid_hash)(const std::int64_t* ids, std::int64_t* out, std::size_t count, std::int64_t salt,
                       std::int64_t divisor);
+  // The same of texts of 8 bytes, one behind the other, whose ids are XXH64 of their bytes (xxh64.hpp).
+  void (*sigrid_hash_of_8)(const char* texts, std::int64_t* out, std::size_t count, std::int64_t salt,
+                           std::int64_t divisor);
   void (*positive_modulus)(const std::int64_t* ids, std::int64_t* out, std::size_t count, std::int64_t divisor);
 };
 

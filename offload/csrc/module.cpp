@@ -29,5 +29,6 @@ NB_MODULE(_native, module) {
   sennit::offload::bind_receiver(module);
   sennit::offload::bind_records(module);
   sennit::offload::bind_slots(module);
+  sennit::offload::bind_text(module);
   sennit::offload::bind_tracepoints(module);
 }

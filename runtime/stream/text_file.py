@@ -124,13 +124,13 @@ class TextFile:
         if self.broken[block]:
             left_out = set(self.broken[block])
             text = b"\n".join(line for number, line in enumerate(_lines(text)) if number not in left_out)
-        table = self.parser.parse(text, self.block_rows[block], columns)
-        if table is None:
+        rows = self.parser.parse(text, self.block_rows[block], columns)
+        if rows is None:
             row = next(self.parser.broken(_lines(text), columns))
             column, reason = self.parser.reason(_lines(text)[row], columns)
             raise _broken(self.file, column, self.where(block, row), reason)
-        # The parser made many small chunks. One batch of many rows costs less in all that reads it.
-        yield from table.slice(begin).combine_chunks().to_batches(max_chunksize=PIECE_ROWS)
+        for first in range(begin, len(rows), PIECE_ROWS):
+            yield rows.slice(first, PIECE_ROWS)
 
     def span(self, block: int, column: str) -> None:
         """Text has no statistics."""

@@ -8,6 +8,7 @@
 
 #include "../../../ebpf/include/operators.h"
 #include "id_kernels.hpp"
+#include "xxh64.hpp"
 
 using namespace sennit::offload;
 
@@ -41,13 +42,17 @@ TEST_CASE("ids are hashed and divided alike, whatever the vectors and the number
       const auto ids = numbers(random, count);
       const auto salt = static_cast<std::int64_t>(random());
       for (const IdKernels* kernels : variants()) {
-        std::vector<std::int64_t> hashed(count), rest(count);
+        std::vector<std::int64_t> hashed(count), rest(count), of_texts(count);
         kernels->sigrid_hash(ids.data(), hashed.data(), count, salt, divisor);
         kernels->positive_modulus(ids.data(), rest.data(), count, divisor);
+        const auto* const texts = reinterpret_cast<const char*>(ids.data());
+        kernels->sigrid_hash_of_8(texts, of_texts.data(), count, salt, divisor);
         for (std::size_t i = 0; i < count; i++) {
           const auto hash = hash_combine(static_cast<__u64>(salt), twang_mix64(static_cast<__u64>(ids[i])));
           REQUIRE(hashed[i] == floor_mod(static_cast<__s64>(hash), divisor));
           REQUIRE(rest[i] == floor_mod(ids[i], divisor));
+          const auto of_text = hash_combine(static_cast<__u64>(salt), twang_mix64(xxh64(texts + 8 * i, 8)));
+          REQUIRE(of_texts[i] == floor_mod(static_cast<__s64>(of_text), divisor));
         }
       }
     }
