@@ -89,7 +89,7 @@ LONG = {
     **{f"sennit bench {name}": [] for name in ("collectives", "planner", "placements", "overlap", "group", "timeline")},
     **{f"sennit bench {name}": [] for name in ("slices", "sharded", "quality", "offload", "codecs", "tiers", "feed")},
     **{f"sennit bench {name}": [] for name in ("ingest", "input", "embedding", "gpu", "rdma", "cost", "scaling")},
-    **{f"sennit bench {name}": [] for name in ("aggregate", "attention", "drift", "dynamic", "rack")},
+    **{f"sennit bench {name}": [] for name in ("aggregate", "attention", "drift", "dynamic", "rack", "stream")},
     "sennit bench all": ["--force", "--report", "FILE.report"],
     "sennit testbed run": ["plane-off", "--folder", "FILE.run"],
     "sennit testbed simulate-steps": ["--out", "FILE.steps"],

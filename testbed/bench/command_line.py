@@ -14,7 +14,7 @@ import typer
 from sennit.command_line import fail, stdout_console, write_text
 from sennit.testbed.bench.gpu.gpu_command import gpu
 from sennit.testbed.bench.running import measured, progress, write
-from sennit.testbed.bench.samples.samples_commands import feed, file_input, ingest, offload
+from sennit.testbed.bench.samples.samples_commands import feed, file_input, ingest, offload, stream
 from sennit.testbed.bench.tables.table_commands import dynamic, embedding, tiers
 from sennit.testbed.bench.training.training_commands import (
     attention,
@@ -89,6 +89,7 @@ app.command("tiers", epilog="Example: sennit bench tiers --folder /mnt/nvme")(me
 app.command("feed", epilog="Example: sennit bench feed --rounds 7")(measured(feed))
 app.command("ingest", epilog="Example: sennit bench ingest --data flights")(measured(ingest))
 app.command("input", epilog="Example: sennit bench input --rows 500000")(measured(file_input))
+app.command("stream", epilog="Example: sennit bench stream --rows 1000000,10000000")(measured(stream))
 app.command("embedding", epilog="Example: sennit bench embedding --against torch --rounds 5")(measured(embedding))
 # A GPU is lent by the minute: what was measured there is kept, and a person reads it.
 app.command("gpu", epilog="Example: sennit bench gpu --json gpu.json")(gpu)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -117,3 +118,32 @@ def file_input(
         fail(error)
     reading.render(found, stdout_console())
     write(json_path, reading.as_json(found, **settings))
+
+
+def stream(
+    rows: Annotated[str, typer.Option(help="rows of each stream, in files of a million")] = "1000000,100000000",
+    steps: Annotated[int, typer.Option(help="batches of 512 samples that a reader takes", min=1)] = 2_000,
+    resume: Annotated[int, typer.Option(help="the late step that a reader resumes at", min=0)] = 100_000,
+    rounds: Annotated[int, typer.Option(help="readers of each stream; the median is reported", min=1)] = 3,
+    seed: Annotated[int, typer.Option(help="seed of the rows", min=0)] = 1,
+    folder: Annotated[Path | None, typer.Option(help="where files go, 13 bytes a row; default: temporary")] = None,
+    json_path: Figures = None,
+) -> None:
+    """Measure memory, and the time to the first batch, of readers of a short stream and of a long one."""
+    from sennit.testbed.bench.samples import stream as reading
+    from sennit.transport.errors import SennitError
+
+    try:
+        counts = tuple(int(count) for count in rows.split(","))
+    except ValueError:
+        counts = ()
+    if not counts or min(counts) < 10_000:
+        raise typer.BadParameter(f"--rows {rows}; allowed: numbers of 10000 or more, with commas between them")
+    settings = {"steps": steps, "resume": resume, "rounds": rounds, "seed": seed}
+    try:
+        with busy("reading in turns"):
+            found = reading.run(rows=counts, folder=folder, **settings)
+    except SennitError as error:
+        fail(error)
+    reading.render(found, stdout_console())
+    write(json_path, reading.as_json(found, rows=counts, **settings))
