@@ -29,6 +29,8 @@ def main(place: str, schema: str, known: str, batch_rows: str, steps: str, resum
     first_s = time.perf_counter()
     for _ in range(min(int(steps), len(loader))):
         next(batches)
+    # Before there is a second loader.
+    told = {"memory_bytes": greatest_memory_bytes(), "open_s": opened_s - began_s, "first_s": first_s - opened_s}
     resumed_s = None
     if int(resume) < loader.order.step_count:
         state = loader.state_dict() | {"step": int(resume)}
@@ -41,7 +43,6 @@ def main(place: str, schema: str, known: str, batch_rows: str, steps: str, resum
             next(iter(resumed))
             resumed_s = time.perf_counter() - resumes_s
     loader.close()
-    told = {"memory_bytes": greatest_memory_bytes(), "open_s": opened_s - began_s, "first_s": first_s - opened_s}
     print(json.dumps(told | {"resumed_s": resumed_s}))
 
 
