@@ -52,6 +52,23 @@ def test_feeders_give_the_bits_of_files(order: str, seed: int, tmp_path: Path, p
     assert outcome(found) == outcome(alone)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("order", ORDERS)
+def test_so_do_feeders_of_four_and_eight_ranks_that_take_over(order: str, seed: int, tmp_path: Path, port: int) -> None:
+    data = data_of(tmp_path / "data", seed)
+    options = [*TINY, *ORDERS[order], "--seed", str(seed)]
+    alone = train(tmp_path / "files.json", *data, *options, "--ranks", "1")
+    kept = [*options, "--checkpoint", str(tmp_path / "kept"), "--resume"]
+    half = ["--steps", str(alone["steps"]["last"] // 2)]
+    for ranks, placement, until in (("8", "row_wise", half), ("4", "table_wise", [])):
+        with feeder(port, *data) as process:
+            placed = ["--ranks", ranks, "--sharding", placement]
+            found = train(tmp_path / "fed.json", *fed(port), *kept, *placed, *until)
+            done = process.end(60)
+        assert done.returncode == 0, done.stderr
+    assert outcome(found) == outcome(alone)
+
+
 @contextmanager
 def once_there_is(path: Path, act: Callable[[], object]) -> Iterator[None]:
     """Does something in another thread as soon as a file is there."""

@@ -36,7 +36,8 @@ def test_a_small_run_has_all_formats_and_peers() -> None:
     for result, row in zip(found, report["results"], strict=True):
         assert [len(turns) for turns in result.row_s.values()] == [2, 2]
         assert f"{result.ratio:.2f}" in console.export_text(clear=False)
-        assert row["ratio"] == result.ratio
+        assert [len(turns) for turns in result.processor_row_s.values()] == [2, 2]
+        assert (row["ratio"], row["processor_ratio"]) == (result.ratio, result.processor_ratio)
 
 
 def test_batches_have_the_rows_of_the_file(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from sennit.transport import _core
 from sennit.transport.errors import ArgumentError
 from sennit.transport.symmetric import symmetric_empty
 from tests.extent import briefly
+from tests.memory_group import limited_memory
 from tests.ranks import command
 from tests.transport import symmetric_scenarios as scenarios
 from tests.transport.processes import DEADLINE_S, Group, Scenario, act
@@ -266,14 +267,5 @@ def test_no_more_is_given_than_the_control_group_has_left(memory_group: Path) ->
 
 @pytest.fixture
 def memory_group() -> Iterator[Path]:
-    """A control group of 200 MiB, of the first or the second version."""
-    root = Path("/sys/fs/cgroup")
-    second = (root / "cgroup.controllers").exists()
-    folder = (root if second else root / "memory") / f"sennit-test-{os.getpid()}"
-    try:
-        folder.mkdir()
-        (folder / ("memory.max" if second else "memory.limit_in_bytes")).write_text(str(200 << 20))
-    except OSError as error:
-        pytest.skip(f"no control group of memory: {error}")
-    yield folder
-    folder.rmdir()
+    with limited_memory(200 << 20) as group:
+        yield group.folder

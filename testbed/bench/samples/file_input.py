@@ -69,11 +69,21 @@ class Result:
     row_s: dict[str, list[float]]
     """Seconds a row of each turn, ours and the peer's."""
 
+    processor_row_s: dict[str, list[float]]
+    """Of these, what a processor worked for the process. Others on the machine change it less."""
+
     @property
     def ratio(self) -> float:
         """The median over turns of the peer's time / ours. Above 1 sennit is faster."""
-        pairs = zip(self.row_s[self.peer], self.row_s[OURS], strict=True)
-        return statistics.median(theirs / ours for theirs, ours in pairs)
+        return self._ratio(self.row_s)
+
+    @property
+    def processor_ratio(self) -> float:
+        """The same of processor time."""
+        return self._ratio(self.processor_row_s)
+
+    def _ratio(self, row_s: dict[str, list[float]]) -> float:
+        return statistics.median(theirs / ours for theirs, ours in zip(row_s[self.peer], row_s[OURS], strict=True))
 
     def rows_per_s(self, name: str) -> float:
         return 1 / statistics.median(self.row_s[name])
@@ -187,17 +197,26 @@ def batches(index: StreamIndex, encoder: Encoder) -> Iterator[Batch]:
 
 def _results(name: str, ways: dict[str, Callable[[], int]], rounds: int) -> list[Result]:
     taken: dict[str, list[float]] = {way: [] for way in ways}
+    worked: dict[str, list[float]] = {way: [] for way in ways}
     names = list(ways)
     for way in names:  # a turn that pays one-time costs
         ways[way]()
     for turn in range(rounds):
         for place in range(len(names)):
             way = names[(turn + place) % len(names)]
-            began_s = time.perf_counter()
+            began_s, before_s = time.perf_counter(), time.process_time()
             rows = ways[way]()
             taken[way].append((time.perf_counter() - began_s) / rows)
+            worked[way].append((time.process_time() - before_s) / rows)
     return [
-        Result(format=name, peer=peer, row_s={OURS: taken[OURS], peer: taken[peer]}) for peer in names if peer != OURS
+        Result(
+            format=name,
+            peer=peer,
+            row_s={way: taken[way] for way in (OURS, peer)},
+            processor_row_s={way: worked[way] for way in (OURS, peer)},
+        )
+        for peer in names
+        if peer != OURS
     ]
 
 
@@ -232,11 +251,12 @@ def numbers_and_ids(rows: int, seed: int) -> Any:
 
 def render(found: list[Result], console: Console) -> None:
     table = Table(box=None, pad_edge=False)
-    for name in ("file", "peer", "peer / sennit", "sennit, rows/s", "peer, rows/s"):
+    for name in ("file", "peer", "peer / sennit", "processor time", "sennit, rows/s", "peer, rows/s"):
         table.add_column(name, justify="left" if name in ("file", "peer") else "right")
     for result in found:
         rates = [f"{result.rows_per_s(name):,.0f}" for name in (OURS, result.peer)]
-        table.add_row(result.format, result.peer, f"{result.ratio:.2f}", *rates)
+        ratios = f"{result.ratio:.2f}", f"{result.processor_ratio:.2f}"
+        table.add_row(result.format, result.peer, *ratios, *rates)
     console.print(table)
 
 
@@ -251,8 +271,10 @@ def as_json(found: list[Result], **settings: int) -> dict[str, Any]:
                 "format": result.format,
                 "peer": result.peer,
                 "ratio": result.ratio,
+                "processor_ratio": result.processor_ratio,
                 "rows_per_s": {name: result.rows_per_s(name) for name in result.row_s},
                 "samples_s": result.row_s,
+                "processor_samples_s": result.processor_row_s,
             }
             for result in found
         ],

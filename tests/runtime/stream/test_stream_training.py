@@ -58,6 +58,27 @@ def test_any_world_and_any_stop_give_the_same_bits(order: str, seed: int, tmp_pa
     assert outcome(train(tmp_path / "on.json", *kept, "--ranks", "1", "--resume")) == outcome(alone)
 
 
+WORLDS = [(2, "data_parallel"), (4, "row_wise"), (8, "table_wise")]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("order", ORDERS)
+def test_so_do_four_and_eight_ranks_that_take_over_from_each_other(order: str, seed: int, tmp_path: Path) -> None:
+    data = write(tmp_path / "data", table(seed))
+    options = [*data, *TINY, *ORDERS[order], "--seed", str(seed)]
+    alone = train(tmp_path / "1.json", *options, "--ranks", "1")
+    last = alone["steps"]["last"]
+    kept = [*options, "--checkpoint", str(tmp_path / "kept")]
+    for turn, (world, placement) in enumerate(WORLDS):
+        placed = ["--ranks", str(world), "--sharding", placement]
+        assert outcome(train(tmp_path / "whole.json", *options, *placed)) == outcome(alone)
+        # A third of the steps each, the first ones with two ranks.
+        until = [] if world == 8 else ["--steps", str((turn + 1) * last // 3)]
+        found = train(tmp_path / "part.json", *kept, *placed, *until, "--resume")
+        assert found["steps"]["first"] == turn * last // 3
+    assert outcome(found) == outcome(alone)
+
+
 def test_a_rolling_run_evaluates_each_window_before_it_trains_on_it(seed: int, tmp_path: Path) -> None:
     """1,200 rows in 12 hours are 200 in a window of two, which are 5 batches of 40."""
     data = write(tmp_path / "data", table(seed))
