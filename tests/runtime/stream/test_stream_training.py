@@ -13,6 +13,7 @@ import pytest
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.source import Source
 from sennit.runtime.stream import index, settings
+from sennit.runtime.stream.loader import StreamLoader
 from sennit.runtime.stream.settings import StreamSettings
 from sennit.runtime.training import streamed
 from sennit.runtime.training.command import main
@@ -205,6 +206,23 @@ def test_another_stream_does_not_resume_a_run(seed: int, tmp_path: Path, capfd: 
     assert "data.fingerprint" in failure(capfd, *kept, "--order", "time", "--resume")
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "kept").rglob("*")} == before
     assert json.loads((tmp_path / "run.json").read_text())["steps"]["last"] == 4
+
+
+def test_a_folder_that_becomes_empty_is_named(seed: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    data, folder = write(tmp_path / "data", table(seed)), tmp_path / "data"
+    loader = StreamLoader(str(folder), schema=folder / "schema.toml", order="time", batch_size=40)
+    kept = [*data, *TINY, "--order", "time", "--checkpoint", str(tmp_path / "kept")]
+    train(tmp_path / "run.json", *kept, "--steps", "4")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "kept").rglob("*")}
+    for path in folder.glob("*.parquet"):
+        path.unlink()
+    with loader, pytest.raises(DataError, match=r"part-\d\.parquet: .*No such file"):
+        list(loader)
+    assert f"data set '{folder}': no such file, and no folder or pattern with files" in failure(capfd, *kept, "--resume")
+    follows = ["--follow", "--fit-rows", "100", "--eval-data", str(folder), "--eval-every", "2", "--done-after", "1"]
+    told = failure(capfd, *data, *TINY, "--order", "files", *follows)
+    assert f"'{folder}'" in told
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "kept").rglob("*")} == before
 
 
 def test_a_run_says_that_there_is_nothing_to_resume_or_nothing_to_do(seed: int, tmp_path: Path) -> None:
