@@ -23,13 +23,14 @@ def check_names(file: str, names: Sequence[str], columns: Sequence[str], first: 
 def common_type(kinds: list[Any]) -> Any | None:
     """The type of pyarrow that has the values of all these types, or None where there is none.
 
-    One type stays what it is. Integers of several widths and signs become int64, other numbers float64, texts
+    One type stays what it is, but that views of texts and bytes are large_string and large_binary: Arrow cannot pick
+    rows of them (pyarrow 26.0). Integers of several widths and signs become int64, other numbers float64, texts
     large_string, bytes large_binary, lists large_list. Arrow's dictionaries are their values. The type null, of a
     column of None, is any type.
     """
     arrow = require("pyarrow", package="pyarrow", purpose="reading data files")
     types = arrow.types
-    found = {kind.value_type if types.is_dictionary(kind) else kind for kind in kinds if not types.is_null(kind)}
+    found = {_plain(kind) for kind in kinds if not types.is_null(kind)}
     if len(found) <= 1:
         return found.pop() if found else arrow.null()
     if all(types.is_integer(kind) for kind in found):
@@ -44,6 +45,21 @@ def common_type(kinds: list[Any]) -> Any | None:
         inner = common_type([kind.value_type for kind in found])
         return None if inner is None else arrow.large_list(inner)
     return None
+
+
+def _plain(kind: Any) -> Any:
+    """The type without dictionaries and views."""
+    arrow = require("pyarrow", package="pyarrow", purpose="reading data files")
+    types = arrow.types
+    if types.is_dictionary(kind):
+        return _plain(kind.value_type)
+    if types.is_string_view(kind):
+        return arrow.large_string()
+    if types.is_binary_view(kind):
+        return arrow.large_binary()
+    if is_list(kind) and (types.is_string_view(kind.value_type) or types.is_binary_view(kind.value_type)):
+        return arrow.large_list(_plain(kind.value_type))
+    return kind
 
 
 def cast(column: Any, kind: Any) -> Any:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from sennit.runtime.data.batch import Batch
 from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.schema import parse_schema
 from sennit.runtime.pipeline import Pipeline
 from sennit.runtime.sharded import ShardedEmbeddingBags, Table
 from sennit.runtime.stream import StreamLoader, StreamSettings
@@ -25,6 +26,8 @@ from sennit.transport.errors import ConfigError
 from tests.extent import briefly
 from tests.runtime.stream.stream_files import table, write
 from tests.runtime.world import WorldFactory
+
+pa = pytest.importorskip("pyarrow")
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -222,3 +225,29 @@ def test_an_iterator_is_told_to_be_spooled() -> None:
             ConfigError, match=r"allowed: paths of files, .*; sennit\.runtime\.stream\.spool writes files"
         ):
             StreamLoader(data, batch_size=4)  # type: ignore[arg-type]
+
+
+TEXTS = [pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string()), pa.binary(), pa.binary_view()]
+
+
+@pytest.mark.parametrize("order", ["shuffled", "files"])
+@pytest.mark.parametrize("in_lists", [False, True])
+def test_rows_are_picked_whatever_type_text_has(order: str, in_lists: bool, tmp_path: Path) -> None:
+    """One of every ten rows is held back, so the others are picked from record batches."""
+    words = [f"word {row % 7}" for row in range(90)]
+
+    def batches_of(kind: Any) -> list[Any]:
+        column = pa.array([[word, word[-1]] for word in words], pa.list_(kind)) if in_lists else pa.array(words, kind)
+        rows = pa.table({"clicked": [row % 2 for row in range(90)], "word": column, "at": range(90)})
+        with pa.ipc.new_file(str(tmp_path / "rows.arrow"), rows.schema) as file:
+            file.write_table(rows, max_chunksize=30)
+        schema = parse_schema({"label": "clicked", "sparse": {"word": {"encode": "hash", "rows": 50}}})
+        with StreamLoader(
+            str(tmp_path / "rows.arrow"), schema=schema, order=order, batch_size=16, split="random"
+        ) as loader:
+            return [batch.values.tolist() for batch in (*loader, *loader.evaluation())]
+
+    plain = batches_of(pa.string())
+    assert len(plain) > 5
+    for kind in TEXTS:
+        assert batches_of(kind) == plain, kind

@@ -218,7 +218,9 @@ def test_a_folder_that_becomes_empty_is_named(seed: int, tmp_path: Path, capfd: 
         path.unlink()
     with loader, pytest.raises(DataError, match=r"part-\d\.parquet: .*No such file"):
         list(loader)
-    assert f"data set '{folder}': no such file, and no folder or pattern with files" in failure(capfd, *kept, "--resume")
+    assert f"data set '{folder}': no such file, and no folder or pattern with files" in failure(
+        capfd, *kept, "--resume"
+    )
     follows = ["--follow", "--fit-rows", "100", "--eval-data", str(folder), "--eval-every", "2", "--done-after", "1"]
     told = failure(capfd, *data, *TINY, "--order", "files", *follows)
     assert f"'{folder}'" in told
