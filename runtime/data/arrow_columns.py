@@ -129,17 +129,23 @@ def check_types(file: str, schema: Schema, found: Any) -> None:
             raise DataError(f"{file}: column {part.name} is {kind}; allowed with first = {part.first}: lists")
     if schema.history is not None:
         _check_history(file, schema.history, found)
+    if schema.group is not None:
+        _check_owner(file, schema.group, found, "groups of predictions")
 
 
 def _check_history(file: str, history: History, found: Any) -> None:
-    types = _types()
     for name in (*history.columns, *history.past):
         if is_list(kind := found.field(name).type):
             raise DataError(f"{file}: column {name} is {kind}; allowed in a history: one id a row")
-    kind = found.field(history.of).type
+    _check_owner(file, history.of, found, "history.of")
+
+
+def _check_owner(file: str, name: str, found: Any, what: str) -> None:
+    """Raises DataError unless a column can say whose each row is."""
+    types, kind = _types(), found.field(name).type
     inner = kind.value_type if types.is_dictionary(kind) else kind
     if not (types.is_integer(inner) or is_text(inner) or is_binary(inner) or types.is_null(inner)):
-        raise DataError(f"{file}: column {history.of} is {kind}; allowed for history.of: integer, string or binary")
+        raise DataError(f"{file}: column {name} is {kind}; allowed for {what}: integer, string or binary")
 
 
 # Types that have the same kind of values. Nobody else lists them.

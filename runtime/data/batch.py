@@ -47,6 +47,12 @@ class Batch:
     integers: Integers | None = None
     """Columns that a model reads as they are; None: there are none."""
 
+    groups: Tensor | None = None
+    """Int64 [B]: whose each sample is, for AUC by group (`Samples.groups`). No model reads it."""
+
+    rows: Tensor | None = None
+    """Int64 [B]: which row of the stream each sample is, for messages; None: nobody knows."""
+
     @property
     def sample_count(self) -> int:
         return self.labels.shape[0]
@@ -60,6 +66,8 @@ class Batch:
             values=self.values.clone(),
             sample_weights=None if self.sample_weights is None else self.sample_weights.clone(),
             integers=None if self.integers is None else Integers(*(part.clone() for part in self.integers)),
+            groups=None if self.groups is None else self.groups.clone(),
+            rows=None if self.rows is None else self.rows.clone(),
         )
 
     def split(self, tables: Sequence[int]) -> Batch:
@@ -76,7 +84,9 @@ class Batch:
 
     @property
     def size_bytes(self) -> int:
-        return sum(part.nbytes for part in (*self.of_samples, self.lengths, self.values, *(self.integers or ())))
+        about = [part for part in (self.groups, self.rows) if part is not None]
+        parts = (*self.of_samples, self.lengths, self.values, *(self.integers or ()), *about)
+        return sum(part.nbytes for part in parts)
 
     @property
     def of_samples(self) -> tuple[Tensor, ...]:

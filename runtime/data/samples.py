@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import InitVar, dataclass, field
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,9 @@ from sennit.runtime.data.batch import Batch
 from sennit.runtime.data.errors import DataError
 
 IntArray = npt.NDArray[np.integer]
+
+NOBODY: Final = -(2**63)
+"""The group of samples whose group is null. An id that has this very number is nobody's, too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,6 +126,12 @@ class Samples:
     sample_weights: Tensor | None = None
     """Float32 [N], 0 or more: by what a sample's loss is multiplied. None: 1. Metrics count each sample once."""
 
+    groups: Tensor | None = None
+    """Int64 [N]: whose each sample is, for AUC by group; `NOBODY` for nobody's. None: nobody asks."""
+
+    rows: Tensor | None = None
+    """Int64 [N]: which row of the stream each sample is. None: nobody knows."""
+
     are_checked: InitVar[bool] = False
     """Whether who made them has checked them already."""
 
@@ -182,4 +192,6 @@ class Samples:
             sample_weights=None if self.sample_weights is None else self.sample_weights.index_select(0, rows),
             lengths=torch.from_numpy(lengths),
             values=torch.from_numpy(values),
+            groups=None if self.groups is None else self.groups.index_select(0, rows),
+            rows=None if self.rows is None else self.rows.index_select(0, rows),
         )

@@ -143,6 +143,9 @@ class Schema:
     history: History | None = None
     """Columns of ids of which a row has those of earlier rows, too."""
 
+    group: str | None = None
+    """The column whose equal values have an AUC of their own when predictions are judged. It need not be a feature."""
+
     def without_history(self) -> Schema:
         """The schema of rows alone. What is known only behind a row is no feature of it."""
         if self.history is None:
@@ -162,8 +165,15 @@ class Schema:
 
     @property
     def read_columns(self) -> list[str]:
-        """`columns`, and the one that histories are of."""
-        return list(dict.fromkeys([*self.columns, *([] if self.history is None else [self.history.of])]))
+        """`columns`, and those of which histories and groups are."""
+        further = [None if self.history is None else self.history.of, self.group]
+        return list(dict.fromkeys([*self.columns, *(name for name in further if name is not None)]))
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """Columns that are read, and from which nothing is learnt. They tell no stream from another."""
+        learnt = [*replace(self, group=None).read_columns, *([] if self.time is None else [self.time.column])]
+        return () if self.group is None or self.group in learnt else (self.group,)
 
     def with_dynamic(self, rows: Mapping[str, int | None]) -> Schema:
         """The schema with `encode = "dynamic"` for these columns, whatever it says now.

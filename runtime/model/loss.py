@@ -53,6 +53,12 @@ class Loss:
             if not found.requires_grad:
                 raise ConfigError(f"loss {name} has no gradient; allowed: a function that torch differentiates")
 
+    def is_finite(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Bool [B]: whether the loss of each sample is finite, of all its labels."""
+        with torch.no_grad():
+            losses = self._function(logits, labels).isfinite()
+        return losses if losses.ndim == 1 else losses.all(1)
+
     def __call__(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
         """The loss, 0-dim, of samples with float32 [B] or [B, labels] logits and labels, and weights [B]."""
         losses = self._function(logits, labels)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,34 +22,40 @@ class Trial:
         samples: int,
         *,
         reads_histories: bool,
-        lengths: Mapping[str, int] | None = None,
+        lengths: Mapping[str, Sequence[int]] | None = None,
         make: Callable[[int, int], Tensor] = torch.zeros,
     ) -> None:
-        """`lengths`: the ids of each sample by table, for a model that reads histories; 1 where nothing is said.
+        """`lengths`: how many ids samples have, by table, for a model that reads histories; 1 where nothing is said.
+        Samples take what is evenly spread among these.
 
         `make`: returns float32 [rows, dim].
         """
         history = inputs.history if reads_histories else None
-        self._samples, self._is_nested = samples, reads_histories
-        self._lengths = {table.name: (lengths or {}).get(table.name, 1) for table in inputs.tables}
-        self._times = None if history is None else history.times
-        self._length = 1
-        if history is not None:
-            # A sample has as many of all columns of its history.
-            self._length = max(1, *(self._lengths[name] for name in history.own))
-            self._lengths |= dict.fromkeys(history.own, self._length) | dict.fromkeys(history.past, self._length - 1)
-        self.leaves = {
-            table.name: make(samples * (self._lengths[table.name] if reads_histories else 1), table.dim)
-            for table in inputs.tables
+        self._is_nested = reads_histories
+        given = lengths if lengths is not None and reads_histories else {}
+        self._lengths = {
+            name: torch.tensor(of, dtype=torch.int64)[torch.arange(samples) * len(of) // samples]
+            for name, of in ((table.name, given.get(table.name, (1,))) for table in inputs.tables)
         }
+        self._times = None if history is None else history.times
+        if history is not None:
+            # A sample has as many of all columns of its history, and its own.
+            own = self._lengths[history.own[0]].clamp(min=1)
+            self._lengths |= dict.fromkeys(history.own, own) | dict.fromkeys(history.past, own - 1)
+            self._of_events = own
+        self.leaves = {table.name: make(int(self._lengths[table.name].sum()), table.dim) for table in inputs.tables}
 
     def arguments(self) -> tuple[dict[str, Any], ...]:
         """What a model gets behind dense features."""
         if not self._is_nested:
             return (self.leaves,)
-        vectors = {name: self._nested(rows, self._lengths[name]) for name, rows in self.leaves.items()}
-        times = torch.arange(self._length).repeat(self._samples)
-        return vectors, {} if self._times is None else {self._times: self._nested(times, self._length)}
+        vectors = {name: _nested(rows, self._lengths[name]) for name, rows in self.leaves.items()}
+        if self._times is None:
+            return vectors, {}
+        begins = self._of_events.cumsum(0) - self._of_events
+        times = torch.arange(int(self._of_events.sum())) - begins.repeat_interleave(self._of_events)
+        return vectors, {self._times: _nested(times, self._of_events)}
 
-    def _nested(self, rows: Tensor, length: int) -> Any:
-        return jagged(rows, torch.arange(self._samples + 1) * length)
+
+def _nested(rows: Tensor, lengths: Tensor) -> Any:
+    return jagged(rows, torch.nn.functional.pad(lengths.cumsum(0), (1, 0)))

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from sennit.closing import Closing
 from sennit.runtime.data.arrow_columns import Piece, numbers_of
@@ -17,6 +19,7 @@ from sennit.runtime.data.packages import require
 from sennit.runtime.data.preprocessing import Scale
 from sennit.runtime.data.samples import Samples
 from sennit.runtime.stream.encoder import Encoder
+from sennit.runtime.stream.events import groups_of
 from sennit.runtime.stream.histories import Histories
 from sennit.runtime.stream.index import Place, StreamIndex
 from sennit.runtime.stream.order import Chunk, Interval
@@ -105,7 +108,11 @@ class ChunkReader(Closing):
 
     def _encode(self, encoder: Encoder, rows: Any, numbers: npt.NDArray[np.int64], place: Place) -> Samples:
         """`numbers`: which rows of the stream these are."""
-        return encoder.encode(rows if self._histories is None else self._histories.expand(numbers, rows), place)
+        found = encoder.encode(rows if self._histories is None else self._histories.expand(numbers, rows), place)
+        group = encoder.schema.group
+        # A row's own, where the column becomes lists.
+        groups = None if group is None else torch.from_numpy(groups_of(rows.column(group)))
+        return replace(found, groups=groups, rows=torch.from_numpy(numbers), are_checked=True)
 
     def end(self) -> None:
         """Ends a `read` in another thread soon, with an error."""

@@ -13,6 +13,7 @@ from sennit.runtime.data.arrow_columns import cast_bytes
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.raw_samples import NULL
+from sennit.runtime.data.samples import NOBODY
 from sennit.runtime.data.schema import SparseField
 from sennit.runtime.stream.index import Place
 
@@ -80,6 +81,12 @@ def users_of(column: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
     if column.null_count:
         column = column.fill_null(0 if _is_integer(column.type) else "")
     return _ids(column).astype(np.int64, copy=False), is_nobody
+
+
+def groups_of(column: Any) -> npt.NDArray[np.int64]:
+    """Int64 [n]: `users_of`, with `NOBODY` for null."""
+    found, is_nobody = users_of(column)
+    return np.where(is_nobody, NOBODY, found)
 
 
 def kept(column: Any, *, is_coded: bool) -> Any:

@@ -119,7 +119,7 @@ class Follower:
         self._source, self._schema, self._settings, self._run = source, schema, settings, run
         self._seen, self._group, self._pause = list(seen), group, pause
         self._time = None if schema.time is None else schema.time.column
-        self._columns = tuple(dict.fromkeys((*schema.columns, *([] if self._time is None else [self._time]))))
+        self._columns = tuple(dict.fromkeys((*schema.read_columns, *([] if self._time is None else [self._time]))))
         self._form: TextFormat | None = None
         self._folder = GrowingFolder.of(source.data)
         self._held = find_files(source.evaluation)
@@ -261,7 +261,7 @@ class Follower:
         if not train_rows:
             raise Incomplete(f"{self._source.name}: no rows; allowed: at least one")
         check_skipped(self._all_files, self._schema.text_format)
-        index = index_of(self._all_files, self._columns, time_column=self._time)
+        index = index_of(self._all_files, self._columns, time_column=self._time, beside=self._schema.beside)
         before = self._opened
         if before is not None:
             for field in before.stream.index.schema:

@@ -170,21 +170,35 @@ class StreamIndex:
 
 
 def open_index(
-    paths: Sequence[str], columns: Sequence[str], *, time_column: str | None = None, text: TextFormat = PLAIN
+    paths: Sequence[str],
+    columns: Sequence[str],
+    *,
+    time_column: str | None = None,
+    text: TextFormat = PLAIN,
+    beside: Sequence[str] = (),
 ) -> StreamIndex:
     """Finds files, and reads what their formats say about their rows. Text is read as a whole.
 
-    `text`: how text files are read (`Schema.text_format`).
+    `text`: how text files are read (`Schema.text_format`). `beside`: columns that are no part of the fingerprint.
 
     Raises DataError for files that are no data files, that do not have each column once, or that have it with types
     that do not agree, and where there are no rows at all.
     """
     columns = tuple(dict.fromkeys((*columns, *([] if time_column is None else [time_column]))))
-    return index_of(open_files(find_files(paths), columns, text, time_column), columns, time_column=time_column)
+    files = open_files(find_files(paths), columns, text, time_column)
+    return index_of(files, columns, time_column=time_column, beside=beside)
 
 
-def index_of(files: tuple[StreamFile, ...], columns: tuple[str, ...], *, time_column: str | None = None) -> StreamIndex:
-    """The index of these files. `columns`: with that of time. Raises DataError as `open_index` does."""
+def index_of(
+    files: tuple[StreamFile, ...],
+    columns: tuple[str, ...],
+    *,
+    time_column: str | None = None,
+    beside: Sequence[str] = (),
+) -> StreamIndex:
+    """The index of these files. `columns`: with that of time. `beside`: those of them that are no part of the
+    fingerprint. Raises DataError as `open_index` does.
+    """
     schema = _common_schema(files, columns)
     rows = [rows for file in files for rows in file.block_rows]
     if not sum(rows):
@@ -196,7 +210,7 @@ def index_of(files: tuple[StreamFile, ...], columns: tuple[str, ...], *, time_co
         time_column=time_column,
         ends=np.cumsum(rows, dtype=np.int64),
         file_ends=np.cumsum([len(file.block_rows) for file in files], dtype=np.int64),
-        fingerprint=_fingerprint(files, schema),
+        fingerprint=_fingerprint(files, [field for field in schema if field.name not in beside]),
     )
 
 
@@ -226,9 +240,9 @@ def _common_schema(files: Sequence[StreamFile], columns: Sequence[str]) -> Any:
     return arrow.schema(fields)
 
 
-def _fingerprint(files: Sequence[StreamFile], schema: Any) -> str:
+def _fingerprint(files: Sequence[StreamFile], columns: Sequence[Any]) -> str:
     content = {
-        "columns": [[field.name, str(field.type)] for field in schema],
+        "columns": [[field.name, str(field.type)] for field in columns],
         "files": [[file.block_rows, file.digest] for file in files],
     }
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()

@@ -180,11 +180,12 @@ def open_stream(
         schema.read_columns,
         time_column=None if schema.time is None else schema.time.column,
         text=schema.text_format,
+        beside=schema.beside,
     )
     for file in index.files:
         check_types(file.name, schema, file.schema)
     if (kept := without_refused(index.files, schema)) != index.files:
-        index = index_of(kept, index.columns, time_column=index.time_column)
+        index = index_of(kept, index.columns, time_column=index.time_column, beside=schema.beside)
     if settings.order == "shuffled" and index.is_sequential:
         file = next(file for file in index.files if file.is_sequential)
         raise DataError(
@@ -213,8 +214,8 @@ def open_source(
     set, if it has any. Raises DataError if there is no stream.
     """
     if is_synthetic(source):
-        index, schema = index_of_synthetic(source, histories=histories)
-        return ordered(source.data.partition("?")[0], index, adapted(schema), index.sample_count, settings, run)
+        index, schema = index_of_synthetic(source, adapted, histories=histories)
+        return ordered(source.data.partition("?")[0], index, schema, index.sample_count, settings, run)
     if sources.is_named(source.data):
         return short_stream(
             sources.load(source, seed=seed, histories=histories), settings, run, adapted, histories=histories
@@ -238,11 +239,13 @@ def short_stream(
     raw = raw if histories else raw.without_history()
     # In another order, times tell no stream from another.
     file, schema = in_memory(raw if settings.needs_time else replace(raw, times=None))
+    schema = adapted(schema)
     time = None if schema.time is None else schema.time.column
-    index = index_of((file,), (*schema.read_columns, *([] if time is None else [time])), time_column=time)
-    if schema.history is not None:
+    if schema.history is not None or schema.group is not None:
         check_types(raw.name, schema, file.schema)
-    return ordered(raw.name, index, adapted(schema), len(raw) - (raw.eval_rows or 0), settings, run)
+    columns = (*schema.read_columns, *([] if time is None else [time]))
+    index = index_of((file,), columns, time_column=time, beside=schema.beside)
+    return ordered(raw.name, index, schema, len(raw) - (raw.eval_rows or 0), settings, run)
 
 
 def _row_bytes(schema: Schema) -> int:

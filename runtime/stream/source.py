@@ -254,12 +254,16 @@ def joined(parts: Sequence[Samples]) -> Samples:
     if len(parts) == 1:
         return parts[0]
     weights = [part.sample_weights for part in parts if part.sample_weights is not None]
+    groups = [part.groups for part in parts if part.groups is not None]
+    rows = [part.rows for part in parts if part.rows is not None]
     return replace(
         parts[0],
         dense=torch.cat([part.dense for part in parts]),
         labels=torch.cat([part.labels for part in parts]),
         columns=tuple(_joined(columns) for columns in zip(*(part.columns for part in parts), strict=True)),
         sample_weights=torch.cat(weights) if weights else None,
+        groups=torch.cat(groups) if groups else None,
+        rows=torch.cat(rows) if rows else None,
         are_checked=True,
     )
 
@@ -280,4 +284,6 @@ def _none_of(samples: Samples) -> Samples:
         labels=samples.labels[:0],
         columns=tuple(replace(column, values=column.values[:0], offsets=None) for column in samples.columns),
         sample_weights=None if samples.sample_weights is None else samples.sample_weights[:0],
+        groups=None if samples.groups is None else samples.groups[:0],
+        rows=None if samples.rows is None else samples.rows[:0],
     )

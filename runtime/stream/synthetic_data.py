@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import parse_qsl
 
 from sennit.known_names import hint
+from sennit.runtime.data.arrow_columns import check_types
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.schema import Schema, parse_schema
 from sennit.runtime.data.source import Source
@@ -85,14 +86,19 @@ def settings_of(source: Source) -> Any:
     return made.settings(**found)
 
 
-def index_of_synthetic(source: Source, *, histories: bool = False) -> tuple[StreamIndex, Schema]:
+def index_of_synthetic(
+    source: Source, adapted: Callable[[Schema], Schema] = lambda schema: schema, *, histories: bool = False
+) -> tuple[StreamIndex, Schema]:
     """The stream, whose rows are made when they are read, and what its columns mean. Raises errors of `settings_of`.
 
-    `histories`: with those of the stream, if it has any.
+    `adapted`: changes what the columns mean. `histories`: with those of the stream, if it has any.
     """
     made, settings = _MADE[_name(source)], settings_of(source)
     schema = made.schema(settings)
-    schema = schema if histories else schema.without_history()
+    schema = adapted(schema if histories else schema.without_history())
     assert schema.time is not None
+    files = made.files(settings)
+    for file in files[:1]:
+        check_types(_name(source), schema, file.schema)
     columns = tuple(dict.fromkeys((*schema.read_columns, schema.time.column)))
-    return index_of(made.files(settings), columns, time_column=schema.time.column), schema
+    return index_of(files, columns, time_column=schema.time.column, beside=schema.beside), schema

@@ -206,6 +206,10 @@ class TrainingConfig:
     decay_floor: Annotated[float, Option(low=0, high=1)] = 0.0
     """Share of the rates that remains after decay."""
 
+    skip_samples: Annotated[int, Option(metavar="N", low=0, high=2**62)] = 0
+    """Leave up to N samples out whose loss is not finite, and name them. One more ends the run, as the first does with
+    0."""
+
     clip_value: Annotated[float | None, Option(above=0, below=1e30)] = None
     """Clip each element of a gradient, also of embedding rows. The gradient of a row is the sum over its samples."""
 
@@ -239,6 +243,10 @@ class TrainingConfig:
 
     eval_every: Annotated[int | None, Option(metavar="STEPS", low=1, high=2**40)] = None
     """Evaluate every STEPS steps, too. None: after each epoch and at the end."""
+
+    gauc: Annotated[str | None, Option(metavar="COLUMN")] = None
+    """Evaluate AUC within the samples of each value of this column, such as a user, too: the mean, weighted by their
+    samples."""
 
     validation_fraction: Annotated[float, Option(low=0, below=1)] = 0.0
     """Share of the other samples that say which evaluation is the best, so that those reported have no part in it. 0:
@@ -321,6 +329,10 @@ class TrainingConfig:
         if self.device != "cpu":
             if self.backend != BACKEND_NAME:
                 raise ConfigError(f"--device {self.device} over {self.backend!r}; allowed: {BACKEND_NAME!r}")
+            if self.skip_samples:
+                raise ConfigError(
+                    f"--skip-samples with --device {self.device}, where no step waits for its loss; allowed: cpu"
+                )
             if not torch.cuda.is_available():
                 raise ConfigError(f"--device {self.device}, but torch finds no GPU here; allowed: cpu")
         for name, codec in (("exchange", self.exchange), ("gradient", self.gradient)):
@@ -330,6 +342,8 @@ class TrainingConfig:
             raise ConfigError(f"--elastic over {self.backend!r}; allowed: {BACKEND_NAME!r}")
         if self.sketch_path is not None and self.ingest is None:
             raise ConfigError("--sketch without --ingest; allowed: with it (it counts what feeders send)")
+        if self.gauc is not None and self.ingest is not None:
+            raise ConfigError("--gauc with --ingest; allowed: with data that ranks read themselves")
         if self.warm_start is not None and self.ingest is not None:
             raise ConfigError("--warm-start with --ingest; allowed: with data that ranks read themselves")
         self._check_stream(self.stream)

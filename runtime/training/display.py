@@ -24,6 +24,7 @@ from rich.text import Text
 
 from sennit.command_line import busy
 from sennit.runtime.data.packages import require
+from sennit.runtime.training.left_out import NAMED_MAX
 from sennit.runtime.training.metrics import Evaluation
 from sennit.runtime.training.trainer import StepReport
 
@@ -60,6 +61,7 @@ class ConsoleDisplay:
         self._batch_size = batch_size
         self._began = self._last_line = time.monotonic()
         self._first_step: int | None = None
+        self._left_out = 0
         self._bar: Progress | None = None
         self._task: Any = None
 
@@ -68,6 +70,9 @@ class ConsoleDisplay:
         if self._first_step is None:
             self._first_step, self._began = report.step, now
             self._open_bar(report)
+        for one in report.left_out[: max(0, NAMED_MAX - self._left_out)]:
+            self._console.print(one.text(), soft_wrap=True)
+        self._left_out += len(report.left_out)
         rate = (report.step - self._first_step) * self._batch_size / max(now - self._began, 1e-9)
         if self._bar is not None:
             epoch = report.epoch + 1
@@ -120,7 +125,7 @@ class ConsoleDisplay:
 
 
 class TensorBoardLog:
-    """TensorBoard scalars by step: loss, AUC, normalised entropy, calibration."""
+    """TensorBoard scalars by step: loss, AUC, normalised entropy, calibration, GAUC."""
 
     def __init__(self, folder: Path) -> None:
         module = require("torch.utils.tensorboard", package="tensorboard", purpose="--tensorboard")
@@ -135,8 +140,13 @@ class TensorBoardLog:
                 self._writer.add_scalar(f"{part}/auc", quality.auc, evaluation.step)
                 self._writer.add_scalar(f"{part}/normalised_entropy", quality.normalised_entropy, evaluation.step)
                 self._writer.add_scalar(f"{part}/calibration", quality.calibration, evaluation.step)
+                if quality.gauc is not None and quality.gauc.auc is not None:
+                    self._writer.add_scalar(f"{part}/gauc", quality.gauc.auc, evaluation.step)
         for name, quality in evaluation.labels.items():
             self._writer.add_scalar(f"quality/auc/{name}", quality.auc, evaluation.step)
+            self._writer.add_scalar(f"quality/normalised_entropy/{name}", quality.normalised_entropy, evaluation.step)
+            if quality.gauc is not None and quality.gauc.auc is not None:
+                self._writer.add_scalar(f"quality/gauc/{name}", quality.gauc.auc, evaluation.step)
 
     def on_wait(self, what: str) -> contextlib.AbstractContextManager[None]:
         del what

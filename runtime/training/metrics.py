@@ -9,6 +9,31 @@ from typing import Any, Final, Self
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GroupedAuc:
+    """AUC within the samples of each group, such as a user (GAUC: Zhu et al., KDD 2017, section 4.2)."""
+
+    auc: float | None
+    """The mean over groups with samples of both classes, weighted by their samples. None: no group has both."""
+
+    groups: int
+    """Groups with samples of both classes."""
+
+    samples: int
+    """Their samples."""
+
+    one_class: int
+    """Groups whose samples are all of one class. They have no AUC, and are left out."""
+
+    nobodys: int
+    """Samples whose group is null. They are left out."""
+
+    def text(self) -> str:
+        if self.auc is None:
+            return f"GAUC not defined: all {self.one_class:,} groups have one class"
+        return f"GAUC {self.auc:.4f} of {self.groups:,} groups ({self.one_class:,} with one class left out)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Quality:
     """The quality of one set of predictions. Values that are not defined (one class only) are NaN."""
 
@@ -30,11 +55,19 @@ class Quality:
     """Predicted positives divided by observed ones (He et al. 2014, section 3). 1 is best; below it, too few clicks are
     predicted. NaN without a positive sample, and in evaluations that earlier versions kept."""
 
+    gauc: GroupedAuc | None = None
+    """AUC by group; None: nobody asked (`TrainingConfig.gauc`)."""
+
+    not_finite: int = 0
+    """Predictions that are not finite. They are left out, if the run may leave samples out (`skip_samples`)."""
+
     def text(self) -> str:
-        """AUC, normalised entropy and calibration in words."""
+        """AUC, normalised entropy, calibration and GAUC in words."""
         return (
             f"AUC {self.auc:.4f}, normalised entropy {self.normalised_entropy:.4f}, calibration {self.calibration:.4f}"
             + (f" (not defined: {self.undefined})" if self.undefined else "")
+            + (f"; {self.gauc.text()}" if self.gauc is not None else "")
+            + (f"; {self.not_finite:,} predictions that are not finite left out" if self.not_finite else "")
         )
 
     @property
@@ -43,7 +76,7 @@ class Quality:
         if not math.isnan(self.auc):
             return ""
         if not self.sample_count:
-            return "no sample is held back"
+            return "no prediction is finite" if self.not_finite else "no sample is held back"
         return f"all {self.sample_count:,} held-back samples have the label {self.base_rate:.0f}"
 
 
@@ -106,5 +139,6 @@ class Evaluation:
 
 def _told(told: dict[str, Any]) -> Quality:
     """The quality from JSON, where null stands for values that are not defined."""
+    grouped = told.get("gauc")
     values: dict[str, Any] = {name: math.nan if value is None else value for name, value in told.items()}
-    return Quality(**values)
+    return Quality(**values | {"gauc": None if grouped is None else GroupedAuc(**grouped)})

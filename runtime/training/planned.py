@@ -40,6 +40,8 @@ LOSSLESS: Final = "lossless"
 """The codec whose size depends on the data, which nobody measures."""
 # Ids of each table that are counted.
 SAMPLE_IDS: Final = 1 << 19
+# Samples whose lengths the model is measured with.
+LENGTHS: Final = 1 << 12
 TABLE_WISE: Final = Sharding()
 # A search at the start of a run looks at this many placements: a fraction of a second.
 RUN_EXACT_NODES: Final = 1_000
@@ -133,11 +135,13 @@ def uses_of(config: TrainingConfig, source: BatchSource, tables: Sequence[Table]
     return uses(tables, [column.mean_length for column in columns], samples, ZIPF)
 
 
-def _lengths(source: BatchSource) -> dict[str, int]:
-    """The ids of a typical sample by table."""
+def _lengths(source: BatchSource) -> dict[str, Sequence[int]]:
+    """The ids of some samples by table: of the data in its order, thinned out, or what feeders say of all."""
     known = source.sample()
-    columns = source.tables if known is None else known.columns
-    return {column.name: round(column.mean_length) for column in columns}
+    if known is None:
+        return {facts.name: (round(facts.mean_length),) for facts in source.tables}
+    some = torch.linspace(0, len(known) - 1, min(len(known), LENGTHS)).to(torch.int64)
+    return {column.name: column.lengths[some].tolist() for column in known.columns}
 
 
 def problem_of(

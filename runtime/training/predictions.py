@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From predictions to their quality: exact AUC, log loss, normalised entropy, and calibration."""
+"""From predictions to their quality: exact AUC, also by group, log loss, normalised entropy, and calibration."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Self
 
 import numpy as np
@@ -12,7 +12,9 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from sennit.runtime.training.metrics import Quality
+from sennit.offload.hashing import splitmix64
+from sennit.runtime.data.samples import NOBODY
+from sennit.runtime.training.metrics import GroupedAuc, Quality
 
 _BIN_BITS: Final = 16
 """Half of the bits of a float32."""
@@ -35,18 +37,35 @@ def quality(logits: npt.NDArray[np.floating], labels: npt.NDArray[np.floating]) 
 
 
 class Predictions:
-    """What is kept of predictions until they are judged: 4 bytes of each, and sums."""
+    """What is kept of predictions until they are judged: 4 bytes of each, and sums. With groups 16 bytes more."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_groups: bool = False, leaves_out: bool = False) -> None:
+        """`has_groups`: whether each prediction comes with the group that it is of. `leaves_out`: those that are not
+        finite are counted alone.
+        """
+        self._leaves_out, self._not_finite = leaves_out, 0
+        self._grouped = GroupedScores() if has_groups else None
         self._positive: list[npt.NDArray[np.uint32]] = []
         self._negative: list[npt.NDArray[np.uint32]] = []
         # Of log losses and of predicted probabilities, as `_exact_sum` returns them.
         self._losses: int | float = 0
         self._chances: int | float = 0
 
-    def add(self, logits: npt.NDArray[np.floating], labels: npt.NDArray[np.floating]) -> None:
-        """Adds `logits` [N] for `labels` [N] of 0 and 1."""
+    def add(
+        self,
+        logits: npt.NDArray[np.floating],
+        labels: npt.NDArray[np.floating],
+        groups: npt.NDArray[np.int64] | None = None,
+    ) -> None:
+        """Adds `logits` [N] for `labels` [N] of 0 and 1. `groups`: [N], if there are any."""
+        if self._leaves_out and not (is_finite := np.isfinite(logits)).all():
+            self._not_finite += len(logits) - int(is_finite.sum())
+            logits, labels = logits[is_finite], labels[is_finite]
+            groups = None if groups is None else groups[is_finite]
         keys = _keys(logits)
+        if self._grouped is not None:
+            assert groups is not None
+            self._grouped.add(groups, keys, labels > 0)
         self._positive.append(keys[labels > 0])
         self._negative.append(keys[labels <= 0])
         self._losses += _exact_sum(_losses(logits, labels))
@@ -56,7 +75,9 @@ class Predictions:
         """Their quality alone."""
         positive, negative = Scores.of(self._positive), Scores.of(self._negative)
         wins_twice = _wins_twice(positive, negative)
-        return _quality(wins_twice, positive.samples, negative.samples, self._losses, self._chances)
+        found = _quality(wins_twice, positive.samples, negative.samples, self._losses, self._chances)
+        grouped = None if self._grouped is None else self._grouped.sums().auc()
+        return replace(found, gauc=grouped, not_finite=self._not_finite)
 
     def quality_of_ranks(self, group: dist.ProcessGroup | None = None) -> Quality:
         """The quality of all ranks' predictions together, the same on every rank. Collective.
@@ -74,16 +95,18 @@ class Predictions:
         owner = np.minimum(before * world_size // max(1, int(histogram.sum())), world_size - 1)
         positive, negative = (scores.exchanged(owner, group) for scores in mine)
         parts: list[Any] = [None] * world_size
-        own = _wins_twice(positive, negative), positive.samples, negative.samples, self._losses, self._chances
-        dist.all_gather_object(parts, own, group)
+        own = _wins_twice(positive, negative), positive.samples, negative.samples
+        dist.all_gather_object(parts, (*own, self._losses, self._chances, self._not_finite), group)
         wins_twice = positives = negatives = 0
-        for wins, more_positives, more_negatives, _, _ in parts:
+        for wins, more_positives, more_negatives, *_ in parts:
             # Ranges rise with the ranks, so all negative samples so far score below these.
             wins_twice += wins + 2 * more_positives * negatives
             positives += more_positives
             negatives += more_negatives
-        losses, chances = (sum(part[place] for part in parts) for place in (3, 4))
-        return _quality(wins_twice, positives, negatives, losses, chances)
+        losses, chances, not_finite = (sum(part[place] for part in parts) for place in (3, 4, 5))
+        grouped = None if self._grouped is None else self._grouped.auc_of_ranks(group)
+        found = _quality(wins_twice, positives, negatives, losses, chances)
+        return replace(found, gauc=grouped, not_finite=not_finite)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +140,108 @@ class Scores:
         every, counts = arrived.numpy().T
         keys, places = np.unique(every.view(np.uint32), return_inverse=True)
         return Scores(keys, np.bincount(places, counts, minlength=len(keys)).astype(np.int64))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupSums:
+    """What groups add up to. Integers, so that it does not matter who adds up which."""
+
+    shares: int = 0
+    """Of groups with both classes: AUC times samples, as `_exact_sum` returns it."""
+
+    groups: int = 0
+    samples: int = 0
+    one_class: int = 0
+    nobodys: int = 0
+
+    def __add__(self, other: GroupSums) -> GroupSums:
+        return GroupSums(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
+
+    def auc(self) -> GroupedAuc:
+        return GroupedAuc(
+            auc=self.shares / (self.samples << _SUM_BITS) if self.samples else None,
+            groups=self.groups,
+            samples=self.samples,
+            one_class=self.one_class,
+            nobodys=self.nobodys,
+        )
+
+
+class GroupedScores:
+    """Predictions with the group that each is of, until they are judged."""
+
+    def __init__(self) -> None:
+        self._groups: list[npt.NDArray[np.int64]] = [np.zeros(0, np.int64)]
+        self._scores: list[npt.NDArray[np.int64]] = [np.zeros(0, np.int64)]
+        """Twice the key of a score, plus 1 for a positive sample."""
+
+    def add(
+        self, groups: npt.NDArray[np.int64], keys: npt.NDArray[np.uint32], is_positive: npt.NDArray[np.bool_]
+    ) -> None:
+        self._groups.append(groups)
+        self._scores.append(keys.astype(np.int64) * 2 + is_positive)
+
+    def sums(self) -> GroupSums:
+        """Those of this rank's predictions alone."""
+        return _group_sums(np.concatenate(self._groups), np.concatenate(self._scores))
+
+    def auc_of_ranks(self, group: dist.ProcessGroup | None = None) -> GroupedAuc:
+        """That of all ranks' predictions together, the same on every rank and in every world. Collective.
+
+        A rank gets all predictions of the groups whose hash chooses it.
+        """
+        groups, scores = np.concatenate(self._groups), np.concatenate(self._scores)
+        world_size = dist.get_world_size(group)
+        owner = (splitmix64(0, groups.view(np.uint64)) % np.uint64(world_size)).astype(np.int64)
+        order = np.argsort(owner, kind="stable")
+        sent = torch.from_numpy(np.bincount(owner, minlength=world_size))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        rows = torch.from_numpy(np.stack((groups, scores), 1)[order])
+        arrived = rows.new_empty(int(received.sum()), 2)
+        dist.all_to_all_single(arrived, rows, received.tolist(), sent.tolist(), group=group)
+        parts: list[Any] = [None] * world_size
+        dist.all_gather_object(parts, _group_sums(*np.ascontiguousarray(arrived.numpy().T)), group)
+        return sum(parts, GroupSums()).auc()
+
+
+def _group_sums(groups: npt.NDArray[np.int64], scores: npt.NDArray[np.int64]) -> GroupSums:
+    """Of predictions [N], which have all of their groups."""
+    is_somebodys = groups != NOBODY
+    nobodys = len(groups) - int(is_somebodys.sum())
+    groups, scores = groups[is_somebodys], scores[is_somebodys]
+    if not len(groups):
+        return GroupSums(nobodys=nobodys)
+    order = np.lexsort((scores, groups))
+    groups, keys, is_positive = groups[order], scores[order] >> 1, scores[order] & 1
+    # Runs of one score in one group, and where among these each group begins.
+    begins = np.flatnonzero(_is_first(groups) | _is_first(keys))
+    of_group = np.flatnonzero(_is_first(groups[begins]))
+    positive = np.add.reduceat(is_positive, begins)
+    negative = np.diff(begins, append=len(groups)) - positive
+    below = np.cumsum(negative) - negative
+    below -= np.repeat(below[of_group], np.diff(of_group, append=len(begins)))
+    wins_twice = np.add.reduceat(positive * (2 * below + negative), of_group)
+    positives, negatives = np.add.reduceat(positive, of_group), np.add.reduceat(negative, of_group)
+    has_both = (positives > 0) & (negatives > 0)
+    wins_twice, positives, negatives = (part[has_both] for part in (wins_twice, positives, negatives))
+    samples = positives + negatives
+    # Of one group a float64, which no other group changes; over groups nothing is rounded.
+    shares = _exact_sum(samples * (wins_twice / (2 * positives * negatives)))
+    assert isinstance(shares, int)
+    return GroupSums(
+        shares=shares,
+        groups=len(samples),
+        samples=int(samples.sum()),
+        one_class=len(has_both) - len(samples),
+        nobodys=nobodys,
+    )
+
+
+def _is_first(values: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """[N]: whether a value differs from the one before it."""
+    differs: npt.NDArray[np.bool_] = np.diff(values, prepend=values[0] - 1) != 0
+    return differs
 
 
 def _keys(logits: npt.NDArray[np.floating]) -> npt.NDArray[np.uint32]:

@@ -21,6 +21,7 @@ from sennit.runtime.telemetry import process_cost
 from sennit.runtime.telemetry.process_cost import Cost
 from sennit.runtime.training import overlap
 from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.left_out import LeftOutSamples
 from sennit.runtime.training.metrics import Evaluation, Quality
 from sennit.runtime.training.rebalance import Move
 
@@ -177,6 +178,9 @@ class RunReport:
     moves: list[Move] = field(default_factory=list)
     """Moves of shards, in order."""
 
+    left_out: LeftOutSamples = field(default_factory=LeftOutSamples)
+    """Samples that this run's steps left out, since its ranks last changed (`--skip-samples`)."""
+
     predicted_step_s: float | None = None
     """Predicted seconds of a step, if the run planned its placement."""
 
@@ -271,6 +275,7 @@ class RunReport:
             "predicted_step_s": self.predicted_step_s,
             "rebalance": {"looks": self.looks, "moves": [asdict(move) for move in self.moves]},
             "final_loss": self.final_loss,
+            "left_out": {"samples": self.left_out.count, "named": [asdict(one) for one in self.left_out.named]},
             "quality": asdict(self.quality),
             "labels": {name: asdict(quality) for name, quality in self.labels.items()},
             "validation": None if self.validation is None else asdict(self.validation),
@@ -309,6 +314,7 @@ def render(report: RunReport, console: Console) -> None:
         ("embeddings", str(report.embedding)),
         ("speed", f"{report.samples_per_s:,.0f} samples/s, {report.train_s:.1f} s of training"),
         ("AUC", f"{quality.auc:.4f} on {quality.sample_count:,} held-back samples"
+         + (f", without {quality.not_finite:,} whose predictions are not finite" if quality.not_finite else "")
          + (f"; not defined: {quality.undefined}" if quality.undefined else "")),
         ("normalised entropy", f"{quality.normalised_entropy:.4f} (log loss {quality.log_loss:.4f}, "
          f"base rate {quality.base_rate:.4f})"),
@@ -316,8 +322,12 @@ def render(report: RunReport, console: Console) -> None:
         ("weights SHA-256", report.weights_sha256),
     ):  # fmt: skip
         summary.add_row(name, value)
+    if quality.gauc is not None:
+        summary.add_row(f"by {report.config.gauc}", quality.gauc.text())
     for name, one in report.labels.items():
         summary.add_row(name, one.text())
+    if report.left_out.count:
+        summary.add_row("left out", f"{report.left_out.count:,} samples whose loss was not finite (--skip-samples)")
     if report.validation is not None:
         summary.add_row("validation", report.validation.text())
     for name, value in process_cost.lines(report.cost()):

@@ -65,6 +65,7 @@ FREE: Final = (
     "decay_steps",
     "decay_power",
     "decay_floor",
+    "skip_samples",
     "clip_value",
     "clip_norm",
     "weight_decay",

@@ -47,9 +47,10 @@ def _opened(config: TrainingConfig) -> OpenedStream:
 
 
 def _as_asked(config: TrainingConfig, schema: Schema) -> Schema:
-    """The schema with ids as they are for the tables that `--tables` makes dynamic, and histories as long as
-    `--history` says.
+    """The schema with ids as they are for the tables that `--tables` makes dynamic, histories as long as `--history`
+    says, and the groups of `--gauc`.
     """
+    schema = replace(schema, group=config.gauc)
     if config.history is not None and schema.history is not None:
         schema = replace(schema, history=replace(schema.history, last=config.history))
     asked = config.tables

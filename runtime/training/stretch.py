@@ -214,6 +214,7 @@ def _train(
         validation=result.validation,
         labels=result.labels,
         windows=trainer.windows,
+        left_out=trainer.left_out,
         best=best.found,
         best_text=best.text(),
         run_id=trainer.run_id,

@@ -94,6 +94,9 @@ class Given(NamedTuple):
     integers: dict[str, Tensor]
     """By column: nested int64 [B, *], of layout `torch.jagged`."""
 
+    groups: Tensor | None
+    """Int64 [B] on the CPU: whose each sample is, for AUC by group; None: nobody asks."""
+
 
 def integers_by_name(names: Sequence[str], found: Integers) -> dict[str, Tensor]:
     """Nested int64 [B, *] by column."""
@@ -129,7 +132,8 @@ class Supply:
         names = self._source.integer_names
         integers = integers_by_name(names, Integers(*rest[-2:])) if names else {}
         weights = rest[0] if len(rest) > (2 if names else 0) else None
-        return Given(dense, labels, weights, integers)
+        (taken,) = batch.features
+        return Given(dense, labels, weights, integers, taken.groups)
 
     def release(self, batch: Batch) -> None:
         """Says that a batch is used up."""

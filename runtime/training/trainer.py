@@ -38,6 +38,7 @@ from sennit.runtime.stream.following import FollowingSource
 from sennit.runtime.stream.running import told
 from sennit.runtime.timeline.timeline import Timeline
 from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.left_out import LeftOut, LeftOutSamples, described, without
 from sennit.runtime.training.metrics import Evaluation, Quality
 from sennit.runtime.training.overlap import overlap_of
 from sennit.runtime.training.planned import homes_of, memory_of, model_inputs, placement_of
@@ -74,6 +75,9 @@ class StepReport:
     loss_sum: Tensor
     """The loss summed over these samples, 0-dim, on the model's device."""
 
+    left_out: tuple[LeftOut, ...] = ()
+    """Samples of all ranks that it left out, because their loss was not finite."""
+
     @property
     def loss(self) -> float:
         """The mean over this rank's part of the batch. Waits for the device that computes it."""
@@ -99,6 +103,9 @@ class Trainer(Closing):
 
         self.windows: list[Evaluation] = []
         """The evaluations so far, if each is of another window of time."""
+
+        self.left_out = LeftOutSamples()
+        """Samples that steps of this trainer have left out."""
 
         self.run_id = "0" * 16
         """The id of the run that this trainer belongs to (`resumption`)."""
@@ -277,14 +284,17 @@ class Trainer(Closing):
         given, size = self._supply.samples(batch), batch.global_batch
         vectors = self.tables(batch.sent[0])
         with self.clock.phase("dense forward"):
-            logits = self._logits(given, vectors, size)
-            losses = self.replicas.each_slice(self.loss, logits, given.labels, given.weights, global_batch=size)
+            logits, losses = self._losses(given, vectors, size)
+            left_out: list[LeftOut] = []
+            if self.config.skip_samples:
+                losses, left_out = self._finite(batch, given, vectors, logits, losses)
             report = StepReport(
                 step=self.step + 1,
                 step_count=None if self.order.grows else self.step_count,
                 epoch=self.step // self.steps_per_epoch,
                 samples=given.labels.shape[0],
                 loss_sum=losses.detach().sum(),
+                left_out=tuple(left_out),
             )
         if self.device.type == "cpu":
             self._check_loss(report)
@@ -305,6 +315,41 @@ class Trainer(Closing):
         integers = (given.integers,) if self.reads_histories else ()
         logits: Tensor = self.replicas(given.dense, vectors, *integers, global_batch=global_batch)
         return logits
+
+    def _losses(self, given: Given, vectors: Any, global_batch: int | None) -> tuple[Tensor, Tensor]:
+        """The logits of this rank's samples, and the loss of each slice."""
+        logits = self._logits(given, vectors, global_batch)
+        own = given.labels, given.weights
+        losses: Tensor = self.replicas.each_slice(self.loss, logits, *own, global_batch=global_batch)
+        return logits, losses
+
+    def _finite(
+        self, batch: Batch, given: Given, vectors: Any, logits: Tensor, losses: Tensor
+    ) -> tuple[Tensor, list[LeftOut]]:
+        """The loss of each slice without the samples whose loss is not finite, and those of all ranks. Collective.
+
+        Raises `TrainingError` on all ranks if the run has left out as many as it may.
+        """
+        found: list[LeftOut] = []
+        size = batch.global_batch
+        if not bool(losses.detach().isfinite().all()):
+            is_bad = ~self.loss.is_finite(logits.detach(), given.labels)
+            (own,) = batch.features
+            tables = [table.name for table in self.source.tables]
+            vectors = {name: vectors[name] for name in tables}
+            first = 0 if size is None else self.replicas.slices.own_samples(size).start
+            found = described(is_bad, step=self.step + 1, first=first, batch=own, tables=tables, vectors=vectors)
+            kept = without(is_bad, given, vectors)
+            # The same random numbers as before.
+            self.replicas.passes -= 1
+            _, losses = self._losses(*kept, size)
+        new = self.left_out.add(found)
+        if self.left_out.count > self.config.skip_samples:
+            raise TrainingError(
+                f"{self.left_out.count} samples have a loss that is not finite; allowed: {self.config.skip_samples} "
+                f"(--skip-samples). {new[-1].text()}"
+            )
+        return losses, new
 
     def _check_loss(self, report: StepReport) -> None:
         if not math.isfinite(report.loss):
@@ -339,7 +384,8 @@ class Trainer(Closing):
             numbers = self.order.evaluation_batches(self.step)
             self.replicas.eval()
             cut, names = self.order.validation_batches, self.source.label_names
-            validation, evaluation = ([Predictions() for _ in names] for _ in range(2))
+            kept = {"has_groups": self.config.gauc is not None, "leaves_out": self.config.skip_samples > 0}
+            validation, evaluation = ([Predictions(**kept) for _ in names] for _ in range(2))
             for place in range(len(numbers)):
                 self._predict(numbers, place, validation if place < cut else evaluation)
             self.replicas.train()
@@ -368,8 +414,9 @@ class Trainer(Closing):
             logits = self._logits(given, vectors, batch.global_batch)
             shape = (-1, len(into))
             columns = zip(logits.cpu().reshape(shape).T, given.labels.cpu().reshape(shape).T, strict=True)
+            groups = None if given.groups is None else given.groups.numpy()
             for found, (scores, wanted) in zip(into, columns, strict=True):
-                found.add(scores.numpy(), wanted.numpy())
+                found.add(scores.numpy(), wanted.numpy(), groups)
         self._supply.release(batch)
 
     @property

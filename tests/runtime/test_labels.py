@@ -78,7 +78,7 @@ def test_a_model_has_a_logit_for_each_label(name: str, seed: int) -> None:
     tables = tuple(Table(name=one, rows=9, dim=4) for one in ("user", "film"))
     history = HistoryInputs(own=("film",), past=(), times=None, last=4)
     inputs = ModelInputs(dense_count=2, tables=tables, top=(3,), seed=seed, label_count=3, history=history)
-    given = Trial(inputs, 5, reads_histories=reads_histories(name), lengths={"film": 3}, make=torch.rand)
+    given = Trial(inputs, 5, reads_histories=reads_histories(name), lengths={"film": [3, 1, 4]}, make=torch.rand)
     assert build(name, inputs)(torch.rand(5, 2), *given.arguments()).shape == (5, 3)
 
 

@@ -156,6 +156,7 @@ def test_every_option_is_fixed_or_free_or_no_part_of_the_run() -> None:
         "sharding", "timeout_s", "checkpoint", "checkpoint_every", "checkpoint_increments", "checkpoint_async",
         "keep", "resume", "elastic", "stop_early", "best_by", "batches_ahead", "overlap",
         "rebalance", "use", "min_ranks", "tensorboard", "json_path", "sketch_path", "timeline",
+        "gauc",
     }  # fmt: skip
     fixed = {name for names in resumption.FIXED.values() for name in names}
     free = set(resumption.FREE)

@@ -19,7 +19,7 @@ from sennit.runtime.model.dcnv2 import DCNv2
 from sennit.runtime.model.deepfm import DeepFM
 from sennit.runtime.model.dlrm import DLRM
 from sennit.runtime.model.factory import build, find
-from sennit.runtime.model.inputs import ModelInputs
+from sennit.runtime.model.inputs import HistoryInputs, ModelInputs
 from sennit.runtime.model.loss import Loss
 from sennit.runtime.sharded.tables import Table
 from sennit.transport.errors import ConfigError
@@ -306,12 +306,13 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 def test_programs_of_the_page_are_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     programs = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     names = [re.findall(r"^(?:class|def) (\w+)", program, re.MULTILINE) for program in programs]
-    assert names == [["WideAndDeep"], ["low_rank"], ["focal"]]
+    assert names == [["WideAndDeep"], ["low_rank"], ["Din", "pooled"], ["focal"]]
     monkeypatch.syspath_prepend(str(tmp_path))
-    for number, (program, (name,)) in enumerate(zip(programs, names, strict=True)):
+    history = HistoryInputs(own=("table0",), past=("table1",), times=None, last=4)
+    for number, (program, (name, *_)) in enumerate(zip(programs, names, strict=True)):
         (tmp_path / f"page_{number}.py").write_text(program)
         if name == "focal":
             assert Loss(f"page_{number}:{name}")(torch.zeros(4), torch.ones(4)) > 0
         else:
-            made = build(f"page_{number}:{name}", inputs(dims=(30, 2)))
+            made = build(f"page_{number}:{name}", inputs(dims=(30, 2), history=history))
             assert len(list(made.parameters())) > 2

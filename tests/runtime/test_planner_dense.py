@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from sennit.runtime.model.factory import MODELS
-from sennit.runtime.model.inputs import ModelInputs
+from sennit.runtime.model.inputs import HistoryInputs, ModelInputs
+from sennit.runtime.model.trial import Trial
 from sennit.runtime.planner import dense
 from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.tables import Table
@@ -38,3 +39,16 @@ def test_any_rank_of_any_world_can_measure_its_model(monkeypatch: pytest.MonkeyP
         assert found.slice_s > 0
         assert found.update_s > 0
         assert (found.early_s > 0) == (model == "dlrm")
+
+
+def test_histories_have_the_lengths_of_the_data() -> None:
+    """The mean alone would hide what attention costs: it grows with the square."""
+    tables = tuple(Table(name=name, rows=9, dim=4) for name in ("film", "rating", "user"))
+    history = HistoryInputs(own=("film",), past=("rating",), times="at", last=9)
+    inputs = ModelInputs(dense_count=0, tables=tables, history=history)
+    trial = Trial(inputs, 4, reads_histories=True, lengths={"film": [0, 0, 1, 1, 9, 9, 3, 3], "user": [2]})
+    vectors, integers = trial.arguments()
+    lengths = {name: nested.offsets().diff().tolist() for name, nested in (vectors | integers).items()}
+    assert lengths == {"film": [1, 1, 9, 3], "rating": [0, 0, 8, 2], "user": [2, 2, 2, 2], "at": [1, 1, 9, 3]}
+    assert integers["at"].values().tolist() == [0, 0, *range(9), *range(3)]
+    assert trial.leaves["rating"].shape == (10, 4)

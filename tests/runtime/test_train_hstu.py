@@ -13,8 +13,11 @@ pytest.importorskip("pyarrow")
 
 from sennit.runtime.training.command import main
 from tests.extent import briefly
+from tests.pages import ROOT, blocks
 from tests.runtime.elastic_runs import elastic_run
 from tests.runtime.whole_run import train
+
+MODELS_PAGE = ROOT / "docs" / "reference" / "models.md"
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
@@ -75,6 +78,21 @@ def test_a_death_and_a_newcomer_change_no_bit(tmp_path: Path) -> None:
         assert not ended.value.code
         report = run.report()
     assert report["weights_sha256"] == alone["weights_sha256"]
+
+
+def test_a_model_of_histories_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of docs/reference/models.md. Its file is in the folder where the command is started."""
+    (program,) = (block.text for block in blocks(MODELS_PAGE) if "class Din" in block.text)
+    (tmp_path / "din.py").write_text(program)
+    monkeypatch.chdir(tmp_path)
+    model = [*MODEL, "--model", "din:Din"]
+    alone = train(tmp_path / "1.json", *model, "--ranks", "1")
+    two = train(tmp_path / "2.json", *model, "--ranks", "2", "--row-shards", "1", "--overlap", "tables")
+    assert two["weights_sha256"] == alone["weights_sha256"]
+    assert two["quality"] == alone["quality"]
+    # It reads the history, which is no feature of a model of rows: without it the weights are others.
+    shorter = train(tmp_path / "shorter.json", *model, "--ranks", "1", "--history", "1")
+    assert shorter["weights_sha256"] != alone["weights_sha256"]
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,8 @@ def quality_over_ranks(rank: int, world: int, *, seed: int, kind: str) -> list[l
     """Returns the metrics that the ranks compute together, and those of one process with all predictions."""
     parts = [predictions(other, world, seed=seed, kind=kind) for other in range(world)]
     logits, labels = (torch.cat([part[side] for part in parts]).numpy() for side in (0, 1))
-    return [list(astuple(found)) for found in (predicted(*parts[rank]).quality_of_ranks(), quality(logits, labels))]
+    both = predicted(*parts[rank]).quality_of_ranks(), quality(logits, labels)
+    return [[value for value in astuple(found) if value is not None] for found in both]
 
 
 def largest_message(rank: int, world: int, *, seed: int) -> float:
