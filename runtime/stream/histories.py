@@ -61,10 +61,12 @@ class Histories:
         columns = [
             EventColumn(fields[name], index.schema.field(name).type) for name in (*history.columns, *history.past)
         ]
+        named = None if schema.time is None else schema.time.column
+        time = named if named in history.columns else None
         arrays = Arrays({column.name: column.dtype for column in columns}, index.sample_count)
         if arrays.size_bytes <= memory_bytes:
             order = arrays.in_memory()
-            sort(index, history.of, columns, Collected(arrays), order)
+            sort(index, history.of, columns, Collected(arrays), order, time=time)
             return cls(history, order, {column.name: column.values for column in columns if column.is_coded})
         key = _key(index, schema)
         files = HistoryFiles(key, arrays)
@@ -73,7 +75,7 @@ class Histories:
             order = files.made(folder)
             parts = math.ceil(index.sample_count * arrays.event.itemsize / part_bytes)
             with Spooled(arrays, folder, parts) as spooled:
-                sort(index, history.of, columns, spooled, order)
+                sort(index, history.of, columns, spooled, order, time=time)
             files.finish(folder, order, {column.name: column.values for column in columns if column.is_coded})
 
         def is_whole(folder: Path) -> bool:

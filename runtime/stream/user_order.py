@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sennit.offload.hashing import splitmix64
+from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.schema import HISTORY_MAX
 from sennit.runtime.stream.events import EventColumn, Ints, users_of
 from sennit.runtime.stream.index import StreamIndex
@@ -135,10 +136,19 @@ class Spooled:
             path.unlink(missing_ok=True)
 
 
-def sort(index: StreamIndex, of: str, columns: Sequence[EventColumn], events: Events, order: UserOrder) -> None:
+def sort(
+    index: StreamIndex,
+    of: str,
+    columns: Sequence[EventColumn],
+    events: Events,
+    order: UserOrder,
+    *,
+    time: str | None = None,
+) -> None:
     """Fills `order` with the events of all rows, in one pass over the stream. `of`: the column of users.
 
-    `events` is empty. Raises DataError for rows that cannot be read, and for values that are not allowed.
+    `events` is empty. `time`: the one of `columns` that must not fall from one event of a user to the next. Raises
+    DataError for rows that cannot be read, and for values that are not allowed.
     """
     event = Arrays({column.name: column.dtype for column in columns}, 0).event
     row = 0
@@ -152,12 +162,32 @@ def sort(index: StreamIndex, of: str, columns: Sequence[EventColumn], events: Ev
         row += len(batch)
     begin = 0
     for part in events.parts():
-        _fill(order, begin, part)
+        rows, is_first = _fill(order, begin, part)
+        if time is not None:
+            _check_times(index, time, order.columns[time][begin : begin + len(part)], rows, is_first)
         begin += len(part)
 
 
-def _fill(order: UserOrder, begin: int, events: npt.NDArray[Any]) -> None:
-    """Sorts all events of some users to the places from `begin` on."""
+def _check_times(index: StreamIndex, name: str, times: Ints, rows: Ints, is_first: npt.NDArray[np.bool_]) -> None:
+    """Raises DataError if the time of an event is below that of the same user before it. All are in user-major order,
+    `rows` says which rows they are, `is_first` which have none before them.
+    """
+    falls = np.flatnonzero(~is_first[1:] & (times[1:] < times[:-1])) + 1
+    if not len(falls):
+        return
+    # The first in the stream, whatever the parts.
+    first = falls[np.argmin(rows[falls])]
+    before = index.place(int(rows[first - 1])).of(name)
+    raise DataError(
+        f"{index.place(int(rows[first])).of(name)}: time {times[first]} after {times[first - 1]} of the same user "
+        f"({before}); allowed: histories in order of time, so files sorted by it"
+    )
+
+
+def _fill(order: UserOrder, begin: int, events: npt.NDArray[Any]) -> tuple[Ints, npt.NDArray[np.bool_]]:
+    """Sorts all events of some users to the places from `begin` on. Returns their rows in the stream, and which of them
+    have none before them.
+    """
     # Stable, so events of a user stay in the order of the stream.
     sequence = np.lexsort((events[_USER], events[_IS_NOBODY]))
     users, is_nobody, rows = (events[name][sequence] for name in (_USER, _IS_NOBODY, _ROW))
@@ -171,3 +201,4 @@ def _fill(order: UserOrder, begin: int, events: npt.NDArray[Any]) -> None:
     order.users[begin : begin + len(events)] = users
     for name, values in order.columns.items():
         values[begin : begin + len(events)] = events[f"column {name}"][sequence]
+    return rows, is_first

@@ -5,6 +5,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -182,3 +186,13 @@ def test_what_it_needs_is_said() -> None:
         build("hstu", inputs(heads=3))
     with pytest.raises(ConfigError, match=r"0 layers; allowed: 1 or more"):
         inputs(layers=0)
+
+
+def test_a_layer_is_that_of_its_authors(seed: int) -> None:
+    """The research layer of meta-recsys/generative-recommenders, padded, with the same weights."""
+    folder = os.environ.get("GENERATIVE_RECOMMENDERS_CLONE")
+    if not folder:
+        pytest.skip("GENERATIVE_RECOMMENDERS_CLONE names no clone of meta-recsys/generative-recommenders")
+    command = [sys.executable, str(Path(__file__).with_name("research_hstu.py")), str(seed)]
+    path = os.pathsep.join([folder, *sys.path])
+    subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=True, timeout=120)

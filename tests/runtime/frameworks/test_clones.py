@@ -10,9 +10,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from sennit.runtime.data.seeds import numpy_stream
+
 pytestmark = pytest.mark.timeout(300)
+
+RESEARCH_TRAINER = "generative_recommenders/research/trainer/train.py"
 
 # The program stays as it is. Only its list of names of backends has one more.
 PARAM = """
@@ -20,6 +25,36 @@ from param_bench.train.comms.pt import comms, pytorch_backend_utils
 
 pytorch_backend_utils.supportedC10dBackends.append("sennit")
 comms.main()
+"""
+
+# The trainer of the research models is for GPUs over nccl. Three of its phrases are others, and it has fewer steps.
+RESEARCH = """
+import importlib.util, logging, os, sys, types
+
+import fbgemm_gpu
+import gin
+import torch
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s", force=True)
+path = importlib.util.find_spec("generative_recommenders.research.trainer.train").origin
+with open(path) as file:
+    text = file.read()
+for old, new in (
+    ('"nccl"', repr(sys.argv[1])), ("device = rank", 'device = "cpu"'), ("device_ids=[rank]", "device_ids=None")
+):
+    assert text.count(old) == 1, old
+    text = text.replace(old, new)
+train = types.ModuleType("trainer")
+exec(compile(text, path, "exec"), train.__dict__)
+gin.parse_config(["create_data_loader.num_workers = 1", "create_data_loader.prefetch_factor = 2"])
+train.train_fn(
+    int(os.environ["RANK"]), 2, int(os.environ["MASTER_PORT"]), dataset_name="ml-1m", main_module=sys.argv[2],
+    max_sequence_length=20, local_batch_size=8, eval_batch_size=8, num_epochs=2, item_embedding_dim=16,
+    interaction_module_type="DotProduct", sampling_strategy=sys.argv[3], num_negatives=8, item_l2_norm=True,
+    gr_output_length=2, eval_interval=1, top_k_method="MIPSBruteForceTopK",
+)
 """
 
 
@@ -35,9 +70,16 @@ def clone(variable: str, program: str, *packages: str) -> Path:
     return folder.resolve()
 
 
-def run(command: list[str], folder: Path, port: int) -> str:
-    """Runs a program in `folder` as two ranks. Returns what rank 0 printed."""
-    shared = {**os.environ, "WORLD_SIZE": "2", "LOCAL_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def run(command: list[str], folder: Path, port: int, **further: str) -> str:
+    """Runs a program in `folder` as two ranks. Returns what rank 0 printed. `further`: variables."""
+    shared = {
+        **os.environ,
+        **further,
+        "WORLD_SIZE": "2",
+        "LOCAL_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     ranks: list[subprocess.Popen[str]] = []
     try:
         for rank in range(2):
@@ -85,3 +127,37 @@ def test_param(port: int, tmp_path: Path) -> None:
     printed = run(command, tmp_path, port)
     sizes = {name: len(re.findall(rf"COMMS-RES-{name}-float32 ", printed)) for name in collectives}
     assert set(sizes.values()) == {4}, f"{sizes}\n{printed}"
+
+
+def write_movielens(folder: Path, users: int = 48, items: int = 3_000) -> None:
+    """The files that the research trainer reads of ml-1m: users who go on from a film to one near it."""
+    stream = numpy_stream(1, "research")
+    rows = ["index,user_id,sequence_item_ids,sequence_ratings,sequence_timestamps"]
+    for user in range(users):
+        length = int(stream.integers(4, 30))
+        films = (stream.integers(items) + np.cumsum(stream.integers(1, 4, length))) % items + 1
+        times = 978_300_000 + np.cumsum(stream.integers(0, 90_000, length))
+        columns = (films, stream.integers(1, 6, length), times)
+        rows.append(",".join([f"{user},{user + 1}", *(f'"{",".join(map(str, one))}"' for one in columns)]))
+    (folder / "tmp" / "ml-1m").mkdir(parents=True)
+    (folder / "tmp" / "ml-1m" / "sasrec_format.csv").write_text("\n".join(rows) + "\n")
+    described = "".join(f"{film},Drama|Comedy,A film,{1960 + film % 40}\n" for film in range(1, items + 1))
+    (folder / "tmp" / "processed" / "ml-1m").mkdir(parents=True)
+    (folder / "tmp" / "processed" / "ml-1m" / "movies.csv").write_text(
+        "movie_id,genres,cleaned_title,year\n" + described
+    )
+
+
+@pytest.mark.parametrize(("module", "sampling"), [("HSTU", "local"), ("SASRec", "in-batch")])
+def test_generative_recommenders(module: str, sampling: str, port: int, tmp_path: Path) -> None:
+    """meta-recsys/generative-recommenders: its research trainer, with DDP, evaluations and its metrics of all ranks."""
+    folder = clone("GENERATIVE_RECOMMENDERS_CLONE", RESEARCH_TRAINER, "fbgemm_gpu", "gin", "tensorboard")
+    write_movielens(tmp_path)
+    told = {}
+    for place, backend in enumerate(("sennit", "gloo")):
+        command = [sys.executable, "-c", RESEARCH, backend, module, sampling]
+        printed = run(command, tmp_path, port + place, PYTHONPATH=os.pathsep.join([str(folder), *sys.path]))
+        # Without the seconds that an epoch took.
+        told[backend] = re.findall(r"(?:: (\d+\.\d{6})$|(NDCG@10 .*))", printed, re.MULTILINE)
+    assert len(told["sennit"]) == 14, told
+    assert told["sennit"] == told["gloo"]

@@ -270,14 +270,31 @@ def test_times_that_go_backwards(tmp_path: Path) -> None:
         batches(tmp_path / "data", schema, "time")
 
 
+@pytest.mark.parametrize("in_files", [False, True])
+def test_times_of_one_user_that_fall_are_named_before_the_run(in_files: bool, tmp_path: Path) -> None:
+    """Times of different users may be in any order, if samples are not in that of time."""
+    at = 1_000 * (np.arange(300) % 7) + np.arange(300)
+    content = {"label": "clicked", "time": "at", "sparse": FIELDS | {"at": {"encode": "value"}}}
+    schema = parse_schema(content | {"history": {"of": "user", "last": 4, "columns": ["item", "at"]}})
+    limits = {"memory_bytes": 0, "part_bytes": 1 << 10} if in_files else {}
+    Histories.open(index_of(tmp_path / "good", rows_of(np.arange(300) % 7, at=pa.array(at)), schema), schema, **limits)
+    at[[100, 207]] = 5
+    index = index_of(tmp_path / "bad", rows_of(np.arange(300) % 7, at=pa.array(at)), schema)
+    with pytest.raises(DataError, match=r"column at, .*: time 5 after \d+ of the same user .* sorted by it"):
+        Histories.open(index, schema, **limits)
+    # A model that does not read them does not care.
+    others = parse_schema(content | {"history": {"of": "user", "last": 4, "columns": ["item"]}})
+    Histories.open(index, others, **limits)
+
+
 def test_ranks_of_a_host_make_files_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     schema = schema_of()
     index = index_of(tmp_path / "data", rows_of(np.arange(3_000) % 70), schema)
     sorts = []
 
-    def counted(*arguments: Any) -> None:
+    def counted(*arguments: Any, **options: Any) -> None:
         sorts.append(arguments)
-        sort(*arguments)
+        sort(*arguments, **options)
 
     monkeypatch.setattr(histories_module, "sort", counted)
     with ThreadPoolExecutor(4) as pool:
