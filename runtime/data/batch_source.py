@@ -63,6 +63,9 @@ class BatchSource(Protocol):
     def sample(self) -> Samples | None:
         """Some samples, the same on every rank, to plan by; None: nobody has any before training."""
 
+    def history_lengths(self, count: int) -> Sequence[int] | None:
+        """Events of `count` samples that are spread over the data, with their own; None: they have no histories."""
+
     def counters(self) -> dict[str, int | float]:
         """Counters of the work done for the batches, by name; empty if there was none."""
 

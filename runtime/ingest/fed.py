@@ -170,6 +170,9 @@ class FedSource:
     def counters(self) -> dict[str, int | float]:
         return self._session.counters()
 
+    def history_lengths(self, count: int) -> None:
+        """Feeders send no histories."""
+
     def program_ns(self) -> int | None:
         return self._session.program_ns()
 

@@ -218,6 +218,14 @@ class StreamSource:
             self._spread = joined([self._rows_at(begin, count) for begin in begins])
         return self._sample if self._spread is None else self._spread
 
+    def history_lengths(self, count: int) -> Sequence[int] | None:
+        if self._histories is None:
+            return None
+        # A sample is read from where blocks begin, and the first block begins without histories.
+        rows = np.arange(count) * self._index.sample_count // count
+        found: list[int] = (self._histories.lengths(rows) + 1).tolist()
+        return found
+
     def _rows_at(self, begin: int, count: int) -> Samples:
         """The samples from a row on, at most `count`."""
         end = min(begin + count, self._index.sample_count)

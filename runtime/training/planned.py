@@ -136,12 +136,15 @@ def uses_of(config: TrainingConfig, source: BatchSource, tables: Sequence[Table]
 
 
 def _lengths(source: BatchSource) -> dict[str, Sequence[int]]:
-    """The ids of some samples by table: of the data in its order, thinned out, or what feeders say of all."""
-    known = source.sample()
+    """The ids of some samples by table. Of columns that are no history, those of the first samples will do."""
+    known, histories = source.sample(), source.history_lengths(LENGTHS)
     if known is None:
         return {facts.name: (round(facts.mean_length),) for facts in source.tables}
     some = torch.linspace(0, len(known) - 1, min(len(known), LENGTHS)).to(torch.int64)
-    return {column.name: column.lengths[some].tolist() for column in known.columns}
+    found: dict[str, Sequence[int]] = {column.name: column.lengths[some].tolist() for column in known.columns}
+    if histories is not None and source.history is not None:
+        found |= dict.fromkeys(source.history.columns, histories)
+    return found
 
 
 def problem_of(

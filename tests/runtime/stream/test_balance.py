@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -51,10 +52,10 @@ def test_slices_cost_alike() -> None:
     assert after.max() < 1.01 * after.mean()
 
 
-def sources(worlds: int, **changed: Any) -> list[StreamSource]:
+def sources(worlds: int, *, histories: bool = True, **changed: Any) -> list[StreamSource]:
     data = Source(data="synthetic-yambda?rows=1000&users=20&items=50&last=40")
     run = OrderSettings(seed=1, split="last", eval_fraction=0.1, batch_size=96, epochs=1, max_steps=None, slices=8)
-    found = open_source(data, StreamSettings(**{"balance": True, **changed}), run, seed=1, histories=True)
+    found = open_source(data, StreamSettings(**{"balance": True, **changed}), run, seed=1, histories=histories)
     fitted = found.fit()
     return [StreamSource(found.stream, found.order, fitted, rank=rank, world_size=worlds) for rank in range(worlds)]
 
@@ -63,6 +64,22 @@ def lengths_of(batch: Any, source: StreamSource) -> torch.Tensor:
     names = [table.name for table in source.tables]
     found: torch.Tensor = batch.lengths[names.index("item_id")]
     return found
+
+
+def test_lengths_to_plan_by_are_spread_over_the_stream() -> None:
+    """Those of the first rows are short: nobody has a history yet."""
+    (source,) = sources(1)
+    with contextlib.closing(source):
+        every = source.history_lengths(1_000)
+        assert every is not None
+        assert source.history_lengths(100) == every[::10]
+        read = torch.cat([lengths_of(source.take(number), source) for number in range(9)])
+        assert sorted(read.tolist()) == sorted(every[: len(read)])
+        assert every[0] == 1
+        assert sum(every) / 1_000 > 1.5 * sum(every[:100]) / 100
+    plain = sources(1, balance=False, histories=False)
+    with contextlib.closing(plain[0]) as source:
+        assert source.history_lengths(5) is None
 
 
 @pytest.mark.parametrize("order", ["time", "shuffled"])
