@@ -2,6 +2,7 @@
 from collections.abc import Callable, Sequence
 
 def instruction_sets() -> list[str]: ...
+def attention_sets() -> list[str]: ...
 def is_sound(
     row_counts: Sequence[int],
     bags: Sequence[int],

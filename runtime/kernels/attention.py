@@ -14,8 +14,9 @@ from sennit.runtime.kernels.attention_call import AttentionCall
 from sennit.runtime.kernels.native_attention import NativeAttention
 from sennit.transport.errors import ArgumentError, Unsupported
 
-IMPLEMENTATIONS: Final = ("reference", "native", "native-avx2", "native-portable")
-"""Names that `jagged_attention` accepts. Two are for tests: the native implementation with fewer instructions."""
+IMPLEMENTATIONS: Final = ("reference", "native", "native-avx512", "native-avx2", "native-portable")
+"""Names that `jagged_attention` accepts. The last three are for tests: the native implementation with fewer
+instructions. AVX-512 is without the tiles that bfloat16 has otherwise."""
 
 
 class _Implementation(Protocol):

@@ -18,7 +18,7 @@ class NativeAttention:
 
     def __init__(self, instruction_set: str | None = None, *, threads: int = 1) -> None:
         """`instruction_set`: one that this processor has; None for the best one."""
-        self._instruction_set = instruction_set or _kernels.instruction_sets()[0]
+        self._instruction_set = instruction_set or _kernels.attention_sets()[0]
         self._threads = threads
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

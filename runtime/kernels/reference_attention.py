@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import torch
@@ -35,7 +35,7 @@ def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> tu
     for sequence, rows in _sequences(call):
         one = _Sequence(call, sequence, rows, query, key, value)
         weights, of_rows = one.weights()
-        output[rows] = one.sums(weights, one.value).transpose(0, 1).to(output.dtype)
+        output[rows] = stored(one.sums(weights, one.value).transpose(0, 1), output.dtype)
         statistics[rows] = of_rows.transpose(0, 1)
     return output, statistics
 
@@ -72,15 +72,25 @@ def differentiate(
             ),
             strict=True,
         ):
-            result[rows] = sums.transpose(0, 1).to(result.dtype)
+            result[rows] = stored(sums.transpose(0, 1), result.dtype)
     return results[0], results[1], results[2], of_bias
 
 
-def fused(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-    """x · y + z of float32 tensors with one rounding.
+TILE_DEPTH: Final = 32
+"""Positions or columns whose products of bfloat16 one tile instruction sums up."""
 
-    The product is exact in float64. Their sum is rounded to odd there (Boldo and Melquiond, 2008), so that rounding it
-    to float32 is as if it had been exact.
+_LEAST_NORMAL: Final = 2.0**-126
+
+
+def fused(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    """x · y + z of float32 tensors with one rounding."""
+    return _fused_to_odd(x, y, z).float()
+
+
+def _fused_to_odd(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    """x · y + z in float64, so that rounding it to float32 is as if it had been exact.
+
+    The product is exact in float64. Their sum is rounded to odd there (Boldo and Melquiond, 2008).
     """
     product, z = x.double() * y.double(), z.double()
     total = product + z
@@ -89,7 +99,28 @@ def fused(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     bits = total.view(torch.int64)
     odd = torch.where((error > 0) == (total > 0), bits | 1, (bits - 1) | 1)
     is_inexact = (error != 0) & total.isfinite()
-    return torch.where(is_inexact, odd, bits).view(torch.float64).float()
+    return torch.where(is_inexact, odd, bits).view(torch.float64)
+
+
+def flushed(x: Tensor) -> Tensor:
+    """float32 with ±0 for numbers below 2^-126."""
+    return torch.where(x.abs() < _LEAST_NORMAL, x * 0, x)
+
+
+def flushed_fused(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    """`fused` of flushed numbers; ±0 if the result is below 2^-126 where exponents have no limit."""
+    exact = _fused_to_odd(x, y, z)
+    return torch.where(exact.abs() < _LEAST_NORMAL - 2.0**-151, exact * 0, exact).float()
+
+
+def narrowed(x: Tensor) -> Tensor:
+    """float32 with the precision of bfloat16, to nearest even; 0 below 2^-126."""
+    return flushed(x).bfloat16().float()
+
+
+def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 as `dtype`, to nearest even. In bfloat16 there is one NaN."""
+    return x if dtype == torch.float32 else x.to(dtype).masked_fill(x.isnan(), torch.nan)
 
 
 def exponential(x: Tensor) -> Tensor:
@@ -135,6 +166,7 @@ class _Sequence:
         self, call: AttentionCall, sequence: int, rows: slice, query: Tensor, key: Tensor, value: Tensor
     ) -> None:
         self.call = call
+        self.is_bf16 = query.dtype == torch.bfloat16
         self.query, self.key, self.value = (x[rows].float().transpose(0, 1) for x in (query, key, value))
         n = rows.stop - rows.start
         self.history = n - (0 if call.targets is None else int(call.targets[sequence]))
@@ -177,18 +209,46 @@ class _Sequence:
     def products(self, left: Tensor, right: Tensor) -> Tensor:
         """[heads, n, n]: left[i] · right[j], column after column of them."""
         result = torch.zeros(left.shape[0], left.shape[1], right.shape[1])
+        if self.is_bf16:
+            left, right = flushed(left), flushed(right)
+            return self._in_blocks(
+                result,
+                left.shape[2],
+                lambda column, sums: flushed_fused(left[:, :, None, column], right[:, None, :, column], sums),
+            )
         for column in range(left.shape[2]):
             result = fused(left[:, :, None, column], right[:, None, :, column], result)
         return result
 
     def sums(self, weights: Tensor, rows: Tensor, *, turned: bool = False) -> Tensor:
         """[heads, n, dim]: sums over j of weights[i, j] · rows[j], one after another, where i and j attend."""
-        mask = self.mask.T if turned else self.mask
+        mask = (self.mask.T if turned else self.mask)[None, :, :, None]
+        add = fused
+        if self.is_bf16:
+            weights, rows, add = narrowed(weights), flushed(rows), flushed_fused
+
+        def with_position(j: int, sums: Tensor) -> Tensor:
+            return torch.where(mask[:, :, j], add(weights[:, :, j, None], rows[:, None, j], sums), sums)
+
         result = torch.zeros(rows.shape)
+        if self.is_bf16:
+            return self._in_blocks(result, rows.shape[1], with_position)
         for j in range(rows.shape[1]):
-            with_j = fused(weights[:, :, j, None], rows[:, None, j], result)
-            result = torch.where(mask[None, :, j, None], with_j, result)
+            result = with_position(j, result)
         return result
+
+    @staticmethod
+    def _in_blocks(result: Tensor, count: int, add: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """`result` with sums of 32 added to it, block after block, of even indices and of odd ones apart."""
+        for first in range(0, count, TILE_DEPTH):
+            even, odd = torch.zeros_like(result), torch.zeros_like(result)
+            for index in range(first, min(count, first + TILE_DEPTH)):
+                if index % 2:
+                    odd = add(index, odd)
+                else:
+                    even = add(index, even)
+            result = flushed(result + flushed(even + odd))
+        return result + 0.0
 
     def weights(self) -> tuple[Tensor, Tensor]:
         scores = self.scores()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sennit.runtime.data.seeds import torch_stream
 from sennit.runtime.kernels.attention import jagged_attention
-from sennit.runtime.model.inputs import ModelInputs, initialise, mlp
+from sennit.runtime.model.inputs import ATTENTION_PRECISIONS, ModelInputs, initialise, mlp
 from sennit.transport.errors import ConfigError
 
 TIME_BUCKETS: Final = 40
@@ -28,9 +28,9 @@ class HstuLayer(nn.Module):
     U, V, Q, K = split(SiLU(linear(norm(X)))); X + linear(norm(attention(Q, K, V)) * U).
     """
 
-    def __init__(self, width: int, heads: int, positions: int, *, has_times: bool) -> None:
+    def __init__(self, width: int, heads: int, positions: int, *, has_times: bool, dtype: torch.dtype) -> None:
         super().__init__()
-        self._heads, self._positions = heads, positions
+        self._heads, self._positions, self._dtype = heads, positions, dtype
         self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
         self.split, self.out = nn.Linear(width, 4 * width), nn.Linear(width, width)
         self.position_bias = nn.Parameter(torch.empty(heads, positions))
@@ -38,7 +38,7 @@ class HstuLayer(nn.Module):
 
     def forward(self, rows: Tensor, attend: Any) -> Tensor:
         gate, value, query, key = nn.functional.silu(self.split(self.before(rows))).chunk(4, 1)
-        query, key, value = (part.reshape(len(rows), self._heads, -1) for part in (query, key, value))
+        query, key, value = (part.reshape(len(rows), self._heads, -1).to(self._dtype) for part in (query, key, value))
         # The divisor is a constant of the model, so a history weighs the same however long its neighbours are.
         found = attend(
             query,
@@ -48,7 +48,7 @@ class HstuLayer(nn.Module):
             position_bias=self.position_bias,
             time_bias=self.time_bias,
         )
-        added: Tensor = self.out(self.after(found.reshape(len(rows), -1)) * gate)
+        added: Tensor = self.out(self.after(found.to(rows.dtype).reshape(len(rows), -1)) * gate)
         return rows + added
 
 
@@ -88,8 +88,10 @@ class Hstu(nn.Module):
         self.dense = mlp([inputs.dense_count, *inputs.bottom, width], last_relu=False) if inputs.dense_count else None
         self.context_length = len(self._others) + (self.dense is not None)
         positions = self.context_length + history.last + 1
+        dtype = ATTENTION_PRECISIONS[inputs.attention]
         self.layers = nn.ModuleList(
-            HstuLayer(width, inputs.heads, positions, has_times=history.times is not None) for _ in range(inputs.layers)
+            HstuLayer(width, inputs.heads, positions, has_times=history.times is not None, dtype=dtype)
+            for _ in range(inputs.layers)
         )
         self.norm = nn.LayerNorm(width)
         self.head = mlp([(2 + self.context_length) * width, *inputs.top, inputs.label_count], last_relu=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,9 @@ from torch import Tensor, nn
 from sennit.runtime.data.seeds import torch_stream
 from sennit.runtime.sharded.tables import Table
 from sennit.transport.errors import ConfigError
+
+ATTENTION_PRECISIONS: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""What products of attention are made of, by name."""
 
 
 def mlp(widths: Sequence[int], *, last_relu: bool) -> nn.Sequential:
@@ -96,6 +100,9 @@ class ModelInputs:
     heads: int = 2
     """Heads of each of these layers."""
 
+    attention: str = "fp32"
+    """Precision of the products of attention, "fp32" or "bf16". Sums are made in float32."""
+
     def __post_init__(self) -> None:
         if self.dense_count < 0:
             raise ConfigError(f"{self.dense_count} dense features; allowed: 0 or more")
@@ -106,6 +113,8 @@ class ModelInputs:
         for name, count in (("layers", self.layers), ("heads", self.heads)):
             if count < 1:
                 raise ConfigError(f"{count} {name}; allowed: 1 or more")
+        if self.attention not in ATTENTION_PRECISIONS:
+            raise ConfigError(f"attention {self.attention!r}; allowed: {', '.join(ATTENTION_PRECISIONS)}")
         for name, widths in (("bottom", self.bottom), ("top", self.top)):
             for width in widths:
                 if width < 1:

@@ -19,6 +19,7 @@ from sennit.runtime.data.schema import HISTORY_MAX
 from sennit.runtime.data.source import Source
 from sennit.runtime.kernels.optimizers import NAMED, OptimizerSpec
 from sennit.runtime.model.factory import DENSE_OPTIMIZERS, MODELS, reads_histories
+from sennit.runtime.model.inputs import ATTENTION_PRECISIONS
 from sennit.runtime.model.loss import LOSSES
 from sennit.runtime.model.schedule import DECAYS, RateSchedule
 from sennit.runtime.model.settings import SettingsFile, tables_of
@@ -172,6 +173,9 @@ class TrainingConfig:
 
     heads: Annotated[int, Option(low=1, high=1024)] = 2
     """Heads of each of these layers. They share the embedding dimension."""
+
+    attention: Annotated[str, Option(choices=tuple(ATTENTION_PRECISIONS))] = "fp32"
+    """Precision of the products of attention. Sums are made in fp32. With bf16 a processor with AMX is faster."""
 
     sparse_rate: Annotated[float, Option(above=0, below=1000)] = 0.15
     """Learning rate of the embeddings."""

@@ -53,6 +53,7 @@ def model_inputs(config: TrainingConfig, source: BatchSource, tables: Sequence[T
         history=_history(source) if reads_histories(config.model) else None,
         layers=config.layers,
         heads=config.heads,
+        attention=config.attention,
         dense_count=source.dense_count,
         tables=tuple(tables),
         bottom=config.bottom,

@@ -96,6 +96,8 @@ def fixed_of(config: TrainingConfig, source: BatchSource) -> dict[str, Any]:
         fixed["order"]["running"] = running
     if source.history is not None:
         fixed["model"] |= {"layers": config.layers, "heads": config.heads, "history": _plain(source.history)}
+        if config.attention != "fp32":
+            fixed["model"]["attention"] = config.attention
     if unlisted := [table.name for table in source.tables if table.is_dynamic]:
         # Hashes of ids would be other ids.
         fixed["model"]["dynamic_ids"] = unlisted

@@ -220,6 +220,22 @@ def _core() -> Capability:
         return absent(name, what, remedy)
 
 
+def _amx() -> Capability:
+    """Whether attention of bfloat16 takes tiles of the processor."""
+    name = "amx"
+    try:
+        from sennit.runtime.kernels import _kernels
+    except ImportError as error:
+        return absent(name, str(error), extras.in_checkout("build", "a wheel of sennit for this processor"))
+    if name in _kernels.attention_sets():
+        return present(name, "tiles of bfloat16")
+    return absent(
+        name,
+        "no tiles of bfloat16 for this process: attention takes wide vectors, slower and with the same bits",
+        "a processor with AMX (Intel Sapphire Rapids or later), and Linux 5.16",
+    )
+
+
 def _torch() -> Capability:
     try:
         version = importlib.metadata.version("torch")
@@ -443,6 +459,7 @@ PROBES: dict[str, Callable[[], Capability]] = {
     "udp-gso": _udp_gso,
     "udp-gro": _udp_gro,
     "core": _core,
+    "amx": _amx,
     "torch": _torch,
     "backend": _backend,
     "rdma": _rdma,
@@ -476,6 +493,7 @@ QUESTIONS = [
     Question(title="the same over IPv6 (IPv4 otherwise)", needs=("loopback-ipv6",)),
     Question(title="other machines find this one by its name", needs=("host-name",)),
     Question(title="kernels with wide vectors (portable ones otherwise)", needs=("avx2",)),
+    Question(title="attention of bfloat16 by tiles (wide vectors otherwise)", needs=("amx",)),
     Question(title="BPF objects, extensions and kernels are kept for the next time", needs=("cache",)),
     Question(title="services of this machine are reached without a proxy", needs=("proxy",)),
     Question(title="RDMA devices (verbs)", needs=("rdma", "roce")),

@@ -177,6 +177,18 @@ def test_initial_weights_depend_on_the_seed_and_norms_begin_as_they_are() -> Non
         assert torch.equal(first[name], other[name]) == (name in norms), name
 
 
+def test_attention_of_bfloat16_is_near_that_of_float32() -> None:
+    """Its weights are float32, and so is all that is not in a product of attention."""
+    drawn = Drawn()
+    exact, rounded = build("hstu", inputs()), build("hstu", inputs(attention="bf16"))
+    rounded.load_state_dict(exact.state_dict())
+    logits = [model(*drawn.arguments()) for model in (exact, rounded)]
+    assert not torch.equal(logits[0], logits[1])
+    torch.testing.assert_close(logits[1], logits[0], rtol=0.05, atol=0.05)
+    logits[1].sum().backward()
+    assert all(x.grad is not None and x.grad.dtype == torch.float32 for x in rounded.parameters())
+
+
 def test_what_it_needs_is_said() -> None:
     assert reads_histories("hstu")
     assert not reads_histories("dlrm")
@@ -186,6 +198,8 @@ def test_what_it_needs_is_said() -> None:
         build("hstu", inputs(heads=3))
     with pytest.raises(ConfigError, match=r"0 layers; allowed: 1 or more"):
         inputs(layers=0)
+    with pytest.raises(ConfigError, match=r"attention 'fp16'; allowed: fp32, bf16"):
+        inputs(attention="fp16")
 
 
 def test_a_layer_is_that_of_its_authors(seed: int) -> None:

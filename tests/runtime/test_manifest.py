@@ -164,7 +164,7 @@ def test_every_option_is_fixed_or_free_or_no_part_of_the_run() -> None:
     # What these say is recorded table by table.
     of_tables = ["embedding_dim", "row_shards", "tables", "tensor_train", "optimizer", "momentum"]
     # Earlier checkpoints do not have these: they are fixed where they are given.
-    if_given = ["validation_fraction", "warm_start", "layers", "heads", "history"]
+    if_given = ["validation_fraction", "warm_start", "layers", "heads", "attention", "history"]
     assert sorted(names) == sorted(["stream", *fixed, *free, *apart, *of_tables, *if_given])
     assert not fixed & free
 

@@ -56,7 +56,8 @@ def test_worlds_and_a_stop_give_one_digest(tmp_path: Path) -> None:
 def test_placements_and_overlap_of_balanced_slices_change_no_bit(
     ranks: int, options: list[str], tmp_path: Path
 ) -> None:
-    model = [*MODEL, "--balance"]
+    """With attention of bfloat16, too."""
+    model = [*MODEL, "--balance", "--attention", "bf16"]
     alone = train(tmp_path / "1.json", *model, "--ranks", "1", "--row-shards", "4")
     found = train(tmp_path / "2.json", *model, "--ranks", str(ranks), *options)
     assert found["weights_sha256"] == alone["weights_sha256"]

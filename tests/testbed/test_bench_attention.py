@@ -30,7 +30,9 @@ def test_all_ways_compute_the_same() -> None:
 def test_small_run() -> None:
     report = attention.run(**SMALL, rounds=2)
     figures = attention.as_json(report, **SMALL, rounds=2)
-    assert sorted(figures["peer_over_sennit"]) == [attention.LOOP, attention.PADDED]
+    peers = [way(name) for name in attention.PEERS for way in (str, attention.narrow)]
+    assert sorted(figures["peer_over_sennit"]) == sorted(peers)
+    assert figures["added_bytes"][attention.PADDED] > 0
     assert all(len(taken) == 2 for taken in figures["step_s"].values())
     console = Console(width=100, record=True)
     attention.render(report, console)

@@ -5,8 +5,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string_view>
 #include <vector>
+
+#include "tile_products.hpp"
 
 namespace sennit::kernels {
 
@@ -65,15 +68,27 @@ struct AttentionKernels {
   void (*attend)(const Attention&, const AttentionResult&, std::size_t sequence, std::size_t head, AttentionScratch&);
   void (*differentiate)(const Attention&, const AttentionGradients&, std::size_t sequence, std::size_t head,
                         AttentionScratch&);
+  void (*multiply)(const TileProducts&);  // What those of bfloat16 are made of. Null for float32.
 };
 
-// Those of one of `available_kernels()`; null if this processor does not have that set.
-const AttentionKernels* find_attention(std::string_view instruction_set);
+// An instruction set, and its kernels for float32 and for bfloat16.
+struct AttentionSet {
+  std::string_view name;
+  const AttentionKernels *of_fp32, *of_bf16;
+
+  const AttentionKernels& of(const Attention& attention) const { return attention.is_bf16 ? *of_bf16 : *of_fp32; }
+};
+
+// Those that this processor has, fastest first: of `available_kernels()`, and "amx" in front where the processor has
+// tiles of bfloat16 and the kernel lets this process use them.
+std::span<const AttentionSet> attention_sets();
+
+// Null if this processor does not have that set.
+const AttentionSet* find_attention(std::string_view instruction_set);
 
 // All heads of all sequences. No thread changes a bit.
-void attend(const AttentionKernels& kernels, const Attention& attention, const AttentionResult& result,
-            unsigned threads);
-void differentiate(const AttentionKernels& kernels, const Attention& attention, const AttentionGradients& gradients,
+void attend(const AttentionSet& set, const Attention& attention, const AttentionResult& result, unsigned threads);
+void differentiate(const AttentionSet& set, const Attention& attention, const AttentionGradients& gradients,
                    unsigned threads);
 
 }  // namespace sennit::kernels

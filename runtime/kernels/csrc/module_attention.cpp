@@ -3,10 +3,12 @@
 
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "attention.hpp"
 
@@ -30,13 +32,18 @@ const std::int64_t* integers(std::uintptr_t address) { return reinterpret_cast<c
 
 // One call of the operator and its gradient.
 struct AttentionCall {
-  const AttentionKernels* kernels;
+  const AttentionSet* set;
   Attention attention;
 };
 
 }  // namespace
 
 void bind_attention(nb::module_& module) {
+  module.def("attention_sets", [] {
+    std::vector<std::string> names;
+    for (const AttentionSet& set : attention_sets()) names.emplace_back(set.name);
+    return names;
+  });
   nb::class_<AttentionCall>(module, "Attention")
       .def("__init__",
            [](AttentionCall* self, const std::string& instruction_set, const Rows& query, const Rows& key,
@@ -44,11 +51,11 @@ void bind_attention(nb::module_& module) {
               std::size_t heads, std::size_t context, float scale, float share, bool is_softmax, bool is_causal,
               bool is_bf16, std::int64_t window, const Bias& position_bias, const Bias& time_bias, std::uintptr_t times,
               std::uintptr_t boundaries) {
-             const AttentionKernels* kernels = find_attention(instruction_set);
-             if (kernels == nullptr) throw std::invalid_argument("no instruction set " + instruction_set);
+             const AttentionSet* set = find_attention(instruction_set);
+             if (set == nullptr) throw std::invalid_argument("no instruction set " + instruction_set);
              const auto& [position_entries, positions] = position_bias;
              const auto& [time_entries, buckets] = time_bias;
-             new (self) AttentionCall{kernels,
+             new (self) AttentionCall{set,
                                       {.query = head_rows(query),
                                        .key = head_rows(key),
                                        .value = head_rows(value),
@@ -73,14 +80,14 @@ void bind_attention(nb::module_& module) {
       .def("attend",
            [](const AttentionCall& self, const Rows& output, std::uintptr_t statistics, unsigned threads) {
              const nb::gil_scoped_release release;
-             attend(*self.kernels, self.attention, {head_rows(output), floats(statistics)}, threads);
+             attend(*self.set, self.attention, {head_rows(output), floats(statistics)}, threads);
            })
       .def("differentiate", [](const AttentionCall& self, const Rows& output, std::uintptr_t statistics,
                                const Rows& query, const Rows& key, const Rows& value, std::uintptr_t bias,
                                unsigned threads) {
         const nb::gil_scoped_release release;
         differentiate(
-            *self.kernels, self.attention,
+            *self.set, self.attention,
             {head_rows(output), floats(statistics), head_rows(query), head_rows(key), head_rows(value), floats(bias)},
             threads);
       });

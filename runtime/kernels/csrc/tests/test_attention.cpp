@@ -8,12 +8,16 @@
 #include <iterator>
 #include <limits>
 #include <random>
+#include <type_traits>
 #include <vector>
 
 #include "attention.hpp"
-#include "instruction_sets.hpp"
 
 using namespace sennit::kernels;
+
+namespace sennit::kernels {
+std::size_t other_reciprocals(std::uint32_t exponent);
+}
 
 namespace {
 
@@ -24,8 +28,20 @@ struct Shape {
   bool is_softmax, is_causal, has_bias;
 };
 
-// The output, and all gradients, one after another.
-std::vector<float> run(const Shape& shape, const AttentionKernels& kernels, unsigned threads) {
+template <typename Number>
+Number number(float x) {
+  if constexpr (std::is_same_v<Number, float>)
+    return x;
+  else
+    return static_cast<Number>(std::bit_cast<std::uint32_t>(x) >> 16);
+}
+
+float float_of(float x) { return x; }
+float float_of(std::uint16_t x) { return std::bit_cast<float>(std::uint32_t{x} << 16); }
+
+// The output, and all gradients, one after another. `Number` is float, or std::uint16_t for bfloat16.
+template <typename Number>
+std::vector<float> run(const Shape& shape, const AttentionSet& kernels, unsigned threads) {
   std::mt19937 random(7);
   std::vector<std::int64_t> offsets{0}, times;
   for (const std::int64_t length : shape.lengths) {
@@ -39,11 +55,16 @@ std::vector<float> run(const Shape& shape, const AttentionKernels& kernels, unsi
     for (float& x : drawn) x = static_cast<float>(random() >> 8) * 0x1p-23f - 1.0f;
     return drawn;
   };
-  const auto part = [&](std::vector<float>& all, std::size_t dim) {
+  const auto draw_rows = [&](std::size_t count) {
+    std::vector<Number> drawn;
+    for (const float x : draw(count)) drawn.push_back(number<Number>(x));
+    return drawn;
+  };
+  const auto part = [&](std::vector<Number>& all, std::size_t dim) {
     return HeadRows{all.data(), shape.heads * dim, dim, dim};
   };
-  std::vector<float> query = draw(rows * shape.heads * shape.dim), key = draw(query.size());
-  std::vector<float> value = draw(rows * shape.heads * shape.width), arriving = draw(value.size());
+  std::vector<Number> query = draw_rows(rows * shape.heads * shape.dim), key = draw_rows(query.size());
+  std::vector<Number> value = draw_rows(rows * shape.heads * shape.width), arriving = draw_rows(value.size());
   const std::vector<float> positions = draw(shape.heads * 4), by_time = draw(shape.heads * 3);
   const std::vector<std::int64_t> boundaries{2, 30};
   Attention attention{.query = part(query, shape.dim),
@@ -58,7 +79,7 @@ std::vector<float> run(const Shape& shape, const AttentionKernels& kernels, unsi
                       .share = 0.25f,
                       .is_softmax = shape.is_softmax,
                       .is_causal = shape.is_causal,
-                      .is_bf16 = false,
+                      .is_bf16 = std::is_same_v<Number, std::uint16_t>,
                       .window = shape.window,
                       .position_bias = nullptr,
                       .positions = 0,
@@ -74,17 +95,19 @@ std::vector<float> run(const Shape& shape, const AttentionKernels& kernels, unsi
     attention.boundaries = boundaries.data();
     attention.boundary_count = boundaries.size();
   }
-  std::vector<float> output(value.size()), statistics(rows * shape.heads * 2);
-  std::vector<float> of_query(query.size()), of_key(key.size()), of_value(value.size());
+  std::vector<float> statistics(rows * shape.heads * 2);
+  std::vector<Number> output(value.size()), of_query(query.size()), of_key(key.size()), of_value(value.size());
   std::vector<float> of_bias((sequences + 1) * shape.heads * attention.bias_entries());
   attend(kernels, attention, {part(output, shape.width), statistics.data()}, threads);
   differentiate(kernels, attention,
                 {part(arriving, shape.width), statistics.data(), part(of_query, shape.dim), part(of_key, shape.dim),
                  part(of_value, shape.width), shape.has_bias ? of_bias.data() : nullptr},
                 threads);
-  for (const auto* more : {&of_query, &of_key, &of_value, &of_bias})
-    output.insert(output.end(), more->begin(), more->end());
-  return output;
+  std::vector<float> all;
+  for (const auto* part : {&output, &of_query, &of_key, &of_value})
+    for (const Number x : *part) all.push_back(float_of(x));
+  all.insert(all.end(), of_bias.begin(), of_bias.end());
+  return all;
 }
 
 constexpr std::int64_t everywhere = std::numeric_limits<std::int64_t>::max();
@@ -98,6 +121,47 @@ const Shape shapes[] = {
     {{0}, {}, 2, 4, 4, 0, 0, true, true, true},
 };
 
+// Numbers of any kind, of equal size, near the least ones, or whose products are near those.
+std::uint16_t draw_half(std::mt19937& random, int kind) {
+  const auto drawn = static_cast<std::uint32_t>(random()), fraction = drawn & 0x807f, choice = drawn >> 16;
+  switch (kind) {
+    case 0:
+      return static_cast<std::uint16_t>(drawn);
+    case 1:
+      return static_cast<std::uint16_t>(fraction | (110 + choice % 30) << 7);
+    case 2:
+      return static_cast<std::uint16_t>(fraction | choice % 70 << 7);
+    default:
+      return static_cast<std::uint16_t>(fraction | (55 + choice % 12) << 7);
+  }
+}
+
+// Two blocks of 32, 32 rows and 32 columns.
+std::vector<float> multiply(const AttentionSet& set, int kind, std::uint32_t seed, bool adds) {
+  std::mt19937 random(seed);
+  const auto draw = [&](std::size_t count) {
+    std::vector<std::uint16_t> drawn(count);
+    for (std::uint16_t& half : drawn) half = draw_half(random, kind);
+    return drawn;
+  };
+  const std::vector<std::uint16_t> left = draw(32 * 64), right = draw(4 * tile_halves);
+  std::vector<float> result(32 * 32);
+  for (float& x : result)
+    x = std::bit_cast<float>(std::uint32_t{draw_half(random, kind)} << 16 | static_cast<std::uint16_t>(random()));
+  set.of_bf16->multiply({.left = left.data(),
+                         .left_stride = 64,
+                         .right = right.data(),
+                         .right_block_stride = 2 * tile_halves,
+                         .right_tile_stride = tile_halves,
+                         .result = result.data(),
+                         .result_stride = 32,
+                         .row_tiles = 2,
+                         .column_tiles = 2,
+                         .blocks = 2,
+                         .adds = adds});
+  return result;
+}
+
 // FNV-1a of the bits.
 std::uint64_t digest(const std::vector<float>& numbers) {
   std::uint64_t hash = 0xcbf29ce484222325;
@@ -110,24 +174,61 @@ std::uint64_t digest(const std::vector<float>& numbers) {
 
 }  // namespace
 
-TEST_CASE("attention has the same bits on any processor") {
+TEST_CASE("attention of float32 has the same bits on any processor") {
   const std::uint64_t expected[] = {15499524521834503297u, 6525342788424256247u,  12145360007898683342u,
                                     15610502428869177382u, 14695436038551369680u, 1718617291719999957u};
   for (std::size_t number = 0; number < std::size(shapes); number++)
-    CHECK(digest(run(shapes[number], *find_attention(available_kernels().front()->name), 1)) == expected[number]);
+    CHECK(digest(run<float>(shapes[number], attention_sets().front(), 1)) == expected[number]);
 }
 
-TEST_CASE("attention stays within its rows, and has the same bits with any instructions and threads") {
+TEST_CASE("attention of bfloat16 has the same bits on any processor") {
+  const std::uint64_t expected[] = {7102659271571691941u,  8452795460666350695u,  17411171154708775220u,
+                                    10151120561572366989u, 11317440917953013756u, 1718617291719999957u};
+  for (std::size_t number = 0; number < std::size(shapes); number++)
+    CHECK(digest(run<std::uint16_t>(shapes[number], attention_sets().front(), 1)) == expected[number]);
+}
+
+TEST_CASE_TEMPLATE("attention stays within its rows, and has the same bits with any instructions and threads", Number,
+                   float, std::uint16_t) {
   for (const Shape& shape : shapes) {
-    const std::vector<float> expected = run(shape, *find_attention("portable"), 1);
+    const std::vector<float> expected = run<Number>(shape, attention_sets().back(), 1);
     for (const float x : expected) CHECK(x == x);
-    for (const Kernels* kernels : available_kernels())
+    for (const AttentionSet& set : attention_sets())
       for (const unsigned threads : {1u, 3u}) {
-        const std::vector<float> found = run(shape, *find_attention(kernels->name), threads);
+        const std::vector<float> found = run<Number>(shape, set, threads);
+        CAPTURE(set.name);
         REQUIRE(found.size() == expected.size());
         CHECK(std::memcmp(found.data(), expected.data(), found.size() * sizeof(float)) == 0);
       }
   }
 }
+
+TEST_CASE("products of tiles have the same bits with any instructions") {
+  const AttentionSet& portable = attention_sets().back();
+  for (int kind = 0; kind < 4; kind++)
+    for (std::uint32_t seed = 0; seed < 40; seed++) {
+      const std::vector<float> expected = multiply(portable, kind, seed, seed % 2 == 0);
+      for (const AttentionSet& set : attention_sets()) {
+        const std::vector<float> found = multiply(set, kind, seed, seed % 2 == 0);
+        std::size_t others = 0;
+        for (std::size_t at = 0; at < found.size(); at++) {
+          const bool is_nan = found[at] != found[at] && expected[at] != expected[at];
+          others += !is_nan && std::bit_cast<std::uint32_t>(found[at]) != std::bit_cast<std::uint32_t>(expected[at]);
+        }
+        CAPTURE(set.name);
+        CHECK(others == 0);
+      }
+    }
+}
+
+#if defined(SENNIT_X86_KERNELS)
+TEST_CASE("reciprocals from 1 to 2^126 have the bits of a division") {
+  if (find_attention("avx512") == nullptr) {
+    MESSAGE("not tested: this processor has no AVX-512");
+    return;
+  }
+  for (const std::uint32_t exponent : {127, 252}) CHECK(other_reciprocals(exponent) == 0);
+}
+#endif
 
 TEST_CASE("no attention for a set that is not there") { CHECK(find_attention("no such set") == nullptr); }
