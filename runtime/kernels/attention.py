@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Final, Literal, Protocol
 
 import torch
@@ -17,6 +20,17 @@ from sennit.transport.errors import ArgumentError, Unsupported
 IMPLEMENTATIONS: Final = ("reference", "native", "native-avx512", "native-avx2", "native-portable")
 """Names that `jagged_attention` accepts. The last three are for tests: the native implementation with fewer
 instructions. AVX-512 is without the tiles that bfloat16 has otherwise."""
+
+
+_watch: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+
+
+def watch(enter: Callable[[], AbstractContextManager[object]] | None) -> None:
+    """From now on what `enter` returns is entered around each forward and backward pass of attention in this process,
+    in the thread that makes it. None: nothing is.
+    """
+    global _watch
+    _watch = contextlib.nullcontext if enter is None else enter
 
 
 class _Implementation(Protocol):
@@ -150,7 +164,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tens
     *fields, implementation = rest
     call = AttentionCall(*fields)
     call.check(query, key, value)
-    return _implementation(implementation).attend(call, query, key, value)
+    with _watch():
+        return _implementation(implementation).attend(call, query, key, value)
 
 
 @_attend.register_fake
@@ -173,9 +188,10 @@ def _differentiate(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     *fields, implementation = rest
     call = AttentionCall(*fields)
-    of_query, of_key, of_value, of_bias = _implementation(implementation).differentiate(
-        call, query, key, value, gradient, statistics, wants_bias=wants_bias
-    )
+    with _watch():
+        of_query, of_key, of_value, of_bias = _implementation(implementation).differentiate(
+            call, query, key, value, gradient, statistics, wants_bias=wants_bias
+        )
     positions = 0 if call.position_bias is None or not wants_bias else call.position_bias.shape[1]
     return of_query, of_key, of_value, of_bias[:, :positions].clone(), of_bias[:, positions:].clone()
 

@@ -24,7 +24,7 @@ CLOCKED: Final[dict[str, tuple[str, ...]]] = {
     "id exchange": ("input exchange",),
     "lookup": ("lookup",),
     "pooled exchange": ("AlltoAll forward",),
-    "dense": ("dense forward", "dense backward", "dense update"),
+    "dense": ("dense forward", "dense backward", "dense update", "attention"),
     "gradient exchange": ("AlltoAll backward",),
     "update": ("sparse update",),
     "replicas": ("AllGather",),

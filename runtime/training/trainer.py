@@ -150,6 +150,11 @@ class Trainer(Closing):
             codec=config.gradient_codec,
             clock=self.clock,
         )
+        if self.reads_histories:
+            # It takes 15 ms to import, as its operators are torch's.
+            from sennit.runtime.kernels import attention
+
+            attention.watch(functools.partial(self.clock.phase, "attention"))
         self._exchanges: Exchanges | None = None
         if self.overlap.has_tables:
             self._exchanges = Exchanges(scheduler, [self.tables], self._ahead, replicas=self.replicas)
@@ -511,6 +516,10 @@ class Trainer(Closing):
             self._exchanges.close(failed=failed)
         self._ahead.close(failed=failed)
         self.tables.close()
+        if self.reads_histories:
+            from sennit.runtime.kernels import attention
+
+            attention.watch(None)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -39,6 +39,7 @@ def test_worlds_and_a_stop_give_one_digest(tmp_path: Path) -> None:
         assert other["weights_sha256"] == alone["weights_sha256"]
         assert other["quality"] == alone["quality"]
     assert alone["quality"]["sample_count"] == 300
+    assert 0 < alone["phases_s"]["attention"] < alone["train_s"]
 
 
 @pytest.mark.parametrize(
