@@ -56,10 +56,10 @@ PARTS: Final = {
     "long": Part(
         what="tests marked `long`: every case in Triton's interpreter and of worlds, transports and codecs, the "
         "tutorials, 500 schedules of overlapped steps, kills at every point of a save, hostile pages of counters by "
-        "the million, ten million batches at XDP while packets are replayed, a bundle for a GPU machine, and the VM in "
-        "empty roots",
+        "the million, ten million batches at XDP while packets are replayed, a stream of ten times the memory that a "
+        "run may use, a bundle for a GPU machine, and the VM in empty roots",
         command=(*PYTEST, "-m", "long", "--seed", "{seed}", "--ignore", RANDOM_CALLS),
-        limit_s=7_200,
+        limit_s=9_000,
     ),
     "examples": Part(
         what="tests of random examples, with ten times as many examples",

@@ -80,9 +80,9 @@ def run(*, rows: Sequence[int], steps: int, resume: int, rounds: int, seed: int,
         first = Path(made) / "first.parquet"
         _write(first, min(FILE_ROWS, *rows), seed)
         schema, known = Path(made) / "schema.toml", Path(made) / "preprocessing.json"
-        schema.write_text(SCHEMA)
+        schema.write_text(SCHEMA, encoding="utf-8")
         with StreamLoader(str(first), schema=schema, batch_size=BATCH_ROWS) as loader:
-            known.write_text(loader.preprocessing.text())
+            known.write_text(loader.preprocessing.text(), encoding="utf-8")
         places = {count: Path(made) / str(count) for count in rows}
         for count, place in places.items():
             place.mkdir()

@@ -21,7 +21,10 @@ def greatest_memory_bytes() -> int:
 def main(place: str, schema: str, known: str, batch_rows: str, steps: str, resume: str) -> None:
     began_s = time.perf_counter()
     loader = StreamLoader(
-        place, schema=schema, batch_size=int(batch_rows), preprocessing=Preprocessing.parse(Path(known).read_text())
+        place,
+        schema=schema,
+        batch_size=int(batch_rows),
+        preprocessing=Preprocessing.parse(Path(known).read_text(encoding="utf-8")),
     )
     opened_s = time.perf_counter()
     batches = iter(loader)
