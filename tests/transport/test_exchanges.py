@@ -27,6 +27,13 @@ from tests.transport.meeting import MemoryStore
 WORLD = 70
 
 
+def meet(exchanges: Exchanges, rank: int, greet: Callable[[int], Record] = lambda rank: {}) -> list[Record]:
+    """The first two rounds. Returns the first one's records."""
+    hello, offers = exchanges.meet(lambda: greet(rank), lambda listed: {"ranks": len(listed), "rank": rank})
+    assert offers == [{"ranks": len(hello), "rank": peer} for peer in range(len(hello))]
+    return hello
+
+
 def run(
     body: Callable[[Exchanges, int], Any],
     *,
@@ -42,7 +49,7 @@ def run(
     def join(rank: int) -> Any:
         exchanges = Exchanges(shared, name="group", rank=rank, world=world, timeout_s=timeout_s, watch=None)
         try:
-            exchanges.meet(lambda: greet(rank))
+            meet(exchanges, rank, greet)
             return body(exchanges, rank)
         except SennitError as error:
             return error
@@ -54,18 +61,13 @@ def run(
 @pytest.mark.parametrize("world", [2, 3, 5, 32, 33, WORLD])
 def test_everybody_learns_everything_and_each_gets_its_parcels(world: int) -> None:
     def body(exchanges: Exchanges, rank: int) -> Any:
-        def make() -> dict[str, Any]:
-            exchanges.put("value", b"of %d" % rank)
-            return {"square": rank * rank}
-
-        records = exchanges.exchange("round", make)
+        records = exchanges.exchange("round", lambda: {"square": rank * rank})
         parcels = {peer: f"{rank}>{peer}".encode() * (peer % 3) for peer in range(world)}
         squares = [record["square"] for record in records]
-        return squares, exchanges.get("value", list(range(world))), exchanges.swap("parcels", lambda: parcels)
+        return squares, exchanges.swap("parcels", lambda: parcels)
 
-    for rank, (squares, values, parcels) in enumerate(run(body, world=world)):
+    for rank, (squares, parcels) in enumerate(run(body, world=world)):
         assert squares == [peer * peer for peer in range(world)]
-        assert values == [b"of %d" % peer for peer in range(world)]
         assert parcels == [f"{peer}>{rank}".encode() * (rank % 3) for peer in range(world)]
 
 
@@ -83,7 +85,7 @@ def test_whoever_watches_looks_and_leaves_the_store_its_time() -> None:
         exchanges = Exchanges(
             store, name="group", rank=rank, world=3, timeout_s=60.0, watch=lambda: watched.append(rank)
         )
-        exchanges.meet(dict)
+        meet(exchanges, rank)
         return exchanges.exchange("round", lambda: {"rank": rank})
 
     with ThreadPoolExecutor(3) as pool:
@@ -115,7 +117,7 @@ def test_two_processes_of_two_hosts_with_one_rank_are_named(monkeypatch: pytest.
     def join(number: int) -> None:
         exchanges = Exchanges(store, name="group", rank=min(number, 1), world=2, timeout_s=120.0, watch=None)
         try:
-            results[number] = exchanges.meet(dict)
+            results[number] = meet(exchanges, min(number, 1))
         except SennitError as error:
             results[number] = error
 
@@ -143,7 +145,7 @@ def test_a_rank_whose_place_another_host_has_in_the_run_says_so_at_its_deadline(
     def join(number: int, timeout_s: float) -> None:
         exchanges = Exchanges(store, name="group", rank=min(number, 1), world=2, timeout_s=timeout_s, watch=None)
         try:
-            results[number] = exchanges.meet(dict)
+            results[number] = meet(exchanges, min(number, 1))
         except SennitError as error:
             results[number] = error
 

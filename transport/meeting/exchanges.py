@@ -5,13 +5,14 @@ Records travel up a tree of ranks: a rank with children reads what they left, an
 block of all, which everybody reads. So a rank reads a few dozen keys and O(world) bytes, in O(log world) steps.
 
 Keys hold the name of the group and, from the second round on, the number of the run: a store may hold the records of
-an earlier one. Records go when all have read them: at the end of a round each rank deletes what it left for earlier
-ones, and the last rank that is connected deletes the rest (`finish`).
+an earlier one. Records go when all have read them. A rank deletes its own at the end of the round, and rank 0 the block
+of all at the end of the next. The last rank that is connected deletes the rest (`finish`).
+
+On a busy machine each request waits for two turns: of the store's process, and of the rank. So requests are few.
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 import os
@@ -42,8 +43,10 @@ STORE_CLOCK_SLACK_S: Final = 0.05
 # The first pause between two looks at the store. The pause then grows up to WATCH_POLL_S.
 POLL_FIRST_S: Final = 0.0005
 WATCH_POLL_S: Final = 0.01
-# How often the first round's records are read again, and for how long one that fits no run may be of an earlier run.
+# How often the first round's records are read again by ranks with children, and by those whose run has not begun; how
+# long the others wait before they look at rank 0's; and for how long one that fits no run may be of an earlier run.
 REREAD_S: Final = 0.1
+LOOK_S: Final = 1.0
 OLD_RECORD_S: Final = 10.0
 # How long another process with our rank may live on, as one does that is just being killed.
 DYING_S: Final = 1.0
@@ -70,16 +73,16 @@ class Exchanges:
         self._nonce = os.urandom(6).hex()
         self._process = Process.ours()
         self._run = ""
-        self._listed = b""  # the records of the run, as rank 0 left them
+        self._listed: list[Record] = []  # the first round's records of the run
         self._children = children_of(rank, world)
         self._heard: set[str] = set()
         self._strange_run = ""
         self._has_failed = False
         self._in_our_place: Process | None = None  # in that run
         self._deadline_s = time.monotonic() + timeout_s
-        # What this rank left and nobody has deleted, and the round that came last.
-        self._left: list[str] = []
+        # The round that came last, whose block of all is there, and whether ranks of several hosts have met.
         self._last_round = ""
+        self._has_swapped = False
 
     @property
     def deadline_s(self) -> float:
@@ -92,26 +95,18 @@ class Exchanges:
 
         Every record must have the fields of `make`'s record, with the same types.
         """
-        everybody = self._key(round_name, "all")
-        # Whoever takes part in this round has read all of those before.
-        read, self._last_round = list(self._left), round_name
-        with self._telling([self._key_of_child(round_name, self._rank) if self._rank else everybody]):
+        awaited_of_us = [self._awaited_of_us(round_name)]
+        with self._telling(awaited_of_us):
             own = make()
-            self._left.append(self._key(round_name, self._rank))
             self._publish(self._key(round_name, self._rank), own)
-            authors = {self._key_of_child(round_name, child): child for child in self._children}
-            records = [own]
-            for child, data in zip(self._children, self._await(round_name, authors), strict=True):
-                records += self._decode_child(data, child, own)
-        if self._rank == 0:
-            self._write(everybody, pack(records))
-            self._delete(read)
-            return records
-        if self._children:
-            self._write(self._key_of_child(round_name, self._rank), pack(records))
-        (data,) = self._await(round_name, {everybody: 0})
-        self._delete(read)
-        return self._decode_block(data, range(self._world))
+            authors = self._authors(round_name)
+            records = self._with_children(own, self._await(round_name, authors))
+        self._pass_up(round_name, records)
+        if self._rank != 0:
+            (data,) = self._await(round_name, {self._key(round_name, "all"): 0})
+            records = self._decode_block(data, range(self._world))
+        self._end(round_name)
+        return records
 
     def swap(self, round_name: str, make: Callable[[], Mapping[int, bytes]]) -> list[bytes]:
         """Gives each rank its parcel of those that `make` returns, at most 65,535 bytes each. Returns those for this
@@ -139,6 +134,7 @@ class Exchanges:
         # The others may have what they need of this rank. Then they wait for it in the trial.
         with self._telling([*awaited_of_us, self._key("trial", self._rank)]):
             parcels = make()
+            self._has_swapped = True
             mine = {
                 left(self._rank, number): pack_parcels([parcels.get(peer, b"") for peer in row])
                 for number, row in enumerate(rows)
@@ -165,37 +161,33 @@ class Exchanges:
                 for parcel in self._decode_parcels(value, row, author)
             ]
 
-    def meet(self, make: Callable[[], Record]) -> list[Record]:
-        """Runs the first round, and makes sure that all ranks are in one run. Returns the records of that run.
+    def meet(
+        self, greet: Callable[[], Record], offer: Callable[[Sequence[Record]], Record]
+    ) -> tuple[list[Record], list[Record]]:
+        """Runs the first two rounds, "hello" and "offer", and makes sure that all ranks are in one run. Returns the
+        records of that run.
 
-        Rank 0 lists the records that it read, under the number of a run. A rank that finds itself in the list counts
-        itself. When all are counted, rank 0 says go. An earlier run may have left records and lists. So ranks with
-        children read again until then, and rank 0 lists again if anything has changed.
+        Rank 0 lists the records that it read, under the number of a run. A rank that finds itself in the list calls
+        `offer` with it, and leaves what that returns. When all have done so, rank 0 leaves the block of all, and the
+        run stands. An earlier run may have left records and lists. So ranks with children read again until then, and
+        rank 0 lists again if anything has changed. Then `offer` is called again, for another run.
 
         Refuses a record of another world, unless an earlier run left it; and another process with this rank, where it
         can be seen that it lives, or where it came later.
         """
         own_key = self._key("hello", self._rank)
-        authors = {self._key("hello", 0): 0} if self._rank else {}
-        authors |= {self._key_of_child("hello", child): child for child in self._children}
+        authors = {self._key_of_child("hello", child): child for child in self._children}
+        if self._rank and self._children:
+            authors = {self._key("hello", 0): 0, **authors}
         awaited_of_us = [self._key_of_child("hello", self._rank)] if self._rank else [own_key, self._listing_key()]
         with self._telling(awaited_of_us):
-            own = {"nonce": self._nonce, "world": self._world, "process": self._process.as_record(), **make()}
+            own = {"nonce": self._nonce, "world": self._world, "process": self._process.as_record(), **greet()}
             self._claim(own_key, own)
             self._wait("hello", authors)
             old_until_s = min(time.monotonic() + OLD_RECORD_S, self._deadline_s - 2 * REREAD_S)
-            return self._settle(own, list(authors), old_until_s)
-
-    def put(self, what: str, data: bytes, /) -> None:
-        """Leaves something that few ranks read, before this rank's record of a round. They read it before the next."""
-        self._write(self._key(what, self._rank), base64.b64encode(data).decode())
-
-    def get(self, what: str, peers: list[int], /) -> list[bytes]:
-        """Reads what these ranks have put. After that round."""
-        found: list[bytes] = []
-        for first in range(0, len(peers), FAN_IN):
-            found += self._store.multi_get([self._key(what, peer) for peer in peers[first : first + FAN_IN]])
-        return [base64.b64decode(data) for data in found]
+            offers = self._settle(own, offer, list(authors), awaited_of_us, old_until_s)
+        self._end("offer")
+        return self._listed, offers
 
     def telling(self) -> AbstractContextManager[None]:
         """If this rank fails in the block, leaves the reason in place of its record of the network trial."""
@@ -219,61 +211,74 @@ class Exchanges:
         has its rank.
         """
         with suppress(SennitError):
+            if not keeps_greeting:
+                self._store.delete({self._key("hello", self._rank), self._key_of_child("hello", self._rank)})
             if self._store.add(self._key("done", "count"), 1) != self._world:
                 return
-            of_tree = [self._last_round, *([] if keeps_greeting else ["hello"])]
-            ranks = range(self._world)
-            keys = [self._key(name, rank) for name in (*of_tree, "pairs", "trial") for rank in ranks]
-            keys += [self._key_of_child(name, rank) for name in of_tree for rank in ranks]
-            keys += [self._key(self._last_round, "all"), self._key("done", "count")]
-            if not keeps_greeting:
-                # The listing goes before what it lists.
-                keys += [self._listing_key(), self._key("run", "all")]
-            self._store.delete(set(keys))
+            keys = [self._key(self._last_round, "all"), self._key("done", "count")]
+            if self._has_swapped:
+                keys += [self._key(name, rank) for name in ("pairs", "trial") for rank in range(self._world)]
+            self._store.delete(keys if keeps_greeting else [*keys, self._listing_key()])
 
-    def _write(self, key: str, value: str) -> None:
-        self._store.set(key, value)
-        self._left.append(key)
+    def _end(self, round_name: str) -> None:
+        """Deletes what all have read, now that this rank has the records of all."""
+        own = {self._key(round_name, self._rank), self._key_of_child(round_name, self._rank)}
+        if self._rank == 0:
+            # Nobody waits for it: its own record is in the block of all.
+            own = {self._key(round_name, 0)} | ({self._key(self._last_round, "all")} if self._last_round else set())
+        self._store.delete(own)
+        self._last_round = round_name
 
-    def _delete(self, keys: Sequence[str]) -> None:
-        self._store.delete(keys)
-        self._left = [key for key in self._left if key not in keys]
-
-    def _settle(self, own: Record, keys: list[str], old_until_s: float) -> list[Record]:
+    def _settle(
+        self,
+        own: Record,
+        offer: Callable[[Sequence[Record]], Record],
+        keys: list[str],
+        awaited_of_us: list[str],
+        old_until_s: float,
+    ) -> list[Record]:
+        """Returns the offers of the run. `awaited_of_us`: where others wait for this rank, changed with the run."""
         known: list[Record] = []
-        reread_s, pause_s = 0.0, POLL_FIRST_S
+        offered: Record = {}
+        of_run = ""  # the run that `offered` is for
+        is_passed_up = False
         while True:
-            now_s = time.monotonic()
-            if now_s >= reread_s:
-                if reread_s:
-                    self._refuse_successor()
-                reread_s = now_s + REREAD_S
-                read = self._read_hello(keys, own, is_early=now_s < old_until_s)
+            is_early = time.monotonic() < old_until_s
+            if known or self._strange_run:
+                self._refuse_successor()
+            if self._children:
+                read = self._read_hello(keys, own, is_early=is_early)
                 if read and read != known:
                     known = read
                     self._pass_on(known)
             if self._rank != 0 and not self._run:
-                self._find_run(is_early=now_s < old_until_s)
-            if self._run:
-                awaited = {self._key("here", "full" if self._rank == 0 else "go"): 0}
-                if not self._children:
-                    # This rank has nothing to read again. Rank 0 ends this wait also when it begins another run.
-                    self._wait("here", awaited)
-                if not self._children or self._store.check(list(awaited)):
-                    if self._rank == 0:
-                        self._write(self._key("here", "go"), "")
-                        self._left += [self._key("here", "count"), self._key("here", "full")]
-                        return known
-                    if self._store.get(self._key("here", "go")) != AGAIN.encode():
-                        return self._decode_block(self._listed, range(self._world))
-                    self._run = ""
-            if self._watch is not None:
-                self._watch()
-            if time.monotonic() >= self._deadline_s:
-                what = "here" if self._run else "hello"
-                raise self._too_late(what, {self._key(what, "go"): 0})
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, WATCH_POLL_S)
+                self._find_run(own, is_early=is_early)
+            if not self._run:
+                if self._children or self._strange_run:
+                    self._listen("hello", [], REREAD_S)
+                continue
+            if of_run != self._run:
+                awaited_of_us[:] = [self._awaited_of_us("offer")]
+                offered, of_run, is_passed_up = offer(self._listed), self._run, not self._children
+                self._publish(self._key("offer", self._rank), offered)
+            everybody, authors = self._key("offer", "all"), self._authors("offer")
+            if not is_passed_up and self._listen("offer", list(authors), REREAD_S):
+                offers = self._with_children(offered, self._store.multi_get(list(authors)))
+                self._pass_up("offer", offers)
+                if self._rank == 0:
+                    return offers
+                is_passed_up = True
+            if self._rank == 0:
+                continue
+            # Rank 0 ends this wait also when it begins another run. Who has children reads again meanwhile.
+            if not self._children:
+                self._wait("offer", {everybody: 0})
+            elif not self._listen("offer", [everybody], REREAD_S if is_passed_up else 0.0):
+                continue
+            data = self._store.get(everybody)
+            if data != AGAIN.encode():
+                return self._decode_block(data, range(self._world))
+            self._run = ""
 
     def _read_hello(self, keys: list[str], own: Record, *, is_early: bool) -> list[Record]:
         """Returns the first round's records of this rank's block. Returns none while some may be of an earlier run."""
@@ -311,47 +316,43 @@ class Exchanges:
 
     def _pass_on(self, hello: list[Record]) -> None:
         if self._rank != 0:
-            if self._children:
-                self._store.set(self._key_of_child("hello", self._rank), pack(hello))
+            self._store.set(self._key_of_child("hello", self._rank), pack(hello))
             return
-        before = self._read_listing()
-        self._run = os.urandom(8).hex()
-        self._store.set(self._key("run", "all"), pack(hello))
-        self._publish(self._listing_key(), {"run": self._run})
+        before = self._read_listing() if self._store.check([self._listing_key()]) else None
+        self._run, self._listed = os.urandom(8).hex(), hello
+        self._publish(self._listing_key(), {"run": self._run, "ranks": pack(hello)})
         if before is not None and "run" in before:
-            self._store.set(f"sennit/{self._name}/{before['run']}/here/go", AGAIN)
-        self._count()
+            self._store.set(f"sennit/{self._name}/{before['run']}/offer/all", AGAIN)
 
-    def _find_run(self, *, is_early: bool) -> None:
-        """Joins the newest run if it lists this process."""
-        is_first = not self._children and not self._strange_run
-        if is_first:
-            self._wait("hello", {self._listing_key(): 0})
-        listing = self._read_listing(is_there=is_first)
+    def _find_run(self, own: Record, *, is_early: bool) -> None:
+        """Waits a little for the newest run, and joins it if it lists this process."""
+        if not self._listen("hello", [self._listing_key()], REREAD_S if self._children else LOOK_S):
+            # Rank 0 lists no run where the worlds differ. And what kept it from that stands there, too.
+            if not self._children and self._store.check([self._key("hello", 0)]):
+                self._read_hello([self._key("hello", 0)], own, is_early=is_early)
+            return
+        listing = self._read_listing()
         if listing is None:
             return
         if "failed" in listing:
             if is_early and self._nonce not in listing.get("nonces", []):
+                self._listen("hello", [], REREAD_S)
                 return
             raise self._failure(listing, 0)
         run = str(listing["run"])
         if run == self._strange_run:
             return
-        listed = f"sennit/{self._name}/{run}/run/all"
-        if not self._store.check([listed]):
-            return  # of a group that is connected
-        self._listed = self._store.get(listed)
-        records = unpack(self._listed)
+        records = self._unpack(listing["ranks"].encode(), 0)
         if len(records) == self._world and records[self._rank].get("nonce") == self._nonce:
-            self._run = run
-            self._count()
-        else:
-            self._strange_run = run
-            if len(records) == self._world:
-                other = Process.of_record(records[self._rank].get("process"))
-                self._refuse_if_alive(other)
-                if other is not None and not other.is_near(self._process):
-                    self._in_our_place = other
+            self._heard |= {str(record.get("nonce")) for record in records}
+            self._run, self._listed = run, records
+            return
+        self._strange_run = run
+        if len(records) == self._world:
+            other = Process.of_record(records[self._rank].get("process"))
+            self._refuse_if_alive(other)
+            if other is not None and not other.is_near(self._process):
+                self._in_our_place = other
 
     def _claim(self, key: str, own: Record) -> None:
         """Leaves this rank's first record. Two processes with one rank cannot both think that they were first."""
@@ -392,16 +393,11 @@ class Exchanges:
             "what gives each its rank (RANK, or --node-rank of torchrun)"
         )
 
-    def _count(self) -> None:
-        self._write(self._key("here", self._rank), "")
-        if self._store.add(self._key("here", "count"), 1) == self._world:
-            self._store.set(self._key("here", "full"), "")
-
-    def _read_listing(self, *, is_there: bool = False) -> Record | None:
-        key = self._listing_key()
-        if not is_there and not self._store.check([key]):
+    def _read_listing(self) -> Record | None:
+        """Rank 0's list of the newest run, which is there, or its failure. None: just deleted."""
+        data = self._store.get(self._listing_key())
+        if not data:
             return None
-        data = self._store.get(key)
         try:
             record: Record = json.loads(data)
             mismatch = self._versions.mismatch(record)
@@ -409,7 +405,7 @@ class Exchanges:
             raise self._foreign(0, data) from error
         if mismatch is not None:
             raise MismatchError(f"rank 0 {mismatch}")
-        if "failed" not in record and not isinstance(record.get("run"), str):
+        if "failed" not in record and not all(isinstance(record.get(name), str) for name in ("run", "ranks")):
             raise self._foreign(0, data)
         return record
 
@@ -465,35 +461,66 @@ class Exchanges:
         blamed = record.get("rank", peer)
         return PeerError(text, rank=blamed if isinstance(blamed, int) else None)
 
+    def _awaited_of_us(self, round_name: str) -> str:
+        """Where others find what this rank leaves in a round."""
+        return self._key_of_child(round_name, self._rank) if self._rank else self._key(round_name, "all")
+
+    def _authors(self, round_name: str) -> dict[str, int]:
+        """Where this rank finds what its children leave in a round."""
+        return {self._key_of_child(round_name, child): child for child in self._children}
+
+    def _with_children(self, own: Record, blocks: Sequence[bytes]) -> list[Record]:
+        """This rank's record, and behind it those that its children have left."""
+        records = [own]
+        for child, data in zip(self._children, blocks, strict=True):
+            records += self._decode_child(data, child, own)
+        return records
+
+    def _pass_up(self, round_name: str, records: Sequence[Record]) -> None:
+        """Leaves the block of this rank and those below it. Who has no children has left its record already."""
+        if self._children:
+            self._store.set(self._awaited_of_us(round_name), pack(records))
+
+    def _listen(self, what: str, keys: list[str], limit_s: float) -> bool:
+        """Waits until all keys are there, for `limit_s` at most. Without keys it is a pause."""
+        until_s = min(time.monotonic() + limit_s, self._deadline_s)
+        is_there = self._come(keys, until_s)
+        if not is_there and time.monotonic() >= self._deadline_s:
+            raise self._too_late(what, {self._key(what, "all"): 0})
+        return is_there
+
     def _await(self, what: str, authors: Mapping[str, int]) -> list[bytes]:
         """Waits for values, which the ranks `authors` leave under these keys, and reads them."""
         self._wait(what, authors)
         return self._store.multi_get(list(authors))
 
     def _wait(self, what: str, authors: Mapping[str, int]) -> None:
-        keys = list(authors)
-        if not keys:
-            return
-        if self._watch is not None:
+        if authors and not self._come(list(authors), self._deadline_s):
+            raise self._too_late(what, authors)
+
+    def _come(self, keys: list[str], until_s: float) -> bool:
+        """Waits until all keys are there. False: not in time, or there are none."""
+        if self._watch is not None or not keys:
             pause_s = POLL_FIRST_S
-            while not self._store.check(keys):
-                if time.monotonic() >= self._deadline_s:
-                    raise self._too_late(what, authors)
-                self._watch()
-                time.sleep(pause_s)
+            while not keys or not self._store.check(keys):
+                if (left_s := until_s - time.monotonic()) <= 0:
+                    return False
+                if self._watch is not None:
+                    self._watch()
+                time.sleep(min(pause_s, left_s))
                 pause_s = min(2 * pause_s, WATCH_POLL_S)
-            return
-        left_s = self._deadline_s - time.monotonic()
+            return True
         try:
-            self._store.wait(keys, timedelta(seconds=max(left_s, 0.001)))
-        except TimeoutError as error:
-            raise self._too_late(what, authors) from error
+            self._store.wait(keys, timedelta(seconds=max(until_s - time.monotonic(), 0.001)))
+        except TimeoutError:
+            return False
         except SennitError:
             raise
         except Exception as error:
-            if time.monotonic() < self._deadline_s - STORE_CLOCK_SLACK_S:
+            if time.monotonic() < until_s - STORE_CLOCK_SLACK_S:
                 raise PeerError(f"rendezvous of {self._name}: the store failed: {error}{STORE_ADVICE}") from error
-            raise self._too_late(what, authors) from error
+            return False
+        return True
 
     def _too_late(self, what: str, authors: Mapping[str, int]) -> TimeoutError:
         """Names the ranks that have left nothing, else the authors of what is not there."""
@@ -536,12 +563,15 @@ class Exchanges:
         ranks = subtree(child, self._world)
         return [self._decode(data, child, like)] if len(ranks) == 1 else self._decode_block(data, ranks)
 
+    def _unpack(self, data: bytes, author: int) -> list[Record]:
+        try:
+            return unpack(data)
+        except ValueError as error:
+            raise self._foreign(author, data) from error
+
     def _decode_block(self, data: bytes, ranks: range) -> list[Record]:
         self._refuse_failure(data, ranks.start)
-        try:
-            records = unpack(data)
-        except ValueError as error:
-            raise self._foreign(ranks.start, data) from error
+        records = self._unpack(data, ranks.start)
         if len(records) != len(ranks):
             raise MismatchError(
                 f"rank {ranks.start} left {len(records)} records; expected: those of {len(ranks)} ranks"

@@ -3,8 +3,7 @@
 
     round "hello"   version, world, host identity, cores, a nonce
     "run"           rank 0 lists the records it read; the keys of all that follows hold the run's number
-    round "offer"   whether this rank has a shared-memory segment, or why not and what helps
-    value "segment" how to open it, which only the ranks of its host read
+    round "offer"   how to open this rank's shared-memory segment, or why it has none and what helps
     round "opened"  whose offers this rank could not open, and why: two ranks use shared memory when both opened the
                     other's
     round "udp"     addresses and paths, of sockets or of RDMA devices, and what peers must have in common with the
@@ -140,25 +139,29 @@ def connect(
         measured = _read_calibration(config)
         return _hello(config, BUILT_IN_LABEL if measured is None else measured.label())
 
-    hello = exchanges.meet(greet)
+    endpoint: AnyEndpoint | None = None
+    on_this_machine: list[Record] = []
+    ranks_on_cores = 0
+
+    def offer(hello: Sequence[Record]) -> Record:
+        nonlocal endpoint, on_this_machine, ranks_on_cores
+        _refuse_other_algorithms(hello)
+        own = hello[rank]
+        on_this_machine = [record for record in hello if record["machine"] == own["machine"]]
+        ranks_on_cores = sum(int(record["cores"], 16) & int(own["cores"], 16) != 0 for record in on_this_machine)
+        endpoint = make_endpoint(ranks_on_cores)
+        on_this_host = [peer for peer, record in enumerate(hello) if record["host"] == own["host"]]
+        return _offer(endpoint, config, on_this_host, world)
+
+    hello, offers = exchanges.meet(greet, offer)
+    assert endpoint is not None
     if rank == 0 and measured is not None:
         _tell(measured.notes)
-    _refuse_other_algorithms(hello)
-    endpoint: AnyEndpoint | None = None
-
-    on_this_machine = [record for record in hello if record["machine"] == hello[rank]["machine"]]
-    ranks_on_cores = sum(int(record["cores"], 16) & int(hello[rank]["cores"], 16) != 0 for record in on_this_machine)
-    on_this_host = [peer for peer, record in enumerate(hello) if record["host"] == hello[rank]["host"]]
-
-    def offer() -> Record:
-        nonlocal endpoint
-        endpoint = make_endpoint(ranks_on_cores)
-        return _offer(endpoint, config, on_this_host, world, lambda segment: exchanges.put("segment", segment))
-
-    offers = exchanges.exchange("offer", offer)
-    assert endpoint is not None
-    to_open = [peer for peer in on_this_host if peer != rank and offers[peer]["shm"] and offers[rank]["shm"]]
-    segments = dict(zip(to_open, exchanges.get("segment", to_open), strict=True))
+    segments = {
+        peer: base64.b64decode(record["segment"])
+        for peer, record in enumerate(offers)
+        if peer != rank and record["segment"] and offers[rank]["segment"] and hello[peer]["host"] == hello[rank]["host"]
+    }
     opened = exchanges.exchange("opened", lambda: _opened(endpoint, config, segments, world))
     neighbours = _neighbours(hello, offers, opened)
     by_shm = [peer in neighbours[rank] for peer in range(world)]
@@ -302,19 +305,17 @@ def _hello(config: Config, calibration: str) -> Record:
     }
 
 
-def _offer(
-    endpoint: Endpoint, config: Config, on_this_host: list[int], world: int, put: Callable[[bytes], None]
-) -> Record:
+def _offer(endpoint: Endpoint, config: Config, on_this_host: list[int], world: int) -> Record:
     if config.transport in (TransportKind.UDP, TransportKind.VERBS):
-        return {"shm": False, "why_not": f"its SENNIT_TRANSPORT is {config.transport}", "help": "", "is_meant": True}
+        return {"segment": "", "why_not": f"its SENNIT_TRANSPORT is {config.transport}", "help": "", "is_meant": True}
     try:
-        put(endpoint.shm_offer(on_this_host))
+        segment = endpoint.shm_offer(on_this_host)
     except OSError as error:
         if config.transport is TransportKind.SHM:
             raise
         why_not = f"it has no shared memory: {error}"
-        return {"shm": False, "why_not": why_not, "help": _help(error, world), "is_meant": False}
-    return {"shm": True, "why_not": "", "help": "", "is_meant": True}
+        return {"segment": "", "why_not": why_not, "help": _help(error, world), "is_meant": False}
+    return {"segment": _text(segment), "why_not": "", "help": "", "is_meant": True}
 
 
 def _opened(endpoint: Endpoint, config: Config, segments: Mapping[int, bytes], world: int) -> Record:
@@ -350,10 +351,10 @@ def _neighbours(hello: Sequence[Record], offers: Sequence[Record], opened: Seque
     """Returns, for each rank, the other ranks that it shares memory with."""
     at_host: dict[str, set[int]] = {}
     for rank, (record, offer) in enumerate(zip(hello, offers, strict=True)):
-        if offer["shm"]:
+        if offer["segment"]:
             at_host.setdefault(record["host"], set()).add(rank)
     near = [
-        at_host[record["host"]] - {rank} if offer["shm"] else set()
+        at_host[record["host"]] - {rank} if offer["segment"] else set()
         for rank, (record, offer) in enumerate(zip(hello, offers, strict=True))
     ]
     for rank, record in enumerate(opened):

@@ -11,7 +11,7 @@ from sennit.transport.light_tuple import LightTuple
 # What ranks exchange through the store: rendezvous and membership records, the udp offer, plans
 # (docs/reference/plans.md), the shared-memory layout; and which paths their trial of the network has. Increased when
 # any of them changes.
-PROTOCOL_VERSION: Final = 10
+PROTOCOL_VERSION: Final = 11
 # What ranks send to each other: packets, control payloads (docs/reference/wire.md). Increased when any of them changes,
 # together with flow::CONTROL_VERSION.
 WIRE_REVISION: Final = 3

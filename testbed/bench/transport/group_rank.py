@@ -60,6 +60,11 @@ class CountingStore(Store):
         self.read_bytes += len(value)
         return value
 
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        value: bytes = self._store.compare_set(key, expected, desired)
+        self.read_bytes += len(value)
+        return value
+
     def multi_get(self, keys: list[str], /) -> list[bytes]:
         values: list[bytes] = self._store.multi_get(keys)
         self.read_bytes += sum(map(len, values))
@@ -73,7 +78,7 @@ def _pass_on(name: str) -> Any:
     return method
 
 
-for _name in ("set", "multi_set", "add", "check", "wait", "compare_set", "delete_key", "append", "has_extended_api"):
+for _name in ("set", "multi_set", "add", "check", "wait", "delete_key", "append", "has_extended_api"):
     setattr(CountingStore, _name, _pass_on(_name))
 
 
