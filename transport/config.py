@@ -9,10 +9,10 @@ import math
 import os
 import warnings
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import Any, Final, Self, TypeVar
 
 from sennit.transport.errors import ConfigError
+from sennit.transport.light_names import LightNames
 from sennit.transport.light_tuple import LightTuple
 
 PATHS_MAX: Final = 256
@@ -52,10 +52,10 @@ OTHER_VARIABLES: Final = ("SENNIT_SHARED_ALLOCATOR", "SENNIT_BPF_STATISTICS")
 SLIP_RATIO: Final = 0.7
 
 
-AnyName = TypeVar("AnyName", bound=StrEnum)
+AnyName = TypeVar("AnyName", bound=LightNames)
 
 
-class TransportKind(StrEnum):
+class TransportKind(LightNames):
     """What carries the bytes between two ranks."""
 
     AUTO = "auto"
@@ -64,14 +64,14 @@ class TransportKind(StrEnum):
     VERBS = "verbs"
 
 
-class PathPolicy(StrEnum):
+class PathPolicy(LightNames):
     """How the next path is chosen. The names are those of csrc/flow/path_policy.cpp."""
 
     ROUND_ROBIN = "round_robin"
     REPS = "reps"
 
 
-class Congestion(StrEnum):
+class Congestion(LightNames):
     """What decides how much may be in flight. The names are those of csrc/flow/congestion.cpp."""
 
     DCTCP = "dctcp"
@@ -79,7 +79,7 @@ class Congestion(StrEnum):
     SWIFT = "swift"
 
 
-class Algorithm(StrEnum):
+class Algorithm(LightNames):
     """How the ranks run a collective. Where one does not run, direct does (selection.py)."""
 
     ONE_SHOT = "one_shot"
@@ -104,7 +104,7 @@ class Algorithm(StrEnum):
     """An aggregator in the network folds (SENNIT_AGGREGATOR): each rank sends its vector once and gets the sum once."""
 
 
-class VerbsService(StrEnum):
+class VerbsService(LightNames):
     """The service of RDMA queue pairs that carries the packets."""
 
     UC = "uc"
@@ -112,7 +112,7 @@ class VerbsService(StrEnum):
 
 
 # The fields of Config that are names.
-NAMED: Final[Mapping[str, type[StrEnum]]] = {
+NAMED: Final[Mapping[str, type[LightNames]]] = {
     "transport": TransportKind,
     "verbs_service": VerbsService,
     "path_policy": PathPolicy,
@@ -197,10 +197,11 @@ class Config(LightTuple):
             value = given.get(field, cls._field_defaults[field])
             if value is None and field == "algorithm":
                 continue
-            if value not in tuple(kind):
+            try:
+                given[field] = kind(value)
+            except ValueError:
                 or_none = ", or None" if field == "algorithm" else ""
-                raise ConfigError(f"{field} {value!r}; allowed: {', '.join(kind)}{or_none}")
-            given[field] = kind(value)
+                raise ConfigError(f"{field} {value!r}; allowed: {', '.join(kind)}{or_none}") from None
         self = super().__new__(cls, **given)
         self._check()
         return self

@@ -62,7 +62,8 @@ def record_of(folder: Path) -> Build | None:
     """The extension in a folder; None if there is none that can be read. Neither torch nor the extension is loaded."""
     try:
         torch = str(json.loads((folder / RECORD).read_text(encoding="utf-8"))["torch"])
-        files = sorted(folder.glob("_c10d.*.so"), key=lambda path: not path.name.endswith(SUFFIX))
+        fitting = folder / f"_c10d{SUFFIX}"
+        files = [fitting] if fitting.exists() else sorted(folder.glob("_c10d.*.so"))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return Build(path=files[0], torch=torch) if files else None
