@@ -20,14 +20,14 @@ else:
         """Makes a member of each text that is assigned in a class."""
 
         def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> _Names:
+            return super().__new__(cls, name, bases, {"__slots__": (), **namespace})
+
+        def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> None:
             texts = {key: text for key, text in namespace.items() if key[0] != "_" and bases != (str,)}
-            rest = {key: value for key, value in namespace.items() if key not in texts}
-            made = super().__new__(cls, name, bases, {"__slots__": (), **rest})
-            made._members = {text: str.__new__(made, text) for text in texts.values()}
-            made._names = {text: key for key, text in texts.items()}
+            cls._members = {text: str.__new__(cls, text) for text in texts.values()}
+            cls._names = {text: key for key, text in texts.items()}
             for key, text in texts.items():
-                setattr(made, key, made._members[text])
-            return made
+                setattr(cls, key, cls._members[text])
 
         def __call__(cls, text: str) -> Any:
             """The member with this text. Raises ValueError if there is none."""
