@@ -33,7 +33,7 @@ def pair() -> tuple[Any, HstuLayer]:
         attn_dropout_ratio=0.0, num_heads=HEADS, linear_activation="silu", relative_attention_bias_module=bias,
         epsilon=1e-5,
     )  # fmt: skip
-    ours = HstuLayer(WIDTH, HEADS, LONGEST, has_times=False)
+    ours = HstuLayer(WIDTH, HEADS, LONGEST, has_times=False, dtype=torch.float32)
     with torch.no_grad():
         ours.split.weight.copy_(layer._uvqk.T)
         ours.split.bias.zero_()
