@@ -463,8 +463,21 @@ def test_a_rank_asks_the_store_a_few_times_however_many_ranks_there_are() -> Non
     assert routes[0] == ("self", *["shm"] * 15)
     # Rank 0 has more, and the last rank that is connected, which deletes what is left: it may be rank 0.
     *others, last, _ = sorted(store.requests.values())
-    assert set(others) == {13}
-    assert last in (13, 16)
+    assert set(others) == {15}
+    assert last in (15, 18)
+
+
+def test_no_rank_asks_the_store_to_wait_for_a_moment() -> None:
+    """A TCPStore writes two warnings to the terminal for each wait that ends without the value."""
+    waits = list[timedelta]()
+
+    class Waited(MemoryStore):
+        def wait(self, keys: Sequence[str], timeout: timedelta, /) -> None:
+            waits.append(timeout)
+            super().wait(keys, timeout)
+
+    meet([Recorder(rank, "a") for rank in range(40)], store=Waited(), timeout_s=60.0)
+    assert min(waits) > timedelta(seconds=30)
 
 
 @pytest.mark.parametrize("refused", [(), (1,), (0, 2)])

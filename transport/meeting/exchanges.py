@@ -43,10 +43,8 @@ STORE_CLOCK_SLACK_S: Final = 0.05
 # The first pause between two looks at the store. The pause then grows up to WATCH_POLL_S.
 POLL_FIRST_S: Final = 0.0005
 WATCH_POLL_S: Final = 0.01
-# How often the first round's records are read again by ranks with children, and by those whose run has not begun; how
-# long the others wait before they look at rank 0's; and for how long one that fits no run may be of an earlier run.
+# How often the first round's records are read again, and for how long one that fits no run may be of an earlier run.
 REREAD_S: Final = 0.1
-LOOK_S: Final = 1.0
 OLD_RECORD_S: Final = 10.0
 # How long another process with our rank may live on, as one does that is just being killed.
 DYING_S: Final = 1.0
@@ -176,9 +174,8 @@ class Exchanges:
         can be seen that it lives, or where it came later.
         """
         own_key = self._key("hello", self._rank)
-        authors = {self._key_of_child("hello", child): child for child in self._children}
-        if self._rank and self._children:
-            authors = {self._key("hello", 0): 0, **authors}
+        authors = {self._key("hello", 0): 0} if self._rank else {}
+        authors |= {self._key_of_child("hello", child): child for child in self._children}
         awaited_of_us = [self._key_of_child("hello", self._rank)] if self._rank else [own_key, self._listing_key()]
         with self._telling(awaited_of_us):
             own = {"nonce": self._nonce, "world": self._world, "process": self._process.as_record(), **greet()}
@@ -246,16 +243,14 @@ class Exchanges:
             is_early = time.monotonic() < old_until_s
             if known or self._strange_run:
                 self._refuse_successor()
-            if self._children:
-                read = self._read_hello(keys, own, is_early=is_early)
-                if read and read != known:
-                    known = read
-                    self._pass_on(known)
+            read = self._read_hello(keys, own, is_early=is_early)
+            if read and read != known:
+                known = read
+                self._pass_on(known)
             if self._rank != 0 and not self._run:
-                self._find_run(own, is_early=is_early)
+                self._find_run(is_early=is_early)
             if not self._run:
-                if self._children or self._strange_run:
-                    self._listen("hello", [], REREAD_S)
+                self._listen("hello", [], REREAD_S)
                 continue
             if of_run != self._run:
                 awaited_of_us[:] = [self._awaited_of_us("offer")]
@@ -316,7 +311,7 @@ class Exchanges:
 
     def _pass_on(self, hello: list[Record]) -> None:
         if self._rank != 0:
-            self._store.set(self._key_of_child("hello", self._rank), pack(hello))
+            self._pass_up("hello", hello)
             return
         before = self._read_listing() if self._store.check([self._listing_key()]) else None
         self._run, self._listed = os.urandom(8).hex(), hello
@@ -324,19 +319,18 @@ class Exchanges:
         if before is not None and "run" in before:
             self._store.set(f"sennit/{self._name}/{before['run']}/offer/all", AGAIN)
 
-    def _find_run(self, own: Record, *, is_early: bool) -> None:
-        """Waits a little for the newest run, and joins it if it lists this process."""
-        if not self._listen("hello", [self._listing_key()], REREAD_S if self._children else LOOK_S):
-            # Rank 0 lists no run where the worlds differ. And what kept it from that stands there, too.
-            if not self._children and self._store.check([self._key("hello", 0)]):
-                self._read_hello([self._key("hello", 0)], own, is_early=is_early)
+    def _find_run(self, *, is_early: bool) -> None:
+        """Joins the newest run if it lists this process."""
+        if not self._children and not self._strange_run:
+            # This rank has nothing to read again.
+            self._wait("hello", {self._listing_key(): 0})
+        elif not self._listen("hello", [self._listing_key()], REREAD_S):
             return
         listing = self._read_listing()
         if listing is None:
             return
         if "failed" in listing:
             if is_early and self._nonce not in listing.get("nonces", []):
-                self._listen("hello", [], REREAD_S)
                 return
             raise self._failure(listing, 0)
         run = str(listing["run"])
@@ -482,12 +476,22 @@ class Exchanges:
             self._store.set(self._awaited_of_us(round_name), pack(records))
 
     def _listen(self, what: str, keys: list[str], limit_s: float) -> bool:
-        """Waits until all keys are there, for `limit_s` at most. Without keys it is a pause."""
-        until_s = min(time.monotonic() + limit_s, self._deadline_s)
-        is_there = self._come(keys, until_s)
-        if not is_there and time.monotonic() >= self._deadline_s:
-            raise self._too_late(what, {self._key(what, "all"): 0})
-        return is_there
+        """Looks whether all keys are there, for `limit_s` at most. Without keys it is a pause.
+
+        (A TCPStore warns on the terminal where a `wait` takes too long.)
+        """
+        until_s, pause_s = time.monotonic() + limit_s, POLL_FIRST_S
+        while not keys or not self._store.check(keys):
+            now_s = time.monotonic()
+            if now_s >= self._deadline_s:
+                raise self._too_late(what, {self._key(what, "all"): 0})
+            if now_s >= until_s:
+                return False
+            if self._watch is not None:
+                self._watch()
+            time.sleep(min(pause_s, until_s - now_s))
+            pause_s = min(2 * pause_s, WATCH_POLL_S)
+        return True
 
     def _await(self, what: str, authors: Mapping[str, int]) -> list[bytes]:
         """Waits for values, which the ranks `authors` leave under these keys, and reads them."""
@@ -495,32 +499,29 @@ class Exchanges:
         return self._store.multi_get(list(authors))
 
     def _wait(self, what: str, authors: Mapping[str, int]) -> None:
-        if authors and not self._come(list(authors), self._deadline_s):
-            raise self._too_late(what, authors)
-
-    def _come(self, keys: list[str], until_s: float) -> bool:
-        """Waits until all keys are there. False: not in time, or there are none."""
-        if self._watch is not None or not keys:
+        keys = list(authors)
+        if not keys:
+            return
+        if self._watch is not None:
             pause_s = POLL_FIRST_S
-            while not keys or not self._store.check(keys):
-                if (left_s := until_s - time.monotonic()) <= 0:
-                    return False
-                if self._watch is not None:
-                    self._watch()
-                time.sleep(min(pause_s, left_s))
+            while not self._store.check(keys):
+                if time.monotonic() >= self._deadline_s:
+                    raise self._too_late(what, authors)
+                self._watch()
+                time.sleep(pause_s)
                 pause_s = min(2 * pause_s, WATCH_POLL_S)
-            return True
+            return
+        left_s = self._deadline_s - time.monotonic()
         try:
-            self._store.wait(keys, timedelta(seconds=max(until_s - time.monotonic(), 0.001)))
-        except TimeoutError:
-            return False
+            self._store.wait(keys, timedelta(seconds=max(left_s, 0.001)))
+        except TimeoutError as error:
+            raise self._too_late(what, authors) from error
         except SennitError:
             raise
         except Exception as error:
-            if time.monotonic() < until_s - STORE_CLOCK_SLACK_S:
+            if time.monotonic() < self._deadline_s - STORE_CLOCK_SLACK_S:
                 raise PeerError(f"rendezvous of {self._name}: the store failed: {error}{STORE_ADVICE}") from error
-            return False
-        return True
+            raise self._too_late(what, authors) from error
 
     def _too_late(self, what: str, authors: Mapping[str, int]) -> TimeoutError:
         """Names the ranks that have left nothing, else the authors of what is not there."""
