@@ -21,6 +21,7 @@ pytest.importorskip("pyroute2", reason="missing capability tc-bpf: pyroute2 is n
 from pyroute2 import IPRoute
 
 from sennit.testbed.topology import Direction, Impairment, Planes, QueueCounters, namespace
+from sennit.testbed.topology.relay_table import RelayCounters
 from sennit.transport.meeting import rails
 from tests.extent import briefly
 from tests.testbed.datagrams import open_socket, send_datagrams
@@ -172,6 +173,14 @@ def test_a_higher_rate_lets_more_pass(planes: Planes) -> None:
     assert dropped[1] - dropped[0] > dropped[2] - dropped[1]
 
 
+def settled_delays(planes: Planes) -> RelayCounters:
+    """The counters once nothing waits: packets that have arrived may not be counted as sent yet."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while (found := planes.delay_counters()).waiting:
+        assert time.monotonic() < deadline_s, found
+    return found
+
+
 @pytest.mark.parametrize("per_packet", [True, False])
 def test_delayed_packets_all_come_in_order_and_none_early(per_packet: bool) -> None:
     delay_us, count, segments = 20_000, 200, 10
@@ -180,9 +189,7 @@ def test_delayed_packets_all_come_in_order_and_none_early(per_packet: bool) -> N
         account = send_datagrams(planes, count, plane=1, segments=segments)
         assert account.order == list(range(count))
         assert account.damaged == []
-        deadline_s = time.monotonic() + DEADLINE_S
-        while (relay := planes.delay_counters()).waiting:  # Packets that have arrived may not be counted as sent yet.
-            assert time.monotonic() < deadline_s
+        relay = settled_delays(planes)
         # Super-packets stay whole.
         assert relay.received == relay.sent == (count if per_packet else count // segments)
         assert (relay.lost, relay.overrun) == (0, 0)
@@ -231,7 +238,7 @@ def test_delays_of_hosts_differ_and_change_under_traffic(planes: Planes) -> None
 def test_delayed_packets_to_a_port_that_is_down_are_counted_as_lost(planes: Planes) -> None:
     planes.delay(1_000, hosts=[0])
     try:
-        before = planes.delay_counters()
+        before = settled_delays(planes)
         with planes.within(0, open_socket, planes.addresses(0)[0]) as sender:
             planes.unplug(1)
             for _ in range(20):
