@@ -172,23 +172,6 @@ class AttentionHead {
     return const_cast<float*>(all_rows) + ((first_row_ + i) * attention_.heads + head_) * 2;
   }
 
-  // Has rows of a head on their way to the cache of the second level, 0 or 1 heads further. A head's part of a row is
-  // too short for the processor to guess where the next one begins.
-  void fetch(const HeadRows& rows, Span span, std::size_t heads_ahead, std::size_t element_bytes) const {
-    if (head_ + heads_ahead >= attention_.heads) return;
-    for (std::size_t i = span.begin; i < span.end; i++) {
-      const std::byte* from = static_cast<const std::byte*>(rows.data) +
-                              (start_of(rows, i) + heads_ahead * rows.head_stride) * element_bytes;
-      for (std::size_t at = 0; at < rows.dim * element_bytes; at += cache_line_bytes)
-        __builtin_prefetch(from + at, 0, 2);
-    }
-  }
-  // What the next head's task reads.
-  void fetch_next(Span span, std::size_t element_bytes) const {
-    for (const HeadRows* rows : {&attention_.query, &attention_.key, &attention_.value})
-      fetch(*rows, span, 1, element_bytes);
-  }
-
   // Memory for biases of a row of `columns`, and for all distances.
   void take_bias(std::size_t columns, bool wants_gradient, Pieces& pieces) {
     if (!has_bias_) return;

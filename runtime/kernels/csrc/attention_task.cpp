@@ -153,8 +153,6 @@ class Task : AttentionHead {
     for (std::size_t first = 0; first < length_; first += block_rows) {
       const Block block = block_at(first);
       std::array<float, block_rows> own{};
-      fetch(result.output, block.rows, 0, sizeof(float));
-      fetch_next(block.rows, sizeof(float));
       fill_products(block, queries, depth_, keys, weights, own.data());
       const ScoreBlock scores = scores_of(block, weights, own.data());
       make_weights(scores, result.statistics, [&](std::size_t i) SENNIT_INLINE_LAMBDA {
@@ -189,9 +187,6 @@ class Task : AttentionHead {
     for (std::size_t first = 0; first < length_; first += block_rows) {
       const Block block = block_at(first);
       std::array<float, block_rows> own_weight{}, own_score{};
-      fetch(gradients.query, block.rows, 0, sizeof(float));
-      fetch(gradients.output, block.rows, 1, sizeof(float));
-      fetch_next(block.rows, sizeof(float));
       fill_products(block, queries, depth_, keys, weights, own_weight.data());
       fill_products(block, arriving, width_, values, scores, own_score.data());
       const ScoreBlock of_weights = scores_of(block, weights, own_weight.data());

@@ -62,8 +62,6 @@ class TileTask : AttentionHead {
     for (std::size_t first = 0; first < length_; first += band_rows) {
       const Band band = band_at(first);
       std::array<float, band_rows> own{};
-      fetch(result.output, band.rows, 0, sizeof(std::uint16_t));
-      fetch_next(band.rows, sizeof(std::uint16_t));
       multiply_rows(band, query, keys, scores);
       take_own(band, scores, own.data());
       std::fill_n(weights, band_rows * band.width(), std::uint16_t{0});
@@ -105,9 +103,6 @@ class TileTask : AttentionHead {
     for (std::size_t first = 0; first < length_; first += band_rows) {
       const Band band = band_at(first);
       std::array<float, band_rows> own_weight{}, own_score{};
-      fetch(gradients.query, band.rows, 0, sizeof(std::uint16_t));
-      fetch(gradients.output, band.rows, 1, sizeof(std::uint16_t));
-      fetch_next(band.rows, sizeof(std::uint16_t));
       multiply_rows(band, query, keys, weights);
       multiply_rows(band, arriving, values, scores);
       take_own(band, weights, own_weight.data());
