@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from sennit.offload.opi.nvme_target import Port
 from sennit.testbed.scenarios.counters import total
 from sennit.testbed.scenarios.model import RemoteDisk
 from sennit.testbed.scenarios.ranks import RankError
@@ -109,7 +110,7 @@ class _Hosts:
     def remote_disks(self, exports: list[nvme.Export] | None = None) -> Iterator[list[tuple[Path, Path]]]:
         """The same over the network. Appends what each rank has to `exports`."""
         with contextlib.ExitStack() as stack:
-            port = nvme.Port(self._front[self._storage])
+            port = Port(self._front[self._storage])
             port.begin()
             stack.callback(port.end)
 
@@ -120,7 +121,7 @@ class _Hosts:
                 return made
 
             def connect(made: nvme.Export, rank: int) -> Path:
-                connection = nvme.Connection(made, self._planes.netns_name(rank))
+                connection = nvme.Connection(made.port, made.name, self._planes.netns_name(rank))
                 stack.callback(connection.end)
                 return self._planes.within(rank, connection.begin)
 

@@ -8,67 +8,34 @@ network namespace of whoever asks for it, so call these functions on a host of `
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import shutil
-import subprocess
 import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-CONFIGURATION: Final = Path("/sys/kernel/config")
-TARGET: Final = CONFIGURATION / "nvmet"
+from sennit.offload.opi import nvme_target
+from sennit.offload.opi.nvme_target import Namespace, Port, Subsystem, run
+
 FABRICS: Final = Path("/dev/nvme-fabrics")
 CONTROLLERS: Final = Path("/sys/class/nvme")
-TCP_PORT: Final = 4420  # IANA: nvme
 # An initiator gives up a lost controller at once: its I/O fails, as that of a disk that was pulled.
 LOST: Final = "ctrl_loss_tmo=0"
-COMMAND_TIMEOUT_S: Final = 30.0
 DEVICE_TIMEOUT_S: Final = 20.0
 LOOK_S: Final = 0.01
-SECTOR_BYTES: Final = 512
 
 
 def why_not() -> str | None:
     """Why this machine can have no such disks; None: it can. Mounts configfs if nobody has."""
-    if os.geteuid() != 0:
-        return "needs root"
-    if not TARGET.is_dir():
-        subprocess.run(
-            ["mount", "-t", "configfs", "configfs", CONFIGURATION],
-            capture_output=True, timeout=COMMAND_TIMEOUT_S, check=False,
-        )  # fmt: skip
-    if not TARGET.is_dir():
-        return "this kernel has no NVMe target (nvmet)"
+    if reason := nvme_target.why_not():
+        return reason
     if not FABRICS.exists():
         return "this kernel has no NVMe over TCP (nvme-tcp)"
-    missing = [tool for tool in ("mkfs.ext4", "mount", "unshare", "losetup") if shutil.which(tool) is None]
+    missing = [tool for tool in ("mkfs.ext4", "mount", "unshare") if shutil.which(tool) is None]
     return f"no {', '.join(missing)}" if missing else None
-
-
-class Port:
-    """An address at which this kernel's target serves disks: it listens while it has any."""
-
-    def __init__(self, address: str) -> None:
-        self.address = address
-        taken = {int(port.name) for port in (TARGET / "ports").iterdir()}
-        self.folder = TARGET / "ports" / str(next(number for number in itertools.count(1) if number not in taken))
-
-    def begin(self) -> None:
-        self.folder.mkdir()
-        for name, value in (
-            ("addr_trtype", "tcp"),
-            ("addr_adrfam", "ipv4"),
-            ("addr_traddr", self.address),
-            ("addr_trsvcid", str(TCP_PORT)),
-        ):
-            (self.folder / name).write_text(value, encoding="utf-8")
-
-    def end(self) -> None:
-        self.folder.rmdir()
 
 
 class Export:
@@ -78,43 +45,36 @@ class Export:
     """
 
     def __init__(self, port: Port, device: Path, name: str) -> None:
-        self.name, self.address = f"nqn.2026-11.sennit:{name}", port.address
-        self._device = device
-        self._subsystem = TARGET / "subsystems" / self.name
-        self._space = self._subsystem / "namespaces" / "1"
-        self._link = port.folder / "subsystems" / self.name
+        self.name, self.port = f"nqn.2026-11.sennit:{name}", port
+        self._subsystem = Subsystem(self.name)
+        self._space = Namespace(self._subsystem, 1, device)
 
     def begin(self) -> None:
         """Raises OSError where the kernel refuses."""
-        self._subsystem.mkdir()
-        (self._subsystem / "attr_allow_any_host").write_text("1", encoding="utf-8")
-        self._space.mkdir()
-        (self._space / "device_path").write_text(str(self._device), encoding="utf-8")
-        (self._space / "enable").write_text("1", encoding="utf-8")
-        self._link.symlink_to(self._subsystem)
+        self._subsystem.begin()
+        self._space.begin()
+        self.port.show(self._subsystem)
 
     def pull(self) -> None:
         """The device is gone at once, for all who have it open."""
-        (self._space / "enable").write_text("0", encoding="utf-8")
+        self._space.pull()
 
     def end(self) -> None:
         """Also of one that did not begin whole."""
-        with contextlib.suppress(FileNotFoundError):
-            self._link.unlink()
-        for folder in (self._space, self._subsystem):
-            with contextlib.suppress(FileNotFoundError):
-                folder.rmdir()
+        self.port.hide(self._subsystem)
+        self._space.end()
+        self._subsystem.end()
 
 
 class Connection:
-    """The device of an export on another host.
+    """The device of a subsystem on another host. `port`: the target's address; `name`: the subsystem's.
 
     Begin it in the network namespace of that host, which `host` names to the target.
     """
 
-    def __init__(self, export: Export, host: str) -> None:
+    def __init__(self, port: Port, name: str, host: str) -> None:
         self._options = (
-            f"transport=tcp,traddr={export.address},trsvcid={TCP_PORT},nqn={export.name},"
+            f"transport=tcp,traddr={port.address},trsvcid={port.tcp_port},nqn={name},"
             f"hostnqn=nqn.2026-11.sennit:{host},hostid={uuid.uuid5(uuid.NAMESPACE_DNS, host)},{LOST}"
         )
         self._controller: Path | None = None
@@ -134,7 +94,7 @@ class Connection:
             for found in self._controller.glob("nvme*n*"):
                 device = Path("/dev") / re.sub(r"c\d+n", "n", found.name)
                 with contextlib.suppress(OSError), device.open("rb") as disk:
-                    if disk.read(SECTOR_BYTES):  # the node is there before the disk has its size
+                    if disk.read(nvme_target.SECTOR_BYTES):  # the node is there before the disk has its size
                         return device
             time.sleep(LOOK_S)
         raise TimeoutError(f"{self._controller.name} shows no device within {DEVICE_TIMEOUT_S:g} s")
@@ -157,11 +117,11 @@ def make_disk(file: Path, size_bytes: int) -> None:
 @contextlib.contextmanager
 def looped(file: Path) -> Iterator[Path]:
     """A file as a device of this machine, whatever file system has it."""
-    device = run("losetup", "--find", "--show", str(file)).strip()
+    device = nvme_target.attach(file)
     try:
-        yield Path(device)
+        yield device
     finally:
-        run("losetup", "--detach", device)
+        nvme_target.detach(device)
 
 
 @contextlib.contextmanager
@@ -171,11 +131,3 @@ def mounted(device: Path, place: Path) -> Iterator[None]:
         yield
     finally:
         run("umount", str(place))
-
-
-def run(*command: str) -> str:
-    """Raises OSError with what the command said."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
-    if done.returncode:
-        raise OSError(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
-    return done.stdout

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from sennit.offload.opi.nvme_target import Port, run
 from sennit.testbed.scenarios import runner
 from sennit.testbed.scenarios.catalogue import SCENARIOS
 from sennit.testbed.scenarios.results import Status
@@ -22,14 +23,14 @@ def test_a_disk_of_one_host_is_one_of_another_until_it_is_pulled(tmp_path: Path)
     nvme.make_disk(file, 16 << 20)
     with contextlib.ExitStack() as stack:
         planes = stack.enter_context(Planes(hosts=2, planes=1, impairer=Impairer.NETEM))
-        port = nvme.Port(planes.ipv4_addresses(1)[0])
+        port = Port(planes.ipv4_addresses(1)[0])
         port.begin()
         stack.callback(port.end)
         local = stack.enter_context(nvme.looped(file))
         export = nvme.Export(port, local, "disk")
         stack.callback(export.end)
         planes.within(1, export.begin)
-        connection = nvme.Connection(export, "host0")
+        connection = nvme.Connection(port, export.name, "host0")
         stack.callback(connection.end)
         device = planes.within(0, connection.begin)
         with nvme.mounted(device, place):
@@ -38,14 +39,14 @@ def test_a_disk_of_one_host_is_one_of_another_until_it_is_pulled(tmp_path: Path)
             assert (place / "written").read_bytes() == b"over the network"
         export.pull()
         with pytest.raises(OSError, match=str(device)):
-            nvme.run("mount", str(device), str(place))
+            run("mount", str(device), str(place))
 
 
 def test_a_target_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
     with Planes(hosts=2, planes=1, impairer=Impairer.NETEM) as planes:
-        nobody = nvme.Export(nvme.Port(planes.ipv4_addresses(1)[0]), tmp_path / "none", "none")
+        nobody = nvme.Export(Port(planes.ipv4_addresses(1)[0]), tmp_path / "none", "none")
         with pytest.raises(OSError, match="refused"):
-            planes.within(0, nvme.Connection(nobody, "host0").begin)
+            planes.within(0, nvme.Connection(nobody.port, nobody.name, "host0").begin)
 
 
 @pytest.mark.long
