@@ -9,6 +9,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -176,6 +177,15 @@ def fail(reason: object, code: int = 1) -> NoReturn:
         raise reason
     typer.echo(f"error: {reason}", err=True)
     raise typer.Exit(code) from None
+
+
+def listen_address(option: str, value: str, example: str) -> tuple[str, int]:
+    """ADDRESS:PORT of an option in its parts; an IPv6 address stays in its brackets."""
+    address, separator, port = value.rpartition(":")
+    is_plain = ":" not in address or (address.startswith("[") and address.endswith("]"))
+    if not separator or not is_plain or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65_535:
+        raise typer.BadParameter(f"{option} {value}, must be ADDRESS:PORT, such as {example}")
+    return address, int(port)
 
 
 def writable_file(path: Path | None) -> Path | None:

@@ -13,6 +13,8 @@ PROJECT: Final = "sennit"
 DISTRIBUTIONS: Final = {
     "elftools": "pyelftools",
     "fbgemm_gpu": "fbgemm-gpu-cpu",
+    "google": "protobuf",  # google.protobuf
+    "grpc": "grpcio",
     "opentelemetry": "opentelemetry-sdk",
     "prometheus_client": "prometheus-client",
 }

@@ -99,7 +99,8 @@ LONG = {
 }
 # These show by themselves how far they are, or what another program prints.
 SHOWN = {
-    *(f"sennit {name}" for name in ("agent", "aggregate", "demo", "feed", "metrics", "testbed vm", "top", "train")),
+    *(f"sennit {name}" for name in ("agent", "aggregate", "demo", "feed", "metrics", "opi", "top", "train")),
+    "sennit testbed vm",
     *(f"sennit trace {name}" for name in ("ingest", "loss", "ops", "packets", "paths", "stalls")),
 }
 SHORT = {f"sennit {name}" for name in ("doctor", "explain", "testbed list", "testbed report", "trace list", "version")}

@@ -44,7 +44,8 @@ TARGETS = set(re.findall(r"^([a-z-]+):", (pages.ROOT / "Makefile").read_text(), 
 # Programs of others, and words of the shell.
 OTHERS = {
     *(".", "cd", "cp", "export", "git", "install", "ls", "mkdir", "rm", "scp", "ssh"),
-    *("bpftool", "bpftrace", "docker", "kubectl", "pip", "podman", "python", "python3", "sbatch", "srun", "torchrun"),
+    *("bpftool", "bpftrace", "docker", "dpu", "kubectl", "pip", "podman", "python", "python3", "sbatch", "srun"),
+    "torchrun",
 }
 
 

@@ -363,6 +363,24 @@ def test_telemetry_sends_to_a_collector(made: Environment, tmp_path: Path) -> No
             thread.join(COMMAND_TIMEOUT_S)
 
 
+INVENTORY = """
+from pathlib import Path
+from pydpu.inventory import get_inventory
+from sennit.offload.opi.server import Server
+from sennit.offload.opi.storage import Storage
+
+with Server("127.0.0.1:0", Storage(Path("volumes"))) as server:
+    assert get_inventory(f"127.0.0.1:{server.port}").processor.total_threads >= 1
+"""
+
+
+@pytest.mark.long
+@wheel_test
+@extra("opi")
+def test_opi_tells_its_own_client_what_the_machine_is(made: Environment) -> None:
+    succeed(made, "-c", INVENTORY)
+
+
 @wheel_test
 @extra("mpi", torch=True)
 def test_mpi_is_a_peer_of_the_benchmark(made: Environment) -> None:
@@ -391,6 +409,7 @@ MISSING = {
     "testbed": (["-m", "sennit", "testbed", "list"], "testbed"),
     "metrics": (["-m", "sennit", "metrics"], "telemetry"),
     "mpi": (["-m", "sennit", "bench", "collectives", "--against", "openmpi"], "mpi"),
+    "opi": (["-m", "sennit", "opi", "--listen", "127.0.0.1:0"], "opi"),
 }
 # Further commands that need these extras.
 ALSO_MISSING = {

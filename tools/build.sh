@@ -21,7 +21,7 @@ TORCHREC=(torchrec==1.9.2 tensordict torchmetrics iopath pyre-extensions lightni
   mypy-extensions portalocker pyvers cloudpickle importlib-metadata tqdm orjson)
 only_packages=
 if [ "${1:-}" = --packages ]; then only_packages=yes; shift; fi
-EXTRAS=dev,docs,train,bench,testbed,telemetry
+EXTRAS=dev,docs,train,bench,testbed,telemetry,opi
 for extra in "$@"; do EXTRAS+=",$extra"; done
 
 mkdir -p build

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
 import signal
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from sennit.command_line import EXIT_UNAVAILABLE, stdout_console
+from sennit.command_line import EXIT_UNAVAILABLE, listen_address, stdout_console
 
 
 def top(
@@ -81,12 +80,9 @@ def metrics(
     if listen is None:
         typer.echo(openmetrics.render(samples.read()), nl=False)
         return
-    address, separator, port = listen.rpartition(":")
-    is_plain = ":" not in address or (address.startswith("[") and address.endswith("]"))
-    if not separator or not is_plain or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65_535:
-        raise typer.BadParameter(f"--listen {listen}, must be ADDRESS:PORT, such as 127.0.0.1:9464")
+    address, port = listen_address("--listen", listen, "127.0.0.1:9464")
     try:
-        server = openmetrics.server(address.strip("[]"), int(port))
+        server = openmetrics.server(address.strip("[]"), port)
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no name of a host"
         typer.echo(f"sennit metrics: {listen}: {reason}", err=True)

@@ -14,6 +14,7 @@ import sennit
 from sennit import extras
 from sennit.command_line import EXIT_UNAVAILABLE, busy, fail, json_text, output, stdout_console, writable_file
 from sennit.offload.agent.command import agent
+from sennit.offload.opi.command import opi
 from sennit.runtime.aggregate.command import aggregate
 from sennit.runtime.ingest.command import feed
 from sennit.runtime.stream.command import make_stream
@@ -39,6 +40,7 @@ ORDER = (
     "tables",
     "top",
     "metrics",
+    "opi",
     "trace",
 )
 
@@ -85,6 +87,7 @@ app.command(epilog="Example: sennit top --paths")(top)
 app.command(epilog="Example: sennit timeline run.json.gz")(timeline)
 app.command(epilog="Example: sennit metrics --listen 127.0.0.1:9464")(metrics)
 app.command(epilog="Example: sennit aggregate --native --port 4793")(aggregate)
+app.command(epilog="Example: sennit opi --listen 127.0.0.1:50051")(opi)
 app.command(epilog="Example: sudo sennit agent --config agent.toml")(agent)
 app.command(epilog="Example: sennit feed --data flights --to 10.0.0.5:4800")(feed)
 app.command("make-stream", epilog="Example: sennit make-stream clicks --days 14 --rows-per-day 1000000")(make_stream)
