@@ -19,7 +19,7 @@ from pydpu.proto.v1 import opicommon_pb2 as common
 from sennit.offload.opi.nvme_target import ROOT, TCP_PORT, Port, run
 from sennit.offload.opi.server import Server
 from sennit.offload.opi.storage import Storage
-from sennit.testbed.topology.nvme import Connection
+from sennit.testbed.topology.nvme import Connection, looped, make_disk, mounted
 
 pytestmark = [pytest.mark.rdma, pytest.mark.needs("nvme-tcp")]
 
@@ -113,3 +113,27 @@ def test_a_disk_is_lent_written_counted_and_taken_back(tmp_path: Path) -> None:
         call(volumes.DeleteAioVolume, aio.DeleteAioVolumeRequest(name=volume.name))
         assert str(file) not in run("losetup", "--list")
         assert file.read_bytes()[: len(content)] == content
+
+
+def test_a_disk_is_a_volume_unless_it_is_mounted(tmp_path: Path) -> None:
+    folder, place, file = tmp_path / "volumes", tmp_path / "place", tmp_path / "image"
+    folder.mkdir()
+    place.mkdir()
+    make_disk(file, 4 << 20)
+    with (
+        looped(file) as device,
+        Server("127.0.0.1:0", Storage(folder)) as server,
+        grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel,
+    ):
+        (folder / "disk").symlink_to(device)
+        create = aio_grpc.AioVolumeServiceStub(channel).CreateAioVolume
+        request = aio.CreateAioVolumeRequest(aio_volume=aio.AioVolume(filename=str(folder / "disk")))
+        with mounted(device, place), pytest.raises(grpc.RpcError, match="busy"):
+            create(request, timeout=DEADLINE_S)
+        request.aio_volume.block_size = 4096
+        with pytest.raises(grpc.RpcError, match="block_size 4096, must be 512"):
+            create(request, timeout=DEADLINE_S)
+        request.aio_volume.block_size = 0
+        made = create(request, timeout=DEADLINE_S)
+        assert (made.block_size, made.blocks_count) == (512, (4 << 20) // 512)
+        assert run("losetup", "--list", "--noheadings").count("\n") == 1, "a disk needs no loop device"
