@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -34,7 +35,7 @@ CODES: Final = {
 
 
 class Server:
-    """Listens from the first. `address` is HOST:PORT; port 0: any free one. `port` is the one it has.
+    """Listens from the first. `address` is HOST:PORT; no host: all; port 0: any free one. `port` is the one it has.
 
     Raises DeviceError if it cannot listen there. `close` ends it, and all that clients made.
     """
@@ -56,10 +57,7 @@ class Server:
         self._server.add_generic_rpc_handlers(
             [grpc.method_handlers_generic_handler(each.full_name, dict(self._handlers(each))) for each in described]
         )
-        try:
-            self.port: int = self._server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise DeviceError(f"cannot listen at {address}: {error}") from None
+        self.port = self._listen(address)
         self._server.start()
 
     def __enter__(self) -> Server:
@@ -76,6 +74,23 @@ class Server:
     def GetInventory(self, request: Message) -> Message:
         del request  # its name is this machine's, whatever it is
         return inventory.read()
+
+    def _listen(self, address: str) -> int:
+        host, _, port = address.rpartition(":")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            # gRPC does not say why it cannot listen.
+            with socket.socket(family) as trial:
+                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                trial.bind((host.strip("[]").encode("idna"), int(port)))
+            found: int = self._server.add_insecure_port(f"{host or '[::]'}:{port}")
+        except OSError as error:
+            raise DeviceError.told(f"cannot listen at {address}: {error.strerror}", error.errno) from None
+        except UnicodeError:
+            raise DeviceError(f"cannot listen at {address}: no name of a host") from None
+        except RuntimeError as error:  # somebody else was quicker
+            raise DeviceError(f"cannot listen at {address}: {error}") from None
+        return found
 
     def _handlers(self, service: Any) -> Iterator[tuple[str, Any]]:
         for method in service.methods:

@@ -375,8 +375,22 @@ def test_what_is_lent_ends_with_the_server(tmp_path: Path) -> None:
 
 
 def test_a_port_in_use_is_an_error(lender: Lender) -> None:
-    with pytest.raises(DeviceError, match=f"cannot listen at {lender.address}"):
+    with pytest.raises(DeviceError, match=f"cannot listen at {lender.address}: Address already in use"):
         Server(lender.address, Storage(lender.volumes))
+    for address, why in (
+        ("203.0.113.1:0", "Cannot assign requested address"),
+        ("a host:0", "Name or service not known"),
+        (f"{'ä' * 64}:0", "no name of a host"),
+    ):
+        with pytest.raises(DeviceError, match=f"cannot listen at {address}: {why}"):
+            Server(address, Storage(lender.volumes))
+
+
+@pytest.mark.parametrize("host", ["", "localhost"])
+def test_it_listens_at_all_addresses_or_at_a_name(tmp_path: Path, host: str) -> None:
+    with Server(f"{host}:0", Storage(tmp_path)) as server, grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        stub = inventory_pb2_grpc.InventoryServiceStub(channel)
+        assert stub.GetInventory(inventory_pb2.GetInventoryRequest(), timeout=DEADLINE_S).processor.total_threads
 
 
 def test_the_classes_of_pydpu_work(lender: Lender) -> None:
