@@ -29,7 +29,8 @@ from tests.transport.meeting import Recorder
 
 WORLD, RANKS_A_HOST = 1_024, 8
 LESS = 256
-STORE_MAX_BYTES = 200_000
+# Rank 0 of 1,024 reads and writes 214,000 bytes; 188,000 before a group met in three rounds in place of four.
+STORE_MAX_BYTES = 220_000
 READ_MAX_BYTES_A_PEER = 100
 MEMORY_MAX_BYTES = 64 << 20
 PEER_MAX_BYTES = 40 << 10
