@@ -40,6 +40,13 @@ EXACT: Final = (
 )
 SAME_BITS: Final = Goal(measure="distinct_digests", at_least=1, at_most=1, must=True)
 
+TRAINED_ALIKE: Final = (
+    Goal(measure="trainings", at_least=2, must=True),
+    Goal(measure="failed_trainings", at_most=0, must=True),
+    SAME_BITS,
+    Goal(measure="impairment.dropped", at_least=1, must=True),
+)
+
 SHORT_WORKLOAD: Final[dict[str, Any]] = {"size_bytes": 2 * MIB, "repetitions": 2, "rounds": 2}
 
 # Sizes of `same-bits`. All its worlds run this size in one shot, also where a rank gives two nodes.
@@ -386,12 +393,7 @@ def _jobs() -> list[Scenario]:
             title="training: placements, worlds, ports, loss, a kill and a join in the middle, the same weights",
             topology=Topology(hosts=9, planes=2),
             job=Trainings(runs=product(SHARDINGS, (1, 2, 3, 4, 8), (0.0, 0.01))),
-            goals=(
-                Goal(measure="trainings", at_least=2, must=True),
-                Goal(measure="failed_trainings", at_most=0, must=True),
-                SAME_BITS,
-                Goal(measure="impairment.dropped", at_least=1, must=True),
-            ),
+            goals=TRAINED_ALIKE,
             short={
                 "topology": {"hosts": 4},
                 "job": {
@@ -408,12 +410,7 @@ def _jobs() -> list[Scenario]:
             "join, a resumption, the same weights",
             topology=Topology(hosts=9, planes=2),
             job=Trainings(runs=dynamic_runs(strength=3), tables="dynamic"),
-            goals=(
-                Goal(measure="trainings", at_least=2, must=True),
-                Goal(measure="failed_trainings", at_most=0, must=True),
-                SAME_BITS,
-                Goal(measure="impairment.dropped", at_least=1, must=True),
-            ),
+            goals=TRAINED_ALIKE,
             short={
                 "topology": {"hosts": 4},
                 "job": {
