@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, Self
@@ -210,15 +210,29 @@ class Figures:
     def taken(self, keys: Iterable[str | None]) -> str:
         """When, and on what machine, in words, these runs were."""
         runs = [self.runs[key] for key in dict.fromkeys(keys) if key is not None]
-        by_place: dict[tuple[str, str], list[str]] = {}
+        by_machine: dict[tuple[str, str], tuple[list[str], list[float]]] = {}
         for run in sorted(runs, key=lambda run: str(run.get("measured") or run["noted"])):
             verb, date = ("Measured", run["measured"]) if "measured" in run else ("Noted", run["noted"])
-            by_place.setdefault((verb, place(run)), []).append(date)
-        return " ".join(f"{verb} {', '.join(dates)} on {where}." for (verb, where), dates in by_place.items())
+            dates, loads = by_machine.setdefault((verb, _name(run)), ([], []))
+            dates += [] if date in dates else [date]
+            loads += (run["load_average"] or [])[:1]
+        return " ".join(
+            f"{verb} {', '.join(dates)} on {name}, {_loaded(loads)}."
+            for (verb, name), (dates, loads) in by_machine.items()
+        )
 
 
 def place(machine: Mapping[str, Any]) -> str:
     """Processor, cores and load at the beginning, in words."""
-    load = machine.get("load_average")
-    loaded = "load not recorded" if load is None else f"load {load[0]:.1f}"
-    return f"{machine['processor']}, {machine['cores']} cores, {loaded}"
+    return f"{_name(machine)}, {_loaded((machine.get('load_average') or [])[:1])}"
+
+
+def _name(machine: Mapping[str, Any]) -> str:
+    return f"{machine['processor'].replace('(R)', '').removesuffix(' Processor')}, {machine['cores']} cores"
+
+
+def _loaded(loads: Sequence[float]) -> str:
+    if not loads:
+        return "load not recorded"
+    least, most = f"{min(loads):.1f}", f"{max(loads):.1f}"
+    return f"load {least}" if least == most else f"load {least} to {most}"
