@@ -20,15 +20,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from sennit.offload.opi.nvme_target import Port
-from sennit.testbed.scenarios.counters import total
 from sennit.testbed.scenarios.model import RemoteDisk
 from sennit.testbed.scenarios.ranks import RankError
+from sennit.testbed.scenarios.split_networks import BACK, PLANES, RANK_PORTS, counted
 from sennit.testbed.topology import Planes, nvme
-from sennit.testbed.topology.traffic import Kind, PacketCounter, filter_of
 
-FRONT, BACK = "front_end", "back_end"
-PLANES: Final = {FRONT: "plane0", BACK: "plane1"}
-RANK_PORTS: Final = (5000, 5199)
 STORE_PORT: Final = 29400
 DATA_BYTES, TABLES_BYTES = 64 << 20, 96 << 20
 COLUMNS: Final = 4
@@ -50,7 +46,7 @@ def play(job: RemoteDisk, planes: Planes, folder: Path, say: Callable[[str], Non
     with hosts.local_disks() as disks:
         reports = [hosts.run("local", disks)]
     say("on disks of another host")
-    with hosts.remote_disks() as disks, _counted(planes) as passed:
+    with hosts.remote_disks() as disks, counted(planes) as passed:
         reports.append(hosts.run("remote", disks))
     say("a disk is pulled")
     errors = hosts.run_until_pulled("pulled")
@@ -210,21 +206,3 @@ class _Hosts:
         file = self._folder / f"tables-{rank}.img"
         nvme.make_disk(file, TABLES_BYTES)
         return file
-
-
-@contextlib.contextmanager
-def _counted(planes: Planes) -> Iterator[dict[str, float]]:
-    """`NETWORK.KIND`: packets that passed the interfaces of all hosts meanwhile, in and out. Filled at the end."""
-    found: dict[str, float] = {}
-    with contextlib.ExitStack() as stack:
-        counters = [
-            (
-                f"{network}.{kind}",
-                stack.enter_context(planes.within(host, PacketCounter, interface, filter_of(kind, *RANK_PORTS))),
-            )
-            for network, interface in PLANES.items()
-            for kind in Kind
-            for host in range(planes.hosts)
-        ]
-        yield found
-        found |= total({name: counter.read()} for name, counter in counters)

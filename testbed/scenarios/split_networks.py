@@ -17,7 +17,8 @@ import sys
 import tarfile
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -80,15 +81,7 @@ def play(job: Job, planes: Planes, folder: Path) -> dict[str, int]:
     that they sent to each other, `record_bytes` what they took from the feeder, `checkpoint_bytes` what the files of
     their checkpoints have, which the last host gets. Raises RankError if a process fails, or at the deadline.
     """
-    with ExitStack() as stack:
-        counters = {
-            (network, kind, host): stack.enter_context(
-                planes.within(host, PacketCounter, interface, filter_of(kind, *RANK_PORTS))
-            )
-            for network, interface in PLANES.items()
-            for kind in Kind
-            for host in range(planes.hosts)
-        }
+    with counted(planes) as passed:
         before = _interface_bytes(planes)
         _run(job, planes, folder)
         last = planes.hosts - 1
@@ -97,13 +90,34 @@ def play(job: Job, planes: Planes, folder: Path) -> dict[str, int]:
             source=0, destination=last, address=planes.ipv4_addresses(last)[0],
         )  # fmt: skip
         found = {name: count - before[name] for name, count in _interface_bytes(planes).items()}
-        found |= total({f"{network}.{kind}": counter.read()} for (network, kind, _), counter in counters.items())
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    return found | {
-        "payload_bytes": report["bytes_moved"]["data_bytes_sent"],
-        "record_bytes": report["ingest"]["body_bytes"],
-        "checkpoint_bytes": carried,
-    }
+    return (
+        found
+        | passed
+        | {
+            "payload_bytes": report["bytes_moved"]["data_bytes_sent"],
+            "record_bytes": report["ingest"]["body_bytes"],
+            "checkpoint_bytes": carried,
+        }
+    )
+
+
+@contextmanager
+def counted(planes: Planes) -> Iterator[dict[str, int]]:
+    """`NETWORK.KIND`: packets that passed the interfaces of all hosts meanwhile, in and out. Filled at the end."""
+    found: dict[str, int] = {}
+    with ExitStack() as stack:
+        counters = [
+            (
+                f"{network}.{kind}",
+                stack.enter_context(planes.within(host, PacketCounter, interface, filter_of(kind, *RANK_PORTS))),
+            )
+            for network, interface in PLANES.items()
+            for kind in Kind
+            for host in range(planes.hosts)
+        ]
+        yield found
+        found |= total({name: counter.read()} for name, counter in counters)
 
 
 def _interface_bytes(planes: Planes) -> dict[str, int]:
