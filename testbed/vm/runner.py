@@ -172,7 +172,7 @@ class _Run:
                 writers.clear()
                 expired = self._listen(selector)
             finally:
-                _end(process)
+                _end(process, selector)
         return self._outcome(process.returncode, expired)
 
     def _start(self, initrd: Path, folder: Path, descriptors: Descriptors) -> subprocess.Popen[bytes]:
@@ -288,8 +288,17 @@ def _pipes(names: tuple[str, ...]) -> Iterator[tuple[dict[str, int], dict[str, i
             os.close(descriptor)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kills the machine and all its processes. Only waits for one that has switched itself off."""
+def _end(process: subprocess.Popen[bytes], selector: selectors.BaseSelector) -> None:
+    """Kills the machine and all its processes. Only waits for one that has switched itself off.
+
+    Processes of the guest are not this process's children, so it cannot wait for them. They hold the pipes' writing
+    ends: each pipe ends when the last of them is gone.
+    """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(KILL_TIMEOUT_S)
+    end_s = time.monotonic() + KILL_TIMEOUT_S
+    while selector.get_map() and (ready := selector.select(max(0.0, end_s - time.monotonic()))):
+        for key, _ in ready:
+            if not os.read(key.fd, READ_BYTES):
+                selector.unregister(key.fd)
