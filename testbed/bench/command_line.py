@@ -29,7 +29,7 @@ from sennit.testbed.bench.training.training_commands import (
     slices,
     timeline,
 )
-from sennit.testbed.bench.transport.transport_commands import aggregate, codecs, collectives, group, rack, rdma
+from sennit.testbed.bench.transport.transport_commands import aggregate, codecs, collectives, group, rack, rdma, start
 
 
 def compare(
@@ -75,6 +75,7 @@ app.command("cost", epilog="Example: sennit bench cost --kind bare --data synthe
 app.command("scaling", epilog="Example: sennit bench scaling --worlds 1,2,4")(measured(scaling))
 app.command("overlap", epilog="Example: sennit bench overlap --hosts 2 --round-trip-us 1000")(measured(overlap))
 app.command("group", epilog="Example: sennit bench group --world 64 --against gloo --transport udp")(measured(group))
+app.command("start", epilog="Example: sennit bench start --world 16 --rounds 3")(measured(start))
 app.command("timeline", epilog="Example: sennit bench timeline --rounds 300")(measured(timeline))
 app.command("attention", epilog="Example: sennit bench attention --sequences 64 --longest 1024")(measured(attention))
 app.command("slices", epilog="Example: sennit bench slices --slices 8 --batch 1024")(measured(slices))

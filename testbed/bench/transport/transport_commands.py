@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit bench`: collectives, groups, codecs, and soft-RoCE. Each command imports what it needs when it runs."""
+"""`sennit bench`: collectives, groups, jobs, codecs, and soft-RoCE. Each command imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -138,6 +138,20 @@ def group(
 
     peers = tuple(against or ("gloo",))
     run_ranks(group, json_path, transport=transport, world=world, against=peers, rounds=rounds, warm=warm)
+
+
+def start(
+    against: Annotated[list[str] | None, typer.Option(help="peer: gloo")] = None,
+    transport: Annotated[str, typer.Option(help="value of SENNIT_TRANSPORT: auto, shm or udp")] = "auto",
+    world: Annotated[int, typer.Option(help="number of ranks, all on this machine", min=2)] = 16,
+    rounds: Annotated[int, typer.Option(help="jobs of each peer; the median is reported", min=1)] = 5,
+    json_path: Figures = None,
+) -> None:
+    """Time a job from the start of torchrun to its first AllReduce, with all that its ranks import."""
+    from sennit.testbed.bench.transport import start
+
+    peers = tuple(against or ("gloo",))
+    run_ranks(start, json_path, transport=transport, world=world, against=peers, rounds=rounds)
 
 
 def codecs(
