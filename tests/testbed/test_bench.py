@@ -23,6 +23,11 @@ from sennit.testbed.bench.transport.worker_commands import Join
 from sennit.transport.sizes import format_size, parse_size
 
 
+def test_arrays_of_numpy_have_the_pages_of_torchs_tensors() -> None:
+    assert Settings(against=("openmpi",)).environment()["NUMPY_MADVISE_HUGEPAGE"] == "0"
+    assert "NUMPY_MADVISE_HUGEPAGE" not in Settings(ours="sennit-core", against=("openmpi",)).environment()
+
+
 @pytest.mark.parametrize(("text", "size_bytes"), [("4096", 4096), ("4KiB", 4096), (" 64 MiB ", 64 << 20), ("7B", 7)])
 def test_sizes_are_read(text: str, size_bytes: int) -> None:
     assert parse_size(text) == size_bytes
