@@ -21,7 +21,7 @@ SHOW_BLOCKED_TASKS: Final = "w"
 DMESG_TIMEOUT_S: Final = 10.0
 
 _kept: list[subprocess.Popen[bytes]] = []
-"""Processes that the kernel kept. They end with the wait."""
+"""Processes that the kernel kept. They end with the wait, and `wait_for_kept` then takes them."""
 
 
 def execute(command: str, *, timeout_s: float = TIMEOUT_S, check: bool = True) -> None:
@@ -47,6 +47,16 @@ def execute(command: str, *, timeout_s: float = TIMEOUT_S, check: bool = True) -
             output.seek(0)
             text = output.read().decode(errors="replace")
             raise subprocess.CalledProcessError(code, command, text)
+
+
+def wait_for_kept(*, timeout_s: float = TIMEOUT_S) -> None:
+    """Waits for each command that the kernel kept beyond its time, once nobody uses what it waited for.
+
+    Raises `subprocess.TimeoutExpired` if one does not end in time.
+    """
+    while _kept:
+        _kept[-1].wait(timeout_s)
+        _kept.pop()
 
 
 def stacks_of_blocked_tasks() -> str:

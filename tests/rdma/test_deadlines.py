@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from sennit.testbed.vm.guest_command import TIMEOUT_S, execute
+from sennit.testbed.vm.guest_command import execute, wait_for_kept
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import TransportKind
 
@@ -24,10 +23,8 @@ def test_a_command_that_the_kernel_keeps_is_given_up_with_the_kernels_stacks() -
     with device.Context(name="held"), pytest.raises(TimeoutError, match=wanted):
         execute("rdma link delete held", timeout_s=0.5)
     # Nobody uses the device any more, so the command ends after all.
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while Path("/sys/class/infiniband/held").exists():
-        assert time.monotonic() < deadline_s, "the device is still there"
-        time.sleep(0.001)
+    wait_for_kept()
+    assert not Path("/sys/class/infiniband/held").exists()
     execute("ip link del held0")
 
 
