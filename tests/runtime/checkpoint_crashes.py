@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saves a checkpoint over and over in child processes, and kills each child at another point of the save.
 
-`main` prints one JSON line for each point: the action that did not happen, the newest
-whole checkpoint afterwards, the value of its weights, and the result of a later save by a process that lives.
+`forked("tests.runtime.checkpoint_crashes", FOLDER, STEP, KEEP)` prints one JSON line for each point: the action that
+did not happen, the newest whole checkpoint afterwards, the value of its weights, and the result of a later save by a
+process that lives.
 A point is an event of Python's audit hooks on a path below the folder (open, rename, mkdir, remove, rmdir), or an
 fsync.
 """
@@ -128,3 +129,7 @@ def main(root: Path, step: int, keep: int | None) -> None:
         print(json.dumps(answer), flush=True)
         if is_done:
             return
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) or None)

@@ -3,10 +3,10 @@
 # mypy: disable-error-code="no-untyped-call"
 """Two ranks train and save in the background, and are killed at seeded moments, life after life in one folder.
 
-`main` prints one JSON line for each life. A rank dies just before an action on
-the folder (as in checkpoint_crashes.py), or at a moment of training, when the background is anywhere. The other rank
-is killed at once. Then the newest checkpoint must be the last one that was reported or a newer one, and must have the
-bits of its step. The next life goes on from there.
+`forked("tests.runtime.checkpoint_kills", FOLDER, SEED, COUNT)` prints one JSON line for each life. A rank dies just
+before an action on the folder (as in checkpoint_crashes.py), or at a moment of training, when the background is
+anywhere. The other rank is killed at once. Then the newest checkpoint must be the last one that was reported or a newer
+one, and must have the bits of its step. The next life goes on from there.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import os
 import random
 import signal
+import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -180,3 +181,7 @@ def main(root: Path, seed: int, count: int) -> None:
             "kept": len(checkpoint.whole(folder)),
         }
         print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -7,9 +7,7 @@ import json
 import os
 import resource
 import signal
-import subprocess
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,7 @@ from torch._C._distributed_c10d import FileStore
 from sennit.runtime.checkpoint import folder as checkpoint
 from sennit.runtime.checkpoint import writing
 from sennit.runtime.checkpoint.manifest import CheckpointError, Manifest
-from tests.ranks import command
-from tests.runtime import checkpoint_crashes
+from tests.forked_commands import forked
 
 RUN, OTHER = "0123456789abcdef", "fedcba9876543210"
 OLD, NEW = 1.0, 2.0
@@ -53,13 +50,7 @@ def group(tmp_path: Path) -> Iterator[None]:
     ],
 )
 def test_killed_at_any_point_of_a_save_a_whole_checkpoint_is_left(tmp_path: Path, step: int, keep: int) -> None:
-    done = subprocess.run(
-        command(partial(checkpoint_crashes.main, tmp_path, step, keep or None)),
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
+    done = forked("tests.runtime.checkpoint_crashes", str(tmp_path), str(step), str(keep), timeout_s=170)
     assert done.returncode == 0, done.stdout + done.stderr
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     names = [f"step-{step:09d}"] if keep else ["step-000000006", "step-000000007"]

@@ -33,6 +33,7 @@ from sennit.runtime.kernels.triton_operator import TritonOperator, sorted_runs
 from sennit.runtime.kernels.triton_tables import describe, vectors_of
 from sennit.runtime.kernels.triton_tiles import tiles_of_gpu
 from tests.extent import briefly
+from tests.forked_commands import forked
 from tests.runtime.embedding_cases import CASES, expected, run, same_bits
 
 ROW_COUNTS = (1, 40, 70_000, (1 << 31) - 1, (1 << 32) - 1)
@@ -80,14 +81,7 @@ def test_kernels_compile_for_an_h100_exactly_and_keep_to_registers(tmp_path: Pat
 
 
 def test_the_report_refuses_kernels_of_the_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "sennit.runtime.kernels.triton_report"],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = forked("sennit.runtime.kernels.triton_report", TRITON_INTERPRET="1")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith(
         "TRITON_INTERPRET=1: kernels were imported for the interpreter; allowed: unset"

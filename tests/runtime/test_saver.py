@@ -9,10 +9,8 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +30,7 @@ from sennit.runtime.kernels.int8 import int8_rows
 from sennit.runtime.sharded import ShardedEmbeddingBags, Table, TableStore
 from sennit.runtime.training import export_int8
 from tests.extent import briefly
-from tests.ranks import command
-from tests.runtime import checkpoint_kills
+from tests.forked_commands import forked
 from tests.runtime.world import WorldFactory
 
 SAMPLES = 16
@@ -465,14 +462,7 @@ def test_an_export_has_what_base_and_increments_add_up_to(tmp_path: Path) -> Non
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("count", briefly([10, 300], [10]))
 def test_no_kill_loses_what_was_reported(tmp_path: Path, count: int) -> None:
-    done = subprocess.run(
-        command(partial(checkpoint_kills.main, tmp_path, 15, count)),
-        capture_output=True,
-        text=True,
-        timeout=60 + 2 * count,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    done = forked("tests.runtime.checkpoint_kills", str(tmp_path), "15", str(count), timeout_s=60 + 2 * count)
     assert done.returncode == 0, done.stdout + done.stderr
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(answers) == count

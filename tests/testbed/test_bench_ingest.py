@@ -4,24 +4,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 from rich.console import Console
 
 from sennit.testbed.bench.samples import ingest
+from tests.forked_commands import forked
 
 TURNS, STEPS = 2, 3
 
 
 def test_turns_from_memory_are_results() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "sennit.testbed.bench.samples.ingest_turns", "synthetic", str(TURNS), str(STEPS)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    run = forked("sennit.testbed.bench.samples.ingest_turns", "synthetic", str(TURNS), str(STEPS))
     assert run.returncode == 0, run.stderr
     told = json.loads(run.stdout.strip().rpartition("\n")[2])
     assert [len(turns) for turns in told["turns"].values()] == [TURNS]
