@@ -79,7 +79,7 @@ PARTS: Final = {
     ),
     "C++": Part(
         what="C++ tests of the suite `long`, under sanitizers",
-        command=("build/asan/transport/csrc/tests/test_flow", "--test-suite=long"),
+        command=("ctest", "--test-dir", "build/asan", "-C", "long", "-L", "long", "--output-on-failure", "--no-tests=error"),
         limit_s=1_200,
     ),
     "model": Part(
