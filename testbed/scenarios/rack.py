@@ -11,21 +11,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import multiprocessing
-import os
-import re
-import runpy
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Final
 
-from sennit.runtime.training.launch import PRELOAD, SINGLE
+from sennit.testbed.scenarios.cast import Cast, anybody
 from sennit.testbed.scenarios.model import Rack
 from sennit.testbed.scenarios.ranks import RankError
 from sennit.testbed.topology import Planes
@@ -40,8 +33,6 @@ QUEUE_BYTES: Final = 1 << 20
 # Dense layers whose gradients are some dozens of packets.
 MODEL: Final = ("--dim=8", "--bottom=64", "--top=128,64", "--slices=8")
 SAMPLE_S: Final = 0.05
-LOOK_S: Final = 0.01
-LOG_TAIL_CHARACTERS: Final = 2000
 # When, and by port: bytes from its host, and to it.
 Look = tuple[float, dict[str, tuple[int, int]]]
 # What happened, to which host ("": to all), and when.
@@ -68,7 +59,8 @@ def play(rack: Rack, planes: Planes, folder: Path, say: Callable[[str], None]) -
         say(f"the run {name}")
         place = folder / name
         place.mkdir()
-        with _running(rack, planes, place) as hosts, _sampled(planes) as links:
+        with Cast(planes, place, timeout_s=rack.timeout_s) as cast, _sampled(planes) as links:
+            hosts = _Hosts(rack, planes, place, cast)
             if name == "alone":
                 seen.digests.append(_left_alone(hosts))
                 continue
@@ -101,18 +93,18 @@ def _disturbed(hosts: _Hosts, measures: dict[str, float]) -> str:
     hosts.start_aggregator()
     hosts.start_storage()
     hosts.start_ranks(plan)
-    hosts.wait_until(marks["aggregator"].exists, "the aggregator's end does not come")
+    hosts.cast.wait_until(marks["aggregator"].exists, "the aggregator's end does not come")
     # The page is written every half second.
-    hosts.wait_until(lambda: hosts.summed() > 0, "the aggregator sums nothing")
+    hosts.cast.wait_until(lambda: hosts.summed() > 0, "the aggregator sums nothing")
     measures["rack.summed_before"] = hosts.summed()
     hosts.kill("aggregator")
     marks["aggregator"].unlink()
     hosts.start_aggregator()
-    hosts.wait_until(marks["storage"].exists, "the storage's end does not come")
+    hosts.cast.wait_until(marks["storage"].exists, "the storage's end does not come")
     hosts.kill("storage")
     marks["storage"].unlink()
     hosts.start_storage()
-    hosts.wait_until(died.exists, "the rank's end does not come", may_fail=True)
+    hosts.cast.wait_until(died.exists, "the rank's end does not come", may_fail=anybody)
     hosts.note(f"killed rank {rack.victim}", f"rank {rack.victim}")
     survivors = hosts.survivors()
     measures["rack.errors_naming_rank"] = sum(f"rank {rack.victim} " in log for log in survivors) / len(survivors)
@@ -128,26 +120,24 @@ def _disturbed(hosts: _Hosts, measures: dict[str, float]) -> str:
 class _Hosts:
     """The processes of one run, each on a host of its own."""
 
-    def __init__(self, rack: Rack, planes: Planes, folder: Path) -> None:
-        self.rack, self.folder = rack, folder
+    def __init__(self, rack: Rack, planes: Planes, folder: Path, cast: Cast) -> None:
+        self.rack, self.folder, self.cast = rack, folder, cast
         self.events: list[Event] = []
-        self._planes, self._deadline_s = planes, time.monotonic() + rack.timeout_s
-        self._running: dict[str, BaseProcess] = {}
-        self._starts = 0
+        self._planes = planes
         self._ranks = planes.hosts - 2
         self._addresses = [planes.ipv4_addresses(host)[PLANE] for host in range(planes.hosts)]
         self.names = [*(f"rank {rank}" for rank in range(self._ranks)), "aggregator", "storage"]
 
     def start_aggregator(self) -> None:
         where = ["--native"] if self.rack.native else self._planes.interfaces(self._ranks)[:1]
-        log = self._start("aggregator", self._ranks, "sennit", ["aggregate", *where, f"--port={AGGREGATOR_PORT}"], {})
-        self.wait_until(lambda: "ready: " in log.read_text(encoding="utf-8"), "no aggregator", may_fail=True)
+        self.cast.fork("aggregator", self._ranks, "sennit", ["aggregate", *where, f"--port={AGGREGATOR_PORT}"], {})
+        self.cast.wait_until(lambda: "ready: " in self.cast.said("aggregator"), "no aggregator", may_fail=anybody)
 
     def start_storage(self) -> None:
         source = ["--data=synthetic", f"--samples={self.rack.samples}", "--row-limit=1000"]
         to = f"--to={self._addresses[0]}:{INGEST_PORT}"
         options = ["feed", *source, to, f"--timeout={self.rack.timeout_s:g}"]
-        self._start("storage", self._ranks + 1, "sennit", options, {})
+        self.cast.fork("storage", self._ranks + 1, "sennit", options, {})
 
     def start_ranks(self, plan: dict[str, str], *options: str, count: int | None = None) -> None:
         rack, world = self.rack, self._ranks if count is None else count
@@ -164,11 +154,10 @@ class _Hosts:
                 "SENNIT_AGGREGATOR": f"{self._addresses[self._ranks]}:{AGGREGATOR_PORT}",
                 "SENNIT_ALGORITHM": "aggregate",
             }  # fmt: skip
-            self._start(f"rank {rank}", rank, TRAINER, arguments, variables)
+            self.cast.fork(f"rank {rank}", rank, TRAINER, arguments, variables)
 
     def kill(self, name: str, *, noted: bool = True) -> None:
-        process = self._running.pop(name)
-        _kill(process)
+        self.cast.kill(name)
         if noted:
             self.note(f"killed {name}", name)
 
@@ -177,7 +166,7 @@ class _Hosts:
 
     def summed(self) -> int:
         """Blocks that the aggregator has summed, as its page of counters says."""
-        process = self._running["aggregator"].pid
+        process = self.cast.pid("aggregator")
         return sum(
             page.total(COUNTER_GROUP, f"{COUNTER_GROUP}_completed")
             for page in counters.pages()
@@ -186,84 +175,21 @@ class _Hosts:
 
     def survivors(self) -> list[str]:
         """Waits until all ranks have ended, the dead one too. Returns what the others said."""
-        ranks = {name: process for name, process in self._running.items() if name.startswith("rank")}
-        self.wait_until(
-            lambda: all(process.exitcode is not None for process in ranks.values()), "ranks do not end", may_fail=True
-        )
-        for name in ranks:
-            del self._running[name]
-        victim = f"rank {self.rack.victim}"
-        return [self._log(name).read_text(encoding="utf-8") for name in ranks if name != victim]
+        self.cast.wait_until(lambda: None not in self._codes_of_ranks(), "ranks do not end", may_fail=anybody)
+        for rank in range(self._ranks):
+            self.cast.kill(f"rank {rank}")
+        return [self.cast.said(f"rank {rank}") for rank in range(self._ranks) if rank != self.rack.victim]
 
     def ended(self) -> str:
         """Waits until all ranks have ended well. Returns the digest of their weights."""
-        ranks = [process for name, process in self._running.items() if name.startswith("rank")]
-        self.wait_until(lambda: all(process.exitcode == 0 for process in ranks), "no end")
+        self.cast.wait_until(lambda: set(self._codes_of_ranks()) == {0}, "no end")
         report = json.loads((self.folder / "report.json").read_text(encoding="utf-8"))
         if report["steps"]["last"] != self.rack.steps:
             raise RankError(f"{report['steps']['last']} steps, not {self.rack.steps}")
         return str(report["weights_sha256"])
 
-    def wait_until(self, is_so: Callable[[], bool], otherwise: str, *, may_fail: bool = False) -> None:
-        while not is_so():
-            failed = [name for name, process in self._running.items() if process.exitcode not in (None, 0)]
-            if (failed and not may_fail) or time.monotonic() > self._deadline_s:
-                name = (failed or list(self._running))[0]
-                tail = self._log(name).read_text(errors="replace", encoding="utf-8")[-LOG_TAIL_CHARACTERS:]
-                raise RankError(f"{otherwise}{' in time' if not failed else ''}; {name}:\n{tail}")
-            time.sleep(LOOK_S)
-
-    def close(self) -> None:
-        for process in self._running.values():
-            _kill(process)
-
-    def _start(self, name: str, host: int, module: str, arguments: list[str], variables: dict[str, str]) -> Path:
-        self._starts += 1
-        log = self._log(name)
-        log.write_bytes(b"")
-        environment = {**os.environ, **SINGLE, **variables}
-        given = (self._planes.netns_name(host), environment, module, arguments, log)
-        context = multiprocessing.get_context("forkserver")
-        # One process imports, and all of these are its forks.
-        context.set_forkserver_preload(PRELOAD)
-        process = context.Process(target=_run, args=given, name=name)
-        process.start()
-        self._running[name] = process
-        return log
-
-    def _log(self, name: str) -> Path:
-        return self.folder / f"{re.sub(' ', '', name)}.log"
-
-
-@contextlib.contextmanager
-def _running(rack: Rack, planes: Planes, folder: Path) -> Iterator[_Hosts]:
-    hosts = _Hosts(rack, planes, folder)
-    try:
-        yield hosts
-    finally:
-        hosts.close()
-
-
-def _run(network: str, environment: dict[str, str], module: str, arguments: list[str], log: Path) -> None:
-    """Runs `python -m MODULE ARGUMENTS` in a network namespace, and in a session of its own."""
-    os.setsid()
-    enter(network)
-    os.environ.clear()
-    os.environ.update(environment)
-    output = os.open(log, os.O_WRONLY | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
-def _kill(process: BaseProcess) -> None:
-    """With all that it has started."""
-    assert process.pid is not None
-    with contextlib.suppress(ProcessLookupError):  # it has ended, or has not come to its session
-        os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
-    process.join()
+    def _codes_of_ranks(self) -> list[int | None]:
+        return [code for name, code in self.cast.codes().items() if name.startswith("rank")]
 
 
 def rates_of(looks: Sequence[Look], began_s: float, names: Sequence[str], events: Sequence[Event]) -> dict[str, Any]:

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from sennit.offload.opi.nvme_target import Port
+from sennit.testbed.scenarios.cast import Cast, anybody
 from sennit.testbed.scenarios.model import RemoteDisk
 from sennit.testbed.scenarios.ranks import RankError
 from sennit.testbed.scenarios.split_networks import BACK, PLANES, RANK_PORTS, counted
@@ -32,8 +30,6 @@ TABLE_ROWS: Final = 100_000
 DIM: Final = 16
 # A tenth of the rows or so: those of two batches, and some more.
 TABLE_MEMORY: Final = "4MiB"
-LOOK_S: Final = 0.05
-LOG_TAIL_CHARACTERS: Final = 2000
 # A rank sees its disks where every other rank sees its own, in a mount namespace that ends with it.
 MOUNT: Final = 'mount -o ro "$1" "$2" && mount "$3" "$4" && shift 4 && exec "$@"'
 
@@ -91,8 +87,6 @@ class _Hosts:
         self._ranks, self._storage = planes.hosts - 1, planes.hosts - 1
         self._front = [planes.ipv4_addresses(host)[0] for host in range(planes.hosts)]
         self._starts = 0
-        self._logs: list[Path] = []
-        """Of the ranks that started last."""
         (folder / "tables").mkdir()
 
     @contextlib.contextmanager
@@ -132,30 +126,31 @@ class _Hosts:
 
     def run(self, name: str, disks: Sequence[tuple[Path, Path]], *options: str) -> dict[str, Any]:
         """Trains to the end. Returns the report."""
-        running = self._start(name, disks, *options)
-        self._wait(running, lambda: all(process.poll() == 0 for process in running), may_fail=False)
+        with self._started(name, disks, *options) as cast:
+            cast.wait()
         report: dict[str, Any] = json.loads((self._folder / name / "report.json").read_text(encoding="utf-8"))
         return report
 
     def run_until_pulled(self, name: str) -> int:
         """Pulls the last rank's disk after the first checkpoint. Returns 1 if that rank's error names it, or 0."""
         exports: list[nvme.Export] = []
-        with self.remote_disks(exports) as disks:
-            running = self._start(name, disks)
+        with self.remote_disks(exports) as disks, self._started(name, disks) as cast:
             saved = self._folder / name / "checkpoints"
-            self._wait(running, lambda: any(saved.glob("step-*/*")), may_fail=False)
+            cast.wait_until(lambda: any(saved.glob("step-*/*")), "no checkpoint")
             exports[-1].pull()
-            self._wait(running, lambda: all(process.poll() is not None for process in running), may_fail=True)
-        if any(process.returncode == 0 for process in running):
+            cast.wait(may_fail=anybody)
+            codes = cast.codes()
+            said = cast.said(list(codes)[-1])
+        if 0 in codes.values():
             raise RankError(f"{name}: a rank ended as if no disk had been pulled")
-        said = self._logs[-1].read_text(encoding="utf-8")
         return int(str(self._folder / "tables") in said)
 
-    def _start(self, name: str, disks: Sequence[tuple[Path, Path]], *options: str) -> list[subprocess.Popen[bytes]]:
+    @contextlib.contextmanager
+    def _started(self, name: str, disks: Sequence[tuple[Path, Path]], *options: str) -> Iterator[Cast]:
+        """The ranks of a run, each with its disks, in turn."""
         job, folder = self._job, self._folder
         (folder / name).mkdir(exist_ok=True)
         self._starts += 1
-        self._logs = [folder / f"{self._starts}-{name}-rank{rank}.log" for rank in range(self._ranks)]
         arguments = [
             f"--data={folder / 'data' / 'clicks.parquet'}", f"--schema={folder / 'schema.toml'}", f"--dim={DIM}",
             "--bottom=", "--top=32", "--slices=4", "--sharding=row_wise", "--row-shards=2",
@@ -164,43 +159,18 @@ class _Hosts:
             f"--checkpoint={folder / name / 'checkpoints'}", f"--checkpoint-every={job.checkpoint_every}",
             f"--json={folder / name / 'report.json'}", f"--timeout={job.timeout_s:g}", *options,
         ]  # fmt: skip
-        running = []
-        for rank, (data, own) in enumerate(disks):
-            variables = self._planes.environment(rank) | {
-                "SENNIT_INTERFACES": PLANES[BACK], "SENNIT_PORTS": "-".join(map(str, RANK_PORTS)),
-                "OMP_NUM_THREADS": "1", "RANK": f"{rank}", "WORLD_SIZE": f"{self._ranks}", "LOCAL_RANK": "0",
-                "MASTER_ADDR": self._front[0], "MASTER_PORT": f"{STORE_PORT}",
-            }  # fmt: skip
-            trainer = [sys.executable, "-m", "sennit.runtime.training"]
-            places = [str(data), str(folder / "data"), str(own), str(folder / "tables")]
-            with self._logs[rank].open("wb") as log:
-                running.append(
-                    self._planes.popen(
-                        rank,
-                        ["unshare", "--mount", "sh", "-c", MOUNT, "sh", *places, *trainer, *arguments],
-                        env=os.environ | variables,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                )
-        return running
-
-    def _wait(self, running: Sequence[subprocess.Popen[bytes]], is_so: Callable[[], bool], *, may_fail: bool) -> None:
-        deadline_s = time.monotonic() + self._job.timeout_s
-        while not is_so():
-            failed = [rank for rank, process in enumerate(running) if process.poll() not in (None, 0)]
-            if (failed and not may_fail) or time.monotonic() > deadline_s:
-                rank = (failed or [0])[0]
-                tail = self._logs[rank].read_text(errors="replace", encoding="utf-8")[-LOG_TAIL_CHARACTERS:]
-                for process in running:
-                    process.kill()
-                    process.wait()
-                raise RankError(
-                    f"rank {rank} {'failed' if failed else 'does not end in time'}: {self._logs[rank].name}\n{tail}"
-                )
-            time.sleep(LOOK_S)
+        with Cast(self._planes, folder, timeout_s=job.timeout_s) as cast:
+            for rank, (data, own) in enumerate(disks):
+                variables = self._planes.environment(rank) | {
+                    "SENNIT_INTERFACES": PLANES[BACK], "SENNIT_PORTS": "-".join(map(str, RANK_PORTS)),
+                    "RANK": f"{rank}", "WORLD_SIZE": f"{self._ranks}", "LOCAL_RANK": "0",
+                    "MASTER_ADDR": self._front[0], "MASTER_PORT": f"{STORE_PORT}",
+                }  # fmt: skip
+                trainer = [sys.executable, "-m", "sennit.runtime.training"]
+                places = [str(data), str(folder / "data"), str(own), str(folder / "tables")]
+                command = ["unshare", "--mount", "sh", "-c", MOUNT, "sh", *places, *trainer, *arguments]
+                cast.start(f"{self._starts}-{name}-rank{rank}", rank, command, variables)
+            yield cast
 
     def _empty(self, rank: int) -> Path:
         file = self._folder / f"tables-{rank}.img"

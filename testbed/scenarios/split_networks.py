@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import filecmp
 import json
-import os
 import socket
-import subprocess
 import sys
 import tarfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from sennit.testbed.scenarios.cast import Cast
 from sennit.testbed.scenarios.counters import total
 from sennit.testbed.scenarios.model import Job
-from sennit.testbed.scenarios.ranks import RankError
 from sennit.testbed.topology import Planes
 from sennit.testbed.topology.traffic import Kind, PacketCounter, filter_of, interface_bytes
 
@@ -70,8 +67,6 @@ FRONT, BACK = "front_end", "back_end"
 PLANES: Final = {FRONT: "plane0", BACK: "plane1"}
 RANK_PORTS: Final = (5000, 5199)
 RENDEZVOUS_PORT: Final = 29400
-LOG_TAIL_CHARACTERS: Final = 2000
-LOOK_S: Final = 0.05
 
 
 def play(job: Job, planes: Planes, folder: Path) -> dict[str, int]:
@@ -133,46 +128,22 @@ def _run(job: Job, planes: Planes, folder: Path) -> None:
     data = ["--data=synthetic", f"--samples={job.samples}", "--row-limit=1000"]
     ranks = planes.hosts - 1
     front = [planes.ipv4_addresses(host)[0] for host in range(planes.hosts)]
-    running: dict[str, subprocess.Popen[Any]] = {}
-    for host in range(ranks):
-        options = [
-            f"--nnodes={ranks}", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=split",
-            f"--rdzv-endpoint={front[0]}:{RENDEZVOUS_PORT}", f"--rdzv-conf=is_host={int(host == 0)}",
-            f"--local-addr={front[host]}",
-            "-m", "sennit.runtime.training", f"--ingest=cpu://{front[host]}", f"--batch-size={job.batch_size}",
-            f"--steps={job.steps}", "--epochs=1000", "--dim=4", "--bottom=8", "--top=8",
-            f"--checkpoint={folder / 'checkpoints'}", f"--checkpoint-every={max(1, job.steps // 2)}",
-            f"--json={folder / 'report.json'}",
-        ]  # fmt: skip
-        network = planes.environment(host) | {
-            "SENNIT_INTERFACES": PLANES[BACK],
-            "SENNIT_PORTS": "-".join(map(str, RANK_PORTS)),
-        }
-        running[f"rank{host}"] = _start(
-            planes, host, folder, f"rank{host}", ["torch.distributed.run", *options], network
-        )
-    feed = ["sennit", "feed", *data, f"--to={front[0]}:4800", f"--timeout={job.timeout_s:g}"]
-    running["feeder"] = _start(planes, ranks, folder, "feeder", feed, {})
-    deadline_s = time.monotonic() + job.timeout_s
-    while status := {name: process.poll() for name, process in running.items() if process.poll() != 0}:
-        failed = [name for name, code in status.items() if code is not None]
-        if failed or time.monotonic() > deadline_s:
-            name = (failed or list(status))[0]
-            tail = (folder / f"{name}.log").read_text(errors="replace", encoding="utf-8")[-LOG_TAIL_CHARACTERS:]
-            raise RankError(f"{name} {'failed' if failed else f'did not end within {job.timeout_s:g} s'}:\n{tail}")
-        time.sleep(LOOK_S)
-
-
-def _start(
-    planes: Planes, host: int, folder: Path, name: str, module: list[str], environment: dict[str, str]
-) -> subprocess.Popen[Any]:
-    with (folder / f"{name}.log").open("wb") as log:
-        return planes.popen(
-            host,
-            [sys.executable, "-m", *module],
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    with Cast(planes, folder, timeout_s=job.timeout_s) as cast:
+        for host in range(ranks):
+            options = [
+                f"--nnodes={ranks}", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=split",
+                f"--rdzv-endpoint={front[0]}:{RENDEZVOUS_PORT}", f"--rdzv-conf=is_host={int(host == 0)}",
+                f"--local-addr={front[host]}",
+                "-m", "sennit.runtime.training", f"--ingest=cpu://{front[host]}", f"--batch-size={job.batch_size}",
+                f"--steps={job.steps}", "--epochs=1000", "--dim=4", "--bottom=8", "--top=8",
+                f"--checkpoint={folder / 'checkpoints'}", f"--checkpoint-every={max(1, job.steps // 2)}",
+                f"--json={folder / 'report.json'}",
+            ]  # fmt: skip
+            network = planes.environment(host) | {
+                "SENNIT_INTERFACES": PLANES[BACK],
+                "SENNIT_PORTS": "-".join(map(str, RANK_PORTS)),
+            }
+            cast.start(f"rank{host}", host, [sys.executable, "-m", "torch.distributed.run", *options], network)
+        feed = ["feed", *data, f"--to={front[0]}:4800", f"--timeout={job.timeout_s:g}"]
+        cast.start("feeder", ranks, [sys.executable, "-m", "sennit", *feed], {})
+        cast.wait()

@@ -3,19 +3,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import json
-import os
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from sennit.testbed.scenarios.cast import Cast
 from sennit.testbed.scenarios.ranks import RankError
 from sennit.testbed.scenarios.trainings import HOST_RANKS, SLICES, Training, Trainings
 from sennit.testbed.topology import Impairer, Impairment, Planes
@@ -48,8 +45,6 @@ DEATH_STEP, JOIN_STEP = 4, 6
 MEMORY: Final = "32KiB"
 """Of each rank for rows in files: too little for all of them."""
 PORT: Final = 29400
-LOG_TAIL_CHARACTERS: Final = 2000
-LOOK_S: Final = 0.02
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,7 +126,8 @@ def _played(
     training: Training, planes: Planes, folder: Path, options: list[str], timeout_s: float, *, steps: int, victim: int
 ) -> dict[str, Any]:
     """The report of a run that ends at step `steps`. Raises RankError if it did not go as it should."""
-    with _crew(training, planes, folder, options, timeout_s) as crew:
+    with Cast(planes, folder, timeout_s=timeout_s) as cast:
+        crew = _Crew(training, planes, folder, options, cast)
         if training.changes:
             _begin_with_changes(crew, victim=victim)
         else:
@@ -180,24 +176,14 @@ def _begin_with_changes(crew: _Crew, *, victim: int) -> None:
     crew.start("newcomer", ranks if training.transport == "udp" else 0, join, plan, like=ranks - 1)
 
 
-@contextlib.contextmanager
-def _crew(training: Training, planes: Planes, folder: Path, options: list[str], timeout_s: float) -> Iterator[_Crew]:
-    crew = _Crew(training, planes, folder, options, time.monotonic() + timeout_s)
-    try:
-        yield crew
-    finally:
-        crew.kill()
-
-
 class _Crew:
     """The processes of one run."""
 
-    def __init__(self, training: Training, planes: Planes, folder: Path, options: list[str], deadline_s: float) -> None:
+    def __init__(self, training: Training, planes: Planes, folder: Path, options: list[str], cast: Cast) -> None:
         """`options`: of each `sennit train`."""
         self.training, self.folder, self._options = training, folder, options
         self.address = planes.ipv4_addresses(0)[0]
-        self._planes, self._deadline_s = planes, deadline_s
-        self._running: dict[str, subprocess.Popen[Any]] = {}
+        self._planes, self._cast = planes, cast
 
     def start(
         self,
@@ -217,48 +203,24 @@ class _Crew:
             f"--json={self.folder / 'report.json'}",
         ]  # fmt: skip
         given = {name: str(value) for name, value in (variables or {}).items()}
-        with (self.folder / f"{name}.log").open("wb") as log:
-            self._running[name] = self._planes.popen(
-                host,
-                command,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **network, **given},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        self._cast.start(name, host, command, {**network, **given})
 
     def join_address(self) -> str:
         """Where ranks can join, as the first process prints it."""
 
         def lines() -> list[str]:
-            return [line for line in self._log("run").splitlines(keepends=True) if "--join " in line and "\n" in line]
+            said = self._cast.said("run").splitlines(keepends=True)
+            return [line for line in said if "--join " in line and "\n" in line]
 
         self.wait_until(lambda: bool(lines()), "no address to join")
         return lines()[0].rpartition("--join ")[2].strip()
 
     def wait(self) -> None:
         """Waits until all processes have ended. Only the process of the killed rank may fail."""
-        self.wait_until(lambda: all(process.poll() is not None for process in self._running.values()), "no end")
+        self._cast.wait(may_fail=self._may_fail)
 
     def wait_until(self, is_so: Callable[[], bool], otherwise: str) -> None:
-        while not is_so():
-            self._check(otherwise)
-            time.sleep(LOOK_S)
-        self._check(otherwise)
+        self._cast.wait_until(is_so, otherwise, may_fail=self._may_fail)
 
-    def kill(self) -> None:
-        for process in self._running.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-    def _check(self, otherwise: str) -> None:
-        failed = [name for name, process in self._running.items() if process.poll() not in (None, 0)]
-        if "run" in failed or len(failed) > int(self.training.changes):
-            raise RankError(f"{self.training}: {failed[0]} failed:\n{self._log(failed[0])[-LOG_TAIL_CHARACTERS:]}")
-        if time.monotonic() > self._deadline_s:
-            raise RankError(f"{self.training}: {otherwise} in time:\n{self._log('run')[-LOG_TAIL_CHARACTERS:]}")
-
-    def _log(self, name: str) -> str:
-        return (self.folder / f"{name}.log").read_text(errors="replace", encoding="utf-8")
+    def _may_fail(self, failed: Sequence[str]) -> bool:
+        return "run" not in failed and len(failed) <= int(self.training.changes)
