@@ -72,8 +72,10 @@ def test_a_rank_that_ends_without_a_word_is_told_with_its_signal_or_status(
 
 @pytest.mark.parametrize(("path", "error"), [("pipe", ReaderGone), ("/dev/full", OutputLost)])
 def test_a_rank_that_cannot_write_its_output_ends_the_command_as_any_output_does(
-    run: Callable[[str, str], list[Any]], path: str, error: type[OSError]
+    run: Callable[[str, str], list[Any]], path: str, error: type[OSError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The other rank waits to the end.
+    monkeypatch.setattr("sennit.runtime.training.launch.GRACE_S", 0.2)
     with pytest.raises(error):
         run("writes_to", path)
 

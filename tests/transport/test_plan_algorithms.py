@@ -79,7 +79,7 @@ def run(
     run_in_any_order(draw, plans, buffers, counts)
 
 
-@examples(75)
+@examples(40)
 @given(
     st.data(), worlds, st.integers(0, 700), arithmetic, st.booleans(), st.sampled_from([64, 192, 1024, 131_072]), seeds
 )
@@ -104,7 +104,7 @@ def test_allreduce(
     check_allreduce(run, data, plans, inputs(seed, world, elements, dtype), kind, in_place)
 
 
-@examples(50)
+@examples(25)
 @given(st.data(), worlds, st.integers(0, 3_000), arithmetic, st.booleans(), st.sampled_from([64, 192, 1024]), seeds)
 def test_one_allreduce_plan_serves_vectors_of_many_sizes(
     data: DataObject,
