@@ -26,6 +26,8 @@ pytestmark = [pytest.mark.root, pytest.mark.needs("tc-bpf", "nsenter")]
 # The ICRC leaves out the fifth byte of the BTH, which switches may write, so a change there is not detected
 # (docs/reference/wire.md).
 CORRUPT_SKIP_BYTES = 5
+# Elements of a collective: enough packets that each plane loses some of 1 %.
+LARGEST = 2_000_003
 
 
 def start_on(planes: Planes) -> Start:
@@ -51,7 +53,7 @@ def test_a_stuck_interface_holds_up_no_other(tmp_path: Path, seed: int) -> None:
     """The interface's queue is full for seconds, as when a network card pauses. It takes nothing from the kernel."""
     with Planes(hosts=WORLD, planes=4) as planes:
         planes.limit_rate(RATE_MIN_BITS_PER_S, queue_bytes=planes.mtu + ETHERNET_HEADER_BYTES, hosts=[0], planes=[1])
-        with Ranks(start_on(planes), tmp_path, seed) as ranks:
+        with Ranks(start_on(planes), tmp_path, seed, largest=LARGEST) as ranks:
             counters = ranks.counted()
             print(counters)
             assert counters[0]["send_blocked"] > 0
@@ -72,7 +74,7 @@ def test_collectives_are_exact_and_every_corrupt_packet_is_counted(per_packet: b
     )
     with Planes(hosts=WORLD, planes=4, per_packet=per_packet) as planes, contextlib.ExitStack() as stack:
         planes.impair(wanted)
-        ranks = stack.enter_context(Ranks(start_on(planes), tmp_path, seed))
+        ranks = stack.enter_context(Ranks(start_on(planes), tmp_path, seed, largest=LARGEST))
 
         # From now on packets arrive whole. The barriers make the ranks read everything that has arrived.
         planes.impair(Impairment())

@@ -22,6 +22,7 @@ from pyroute2 import IPRoute
 
 from sennit.testbed.topology import Impairment, Planes, namespace
 from sennit.testbed.topology.fabric import port_ifindex
+from tests.extent import briefly
 from tests.ranks import command
 from tests.testbed import meeting_rank
 
@@ -59,7 +60,7 @@ def set_switch_mtu(planes: Planes, mtu_bytes: int, ports: Sequence[tuple[int, in
     namespace.within(planes.switch_name, change)
 
 
-@pytest.mark.parametrize("mute", [0, 1])
+@pytest.mark.parametrize("mute", briefly([0, 1], [1]))
 def test_a_one_way_black_hole_is_named_by_both_ranks_before_the_first_collective(mute: int, tmp_path: Path) -> None:
     with Planes(hosts=2, planes=1) as planes:
         planes.impair(NOTHING_PASSES, hosts=[mute])
@@ -126,7 +127,7 @@ def lose_ipv6(planes: Planes, host: int, to: int, plane: int = 0) -> None:
     planes.within(host, cut)
 
 
-@pytest.mark.parametrize("mute", [0, 1])
+@pytest.mark.parametrize("mute", briefly([0, 1], [0]))
 def test_where_ipv6_is_lost_one_way_the_group_uses_ipv4_and_says_so(mute: int, tmp_path: Path) -> None:
     with Planes(hosts=2, planes=1) as planes:
         lose_ipv6(planes, mute, to=1 - mute)

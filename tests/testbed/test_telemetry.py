@@ -25,6 +25,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from sennit.command_line import stdout_console
 from sennit.runtime.telemetry import openmetrics, rates, samples, top
 from sennit.transport import counters
+from tests.forked_commands import forked
 from tests.testbed.answering_ranks import COLLECTIVES, DEADLINE_S, WORLD, Ranks, start_over
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "counters.md"
@@ -32,11 +33,12 @@ ROW = re.compile(r"^\| (?P<group>\w*)[^|]*\| `(?P<name>\w+)` \| (?:`(?P<exported
 SENNIT = (sys.executable, "-m", "sennit")
 
 
-@pytest.fixture(params=["shm", "udp"])
-def ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ranks]:
+@pytest.fixture(scope="module", params=["shm", "udp"])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """All tests look at the same ranks. The first of them alone lets them run something more."""
     if request.param == "udp":
         pytest.importorskip("sennit.transport.meeting.rails")
-    with Ranks(start_over(request.param), tmp_path, seed=1) as made:
+    with Ranks(start_over(request.param), tmp_path_factory.mktemp("ranks"), seed=1) as made:
         yield made
 
 
@@ -60,7 +62,7 @@ def test_paths_add_up_to_their_flow(ranks: Ranks) -> None:
         assert {block.peer for block in page.blocks if block.group in ("flow", "path")} == {1 - page.rank}
         for name in ("data_packets_sent", "retransmitted_packets"):
             assert page.total("path", name) == page.total("flow", name)
-        assert page.total("flow", "data_packets_sent") > 1000
+        assert page.total("flow", "data_packets_sent") > 300
 
 
 def test_every_counter_is_on_the_page_of_the_docs(ranks: Ranks) -> None:
@@ -75,23 +77,29 @@ def test_every_counter_is_on_the_page_of_the_docs(ranks: Ranks) -> None:
             assert samples.exported_name(name) == samples.PREFIX + (exported or name)
 
 
-@SHM
-def test_a_killed_rank_leaves_its_page(ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
-    file = ranks.pages()[0].file
-    # Any rank that starts may remove the page of a dead rank: it keeps a second name.
-    kept = file.with_name(f"kept-{file.name}")
-    kept.hardlink_to(file)
-    try:
-        ranks.processes[0].kill()
-        ranks.processes[0].wait(DEADLINE_S)
-        page = counters.read(kept)
-        assert not page.is_alive
-        assert page.total("engine", "operations_completed") == 2 * COLLECTIVES
-        stdout_console().print(top.ranks_table([rates.difference(page, None, 1.0)]))
-        assert re.search(r" 0/2 +gone ", capsys.readouterr().out)
-    finally:
-        kept.unlink()
-        file.unlink(missing_ok=True)
+def test_a_killed_rank_leaves_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Ranks(start_over("shm"), tmp_path, seed=1) as ranks:
+        file = ranks.pages()[0].file
+        # Any rank that starts may remove the page of a dead rank: it keeps a second name.
+        kept = file.with_name(f"kept-{file.name}")
+        kept.hardlink_to(file)
+        try:
+            ranks.processes[0].kill()
+            ranks.processes[0].wait(DEADLINE_S)
+            page = counters.read(kept)
+            assert not page.is_alive
+            assert page.total("engine", "operations_completed") == 2 * COLLECTIVES
+            stdout_console().print(top.ranks_table([rates.difference(page, None, 1.0)]))
+            assert re.search(r" 0/2 +gone ", capsys.readouterr().out)
+        finally:
+            kept.unlink()
+            file.unlink(missing_ok=True)
+
+
+def printed(*arguments: str) -> str:
+    done = forked("sennit", *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def has_sample(text: str, name: str, labels: dict[str, str], value: int) -> bool:
@@ -101,7 +109,7 @@ def has_sample(text: str, name: str, labels: dict[str, str], value: int) -> bool
 
 @UDP
 def test_openmetrics_over_http_and_as_text(ranks: Ranks) -> None:
-    text = subprocess.run([*SENNIT, "metrics"], capture_output=True, text=True, timeout=DEADLINE_S, check=True).stdout
+    text = printed("metrics")
     page = ranks.pages()[0]
     sent = page.total("flow", "data_bytes_sent")
     labels = {
@@ -126,9 +134,7 @@ def test_openmetrics_over_http_and_as_text(ranks: Ranks) -> None:
 
 @UDP
 def test_top_shows_ranks_and_paths(ranks: Ranks) -> None:
-    shown = subprocess.run(
-        [*SENNIT, "top", "--once", "--paths"], capture_output=True, text=True, timeout=DEADLINE_S, check=True
-    ).stdout
+    shown = printed("top", "--once", "--paths")
     for process in ranks.processes:
         rows = [line for line in shown.splitlines() if line.split()[:1] == [f"{process.pid}"]]
         assert len(rows) == 1 + len([block for block in ranks.pages()[0].blocks if block.group == "path"])
@@ -167,9 +173,7 @@ def test_what_is_no_page_is_refused(content: bytes, said: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("listen", ["9464", "127.0.0.1:", "127.0.0.1:70000", "::1:9464", "[::1:9464"])
 def test_a_wrong_address_is_named(listen: str) -> None:
-    done = subprocess.run(
-        [*SENNIT, "metrics", "--listen", listen], capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
+    done = forked("sennit", "metrics", "--listen", listen)
     assert done.returncode == 2
     assert "ADDRESS:PORT" in done.stderr
 

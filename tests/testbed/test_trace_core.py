@@ -18,11 +18,12 @@ pytest.importorskip("sennit.transport._core", reason="the native core is not bui
 from sennit.ebpf.loader import BpfObject
 from sennit.runtime.trace import paths, tracing
 from sennit.testbed.topology import Impairment, Planes
-from sennit.transport import counters
+from sennit.transport import counters, tracepoints
 from tests.testbed.answering_ranks import DEADLINE_S, WORLD, Ranks
-from tests.testbed.trace_runs import SENNIT, everybody, last_pages, session
+from tests.testbed.trace_runs import SENNIT, command_prefix, everybody, last_pages, session
 
 PLANES = 2
+Observed = tuple[list[counters.Page], dict[str, Any], dict[str, Any]]
 pytestmark = [pytest.mark.root, pytest.mark.needs("tc-bpf", "nsenter", "tracepoints")]
 
 
@@ -38,16 +39,29 @@ def lossy_run(folder: Path, seed: int, apart: list[str]) -> list[counters.Page]:
         return last_pages(Ranks(start, folder, seed))
 
 
+@pytest.fixture(scope="module")
+def observed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Observed:
+    """The counters of one run over planes, and what `trace paths` and `trace stalls --by-peer` wrote of it."""
+    folder = tmp_path_factory.mktemp("observed")
+    apart = command_prefix(tracepoints.library(), folder / tracepoints.LIBRARY)
+    written = [folder / "paths.json", folder / "stalls.json"]
+    with (
+        session("paths", "--json", str(written[0]), enter=apart),
+        session("stalls", "--by-peer", "--json", str(written[1]), enter=apart),
+    ):
+        pages = lossy_run(folder, int(request.config.getoption("seed")), apart)
+    documents = [json.loads(file.read_text()) for file in written]
+    for document in documents:
+        assert document["uncounted"] == {"map_full": 0, "unmatched": 0}
+    return pages, documents[0], documents[1]
+
+
 def flow_total(page: counters.Page, name: str) -> int:
     return page.total("flow", name)
 
 
-def test_paths_are_those_of_the_counters(tmp_path: Path, seed: int, apart: list[str]) -> None:
-    written = tmp_path / "paths.json"
-    with session("paths", "--json", str(written), enter=apart):
-        pages = lossy_run(tmp_path, seed, apart)
-    document = json.loads(written.read_text())
-    assert document["uncounted"] == {"map_full": 0, "unmatched": 0}
+def test_paths_are_those_of_the_counters(observed: Observed) -> None:
+    pages, document, _ = observed
     rows = {(row["rank"], row["peer"], row["path"]): row for row in document["rows"]}
     for page in pages:
         blocks = {(page.rank, block.peer, block.path): block for block in page.blocks if block.group == "path"}
@@ -72,12 +86,8 @@ def test_paths_are_those_of_the_counters(tmp_path: Path, seed: int, apart: list[
         assert sum(row["lost_packets"] for row in mine) > 0
 
 
-def test_waits_are_those_of_the_counters(tmp_path: Path, seed: int, apart: list[str]) -> None:
-    written = tmp_path / "stalls.json"
-    with session("stalls", "--by-peer", "--json", str(written), enter=apart):
-        pages = lossy_run(tmp_path, seed, apart)
-    document = json.loads(written.read_text())
-    assert document["uncounted"] == {"map_full": 0, "unmatched": 0}
+def test_waits_are_those_of_the_counters(observed: Observed) -> None:
+    pages, _, document = observed
     for page in pages:
         rows = {(row["wait"], row["peer"]): row for row in document["rows"] if row["rank"] == page.rank}
         operation = rows["operation", None]
@@ -103,8 +113,7 @@ def test_waits_are_those_of_the_counters(tmp_path: Path, seed: int, apart: list[
         pytest.param(["stalls", "--seconds", "0.2"], 0, "nothing was seen", marks=pytest.mark.long),
         # The command lives longer than the session, and says so.
         (["stalls", "--seconds", "0.1", "--", "sh", "-c", "sleep 0.6; echo still here >&2; exit 4"], 4, "still here"),
-        # Of another session: test_trace.py.
-        pytest.param(["paths", "--", "/no/such/program"], 69, "/no/such/program: No such file", marks=pytest.mark.long),
+        (["paths", "--", "/no/such/program"], 69, "/no/such/program: No such file"),
         (["stalls", "--pid", "4194305"], 69, "--pid 4194305: no such process"),
         (["paths", "--interval", "0.1", "--seconds", "0.3"], 0, "no process that runs now uses"),
         (["paths", "--pid", "1", "--seconds", "0.1"], 0, "nothing was seen: process 1 had not loaded /"),
