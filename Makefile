@@ -83,7 +83,7 @@ test-fuzz: build  ## a second of each fuzzer
 
 # It runs the programs that `make test-model` builds, and one more.
 PARTS ?=
-test-long: build sanitized test-model  ## what takes too long for `make test`; PARTS="model,long" for some; docs/lab/long-tests.md
+test-long: build sanitized test-model  ## what takes too long for `make test`; PARTS="model,tables" for some; docs/lab/long-tests.md
 	@$(QUIETLY) build/model.log nice cmake --build build/model --target recovery_ablation
 	@$(PY) -m sennit.testbed.long_tests --parts "$(PARTS)"
 

@@ -3,7 +3,7 @@
 
 Each part is a command. What it did goes into docs/lab/long-tests.json at once, one entry a part: when, at which commit,
 on which processor, with which seed, how long, and how it ended. docs/lab/long-tests.md is made from that file. `make
-test-long PARTS="model,long"` runs these parts alone, and keeps the entries of the others. A part that fails stops
+test-long PARTS="model,tables"` runs these parts alone, and keeps the entries of the others. A part that fails stops
 no other; the exit code is 1 then. The whole output of a part is in build/long.
 """
 
@@ -33,6 +33,7 @@ RECORD: Final = ROOT / "docs" / "lab" / "long-tests.json"
 PAGE: Final = ROOT / "docs" / "lab" / "long-tests.md"
 RANDOM_CALLS: Final = "tests/runtime/test_differential.py"
 PYTEST: Final = ("-m", "pytest", "--long", "-q", "-p", "no:cacheprovider")
+IN_TWO: Final = ("--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 BEGIN, END = "<!-- long tests: begin -->", "<!-- long tests: end -->"
 MODEL: Final = "build/model/transport/csrc/tests/model"
 NETWORKS: Final = "build/model/transport/csrc/tests/networks"
@@ -48,22 +49,87 @@ class Part:
     command: tuple[str, ...]
     """With `{seed}` where the seed goes. A command that begins with `-` is given to this Python."""
 
+    files: tuple[str, ...] = ()
+    """Patterns of test files below `tests`, which end the command. What an earlier part has is left out."""
+
     limit_s: int
     """After it the part has failed."""
 
 
+_LONG: Final = (*PYTEST, *IN_TWO, "-m", "long", "--seed", "{seed}")
 PARTS: Final = {
-    "long": Part(
-        what="tests marked `long`: every case in Triton's interpreter and of worlds, transports and codecs, the "
-        "tutorials, 500 schedules of overlapped steps, kills at every point of a save, hostile pages of counters by "
-        "the million, ten million batches at XDP while packets are replayed, a stream of ten times the memory that a "
-        "run may use, a bundle for a GPU machine, and the VM in empty roots",
-        command=(*PYTEST, "-m", "long", "--seed", "{seed}", "--ignore", RANDOM_CALLS),
-        limit_s=9_000,
+    "collectives": Part(
+        what="tests marked `long` of collectives: every case of worlds, transports, memories, codecs, deaths and "
+        "disagreements",
+        command=_LONG,
+        files=(
+            "transport/**/test_*.py",
+            "runtime/test_backend_*.py",
+            "runtime/test_aggregate_*.py",
+            "runtime/test_symmetric.py",
+        ),
+        limit_s=5_400,
+    ),
+    "kernels": Part(
+        what="tests marked `long` of embedding kernels: every case on a CPU, in Triton's interpreter, and of tables "
+        "on a device",
+        command=_LONG,
+        files=(
+            "runtime/test_embedding_*.py",
+            "runtime/test_tensor_train*.py",
+            "runtime/test_*_device.py",
+            "runtime/test_memory_*.py",
+        ),
+        limit_s=5_400,
+    ),
+    "tables": Part(
+        what="tests marked `long` of tables in shards: every case of worlds, placements, files and dynamic ids, and "
+        "500 schedules of overlapped steps",
+        command=_LONG,
+        files=(
+            "runtime/test_sharded*.py",
+            "runtime/test_dynamic_tables.py",
+            "runtime/test_replica*.py",
+            "runtime/test_pipeline*.py",
+        ),
+        limit_s=5_400,
+    ),
+    "streams": Part(
+        what="tests marked `long` of streams and feeders: deaths, newcomers, every format, ten million batches at XDP "
+        "while packets are replayed, and a stream of ten times the memory that a run may use",
+        command=_LONG,
+        files=(
+            "runtime/stream/**/test_*.py",
+            "runtime/test_fe*.py",
+            "runtime/test_ingest_*.py",
+            "offload/**/test_*.py",
+            "ebpf/**/test_*.py",
+        ),
+        limit_s=5_400,
+    ),
+    "training": Part(
+        what="tests marked `long` of the trainer: the tutorials, kills at every point of a save, deaths, newcomers and "
+        "resumed runs",
+        command=_LONG,
+        files=("runtime/test_*.py",),
+        limit_s=5_400,
+    ),
+    "empty roots": Part(
+        what="the workflow for the VM, in roots of Debian and Ubuntu that have nothing but the base system",
+        command=(*PYTEST, "-m", "long", "--seed", "{seed}"),
+        files=("testbed/test_empty_roots.py",),
+        limit_s=7_200,
+    ),
+    "commands": Part(
+        what="tests marked `long` of commands and the testbed: short forms of all scenarios, hostile pages of counters "
+        "by the million, and a bundle for a GPU machine",
+        command=_LONG,
+        files=("testbed/**/test_*.py", "test_*.py"),
+        limit_s=5_400,
     ),
     "examples": Part(
         what="tests of random examples, with ten times as many examples",
-        command=(*PYTEST, "-m", "hypothesis and not long", "--seed", "{seed}"),
+        command=(*PYTEST, *IN_TWO, "-m", "hypothesis and not long", "--seed", "{seed}"),
         limit_s=7_200,
     ),
     "random calls": Part(
@@ -149,9 +215,21 @@ PARTS: Final = {
 _ENDS: Final = re.compile(r"^.*(?:\d+ passed|\d+ failed|tests passed|schedules|fuzz: |cases).*$", re.MULTILINE)
 
 
+def files_of(name: str) -> list[str]:
+    """The test files of a part with patterns: each file belongs to the first part that names it."""
+    taken = {RANDOM_CALLS}  # two parts name it themselves
+    for one, part in PARTS.items():
+        matching = (path for pattern in part.files for path in (ROOT / "tests").glob(pattern))
+        found = {path.relative_to(ROOT).as_posix() for path in matching} - taken
+        if one == name:
+            return sorted(found)
+        taken |= found
+    raise KeyError(name)
+
+
 def run(name: str, part: Part, seed: int) -> dict[str, Any]:
     """Runs a part, and returns its entry of the record."""
-    command = [word.format(seed=seed) for word in part.command]
+    command = [word.format(seed=seed) for word in part.command] + files_of(name)
     if command[0].startswith("-"):
         command.insert(0, sys.executable)
     LOGS.mkdir(parents=True, exist_ok=True)
@@ -185,7 +263,8 @@ def run(name: str, part: Part, seed: int) -> dict[str, Any]:
 
 def _commit() -> str:
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-    changed = subprocess.run(["git", "diff", "--quiet", "HEAD"], cwd=ROOT, check=False).returncode != 0
+    but = (f":!{path.relative_to(ROOT)}" for path in (RECORD, PAGE))  # which a part before this one has written
+    changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", ".", *but], cwd=ROOT, check=False).returncode != 0
     return done.stdout.strip() + (" and changes" if changed else "")
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -57,7 +58,34 @@ def test_parts_that_do_not_run_keep_their_entries(record: Path) -> None:
 def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         long_tests.main(["--parts", "model,none"])
-    assert "no part 'none'; allowed: long, examples" in capsys.readouterr().err
+    assert "no part 'none'; allowed: collectives, kernels" in capsys.readouterr().err
+
+
+def test_each_file_of_tests_is_in_one_part() -> None:
+    parts = [set(long_tests.files_of(name)) for name in PARTS]
+    found = {path.relative_to(long_tests.ROOT).as_posix() for path in long_tests.ROOT.glob("tests/**/test_*.py")}
+    # They have parts of their own: "frameworks", those over RDMA, "random calls" and "callbacks".
+    others = {path for path in found if path.startswith(("tests/runtime/frameworks/", "tests/rdma/"))}
+    assert set().union(*parts) == found - others - {long_tests.RANDOM_CALLS}
+    assert sum(map(len, parts)) == len(set().union(*parts))
+    assert [name for name, files in zip(PARTS, parts, strict=True) if files] == [
+        name for name, part in PARTS.items() if part.files
+    ]
+
+
+def test_the_record_of_parts_before_is_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, path in {"ROOT": tmp_path, "RECORD": tmp_path / "r.json", "PAGE": tmp_path / "p.md"}.items():
+        monkeypatch.setattr(long_tests, name, path)
+    for path in (tmp_path / "source", long_tests.RECORD, long_tests.PAGE):
+        path.write_text("before")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "c"]):
+        subprocess.run([*git, *command], check=True)
+    long_tests.RECORD.write_text("after")
+    long_tests.PAGE.write_text("after")
+    assert " and changes" not in long_tests._commit()
+    (tmp_path / "source").write_text("after")
+    assert long_tests._commit().endswith(" and changes")
 
 
 def test_the_long_tests_draw_ten_times_as_many_examples(monkeypatch: pytest.MonkeyPatch) -> None:
