@@ -69,6 +69,14 @@ def test_a_folder_is_one_processs() -> None:
         pass
 
 
+def test_a_folder_that_somebody_removed_is_closed_without_an_error() -> None:
+    folder = PinFolder("test-removed")
+    (PARENT / "test-removed").rmdir()
+    folder.close()
+    with PinFolder("test-removed"):
+        assert (PARENT / "test-removed").is_dir()
+
+
 def test_what_a_killed_process_left_is_removed() -> None:
     program = (
         "import numpy as np, sys\n"
