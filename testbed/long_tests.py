@@ -32,7 +32,7 @@ LOGS: Final = ROOT / "build" / "long"
 RECORD: Final = ROOT / "docs" / "lab" / "long-tests.json"
 PAGE: Final = ROOT / "docs" / "lab" / "long-tests.md"
 RANDOM_CALLS: Final = "tests/runtime/test_differential.py"
-PYTEST: Final = ("-m", "pytest", "--long", "-q", "-p", "no:cacheprovider")
+PYTEST: Final = ("-m", "pytest", "--long", "-v", "-p", "no:cacheprovider", "--durations", "20")
 IN_TWO: Final = ("--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 BEGIN, END = "<!-- long tests: begin -->", "<!-- long tests: end -->"
 MODEL: Final = "build/model/transport/csrc/tests/model"
@@ -292,6 +292,8 @@ def main(arguments: Sequence[str]) -> int:
     names = [name.strip() for name in asked.parts.split(",") if name.strip()] or list(PARTS)
     if unknown := [name for name in names if name not in PARTS]:
         parser.error(f"no part {unknown[0]!r}; allowed: {', '.join(PARTS)}")
+    # A part has a process group of its own, which would outlive this process: `run` ends it on the way out.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     failed = []
     for name in names:
         print(f"test-long: {name}: {PARTS[name].what}", flush=True)

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,8 @@ import pytest
 from sennit.testbed import long_tests
 from sennit.testbed.long_tests import PARTS, Part
 from tests import extent
+
+DEADLINE_S = 60.0
 
 
 @pytest.fixture
@@ -59,6 +63,28 @@ def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         long_tests.main(["--parts", "model,none"])
     assert "no part 'none'; allowed: collectives, kernels" in capsys.readouterr().err
+
+
+def test_a_signal_to_the_runner_ends_the_part_too(tmp_path: Path) -> None:
+    """The part holds the other end of a pipe, which ends when it does."""
+    read, write = os.pipe()
+    program = (
+        "import sys; from pathlib import Path; from sennit.testbed import long_tests as l\n"
+        f"l.LOGS = Path({str(tmp_path)!r})\n"
+        f"endless = ('-c', 'import os, time; os.write({write}, b\"here\"); time.sleep(600)')\n"
+        "l.PARTS = {'endless': l.Part(what='', command=endless, limit_s=600)}\n"
+        "from subprocess import Popen\n"
+        f"l.subprocess.Popen = lambda *a, **b: Popen(*a, **b, pass_fds=[{write}])\n"
+        "sys.exit(l.main([]))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], pass_fds=[write], stdout=subprocess.DEVNULL)
+    os.close(write)
+    with open(read, "rb") as output:
+        assert output.read(4) == b"here"
+        process.terminate()
+        assert process.wait(DEADLINE_S) == 128 + signal.SIGTERM
+        assert output.read() == b""
+    assert (tmp_path / "endless.log").exists()
 
 
 def test_each_file_of_tests_is_in_one_part() -> None:
