@@ -65,6 +65,16 @@ def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no part 'none'; allowed: collectives, kernels" in capsys.readouterr().err
 
 
+def test_processor_time_of_orphans_counts(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part ends when its grandchild has used a second, whose parent has ended long before."""
+    spin = "import time\nwhile time.process_time() < 1: pass\n"
+    orphan = f"import os\nif os.fork():\n os._exit(0)\n{spin}os.write(1, b'x')"
+    command = ("-c", f"import subprocess as s, sys; s.run([sys.executable, '-c', {orphan!r}], stdout=s.PIPE)")
+    monkeypatch.setitem(long_tests.PARTS, "spins", part := Part(what="", command=command, limit_s=60))
+    entry = long_tests.run("spins", part, 1)
+    assert (entry["outcome"], entry["processor_s"] >= 1) == ("passed", True), entry
+
+
 def test_a_signal_to_the_runner_ends_the_part_too(tmp_path: Path) -> None:
     """The part holds the other end of a pipe, which ends when it does."""
     read, write = os.pipe()
