@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from sennit.runtime.calibrate import machine
+from sennit.testbed.bench.figures.figures import place
 from sennit.testbed.marked_page import with_part
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -237,6 +238,7 @@ def run(name: str, part: Part, seed: int) -> dict[str, Any]:
         command.insert(0, sys.executable)
     LOGS.mkdir(parents=True, exist_ok=True)
     log = LOGS / f"{name.replace(' ', '-')}.log"
+    about = machine.describe()
     began_s, used_s = time.monotonic(), _processor_s()
     with log.open("w") as output, _adopting():
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
@@ -252,12 +254,10 @@ def run(name: str, part: Part, seed: int) -> dict[str, Any]:
                     pass
             process.wait()
     ends = _ENDS.findall(log.read_text(errors="replace", encoding="utf-8"))
-    about = machine.describe()
     return {
         "date": str(about["time_utc"])[:10],
         "commit": _commit(),
-        "processor": about["processor"],
-        "cores": about["cores"],
+        **{key: about[key] for key in ("processor", "cores", "load_average")},
         "seed": seed,
         "seconds": round(time.monotonic() - began_s),
         "processor_s": round(_processor_s() - used_s),
@@ -304,7 +304,7 @@ def listed(record: dict[str, dict[str, Any]]) -> str:
             if "processor_s" in one:
                 took += f", {one['processor_s'] / 60:.0f} CPU-minutes"
             said = f" ({one['said']})" if one["said"] else ""
-            text += f" *{one['date']}, commit {one['commit']}, {one['processor']}, {one['cores']} cores, "
+            text += f" *{one['date']}, commit {one['commit']}, {place(one)}, "
             text += f"seed {one['seed']}: {one['outcome']}{said}, {took}.*"
         lines.append(textwrap.fill(text, 118, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
     return "\n".join(lines)
