@@ -9,6 +9,7 @@
 #include <chrono>
 #include <stdexcept>
 
+#include "messages/signature.hpp"
 #include "trace/tracepoints.hpp"
 
 namespace sennit {
@@ -314,7 +315,7 @@ bool Engine::look_at_everything(uint64_t now_us) {
   }
   bool has_ended = false;
   for (size_t i = 0; i < active_.size();) {
-    if (active_[i]->finished_steps() && active_[i]->has_number()) {
+    if (active_[i]->finished_steps() && active_[i]->has_number() && !follows_others(*active_[i])) {
       finish(active_[i], SENNIT_OK, {});
       has_ended = true;
     } else {
@@ -724,10 +725,26 @@ void Engine::check_failures(uint64_t now_us) {
   }
 }
 
+// Whether it is a barrier with earlier collectives in flight. As with gloo and NCCL, what a program began before a
+// barrier has ended after it, and only the barrier is waited for.
+bool Engine::follows_others(const Operation& operation) const {
+  if (collective_of(operation.signature()) != SENNIT_BARRIER || !operation.is_collective()) return false;
+  return std::any_of(active_.begin(), active_.end(), [&](const Operation* other) {
+    return other->is_collective() && other->has_number() && other->sequence() < operation.sequence();
+  });
+}
+
+// Whether this rank has begun what its peers may still need it for: a collective, or a message to one of them.
+bool Engine::is_needed() const {
+  return std::any_of(active_.begin(), active_.end(),
+                     [](const Operation* one) { return one->is_collective() || one->sends_alone(); });
+}
+
 // What on this rank holds the operation up.
 std::string Engine::obstacle_of(const Operation& operation) const {
   if (std::find(held_.begin(), held_.end(), &operation) != held_.end()) return "earlier operations on device memory";
   if (!operation.has_number()) return "callbacks of earlier operations of the group";
+  if (operation.finished_steps() && follows_others(operation)) return "earlier operations of the group";
   const uint32_t copies = operation.copies_running();
   return copies != 0 ? std::to_string(copies) + " copies between host and device" : "";
 }
@@ -836,7 +853,7 @@ void Engine::shutdown(uint64_t timeout_us) {
   {
     Lock lock = enter();
     const uint64_t give_up_us = clock_us() + timeout_us;
-    const auto is_busy = [this] { return !mailbox_.idle() || !ports_.idle(); };
+    const auto is_busy = [this] { return !mailbox_.idle() || !ports_.idle() || is_needed(); };
     {
       backoff_.reset();
       const Waiting waiting(*this);  // asks a background driver for the role

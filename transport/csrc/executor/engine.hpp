@@ -202,6 +202,8 @@ class Engine final : public OperationHost, private Crewed {
   void let_go(Lock& lock);
   bool call(Operation::Callback callback);
   void check_failures(uint64_t now_us);
+  bool follows_others(const Operation& operation) const;
+  bool is_needed() const;
   std::string obstacle_of(const Operation& operation) const;
   void end(GroupEnd how) noexcept;
   void end_in_doubt() noexcept;

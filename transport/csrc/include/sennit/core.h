@@ -203,9 +203,10 @@ SENNIT_API uint64_t sennit_fork_count(void);
 // Tells the peers, takes all buffers back from ports and devices (at most a second), fails every operation in flight
 // and all later ones, and returns. Does nothing to a group that has ended.
 SENNIT_API void sennit_abort(sennit_comm* comm, const char* reason);
-// Sends what is still unacknowledged (at most `timeout_us`), says goodbye to the peers, takes all buffers back as
-// sennit_abort does, ends operations still in flight with SENNIT_ABORTED, and leaves the background threads. Waits for
-// callbacks of this group at most as long again, not for one in which it is called. Those that block longer go on.
+// Ends collectives and sends in flight, and sends what is still unacknowledged (at most `timeout_us` for both). Says
+// goodbye to the peers, takes all buffers back as sennit_abort does, ends operations still in flight, such as receives,
+// with SENNIT_ABORTED, and leaves the background threads. Waits for callbacks of this group at most as long again, not
+// for one in which it is called. Those that block longer go on.
 SENNIT_API void sennit_shutdown(sennit_comm* comm, uint64_t timeout_us);
 
 // Memory that the other ranks of this host map: their transfers from it are one copy, or none where they only sum it.
