@@ -99,6 +99,12 @@ class EmbeddingEngine:
         """[row_count, dim] in the table's precision; the engine's own memory. For a core, each row is a slice."""
         return self._by_name[name].weight
 
+    def put(self, number: int, memory: ShardMemory) -> None:
+        """Table `number`, no tensor train, is in `memory` from now on, which may have more rows."""
+        self._tables.put(number, memory)
+        self.specs = tuple(memory.spec if one == number else spec for one, spec in enumerate(self.specs))
+        self._by_name = {table.spec.name: table for table in self._tables.memories}
+
     def materialise(self, name: str, first: int, count: int) -> Tensor:
         """Float32 [count, dim], a copy of the rows from `first` on, as a lookup returns them."""
         for number, spec in enumerate(self.specs):

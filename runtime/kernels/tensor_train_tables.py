@@ -101,6 +101,11 @@ class TensorTrainTables:
             else:
                 yield table
 
+    def put(self, number: int, memory: ShardMemory) -> None:
+        """Table `number`, no tensor train, is in `memory` from now on."""
+        # A new tuple: operators keep facts about the tables of the old one.
+        self.tables = tuple(memory if one == number else table for one, table in enumerate(self.tables))
+
     @contextmanager
     def placed(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Inside the block, the tables use other tensors: weight and states of each of `memories`, in that order."""

@@ -110,7 +110,7 @@ class CachedTables(Closing):
         if begins:
             begun = torch.cat([rows + self._first_rows[table] for table, rows in begins.items()]).numpy()
         rows = self.cache.prefetch(stored.numpy(), begun)
-        return PrefetchedRows(self, rows, stored, ids + self._first_numbers[tables])
+        return PrefetchedRows(self, rows, stored, ids + self._first_numbers[tables], begins=len(begun) > 0)
 
     def note(self, lines: Tensor, numbers: Tensor) -> None:
         """Tells the engine which rows are in `lines`."""
@@ -123,10 +123,18 @@ class CachedTables(Closing):
 class PrefetchedRows:
     """Rows that are being fetched. They stay where they are from `lines` to `release`."""
 
-    def __init__(self, tables: CachedTables, rows: CachedBatch, stored: Tensor, numbers: Tensor) -> None:
+    def __init__(
+        self, tables: CachedTables, rows: CachedBatch, stored: Tensor, numbers: Tensor, *, begins: bool
+    ) -> None:
         self._tables, self.rows, self._numbers = tables, rows, numbers
         self.stored = stored
         """Int64 [n]: the number of each row in the store."""
+        self.begins = begins
+        """Whether some of them are not read, because they begin."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits for the rows; raises `TimeoutError`."""
+        self.rows.wait(timeout_s)
 
     def lines(self, timeout_s: float) -> Tensor:
         """Int64 [n]: the line of each row. Waits for the rows; raises `TimeoutError`."""

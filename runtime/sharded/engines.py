@@ -17,13 +17,14 @@ from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.runtime.sharded.dynamic import DynamicShards
 from sennit.runtime.sharded.features import features_of
 from sennit.runtime.sharded.files import TableFiles, TableStore, layouts_of
+from sennit.runtime.sharded.growing import GrowingShards
 from sennit.runtime.sharded.initial import fill, fill_train
 from sennit.runtime.sharded.placement import Placement
-from sennit.runtime.sharded.row_numbers import spare_rows
+from sennit.runtime.sharded.row_numbers import rows_for_ids, spare_rows
 from sennit.runtime.sharded.shards import Expected, Held, Shards, expected, tensors_of
 from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.stored import StoredShards
-from sennit.runtime.sharded.tables import Homes, Shard, Table, shard_spec
+from sennit.runtime.sharded.tables import Home, Homes, Shard, Table, shard_spec
 from sennit.runtime.sharded.wire import Wire
 
 
@@ -124,7 +125,10 @@ class Engines:
         spares = [spare_rows(spec) for spec in specs]
         layouts = {} if files is None else layouts_of(tables, shards, settings.homes)
         found: Shards
-        if files is None or not layouts:
+        if any(spares) and settings.device.type != "cpu" and not layouts:
+            counts = [rows_for_ids(tables[shard.table], spec) for shard, spec in zip(shards, specs, strict=True)]
+            found = GrowingShards(specs, first.optimizer, settings.device, made, of_shard, spares, counts)
+        elif files is None or not layouts:
             with_spares = [replace(spec, row_count=spec.row_count + n) for spec, n in zip(specs, spares, strict=True)]
             found = Shards(made(with_spares), of_shard, spares)
         else:
@@ -153,7 +157,7 @@ class Engines:
             yield from shards.held()
 
     def in_memory(self) -> Iterator[Held]:
-        """The shards that are not in files."""
+        """`Shards.in_memory` of the shards of this rank."""
         for shards in self._all:
             yield from shards.in_memory()
 
@@ -211,14 +215,17 @@ def _memory(spec: ShardSpec, kept: Mapping[str, Held]) -> ShardMemory | None:
 def engines_of(settings: Settings, kept: Mapping[str, Held] | None = None) -> list[Engines]:
     """The engines of all groups, in order.
 
-    A group's tables on the device come before its tables in host memory, and dynamic tables have engines of their own.
+    A group's tables on the device come before its tables in host memory, and dynamic tables have engines of their own,
+    others for those in files.
     """
     found = []
     for group, whole in enumerate(groups_of(settings.tables)):
-        kinds: dict[tuple[bool, bool], list[int]] = {}
+        kinds: dict[tuple[bool, bool, bool], list[int]] = {}
         for number in whole:
             table = settings.tables[number]
-            kinds.setdefault((settings.homes.is_on_host(table), table.ids is not None), []).append(number)
+            is_dynamic = table.ids is not None
+            is_in_file = is_dynamic and settings.homes.of(table) is Home.FILE
+            kinds.setdefault((settings.homes.is_on_host(table), is_dynamic, is_in_file), []).append(number)
         found += [Engines(settings, group, kinds[kind], kept) for kind in sorted(kinds)]
     return found
 

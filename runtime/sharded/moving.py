@@ -78,7 +78,9 @@ def _made_ready(before: Sequence[Engines], placement: Placement) -> tuple[Settin
         table = settings.tables[shard.table]
         is_replicated = placement.owner_of[shard] == EVERYWHERE
         is_in_file = settings.homes.of(table, is_replicated=is_replicated) is Home.FILE
-        device = torch.device("cpu") if settings.homes.is_on_host(table) else settings.device
+        # What dynamic tables have on a device travels through host memory (`GrowingShards`).
+        is_on_host = settings.homes.is_on_host(table) or table.ids is not None
+        device = torch.device("cpu") if is_on_host else settings.device
         for part in parts_of(shard_spec(settings.tables, shard)):
             is_in_file = is_in_file and part.row_count > 0
             if part.name in held and (is_in_file or part.name not in leaving):

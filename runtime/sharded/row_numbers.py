@@ -45,6 +45,12 @@ def spare_rows(spec: ShardSpec) -> int:
     return max(spec.row_count, SPARE_ROWS_MIN) if spec.directories else 0
 
 
+def rows_for_ids(table: Table, spec: ShardSpec) -> int:
+    """How many rows of a dynamic shard are given to ids. The one behind them is shared, if the table has such a row."""
+    assert table.ids is not None
+    return spec.row_count - (table.ids.unadmitted == "shared")
+
+
 class RowNumbers:
     """The rows and ids of one shard."""
 
@@ -60,7 +66,8 @@ class RowNumbers:
         self.entries = {name: zeros((spec.row_count, 2), torch.int64, CPU) for name in spec.directories}
         self.counters = Counter(dict.fromkeys(COUNTED, 0))
         self.is_counted = shard.column == 0
-        self._shared = spec.row_count - 1 if self.rules.unadmitted == "shared" else None
+        own = rows_for_ids(table, spec)
+        self._shared = own if own < spec.row_count else None
         """The row of ids that have none, which no id gets."""
 
         self._before = 0, 0, self.counters

@@ -108,9 +108,7 @@ class Shards:
         device = self.engine.device
         if device.type == "cpu" or batch.lengths.device.type != "cpu" or not len(batch.lengths):
             return Announced(batch)
-        if self._uploads is None:
-            self._uploads = Uploads(device)
-        return Announced(batch.uploaded(self._uploads))
+        return Announced(batch.uploaded(self._copies))
 
     def fetch(self, announced: Announced) -> None:
         """Waits for the rows of a batch. If they do not come, the batch can only be released."""
@@ -164,18 +162,33 @@ class Shards:
         """Rows of a batch that was fetched, int64 [n], begin anew: weights are `values`, float32 [n, columns], and
         states are 0.
         """
+        self._begin(number, self._lines_of(announced, number, rows), values)
+
+    def _begin(self, number: int, lines: Tensor, values: Tensor) -> None:
+        """What is in `lines`, int64 [n], begins anew (`begin_rows`)."""
         name = self.engine.specs[number].name
-        weight, lines = self.engine.weight(name), self._lines_of(announced, number, rows)
-        weight.index_copy_(0, lines, values.to(weight.dtype))
+        weight = self.engine.weight(name)
+        lines, values = self._there(lines, values.to(weight.dtype))
+        weight.index_copy_(0, lines, values)
         for state in self.engine.states(name).values():
             state.index_fill_(0, lines, 0)
+
+    def _there(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Tensors in host memory, in the memory of the tables. Nobody waits for the copies."""
+        return tensors if self.engine.device.type == "cpu" else self._copies.begin(tensors).take()
+
+    @property
+    def _copies(self) -> Uploads:
+        if self._uploads is None:
+            self._uploads = Uploads(self.engine.device)
+        return self._uploads
 
     def _lines_of(self, announced: Announced, number: int, rows: Tensor) -> Tensor:
         """Int64 [n]: the line of each of `rows`, distinct rows of a batch that was fetched."""
         return rows
 
     def weights(self, number: int, rows: Tensor) -> Tensor:
-        """A copy of the weights of `rows`, int64 [n], of a shard, between updates."""
+        """A copy in host memory of the weights of `rows`, int64 [n], of a shard, between updates."""
         return self.engine.weight(self.engine.specs[number].name)[rows]
 
     def release(self, announced: Announced, *, is_dirty: bool) -> None:
@@ -199,7 +212,7 @@ class Shards:
         yield from changed_of(self.held(), changed)
 
     def in_memory(self) -> Iterator[Held]:
-        """The shards that are not in files."""
+        """The shards of `held` that are the tables' own memory, and no copies."""
         return self.held()
 
     def check_idle(self) -> None:

@@ -25,7 +25,7 @@ from sennit.runtime.kernels.spec import Bounds, ShardSpec
 from sennit.runtime.memory import store
 from sennit.runtime.memory.errors import NoRoom
 from sennit.runtime.memory.layout import DTYPES, Arrays, StoreLayout
-from sennit.runtime.memory.on_device import DeviceRows, DeviceTables
+from sennit.runtime.memory.on_device import DeviceRows, DeviceTables, LooseRows
 from sennit.runtime.memory.store import RowStore
 from sennit.runtime.memory.tiered import CachedTables, PrefetchedRows, tables_of
 from sennit.runtime.sharded.files import TableFiles
@@ -44,7 +44,10 @@ class StoredBatch(Announced):
     """A batch whose rows are being fetched. If it is forgotten, its rows may be evicted again."""
 
     def __init__(
-        self, batch: Batch, parts: list[tuple[PrefetchedRows | DeviceRows, Tensor]], failure: SennitError | None = None
+        self,
+        batch: Batch,
+        parts: list[tuple[PrefetchedRows | DeviceRows | LooseRows, Tensor]],
+        failure: SennitError | None = None,
     ) -> None:
         """`parts`: the rows in each cache, with int64 [rows], the places of their lookups in the batch.
 
@@ -60,7 +63,7 @@ class StoredBatch(Announced):
     def wait(self, timeout_s: float) -> None:
         """Waits for the rows."""
         for rows, _ in self._parts:
-            rows.rows.wait(timeout_s)
+            rows.wait(timeout_s)
 
     def to_lines(self, timeout_s: float, names: Sequence[str]) -> None:
         """Waits for the rows, and puts their lines in place of ids in `batch`. `names`: the tables, for `NoRoom`."""
@@ -125,6 +128,8 @@ class StoredShards(Shards):
         # Its rows, and the line of the first spare one.
         spares = spares or [0] * len(specs)
         self._counts = torch.tensor([spec.row_count for spec in specs])
+        self._first_rows = torch.tensor([spec.first_row for spec in specs])
+        is_there = files.device.type != "cpu"
         self._first_spare, self._spares = torch.zeros(len(specs), dtype=torch.int64), tuple(spares)
         for layout, numbers in layouts.items():
             first = self._initial(layout, numbers, fill) if state is None else _given(layout, state)
@@ -139,10 +144,11 @@ class StoredShards(Shards):
                 line_count=lines,
                 spare_count=more,
                 policy=files.place.eviction,
-                loose_count=sum(spares[number] for number in numbers),
+                # On a device they take lines of its cache.
+                loose_count=0 if is_there else sum(spares[number] for number in numbers),
             )
             next_spare = cached.first_loose
-            if files.device.type != "cpu":
+            if is_there:
                 cached = DeviceTables(cached, line_count=files.device_lines(layout), device=files.device)
             for place, number in enumerate(numbers):
                 memory[number] = cached.memory[place]
@@ -168,7 +174,11 @@ class StoredShards(Shards):
         caches, numbers = self._cache_of[tables], self._number_of[tables]
         if any(self._spares):
             caches = caches.masked_fill(ids >= self._counts[tables], -1)
-        parts, failure = [], None
+        is_spare = (ids >= self._counts[tables]) & (self._cache_of[tables] >= 0) if any(self._spares) else None
+        # What tells them apart, and in host memory their lines.
+        spare = ids - self._counts[tables] + self._first_spare[tables]
+        parts: list[tuple[PrefetchedRows | DeviceRows | LooseRows, Tensor]] = []
+        failure = None
         try:
             for place, (_, cached, _) in enumerate(self._cached):
                 own = (caches == place).nonzero().flatten()
@@ -178,13 +188,14 @@ class StoredShards(Shards):
                     if self._cache_of[number] == place
                 }
                 parts.append((cached.prefetch(numbers[own], ids[own], begun), own))
+                if is_spare is not None and isinstance(cached, DeviceTables):
+                    own = (is_spare & (self._cache_of[tables] == place)).nonzero().flatten()
+                    parts.append((cached.loose(spare[own], (ids + self._first_rows[tables])[own]), own))
         except SennitError as error:  # A cache that failed before. Other ranks wait in what follows.
             failure = error
         announced = StoredBatch(batch, parts, failure)
-        if any(self._spares):
-            is_spare = (ids >= self._counts[tables]) & (self._cache_of[tables] >= 0)
-            lines = torch.where(is_spare, ids - self._counts[tables] + self._first_spare[tables], ids)
-            announced.batch = replace(batch, values=lines)
+        if is_spare is not None:
+            announced.batch = replace(batch, values=torch.where(is_spare, spare, ids))
         with self._lock:
             self._announced.add(announced)
         return announced
@@ -203,14 +214,17 @@ class StoredShards(Shards):
         if cache < 0:
             return values
         spec, first = self.specs[block.table], int(self._first_spare[block.table])
-        rows = self._cached[cache][1].row_numbers[values] - spec.first_row
-        if not self._spares[block.table]:
+        cached = self._cached[cache][1]
+        rows = cached.row_numbers[values] - spec.first_row
+        if not self._spares[block.table] or isinstance(cached, DeviceTables):
             return rows
         return torch.where(values < first, rows, values - first + spec.row_count)
 
     def spare_line(self, number: int) -> int:
-        if int(self._cache_of[number]) < 0:
+        if (cache := int(self._cache_of[number])) < 0:
             return super().spare_line(number)
+        if isinstance(cached := self._cached[cache][1], DeviceTables):
+            return cached.last_line
         return int(self._first_spare[number]) + self._spares[number] - 1
 
     def begin_rows(self, announced: Announced, number: int, rows: Tensor, values: Tensor) -> None:
@@ -218,16 +232,21 @@ class StoredShards(Shards):
         announced.is_changed = True
         super().begin_rows(announced, number, rows, values)
 
+    def _begin(self, number: int, lines: Tensor, values: Tensor) -> None:
+        super()._begin(number, lines, values)
+        if (cache := int(self._cache_of[number])) >= 0 and isinstance(cached := self._cached[cache][1], DeviceTables):
+            cached.begin(lines, values)
+
     def _lines_of(self, announced: Announced, number: int, rows: Tensor) -> Tensor:
         assert isinstance(announced, StoredBatch)
-        order = rows.argsort()
-        rising, found = rows[order], torch.empty_like(rows)
-        for block in announced.batch.blocks():
-            if block.table == number:
-                looked_up = announced.rows[block.lookups]
-                places = torch.searchsorted(rising, looked_up).clamp(max=len(rising) - 1)
-                is_there = rising[places] == looked_up
-                found[order[places[is_there]]] = announced.batch.values[block.lookups][is_there]
+        blocks = [block.lookups for block in announced.batch.blocks() if block.table == number]
+        looked_up = torch.cat([announced.rows[lookups] for lookups in blocks]).to(torch.int64)
+        lines = torch.cat([announced.batch.values[lookups] for lookups in blocks])
+        order, found = rows.argsort(), torch.empty_like(rows)
+        rising = rows[order]
+        places = torch.searchsorted(rising, looked_up).clamp(max=len(rising) - 1)
+        is_there = rising[places] == looked_up
+        found[order[places[is_there]]] = lines[is_there]
         return found
 
     def weights(self, number: int, rows: Tensor) -> Tensor:

@@ -305,8 +305,6 @@ class Table:
         if self.ids is not None:
             if self.train_rank is not None:
                 raise ConfigError(f"table {self.name}: dynamic ids with a train_rank; allowed: one of them")
-            if self.home is Home.HBM:
-                raise ConfigError(f"table {self.name}: dynamic ids with home hbm; allowed: file, dram")
             if self.ids.unadmitted == "shared" and self.pooling is Pooling.NONE:
                 # Owners get the sum of an id's gradients in several slices. A row of several ids has another order.
                 raise ConfigError(f"table {self.name}: unadmitted shared with pooling none; allowed: own")
@@ -462,12 +460,6 @@ class Homes:
             raise ConfigError(
                 f"table {table.name}: dynamic ids with a copy on every rank (data_parallel); allowed: other placements"
             )
-        if table.ids is not None and self.memory is not Home.DRAM:
-            if table.home is Home.FILE:
-                raise ConfigError(
-                    f"table {table.name}: dynamic ids with home file beside tables on {self.device_type}; allowed: dram"
-                )
-            return Home.DRAM
         if table.home is None:
             # Tensor trains are small.
             is_in_file = self.has_store and table.train_rank is None and not is_replicated
@@ -486,7 +478,7 @@ class Homes:
 
     def is_on_host(self, table: Table) -> bool:
         """Whether the table is in host memory beside tables on a device, and so needs an engine there."""
-        return (table.home is Home.DRAM or table.ids is not None) and self.memory is not Home.DRAM
+        return table.home is Home.DRAM and self.memory is not Home.DRAM
 
     def in_files(self, tables: Sequence[Table], replicated: Collection[int]) -> list[str]:
         """The names of tables in files. `replicated`: numbers of the tables that every rank has whole.

@@ -502,7 +502,6 @@ def test_rows_are_set_and_got_by_id(kept_world: WorldFactory, admit_after: int) 
     [
         ({"ids": "static"}, 'ids static; allowed: "dynamic", DynamicIds'),
         ({"ids": "dynamic", "train_rank": 4}, "dynamic ids with a train_rank"),
-        ({"ids": "dynamic", "home": "hbm"}, "dynamic ids with home hbm; allowed: file, dram"),
         ({"ids": DynamicIds(unadmitted="shared"), "pooling": "none"}, "unadmitted shared with pooling none; allowed"),
         ({"ids": DynamicIds(admit_after=2, admit_count="sketch"), "row_shards": 16}, "rows 20; allowed: 32 or more"),
         ({"ids": DynamicIds(unadmitted="shared"), "row_shards": 16}, "rows 20; allowed: 32 or more: each row shard"),
@@ -530,16 +529,14 @@ def test_rules_that_cannot_be_are_refused(options: dict[str, Any], message: str)
         DynamicIds(**options)
 
 
-def test_dynamic_tables_beside_a_gpu_are_in_host_memory() -> None:
-    homes = Homes(device_type="cuda", has_store=True)
+def test_homes_of_dynamic_tables_are_those_of_others() -> None:
     table = Table(name="user", rows=20, dim=4, ids="dynamic")
-    assert homes.of(table) is Home.DRAM
-    assert homes.is_on_host(table)
-    assert Homes(has_store=True).of(table) is Home.FILE
-    with pytest.raises(
-        ConfigError, match="table user: dynamic ids with home file beside tables on cuda; allowed: dram"
-    ):
-        homes.of(dataclasses.replace(table, home=Home.FILE))
+    assert Homes(device_type="cuda").of(table) is Home.HBM
+    assert not Homes(device_type="cuda").is_on_host(table)
+    assert Homes(device_type="cuda", has_store=True).of(table) is Home.FILE
+    on_host = dataclasses.replace(table, home=Home.DRAM)
+    assert Homes(device_type="cuda", has_store=True).of(on_host) is Home.DRAM
+    assert Homes(device_type="cuda").is_on_host(on_host)
 
 
 def other_rules(rank: int, world: int, where: str) -> str:

@@ -272,10 +272,11 @@ def test_some_tables_in_host_memory_have_the_same_bits(
 
 
 def dynamic_beside_the_double(rank: int, world: int, form: str, kind: str, placement: str) -> str:
-    """The digest of a dynamic table, which is in host memory, and a fixed one on `device_double`."""
+    """The digest of a dynamic table in host memory, and a fixed one on `device_double`."""
     with device_double.Device(), stream_double.streams(), kernels_there():
         on_double: dict[str, Any] = {"implementation_name": "reference", "device": device_double.DEVICE}
-        return dynamic_training.trained(rank, world, form, kind, 20, dynamic_training.TABLE, placement, **on_double)[0]
+        options = dynamic_training.TABLE | {"home": "dram"}
+        return dynamic_training.trained(rank, world, form, kind, 20, options, placement, **on_double)[0]
 
 
 @pytest.mark.parametrize(
