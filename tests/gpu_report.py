@@ -27,6 +27,8 @@ def check(report: Mapping[str, Any], summary: str) -> None:
     assert staged == ["host to device", "device to host"] * 2 + ["AllReduce", "AlltoAll", "nccl"]
     assert [len(digest) for digest in parts["training step"]["results"][2]["digests"]] == [64, 64]
     assert parts["training step"]["results"][3]["absent"] == "no GPU"
+    dynamic = [one["name"].partition(",")[0] for one in parts["training step"]["results"][4:]]
+    assert dynamic == ["dynamic table", *["dynamic table", "fixed table"] * 2, "dynamic table that fills"]
     assert {one["spill_bytes"] for one in parts["compiler"]["kernels"]} == {0}
     assert parts["profile"]["torch_operations"] > 0
     times = [key for part in parts.values() for one in part.get("results", []) for key in one if key.endswith("_ms")]

@@ -193,6 +193,25 @@ def test_memory_may_grow_between_a_lookup_and_its_update(kept_world: WorldFactor
     assert found == wanted
 
 
+def accessed(rank: int, world: int, home: str) -> tuple[list[float], str]:
+    """Rows that are set and got by id, of a table whose ids come on the device; and its digest."""
+    rules = DynamicIds(admit_after=2, unadmitted="shared")
+    table = Table(name="user", rows=300, dim=4, row_shards=2, precision="fp16", home=home, ids=rules)
+    module = ShardedEmbeddingBags([table], lr=0.1, gradients="sum", placement="row_wise")
+    ids, values = torch.tensor([-5, 2**62, 7]), torch.arange(12.0).view(3, 4) / 8
+    module["user"].set_rows(ids if rank == 0 else ids[:0], values if rank == 0 else values[:0])
+    for step in range(3):
+        given = torch.cat([ids, torch.arange(45) + 30 * step])[rank::world].view(-1, 1)
+        module({"user": given.to(device_double.DEVICE)}, global_batch=48)["user"].sum().backward()
+    return module["user"].get_rows(torch.cat([ids, torch.tensor([35, 1000])])).tolist(), module.digest()
+
+
+def test_rows_are_set_and_got_by_id_and_ids_may_come_on_the_device(kept_world: WorldFactory) -> None:
+    wanted = kept_world(2).run(on_double, accessed, "dram")
+    assert kept_world(2).run(on_double, accessed, "hbm") == wanted
+    assert wanted[0] == wanted[1]
+
+
 def full(rank: int, world: int) -> tuple[list[str], list[int], str]:
     """The device has no memory for more lines, on one rank; what is told, and how many lines there were tried."""
     rows, told, tried = 4_000, [], list[int]()
@@ -306,3 +325,14 @@ def test_triton_takes_lines_that_grow(precision: Precision, monkeypatch: pytest.
     for one, other in zip(plain.held(), there.held(), strict=True):
         assert one.weight.equal(other.weight)
         assert all(state.equal(other.states[name]) for name, state in one.states.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("home", ["hbm", "file"])
+@pytest.mark.parametrize("form", FORMS)
+def test_on_a_gpu(new_world: WorldFactory, tmp_path: Path, form: str, home: str) -> None:
+    world, folder = new_world(2), str(tmp_path) if home == "file" else None
+    wanted = world.run(dynamic_training.trained, form, "bags", 20, TABLE, "row_wise")
+    options: dict[str, Any] = {"device": torch.device("cuda:0"), "folder": folder}
+    found = world.run(dynamic_training.trained, form, "bags", 20, TABLE, "row_wise", **options)
+    assert [one[:2] for one in found] == [one[:2] for one in wanted]

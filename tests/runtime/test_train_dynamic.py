@@ -115,6 +115,17 @@ def test_a_death_and_a_newcomer_change_no_bit(
     assert report["windows"] == alone["windows"]
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_rows_in_its_memory_and_in_files_behind_it_have_the_bits_of_the_cpu(
+    tmp_path: Path, options: list[str]
+) -> None:
+    alone = train(tmp_path / "cpu.json", *options, "--ranks", "1")
+    for name, more in (("hbm", []), ("file", in_files(tmp_path))):
+        there = train(tmp_path / f"{name}.json", *options, "--ranks", "2", "--device", "cuda", *more)
+        assert there["weights_sha256"] == alone["weights_sha256"]
+        assert there["ids"] == alone["ids"]
+
+
 @pytest.mark.root
 @pytest.mark.slow
 @pytest.mark.long

@@ -208,6 +208,10 @@ def text_of(one: Mapping[str, Any]) -> str:
         text += f", {one['bytes_per_s'] / 1e9:.1f} GB/s"
     if "samples_per_s" in one:
         text += f", {one['samples_per_s']:,.0f} samples/s"
+    if "fixed_over_dynamic" in one:
+        text += f"; fixed / dynamic {one['fixed_over_dynamic']:.2f}"
+    if "longest_over_median" in one:
+        text += f"; the longest step {one['longest_over_median']:.1f} times the median"
     if one.get("goal_ms") is not None:
         text += f"; FBGEMM on an H100 {one['goal_ms']:.3f} ms"
     return text

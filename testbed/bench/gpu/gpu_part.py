@@ -27,7 +27,7 @@ MODULES: Final = {
     "embedding": ("gpu_embedding",),
     "staging": ("gpu_staging",),
     "tests": ("gpu_tests",),
-    "training step": ("gpu_training", "gpu_step", "gpu_overlap"),
+    "training step": ("gpu_training", "gpu_step", "gpu_overlap", "gpu_dynamic"),
     "profile": ("gpu_profile",),
     "compiler": ("gpu_compiler",),
 }
