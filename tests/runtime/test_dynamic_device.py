@@ -131,6 +131,25 @@ def test_rows_that_go_are_read_back_for_their_function(kept_world: WorldFactory,
         assert kept_world(1).run(on_double, gone, folder) == [wanted]
 
 
+def gone_early(rank: int, world: int, folder: str | None) -> tuple[list[list[float]], list[list[float]]]:
+    """Rows that go before the batch in which they began has a backward pass; and what it has read."""
+    table = Table(name="user", rows=8, dim=4, optimizer="sgd", ids=DynamicIds(evicted_share=0.5))
+    module = ShardedEmbeddingBags([table], lr=1.0, gradients="sum", store=store_in(folder, 32_000))
+    found = list[Evicted]()
+    module.on_evicted(found.append)
+    first, second, third = (torch.arange(4 * one, 4 * one + 4).view(-1, 1) for one in range(3))
+    read = module({"user": first})["user"]
+    for ids in (second, third):
+        module({"user": ids})["user"].sum().backward()
+    return [row for one in found for row in one.rows.tolist()], read.tolist()
+
+
+@pytest.mark.parametrize("home", ["hbm", "file"])
+def test_rows_that_go_early_have_what_they_began_with(kept_world: WorldFactory, tmp_path: Path, home: str) -> None:
+    ((gone, read),) = kept_world(1).run(on_double, gone_early, str(tmp_path) if home == "file" else None)
+    assert gone == read
+
+
 @pytest.mark.parametrize("rules", [DynamicIds(), DynamicIds(admit_after=3)], ids=["first", "third"])
 def test_increments_have_all_that_changes(kept_world: WorldFactory, rules: DynamicIds) -> None:
     kept_world(2).run(on_double, test_dynamic_tables.changed_without_updates, rules)

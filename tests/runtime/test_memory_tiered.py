@@ -15,8 +15,10 @@ from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
 from sennit.runtime.kernels.spec import Pooling, Precision, Rounding, ShardSpec
 from sennit.runtime.memory import store
+from sennit.runtime.memory.errors import NoRoom
 from sennit.runtime.memory.layout import Arrays
-from sennit.runtime.memory.tiered import TieredTables, layout_of
+from sennit.runtime.memory.on_device import DeviceTables
+from sennit.runtime.memory.tiered import CachedTables, TieredTables, layout_of
 from sennit.transport.errors import ConfigError
 from tests.runtime.embedding_cases import OPTIMIZERS
 
@@ -126,3 +128,57 @@ def test_a_gradient_that_is_not_finite_is_told_by_its_table_and_row(implementati
             tiered.update(ahead, gradient, rate=0.5)
         now = tiered.cache.read(np.array([5, 177, 108]))["weight"]
         np.testing.assert_array_equal(now[:, 0], [0.5, 1, 0.5])
+
+
+@pytest.fixture
+def there() -> DeviceTables:
+    """40 lines on a "device" for 100 rows. Row n of the store has weights n."""
+    spec, optimizer = ShardSpec(name="ads", row_count=100, dim=2, first_row=1000), OptimizerSpec(kind=Optimizer.ADAGRAD)
+    layout = layout_of([spec], optimizer)
+    weights = np.repeat(np.arange(100, dtype=np.float32), 2).reshape(100, 2)
+    rows = store.in_dram(layout, {"weight": weights, "sum": np.ones((100, 2), np.float32)})
+    host = CachedTables([spec], optimizer, rows, line_count=64, spare_count=0)
+    return DeviceTables(host, line_count=40, device=torch.device("cpu"))
+
+
+def test_rows_that_were_to_begin_on_a_device_are_read_anew_if_they_do_not(there: DeviceTables) -> None:
+    """Nobody has read them from the store, so what has come to the device is nothing."""
+    table, ids = torch.zeros(2, dtype=torch.int64), torch.tensor([7, 8])
+    refused = there.prefetch(table, ids, {0: torch.tensor([8])})
+    refused.lines(10.0)
+    refused.release(is_dirty=False)
+    again = there.prefetch(table, ids)
+    assert there.memory[0].weight[again.lines(10.0), 0].tolist() == [7, 8]
+    again.release(is_dirty=False)
+    there.close()
+
+
+def test_rows_that_begin_on_a_device_are_on_the_host_before_their_batch_ends(there: DeviceTables) -> None:
+    """Rows that leave a dynamic table are read there, also those of a batch that has no backward pass yet."""
+    table, ids = torch.zeros(2, dtype=torch.int64), torch.tensor([7, 8])
+    begins = there.prefetch(table, ids, {0: ids})
+    there.begin(begins.lines(10.0), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    now = there.cache.read(ids.numpy(), is_between=True)
+    np.testing.assert_array_equal(now["weight"], [[1, 2], [3, 4]])
+    np.testing.assert_array_equal(now["sum"], np.zeros((2, 2)))
+    begins.release(is_dirty=True)
+    there.close()
+
+
+def test_loose_rows_have_lines_of_their_own_on_a_device_until_their_batch_ends(there: DeviceTables) -> None:
+    numbers = torch.tensor([1100, 1101, 1100])
+    loose = there.loose(numbers - 1000, numbers)
+    lines = loose.lines(10.0)
+    assert lines[0] == lines[2] != lines[1]
+    assert there.row_numbers[lines].tolist() == numbers.tolist()
+    rows = there.prefetch(torch.zeros(38, dtype=torch.int64), torch.arange(38))
+    assert not set(lines.tolist()) & set(rows.lines(10.0).tolist())
+    full = there.loose(numbers, numbers)
+    with pytest.raises(NoRoom, match="a batch needs 2 rows, other batches hold 40; the device has 40 lines"):
+        full.lines(10.0)
+    full.release(is_dirty=False)
+    loose.release(is_dirty=True)
+    more = there.prefetch(torch.zeros(2, dtype=torch.int64), torch.tensor([50, 51]))
+    assert there.memory[0].weight[more.lines(10.0), 0].tolist() == [50, 51]
+    assert there.last_line == 40
+    there.close()
