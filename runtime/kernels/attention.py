@@ -17,9 +17,9 @@ from sennit.runtime.kernels.attention_call import AttentionCall
 from sennit.runtime.kernels.native_attention import NativeAttention
 from sennit.transport.errors import ArgumentError, Unsupported
 
-IMPLEMENTATIONS: Final = ("reference", "native", "native-avx512", "native-avx2", "native-portable")
-"""Names that `jagged_attention` accepts. The last three are for tests: the native implementation with fewer
-instructions. AVX-512 is without the tiles that bfloat16 has otherwise."""
+IMPLEMENTATIONS: Final = ("reference", "native", "native-avx512", "native-avx2", "native-portable", "triton")
+"""Names that `jagged_attention` accepts. Three are for tests: the native implementation with fewer instructions.
+AVX-512 is without the tiles that bfloat16 has otherwise."""
 
 
 _watch: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
@@ -148,6 +148,12 @@ def _of_nested(query: Any, key: Any, value: Any) -> tuple[Tensor, tuple[Tensor, 
 def _implementation(name: str) -> _Implementation:
     if name == "reference":
         return reference
+    if name == "triton":
+        try:
+            from sennit.runtime.kernels.triton_attention import TritonAttention
+        except ModuleNotFoundError as error:
+            raise Unsupported("implementation triton", str(error)) from error
+        return TritonAttention()
     return NativeAttention(name.removeprefix("native").removeprefix("-") or None, threads=torch.get_num_threads())
 
 

@@ -15,13 +15,13 @@ from sennit.runtime.kernels.attention_call import AttentionCall
 LANES: Final = 16
 """Sums over a row are made in as many parts."""
 
-_LEAST: Final = -87.0
-_MOST: Final = 87.0
-_LOG2_E: Final = float.fromhex("0x1.715476p+0")
-_LN2_HIGH: Final = float.fromhex("-0x1.62e4p-1")
-_LN2_LOW: Final = float.fromhex("-0x1.7f7d1cp-20")
-_TO_INTEGER: Final = float.fromhex("0x1.8p23")
-_COEFFICIENTS: Final = tuple(
+LEAST: Final = -87.0
+MOST: Final = 87.0
+LOG2_E: Final = float.fromhex("0x1.715476p+0")
+LN2_HIGH: Final = float.fromhex("-0x1.62e4p-1")
+LN2_LOW: Final = float.fromhex("-0x1.7f7d1cp-20")
+TO_INTEGER: Final = float.fromhex("0x1.8p23")
+COEFFICIENTS: Final = tuple(
     map(float.fromhex, ("0x1.6a244cp-10", "0x1.1239d4p-7", "0x1.5558f2p-5", "0x1.555492p-3", "0x1.fffffcp-2"))
 )
 
@@ -125,13 +125,13 @@ def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def exponential(x: Tensor) -> Tensor:
     """e^x of float32, to 1 unit in the last place; below -87 and above 87 that of the limit. NaN stays NaN."""
-    x = x.clamp(_LEAST, _MOST)
+    x = x.clamp(LEAST, MOST)
     constant = torch.full_like
-    shifted = fused(x, constant(x, _LOG2_E), constant(x, _TO_INTEGER))
-    n = shifted - _TO_INTEGER
-    r = fused(n, constant(n, _LN2_LOW), fused(n, constant(n, _LN2_HIGH), x))
-    p = constant(r, _COEFFICIENTS[0])
-    for coefficient in _COEFFICIENTS[1:]:
+    shifted = fused(x, constant(x, LOG2_E), constant(x, TO_INTEGER))
+    n = shifted - TO_INTEGER
+    r = fused(n, constant(n, LN2_LOW), fused(n, constant(n, LN2_HIGH), x))
+    p = constant(r, COEFFICIENTS[0])
+    for coefficient in COEFFICIENTS[1:]:
         p = fused(p, r, constant(r, coefficient))
     p = fused(p * r, r, r) + 1.0
     power = ((n.nan_to_num().to(torch.int32) + 127) << 23).view(torch.float32)
