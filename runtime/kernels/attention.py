@@ -66,7 +66,7 @@ def jagged_attention(
     time_bias: Tensor | None = None,
     times: Tensor | None = None,
     boundaries: Tensor | None = None,
-    implementation: str = "native",
+    implementation: str | None = None,
 ) -> Tensor:
     """Attention within each of B sequences of different lengths, without padding.
 
@@ -91,7 +91,10 @@ def jagged_attention(
       by the difference of times, entry k from `boundaries[k - 1]` up to below `boundaries[k]` (`torch.bucketize` with
       `right=True`). Times of a history never fall.
 
-    Raises `ArgumentError` where arguments do not fit each other, `Unsupported` for tensors that are not on the CPU.
+    - `implementation`: one of `IMPLEMENTATIONS`; None takes native on the CPU, and triton on a GPU.
+
+    Raises `ArgumentError` where arguments do not fit each other, `Unsupported` for a device that an implementation
+    cannot use.
     """
     # Torch's stubs know no nested tensors.
     nested: Any = query if query.is_nested else None
@@ -103,9 +106,8 @@ def jagged_attention(
         raise ArgumentError("no offsets; allowed: offsets, or nested tensors of layout torch.jagged")
     if scale is None:
         scale = 1 / math.sqrt(max(1, query.shape[-1]))
-    for tensor in (query, key, value, offsets, targets, position_bias, time_bias, times, boundaries):
-        if tensor is not None and tensor.device.type != "cpu":
-            raise Unsupported(f"jagged attention on {tensor.device}", "allowed: tensors on the CPU")
+    if implementation is None:
+        implementation = "triton" if query.device.type == "cuda" else "native"
     if implementation not in IMPLEMENTATIONS:
         raise ArgumentError(f"implementation {implementation!r}; allowed: {', '.join(IMPLEMENTATIONS)}")
     output: Tensor = torch.ops.sennit.jagged_attention(
@@ -145,16 +147,21 @@ def _of_nested(query: Any, key: Any, value: Any) -> tuple[Tensor, tuple[Tensor, 
     return query.offsets(), (query.values(), key.values(), value.values())
 
 
-def _implementation(name: str) -> _Implementation:
-    if name == "reference":
-        return reference
+def _implementation(name: str, device: torch.device) -> _Implementation:
+    device_type = "cpu"
+    found: _Implementation = reference
     if name == "triton":
         try:
             from sennit.runtime.kernels.triton_attention import TritonAttention
         except ModuleNotFoundError as error:
             raise Unsupported("implementation triton", str(error)) from error
-        return TritonAttention()
-    return NativeAttention(name.removeprefix("native").removeprefix("-") or None, threads=torch.get_num_threads())
+        found = TritonAttention()
+        device_type = found.device_type
+    elif name != "reference":
+        found = NativeAttention(name.removeprefix("native").removeprefix("-") or None, threads=torch.get_num_threads())
+    if device.type != device_type:
+        raise Unsupported(f"jagged attention by {name} on {device}", f"allowed: tensors on {device_type}")
+    return found
 
 
 # Of the operator and of its gradient; behind query, key and value the fields of AttentionCall.
@@ -171,7 +178,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tens
     call = AttentionCall(*fields)
     call.check(query, key, value)
     with _watch():
-        return _implementation(implementation).attend(call, query, key, value)
+        return _implementation(implementation, query.device).attend(call, query, key, value)
 
 
 @_attend.register_fake
@@ -195,7 +202,7 @@ def _differentiate(
     *fields, implementation = rest
     call = AttentionCall(*fields)
     with _watch():
-        of_query, of_key, of_value, of_bias = _implementation(implementation).differentiate(
+        of_query, of_key, of_value, of_bias = _implementation(implementation, query.device).differentiate(
             call, query, key, value, gradient, statistics, wants_bias=wants_bias
         )
     positions = 0 if call.position_bias is None or not wants_bias else call.position_bias.shape[1]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -60,10 +60,25 @@ class AttentionCall:
         return sum(bias.shape[1] for bias in (self.position_bias, self.time_bias) if bias is not None)
 
     def check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Raises `ArgumentError` where an argument does not fit the others."""
+        """Raises `ArgumentError` where an argument does not fit the others. Waits once for a device, if all is well."""
         _check_rows(query, key, value)
         rows, heads, _ = query.shape
-        lengths = _lengths(self.offsets, rows)
+        self._check_options(query.device, rows, heads)
+        if query.device.type == "cpu":
+            self._check_values(rows)
+        elif bool(self._may_be_wrong(rows)):
+            self._on_the_host()._check_values(rows)
+
+    def _check_options(self, device: torch.device, rows: int, heads: int) -> None:
+        """What can be told without looking into tensors."""
+        for name in ("position_bias", "time_bias", "offsets", "targets", "times", "boundaries"):
+            given: Tensor | None = getattr(self, name)
+            if given is not None and given.device != device:
+                raise ArgumentError(f"{name} on {given.device}, query on {device}; allowed: one device")
+        if self.offsets.dtype != torch.int64 or self.offsets.dim() != 1 or len(self.offsets) == 0:
+            raise ArgumentError(
+                f"offsets: {self.offsets.dtype} {list(self.offsets.shape)}; allowed: int64 [sequences + 1]"
+            )
         if self.activation not in ACTIVATIONS:
             raise ArgumentError(f"activation {self.activation!r}; allowed: {', '.join(ACTIVATIONS)}")
         if not math.isfinite(self.scale):
@@ -77,21 +92,12 @@ class AttentionCall:
         if self.window is not None and self.window < 0:
             raise ArgumentError(f"window {self.window}; allowed: 0 or more, or None")
         if self.targets is not None:
-            _check_integers("targets", self.targets, len(lengths))
-            wrong = (self.targets < 0) | (self.targets > lengths)
-            if wrong.any():
-                at = int(wrong.nonzero()[0])
-                raise ArgumentError(
-                    f"sequence {at}: {int(self.targets[at])} targets; allowed: 0 to its length, {int(lengths[at])}"
-                )
+            _check_integers("targets", self.targets, len(self.offsets) - 1)
         for name, bias in (("position_bias", self.position_bias), ("time_bias", self.time_bias)):
             if bias is not None and (bias.dtype != torch.float32 or bias.dim() != 2 or bias.shape[0] != heads):
                 raise ArgumentError(f"{name}: {bias.dtype} {list(bias.shape)}; allowed: float32 [{heads}, entries]")
         if self.position_bias is not None and self.position_bias.shape[1] == 0:
             raise ArgumentError("position_bias without an entry; allowed: 1 or more")
-        self._check_times(rows, lengths)
-
-    def _check_times(self, rows: int, lengths: Tensor) -> None:
         if self.time_bias is None:
             if self.times is not None or self.boundaries is not None:
                 raise ArgumentError("times or boundaries without time_bias, which they belong to")
@@ -100,23 +106,67 @@ class AttentionCall:
             raise ArgumentError("time_bias without times and boundaries; allowed: all three")
         _check_integers("times", self.times, rows)
         _check_integers("boundaries", self.boundaries, self.time_bias.shape[1] - 1)
-        edges = torch.cat([self.boundaries.new_zeros(1), self.boundaries])
-        if not bool((edges.diff() > 0).all()):
+
+    def _on_the_host(self) -> AttentionCall:
+        given = (getattr(self, field.name) for field in fields(self))
+        return AttentionCall(*(each.cpu() if isinstance(each, Tensor) else each for each in given))
+
+    def _may_be_wrong(self, rows: int) -> Tensor:
+        """Bool, on the device: what `_check_values` looks at, in one number."""
+        lengths = self.offsets.diff()
+        wrong = [self.offsets[0] != 0, self.offsets[-1] != rows, (lengths < 0).any()]
+        if self.targets is not None:
+            wrong.append(((self.targets < 0) | (self.targets > lengths)).any())
+        if self.boundaries is not None:
+            wrong.append((self._edges().diff() <= 0).any())
+        if self.times is not None and rows >= 2:
+            wrong.append(self._backwards(self.times).any())
+        return torch.stack(wrong).any()
+
+    def _check_values(self, rows: int) -> None:
+        lengths = self.offsets.diff()
+        if int(self.offsets[0]) != 0 or int(self.offsets[-1]) != rows or bool((lengths < 0).any()):
+            raise ArgumentError(
+                f"offsets from {int(self.offsets[0])} to {int(self.offsets[-1])}; allowed: from 0 to the number of "
+                f"rows, {rows}, never falling"
+            )
+        if self.targets is not None:
+            wrong = (self.targets < 0) | (self.targets > lengths)
+            if wrong.any():
+                at = int(wrong.nonzero()[0])
+                raise ArgumentError(
+                    f"sequence {at}: {int(self.targets[at])} targets; allowed: 0 to its length, {int(lengths[at])}"
+                )
+        if self.times is None or self.boundaries is None:
+            return
+        if not bool((self._edges().diff() > 0).all()):
             raise ArgumentError(f"boundaries {self.boundaries.tolist()}; allowed: rising, above 0")
-        # Candidates may have any time: nobody else attends to them.
-        history = lengths if self.targets is None else lengths - self.targets
         if rows < 2:
             return
-        place = torch.arange(rows) - torch.repeat_interleave(self.offsets[:-1], lengths)
-        is_later = (place > 0) & (place < torch.repeat_interleave(history, lengths))
-        backwards = (self.times[1:] < self.times[:-1]) & is_later[1:]
+        backwards = self._backwards(self.times)
         if backwards.any():
             row = int(backwards.nonzero()[0]) + 1
             sequence = int(torch.searchsorted(self.offsets, row, right=True)) - 1
             raise ArgumentError(
-                f"sequence {sequence}, position {int(place[row])}: time {int(self.times[row])} after "
+                f"sequence {sequence}, position {row - int(self.offsets[sequence])}: time {int(self.times[row])} after "
                 f"{int(self.times[row - 1])}; allowed: times of a history that do not fall"
             )
+
+    def _edges(self) -> Tensor:
+        assert self.boundaries is not None
+        return torch.cat([self.boundaries.new_zeros(1), self.boundaries])
+
+    def _backwards(self, times: Tensor) -> Tensor:
+        """Bool [rows - 1]: whether the time of row r + 1 is before that of row r, in one history.
+
+        Candidates may have any time: nobody else attends to them.
+        """
+        row = torch.arange(1, len(times), device=times.device)
+        # Of offsets that are wrong, too, this is a sequence.
+        sequence = (torch.searchsorted(self.offsets.contiguous(), row, right=True) - 1).clamp(0, max(0, len(self.offsets) - 2))
+        end = self.offsets[1:] if self.targets is None else self.offsets[1:] - self.targets
+        is_later = (row > self.offsets[sequence]) & (row < end[sequence])
+        return (times[1:] < times[:-1]) & is_later
 
 
 def _check_rows(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -139,15 +189,3 @@ def _check_rows(query: Tensor, key: Tensor, value: Tensor) -> None:
 def _check_integers(name: str, given: Tensor, count: int) -> None:
     if given.dtype != torch.int64 or given.shape != (count,):
         raise ArgumentError(f"{name}: {given.dtype} {list(given.shape)}; allowed: int64 [{count}]")
-
-
-def _lengths(offsets: Tensor, rows: int) -> Tensor:
-    if offsets.dtype != torch.int64 or offsets.dim() != 1 or len(offsets) == 0:
-        raise ArgumentError(f"offsets: {offsets.dtype} {list(offsets.shape)}; allowed: int64 [sequences + 1]")
-    lengths = offsets.diff()
-    if int(offsets[0]) != 0 or int(offsets[-1]) != rows or bool((lengths < 0).any()):
-        raise ArgumentError(
-            f"offsets from {int(offsets[0])} to {int(offsets[-1])}; allowed: from 0 to the number of rows, {rows}, "
-            "never falling"
-        )
-    return lengths

@@ -8,6 +8,7 @@ programs, so there is nothing atomic, and no tile's size changes a bit.
 import triton
 import triton.language as tl
 
+from sennit.runtime.kernels.reference_attention import LANES
 from sennit.runtime.kernels.triton_fused import fused, narrowed
 from sennit.runtime.kernels.triton_sequence import (
     add_pairs,
@@ -27,7 +28,7 @@ from sennit.runtime.kernels.triton_sequence import (
     tile_at,
 )
 
-_LANES = tl.constexpr(16)
+_LANES = tl.constexpr(LANES)
 
 
 @triton.jit
@@ -98,7 +99,8 @@ def attend_kernel(
             )  # fmt: skip
             powers = tl.where(mask, exponential(scores - most[:, None]), 0.0)
             lanes = add_to_lanes(lanes, powers, ROWS, COLUMNS)
-        part = reciprocal(lane_sums(lanes, ROWS))
+        # Rows beyond the end attend to nothing.
+        part = reciprocal(tl.where(i < count, lane_sums(lanes, ROWS), 1.0))
         of_row = statistics + ((begin + i) * heads + head) * 2
         is_first = (i < count) & (tl.program_id(2) == 0)
         tl.store(of_row, most, mask=is_first)

@@ -49,8 +49,8 @@ def tiles_for(device_type: str, *, is_half: bool) -> AttentionTiles:
     if device_type == "cpu":
         return AttentionTiles(rows=64, columns=64, depth=128, width=128, entries=64, warps=1)
     if is_half:
-        return AttentionTiles(rows=64, columns=64, depth=64, width=64, entries=64, warps=4)
-    return AttentionTiles(rows=32, columns=32, depth=16, width=64, entries=64, warps=4)
+        return AttentionTiles(rows=64, columns=64, depth=64, width=64, entries=64, warps=8)
+    return AttentionTiles(rows=32, columns=32, depth=16, width=64, entries=64, warps=8)
 
 
 class TritonAttention:

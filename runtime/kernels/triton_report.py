@@ -36,7 +36,8 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, KernelParam, mangle_type
 
-from sennit.runtime.kernels import triton_operator, triton_products, triton_tiles
+from sennit.runtime.kernels import triton_attention, triton_operator, triton_products, triton_tiles
+from sennit.runtime.kernels.attention_call import AttentionCall
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.layout import allocate
 from sennit.runtime.kernels.optimizers import Decay, Optimizer, OptimizerSpec
@@ -55,6 +56,9 @@ _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 # PTX
 _ACCESS = re.compile(r"\b(ld|st)\.global(?:\.[a-z_]\w*(?:::\w+)?)*?(?:\.v(\d))?\.[bufs](\d+)\b")
 _INEXACT = re.compile(r"\b(?:fma|mad)\.\S*f32|\.ftz\b|\.approx\b|div\.full|\.f64\b")
+_TENSOR_CORES = re.compile(r"\bw?g?mma\.\S+")
+_FUSED = {"fma.rn.f32", "fma.rn.f32x2"}
+"""What attention is made of."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +85,7 @@ class Compiled:
     """By bytes that an instruction moves for a thread, how many such instructions there are."""
 
     inexact: list[str]
-    """Instructions that do not round as IEEE 754 says."""
+    """Instructions that do not round as the operator's arithmetic says."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +154,7 @@ def report(only: str = "", on_compiled: Callable[[Compiled], None] = lambda _: N
         return mock.MagicMock(__getitem__=lambda *_: launch)
 
     with ExitStack() as stack:
-        for module in (triton_operator, triton_products):
+        for module in (triton_operator, triton_products, triton_attention):
             for name, value in list(vars(module).items()):
                 if isinstance(value, JITFunction):
                     stack.enter_context(mock.patch.object(module, name, compiler(value)))
@@ -162,6 +166,10 @@ def report(only: str = "", on_compiled: Callable[[Compiled], None] = lambda _: N
                 triton_tiles, "tiles_for", lambda width, _: triton_tiles.tiles_of_gpu(width, MULTIPROCESSORS)
             )
         )
+        of_gpu = triton_attention.tiles_for
+        stack.enter_context(
+            mock.patch.object(triton_attention, "tiles_for", lambda _, *, is_half: of_gpu("cuda", is_half=is_half))
+        )
         stack.enter_context(mock.patch.dict(triton_products.TILE, cpu=triton_products.TILE["cuda"]))
         for one in cases():
             case = one.name
@@ -170,6 +178,9 @@ def report(only: str = "", on_compiled: Callable[[Compiled], None] = lambda _: N
         case = "tensor train"
         if case.startswith(only):
             _fold()
+        case = "attention"
+        if case.startswith(only):
+            _attend()
     return list(found.values())
 
 
@@ -210,6 +221,27 @@ def _fold() -> None:
     triton_products.fold_products(left, numbers, right, numbers, None)
     left = torch.zeros(10, 16, 4).transpose(1, 2)
     triton_products.fold_products(left, numbers, right, numbers, torch.tensor([0, 5, 64]))
+
+
+def _attend() -> None:
+    """SiLU with all biases and rules, softmax with none, and SiLU of bfloat16."""
+    rows, sequences = 256, 2
+    integers: dict[str, Any] = {"dtype": torch.int64}
+    offsets, targets = torch.tensor([0, 100, rows]), torch.ones(sequences, **integers)
+    times, boundaries = torch.zeros(rows, **integers), torch.arange(1, 40)
+    position_bias, time_bias = torch.zeros(4, 200), torch.zeros(4, 40)
+    operator = object.__new__(triton_attention.TritonAttention)  # The constructor would ask for a device.
+    operator.device_type = "cuda"
+    for dtype, activation, biases in (
+        (torch.float32, "silu", (position_bias, time_bias, offsets, targets, times, boundaries)),
+        (torch.float32, "softmax", (None, None, offsets, None, None, None)),
+        (torch.bfloat16, "silu", (None, None, offsets, targets, None, None)),
+    ):
+        call = AttentionCall(*biases, activation, 0.125, 1.0, True, 0, None)
+        query = torch.zeros(rows, 4, 64, dtype=dtype)
+        output, statistics = operator.attend(call, query, query, query)
+        wants_bias = biases[0] is not None
+        operator.differentiate(call, query, query, query, output, statistics, wants_bias=wants_bias)
 
 
 def _specialised(
@@ -260,18 +292,24 @@ def _compiled(source: ASTSource, options: dict[str, Any], case: str) -> Compiled
     loads, stores = Counter[int](), Counter[int]()
     for kind, vector, bits in _ACCESS.findall(ptx):
         (loads if kind == "ld" else stores)[int(vector or 1) * int(bits) // 8] += 1
+    inexact = set(_INEXACT.findall(ptx))
+    # By the place of the parameter, as (place,).
+    constants = {source.fn.arg_names[place]: value for (place,), value in source.constants.items()}
+    if "HALF" in constants:
+        inexact -= _FUSED
+        if not constants["HALF"]:
+            inexact |= set(_TENSOR_CORES.findall(ptx))
     return Compiled(
         kernel=source.fn.__name__,
         case=case,
-        # By the place of the parameter, as (place,).
-        constants={source.fn.arg_names[place]: value for (place,), value in source.constants.items()},
+        constants=constants,
         warps=made.metadata.num_warps,
         registers=int(registers),
         spill_bytes=int(stored) + int(loaded),
         shared_bytes=made.metadata.shared,
         loads=dict(sorted(loads.items())),
         stores=dict(sorted(stores.items())),
-        inexact=sorted(set(_INEXACT.findall(ptx))),
+        inexact=sorted(inexact),
     )
 
 

@@ -97,7 +97,7 @@ def _cut_nested(nested: Any, sizes: Sequence[int]) -> Sequence[Tensor]:
     """Parts of a nested tensor of layout torch.jagged: whole sequences, and as many rows as these have."""
     begins = list(itertools.accumulate(sizes, initial=0))
     offsets = nested.offsets()
-    rows = offsets[torch.tensor(begins, device=offsets.device)].diff().tolist()
+    rows = offsets[torch.tensor(begins).to(offsets.device)].diff().tolist()
     parts = _cut_dim(nested.values(), rows, 0)
     return [
         jagged(part, offsets[begin : end + 1] - offsets[begin])

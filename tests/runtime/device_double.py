@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -59,6 +60,8 @@ class OnDevice(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _has_nested(args, kwargs):
+            return NotImplemented
         return _run(func, args, kwargs or {}, Device.active[-1] if Device.active else None)
 
 
@@ -85,7 +88,14 @@ class Device(TorchDispatchMode):
         self.active.remove(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _has_nested(args, kwargs):
+            return NotImplemented
         return _run(func, args, kwargs or {}, self)
+
+
+def _has_nested(args: Any, kwargs: Any) -> bool:
+    """Whether it is torch's nested tensors that take an operation apart, and come back with their parts."""
+    return any(isinstance(leaf, NestedTensor) for leaf in tree_leaves((args, kwargs)))
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any], device: Device | None) -> Any:

@@ -42,7 +42,7 @@ class Batch:
         query, key, value = rows
         options |= {"implementation": implementation} | more
         output = jagged_attention(query, key, value, self.offsets, **options)
-        arriving = torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(output.dtype)
+        arriving = torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(output)
         output.backward(arriving)
         gradients = [x.grad for x in rows] + [options[name].grad for name in biases]
         return [output.detach(), *(gradient for gradient in gradients if gradient is not None)]
