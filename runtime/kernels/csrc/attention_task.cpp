@@ -24,7 +24,7 @@ constexpr std::size_t tile_rows = 2, tile_vectors = 1;
 constexpr std::size_t block_rows = most_block_rows;
 static_assert(block_rows % tile_rows == 0);
 
-// Σ_k left(r, k) · right(k, v), added to result(r, v), a vector of 16 columns. Strides are in floats.
+// Σ_k left(r, k) · right(k, v), a vector of 16 columns, for result(r, v). Strides are in floats.
 struct Products {
   const float* left;
   std::size_t row_stride, stride;  // Of r and k.
@@ -46,9 +46,12 @@ struct Products {
 // row.
 enum class Ends : std::uint8_t { even, rising };
 
+// What sums begin with: +0, or what is in the result.
+enum class Adds : std::uint8_t { nothing, result };
+
 // `depth` is that of all rows. Rows before the last one also have the k before, and rows behind the first one those
 // behind, where begins or ends rise.
-template <std::size_t rows, std::size_t vectors, Ends begins, Ends ends>
+template <std::size_t rows, std::size_t vectors, Ends begins, Ends ends, Adds adds = Adds::result>
 [[gnu::noinline]] void add_products(const Products& products, std::size_t depth) {
   const Products p = products;
   Wide sums[rows][vectors];
@@ -56,7 +59,8 @@ template <std::size_t rows, std::size_t vectors, Ends begins, Ends ends>
   for (std::size_t r = 0; r < rows; r++)
 #pragma GCC unroll 2
     for (std::size_t v = 0; v < vectors; v++)
-      sums[r][v] = load_wide(p.result + r * p.result_stride + v * p.result_vector_stride);
+      sums[r][v] =
+          adds == Adds::nothing ? wide(0.0f) : load_wide(p.result + r * p.result_stride + v * p.result_vector_stride);
   const auto add = [&](const float* left, const float* right, std::size_t first, std::size_t end) SENNIT_INLINE_LAMBDA {
     Wide of_right[vectors];
 #pragma GCC unroll 2
@@ -86,10 +90,10 @@ template <std::size_t rows, std::size_t vectors, Ends begins, Ends ends>
       store(p.result + r * p.result_stride + v * p.result_vector_stride, sums[r][v]);
 }
 
-template <std::size_t vectors, std::size_t rows = tile_rows>
+template <std::size_t vectors, Adds adds = Adds::result, std::size_t rows = tile_rows>
 SENNIT_INLINE void add_products(std::size_t count, const Products& products, std::size_t depth) {
-  if (count == rows) return add_products<rows, vectors, Ends::even, Ends::even>(products, depth);
-  if constexpr (rows > 1) add_products<vectors, rows - 1>(count, products, depth);
+  if (count == rows) return add_products<rows, vectors, Ends::even, Ends::even, adds>(products, depth);
+  if constexpr (rows > 1) add_products<vectors, adds, rows - 1>(count, products, depth);
 }
 
 // For rows that sum over different spans of k.
@@ -144,16 +148,15 @@ class Task : AttentionHead {
   void attend(const AttentionResult& result, AttentionScratch& scratch) {
     const std::size_t columns = most_columns(block_rows, lanes);
     Pieces pieces(scratch);
-    const float* queries = pack(attention_.query, pieces);
-    const float* keys = columns_of(pack(attention_.key, pieces), depth_, pieces);
-    const float* values = panels_of(pack(attention_.value, pieces), width_, pieces);
+    const float* keys = columns_of(attention_.key, pieces);
+    const float* values = panels_of(attention_.value, pieces);
     float* weights = pieces.take(block_rows * columns);
     float* sums = pieces.take(block_rows * up(width_));
     take_bias(columns, false, pieces);
     for (std::size_t first = 0; first < length_; first += block_rows) {
       const Block block = block_at(first);
       std::array<float, block_rows> own{};
-      fill_products(block, queries, depth_, keys, weights, own.data());
+      fill_products(block, attention_.query, keys, weights, own.data(), result.output);
       const ScoreBlock scores = scores_of(block, weights, own.data());
       make_weights(scores, result.statistics, [&](std::size_t i) SENNIT_INLINE_LAMBDA {
         return [row = scores.row(i)](std::size_t j, const Wide& weight, const auto&)
@@ -169,14 +172,11 @@ class Task : AttentionHead {
     float* bias_gradient = gradients.bias == nullptr ? nullptr : gradient_of_bias(gradients, sequence);
     const std::size_t columns = most_columns(block_rows, lanes);
     Pieces pieces(scratch);
-    const float* queries = pack(attention_.query, pieces);
-    const float* arriving = pack(gradients.output, pieces);
-    const float* key_rows = pack(attention_.key, pieces);
-    const float* keys = columns_of(key_rows, depth_, pieces);
-    const float* values = columns_of(pack(attention_.value, pieces), width_, pieces);
-    const float* query_panels = panels_of(queries, depth_, pieces);
-    const float* key_panels = panels_of(key_rows, depth_, pieces);
-    const float* arriving_panels = panels_of(arriving, width_, pieces);
+    const float* keys = columns_of(attention_.key, pieces);
+    const float* values = columns_of(attention_.value, pieces);
+    const float* query_panels = panels_of(attention_.query, pieces);
+    const float* key_panels = panels_of(attention_.key, pieces);
+    const float* arriving_panels = panels_of(gradients.output, pieces);
     float* key_gradient = pieces.take_zeros(length_ * up(depth_));
     float* value_gradient = pieces.take_zeros(length_ * up(width_));
     float* weights = pieces.take(block_rows * columns);
@@ -187,8 +187,8 @@ class Task : AttentionHead {
     for (std::size_t first = 0; first < length_; first += block_rows) {
       const Block block = block_at(first);
       std::array<float, block_rows> own_weight{}, own_score{};
-      fill_products(block, queries, depth_, keys, weights, own_weight.data());
-      fill_products(block, arriving, width_, values, scores, own_score.data());
+      fill_products(block, attention_.query, keys, weights, own_weight.data(), gradients.query);
+      fill_products(block, gradients.output, values, scores, own_score.data(), gradients.key, gradients.value);
       const ScoreBlock of_weights = scores_of(block, weights, own_weight.data());
       const ScoreBlock of_products = scores_of(block, scores, own_score.data());
       float* of_row = bias_gradient == nullptr ? nullptr : of_scores - block.columns.begin;
@@ -238,95 +238,90 @@ class Task : AttentionHead {
     return scores + (i - block.rows.begin) * block.width() - block.columns.begin;
   }
 
-  static constexpr std::size_t rows_ahead = 8;
+  static constexpr std::size_t rows_ahead = 16;
 
   const float* address(const HeadRows& rows, std::size_t i) const {
     return static_cast<const float*>(rows.data) + start_of(rows, i);
   }
-  void store_at(const HeadRows& rows, std::size_t i, std::size_t column, const Wide& x) const {
-    float* to = static_cast<float*>(rows.data) + start_of(rows, i) + column;
-    if (rows.dim - column >= lanes)
-      store(to, x);
-    else
-      std::memcpy(to, &x, (rows.dim - column) * sizeof(float));
+  // The processor does not guess a head's part of a row behind: other heads' lie between.
+  void fetch(const HeadRows& rows, std::size_t i) const {
+    if (i < length_)
+      for (std::size_t column = 0; column < rows.dim; column += lanes) __builtin_prefetch(address(rows, i) + column);
   }
 
-  // [rows, dim], with the dim padded to whole vectors.
-  const float* pack(const HeadRows& rows, Pieces& pieces) const {
-    const std::size_t stride = up(rows.dim);
-    float* packed = pieces.take(length_ * stride);
+  // 16 columns of all rows, then the next 16, the last ones with zeros behind: [dim / 16, rows, 16].
+  const float* panels_of(const HeadRows& rows, Pieces& pieces) const {
+    float* panels = pieces.take(length_ * up(rows.dim));
     for (std::size_t i = 0; i < length_; i++) {
-      // The processor does not guess a head's part of the next row: other heads' lie between.
-      if (i + rows_ahead < length_)
-        for (std::size_t column = 0; column < rows.dim; column += lanes)
-          __builtin_prefetch(address(rows, i + rows_ahead) + column);
+      fetch(rows, i + rows_ahead);
       const float* from = address(rows, i);
-      float* to = packed + i * stride;
+      float* to = panels + i * lanes;
       std::size_t column = 0;
-      for (; column + lanes <= rows.dim; column += lanes) store(to + column, load_wide(from + column));
-      for (; column < rows.dim; column++) to[column] = from[column];
-      std::fill_n(to + column, stride - column, 0.0f);
+      for (; column + lanes <= rows.dim; column += lanes) store(to + column * length_, load_wide(from + column));
+      if (column < rows.dim) store(to + column * length_, wide_of(load(from + column, rows.dim - column)));
     }
-    return packed;
-  }
-
-  // 16 columns of all rows, then the next 16: [dim / 16, rows, 16].
-  const float* panels_of(const float* rows, std::size_t dim, Pieces& pieces) const {
-    float* panels = pieces.take(length_ * up(dim));
-    for (std::size_t i = 0; i < length_; i++)
-      for (std::size_t column = 0; column < dim; column += lanes)
-        store(panels + column * length_ + i * lanes, load_wide(rows + i * up(dim) + column));
     return panels;
   }
 
-  // All columns of 16 rows, then of the next 16: [rows / 16, dim, 16].
-  const float* columns_of(const float* rows, std::size_t dim, Pieces& pieces) const {
+  // All columns of 16 rows, then of the next 16, with zeros behind the last row: [rows / 16, dim, 16].
+  const float* columns_of(const HeadRows& rows, Pieces& pieces) const {
+    const std::size_t dim = rows.dim;
     float* columns = pieces.take(up(length_) * dim);
     for (std::size_t first = 0; first < length_; first += lanes) {
-      const std::size_t count = std::min(lanes, length_ - first);
+      const std::size_t count = std::min(lanes, length_ - first), next = std::min(first + 2 * lanes, length_);
       std::size_t column = 0;
-      for (; count == lanes && column + lanes <= dim; column += lanes)
-        transpose(rows + first * up(dim) + column, up(dim), columns + first * dim + column * lanes, lanes);
+      for (; count == lanes && column + lanes <= dim; column += lanes) {
+        for (std::size_t row = first + lanes; row < next; row++) __builtin_prefetch(address(rows, row) + column);
+        transpose(address(rows, first) + column, rows.row_stride, columns + first * dim + column * lanes, lanes);
+      }
       for (; column < dim; column++) {
         float* to = columns + first * dim + column * lanes;
-        for (std::size_t row = 0; row < count; row++) to[row] = rows[(first + row) * up(dim) + column];
+        for (std::size_t row = 0; row < count; row++) to[row] = address(rows, first + row)[column];
         std::fill(to + count, to + lanes, 0.0f);
       }
     }
     return columns;
   }
 
+  // A row of a result, from vectors that are `stride` floats apart.
+  void store_row(const HeadRows& rows, std::size_t i, const float* from, std::size_t stride) const {
+    float* to = const_cast<float*>(address(rows, i));
+    const std::size_t dim = rows.dim;
+    std::size_t column = 0;
+    for (; column + lanes <= dim; column += lanes, from += stride) store(to + column, load_wide(from));
+    if (column < dim) std::memcpy(to + column, from, (dim - column) * sizeof(float));
+  }
   void store_rows(const Block& block, const float* sums, const HeadRows& rows) const {
     for (std::size_t i = block.rows.begin; i < block.rows.end; i++)
-      for (std::size_t column = 0; column < rows.dim; column += lanes)
-        store_at(rows, i, column, load_wide(sums + (i - block.rows.begin) * up(rows.dim) + column));
+      store_row(rows, i, sums + (i - block.rows.begin) * up(rows.dim), lanes);
   }
-
   void store_panels(const float* panels, const HeadRows& rows) const {
-    for (std::size_t i = 0; i < length_; i++)
-      for (std::size_t column = 0; column < rows.dim; column += lanes)
-        store_at(rows, i, column, load_wide(panels + column * length_ + i * lanes));
+    for (std::size_t i = 0; i < length_; i++) store_row(rows, i, panels + i * lanes, length_ * lanes);
   }
 
-  // left[i] · right[j] for all pairs of the block that attend, and of candidates with themselves.
-  void fill_products(const Block& block, const float* left, std::size_t dim, const float* right, float* products,
-                     float* own) const {
-    const std::size_t row_stride = up(dim);
+  // left[i] · right[j] for all pairs of the block that attend, and of candidates with themselves. Beside them the rows
+  // of results are fetched that the block will be stored to.
+  template <typename... Results>
+  void fill_products(const Block& block, const HeadRows& left, const float* right, float* products, float* own,
+                     const Results&... results) const {
+    const std::size_t dim = left.dim;
     for (std::size_t first = block.rows.begin; first < block.rows.end; first += tile_rows) {
       const std::size_t count = std::min(tile_rows, block.rows.end - first);
       float* rows = row_of(block, products, first);
+      for (std::size_t row = first; row < first + tile_rows; row++) {
+        fetch(left, row + tile_rows);
+        (fetch(results, row), ...);
+      }
       for_each_tile(columns_of_rows({first, first + count}, lanes), [&](auto vectors, std::size_t column) {
-        for (std::size_t r = 0; r < count; r++)
-          for (std::size_t v = 0; v < vectors; v++) store(rows + r * block.width() + column + v * lanes, wide(0.0f));
-        add_products<vectors>(count,
-                              {left + first * row_stride, row_stride, 1, right + column * dim, lanes * dim,
-                               rows + column, block.width(), lanes},
-                              dim);
+        add_products<vectors, Adds::nothing>(count,
+                                             {address(left, first), left.row_stride, 1, right + column * dim,
+                                              lanes * dim, rows + column, block.width(), lanes},
+                                             dim);
       });
     }
     for (std::size_t i = std::max(history_, block.rows.begin); i < block.rows.end; i++) {
-      alignas(cache_line_bytes) float sums[lanes] = {};
-      add_products<1>(1, {left + i * row_stride, 0, 1, right + down(i) * dim, 0, sums, 0, 0}, dim);
+      alignas(cache_line_bytes) float sums[lanes];
+      add_products<1, Adds::nothing>(1, {address(left, i), 0, 1, right + down(i) * dim, 0, sums, 0, 0}, dim);
       own[i - block.rows.begin] = sums[i % lanes];
     }
   }
