@@ -149,7 +149,17 @@ PARTS: Final = {
     ),
     "C++": Part(
         what="C++ tests of the suite `long`, under sanitizers",
-        command=("ctest", "--test-dir", "build/asan", "-C", "long", "-L", "long", "--output-on-failure", "--no-tests=error"),
+        command=(
+            "ctest",
+            "--test-dir",
+            "build/asan",
+            "-C",
+            "long",
+            "-L",
+            "long",
+            "--output-on-failure",
+            "--no-tests=error",
+        ),
         limit_s=1_200,
     ),
     "model": Part(
