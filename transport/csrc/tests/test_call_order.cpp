@@ -23,7 +23,7 @@ using test::wait_until;
 
 namespace {
 
-constexpr uint64_t DEADLINE_US = 20'000'000;
+constexpr uint64_t DEADLINE_US = 100'000'000;
 constexpr uint32_t COUNT = 16;
 
 // A sum of `value` of each rank. All sums have one size, so that the transport cannot tell two that are mixed up.
