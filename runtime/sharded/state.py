@@ -16,7 +16,7 @@ from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.runtime.sharded.engines import groups_of
 from sennit.runtime.sharded.passes import Passes
-from sennit.runtime.sharded.shards import Held, Shards, expected, tensors_of
+from sennit.runtime.sharded.shards import Held, Shards, expected, parts_of, tensors_of
 from sennit.runtime.sharded.table_steps import TableSteps
 from sennit.runtime.sharded.tables import shard_spec, shards_of
 from sennit.transport.errors import ArgumentError, SennitError, Unsupported
@@ -51,6 +51,12 @@ class HeldTables(nn.Module):
         self.finish()
         for engines in self._steps.engines:
             yield from engines.held()
+
+    @property
+    def held_names(self) -> tuple[str, ...]:
+        """The names of the shards that this rank holds, and of cores of tensor trains."""
+        shards = [one for engines in self._steps.engines for one in (engines.sharded, engines.replicated)]
+        return tuple(part.name for one in shards for spec in one.specs for part in parts_of(spec))
 
     def track_changes(self) -> None:
         """From now on `changed_rows` knows which rows change: a byte of memory for each row that this rank holds.

@@ -427,7 +427,7 @@ class Trainer(Closing):
     @property
     def own_shards(self) -> tuple[str, ...]:
         """Names of the shards that this rank holds."""
-        return tuple(held.name for held in self.tables.held())
+        return self.tables.held_names
 
     def weights(self) -> dict[str, Tensor]:
         """The weights that this rank holds, by global names."""

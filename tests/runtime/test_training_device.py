@@ -159,6 +159,12 @@ PLANS: dict[str, dict[str, Any]] = {
     "increments": {"checkpoint_increments": 4, "sharding": "row_wise", "row_shards": 4, "checkpoint_async": True},
     "stored": {"sharding": "row_wise", "row_shards": 4, "checkpoint_increments": 4},
     "coded": {"exchange": "int8"},
+    "dynamic": {
+        "tables": '[defaults]\nids = "dynamic"\nrows = 40\nrow_shards = 4\n'
+        "[tables.user]\nids = { admit_after = 2, unadmitted = 'shared' }",
+        "checkpoint_increments": 4,
+        "sharding": "row_wise",
+    },
     "others": {"dense_optimizer": "adam", "clip_norm": 0.01, "sharding": "data_parallel", "gradient": "int8"},
 }
 
