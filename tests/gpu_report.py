@@ -23,6 +23,9 @@ def check(report: Mapping[str, Any], summary: str) -> None:
     assert {one["name"] for one in parts["embedding"]["results"]} == {
         f"{name}{ids}" for name in operations for ids in ("", ", uniform ids")
     }
+    (bits, outputs) = parts["attention"]["results"]
+    assert bits == {"name": "bits, silu", "outcome": gpu_kernels.EQUAL}
+    assert outputs["outcome"].startswith("differ by ")
     staged = [one["name"].partition(",")[0] for one in parts["staging"]["results"]]
     assert staged == ["host to device", "device to host"] * 2 + ["AllReduce", "AlltoAll", "nccl"]
     assert [len(digest) for digest in parts["training step"]["results"][2]["digests"]] == [64, 64]

@@ -163,7 +163,9 @@ class AttentionCall:
         """
         row = torch.arange(1, len(times), device=times.device)
         # Of offsets that are wrong, too, this is a sequence.
-        sequence = (torch.searchsorted(self.offsets.contiguous(), row, right=True) - 1).clamp(0, max(0, len(self.offsets) - 2))
+        sequence = (torch.searchsorted(self.offsets.contiguous(), row, right=True) - 1).clamp(
+            0, max(0, len(self.offsets) - 2)
+        )
         end = self.offsets[1:] if self.targets is None else self.offsets[1:] - self.targets
         is_later = (row > self.offsets[sequence]) & (row < end[sequence])
         return (times[1:] < times[:-1]) & is_later

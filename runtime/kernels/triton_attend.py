@@ -113,10 +113,8 @@ def attend_kernel(
             query, query_row, key, key_row, dim, scale, position_bias, position_count, time_bias, times, boundaries,
             boundary_count, boundary_bits, begin, i, j, rules, CAUSAL, ROWS, COLUMNS, DEPTH,
         )  # fmt: skip
-        if SOFTMAX:
-            weights = exponential(scores - most[:, None]) * part[:, None]
-        else:
-            weights = scores * logistic(scores) * share
+        powers = exponential(scores - most[:, None]) if SOFTMAX else scores * logistic(scores)
+        weights = powers * (part[:, None] if SOFTMAX else share)
         values = load_tile(value, begin, j, value_row, column, width, count)
         sums = add_pairs(weights, mask, values, sums, ROWS, COLUMNS, HALF)
     _store_tile(output + head * width, begin, i, heads * width, column, width, count, sums, HALF)

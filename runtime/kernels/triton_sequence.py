@@ -42,9 +42,9 @@ def sequence_of(offsets, tile, sequence_count, sequence_bits, BLOCK: tl.constexp
     for _ in tl.range(0, sequence_bits):
         step = step >> 1
         further = sequence + step
-        if further < sequence_count:
-            if tl.load(offsets + further) // BLOCK + further <= tile:
-                sequence = further
+        inside = further < sequence_count
+        start = tl.load(offsets + further, mask=inside, other=0) // BLOCK + further
+        sequence = tl.where(inside & (start <= tile), further, sequence)
     first = (tile - (tl.load(offsets + sequence) // BLOCK + sequence)) * BLOCK
     return sequence, first.to(tl.int32)
 
@@ -246,10 +246,7 @@ def add_pairs(weights, mask, rows, sums, M: tl.constexpr, K: tl.constexpr, HALF:
     if tl.max(tl.max(not_finite, axis=1), axis=0) > 0:
         sums = _pair_by_pair(weights, mask, rows, sums, K, HALF)
     else:
-        if HALF:
-            sums = products(narrowed(weights), rows, sums)
-        else:
-            sums = products(weights, rows, sums)
+        sums = products(narrowed(weights) if HALF else weights, rows, sums)
     return sums
 
 

@@ -137,7 +137,7 @@ class Hstu(nn.Module):
             context=context,
             targets=torch.ones_like(lengths),
             times=self._times(integers, lengths, order),
-            boundaries=None if self.history.times is None else self._boundaries.to(rows.device),
+            boundaries=None if self.history.times is None else self._boundaries_on(rows.device),
         )
         for layer in self.layers:
             rows = layer(rows, attend)
@@ -156,6 +156,12 @@ class Hstu(nn.Module):
         if self.dense is not None:
             found.append(self.dense(dense))
         return torch.stack(found, 1) if found else dense.new_empty(len(dense), 0, self.norm.normalized_shape[0])
+
+    def _boundaries_on(self, device: torch.device) -> Tensor:
+        """They are copied to a device once."""
+        if self._boundaries.device != device:
+            self._boundaries = self._boundaries.to(device)
+        return self._boundaries
 
     def _times(self, integers: dict[str, Any], lengths: Tensor, order: Tensor) -> Tensor | None:
         """Int64 [rows]. The context has the time of the first event."""

@@ -8,6 +8,11 @@ Sequences are short: each operation of the interpreter takes as long as thousand
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -66,7 +71,7 @@ def given(case: str, *, biased: bool, dtype: torch.dtype = torch.float32) -> Bat
 )
 def test_it_has_the_bits_of_the_native_kernels(case: str, rows: int, columns: int) -> None:
     batch = given(case, biased=False)
-    with mock.patch.object(triton_attention, "tiles_for", lambda *_, **__: tiles(rows, columns)):
+    with mock.patch.object(triton_attention, "tiles_for", return_value=tiles(rows, columns)):
         found = batch.run("triton")
     assert same_bits(found, batch.run("native"))
 
@@ -77,7 +82,7 @@ def test_gradients_of_biases_have_the_bits_of_the_native_kernels(case: str) -> N
     """Also where not all gradients of scores are kept at a time."""
     batch = given(case, biased=True)
     with (
-        mock.patch.object(triton_attention, "tiles_for", lambda *_, **__: tiles(16, 16)),
+        mock.patch.object(triton_attention, "tiles_for", return_value=tiles(16, 16)),
         mock.patch.object(triton_attention, "SCRATCH_FLOATS", 500),
     ):
         found = batch.run("triton")
@@ -91,7 +96,7 @@ def test_numbers_that_are_none_stay_where_they_may_be_seen(activation: str) -> N
     batch.options = {"activation": activation, "targets": torch.tensor([0, 2])}
     batch.value[12, 0, 1] = torch.inf
     batch.key[13, 0, 2] = torch.nan
-    with mock.patch.object(triton_attention, "tiles_for", lambda *_, **__: tiles(16, 16)):
+    with mock.patch.object(triton_attention, "tiles_for", return_value=tiles(16, 16)):
         found = batch.run("triton")
     for ours, theirs in zip(found, batch.run("native"), strict=True):
         assert torch.equal(ours.isnan(), theirs.isnan())
@@ -128,7 +133,7 @@ def test_a_machine_without_a_gpu_is_named() -> None:
     with (
         mock.patch.object(triton_attention.knobs.runtime, "interpret", False),
         mock.patch.object(torch.cuda, "is_available", return_value=False),
-        pytest.raises(Unsupported, match="implementation triton.*no CUDA device"),
+        pytest.raises(Unsupported, match=r"implementation triton.*no CUDA device"),
     ):
         TritonAttention()
 
@@ -172,6 +177,23 @@ def test_what_does_not_fit_is_named_on_a_device(changed: dict[str, Any], message
         call, rows = call_of(**changed)
         with pytest.raises(ArgumentError, match=message):
             call.check(*rows)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_compiled_products_add_up_in_the_order_of_the_reference() -> None:
+    """For an H100, which need not be there: fused multiply-adds over rising indices, and nothing else."""
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("product_order.py"))],
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=True,
+    )
+    found = json.loads(done.stdout)
+    # 32 threads share the 256 sums.
+    assert found == {"orders": [[[k, k] for k in range(16)]] * 8, "others": 0}
 
 
 @pytest.mark.gpu

@@ -35,7 +35,7 @@ from sennit.transport.errors import SennitError
 from tests.extent import briefly
 from tests.runtime import device_double, stream_double
 from tests.runtime.device_kernels import Kernels
-from tests.runtime.trainer_runs import trainer
+from tests.runtime.trainer_runs import trainer, weights_by_histories
 from tests.runtime.world import WorldFactory
 
 pytestmark = pytest.mark.timeout(180)
@@ -154,6 +154,13 @@ def limits(rank: int, world: int) -> list[int]:
         return memory_limits(device=torch.device("cuda:0"))
 
 
+def histories(rank: int, world: int, /, *, there: bool) -> tuple[str, dict[str, list[float]]]:
+    """Digest and weights of `hstu` after some steps. On the double attention is the native one, on its memory."""
+    with on_the_double() if there else contextlib.nullcontext():
+        found = weights_by_histories("row_wise", steps=3)
+        return digest(found), {name: weight.flatten().tolist() for name, weight in found.items()}
+
+
 PLANS: dict[str, dict[str, Any]] = {
     "plain": {},
     "increments": {"checkpoint_increments": 4, "sharding": "row_wise", "row_shards": 4, "checkpoint_async": True},
@@ -188,6 +195,19 @@ def test_it_has_the_bits_of_host_memory(kept_world: WorldFactory, seed: int, tmp
     if plan != "others":
         assert trained(there=True, folder="host", resumed=True) == wanted
         assert trained(there=False, folder="device", resumed=True) == wanted
+
+
+def test_histories_are_trained_there(kept_world: WorldFactory) -> None:
+    """Nested tensors, their offsets, times and lengths are there: nothing mixes devices.
+
+    What the double computes of gradients is rounded otherwise than in host memory, so values are compared.
+    """
+    wanted, found = (kept_world(2).run(histories, there=there) for there in (False, True))
+    assert found[0][0] == found[1][0]
+    for (_, ours), (_, theirs) in zip(found, wanted, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, weights in theirs.items():
+            assert ours[name] == pytest.approx(weights, rel=1e-3, abs=1e-4), name
 
 
 @pytest.mark.parametrize("ahead", briefly([1, 3], [3]))

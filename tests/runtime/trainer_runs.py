@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from sennit.runtime.checkpoint.digest import digest
 from sennit.runtime.data.samples import Column, Samples
@@ -76,15 +77,20 @@ def trainer(seed: int, data_seed: int | None = None, **changed: Any) -> Trainer:
 
 def train_on_histories(placement: str) -> str:
     """Some steps of `hstu` in the default group. Returns the digest of the weights."""
+    return digest(weights_by_histories(placement))
+
+
+def weights_by_histories(placement: str, steps: int = 8) -> dict[str, Tensor]:
+    """This rank's weights after some steps of `hstu`, in host memory."""
     config = config_of(
-        1, model="hstu", sharding=placement, row_shards=4, epochs=1, max_steps=8, eval_fraction=0.1,
+        1, model="hstu", sharding=placement, row_shards=4, epochs=1, max_steps=steps, eval_fraction=0.1,
         source=Source(data="synthetic-yambda?rows=1000&users=20&items=100&last=12"),
         stream=StreamSettings(order="time"),
     )  # fmt: skip
     with Trainer(config, sources_of(config)()) as made:
-        for _ in range(8):
+        for _ in range(steps):
             made.train_step()
-        return digest(made.weights())
+        return {name: weight.detach().cpu().clone() for name, weight in made.weights().items()}
 
 
 def train(rank: int, world: int, /, *, seed: int, steps: int, **changed: Any) -> dict[str, Any]:

@@ -216,6 +216,14 @@ def test_what_is_slow_stands_beside_its_goal() -> None:
     assert "## Wrong\n\nNothing.\n" in text
 
 
+def test_a_peer_of_attention_stands_beside_its_goal() -> None:
+    one = {"name": "flex_attention", "ms": 0.5, "over_sennit": 0.8, "goal_over_sennit": 1.0}
+    slower = one | {"name": "HSTU", "over_sennit": 1.25}
+    report: dict[str, Any] = {"parts": {"attention": {"results": [one, slower, {"name": "silu", "ms": 0.6}]}}}
+    told = ["attention, flex_attention: 0.500 ms, 0.80 times sennit's; goal: 1.00"]
+    assert gpu_summary.slow(report) == told
+
+
 def test_figures_of_a_gpu_have_their_units() -> None:
     one = {"name": "forward", "graph_ms": 0.25, "share_of_copy": 0.42, "goal_ms": 0.345}
     parts: dict[str, Any] = {name: {} for name in ("tests", "embedding", "staging", "training step")}

@@ -34,6 +34,7 @@ LIMITS_S: Final = {
     "machine": 10.0,
     "kernels": 90.0,
     "embedding": 90.0,
+    "attention": 60.0,
     "staging": 60.0,
     "tests": 120.0,
     "training step": 60.0,
@@ -212,6 +213,8 @@ def text_of(one: Mapping[str, Any]) -> str:
         text += f"; fixed / dynamic {one['fixed_over_dynamic']:.2f}"
     if "longest_over_median" in one:
         text += f"; the longest step {one['longest_over_median']:.1f} times the median"
+    if "over_sennit" in one:
+        text += f", {one['over_sennit']:.2f} times sennit's"
     if one.get("goal_ms") is not None:
         text += f"; FBGEMM on an H100 {one['goal_ms']:.3f} ms"
     return text

@@ -19,7 +19,7 @@ NEEDED_CAPABILITY: Final = (8, 0)
 """Older devices have neither bf16 nor the copies that the kernels are written for."""
 
 NEEDED_BYTES: Final = 20 * 10**9
-NEED_KERNELS: Final = ("kernels", "embedding", "training step", "profile")
+NEED_KERNELS: Final = ("kernels", "embedding", "attention", "training step", "profile")
 NEED_MEMORY: Final = ("embedding", "profile")
 _SHOWN: Final = ("SENNIT_", "TRITON_", "CUDA_", "NVIDIA_", "NCCL_", "TORCH_", "PYTHONPATH", "LD_LIBRARY_PATH", "PATH")
 

@@ -25,6 +25,7 @@ MODULES: Final = {
     "machine": ("gpu_machine",),
     "kernels": ("gpu_kernels",),
     "embedding": ("gpu_embedding",),
+    "attention": ("gpu_attention",),
     "staging": ("gpu_staging",),
     "tests": ("gpu_tests",),
     "training step": ("gpu_training", "gpu_step", "gpu_overlap", "gpu_dynamic"),

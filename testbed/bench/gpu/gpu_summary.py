@@ -64,6 +64,8 @@ def slow(report: Mapping[str, Any]) -> list[str]:
             share = one.get("share_of_copy")
             if share is not None and one["name"].startswith("backward") and share < GOAL_SHARE_OF_COPY:
                 found.append(f"{name}, {one['name']}: {share:.0%} of a copy's speed; goal: {GOAL_SHARE_OF_COPY:.0%}")
+            if one.get("over_sennit", 1.0) < one.get("goal_over_sennit", 0.0):
+                found.append(f"{name}, {one['name']}: {gpu.text_of(one)}; goal: {one['goal_over_sennit']:.2f}")
             if one.get("alone_share", 0) > GOAL_ALONE:
                 found.append(f"{name}, {one['name']}: {one['outcome']}; goal: {GOAL_ALONE:.0%}")
     return found
