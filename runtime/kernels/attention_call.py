@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,8 +109,10 @@ class AttentionCall:
         _check_integers("boundaries", self.boundaries, self.time_bias.shape[1] - 1)
 
     def _on_the_host(self) -> AttentionCall:
-        given = (getattr(self, field.name) for field in fields(self))
-        return AttentionCall(*(each.cpu() if isinstance(each, Tensor) else each for each in given))
+        there: dict[str, Any] = {
+            field.name: one.cpu() for field in fields(self) if isinstance(one := getattr(self, field.name), Tensor)
+        }
+        return replace(self, **there)
 
     def _may_be_wrong(self, rows: int) -> Tensor:
         """Bool, on the device: what `_check_values` looks at, in one number."""

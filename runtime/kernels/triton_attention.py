@@ -271,7 +271,8 @@ class _Launch:
 
 
 def _block(columns: int, most: int) -> int:
-    return min(max(16, triton.next_power_of_2(columns)), most)
+    """The least power of two for these columns, at least 16 and at most `most`."""
+    return min(max(16, 1 << (columns - 1).bit_length()), most)
 
 
 def _inner(rows: Tensor) -> Tensor:

@@ -232,15 +232,17 @@ def _attend() -> None:
     position_bias, time_bias = torch.zeros(4, 200), torch.zeros(4, 40)
     operator = object.__new__(triton_attention.TritonAttention)  # The constructor would ask for a device.
     operator.device_type = "cuda"
-    for dtype, activation, biases in (
+    given: tuple[tuple[torch.dtype, str, tuple[Any, ...]], ...] = (
         (torch.float32, "silu", (position_bias, time_bias, offsets, targets, times, boundaries)),
         (torch.float32, "softmax", (None, None, offsets, None, None, None)),
         (torch.bfloat16, "silu", (None, None, offsets, targets, None, None)),
-    ):
-        call = AttentionCall(*biases, activation, 0.125, 1.0, True, 0, None)
+    )
+    for dtype, activation, tensors in given:
+        fields: list[Any] = [*tensors, activation, 0.125, 1.0, True, 0, None]
+        call = AttentionCall(*fields)
         query = torch.zeros(rows, 4, 64, dtype=dtype)
         output, statistics = operator.attend(call, query, query, query)
-        wants_bias = biases[0] is not None
+        wants_bias = tensors[0] is not None
         operator.differentiate(call, query, query, query, output, statistics, wants_bias=wants_bias)
 
 

@@ -72,7 +72,7 @@ def test_kernels_compile_for_an_h100_exactly_and_keep_to_registers(tmp_path: Pat
     assert {one["kernel"]: one["inexact"] for one in found if one["inexact"]} == {}
     hot = [one for one in found if one["case"].startswith("hot: ")]
     # In attention of float32 the compiler rather spills a little than have fewer warps at a time.
-    assert [one for one in found if one["spill_bytes"] > (64 if one["case"] == "attention" else 0)] == []
+    assert [one for one in found if one["spill_bytes"] > (256 if one["case"] == "attention" else 0)] == []
     # The first case has only rows of 128 columns. They move 16 bytes at a time.
     first = [one for one in hot if one["case"] == "hot: sequences"]
     for kernel in ("lookup_kernel", "update_kernel", "sum_long_kernel"):

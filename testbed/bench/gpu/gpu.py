@@ -34,12 +34,12 @@ LIMITS_S: Final = {
     "machine": 10.0,
     "kernels": 90.0,
     "embedding": 90.0,
-    "attention": 60.0,
+    "attention": 90.0,
     "staging": 60.0,
     "tests": 120.0,
     "training step": 60.0,
     "profile": 60.0,
-    "compiler": 60.0,
+    "compiler": 90.0,
 }
 """The parts in their order, and what each may take. An import of torch, and the first use of a GPU, are in it."""
 

@@ -103,7 +103,7 @@ def differences(drawn: Sequences, options: dict[str, Any], device: torch.device)
 
 def _results(drawn: Sequences, options: dict[str, Any], device: torch.device, by: str) -> dict[str, Tensor]:
     there = placed(drawn, device)
-    given = {
+    given: dict[str, Any] = {
         name: one.detach().to(device, copy=True).requires_grad_(one.is_floating_point())
         if isinstance(one, Tensor)
         else one
