@@ -63,6 +63,9 @@ DEFAULT_SEED = "1"
 # A test that does not end at its timeout hangs in native code.
 ENDS_AFTER_S = 60
 
+# Limit of a test marked `long` that names none: what takes minutes on a quiet machine takes many on a busy one.
+LONG_TIMEOUT_S = 600
+
 # Of a test that does not say how many examples it draws.
 EXAMPLES = 25
 
@@ -110,7 +113,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what takes minutes, unless `--long` asks for it.
+    """Leaves out what takes minutes, unless `--long` asks for it, and gives it time then.
 
     Where processes take whole files in turn, the longest come first: else all wait at the end for one of them.
     """
@@ -118,6 +121,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("long") is not None]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item.get_closest_marker("long") is None]
+    for item in items:
+        if item.get_closest_marker("long") is not None and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
     if hasattr(config, "workerinput"):
         lines = LONG_FILES.read_text().splitlines()
         seconds = {path: float(text) for text, path in (line.split() for line in lines)}

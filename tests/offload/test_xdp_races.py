@@ -27,7 +27,7 @@ from tests.offload import replayer
 pytestmark = [pytest.mark.root, pytest.mark.needs("bpf", "arena")]
 DEADLINE_S = 60.0
 SPINS = 200
-# Ten million batches in parts, because none may take more than two minutes, on a busy machine either.
+# Ten million batches in parts: on a busy machine reader and replayer wait for their processors at every few batches.
 PARTS = [(0, 20_000), *(pytest.param(part, 100_000, marks=pytest.mark.long) for part in range(1, 101))]
 
 

@@ -134,6 +134,13 @@ def test_the_long_tests_draw_ten_times_as_many_examples(monkeypatch: pytest.Monk
     assert not [path for path in others if "max_examples" in path.read_text()]
 
 
+@pytest.mark.long
+def test_a_long_test_that_names_no_limit_has_more_time_than_others(request: pytest.FixtureRequest) -> None:
+    limit = request.node.get_closest_marker("timeout")
+    assert limit is not None
+    assert limit.args[0] > float(request.config.getini("timeout"))
+
+
 def test_the_page_is_made_from_the_record() -> None:
     page, found = long_tests.PAGE.read_text(), json.loads(long_tests.RECORD.read_text())
     assert f"{long_tests.BEGIN}\n{long_tests.listed(found)}\n{long_tests.END}" in page
