@@ -90,6 +90,7 @@ LONG = {
     **{f"sennit bench {name}": [] for name in ("start", "slices", "sharded", "quality", "offload", "codecs", "tiers")},
     **{f"sennit bench {name}": [] for name in ("ingest", "input", "embedding", "gpu", "rdma", "cost", "scaling")},
     **{f"sennit bench {name}": [] for name in ("aggregate", "attention", "drift", "dynamic", "rack", "feed", "stream")},
+    "sennit bench balance": [],
     "sennit bench all": ["--force", "--report", "FILE.report"],
     "sennit testbed run": ["plane-off", "--folder", "FILE.run"],
     "sennit testbed simulate-steps": ["--out", "FILE.steps"],

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 
 class PhaseClock:
     """Seconds by phase: `seconds` of the thread that made the clock, and `beside` of other threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        """`now`: seconds of the thread that calls it; `time.thread_time` counts processor time in place of time."""
+        self._now = now
         self.seconds: dict[str, float] = {}
         self.beside: dict[str, float] = {}
         """Seconds of phases in other threads, while this thread did something else, or waited. A phase that ends inside
@@ -55,17 +57,17 @@ class PhaseClock:
         if getattr(self._other, "is_inside", False):
             yield
             return
-        since, self._other.is_inside = time.perf_counter(), True
+        since, self._other.is_inside = self._now(), True
         try:
             yield
         finally:
             self._other.is_inside = False
             if not self._is_whole:
                 with self._lock:
-                    self.beside[name] = self.beside.get(name, 0.0) + time.perf_counter() - since
+                    self.beside[name] = self.beside.get(name, 0.0) + self._now() - since
 
     def _credit(self) -> None:
-        now = time.perf_counter()
+        now = self._now()
         if self._open:
             current = self._open[-1]
             self.seconds[current] = self.seconds.get(current, 0.0) + now - self._since

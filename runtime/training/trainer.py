@@ -87,12 +87,19 @@ class StepReport:
 class Trainer(Closing):
     """Owns model, tables, optimizers and the position in the data. Every method is collective."""
 
-    def __init__(self, config: TrainingConfig, source: BatchSource, timeline: Timeline | None = None) -> None:
+    def __init__(
+        self,
+        config: TrainingConfig,
+        source: BatchSource,
+        timeline: Timeline | None = None,
+        clock: PhaseClock | None = None,
+    ) -> None:
+        """`clock`: counts the phases; default: one of time, or that of the timeline."""
         keep_large_buffers()
         self.config, self._timeline = config, timeline
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         config.check_world(self.world_size)
-        self.clock = PhaseClock() if timeline is None else timeline.clock()
+        self.clock = clock or (PhaseClock() if timeline is None else timeline.clock())
         self.source = source
         follows = config.stream.follow is not None
         # The steps of a run that follows its files are not known.

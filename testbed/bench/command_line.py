@@ -18,6 +18,7 @@ from sennit.testbed.bench.samples.samples_commands import feed, file_input, inge
 from sennit.testbed.bench.tables.table_commands import dynamic, embedding, tiers
 from sennit.testbed.bench.training.training_commands import (
     attention,
+    balance,
     cost,
     drift,
     overlap,
@@ -78,6 +79,7 @@ app.command("group", epilog="Example: sennit bench group --world 64 --against gl
 app.command("start", epilog="Example: sennit bench start --world 16 --rounds 3")(measured(start))
 app.command("timeline", epilog="Example: sennit bench timeline --rounds 300")(measured(timeline))
 app.command("attention", epilog="Example: sennit bench attention --sequences 64 --longest 1024")(measured(attention))
+app.command("balance", epilog="Example: sennit bench balance --batches 32,64")(measured(balance))
 app.command("slices", epilog="Example: sennit bench slices --slices 8 --batch 1024")(measured(slices))
 app.command("sharded", epilog="Example: sennit bench sharded --zipf 1.2")(measured(sharded))
 app.command("quality", epilog="Example: sennit bench quality --seeds 3 --batch-sizes 256,2048,16384")(measured(quality))

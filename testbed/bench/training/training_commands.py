@@ -308,6 +308,26 @@ def drift(
         drift_page.plot([report], plot_path)
 
 
+def balance(
+    data: Annotated[
+        str, typer.Option(help="data with histories, as of sennit train")
+    ] = "synthetic-yambda?rows=200000&users=1000&items=2000&last=1000",
+    world: Annotated[int, typer.Option(help="number of ranks, all on this machine", min=2)] = 4,
+    batches: Annotated[str, typer.Option(help="samples of a rank in a step, comma-separated")] = "8,32,128",
+    dim: Annotated[int, typer.Option(help="columns of every table", min=2)] = 64,
+    steps: Annotated[int, typer.Option(help="steps with balance and without, in turns", min=1)] = 10,
+    json_path: Figures = None,
+) -> None:
+    """Compare steps whose samples are dealt to slices by cost (--balance) with others, a core for each rank."""
+    from sennit.testbed.bench.training import balance as bench
+
+    try:
+        sizes = tuple(int(one) for one in batches.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"batches {batches!r}; allowed: numbers with commas between them") from None
+    run_ranks(bench, json_path, data=data, world=world, batches=sizes, dim=dim, steps=steps)
+
+
 def attention(
     count: Annotated[int, typer.Option("--sequences", help="sequences of a batch", min=1)] = 32,
     mean: Annotated[float, typer.Option(help="mean length, of a gamma distribution", min=1)] = 139.0,
