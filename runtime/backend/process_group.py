@@ -94,10 +94,15 @@ def register() -> None:
 
     if not dist.is_available() or hasattr(dist.Backend, BACKEND_NAME.upper()):
         return
-    dist.Backend.register_backend(BACKEND_NAME, _create, extended_api=True, devices=list(DEVICES))
+    from torch.backends import cuda
+
+    # Some callers ask a backend for its devices, and for the current one of each. A torch without CUDA has none.
+    devices = [name for name in DEVICES if name != "cuda" or cuda.is_built()]  # type: ignore[no-untyped-call]
+    dist.Backend.register_backend(BACKEND_NAME, _create, extended_api=True, devices=devices)
     from sennit.runtime.backend import torch_versions
 
     torch_versions.name_groups(BACKEND_NAME)
+    torch_versions.serve_callers(BACKEND_NAME, lambda group, options: _create(group, Options(**options)))
     # Whoever does not ask for it imports nothing of the transport here.
     if "SENNIT_SHARED_ALLOCATOR" in os.environ:
         from sennit.transport.config import wants_shared_allocator

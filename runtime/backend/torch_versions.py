@@ -56,7 +56,71 @@ def name_groups(backend_name: str) -> None:
     DistributedDataParallel._get_ddp_logging_data = logging_data  # type: ignore[method-assign]
 
 
-# The end of `import torch` registers our backend, which needs the function above: where nobody has imported torch
+def serve_callers(backend_name: str, make: Callable[[Any, dict[str, Any]], Any]) -> None:
+    """Lets functions of torch serve groups of this backend that look for gloo or NCCL by name or by class.
+
+    These are `monitored_barrier`, which refuses others, `_set_pg_timeout`, which leaves their deadline and warns, and
+    `new_group` of `_dist2`, for which `make` gets torch's `_DistributedBackendOptions` and the call's own options.
+    Groups of other backends get what they got before.
+    """
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import _DistributedBackendOptions
+    from torch.distributed import _dist2
+
+    functions = dist.distributed_c10d
+    barrier, set_timeout = functions.monitored_barrier, functions._set_pg_timeout
+
+    def backends(group: dist.ProcessGroup | None) -> list[Any]:
+        """Those of this backend in a group that this process is in."""
+        chosen: Any = group or dist.group.WORLD
+        if chosen is None or functions._rank_not_in_group(chosen):
+            return []
+        found = [backend_of(chosen, device) for device in chosen._device_types]
+        return [one for one in found if one.name() == backend_name]
+
+    @functools.wraps(barrier)
+    def monitored_barrier(
+        group: dist.ProcessGroup | None = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        found = backends(group)
+        if not found:
+            barrier(group, timeout, wait_all_ranks)
+            return
+        if timeout is None:
+            timeout = timeout_of(found[0])
+        limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        chosen: Any = group or dist.group.WORLD
+        chosen.monitored_barrier(limit, wait_all_ranks=wait_all_ranks)
+
+    @functools.wraps(set_timeout)
+    def set_pg_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+        found = backends(group)
+        for one in found:
+            one.set_timeout(timeout)
+        if not found or len(found) < len((group or dist.group.WORLD)._device_types):  # type: ignore[union-attr]
+            set_timeout(timeout, group)
+
+    for module in (functions, dist):
+        module.monitored_barrier = monitored_barrier  # type: ignore[attr-defined]
+    functions._set_pg_timeout = set_pg_timeout
+
+    def independent_group(
+        store: Any, rank: int, world_size: int, timeout: timedelta, device: torch.device, **options: Any
+    ) -> dist.ProcessGroup:
+        given = _DistributedBackendOptions()
+        given.store, given.group_rank, given.group_size, given.timeout = store, rank, world_size, timeout
+        given.group_id, given.global_ranks_in_group = "independent", []
+        backend = make(given, options)
+        group = dist.ProcessGroup(store, rank, world_size)
+        group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+        for served in {torch.device("cpu"), torch.device(device.type)}:
+            group._register_backend(served, dist.ProcessGroup.BackendType.CUSTOM, backend)
+        return group
+
+    _dist2.register_backend(backend_name, independent_group)
+
+
+# The end of `import torch` registers our backend, which needs the functions above: where nobody has imported torch
 # before, that is while this file is read.
 import torch
 import torch.distributed as dist

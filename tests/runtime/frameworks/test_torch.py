@@ -24,7 +24,7 @@ from tests.runtime.world import World
 
 pytestmark = pytest.mark.timeout(180)
 # Of the tests that torch does not skip itself: some need what this machine has not, and use a GPU before they ask for
-# it; torch's monitored_barrier takes groups of gloo alone; the tests of deadlines leave a group that failed.
+# it; those of monitored_barrier expect the texts of gloo's errors; the tests of deadlines leave a group that failed.
 NEEDS = "cuda|test_SyncBatchNorm_process_group|test_batch_isend_irecv_(mixed_backend|op)_err"
 OF_GLOO = "test_get_backend|monitored_barrier"
 LEFT_OUT = f"{NEEDS}|{OF_GLOO}|test_barrier_timeout"
