@@ -68,7 +68,7 @@ class AttentionCall:
         if query.device.type == "cpu":
             self._check_values(rows)
         elif bool(self._may_be_wrong(rows)):
-            self._on_the_host()._check_values(rows)
+            AttentionCall._check_values(self._on_the_host(), rows)
 
     def _check_options(self, device: torch.device, rows: int, heads: int) -> None:
         """What can be told without looking into tensors."""
