@@ -110,7 +110,7 @@ class DeviceTables(Closing):
     def take_loose(self, numbers: Tensor) -> Tensor:
         """Int64 [n]: lines of their own for rows that are in no store, which have these numbers. As `take`."""
         lines = self._claimed(len(numbers), numbers[:0], len(numbers))
-        self._number(lines, numbers)
+        self._number(lines, lines.to(self._device), numbers)
         return lines
 
     def _claimed(self, count: int, known: Tensor, wanted: int) -> Tensor:
@@ -166,11 +166,12 @@ class DeviceTables(Closing):
         there = lines.to(self._device)
         for name, part in self._host.parts.items():
             self._there[name].index_copy_(0, there, part.index_select(0, host_lines).to(self._device))
-        self._number(lines, self._host.row_numbers[host_lines])
+        self._number(lines, there, self._host.row_numbers[host_lines])
 
-    def _number(self, lines: Tensor, numbers: Tensor) -> None:
+    def _number(self, lines: Tensor, there: Tensor, numbers: Tensor) -> None:
+        """`there`: `lines` in the memory of the device."""
         self.row_numbers[lines] = numbers
-        self._numbers.index_copy_(0, lines.to(self._device), numbers.to(self._device))
+        self._numbers.index_copy_(0, there, numbers.to(self._device))
 
     def _unused(self, count: int) -> Tensor:
         """Up to `count` lines that no batch uses, in turns: those after the last ones that were taken."""

@@ -174,9 +174,11 @@ class StoredShards(Shards):
         caches, numbers = self._cache_of[tables], self._number_of[tables]
         if any(self._spares):
             caches = caches.masked_fill(ids >= self._counts[tables], -1)
-        is_spare = (ids >= self._counts[tables]) & (self._cache_of[tables] >= 0) if any(self._spares) else None
-        # What tells them apart, and in host memory their lines.
-        spare = ids - self._counts[tables] + self._first_spare[tables]
+        is_spare, spare = None, ids
+        if any(self._spares):
+            is_spare = (ids >= self._counts[tables]) & (self._cache_of[tables] >= 0)
+            # What tells them apart, and in host memory their lines.
+            spare = ids - self._counts[tables] + self._first_spare[tables]
         parts: list[tuple[PrefetchedRows | DeviceRows | LooseRows, Tensor]] = []
         failure = None
         try:
