@@ -32,7 +32,7 @@ _BPF_MAP_TYPE_ARRAY: Final = 2
 _BPF_PROG_TYPE_XDP: Final = 6
 # r0 = 0; exit
 _RETURN_0: Final = bytes.fromhex("b7000000000000009500000000000000")
-TOOL_TIMEOUT_S: Final = 10.0
+TOOL_TIMEOUT_S: Final = 30.0
 # arch/x86/entry/syscalls/syscall_64.tbl, Linux 6.18: works only from the kernel's own call in place of a nop.
 _UPROBE_SYSCALL: Final = 336
 _UPROBE_PMU: Final = Path("/sys/bus/event_source/devices/uprobe")

@@ -99,7 +99,7 @@ PARTS: Final = {
         limit_s=5_400,
     ),
     "streams": Part(
-        what="tests marked `long` of streams and feeders: deaths, newcomers, every format, ten million batches at XDP "
+        what="tests marked `long` of streams and feeders: deaths, newcomers, every format, two million batches at XDP "
         "while packets are replayed, and a stream of ten times the memory that a run may use",
         command=_LONG,
         files=(

@@ -31,7 +31,7 @@ from tests.extent import briefly
 FOLDERS = ("ebpf", "offload", "runtime", "sennit", "testbed", "transport")
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-COMMAND_TIMEOUT_S = 120.0
+COMMAND_TIMEOUT_S = 240.0
 # Stripped, and no part twice.
 CORE_MAX_BYTES, EXTENSION_MAX_BYTES = 6_000_000, 3_000_000
 # PEP 600's policy for manylinux has the system's. ISA-L is copied into the wheel, with its licence (LICENSES).

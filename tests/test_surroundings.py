@@ -15,7 +15,7 @@ from sennit.doctor import capabilities
 from sennit.errors import DeviceError
 from sennit.transport import native
 
-COMMAND_TIMEOUT_S = 60.0
+COMMAND_TIMEOUT_S = 100.0
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 
 

@@ -33,7 +33,8 @@ SHM_FOLDER = Path("/dev/shm")
 # Shared memory of 8 ranks on one host, rounded up: 8 segments of at most 5 MiB.
 SHM_NEEDED_BYTES = 40 << 20
 SHM_COMFORTABLE_BYTES = 256 << 20
-PROBE_TIMEOUT_S = 10.0
+# A Python that loads a program takes most of a second of processor, of which a busy machine gives little.
+PROBE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,9 +371,13 @@ def _root() -> Capability:
 
 
 def in_new_namespace(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["unshare", "--net", *command], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
-    )
+    """Runs a command in a network namespace of its own. One that does not end has the status of timeout(1), 124."""
+    arguments = ["unshare", "--net", *command]
+    try:
+        return subprocess.run(arguments, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        said = f"{command[0]} did not end within {PROBE_TIMEOUT_S:g} s: a very busy machine"
+        return subprocess.CompletedProcess(arguments, 124, "", said)
 
 
 def _netns() -> Capability:

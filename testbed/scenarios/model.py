@@ -175,7 +175,7 @@ class Job:
     """Samples of the synthetic data set."""
     steps: int = 200
     batch_size: int = 256
-    timeout_s: float = 120.0
+    timeout_s: float = 240.0
     """Deadline of the whole run."""
 
     def __post_init__(self) -> None:

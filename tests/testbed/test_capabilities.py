@@ -23,6 +23,17 @@ def test_every_probe_answers_in_one_line(name: str) -> None:
         assert not found.remedy
 
 
+@pytest.mark.needs("netns", "bpf")
+def test_a_probe_that_does_not_end_is_an_answer_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine the doctor ended in a traceback."""
+    monkeypatch.setattr(capabilities, "PROBE_TIMEOUT_S", 0.0)
+    found = capabilities.PROBES["native-xdp"]()
+    assert not found.available
+    assert "did not end within 0 s" in found.detail
+    made = capabilities.in_new_namespace("sleep", "60")
+    assert (made.returncode, made.stderr) == (124, "sleep did not end within 0 s: a very busy machine")
+
+
 def test_missing_names_the_first_missing_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent() -> capabilities.Capability:
         return capabilities.Capability(name="absent", available=False, detail="not here")
