@@ -216,7 +216,7 @@ def test_wheels_for_another_python_stay_packed() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_without_a_compiler_the_python_parts_run(bundle: Path, python: Path, tmp_path: Path) -> None:
     """Parts that need native code say so; the summary is there."""
     done = run(bundle, tmp_path / "out", python, CXX="no-such-compiler")

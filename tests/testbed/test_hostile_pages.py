@@ -88,7 +88,7 @@ def look(folder: Path) -> int:
     return len(found)
 
 
-# A million in parts, because none may take more than two minutes, on a busy machine either.
+# A million in parts, because each has a limit, on a busy machine too.
 @pytest.mark.parametrize(
     ("part", "count"), [(0, 1_500), *(pytest.param(part, 20_000, marks=pytest.mark.long) for part in range(1, 51))]
 )
