@@ -27,6 +27,10 @@ and 0.0 % with 128. So it is a constant, and the same on all machines.
 """
 
 
+BALANCE_VERSION: Final = 2
+"""Incremented when the same lengths are dealt otherwise."""
+
+
 def costs_of(lengths: Ints) -> Ints:
     """Int64 [n]: what samples with so many events cost by the rule."""
     return lengths * (lengths + ROW_COST)
@@ -37,7 +41,7 @@ def dealt(lengths: Ints, sizes: Sequence[int]) -> Ints:
 
     `lengths`: int64 [n], the events of each sample. `sizes`: the samples of each slice, n in all. The dearest sample
     goes first, each to the slice that has cost least so far and has room (Graham 1969, with room): of equal ones the
-    first.
+    first. Then slices of one size change places, so that those of a rank cost alike, too (`even_neighbours`).
     """
     costs = costs_of(lengths)
     slice_of = np.empty(len(lengths), np.int64)
@@ -51,4 +55,26 @@ def dealt(lengths: Ints, sizes: Sequence[int]) -> Ints:
             heapq.heapreplace(waiting, (cost + int(costs[sample]), number))
         else:
             heapq.heappop(waiting)
+    count = len(sizes)
+    if len(set(sizes)) == 1 and not count & (count - 1):
+        totals = np.zeros(count, np.int64)
+        np.add.at(totals, slice_of, costs)
+        slice_of = np.argsort(even_neighbours(totals.tolist()))[slice_of]
     return np.argsort(slice_of, kind="stable")
+
+
+def even_neighbours(costs: Sequence[int]) -> list[int]:
+    """The numbers of 2^n slices in an order in which pairs of neighbours cost alike, pairs of pairs, and so on.
+
+    The dearest stands beside the cheapest, the second beside the second cheapest; then pairs do the same. Of equal ones
+    the first is the dearer. One sample may cost more than a slice should: then a rank has it beside cheap ones.
+    """
+    groups = [([number], cost) for number, cost in enumerate(costs)]
+    while len(groups) > 1:
+        groups.sort(key=lambda group: -group[1])
+        half = len(groups) // 2
+        groups = [
+            (dear + cheap, cost + less)
+            for (dear, cost), (cheap, less) in zip(groups[:half], reversed(groups[half:]), strict=True)
+        ]
+    return groups[0][0]

@@ -21,6 +21,7 @@ from sennit.runtime.data.raw_samples import RawSamples
 from sennit.runtime.data.samples import Samples
 from sennit.runtime.data.schema import Schema
 from sennit.runtime.data.source import Source
+from sennit.runtime.stream.balance import BALANCE_VERSION
 from sennit.runtime.stream.fitting import fit
 from sennit.runtime.stream.follow_settings import FollowSettings
 from sennit.runtime.stream.index import StreamIndex, index_of, open_index
@@ -127,7 +128,7 @@ class StreamSettings:
             if getattr(self, name) is not None:
                 found[name] = getattr(self, name)
         if self.balance:
-            found["balance"] = True
+            found["balance"] = BALANCE_VERSION
         return found | ({"evaluate_on": self.evaluate_on} if self.evaluate_on != "rest" else {})
 
 

@@ -18,7 +18,7 @@ import torch
 
 from sennit.runtime.data.order import OrderSettings
 from sennit.runtime.data.source import Source
-from sennit.runtime.stream.balance import ROW_COST, dealt
+from sennit.runtime.stream.balance import ROW_COST, dealt, even_neighbours
 from sennit.runtime.stream.settings import StreamSettings, open_source
 from sennit.runtime.stream.source import StreamSource
 from sennit.transport.errors import ConfigError
@@ -50,6 +50,14 @@ def test_slices_cost_alike() -> None:
     )
     assert before.max() > 1.1 * before.mean()
     assert after.max() < 1.01 * after.mean()
+
+
+def test_ranks_of_several_slices_cost_alike_where_one_sample_costs_more_than_a_slice_should() -> None:
+    lengths = np.array([90, 80, 70, 60, *range(1, 13)])
+    assert even_neighbours([9, 8, 7, 6, 3, 2, 1, 0]) == [0, 7, 3, 4, 1, 6, 2, 5]
+    for ranks in (2, 4):
+        of_rank = costs(lengths)[dealt(lengths, [2] * 8)].reshape(ranks, -1).sum(1)
+        assert of_rank.max() < 1.25 * of_rank.mean()
 
 
 def sources(worlds: int, *, histories: bool = True, **changed: Any) -> list[StreamSource]:
