@@ -47,6 +47,7 @@ ROWS: Final = (
     Row(name="DLRM", test="test_dlrm", where=CLONE),
     Row(name="PARAM", test="test_param", where=CLONE),
     Row(name="HSTU, SASRec", test="test_generative_recommenders", where=CLONE),
+    Row(name="pytorch/examples", test="test_examples", where=CLONE),
     Row(name="Lightning", test="test_lightning", where=LONG, package="lightning"),
     Row(name="Accelerate", test="test_accelerate", where=LONG, package="accelerate"),
     Row(name="Accelerate, uneven data", test="test_accelerate_data_loop", where=LONG, package="accelerate"),

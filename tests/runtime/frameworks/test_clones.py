@@ -57,6 +57,50 @@ train.train_fn(
 )
 """
 
+# The examples are for GPUs. A phrase and what takes its place follow each other in the arguments.
+EXAMPLE = """
+import os, sys
+
+import torch
+import torch.distributed as dist
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+path, *phrases = sys.argv[1:]
+sys.argv = [path, "2", "1"]
+sys.path.insert(0, os.path.dirname(path))
+with open(path) as file:
+    text = file.read()
+for old, new in zip(phrases[::2], phrases[1::2], strict=True):
+    assert old in text, old
+    text = text.replace(old, new)
+space = {"__name__": "__main__"}
+exec(compile(text, path, "exec"), space)
+if os.environ["RANK"] == "0":
+    model = space.get("tp_model")
+    weights = model.state_dict() if model is not None else torch.load("snapshot.pt")["MODEL_STATE"]
+    for name, one in weights.items():
+        print("weights", name, (one.to_local() if model is not None else one).tolist())
+"""
+
+# Two of pytorch/examples, the lines of weights that they end with, and the phrases.
+TUTORIAL = "distributed/ddp-tutorial-series/multigpu_torchrun.py"
+TENSOR_PARALLEL = "distributed/tensor_parallelism/tensor_parallel_example.py"
+EXAMPLES = {
+    TUTORIAL: (2, {
+        'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))': "",
+        '"nccl"': "BACKEND",
+        ".to(self.gpu_id)": "",
+        "[self.gpu_id]": "None",
+        "pin_memory=True": "pin_memory=False",
+    }),
+    TENSOR_PARALLEL: (4, {
+        "torch.accelerator.current_accelerator().type": "'cpu'",
+        "device_mesh = init_device_mesh": "dist.init_process_group(BACKEND)\ndevice_mesh = init_device_mesh",
+        "verify_min_gpu_count(min_gpus=_min_gpu_count)": "True",
+    }),
+}  # fmt: skip
+
 
 def clone(variable: str, program: str, *packages: str) -> Path:
     """The folder that `variable` names. Skips if there is none."""
@@ -161,3 +205,20 @@ def test_generative_recommenders(module: str, sampling: str, port: int, tmp_path
         told[backend] = re.findall(r"(?:: (\d+\.\d{6})$|(NDCG@10 .*))", printed, re.MULTILINE)
     assert len(told["sennit"]) == 14, told
     assert told["sennit"] == told["gloo"]
+
+
+@pytest.mark.parametrize("program", EXAMPLES)
+def test_examples(program: str, port: int, tmp_path: Path) -> None:
+    """pytorch/examples: the tutorial of DDP that saves snapshots, and tensor parallelism."""
+    folder = clone("EXAMPLES_CLONE", program)
+    lines, phrases = EXAMPLES[program]
+    weights = {}
+    for place, backend in enumerate(("sennit", "gloo")):
+        (tmp_path / backend).mkdir()
+        command = [sys.executable, "-c", EXAMPLE, str(folder / program)]
+        for old, new in phrases.items():
+            command += [old, new.replace("BACKEND", repr(backend))]
+        printed = run(command, tmp_path / backend, port + place)
+        weights[backend] = re.findall(r"^weights .*$", printed, re.MULTILINE)
+    assert len(weights["sennit"]) == lines
+    assert weights["sennit"] == weights["gloo"]
