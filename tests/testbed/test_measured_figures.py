@@ -244,7 +244,7 @@ def test_every_source_finds_its_figures_and_pages_say_where_they_come_from() -> 
                 assert (wanted is None) == (is_goal or cell is None), (table.name, row.name, heading)
     assert count >= 90
     text = performance_page.rendered(figures.without_unused_runs(), "performance.md.j2")
-    assert "Measured 2027-01-02 on Some Kind, 64 cores, load 0.0." in text
+    assert "Measured 2027-01-02 on Some Kind, 64 cores, load 0.0 (others used at most 0.10 of a core)." in text
     assert "Noted" not in text
 
 

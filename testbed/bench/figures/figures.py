@@ -210,15 +210,16 @@ class Figures:
     def taken(self, keys: Iterable[str | None]) -> str:
         """When, and on what machine, in words, these runs were."""
         runs = [self.runs[key] for key in dict.fromkeys(keys) if key is not None]
-        by_machine: dict[tuple[str, str], tuple[list[str], list[float]]] = {}
+        by_machine: dict[tuple[str, str], tuple[list[str], list[float], list[float]]] = {}
         for run in sorted(runs, key=lambda run: str(run.get("measured") or run["noted"])):
             verb, date = ("Measured", run["measured"]) if "measured" in run else ("Noted", run["noted"])
-            dates, loads = by_machine.setdefault((verb, _name(run)), ([], []))
+            dates, loads, others = by_machine.setdefault((verb, _name(run)), ([], [], []))
             dates += [] if date in dates else [date]
             loads += (run["load_average"] or [])[:1]
+            others += run.get("others", [])
         return " ".join(
-            f"{verb} {', '.join(dates)} on {name}, {_loaded(loads)}."
-            for (verb, name), (dates, loads) in by_machine.items()
+            f"{verb} {', '.join(dates)} on {name}, {_loaded(loads)}{_beside(others)}."
+            for (verb, name), (dates, loads, others) in by_machine.items()
         )
 
 
@@ -236,3 +237,8 @@ def _loaded(loads: Sequence[float]) -> str:
         return "load not recorded"
     least, most = f"{min(loads):.1f}", f"{max(loads):.1f}"
     return f"load {least}" if least == most else f"load {least} to {most}"
+
+
+def _beside(others: Sequence[float]) -> str:
+    """What others used while nothing was measured. The load average still has the ranks of the command before."""
+    return f" (others used at most {max(others):.2f} of a core)" if others else ""
