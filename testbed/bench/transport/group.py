@@ -42,23 +42,14 @@ POLL_S: Final = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What to run."""
+class Against:
+    """Which backends take turns, and how sennit moves bytes."""
 
     transport: str = "auto"
     """The value of SENNIT_TRANSPORT."""
 
-    world: int = 64
-    """Ranks, all on this machine."""
-
     against: tuple[str, ...] = ("gloo",)
     """Peers, from `PEERS`."""
-
-    rounds: int = 3
-    """Timed groups of each peer."""
-
-    warm: bool = False
-    """Whether ranks have imported everything before, as for a later group of a program."""
 
     def __post_init__(self) -> None:
         for peer in self.against:
@@ -70,6 +61,20 @@ class Settings:
 
     def environment(self) -> dict[str, str]:
         return collectives.Settings(transport=self.transport).environment()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Against):
+    """What to run."""
+
+    world: int = 64
+    """Ranks, all on this machine."""
+
+    rounds: int = 3
+    """Timed groups of each peer."""
+
+    warm: bool = False
+    """Whether ranks have imported everything before, as for a later group of a program."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,10 +26,8 @@ from rich.table import Table
 from sennit.runtime.calibrate import machine
 from sennit.runtime.training import launch
 from sennit.testbed.bench.ratios import spread
-from sennit.testbed.bench.transport import collectives
+from sennit.testbed.bench.transport.group import OURS, Against
 
-OURS: Final = "sennit"
-PEERS: Final = (OURS, "gloo")
 PROGRAM: Final = Path(__file__).with_name("start_rank.py")
 # A processor imports torch for one rank in a second or two.
 JOB_S: Final = 900.0
@@ -38,28 +36,14 @@ END_S: Final = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(Against):
     """What to run."""
-
-    transport: str = "auto"
-    """The value of SENNIT_TRANSPORT."""
 
     world: int = 16
     """Ranks, all on this machine."""
 
-    against: tuple[str, ...] = ("gloo",)
-    """Peers, from `PEERS`."""
-
     rounds: int = 5
     """Jobs of each peer."""
-
-    def __post_init__(self) -> None:
-        for peer in self.against:
-            if peer not in PEERS:
-                raise ValueError(f"peer {peer!r}: known are {', '.join(PEERS)}")
-
-    def peers(self) -> list[str]:
-        return list(dict.fromkeys((OURS, *self.against)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +104,7 @@ def run(settings: Settings) -> Report:
 def _job(settings: Settings, peer: str) -> Job:
     environment = {
         **os.environ,
-        **collectives.Settings(transport=settings.transport).environment(),
+        **settings.environment(),
         "OMP_NUM_THREADS": "1",
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "1" if peer == OURS else "0",
     }
