@@ -52,9 +52,11 @@ class Source:
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, int, int]] = []
+        self.prepared: list[int] = []
 
-    def prepare(self, batch: int) -> None:
-        pass
+    def prepare(self, first: int) -> None:
+        assert not self.asked, "packets are made while others are timed"
+        self.prepared.append(first)
 
     def send(self, udp_port: int, batch: int, begin: int, end: int) -> None:
         self.asked.append((batch, begin, end))
@@ -91,8 +93,16 @@ def test_lost_packets_are_sent_again_and_counted(monkeypatch: pytest.MonkeyPatch
     source = Source()
     sampler = bench.Sampler(LossyPeer(source, columns(1.0)), cast(RecordSource, source))
     sampler.sample(2, columns(1.0))
+    assert source.prepared == [0]
     assert source.asked == [(0, 0, 100), (0, 97, 195), (1, 0, 100), (1, 100, 195), (1, 145, 195)]
     assert (sampler.packets, sampler.lost_packets) == (100 + 98 + 100 + 95 + 50, 3 + 50)
+
+
+def test_no_packets_are_made_while_the_load_is_timed() -> None:
+    source = Source()
+    bench.Sampler(LossyPeer(source, columns(1.0)), cast(RecordSource, source)).load(2)
+    assert source.prepared == [0]
+    assert source.asked == [(0, 0, PACKETS), (1, 0, PACKETS)]
 
 
 def test_other_columns_are_an_error() -> None:

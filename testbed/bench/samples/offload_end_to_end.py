@@ -101,7 +101,7 @@ def _measure(per_packet: int, *, rounds: int, batches: int, seed: int) -> list[M
             LoopPeer(layout, UDP_PORT + 2, link, first_rows=FIRST_ROWS),
             PythonPeer(layout, UDP_PORT + 3, link, packet_bytes=HEADER.size + body_bytes),
         ]
-        source = stack.enter_context(RecordSource(datagrams, link))
+        source = stack.enter_context(RecordSource(datagrams, link, batches))
         samplers = [Sampler(stack.enter_context(peer), source) for peer in peers]
         sink = stack.enter_context(FrameSink())
         load_s: list[float] = []
@@ -130,16 +130,17 @@ class Sampler:
 
     def load(self, batches: int) -> float:
         """Returns the seconds to send the packets of a batch to nobody."""
+        self.source.prepare(0)
         start = time.perf_counter()
-        for _ in range(batches):
-            self.source.send(self.peer.udp_port, 0, 0, self.source.count)
+        for batch in range(batches):
+            self.source.send(self.peer.udp_port, batch, 0, self.source.count)
         return (time.perf_counter() - start) / batches
 
     def sample(self, batches: int, expected: Batch) -> float:
         """Returns the seconds of a batch from its first packet to its columns."""
         total_s = 0.0
+        self.source.prepare(self._batch)
         for _ in range(batches):
-            self.source.prepare(self._batch)
             start = time.perf_counter()
             self._send()
             found = self.peer.batch(self._batch)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The load of the end-to-end benchmark: an XDP program without a socket sends the packets of a batch repeatedly."""
+"""The load of the end-to-end benchmark: an XDP program without a socket sends the packets of batch after batch."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ BATCH_AT: Final = 12
 
 
 class RecordSource(Closing):
-    """Packets of one batch, all with the same size and number of records."""
+    """Packets of one batch, all with the same size and number of records, for `batches` batches in a row."""
 
-    def __init__(self, datagrams: Sequence[bytes], link: cable.Cable) -> None:
-        self._datagrams = datagrams
+    def __init__(self, datagrams: Sequence[bytes], link: cable.Cable, batches: int) -> None:
+        self._datagrams, self._batches = datagrams, batches
         frames = [frame(datagram, 0, ENDS, with_checksum=True) for datagram in datagrams]
         self._first, self.count = frames[0], len(frames)
         if any(len(each) != len(self._first) for each in frames):
             raise ValueError(f"frames of {sorted({len(each) for each in frames})} bytes; allowed: one size")
         source = f"#define FRAME_BYTES {len(self._first)}\n{(PROGRAMS / 'frames.bpf.c').read_text(encoding='utf-8')}"
-        self._object = BpfObject(compile_source("frames", source), max_entries={"frames": self.count})
+        self._object = BpfObject(compile_source("frames", source), max_entries={"frames": batches * self.count})
         self._program = self._object.program("send_frame")
         self._interface_index = link.within(cable.NEAR, socket.if_nametoindex, cable.NEAR)
         self.prepare(0)
@@ -49,20 +49,23 @@ class RecordSource(Closing):
             cable.NEAR, lambda: attach_xdp(self._program, socket.if_nametoindex("lo"), XdpMode.GENERIC)
         )
 
-    def prepare(self, batch: int) -> None:
-        """Gives the packets this batch number, and their checksums. Otherwise the first `send` does."""
-        self._batch = batch
+    def prepare(self, first: int) -> None:
+        """Makes the packets of `first` and the batches after it, which takes far longer than to send them."""
+        self._prepared = range(first, first + self._batches)
         place_bytes = (len(self._first) + 7) // 8 * 8
         stored = self._object.map("frames")
-        for number, datagram in enumerate(self._datagrams):
-            numbered = sealed(datagram[:BATCH_AT] + batch.to_bytes(4, "big") + datagram[BATCH_AT + 4 :])
-            stored.write(number, frame(numbered, 0, ENDS, with_checksum=True).ljust(place_bytes, b"\0"))
+        for batch in self._prepared:
+            for number, datagram in enumerate(self._datagrams, (batch - first) * self.count):
+                numbered = sealed(datagram[:BATCH_AT] + batch.to_bytes(4, "big") + datagram[BATCH_AT + 4 :])
+                stored.write(number, frame(numbered, 0, ENDS, with_checksum=True).ljust(place_bytes, b"\0"))
 
     def send(self, udp_port: int, batch: int, begin: int, end: int) -> None:
-        """Sends packets `begin` to `end` - 1 of a batch to this port. The link may drop some."""
-        if batch != self._batch:
-            self.prepare(batch)
-        self._object.map("state").write(0, struct.pack("=3I", begin, self._interface_index, udp_port))
+        """Sends packets `begin` to `end` - 1 of a prepared batch to this port. The link may drop some.
+
+        Raises ValueError if the batch is not prepared.
+        """
+        place = self._prepared.index(batch) * self.count + begin
+        self._object.map("state").write(0, struct.pack("=3I", place, self._interface_index, udp_port))
         self._program.send(self._first, end - begin)
 
     def close(self) -> None:
