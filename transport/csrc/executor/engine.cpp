@@ -118,7 +118,9 @@ sennit_status Engine::post(Plan& plan, const OperationMemory& memory, const senn
   if (!is_p2p && !(error = refusal_here()).empty()) return SENNIT_ARGUMENT;
   if ((options.flags & SENNIT_POST_ASYNC) != 0) join_crew();
   if (plan.on_device) join_callbacks();
-  active_.reserve(active_.size() + 1);
+  // A plain reserve of one more would copy the list each time.
+  if (active_.size() == active_.capacity()) active_.reserve(2 * active_.size() + 8);
+  lively_.reserve(active_.capacity());
   auto* const operation = new Operation(*this, plan, memory, options, 0, std::move(sizes));
   try {
     ports_.borrow_all(*operation);
@@ -132,6 +134,8 @@ sennit_status Engine::post(Plan& plan, const OperationMemory& memory, const senn
   next_deadline_us_ = std::min(next_deadline_us_, operation->deadline_us_);
   ++counted_->operations_posted;
   operation->retain();  // the engine's reference, until the operation ends
+  operation->post_ = posts_++;
+  operation->place_ = active_.size();
   active_.push_back(operation);
   if (operation->background_) ++background_operations_;
   operation->is_of_callback_ = Callbacks::operation_here() != nullptr;
@@ -304,24 +308,16 @@ bool Engine::look_at_everything(uint64_t now_us) {
   }
   moved |= mailbox_.progress(now_us);
   if (!unsent_.empty()) moved |= send_held();
-  for (size_t i = 0; i < active_.size(); ++i) moved |= active_[i]->run_ready(false);
+  for (size_t i = 0; i < lively_.size(); ++i) moved |= lively_[i]->run_ready(false);
   if (!moved) {
     // The network has nothing for us, so do one piece of local work.
-    for (Operation* operation : active_) {
+    for (Operation* operation : lively_) {
       if (!operation->has_copies()) continue;
       moved = operation->run_ready(true);
       break;
     }
   }
-  bool has_ended = false;
-  for (size_t i = 0; i < active_.size();) {
-    if (active_[i]->finished_steps() && active_[i]->has_number() && !follows_others(*active_[i])) {
-      finish(active_[i], SENNIT_OK, {});
-      has_ended = true;
-    } else {
-      ++i;
-    }
-  }
+  const bool has_ended = settle_lively();
   moved |= begin_held();
   // An operation may have sent its last message and ended, and its waiter leaves. Perhaps no round follows for long.
   if (moved || has_ended) {
@@ -332,6 +328,31 @@ bool Engine::look_at_everything(uint64_t now_us) {
   moved |= look_at_callbacks(now_us);
   // Operations that just failed count as movement: their waiters must know before anybody sleeps.
   return moved || first_settled_ != nullptr;
+}
+
+// Ends operations whose steps are done. Of the others, those with work left stay in the list.
+bool Engine::settle_lively() {
+  bool has_ended = false;
+  size_t kept = 0;
+  for (Operation* operation : lively_) {
+    const bool is_done = operation->finished_steps();
+    const bool may_end = is_done && operation->has_number() && !follows_others(*operation);
+    if (may_end || !(is_done || operation->has_copies())) {
+      operation->has_news_ = false;
+    } else {
+      lively_[kept++] = operation;
+    }
+    if (may_end) finish(operation, SENNIT_OK, {});
+    has_ended |= may_end;
+  }
+  lively_.resize(kept);
+  return has_ended;
+}
+
+void Engine::note_news(Operation& operation) {
+  const auto earlier = std::find_if(lively_.rbegin(), lively_.rend(),
+                                    [&](const Operation* other) { return other->post_ < operation.post_; });
+  lively_.insert(earlier.base(), &operation);
 }
 
 uint64_t Engine::drive_once(Lock& lock) {
@@ -710,19 +731,23 @@ void Engine::check_failures(uint64_t now_us) {
     return;
   }
   next_deadline_us_ = UINT64_MAX;
+  const Operation* late = nullptr;  // the first that was posted
+  Suspects late_suspects;
   for (const Operation* operation : active_) {
     uint64_t until_us = operation->deadline_us_;
     if (until_us <= now_us) {
+      if (late != nullptr && late->post_ < operation->post_) continue;
       const uint64_t timeout_us = operation->timeout_us_;
-      const Suspects suspects = diagnosis_.find_suspects(operation->posted_us(), timeout_us, now_us);
+      Suspects suspects = diagnosis_.find_suspects(operation->posted_us(), timeout_us, now_us);
       until_us += diagnosis_.extension_us(suspects, timeout_us);
       if (until_us <= now_us) {
-        end(diagnosis_.late(operation->describe(), timeout_us, obstacle_of(*operation), suspects));
-        return;
+        late = operation;
+        late_suspects = std::move(suspects);
       }
     }
     next_deadline_us_ = std::min(next_deadline_us_, until_us);
   }
+  if (late != nullptr) end(diagnosis_.late(late->describe(), late->timeout_us_, obstacle_of(*late), late_suspects));
 }
 
 // Whether it is a barrier with earlier collectives in flight. As with gloo and NCCL, what a program began before a
@@ -764,7 +789,10 @@ void Engine::end(GroupEnd how) noexcept {
 void Engine::end_in_doubt() noexcept { end(diagnosis_.in_doubt()); }
 
 void Engine::finish(Operation* operation, sennit_status status, std::string reason) noexcept {
-  active_.erase(std::find(active_.begin(), active_.end(), operation));
+  active_[operation->place_] = active_.back();
+  active_[operation->place_]->place_ = operation->place_;
+  active_.pop_back();
+  if (std::exchange(operation->has_news_, false)) std::erase(lively_, operation);
   if (operation->background_) --background_operations_;
   std::erase(unsent_, operation);
   if (const auto held = std::find(held_.begin(), held_.end(), operation); held != held_.end()) {

@@ -90,6 +90,7 @@ class Engine final : public OperationHost, private Crewed {
   // False while a device still copies the earlier send. The lock is held.
   bool may_send(const Operation& operation) const override;
   void foresee(const MessageHeader& header, bool is_send) override { ports_.aggregator()->foresee(header, is_send); }
+  void note_news(Operation& operation) override;
   sennit_status wait(Operation& operation, uint64_t timeout_us);
   // False: a thread that drives the operation, or one that calls back, could not be started. The callback is set
   // nevertheless. `in_order`: the callback of a collective gets a place in the order of calls (call_order.hpp).
@@ -173,6 +174,7 @@ class Engine final : public OperationHost, private Crewed {
     return guarded([&] { return look_at_everything(now_us); });
   }
   bool look_at_everything(uint64_t now_us);
+  bool settle_lively();
   // Where the calling thread's posts and callbacks come in the order of calls.
   struct Caller {
     bool is_ordered = false;            // false: they wait for nothing
@@ -241,7 +243,10 @@ class Engine final : public OperationHost, private Crewed {
   size_t wake_slot_ = 0;                   // of it among the descriptors of the sleep
   uint32_t waiters_ = 0;
   uint32_t background_operations_ = 0;
-  std::vector<Operation*> active_;
+  std::vector<Operation*> active_;  // in no order: each knows its place
+  // Those with steps that can run, or that are done: a round looks at no others. In order of the posts.
+  std::vector<Operation*> lively_;
+  uint64_t posts_ = 0;
   std::deque<Operation*> held_;  // collectives that are active but not begun, in the group's order
   uint32_t device_collectives_running_ = 0;
   std::vector<Operation*> unsent_;  // point-to-point sends from a device, and sends behind them, in order of the calls

@@ -145,6 +145,7 @@ void Operation::number(uint64_t sequence) {
 }
 
 void Operation::start() {
+  tell_news();
   if (plan_.has_aggregator) {
     // In the plan's order, before any of it is sent: the aggregator's blocks have the same numbers on all ranks.
     for (const Step& step : plan_.steps) {
@@ -217,6 +218,7 @@ void Operation::done(uint32_t at) {
 
 // For a step that is done, or that is empty and never began.
 void Operation::pass(const Step& step) {
+  tell_news();
   --steps_left_;
   for (uint32_t e = 0; e < step.edge_count; ++e) {
     const uint32_t next = plan_.edges[step.edge_first + e];

@@ -12,6 +12,7 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "executor/call_order.hpp"
@@ -42,6 +43,8 @@ class OperationHost {
   virtual bool may_send(const Operation& operation) const = 0;
   // The operation that begins will exchange this message with the aggregator.
   virtual void foresee(const MessageHeader& /*header*/, bool /*is_send*/) {}
+  // The operation has begun, or a step of it is done. Not told again until the host clears the operation's has_news_.
+  virtual void note_news(Operation& /*operation*/) {}
   // An operation holds a reference as long as it lives.
   virtual void retain() = 0;
   virtual void release() = 0;
@@ -161,6 +164,9 @@ class Operation final : public MailboxClient {
 
   static constexpr uint32_t NO_STEP = UINT32_MAX;
 
+  void tell_news() {
+    if (!std::exchange(has_news_, true)) host_->note_news(*this);
+  }
   void ready(uint32_t step);
   void take_branch(uint32_t step);
   void ready_in_order(uint32_t list);
@@ -211,6 +217,9 @@ class Operation final : public MailboxClient {
   uint64_t timeout_us_ = 0;
   bool background_ = false;
   OperationTimes times_;
+  size_t place_ = 0;       // among the engine's active operations
+  uint64_t post_ = 0;      // how many the engine had before it
+  bool has_news_ = false;  // the host will look at it
   uint32_t source_ = SENNIT_ANY_PEER;
   std::string error_;
   Callback callback_;
