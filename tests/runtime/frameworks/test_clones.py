@@ -15,7 +15,7 @@ import pytest
 
 from sennit.runtime.data.seeds import numpy_stream
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 RESEARCH_TRAINER = "generative_recommenders/research/trainer/train.py"
 
@@ -130,7 +130,7 @@ def run(command: list[str], folder: Path, port: int, **further: str) -> str:
             variables = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             pipe, same = subprocess.PIPE, subprocess.STDOUT
             ranks.append(subprocess.Popen(command, cwd=folder, env=variables, text=True, stdout=pipe, stderr=same))
-        printed = [rank.communicate(timeout=120)[0] for rank in ranks]
+        printed = [rank.communicate(timeout=240)[0] for rank in ranks]
     finally:
         for process in ranks:
             process.kill()
