@@ -42,7 +42,7 @@ demo: build  ## train a DLRM on real flights with 2 ranks over sennit
 test: packages  ## every test that can run on this machine
 	@failed=0; rm -rf $(REPORTS); mkdir -p $(REPORTS); \
 	$(MAKE) --no-print-directory --keep-going PACKAGES=yes --jobs 3 test-python test-native test-types || failed=1; \
-	$(MAKE) --no-print-directory --keep-going --jobs 2 test-rdma test-one-core || failed=1; \
+	$(MAKE) --no-print-directory --keep-going --jobs 2 BUILT=yes test-rdma test-one-core || failed=1; \
 	$(PY) -m sennit.testbed.rings $(REPORTS) || failed=1; \
 	exit $$failed
 
