@@ -14,6 +14,7 @@ from typing import Final
 from sennit.offload.framing import checksum
 
 ETHERNET_BYTES: Final = 14
+IPV4_MIN_BYTES: Final = 20
 IPV6_BYTES: Final = 40
 UDP_BYTES: Final = 8
 _PROTOCOL_UDP: Final = 17
@@ -32,7 +33,7 @@ def wire_packets(frame: bytes, segment_bytes: int) -> Iterator[bytes]:
     ip_bytes = (frame[ETHERNET_BYTES] & 0xF) * 4 if is_ipv4 else IPV6_BYTES
     udp_at = ETHERNET_BYTES + ip_bytes
     payload_at = udp_at + UDP_BYTES
-    if len(frame) < payload_at:
+    if len(frame) < payload_at or ip_bytes < IPV4_MIN_BYTES:
         yield frame
         return
     payload = frame[payload_at:]

@@ -85,3 +85,6 @@ def test_a_frame_without_whole_headers_stays_as_it_is() -> None:
         whole = bytes(12) + ip_type + b"\x45" + bytes(60)
         for size in range(42 if ip_type[0] == 8 else 62):
             assert list(wire_packets(whole[:size], 10)) == [whole[:size]]
+    for words in range(5):  # IPv4 has a header of five words at least
+        broken = bytes(12) + b"\x08\x00" + bytes([0x40 | words]) + bytes(60)
+        assert list(wire_packets(broken, 10)) == [broken]
