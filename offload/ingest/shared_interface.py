@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
+import selectors
 import socket
 import struct
 import time
@@ -123,23 +123,24 @@ class _Reception(Closing):
     """The socket that the other ranks connect to. All are heard at once, so that nobody waits for a silent one."""
 
     def __init__(self, name: str) -> None:
-        self._visitors: set[socket.socket] = set()
+        # (`select` knows no descriptor above 1023.)
+        self._waiting = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._listener.bind(name)
             self._listener.listen(socket.SOMAXCONN)
+            self._waiting.register(self._listener, selectors.EVENT_READ, self._listener)
         except BaseException:
-            self._listener.close()
+            self.close()
             raise
 
     def next(self, deadline_s: float) -> _Visit | None:
         """The next visitor that says something; None after the deadline."""
         while (left_s := deadline_s - time.monotonic()) > 0:
-            ready, _, _ = select.select([*self._visitors, self._listener], [], [], left_s)
-            for found in ready:
-                if found is not self._listener:
-                    self._visitors.discard(found)
-                    return _Visit(found)
+            for key, _ in self._waiting.select(left_s):
+                if key.data is not self._listener:
+                    self._waiting.unregister(key.data)
+                    return _Visit(key.data)
                 self._accept()
         return None
 
@@ -158,13 +159,14 @@ class _Reception(Closing):
         _, user, _ = _CREDENTIALS.unpack(visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         if user == os.geteuid():
             visitor.setblocking(False)
-            self._visitors.add(visitor)
+            self._waiting.register(visitor, selectors.EVENT_READ, visitor)
         else:
             visitor.close()
 
     def close(self) -> None:
-        for waiting in (self._listener, *self._visitors):
+        for waiting in (self._listener, *(key.data for key in self._waiting.get_map().values())):
             waiting.close()
+        self._waiting.close()
 
 
 def _name(session: int, interface: str) -> str:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import socket
 import threading
 import time
@@ -20,7 +22,7 @@ from sennit.offload.dispatcher import Dispatcher
 from sennit.offload.errors import TargetUnavailable
 from sennit.offload.framing import frame
 from sennit.offload.ingest.shared_interface import follow, lead
-from sennit.offload.ingest.target import IngestTarget
+from sennit.offload.ingest.target import STATISTICS, IngestTarget
 from sennit.offload.interfaces import TargetError
 from sennit.offload.xdp import XdpReceiver
 from sennit.testbed.topology import Planes
@@ -118,6 +120,40 @@ def test_silent_visitors_hold_nobody_up(planes: Planes, receivers: list[XdpRecei
         leader.join(DEADLINE_S)
     with led[0] as dispatcher:
         assert dispatcher.program.test_run(frame(DATAGRAM, FIRST_PORT + 2)).verdict == XDP_DROP
+
+
+@pytest.mark.needs("native-xdp", "tc-bpf")
+def test_ranks_with_many_open_files_share_an_interface(planes: Planes, receivers: list[XdpReceiver]) -> None:
+    """More than `select` knows, as a trainer has with tables in files."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    led: list[Dispatcher] = []
+    leader = threading.Thread(target=lambda: led.append(lead_within(planes, receivers[0], DEADLINE_S)), daemon=True)
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+        for _ in range(1_024):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        leader.start()
+        follow_within(planes, receivers[1].program.descriptor, DEADLINE_S)
+        leader.join(DEADLINE_S)
+        led[0].close()
+
+
+@pytest.mark.needs("native-xdp", "tc-bpf")
+def test_time_of_programs_is_counted_where_that_is_asked_for_alone(
+    planes: Planes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel would count for all programs of the machine, which slows them."""
+
+    def counted() -> bool:
+        target = IngestTarget.parse(f"xdp://{INTERFACE}")
+        with target.receiver(LAYOUT, 0, mates=[0], session=SESSION, timeout_s=DEADLINE_S) as receiver:
+            return receiver.program_ns() is not None
+
+    monkeypatch.delenv(STATISTICS, raising=False)
+    assert not planes.within(0, counted)
+    monkeypatch.setenv(STATISTICS, "1")
+    assert planes.within(0, counted)
 
 
 @pytest.mark.needs("native-xdp", "tc-bpf")
