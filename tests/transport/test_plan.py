@@ -210,13 +210,16 @@ def test_builder_reports_scratch_and_sorts_waits() -> None:
 def test_signature_keeps_fields_apart(kind: Kind, code: int, op: int, root: int, elements: int) -> None:
     value = signature(kind, type_code=code, op=op, root=root, elements=elements)
     assert value < 1 << 64
-    assert struct.pack(">Q", value) == struct.pack(">BBBBI", kind, code, op, root & 0xFF, elements & 0xFFFFFFFF)
+    first = (root >> 8 & 0xF) << 4 | kind
+    assert struct.pack(">Q", value) == struct.pack(">BBBBI", first, code, op, root & 0xFF, elements & 0xFFFFFFFF)
 
 
 def test_signatures_in_words() -> None:
     value = signature(Kind.ALLREDUCE, type_code=Dtype.F32, op=ReduceOp.SUM, elements=1024)
     assert describe_signature(value) == "allreduce of float32 (sum), 1024 elements"
     assert describe_signature(signature(Kind.BROADCAST, type_code=0x97, root=3)) == "broadcast of bytes, root 3"
+    assert describe_signature(signature(Kind.GATHER, type_code=7, root=4_095)) == "gather of float32, root 4095"
+    assert len({signature(Kind.BROADCAST, root=root) for root in range(4_096)}) == 4_096
     assert describe_signature(signature(Kind.BARRIER)) == "barrier"
     assert describe_signature(0xFE << 56) == "unknown operation of uint8"
 

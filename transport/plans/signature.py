@@ -30,7 +30,7 @@ RING: Final = 3
 
 
 class Kind(IntEnum):
-    """The collective, as the top byte of a signature."""
+    """The collective, as bits 56 to 59 of a signature."""
 
     ALLREDUCE = 1
     REDUCE = 2
@@ -45,8 +45,9 @@ class Kind(IntEnum):
 
 
 def signature(kind: Kind, *, type_code: int = 0, op: int = 0, root: int = 0, elements: int = 0) -> int:
-    """Packs the fields. Of `root` the low 8 bits are kept, of `elements` the low 32."""
-    return kind << 56 | (type_code & 0xFF) << 48 | (op & 0xFF) << 40 | (root & 0xFF) << 32 | (elements & 0xFFFFFFFF)
+    """Packs the fields. Of `root` the low 12 bits are kept, of `elements` the low 32."""
+    whose = (root >> 8 & 0xF) << 60 | kind << 56 | (root & 0xFF) << 32
+    return whose | (type_code & 0xFF) << 48 | (op & 0xFF) << 40 | (elements & 0xFFFFFFFF)
 
 
 def coded(value: int, coding: Coding | None, *sizes: int) -> int:
@@ -66,4 +67,4 @@ def on_device(value: int) -> int:
 
     A send or receive is not cut, so its signature stays as it is.
     """
-    return value if value >> 56 == Kind.P2P else value | ON_DEVICE
+    return value if value >> 56 & 0xF == Kind.P2P else value | ON_DEVICE

@@ -85,7 +85,7 @@ std::string describe_signature(uint64_t signature) {
   }
   if (const uint64_t elements = signature & 0xFFFF'FFFF; elements != 0)
     text += ", " + std::to_string(elements) + " elements";
-  if (is_rooted) text += ", root " + std::to_string(way);
+  if (is_rooted) text += ", root " + std::to_string(signature >> 60 << 8 | way);
   return text;
 }
 

@@ -11,7 +11,7 @@
 
 namespace sennit {
 
-constexpr uint8_t collective_of(uint64_t signature) { return static_cast<uint8_t>(signature >> 56); }
+constexpr uint8_t collective_of(uint64_t signature) { return signature >> 56 & 0xF; }
 // Whether the signature of a plan names this codec. With `rounding` false, the rounding need not be the same.
 bool is_codec_of(uint64_t signature, const CodecSpec& codec, bool rounding);
 // The signature of a run with this seed. Only that of a plan that rounds at random changes: it names the seed.
