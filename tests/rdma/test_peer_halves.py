@@ -106,6 +106,13 @@ def test_eager_messages_keep_their_order(halves: ModuleType, rng: np.random.Gene
     assert flow.delivered == messages
 
 
+def test_an_eager_packet_of_another_lap_is_none_of_the_window(halves: ModuleType) -> None:
+    receiving = halves.receiving.Receiving(64, EAGER_SLOTS)
+    message = halves.messages.Eager(halves.messages.Kind.REQUEST, halves.messages.Header(1, 2, 3), b"")
+    assert receiving.on_eager(0, message.pack(number=1 << 20)) is None
+    assert receiving.on_eager(0, message.pack(number=0)) == [message]
+
+
 def test_every_truncation_of_a_control_is_refused(halves: ModuleType) -> None:
     controls = halves.controls
     payload = controls.Control(

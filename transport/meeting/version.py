@@ -14,7 +14,7 @@ from sennit.transport.light_tuple import LightTuple
 PROTOCOL_VERSION: Final = 11
 # What ranks send to each other: packets, control payloads (docs/reference/wire.md). Increased when any of them changes,
 # together with flow::CONTROL_VERSION.
-WIRE_REVISION: Final = 3
+WIRE_REVISION: Final = 4
 
 
 class Versions(LightTuple):

@@ -11,7 +11,7 @@ from typing import Final
 from .messages import Header
 from .numbers import WORD_BITS
 
-VERSION: Final = 3
+VERSION: Final = 4
 PROBE_ECHO: Final = 0xFFFF_0000
 SACK_WORDS_MAX: Final = 32
 DONE_WORDS_MAX: Final = 4

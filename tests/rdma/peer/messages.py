@@ -8,7 +8,9 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
-# key, signature, size of the message, flags, bytes that follow
+from .numbers import lap_of
+
+# key, signature, size of the message, flag and lap, bytes that follow
 EAGER: Final = struct.Struct("<QQQII")
 
 
@@ -34,17 +36,21 @@ class Eager:
     header: Header
     data: bytes
 
-    def pack(self) -> bytes:
+    def pack(self, number: int) -> bytes:
+        """The payload of the eager packet with this number."""
         head = self.header
-        return EAGER.pack(head.key, head.signature, head.size_bytes, self.kind, len(self.data)) + self.data
+        flags = lap_of(number) << 1 | self.kind
+        return EAGER.pack(head.key, head.signature, head.size_bytes, flags, len(self.data)) + self.data
 
     @classmethod
-    def unpack(cls, payload: bytes) -> Eager:
-        """Raises ValueError for payloads that end a flow."""
+    def unpack(cls, payload: bytes, number: int) -> Eager | None:
+        """None: not the packet with this number. Raises ValueError for payloads that end a flow."""
         if len(payload) < EAGER.size:
             raise ValueError(f"an eager packet of {len(payload)} bytes; at least {EAGER.size}")
         key, signature, size_bytes, flags, following = EAGER.unpack_from(payload)
-        kind, data = Kind(flags), payload[EAGER.size :]
+        if flags >> 1 != lap_of(number):
+            return None
+        kind, data = Kind(flags & 1), payload[EAGER.size :]
         if len(data) != following or following != (size_bytes if kind is Kind.DATA else 0):
             raise ValueError(f"an eager packet with {len(data)} bytes says {following}, of a message of {size_bytes}")
         return cls(kind, Header(key, signature, size_bytes), data)

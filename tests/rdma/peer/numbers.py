@@ -30,6 +30,11 @@ def split_immediate(immediate: int) -> tuple[int, int]:
     return immediate >> INDEX_BITS, immediate & INDEX_MASK
 
 
+def lap_of(number: int) -> int:
+    """Returns the bits of an eager packet's number that its immediate lacks, as far as its payload has them."""
+    return number >> INDEX_BITS & (1 << 31) - 1
+
+
 def slot_of_credit(credit: int) -> int:
     return credit % CREDIT_SLOTS + 1
 

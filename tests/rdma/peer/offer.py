@@ -10,7 +10,7 @@ from typing import Final
 
 MAGIC: Final = 0x31554E53
 VERSION: Final = 7
-WIRE_REVISION: Final = 3
+WIRE_REVISION: Final = 4
 FLAG_DEVICE: Final = 1
 EAGER_SLOTS: Final = 64
 # magic, version, wire revision, flags, rank, size, path_count, eager slots, receive window, eager rings, rails

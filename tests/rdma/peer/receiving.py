@@ -114,14 +114,17 @@ class Receiving:
         return True
 
     def on_eager(self, immediate: int, payload: bytes) -> list[Eager] | None:
-        """Returns the messages that are next in order; None for a packet beyond the eager window."""
+        """Returns the messages that are next in order; None for a packet that is not of the eager window."""
         number = nearest(immediate, INDEX_BITS, self._eager_below)
         if number >= self._eager_below + self._eager_slots:
             return None
         if number < self._eager_below or number in self._eager:
             self.duplicates += 1
             return []
-        self._eager[number] = Eager.unpack(payload)
+        message = Eager.unpack(payload, number)
+        if message is None:
+            return None
+        self._eager[number] = message
         ready = []
         while self._eager_below in self._eager:
             ready.append(self._eager.pop(self._eager_below))

@@ -104,7 +104,7 @@ class Sending:
         return not self._outstanding and not self._eager
 
     def push(self, message: Eager) -> None:
-        self._eager[self._eager_next] = message.pack()
+        self._eager[self._eager_next] = message.pack(self._eager_next)
         self._eager_next += 1
 
     def transfer(self, header: Header, data: bytes) -> Transfer:

@@ -14,7 +14,7 @@
 
 namespace sennit::flow {
 
-inline constexpr uint8_t CONTROL_VERSION = 3;
+inline constexpr uint8_t CONTROL_VERSION = 4;
 inline constexpr size_t CONTROL_HEADER_BYTES = 40;
 inline constexpr size_t SACK_HEADER_BYTES = 12;
 inline constexpr size_t ECHO_BYTES = 16;

@@ -11,13 +11,16 @@ namespace {
 // The header before an eager packet's data (docs/reference/wire.md, Flow).
 struct EagerHeader {
   uint64_t key, signature, size_bytes;
-  uint32_t flags, data_bytes;
+  uint32_t flags_and_lap, data_bytes;
 };
 static_assert(sizeof(EagerHeader) == EAGER_HEADER_BYTES);
 
 uint32_t eager_immediate(uint64_t packet) {
   return make_immediate(EAGER_SLOT, static_cast<uint32_t>(packet) & INDEX_MASK);
 }
+
+// The bits of a packet's number that its immediate lacks, above the flag.
+uint32_t lap_of(uint64_t packet) { return static_cast<uint32_t>(packet >> INDEX_BITS) << 1; }
 
 }  // namespace
 
@@ -38,7 +41,7 @@ bool EagerSender::push(const MessageHeader& header, uint32_t flags, const void* 
     return false;
   }
   const uint32_t data_bytes = flags == EAGER_REQUEST ? 0 : static_cast<uint32_t>(header.size_bytes);
-  const EagerHeader head{header.key, header.signature, header.size_bytes, flags, data_bytes};
+  const EagerHeader head{header.key, header.signature, header.size_bytes, lap_of(next_) | flags, data_bytes};
   const uint32_t slot = static_cast<uint32_t>(next_) & (slot_count_ - 1);
   std::byte* at = ring_.get() + size_t{slot} * slot_bytes_;
   std::memcpy(at, &head, sizeof head);
@@ -84,6 +87,10 @@ EagerReceiver::EagerReceiver(const FlowConfig& config, std::span<std::byte> memo
 
 uint64_t EagerReceiver::packet(uint32_t index) const { return nearest<INDEX_BITS>(index, received_below_); }
 
+std::byte* EagerReceiver::slot(uint64_t packet) const {
+  return memory_.data() + size_t{static_cast<uint32_t>(packet) & (slot_count_ - 1)} * slot_bytes_;
+}
+
 Verdict EagerReceiver::classify(uint32_t index, uint32_t size_bytes) const {
   const uint64_t packet = this->packet(index);
   // Before the stream's start, `packet` has wrapped to a huge number.
@@ -94,13 +101,21 @@ Verdict EagerReceiver::classify(uint32_t index, uint32_t size_bytes) const {
   return Verdict::place;
 }
 
+Verdict EagerReceiver::classify_placed(uint32_t index, uint32_t size_bytes) const {
+  const Verdict verdict = classify(index, size_bytes);
+  if (verdict != Verdict::place) return verdict;
+  const uint64_t packet = this->packet(index);
+  EagerHeader head;
+  std::memcpy(&head, slot(packet), sizeof head);
+  return (head.flags_and_lap & ~1u) == lap_of(packet) ? Verdict::place : Verdict::bad_slot;
+}
+
 Verdict EagerReceiver::locate(uint32_t index, uint64_t address, uint32_t rkey, uint32_t size_bytes,
                               Placement& out) const {
   const Verdict verdict = classify(index, size_bytes);
   if (verdict == Verdict::bad_slot) return verdict;
   if (rkey != rkey_) return Verdict::bad_key;
-  const uint32_t slot = static_cast<uint32_t>(packet(index)) & (slot_count_ - 1);
-  std::byte* place = memory_.data() + size_t{slot} * slot_bytes_;
+  std::byte* place = slot(packet(index));
   if (verdict == Verdict::bad_range || address != reinterpret_cast<uint64_t>(place)) return Verdict::bad_range;
   out = Placement{verdict == Verdict::place ? place : nullptr, make_immediate(EAGER_SLOT, index), address, size_bytes};
   return verdict;
@@ -120,17 +135,16 @@ bool EagerReceiver::on_data(uint32_t index, uint32_t size_bytes) {
 
 EagerReceiver::Taken EagerReceiver::take(Event& out) {
   if (consumed_below_ == received_below_) return Taken::none;
-  const uint32_t slot = static_cast<uint32_t>(consumed_below_) & (slot_count_ - 1);
-  const std::byte* at = memory_.data() + size_t{slot} * slot_bytes_;
+  const std::byte* at = slot(consumed_below_);
   EagerHeader head;
   std::memcpy(&head, at, sizeof head);
-  const bool is_known = head.flags == EAGER_DATA || head.flags == EAGER_REQUEST;
-  const bool size_agrees = head.data_bytes == sizes_[slot] - EAGER_HEADER_BYTES &&
-                           head.data_bytes == (head.flags == EAGER_REQUEST ? 0 : head.size_bytes);
-  if (!is_known || !size_agrees) return Taken::malformed;
+  const uint32_t flags = head.flags_and_lap & 1;
+  const uint32_t sent_bytes = sizes_[static_cast<uint32_t>(consumed_below_) & (slot_count_ - 1)] - EAGER_HEADER_BYTES;
+  if (head.data_bytes != sent_bytes || head.data_bytes != (flags == EAGER_REQUEST ? 0 : head.size_bytes))
+    return Taken::malformed;
   out = Event{Event::Kind::eager,
               {head.key, head.signature, head.size_bytes},
-              head.flags,
+              flags,
               0,
               at + EAGER_HEADER_BYTES,
               head.data_bytes,

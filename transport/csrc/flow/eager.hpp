@@ -61,7 +61,9 @@ class EagerReceiver {
   Verdict locate(uint32_t index, uint64_t address, uint32_t rkey, uint32_t size_bytes, Placement& out) const;
   // The checks that are possible for a completion without RETH.
   Verdict classify(uint32_t index, uint32_t size_bytes) const;
-  // Call it after classify said `place`. True if the packet was the next one in order.
+  // The same once the packet is in its place: only its header tells it from a copy that is 2^INDEX_BITS packets late.
+  Verdict classify_placed(uint32_t index, uint32_t size_bytes) const;
+  // Call it after classify_placed said `place`. True if the packet was the next one in order.
   bool on_data(uint32_t index, uint32_t size_bytes);
 
   enum class Taken : uint8_t { none, message, malformed };
@@ -75,6 +77,7 @@ class EagerReceiver {
 
  private:
   uint64_t packet(uint32_t index) const;
+  std::byte* slot(uint64_t packet) const;
   const uint32_t slot_bytes_, slot_count_, rkey_;
   std::span<std::byte> memory_;
   Bitmap present_;  // by slot: arrived and not consumed

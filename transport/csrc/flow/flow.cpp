@@ -195,7 +195,7 @@ void Flow::on_data(uint64_t now_us, uint32_t path, uint32_t immediate, uint32_t 
   state.wake();
   if (state.dead) return state.repeat_last_word(now_us);
   const bool eager = slot_of(immediate) == EAGER_SLOT;
-  const Verdict verdict = eager ? state.eager_receiver.classify(index_of(immediate), size_bytes)
+  const Verdict verdict = eager ? state.eager_receiver.classify_placed(index_of(immediate), size_bytes)
                                 : state.receiver.classify(immediate, size_bytes);
   if (verdict != Verdict::place && verdict != Verdict::duplicate) return state.count_refusal(verdict);
   const bool is_duplicate = verdict == Verdict::duplicate;

@@ -204,10 +204,38 @@ TEST_CASE("A malformed eager message loses the peer") {
                             Header{1, 2, DATA_BYTES + 1, EAGER_DATA, DATA_BYTES + 1},  //
                             Header{1, 2, UINT64_MAX, EAGER_DATA, UINT32_MAX},          //
                             Header{1, 2, DATA_BYTES - 1, EAGER_DATA, DATA_BYTES - 1},  // or less
-                            Header{1, 2, 1'000'000, EAGER_REQUEST, DATA_BYTES},        // a request has no data
-                            Header{1, 2, DATA_BYTES, 2, DATA_BYTES}}) {                // neither of the two kinds
+                            Header{1, 2, 1'000'000, EAGER_REQUEST, DATA_BYTES}}) {     // a request has no data
     CAPTURE(bad.size_bytes);
     CAPTURE(bad.flags);
     CHECK(lost_by(bad) == "sent a malformed eager message");
+  }
+}
+
+TEST_CASE("An eager packet of another lap of numbers leaves its place to the right one") {
+  constexpr uint32_t SIZE_BYTES = flow::EAGER_HEADER_BYTES;
+  for (const uint32_t lap : {1u, 7u, 0x7FFF'FFFFu}) {
+    CAPTURE(lap);
+    SimPair pair(5, CONFIG, LINK, LINK);
+    flow::Flow& flow = pair.b.flow();
+    const auto arrive = [&](uint64_t key, uint32_t lap_of_packet) {
+      const struct {
+        uint64_t key, signature, size_bytes;
+        uint32_t flags_and_lap, data_bytes;
+      } header{key, 2, 0, lap_of_packet << 1 | EAGER_DATA, 0};
+      flow::Placement place;
+      REQUIRE(flow.locate(flow::make_immediate(0, 0), pair.b.eager_address(), SimPeer::EAGER_RKEY, SIZE_BYTES, place) ==
+              flow::Verdict::place);
+      std::memcpy(place.destination, &header, sizeof header);
+      flow.on_data(1, 0, flow::make_immediate(0, 0), SIZE_BYTES);
+    };
+    flow::Event event;
+    arrive(77, lap);
+    CHECK_FALSE(flow.poll_event(event));
+    CHECK(flow.counters().bad_slot == 1);
+    CHECK(flow.counters().data_packets_received == 0);
+    arrive(78, 0);
+    REQUIRE(flow.poll_event(event));
+    CHECK(event.kind == flow::Event::Kind::eager);
+    CHECK(event.header.key == 78);
   }
 }

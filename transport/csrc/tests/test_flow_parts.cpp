@@ -189,7 +189,7 @@ TEST_CASE("A control payload has the bytes of docs/reference/wire.md") {
   REQUIRE(writer.add_advert({0x10, keys, 0x30, false, 0, 0, 0}));
   const size_t size_bytes = writer.finish();
   const std::array<uint8_t, 156> expected{
-      3, 1, 1, 1, 1, 0, 1, 0, 2, 0, 0, 0,                                      // version to reason bytes
+      4, 1, 1, 1, 1, 0, 1, 0, 2, 0, 0, 0,                                      // version to reason bytes
       1, 2, 3, 4, 0x11, 0x12, 0x13, 0x14, 7, 0, 0, 0, 6, 0, 0, 0, 9, 0, 0, 0,  // cumulative fields
       4, 3, 2, 1, 6, 5, 0, 0,                                                  // grant, queueing
       5, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0x80,                       // done,

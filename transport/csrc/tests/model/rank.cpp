@@ -19,9 +19,9 @@ constexpr uint32_t MOST_PACKETS_A_ROUND = 2'000;
 constexpr uint32_t MOST_IDLE_WAKES = 64, MOST_IMMEDIATE_ROUNDS = 4;
 // A deferred eager message is offered again at the program's next round.
 constexpr uint64_t DEFERRED_US = 20;
-// Numbers on the wire have finite width, so every protocol limits a packet's life (RFC 9293, 3.4.2). An eager packet's
-// life must end before half of the numbers after the ring are used. Only fault_model_small gets there.
-constexpr uint64_t EAGER_LIFE_PACKETS = (uint64_t{1} << (flow::INDEX_BITS - 1)) - 32;
+// After so many eager packets the number of one may be taken for a later one's, until the flow sees its header. Only
+// fault_model_small gets there.
+constexpr uint64_t KNOWN_EAGER_PACKETS = (uint64_t{1} << (flow::INDEX_BITS - 1)) - 32;
 // A bulk packet this old may belong to a credit whose slot is used again. The flow then refuses it by number, key or
 // address.
 constexpr uint64_t KNOWN_PACKETS = flow::CREDIT_SLOTS / 2 - flow::CREDIT_WINDOW;
@@ -91,8 +91,6 @@ void Rank::say(const char* format, ...) const {
 }
 
 void Rank::deliver(const Packet& packet, uint64_t age_packets) {
-  const bool is_eager = !packet.is_control && flow::slot_of(packet.data.immediate) == flow::EAGER_SLOT;
-  if (is_eager && age_packets > EAGER_LIFE_PACKETS) return;
   last_heard_us_ = network_->now_us();
   excuse();
   idle_wakes_ = 0;
@@ -119,6 +117,15 @@ void Rank::place(const Packet& packet, uint64_t age_packets) {
     return;
   }
   if (incoming_->is_delivered(packet)) {
+    if (verdict == Verdict::place && age_packets > KNOWN_EAGER_PACKETS &&
+        flow::slot_of(data.immediate) == flow::EAGER_SLOT) {
+      // It gets to the place of a packet that is still to come, and no further.
+      incoming_->check_destination(place.destination, data.size_bytes);
+      std::memcpy(place.destination, packet.body.data(), data.size_bytes);
+      flow_->on_data(clock_us(), packet.path, data.immediate, data.size_bytes, packet.is_marked, 0);
+      ++seen_.unknown;
+      return;
+    }
     require(verdict == Verdict::duplicate || (age_packets > KNOWN_PACKETS && verdict != Verdict::place),
             "a packet that is there already is not a duplicate");
     require(place.destination == nullptr, "a duplicate has a place");
