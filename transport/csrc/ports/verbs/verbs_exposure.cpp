@@ -199,13 +199,12 @@ bool VerbsExposure::begin_reading(const std::byte* address, size_t size_bytes, u
     const Source& one = sources_[number];
     return !one.is_forgotten && one.registration != nullptr && one.begin <= begin && end <= one.end;
   };
-  source = last_source_;
   if (!sources_.holds(source) || !covers(source)) {
-    // Any source of these bytes will do, because nobody changes them while a source exists.
-    for (source = sources_.first(); source != sources_.end() && !covers(source); ++source) {
-    }
-    if (source == sources_.end()) return false;
-    last_source_ = source;
+    // Any source of these bytes will do, because nobody changes them while a source exists. Mostly it is a new one.
+    source = sources_.end();
+    while (source != sources_.first() && !covers(source - 1)) --source;
+    if (source == sources_.first()) return false;
+    --source;
   }
   ++sources_[source].readers;
   key = sources_[source].registration->lkey;

@@ -50,8 +50,8 @@ class VerbsExposure final : public Exposure {
   void set_now(uint64_t now_us) { now_us_ = now_us; }
   // The oldest bind is done or has failed.
   void on_bound(ibv_wc_status status);
-  // A packet from an open source goes out. Gives its local key, and the source that it uses until end_reading. False:
-  // nobody opened that memory as a source.
+  // A packet from an open source goes out. Gives its local key, and the source that it uses until end_reading: the
+  // given one, if that has the packet. False: nobody opened that memory as a source.
   bool begin_reading(const std::byte* address, size_t size_bytes, uint64_t& source, uint32_t& key);
   void end_reading(uint64_t source) { --sources_[source].readers; }
 
@@ -110,7 +110,6 @@ class VerbsExposure final : public Exposure {
   uint64_t binds_called_ = 0, binds_posted_ = 0, binds_done_ = 0;
   flow::SequenceRing<Region> regions_;
   flow::SequenceRing<Source> sources_;
-  uint64_t last_source_ = 0;  // the source read last, most likely also the next one
   std::string failure_;
   VerbsExposureCounters counters_;
 };

@@ -43,6 +43,7 @@ struct VerbsPort::Path {
   int error = 0;                    // errno of the trial
   wire::Endpoint source{}, remote_source{}, remote_listen{};
   Peer* peer = nullptr;  // once its queue pair is connected
+  uint64_t read = 0;     // the source of memory of its newest packet
 };
 
 struct VerbsPort::Peer {
@@ -480,12 +481,12 @@ void VerbsPort::send_data(Path& path, std::span<const flow::DataOut> packets) {
       held[count] = {Held::Kind::buffer, buffer};
     } else if (packet.size_bytes != 0) {
       uint32_t key = 0;
-      if (!path.adapter->exposure().begin_reading(packet.payload, packet.size_bytes, held[count].id, key)) {
+      if (!path.adapter->exposure().begin_reading(packet.payload, packet.size_bytes, path.read, key)) {
         ++counters_->send_dropped;  // it could not be registered: failure() says why
         continue;
       }
       entries[count] = {reinterpret_cast<uintptr_t>(packet.payload), packet.size_bytes, key};
-      held[count].kind = Held::Kind::source;
+      held[count] = {Held::Kind::source, path.read};
     }
     request.wr_id = name_of(path);
     request.sg_list = &entries[count];
