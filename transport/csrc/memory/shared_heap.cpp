@@ -21,6 +21,7 @@
 #include <utility>
 
 #include "memory/available.hpp"
+#include "sennit/reserve.hpp"
 
 namespace sennit {
 namespace {
@@ -73,7 +74,7 @@ class SharedHeapState {
       if (!has_memory_for(size_bytes)) return nullptr;
       offset = take(false, size_bytes);
       if (offset == NONE) return nullptr;
-      if (posix_fallocate(descriptor_, static_cast<off_t>(offset), static_cast<off_t>(size_bytes)) != 0) {
+      if (reserve(descriptor_, offset, size_bytes) != 0) {
         punch(offset, size_bytes);
         insert(offset, size_bytes, false);
         return nullptr;
@@ -179,7 +180,7 @@ class SharedHeapState {
     uint64_t nonce = 0;
     if (getrandom(&nonce, sizeof nonce, 0) != sizeof nonce ||
         ftruncate(descriptor, static_cast<off_t>(size_bytes)) != 0 ||
-        posix_fallocate(descriptor, 0, SharedHeap::PAGE_BYTES) != 0 ||
+        reserve(descriptor, 0, SharedHeap::PAGE_BYTES) != 0 ||
         fcntl(descriptor, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
       close(descriptor);
       return false;

@@ -17,6 +17,8 @@
 #include <mutex>
 #include <utility>
 
+#include "sennit/reserve.hpp"
+
 namespace sennit {
 namespace {
 
@@ -118,8 +120,7 @@ bool CounterPage::grow(size_t bytes) {
   if (bytes <= file_bytes_) return true;
   const size_t more_bytes = (bytes - file_bytes_ + GROW_BYTES - 1) / GROW_BYTES * GROW_BYTES;
   const int fd = fd_ >= 0 ? fd_ : ::open(path_.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW);
-  const bool has_grown =
-      fd >= 0 && posix_fallocate(fd, static_cast<off_t>(file_bytes_), static_cast<off_t>(more_bytes)) == 0;
+  const bool has_grown = fd >= 0 && reserve(fd, file_bytes_, more_bytes) == 0;
   if (fd >= 0 && fd != fd_) ::close(fd);
   if (has_grown) file_bytes_ += more_bytes;
   return has_grown;

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <csignal>
 #include <cstring>
 #include <map>
@@ -25,6 +26,18 @@ using namespace sennit;
 using test::check_in_child;
 using test::Child;
 using test::failure_in_child;
+
+namespace {
+
+// How often the next calls of posix_fallocate end by a signal. (Linux 6.18 goes on where a handler took the signal.)
+uint32_t interruptions = 0;
+
+}  // namespace
+
+extern "C" int posix_fallocate(int fd, off_t offset, off_t size_bytes) {
+  if (interruptions != 0) return --interruptions, EINTR;
+  return fallocate(fd, 0, offset, size_bytes) == 0 ? 0 : errno;
+}
 
 namespace {
 
@@ -136,6 +149,15 @@ TEST_CASE("what was freed stays with the process up to a limit, and the rest goe
     CHILD_REQUIRE(child, again != nullptr);
     mark(again, SIZE, 2);
     CHILD_REQUIRE(child, is_marked(again, SIZE, 2));
+  });
+}
+
+TEST_CASE("signals take no memory away while it is reserved, such as those of a profiler") {
+  check_in_child([](Child child) {
+    CHILD_REQUIRE(child, allocate(PAGE) != nullptr);
+    interruptions = 3;
+    CHILD_REQUIRE(child, allocate(1 << 20) != nullptr);
+    CHILD_REQUIRE(child, interruptions == 0);
   });
 }
 

@@ -22,6 +22,7 @@
 #include <system_error>
 #include <utility>
 
+#include "sennit/reserve.hpp"
 #include "trace/tracepoints.hpp"
 
 namespace sennit {
@@ -80,10 +81,6 @@ void remove_orphans() {
 }
 
 [[noreturn]] void fail(const char* what, int error) { throw std::system_error(error, std::generic_category(), what); }
-
-int reserve(int fd, uint64_t offset, uint64_t size_bytes) {
-  return posix_fallocate(fd, static_cast<off_t>(offset), static_cast<off_t>(size_bytes));
-}
 
 // Where peers find a segment.
 struct Offer {
