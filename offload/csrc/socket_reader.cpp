@@ -6,7 +6,6 @@
 #include <netinet/in.h>
 #include <netinet/udp.h>
 #include <poll.h>
-#include <pthread.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -20,6 +19,8 @@
 #include <thread>
 #include <utility>
 #include <vector>
+
+#include "sennit/own_thread.hpp"
 
 // Linux's uapi number, for C libraries that lack it.
 #ifndef UDP_GRO
@@ -192,13 +193,12 @@ SocketReader::SocketReader(std::shared_ptr<Receiver> receiver, const std::string
   port_ = ntohs(is_ipv6 ? reinterpret_cast<const sockaddr_in6&>(local.storage).sin6_port
                         : reinterpret_cast<const sockaddr_in&>(local.storage).sin_port);
   std::packaged_task<void()> task([shared = shared_]() mutable {
+    begin_thread("sennit-feed");
     shared->run();
     shared.reset();  // before `ended_` is set, because the socket closes with the reader
   });
   ended_ = task.get_future();
-  std::thread thread(std::move(task));
-  pthread_setname_np(thread.native_handle(), "sennit-feed");
-  thread.detach();  // `ended_` can be waited for with a deadline, `join` cannot
+  std::thread(std::move(task)).detach();  // `ended_` can be waited for with a deadline, `join` cannot
 }
 
 SocketReader::~SocketReader() {

@@ -3,11 +3,11 @@
 
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <pthread.h>
 
 #include <algorithm>
 
 #include "device_operation.hpp"
+#include "sennit/own_thread.hpp"
 #include "stand_in.hpp"
 
 namespace sennit::runtime {
@@ -60,7 +60,7 @@ void CopyQueue::stop(std::chrono::microseconds limit) {
 }
 
 void CopyQueue::State::serve() {
-  pthread_setname_np(pthread_self(), "sennit-copy");
+  begin_thread("sennit-copy");
   const at::NoGradGuard no_grad;
   std::deque<Batch> running;
   while (true) {

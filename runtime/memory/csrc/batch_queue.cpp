@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "batch_queue.hpp"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <utility>
 
+#include "sennit/own_thread.hpp"
 #include "store_error.hpp"
 
 namespace sennit::memory {
@@ -23,7 +22,7 @@ BatchQueue::~BatchQueue() {
 }
 
 void BatchQueue::run() {
-  pthread_setname_np(pthread_self(), "sennit-rows");
+  begin_thread("sennit-rows");
   std::unique_lock guard(mutex_);
   for (;;) {
     changed_.wait(guard, [this] { return is_ending_ || !commands_.empty(); });

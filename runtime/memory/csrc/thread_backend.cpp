@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Reads and writes by a few threads, for kernels and containers without io_uring.
-#include <pthread.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -13,6 +12,7 @@
 #include <vector>
 
 #include "backend.hpp"
+#include "sennit/own_thread.hpp"
 
 namespace sennit::memory {
 namespace {
@@ -54,7 +54,7 @@ class ThreadBackend final : public Backend {
 
  private:
   void work() {
-    pthread_setname_np(pthread_self(), "sennit-rows-io");
+    begin_thread("sennit-rows-io");
     std::uint64_t seen = 0;
     for (;;) {
       {

@@ -74,6 +74,7 @@ class Callbacks::Called {
 
 void Callbacks::join(Member& member) {
   const std::lock_guard lock(mutex_);
+  pthread_sigmask(SIG_BLOCK, nullptr, &blocked_signals_);
   if (!std::exchange(member.is_in, true)) ++members_;
   if (threads_ == 0) start();
 }
@@ -189,6 +190,8 @@ void Callbacks::work() {
   Turn turn{*this};
   turn.forks = fork_count();
   Lock lock(mutex_);
+  // A thread of the transport may have started this one, and what it blocks goes on to processes that callbacks start.
+  pthread_sigmask(SIG_SETMASK, &blocked_signals_, nullptr);
   while (take(lock, turn)) {
     Called called(lock, turn);
     turn.operation->engine().run_callbacks(*turn.operation);

@@ -14,6 +14,8 @@
 // Threads start when they are needed, and end when no group is left.
 #pragma once
 
+#include <signal.h>
+
 #include <array>
 #include <condition_variable>
 #include <cstdint>
@@ -94,7 +96,8 @@ class Callbacks : public std::enable_shared_from_this<Callbacks> {
   uint32_t members_ = 0;
   uint32_t threads_ = 0;
   uint32_t idle_ = 0;
-  bool is_watched_ = false;  // an idle thread looks whether a callback is held up for too long
+  sigset_t blocked_signals_{};  // in the thread that made the newest group
+  bool is_watched_ = false;     // an idle thread looks whether a callback is held up for too long
 };
 
 }  // namespace sennit

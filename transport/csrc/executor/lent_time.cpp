@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "executor/lent_time.hpp"
 
-#include <pthread.h>
 #include <time.h>
 
 #include <atomic>
+
+#include "sennit/own_thread.hpp"
 
 namespace sennit {
 namespace {
@@ -49,7 +50,7 @@ void LentTime::count(bool is_on) noexcept {
 uint64_t LentTime::total_ns() noexcept { return lent_ns.load(std::memory_order_relaxed); }
 
 void begin_own_thread(const char* name) noexcept {
-  pthread_setname_np(pthread_self(), name);
+  begin_thread(name);
   is_inside = true;
 }
 

@@ -25,8 +25,7 @@ class LentTime {
   uint64_t began_ns_;
 };
 
-// Names the calling thread, for `top -H` and whoever adds up times by name. Linux keeps 15 characters. What this thread
-// does is not lent.
+// begin_thread (sennit/own_thread.hpp) for a thread of the transport. What it does is not lent.
 void begin_own_thread(const char* name) noexcept;
 
 }  // namespace sennit

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
+#include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -52,6 +54,20 @@ std::vector<std::string> thread_names() {
     std::string name;
     std::getline(std::ifstream(task.path() / "comm"), name);
     names.push_back(name);
+  }
+  return names;
+}
+
+// Names of the threads that take a signal of the process.
+std::vector<std::string> names_with(int signal) {
+  std::vector<std::string> names;
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+    std::string name, line, blocked;
+    std::getline(std::ifstream(task.path() / "comm"), name);
+    std::ifstream status(task.path() / "status");
+    while (std::getline(status, line))
+      if (line.starts_with("SigBlk:")) blocked = line.substr(7);
+    if ((std::stoull(blocked, nullptr, 16) >> (signal - 1) & 1) == 0) names.push_back(name);
   }
   return names;
 }
@@ -122,4 +138,20 @@ TEST_CASE("posts and waits are lent time, and threads of a group have names") {
   CHECK(lent_ns > 0);
   const std::vector<std::string> names = thread_names();
   CHECK(std::count(names.begin(), names.end(), "sennit-answer") == 1);
+}
+
+TEST_CASE("signals are for threads of the program, and for those of callbacks, which run its code") {
+  const Group group(2, 20'000'000);
+  // It has its name when it has begun.
+  std::vector<std::string> names;
+  for (const auto begin = own_ns(); std::count(names.begin(), names.end(), "sennit-answer") == 0;) {
+    REQUIRE(own_ns() < begin + 10'000'000'000);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    names = thread_names();
+  }
+  const std::vector<std::string> reached = names_with(SIGTERM);
+  CHECK(std::count(reached.begin(), reached.end(), "sennit-answer") == 0);
+  CHECK(std::count(reached.begin(), reached.end(), "sennit-callback") ==
+        std::count(names.begin(), names.end(), "sennit-callback"));
+  CHECK(names_with(SIGPROF).size() == names.size());
 }
