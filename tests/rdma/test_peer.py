@@ -245,7 +245,7 @@ def test_memory_for_a_message_that_nobody_sends_stands_in_nobodys_way(
 def test_an_eager_packet_that_is_no_message_ends_the_group(connect: Callable[[], Pair]) -> None:
     pair = connect()
     operation = pair.native_receives(np.zeros(5, np.uint8), 1)
-    pair.peer.queues.send_with_immediate(0, bytes(24) + b"\x02" + bytes(7), 0)
+    pair.peer.queues.send_with_immediate(0, bytes(28) + b"\x01" + bytes(3), 0)
     with pytest.raises(errors.PeerError, match="rank 1 sent a malformed eager message"):
         operation.wait()
 
