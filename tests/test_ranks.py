@@ -6,6 +6,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -57,6 +58,41 @@ def test_a_fork_has_what_the_server_imports_whoever_started_it(tmp_path: Path) -
     imported = (tmp_path / "said").read_text().split()
     assert {"pytest", "sennit.testbed.fork_server"} <= set(imported)
     assert "mailbox" not in imported
+
+
+class Interruption(BaseException):
+    """As the timeout of a test raises one."""
+
+
+def interrupt(rank: int, world: int, tester: int) -> None:
+    """Rank 0 interrupts the test while all of them are in a call, and none ever answers."""
+    if rank == 0:
+        os.kill(tester, signal.SIGUSR1)
+    signal.pause()
+
+
+def own_rank(rank: int, world: int) -> int:
+    return rank
+
+
+def test_a_world_is_not_used_again_after_a_call_that_did_not_return() -> None:
+    """The next call would read the answers of that one."""
+    pytest.importorskip("torch")
+    from tests.runtime.world import World
+
+    def raises(number: int, frame: object) -> None:
+        raise Interruption
+
+    before = signal.signal(signal.SIGUSR1, raises)
+    try:
+        world = World(2, backend="")
+        assert world.run(own_rank) == [0, 1]
+        with pytest.raises(Interruption):
+            world.run(interrupt, os.getpid())
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not world.alive
+    world.close()
 
 
 def test_what_has_no_name_in_a_module_is_refused() -> None:

@@ -25,8 +25,7 @@ def kept_world() -> Iterator[WorldFactory]:
 
     yield get
     for world in kept.values():
-        if world.alive:
-            world.close()
+        world.close()
 
 
 @pytest.fixture
@@ -40,8 +39,7 @@ def new_world() -> Iterator[WorldFactory]:
 
     yield make
     for world in made:
-        if world.alive:
-            world.close()
+        world.close()
 
 
 @pytest.fixture

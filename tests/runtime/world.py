@@ -4,7 +4,7 @@
 """Worlds: groups of processes that run one function on every rank.
 
 Importing torch takes a second or more, so ranks are forked from one process that has imported it, and a world serves
-many tests of a module. A world in which anything failed is thrown away.
+many tests of a module. A world in which anything failed is thrown away, and so is one that a call did not return from.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class World:
             self._ranks.append(start(serves, environment=variables, own_interpreter=own_interpreter, pipe=theirs))
             theirs.close()
             self._ends.append(ours)
-        self._collect(START_S)
+        self._call(None, START_S)
 
     def run(self, function: Callable[Concatenate[int, int, P], T], /, *arguments: P.args, **named: P.kwargs) -> list[T]:
         """Returns what `function(rank, world, **named)` returned on every rank; of a rank that died, None.
@@ -88,21 +88,28 @@ class World:
         **named: P.kwargs,
     ) -> list[T]:
         """Like `run`, with another limit in place of ANSWER_S."""
-        request = pickle.dumps((importable(function), arguments, named))
-        for process, end in zip(self._ranks, self._ends, strict=True):
-            if process.is_alive():
-                end.send_bytes(request)
-        return self._collect(timeout_s)
+        return self._call(pickle.dumps((importable(function), arguments, named)), timeout_s)
 
-    def _collect(self, timeout_s: float) -> list[Any]:
-        """Collects one answer of every rank."""
+    def _call(self, request: bytes | None, timeout_s: float) -> list[Any]:
+        """Sends the request, if there is one, and collects one answer of every rank."""
+        try:
+            if request is not None:
+                for process, end in zip(self._ranks, self._ends, strict=True):
+                    if process.is_alive():
+                        end.send_bytes(request)
+            return self._answers(timeout_s)
+        except BaseException:
+            # The timeout of a test, too, may come at any point here. The next call would read the answers of this one.
+            self.close()
+            raise
+
+    def _answers(self, timeout_s: float) -> list[Any]:
         deadline_s = time.monotonic() + timeout_s
         answers: list[tuple[str | None, Any]] = [(None, None)] * self.size
         waiting = {end: rank for rank, end in enumerate(self._ends)}
         while waiting:
             ready = multiprocessing.connection.wait(list(waiting), max(deadline_s - time.monotonic(), 0))
             if not ready:
-                self.close()
                 raise RankError({rank: f"no answer within {timeout_s:g} s" for rank in waiting.values()})
             for end in ready:
                 assert isinstance(end, Connection)
@@ -111,12 +118,13 @@ class World:
                     answers[rank] = pickle.loads(end.recv_bytes())
         errors = {rank: error for rank, (error, _) in enumerate(answers) if error is not None}
         if errors:
-            self.close()
             raise RankError(errors)
         return [value for _, value in answers]
 
     def close(self) -> None:
-        """Kills the processes, even if they are busy."""
+        """Kills the processes, even if they are busy. A world that is closed stays so."""
+        if not self.alive:
+            return
         self.alive = False
         for process, end in zip(self._ranks, self._ends, strict=True):
             process.kill()

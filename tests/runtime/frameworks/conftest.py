@@ -31,5 +31,4 @@ def ranks() -> Iterator[Callable[[int], World]]:
 
     yield get
     for world in kept.values():
-        if world.alive:
-            world.close()
+        world.close()
