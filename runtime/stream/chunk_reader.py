@@ -41,7 +41,8 @@ class ChunkReader(Closing):
         histories: Histories | None = None,
     ) -> None:
         """`open_max`: blocks that stay open, to read on where reading stopped. `check` gets all decoded rows.
-        `histories`: of the stream, if its schema has any."""
+        `histories`: of the stream, if its schema has any. Rows are only checked against them: samples have of each
+        column what a row has itself."""
         self._index, self._encoder, self._histories = index, encoder, histories
         self._reader = Reader(index, tuple(index.columns), open_max=open_max, check=check)
         self._ended = threading.Event()
@@ -108,9 +109,10 @@ class ChunkReader(Closing):
 
     def _encode(self, encoder: Encoder, rows: Any, numbers: npt.NDArray[np.int64], place: Place) -> Samples:
         """`numbers`: which rows of the stream these are."""
-        found = encoder.encode(rows if self._histories is None else self._histories.expand(numbers, rows), place)
+        if self._histories is not None:
+            self._histories.check(numbers, rows)
+        found = encoder.encode(rows, place)
         group = encoder.schema.group
-        # A row's own, where the column becomes lists.
         groups = None if group is None else torch.from_numpy(groups_of(rows.column(group)))
         return replace(found, groups=groups, rows=torch.from_numpy(numbers), are_checked=True)
 

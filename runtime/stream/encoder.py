@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -104,6 +105,21 @@ class Encoder:
             dense_names=tuple(scale.field.name for scale in self.preprocessing.scales),
             are_checked=True,
         )
+
+    def encode_lists(self, lists: Mapping[str, Any]) -> dict[int, Column] | None:
+        """Columns of a stream as lists of ids, by their numbers among the features; None: `encode` says what is wrong.
+
+        `lists`: for each of these columns a `pyarrow.LargeListArray` of integers or large_string.
+        """
+        batch = require("pyarrow", package="pyarrow", purpose=_PURPOSE).RecordBatch.from_pydict(dict(lists))
+        numbers = [number for number, part in enumerate(self.schema.sparse) if part.name in lists]
+        places = [batch.schema.names.index(self.schema.sparse[number].name) for number in numbers]
+        native = BatchEncoder([], [self._ids[number] for number in numbers])
+        found = native.encode(batch.__arrow_c_array__(), [], places, [], None)
+        if found is None:
+            return None
+        encodings = self.preprocessing.encodings
+        return {number: _column(encodings[number], ids) for number, ids in zip(numbers, found[3], strict=True)}
 
     def _constant(self, rows: int) -> torch.Tensor:
         (scale,) = self.preprocessing.scales

@@ -95,7 +95,7 @@ class Histories:
             rows = [0] if index.is_sequential else range(0, index.sample_count, -(-index.sample_count // LOOKED_AT))
             for begin in dict.fromkeys(index.begin_of(index.block_of(row)) for row in rows):
                 _, batch = next(index.read(begin, min(begin + PIECE_ROWS, index.sample_count), index.columns))
-                self._check(np.arange(begin, begin + len(batch)), batch)
+                self.check(np.arange(begin, begin + len(batch)), batch)
         except DataError as error:
             return str(error)
         return ""
@@ -104,24 +104,28 @@ class Histories:
         """Int64 [n]: how many events the history of each row of the stream has."""
         return np.minimum(self._order.before[rows], self._history.last).astype(np.int64)
 
-    def expand(self, rows: npt.NDArray[np.int64], batch: Any) -> Any:
-        """The rows with lists in the columns of the history, as a `pyarrow.RecordBatch`: of earlier rows, the oldest
-        first, and in `History.columns` behind them of the row itself.
-
-        `rows`: int64 [n], their numbers in the stream. `batch`: what these have, a `pyarrow.RecordBatch` with the
-        column of users. Raises DataError for rows that have changed since the histories were made.
+    def lists(self, rows: npt.NDArray[np.int64]) -> dict[str, Any]:
+        """By column of the history a `pyarrow.LargeListArray` [n]: of earlier rows, the oldest first, and in
+        `History.columns` behind them of the row itself. `rows`: int64 [n], their numbers in the stream.
         """
-        self._check(rows, batch)
+        found: dict[str, Any] = {}
         lengths, places = self.lengths(rows), self._order.places[rows]
         for names, own in ((self._history.columns, 1), (self._history.past, 0)):
             offsets, events = _spans(places - lengths, lengths + own)
-            for name in names:
-                lists = _lists(offsets, self._made(name, self._order.columns[name][events]))
-                batch = batch.set_column(batch.schema.names.index(name), name, lists)
+            found |= {name: _lists(offsets, self._made(name, self._order.columns[name][events])) for name in names}
+        return found
+
+    def expand(self, rows: npt.NDArray[np.int64], batch: Any) -> Any:
+        """What these rows have, a `pyarrow.RecordBatch` with the columns of the stream, with `lists` in those of the
+        history. Raises DataError as `check` does.
+        """
+        self.check(rows, batch)
+        for name, lists in self.lists(rows).items():
+            batch = batch.set_column(batch.schema.names.index(name), name, lists)
         return batch
 
-    def _check(self, rows: npt.NDArray[np.int64], batch: Any) -> None:
-        """Raises DataError unless the rows have what their events have."""
+    def check(self, rows: npt.NDArray[np.int64], batch: Any) -> None:
+        """Raises DataError for rows that have changed since the histories were made. Arguments are those of `expand`."""
         places = self._order.places[rows]
         users, _ = users_of(batch.column(self._history.of))
         if (strange := np.flatnonzero(users != self._order.users[places])).size:

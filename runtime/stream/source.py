@@ -84,8 +84,7 @@ class StreamSource:
         """Whether the last batch was one of an evaluation."""
 
         self._spread: Samples | None = None
-        self._sample = self._thread.submit(self._training.first_rows, self._at_once(1)).result()
-        # The first rows of a stream have no histories.
+        self._sample = self._thread.submit(self._training.first_rows, PIECE_ROWS).result()
         sample = self._sample if self._histories is None else self.sample()
         columns = list(zip(sample.columns, preprocessing.encodings, strict=True))
         self.tables = tuple(
@@ -98,10 +97,6 @@ class StreamSource:
             for column, encoding in columns
             if not encoding.is_value
         )
-        first = None if self.history is None else self.history.columns[0]
-        self._dealt_by = next((number for number, (column, _) in enumerate(columns) if column.name == first), 0)
-        """The column whose lengths say what a sample costs."""
-
         self.integer_names = tuple(column.name for column, encoding in columns if encoding.is_value)
         self._numbers_of_tables = [number for number, (_, encoding) in enumerate(columns) if not encoding.is_value]
         self._counter = None if counted is None else IdCounter(self.tables, counted)
@@ -115,16 +110,36 @@ class StreamSource:
         chunk, samples = self._chunk(number)
         found, places = samples.result(), chunk.places(number)
         if self.order.deals(number):
-            lengths = found.columns[self._dealt_by].lengths.numpy()[places]
+            assert self._histories is not None
+            assert found.rows is not None
+            lengths = self._histories.lengths(found.rows.numpy()[places]) + 1
             own = self.order.own_samples(number, self._rank, self._world_size)
             # A slice is what a rank would have if each had one.
             places = places[dealt(lengths, self.order.counts(number, self.order.slices))[own]]
         batch = found.batch(torch.from_numpy(places))
+        if self._histories is not None:
+            batch = self._with_lists(batch, self._histories)
         if self.integer_names:
             batch = batch.split(self._numbers_of_tables)
         if self._counter is not None:
             self._counter.count(number, batch)
         return batch
+
+    def _with_lists(self, batch: Batch, histories: Histories) -> Batch:
+        """The batch with lists in the columns of histories. A chunk, which may be a large window, has none."""
+        assert batch.rows is not None
+        rows = batch.rows.numpy()
+        lists = histories.lists(rows)
+        columns = self._encoder.encode_lists(lists)
+        if columns is None:
+            # Row by row, so that the message has a place.
+            found = joined([self._rows_at(row, 1) for row in rows.tolist()]).columns
+            columns = {number: column for number, column in enumerate(found) if column.name in lists}
+        values = list(torch.split(batch.values, batch.lengths.sum(1).tolist()))
+        for number, column in columns.items():
+            batch.lengths[number] = column.lengths
+            values[number] = column.values.to(torch.int64)
+        return replace(batch, values=torch.cat(values))
 
     def _chunk(self, number: int) -> tuple[Chunk, Future[Samples]]:
         """A batch's chunk, which is being read, as is the next one."""
@@ -204,17 +219,15 @@ class StreamSource:
         self._training.close()
         self._evaluation.close()
 
-    def _at_once(self, places: int) -> int:
-        """Rows that are encoded at once at each of so many places. Those with histories take more memory."""
-        return PIECE_ROWS if self._histories is None else max(1, self.order.chunk_rows // places)
-
     def sample(self) -> Samples:
         """Samples from all of the stream alike. Of one that can only be read from its beginning, its first ones."""
         index = self._index
-        if self._spread is None and not index.is_sequential:
-            wanted = [number * index.sample_count // SAMPLED_PLACES for number in range(SAMPLED_PLACES)]
+        if self._spread is None and (self._histories is not None or not index.is_sequential):
+            places = 1 if index.is_sequential else SAMPLED_PLACES
+            wanted = [number * index.sample_count // places for number in range(places)]
             begins = dict.fromkeys(index.begin_of(index.block_of(row)) for row in wanted)
-            count = self._at_once(SAMPLED_PLACES)
+            # Rows with histories take more memory.
+            count = PIECE_ROWS if self._histories is None else max(1, self.order.chunk_rows // places)
             self._spread = joined([self._rows_at(begin, count) for begin in begins])
         return self._sample if self._spread is None else self._spread
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from sennit.runtime.data.schema import HISTORY_MAX, Schema, parse_schema
 from sennit.runtime.data.source import Source
 from sennit.runtime.ingest.feed_stream import FeedStream
 from sennit.runtime.stream import histories as histories_module
+from sennit.runtime.stream.encoder import Encoder
 from sennit.runtime.stream.files import PIECE_ROWS
 from sennit.runtime.stream.follow_settings import FollowSettings
 from sennit.runtime.stream.following import Follower
@@ -34,6 +38,7 @@ from sennit.runtime.stream.settings import StreamSettings, open_stream, short_st
 from sennit.runtime.stream.user_order import sort
 from sennit.transport.errors import ConfigError
 from tests.extent import examples
+from tests.ranks import start
 from tests.runtime.stream.stream_files import write
 
 pa = pytest.importorskip("pyarrow")
@@ -212,6 +217,34 @@ def test_batches_have_the_same_histories_in_any_order_and_after_any_stop(order: 
         assert items == [*wanted[row], row]
         assert actions == [item % 3 for item in wanted[row]]
     assert batches(tmp_path / "data", schema, order, range(7, 16)) == found[7:]
+
+
+def test_lists_that_need_another_encoder_are_encoded_row_by_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schema = schema_of(5, FIELDS | {"item": {"rows": 400}})
+    write(tmp_path / "data", rows_of(np.arange(400) * 7 % 13))
+    wanted = batches(tmp_path / "data", schema, max_steps=3)
+    monkeypatch.setattr(Encoder, "encode_lists", lambda encoder, lists: None)
+    assert batches(tmp_path / "data", schema, max_steps=3) == wanted
+
+
+def read_shuffled(folder: Path) -> None:
+    """Batches of one user with 20,000 events, of which a window has all rows, within 1 GiB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * os.sysconf("SC_PAGE_SIZE") + (1 << 30)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    with StreamLoader(str(folder), schema=schema_of(HISTORY_MAX), batch_size=20, histories=True) as loader:
+        lengths = [int(batch.lengths.max()) for batch in islice(loader, 3)]
+    assert min(lengths) > 10_000
+
+
+def test_a_window_of_rows_takes_no_memory_for_their_lists(tmp_path: Path) -> None:
+    """Lists of all its rows would have 400 million ids."""
+    write(tmp_path / "data", rows_of(np.zeros(20_000, np.int64)), files=1, group=5_000)
+    process = start(partial(read_shuffled, tmp_path / "data"), log=tmp_path / "log")
+    process.join(60)
+    assert process.exitcode == 0, (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize("form", ["csv", "csv.gz", "parquet"])
