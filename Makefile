@@ -210,8 +210,9 @@ quality: build  ## the tables and pictures of docs/quality.md, on three data set
 	@mkdir -p build/quality
 	@only=(); for way in $(QUALITY_WAYS); do only+=(--only "$$way"); done; \
 	for run in "flights 1" "movielens 4" "adult 4"; do set -- $$run; \
-	  $(QUALITY) "$${only[@]}" --data $$1 --epochs $$2 --json build/quality/$$1.json; done
+	  $(QUALITY) "$${only[@]}" --data $$1 --epochs $$2 --resume --json build/quality/$$1.json; done
 	@$(PY) -m sennit.testbed.bench.training.quality_page docs build/quality/{flights,movielens,adult}.json
+	@rm build/quality/*.json  # what is there when it begins is of a run that was ended
 
 drift: build  ## what it costs to train late or without new ids; writes docs/lab/drift.md
 	@mkdir -p build/drift

@@ -212,11 +212,15 @@ def json_text(content: object, indent: int = 1) -> str:
 def write_whole(path: Path, text: str, check: Callable[[Path], object] = lambda written: None) -> None:
     """Writes a file whole or not at all, in a folder that may have to be made. Raises `SennitError`.
 
-    `check` reads the new file before it replaces an old one, and raises what is wrong.
+    `check` reads the new file before it replaces an old one, and raises what is wrong. What must not be replaced is
+    written where it is, unchecked.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if not is_replaceable(path):
+            path.write_text(text, encoding="utf-8")
+            return
         partial.write_text(text, encoding="utf-8")
         check(partial)
         partial.replace(path)
@@ -227,17 +231,22 @@ def write_whole(path: Path, text: str, check: Callable[[Path], object] = lambda 
             partial.unlink(missing_ok=True)
 
 
+def is_replaceable(path: Path) -> bool:
+    """Not a link, a device such as /dev/stdout, a pipe, or a file in a folder where this process can make none."""
+    return not path.is_symlink() and (not path.exists() or (path.is_file() and os.access(path.parent, os.W_OK)))
+
+
 def write_json(path: Path, content: object) -> None:
     """Writes what a command found. Ends the command if that fails."""
     write_text(path, json_text(content))
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file. Ends the command if that fails."""
+    """Writes a file, whole or not at all. Ends the command if that fails."""
     try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        fail(f"{path} cannot be written: {error.strerror}; {ANOTHER_FILE}")
+        write_whole(path, text)
+    except SennitError as error:
+        fail(error)
 
 
 def figure_file(path: Path | None) -> Path | None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +21,8 @@ from sennit.command_line import fail
 WINDOW_S: Final = 1.0
 # Processors that others may use. An idle machine needs some hundredths of one for its timers and daemons.
 OTHERS_MAX: Final = 0.2
+PARTIAL: Final = "partial"
+"""The field of the JSON of a benchmark that writes while it runs: true until it has ended."""
 BUSY: Final = "busy"
 """The field of a benchmark's JSON beside `others`, which are the processors that others used before and after."""
 
@@ -35,11 +37,11 @@ class Watch:
     is_forced: bool
 
     def noted(self, figures: Mapping[str, Any]) -> dict[str, Any]:
-        """`figures` with the load beside them. Ends the command if others are busy now."""
-        now = others()
+        """`figures` with the load beside them. Ends the command if others are busy, and the run is over."""
+        now, is_partial = others(), figures.get(PARTIAL)
         is_busy = max(self.begun, now) > OTHERS_MAX
-        if is_busy and not self.is_forced:
-            fail(_refusal(now, "Nothing was written"))
+        if is_busy and not self.is_forced and not is_partial:
+            fail(_refusal(now, "Nothing was written" if is_partial is None else "The file stays partial"))
         return {**figures, "others": [round(self.begun, 2), round(now, 2)], BUSY: is_busy}
 
 
@@ -63,6 +65,18 @@ def noted(figures: Mapping[str, Any]) -> Mapping[str, Any]:
     """See `Watch.noted`. Outside `watched`, `figures` as they are."""
     watch = _watch.get()
     return figures if watch is None else watch.noted(figures)
+
+
+def go_on(found: Mapping[str, Any], name: str) -> None:
+    """This run goes on with the figures that the file `name` has: the load before those is part of its own.
+
+    Raises ValueError for figures of a busy machine, unless this run is forced.
+    """
+    watch = _watch.get()
+    if watch is not None:
+        if not watch.is_forced:
+            refuse_busy(found, name)
+        _watch.set(replace(watch, begun=max(watch.begun, *found.get("others", []))))
 
 
 def refuse_busy(found: Mapping[str, Any], name: str) -> None:

@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 pytest.importorskip("torch")
 
+from sennit.commands.cli import app
 from sennit.offload.ingest.facts import TableFacts
 from sennit.runtime.data.source import Source
 from sennit.runtime.kernels.spec import Precision, Rounding
 from sennit.runtime.stream.settings import StreamSettings
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.launch import RankFailure
+from sennit.testbed.bench import quiet
 from sennit.testbed.bench.training import (
     parameter_server,
     plain_torch,
@@ -29,7 +32,7 @@ from sennit.testbed.bench.training import (
 )
 from sennit.testbed.bench.training.padded_hstu import PaddedTorch
 from sennit.testbed.bench.training.plain_torch import PlainTorch
-from sennit.testbed.bench.training.quality_ways import ASYNCHRONOUS, Trained, batch_way, server_way, steps_within
+from sennit.testbed.bench.training.quality_ways import ASYNCHRONOUS, DLRM, Trained, batch_way, server_way, steps_within
 from sennit.transport.errors import SennitError
 from tests.runtime.whole_run import train
 
@@ -69,6 +72,10 @@ def test_a_difference_is_paired_by_seed_and_has_an_interval() -> None:
         ({"rate_rules": ()}, "no rate rule; allowed: sqrt"),
         ({"equal_time": True}, "the same time without batch sizes and 'parameter server'"),
         ({"equal_time": True, "batch_sizes": (512,), "only": ("fp32",)}, "the same time without batch sizes"),
+        (
+            {"history": 50},
+            "a history of 50 without a way that reads it; allowed: with hstu in time order, hstu in padded",
+        ),
         ({"seeds": 1}, "1 seeds; allowed: 2 to"),
         ({"seeds": 99}, "99 seeds; allowed"),
     ],
@@ -118,6 +125,137 @@ def test_the_same_time_is_that_of_the_parameter_server(monkeypatch: pytest.Monke
     assert found.time_ratio("batch 512") == pytest.approx(1.0 / 3.1)
     assert found.time_ratio(ASYNCHRONOUS) == 1.0
     assert quality.Report.from_json(json.loads(json.dumps(found.as_json()))) == found
+
+
+class Trainer:
+    """Takes the place of training. Dies before the run of this way and seed, if there is one."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, int]] = []
+        self.dies_at: tuple[str, int] | None = None
+
+    def train(self, job: quality_ways.Job, way: quality_ways.Way, steps: int | None = None) -> Trained:
+        if (way.name, job.seed) == self.dies_at:
+            raise SennitError("the machine went down")
+        self.done.append((way.name, job.seed))
+        value = 0.5 + len(way.name) / 100 + 0.1 / job.seed
+        found = {"normalised_entropy": value, "auc": 1 - value, "calibration": 1.0}
+        return Trained(quality=found) if way.is_program else Trained(quality=found, steps=7, seconds=1 / job.seed)
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    made = Trainer()
+    monkeypatch.setattr(quality, "train", made.train)
+    monkeypatch.setattr(quiet, "others", lambda: 0.0)
+    return made
+
+
+def command(path: Path, *options: str, seeds: int = 3) -> Any:
+    chosen = ["--only", "fp32", "--only", "plain torch", "--seeds", f"{seeds}", "--json", f"{path}"]
+    return CliRunner().invoke(app, ["bench", "quality", *chosen, *options])
+
+
+def figures(path: Path) -> Any:
+    """What a run wrote, without what is of the moment."""
+    found = json.loads(path.read_text())
+    del found["machine"]
+    return found
+
+
+def test_a_run_that_was_ended_goes_on_where_it_was(trainer: Trainer, tmp_path: Path) -> None:
+    assert command(tmp_path / "whole.json").exit_code == 0
+    whole = figures(tmp_path / "whole.json")
+    assert whole["partial"] is False
+    runs, path = trainer.done, tmp_path / "found.json"
+    for died in (4, 1):  # in the last seed, and in the first
+        trainer.done, trainer.dies_at = [], runs[died]
+        assert "error: the machine went down" in command(path).output
+        found = figures(path)
+        assert (found["partial"], found["busy"]) == (True, False)
+        assert sum(map(len, found["qualities"].values())) == died
+        # Two seeds give the first interval.
+        assert set(found["minus base"]) == ({"plain torch"} if died == 4 else set())
+        with pytest.raises(ValueError, match="a run that has not ended"):
+            quality_page.read(merged(path))
+        told = command(path)
+        assert told.exit_code == 2
+        assert "has a run that has not ended; give --resume to go on with it" in " ".join(told.output.split())
+        trainer.dies_at = None
+        assert command(path, "--resume").exit_code == 0
+        assert trainer.done == runs
+        assert figures(path) == whole
+        path.unlink()
+
+
+def merged(path: Path) -> Path:
+    target = path.with_name("merged.json")
+    target.write_text(quality_page.merged([path]))
+    return target
+
+
+def test_a_run_takes_more_seeds_to_those_that_it_has(trainer: Trainer, tmp_path: Path) -> None:
+    assert command(tmp_path / "four.json", seeds=4).exit_code == 0
+    assert command(tmp_path / "found.json", "--resume").exit_code == 0
+    trainer.done = []
+    assert command(tmp_path / "found.json", "--resume", seeds=4).exit_code == 0
+    assert trainer.done == [("fp32", 4), ("plain torch", 4)]
+    assert figures(tmp_path / "found.json") == figures(tmp_path / "four.json")
+    # All of it is there.
+    trainer.dies_at = ("fp32", 1)
+    assert command(tmp_path / "found.json", "--resume", seeds=4).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"settings": {"epochs": 4}}, "has a run with epochs 4, not 1; allowed: the same, or more seeds"),
+        ({"settings": {"seeds": 5}}, "has a run with seeds 5, not 3; allowed: the same, or more seeds"),
+        ({"machine": {"cores": 77}}, "was measured with cores 77; allowed: "),
+        ({"machine": {"versions": {"torch": "1.0"}}}, "was measured with versions {'torch': '1.0'}; allowed: "),
+        ({"settings": {"colour": "red"}}, "has no run of bench quality (TypeError: "),
+        ({"busy": True, "others": [0.0, 1.3]}, "measured while others used 1.3 processors"),
+    ],
+)
+def test_only_an_equal_run_is_gone_on_with(change: dict[str, Any], told: str, trainer: Trainer, tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    assert command(path).exit_code == 0
+    found = json.loads(path.read_text())
+    for name, value in change.items():
+        found[name] = found[name] | value if isinstance(value, dict) else value
+    path.write_text(json.dumps(found))
+    trainer.dies_at = ("fp32", 1)
+    done = command(path, "--resume")
+    assert done.exit_code == 2
+    assert told in " ".join(done.output.split())
+
+
+def test_what_was_trained_is_kept_when_others_become_busy(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, used = tmp_path / "found.json", iter([0.0, *6 * [0.1], 1.3])
+    monkeypatch.setattr(quiet, "others", lambda: next(used))
+    done = command(path)
+    assert done.exit_code == 1
+    assert "The file stays partial. Wait until" in " ".join(done.output.split())
+    assert (figures(path)["partial"], figures(path)["others"]) == (True, [0.0, 0.1])
+    trainer.dies_at = ("fp32", 1)
+    monkeypatch.setattr(quiet, "others", lambda: 1.3)
+    assert command(path, "--resume", "--force").exit_code == 0
+    assert (figures(path)["partial"], figures(path)["busy"]) == (False, True)
+
+
+def test_a_run_without_a_file_cannot_go_on(trainer: Trainer, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["bench", "quality", "--resume"])
+    assert (done.exit_code, trainer.done) == (2, [])
+    assert "--resume without --json" in done.output
+
+
+def test_histories_are_as_long_as_they_shall_be() -> None:
+    settings = quality.Settings(data="movielens", only=tuple(quality_ways.HISTORY_WAYS), base=DLRM, history=50)
+    assert settings.title == "movielens, histories of 50, 1 epoch, seeds 1 to 5"
+    job = quality_ways.Job(data="movielens", seed=1, epochs=1, ranks=2, warmup=0.0, history=50)
+    assert [way.config(job).history for way in settings.ways] == [50, 50, 50]
 
 
 def test_a_run_of_so_many_steps_ends_there() -> None:

@@ -7,16 +7,19 @@ of the difference (a paired comparison). The differences have an interval of 95 
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
 
 from sennit.runtime.calibrate import machine
+from sennit.testbed.bench import quiet
 from sennit.testbed.bench.training.quality_ways import (
     ASYNCHRONOUS,
     FP32,
@@ -73,6 +76,9 @@ class Settings:
     base: str = FP32
     """The way that others are compared with."""
 
+    history: int | None = None
+    """Events of a history at most, in ways that read histories; None: as the data say."""
+
     def __post_init__(self) -> None:
         """Raises ValueError for ways that do not exist, and numbers of seeds without an interval."""
         for rule in self.rate_rules:
@@ -92,11 +98,18 @@ class Settings:
             raise ValueError(f"the same time without batch sizes and {ASYNCHRONOUS!r}; allowed: with both")
         if not 2 <= self.seeds <= SEEDS_MAX:
             raise ValueError(f"{self.seeds} seeds; allowed: 2 to {SEEDS_MAX}")
+        if self.history is not None and not any(way.reads_histories for way in self.ways):
+            readers = [way.name for way in NAMED.values() if way.reads_histories]
+            raise ValueError(
+                f"a history of {self.history} without a way that reads it; allowed: with {', '.join(readers)}"
+            )
 
     @property
-    def duration(self) -> str:
-        """The length of training in words."""
-        return "1 epoch" if self.epochs == 1 else f"{self.epochs} epochs"
+    def title(self) -> str:
+        """The data, the length of training and the seeds in words."""
+        epochs = "1 epoch" if self.epochs == 1 else f"{self.epochs} epochs"
+        history = "" if self.history is None else f"histories of {self.history}, "
+        return f"{self.data}, {history}{epochs}, seeds 1 to {self.seeds}"
 
     @property
     def ways(self) -> tuple[Way, ...]:
@@ -148,7 +161,7 @@ def interval_half(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The quality of each run, by way and in the order of seeds."""
+    """The quality of each run, by way and in the order of seeds: of all of them, or of those that are done."""
 
     settings: Settings
     machine: dict[str, object]
@@ -161,9 +174,9 @@ class Report:
 
     @classmethod
     def of(cls, settings: Settings, by_seed: Sequence[dict[str, Trained]], where: dict[str, object]) -> Report:
-        """The report of the runs of each seed."""
-        runs = {way.name: [found[way.name] for found in by_seed] for way in settings.ways}
-        timed = {name: found for name, found in runs.items() if found[0].seconds is not None}
+        """The report of the runs of each seed, the last of which need not have all ways."""
+        runs = {way.name: [found[way.name] for found in by_seed if way.name in found] for way in settings.ways}
+        timed = {name: found for name, found in runs.items() if found and found[0].seconds is not None}
         return cls(
             settings=settings,
             machine=where,
@@ -173,7 +186,7 @@ class Report:
         )
 
     @classmethod
-    def from_json(cls, found: dict[str, Any]) -> Report:
+    def from_json(cls, found: Mapping[str, Any]) -> Report:
         settings: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in found["settings"].items()
         }
@@ -193,7 +206,25 @@ class Report:
         return [found[metric] for found in self.qualities[way]]
 
     def difference(self, way: str, metric: str) -> Difference:
-        return Difference.of(self.values(way, metric), self.values(self.settings.base, metric))
+        """Over the seeds that both have: 2 or more."""
+        pairs = self._pairs(way)
+        return Difference.of(self.values(way, metric)[:pairs], self.values(self.settings.base, metric)[:pairs])
+
+    def _pairs(self, way: str) -> int:
+        return min(len(self.qualities[way]), len(self.qualities[self.settings.base]))
+
+    def with_seed(self, seed: int) -> dict[str, Trained]:
+        """The runs with this seed, by name of the way."""
+        at = seed - 1
+        return {
+            way: Trained(
+                quality=found[at],
+                steps=self.steps[way][at] if way in self.steps else None,
+                seconds=self.seconds[way][at] if way in self.seconds else None,
+            )
+            for way, found in self.qualities.items()
+            if at < len(found)
+        }
 
     def text(self, way: str, metric: str) -> str:
         """The difference from the base in words; empty for the base itself."""
@@ -228,43 +259,91 @@ class Report:
             "seconds": self.seconds,
             "steps": self.steps,
             "minus base": {
-                way: {metric: asdict(self.difference(way, metric)) for metric in METRICS} for way in self.others
+                way: {metric: asdict(self.difference(way, metric)) for metric in METRICS}
+                for way in self.others
+                if self._pairs(way) >= 2
             },
         }
 
 
-def run(settings: Settings, tell: Callable[[str, int, int], None] = lambda *_: None) -> Report:
-    """Trains all of them, one after another. `tell` hears what begins, how many runs are done, and how many in all."""
-    count = len(settings.ways)
-    by_seed = []
+def run(
+    settings: Settings,
+    tell: Callable[[str, int, int], None] = lambda *_: None,
+    *,
+    earlier: Report | None = None,
+    keep: Callable[[Report], None] = lambda _: None,
+) -> Report:
+    """Trains all of them, one after another, but for the runs that `earlier` has.
+
+    `tell` hears what begins, how many runs are done, and how many in all. `keep` gets what there is after each run.
+    """
+    ways = settings.ways
+    by_seed: list[dict[str, Trained]] = []
     for seed in range(1, settings.seeds + 1):
-
-        def of_seed(name: str, done: int, seed: int = seed) -> None:
-            tell(f"seed {seed}: {name}", (seed - 1) * count + done, settings.seeds * count)
-
-        by_seed.append(train_seed(settings, seed, of_seed))
+        job = Job(
+            data=settings.data,
+            seed=seed,
+            epochs=settings.epochs,
+            ranks=settings.ranks,
+            warmup=settings.warmup,
+            history=settings.history,
+        )
+        found = {} if earlier is None else earlier.with_seed(seed)
+        by_seed.append(found)
+        for number, way in enumerate(ways):
+            if way.name not in found:
+                tell(f"seed {seed}: {way.name}", (seed - 1) * len(ways) + number, settings.seeds * len(ways))
+                found[way.name] = train(job, way, _steps(way, found))
+                keep(Report.of(settings, by_seed, machine.describe()))
     return Report.of(settings, by_seed, machine.describe())
 
 
-def train_seed(settings: Settings, seed: int, tell: Callable[[str, int], None] = lambda *_: None) -> dict[str, Trained]:
-    """Trains in all ways with one seed. Returns the runs by name of the way."""
-    job = Job(data=settings.data, seed=seed, epochs=settings.epochs, ranks=settings.ranks, warmup=settings.warmup)
-    found: dict[str, Trained] = {}
-    for way in settings.ways:
-        tell(way.name, len(found))
-        steps = None
-        if way.is_same_time:
-            server = found[server_way(way.rule).name]
-            assert server.seconds is not None
-            steps = steps_within(server.seconds, found[way.name.removesuffix(SAME_TIME)])
-        found[way.name] = train(job, way, steps)
-    return found
+def _steps(way: Way, found: Mapping[str, Trained]) -> int | None:
+    """How many steps fit into the time of the parameter server, of a way with that time."""
+    if not way.is_same_time:
+        return None
+    server = found[server_way(way.rule).name]
+    assert server.seconds is not None
+    return steps_within(server.seconds, found[way.name.removesuffix(SAME_TIME)])
+
+
+def read_earlier(path: Path | None, settings: Settings, *, is_resumed: bool) -> Report | None:
+    """The runs that a run with these settings, of as many seeds or fewer, left in its file. None: there are none.
+
+    Raises ValueError for another file, other settings, another processor or other versions. Without `is_resumed`, there
+    must be no run that has not ended.
+    """
+    if is_resumed and path is None:
+        raise ValueError("--resume without --json; allowed: with the file of the run")
+    if path is None or not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        is_partial, report = found.get(quiet.PARTIAL), Report.from_json(found)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if not is_resumed:
+            return None
+        raise ValueError(f"{path} has no run of bench quality ({type(error).__name__}: {error})") from None
+    if not is_resumed:
+        if is_partial:
+            raise ValueError(f"{path} has a run that has not ended; give --resume to go on with it, or another file")
+        return None
+    for one in fields(Settings):
+        there, here = getattr(report.settings, one.name), getattr(settings, one.name)
+        if there > here if one.name == "seeds" else there != here:
+            raise ValueError(f"{path} has a run with {one.name} {there}, not {here}; allowed: the same, or more seeds")
+    here = machine.describe()
+    for name in ("processor", "cores", "versions"):
+        if report.machine[name] != here[name]:
+            raise ValueError(f"{path} was measured with {name} {report.machine[name]}; allowed: {here[name]}")
+    quiet.go_on(found, str(path))
+    return report
 
 
 def render(report: Report, console: Console) -> None:
     """A line for each way: means, and differences from the base with their intervals."""
     settings = report.settings
-    table = Table(title=f"{settings.data}, {settings.duration}, seeds 1 to {settings.seeds}, {settings.ranks} ranks")
+    table = Table(title=f"{settings.title}, {settings.ranks} ranks")
     table.add_column("way")
     for short in METRICS.values():
         table.add_column(short, justify="right")

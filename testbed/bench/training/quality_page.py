@@ -34,6 +34,8 @@ def read(path: Path) -> list[Report]:
     reports = json.loads(path.read_text(encoding="utf-8"))
     for found in reports:
         quiet.refuse_busy(found, path.name)
+        if found.get(quiet.PARTIAL):
+            raise ValueError(f"{path.name}: a run that has not ended; go on with it (sennit bench quality --resume)")
     return [Report.from_json(found) for found in reports]
 
 
@@ -125,7 +127,7 @@ def _batches(report: Report) -> list[str]:
 
 def _table(report: Report, names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     settings = report.settings
-    title = f"{settings.data}, {settings.duration}, seeds 1 to {settings.seeds} ({place(report.machine)}):"
+    title = f"{settings.title} ({place(report.machine)}):"
     return "\n".join([title, "", *(f"| {' | '.join(cells)} |" for cells in (names, ["---"] * len(names), *rows))])
 
 

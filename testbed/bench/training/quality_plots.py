@@ -38,8 +38,7 @@ def differences(report: Report, path: Path, ways: Sequence[str] | None = None) -
         axis.set_xlabel(f"{BETTER[metric]}; bars: 95 % over seeds")
     axes[0].set_yticks(range(len(ways)), ways)
     axes[0].invert_yaxis()
-    settings = report.settings
-    save(figure, f"{settings.data}: {settings.duration}, seeds 1 to {settings.seeds}", path)
+    save(figure, report.settings.title, path)
 
 
 def batches(reports: Sequence[Report], path: Path) -> None:

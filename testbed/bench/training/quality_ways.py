@@ -19,6 +19,7 @@ from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.data import sources
 from sennit.runtime.data.source import Source
 from sennit.runtime.kernels.spec import Precision, Rounding
+from sennit.runtime.model.factory import reads_histories
 from sennit.runtime.model.settings import SettingsFile
 from sennit.runtime.planner.one_thread import one_thread
 from sennit.runtime.stream.settings import StreamSettings
@@ -61,9 +62,15 @@ class Way:
     is_same_time: bool = False
     """Whether it trains for as long as the parameter server of `rule` took."""
 
+    @property
+    def reads_histories(self) -> bool:
+        return "model" in self.changes and reads_histories(self.changes["model"])
+
     def config(self, job: Job, steps: int | None = None) -> TrainingConfig:
         """The configuration of a run of this way; `steps`: how many, or as `job` says."""
-        config = TrainingConfig(source=Source(data=job.data), seed=job.seed, epochs=job.epochs, **self.changes)
+        config = TrainingConfig(
+            source=Source(data=job.data), seed=job.seed, epochs=job.epochs, history=job.history, **self.changes
+        )
         if self.batch_size is None:
             return config
         factor = (self.batch_size / config.batch_size) ** RATE_RULES[self.rule]
@@ -144,6 +151,9 @@ class Job:
     ranks: int
     warmup: float
     """The share of the steps in which rates rise, of ways with a batch size of their own."""
+
+    history: int | None = None
+    """Events of a history at most; None: as the data say."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from sennit.command_line import busy, fail, stdout_console
+from sennit.command_line import busy, fail, is_replaceable, stdout_console
+from sennit.testbed.bench import quiet
 from sennit.testbed.bench.running import Figures, Picture, mistakes_told, need, progress, run_ranks, write
 
 
@@ -235,12 +236,18 @@ def quality(
     histories: Annotated[
         bool, typer.Option("--histories", help="one pass in time order: dlrm, hstu, and hstu in padded plain torch")
     ] = False,
+    history: Annotated[
+        int | None, typer.Option(metavar="EVENTS", help="events of a history at most; default: as the data say", min=1)
+    ] = None,
+    is_resumed: Annotated[
+        bool, typer.Option("--resume", help="go on with the run in the file of --json, if there is one")
+    ] = False,
     json_path: Figures = None,
     plot_path: Picture = None,
 ) -> None:
     """Train in several ways: plain torch, a parameter server, codecs, 16-bit tables, batch sizes.
 
-    Compare their quality seed by seed.
+    Compare their quality seed by seed. The file of --json has after each run what there is.
     """
     from sennit.testbed.bench.training import quality as bench
     from sennit.testbed.bench.training import quality_plots
@@ -259,14 +266,21 @@ def quality(
             warmup=warmup,
             equal_time=same_time,
             base=base or (DLRM if histories else FP32),
+            history=history,
         )
+        earlier = bench.read_earlier(json_path, settings, is_resumed=is_resumed)
+
+    def keep(report: bench.Report) -> None:
+        if json_path is not None and is_replaceable(json_path):
+            write(json_path, {**report.as_json(), quiet.PARTIAL: True})
+
     try:
         with progress() as update:
-            report = bench.run(settings, update)
+            report = bench.run(settings, update, earlier=earlier, keep=keep)
     except SennitError as error:
         fail(error)
     bench.render(report, stdout_console())
-    write(json_path, report.as_json())
+    write(json_path, {**report.as_json(), quiet.PARTIAL: False})
     if plot_path is not None:
         quality_plots.differences(report, plot_path)
 
