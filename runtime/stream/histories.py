@@ -125,7 +125,7 @@ class Histories:
         return batch
 
     def check(self, rows: npt.NDArray[np.int64], batch: Any) -> None:
-        """Raises DataError for rows that have changed since the histories were made. Arguments are those of `expand`."""
+        """Raises DataError for rows that have changed since the histories were made. Takes what `expand` takes."""
         places = self._order.places[rows]
         users, _ = users_of(batch.column(self._history.of))
         if (strange := np.flatnonzero(users != self._order.users[places])).size:

@@ -172,8 +172,10 @@ class AttentionHead {
     return const_cast<float*>(all_rows) + ((first_row_ + i) * attention_.heads + head_) * 2;
   }
 
-  // Memory for biases of a row of `columns`, and for all distances.
-  void take_bias(std::size_t columns, bool wants_gradient, Pieces& pieces) {
+  // Memory for biases of a row of `columns`, and for all distances. `gradient`: that of the biases, if it is wanted.
+  void take_bias(std::size_t columns, Pieces& pieces, float* gradient = nullptr) {
+    bias_gradient_ = gradient;
+    if (gradient != nullptr) of_scores_ = pieces.take(columns + 2 * lanes);
     if (!has_bias_) return;
     bias_row_ = pieces.take(columns + 2 * lanes);
     if (attention_.position_bias == nullptr) return;
@@ -187,11 +189,18 @@ class AttentionHead {
     for (std::ptrdiff_t x = -most; x <= most; x++)
       by_distance[x] = 0.0f + from[std::min(static_cast<std::size_t>(x < 0 ? -x : x), last)];
     by_distance_ = by_distance;
-    if (wants_gradient) gradient_by_distance_ = pieces.take_zeros(entries) + most_distance_ + margin;
+    if (gradient != nullptr) gradient_by_distance_ = pieces.take_zeros(entries) + most_distance_ + margin;
+  }
+
+  // Where column 0 would be of the gradients of a row's scores. Null if nobody wants those of biases.
+  float* of_scores(const ScoreBlock& block) const {
+    return of_scores_ == nullptr ? nullptr : of_scores_ - block.first_column;
   }
 
   // Adds the gradients of a row's scores, which are at `scores` + column.
-  void add_bias_gradient(std::size_t i, const float* scores, float own, float* gradient) const {
+  void add_bias_gradient(std::size_t i, const float* scores, float own) const {
+    if (bias_gradient_ == nullptr) return;
+    float* gradient = bias_gradient_;
     const Span span = attended(i);
     const bool is_target = i >= history_;
     if (attention_.position_bias != nullptr) {
@@ -223,14 +232,16 @@ class AttentionHead {
   }
 
   float* gradient_of_bias(const AttentionGradients& gradients, std::size_t sequence) const {
+    if (gradients.bias == nullptr) return nullptr;
     return gradients.bias + (sequence * attention_.heads + head_) * attention_.bias_entries();
   }
 
   // Once, after all rows.
-  void store_bias_gradient(float* gradient) const {
+  void store_bias_gradient() const {
     if (gradient_by_distance_ == nullptr) return;
     const std::size_t entries = std::min(attention_.positions, most_distance_ + 1);
-    for (std::size_t x = 0; x < entries; x++) gradient[x] = gradient_by_distance_[-static_cast<std::ptrdiff_t>(x)];
+    for (std::size_t x = 0; x < entries; x++)
+      bias_gradient_[x] = gradient_by_distance_[-static_cast<std::ptrdiff_t>(x)];
   }
 
   // Products become scores, then weights. writer(i) gives for each row what takes them: write(column, weights, mask).
@@ -274,14 +285,15 @@ class AttentionHead {
   }
 
   // Products of query and key become weights; gradients of weights, in `gradients`, become those of scores, then those
-  // of the products: write(column, weights, of_scores, of_products, mask). After a row, end(i, own_of_score): `block`
-  // and `gradients` then have what a candidate's own weight and product get.
+  // of the products: write(column, weights, of_products, mask). After a row, end(i): `block` and `gradients` then have
+  // what a candidate's own weight and product get.
   template <typename Writer, typename End>
   SENNIT_INLINE_MEMBER void differentiate_weights(const ScoreBlock& block, const ScoreBlock& gradients,
                                                   const float* all_statistics, Writer writer, End end) const {
     scale_scores(block);
     if (!attention_.is_softmax) return differentiate_silu(block, gradients, writer, end);
     const Wide scale = wide(attention_.scale);
+    float* scores = of_scores(gradients);
     std::array<float, most_block_rows> means;
     for (std::size_t i = block.rows.begin; i < block.rows.end; i++) {
       const float *of_row = statistics(all_statistics, i), *gradient = gradients.row(i);
@@ -304,11 +316,13 @@ class AttentionHead {
       const auto write = writer(i);
       for_each_vector(attended(i), [&](std::size_t j, const auto& mask) SENNIT_INLINE_LAMBDA {
         const Wide weight = load_wide(row + j), of_score = weight * (load_wide(gradient + j) - wide(mean));
-        write(j, weight, of_score, of_score * scale, mask);
+        if (scores != nullptr) store(scores + j, of_score);
+        write(j, weight, of_score * scale, mask);
       });
       const float own_of_score = block.own(i) * (gradients.own(i) - mean);
       gradients.own(i) = own_of_score * attention_.scale;
-      end(i, own_of_score);
+      add_bias_gradient(i, scores, own_of_score);
+      end(i);
     }
   }
 
@@ -385,13 +399,15 @@ class AttentionHead {
       gradient = gradient * slope * share;
       x = x * y * share;
     };
+    float* scores = of_scores(gradients);
     for (std::size_t i = block.rows.begin; i < block.rows.end; i++) {
       const float *row = block.row(i), *of_row = gradients.row(i);
       const auto write = writer(i);
       for_each_vector(attended(i), [&](std::size_t j, const auto& mask) SENNIT_INLINE_LAMBDA {
         Wide x = load_wide(row + j), gradient = load_wide(of_row + j);
         change(x, gradient);
-        write(j, x, gradient, gradient * scale, mask);
+        if (scores != nullptr) store(scores + j, gradient);
+        write(j, x, gradient * scale, mask);
       });
       float own_of_score = 0.0f;
       if (i >= history_) {
@@ -401,7 +417,8 @@ class AttentionHead {
         own_of_score = first_lane(gradient);
         gradients.own(i) = own_of_score * attention_.scale;
       }
-      end(i, own_of_score);
+      add_bias_gradient(i, scores, own_of_score);
+      end(i);
     }
   }
 
@@ -439,8 +456,19 @@ class AttentionHead {
 
   float* bias_row_ = nullptr;
   const float* by_distance_ = nullptr;
-  float* gradient_by_distance_ = nullptr;
+  float *bias_gradient_ = nullptr, *gradient_by_distance_ = nullptr, *of_scores_ = nullptr;
   std::size_t most_distance_ = 0;
 };
+
+// A task attends and differentiates for one head. It is derived from AttentionHead.
+template <typename Task>
+constexpr AttentionKernels kernels_of(void (*multiply)(const TileProducts&)) {
+  return {
+      [](const Attention& attention, const AttentionResult& result, std::size_t sequence, std::size_t head,
+         AttentionScratch& scratch) { Task(attention, sequence, head).attend(result, scratch); },
+      [](const Attention& attention, const AttentionGradients& gradients, std::size_t sequence, std::size_t head,
+         AttentionScratch& scratch) { Task(attention, sequence, head).differentiate(gradients, sequence, scratch); },
+      multiply};
+}
 
 }  // namespace sennit::kernels::SENNIT_ISA

@@ -152,7 +152,7 @@ class Task : AttentionHead {
     const float* values = panels_of(attention_.value, pieces);
     float* weights = pieces.take(block_rows * columns);
     float* sums = pieces.take(block_rows * up(width_));
-    take_bias(columns, false, pieces);
+    take_bias(columns, pieces);
     for (std::size_t first = 0; first < length_; first += block_rows) {
       const Block block = block_at(first);
       std::array<float, block_rows> own{};
@@ -169,7 +169,6 @@ class Task : AttentionHead {
   }
 
   void differentiate(const AttentionGradients& gradients, std::size_t sequence, AttentionScratch& scratch) {
-    float* bias_gradient = gradients.bias == nullptr ? nullptr : gradient_of_bias(gradients, sequence);
     const std::size_t columns = most_columns(block_rows, lanes);
     Pieces pieces(scratch);
     const float* keys = columns_of(attention_.key, pieces);
@@ -181,9 +180,8 @@ class Task : AttentionHead {
     float* value_gradient = pieces.take_zeros(length_ * up(width_));
     float* weights = pieces.take(block_rows * columns);
     float* scores = pieces.take(block_rows * columns + lanes);
-    float* of_scores = bias_gradient != nullptr ? pieces.take(columns + 2 * lanes) : nullptr;
     float* sums = pieces.take(block_rows * up(depth_));
-    take_bias(columns, bias_gradient != nullptr, pieces);
+    take_bias(columns, pieces, gradient_of_bias(gradients, sequence));
     for (std::size_t first = 0; first < length_; first += block_rows) {
       const Block block = block_at(first);
       std::array<float, block_rows> own_weight{}, own_score{};
@@ -191,21 +189,16 @@ class Task : AttentionHead {
       fill_products(block, gradients.output, values, scores, own_score.data(), gradients.key, gradients.value);
       const ScoreBlock of_weights = scores_of(block, weights, own_weight.data());
       const ScoreBlock of_products = scores_of(block, scores, own_score.data());
-      float* of_row = bias_gradient == nullptr ? nullptr : of_scores - block.columns.begin;
       differentiate_weights(
           of_weights, of_products, gradients.statistics,
           [&](std::size_t i) SENNIT_INLINE_LAMBDA {
-            return [weight = of_weights.row(i), score = of_products.row(i), of_row](
-                       std::size_t j, const Wide& x, const Wide& of_score, const Wide& of_product, const auto&)
-                       SENNIT_INLINE_LAMBDA {
-                         store(weight + j, x);
-                         store(score + j, of_product);
-                         if (of_row != nullptr) store(of_row + j, of_score);
-                       };
+            return [weight = of_weights.row(i), score = of_products.row(i)](
+                       std::size_t j, const Wide& x, const Wide& of_product, const auto&) SENNIT_INLINE_LAMBDA {
+              store(weight + j, x);
+              store(score + j, of_product);
+            };
           },
-          [&](std::size_t i, float own_of_score) SENNIT_INLINE_LAMBDA {
-            if (bias_gradient != nullptr) add_bias_gradient(i, of_row, own_of_score, bias_gradient);
-          });
+          [](std::size_t) {});
       std::fill_n(sums, block_rows * up(depth_), 0.0f);
       sum_rows(block, scores, own_score.data(), key_panels, depth_, sums);
       store_rows(block, sums, gradients.query);
@@ -214,7 +207,7 @@ class Task : AttentionHead {
     }
     store_panels(key_gradient, gradients.key);
     store_panels(value_gradient, gradients.value);
-    if (bias_gradient != nullptr) store_bias_gradient(bias_gradient);
+    store_bias_gradient();
   }
 
  private:
@@ -382,19 +375,9 @@ class Task : AttentionHead {
   }
 };
 
-void attend(const Attention& attention, const AttentionResult& result, std::size_t sequence, std::size_t head,
-            AttentionScratch& scratch) {
-  Task(attention, sequence, head).attend(result, scratch);
-}
-
-void differentiate(const Attention& attention, const AttentionGradients& gradients, std::size_t sequence,
-                   std::size_t head, AttentionScratch& scratch) {
-  Task(attention, sequence, head).differentiate(gradients, sequence, scratch);
-}
-
 }  // namespace
 
 extern const AttentionKernels attention_kernels;
-const AttentionKernels attention_kernels{&attend, &differentiate, nullptr};
+const AttentionKernels attention_kernels = kernels_of<Task>(nullptr);
 
 }  // namespace sennit::kernels::SENNIT_ISA

@@ -57,7 +57,7 @@ class TileTask : AttentionHead {
     float* scores = pieces.take(band_rows * columns);
     std::uint16_t* weights = pieces.take_halves(band_rows * columns);
     float* sums = pieces.take(band_rows * width);
-    take_bias(columns, false, pieces);
+    take_bias(columns, pieces);
     const TileRegisters registers;
     for (std::size_t first = 0; first < length_; first += band_rows) {
       const Band band = band_at(first);
@@ -79,7 +79,6 @@ class TileTask : AttentionHead {
   }
 
   void differentiate(const AttentionGradients& gradients, std::size_t sequence, AttentionScratch& scratch) {
-    float* bias_gradient = gradients.bias == nullptr ? nullptr : gradient_of_bias(gradients, sequence);
     Pieces pieces(scratch);
     const Operand query = pack(attention_.query, pieces), key = pack(attention_.key, pieces);
     const Operand value = pack(attention_.value, pieces), arriving = pack(gradients.output, pieces);
@@ -93,12 +92,11 @@ class TileTask : AttentionHead {
     const std::size_t columns = most_columns(band_rows, tile_depth) + band_rows, depth = up(depth_);
     float* weights = pieces.take(band_rows * columns);
     float* scores = pieces.take(band_rows * columns);
-    float* of_scores = bias_gradient != nullptr ? pieces.take(columns + 2 * lanes) : nullptr;
     std::uint16_t* weight_pairs = pieces.take_halves(band_rows * columns);
     std::uint16_t* score_pairs = pieces.take_halves(band_rows * columns);
     std::uint16_t* score_rows = pieces.take_halves(band_rows * columns);
     float* sums = pieces.take(band_rows * depth);
-    take_bias(columns, bias_gradient != nullptr, pieces);
+    take_bias(columns, pieces, gradient_of_bias(gradients, sequence));
     const TileRegisters registers;
     for (std::size_t first = 0; first < length_; first += band_rows) {
       const Band band = band_at(first);
@@ -112,31 +110,26 @@ class TileTask : AttentionHead {
       const ScoreBlock of_weights = scores_of(band, weights, own_weight.data());
       const ScoreBlock of_products = scores_of(band, scores, own_score.data());
       const std::size_t begin = band.columns.begin;
-      float* of_row = bias_gradient == nullptr ? nullptr : of_scores - begin;
       differentiate_weights(
           of_weights, of_products, gradients.statistics,
           [&](std::size_t i) SENNIT_INLINE_LAMBDA {
             const std::size_t r = i - first;
             return [to = score_rows + r * band.width() - begin, weight_pair = weight_pairs + pair_of(r, 0),
-                    score_pair = score_pairs + pair_of(r, 0), begin, of_row, is_odd = r % 2 != 0](
-                       std::size_t j, const Wide& x, const Wide& of_score, const Wide& of_product, const auto& mask)
-                       SENNIT_INLINE_LAMBDA {
-                         if (of_row != nullptr) store(of_row + j, of_score);
-                         const Halves of_row = narrowed(only(of_product, mask));
-                         store_halves(to + j, of_row, lanes);
-                         const std::size_t at = pair_of(0, j - begin);
-                         put_pair(weight_pair + at, widen(narrowed(only(x, mask))), is_odd);
-                         put_pair(score_pair + at, widen(of_row), is_odd);
-                       };
+                    score_pair = score_pairs + pair_of(r, 0), begin, is_odd = r % 2 != 0](
+                       std::size_t j, const Wide& x, const Wide& of_product, const auto& mask) SENNIT_INLINE_LAMBDA {
+              const Halves of_row = narrowed(only(of_product, mask));
+              store_halves(to + j, of_row, lanes);
+              const std::size_t at = pair_of(0, j - begin);
+              put_pair(weight_pair + at, widen(narrowed(only(x, mask))), is_odd);
+              put_pair(score_pair + at, widen(of_row), is_odd);
+            };
           },
-          [&](std::size_t i, float own_of_score) SENNIT_INLINE_LAMBDA {
-            if (i >= history_) {
-              const std::size_t r = i - first, column = band.own_column(i) - begin;
-              const std::size_t at = pair_of(r, down(column)) + column % lanes * 2 + r % 2;
-              score_rows[r * band.width() + column] = score_pairs[at] = narrowed(wide(own_score[r]))[0];
-              weight_pairs[at] = narrowed(wide(own_weight[r]))[0];
-            }
-            if (bias_gradient != nullptr) add_bias_gradient(i, of_row, own_of_score, bias_gradient);
+          [&](std::size_t i) SENNIT_INLINE_LAMBDA {
+            if (i < history_) return;
+            const std::size_t r = i - first, column = band.own_column(i) - begin;
+            const std::size_t at = pair_of(r, down(column)) + column % lanes * 2 + r % 2;
+            score_rows[r * band.width() + column] = score_pairs[at] = narrowed(wide(own_score[r]))[0];
+            weight_pairs[at] = narrowed(wide(own_weight[r]))[0];
           });
       sum_rows(band, score_rows, key, key_pairs, sums);
       store_rows(band, sums, depth, gradients.query);
@@ -145,7 +138,7 @@ class TileTask : AttentionHead {
     }
     store_turned(key_gradient, gradients.key);
     store_turned(value_gradient, gradients.value);
-    if (bias_gradient != nullptr) store_bias_gradient(bias_gradient);
+    store_bias_gradient();
   }
 
  private:
@@ -412,16 +405,6 @@ class TileTask : AttentionHead {
   std::size_t padded_;  // The length in whole blocks.
 };
 
-void attend(const Attention& attention, const AttentionResult& result, std::size_t sequence, std::size_t head,
-            AttentionScratch& scratch) {
-  TileTask(attention, sequence, head).attend(result, scratch);
-}
-
-void differentiate(const Attention& attention, const AttentionGradients& gradients, std::size_t sequence,
-                   std::size_t head, AttentionScratch& scratch) {
-  TileTask(attention, sequence, head).differentiate(gradients, sequence, scratch);
-}
-
 void multiply_alone(const TileProducts& products) {
   const TileRegisters registers;
   multiply(products);
@@ -430,6 +413,6 @@ void multiply_alone(const TileProducts& products) {
 }  // namespace
 
 extern const AttentionKernels tile_attention_kernels;
-const AttentionKernels tile_attention_kernels{&attend, &differentiate, &multiply_alone};
+const AttentionKernels tile_attention_kernels = kernels_of<TileTask>(&multiply_alone);
 
 }  // namespace sennit::kernels::SENNIT_ISA
