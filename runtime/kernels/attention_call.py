@@ -65,9 +65,7 @@ class AttentionCall:
         _check_rows(query, key, value)
         rows, heads, _ = query.shape
         self._check_options(query.device, rows, heads)
-        if query.device.type == "cpu":
-            self._check_values(rows)
-        elif bool(self._may_be_wrong(rows)):
+        if bool(self._may_be_wrong(rows)):
             AttentionCall._check_values(self._on_the_host(), rows)
 
     def _check_options(self, device: torch.device, rows: int, heads: int) -> None:
@@ -122,7 +120,7 @@ class AttentionCall:
             wrong.append(((self.targets < 0) | (self.targets > lengths)).any())
         if self.boundaries is not None:
             wrong.append((self._edges().diff() <= 0).any())
-        if self.times is not None and rows >= 2:
+        if self.times is not None and rows >= 2 and len(lengths):
             wrong.append(self._backwards(self.times).any())
         return torch.stack(wrong).any()
 
@@ -166,9 +164,8 @@ class AttentionCall:
         """
         row = torch.arange(1, len(times), device=times.device)
         # Of offsets that are wrong, too, this is a sequence.
-        sequence = (torch.searchsorted(self.offsets.contiguous(), row, right=True) - 1).clamp(
-            0, max(0, len(self.offsets) - 2)
-        )
+        sequence = torch.searchsorted(self.offsets.contiguous(), row, right=True) - 1
+        sequence = sequence.clamp(0, len(self.offsets) - 2)
         end = self.offsets[1:] if self.targets is None else self.offsets[1:] - self.targets
         is_later = (row > self.offsets[sequence]) & (row < end[sequence])
         return (times[1:] < times[:-1]) & is_later

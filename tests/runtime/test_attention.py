@@ -270,6 +270,13 @@ def bad(message: str, **changes: Any) -> Any:
     ("changes", "message"),
     [
         bad("offsets from 0 to 29; allowed: from 0 to the number of rows, 30", offsets=torch.tensor([0, 10, 29])),
+        bad(
+            "offsets from 0 to 0; allowed: from 0 to the number of rows, 30",
+            offsets=torch.tensor([0]),
+            time_bias=torch.zeros(2, 2),
+            boundaries=torch.tensor([5]),
+            times=torch.zeros(30, dtype=torch.int64),
+        ),
         bad("offsets: torch.int32", offsets=torch.tensor([0, 10, 30], dtype=torch.int32)),
         bad("sequence 1: 21 targets; allowed: 0 to its length, 20", targets=torch.tensor([1, 21])),
         bad("activation 'relu'; allowed: softmax, silu", activation="relu"),

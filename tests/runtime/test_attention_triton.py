@@ -168,6 +168,10 @@ def test_checks_wait_once_for_a_device() -> None:
     [
         ({"offsets": OnDevice(torch.tensor([0, 3, 8]))}, "offsets from 0 to 8; allowed: from 0 to the number of rows"),
         ({"offsets": OnDevice(torch.tensor([0, 9, 7]))}, "offsets from 0 to 7; .* never falling"),
+        (
+            {"offsets": OnDevice(torch.tensor([0])), "targets": OnDevice(torch.zeros(0, dtype=torch.int64))},
+            "offsets from 0 to 0; allowed: from 0 to the number of rows",
+        ),
         ({"targets": OnDevice(torch.tensor([1, 5]))}, "sequence 1: 5 targets; allowed: 0 to its length, 4"),
         ({"times": OnDevice(torch.tensor([4, 5, 1, 0, 2, 1, 9]))}, "sequence 1, position 2: time 1 after 2; allowed"),
         ({"boundaries": OnDevice(torch.tensor([0]))}, r"boundaries \[0\]; allowed: rising, above 0"),
