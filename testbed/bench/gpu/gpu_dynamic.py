@@ -25,7 +25,7 @@ from sennit.runtime.sharded import ShardedEmbeddingBags as Module
 from sennit.runtime.sharded import Table
 from sennit.runtime.training import launch
 from sennit.testbed.bench.gpu.gpu_staging import TIMEOUT_S, device_of
-from sennit.testbed.bench.tables.dynamic import RATE, Ids, Shape
+from sennit.testbed.bench.tables.dynamic import RATE, Ids, Shape, step_of
 
 if TYPE_CHECKING:
     from sennit.testbed.bench.gpu.gpu import Settings
@@ -68,10 +68,6 @@ def _module(shape: Shape, seed: int, device: torch.device, kernels: str = "trito
     return Module([table], lr=RATE, gradients="sum", seed=seed, implementation_name=kernels, device=device)
 
 
-def _step(module: Module, ids: Tensor) -> None:
-    module({"id": ids})["id"].sum().backward()
-
-
 def _compared(settings: Settings, device: torch.device) -> str:
     """The digest of a small table on the device. Raises RuntimeError if that on the host is another."""
     shape = Shape(**SMALL, load=0.95, new=0.5)
@@ -79,7 +75,7 @@ def _compared(settings: Settings, device: torch.device) -> str:
     for place, kernels in ((device, "triton"), (torch.device("cpu"), "native")):
         ids, module = Ids(shape, settings.seed), _module(shape, settings.seed, place, kernels, ids="dynamic")
         for number in range(COMPARED_STEPS):
-            _step(module, ids.of(number)[0])
+            step_of(module, ids.of(number)[0])
         digests.append(module.digest())
     if digests[0] != digests[1]:
         raise RuntimeError(f"a dynamic table has weights {digests[0]} on {device}, and {digests[1]} in host memory")
@@ -91,14 +87,14 @@ def _beside_fixed(shape: Shape, settings: Settings, device: torch.device) -> lis
     dynamic, fixed = _module(shape, settings.seed, device, ids="dynamic"), _module(shape, settings.seed, device)
     # All known ids have rows, in the order in which they come.
     for part in ids.known.split(shape.bags * shape.length):
-        dynamic({"id": part.view(-1, 1)})["id"].sum().backward()
+        step_of(dynamic, part.view(-1, 1))
     taken: dict[str, list[float]] = {"dynamic": [], "fixed": []}
     for number in range(1 if settings.interpreter else settings.rounds + 1):
         drawn, rows = ids.of(number)
         turns = [("dynamic", dynamic, drawn), ("fixed", fixed, rows)]
         for name, module, given in turns[:: 1 if number % 2 else -1]:
             if settings.interpreter:
-                _step(module, given)
+                step_of(module, given)
             else:
                 taken[name].append(_step_ms(module, given))
     what = f"{shape.load:.0%} of rows in use, {shape.new:.0%} new ids"
@@ -115,7 +111,7 @@ def _step_ms(module: Module, ids: Tensor) -> float:
     """One step, on the clock of the device. New ids are new once, so nothing runs beforehand."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
-    _step(module, ids)
+    step_of(module, ids)
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end))
@@ -127,7 +123,7 @@ def _growth(shape: Shape, settings: Settings, device: torch.device) -> dict[str,
     for part in batches[:-1] if len(batches) > 1 else batches:
         given = part.view(-1, 1)
         if settings.interpreter:
-            _step(module, given)
+            step_of(module, given)
         else:
             taken.append(_step_ms(module, given))
     one: dict[str, Any] = {"name": f"dynamic table that fills, {shape.rows:,} rows"}

@@ -10,12 +10,7 @@ from pathlib import Path
 
 from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.stream.loader import StreamLoader
-
-
-def greatest_memory_bytes() -> int:
-    """Of this program alone. `getrusage` also counts what the process was before it ran this program."""
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+from sennit.testbed.bench.peak_memory import peak_bytes
 
 
 def main(place: str, schema: str, known: str, batch_rows: str, steps: str, resume: str) -> None:
@@ -33,7 +28,7 @@ def main(place: str, schema: str, known: str, batch_rows: str, steps: str, resum
     for _ in range(min(int(steps), len(loader))):
         next(batches)
     # Before there is a second loader.
-    told = {"memory_bytes": greatest_memory_bytes(), "open_s": opened_s - began_s, "first_s": first_s - opened_s}
+    told = {"memory_bytes": peak_bytes(), "open_s": opened_s - began_s, "first_s": first_s - opened_s}
     resumed_s = None
     if int(resume) < loader.order.step_count:
         state = loader.state_dict() | {"step": int(resume)}

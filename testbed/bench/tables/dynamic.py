@@ -131,11 +131,11 @@ def _beside(shape: Shape, optimizer: str, peer: str, rounds: int, seed: int) -> 
     ours = _module(shape, optimizer, ids="dynamic")
     # All known ids have rows, in the order in which they come.
     for part in ids.known.split(shape.bags * shape.length):
-        ours({"id": part.view(-1, 1)})["id"].sum().backward()
-    steps: dict[str, Callable[[Tensor], None]] = {"sennit": lambda given: _step(ours, given)}
+        step_of(ours, part.view(-1, 1))
+    steps: dict[str, Callable[[Tensor], None]] = {"sennit": lambda given: step_of(ours, given)}
     if peer == FIXED:
         fixed = _module(shape, optimizer)
-        steps[peer] = lambda rows: _step(fixed, rows)
+        steps[peer] = lambda rows: step_of(fixed, rows)
     else:
         steps[peer] = _with_torch(shape, _dict(ids) if peer == BY_HAND else managed(shape, ids))
     taken: dict[str, list[float]] = {name: [] for name in steps}
@@ -159,10 +159,10 @@ def _growth(shape: Shape, seed: int) -> Growth:
     warm = _module(shape, "row_wise_adagrad", ids="dynamic")
     batches = Ids(shape, seed).known.split(shape.bags * shape.length)
     for part in batches[:2]:
-        _step(warm, part.view(-1, 1))
+        step_of(warm, part.view(-1, 1))
     for part in batches[:-1] if len(batches) > 1 else batches:
         began_s = time.process_time()
-        _step(module, part.view(-1, 1))
+        step_of(module, part.view(-1, 1))
         taken.append(time.process_time() - began_s)
     return Growth(shape=shape, step_s=taken)
 
@@ -172,7 +172,8 @@ def _module(shape: Shape, optimizer: str, **options: Any) -> ShardedEmbeddingBag
     return ShardedEmbeddingBags([table], lr=RATE, gradients="sum")
 
 
-def _step(module: ShardedEmbeddingBags, ids: Tensor) -> None:
+def step_of(module: ShardedEmbeddingBags, ids: Tensor) -> None:
+    """Looks up bags of ids, int64 [bags, length], and updates their rows."""
     module({"id": ids})["id"].sum().backward()
 
 

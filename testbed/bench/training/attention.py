@@ -16,7 +16,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -25,9 +24,9 @@ from rich.table import Table as Lines
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from sennit.errors import DeviceError
 from sennit.runtime.calibrate.machine import describe, one_core
 from sennit.runtime.kernels import _kernels, jagged_attention
+from sennit.testbed.bench.peak_memory import peak_bytes, reset_peak
 
 SHAPE_OF_LENGTHS: Final = 1.5
 """The gamma distribution's shape. Its mean is given."""
@@ -197,18 +196,9 @@ def added_bytes(way: Callable[[], Step]) -> int:
     gc.collect()
     # What is freed stays with the process otherwise, and the next one uses it.
     ctypes.CDLL(None).malloc_trim(0)
-    # Linux, proc(5): the greatest size so far is now the present one.
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    before = _status_bytes("VmRSS")
+    before = reset_peak()
     step()
-    return _status_bytes("VmHWM") - before
-
-
-def _status_bytes(name: str) -> int:
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise DeviceError(f"/proc/self/status has no {name}")
+    return peak_bytes() - before
 
 
 def attend(sequences: Sequences, **options: Any) -> list[Tensor]:

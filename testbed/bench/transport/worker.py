@@ -7,8 +7,8 @@ in a socket read, even if its library would busy-wait.
 
 import sys
 from multiprocessing.connection import Client
-from pathlib import Path
 
+from sennit.testbed.bench.peak_memory import peak_bytes, reset_peak
 from sennit.testbed.bench.transport.library import Library, make_library
 from sennit.testbed.bench.transport.worker_commands import (
     Allocate,
@@ -21,13 +21,6 @@ from sennit.testbed.bench.transport.worker_commands import (
     Stop,
     Verify,
 )
-
-
-def _status_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) << 10
-    raise RuntimeError(f"/proc/self/status has no {field}")
 
 
 def _measure(library: Library, command: Measure) -> float:
@@ -46,11 +39,9 @@ def _obey(library: Library, command: Command) -> float | int | None:
         case Allocate(case):
             library.allocate(case)
         case ResetPeak():
-            # proc(5), clear_refs: 5 resets the peak resident set size.
-            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
-            return _status_bytes("VmRSS")
+            return reset_peak()
         case ReadPeak():
-            return _status_bytes("VmHWM")
+            return peak_bytes()
         case Stop():
             library.stop()
     return None
