@@ -137,12 +137,13 @@ class DeviceTables(Closing):
 
     def begin(self, lines: Tensor, values: Tensor) -> None:
         """Rows in use begin anew, in the cache in host memory: weights are `values`, states are 0."""
-        stored = lines[self._row_of_line[lines] >= 0]
+        is_stored = self._row_of_line[lines] >= 0
+        there = self._host_line[lines[is_stored]]
         for name, part in self._host.parts.items():
             if name == "weight":
-                part.index_copy_(0, self._host_line[stored], values[self._row_of_line[lines] >= 0].to(part.dtype))
+                part.index_copy_(0, there, values[is_stored].to(part.dtype))
             else:
-                part.index_fill_(0, self._host_line[stored], 0)
+                part.index_fill_(0, there, 0)
 
     def forget(self, rows: Tensor) -> None:
         """Rows of the store are no longer on the device, unlike what was copied there."""

@@ -172,11 +172,10 @@ class StoredShards(Shards):
         batch, _ = resolve(batch, self._with_spares, Bounds.ERROR)
         tables, ids = tables_of(batch), batch.values.to(torch.int64)
         caches, numbers = self._cache_of[tables], self._number_of[tables]
-        if any(self._spares):
-            caches = caches.masked_fill(ids >= self._counts[tables], -1)
         is_spare, spare = None, ids
         if any(self._spares):
-            is_spare = (ids >= self._counts[tables]) & (self._cache_of[tables] >= 0)
+            is_beyond = ids >= self._counts[tables]
+            is_spare, caches = is_beyond & (caches >= 0), caches.masked_fill(is_beyond, -1)
             # What tells them apart, and in host memory their lines.
             spare = ids - self._counts[tables] + self._first_spare[tables]
         parts: list[tuple[PrefetchedRows | DeviceRows | LooseRows, Tensor]] = []
