@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sennit.command_line import EXIT_NO_OUTPUT, OutputLost, fail, output
+from sennit.command_line import EXIT_NO_OUTPUT, OutputLost, fail, output, write_whole
+from sennit.errors import SennitError
 from tests.extent import briefly
 from tests.free_ports import free_ports
 from tests.terminal import run_on_terminal
@@ -83,6 +84,24 @@ def test_output_that_cannot_be_written_is_told_in_one_line(flags: list[str], arg
     )  # fmt: skip
     if arguments == EXPLAIN:
         assert run(0).returncode == EXIT_NO_OUTPUT
+
+
+def test_what_must_not_be_replaced_is_written_where_it_is(tmp_path: Path) -> None:
+    """A link such as /dev/stdout stays one, and whoever reads a pipe gets what is written."""
+    target, link, pipe = (tmp_path / name for name in ("target", "link", "pipe"))
+    link.symlink_to(target)
+    write_whole(link, "first")
+    assert (link.is_symlink(), target.read_text()) == (True, "first")
+    os.mkfifo(pipe)
+    end = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_whole(pipe, "second")
+        assert os.read(end, 100) == b"second"
+    finally:
+        os.close(end)
+    assert pipe.is_fifo()
+    with pytest.raises(SennitError, match="/dev/full cannot be written: No space left on device"):
+        write_whole(Path("/dev/full"), "third")
 
 
 def test_a_command_that_tells_its_errors_tells_of_lost_output_alike(capsys: pytest.CaptureFixture[str]) -> None:
