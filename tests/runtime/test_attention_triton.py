@@ -92,6 +92,7 @@ def test_gradients_of_biases_have_the_bits_of_the_native_kernels(case: str) -> N
 
 
 @interpreted
+@pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning")  # by NumPy
 @pytest.mark.parametrize("activation", briefly(["softmax", "silu"], ["silu"]))
 def test_numbers_that_are_none_stay_where_they_may_be_seen(activation: str) -> None:
     batch = batch_of(4, (3, 20), heads=1, dim=5, width=5)

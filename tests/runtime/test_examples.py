@@ -32,7 +32,7 @@ UDP = {"SENNIT_TRANSPORT": "udp", "SENNIT_INTERFACES": "lo"}
 # Example -> its data set, and arguments for a short run.
 SHORT = {
     "dcnv2": ("flights", "--samples=8192"),
-    "deepfm": ("flights", "--samples=4096"),
+    "deepfm": ("flights", "--samples=8192"),
     "two_tower": ("movielens", "--steps=20"),
     "retrieval_sequences": ("movielens", "--steps=20"),
     "torchrec_dlrm": (None, "--steps=20"),
