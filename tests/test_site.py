@@ -22,13 +22,14 @@ from sennit.testbed.site.lists import for_python_markdown
 from sennit.testbed.site.repository import PLACES, ROOT, for_site, origin, place
 from tests import browser
 
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 # What a browser loads by itself. A link that a reader may follow is no asset.
 ASSETS = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src", "object": "data"}
 COUNTED = ("h1", "h2", "h3", "h4", "li", "ul", "ol", "table", "tr", "td", "pre", "img", "em", "strong", "blockquote")
 PAGES = sorted([*(ROOT / path for path in PLACES), *(ROOT / "docs").rglob("*.md")])
 
 pytestmark = [
+    pytest.mark.timeout(1.25 * DEADLINE_S),
     pytest.mark.slow,
     pytest.mark.needs("dot"),
     pytest.mark.skipif(find_spec("material") is None, reason="the extra docs is not installed"),
