@@ -201,5 +201,5 @@ def test_a_command_that_starts_ranks_imports_neither_torchs_compiler_nor_what_is
         "import os, sys, sennit.runtime.training.command; "
         f"print([m for m in sys.modules if m.startswith({names})], len(os.listdir('/proc/self/task')))"
     )
-    done = subprocess.run([sys.executable, "-c", program], check=True, timeout=60, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run([sys.executable, "-c", program], check=True, timeout=110, stdout=subprocess.PIPE, text=True)
     assert done.stdout == "[] 1\n"
