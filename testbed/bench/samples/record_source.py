@@ -42,7 +42,7 @@ class RecordSource(Closing):
         self._object = BpfObject(compile_source("frames", source), max_entries={"frames": batches * self.count})
         self._program = self._object.program("send_frame")
         self._interface_index = link.within(cable.NEAR, socket.if_nametoindex, cable.NEAR)
-        self.prepare(0)
+        self._prepared = range(0)
         # An attached program is in the kernel's table of direct calls to XDP programs. Otherwise each run would enter
         # it there and remove it again, which takes 20 ms. Nothing arrives at this interface.
         self._link = link.within(

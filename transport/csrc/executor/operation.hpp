@@ -218,7 +218,7 @@ class Operation final : public MailboxClient {
   bool background_ = false;
   OperationTimes times_;
   size_t place_ = 0;       // among the engine's active operations
-  uint64_t post_ = 0;      // how many the engine had before it
+  uint64_t post_ = 0;      // its number among the engine's posts
   bool has_news_ = false;  // the host will look at it
   uint32_t source_ = SENNIT_ANY_PEER;
   std::string error_;
