@@ -68,7 +68,7 @@ class Histories:
             order = arrays.in_memory()
             sort(index, history.of, columns, Collected(arrays), order, time=time)
             return cls(history, order, {column.name: column.values for column in columns if column.is_coded})
-        key = _key(index, schema)
+        key = _key(index, schema, time)
         files = HistoryFiles(key, arrays)
 
         def make(folder: Path) -> None:
@@ -165,12 +165,17 @@ def _lists(offsets: npt.NDArray[np.int64], values: Any) -> Any:
     return arrow.LargeListArray.from_arrays(arrow.array(offsets), values)
 
 
-def _key(index: StreamIndex, schema: Schema) -> str:
-    """What tells these histories from others. It is a part of a file's name."""
+def _key(index: StreamIndex, schema: Schema, time: str | None) -> str:
+    """What tells these histories from others: the rows, and for what they were checked. It is a part of a file's name.
+
+    `time`: the column of the history that was checked for its order.
+    """
     assert schema.history is not None
-    parts: list[Any] = [index.fingerprint, schema.history.of]
-    encodings = {part.name: part.encode == "dictionary" for part in schema.sparse}
-    parts += [[name, encodings[name]] for name in (*schema.history.columns, *schema.history.past)]
+    parts: list[Any] = [index.fingerprint, schema.history.of, time]
+    fields = {part.name: part for part in schema.sparse}
+    for name in (*schema.history.columns, *schema.history.past):
+        field = fields[name]
+        parts.append([name, field.encode == "dictionary", field.rows if field.encode == "id" else None])
     if index.skipped_rows:
         # Which rows are left out depends on what the schema refuses, and the fingerprint has only how many.
         parts.append(repr(schema))

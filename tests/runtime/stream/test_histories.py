@@ -23,7 +23,7 @@ from sennit.errors import DeviceError
 from sennit.runtime.data import sources
 from sennit.runtime.data.errors import DataError, MissingPackage
 from sennit.runtime.data.order import OrderSettings
-from sennit.runtime.data.schema import HISTORY_MAX, Schema, parse_schema
+from sennit.runtime.data.schema import HISTORY_MAX, Schema, TimeField, parse_schema
 from sennit.runtime.data.source import Source
 from sennit.runtime.ingest.feed_stream import FeedStream
 from sennit.runtime.stream import histories as histories_module
@@ -500,6 +500,22 @@ def test_files_of_rows_that_look_alike_are_made_anew(tmp_path: Path) -> None:
         assert expanded(opened(other, schema, in_files=True), other, schema)["item"] == [[0], [1], [0, 2], [1, 3]]
     with pytest.raises(DataError, match="row 1 of the stream: column user has another value than when histories"):
         expanded(histories, other, schema)
+
+
+def test_files_serve_only_what_they_were_checked_for(tmp_path: Path) -> None:
+    """Rows that one schema allows and the next refuses: as many rows of a table, and the order of time."""
+    rows = rows_of([0, 1, 0, 1])
+    ids = {"item": {"encode": "id", "rows": 50}, "action": {"rows": 3}}
+    allows = schema_of(sparse=ids, columns=["item"], past=[])
+    index = index_of(tmp_path / "ids", rows, allows)
+    opened(index, allows, in_files=True)
+    few = schema_of(sparse=ids | {"item": {"encode": "id", "rows": 3}}, columns=["item"], past=[])
+    with pytest.raises(DataError, match=r"column item.*: row id 3; allowed in table item: \[0, 3\)"):
+        opened(index, few, in_files=True)
+    index = index_of(tmp_path / "times", rows_of([0, 1, 0, 1], item=pa.array([9, 9, 5, 5])), allows)
+    opened(index, allows, in_files=True)
+    with pytest.raises(DataError, match="time 5 after 9 of the same user"):
+        opened(index, replace(allows, time=TimeField(column="item")), in_files=True)
 
 
 def test_a_full_disk_is_an_error_that_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
