@@ -361,12 +361,13 @@ class Room:
             f"table {table.name}" if is_whole else f"shard {shard_name(self.tables, shards[0])} of table {table.name}"
         )
         kind = "tables" if len(self._limits) == 1 else f"tables in {home.value}"
+        files = 'tables with home = "file"' if self._homes.has_store else "a table store"
+        ways = ["more ranks", *([] if home is Home.FILE else [files]), "tensor trains", "more row shards"]
         raise ConfigError(
             f"{what} needs {size:,} bytes with its optimizer states. Of the {self._limit(home, rank):,} bytes for "
             f"{kind} on rank {rank}, {where}, {left:,} are left: {size - left:,} bytes are missing. All {kind} need "
             f"{self._size(shard for shard in self._bytes_of if home_of[shard.table] is home):,} bytes, all ranks have "
-            f"{sum(self._limits[home]):,}. Give more ranks, a table store, tensor trains, more row shards or fewer "
-            "columns"
+            f"{sum(self._limits[home]):,}. Give {', '.join(ways)} or fewer columns"
         )
 
     def _home(self, number: int, is_replicated: bool) -> Home:

@@ -119,7 +119,7 @@ def test_a_host_without_room_is_passed_over() -> None:
             [1000, 1500],
             r"table huge needs 2,400 bytes with its optimizer states. Of the 1,500 bytes for tables on rank 1, "
             r"which has the most room, 1,500 are left: 900 bytes are missing. "
-            r"All tables need 2,600 bytes, all ranks have 2,500",
+            r"All tables need 2,600 bytes, all ranks have 2,500. Give more ranks, a table store, tensor",
         ),
         (
             "data_parallel",
@@ -151,12 +151,14 @@ def test_tables_count_where_they_lie() -> None:
         place(tables, 1, limits={Home.DRAM: [399]}, homes=homes)
     message = (
         r"table medium needs 400 bytes .* Of the 879 bytes for tables in file on rank 0, .* 399 are left: 1 bytes are "
-        r"missing. All tables in file need 880 bytes, all ranks have 879."
+        r"missing. All tables in file need 880 bytes, all ranks have 879. Give more ranks, tensor trains, more row "
+        r"shards or fewer columns$"
     )
     with pytest.raises(ConfigError, match=message):
         place(tables, 1, limits={Home.DRAM: [400], Home.FILE: [879]}, homes=homes)
     # What every rank has is in memory.
-    with pytest.raises(ConfigError, match="All tables need 880 bytes, all ranks have 879"):
+    message = r"All tables need 880 bytes, all ranks have 879. Give more ranks, tables with home = \"file\", tensor"
+    with pytest.raises(ConfigError, match=message):
         place(tables, 1, {"small": "data_parallel"}, limits={Home.DRAM: [879]}, homes=homes)
     with pytest.raises(ConfigError, match="table large: home file without a table store; allowed: dram"):
         place([dataclasses.replace(tables[0], home=Home.FILE)], 1, limits=[400])
