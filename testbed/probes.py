@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -122,8 +123,38 @@ def _slurm() -> Capability:
     return present(name, "a Slurm cluster of its own on this machine")
 
 
+def libfuzzer() -> str:
+    """The newest clang++ that has the runtimes of its fuzzer and sanitizers, a package of their own; "": none."""
+    program = 'extern "C" int LLVMFuzzerTestOneInput(const unsigned char*, unsigned long) { return 0; }'
+    options = ["-x", "c++", "-fsanitize=fuzzer,address,undefined", "-", "-o", os.devnull]
+    for name in ("clang++", *(f"clang++-{version}" for version in range(20, 13, -1))):
+        if (path := shutil.which(name)) is not None:
+            limit_s = capabilities.PROBE_TIMEOUT_S
+            made = subprocess.run([path, *options], input=program, capture_output=True, text=True, timeout=limit_s)
+            if made.returncode == 0:
+                return path
+    return ""
+
+
+def _libfuzzer() -> Capability:
+    name = "libfuzzer"
+    found = libfuzzer()
+    if not found:
+        return absent(name, "no clang with a libFuzzer runtime", "apt-get install clang libclang-rt-14-dev")
+    return present(name, found)
+
+
+def _pyverbs() -> Capability:
+    name = "pyverbs"
+    if importlib.util.find_spec(name) is None:
+        return absent(name, "pyverbs is not installed", "install pyverbs (Debian: python3-pyverbs)")
+    return present(name, "tests can use RDMA devices themselves")
+
+
 capabilities.PROBES.update(
     {
+        "libfuzzer": _libfuzzer,
+        "pyverbs": _pyverbs,
         "vm": _vm,
         "tc-bpf": _tc_bpf,
         "netem": _netem,

@@ -6,13 +6,14 @@
 Each runner leaves a report there in JUnit's form. A test belongs to the ring that its property `ring` names, else to
 that of its report's name. A ring that must run and has no test that passed makes the status 1. Outside of CI a ring is
 excused by anything that this machine lacks, in CI (CI=true) only by what no package brings: apt-packages.txt is
-installed there.
+installed there. So are the Python packages, and a single test that skips for want of one makes the status 1, too.
 """
 
 from __future__ import annotations
 
 import collections
 import os
+import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Collection, Mapping
@@ -64,9 +65,9 @@ def _no_kernel_boots() -> str | None:
 # A Python test is of the first that fits.
 RINGS: Final = (
     Ring(name="gpu", needs=("gpu",), machine=lambda: capabilities.missing("gpu"), marks=frozenset({"gpu"})),
-    Ring(name="rdma", needs=("vm",), machine=_no_kernel_boots, marks=frozenset({"rdma"})),
+    Ring(name="rdma", needs=("vm", "pyverbs"), machine=_no_kernel_boots, marks=frozenset({"rdma"})),
     Ring(name="vm", needs=("vm",), machine=_no_kernel_boots, marks=frozenset({"vm"})),
-    Ring(name="trace", needs=("bcc",), machine=lambda: capabilities.missing("root"), marks=frozenset({"bcc"})),
+    Ring(name="trace", needs=("bcc",), machine=lambda: capabilities.missing("root", "bpf"), marks=frozenset({"bcc"})),
     Ring(name="xdp", needs=("arena", "native-xdp"), machine=_arena, marks=frozenset({"arena", "native-xdp"})),
     Ring(
         name="root",
@@ -77,8 +78,29 @@ RINGS: Final = (
     Ring(name=INNER),
     Ring(name="cpp"),
     Ring(name="model"),
-    Ring(name="fuzz", needs=("clang",)),
+    Ring(name="fuzz", needs=("libfuzzer",)),
 )
+
+_BY_PACKAGES_ALONE: Final = (
+    *("core", "torch", "backend", "tracepoints", "clang", "libfuzzer", "pyverbs", "ip", "tc", "nsenter", "bpftool"),
+    *("bpftrace", "dumpcap", "tshark", "chromium", "dot", "slurm"),
+)
+PACKAGED: Final[Mapping[str, Callable[[], str | None]]] = {
+    **dict.fromkeys(_BY_PACKAGES_ALONE, lambda: None),
+    "bcc": lambda: capabilities.missing("root", "bpf"),
+    "tc-bpf": lambda: capabilities.missing("bpf"),
+    "arena": _arena,
+    "vm": _no_kernel_boots,
+}
+"""Capabilities that packages bring, and why they do not on this machine, as `Ring.machine`."""
+
+OPTIONAL: Final = (
+    *("torchrec", "accelerate", "lightning", "ray", "openmpi", "mpi4py", "fbgemm"),  # make frameworks, make bench
+    "systemd-analyze",  # a container has none
+)
+"""What may be missing in CI, as the reasons of tests say it."""
+
+_MISSES_PACKAGE: Final = re.compile(r"could not import|not installed|not built|is not here")
 
 
 def of_test(marks: Collection[str]) -> str:
@@ -86,19 +108,33 @@ def of_test(marks: Collection[str]) -> str:
     return next((ring.name for ring in RINGS if ring.marks.intersection(marks)), INNER)
 
 
-def counts(folder: Path) -> dict[str, collections.Counter[str]]:
-    """How many tests of each ring passed, failed and were skipped, by the reports in `folder`.
+def read(folder: Path) -> tuple[dict[str, collections.Counter[str]], collections.Counter[str]]:
+    """How many tests of each ring passed, failed and were skipped, by the reports in `folder`; and why how many were
+    skipped.
 
     Raises ParseError for a report that is cut off.
     """
     found: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    reasons: collections.Counter[str] = collections.Counter()
+    names = {ring.name for ring in RINGS}
     for path in sorted(folder.glob("*.xml")):
+        of_others = path.stem if path.stem in names else INNER
         for case in ElementTree.parse(path).iter("testcase"):
-            names = [str(entry.get("value")) for entry in case.iter("property") if entry.get("name") == PROPERTY]
+            own = [str(entry.get("value")) for entry in case.iter("property") if entry.get("name") == PROPERTY]
             ends = {child.tag for child in case}
             end = "failed" if ends & {"failure", "error"} else "skipped" if "skipped" in ends else "passed"
-            found[names[0] if names else path.stem][end] += 1
-    return found
+            found[own[0] if own else of_others][end] += 1
+            # Of a file that was not collected the text has the reason.
+            reasons.update(f"{skip.get('message')}: {skip.text}" for skip in case.iter("skipped"))
+    return found, reasons
+
+
+def may_skip(reason: str) -> bool:
+    """Whether a test may be skipped for this reason in CI, where all packages are installed."""
+    if named := re.match(r"missing capability ([\w-]+)", reason):
+        machine = PACKAGED.get(named[1])
+        return machine is None or machine() is not None
+    return _MISSES_PACKAGE.search(reason) is None or any(name in reason for name in OPTIONAL)
 
 
 def excuse(ring: Ring, *, in_ci: bool) -> str | None:
@@ -106,8 +142,13 @@ def excuse(ring: Ring, *, in_ci: bool) -> str | None:
     return ring.machine() if in_ci else capabilities.missing(*ring.needs)
 
 
-def report(found: Mapping[str, Mapping[str, int]], *, in_ci: bool) -> tuple[list[str], bool]:
-    """A line for each ring, and whether all that must run did."""
+def report(
+    found: Mapping[str, Mapping[str, int]], reasons: Mapping[str, int], *, in_ci: bool
+) -> tuple[list[str], bool]:
+    """A line for each ring, one for each reason to skip that is none here, and whether all that must run did.
+
+    `found`, `reasons`: what `read` returns.
+    """
     lines, complete = [], True
     for ring in RINGS:
         count = found.get(ring.name, {})
@@ -118,11 +159,15 @@ def report(found: Mapping[str, Mapping[str, int]], *, in_ci: bool) -> tuple[list
             complete = complete and why is not None
             line += f"  not run: {why}" if why else "  MUST RUN HERE, AND DID NOT"
         lines.append(line)
+    for reason, count in reasons.items() if in_ci else ():
+        if not may_skip(reason):
+            complete = False
+            lines.append(f"{count:,} skipped, AND MUST RUN HERE: {reason}")
     return lines, complete
 
 
 def main(folder: Path) -> int:
-    lines, complete = report(counts(folder), in_ci=os.environ.get("CI") == "true")
+    lines, complete = report(*read(folder), in_ci=os.environ.get("CI") == "true")
     print("\n".join(f"test: {line}" for line in lines))
     return 0 if complete else 1
 

@@ -122,6 +122,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item.get_closest_marker("long") is None]
     for item in items:
+        # Not when it runs: what its own marker skips would belong to no ring.
+        marks = {*_needed(item), *(mark.name for mark in item.iter_markers())}
+        item.user_properties.append((rings.PROPERTY, rings.of_test(marks)))
         if item.get_closest_marker("long") is not None and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
     if hasattr(config, "workerinput"):
@@ -162,14 +165,16 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips a test if this machine lacks a capability of its ring, or of `needs(...)`. Names what is missing."""
-    names = [name for ring, needed in RINGS.items() if item.get_closest_marker(ring) for name in needed]
-    for marker in item.iter_markers("needs"):
-        names.extend(marker.args)
-    item.user_properties.append((rings.PROPERTY, rings.of_test({*names, *(mark.name for mark in item.iter_markers())})))
-    reason = capabilities.missing(*names)
+    reason = capabilities.missing(*_needed(item))
     if reason is not None:
         pytest.skip(reason)
     _let_it_take_its_timeout(item)
+
+
+def _needed(item: pytest.Item) -> list[str]:
+    """The capabilities that a test needs."""
+    names = [name for ring, needed in RINGS.items() if item.get_closest_marker(ring) for name in needed]
+    return names + [name for marker in item.iter_markers("needs") for name in marker.args]
 
 
 def _let_it_take_its_timeout(item: pytest.Item) -> None:

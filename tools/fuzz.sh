@@ -6,13 +6,8 @@ set -euo pipefail
 seconds=${1:?usage: fuzz.sh SECONDS}
 . tools/quietly.sh
 
-for clang in clang++ clang++-{20..14} none; do
-  command -v "$clang" >/dev/null || continue
-  # The compiler alone is not enough: its fuzzer and sanitizer runtimes are a package of their own.
-  printf 'extern "C" int LLVMFuzzerTestOneInput(const unsigned char*, unsigned long) { return 0; }' |
-    "$clang" -x c++ -fsanitize=fuzzer,address,undefined - -o /dev/null 2>/dev/null && break
-done
-if [[ $clang == none ]] || ! command -v "$clang" >/dev/null; then
+clang=$(.venv/bin/python -c 'from sennit.testbed import probes; print(probes.libfuzzer())')
+if [[ -z $clang ]]; then
   echo "fuzz: skipped, no clang with a libFuzzer runtime (apt-get install clang libclang-rt-14-dev)"
   exit 0
 fi
