@@ -159,10 +159,10 @@ def report(
             complete = complete and why is not None
             line += f"  not run: {why}" if why else "  MUST RUN HERE, AND DID NOT"
         lines.append(line)
-    for reason, count in reasons.items() if in_ci else ():
+    for reason, times in reasons.items() if in_ci else ():
         if not may_skip(reason):
             complete = False
-            lines.append(f"{count:,} skipped, AND MUST RUN HERE: {reason}")
+            lines.append(f"{times:,} skipped, AND MUST RUN HERE: {reason}")
     return lines, complete
 
 
