@@ -18,8 +18,9 @@ _QUEUES: Final = 4
 # their sum on all kernels that have the column.
 _BACKLOG: Final = 11
 
+WRONG_CHECKSUM: Final = "kernel_checksum"
 LOSSES: Final = {
-    "InCsumErrors": "kernel_checksum",
+    "InCsumErrors": WRONG_CHECKSUM,
     "RcvbufErrors": "kernel_full_socket",
     "MemErrors": "kernel_no_memory",
     "NoPorts": "kernel_no_socket",

@@ -6,6 +6,7 @@ A measure that a scenario cannot give is absent.
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,7 @@ from typing import Final
 from sennit.testbed.bench.results import quantile
 from sennit.testbed.scenarios import fault_timeline
 from sennit.testbed.scenarios.counters import total
+from sennit.testbed.scenarios.kernel_packets import WRONG_CHECKSUM
 from sennit.testbed.scenarios.model import Library, Operation, Scenario
 from sennit.testbed.scenarios.stage import Observations, Recovery, Run
 from sennit.testbed.scenarios.training_runs import Ended
@@ -191,9 +193,12 @@ def _impairment(seen: Observations) -> Measures:
     measures["refused_packets"] = sum(counted.get(name, 0) for name in REFUSALS)
     lost = total(run.kernel_losses for run in ours)
     if corrupted := done.get("corrupted"):
-        # Nobody knows which of the packets that a kernel dropped were corrupt: as many as are missing.
+        # Nobody knows which of the packets that a kernel dropped were corrupt: as many as are missing, if it can be so.
+        # It drops those with a wrong checksum for it, and those that find a full socket without looking at them.
         refused = measures["refused_packets"]
-        by_kernel = min(sum(lost.values()), max(corrupted - refused, 0))
+        unseen = sum(count for name, count in lost.items() if name != WRONG_CHECKSUM)
+        may_be = lost.get(WRONG_CHECKSUM, 0) + _corrupt_among(unseen, seen.scenario.impairment.corrupt_fraction)
+        by_kernel = min(may_be, max(corrupted - refused, 0))
         measures["corrupt_counted"] = (refused + by_kernel) / corrupted
         measures |= {f"refused.{name}": counted[name] for name in REFUSALS if counted.get(name)}
         measures |= {f"lost.{name}": count for name, count in lost.items() if count}
@@ -206,6 +211,18 @@ def _impairment(seen: Observations) -> Measures:
         measures["hostile_packets_per_s"] = measures["hostile_sent"] / seen.hostile_s
         measures |= {f"refused.{name}": counted[name] for name in REFUSALS if counted.get(name)}
     return measures
+
+
+def _corrupt_among(dropped: int, fraction: float) -> int:
+    """How many of the dropped packets may be corrupt, if nobody chose them: more are there once in a million times."""
+    if fraction == 0:
+        return 0
+    found, below = -1, 0.0
+    while below < 1 - 1e-6 and found < dropped:
+        found += 1
+        ways = math.lgamma(dropped + 1) - math.lgamma(found + 1) - math.lgamma(dropped - found + 1)
+        below += math.exp(ways + found * math.log(fraction) + (dropped - found) * math.log1p(-fraction))
+    return found
 
 
 def _deaths(seen: Observations) -> Measures:

@@ -458,19 +458,32 @@ def test_goals_of_speed_fail_a_case_only_when_strict() -> None:
     assert dataclasses.replace(goals[1], at_most=0.95).text() == "≥ 0.9 and ≤ 0.95"
 
 
-@pytest.mark.parametrize(("refused", "lost", "counted"), [(10, 5, 1.0), (8, 5, 1.0), (8, 1, 0.9), (11, 0, 1.1)])
+@pytest.mark.parametrize(
+    ("refused", "lost", "counted"),
+    [
+        (10, 5, 1.0),
+        (8, 100, 1.0),
+        (8, 1, 0.9),
+        # One in a hundred is corrupt: five that found a full socket do not explain ten.
+        (0, 5, 0.3),
+        (11, 0, 1.1),
+    ],
+)
 def test_corrupt_packets_are_accounted_for_by_name(refused: int, lost: int, counted: float) -> None:
     done = run(
         [],
         impairment_counters={"corrupted": 10},
-        rank_counters=[{"bad_icrc": refused - 1}, {"unknown_qpn": 1}],
+        rank_counters=[{"bad_icrc": refused - 1}, {"unknown_qpn": 1}] if refused else [{"bad_icrc": 0}],
         kernel_losses={"kernel_full_socket": lost, "kernel_checksum": 0},
     )
     found = observe(SCENARIOS["disorder"], done)
     assert found["corrupt_counted"] == counted
     by_name = {name: value for name, value in found.items() if name.startswith(("refused.", "lost."))}
     losses = {"lost.kernel_full_socket": lost} if lost else {}
-    assert by_name == {"refused.bad_icrc": refused - 1, "refused.unknown_qpn": 1, **losses}
+    names = {"refused.bad_icrc": refused - 1, "refused.unknown_qpn": 1} if refused else {}
+    assert by_name == {name: count for name, count in names.items() if count} | losses
+    done.kernel_losses["kernel_checksum"] = 10  # those are corrupt for certain
+    assert observe(SCENARIOS["disorder"], done)["corrupt_counted"] == max(1, counted)
 
 
 def test_the_kernel_shows_what_waits_in_sockets_and_what_it_dropped() -> None:
