@@ -23,8 +23,10 @@ WINDOW_S: Final = 1.0
 OTHERS_MAX: Final = 0.2
 PARTIAL: Final = "partial"
 """The field of the JSON of a benchmark that writes while it runs: true until it has ended."""
+OTHERS: Final = "others"
+"""The field of a benchmark's JSON with the processors that others used before and after."""
 BUSY: Final = "busy"
-"""The field of a benchmark's JSON beside `others`, which are the processors that others used before and after."""
+"""The field beside it: whether that was too much."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Watch:
         is_busy = max(self.begun, now) > OTHERS_MAX
         if is_busy and not self.is_forced and not is_partial:
             fail(_refusal(now, "Nothing was written" if is_partial is None else "The file stays partial"))
-        return {**figures, "others": [round(self.begun, 2), round(now, 2)], BUSY: is_busy}
+        return {**figures, OTHERS: [round(self.begun, 2), round(now, 2)], BUSY: is_busy}
 
 
 _watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
@@ -76,16 +78,23 @@ def go_on(found: Mapping[str, Any], name: str) -> None:
     if watch is not None:
         if not watch.is_forced:
             refuse_busy(found, name)
-        _watch.set(replace(watch, begun=max(watch.begun, *found.get("others", []))))
+        _watch.set(replace(watch, begun=max(watch.begun, *found.get(OTHERS, []))))
 
 
 def refuse_busy(found: Mapping[str, Any], name: str) -> None:
     """Raises ValueError for figures of a busy machine, which no page may show."""
-    if found.get(BUSY):
+    if max(found.get(OTHERS, []), default=0.0) > OTHERS_MAX:
         raise ValueError(
-            f"{name}: measured while others used {max(found['others']):.1f} processors; allowed in a page: up to "
+            f"{name}: measured while others used {max(found[OTHERS]):.1f} processors; allowed in a page: up to "
             f"{OTHERS_MAX:g}. Measure again, without --force"
         )
+
+
+def require(found: Mapping[str, Any], name: str) -> None:
+    """`refuse_busy` for figures of time. They must say how busy others were."""
+    if not found.get(OTHERS):
+        raise ValueError(f"{name}: does not say how busy others were (`{OTHERS}`). Measure again")
+    refuse_busy(found, name)
 
 
 def others() -> float:

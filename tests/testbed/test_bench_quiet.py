@@ -105,7 +105,7 @@ def test_a_process_that_computes_is_seen_and_our_own_time_is_not(monkeypatch: py
 
 def busy_performance(folder: Path) -> Callable[[], object]:
     found = json.loads((DOCS / performance_page.FIGURES).read_text())
-    next(iter(found["runs"].values())).update(busy=True, others=[0.0, 1.3])
+    next(run for run in found["runs"].values() if "measured" in run)["others"] = [0.0, 1.3]
     path = folder / performance_page.FIGURES
     path.write_text(json.dumps(found))
     return lambda: Figures.read(path)
@@ -113,13 +113,13 @@ def busy_performance(folder: Path) -> Callable[[], object]:
 
 def busy_comparison(folder: Path) -> Callable[[], object]:
     found = json.loads((DOCS / comparison_page.FIGURES).read_text())
-    (folder / comparison_page.FIGURES).write_text(json.dumps({**found, "busy": True, "others": [1.3, 0.0]}))
+    (folder / comparison_page.FIGURES).write_text(json.dumps({**found, "others": [1.3, 0.0]}))
     return lambda: comparison_page.made_anew(folder)
 
 
 def busy_quality(folder: Path) -> Callable[[], object]:
     found = json.loads((DOCS / quality_page.FIGURES).read_text())
-    found[1] |= {"busy": True, "others": [1.3, 1.3]}
+    found[1] |= {"others": [1.3, 1.3]}
     path = folder / quality_page.FIGURES
     path.write_text(json.dumps(found))
     return lambda: quality_page.read(path)
@@ -131,3 +131,14 @@ def test_no_page_is_made_of_figures_of_a_busy_machine(
 ) -> None:
     with pytest.raises(ValueError, match=r"measured while others used 1\.3 processors; .* Measure again, without"):
         page(tmp_path)()
+
+
+def test_no_page_is_made_of_times_that_do_not_say_how_busy_others_were(tmp_path: Path) -> None:
+    read = busy_performance(tmp_path)
+    path = tmp_path / performance_page.FIGURES
+    found = json.loads(path.read_text())
+    for run in found["runs"].values():
+        run.pop("others", None)
+    path.write_text(json.dumps(found))
+    with pytest.raises(ValueError, match=r"does not say how busy others were .* Measure again"):
+        read()

@@ -270,6 +270,12 @@ def test_figures_of_a_busy_machine_are_refused() -> None:
         )
 
 
+def test_a_run_says_the_most_that_others_used_beside_any_of_its_figures() -> None:
+    figures, used = Figures.read(DOCS / performance_page.FIGURES), iter([[0.0, 0.2], [0.1, 0.0]])
+    measured_figures.measured(figures, "bench sharded", lambda command: {**measure(command), "others": next(used)})
+    assert figures.runs["sennit bench sharded"]["others"] == [0.1, 0.2]
+
+
 def test_every_source_is_a_command(tmp_path: Path) -> None:
     bench, scenarios = typer.main.get_group(app), typer.main.get_group(scenario_commands)
     for command in measured_figures.commands(Figures.read(DOCS / performance_page.FIGURES)):

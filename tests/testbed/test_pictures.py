@@ -74,6 +74,36 @@ def test_the_readme_says_where_a_peer_is_faster(ratio: float, shown: str) -> Non
     assert f"| {shown}, " in line
 
 
+def test_every_row_in_which_a_peer_is_faster_is_in_the_readme() -> None:
+    figures = Figures.read(DOCS / performance_page.FIGURES)
+    template = (performance_page.TEMPLATES / "readme.md.j2").read_text(encoding="utf-8")
+    behind = [(table.name, row) for table in figures.tables for row in table.rows if row.is_behind]
+    assert behind, "the rows of 8 ranks over UDP were behind"
+    assert [f"{name}: {row.name}" for name, row in behind if f'beside("{row.id}"' not in template] == []
+
+
+def test_a_row_beside_a_peer_names_it() -> None:
+    """Or else nobody would see that it is behind."""
+    rows = [row for table in Figures.read(DOCS / performance_page.FIGURES).tables for row in table.rows]
+    for row in rows:
+        command = "" if row.source is None else row.source["figures"]
+        is_beside = any(f'"{peer}"' in str(command) for peer in ("gloo", "openmpi", "fbgemm", "torch", "torchrec"))
+        assert row.peer is not None or not is_beside, row.name
+
+
+@pytest.mark.parametrize(
+    ("peer", "cells", "is_behind"),
+    [
+        ("gloo", [[1.0, 0.98], None], True),
+        ("gloo", [[1.0], {"median": 1.1, "low": 0.9, "high": 1.2}], True),
+        ("gloo", [[1.0, 3], "words"], False),
+        (None, [[0.5]], False),
+    ],
+)
+def test_a_row_is_behind_where_a_figure_is_below_one(peer: str | None, cells: list[Any], is_behind: bool) -> None:
+    assert Row(name="r", cells=cells, peer=peer).is_behind is is_behind
+
+
 def test_a_figure_is_bold_where_it_is_short_of_its_goal() -> None:
     more = Row(name="r", cells=[], better="more", unit=" %")
     assert more.text([80, 70, 75], [75]) == "80, **70**, 75 %"

@@ -36,6 +36,9 @@ class Row:
     id: str | None = None
     """The name by which pictures and other pages show its figures."""
 
+    peer: str | None = None
+    """Whose time the figures divide by sennit's: below 1, sennit is slower, and the README says so."""
+
     goal: bool = False
     """Whether the cells are the goals of the rows below."""
 
@@ -57,6 +60,12 @@ class Row:
     def __post_init__(self) -> None:
         if self.better not in (None, *BETTER):
             raise ValueError(f"row {self.name!r}: better {self.better!r}; allowed: {', '.join(BETTER)}")
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether sennit is slower than the peer in a column."""
+        cells = [cell for cell in self.cells[: None if self.peer else 0] if isinstance(cell, list | dict)]
+        return any(min(cell.values() if isinstance(cell, dict) else cell) < 1 for cell in cells)
 
     def text(self, cell: Cell, goal: Cell) -> str:
         """The cell in Markdown. `goal`: what it is held against, if that is a number."""
@@ -160,7 +169,8 @@ class Figures:
             if row.goal != (row.source is None):
                 raise ValueError(f"{path.name}: row {row.name!r}: allowed: a source, or `goal`")
         for key, about in figures.runs.items():
-            quiet.refuse_busy(about, f"{path.name}: {key}")
+            if "noted" not in about:
+                quiet.require(about, f"{path.name}: {key}")
         for name, run in figures._runs_named():
             if run not in figures.runs:
                 raise ValueError(f"{path.name}: {name!r} comes from run {run!r}; allowed: {', '.join(figures.runs)}")

@@ -57,10 +57,14 @@ def measured(figures: Figures, command: str, measure: Measure) -> list[str]:
     reports: list[dict[str, Any]] = []
     while not reports or (len(reports) < RUNS and _gives_a_number(rows, reports[0])):
         reports.append(measure(command))
-        quiet.refuse_busy(reports[-1], key)
+        quiet.require(reports[-1], key)
     where = reports[0]["machine"]
     figures.runs[key] = {"measured": str(where["time_utc"]).partition("T")[0]}
-    figures.runs[key] |= {name: where[name] for name in WHERE} | {"others": reports[0]["others"]}
+    figures.runs[key] |= {name: where[name] for name in WHERE}
+    # The most of all runs whose figures stand side by side.
+    figures.runs[key][quiet.OTHERS] = [
+        max(used) for used in zip(*(report[quiet.OTHERS] for report in reports), strict=True)
+    ]
     missing = []
     for table in figures.tables:
         for place, row in enumerate(table.rows):
