@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the machine is quiet: what other processes use of its processors before and after a benchmark.
+"""Whether the machine is quiet: what others use of its processors before, while and after a benchmark runs.
 
 A figure of a busy machine says how busy it was. So a benchmark writes none there, unless it is told to. Then the file
 says so, and no page is made of it.
@@ -24,7 +24,7 @@ OTHERS_MAX: Final = 0.2
 PARTIAL: Final = "partial"
 """The field of the JSON of a benchmark that writes while it runs: true until it has ended."""
 OTHERS: Final = "others"
-"""The field of a benchmark's JSON with the processors that others used before and after."""
+"""The field of a benchmark's JSON with the processors that others used before it, while it ran, and after it."""
 BUSY: Final = "busy"
 """The field beside it: whether that was too much."""
 
@@ -37,14 +37,16 @@ class Watch:
     """Processors that others used before it began."""
 
     is_forced: bool
+    since: Use
 
     def noted(self, figures: Mapping[str, Any]) -> dict[str, Any]:
         """`figures` with the load beside them. Ends the command if others are busy, and the run is over."""
-        now, is_partial = others(), figures.get(PARTIAL)
-        is_busy = max(self.begun, now) > OTHERS_MAX
+        used = [self.begun, Use.now().others_since(self.since), others()]
+        is_partial = figures.get(PARTIAL)
+        is_busy = max(used) > OTHERS_MAX
         if is_busy and not self.is_forced and not is_partial:
-            fail(_refusal(now, "Nothing was written" if is_partial is None else "The file stays partial"))
-        return {**figures, OTHERS: [round(self.begun, 2), round(now, 2)], BUSY: is_busy}
+            fail(_refusal(max(used), "Nothing was written" if is_partial is None else "The file stays partial"))
+        return {**figures, OTHERS: [round(each, 2) for each in used], BUSY: is_busy}
 
 
 _watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
@@ -56,7 +58,7 @@ def watched(*, is_forced: bool) -> Iterator[None]:
     begun = others()
     if begun > OTHERS_MAX and not is_forced:
         fail(_refusal(begun, "Nothing was measured"))
-    token = _watch.set(Watch(begun, is_forced))
+    token = _watch.set(Watch(begun, is_forced, Use.now()))
     try:
         yield
     finally:
@@ -99,10 +101,30 @@ def require(found: Mapping[str, Any], name: str) -> None:
 
 def others() -> float:
     """Processors that other processes and virtual machines use, over a second in which this one sleeps."""
-    busy_s, own_s, begun_s = _busy_s(), _own_s(), time.monotonic()
+    begun = Use.now()
     time.sleep(WINDOW_S)
-    spent_s = _busy_s() - busy_s - (_own_s() - own_s)
-    return max(0.0, spent_s / (time.monotonic() - begun_s))
+    return Use.now().others_since(begun)
+
+
+@dataclass(frozen=True)
+class Use:
+    """What the processors of the machine have done until a moment."""
+
+    at_s: float
+    busy_s: float
+    """Of all processes and virtual machines."""
+
+    own_s: float
+    """Of this process and its descendants, those that have ended included."""
+
+    @classmethod
+    def now(cls) -> Use:
+        return cls(time.monotonic(), _busy_s(), _own_s())
+
+    def others_since(self, before: Use) -> float:
+        """Processors that others used from then on."""
+        spent_s = self.busy_s - before.busy_s - (self.own_s - before.own_s)
+        return max(0.0, spent_s / (self.at_s - before.at_s))
 
 
 def _busy_s() -> float:
@@ -113,8 +135,23 @@ def _busy_s() -> float:
 
 
 def _own_s() -> float:
-    """Processor seconds of this process and of its children that have ended."""
-    return sum(os.times()[:4])
+    # proc_pid_stat(5): behind the name state, parent and, from the twelfth field on, utime, stime, cutime and cstime.
+    used: dict[int, int] = {}
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text(encoding="utf-8", errors="replace").rpartition(") ")[2].split()
+        except OSError:  # it has ended
+            continue
+        pid = int(path.parent.name)
+        used[pid] = sum(map(int, fields[11:15]))
+        children.setdefault(int(fields[1]), []).append(pid)
+    own, left = 0, [os.getpid()]
+    while left:
+        pid = left.pop()
+        own += used.get(pid, 0)
+        left += children.get(pid, [])
+    return own / os.sysconf("SC_CLK_TCK")
 
 
 def _refusal(used: float, what: str) -> str:

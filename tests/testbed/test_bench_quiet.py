@@ -28,11 +28,12 @@ WITHOUT = {"gpu", "drift"}
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Says what others use, at the start and at the end, and makes the benchmark a quick one."""
+    """Says what others use, at the start, at the end and in between, and makes the benchmark a quick one."""
 
-    def say(*used: float) -> None:
+    def say(*used: float, between: float = 0.05) -> None:
         left: Iterator[float] = iter(used)
         monkeypatch.setattr(quiet, "others", lambda: next(left))
+        monkeypatch.setattr(quiet.Use, "others_since", lambda self, before: between)
 
     monkeypatch.setattr(planner_scale, "run", lambda: None)
     monkeypatch.setattr(planner_scale, "render", lambda *_: None)
@@ -48,16 +49,26 @@ def test_a_quiet_machine_stands_beside_the_figures(load: Callable[..., None], tm
     load(0.02, 0.1)
     result = run(tmp_path / "found.json")
     assert result.exit_code == 0, result.output
-    assert json.loads((tmp_path / "found.json").read_text()) == {"figure": 7, "others": [0.02, 0.1], "busy": False}
+    assert json.loads((tmp_path / "found.json").read_text()) == {
+        "figure": 7,
+        "others": [0.02, 0.05, 0.1],
+        "busy": False,
+    }
 
 
 @pytest.mark.parametrize(
-    ("used", "told"), [((1.3,), "Nothing was measured"), ((0.0, 1.3), "Nothing was written")], ids=["before", "after"]
+    ("used", "between", "told"),
+    [
+        ((1.3,), 0.0, "Nothing was measured"),
+        ((0.0, 0.0), 1.3, "Nothing was written"),
+        ((0.0, 1.3), 0.0, "Nothing was written"),
+    ],
+    ids=["before", "between", "after"],
 )
 def test_a_busy_machine_writes_nothing_and_says_what_to_do(
-    used: tuple[float, ...], told: str, load: Callable[..., None], tmp_path: Path
+    used: tuple[float, ...], between: float, told: str, load: Callable[..., None], tmp_path: Path
 ) -> None:
-    load(*used)
+    load(*used, between=between)
     result = run(tmp_path / "found.json")
     assert result.exit_code == 1
     said = " ".join(result.output.split())
@@ -73,7 +84,11 @@ def test_forced_figures_say_that_the_machine_was_busy(
 ) -> None:
     load(*used)
     assert run(tmp_path / "found.json", "--force").exit_code == 0
-    assert json.loads((tmp_path / "found.json").read_text()) == {"figure": 7, "others": [*used], "busy": True}
+    assert json.loads((tmp_path / "found.json").read_text()) == {
+        "figure": 7,
+        "others": [used[0], 0.05, used[1]],
+        "busy": True,
+    }
 
 
 def test_what_is_only_shown_needs_no_quiet_machine(load: Callable[..., None]) -> None:
@@ -101,6 +116,19 @@ def test_a_process_that_computes_is_seen_and_our_own_time_is_not(monkeypatch: py
     monkeypatch.setattr(quiet, "_busy_s", lambda: next(busy_s))
     monkeypatch.setattr(quiet, "_own_s", lambda: next(own_s))
     assert quiet.others() == 0
+
+
+def test_what_children_and_theirs_use_is_our_own_before_and_after_they_end() -> None:
+    """A child of a child that computes, and which nobody of us waits for while it lives."""
+    program = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
+    inner = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {program!r}])"
+    before_s = quiet._own_s()
+    with subprocess.Popen([sys.executable, "-c", inner], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert quiet._own_s() - before_s >= 0.25
+        child.communicate(b"\n", timeout=60)
+    assert quiet._own_s() - before_s >= 0.25
 
 
 def busy_performance(folder: Path) -> Callable[[], object]:
