@@ -237,7 +237,7 @@ class Feeder(Closing):
             if on_report is not None and time.monotonic() >= report_at_s:
                 on_report(self.counters)
                 report_at_s = time.monotonic() + REPORT_S
-            if self._terms.run is not None:
+            if self._terms.elastic:
                 self._reach()
             wait_s = self._pump()
             for key, _ in self._selector.select(wait_s):
@@ -263,15 +263,15 @@ class Feeder(Closing):
         self.places = places
         self._terms = first = self._add(places, deadline_s)
         self.places = _places_of(first)
-        if first.run is None:
+        if not first.elastic:
             for number, place in enumerate(self.places):
                 if number == first.rank:
                     continue
                 found = self._add([place], deadline_s)
-                if (found.session, found.rank) != (first.session, number):
+                if (found.run, found.rank) != (first.run, number):
                     raise FeedError(
-                        f"{place[0]} port {place[1]}: rank {found.rank} of run {found.session:08x}, not rank {number} "
-                        f"of run {first.session:08x}"
+                        f"{place[0]} port {place[1]}: rank {found.rank} of run {found.run:08x}, not rank {number} "
+                        f"of run {first.run:08x}"
                     )
         for rank in list(self._ranks):
             self._selector.register(rank.control, selectors.EVENT_READ, rank)
@@ -335,7 +335,7 @@ class Feeder(Closing):
 
     def _lose(self, rank: _Rank, why: FeedError) -> None:
         """Goes on without a rank if the run can. Raises `why` if not."""
-        if self._terms.run is None:
+        if not self._terms.elastic:
             raise why
         self._last = why
         self._selector.unregister(rank.control)

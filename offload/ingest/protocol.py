@@ -7,6 +7,7 @@ Everything received is checked here. The code behind sees only whole messages wi
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Final, Self
@@ -14,7 +15,7 @@ from typing import Any, ClassVar, Final, Self
 from sennit.errors import FormatError
 
 # Incremented when messages change, or the order of samples that the terms define.
-VERSION: Final = 8
+VERSION: Final = 9
 # A plan and a schema of 512 fields take about a tenth of this.
 LINE_MAX_BYTES: Final = 1 << 20
 TEXT_MAX: Final = 1024
@@ -60,6 +61,8 @@ class Terms(Message):
     kind: ClassVar[str] = "terms"
     version: int
     session: int
+    """What this rank's packets carry. No other rank of the run has it, so a packet that goes astray is no other's."""
+
     rank: int
     world_size: int
     endpoints: list[list[Any]]
@@ -74,8 +77,11 @@ class Terms(Message):
     order: dict[str, Any]
     """What the order of samples depends on, as the trainer writes it."""
 
-    run: int | None = None
-    """The number of an elastic run, whose session changes when ranks leave or join; None for other runs."""
+    run: int = 0
+    """The number of the run, which all its ranks have."""
+
+    elastic: bool = False
+    """Whether ranks may leave and join, and have other sessions then."""
 
     epoch: int = 0
     """How often ranks have left or joined."""
@@ -98,8 +104,9 @@ class Terms(Message):
             text("host", endpoint[0])
             integer("port", endpoint[1], 1, 65_535)
         _object("order", self.order)
-        if self.run is not None:
-            integer("run", self.run, 0, _UINT32_MAX)
+        integer("run", self.run, 0, _UINT32_MAX)
+        if not isinstance(self.elastic, bool):
+            raise ProtocolError("terms: elastic; allowed: true or false")
         integer("epoch", self.epoch, 0, _UINT32_MAX)
         if self.preprocessing is not None:
             _object("preprocessing", self.preprocessing)
@@ -179,6 +186,11 @@ _KINDS: Final[dict[str, type[Message]]] = {
 
 def encode(message: Message) -> bytes:
     return json.dumps({"kind": message.kind, **asdict(message)}, separators=(",", ":")).encode() + b"\n"
+
+
+def session_numbers(count: int) -> list[int]:
+    """Random numbers of sessions for the ranks of a run. No two are equal."""
+    return secrets.SystemRandom().sample(range(_UINT32_MAX + 1), count)
 
 
 def error(text: str) -> Error:

@@ -14,7 +14,7 @@ from sennit.closing import Closing
 from sennit.offload.batches import BatchLayout
 from sennit.offload.errors import PlanError, TargetUnavailable
 from sennit.offload.ingest.facts import Facts
-from sennit.offload.ingest.protocol import VERSION, ProtocolError, Terms, has_room
+from sennit.offload.ingest.protocol import VERSION, ProtocolError, Terms, has_room, session_numbers
 from sennit.offload.ingest.session import IngestError, Session
 from sennit.offload.ingest.target import IngestTarget
 from sennit.offload.sketch import Sketch
@@ -83,7 +83,8 @@ class FedSource:
         self._rank, self._world_size = rank, world_size
         self._timeout_s = timeout_s
         told = _told(known) if door.facts is None else door.facts.preprocessing
-        self._session_number, door.run, told = _shared([secrets.randbits(32), door.run, told])
+        sessions, door.run, told = _shared([session_numbers(world_size), door.run, told])
+        self._session_number = sessions[rank]
         is_ours = dist.get_backend() == BACKEND_NAME
         places: list[Any] = [None] * world_size
         host, port = door.listener.getsockname()[:2]
@@ -98,7 +99,8 @@ class FedSource:
             packet_bytes=door.target.packet_bytes(door.local_rank),
             window_packets=max(1, door.target.packets_on_the_way(door.local_rank, self._mates) // SLOTS),
             order=terms_of(run, stream),
-            run=door.run if is_elastic else None,
+            run=door.run,
+            elastic=is_elastic,
             epoch=communicator().epoch if is_ours else 0,
             preprocessing=told,
         )

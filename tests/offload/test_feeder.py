@@ -227,8 +227,8 @@ def test_nobody_there_is_an_error_at_the_deadline() -> None:
 
 
 def test_ranks_of_different_runs_are_not_fed(store: RecordStore) -> None:
-    second = Rank(session=10, rank=1, world_size=2, endpoints=[["127.0.0.1", 1], ["127.0.0.1", 2]])
-    first = Rank(world_size=2, endpoints=[["127.0.0.1", 1], list(second.address)])
+    second = Rank(run=10, rank=1, world_size=2, endpoints=[["127.0.0.1", 1], ["127.0.0.1", 2]])
+    first = Rank(run=9, world_size=2, endpoints=[["127.0.0.1", 1], list(second.address)])
 
     def serve() -> None:
         for rank in (first, second):
@@ -323,8 +323,9 @@ def elastic(ranks: Sequence[Rank], *, session: int, epoch: int) -> None:
     endpoints = [list(rank.address) for rank in ranks]
     for number, rank in enumerate(ranks):
         rank.terms = replace(
-            rank.terms, rank=number, world_size=len(ranks), endpoints=endpoints, session=session, run=5, epoch=epoch
-        )
+            rank.terms, rank=number, world_size=len(ranks), endpoints=endpoints, session=session + number, run=5,
+            elastic=True, epoch=epoch,
+        )  # fmt: skip
 
 
 def welcome(rank: Rank) -> None:

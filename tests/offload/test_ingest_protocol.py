@@ -160,6 +160,8 @@ def test_what_no_message_is_is_refused(line: bytes, words: str) -> None:
         {"window_packets": 0},
         {"order": None},
         {"run": "x"},
+        {"run": None},
+        {"elastic": 1},
         {"epoch": -1},
         {"preprocessing": [1]},
     ],

@@ -26,6 +26,7 @@ from sennit.offload.batches import CURSORS_OFFSET, BatchLayout
 from sennit.offload.errors import TargetUnavailable
 from sennit.offload.framing import Ends, frame
 from sennit.offload.host_receiver import HostReceiver
+from sennit.offload.ingest.protocol import session_numbers
 from sennit.offload.operators import Cross, FirstX, SigridHash
 from sennit.offload.plan import FeaturePlan, Sparse
 from sennit.offload.records import HEADER, encode_packets, encode_records, sealed
@@ -163,6 +164,34 @@ def test_a_packet_with_any_bit_changed_changes_nothing(receiver: XdpReceiver, pa
         assert (receiver.rows_taken(0), receiver.row_ahead(0)) == (0, 0)
         receiver.deliver(first)
         assert receiver.rows_taken(0) == 4
+
+
+@pytest.mark.parametrize("own", [IPV4, IPV6], ids=["IPv4", "IPv6"])
+def test_a_frame_with_any_bit_changed_is_no_other_rank_s(packets: list[list[bytes]], own: Ends) -> None:
+    """XDP looks at no checksum of UDP or IP, so ports and addresses may be wrong. Ranks have sessions of their own."""
+    first = packets[0][0]
+    sessions, ports = session_numbers(2), (PORT, PORT + 1)
+    own_packet, other_packet = (with_field(first, 4, session) for session in sessions)
+    with (
+        XdpReceiver(LAYOUT, session=sessions[0], udp_port=ports[0], sketch=None) as right,
+        XdpReceiver(LAYOUT, session=sessions[1], udp_port=ports[1], sketch=None) as other,
+    ):
+        right.receive_at(own)
+        other.receive_at(own)
+        whole = frame(own_packet, ports[0], own, with_checksum=True)
+        head_bytes = len(whole) - len(first)
+        for bit in range(8 * len(whole)):
+            broken = bytearray(whole)
+            broken[bit // 8] ^= 1 << bit % 8
+            other.program.test_run(bytes(broken))
+            if bit >= 8 * head_bytes:
+                right.program.test_run(bytes(broken))
+        assert other.counters().datagrams[Verdict.WRONG_SESSION] >= 1, "one bit makes the one port the other"
+        for receiver in (right, other):
+            assert receiver.counters().datagrams[Verdict.ACCEPTED] == 0
+            assert receiver.rows_taken(0) == receiver.row_ahead(0) == 0
+        other.program.test_run(frame(other_packet, ports[1], own, with_checksum=True))
+        assert other.rows_taken(0) == 4
 
 
 def test_checksums_of_every_length_are_those_of_the_native_core(
