@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
@@ -26,6 +26,7 @@ from sennit.offload.targets import Receiver, xdp_receiver
 
 if TYPE_CHECKING:
     from sennit.ebpf.loader import Program
+    from sennit.offload.ingest.shared_interface import Reception
     from sennit.offload.xdp import XdpReceiver
 
 STATISTICS: Final = "SENNIT_BPF_STATISTICS"
@@ -149,12 +150,32 @@ class IngestTarget:
             raise TargetError(f"--ingest {self}: {host} port {port}: {error.strerror}") from error
         return listener
 
-    def receiver(
-        self, layout: BatchLayout, local_rank: int, *, mates: Sequence[int], session: int, timeout_s: float
-    ) -> Receiver:
-        """Starts to receive the rank's records. `mates`: the local ranks of the group at this target.
+    def reception(self) -> Reception | None:
+        """Where other ranks find this one if they share its interface; None where no rank attaches anything itself.
 
-        Raises PlanError, TargetUnavailable or OSError.
+        Raises OSError.
+        """
+        if self.kind == "cpu":
+            return None
+        from sennit.offload.agent.receiver import agent_socket
+        from sennit.offload.ingest.shared_interface import Reception
+
+        return Reception() if agent_socket() is None else None
+
+    def receiver(
+        self,
+        layout: BatchLayout,
+        local_rank: int,
+        *,
+        mates: Mapping[int, str],
+        reception: Reception | None,
+        session: int,
+        timeout_s: float,
+    ) -> Receiver:
+        """Starts to receive the rank's records.
+
+        `mates`: the local ranks of the group at this target, and the names of their receptions. `reception`: this
+        rank's. Raises PlanError, TargetUnavailable or OSError.
         """
         port = self.port + local_rank
         if self.kind == "xdp":
@@ -168,7 +189,7 @@ class IngestTarget:
             fragments = has_fragments(self._interface(local_rank))
             in_kernel = xdp_receiver()(layout, session=session, udp_port=port, fragments=fragments)
             with _closed_on_error(in_kernel):
-                self._attach(in_kernel, self._sharing(local_rank, mates), timeout_s)
+                self._attach(in_kernel, mates, reception, timeout_s)
             return in_kernel
         from sennit.offload.cpu import CpuReceiver
 
@@ -180,24 +201,28 @@ class IngestTarget:
     def _interface(self, local_rank: int) -> str:
         return self.places[local_rank % len(self.places)]
 
-    def _sharing(self, local_rank: int, mates: Sequence[int]) -> list[int]:
+    def _sharing(self, local_rank: int, mates: Iterable[int]) -> list[int]:
         """The local ranks at the interface of this one."""
         return sorted(mate for mate in mates if self._interface(mate) == self._interface(local_rank))
 
-    def _attach(self, receiver: XdpReceiver, ranks: list[int], timeout_s: float) -> None:
+    def _attach(
+        self, receiver: XdpReceiver, mates: Mapping[int, str], reception: Reception | None, timeout_s: float
+    ) -> None:
         """Attaches to an interface that other ranks may share."""
         from sennit.offload.ingest.shared_interface import follow, lead
 
         local_rank = receiver.udp_port - self.port
-        interface, program, session = self._interface(local_rank), receiver.program.descriptor, receiver.session
+        ranks = self._sharing(local_rank, mates)
+        interface, program = self._interface(local_rank), receiver.program.descriptor
         if len(ranks) > 1:
             receiver.receive_at(own_ends(interface))  # the dispatcher is what is attached
         if len(ranks) > 1 and local_rank == ranks[0]:
+            assert reception is not None
             dispatcher = lead(
+                reception,
                 program,
                 interface,
                 ranks,
-                session=session,
                 first_port=self.port,
                 fragments=has_fragments(interface),
                 timeout_s=timeout_s,
@@ -208,10 +233,10 @@ class IngestTarget:
         if len(ranks) == 1:
             receiver.attach(interface)
         else:
-            follow(program, interface, local_rank, session=session, timeout_s=timeout_s)
+            follow(mates[ranks[0]], program, interface, local_rank, timeout_s=timeout_s)
         _count_time(receiver)
 
-    def packets_on_the_way(self, local_rank: int, mates: Sequence[int]) -> int:
+    def packets_on_the_way(self, local_rank: int, mates: Iterable[int]) -> int:
         """Datagrams that may be in flight to a rank. No queue on the host holds more."""
         if self.kind == "xdp":
             return ON_THE_WAY_MAX // len(self._sharing(local_rank, mates))  # they share the interface's ring

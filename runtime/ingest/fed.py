@@ -86,10 +86,16 @@ class FedSource:
         sessions, door.run, told = _shared([session_numbers(world_size), door.run, told])
         self._session_number = sessions[rank]
         is_ours = dist.get_backend() == BACKEND_NAME
+        self._reception = door.target.reception()
         places: list[Any] = [None] * world_size
         host, port = door.listener.getsockname()[:2]
-        dist.all_gather_object(places, (host, port, door.shares(), door.local_rank))
-        self._mates = [local_rank for *_, shares, local_rank in places if shares == door.shares()]
+        name = "" if self._reception is None else self._reception.name
+        try:
+            dist.all_gather_object(places, (host, port, door.shares(), door.local_rank, name))
+        except BaseException:
+            self._close_reception()
+            raise
+        self._mates = {local_rank: name for *_, shares, local_rank, name in places if shares == door.shares()}
         terms = Terms(
             version=VERSION,
             session=self._session_number,
@@ -129,11 +135,14 @@ class FedSource:
                 layout,
                 self._door.local_rank,
                 mates=self._mates,
+                reception=self._reception,
                 session=self._session_number,
                 timeout_s=self._timeout_s,
             )
         except (PlanError, TargetUnavailable, OSError) as error:
             raise ConfigError(f"--ingest {self._door.target}: {error}") from error
+        finally:
+            self._close_reception()
         # After these releases, the ring expects batches from `number` on.
         for released in range(max(0, number - SLOTS), number):
             receiver.release(released)
@@ -189,6 +198,12 @@ class FedSource:
         """Tells the feeders that the run is over, why it failed, or that it goes on in another group."""
         self._session.close(failure, goes_on=goes_on)
         self._page.close()
+        self._close_reception()
+
+    def _close_reception(self) -> None:
+        """Whoever waits there hears at once that nobody comes."""
+        if self._reception is not None:
+            self._reception.close()
 
     def _agree(self, known: Facts | None) -> Facts:
         """Rank 0 tells all ranks the facts of the data, which are those of the run's first feeder."""

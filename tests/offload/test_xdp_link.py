@@ -143,7 +143,7 @@ def test_a_run_at_an_interface_of_jumbo_frames_takes_them(jumbo: Planes) -> None
 
     def attempt() -> None:
         assert target.packet_bytes(0) == JUMBO - HEADERS_BYTES
-        target.receiver(LAYOUT, 0, mates=[0], session=SESSION, timeout_s=DEADLINE_S).close()
+        target.receiver(LAYOUT, 0, mates={0: ""}, reception=None, session=SESSION, timeout_s=DEADLINE_S).close()
         with (
             XdpReceiver(LAYOUT, session=SESSION, udp_port=PORT) as whole,
             pytest.raises(BpfError, match="its MTU is above what its driver runs this program for"),

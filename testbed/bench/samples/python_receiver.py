@@ -10,9 +10,9 @@ import contextlib
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from sennit.offload.schema import ByteOrder, DenseKind, LabelKind, Schema
 from sennit.offload.sketch import Sketch
 from sennit.offload.targets import Receiver
 from sennit.thread_names import name_thread
+
+if TYPE_CHECKING:
+    from sennit.offload.ingest.shared_interface import Reception
 
 # asm-generic/socket.h
 _SO_RCVBUFFORCE: Final = 33
@@ -180,7 +183,14 @@ class PythonTarget(IngestTarget):
     """An address where a `PythonReceiver` takes the records."""
 
     def receiver(
-        self, layout: BatchLayout, local_rank: int, *, mates: Sequence[int], session: int, timeout_s: float
+        self,
+        layout: BatchLayout,
+        local_rank: int,
+        *,
+        mates: Mapping[int, str],
+        reception: Reception | None,
+        session: int,
+        timeout_s: float,
     ) -> Receiver:
         place = self.address(local_rank)
         return PythonReceiver(layout, session=session, address=place, port=self.port + local_rank)
