@@ -149,6 +149,9 @@ class RecordSender:
     def packets(self, batch_records: NDArray[np.int64], batch: int, first: int, /) -> list[bytes]:
         """Returns the datagrams of the rows from `first` on."""
 
+    def send_apart(self) -> None:
+        """Passes each datagram to the kernel alone from now on: several in one message reach some receivers as one."""
+
     @property
     def is_segmenting(self) -> bool:
         """Whether the kernel gets several datagrams as one message (UDP_SEGMENT)."""

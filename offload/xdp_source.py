@@ -52,6 +52,8 @@ const volatile struct feed_settings settings = {};
 _TAKE = """
 static __always_inline enum feed_verdict take(struct xdp_md* context, struct feed_datagram found,
                                               struct feed_counters* count) {
+  // No packet is so long, but messages of several packets are, which a driver of hardware would have segmented.
+  if (found.at + found.bytes > FEED_OFFSET_MAX + 1) return FEED_OVERSIZED;
   if (!feed_is_whole(context, &found)) return FEED_TRUNCATED;
   FEED_BYTES(context, return FEED_TRUNCATED);
   __u64 header_at = found.at;

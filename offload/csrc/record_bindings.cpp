@@ -140,6 +140,7 @@ class BoundSender {
   }
 
   bool is_segmenting() const { return sender_.is_segmenting(); }
+  void send_apart() { sender_.send_apart(); }
 
  private:
   static std::size_t count(const ConstBytes& bytes, const std::optional<Vector<const std::uint64_t>>& starts,
@@ -200,6 +201,7 @@ void bind_records(nb::module_& module) {
            nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg())
       .def("send", &BoundSender::send)
       .def("packets", &BoundSender::packets)
+      .def("send_apart", &BoundSender::send_apart)
       .def_prop_ro("is_segmenting", &BoundSender::is_segmenting);
 }
 

@@ -61,6 +61,9 @@ class RecordSender {
   // Passes several packets of one size to the kernel as one (UDP_SEGMENT), unless it has refused that.
   bool is_segmenting() const { return is_segmenting_; }
 
+  // Passes each packet alone from now on: several in one reach some receivers as one.
+  void send_apart() { is_segmenting_ = false; }
+
  private:
   // One message to the kernel: packets of one size, the last may be shorter.
   struct Message {

@@ -24,6 +24,7 @@ from typing import Any, Final
 
 from sennit.closing import Closing
 from sennit.offload.ingest.protocol import (
+    Apart,
     End,
     Error,
     FactsOf,
@@ -413,6 +414,8 @@ class Feeder(Closing):
                 del rank.outgoing[message.batch]
                 rank.window = outgoing.window
                 self.counters.batches += 1
+        elif isinstance(message, Apart):
+            rank.records.send_apart()
         elif isinstance(message, End):
             rank.is_over = self._has_ended = True
             rank.outgoing.clear()

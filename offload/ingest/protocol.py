@@ -155,6 +155,13 @@ class Taken(Message):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Apart(Message):
+    """Rank: give packets to the kernel one by one from now on. Several in one (UDP_SEGMENT) arrive here as one."""
+
+    kind: ClassVar[str] = "apart"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class End(Message):
     """Rank: the run is over."""
 
@@ -180,7 +187,8 @@ class Error(Message):
 
 
 _KINDS: Final[dict[str, type[Message]]] = {
-    message.kind: message for message in (Hello, Terms, Preparing, FactsOf, Send, Taken, End, Reconfigured, Error)
+    message.kind: message
+    for message in (Hello, Terms, Preparing, FactsOf, Send, Taken, Apart, End, Reconfigured, Error)
 }
 
 

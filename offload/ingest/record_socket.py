@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from sennit.offload._native import RecordSender
 from sennit.offload.ingest.protocol import Terms
 from sennit.offload.ingest.trainer_search import FeedError
 from sennit.offload.record_store import RecordStore
@@ -32,7 +33,8 @@ class RecordSocket:
     def __init__(self, address: Any, terms: Terms) -> None:
         self.peer = f"{address[0]} port {address[1]}"
         self._terms = terms
-        self._senders: WeakKeyDictionary[RecordStore, Any] = WeakKeyDictionary()
+        self._senders: WeakKeyDictionary[RecordStore, RecordSender] = WeakKeyDictionary()
+        self._is_apart = False
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_DGRAM)
         try:
@@ -67,6 +69,12 @@ class RecordSocket:
             failure = errno.EAGAIN if self._body_bytes < before else failure
         return next_row, packets, failure
 
+    def send_apart(self) -> None:
+        """Gives each packet to the kernel alone from now on, for a rank that several in one message reach as one."""
+        self._is_apart = True
+        for sender in self._senders.values():
+            sender.send_apart()
+
     def close(self) -> None:
         self._socket.close()
 
@@ -75,11 +83,14 @@ class RecordSocket:
         self._mtu = self._socket.getsockopt(self._level, self._mtu_option)
         return max(1, min(self._terms.packet_bytes, self._mtu - self._headers_bytes) - HEADER.size)
 
-    def _make_sender(self, store: RecordStore) -> Any:
+    def _make_sender(self, store: RecordStore) -> RecordSender:
         try:
-            return store.sender(session=self._terms.session, body_max_bytes=self._body_bytes)
+            sender = store.sender(session=self._terms.session, body_max_bytes=self._body_bytes)
         except ValueError as error:
             raise FeedError(
                 f"{error} bytes in a packet to {self.peer} (the path's MTU is {self._mtu}, the trainer takes packets "
                 f"of {self._terms.packet_bytes}); shorten lists with first"
             ) from error
+        if self._is_apart:
+            sender.send_apart()
+        return sender

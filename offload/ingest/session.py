@@ -27,7 +27,7 @@ from sennit.offload._native import (
     trace_batch_wanted,
     trace_rows_requested,
 )
-from sennit.offload.admission import FeedCounters
+from sennit.offload.admission import FeedCounters, Verdict
 from sennit.offload.batches import Batch
 from sennit.offload.errors import TargetUnavailable
 from sennit.offload.ingest.connection import Connection
@@ -35,6 +35,7 @@ from sennit.offload.ingest.facts import Facts
 from sennit.offload.ingest.leases import LeaseCounters, Leases
 from sennit.offload.ingest.protocol import (
     VERSION,
+    Apart,
     End,
     FactsOf,
     Hello,
@@ -88,6 +89,12 @@ class Session(Closing):
 
         self._receiver: Receiver | None = None
         self._leases: Leases | None = None
+        self._asked = 0
+        """How often rows were asked for again when the receiver's counters were last looked at."""
+
+        self._wants_apart = False
+        """Whether messages of several packets reach this rank unsegmented."""
+
         self._connections: dict[int, Connection] = {}
         self._accepted = 0
         self._feeders_seen = 0
@@ -377,6 +384,8 @@ class Session(Closing):
             self._changed.notify_all()
         if is_new:
             self._feeders_seen += 1
+            if self._wants_apart:
+                connection.send(Apart())
             if self._leases is not None:
                 self._leases.join(connection.number, time.monotonic())
 
@@ -393,10 +402,24 @@ class Session(Closing):
                     trace_batch_complete(self._terms.rank, batch, taken)
                     self._changed.notify_all()
             self._leases.advance(now_s)
+            self._look_at_sizes(self._receiver, self._leases.counters)
             self._send_orders()
         for connection in list(self._connections.values()):
             if connection.facts is None and now_s > connection.deadline_s:
                 self._refuse(connection, f"no {'facts' if connection.feeder else 'hello'} in time")
+
+    def _look_at_sizes(self, receiver: Receiver, missed: LeaseCounters) -> None:
+        """Asks for packets one by one if some came that were several: an XDP program that the driver does not run sees
+        a message of a sender on this machine before it is segmented. Rows are then asked for again without end."""
+        asked = missed.gaps + missed.silences
+        if self._wants_apart or asked == self._asked:
+            return
+        self._asked = asked
+        if receiver.counters().datagrams[Verdict.OVERSIZED]:
+            self._wants_apart = True
+            for connection in self._connections.values():
+                if connection.facts is not None:
+                    connection.send(Apart())
 
     def _show(self) -> None:
         if self._observe is not None and time.monotonic() >= self._observed_s + OBSERVE_EVERY_S:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from sennit.offload.ingest.feeder import LEAST_PACKETS, Feeder, Outgoing, Window
 from sennit.offload.ingest.protocol import (
     VERSION,
+    Apart,
     End,
     Error,
     FactsOf,
@@ -118,6 +119,24 @@ def test_a_window_of_packets_moves_with_what_was_taken(store: RecordStore) -> No
     assert not failures
     assert (feeder.counters.records, feeder.counters.packets) == (64, 8)
     assert (feeder.counters.rewinds, feeder.counters.batches) == (1, 1)
+
+
+def test_packets_are_sent_apart_from_when_a_rank_says_so(store: RecordStore) -> None:
+    """Over a link that segments messages there is no difference to see but in the feeder's own sender."""
+    rank = Rank(packet_bytes=PACKET_BYTES)
+    with serving(rank, store) as (_, failures):
+        rank.say(Send(batch=3, row=0))
+        assert len(rows(rank, 4)) == 4
+        rank.say(Apart(), Send(batch=3, row=0), Send(batch=4, row=90))
+        assert rows(rank, 4) == [
+            (3, 0, samples(3, 0)),
+            (3, 8, samples(3, 8)),
+            (4, 90, samples(4, 90)),
+            (4, 98, [498, 499]),
+        ]
+        rank.say(End())
+        assert rank.control.recv(1) == b""
+    assert not failures
 
 
 def test_another_feeder_can_have_sent_the_beginning(store: RecordStore) -> None:

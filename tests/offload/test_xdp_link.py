@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,16 +22,23 @@ from sennit.offload.batches import BatchLayout
 from sennit.offload.dispatcher import Dispatcher
 from sennit.offload.framing import frame
 from sennit.offload.host_receiver import HostReceiver
+from sennit.offload.ingest.facts import Facts, TableFacts
+from sennit.offload.ingest.feeder import Feeder
+from sennit.offload.ingest.protocol import VERSION, Terms
+from sennit.offload.ingest.session import Session
 from sennit.offload.ingest.target import HEADERS_BYTES, IngestTarget
 from sennit.offload.interfaces import own_ends
 from sennit.offload.operators import SigridHash
 from sennit.offload.plan import FeaturePlan, Sparse
+from sennit.offload.record_store import Columns, IdColumn, RecordStore
 from sennit.offload.records import HEADER, encode_packets, encode_records, sealed
 from sennit.offload.schema import Dense, Ids, Schema
 from sennit.offload.xdp import XdpReceiver
-from sennit.testbed.topology import Planes
+from sennit.testbed.topology import Planes, cable
+from tests.offload import ingest_world
 from tests.offload.agreement import assert_same_batch
 from tests.offload.strategies import random_rows
+from tests.offload.whole_store import WholeStore
 
 pytestmark = [pytest.mark.root, pytest.mark.needs("bpf", "arena")]
 # The session is not that of the tests that may run at the same time: a session names the folder of pinned maps.
@@ -37,6 +46,7 @@ SESSION, PORT, ROWS = 80, 4800, 96
 JUMBO, ETHERNET = 9000, 1500
 XDP_DROP = 1
 DEADLINE_S = 20.0
+BRIDGE = "br0"
 # Lists of 0 to 100 ids: a jumbo frame has about twenty records.
 PLAN = FeaturePlan(
     schema=Schema(dense=(Dense(name="age"),), ids=(Ids(name="user"), Ids(name="seen", length=100, is_list=True))),
@@ -194,3 +204,64 @@ def test_a_router_s_program_leaves_forwarded_datagrams_to_the_host(version: int,
             assert behind.recv(JUMBO) == packet
         counted = receiver.counters()
         assert counted.datagrams[Verdict.ACCEPTED] == sum(counted.datagrams.values()) == 1
+
+
+@pytest.mark.needs("tc-bpf", "ip")
+@pytest.mark.parametrize("mtu", [ETHERNET, JUMBO])
+def test_rows_come_over_a_bridge(mtu: int) -> None:
+    """As of a feeder in a container. The program sees messages of several packets there before they are segmented."""
+    sizes = [4_000, 4_000, 3_500]
+    rows = Columns(
+        labels=np.zeros(sum(sizes), np.float32),
+        dense=np.zeros((sum(sizes), 0), np.float32),
+        ids=(IdColumn(values=np.arange(sum(sizes))),),
+    )
+    layout = BatchLayout(plan=ingest_world.PLAN, batch_rows=max(sizes), slots=2)
+    target = IngestTarget.parse(f"xdp://{BRIDGE}:{PORT}")
+    facts = Facts(
+        name="numbers", fingerprint="1", sample_count=sum(sizes), numbering={}, dense_names=(), plan=ingest_world.PLAN,
+        tables=(TableFacts(name="sample", rows=1 << 32, mean_length=1.0),),
+    )  # fmt: skip
+    part = lambda terms, batch: np.array(ingest_world.expected(sizes, batch), np.int64)  # noqa: E731
+    with contextlib.ExitStack() as stack:
+        link = stack.enter_context(cable.Cable(mtu_bytes=mtu))
+        link.within(cable.FAR, bridge)
+        listener = stack.enter_context(link.within(cable.FAR, target.listen, 0))
+        terms = Terms(
+            version=VERSION, session=SESSION, rank=0, world_size=1, endpoints=[[cable.FAR_ADDRESS, PORT]], order={},
+            packet_bytes=link.within(cable.FAR, target.packet_bytes, 0), window_packets=48,
+        )  # fmt: skip
+        session = stack.enter_context(Session(listener, terms, timeout_s=DEADLINE_S))
+        store = stack.enter_context(contextlib.closing(RecordStore.encode(ingest_world.SCHEMA, rows)))
+        supply = stack.enter_context(contextlib.closing(WholeStore(store, part)))
+        feeder = stack.enter_context(Feeder("near", facts.as_json(), supply, timeout_s=DEADLINE_S))
+        feeding = threading.Thread(
+            target=lambda: link.within(cable.NEAR, feeder.run, [(cable.FAR_ADDRESS, PORT)]), daemon=True
+        )
+        feeding.start()
+        assert session.wait_for_facts() is not None
+        receiver = link.within(
+            cable.FAR,
+            lambda: target.receiver(layout, 0, mates={0: ""}, reception=None, session=SESSION, timeout_s=DEADLINE_S),
+        )
+        session.start(receiver, sizes.__getitem__, first_batch=0, batch_count=len(sizes), slots=2)
+        for batch in range(len(sizes)):
+            assert session.take(batch).values[0].tolist() == ingest_world.expected(sizes, batch)
+            session.release(batch)
+        counted = session.counters()
+        session.close()
+        feeding.join(DEADLINE_S)
+    assert counted["oversized"] > 0, "this kernel segments messages before a bridge"
+
+
+def bridge() -> None:
+    """Moves the far end's address to a bridge with that end."""
+    for command in (
+        f"link add {BRIDGE} type bridge",
+        f"addr flush dev {cable.FAR}",
+        f"link set {cable.FAR} master {BRIDGE}",
+        f"addr add {cable.FAR_ADDRESS}/64 dev {BRIDGE} nodad",
+        f"link set {BRIDGE} up",
+    ):
+        subprocess.run(["ip", *command.split()], check=True, timeout=DEADLINE_S)
+    cable.await_links()

@@ -149,6 +149,57 @@ bool release(Ring& ring, std::uint32_t batch) {
   return true;
 }
 
+// What a reader finds in the columns while packets may come.
+struct Reading {
+  std::uint32_t rows = 0;
+  bool is_wrong = false;
+};
+
+// How ArenaReceiver.batch reads a slot: it owns the slot meanwhile, and gives it back as it was.
+Reading read(Ring& ring, bool owns) {
+  Reading found;
+  __u64 state = 0;
+  if (!owns)
+    state = FEED_SLOT_LOAD(&ring.slot.state);
+  else if (!feed_slot_claim_any(&ring.slot, &state))
+    return found;
+  found.rows = (step(), ring.slot.rows);
+  found.is_wrong = found.rows != feed_slot_row(state) || found.rows > ROWS;
+  for (std::uint32_t row = 0; row < found.rows && !found.is_wrong; row++)
+    found.is_wrong = (step(), ring.rows[row]) != feed_slot_batch(state) + 1;
+  if (owns) feed_slot_publish(&ring.slot, state);
+  return found;
+}
+
+// Batch 0 lacks its second row. One processor takes it, another one a duplicate of the first, while the reader looks at
+// the batch, and then releases it if it had all rows. Returns how many schedules read or left a wrong row: at most one.
+std::size_t wrong_while_read(bool owns, std::size_t& schedules, std::size_t& whole) {
+  std::size_t wrong = 0;
+  Ring ring;
+  Explorer explorer;
+  Reading found;
+  schedules = explorer.run(
+      {[&] { take(ring, &feed_slot_claim, 0, 1); }, [&] { take(ring, &feed_slot_claim, 0, 0); },
+       [&] {
+         found = read(ring, owns);
+         if (found.rows == ROWS) release(ring, 0);
+       }},
+      [&] {
+        ring = {{.state = 1, .ahead = 0, .rows = 1, .one = 1}, {1, 0}};
+        found = {};
+      },
+      [&] {
+        const std::uint64_t state = ring.slot.state;
+        bool is_wrong = found.is_wrong || (state & FEED_SLOT_OWNED) != 0 || ring.slot.rows != feed_slot_row(state);
+        for (std::uint32_t row = 0; row < feed_slot_row(state); row++)
+          is_wrong |= ring.rows[row] != feed_slot_batch(state) + 1;
+        wrong += is_wrong;
+        if (is_wrong) explorer.stop();
+        whole += found.rows == ROWS && feed_slot_batch(state) == SLOTS;
+      });
+  return wrong;
+}
+
 // Batch 0 is complete. One processor takes batch 2, another one late duplicates of batch 0, while the reader releases
 // it. Returns how many schedules left a wrong row where the state says that there is a right one: at most one.
 std::size_t wrong_after_release(const Claim& claim, std::size_t& schedules, std::size_t& filled) {
@@ -197,6 +248,18 @@ TEST_CASE("a claim that looks at the batch first and takes the slot later is fou
   };
   std::size_t schedules = 0, filled = 0;
   CHECK(wrong_after_release(careless, schedules, filled) > 0);
+}
+
+TEST_CASE("a reader that owns the slot finds whole rows alone, and loses none") {
+  std::size_t schedules = 0, whole = 0;
+  CHECK(wrong_while_read(true, schedules, whole) == 0);
+  CHECK(schedules > 100);
+  CHECK(whole > 0);  // some of them read all rows, and released the batch
+}
+
+TEST_CASE("a reader that owns nothing is found out") {
+  std::size_t schedules = 0, whole = 0;
+  CHECK(wrong_while_read(false, schedules, whole) > 0);
 }
 
 TEST_CASE("two processors with copies of the same packets fill each row once") {

@@ -164,8 +164,10 @@ TEST_CASE("what is sent is what is packed, in messages of any kind") {
   const Pair pair;
   for (const bool has_lists : {false, true}) {
     const Sample sample(100, has_lists, false, 4);
-    for (const std::uint32_t packets_max : {1u, 5u, 200u}) {
+    for (const std::uint32_t packets_max : {1u, 5u, 200u, 201u}) {
       RecordSender sender(sample.store(), 1, 2, 150);
+      if (packets_max == 201) sender.send_apart();
+      CHECK(sender.is_segmenting() == (packets_max != 201));
       const auto records = some_records(400, 100, 5);
       const auto memory = std::make_unique<std::byte[]>(sender.packet_max_bytes());
       std::uint32_t expected_row = 0;
