@@ -7,7 +7,7 @@ import fcntl
 import socket
 import struct
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from sennit.errors import ConfigError
 from sennit.offload.framing import Ends
@@ -19,6 +19,21 @@ _SIOCGIFHWADDR: Final = 0x8927
 _HARDWARE_BYTES: Final = 6
 # The longest IP packet that native XDP takes in one piece on a virtual interface.
 ONE_PIECE_MTU: Final = 3506
+
+
+# linux/if_addr.h
+_IFA_F_TEMPORARY: Final = 0x01
+_IFA_F_DEPRECATED: Final = 0x20
+_IFA_F_TENTATIVE: Final = 0x40
+
+
+class _Ipv6Address(NamedTuple):
+    address: str
+    scope: int
+    """0 is global."""
+
+    passes: bool
+    """It is temporary or deprecated."""
 
 
 class TargetError(ConfigError):
@@ -34,35 +49,47 @@ def interface_index(name: str) -> int:
 
 
 def interface_address(name: str) -> str:
-    """The interface's first global IPv6 address, or else its IPv4 address."""
-    for address, scope in _ipv6_addresses(name):
-        if scope == 0:
-            return address
+    """A global IPv6 address of the interface, or else its IPv4 address.
+
+    Of several, one that stays comes before one that is temporary or deprecated (RFC 8981, RFC 4862), and then the
+    lowest. The kernel's table has no order that lasts.
+    """
+    globals_ = [found for found in _ipv6_addresses(name) if found.scope == 0]
+    if globals_:
+        return min(globals_, key=lambda found: (found.passes, socket.inet_pton(socket.AF_INET6, found.address))).address
     if ipv4 := _ipv4_address(name):
         return ipv4
     raise TargetError(f"interface {name!r} has neither a global IPv6 address nor one of IPv4")
 
 
+def has_address(name: str, address: str) -> bool:
+    """Whether this is one of the interface's global IPv6 addresses, or its IPv4 address."""
+    if ":" not in address:
+        return address == _ipv4_address(name)
+    return any(found.scope == 0 and found.address == address for found in _ipv6_addresses(name))
+
+
 def ipv6_addresses(name: str) -> list[str]:
     """The interface's IPv6 addresses, also that of its link alone."""
-    return [address for address, _ in _ipv6_addresses(name)]
+    return [found.address for found in _ipv6_addresses(name)]
 
 
 def hardware_address(name: str) -> bytes:
     return _ask(name, _SIOCGIFHWADDR)[18 : 18 + _HARDWARE_BYTES]
 
 
-def _ipv6_addresses(name: str) -> list[tuple[str, int]]:
-    """(address, scope: 0 is global) of those that are in use."""
+def _ipv6_addresses(name: str) -> list[_Ipv6Address]:
+    """Those that are in use."""
     interface_index(name)
     found = []
     # Address, index, prefix, scope, flags, name (linux/Documentation/networking/proc_net_*).
     table = Path("/proc/thread-self/net/if_inet6")
     for line in table.read_text(encoding="utf-8").splitlines() if table.exists() else ():
         digits, _, _, scope, flags, device = line.split()
-        is_tentative = int(flags, 16) & 0x40
-        if device == name and not is_tentative:
-            found.append((socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)), int(scope, 16)))
+        if device == name and not int(flags, 16) & _IFA_F_TENTATIVE:
+            address = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+            passes = bool(int(flags, 16) & (_IFA_F_TEMPORARY | _IFA_F_DEPRECATED))
+            found.append(_Ipv6Address(address, int(scope, 16), passes))
     return found
 
 
@@ -89,9 +116,13 @@ def _ask(name: str, request: int) -> bytes:
         return fcntl.ioctl(any_socket, request, struct.pack("16s24x", name.encode()[:15]))
 
 
-def own_ends(name: str) -> Ends:
-    """The destination of packets for this interface: its hardware address, and the address that feeders are told."""
-    address = interface_address(name)
+def own_ends(name: str, address: str | None = None) -> Ends:
+    """The destination of packets for this interface: its hardware address, and an address.
+
+    None: the one of `interface_address`. That may be another one a moment later, so whoever has told it to somebody
+    says which.
+    """
+    address = interface_address(name) if address is None else address
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     hardware = hardware_address(name)
     packed = socket.inet_pton(family, address)

@@ -77,12 +77,13 @@ class XdpReceiver(ArenaReceiver):
         self.destination = destination
         self._loaded.receive_at(destination)
 
-    def attach(self, interface: str) -> None:
+    def attach(self, interface: str, address: str | None = None) -> None:
         """Attaches to an interface, in the driver if it can run programs. An interface takes one receiver.
 
-        It takes what is for the interface's own addresses, and leaves the packets of others to the host.
+        It takes what is for the interface's hardware address and this address, and leaves the packets of others to the
+        host. None: the one of `interfaces.interface_address`.
         """
-        self.receive_at(own_ends(interface))
+        self.receive_at(own_ends(interface, address))
         self.attached = attach_xdp(self.program, socket.if_nametoindex(interface))
 
     def check(self) -> None:

@@ -21,8 +21,7 @@ from sennit.offload.agent.errors import AgentError
 from sennit.offload.agent.permissions import Grant, Permissions
 from sennit.offload.agent.protocol import LeaseRequest
 from sennit.offload.dispatcher import Dispatcher
-from sennit.offload.framing import Ends
-from sennit.offload.interfaces import has_fragments, interface_index, own_ends
+from sennit.offload.interfaces import has_address, has_fragments, interface_address, interface_index, own_ends
 from sennit.offload.plan_program import PROGRAM, RING, PlanProgram
 from sennit.offload.xdp_sketch import SlotSketches
 
@@ -93,8 +92,7 @@ class Programs(Closing):
     def load(self, request: LeaseRequest, grants: Sequence[Grant], user: int, bound: socket.socket) -> Loaded:
         """Raises AgentError, TargetError, PlanError, TargetUnavailable or BpfError. `bound`: the trainer's socket."""
         grant = self.check(grants, request.interface, request.port)
-        ends = own_ends(request.interface)
-        check_socket(bound, ends, request.port)
+        ends = own_ends(request.interface, check_socket(bound, request.interface, request.port))
         sketches = (
             SlotSketches(request.layout, request.sketch) if request.sketch and request.layout.plan.sparse else None
         )
@@ -188,8 +186,9 @@ class Programs(Closing):
             shared.ports.add(made.port)
 
 
-def check_socket(bound: socket.socket, ends: Ends, port: int) -> None:
-    """The program takes what this socket would get. So nobody gets packets of which the kernel would give them none.
+def check_socket(bound: socket.socket, interface: str, port: int) -> str:
+    """The socket's address. The program takes what the socket would get, so nobody gets packets of which the kernel
+    would give them none.
 
     Raises AgentError.
     """
@@ -203,13 +202,12 @@ def check_socket(bound: socket.socket, ends: Ends, port: int) -> None:
         if here != there:
             raise AgentError("the trainer is in another network namespace; allowed: that of the agent")
         address, found_port = bound.getsockname()[:2]
-        packed = socket.inet_pton(bound.family, address.partition("%")[0])
     except OSError as error:
         raise AgentError(f"the socket that came along: {error.strerror}") from None
-    if (packed, found_port) != (ends.address, port):
-        family = socket.AF_INET if len(ends.address) == 4 else socket.AF_INET6
-        own_address = socket.inet_ntop(family, ends.address)
-        raise AgentError(f"a socket of {address} port {found_port}; allowed: {own_address} port {port}")
+    if found_port != port or not has_address(interface, address):
+        allowed = f"{interface_address(interface)} or another address of {interface}, port {port}"
+        raise AgentError(f"a socket of {address} port {found_port}; allowed: {allowed}")
+    return str(address)
 
 
 def told(grants: Sequence[Grant]) -> str:

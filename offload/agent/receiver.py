@@ -77,17 +77,21 @@ class LeasedReceiver(ArenaReceiver):
         session: int,
         interface: str,
         udp_port: int,
+        address: str | None = None,
         agent: Path = SOCKET,
         sketch: SketchShape | None = DEFAULT_SHAPE,
         timeout_s: float = 60.0,
     ) -> None:
-        """Raises TargetUnavailable with the agent's reason, TargetError, PlanError, or OSError if the port is taken."""
+        """`address`: where the records are sent to; None: the one of `interfaces.interface_address`.
+
+        Raises TargetUnavailable with the agent's reason, TargetError, PlanError, or OSError if the port is taken.
+        """
         super().__init__(layout, session=session, udp_port=udp_port, sketch=sketch)
         self.interface, self._agent = interface, agent
         self._arena = Arena("ring", self.arena_bytes)
         self._counters_descriptor = -1
         self._connection: socket.socket | None = None
-        self._bound = bound_socket(interface_address(interface), udp_port)
+        self._bound = bound_socket(interface_address(interface) if address is None else address, udp_port)
         try:
             self._connection = _connected(agent, timeout_s)
             request = LeaseRequest(

@@ -167,6 +167,7 @@ class IngestTarget:
         layout: BatchLayout,
         local_rank: int,
         *,
+        address: str,
         mates: Mapping[int, str],
         reception: Reception | None,
         session: int,
@@ -174,8 +175,10 @@ class IngestTarget:
     ) -> Receiver:
         """Starts to receive the rank's records.
 
-        `mates`: the local ranks of the group at this target, and the names of their receptions. `reception`: this
-        rank's. Raises PlanError, TargetUnavailable or OSError.
+        `address`: where `listen` does. The method `address` may find another one by now. `mates`: the local ranks of
+        the group at this target, and the names of their receptions. `reception`: this rank's.
+
+        Raises PlanError, TargetUnavailable or OSError.
         """
         port = self.port + local_rank
         if self.kind == "xdp":
@@ -184,18 +187,19 @@ class IngestTarget:
             if (agent := agent_socket()) is not None:
                 interface = self._interface(local_rank)
                 return LeasedReceiver(
-                    layout, session=session, interface=interface, udp_port=port, agent=agent, timeout_s=timeout_s
-                )
+                    layout, session=session, interface=interface, address=address, udp_port=port, agent=agent,
+                    timeout_s=timeout_s,
+                )  # fmt: skip
             fragments = has_fragments(self._interface(local_rank))
             in_kernel = xdp_receiver()(layout, session=session, udp_port=port, fragments=fragments)
             with _closed_on_error(in_kernel):
-                self._attach(in_kernel, mates, reception, timeout_s)
+                self._attach(in_kernel, address, mates, reception, timeout_s)
             return in_kernel
         from sennit.offload.cpu import CpuReceiver
 
         on_host = CpuReceiver(layout, session=session)
         with _closed_on_error(on_host):
-            on_host.listen(self.address(local_rank), port, receive_buffer_bytes=_receive_buffer_bytes())
+            on_host.listen(address, port, receive_buffer_bytes=_receive_buffer_bytes())
         return on_host
 
     def _interface(self, local_rank: int) -> str:
@@ -206,7 +210,12 @@ class IngestTarget:
         return sorted(mate for mate in mates if self._interface(mate) == self._interface(local_rank))
 
     def _attach(
-        self, receiver: XdpReceiver, mates: Mapping[int, str], reception: Reception | None, timeout_s: float
+        self,
+        receiver: XdpReceiver,
+        address: str,
+        mates: Mapping[int, str],
+        reception: Reception | None,
+        timeout_s: float,
     ) -> None:
         """Attaches to an interface that other ranks may share."""
         from sennit.offload.ingest.shared_interface import follow, lead
@@ -215,7 +224,7 @@ class IngestTarget:
         ranks = self._sharing(local_rank, mates)
         interface, program = self._interface(local_rank), receiver.program.descriptor
         if len(ranks) > 1:
-            receiver.receive_at(own_ends(interface))  # the dispatcher is what is attached
+            receiver.receive_at(own_ends(interface, address))  # the dispatcher is what is attached
         if len(ranks) > 1 and local_rank == ranks[0]:
             assert reception is not None
             dispatcher = lead(
@@ -231,7 +240,7 @@ class IngestTarget:
             _count_time(receiver, dispatcher.program)
             return
         if len(ranks) == 1:
-            receiver.attach(interface)
+            receiver.attach(interface, address)
         else:
             follow(mates[ranks[0]], program, interface, local_rank, timeout_s=timeout_s)
         _count_time(receiver)

@@ -134,6 +134,7 @@ class FedSource:
             receiver = self._door.target.receiver(
                 layout,
                 self._door.local_rank,
+                address=self._door.listener.getsockname()[0],
                 mates=self._mates,
                 reception=self._reception,
                 session=self._session_number,

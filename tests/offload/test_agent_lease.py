@@ -204,9 +204,10 @@ def test_a_program_needs_the_socket_of_its_port(planes: Planes, agent: Path, mon
         options: dict[str, Any] = {"session": 1, "interface": INTERFACE, "udp_port": PORT, "agent": agent}
         LeasedReceiver(leased_trainer.LAYOUT, **options).close()
         own = planes.addresses(TRAINER_HOST)[0]
+        allowed = f"allowed: {own} or another address of {INTERFACE}, port {PORT}"
         forged = [
-            (socket.SOCK_DGRAM, (own, PORT + 1), rf"a socket of {own} port {PORT + 1}; allowed: {own} port {PORT}"),
-            (socket.SOCK_DGRAM, ("::1", PORT), f"a socket of ::1 port {PORT}; allowed: {own} port {PORT}"),
+            (socket.SOCK_DGRAM, (own, PORT + 1), f"a socket of {own} port {PORT + 1}; {allowed}"),
+            (socket.SOCK_DGRAM, ("::1", PORT), f"a socket of ::1 port {PORT}; {allowed}"),
             (socket.SOCK_STREAM, (own, PORT), "the socket that came along; allowed: one of UDP"),
         ]
         for kind, place, told in forged:

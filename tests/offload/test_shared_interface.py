@@ -230,7 +230,7 @@ def test_time_of_programs_is_counted_where_that_is_asked_for_alone(
     def counted() -> bool:
         target = IngestTarget.parse(f"xdp://{INTERFACE}")
         with target.receiver(
-            LAYOUT, 0, mates={0: ""}, reception=None, session=SESSION, timeout_s=DEADLINE_S
+            LAYOUT, 0, address=target.address(0), mates={0: ""}, reception=None, session=SESSION, timeout_s=DEADLINE_S
         ) as receiver:
             return receiver.program_ns() is not None
 

@@ -27,7 +27,7 @@ from sennit.offload.ingest.feeder import Feeder
 from sennit.offload.ingest.protocol import VERSION, Terms
 from sennit.offload.ingest.session import Session
 from sennit.offload.ingest.target import HEADERS_BYTES, IngestTarget
-from sennit.offload.interfaces import own_ends
+from sennit.offload.interfaces import interface_address, own_ends
 from sennit.offload.operators import SigridHash
 from sennit.offload.plan import FeaturePlan, Sparse
 from sennit.offload.record_store import Columns, IdColumn, RecordStore
@@ -47,6 +47,8 @@ JUMBO, ETHERNET = 9000, 1500
 XDP_DROP = 1
 DEADLINE_S = 20.0
 BRIDGE = "br0"
+# On the link of the cable, and below the address of its far end.
+EARLIER_ADDRESS = "fd5e:4e17:0:1::2"
 # Lists of 0 to 100 ids: a jumbo frame has about twenty records.
 PLAN = FeaturePlan(
     schema=Schema(dense=(Dense(name="age"),), ids=(Ids(name="user"), Ids(name="seen", length=100, is_list=True))),
@@ -153,7 +155,9 @@ def test_a_run_at_an_interface_of_jumbo_frames_takes_them(jumbo: Planes) -> None
 
     def attempt() -> None:
         assert target.packet_bytes(0) == JUMBO - HEADERS_BYTES
-        target.receiver(LAYOUT, 0, mates={0: ""}, reception=None, session=SESSION, timeout_s=DEADLINE_S).close()
+        target.receiver(
+            LAYOUT, 0, address=target.address(0), mates={0: ""}, reception=None, session=SESSION, timeout_s=DEADLINE_S
+        ).close()
         with (
             XdpReceiver(LAYOUT, session=SESSION, udp_port=PORT) as whole,
             pytest.raises(BpfError, match="its MTU is above what its driver runs this program for"),
@@ -242,7 +246,15 @@ def test_rows_come_over_a_bridge(mtu: int) -> None:
         assert session.wait_for_facts() is not None
         receiver = link.within(
             cable.FAR,
-            lambda: target.receiver(layout, 0, mates={0: ""}, reception=None, session=SESSION, timeout_s=DEADLINE_S),
+            lambda: target.receiver(
+                layout,
+                0,
+                address=cable.FAR_ADDRESS,
+                mates={0: ""},
+                reception=None,
+                session=SESSION,
+                timeout_s=DEADLINE_S,
+            ),
         )
         session.start(receiver, sizes.__getitem__, first_batch=0, batch_count=len(sizes), slots=2)
         for batch in range(len(sizes)):
@@ -263,5 +275,39 @@ def bridge() -> None:
         f"addr add {cable.FAR_ADDRESS}/64 dev {BRIDGE} nodad",
         f"link set {BRIDGE} up",
     ):
-        subprocess.run(["ip", *command.split()], check=True, timeout=DEADLINE_S)
+        ip(command)
     cable.await_links()
+
+
+@pytest.mark.needs("native-xdp", "ip")
+def test_the_program_takes_what_is_sent_to_the_address_that_feeders_are_told(rng: np.random.Generator) -> None:
+    """Also after the interface has got others, as by privacy extensions while an elastic run goes on."""
+    target = IngestTarget.parse(f"xdp://{cable.FAR}:{PORT}")
+    packets = packets_of(0, ETHERNET, rng)
+    with contextlib.ExitStack() as stack:
+        link = stack.enter_context(cable.Cable(mtu_bytes=ETHERNET))
+        told = stack.enter_context(link.within(cable.FAR, target.listen, 0)).getsockname()[0]
+        assert told == cable.FAR_ADDRESS
+        link.within(cable.FAR, ip, f"addr add {EARLIER_ADDRESS}/64 dev {cable.FAR} nodad preferred_lft 0 valid_lft 60")
+        assert link.within(cable.FAR, interface_address, cable.FAR) == told, "the other one is deprecated"
+        link.within(cable.FAR, ip, f"addr change {EARLIER_ADDRESS}/64 dev {cable.FAR} nodad preferred_lft forever")
+        assert link.within(cable.FAR, interface_address, cable.FAR) == EARLIER_ADDRESS
+        receiver = stack.enter_context(
+            link.within(
+                cable.FAR,
+                lambda: target.receiver(
+                    LAYOUT, 0, address=told, mates={0: ""}, reception=None, session=SESSION, timeout_s=DEADLINE_S
+                ),
+            )
+        )
+        sender = stack.enter_context(link.within(cable.NEAR, lambda: socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)))
+        for packet in packets:
+            sender.sendto(packet, (told, PORT))
+        deadline_s = time.monotonic() + DEADLINE_S
+        while receiver.rows_taken(0) < ROWS and time.monotonic() < deadline_s:
+            time.sleep(0)
+        assert receiver.rows_taken(0) == ROWS
+
+
+def ip(arguments: str) -> None:
+    subprocess.run(["ip", *arguments.split()], check=True, timeout=DEADLINE_S)

@@ -187,10 +187,10 @@ class PythonTarget(IngestTarget):
         layout: BatchLayout,
         local_rank: int,
         *,
+        address: str,
         mates: Mapping[int, str],
         reception: Reception | None,
         session: int,
         timeout_s: float,
     ) -> Receiver:
-        place = self.address(local_rank)
-        return PythonReceiver(layout, session=session, address=place, port=self.port + local_rank)
+        return PythonReceiver(layout, session=session, address=address, port=self.port + local_rank)
