@@ -51,25 +51,29 @@ class ToolMissing(CompileError):
 
 
 def find_clang(version: int = 0) -> str:
-    """The path of a clang: `clang` if it has this version or later, else the newest `clang-N` that has."""
+    """The path of a clang: `clang` if it has this version or later, else the newest `clang-N` that has.
+
+    One that cannot say its version, because it cannot start, does not count. Raises ToolMissing.
+    """
     plain = shutil.which("clang")
-    if plain is not None and (version == 0 or _version(plain) >= version):
-        return plain
-    for number in range(NEWEST_CLANG_VERSION, version - 1, -1):
-        found = shutil.which(f"clang-{number}")
-        if found is not None:
+    numbered = (shutil.which(f"clang-{number}") for number in range(NEWEST_CLANG_VERSION, version - 1, -1))
+    for found in (plain, *numbered):
+        if found is not None and _version(found) >= max(1, version):
             return found
-    if version == 0 or plain is None:
-        raise ToolMissing("clang: command not found" + (f"; version {version} or later is needed" if version else ""))
-    raise ToolMissing(f"clang is version {_version(plain)}; {version} or later is needed (Debian: clang-22)")
+    wanted = f"; version {version} or later is needed" if version else ""
+    if plain is None:
+        raise ToolMissing(f"clang: command not found{wanted}")
+    has = _version(plain)
+    raise ToolMissing((f"clang is version {has}" if has else f"{plain} does not start") + wanted)
 
 
 @functools.cache
 def _version(path: str) -> int:
-    done = subprocess.run(
-        [path, "-dumpversion"], capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False
-    )
-    first = done.stdout.partition(".")[0]
+    """Of a compiler; 0 if it does not say it: it cannot start, or does not end."""
+    try:
+        first = _run([path, "-dumpversion"]).partition(".")[0]
+    except CompileError:
+        return 0
     return int(first) if first.isdigit() else 0
 
 
@@ -148,27 +152,29 @@ class _Unit:
 def _image(unit: _Unit, clang_version: int) -> bytes:
     """Returns the object of the wheel, or of the cache if the same text was compiled in the same way before.
 
-    If there is no clang of this version, the cache may have an object of the same sources. The headers of the system do
-    not count then.
+    If it cannot be compiled here, as without a clang of this version or without headers, the cache may have an object
+    of the same sources. The headers of the system do not count then. Raises CompileError if it has none.
     """
     with contextlib.suppress(OSError):
         return (OBJECTS / f"{unit.key}.o").read_bytes()
     try:
         clang = find_clang(clang_version)
-    except ToolMissing as missing:
-        image = object_cache.read(unit.key)
+        key = unit.exact_key(clang)
+        image = object_cache.read(key)
         if image is None:
-            raise ToolMissing(
-                f"{missing}; install it (Debian: clang-22 libbpf-dev), or bring a cache that has the object"
-            ) from None
+            image = unit.compiled(clang)
+            object_cache.write(key, image)
+            object_cache.write(unit.key, image)
         return image
-    key = unit.exact_key(clang)
-    image = object_cache.read(key)
-    if image is None:
-        image = unit.compiled(clang)
-        object_cache.write(key, image)
-        object_cache.write(unit.key, image)
-    return image
+    except CompileError as error:
+        image = object_cache.read(unit.key)
+        if image is not None:
+            return image
+        if isinstance(error, ToolMissing):
+            raise ToolMissing(
+                f"{error}; install it (Debian: clang-22 libbpf-dev), or bring a cache that has the object"
+            ) from None
+        raise
 
 
 def _key(*parts: str) -> str:
@@ -186,6 +192,8 @@ def _run(command: list[str]) -> str:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         raise CompileError(f"{' '.join(command)}: no end within {COMPILE_TIMEOUT_S:g} s") from None
+    except OSError as error:  # a file of another machine, or one whose interpreter is missing
+        raise CompileError(f"{' '.join(command)}: {error.strerror}") from None
     if done.returncode != 0:
         missing = re.search(r"fatal error: '(.*)' file not found", done.stderr)
         if missing:

@@ -7,7 +7,7 @@ import errno
 from typing import Final
 
 from sennit.closing import Closing
-from sennit.ebpf.compiler import ToolMissing, compile_source
+from sennit.ebpf.compiler import CompileError, compile_source
 from sennit.ebpf.kernel_features import missing_privileges
 from sennit.ebpf.library import BpfError
 from sennit.ebpf.loader import BpfObject
@@ -54,7 +54,7 @@ class PlanProgram(Closing):
                 arena_addresses={} if arena_address is None else {RING: arena_address},
                 xdp_fragments=fragments,
             )
-        except ToolMissing as error:
+        except CompileError as error:
             raise TargetUnavailable(f"xdp: {error}; the target cpu needs no compiler") from error
         except BpfError as error:
             raise _explained(error, layout) from error

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from sennit.closing import Closing
 from sennit.ebpf import kernel_features
-from sennit.ebpf.compiler import ToolMissing
+from sennit.ebpf.compiler import CompileError
 from sennit.ebpf.library import BpfError
 from sennit.runtime.aggregate.page import AggregatorPage
 from sennit.runtime.aggregate.xdp import XdpPrograms
@@ -87,8 +87,8 @@ class Serving(Closing):
                 return None
         try:
             return XdpPrograms(port=port, memory_bytes=memory_bytes)
-        except ToolMissing as error:
-            self.why_native = f"no XDP: {error}"
+        except CompileError as error:
+            self.why_native = f"no XDP: {str(error).splitlines()[0]}"
         except BpfError as error:
             self.why_native = f"no XDP, the kernel refuses the programs: {str(error).splitlines()[0]}"
         return None

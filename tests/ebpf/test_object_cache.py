@@ -70,10 +70,45 @@ def test_without_a_compiler_the_cache_is_enough_or_one_line_says_what_to_install
         bench.compile(8)
 
 
-def test_a_compiler_that_does_not_end_is_named(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "COMPILE_TIMEOUT_S", 0.0)
-    with pytest.raises(compiler.CompileError, match="no end within 0 s"):
-        bench.compile()
+SAYS_ITS_VERSION = '#!/bin/sh\ncase "$*" in -dumpversion|--version) echo 22.1.0; exit;; esac\n'
+
+
+@pytest.mark.parametrize(
+    ("clang", "told"),
+    [
+        pytest.param(
+            f"{SAYS_ITS_VERSION}echo \"f.c:1:10: fatal error: 'linux/bpf.h' file not found\" >&2; exit 1",
+            r"^clang: no header linux/bpf\.h; install it \(Debian: clang-22 libbpf-dev\)",
+            id="no headers",
+        ),
+        pytest.param(
+            f"{SAYS_ITS_VERSION}echo 'error: unable to create target: bpf' >&2; exit 1",
+            "unable to create target",
+            id="no target bpf",
+        ),
+        pytest.param(
+            "#!/bin/sh\necho 'error while loading shared libraries: libLLVM.so' >&2; exit 127",
+            "clang does not start; install it",
+            id="no libraries",
+        ),
+        pytest.param("#!/nowhere/interpreter\n", "clang does not start; install it", id="no interpreter"),
+        pytest.param("#!/bin/sh\nexec /bin/sleep 60\n", "clang does not start; install it", id="no end of the start"),
+        pytest.param(f"{SAYS_ITS_VERSION}exec /bin/sleep 60\n", "no end within 2 s", id="no end"),
+    ],
+)
+def test_with_a_compiler_that_cannot_do_it_the_cache_is_enough_or_one_error_says_why(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, clang: str, told: str
+) -> None:
+    first = bench.compile()
+    broken = bench.folder / "broken" / "clang"
+    broken.parent.mkdir()
+    broken.write_text(clang)
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", str(broken.parent))
+    monkeypatch.setattr(compiler, "COMPILE_TIMEOUT_S", 2.0 if "sleep" in clang else 20.0)
+    assert bench.compile() == first
+    with pytest.raises(compiler.CompileError, match=told):
+        bench.compile(8)
 
 
 def test_source_header_flags_and_compiler_each_count(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
