@@ -62,6 +62,7 @@ _FUNCTIONS: Final[tuple[tuple[str, Any, tuple[Any, ...]], ...]] = (
     ("bpf_link_get_fd_by_id", _int, (_u32,)),
     ("bpf_obj_get_info_by_fd", _int, (_int, _pointer, ctypes.POINTER(_u32))),
     ("bpf_obj_pin", _int, (_int, _text)),
+    ("bpf_map__set_value_size", _int, (_pointer, _u32)),
     ("bpf_map_create", _int, (_int, _text, _u32, _u32, _u32, _pointer)),
     ("bpf_map_lookup_elem", _int, (_int, _pointer, _pointer)),
     ("bpf_map_update_elem", _int, (_int, _pointer, _pointer, _u64)),

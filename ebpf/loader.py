@@ -92,13 +92,15 @@ class BpfObject(Closing):
         image: bytes,
         *,
         max_entries: Mapping[str, int] | None = None,
+        value_bytes: Mapping[str, int] | None = None,
         read_only: Mapping[str, Any] | None = None,
         arenas: Mapping[str, int] | None = None,
         arena_addresses: Mapping[str, int] | None = None,
         xdp_fragments: bool = False,
     ) -> None:
-        """`max_entries`: map -> number of entries, overriding the source. `read_only`: global variable in .rodata ->
-        its value, which the verifier treats as a constant. `arenas`: arena -> its size in bytes. `arena_addresses`:
+        """`max_entries`: map -> number of entries, overriding the source. `value_bytes`: map -> bytes of a value,
+        also overriding the source. `read_only`: global variable in .rodata -> its value, which the verifier treats as a
+        constant. `arenas`: arena -> its size in bytes. `arena_addresses`:
         arena -> where another process will map it; this one does not. `xdp_fragments`: the object's XDP programs take
         packets in several pieces, as of interfaces with a large MTU.
         """
@@ -119,6 +121,10 @@ class BpfObject(Closing):
                 result = loaded.bpf_map__set_max_entries(self._find_map(name), entries)
                 if result != 0:
                     raise refusal(-result, f"BPF object: map {name} with {entries} entries")
+            for name, size in (value_bytes or {}).items():
+                result = loaded.bpf_map__set_value_size(self._find_map(name), size)
+                if result != 0:
+                    raise refusal(-result, f"BPF object: map {name} with values of {size} bytes")
             for name, value in (read_only or {}).items():
                 self._set_variable(name, value)
             for _, program in self._each_program() if xdp_fragments else ():

@@ -3,23 +3,17 @@
 // run with BPF_F_TEST_XDP_LIVE_FRAMES sends one frame to an interface, without a socket.
 #include "feed.h"
 
-// The size of every frame. The compiler's command line may set another one.
-#ifndef FRAME_BYTES
-#define FRAME_BYTES 256
-#endif
+// Bytes of every frame. The loader sets it, and the size of the values in `frames`, which is not below.
+const volatile __u32 frame_bytes = 256;
 
 #define PORT_AT (sizeof(struct ethhdr) + sizeof(struct ipv6hdr) + 2)
 #define CHECKSUM_AT (sizeof(struct ethhdr) + sizeof(struct ipv6hdr) + 6)
-
-struct frame {
-  __u64 words[(FRAME_BYTES + 7) / 8];
-};
 
 struct {
   __uint(type, BPF_MAP_TYPE_ARRAY);
   __uint(max_entries, 1);  // the loader sets it
   __type(key, __u32);
-  __type(value, struct frame);
+  __uint(value_size, 256);  // the loader sets it
 } frames SEC(".maps");
 
 struct frames_state {
@@ -39,16 +33,14 @@ struct {
 // Frames are prepared for port 0. Their UDP checksum is updated for the real one as in RFC 1624.
 SEC("xdp")
 int send_frame(struct xdp_md* context) {
-  void *data = (void*)(long)context->data, *data_end = (void*)(long)context->data_end;
   __u32 zero = 0;
   struct frames_state* at = bpf_map_lookup_elem(&state, &zero);
-  if (!at || data + FRAME_BYTES > data_end) return XDP_ABORTED;
+  if (!at) return XDP_ABORTED;
   __u32 number = at->next++;
-  struct frame* frame = bpf_map_lookup_elem(&frames, &number);
-  if (!frame) return XDP_ABORTED;
-  __u64* to = data;
-  for (__u32 word = 0; word < FRAME_BYTES / 8; word++) to[word] = frame->words[word];
-  for (__u32 byte = FRAME_BYTES / 8 * 8; byte < FRAME_BYTES; byte++) ((__u8*)data)[byte] = ((__u8*)frame)[byte];
+  void* frame = bpf_map_lookup_elem(&frames, &number);
+  if (!frame || bpf_xdp_store_bytes(context, 0, frame, frame_bytes)) return XDP_ABORTED;
+  void *data = (void*)(long)context->data, *data_end = (void*)(long)context->data_end;
+  if (data + CHECKSUM_AT + 2 > data_end) return XDP_ABORTED;
   __u16 port = bpf_htons(at->udp_port);
   *(__u16*)(data + PORT_AT) = port;
   __u32 sum = (__u16) ~*(__u16*)(data + CHECKSUM_AT) + port;

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import elftools
+import numpy as np
 import pytest
 
 from sennit.doctor import capabilities
@@ -15,7 +17,11 @@ from sennit.ebpf import compiler, kernel_features, usdt, usdt_entries
 from sennit.ebpf.loader import BpfObject
 from sennit.offload import tracepoints as offload_tracepoints
 from sennit.runtime.trace import ingest, paths, stalls
+from sennit.testbed.bench.samples.record_source import RecordSource
+from sennit.testbed.bench.transport import aggregate
+from sennit.testbed.topology import cable
 from sennit.transport import tracepoints as core_tracepoints
+from tests.offload.ingest_world import packet
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "bpf_objects.py"
 SESSIONS = {
@@ -23,6 +29,7 @@ SESSIONS = {
     stalls.PROGRAM: (stalls.PROBES, core_tracepoints),
     ingest.PROGRAM: (ingest.PROBES, offload_tracepoints),
 }
+DEADLINE_S = 20.0
 NAMES = sorted(path.name.removesuffix(".bpf.c") for path in compiler.PROGRAMS.glob("*.bpf.c"))
 
 pytestmark = [pytest.mark.root, pytest.mark.needs("bpf", "clang", "tracepoints")]
@@ -69,6 +76,36 @@ def test_every_program_of_the_package_is_loaded_without_clang(name: str) -> None
         image = compiler.compile_program(name)
     with BpfObject(image, arenas=arenas_of(name)) as loaded:
         assert loaded.programs()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.needs("arena")
+def test_the_benchmark_of_aggregation_needs_no_clang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aggregate, "LEAVES", (2,))
+    monkeypatch.setattr(aggregate, "ARITHMETICS", {"int32": 1})
+    (result,) = aggregate.run(rounds=1, seed=1)
+    assert min(result.xdp_ns, result.forward_ns, result.native_ns) > 0
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.needs("native-xdp")
+@pytest.mark.parametrize("rows", [1, 5, 40])  # frames of a length that is no multiple of 8, and that is
+def test_the_load_of_the_benchmark_of_offload_needs_no_clang(rows: int) -> None:
+    batches, port = 2, 4800
+    datagrams = [packet(0, row, np.arange(rows)) for row in (0, rows)]
+    with (
+        cable.Cable(mtu_bytes=1500) as link,
+        link.within(cable.FAR, lambda: socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)) as receiver,
+        RecordSource(datagrams, link, batches) as source,
+    ):
+        receiver.settimeout(DEADLINE_S)
+        receiver.bind((cable.FAR_ADDRESS, port))
+        source.prepare(7)
+        for batch in (7, 8):
+            link.within(cable.NEAR, source.send, port, batch, 0, 2)
+            for row in (0, rows):
+                found = receiver.recv(1 << 16)
+                assert found == packet(batch, row, np.arange(rows))
 
 
 @pytest.mark.usefixtures("alone")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from sennit.closing import Closing
-from sennit.ebpf.compiler import PROGRAMS, compile_program, compile_source
+from sennit.ebpf.compiler import compile_program
 from sennit.ebpf.links import XdpMode, attach_xdp
 from sennit.ebpf.loader import BpfObject
 from sennit.offload.framing import Ends, frame
@@ -38,8 +38,13 @@ class RecordSource(Closing):
         self._first, self.count = frames[0], len(frames)
         if any(len(each) != len(self._first) for each in frames):
             raise ValueError(f"frames of {sorted({len(each) for each in frames})} bytes; allowed: one size")
-        source = f"#define FRAME_BYTES {len(self._first)}\n{(PROGRAMS / 'frames.bpf.c').read_text(encoding='utf-8')}"
-        self._object = BpfObject(compile_source("frames", source), max_entries={"frames": batches * self.count})
+        self._place_bytes = (len(self._first) + 7) // 8 * 8
+        self._object = BpfObject(
+            compile_program("frames"),
+            max_entries={"frames": batches * self.count},
+            value_bytes={"frames": self._place_bytes},
+            read_only={"frame_bytes": len(self._first)},
+        )
         self._program = self._object.program("send_frame")
         self._interface_index = link.within(cable.NEAR, socket.if_nametoindex, cable.NEAR)
         self._prepared = range(0)
@@ -52,12 +57,11 @@ class RecordSource(Closing):
     def prepare(self, first: int) -> None:
         """Makes the packets of `first` and the batches after it, which takes far longer than to send them."""
         self._prepared = range(first, first + self._batches)
-        place_bytes = (len(self._first) + 7) // 8 * 8
         stored = self._object.map("frames")
         for batch in self._prepared:
             for number, datagram in enumerate(self._datagrams, (batch - first) * self.count):
                 numbered = sealed(datagram[:BATCH_AT] + batch.to_bytes(4, "big") + datagram[BATCH_AT + 4 :])
-                stored.write(number, frame(numbered, 0, ENDS, with_checksum=True).ljust(place_bytes, b"\0"))
+                stored.write(number, frame(numbered, 0, ENDS, with_checksum=True).ljust(self._place_bytes, b"\0"))
 
     def send(self, udp_port: int, batch: int, begin: int, end: int) -> None:
         """Sends packets `begin` to `end` - 1 of a prepared batch to this port. The link may drop some.

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sennit.closing import Closing
-from sennit.ebpf.compiler import compile_source
+from sennit.ebpf.compiler import compile_program
 from sennit.ebpf.loader import BpfObject
 from sennit.offload._native import content_hash
 from sennit.offload.framing import LOOPBACK, frame
@@ -41,21 +41,6 @@ _HEADER: Final = struct.Struct(">HBBIQQIHBB")
 _LEAF, _JOIN = 0, 3
 # How long the daemon waits for packets that are there already.
 _RUN_S: Final = 0.02
-_FORWARD: Final = """
-#include <linux/bpf.h>
-#include <linux/if_ether.h>
-#include <bpf/bpf_helpers.h>
-SEC("xdp") int forward(struct xdp_md* context) {
-  struct ethhdr* ether = (void*)(long)context->data;
-  if ((void*)(ether + 1) > (void*)(long)context->data_end) return XDP_DROP;
-  unsigned char hardware[ETH_ALEN];
-  __builtin_memcpy(hardware, ether->h_dest, ETH_ALEN);
-  __builtin_memcpy(ether->h_dest, ether->h_source, ETH_ALEN);
-  __builtin_memcpy(ether->h_source, hardware, ETH_ALEN);
-  return XDP_TX;
-}
-char licence[] SEC("license") = "Dual BSD/GPL";
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +66,7 @@ def run(*, rounds: int, seed: int) -> list[Result]:
     """Measures in turn, so that a disturbance hits all."""
     results = []
     with contextlib.ExitStack() as stack:
-        forward = stack.enter_context(BpfObject(compile_source("forward", _FORWARD))).program("forward")
+        forward = stack.enter_context(BpfObject(compile_program("forward"))).program("forward")
         for leaves in LEAVES:
             for name, arithmetic in ARITHMETICS.items():
                 with _Case(leaves, arithmetic, seed) as case:
