@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import errno
+import fcntl
 import os
 import socket
 import struct
@@ -32,11 +33,10 @@ _INFORMATION_BYTES: Final = 80
 # The program that libxdp puts in front of several others (xdp-tools, lib/libxdp/protocol.org).
 _LIBXDP_DISPATCHER: Final = "xdp_dispatcher"
 
-
-# What these error numbers mean when an interface gets a program.
-_XDP_HINTS: Final = {
-    errno.ERANGE: "its MTU is above what its driver runs this program for (veth: 3,506 bytes without xdp.frags)",
-}
+# linux/sockios.h
+_SIOCGIFMTU: Final = 0x8921
+# IEEE 802.3: no driver refuses a program for packets of this size.
+ETHERNET_MTU: Final = 1500
 
 
 class XdpMode(enum.IntEnum):
@@ -86,13 +86,40 @@ def attach_xdp(program: Program, interface_index: int, mode: XdpMode = XdpMode.A
     try:
         return create_link(program.descriptor, program.name, interface_index, BPF_XDP, what, mode)
     except BpfError as error:
-        hint = _XDP_HINTS.get(error.errno or 0)
         # EEXIST: the program there runs in another mode than the one asked for.
         if error.errno in (errno.EBUSY, errno.EEXIST):
             hint = occupant(interface_index) or "it had another XDP program a moment ago: try again"
-        if hint is None:
+        else:
+            hint = _mtu_hint(interface_index)
+        if not hint or error.errno == errno.EPERM:
             raise
         raise BpfError(error.errno, f"{error.strerror}; {hint}") from None
+
+
+def _mtu_hint(interface_index: int) -> str:
+    """What may be wrong where a driver refuses a program; empty if it is not the MTU.
+
+    Each has a limit of its own, and its own error: ERANGE of veth, EINVAL or EOPNOTSUPP of hardware.
+    """
+    try:
+        interface = socket.if_indextoname(interface_index)
+        mtu = interface_mtu(interface)
+    except OSError:  # it has gone
+        return ""
+    if mtu <= ETHERNET_MTU:
+        return ""
+    return (
+        f"the MTU of {interface} is {mtu}, which may be more than its driver runs this program for: lower it (`ip link "
+        f"set dev {interface} mtu {ETHERNET_MTU}`), or do without XDP there (cpu://)"
+    )
+
+
+def interface_mtu(name: str) -> int:
+    """Bytes of the longest IP packet of an interface of this thread's network namespace. Raises OSError."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = fcntl.ioctl(any_socket, _SIOCGIFMTU, struct.pack("16s24x", name.encode()[:15]))
+    (mtu,) = struct.unpack_from("i", request, 16)
+    return int(mtu)
 
 
 def occupant(interface_index: int) -> str:

@@ -9,16 +9,14 @@ import struct
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from sennit.ebpf.links import ETHERNET_MTU, interface_mtu
 from sennit.errors import ConfigError
 from sennit.offload.framing import Ends
 
 # linux/sockios.h
 _SIOCGIFADDR: Final = 0x8915
-_SIOCGIFMTU: Final = 0x8921
 _SIOCGIFHWADDR: Final = 0x8927
 _HARDWARE_BYTES: Final = 6
-# The longest IP packet that native XDP takes in one piece on a virtual interface.
-ONE_PIECE_MTU: Final = 3506
 
 
 # linux/if_addr.h
@@ -100,14 +98,13 @@ def _ipv4_address(name: str) -> str | None:
         return None
 
 
-def interface_mtu(name: str) -> int:
-    (mtu,) = struct.unpack_from("i", _ask(name, _SIOCGIFMTU), 16)
-    return int(mtu)
-
-
 def has_fragments(name: str) -> bool:
-    """Whether an XDP program must take packets in several pieces there."""
-    return interface_mtu(name) > ONE_PIECE_MTU
+    """Whether an XDP program should take packets in several pieces there.
+
+    Drivers differ in what they have one piece for: 3,506 bytes (veth), less or more. All take this kind of program for
+    what they have one piece for.
+    """
+    return interface_mtu(name) > ETHERNET_MTU
 
 
 def _ask(name: str, request: int) -> bytes:

@@ -38,7 +38,7 @@ class XdpReceiver(ArenaReceiver):
         fragments: bool = False,
         repeatable: bool = False,
     ) -> None:
-        """`fragments`: packets may come in several pieces, as at an interface with an MTU above 3,506. The program then
+        """`fragments`: packets may come in several pieces, as at an interface with an MTU above 1,500. The program then
         copies each packet before it reads it. `repeatable` adds a program for measuring that accepts the same packet
         again and again.
         """

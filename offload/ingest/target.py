@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from sennit.closing import Closing
+from sennit.ebpf.links import interface_mtu
 from sennit.offload.batches import BatchLayout
 from sennit.offload.errors import TargetUnavailable
 from sennit.offload.interfaces import (
@@ -19,7 +20,6 @@ from sennit.offload.interfaces import (
     has_fragments,
     interface_address,
     interface_index,
-    interface_mtu,
     own_ends,
 )
 from sennit.offload.targets import Receiver, xdp_receiver

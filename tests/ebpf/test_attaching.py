@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import socket
@@ -12,6 +13,8 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -263,6 +266,21 @@ def test_what_other_threads_map_while_an_object_is_loaded_is_not_where_its_arena
         assert made.program("add").test_run(bytes(64)).verdict == XDP_DROP
     for other in others:
         other.close()
+
+
+@pytest.mark.parametrize("code", [errno.ERANGE, errno.EINVAL, errno.EOPNOTSUPP])
+def test_a_driver_that_refuses_a_large_mtu_is_named_whatever_its_error(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library.library(), "bpf_link_create", lambda *arguments: -code)
+    program: Any = SimpleNamespace(descriptor=0, name="feed")
+    for mtu, told in ((9001, "the MTU of lo is 9001, which may be more than its driver"), (1500, "cannot be attached")):
+        monkeypatch.setattr(links, "interface_mtu", lambda name, mtu=mtu: mtu)
+        with pytest.raises(BpfError) as refused:
+            links.attach_xdp(program, socket.if_nametoindex("lo"))
+        assert refused.value.errno == code
+        assert told in str(refused.value)
+        assert ("MTU" in str(refused.value)) == (mtu > 1500)
 
 
 def test_wrong_read_only_data_is_named() -> None:

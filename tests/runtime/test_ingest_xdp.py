@@ -35,8 +35,8 @@ DEADLINE_S = 90.0
 # 24 batches and the evaluation rows are 5 MB of records, which take some seconds.
 RATE_BITS_PER_S, QUEUE_BYTES = 6_000_000, 200_000
 LOSS = 0.02
-# Bytes: what XDP takes in one piece, and jumbo frames.
-MTU, JUMBO_MTU = 3500, 9000
+# Bytes: what every driver takes in one piece, what a virtual interface does, and jumbo frames.
+ETHERNET_MTU, MTU, JUMBO_MTU = 1500, 3500, 9000
 
 # Root with the capabilities of the DaemonSet (examples/cluster/kubernetes/xdp.yaml), and no others.
 GIVEN = ",".join(["-all", *(f"+{name.removeprefix('CAP_').lower()}" for name in CAPABILITIES)])
@@ -139,6 +139,7 @@ def test_so_they_are_with_loss_strangers_and_a_feeder_that_is_killed(
     assert second.returncode == 0, said
 
 
+@pytest.mark.parametrize("planes", [ETHERNET_MTU], indirect=True, ids=["Ethernet"])
 def test_ranks_that_are_left_share_the_interface_anew(planes: Planes, tmp_path: Path) -> None:
     """The rank dies that had attached the dispatcher. Without a checkpoint, two ranks begin again."""
     small = [*SMALL, "--steps", "24", "--timeout", "60"]
