@@ -17,6 +17,9 @@ from sennit.offload.framing import Ends
 _SIOCGIFADDR: Final = 0x8915
 _SIOCGIFHWADDR: Final = 0x8927
 _HARDWARE_BYTES: Final = 6
+# linux/if_arp.h. A tunnel, such as tun or WireGuard, has packets without a header before that of IP.
+_ARPHRD_ETHER: Final = 1
+_ARPHRD_LOOPBACK: Final = 772
 
 
 # linux/if_addr.h
@@ -73,7 +76,15 @@ def ipv6_addresses(name: str) -> list[str]:
 
 
 def hardware_address(name: str) -> bytes:
-    return _ask(name, _SIOCGIFHWADDR)[18 : 18 + _HARDWARE_BYTES]
+    """Raises TargetError unless the interface has frames of Ethernet, which programs look for packets in."""
+    found = _ask(name, _SIOCGIFHWADDR)
+    (kind,) = struct.unpack_from("H", found, 16)
+    if kind not in (_ARPHRD_ETHER, _ARPHRD_LOOPBACK):
+        raise TargetError(
+            f"interface {name!r} has no frames of Ethernet but packets of kind {kind} (`ip link show {name}`), and XDP "
+            "programs would take none of them; allowed: an Ethernet, a virtual one too, or lo"
+        )
+    return found[18 : 18 + _HARDWARE_BYTES]
 
 
 def _ipv6_addresses(name: str) -> list[_Ipv6Address]:

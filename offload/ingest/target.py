@@ -17,6 +17,7 @@ from sennit.offload.batches import BatchLayout
 from sennit.offload.errors import TargetUnavailable
 from sennit.offload.interfaces import (
     TargetError,
+    hardware_address,
     has_fragments,
     interface_address,
     interface_index,
@@ -86,6 +87,12 @@ class IngestTarget:
         if self.kind == "xdp":
             if len(set(self.places)) < len(self.places):
                 raise TargetError(f"--ingest {self}: an interface is named twice; ranks take turns anyway")
+            for place in self.places[:local_ranks]:
+                interface_index(place)
+                try:
+                    hardware_address(place)
+                except TargetError as error:
+                    raise TargetError(f"--ingest {self}: {error}; cpu:// takes any") from None
             from sennit.offload.agent.receiver import SOCKET, agent_socket
 
             if (agent := agent_socket()) is not None:

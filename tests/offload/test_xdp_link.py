@@ -27,7 +27,7 @@ from sennit.offload.ingest.feeder import Feeder
 from sennit.offload.ingest.protocol import VERSION, Terms
 from sennit.offload.ingest.session import Session
 from sennit.offload.ingest.target import HEADERS_BYTES, IngestTarget
-from sennit.offload.interfaces import interface_address, own_ends
+from sennit.offload.interfaces import TargetError, interface_address, own_ends
 from sennit.offload.operators import SigridHash
 from sennit.offload.plan import FeaturePlan, Sparse
 from sennit.offload.record_store import Columns, IdColumn, RecordStore
@@ -311,3 +311,21 @@ def test_the_program_takes_what_is_sent_to_the_address_that_feeders_are_told(rng
 
 def ip(arguments: str) -> None:
     subprocess.run(["ip", *arguments.split()], check=True, timeout=DEADLINE_S)
+
+
+@pytest.mark.needs("native-xdp", "ip")
+def test_an_interface_without_frames_of_ethernet_is_refused_before_the_run() -> None:
+    """A tunnel: programs would read the header of IP as that of Ethernet, and take nothing."""
+    if not Path("/dev/net/tun").exists():
+        pytest.skip("no /dev/net/tun: a kernel with CONFIG_TUN")
+    target = IngestTarget.parse("xdp://tunnel0")
+    with cable.Cable(mtu_bytes=ETHERNET) as link:
+        for command in ("tuntap add mode tun tunnel0", "addr add 198.51.100.1/24 dev tunnel0", "link set tunnel0 up"):
+            link.within(cable.FAR, ip, command)
+        with pytest.raises(TargetError) as refused:
+            link.within(cable.FAR, target.check, 1)
+        assert str(refused.value).startswith(
+            "--ingest xdp://tunnel0:4800: interface 'tunnel0' has no frames of Ethernet but packets of kind 65534 (`ip"
+        )
+        assert str(refused.value).endswith("; cpu:// takes any")
+        link.within(cable.FAR, IngestTarget.parse(f"xdp://{cable.FAR}").check, 1)
