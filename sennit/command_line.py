@@ -110,16 +110,19 @@ def output() -> Iterator[None]:
             # Now, because at the end of Python nobody could say it.
             if sys.stdout is not None:
                 sys.stdout.flush()
-    except ReaderGone:
-        _discard(sys.stdout)
-        _discard(sys.stderr)
-        sys.exit(1)
     except OutputLost as error:
-        _discard(sys.stdout)
+        sys.exit(give_up_output(error))
+
+
+def give_up_output(error: OutputLost) -> int:
+    """What could not be written goes nowhere. One line says why, unless a reader has gone. Returns the exit code."""
+    is_gone = isinstance(error, ReaderGone)
+    _discard(sys.stdout)
+    if not is_gone:
         with contextlib.suppress(OutputLost):
             print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
-        _discard(sys.stderr)
-        sys.exit(EXIT_NO_OUTPUT)
+    _discard(sys.stderr)
+    return 1 if is_gone else EXIT_NO_OUTPUT
 
 
 def _plain(error: UnicodeError) -> tuple[str, int]:

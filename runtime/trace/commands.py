@@ -6,12 +6,27 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from sennit.command_line import ANOTHER_FILE, EXIT_UNAVAILABLE, busy, stdout_console, writable_file, write_json
+from sennit.command_line import (
+    EXIT_UNAVAILABLE,
+    OutputLost,
+    ReaderGone,
+    busy,
+    give_up_output,
+    stdout_console,
+    writable_file,
+    write_json,
+)
+from sennit.errors import SennitError
+
+if TYPE_CHECKING:
+    from sennit.runtime.trace.watched import Watched
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -124,7 +139,6 @@ def packets(
     """Write the RoCEv2 packets of an interface to a file for Wireshark."""
     from ipaddress import ip_address
 
-    from sennit.runtime.trace import session
     from sennit.runtime.trace.packets import DRAIN_EVERY_S, Flow, PacketCapture
     from sennit.runtime.trace.target import SessionError
 
@@ -136,24 +150,17 @@ def packets(
         capture = PacketCapture(interface, flow, write, count)
     except SessionError as error:
         _fail(str(error))
-    except OSError as error:
-        _fail(f"{write}: {error.strerror}; {ANOTHER_FILE}")
-    try:
-        with capture, session.interrupts() as interrupted:
+    with _watching(command or []) as watched:
+        with capture:
             typer.echo(f"sennit trace: packets of {interface} to {write}", err=True)
 
             def drain() -> bool:
                 # The last wanted packet ends the capture, but not a command.
                 return capture.drain() and not command
 
-            watched = session.run(command or [], seconds, DRAIN_EVERY_S, drain, interrupted)
-            dropped, was_interrupted = capture.dropped(), interrupted()
-    except OSError as error:
-        _fail(f"{(command or [''])[0]}: {error.strerror}; give a program that can be started behind --")
-    typer.echo(f"{write}: {capture.packets:,} packets, {dropped:,} dropped")
-    # The capture is over. The command beside it goes on.
-    with session.interrupts() as interrupted:
-        raise typer.Exit(session.end(watched, lambda: interrupted() or was_interrupted))
+            watched.watch(seconds, DRAIN_EVERY_S, drain)
+            dropped = capture.dropped()
+        typer.echo(f"{write}: {capture.packets:,} packets, {dropped:,} dropped")
 
 
 @app.command(epilog="Example: sennit trace headers")
@@ -188,45 +195,75 @@ def _session(
     from sennit.transport.errors import Unsupported
 
     kind: Any = importlib.import_module(f"sennit.runtime.trace.{name}")
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as attached:
         try:
             target = target_of(kind.LIBRARY, process)
-            program = held.enter_context(kind.attach(target))
+            program = attached.enter_context(kind.attach(target))
         except (SessionError, Unsupported) as error:
             _fail(str(error))
-        interrupted = held.enter_context(session.interrupts())
-        until = "" if command or seconds else "; an interrupt ends it"
-        typer.echo(f"sennit trace: {len(kind.PROBES)} tracepoints of {target}{until}", err=True)
-        console = stdout_console()
-        collect = functools.partial(kind.collect, program, **choices)
-        before: list[Any] = []
+        with _watching(command or []) as watched:
+            with attached.pop_all():
+                until = "" if command or seconds else "; an interrupt ends it"
+                typer.echo(f"sennit trace: {len(kind.PROBES)} tracepoints of {target}{until}", err=True)
+                console = stdout_console()
+                collect = functools.partial(kind.collect, program, **choices)
+                before: list[Any] = []
 
-        def show() -> None:
-            nonlocal before
-            now = collect()
-            console.print(kind.table(session.since(before, now)))
-            before = now
+                def show() -> None:
+                    nonlocal before
+                    now = collect()
+                    console.print(kind.table(session.since(before, now)))
+                    before = now
 
+                watched.watch(seconds, interval_s, show)
+                rows, uncounted = collect(), program.uncounted()
+            if not rows:
+                typer.echo(f"nothing was seen: {why_empty(target, kind.LIBRARY)}", err=True)
+            if interval_s:
+                console.print("the whole session:")
+            console.print(kind.table(rows))
+            if any(uncounted.values()):
+                typer.echo(f"not counted: {uncounted['map_full']:,} hits for which there was no room, "
+                           f"{uncounted['unmatched']:,} ends of what had begun before", err=True)  # fmt: skip
+            if json_path is not None:
+                write_json(json_path, {"rows": [row.as_json() for row in rows], "uncounted": uncounted})
+
+
+@contextlib.contextmanager
+def _watching(command: list[str]) -> Iterator[Watched]:
+    """Around a session. What fails in it is said, and ends the session alone. The command goes on, and this one ends
+    when it has ended: with its exit code, or that of the failure if that is 0.
+    """
+    from sennit.runtime.trace.watched import Watched
+
+    with Watched(command) as watched:
+        code = 0
         try:
-            watched = session.run(command or [], seconds, interval_s, show, interrupted)
-            rows = collect()
-        except OSError as error:
-            _fail(f"{(command or [''])[0]}: {error.strerror}; give a program that can be started behind --")
-        uncounted = program.uncounted()
-        was_interrupted = interrupted()
-    if not rows:
-        typer.echo(f"nothing was seen: {why_empty(target, kind.LIBRARY)}", err=True)
-    if interval_s:
-        console.print("the whole session:")
-    console.print(kind.table(rows))
-    if any(uncounted.values()):
-        typer.echo(f"not counted: {uncounted['map_full']:,} hits for which there was no room, "
-                   f"{uncounted['unmatched']:,} ends of what had begun before", err=True)  # fmt: skip
-    if json_path is not None:
-        write_json(json_path, {"rows": [row.as_json() for row in rows], "uncounted": uncounted})
-    # The session is over. The command that it watched goes on.
-    with session.interrupts() as interrupted:
-        raise typer.Exit(session.end(watched, lambda: interrupted() or was_interrupted))
+            yield watched
+        except Exception as error:
+            if watched.started is None and isinstance(error, OutputLost | typer.Exit):
+                raise
+            code = _tell(error)
+        if watched.is_running:
+            with contextlib.suppress(OutputLost):
+                typer.echo(f"sennit trace: the session has ended, process {watched.started} goes on", err=True)
+        code = watched.wait() or code
+    raise typer.Exit(code)
+
+
+def _tell(error: Exception) -> int:
+    """Says what ended a session, if nobody has. Returns the exit code: a reader that has gone is no failure."""
+    if isinstance(error, typer.Exit):
+        return error.exit_code
+    if isinstance(error, OutputLost):
+        code = give_up_output(error)
+        return 0 if isinstance(error, ReaderGone) else code
+    with contextlib.suppress(OutputLost):
+        if isinstance(error, SennitError | OSError):
+            typer.echo(f"sennit trace: {error}", err=True)
+            return EXIT_UNAVAILABLE
+        traceback.print_exception(error)
+    return 1
 
 
 def _fail(message: str) -> NoReturn:

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import ipaddress
 import socket
 import struct
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -15,6 +17,7 @@ from typing import Final
 import numpy as np
 
 from sennit.closing import Closing
+from sennit.command_line import ANOTHER_FILE
 from sennit.ebpf import kernel_features
 from sennit.ebpf.compiler import CompileError, compile_program
 from sennit.ebpf.library import BpfError
@@ -50,7 +53,7 @@ class PacketCapture(Closing):
     """Captures from construction on. `drain` writes what has arrived."""
 
     def __init__(self, interface: str, flow: Flow, path: Path, count: int | None) -> None:
-        """`count`: the most packets to capture. Raises `SessionError` and OSError."""
+        """`count`: the most packets to capture. Raises `SessionError`, as everything here."""
         kind = _kind_of(interface)
         if kind not in (_ARPHRD_ETHER, _ARPHRD_LOOPBACK):
             raise SessionError(f"{interface} has no Ethernet headers (its type is {kind})")
@@ -73,30 +76,36 @@ class PacketCapture(Closing):
             "source_port": flow.source_port or 0,
         }
         index = socket.if_nametoindex(interface)
-        try:
-            self._object = BpfObject(compile_program(PROGRAM), read_only=constants)
-            self._head = self._object.btf.dtype("head")
-            self._ring = RingBuffer(self._object.map("packets"))
-            self._links = [
-                attach_tcx(self._object.program("packets_in"), index),
-                attach_tcx(self._object.program("packets_out"), index, egress=True),
-            ]
-        except (BpfError, CompileError) as error:
-            raise SessionError(f"{interface}: {error}") from None
+        with contextlib.ExitStack() as held:
+            try:
+                self._object = held.enter_context(BpfObject(compile_program(PROGRAM), read_only=constants))
+                self._head = self._object.btf.dtype("head")
+                self._ring = held.enter_context(RingBuffer(self._object.map("packets")))
+                self._links = [
+                    held.enter_context(attach_tcx(self._object.program("packets_in"), index)),
+                    held.enter_context(attach_tcx(self._object.program("packets_out"), index, egress=True)),
+                ]
+            except (BpfError, CompileError) as error:
+                raise SessionError(f"{interface}: {error}") from None
+            self._path = path
+            with self._writing():
+                self._writer = pcapng.Writer(path, interface, "sennit trace packets")
+            self._held = held.pop_all()
         # pcap-ng counts from 1970, the program from boot.
         self._since_1970_ns = time.time_ns() - time.clock_gettime_ns(time.CLOCK_MONOTONIC)
-        self._writer = pcapng.Writer(path, interface, "sennit trace packets")
 
     def drain(self) -> bool:
         """Writes what has arrived. True when the wanted number is reached."""
-        for record in self._ring.read(0):
-            head = np.frombuffer(record, self._head, 1)[0]
-            frame = record[self._head.itemsize : self._head.itemsize + int(head["size_bytes"])]
-            for packet in wire_packets(frame, int(head["segment_bytes"])):
-                if self.packets == self._count:
-                    return True
-                self._writer.packet(int(head["time_ns"]) + self._since_1970_ns, packet, int(head["direction"]))
-                self.packets += 1
+        with self._writing():
+            for record in self._ring.read(0):
+                head = np.frombuffer(record, self._head, 1)[0]
+                frame = record[self._head.itemsize : self._head.itemsize + int(head["size_bytes"])]
+                time_ns = int(head["time_ns"]) + self._since_1970_ns
+                for packet in wire_packets(frame, int(head["segment_bytes"])):
+                    if self.packets == self._count:
+                        return True
+                    self._writer.packet(time_ns, packet, int(head["direction"]))
+                    self.packets += 1
         return self.packets == self._count
 
     def dropped(self) -> int:
@@ -106,15 +115,25 @@ class PacketCapture(Closing):
 
     def close(self) -> None:
         """Stops, and completes the file with the counts of packets in it and missing."""
-        for link in self._links:
-            link.close()
-        self.drain()
-        dropped = self.dropped()
-        now_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + self._since_1970_ns
-        self._writer.statistics(now_ns, received=self.packets + dropped, dropped=dropped)
-        self._writer.close()
-        self._ring.close()
-        self._object.close()
+        with self._held, self._writing(), self._writer:
+            for link in self._links:
+                link.close()
+            self.drain()
+            dropped = self.dropped()
+            now_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + self._since_1970_ns
+            self._writer.statistics(now_ns, received=self.packets + dropped, dropped=dropped)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Names the file that cannot be written."""
+        try:
+            yield
+        except BpfError:
+            raise
+        except OSError as error:
+            raise SessionError(
+                f"{self._path}: {error.strerror}, after {self.packets:,} packets; {ANOTHER_FILE}"
+            ) from None
 
 
 def _kind_of(interface: str) -> int:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every session does: runs a program on tracepoints of the core, in one process or all, for a given time.
-
-A session may print tables in intervals. `since` subtracts what earlier tables had.
+"""What sessions share: the rows of their tables, of which `since` subtracts what earlier tables had; and for those that
+need bcc, its program on tracepoints of the core.
 """
 
 from __future__ import annotations
@@ -9,14 +8,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import signal
-import subprocess
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any, ClassVar, Final, Protocol, TypeVar
 
 from sennit.ebpf.compiler import INCLUDE, PROGRAMS
@@ -64,8 +59,6 @@ TRACEFS: Final = Path("/sys/kernel/tracing")
 # sched.h, sys/mount.h
 CLONE_NEWNS: Final = 0x20000
 MS_REC_PRIVATE: Final = 0x4000 | 0x40000
-END_TIMEOUT_S: Final = 10.0
-LOOK_EVERY_S: Final = 0.05
 
 
 def problem() -> str:
@@ -137,78 +130,3 @@ def _make_tracefs_visible() -> None:
         or libc.mount(tracefs, target, tracefs, ctypes.c_ulong(0), None) != 0
     ):
         raise SessionError(f"{TRACEFS} cannot be mounted: {os.strerror(ctypes.get_errno())}")
-
-
-def run(
-    command: Sequence[str],
-    seconds: float | None,
-    interval_s: float,
-    tick: Callable[[], bool | None],
-    interrupted: Callable[[], bool],
-) -> subprocess.Popen[bytes] | None:
-    """Calls `tick` every `interval_s` (0: never) until the command ends, the time is over, it is `interrupted`, or
-    `tick` returns True.
-
-    Returns the command, which may go on: `end` waits for it.
-    """
-    begin_s = time.monotonic()
-    end_s = begin_s + seconds if seconds is not None else float("inf")
-    next_s = begin_s + interval_s if interval_s > 0 else float("inf")
-    process = subprocess.Popen(command) if command else None
-    try:
-        while not interrupted() and (process is None or process.poll() is None):
-            now_s = time.monotonic()
-            if now_s >= end_s:
-                break
-            if now_s >= next_s:
-                next_s += interval_s
-                if tick():
-                    break
-            time.sleep(LOOK_EVERY_S)
-    except BaseException:
-        _terminate(process)
-        raise
-    return process
-
-
-def end(process: subprocess.Popen[bytes] | None, interrupted: Callable[[], bool]) -> int:
-    """Waits until the watched command ends by itself. Only an interrupt of the session ends it.
-
-    Returns its exit code, 128 + signal if a signal ended it; 0 without a command.
-    """
-    while process is not None and process.poll() is None and not interrupted():
-        time.sleep(LOOK_EVERY_S)
-    _terminate(process)
-    if process is None:
-        return 0
-    return process.returncode if process.returncode >= 0 else 128 - process.returncode
-
-
-@contextlib.contextmanager
-def interrupts() -> Iterator[Callable[[], bool]]:
-    """Within the block SIGINT and SIGTERM only make the result of the function true: a session ends with its table.
-
-    The block begins before the session says that it runs, so that nobody interrupts it too early.
-    """
-    came: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        del frame
-        came.append(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: bool(came)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _terminate(process: subprocess.Popen[bytes] | None) -> None:
-    if process is not None and process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(END_TIMEOUT_S)

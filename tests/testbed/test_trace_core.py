@@ -115,6 +115,7 @@ def test_waits_are_those_of_the_counters(observed: Observed) -> None:
         (["stalls", "--seconds", "0.1", "--", "sh", "-c", "sleep 0.6; echo still here >&2; exit 4"], 4, "still here"),
         (["paths", "--", "/no/such/program"], 69, "/no/such/program: No such file"),
         (["stalls", "--pid", "4194305"], 69, "--pid 4194305: no such process"),
+        (["paths", "--json", "/dev/full", "--", "sh", "-c", "exit 5"], 5, "/dev/full cannot be written"),
         (["paths", "--interval", "0.1", "--seconds", "0.3"], 0, "no process that runs now uses"),
         (["paths", "--pid", "1", "--seconds", "0.1"], 0, "nothing was seen: process 1 had not loaded /"),
     ],
