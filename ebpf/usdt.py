@@ -7,13 +7,15 @@ instruction in assembler syntax (https://sourceware.org/systemtap/wiki/UserSpace
 
 from __future__ import annotations
 
+import io
+import os
 import re
+import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from elftools.common.exceptions import ELFError
 from elftools.elf.elffile import ELFFile
 from elftools.elf.sections import NoteSection
 
@@ -25,6 +27,9 @@ _ADDRESSES: Final = struct.Struct("<QQQ")
 _ARGUMENT: Final = re.compile(r"(-?)(\d)@(\[[^\]]*\]|\S+)")
 # Some x86 libraries have a second nop of five bytes behind the first, for a call (github.com/libbpf/usdt).
 _NOP_AND_NOP5: Final = bytes.fromhex("90 0f1f440000")
+_READ_MAX_BYTES: Final = 1 << 18
+"""What is read of a file, with at least `_READ_LEAST_BYTES` a call: six times what the largest of ours takes."""
+_READ_LEAST_BYTES: Final = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,32 +64,54 @@ class Tracepoint:
     places: tuple[Place, ...]
 
 
+class _Bounded(io.BufferedReader):
+    """A file of which little is read: it may be a stranger's, and then its sizes are whatever the stranger wrote."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)))
+        self._left_bytes = _READ_MAX_BYTES
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        wanted = self._left_bytes + 1 if size is None or size < 0 else size
+        self._left_bytes -= max(wanted, _READ_LEAST_BYTES)
+        if self._left_bytes < 0:
+            raise ValueError(f"its headers and notes have more than {_READ_MAX_BYTES >> 10} KiB")
+        return super().read(wanted)
+
+
 def read(path: Path) -> list[Tracepoint]:
     """The tracepoints of an ELF file, by provider and name; empty if it has none.
 
-    Raises ValueError if the file is not ELF, or if two places of one name have different arguments.
+    Raises OSError, and ValueError if the file is not ELF, if two places of one name have different arguments, or if
+    anything else in it is not as it should be: any user's process may have mapped such a file.
     """
-    found: dict[tuple[str, str], Tracepoint] = {}
-    with path.open("rb") as file:
+    with _Bounded(path) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError(f"{path}: no ordinary file")
         try:
-            elf = ELFFile(file)
-            section = elf.get_section_by_name(SECTION)
-            notes = list(section.iter_notes()) if isinstance(section, NoteSection) else []
-            base = elf.get_section_by_name(BASE_SECTION)
-            base_address = base["sh_addr"] if base is not None else None
-        except ELFError as error:
+            return _read(file)
+        except Exception as error:  # the parser has many, and some are of others (struct, construct, UTF-8)
             raise ValueError(f"{path}: {error}") from None
-        for note in notes:
-            if note["n_name"] != OWNER:
-                continue
-            new = _decoded(elf, base_address, note["n_descdata"])
-            known = found.get((new.provider, new.name), new)
-            if known.arguments != new.arguments:
-                raise ValueError(f"{path}: {new.name} has {known.arguments} and {new.arguments}")
-            places = (*known.places, *new.places) if known is not new else new.places
-            found[new.provider, new.name] = Tracepoint(
-                provider=new.provider, name=new.name, arguments=new.arguments, places=places
-            )
+
+
+def _read(file: _Bounded) -> list[Tracepoint]:
+    found: dict[tuple[str, str], Tracepoint] = {}
+    elf = ELFFile(file)
+    section = elf.get_section_by_name(SECTION)
+    notes = list(section.iter_notes()) if isinstance(section, NoteSection) else []
+    base = elf.get_section_by_name(BASE_SECTION)
+    base_address = base["sh_addr"] if base is not None else None
+    for note in notes:
+        if note["n_name"] != OWNER:
+            continue
+        new = _decoded(elf, base_address, note["n_descdata"])
+        known = found.get((new.provider, new.name), new)
+        if known.arguments != new.arguments:
+            raise ValueError(f"{new.name!r} has {known.arguments} and {new.arguments}")
+        places = (*known.places, *new.places) if known is not new else new.places
+        found[new.provider, new.name] = Tracepoint(
+            provider=new.provider, name=new.name, arguments=new.arguments, places=places
+        )
     return [found[key] for key in sorted(found)]
 
 

@@ -182,6 +182,14 @@ def fail(reason: object, code: int = 1) -> NoReturn:
     raise typer.Exit(code) from None
 
 
+def printable(text: str) -> str:
+    """What strangers have named, such as a file, for a terminal, which takes some letters for orders.
+
+    Letters that do not show, or turn others round, stand as Python writes them.
+    """
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
+
+
 def listen_address(option: str, value: str, example: str) -> tuple[str, int]:
     """ADDRESS:PORT of an option in its parts; an IPv6 address stays in its brackets."""
     address, separator, port = value.rpartition(":")

@@ -22,6 +22,14 @@ class PathState(IntEnum):
     PROBING = 3
 
 
+def state_name(number: int) -> str:
+    """The name of a path's state; the number itself of one that this version does not know."""
+    try:
+        return PathState(number).name.lower()
+    except ValueError:
+        return f"{number}"
+
+
 def library() -> Path:
     """Returns the file that contains the tracepoints. Every process that uses this installation maps it.
 

@@ -6,8 +6,10 @@
 
 #define TRAINERS_MAX 4096
 #define BATCHES_MAX 65536
-#define VERDICTS 13  // offload/admission.py
-#define REASONS 4    // offload/ingest/leases.py, Why
+// Room for more of offload/admission.py and of offload/ingest/leases.py (Why) than this version has: what another one,
+// or another user's process, may call a verdict or a reason is with the last.
+#define VERDICTS 32
+#define REASONS 8
 
 struct trainer_key {
   __u32 process, rank;
@@ -134,6 +136,7 @@ TRACEPOINT(rows_requested, __u32 rank, __u32 number, __u32 row, __u32 why) {
   struct trainer *trainer = trainer_of(rank);
 
   if (!trainer) return;
+  if (why >= REASONS) why = REASONS - 1;
   // The compiler must keep the mask: the verifier does not follow the check of the range above.
   asm volatile("" : "+r"(why));
   __sync_fetch_and_add(&trainer->asked[why & (REASONS - 1)], 1);
@@ -143,7 +146,10 @@ TRACEPOINT(datagram_refused, __u32 session, __u32 verdict, __u64 address, __u64 
   struct process_key key = {this_process(), session};
   struct refused *found = entry_of(&refused, &key, &fresh_refused);
 
-  if (found && verdict < VERDICTS) __sync_fetch_and_add(&found->datagrams[verdict], 1);
+  if (!found) return;
+  if (verdict >= VERDICTS) verdict = VERDICTS - 1;
+  asm volatile("" : "+r"(verdict));
+  __sync_fetch_and_add(&found->datagrams[verdict & (VERDICTS - 1)], 1);
 }
 
 TRACEPOINT(packets_sent, __u32 session, __u32 number, __u32 first_row, __u32 next_row, __u32 packets, __u32 error) {

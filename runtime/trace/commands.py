@@ -191,7 +191,7 @@ def _session(
 ) -> None:
     """Runs the session of the module `name`: what `attach` opens, with tables of what `collect` finds by `choices`."""
     from sennit.runtime.trace import session
-    from sennit.runtime.trace.target import SessionError, target_of, why_empty
+    from sennit.runtime.trace.target import SessionError, not_seen, target_of, why_empty
     from sennit.transport.errors import Unsupported
 
     kind: Any = importlib.import_module(f"sennit.runtime.trace.{name}")
@@ -201,10 +201,20 @@ def _session(
             program = attached.enter_context(kind.attach(target))
         except (SessionError, Unsupported) as error:
             _fail(str(error))
+        is_said = False
+
+        def hint() -> None:
+            """Says once who is not seen: at the start, or as soon as they are there and nothing was seen."""
+            nonlocal is_said
+            if not is_said and (others := not_seen(target, kind.LIBRARY)):
+                typer.echo(f"not seen: {others}", err=True)
+                is_said = True
+
         with _watching(command or []) as watched:
             with attached.pop_all():
                 until = "" if command or seconds else "; an interrupt ends it"
                 typer.echo(f"sennit trace: {len(kind.PROBES)} tracepoints of {target}{until}", err=True)
+                hint()
                 console = stdout_console()
                 collect = functools.partial(kind.collect, program, **choices)
                 before: list[Any] = []
@@ -212,6 +222,8 @@ def _session(
                 def show() -> None:
                     nonlocal before
                     now = collect()
+                    if not now:
+                        hint()
                     console.print(kind.table(session.since(before, now)))
                     before = now
 

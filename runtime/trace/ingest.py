@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import ClassVar, Final
+from enum import IntEnum
+from typing import Any, ClassVar, Final
 
+from numpy.typing import NDArray
 from rich.console import Group
 from rich.table import Table
 
@@ -103,8 +105,7 @@ def collect(tracing: Tracing) -> list[Trainer | Feeder]:
     trainers = []
     refused: dict[int, Counter[str]] = {}
     for key, value in tracing.entries("refused", "process_key"):
-        counted = {verdict.name.lower(): int(value["datagrams"][verdict]) for verdict in Verdict}
-        refused.setdefault(int(key["process"]), Counter()).update(counted)
+        refused.setdefault(int(key["process"]), Counter()).update(_by_name(Verdict, value["datagrams"]))
     for key, value in tracing.entries("trainers", "trainer_key"):
         process = int(key["process"])
         trainers.append(
@@ -116,7 +117,7 @@ def collect(tracing: Tracing) -> list[Trainer | Feeder]:
                 rows=int(value["rows"]),
                 seconds=(int(value["last_ns"]) - int(value["first_ns"])) / 1e9,
                 released=int(value["released"]),
-                asked={why.name.lower(): int(value["asked"][why]) for why in Why},
+                asked=_by_name(Why, value["asked"]),
                 refused={name: count for name, count in refused.get(process, Counter()).items() if count},
                 times={name: histogram.from_array(value[name]) for name in TIMES},
             )
@@ -160,6 +161,14 @@ def table(rows: list[Trainer | Feeder]) -> Group:
             _named(row.refused),
         )
     return Group(*(shown for shown in (trainers, feeders) if shown.row_count))
+
+
+def _by_name(kinds: type[IntEnum], counts: NDArray[Any]) -> dict[str, int]:
+    """Counts by the names of their numbers. A number that this version does not know is shown if it was met."""
+    known = {int(kind): kind.name.lower() for kind in kinds}
+    return {
+        known.get(number, f"{number}"): int(count) for number, count in enumerate(counts) if count or number in known
+    }
 
 
 def _named(counts: dict[str, int]) -> str:

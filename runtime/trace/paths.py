@@ -45,7 +45,8 @@ class Path:
     """Repeated packets, not counted as received."""
     lost_packets: int = 0
     state_changes: int = 0
-    state: PathState = PathState.GOOD
+    state: int = PathState.GOOD
+    """The last one seen: of `PathState`, if this version knows it."""
     state_s: dict[str, float] = field(default_factory=dict)
     """Seconds in each state, until its last measured round trip."""
     rtt_us: Counter[int] = field(default_factory=Counter)
@@ -54,7 +55,7 @@ class Path:
     def as_json(self) -> dict[str, object]:
         return {
             **asdict(self),
-            "state": self.state.name.lower(),
+            "state": tracepoints.state_name(self.state),
             **histogram.summary(self.rtt_us, "rtt_us", (50, 90, 99), "rtt_"),
         }
 
@@ -74,13 +75,13 @@ def collect(tracing: Tracing) -> list[Path]:
         for count in COUNTS:
             setattr(path, count, getattr(path, count) + int(value[count]))
         path.rtt_us += histogram.from_array(value["rtt_us"])
-        state = PathState(int(value["state"]))
+        state = int(value["state"])
         in_state_ns = value["state_ns"].astype(int).tolist()
-        in_state_ns[state] += int(value["seen_ns"]) - int(value["state_since_ns"])
+        in_state_ns[min(state, len(in_state_ns) - 1)] += int(value["seen_ns"]) - int(value["state_since_ns"])
         for number, time_ns in enumerate(in_state_ns):
             if time_ns > 0:
-                known = path.state_s.get(PathState(number).name.lower(), 0.0)
-                path.state_s[PathState(number).name.lower()] = known + time_ns / 1e9
+                title = tracepoints.state_name(number)
+                path.state_s[title] = path.state_s.get(title, 0.0) + time_ns / 1e9
         if int(value["seen_ns"]) >= seen_ns.get(name, 0):
             path.state, seen_ns[name] = state, int(value["seen_ns"])
     return [paths[name] for name in sorted(paths)]

@@ -7,12 +7,14 @@ it need not have a name here, nor still have one.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
+from sennit.command_line import printable
 from sennit.errors import SennitError
 
 DELETED: Final = " (deleted)"
@@ -39,7 +41,7 @@ class Mapping:
 
     process: int
     path: str
-    """Its name where the process runs."""
+    """Its name where the process runs, for people."""
 
     file: Path
     """Where this process opens it."""
@@ -96,18 +98,36 @@ def why_empty(target: Target, tracepoints: Tracepoints) -> str:
             return f"process {target.process} uses {target.path}, and came to none of these tracepoints"
         return f"process {target.process} had not loaded {target.path} when the session began"
     own = _identity(target.file)
-    mapped = list(_mappings(tracepoints))
-    others = [one for one in mapped if one.identity != own]
-    here = len(mapped) - len(others)
+    here = sum(one.identity == own for one in _mappings(tracepoints))
     if here:
         told = f"{here} process{'es use' if here > 1 else ' uses'} {target.path}, and came to none of these tracepoints"
     else:
         told = f"no process that runs now uses {target.path}"
-    if others:
-        shown = ", ".join(f"--pid {one.process} ({one.path})" for one in others[:SHOWN_MAX])
-        more = f" and {len(others) - SHOWN_MAX} more" if len(others) > SHOWN_MAX else ""
-        told += f"; with a library of its own, in a container or another environment: {shown}{more}"
-    return told
+    others = not_seen(target, tracepoints)
+    return f"{told}; {others}" if others else told
+
+
+def not_seen(target: Target, tracepoints: Tracepoints) -> str:
+    """Which processes that run now a session of every process does not see; empty if there are none."""
+    if target.process is not None:
+        return ""
+    own = _identity(target.file)
+    others: dict[tuple[int, int] | None, list[Mapping]] = {}
+    for one in _mappings(tracepoints):
+        if (identity := one.identity) not in (own, None):  # None: it has ended
+            others.setdefault(identity, []).append(one)
+    if not others:
+        return ""
+    shown = [_shown(found) for found in itertools.islice(others.values(), SHOWN_MAX)]
+    if len(others) > SHOWN_MAX:
+        shown.append(f"and of {len(others) - SHOWN_MAX} more")
+    return f"with a library of its own, in a container or another environment: {', '.join(shown)}"
+
+
+def _shown(found: list[Mapping]) -> str:
+    """The processes of one library, by their first one."""
+    more = f", and {len(found) - 1} more of it" if len(found) > 1 else ""
+    return f"--pid {found[0].process} ({found[0].path}{more})"
 
 
 def _mappings(tracepoints: Tracepoints) -> Iterator[Mapping]:
@@ -131,7 +151,7 @@ def _mapping(tracepoints: Tracepoints, process: int) -> Mapping | None:
     for line in lines:
         place, *_, path = os.fsdecode(line).split(maxsplit=5)
         if tracepoints.is_library(Path(path.removesuffix(DELETED))):
-            return Mapping(process=process, path=path, file=Path(f"/proc/{process}/map_files/{place}"))
+            return Mapping(process=process, path=printable(path), file=Path(f"/proc/{process}/map_files/{place}"))
     return None
 
 

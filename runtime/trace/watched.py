@@ -66,12 +66,12 @@ class Watched:
             self._start()
         while not self.is_interrupted and (self._process is None or self.is_running):
             now_s = time.monotonic()
-            if now_s >= end_s:
-                break
             if now_s >= next_s:
                 next_s += interval_s
                 if tick():
                     break
+            if now_s >= end_s:
+                break
             time.sleep(LOOK_EVERY_S)
 
     def wait(self) -> int:

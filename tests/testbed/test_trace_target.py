@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,22 +18,14 @@ pytest.importorskip("sennit.transport._core", reason="the native core is not bui
 
 from sennit.ebpf.compiler import PROGRAMS
 from sennit.offload import tracepoints as of_ingest
-from sennit.runtime.trace import ingest, loss, ops, paths, session, stalls, target
-from sennit.runtime.trace.target import SessionError, target_of, why_empty
+from sennit.runtime.trace import commands, ingest, loss, ops, paths, session, stalls, target
+from sennit.runtime.trace.target import SessionError, not_seen, target_of, why_empty
 from sennit.transport import tracepoints
 from sennit.transport.tracepoints import PathState
 from tests.ranks import command
 from tests.testbed.answering_ranks import DEADLINE_S, Ranks
-from tests.testbed.trace_runs import everybody
+from tests.testbed.trace_runs import everybody, holding
 from tests.testbed.trace_runs import session as running_session
-
-HOLDS = """
-import mmap, sys
-with open(sys.argv[1], "rb") as file:
-    held = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-print(flush=True)
-input()
-"""
 
 
 def test_an_interval_has_what_came_in_it() -> None:
@@ -77,15 +68,9 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A process with a library of its own, in a pid namespace; the file has been removed."""
     copy = tmp_path / tracepoints.LIBRARY
     copy.write_bytes(tracepoints.library().read_bytes()[:4096])
-    inside = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", HOLDS, str(copy)]
-    with subprocess.Popen(inside, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "\n"
-            copy.unlink()
-            yield process
-        finally:
-            process.kill()
+    with holding(copy, ["unshare", "--pid", "--fork", "--kill-child"]) as process:
+        copy.unlink()
+        yield process
 
 
 @pytest.mark.root
@@ -111,6 +96,60 @@ def test_a_process_with_a_library_of_its_own_is_found_by_either_number(
     assert told.startswith(f"no process that runs now uses {tracepoints.library()}; with a library of its own, ")
     assert f": --pid {number} ({found.path})" in told
     assert not target_of(of_ingest, holder.pid).is_mapped  # `unshare` itself has none
+
+
+def test_processes_are_shown_by_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ranks of one environment are many, and have one library."""
+    own, other, third = (tmp_path / name for name in ("own", "other", "third"))
+    for file in (own, other, third):
+        file.touch()
+    files = {1: own, 2: other, 3: third, 4: other, 5: other, 6: tmp_path / "ended"}
+    monkeypatch.setattr(target, "_numbers", lambda: list(files))
+    monkeypatch.setattr(
+        target,
+        "_mapping",
+        lambda _, number: target.Mapping(process=number, path=files[number].name, file=files[number]),
+    )
+    here = everybody(own)
+    assert not_seen(here, tracepoints) == (
+        "with a library of its own, in a container or another environment: --pid 2 (other, and 2 more of it), "
+        "--pid 3 (third)"
+    )
+    assert why_empty(here, tracepoints).startswith(f"1 process uses {own}, and came to none of these tracepoints; with")
+    monkeypatch.setattr(target, "SHOWN_MAX", 1)
+    assert not_seen(here, tracepoints).endswith("--pid 2 (other, and 2 more of it), and of 1 more")
+    files = {1: own, 6: tmp_path / "ended"}
+    assert not_seen(here, tracepoints) == ""
+
+
+@pytest.mark.root
+@pytest.mark.needs("tracepoints")
+def test_who_is_not_seen_is_said_at_the_start_or_as_soon_as_there_is_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, other = tmp_path / tracepoints.LIBRARY, tmp_path / "other" / tracepoints.LIBRARY
+    other.parent.mkdir()
+    for file in (own, other):
+        file.write_bytes(tracepoints.library().read_bytes())
+    monkeypatch.setattr(tracepoints, "library", lambda: own)
+
+    def said(*looks: list[int]) -> list[str]:
+        """What the session says if it finds these processes, one list after the other."""
+        left = list(looks)
+        monkeypatch.setattr(target, "_numbers", lambda: left.pop(0) if len(left) > 1 else left[0])
+        with pytest.raises(SystemExit, match="0"):
+            commands.app(["paths", "--seconds", "0.5", "--interval", "0.1"])
+        return capsys.readouterr().err.splitlines()
+
+    with holding(other) as process:
+        line = (
+            f"not seen: with a library of its own, in a container or another environment: --pid {process.pid} ({other})"
+        )
+        for looks in ([[process.pid]], [[], [process.pid]]):
+            begin, hint, end = said(*looks)
+            assert (begin, hint) == ("sennit trace: 5 tracepoints of every process", line)
+            assert end.startswith("nothing was seen: no process that runs now uses")
+    assert len(said([])) == 2
 
 
 @pytest.mark.root

@@ -36,6 +36,28 @@ def everybody(library: Path) -> Target:
     return Target(file=library, path=str(library), process=None, is_mapped=False)
 
 
+_HOLDS: Final = """
+import mmap, sys
+with open(sys.argv[1], "rb") as file:
+    held = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+print(flush=True)
+input()
+"""
+
+
+@contextlib.contextmanager
+def holding(library: Path, enter: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
+    """A process that has mapped this file, and does nothing else. `enter`: a prefix of its command."""
+    pipe, command = subprocess.PIPE, [*enter, sys.executable, "-S", "-c", _HOLDS, str(library)]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "\n"
+            yield process
+        finally:
+            process.kill()
+
+
 @contextlib.contextmanager
 def session(
     *arguments: str, said: str = "tracepoints of every process", enter: Sequence[str] = ()
