@@ -8,6 +8,7 @@ in microseconds. What it has no field for is in `args` and `otherData`.
 from __future__ import annotations
 
 import gzip
+import heapq
 import itertools
 import json
 import os
@@ -87,7 +88,8 @@ def _texts(trace: Trace) -> Iterator[str]:
 
 
 def _events(trace: Trace) -> Iterator[dict[str, Any]]:
-    numbers = _track_numbers(trace.spans)
+    laid_out = list(_laid_out(trace.spans))
+    numbers = _track_numbers(laid_out)
     for clock in trace.ranks:
         name = f"rank {clock.rank} on {clock.host}" + (", died" if clock.has_died else "")
         yield _meta("process_name", clock.rank, 0, {"name": name})
@@ -96,7 +98,7 @@ def _events(trace: Trace) -> Iterator[dict[str, Any]]:
         yield _meta("thread_name", rank, number, {"name": title})
         yield _meta("thread_sort_index", rank, number, {"sort_index": number})
     parts: dict[Key, list[tuple[Span, int]]] = defaultdict(list)
-    for span, title in _laid_out(trace.spans):
+    for span, title in laid_out:
         row = numbers[span.rank, title]
         if span.kind == COLLECTIVE and (key := key_of(span)) is not None:
             parts[key].append((span, row))
@@ -139,28 +141,44 @@ def _meta(name: str, rank: int, track: int, values: dict[str, Any]) -> dict[str,
 
 
 def _laid_out(spans: Iterable[Span]) -> Iterator[tuple[Span, str]]:
-    """Each span and the title of its row. Collectives that overlap go to several rows."""
-    ends: dict[tuple[int, str], list[int]] = defaultdict(list)
+    """Each span and the title of its row. Collectives that overlap go to several rows, each to the first free one."""
+    rows: dict[tuple[int, str], _Rows] = defaultdict(_Rows)
     for span in sorted(spans, key=lambda one: (one.start_ns, -one.end_ns)):
         title = span.track
         if span.kind == EXPOSED:
             title = "exposed communication"
         elif span.kind == COLLECTIVE:
-            rows = ends[span.rank, span.track]
-            row = next((row for row, end in enumerate(rows) if end <= span.start_ns), len(rows))
-            rows[row : row + 1] = [span.end_ns]
+            row = rows[span.rank, span.track].place(span.start_ns, span.end_ns)
             title = f"collectives of {span.track}" + (f", {row + 1}" if row else "")
         yield span, title
 
 
-def _track_numbers(spans: Iterable[Span]) -> dict[tuple[int, str], int]:
+class _Rows:
+    """Rows for spans that come in the order of their begins."""
+
+    def __init__(self) -> None:
+        self._taken: list[tuple[int, int]] = []
+        """Heap: the end of the last span of a row, and the row."""
+        self._free: list[int] = []
+        """Heap."""
+
+    def place(self, start_ns: int, end_ns: int) -> int:
+        """The first row that is free at this moment. It is taken until the end."""
+        while self._taken and self._taken[0][0] <= start_ns:
+            heapq.heappush(self._free, heapq.heappop(self._taken)[1])
+        row = heapq.heappop(self._free) if self._free else len(self._taken)
+        heapq.heappush(self._taken, (end_ns, row))
+        return row
+
+
+def _track_numbers(laid_out: Iterable[tuple[Span, str]]) -> dict[tuple[int, str], int]:
     """For each row of each rank its number. The main thread comes first, what it waited for next.
 
     No two rows share a number, and none is 0: Perfetto shows rows of two ranks as one if their numbers are the same.
     """
     first = (MAIN, "exposed communication", f"collectives of {MAIN}")
     titles: dict[int, set[str]] = defaultdict(set)
-    for span, title in _laid_out(spans):
+    for span, title in laid_out:
         titles[span.rank].add(title)
     rows = [
         (rank, title)

@@ -256,6 +256,39 @@ def test_collectives_that_overlap_get_rows_of_their_own(tmp_path: Path) -> None:
     assert rows[3] == rows[0]
 
 
+class CountedTime(int):
+    """A time that counts how often it is compared."""
+
+    compared = 0
+
+    def __lt__(self, other: int) -> bool:
+        CountedTime.compared += 1
+        return int(self) < int(other)
+
+    def __le__(self, other: int) -> bool:
+        CountedTime.compared += 1
+        return int(self) <= int(other)
+
+    def __eq__(self, other: object) -> bool:
+        CountedTime.compared += 1
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+def test_rows_are_found_in_time_that_hardly_grows_with_what_goes_on(tmp_path: Path) -> None:
+    """As of a rank that has posted all messages of a step before it waits for the first one."""
+    path, count = tmp_path / "many.json", 1000
+    step = made(0, "main", "step", "step 0", 0, 3 * count, step=0)
+    posted = [collective(0, "main", "send", 0, n, n, CountedTime(count + n))[0] for n in range(count)]
+    clock = RankClock(rank=0, host="here", offset_ns=0, uncertainty_ns=0)
+    CountedTime.compared = 0
+    write(Trace(ranks=(clock,), spans=(step, *posted)), open_new(path), path)
+    assert 0 < CountedTime.compared < 40 * count
+    rows = [event["tid"] for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "collective"]
+    assert len(set(rows)) == count
+
+
 def test_what_is_no_timeline_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.json.gz"
     write(worked_example(), open_new(path), path)
