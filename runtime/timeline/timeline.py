@@ -29,8 +29,17 @@ from sennit.runtime.timeline.left import Left, remove_left, write_left
 from sennit.runtime.timeline.rank_log import ROOM, ROOM_MAX, RankLog, Recording
 from sennit.runtime.timeline.recorder import Recorder, TaskRecord
 from sennit.runtime.timeline.spans import TimelineError
-from sennit.runtime.timeline.trace_file import open_new, write
+from sennit.runtime.timeline.trace_file import numbered, open_new, write
 from sennit.transport.errors import ArgumentError, ConfigError
+
+
+def of_this_start(path: Path) -> Path:
+    """The file of this start: run.json.gz, and after a restart by torchrun run.2.json.gz, run.3.json.gz, …"""
+    return numbered(path, _start())
+
+
+def _start() -> int:
+    return 1 + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 class Timeline:
@@ -44,7 +53,8 @@ class Timeline:
         room: int = ROOM,
         writes_left: bool = True,
     ) -> None:
-        """`path`: of rank 0; gzip if it ends in .gz. `room`: spans that a rank keeps, the last ones.
+        """`path`: of rank 0; gzip if it ends in .gz; numbered by torchrun's restarts. `room`: spans that a rank keeps,
+        the last ones.
 
         After an error the last rank of a host that leaves writes what the ranks there have recorded, also those that
         died. With `writes_left` False it is left for `take_left`.
@@ -53,7 +63,9 @@ class Timeline:
         """
         if not 0 < room <= ROOM_MAX:
             raise ArgumentError(f"room for {room} spans; allowed: 1 to {ROOM_MAX:,}")
-        self.path = Path(path)
+        self._unnumbered = Path(path)
+        self.path = of_this_start(self._unnumbered)
+        """The file. After a restart by torchrun it has a number: that of the ranks that failed is not written over."""
         self._group, self._room, self._writes_left = group, room, writes_left
         self._rank = dist.get_rank(group)
         self._recorder = Recorder()
@@ -68,16 +80,18 @@ class Timeline:
 
     def __enter__(self) -> Self:
         """Opens the file and compares clocks. Raises `ConfigError` on all ranks if the file cannot be made."""
-        told: list[tuple[str | None, str, Path]] = [(None, secrets.token_hex(8), self.path.absolute())]
+        told: list[tuple[str | None, str, Path]] = [(None, secrets.token_hex(8), self._unnumbered.absolute())]
         if self._rank == 0:
             try:
                 self._file = open_new(self.path)
             except OSError as error:
                 told[0] = f"timeline {self.path}: {error.strerror or error}", "", self.path
         dist.broadcast_object_list(told, group=self._group, group_src=0)
-        refusal, self._token, self._written = told[0]
+        refusal, self._token, unnumbered = told[0]
         if refusal is not None:
             raise ConfigError(refusal)
+        self._written = of_this_start(unnumbered)
+        self._write_earlier(unnumbered)
         remove_left(self._written)
         log = RankLog.create(self._token, rank=self._rank, path=self._written, room=self._room)
         try:
@@ -175,6 +189,14 @@ class Timeline:
         if self._writes_left:
             try:
                 self.left = write_left(self._written, token=self._token)
+            except OSError as failure:
+                self._warn(failure)
+
+    def _write_earlier(self, unnumbered: Path) -> None:
+        """Writes what ranks of this host have left of earlier starts, if none of them came to that."""
+        for start in range(1, _start()):
+            try:
+                write_left(numbered(unnumbered, start))
             except OSError as failure:
                 self._warn(failure)
 

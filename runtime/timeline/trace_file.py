@@ -63,6 +63,11 @@ def with_word(path: Path, word: str) -> Path:
     return path.with_name(f"{path.name.removesuffix(endings)}.{word}{endings}")
 
 
+def numbered(path: Path, number: int) -> Path:
+    """The files of a run's groups or starts, from 1: run.json.gz, run.2.json.gz, …"""
+    return path if number == 1 else with_word(path, f"{number}")
+
+
 def write(trace: Trace, file: IO[bytes], path: Path) -> None:
     """Writes to `file` of `open_new`, and gives it the name `path`. Raises OSError."""
     with file:

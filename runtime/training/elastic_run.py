@@ -25,12 +25,13 @@ from sennit.runtime.ingest.fed import group_failure
 from sennit.runtime.sharded.tables import shard_name, shards_of
 from sennit.runtime.timeline.left import take_left, write_recordings
 from sennit.runtime.timeline.spans import TimelineError
-from sennit.runtime.timeline.timeline import Timeline
+from sennit.runtime.timeline.timeline import Timeline, of_this_start
+from sennit.runtime.timeline.trace_file import numbered
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.handover import Claim, Holding, find_source, take_over
 from sennit.runtime.training.report import Change, RunReport
 from sennit.runtime.training.resumption import go_back
-from sennit.runtime.training.stretch import History, begin_run, numbered, shown_by, tell, tell_timeline, train
+from sennit.runtime.training.stretch import History, begin_run, shown_by, tell, tell_timeline, train
 from sennit.runtime.training.supply import MakeSource, served
 from sennit.runtime.training.trainer import Trainer
 from sennit.transport.errors import ConfigError, PeerError
@@ -171,7 +172,8 @@ class ElasticRun:
         """Writes the timelines of earlier groups, if they failed: of the ranks of all hosts that have a rank here."""
         if self._config.timeline is None:
             return
-        paths = [numbered(self._config.timeline, number + 1) for number in range(len(self._history.changes))]
+        groups = [numbered(self._config.timeline, number + 1) for number in range(len(self._history.changes))]
+        paths = [of_this_start(path) for path in groups]
         is_first = dist.get_rank() == 0
         found: list[Any] | None = [None] * dist.get_world_size() if is_first else None
         dist.gather_object([take_left(path) for path in paths], found)

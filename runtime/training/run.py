@@ -30,7 +30,7 @@ from sennit.runtime.training.streamed import (
     preprocessing_of,
     stream_sources,
 )
-from sennit.runtime.training.stretch import History, begin_run, numbered, shown_by, train
+from sennit.runtime.training.stretch import History, begin_run, shown_by, train
 from sennit.runtime.training.supply import MakeSource, fed_sources, served
 from sennit.transport.meeting.membership import Terms
 
@@ -107,9 +107,7 @@ def _run(config: TrainingConfig, make_source: MakeSource) -> RunReport:
     if config.elastic:
         return ElasticRun(config, make_source, is_newcomer=False).run()
     with served(make_source()) as source:
-        # torchrun counts its restarts: a timeline of ranks that died is not written over by the next ones.
-        group = 1 + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        timeline = None if config.timeline is None else Timeline(numbered(config.timeline, group))
+        timeline = None if config.timeline is None else Timeline(config.timeline)
         report = train(config, source, History(), begin=begin_run, timeline=timeline)
     assert isinstance(report, RunReport)
     return report

@@ -21,7 +21,6 @@ from sennit.runtime.checkpoint.digest import digest
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.telemetry.process_cost import CostMeter
 from sennit.runtime.timeline.timeline import Timeline
-from sennit.runtime.timeline.trace_file import with_word
 from sennit.runtime.training import resumption
 from sennit.runtime.training.best import Best
 from sennit.runtime.training.config import TrainingConfig
@@ -84,11 +83,6 @@ class History:
         texts = "; ".join(str(change).partition(":")[0] for change in self.changes)
         what = "Counts of lost ranks are missing. Samples that were fed again count again."
         return f"The ranks of this run changed: {texts}. {what}"
-
-
-def numbered(path: Path, group: int) -> Path:
-    """The file of a run's groups, from 1: run.json.gz, run.2.json.gz, …"""
-    return path if group == 1 else with_word(path, f"{group}")
 
 
 Begin = Callable[[Trainer], None]

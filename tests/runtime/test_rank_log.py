@@ -26,9 +26,9 @@ from sennit.commands.cli import app
 from sennit.runtime.pipeline.scheduler import Scheduler
 from sennit.runtime.timeline import Timeline, left, rank_log
 from sennit.runtime.timeline.left import write_recordings
-from sennit.runtime.timeline.rank_log import OPERATION, SPAN, RankLog
+from sennit.runtime.timeline.rank_log import KINDS, OPERATION, SPAN, RankLog
 from sennit.runtime.timeline.recorder import Recorder
-from sennit.runtime.timeline.spans import TimelineError
+from sennit.runtime.timeline.spans import STEP, TimelineError
 from sennit.runtime.timeline.summary import summarise
 from sennit.runtime.timeline.trace_file import read
 from tests.extent import briefly
@@ -344,3 +344,69 @@ def test_ranks_that_die_leave_their_timeline(
     assert summarise(trace).steps[0] == 0
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
     assert path not in left.left_paths()
+
+
+RESTARTS = """
+import os, signal, sys
+import torch
+import torch.distributed as dist
+from sennit.runtime.timeline import Timeline
+
+dist.init_process_group("sennit")
+restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+with Timeline(sys.argv[1]) as timeline:
+    for step in range(3):
+        with timeline.step(10 * restarts + step):
+            dist.all_reduce(torch.ones(5))
+    if not restarts:
+        os.kill(os.getpid(), signal.SIGKILL)
+if dist.get_rank() == 0:
+    print(timeline.path)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.long
+def test_torchrun_restarts_a_program_and_the_timeline_of_its_failure_stays(tmp_path: Path) -> None:
+    """All ranks are killed, so none has written what they have left."""
+    program, path = tmp_path / "program.py", tmp_path / "run.json"
+    program.write_text(RESTARTS)
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *("--max-restarts", "1", str(program), str(path)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'run.2.json'}\n"), done.stderr
+    for file, steps, has_died in ((path, {0, 1, 2}, True), (tmp_path / "run.2.json", {10, 11, 12}, False)):
+        trace = read(file)
+        assert {span.facts["step"] for span in trace.spans if span.kind == STEP} == steps
+        assert [clock.has_died for clock in trace.ranks] == [has_died] * 2
+
+
+def restarted(rank: int, world: int, path: str) -> list[str]:
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "2"
+    try:
+        with Timeline(path) as timeline, timeline.step(7):
+            pass
+    finally:
+        del os.environ["TORCHELASTIC_RESTART_COUNT"]
+    return [str(timeline.path), str(timeline.is_written)]
+
+
+def test_a_restart_writes_what_is_left_of_earlier_starts_and_replaces_nothing(
+    kept_world: WorldFactory, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.json"
+    kept = tmp_path / "run.2.json"
+    kept.write_text("written by the ranks of the second start\n")
+    first = RankLog.create(secrets.token_hex(8), rank=0, path=path, room=8)
+    first.note(7, KINDS.index(STEP), "step 3", 1, 9, 3, 0, 0)
+    first.close()
+    third = tmp_path / "run.3.json"
+    assert kept_world(2).run(restarted, path=str(path)) == [[str(third), "True"], [str(third), "False"]]
+    assert [(clock.rank, clock.has_died) for clock in read(path).ranks] == [(0, True)]
+    assert {span.facts["step"] for span in read(path).spans} == {3}
+    assert kept.read_text() == "written by the ranks of the second start\n"
+    assert [clock.rank for clock in read(third).ranks] == [0, 1]
+    assert {span.facts["step"] for span in read(third).spans if span.kind == STEP} == {7}
+    assert not {path, third} & left.left_paths()
