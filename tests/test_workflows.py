@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import yaml
 
 from sennit.testbed.vm import machines, runner, uml_kernel
-from tests import pages
+from tests import container_mounts, pages
 from tests.test_code_blocks import check_sennit
 
 OURS = pages.ROOT / ".github/workflows/test.yml"
@@ -95,3 +96,17 @@ def test_what_it_installs_is_all_that_the_vm_and_its_kernel_ask_for(job: dict[st
     base = {"tar", "util-linux"}
     tools = (*runner.TOOLS, *machines.Uml.tools, *uml_kernel.TOOLS, *uml_kernel.UNPACKER.values(), ("cc", "libc6-dev"))
     assert {package for _, package in tools} - base <= installed
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("path", [OURS, EXAMPLE], ids=lambda path: path.name)
+def test_the_vm_has_its_memory_in_a_tmpfs_of_the_container(path: Path) -> None:
+    """A VM cannot run in a file system without execution, and Docker's own /dev/shm is one."""
+    job = job_of(path)
+    memory = [re.findall(r"--memory (\d+)G", step.get("run", "")) for step in job["steps"]]
+    asked_gib = max((int(found[0]) for found in memory if found), default=2)
+    ask = f"from sennit.testbed.vm import machines; print(machines.memory_folder({asked_gib} << 30))"
+    mounts = container_mounts.script(job["container"]["options"])
+    enter = ["unshare", "--mount", "sh", "-e", "-c", f'mount --make-rprivate /\n{mounts}\nexec "$@"', "sh"]
+    done = subprocess.run([*enter, sys.executable, "-c", ask], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == f"{container_mounts.SHM}\n"
