@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -38,18 +39,21 @@ def require(commands: Iterable[tuple[str, str]], purpose: str) -> None:
 
 def execute(command: list[str], *, cwd: Path | None = None, timeout_s: float, log: Path | None = None) -> str:
     """The output of a program that has to succeed. It is also added to `log`."""
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        env={**os.environ, "LC_ALL": "C"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        timeout=timeout_s,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            command,
+            cwd=cwd,
+            env={**os.environ, "LC_ALL": "C"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise StepFailed(f"'{' '.join(command[:3])} ...' did not end within {timeout_s:g} s") from None
     if log is not None:
         with log.open("a") as file:
             file.write(f"$ {' '.join(command)}\n{done.stdout}")
@@ -59,9 +63,18 @@ def execute(command: list[str], *, cwd: Path | None = None, timeout_s: float, lo
     return done.stdout
 
 
+def system() -> str:
+    """What this system calls itself, such as `Ubuntu 24.04` (os-release(5))."""
+    try:
+        known = platform.freedesktop_os_release()
+    except OSError:
+        return "this system"
+    return f"{known['NAME']} {known.get('VERSION_ID', '')}".strip()
+
+
 def candidate(package: str) -> str:
     """The version that apt would install."""
-    require([("apt-get", "apt"), ("apt-cache", "apt"), ("dpkg", "dpkg")], f"the Debian package {package}")
+    _require_apt(package)
     policy = execute(["apt-cache", "policy", package], timeout_s=QUERY_TIMEOUT_S)
     found = re.search(r"^ *Candidate: (\S+)$", policy, re.MULTILINE)
     if found is None or found[1] == "(none)":
@@ -71,8 +84,14 @@ def candidate(package: str) -> str:
 
 def names(prefix: str) -> list[str]:
     """The packages that apt knows whose names begin so, in no order."""
-    require([("apt-cache", "apt")], f"looking for {prefix}*")
+    _require_apt(f"{prefix}*")
     return execute(["apt-cache", "pkgnames", prefix], timeout_s=QUERY_TIMEOUT_S).splitlines()
+
+
+def _require_apt(packages: str) -> None:
+    missing = [program for program in ("apt-get", "apt-cache", "dpkg") if shutil.which(program) is None]
+    if missing:
+        raise Unavailable(f"{packages} is a package of Debian or Ubuntu: {system()} has no {', '.join(missing)}")
 
 
 def unpack(package: str, version: str, into: Path) -> None:

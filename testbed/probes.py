@@ -17,10 +17,13 @@ from sennit.doctor.capabilities import Capability, Question, absent, command, in
 
 def _vm() -> Capability:
     """Whether a VM with soft-RoCE can be started: a kernel is in the cache, and boots on this machine."""
+    from sennit.debian import Unavailable
     from sennit.testbed.vm import boot, kernels
 
     try:
         choice = boot.choose(boot.wanted(boot.AUTO))
+    except Unavailable as error:
+        return absent("vm", str(error), f"take a machine of {kernels.PROCESSOR}")
     except kernels.KernelMissing as error:
         return absent("vm", str(error), extras.in_checkout("kernel", "sennit testbed kernel"))
     return present("vm", choice.kernel.name + (f" ({choice.instead_because})" if choice.instead_because else ""))

@@ -20,12 +20,11 @@ from sennit import debian
 from sennit.testbed.vm import kernels, runner
 from sennit.testbed.vm.kernels import Kind
 from sennit.testbed.vm.links import Links
-from sennit.testbed.vm.machines import MACHINES, MIB
+from sennit.testbed.vm.machines import MACHINES
 
 AUTO: Final = "auto"
 RECORDS: Final = "boots"
 BOOTED: Final = "yes"
-CHECK_MEMORY_BYTES: Final = 512 * MIB
 NAMES: Final = {Kind.UML: "User-Mode Linux", Kind.QEMU: "QEMU"}
 CPUINFO: Final = Path("/proc/cpuinfo")
 DIGEST_LETTERS: Final = 12
@@ -52,7 +51,10 @@ def wanted(name: str, patches: Sequence[Path] = ()) -> tuple[Kind, ...]:
 
 
 def choose(kinds: Sequence[Kind], patches: Sequence[Path] = ()) -> Choice:
-    """Returns the first kernel in the cache that boots. If none does, raises KernelMissing with the reasons."""
+    """Returns the first kernel in the cache that boots. If none does, raises KernelMissing with the reasons.
+
+    Raises Unavailable where no kernel can run.
+    """
 
     def take(kind: Kind) -> Path:
         kernel = kernels.find(kind, patches)
@@ -106,7 +108,6 @@ def problem(kind: Kind, kernel: Path, *, again: bool = False) -> str:
         kernel=kernel,
         folder=Path("/"),
         links=Links(count=0),
-        memory_bytes=CHECK_MEMORY_BYTES,
         timeout_s=runner.BOOT_TIMEOUT_S,
     )
     try:
@@ -120,6 +121,7 @@ def problem(kind: Kind, kernel: Path, *, again: bool = False) -> str:
 
 
 def _first(kinds: Sequence[Kind], take: Callable[[Kind], Path], failure: type[Exception]) -> Choice:
+    kernels.check_processor()
     reasons: list[str] = []
     for kind in kinds:
         try:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, NoReturn
 
 import typer
 
-from sennit.command_line import EXIT_UNAVAILABLE, busy, fail
+from sennit.command_line import EXIT_UNAVAILABLE, OutputLost, busy, fail
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -79,8 +79,8 @@ def vm(
 
     Exit status: that of the command; 124 after the time limit; 125 if the VM itself failed.
     """
-    from sennit.debian import StepFailed, Unavailable
-    from sennit.testbed.vm import boot, kernels, machines, runner
+    from sennit.errors import SennitError
+    from sennit.testbed.vm import boot, runner
     from sennit.testbed.vm.links import Links
 
     try:
@@ -91,7 +91,7 @@ def vm(
             patches=tuple(patch or ()),
             environment={**os.environ, **dict(_pair(text) for text in env or [])},
             links=Links(count=links, mtu=mtu, netem=tuple(netem or ())),
-            memory_bytes=_bytes(memory) if memory is not None else machines.default_memory_bytes(),
+            memory_bytes=_bytes(memory) if memory is not None else None,
             timeout_s=timeout_s,
             keep=tuple(bring_back or ()),
         )
@@ -114,12 +114,14 @@ def vm(
                 errors=_writer(sys.stderr.buffer),
                 console=_writer(sys.stderr.buffer) if show_console else lambda data: None,
             )
-    except (kernels.KernelMissing, Unavailable, StepFailed) as error:
-        _fail(str(error), runner.EXIT_VM_FAILED)
     except BrokenPipeError:
         # The reader of the output has gone. The interpreter must not write to it when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(EXIT_SIGNALLED + signal.SIGPIPE) from None
+    except OutputLost:
+        raise
+    except (SennitError, OSError) as error:
+        _fail(str(error), runner.EXIT_VM_FAILED)
     except Interrupted as signalled:
         _fail(f"ended by {signal.Signals(signalled.number).name}", EXIT_SIGNALLED + signalled.number)
     _explain(outcome)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Sequence
 from enum import StrEnum
@@ -15,6 +16,7 @@ from sennit.errors import SennitError
 from sennit.testbed.vm import stock_kernel, uml_kernel
 
 GUEST_PROGRAM: Final = Path(__file__).parent / "guest" / "init.c"
+PROCESSOR: Final = "x86_64"
 DIGEST_LETTERS: Final = 12
 COMPILE_TIMEOUT_S: Final = 60.0
 
@@ -30,6 +32,13 @@ class Kind(StrEnum):
 
 class KernelMissing(SennitError):
     """There is no kernel of this kind in the cache yet."""
+
+
+def check_processor() -> None:
+    """Raises Unavailable where no kernel of either kind can run: 64-bit Arm has neither."""
+    found = os.uname().machine
+    if found != PROCESSOR:
+        raise debian.Unavailable(f"a VM with soft-RoCE needs a processor of {PROCESSOR}, and this machine has {found}")
 
 
 def find(kind: Kind, patches: Sequence[Path] = ()) -> Path:
@@ -64,6 +73,7 @@ def key(kind: Kind, patches: Sequence[Path] = ()) -> str:
 
     Asks apt, and makes nothing.
     """
+    check_processor()
     return _newest(kind, patches, lambda what: None)[0]
 
 
@@ -93,7 +103,13 @@ def guest_program() -> Path:
     compiler = ["gcc", "-std=c17", "-O2", "-static", "-s", "-Wall", "-Wextra", "-Werror"]
 
     def compile_it(entry: Path) -> None:
-        debian.require([("gcc", "gcc libc6-dev")], "the first process of the VM")
+        purpose = "the first process of the VM"
+        debian.require([("gcc", "gcc libc6-dev")], purpose)
+        # It comes with the headers. gcc prints the bare name of a file that it does not have.
+        if not Path(
+            debian.execute([*compiler[:1], "-print-file-name=libc.a"], timeout_s=COMPILE_TIMEOUT_S).strip()
+        ).is_file():
+            raise debian.Unavailable(f"{purpose} needs libc.a: apt-get install libc6-dev")
         debian.execute([*compiler, "-o", str(entry / "init"), str(GUEST_PROGRAM)], timeout_s=COMPILE_TIMEOUT_S)
 
     return cache.provide(f"init-{_digest(GUEST_PROGRAM.read_bytes())}", compile_it) / "init"

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -23,8 +24,10 @@ QEMU_PROCESSORS: Final = 2
 P9_MESSAGE_BYTES: Final = 512_000
 P9: Final = f"trans=virtio,version=9p2000.L,msize={P9_MESSAGE_BYTES}"
 SHM: Final = Path("/dev/shm")
+MEMINFO: Final = Path("/proc/meminfo")
 MIB: Final = 1 << 20
 MEMORY_DEFAULT_BYTES: Final = 4096 * MIB
+MEMORY_MIN_BYTES: Final = 64 * MIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +62,10 @@ class Machine(ABC):
     @abstractmethod
     def kept_mounts(self, kept: Sequence[Path]) -> dict[Path, Mount]:
         """How the guest mounts folders of the host to write to them."""
+
+    @abstractmethod
+    def default_memory_bytes(self) -> int:
+        """Returns what a VM gets that asks for no amount."""
 
     def modules(self) -> list[initramfs.Entry]:
         """Files of kernel modules, in loading order."""
@@ -107,6 +114,9 @@ class Uml(Machine):
     def kept_mounts(self, kept: Sequence[Path]) -> dict[Path, Mount]:
         return {path: Mount(source="none", type="hostfs", options=str(path)) for path in kept}
 
+    def default_memory_bytes(self) -> int:
+        return _share(max(free_bytes for _, free_bytes, _ in _memory_folders()))
+
     def environment(self, memory_bytes: int) -> Mapping[str, str]:
         return {**os.environ, "TMPDIR": str(memory_folder(memory_bytes))}
 
@@ -154,6 +164,10 @@ class Qemu(Machine):
         options = f"{P9},cache=mmap"
         return {path: Mount(source=f"keep{number}", type="9p", options=options) for number, path in enumerate(kept)}
 
+    def default_memory_bytes(self) -> int:
+        available = re.search(r"MemAvailable: *(\d+) kB", MEMINFO.read_text(encoding="utf-8"))
+        return _share(int(available[1]) << 10) if available else MEMORY_DEFAULT_BYTES
+
     def modules(self) -> list[initramfs.Entry]:
         paths = sorted((self.kernel / stock_kernel.MODULES).iterdir())
         return [initramfs.file(f"modules/{path.name}", path.read_bytes()) for path in paths]
@@ -162,27 +176,44 @@ class Qemu(Machine):
 MACHINES: Final[dict[Kind, type[Machine]]] = {Kind.UML: Uml, Kind.QEMU: Qemu}
 
 
-def default_memory_bytes() -> int:
-    """4 GiB, or three quarters of the room for the memory of a User-Mode Linux: others may use that folder, too."""
-    room = max((shutil.disk_usage(path).free for path in _memory_folders()), default=0)
-    return min(MEMORY_DEFAULT_BYTES, room * 3 // 4 // MIB * MIB)
-
-
 def memory_folder(memory_bytes: int) -> Path:
-    """Returns a folder for the memory of a User-Mode Linux: a tmpfs with room that allows execution, else on disk."""
-    for path in _memory_folders():
-        if shutil.disk_usage(path).free >= memory_bytes:
+    """Returns a folder for the memory of a User-Mode Linux: a tmpfs with room that allows execution, else on disk.
+
+    Raises Unavailable, which says what each folder lacks.
+    """
+    reasons = []
+    for path, free_bytes, problem in _memory_folders():
+        if free_bytes >= memory_bytes:
             return path
-    free_mib = shutil.disk_usage(SHM).free // MIB if SHM.is_dir() else 0
+        reasons.append(f"{path} {problem or f'has {free_bytes // MIB} MiB free'}")
     raise debian.Unavailable(
-        f"the VM is to have {memory_bytes // MIB} MiB of memory, but {SHM} has {free_mib} MiB free and "
-        f"{tempfile.gettempdir()} no more, or they are mounted noexec: ask for less with --memory, or set TMPDIR"
+        f"there is no room for the VM's memory of {memory_bytes // MIB} MiB: {', '.join(reasons)}; ask for less with "
+        f"--memory, set TMPDIR to a folder with room for programs, or start a container with --tmpfs {SHM}:exec,size=3g"
     )
 
 
-def _memory_folders() -> list[Path]:
-    folders = (SHM, Path(tempfile.gettempdir()))
-    return [path for path in folders if path.is_dir() and not os.statvfs(path).f_flag & os.ST_NOEXEC]
+def temporary_folder() -> Path:
+    """Returns the folder for temporary files. Raises Unavailable if none can be written."""
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError as error:
+        raise debian.Unavailable(f"{error.strerror}: set TMPDIR to a folder that can be written") from None
+
+
+def _memory_folders() -> Iterator[tuple[Path, int, str]]:
+    """Yields where memory may lie, best first: the folder, its free bytes, and why it has none for us."""
+    for path in (SHM, temporary_folder()):
+        if not path.is_dir():
+            yield path, 0, "is not there"
+        elif os.statvfs(path).f_flag & os.ST_NOEXEC:
+            yield path, 0, "is mounted noexec"
+        else:
+            yield path, shutil.disk_usage(path).free, ""
+
+
+def _share(room_bytes: int) -> int:
+    """4 GiB, or three quarters of the room: others may use it, too. What is below the least finds no folder."""
+    return min(MEMORY_DEFAULT_BYTES, max(MEMORY_MIN_BYTES, room_bytes * 3 // 4 // MIB * MIB))
 
 
 def _quoted(path: str) -> str:

@@ -20,7 +20,7 @@ from typing import Final
 from sennit import cache, debian
 from sennit.testbed.vm import initramfs, job, kernels
 from sennit.testbed.vm.links import Links
-from sennit.testbed.vm.machines import MACHINES, MEMORY_DEFAULT_BYTES, MIB, Descriptors, Machine
+from sennit.testbed.vm.machines import MACHINES, MEMORY_MIN_BYTES, MIB, Descriptors, Machine, temporary_folder
 
 # The same values as timeout(1).
 EXIT_TIME_LIMIT: Final = 124
@@ -37,7 +37,6 @@ END_TIMEOUT_S: Final = 20.0
 """The longest time from the command's end to the machine's end."""
 KILL_TIMEOUT_S: Final = 10.0
 TIMEOUT_DEFAULT_S: Final = 600.0
-MEMORY_MIN_BYTES: Final = 64 * MIB
 # A panic with the registers and stacks of all processors is some 100 lines.
 CONSOLE_TAIL_BYTES: Final = 16_384
 READ_BYTES: Final = 1 << 16
@@ -64,7 +63,8 @@ class Request:
     """The command's working directory, at the same path in the guest as on the host."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     links: Links = field(default_factory=Links)
-    memory_bytes: int = MEMORY_DEFAULT_BYTES
+    memory_bytes: int | None = None
+    """Taken from the host as the guest uses it. None: as much as there is room for, up to 4 GiB."""
     timeout_s: float = TIMEOUT_DEFAULT_S
     """Counted from the start of the machine. Then the machine is killed."""
     patches: tuple[Path, ...] = ()
@@ -75,7 +75,7 @@ class Request:
     def __post_init__(self) -> None:
         if not self.command:
             raise ValueError("no command to run in the VM")
-        if self.memory_bytes < MEMORY_MIN_BYTES:
+        if self.memory_bytes is not None and self.memory_bytes < MEMORY_MIN_BYTES:
             raise ValueError(f"memory of {self.memory_bytes // MIB} MiB, must be at least {MEMORY_MIN_BYTES // MIB}")
         if self.timeout_s <= 0:
             raise ValueError(f"timeout of {self.timeout_s:g} s, must be above 0")
@@ -97,14 +97,22 @@ class Outcome:
 def run(request: Request, *, output: Sink, errors: Sink, console: Sink = lambda data: None) -> Outcome:
     """Runs the command, and passes both of its streams to the sinks while it runs. Always leaves no process behind.
 
-    Raises `KernelMissing` if `make kernel` was not run, and `Unavailable` if something has to be installed.
+    Raises `KernelMissing` if `make kernel` was not run, and `Unavailable` if something has to be installed, if there is
+    no room, or if no VM can run on this processor.
     """
+    kernels.check_processor()
     debian.require((*TOOLS, *MACHINES[request.kind].tools), f"a VM of the kind {request.kind}")
     machine = MACHINES[request.kind](request.kernel or kernels.find(request.kind, request.patches))
+    memory_bytes = request.memory_bytes or machine.default_memory_bytes()
     with _scratch_folder() as folder:
         initrd = folder / "initrd"
-        initrd.write_bytes(_initramfs(request, machine))
-        return _Run(request, machine, output, errors, console).play(initrd, folder)
+        content = _initramfs(request, machine)
+        try:
+            initrd.write_bytes(content)
+        except OSError as error:
+            reason = f"{folder.parent} does not take the VM's {len(content) // 1024} KiB ({error.strerror})"
+            raise debian.Unavailable(f"{reason}: set TMPDIR to a folder with room") from error
+        return _Run(request, machine, memory_bytes, output, errors, console).play(initrd, folder)
 
 
 def _initramfs(request: Request, machine: Machine) -> bytes:
@@ -143,9 +151,12 @@ def _folders(keep: tuple[Path, ...]) -> list[Path]:
 class _Run:
     """The life of one machine, as its host sees it."""
 
-    def __init__(self, request: Request, machine: Machine, output: Sink, errors: Sink, console: Sink) -> None:
+    def __init__(
+        self, request: Request, machine: Machine, memory_bytes: int, output: Sink, errors: Sink, console: Sink
+    ) -> None:
         self._request = request
         self._machine = machine
+        self._memory_bytes = memory_bytes
         self._sinks: dict[str, Sink] = {
             "output": output,
             "errors": errors,
@@ -179,14 +190,14 @@ class _Run:
         command = self._machine.command(
             initrd=initrd,
             folder=folder,
-            memory_bytes=self._request.memory_bytes,
+            memory_bytes=self._memory_bytes,
             descriptors=descriptors,
             kept=_folders(self._request.keep),
         )
         process = subprocess.Popen(
             # The kernel ends the VM when this process ends, even if it is killed and cannot clean up.
             ["setpriv", "--pdeathsig", "KILL", "--", *command],
-            env=self._machine.environment(self._request.memory_bytes),
+            env=self._machine.environment(self._memory_bytes),
             stdin=subprocess.DEVNULL,
             stdout=descriptors.console,
             stderr=descriptors.console,
@@ -266,11 +277,12 @@ class _Run:
 @contextlib.contextmanager
 def _scratch_folder() -> Iterator[Path]:
     """A folder for one run, locked while the run lives. Removes the unlocked folders of killed runs."""
-    for remains in Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}*"):
+    base = temporary_folder()
+    for remains in base.glob(f"{SCRATCH_PREFIX}*"):
         with contextlib.suppress(OSError), cache.locked(remains, 0):
             if time.time() - remains.stat().st_mtime > SCRATCH_STALE_S:
                 shutil.rmtree(remains)
-    with tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX) as folder, cache.locked(Path(folder), 0):
+    with tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX, dir=base) as folder, cache.locked(Path(folder), 0):
         yield Path(folder)
 
 

@@ -36,6 +36,11 @@ ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
 
 def package_name() -> str:
     """Returns the package of the newest kernel of the series. Its name contains the version."""
+    system = debian.system()
+    if not debian.names(META_PACKAGE) and not system.startswith("Debian"):
+        raise debian.Unavailable(
+            f"the kind qemu runs Debian's own kernel, and {system} does not have it: take uml, or Debian 12 or 13"
+        )
     debian.candidate(META_PACKAGE)  # or says that apt does not know the package
     pattern = rf"linux-image-{re.escape(SERIES)}\.\d+\+deb\d+-amd64"
     plain = [name for name in debian.names(f"linux-image-{SERIES}.") if re.fullmatch(pattern, name)]

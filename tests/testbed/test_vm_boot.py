@@ -7,11 +7,16 @@ process of a guest reports. Each writes its starts to a file.
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
@@ -194,6 +199,44 @@ def test_what_can_be_installed_is_no_property_of_the_machine(bench: Bench, monke
         with pytest.raises(debian.Unavailable, match="apt-get install qemu-system-x86"):
             boot.provide([Kind.QEMU], print)
     assert boot.problem(Kind.QEMU, kernel) == ""
+
+
+def test_without_a_folder_for_its_memory_a_user_mode_linux_says_what_each_lacks(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.uml(boots(UML_CONTROL))
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC))
+    code, output = vm("--kernel", "uml")
+    assert code == 125
+    temporary = tempfile.gettempdir()
+    reason = f"no room for the VM's memory of 64 MiB: /dev/shm is mounted noexec, {temporary} is mounted noexec"
+    assert reason in output
+    bench.qemu(boots(QEMU_CONTROL))
+    code, output = vm()
+    assert code == 0, output
+    assert f"in QEMU: there is {reason}" in output
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=0))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=40 << 20))
+    code, output = vm("--kernel", "uml")
+    assert code == 125
+    assert f"64 MiB: /dev/shm has 40 MiB free, {temporary} has 40 MiB free; ask for less" in output
+
+
+def test_full_disks_are_named(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.uml(boots(UML_CONTROL))
+    with monkeypatch.context() as full:
+        error = FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+        full.setattr(tempfile, "gettempdir", Mock(side_effect=error))
+        code, output = vm("--kernel", "uml")
+    assert code == 125
+    assert "directory found in ['/tmp']: set TMPDIR to a folder that can be written" in output
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_bytes", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        code, output = vm("--kernel", "uml")
+    assert code == 125
+    assert re.search(
+        rf"{tempfile.gettempdir()} does not take the VM's \d+ KiB \(No space left on device\): set", output
+    )
 
 
 def test_a_cache_that_cannot_be_written_is_tried_each_time(bench: Bench) -> None:

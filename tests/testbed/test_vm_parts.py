@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import stat
 import subprocess
@@ -18,9 +19,10 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from sennit import cache
+from sennit import cache, debian
 from sennit.commands.cli import app
 from sennit.debian import StepFailed, Unavailable, require
+from sennit.testbed import probes
 from sennit.testbed.vm import initramfs, job, kernels, links, machines, runner, stock_kernel, uml_kernel
 
 
@@ -189,13 +191,75 @@ def test_the_key_for_caches_follows_version_and_patches(apt: Callable[[str], Non
     assert not cache.folder().exists()
 
 
-def test_the_default_memory_is_what_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", kernels.Kind)
+def test_the_default_memory_is_what_there_is_room_for(
+    kind: kernels.Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machines, "MEMINFO", tmp_path / "meminfo")
+
     def room(free_bytes: int) -> int:
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free_bytes))
-        return machines.default_memory_bytes()
+        machines.MEMINFO.write_text(f"MemTotal:  900000000000 kB\nMemAvailable:   {free_bytes >> 10} kB\n")
+        return machines.MACHINES[kind](tmp_path).default_memory_bytes()
 
     assert room(1 << 40) == 4 << 30
     assert room(2 << 30) == 1536 << 20
+    assert room(0) == 64 << 20
+
+
+def test_another_processor_is_refused_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine="aarch64"))
+    monkeypatch.setattr(debian, "execute", lambda *arguments, **options: pytest.fail("asked apt, or made something"))
+    monkeypatch.setenv("PATH", "")
+    for command, code in (
+        (["kernel"], 69),
+        (["kernel", "qemu"], 69),
+        (["kernel", "--key"], 69),
+        (["vm", "--", "true"], 125),
+        (["vm", "--kernel", "uml", "--", "true"], 125),
+        (["vm", "--make-kernel", "--", "true"], 125),
+    ):
+        done = CliRunner().invoke(app, ["testbed", *command])
+        assert done.exit_code == code, done.output
+        assert "a processor of x86_64, and this machine has aarch64" in done.output
+    assert "aarch64" in probes._vm().detail
+
+
+def test_a_system_without_debians_kernel_is_named(apt: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    apt("linux-source-6.8.0=6.8.0-1.1")
+    for system, said in (
+        ({"NAME": "Ubuntu", "VERSION_ID": "24.04"}, "and Ubuntu 24.04 does not have it: take uml"),
+        ({"NAME": "Debian GNU/Linux", "VERSION_ID": "12"}, "run 'apt-get update'"),
+    ):
+        monkeypatch.setattr(platform, "freedesktop_os_release", lambda system=system: system)
+        done = CliRunner().invoke(app, ["testbed", "kernel", "qemu", "--key"])
+        assert done.exit_code == 69
+        assert said in done.output
+
+
+def test_a_system_without_apt_is_no_system_that_lacks_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "freedesktop_os_release", lambda: {"NAME": "Fedora Linux", "VERSION_ID": "42"})
+    monkeypatch.setenv("PATH", "")
+    for look in (uml_kernel.package_name, stock_kernel.package_name):
+        with pytest.raises(Unavailable, match="package of Debian or Ubuntu: Fedora Linux 42 has no apt-get"):
+            look()
+
+
+def test_a_compiler_without_the_c_library_is_said_to_lack_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "bin/gcc"
+    compiler.parent.mkdir()
+    compiler.write_text(
+        '#!/bin/sh\ncase $1 in -print-file-name=*) echo "${1#*=}" ;; *) echo "no errno.h"; exit 1 ;; esac\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(compiler.parent))
+    with pytest.raises(Unavailable, match=r"needs libc\.a: apt-get install libc6-dev"):
+        kernels.guest_program()
+
+
+def test_a_program_that_does_not_end_is_a_step_that_failed() -> None:
+    with pytest.raises(StepFailed, match=r"'sleep 60 ...' did not end within 0\.01 s"):
+        debian.execute(["sleep", "60"], timeout_s=0.01)
 
 
 def test_the_tool_needs_nothing_that_has_to_be_built() -> None:
