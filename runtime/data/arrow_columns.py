@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sennit.offload.arrow_columns import text_ids
+from sennit.runtime.data.column_types import Place, cast, check_names, is_binary, is_list, is_number, is_text, plain
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.raw_samples import NO_DENSE, Feature, RawSamples, dense_column, dense_matrix
@@ -23,20 +24,6 @@ from sennit.runtime.data.schema import DenseField, History, Schema, SparseField
 
 _PURPOSE = "a data set of columns"
 _NUMBERS = "integer, floating-point, decimal or boolean"
-
-
-class Place(Protocol):
-    """Where some rows are, for messages."""
-
-    @property
-    def file_name(self) -> str:
-        """The name of the file, as the user would write it."""
-
-    def of(self, column: str) -> str:
-        """The place of a column of these rows."""
-
-    def behind(self, rows: int) -> Place:
-        """The place of the row that comes so many rows behind the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +66,8 @@ class Piece:
 def raw_samples(name: str, pieces: Sequence[Piece], schema: Schema) -> RawSamples:
     """The rows of all pieces, in this order, before preprocessing. `name` is the name of the data set.
 
-    The types are those that `check_types` allows. Raises DataError for values that the schema does not allow.
+    A column has one type in all pieces (`column_types`), which `check_types` allows. Raises DataError for values that
+    the schema does not allow.
     """
     labels = labels_of(pieces, schema)
     return RawSamples(
@@ -99,21 +87,16 @@ def check_types(file: str, schema: Schema, found: Any) -> None:
     Arrow's type "null", as pandas writes a column of None, is a column of any type whose values are all null.
     """
     types = _types()
-    for name in schema.read_columns:
-        if (count := found.names.count(name)) != 1:
-            what = f"no column {name}; there are" if count == 0 else f"{count} columns {name}; allowed: one. There are"
-            raise DataError(f"{file}: {what}: {', '.join(sorted(found.names))}")
+    check_names(file, found.names, schema.read_columns)
     weights = () if schema.sample_weight is None else (schema.sample_weight,)
     for name in (*schema.labels, *weights, *(part.name for part in schema.dense)):
-        kind = found.field(name).type
+        kind = plain(shown := found.field(name).type)
         if not (is_number(kind) or types.is_boolean(kind) or types.is_null(kind)):
-            raise DataError(f"{file}: column {name} is {kind}; allowed: {_NUMBERS}")
+            raise DataError(f"{file}: column {name} is {shown}; allowed: {_NUMBERS}")
     for part in schema.sparse:
-        kind = found.field(part.name).type
+        kind = plain(shown := found.field(part.name).type)
         bag = is_list(kind)
-        inner = kind.value_type if bag else kind
-        if types.is_dictionary(inner):
-            inner = inner.value_type
+        inner = plain(kind.value_type) if bag else kind
         text = part.encode not in ("id", "value") and is_text(inner)
         bytes_ = part.encode in ("hash", "dynamic") and is_binary(inner)
         if not (text or bytes_ or types.is_integer(inner) or types.is_null(inner)):
@@ -124,9 +107,9 @@ def check_types(file: str, schema: Schema, found: Any) -> None:
             }.get(part.encode, "integer, string, binary, or list of these")
             if part.encode == "dictionary" and is_binary(inner):
                 allowed += '; bytes with encode = "hash" or "dynamic"'
-            raise DataError(f"{file}: column {part.name} is {kind}; allowed with encode = {part.encode!r}: {allowed}")
+            raise DataError(f"{file}: column {part.name} is {shown}; allowed with encode = {part.encode!r}: {allowed}")
         if part.first is not None and not (bag or types.is_null(kind)):
-            raise DataError(f"{file}: column {part.name} is {kind}; allowed with first = {part.first}: lists")
+            raise DataError(f"{file}: column {part.name} is {shown}; allowed with first = {part.first}: lists")
     if schema.history is not None:
         _check_history(file, schema.history, found)
     if schema.group is not None:
@@ -135,60 +118,20 @@ def check_types(file: str, schema: Schema, found: Any) -> None:
 
 def _check_history(file: str, history: History, found: Any) -> None:
     for name in (*history.columns, *history.past):
-        if is_list(kind := found.field(name).type):
+        if is_list(plain(kind := found.field(name).type)):
             raise DataError(f"{file}: column {name} is {kind}; allowed in a history: one id a row")
     _check_owner(file, history.of, found, "history.of")
 
 
 def _check_owner(file: str, name: str, found: Any, what: str) -> None:
     """Raises DataError unless a column can say whose each row is."""
-    types, kind = _types(), found.field(name).type
-    inner = kind.value_type if types.is_dictionary(kind) else kind
-    if not (types.is_integer(inner) or is_text(inner) or is_binary(inner) or types.is_null(inner)):
-        raise DataError(f"{file}: column {name} is {kind}; allowed for {what}: integer, string or binary")
-
-
-# Types that have the same kind of values. Nobody else lists them.
-
-
-def is_number(kind: Any) -> bool:
-    """Whether values of this type of pyarrow are numbers. Booleans are none."""
-    types = _types()
-    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind))
-
-
-def is_text(kind: Any) -> bool:
-    types = _types()
-    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
-
-
-def is_binary(kind: Any) -> bool:
-    """Whether values of this type of pyarrow are bytes. As ids they are hashed as text is."""
-    types = _types()
-    return bool(
-        types.is_binary(kind)
-        or types.is_large_binary(kind)
-        or types.is_fixed_size_binary(kind)
-        or types.is_binary_view(kind)
-    )
-
-
-def is_list(kind: Any) -> bool:
-    """Whether values of this type of pyarrow are lists. List views are refused: where a cast to lists gets a slice of
-    them, it loses values (pyarrow 26.0).
-    """
-    types = _types()
-    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+    types, kind = _types(), plain(shown := found.field(name).type)
+    if not (types.is_integer(kind) or is_text(kind) or is_binary(kind) or types.is_null(kind)):
+        raise DataError(f"{file}: column {name} is {shown}; allowed for {what}: integer, string or binary")
 
 
 def _types() -> Any:
     return require("pyarrow", package="pyarrow", purpose=_PURPOSE).types
-
-
-def cast_bytes(column: Any, kind: Any) -> Any:
-    """A column with another type. What becomes text may be any bytes: they are hashed, and nobody else reads them."""
-    compute = require("pyarrow.compute", package="pyarrow", purpose=_PURPOSE)
-    return compute.cast(column, options=compute.CastOptions(kind, allow_invalid_utf8=True))
 
 
 def numbers_of(pieces: Sequence[Piece], schema: Schema, fields: Sequence[DenseField]) -> Tensor:
@@ -283,18 +226,11 @@ def _feature(pieces: Sequence[Piece], part: SparseField) -> Feature:
     A null list is empty. A null id is a category with a dictionary, and is left out otherwise.
     """
     arrow = require("pyarrow", package="pyarrow", purpose=_PURPOSE)
-    # A column of type null is as the others are.
-    typed = [piece for piece in pieces if not arrow.types.is_null(piece.column(part.name).type)]
-    has_lists = bool(typed) and is_list(typed[0].column(part.name).type)
+    has_lists = is_list(pieces[0].column(part.name).type)
     columns: list[Any] = []
     lengths: list[npt.NDArray[np.int64]] = []
     for piece in pieces:
-        column = piece.column(part.name)
-        if arrow.types.is_null(column.type) and has_lists:
-            column = arrow.nulls(len(column), arrow.list_(arrow.null()))
-        if is_list(column.type) != has_lists:
-            raise _two_types(piece, typed[0], part)
-        column, counts = _ids(column, has_lists)
+        column, counts = _ids(piece.column(part.name), has_lists)
         if part.encode != "dictionary" and column.null_count:
             owner = np.repeat(np.arange(len(counts)), counts)
             is_there = np.asarray(column.is_valid().to_numpy(zero_copy_only=False))
@@ -306,23 +242,14 @@ def _feature(pieces: Sequence[Piece], part: SparseField) -> Feature:
     is_single = not has_lists and bool((counts == 1).all())
     offsets = None if is_single else np.concatenate([[0], np.cumsum(counts)])
     if part.encode == "dictionary":
-        categories = arrow.chunked_array(_one_type(pieces, columns, part))
+        categories = arrow.chunked_array(columns)
         return Feature.categories(part.name, categories, offsets, first=part.first, min_frequency=part.min_frequency)
     ids = []
-    id_type = "int64"
-    first: tuple[Piece, bool] | None = None
+    has_text = is_text(kind := columns[0].type)
     for piece, column, of_rows in zip(pieces, columns, lengths, strict=True):
-        has_text = is_text(column.type)
-        first = first or (None if arrow.types.is_null(column.type) else (piece, has_text))
-        # The integer 5 and the text "5" have different hashes.
-        if first is not None and first[1] != has_text and not arrow.types.is_null(column.type):
-            raise _two_types(piece, first[0], part)
         if has_text:
-            id_type = "text"
             ids.append(text_ids(column))
             continue
-        if arrow.types.is_uint64(column.type):
-            id_type = "uint64"
         values = np.asarray(column.to_numpy(zero_copy_only=False))
         if part.encode == "id":
             _check_rows(piece, part, values, of_rows)
@@ -338,14 +265,14 @@ def _feature(pieces: Sequence[Piece], part: SparseField) -> Feature:
         first=part.first,
         is_dynamic=part.encode == "dynamic",
         is_value=part.encode == "value",
-        id_type=id_type if part.encode == "dynamic" else "int64",
+        id_type=("text" if has_text else str(kind)) if part.encode == "dynamic" else "int64",
     )
 
 
 def _ids(column: Any, has_lists: bool) -> tuple[Any, npt.NDArray[np.int64]]:
     """The ids of one piece without lists and dictionaries, and how many of them each row has.
 
-    All text has one type, and so have all integers but uint64.
+    All text has one type, and so have nulls and all integers but uint64.
     """
     arrow = require("pyarrow", package="pyarrow", purpose=_PURPOSE)
     compute = require("pyarrow.compute", package="pyarrow", purpose=_PURPOSE)
@@ -359,37 +286,10 @@ def _ids(column: Any, has_lists: bool) -> tuple[Any, npt.NDArray[np.int64]]:
         column = lists.flatten() if is_typed else arrow.nulls(int(counts.sum()))
     if arrow.types.is_dictionary(column.type):
         column = compute.cast(column, column.type.value_type)
-    if not arrow.types.is_uint64(column.type) and not arrow.types.is_null(column.type):
+    if not arrow.types.is_uint64(column.type):
         has_text = is_text(column.type) or is_binary(column.type)
-        column = cast_bytes(column, arrow.large_string() if has_text else arrow.int64())
+        column = cast(column, arrow.large_string() if has_text else arrow.int64())
     return column, counts
-
-
-def _one_type(pieces: Sequence[Piece], columns: list[Any], part: SparseField) -> list[Any]:
-    """The pieces' ids with the one type that has all of them. Nulls have any type."""
-    arrow = require("pyarrow", package="pyarrow", purpose=_PURPOSE)
-    compute = require("pyarrow.compute", package="pyarrow", purpose=_PURPOSE)
-    found = {column.type for column in columns if not arrow.types.is_null(column.type)}
-    if len(found) == 1:
-        candidates = list(found)
-    else:
-        candidates = [] if arrow.large_string() in found else [arrow.int64(), arrow.uint64()]
-    for wide in candidates:
-        try:
-            return [compute.cast(column, wide) for column in columns]
-        except arrow.ArrowInvalid:  # negative, or above 2^63 - 1
-            continue
-    numbers = [number for number, column in enumerate(columns) if column.type in found]
-    first = numbers[0]
-    other = next(number for number in numbers if columns[number].type != columns[first].type)
-    raise _two_types(pieces[other], pieces[first], part)
-
-
-def _two_types(piece: Piece, first: Piece, part: SparseField) -> DataError:
-    kinds = [one.column(part.name).type for one in (piece, first)]
-    allowed = "one type; integers with and without sign where int64 or uint64 has them all"
-    other = f"but in {first.place.file_name} it is {kinds[1]}"
-    return DataError(f"{piece.place.of(part.name)}: {kinds[0]}, {other}; allowed: {allowed}")
 
 
 def _check_rows(piece: Piece, part: SparseField, values: npt.NDArray[Any], counts: npt.NDArray[np.int64]) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from sennit.runtime.data.arrow_columns import PartOfFile, Piece, check_types, raw_samples
+from sennit.runtime.data.column_types import Found, outside, type_of_all, typed
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.files import DataFile
 from sennit.runtime.data.packages import require
@@ -22,7 +24,7 @@ def load(name: str, files: Sequence[DataFile], schema: Schema, evaluation: Seque
     `evaluation`: files of rows for evaluation alone, which come last.
     """
     groups, held_back = _groups(files, schema), _groups(evaluation, schema) if evaluation else []
-    raw = raw_samples(name, groups + held_back, schema)
+    raw = raw_samples(name, _of_one_type(groups + held_back, schema), schema)
     return replace(raw, eval_rows=sum(len(group.table) for group in held_back)) if evaluation else raw
 
 
@@ -31,6 +33,30 @@ def _groups(files: Sequence[DataFile], schema: Schema) -> list[Piece]:
     if not groups:
         raise DataError(f"{', '.join(str(file) for file in files)}: no rows")
     return groups
+
+
+def _of_one_type(groups: Sequence[Piece], schema: Schema) -> list[Piece]:
+    arrow = require("pyarrow", package="pyarrow", purpose=_PURPOSE)
+
+    def column_of_all(name: str) -> list[Any]:
+        columns = [group.column(name) for group in groups]
+
+        def find(number: int) -> Found | None:
+            found = outside(columns[number])
+            return None if found is None else (groups[number].place.behind(found[0]), found[1])
+
+        kinds = [(group.place.file_name, column.type) for group, column in zip(groups, columns, strict=True)]
+        kind = type_of_all(name, kinds, schema.encodings, find)
+        return [
+            typed(name, column, kind, schema.encodings, group.place)
+            for group, column in zip(groups, columns, strict=True)
+        ]
+
+    made = [column_of_all(name) for name in schema.columns]
+    return [
+        Piece(arrow.table(list(columns), names=schema.columns), group.place)
+        for *columns, group in zip(*made, groups, strict=True)
+    ]
 
 
 def _row_groups(file: DataFile, schema: Schema) -> Iterator[Piece]:

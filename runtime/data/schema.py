@@ -170,6 +170,15 @@ class Schema:
         return list(dict.fromkeys([*self.columns, *(name for name in further if name is not None)]))
 
     @property
+    def encodings(self) -> dict[str, str]:
+        """How the integers and texts of a column are encoded, by its name. Those that tell users and groups apart are
+        hashed. Columns of numbers are not among these.
+        """
+        owners = [None if self.history is None else self.history.of, self.group]
+        named = {name: "hash" for name in owners if name is not None}
+        return named | {part.name: part.encode for part in self.sparse}
+
+    @property
     def beside(self) -> tuple[str, ...]:
         """Columns that are read, and from which nothing is learnt. They tell no stream from another."""
         learnt = [*replace(self, group=None).read_columns, *([] if self.time is None else [self.time.column])]

@@ -18,7 +18,8 @@ from sennit.offload.arrow_columns import (
     number_encoder,
     vocabulary,
 )
-from sennit.runtime.data.arrow_columns import Piece, Place, cast_bytes, is_binary, is_list, raw_samples
+from sennit.runtime.data.arrow_columns import Piece, raw_samples
+from sennit.runtime.data.column_types import Place, cast, is_binary, is_list
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.preprocessing import Encoding, Preprocessing, Scale
@@ -87,7 +88,7 @@ class Encoder:
         if layout is None or layout.found != batch.schema:
             layout = self._layout = _Layout.of(self.schema, batch.schema, self._types)
         for number, kind in layout.casts:
-            batch = batch.set_column(number, batch.schema.names[number], cast_bytes(batch.column(number), kind))
+            batch = batch.set_column(number, batch.schema.names[number], cast(batch.column(number), kind))
         found = self._encoder.encode(
             batch.__arrow_c_array__(), layout.numbers, layout.ids, layout.labels, layout.weight
         )

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sennit.offload.arrow_columns import text_ids
-from sennit.runtime.data.arrow_columns import cast_bytes
+from sennit.runtime.data.column_types import cast
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.raw_samples import NULL
@@ -106,7 +106,7 @@ def _decoded(column: Any) -> Any:
     kind = _plain(column.type)
     if not _is_integer(kind):
         kind = require("pyarrow", package="pyarrow", purpose=_PURPOSE).large_string()
-    return column if kind == column.type else cast_bytes(column, kind)
+    return column if kind == column.type else cast(column, kind)
 
 
 def _plain(kind: Any) -> Any:

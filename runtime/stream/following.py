@@ -261,7 +261,13 @@ class Follower:
         if not train_rows:
             raise Incomplete(f"{self._source.name}: no rows; allowed: at least one")
         check_skipped(self._all_files, self._schema.text_format)
-        index = index_of(self._all_files, self._columns, time_column=self._time, beside=self._schema.beside)
+        index = index_of(
+            self._all_files,
+            self._columns,
+            time_column=self._time,
+            encodings=self._schema.encodings,
+            beside=self._schema.beside,
+        )
         before = self._opened
         if before is not None:
             for field in before.stream.index.schema:

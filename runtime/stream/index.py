@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from sennit.offload.columns import INT64_MAX
+from sennit.runtime.data.column_types import Found, check_names, outside, type_of_all, typed
 from sennit.runtime.data.errors import DataError, Incomplete
 from sennit.runtime.data.files import find_files
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.text_format import PLAIN, TextFormat
-from sennit.runtime.stream.columns import cast, check_names, common_type
 from sennit.runtime.stream.files import StreamFile
 from sennit.runtime.stream.formats import open_files
 
@@ -60,6 +62,9 @@ class StreamIndex:
     """A `pyarrow.Schema` of `columns`. What `read` yields has these types, whatever a file has."""
 
     time_column: str | None
+
+    encodings: Mapping[str, str]
+    """Of columns of ids (`Schema.encodings`)."""
 
     ends: npt.NDArray[np.int64]
     """For each block, the number of rows up to its end."""
@@ -155,17 +160,10 @@ class StreamIndex:
 
     def _typed(self, batch: Any, columns: Sequence[str], place: Place) -> Any:
         arrow = require("pyarrow", package="pyarrow", purpose="reading data files")
-        kinds = [self.schema.field(name).type for name in columns]
-        made = []
-        for name, column, kind in zip(columns, batch.columns, kinds, strict=True):
-            try:
-                made.append(cast(column, kind))
-            except arrow.ArrowInvalid as error:
-                wrong = next(row for row in range(len(column)) if not _fits(column.slice(row, 1), kind))
-                raise DataError(
-                    f"{place.behind(wrong).of(name)}: value {column[wrong]}; allowed: {kind}, which is the type of all "
-                    "files together"
-                ) from error
+        made = [
+            typed(name, column, self.schema.field(name).type, self.encodings, place)
+            for name, column in zip(columns, batch.columns, strict=True)
+        ]
         return arrow.RecordBatch.from_arrays(made, names=list(columns))
 
 
@@ -175,18 +173,20 @@ def open_index(
     *,
     time_column: str | None = None,
     text: TextFormat = PLAIN,
+    encodings: Mapping[str, str] = MappingProxyType({}),
     beside: Sequence[str] = (),
 ) -> StreamIndex:
     """Finds files, and reads what their formats say about their rows. Text is read as a whole.
 
-    `text`: how text files are read (`Schema.text_format`). `beside`: columns that are no part of the fingerprint.
+    `text`: how text files are read (`Schema.text_format`). `encodings`: of columns of ids (`Schema.encodings`), which
+    decide where files disagree about the sign. `beside`: columns that are no part of the fingerprint.
 
     Raises DataError for files that are no data files, that do not have each column once, or that have it with types
     that do not agree, and where there are no rows at all.
     """
     columns = tuple(dict.fromkeys((*columns, *([] if time_column is None else [time_column]))))
     files = open_files(find_files(paths), columns, text, time_column)
-    return index_of(files, columns, time_column=time_column, beside=beside)
+    return index_of(files, columns, time_column=time_column, encodings=encodings, beside=beside)
 
 
 def index_of(
@@ -194,12 +194,14 @@ def index_of(
     columns: tuple[str, ...],
     *,
     time_column: str | None = None,
+    encodings: Mapping[str, str] = MappingProxyType({}),
     beside: Sequence[str] = (),
 ) -> StreamIndex:
-    """The index of these files. `columns`: with that of time. `beside`: those of them that are no part of the
-    fingerprint. Raises DataError as `open_index` does.
+    """The index of these files. `columns`: with that of time. `encodings` and `beside`: as `open_index` has them.
+
+    Raises DataError as it does.
     """
-    schema = _common_schema(files, columns)
+    schema = _common_schema(files, columns, encodings)
     rows = [rows for file in files for rows in file.block_rows]
     if not sum(rows):
         raise Incomplete(f"{', '.join(file.name for file in files)}: no rows; allowed: at least one")
@@ -208,36 +210,37 @@ def index_of(
         columns=columns,
         schema=schema,
         time_column=time_column,
+        encodings=dict(encodings),
         ends=np.cumsum(rows, dtype=np.int64),
         file_ends=np.cumsum([len(file.block_rows) for file in files], dtype=np.int64),
         fingerprint=_fingerprint(files, [field for field in schema if field.name not in beside]),
     )
 
 
-def _fits(column: Any, kind: Any) -> bool:
-    arrow = require("pyarrow", package="pyarrow", purpose="reading data files")
-    try:
-        cast(column, kind)
-    except arrow.ArrowInvalid:
-        return False
-    return True
-
-
-def _common_schema(files: Sequence[StreamFile], columns: Sequence[str]) -> Any:
+def _common_schema(files: Sequence[StreamFile], columns: Sequence[str], encodings: Mapping[str, str]) -> Any:
     arrow = require("pyarrow", package="pyarrow", purpose="reading data files")
     for file in files:
         check_names(file.name, file.schema.names, columns, None if file is files[0] else files[0].name)
-    fields = []
-    for name in columns:
-        kinds = [file.schema.field(name).type for file in files]
-        for number in range(1, len(files)):
-            if common_type(kinds[: number + 1]) is None:
-                raise DataError(
-                    f"{files[number].name}: column {name} is {kinds[number]}, but in {files[0].name} it is {kinds[0]}; "
-                    "allowed: one type, or numbers, texts or lists of several"
-                )
-        fields.append(arrow.field(name, common_type(kinds)))
-    return arrow.schema(fields)
+
+    def type_of(name: str) -> Any:
+        kinds = [(file.name, file.schema.field(name).type) for file in files]
+        return type_of_all(name, kinds, encodings, lambda number: _outside(files[number], name))
+
+    return arrow.schema([(name, type_of(name)) for name in columns])
+
+
+def _outside(file: StreamFile, column: str) -> Found | None:
+    """The first integer of a column as `column_types.outside` has it. Blocks are read that may have one."""
+    for block, rows in enumerate(file.block_rows):
+        span = file.span(block, column)
+        if not rows or (span is not None and span[0] >= 0 and span[1] <= INT64_MAX):
+            continue
+        row = 0
+        for batch in file.read(block, [column]):
+            if (found := outside(batch.column(0))) is not None:
+                return Place(file, block, row + found[0]), found[1]
+            row += len(batch)
+    return None
 
 
 def _fingerprint(files: Sequence[StreamFile], columns: Sequence[Any]) -> str:

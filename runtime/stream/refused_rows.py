@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from sennit.runtime.data.arrow_columns import Piece, raw_samples
+from sennit.runtime.data.column_types import cast, plain
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.schema import Schema
@@ -126,6 +127,9 @@ def _refused(batch: Any, place: Place, schema: Schema) -> Iterator[tuple[int, Da
 
 
 def _check(batch: Any, place: Place, schema: Schema) -> None:
+    arrow = require("pyarrow", package="pyarrow", purpose="reading data files")
+    columns = [cast(column, plain(column.type)) for column in batch.columns]
+    batch = arrow.RecordBatch.from_arrays(columns, names=batch.schema.names)
     raw_samples(place.file_name, [Piece(batch, place)], schema)
     if schema.time is not None:
         check_times(place, batch, schema.time.column)

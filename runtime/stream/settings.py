@@ -181,12 +181,15 @@ def open_stream(
         schema.read_columns,
         time_column=None if schema.time is None else schema.time.column,
         text=schema.text_format,
+        encodings=schema.encodings,
         beside=schema.beside,
     )
     for file in index.files:
         check_types(file.name, schema, file.schema)
     if (kept := without_refused(index.files, schema)) != index.files:
-        index = index_of(kept, index.columns, time_column=index.time_column, beside=schema.beside)
+        index = index_of(
+            kept, index.columns, time_column=index.time_column, encodings=schema.encodings, beside=schema.beside
+        )
     if settings.order == "shuffled" and index.is_sequential:
         file = next(file for file in index.files if file.is_sequential)
         raise DataError(

@@ -15,11 +15,11 @@ from typing import Any, Final
 import numpy as np
 
 from sennit.offload.arrow_columns import content_hash
+from sennit.runtime.data.column_types import check_names
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.files import CODECS, DataFile
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.text_format import TextFormat
-from sennit.runtime.stream.columns import check_names
 from sennit.runtime.stream.files import PIECE_ROWS
 from sennit.runtime.stream.footer import changed
 from sennit.runtime.stream.text_parser import TextParser, arrow_type

@@ -160,7 +160,7 @@ def test_text_and_numbers_are_not_hashed_as_one(tmp_path: Path) -> None:
     columns = [arrow.nulls(1), arrow.array(["5"]), arrow.array([5])]
     for number, column in enumerate(columns):
         parquet.write_table(arrow.table({"clicked": [1], "x": column}), tmp_path / f"{number}.parquet")
-    with pytest.raises(DataError, match=r"2.parquet: column x, row group 0: int64, but in .*1.parquet it is string"):
+    with pytest.raises(DataError, match=r"2.parquet: column x is int64, but in .*1.parquet it is string"):
         sources.load(Source(data=str(tmp_path), schema=tmp_path / "schema.toml"), seed=1)
 
 

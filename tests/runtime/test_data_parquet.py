@@ -17,6 +17,7 @@ from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.data.raw_samples import Feature
 from sennit.runtime.data.schema import parse_schema, read_schema
 from sennit.runtime.data.source import Source
+from sennit.runtime.stream import StreamLoader
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -136,6 +137,27 @@ def ids(feature: Feature) -> list[list[Any]]:
     return [[*values[end - length : end]] for end, length in zip(ends, feature.lengths, strict=True)]
 
 
+def trained_on(source: Source) -> list[list[int]]:
+    """Which rows of its table each sample has, as `StreamLoader` hands them out. All of them are trained on."""
+    assert source.schema is not None
+    (folder := Path(source.data) / "_held").mkdir(exist_ok=True)
+    held = {part.name: arrow.nulls(1) for part in read_schema(Path(source.schema)).sparse}
+    parquet.write_table(arrow.table({"clicked": [0], "n": arrow.nulls(1), **held}), folder / "held.parquet")
+    options: Any = {"order": "files", "batch_size": 2, "evaluation": [str(folder / "held.parquet")]}
+    with StreamLoader(source.data, schema=source.schema, **options) as batches:
+        found = []
+        for batch in batches:
+            found += [part.tolist() for part in torch.split(batch.values, batch.lengths[0].tolist())]
+        return found
+
+
+def rows_of(source: Source) -> list[list[int]]:
+    """The same as the data set in memory has it."""
+    raw = sources.load(source, seed=1)
+    (column,) = Preprocessing.fit(raw, torch.ones(len(raw), dtype=torch.bool)).apply(raw).samples().columns
+    return [column.gather(torch.tensor([row]))[1].tolist() for row in range(len(raw))]
+
+
 INT64, UINT64, BIG = arrow.int64(), arrow.uint64(), 2**63 + 5
 
 
@@ -155,43 +177,116 @@ INT64, UINT64, BIG = arrow.int64(), arrow.uint64(), 2**63 + 5
 def test_parts_differ_in_type_where_all_values_have_one(
     tmp_path: Path, columns: list[Any], expected: list[list[Any]], encode: str
 ) -> None:
-    (feature,) = sources.load(parts_of(tmp_path, columns, encode), seed=1).features
+    origin = parts_of(tmp_path, columns, encode)
+    (feature,) = sources.load(origin, seed=1).features
     if encode != "dictionary":
         expected = [[value for value in row if value is not None] for row in expected]
     assert ids(feature) == expected
+    assert trained_on(origin) == rows_of(origin)
 
 
 def test_text_of_all_types_and_nulls_is_one_kind(tmp_path: Path) -> None:
     columns = [arrow.nulls(2), arrow.array(["b", None], arrow.string_view()), arrow.array(["a", "b"])]
-    (feature,) = sources.load(parts_of(tmp_path, columns, "dictionary"), seed=1).features
+    origin = parts_of(tmp_path, columns, "dictionary")
+    (feature,) = sources.load(origin, seed=1).features
     assert ids(feature) == [[None], [None], ["b"], [None], ["a"], ["b"]]
+    assert trained_on(origin) == rows_of(origin) == [[0], [0], [2], [0], [1], [2]]
 
 
-def test_integers_beyond_int64_keep_their_values_beside_smaller_ones(tmp_path: Path) -> None:
-    columns = [arrow.array([1, 2], INT64), arrow.array([BIG, 1], UINT64)]
-    (feature,) = sources.load(parts_of(tmp_path, columns, "dictionary"), seed=1).features
-    assert ids(feature) == [[1], [2], [BIG], [1]]
+BIG_IDS = [1, 2, BIG, 1, 2**64 - 1, 3]
+
+
+@pytest.mark.parametrize("in_lists", [False, True])
+def test_integers_beyond_int64_keep_their_values_beside_smaller_ones(tmp_path: Path, in_lists: bool) -> None:
+    """As pandas writes the parts of one column: with a sign unless a value needs the 64th bit."""
+    parts = [([1, 2], INT64), ([BIG, 1], UINT64), ([2**64 - 1, 3], UINT64)]
+    columns = [
+        arrow.array([[value] for value in part], arrow.list_(kind)) if in_lists else arrow.array(part, kind)
+        for part, kind in parts
+    ]
+    origin = parts_of(tmp_path, columns, "dictionary")
+    (feature,) = sources.load(origin, seed=1).features
+    assert ids(feature) == [[value] for value in BIG_IDS]
+    known = sorted({*BIG_IDS})
+    assert trained_on(origin) == rows_of(origin) == [[1 + known.index(value)] for value in BIG_IDS]
+
+
+@pytest.mark.parametrize("encode", ["hash", "dynamic"])
+@pytest.mark.parametrize("low", [1, -1])
+def test_the_bits_of_a_hashed_id_count_whatever_type_its_file_has(tmp_path: Path, encode: str, low: int) -> None:
+    """A folder with a value that int64 lacks gives the rows of a file that has all of them in one type."""
+    parts = {"mixed": [arrow.array([low, 2], INT64), arrow.array([BIG, 1], UINT64)]}
+    parts["one type"] = [arrow.array(np.array(part).astype(np.uint64)) for part in parts["mixed"]]
+    found = []
+    for name, columns in parts.items():
+        (tmp_path / name).mkdir()
+        origin = parts_of(tmp_path / name, columns, encode)
+        found += [rows_of(origin), trained_on(origin)]
+    assert found == [found[0]] * 4
+    if encode == "dynamic":
+        assert found[0] == [[low], [2], [BIG - 2**64], [1]]
+        feature = sources.load(parts_of(tmp_path / "mixed", parts["mixed"], encode), seed=1).features[0]
+        assert feature.id_type == ("int64" if low < 0 else "uint64")
+
+
+def test_values_of_a_number_and_hashed_texts_have_several_types(tmp_path: Path) -> None:
+    """True and False are 1 and 0, and bytes are hashed as text is."""
+    (tmp_path / "schema.toml").write_text('label = "clicked"\ndense = ["n"]\n[sparse.x]\nencode = "hash"\nrows = 99\n')
+    parts = [
+        {"clicked": [0, 1], "n": [1.5, None], "x": ["a", None]},
+        {"clicked": [True, False], "n": [True, False], "x": [b"a", b"b"]},
+    ]
+    for number, part in enumerate(parts):
+        parquet.write_table(arrow.table(part), tmp_path / f"{number}.parquet")
+    origin = Source(data=str(tmp_path), schema=tmp_path / "schema.toml")
+    raw = sources.load(origin, seed=1)
+    assert raw.labels.tolist() == [0, 1, 1, 0]
+    assert np.array_equal(raw.dense.squeeze(1).numpy(), [1.5, np.nan, 1, 0], equal_nan=True)
+    (a,), nothing, *rest = rows_of(origin)
+    assert (nothing, rest[0]) == ([], [a])
+    assert trained_on(origin) == rows_of(origin)
+
+
+ROW_GROUP = "column x, row group 0, row"
 
 
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
+        ([["a", "b"], [1, 2]], "/1.parquet: column x is int64, but in .*/0.parquet it is string; allowed: one"),
         (
-            [["a", "b"], [1, 2]],
-            "1.parquet: column x, row group 0: int64, but in .*0.parquet it is string; allowed: one",
+            [[1, 2], [4, 5], [[1], [2]]],
+            "/2.parquet: column x is list<element: int64>, but in .*/0.parquet it is int64; allowed",
         ),
-        ([[1, 2], [4, 5], [[1], [2]]], "2.parquet: .*: list<element: int64>, but in .*0.parquet it is int64; allowed"),
         (
-            [[-1, 2], [4, 5], arrow.array([BIG, 1], UINT64)],
-            "2.parquet: .*: uint64, but in .*0.parquet it is int64; allowed: one type; integers .* int64 or uint64",
+            [arrow.nulls(2), ["a", "b"], [1, 2]],
+            "/2.parquet: column x is int64, but in .*/1.parquet it is string; allowed: one",
         ),
-        ([arrow.nulls(2), ["a", "b"], [1, 2]], "2.parquet: .*: int64, but in .*1.parquet it is string; allowed: one"),
+        # Of files that disagree about the sign, those with the values are named, and not those between them.
+        (
+            [[2, -1], [4, 5], arrow.array([1, BIG], UINT64)],
+            f"/2.parquet: {ROW_GROUP} 1: value {BIG}, but .*/0.parquet: {ROW_GROUP} 1: value -1; allowed: values",
+        ),
+        (
+            [[2, -1], arrow.array([1, 2], UINT64), arrow.array([BIG, 1], UINT64)],
+            f"/2.parquet: {ROW_GROUP} 0: value {BIG}, but .*/0.parquet: {ROW_GROUP} 1: value -1; allowed: values",
+        ),
+        (
+            [[1, 2], arrow.array([1, BIG], UINT64), [-1, 2]],
+            f"/1.parquet: {ROW_GROUP} 1: value {BIG}, but .*/2.parquet: {ROW_GROUP} 0: value -1; allowed: values",
+        ),
+        (
+            [[None, [1, -1]], arrow.array([[1], [2, 3, BIG]], arrow.list_(UINT64))],
+            f"/1.parquet: {ROW_GROUP} 1: value {BIG}, but .*/0.parquet: {ROW_GROUP} 1: value -1; allowed: values",
+        ),
     ],
 )
 def test_a_part_of_another_type_is_the_one_that_is_named(tmp_path: Path, columns: list[Any], message: str) -> None:
     columns = [arrow.array(column) if isinstance(column, list) else column for column in columns]
-    with pytest.raises(DataError, match=message):
-        sources.load(parts_of(tmp_path, columns, "dictionary"), seed=1)
+    origin = parts_of(tmp_path, columns, "dictionary")
+    for read in (lambda found: sources.load(found, seed=1), trained_on):
+        with pytest.raises(DataError, match=message):
+            read(origin)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +308,7 @@ def test_every_kind_of_number_is_read(tmp_path: Path, column: Any, expected: lis
 def test_a_column_that_is_there_twice_is_refused(tmp_path: Path, name: str) -> None:
     origin = source(tmp_path)
     parquet.write_table(arrow.table([*COLUMNS.values(), COLUMNS[name]], names=[*COLUMNS, name]), origin.data)
-    with pytest.raises(DataError, match=rf"data.parquet: 2 columns {name}; allowed: one. There are: city, "):
+    with pytest.raises(DataError, match=rf"data.parquet: 2 columns {name}; allowed: one; there are: city, "):
         sources.load(origin, seed=1)
 
 

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sennit.runtime.data.arrow_columns import check_types
 from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.schema import parse_schema
 from sennit.runtime.stream.index import StreamIndex, open_index
 from tests.extent import examples
 
@@ -126,6 +128,41 @@ def test_writers_may_disagree_about_widths(tmp_path: Path) -> None:
         DataError, match=r"large\.parquet: column user, row group 0, row 1: value 18446744073709551615; allowed: int64"
     ):
         read(open_index([large, str(tmp_path / "1.parquet")], COLUMNS), 0, 4)
+
+
+@pytest.mark.parametrize("kind", [arrow.list_(arrow.uint64()), arrow.list_(arrow.uint64(), 2)])
+def test_a_list_that_does_not_fit_is_the_one_that_is_named(tmp_path: Path, kind: Any) -> None:
+    """Arrow casts the values of all lists of a block, whichever rows are asked for."""
+    large = arrow.array([[1, 2], None, [3, 4], [5, 2**63]], kind)
+    for name, user in (("0", arrow.array([[-1], [2], None, []])), ("1", large)):
+        with arrow.ipc.new_file(tmp_path / f"{name}.arrow", (rows := table(0, 4, user=user)).schema) as file:
+            file.write(rows)
+    index = open_index([str(tmp_path)], COLUMNS)
+    assert read(index, 4, 7)["user"] == [[1, 2], None, [3, 4]]
+    assert read(index, 6, 7)["user"] == [[3, 4]]
+    for begin in (4, 5, 7):
+        with pytest.raises(DataError, match=r"1\.arrow: column user, record batch 0, row 3: value \[5, 92233720368547"):
+            read(index, begin, 8)
+    hashed = open_index([str(tmp_path)], COLUMNS, encodings={"user": "hash"})
+    assert read(hashed, 5, 8)["user"] == [None, [3, 4], [5, -(2**63)]]
+
+
+def test_a_dictionary_is_its_values(tmp_path: Path) -> None:
+    """Of lists, of numbers, and of nothing but nulls, which have any type."""
+    columns = [
+        arrow.DictionaryArray.from_arrays([0, 1, 0], arrow.array([[1], [2, 3]])),
+        arrow.array([[4], None, []]),
+        arrow.DictionaryArray.from_arrays(arrow.array([0, None, 0], arrow.int8()), arrow.nulls(1)),
+    ]
+    for number, user in enumerate(columns):
+        rows = table(0, 3, user=user, clicked=arrow.array([1.0, 0.0, 1.0]).dictionary_encode())
+        with arrow.ipc.new_file(tmp_path / f"{number}.arrow", rows.schema) as file:
+            file.write(rows)
+    index = open_index([str(tmp_path)], COLUMNS)
+    assert read(index, 0, 9)["user"] == [[1], [2, 3], [1], [4], None, [], None, None, None]
+    schema = parse_schema({"label": "clicked", "dense": [], "sparse": {"user": {"encode": "dictionary"}}})
+    for file in index.files:
+        check_types(file.name, schema, file.schema)
 
 
 BYTES = [b"abcd", b"\xff\x00\xfe\x80"]
