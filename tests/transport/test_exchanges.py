@@ -233,6 +233,38 @@ def test_the_reason_of_rank_0_in_the_first_round_reaches_everybody(monkeypatch: 
         assert "rank 0 could not join group: ConfigError: no room" in str(result)
 
 
+@pytest.mark.parametrize("culprit", [1, 32, 40])
+def test_the_reason_of_a_rank_reaches_everybody_though_rank_0_is_missing(
+    culprit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchanges_module, "OLD_RECORD_S", 0.0)
+
+    def greet(rank: int) -> dict[str, Any]:
+        if rank == culprit:
+            raise ConfigError("no room")
+        return {}
+
+    for result in run(lambda exchanges, rank: None, greet=greet, absent=[0]):
+        assert isinstance(result, PeerError | ConfigError)
+        assert "no room" in str(result)
+
+
+def test_a_reason_that_nobody_reads_is_told_at_the_deadline() -> None:
+    """Rank 32 waits for rank 40, and so it does not read what rank 41 has left."""
+
+    def greet(rank: int) -> dict[str, Any]:
+        if rank == 41:
+            raise ConfigError("no room")
+        return {}
+
+    for result in run(lambda exchanges, rank: None, greet=greet, absent=[40], timeout_s=0.6):
+        if isinstance(result, errors.TimeoutError):
+            assert "no word from rank 40 of 70 after 0.6 s" in str(result)
+            assert str(result).endswith(". In the store is: rank 41 could not join group: ConfigError: no room")
+        else:
+            assert isinstance(result, ConfigError)
+
+
 @pytest.mark.parametrize("stranger", [1, 32, 40])
 def test_a_record_of_another_form_is_refused_by_everybody(stranger: int) -> None:
     def body(exchanges: Exchanges, rank: int) -> Any:

@@ -65,6 +65,18 @@ def test_a_rank_number_used_twice_is_named_on_every_rank_with_both_processes(tmp
         assert said(process).startswith(f"MismatchError: {cause}")
 
 
+def test_a_rank_number_used_twice_is_named_where_rank_0_is_missing(tmp_path: Path) -> None:
+    """Everybody waits for rank 0, so the reason is where its record would be."""
+    others = [start(rank, tmp_path, world=3) for rank in (1, 2)]
+    FileStore(tmp_path).wait([f"sennit/world/hello/{rank}" for rank in (1, 2)], timedelta(seconds=WAIT_S))
+    second = start(1, tmp_path, world=3)
+    cause = f"two processes say that they are rank 1 of 3: process {others[0].pid} on {os.uname().nodename}, and "
+    for process in (second, *others):
+        assert said(process).startswith(f"MismatchError: {cause}process {second.pid} on {os.uname().nodename}; see")
+    # Rank 0 hears it when it comes.
+    assert said(start(0, tmp_path, world=3)).startswith(f"MismatchError: {cause}")
+
+
 def test_who_comes_to_a_group_that_runs_is_told_who_has_its_rank(tmp_path: Path) -> None:
     members = [start(rank, tmp_path) for rank in range(2)]
     for member in members:

@@ -425,10 +425,30 @@ class Exchanges:
             with suppress(SennitError):
                 for key in keys:
                     self._publish(key, failure)
+                if self._rank != 0 and not self._run:
+                    self._tell_in_place_of_first(failure)
                 self._linger()
             if error is raised:
                 raise
             raise error from raised
+
+    def _tell_in_place_of_first(self, failure: Record) -> None:
+        """Leaves a failure where all wait for rank 0, if that is not there: nobody else reads what this rank leaves.
+
+        When rank 0 comes, it puts its own record there, and finds the failure by itself.
+        """
+        heard = set(failure["nonces"])
+        for data in self._greetings().values():
+            with suppress(ValueError, KeyError, TypeError):
+                heard.add(str(json.loads(data)["nonce"]))
+        self._store.compare_set(self._key("hello", 0), "", self._as_value({**failure, "nonces": sorted(heard)}))
+
+    def _greetings(self) -> dict[str, bytes]:
+        """What ranks have left in the first round, by its key: their records, or why they could not join."""
+        ranks = range(self._world)
+        keys = list(dict.fromkeys(key("hello", rank) for key in (self._key, self._key_of_child) for rank in ranks))
+        found = zip(keys, self._store.get_those_there(keys), strict=True)
+        return {key: data for key, data in found if data is not None}
 
     def _linger(self) -> None:
         """Rank 0 waits until all others that it has heard of know of the failure."""
@@ -536,7 +556,18 @@ class Exchanges:
                 f". Rank 0 has begun a run with {self._in_our_place} as rank {self._rank}, not with {self._process}: "
                 "does another process have this rank number?"
             )
+        if not self._run:
+            text += "".join(f". In the store is: {reason}" for reason in self._reasons())
         return TimeoutError(text)
+
+    def _reasons(self) -> list[str]:
+        """Why ranks could not join, as they have left it where this rank does not read."""
+        found: list[str] = []
+        with suppress(SennitError):
+            for data in self._greetings().values():
+                with suppress(ValueError, KeyError, TypeError):
+                    found.append(str(json.loads(data)["failed"]))
+        return list(dict.fromkeys(found))
 
     def _absent(self, authors: Mapping[str, int]) -> list[int]:
         keys = list(authors)
