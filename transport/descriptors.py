@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to say when the system opens no more files for a process: its limit, and what a group needs.
+"""What to say when the system opens no more files for a process: its limit, how to raise it, and what a group needs.
 
 Sockets, shared memory, events and FIFOs are all descriptors. Chance decides which call fails first. The error of that
 call ("udp: cannot bind [::1]:0: Too many open files") names neither limit nor remedy.
@@ -28,6 +28,16 @@ def advice(error: BaseException, *, world: int) -> str:
     """Returns the limit, how to raise it, and how many descriptors a group of `world` ranks takes, if that is what
     `error` comes from, else nothing.
     """
+    if not (found := limit(error)):
+        return ""
+    return (
+        f"{found}. A group takes 1 for each rank of its host over shared memory and 1 more (here up to {world + 1}), "
+        "and 1 for each interface over UDP; the groups of a process share 8 more for each interface"
+    )
+
+
+def limit(error: BaseException) -> str:
+    """Returns the limit and how to raise it, if that is what `error` comes from, else nothing."""
     cause = _cause(error)
     if cause is None:
         return ""
@@ -35,16 +45,11 @@ def advice(error: BaseException, *, world: int) -> str:
         import resource
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        limit = (
+        return (
             f"This process may have {soft} files open: raise that by `ulimit -n` (up to {hard}; LimitNOFILE= in "
             "systemd, docker run --ulimit nofile=N)"
         )
-    else:
-        limit = f"This machine may have {_file_max()} files open: raise that by `sysctl fs.file-max`"
-    return (
-        f"{limit}. A group takes 1 for each rank of its host over shared memory and 1 more (here up to {world + 1}), "
-        "and 1 for each interface over UDP; the groups of a process share 8 more for each interface"
-    )
+    return f"This machine may have {_file_max()} files open: raise that by `sysctl fs.file-max`"
 
 
 def _cause(error: BaseException | None) -> OSError | None:

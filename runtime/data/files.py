@@ -6,7 +6,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -15,6 +15,7 @@ from typing import IO, Any, Final
 from sennit import surroundings
 from sennit.runtime.data.errors import DataError, MissingPackage
 from sennit.runtime.data.packages import require
+from sennit.transport import descriptors
 
 _PURPOSE = "a data set of files"
 FORMATS: Final = {
@@ -55,7 +56,7 @@ class DataFile:
 
     @property
     def is_local(self) -> bool:
-        return "file" in self.filesystem.protocol
+        return _is_local(self.filesystem)
 
     @property
     def size_bytes(self) -> int | None:
@@ -204,6 +205,9 @@ def _matching(path: str, filesystem: Any, pattern: str) -> set[str]:
     """What matches a pattern. Of a folder that does, its files."""
     # As in a shell, a sign does not match the begin of a name that hides a file.
     names = pattern.split("/")
+    if _is_local(filesystem):
+        at = next(number for number, name in enumerate(names) if any(sign in name for sign in _SIGNS))
+        _check_listable("/".join(names[:at]) or "/", names[at:])
     found: set[str] = set()
     for part, about in filesystem.glob(pattern, detail=True).items():
         hidden = [name for name in part.split("/") if _is_hidden(name)]
@@ -219,6 +223,8 @@ def _matching(path: str, filesystem: Any, pattern: str) -> set[str]:
 
 def _parts(path: str, filesystem: Any, folder: str) -> set[str]:
     """The files below a folder whose names say their format."""
+    if _is_local(filesystem):
+        _check_listable(folder)
     every = filesystem.find(folder)
     found = sorted(part for part in every if _format(part) is not None and not _is_hidden(part.removeprefix(folder)))
     first = next(iter(found), "")
@@ -228,6 +234,30 @@ def _parts(path: str, filesystem: Any, folder: str) -> set[str]:
             f"allowed in a folder: one format; give a pattern of the files that you mean"
         )
     return set(found)
+
+
+def _check_listable(folder: str, pattern: Sequence[str] | None = None) -> None:
+    """Raises the OSError of a folder that cannot be listed, here or below: fsspec leaves out what is in it, silently.
+
+    `pattern`: only folders are looked into whose paths match the begin of it, up to a `**`. Hidden ones never are.
+    """
+
+    def refuse(error: OSError) -> None:
+        # Writers remove folders of their own while others look.
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise error
+
+    for path, folders, _ in os.walk(folder, onerror=refuse):
+        names = [name for name in folders if not _is_hidden(name)]
+        if pattern is not None:
+            depth = len(PurePosixPath(path).relative_to(folder).parts)
+            is_last = depth + 1 >= len(pattern) or pattern[depth] == "**"
+            names = [] if is_last else [name for name in names if fnmatch.fnmatch(name, pattern[depth])]
+        folders[:] = names
+
+
+def _is_local(filesystem: Any) -> bool:
+    return "file" in filesystem.protocol
 
 
 def _is_hidden(path: str) -> bool:
@@ -258,4 +288,8 @@ def _behind_proxy(name: str) -> str:
 
 def _reason(error: Exception) -> str:
     text = str(error) or "failed"
+    if limit := descriptors.limit(error):
+        text += (
+            f". {limit}. A shuffled stream has a file open for each slice of a rank: --slices by the number of ranks"
+        )
     return text if isinstance(error, OSError) else f"{type(error).__name__}: {text}"

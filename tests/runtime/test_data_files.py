@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import re
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -156,6 +160,60 @@ def test_what_is_not_there_is_named(folder: str, schema: Path) -> None:
         find_files(["nonsense://x"])
     with pytest.raises(DataError, match="data sets 'flights' and 'x'; allowed: one, or several Parquet paths"):
         sources.check(Source(data="flights", further=("x",)))
+
+
+@pytest.fixture
+def exhausted(folder: str) -> Iterator[None]:
+    """This process can open no more files, all modules being there."""
+    (file,) = find_files([f"{folder}/part-1.parquet"])
+    with file.open(), file.open_native():
+        pass
+    before, held = resource.getrlimit(resource.RLIMIT_NOFILE), list[int]()
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, before[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.open("/dev/null", os.O_RDONLY))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for descriptor in held:
+            os.close(descriptor)
+
+
+@pytest.mark.parametrize("folder", ["local"], indirect=True)
+def test_want_of_descriptors_names_the_limit_and_what_a_stream_needs(folder: str, exhausted: None) -> None:
+    advice = (
+        r"Too many open files.*\. This process may have \d+ files open: raise that by `ulimit -n` .* --slices by the"
+    )
+    for path in (folder, f"{folder}/*.parquet", f"{folder}/**"):
+        with pytest.raises(DataError, match=rf"data set '{re.escape(path)}': .*{advice}"):
+            find_files([path])
+    (file,) = find_files([f"{folder}/part-1.parquet"])
+    for opened in (file.open, file.open_native):
+        with pytest.raises(DataError, match=rf"set/part-1\.parquet: .*{advice}"), opened():
+            pass
+
+
+@pytest.mark.parametrize("folder", ["local"], indirect=True)
+def test_files_in_a_folder_that_cannot_be_listed_are_not_left_out(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    list_folder: Any = os.scandir
+    error: OSError = PermissionError(errno.EACCES, "Permission denied")
+
+    def refuse(path: Any = ".") -> Any:
+        if str(path).endswith("day=2"):
+            raise error
+        return list_folder(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    for path in (folder, f"{folder}/*", f"{folder}/day*/*", f"{folder}/day=2/*"):
+        with pytest.raises(DataError, match=rf"data set '{re.escape(path)}': .*Permission denied"):
+            find_files([path])
+    # A pattern does not look into it.
+    assert len(find_files([f"{folder}/part*"])) == 1
+    # What is removed while others look is not there.
+    error = FileNotFoundError(errno.ENOENT, "No such file or directory")
+    assert [file.path.rpartition("/")[2] for file in find_files([folder])] == ["part-1.parquet"]
 
 
 def test_a_protocol_without_its_package_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
